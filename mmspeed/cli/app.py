@@ -1,0 +1,289 @@
+"""The commands of `mmspeed`. Each imports what it runs inside its function, so that `mmspeed --help` loads no torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mmspeed import log
+from mmspeed.errors import UserError
+from mmspeed.version import __version__
+
+from . import bench_app, cache_app, launch
+from .failures import report as report_failure
+
+if TYPE_CHECKING:
+    from mmspeed.config import Config
+
+HELP = (
+    "Train Sora-class video diffusion models: encode once into a cache, then train on one to many devices.\n\n"
+    "Begin with `mmspeed demo`, or with `mmspeed init my-run`."
+)
+EPILOG = "With --debug, anywhere on the line, errors show their traceback. Docs: docs/ in the repository."
+
+app = typer.Typer(
+    help=HELP,
+    epilog=EPILOG,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(cache_app.app, name="cache")
+app.add_typer(bench_app.app, name="bench")
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to override, such as train.lr=2e-4.")
+]
+Nproc = Annotated[int | None, typer.Option("--nproc", help="Processes to start on this machine, one for each device.")]
+PrintConfig = Annotated[bool, typer.Option("--print-config", help="Print the whole resolved configuration and stop.")]
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, such as runs/my-run.")]
+
+
+class Weights(str, Enum):
+    """Which weights of a checkpoint are sampled from."""
+
+    ema = "ema"
+    model = "model"
+
+
+def run(argv: list[str]) -> int:
+    """Run one command line; returns the exit code. Exceptions become lines on standard error (`failures.py`)."""
+    arguments, debug = split_debug(argv)
+    try:
+        result = app(args=arguments or ["--help"], prog_name="mmspeed", standalone_mode=False, obj={"debug": debug})
+        sys.stdout.flush()
+    except (Exception, KeyboardInterrupt) as error:
+        _settle_stdout()
+        if isinstance(error, BrokenPipeError):
+            return 1  # the reader of our output has gone (`mmspeed ... | head`), and wants no words
+        if hasattr(error, "format_message"):
+            return _usage_error(error)
+        return report_failure(error, debug)
+    code = result if isinstance(result, int) else 0
+    # typer turns Ctrl-C into this exit code
+    return report_failure(KeyboardInterrupt(), False) if code == 130 else code
+
+
+def _settle_stdout() -> None:
+    """Give up output that cannot be written, which Python would complain of once more at exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def split_debug(argv: list[str]) -> tuple[list[str], bool]:
+    """The arguments without `--debug`, and whether it was there; what follows `--` is left alone."""
+    end = argv.index("--") if "--" in argv else len(argv)
+    arguments = [word for word in argv[:end] if word != "--debug"] + argv[end:]
+    return arguments, len(arguments) < len(argv)
+
+
+def _usage_error(error: Any) -> int:
+    """Show a mistake in the command line: click's exceptions, whose module differs between versions of typer."""
+    context = getattr(error, "ctx", None)
+    if type(error).__name__ == "NoArgsIsHelpError":
+        error.show()
+    else:
+        path = context.command_path if context is not None else "mmspeed"
+        message = " ".join(error.format_message().split())
+        print(f"mmspeed: error: {message} See `{path} --help`.", file=sys.stderr)
+    return int(error.exit_code)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"mmspeed {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def options(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and stop.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of errors.")] = False,
+) -> None:
+    """Options of every command."""
+    log.setup()
+
+
+@app.command()
+def init(
+    path: Annotated[Path, typer.Argument(help="Config file to write: my-run or my-run.yaml.")],
+    videos: Annotated[
+        Path | None, typer.Option(help="Folder or manifest of your videos; without it, the demo clips.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
+) -> None:
+    """Write a commented config, ready to edit."""
+    from .init import write_config
+
+    written = write_config(path, videos, force)
+    print(f"{written}: edit it, then run `mmspeed check {written}`")
+
+
+@app.command()
+def check(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Read the data set and say what will happen and what it will cost; needs no accelerator."""
+    from rich.console import Console
+
+    from mmspeed.config import load_config
+    from mmspeed.preprocess import check as check_data
+
+    report = check_data(load_config(config, overrides or ()))
+    report.print(Console())
+    if report.problems:
+        raise typer.Exit(1)
+
+
+@app.command()
+def preprocess(
+    context: typer.Context,
+    config: ConfigFile,
+    overrides: Overrides = None,
+    nproc: Nproc = None,
+    print_config: PrintConfig = False,
+) -> None:
+    """Probe, filter, cut and encode the data set once, into the cache."""
+    resolved = _resolve(context, "preprocess", config, overrides, nproc, print_config)
+    from mmspeed.preprocess import CacheBuilder
+
+    _print_lines(CacheBuilder(resolved).run().lines())
+
+
+@app.command()
+def train(
+    context: typer.Context,
+    config: ConfigFile,
+    overrides: Overrides = None,
+    nproc: Nproc = None,
+    print_config: PrintConfig = False,
+) -> None:
+    """Train from the cache; a run that was stopped goes on from its last checkpoint."""
+    resolved = _resolve(context, "train", config, overrides, nproc, print_config)
+    from mmspeed.pipelines import TrainPipeline
+
+    _print_lines(TrainPipeline(resolved).run().lines())
+
+
+@app.command()
+def sample(
+    run_folder: RunFolder,
+    prompt: Annotated[list[str], typer.Option("--prompt", "-p", help="What to show; give it again for more videos.")],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Video file; several prompts write out-0.mp4, out-1.mp4, ...")
+    ] = Path("sample.mp4"),
+    negative_prompt: Annotated[str | None, typer.Option(help="What to lead away from.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of the sampler.")] = None,
+    guidance: Annotated[float | None, typer.Option(min=0, help="Classifier-free guidance scale; 1: none.")] = None,
+    sampler: Annotated[str | None, typer.Option(help="auto, euler, heun or ddim.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the noise.")] = 0,
+    frames: Annotated[int | None, typer.Option(min=1, help="Frames of the video.")] = None,
+    height: Annotated[int | None, typer.Option(min=8, help="Height in pixels.")] = None,
+    width: Annotated[int | None, typer.Option(min=8, help="Width in pixels.")] = None,
+    checkpoint: Annotated[str, typer.Option(metavar="STEP|best|latest", help="Which checkpoint.")] = "latest",
+    weights: Annotated[Weights, typer.Option(help="The moving average of the weights, or the weights.")] = Weights.ema,
+    device: Annotated[str, typer.Option(help="Kind of device; auto takes the fastest there is.")] = "auto",
+) -> None:
+    """Make videos from text with a trained run. What is not given is taken from the run's config."""
+    paths = output_paths(out, len(prompt))
+    from mmspeed.pipelines import TextToVideo
+    from mmspeed.pipelines.media import contact_sheet, save_image
+
+    pipe = TextToVideo.from_run(run_folder, checkpoint=checkpoint, weights=weights.value, device=device)
+    videos = pipe(
+        prompt,
+        negative_prompt=negative_prompt,
+        steps=steps,
+        guidance=guidance,
+        sampler=sampler,
+        seed=seed,
+        frames=frames,
+        height=height,
+        width=width,
+    )
+    for video, path in zip(videos, paths, strict=True):
+        video.save(path)
+        print(path)
+    sheet = sheet_path(out)
+    save_image(contact_sheet(videos, prompt), sheet)
+    print(sheet)
+
+
+@app.command()
+def report(run_folder: RunFolder) -> None:
+    """Write the report of a run: one HTML file with its curves and samples."""
+    from mmspeed.pipelines import write_report
+
+    print(write_report(run_folder))
+
+
+@app.command()
+def demo(
+    short: Annotated[bool, typer.Option("--short", help="A few steps only: shows that everything works.")] = False,
+    output: Annotated[Path, typer.Option(help="Folder that the demo writes to.")] = Path("mmspeed-demo"),
+) -> None:
+    """The whole way on the clips that ship with the package: preprocess, train, sample, report. Works offline."""
+    from .demo import run_demo
+
+    for path in run_demo(output, short):
+        print(path)
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False) -> None:
+    """What is on this machine, what will be slow or is missing, and what to do about it."""
+    from .doctor import diagnose, render, to_json
+
+    checks = diagnose(Path.cwd())
+    print(to_json(checks) if as_json else render(checks))
+    if any(check.state == "missing" for check in checks):
+        raise typer.Exit(1)
+
+
+def _resolve(
+    context: typer.Context, command: str, path: Path, overrides: list[str] | None, nproc: int | None, print_config: bool
+) -> Config:
+    """The config of a command that may run in several processes; does not return when others do the work."""
+    from mmspeed.config import dump_config, load_config
+
+    config = load_config(path, overrides or ())  # before processes start: a mistake in it is shown at once
+    if print_config:
+        _print_lines([dump_config(config).rstrip()])
+        raise typer.Exit()
+    if launch.wanted(nproc):
+        debug = bool((context.obj or {}).get("debug"))
+        raise typer.Exit(launch.launch([command, str(path), *(overrides or [])], int(nproc or 1), debug))
+    return config
+
+
+def _print_lines(lines: list[str]) -> None:
+    if log.rank() == 0:
+        print("\n".join(lines))
+
+
+def output_paths(out: Path, count: int) -> list[Path]:
+    """Where `count` videos go: `out` for one, `out-0`, `out-1`, ... for several; `.mp4` where the name has no ending.
+
+    Raises UserError when `out` is a folder.
+    """
+    if out.is_dir():
+        raise UserError(f"{out} is a folder; name a video file, such as {out / 'sample.mp4'}")
+    suffix = out.suffix or ".mp4"
+    if count == 1:
+        return [out.with_suffix(suffix)]
+    return [out.with_name(f"{out.stem}-{index}{suffix}") for index in range(count)]
+
+
+def sheet_path(out: Path) -> Path:
+    """Where the contact sheet of all videos goes: beside them, as PNG."""
+    return out.with_name(f"{out.stem}-sheet.png") if out.suffix == ".png" else out.with_suffix(".png")

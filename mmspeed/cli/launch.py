@@ -1,0 +1,86 @@
+"""`--nproc N`: one process per device on this machine, through torch's elastic launcher.
+
+`mmspeed train my-run.yaml --nproc 8` starts what `torchrun --standalone --nproc-per-node 8 -m mmspeed train
+my-run.yaml` starts. The launcher runs in this process, so that its end can be shown in a line: of a mistake that all
+ranks meet, people see one message and no report of the launcher.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Any
+
+from mmspeed.errors import UserError
+
+from .failures import LAUNCHED
+
+# Ranks that are told to stop (SIGTERM, SIGINT) have this long to write a last checkpoint before they are killed.
+GRACE_SECONDS = 300
+
+
+def inside_launcher() -> bool:
+    """Whether torchrun, accelerate or `--nproc` started this process."""
+    return "RANK" in os.environ
+
+
+def wanted(nproc: int | None) -> bool:
+    """Whether this process is to start others and compute nothing itself. Raises UserError for a count below 1."""
+    if nproc is not None and nproc < 1:
+        raise UserError(f"--nproc is {nproc}: use 1 or more")
+    return nproc is not None and nproc > 1 and not inside_launcher()
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def launch(arguments: list[str], nproc: int, debug: bool = False) -> int:
+    """Run `mmspeed` with `arguments` in `nproc` processes; returns the exit code after showing what failed.
+
+    SIGTERM and SIGINT are passed on to the processes, which may take `GRACE_SECONDS` to stop.
+    """
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // nproc)))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_SECONDS))
+    os.environ[LAUNCHED] = "1"
+    if not debug:
+        logging.disable(logging.CRITICAL)  # the launcher's own report; ours follows
+    flags = ["--debug"] if debug else []
+    args = torchrun.parse_args(["--standalone", "--nproc-per-node", str(nproc), "-m", "mmspeed", *flags, *arguments])
+    try:
+        torchrun.run(args)
+    except ChildFailedError as error:
+        line, code = explain(error.failures)
+        print(line, file=sys.stderr, flush=True)
+        return code
+    except SignalException as error:
+        print(f"mmspeed: stopped by {error.sigval.name}", file=sys.stderr, flush=True)
+        return 128 + error.sigval
+    finally:
+        logging.disable(logging.NOTSET)
+    return 0
+
+
+def explain(failures: dict[int, Any]) -> tuple[str, int]:
+    """The line and exit code that stand for the failed ranks (`ProcessFailure` by rank): the cause, not its echoes."""
+
+    def order(item: tuple[int, Any]) -> tuple[bool, bool, int, int]:
+        rank, failure = item
+        data = failure.error_file_data
+        return (not data.get("known", False), "known" not in data, failure.timestamp, rank)
+
+    rank, failure = min(failures.items(), key=order)
+    data = failure.error_file_data
+    if "known" in data:
+        prefix = "" if data["known"] else f"[rank {rank}] "
+        return prefix + str(data["message"]), int(data["code"])
+    if failure.exitcode < 0:
+        hint = "; often the machine ran out of memory" if -failure.exitcode == 9 else ""
+        return f"mmspeed: error: process {rank} was killed by {failure.signal_name()}{hint}", 1
+    return f"mmspeed: error: process {rank} ended with exit code {failure.exitcode}; its own messages are above", 1

@@ -1,0 +1,81 @@
+"""Small host-side collectives of the loop and of preprocessing.
+
+Objects travel as JSON, not as pickles (law 4 forbids pickles on disk; here too JSON keeps the contents plain).
+The gradient traffic of DDP and FSDP2 is torch's own and is counted by `torch.distributed`'s debug tools, not here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Group = dist.ProcessGroup | None
+
+
+class Ledger:
+    """Bytes handed to collectives, by kind. Made by whoever wants to count, and passed along."""
+
+    def __init__(self) -> None:
+        self.bytes: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+
+    def add(self, kind: str, tensor: torch.Tensor) -> None:
+        self.bytes[kind] += tensor.numel() * tensor.element_size()
+        self.calls[kind] += 1
+
+
+def _alone(group: Group) -> bool:
+    return not dist.is_initialized() or dist.get_world_size(group) == 1
+
+
+def _all_reduce(values: list[float], op: Any, group: Group, ledger: Ledger | None) -> list[float]:
+    if _alone(group):
+        return values
+    tensor = torch.tensor(values, dtype=torch.float64)
+    if ledger is not None:
+        ledger.add("all_reduce", tensor)
+    dist.all_reduce(tensor, op=op, group=group)
+    return tensor.tolist()
+
+
+def all_reduce_sum(values: list[float], group: Group = None, ledger: Ledger | None = None) -> list[float]:
+    """Element-wise sum of a few numbers over the group, in float64 on the CPU."""
+    return _all_reduce(values, dist.ReduceOp.SUM, group, ledger)
+
+
+def all_reduce_max(values: list[float], group: Group = None, ledger: Ledger | None = None) -> list[float]:
+    """Element-wise maximum of a few numbers over the group."""
+    return _all_reduce(values, dist.ReduceOp.MAX, group, ledger)
+
+
+def barrier(group: Group = None) -> None:
+    """Wait until every rank of the group is here."""
+    if not _alone(group):
+        # an all-reduce on the CPU backend: `dist.barrier` would pick the accelerator and may synchronise it
+        dist.all_reduce(torch.zeros(1), group=group)
+
+
+def all_gather_objects(value: Any, group: Group = None, ledger: Ledger | None = None) -> list[Any]:
+    """The JSON-serialisable values of all ranks, in rank order."""
+    if _alone(group):
+        return [value]
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([data.numel()]), group=group)
+    longest = max(int(size) for size in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: data.numel()] = data
+    if ledger is not None:
+        ledger.add("all_gather", padded)
+    parts = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(parts, padded, group=group)
+    return [json.loads(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes, strict=True)]
+
+
+def broadcast_object(value: Any, source: int = 0, group: Group = None, ledger: Ledger | None = None) -> Any:
+    """The JSON-serialisable value of rank `source`, on every rank."""
+    return all_gather_objects(value, group, ledger)[source]

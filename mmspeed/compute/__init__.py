@@ -1,0 +1,1 @@
+"""Single-device mathematics: one function per operation, an eager twin beside every fast path."""

@@ -1,0 +1,55 @@
+"""Rotary position embedding over several axes (RoFormer, Su et al. 2021; split over axes as in video transformers).
+
+The head width is split into one part per axis; within a part, pairs of channels turn by position x frequency. Positions
+are integers on purpose: mixed-precision wrappers cast floating-point inputs of a module, and angles must stay float32.
+
+Legend: B batch, A heads, N tokens, D head width, H half of D (pairs), X axes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def grid_positions(
+    grid: tuple[int, int, int], device: torch.device | str | None = None, offset: tuple[int, int, int] = (0, 0, 0)
+) -> Tensor:
+    """Positions (t, h, w) of the tokens of a grid, row by row: int64 `pos_NX` with N = T h w and X = 3.
+
+    `offset` is the global position of the first token, for a process that holds a part of a larger grid.
+    """
+    axes = [torch.arange(start, start + size, device=device) for size, start in zip(grid, offset, strict=True)]
+    return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, 2)
+
+
+def axis_pairs(head_width: int, axes: int) -> tuple[int, ...]:
+    """Pairs of channels of each axis: as equal as they can be, the later axes (height, width) taking the remainder.
+
+    Raises ValueError when the head width is odd or too narrow for one pair per axis.
+    """
+    pairs = head_width // 2
+    if head_width % 2 or pairs < axes:
+        raise ValueError(
+            f"head width {head_width} cannot be split over {axes} axes: it must be even and at least {2 * axes}"
+        )
+    return tuple(pairs // axes + (axis >= axes - pairs % axes) for axis in range(axes))
+
+
+def rope_cos_sin(pos_NX: Tensor, head_width: int, theta: float = 10_000.0) -> tuple[Tensor, Tensor]:
+    """`cos_NH` and `sin_NH` in float32 for integer positions; pair i of n of an axis turns theta^(-i/n) per step."""
+    parts = []
+    for axis, pairs in enumerate(axis_pairs(head_width, pos_NX.shape[-1])):
+        steps = torch.arange(pairs, device=pos_NX.device, dtype=torch.float32) / pairs
+        parts.append(pos_NX[:, axis, None].float() * theta**-steps)
+    angle_NH = torch.cat(parts, dim=-1)
+    return angle_NH.cos(), angle_NH.sin()
+
+
+def apply_rope(x_BAND: Tensor, cos_NH: Tensor, sin_NH: Tensor) -> Tensor:
+    """`x_BAND` with channel i turned against channel i + D/2; computed in float32, returned in its dtype."""
+    first_BANH, second_BANH = x_BAND.float().chunk(2, dim=-1)
+    turned_BAND = torch.cat(
+        (first_BANH * cos_NH - second_BANH * sin_NH, second_BANH * cos_NH + first_BANH * sin_NH), dim=-1
+    )
+    return turned_BAND.to(x_BAND.dtype)

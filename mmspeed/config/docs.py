@@ -1,0 +1,191 @@
+"""`docs/config.md`, made from the fields of the schema: `python -m mmspeed.config.docs` writes it, `--check` compares.
+
+The small functions that show a field's type and default are used by the template of `mmspeed init` too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from .load import _models_of
+from .schema import Config
+
+REQUIRED = object()  # the default of a field that has none
+TARGET = Path(__file__).resolve().parents[2] / "docs" / "config.md"
+
+HEADER = """\
+# Configuration
+
+<!-- Made from mmspeed/config/schema.py by `python -m mmspeed.config.docs`; edit the fields there, not this file. -->
+
+A run is described by one YAML file. `mmspeed init my-run` writes one with every key in it, and
+`mmspeed train my-run.yaml --print-config` shows the whole resolved configuration. Any key can be overridden behind
+the file's name: `mmspeed train my-run.yaml train.lr=2e-4 data.buckets.0.frames=33`. Unknown keys are errors. Relative
+paths are taken from the folder of the file.
+
+`[]` marks a list, `(name)` the choice of `kind` that a key belongs to. Keys without a default must be given.
+"""
+
+
+def section_options(field: FieldInfo) -> list[type[BaseModel]]:
+    """The sections a field may hold: none for a plain value, several for a choice of `kind`."""
+    return _models_of(field.annotation)
+
+
+def is_list(field: FieldInfo) -> bool:
+    """Whether a field holds a list of sections or values of any length."""
+    args = typing.get_args(field.annotation)
+    return typing.get_origin(field.annotation) is tuple and len(args) == 2 and args[1] is Ellipsis
+
+
+def kind_of(model: type[BaseModel]) -> str:
+    """The `kind` that picks this section out of a choice."""
+    return str(typing.get_args(model.model_fields["kind"].annotation)[0])
+
+
+def default_of(field: FieldInfo) -> Any:
+    """A field's default in plain JSON types, or `REQUIRED`."""
+    if field.is_required():
+        return REQUIRED
+    value = field.get_default(call_default_factory=True)
+    if value is PydanticUndefined:
+        return REQUIRED
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json", by_alias=True)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def show_value(value: Any) -> str:
+    """A plain value in YAML's flow style, which JSON is; words that need no quotes have none."""
+    if isinstance(value, float):
+        return _show_float(value)
+    if isinstance(value, str):
+        return value if value and _plain(value) else _quoted(value)
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(show_value(item) for item in value) + "]"
+    return json.dumps(value)
+
+
+def _show_float(value: float) -> str:
+    text = repr(value)
+    # YAML 1.1 reads 1e-08 as a string: its floats have a point
+    return text.replace("e", ".0e") if "e" in text and "." not in text else text
+
+
+def _quoted(text: str) -> str:
+    return yaml.safe_dump(text, default_style='"', allow_unicode=True, width=sys.maxsize).strip()
+
+
+def _plain(text: str) -> bool:
+    """Whether YAML reads the bare word as this same string."""
+    if any(sign in text for sign in "[]{},\n") or text != text.strip():
+        return False
+    try:
+        return bool(yaml.safe_load(text) == text)
+    except yaml.YAMLError:
+        return False
+
+
+def show_type(annotation: Any) -> str:
+    """A field's type in words: `whole number`, `true or false`, `auto, cpu`, `list of text`."""
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return show_type(args[0])
+    if origin is typing.Literal:
+        return ", ".join(f"`{value}`" for value in args)
+    if origin in (typing.Union, types.UnionType):
+        parts = [show_type(arg) for arg in args if arg is not type(None)]
+        return " or ".join(dict.fromkeys(parts)) + (" or null" if type(None) in args else "")
+    if origin is tuple:
+        if len(args) == 2 and args[1] is Ellipsis:
+            return f"list of {show_type(args[0])}"
+        return f"{len(args)} x {show_type(args[0])}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "section"
+    names: dict[Any, str] = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+    return names.get(annotation, getattr(annotation, "__name__", str(annotation)))
+
+
+def show_limits(field: FieldInfo) -> str:
+    """The bounds of a number, such as ` > 0, <= 240`; empty when there are none."""
+    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+    bounds = [(sign, getattr(rule, name, None)) for rule in field.metadata for name, sign in signs.items()]
+    shown = ", ".join(f"{sign} {bound}" for sign, bound in bounds if bound is not None)
+    return f" {shown}" if shown else ""
+
+
+def show_default(field: FieldInfo) -> str:
+    """A field's default for a table; a dash when the field must be given, nothing for sections."""
+    if default_of(field) is REQUIRED:
+        return "—"
+    return "" if section_options(field) else f"`{show_value(default_of(field))}`"
+
+
+def generate() -> str:
+    """The text of `docs/config.md`."""
+    parts = [HEADER]
+    parts.append(_table("Top level", "", "The sections, and what belongs to none of them.", Config.model_fields))
+    for name, field in Config.model_fields.items():
+        parts += _sections(field.alias or name, field)
+    return "\n".join(parts)
+
+
+def _sections(path: str, field: FieldInfo) -> list[str]:
+    """The tables of the sections that a field may hold, and of those inside them."""
+    options = section_options(field)
+    tables = []
+    for option in options:
+        choice = f"({kind_of(option)})" if len(options) > 1 else ""
+        here = f"{path}{'[]' if is_list(field) else ''}{choice}"
+        title = path if not choice else f"{path}, kind: {kind_of(option)}"
+        intro = " ".join((option.__doc__ or "").split())
+        tables.append(_table(title, f"{here}.", intro, option.model_fields))
+        for name, inner in option.model_fields.items():
+            tables += _sections(f"{here}.{inner.alias or name}", inner)
+    return tables
+
+
+def _table(title: str, prefix: str, intro: str, fields: dict[str, FieldInfo]) -> str:
+    rows = [f"## {title}\n\n{intro}\n", "| key | type | default | meaning |", "|---|---|---|---|"]
+    for name, field in fields.items():
+        kind = show_type(field.annotation).removesuffix(" or null") + show_limits(field)
+        kind += " or null" if show_type(field.annotation).endswith(" or null") else ""
+        cells = (
+            "list of sections" if is_list(field) and section_options(field) else kind,
+            show_default(field),
+            field.description or "",
+        )
+        escaped = [cell.replace("|", "\\|") for cell in cells]
+        rows.append(f"| `{prefix}{field.alias or name}` | " + " | ".join(escaped) + " |")
+    return "\n".join(rows) + "\n"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write or compare the file; the exit code is 1 when `--check` finds it out of date."""
+    parser = argparse.ArgumentParser(prog="python -m mmspeed.config.docs", description="Write docs/config.md.")
+    parser.add_argument("--check", action="store_true", help="compare only; exit with 1 when the file is out of date")
+    parser.add_argument("--output", type=Path, default=TARGET, help="file to write or compare")
+    args = parser.parse_args(argv)
+    text = generate()
+    if not args.check:
+        args.output.write_text(text, encoding="utf-8")
+        return 0
+    if args.output.exists() and args.output.read_text(encoding="utf-8") == text:
+        return 0
+    print(f"{args.output} is out of date: run `make docs`", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

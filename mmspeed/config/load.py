@@ -1,0 +1,199 @@
+"""From YAML and dotted overrides to a checked `Config`; every mistake becomes one line with the key's path."""
+
+from __future__ import annotations
+
+import json
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from mmspeed.errors import UserError, nearest
+from .schema import Config, DiffusersVaeConfig, LinearVaeConfig, TransformersTextConfig
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The resolved config of a YAML file.
+
+    `overrides` are `train.lr=1e-4` strings whose value is YAML. Relative paths in the file are taken from its folder, those in
+    overrides too. Raises UserError for a missing or unreadable file, an unknown key (with the nearest real one) or a bad value.
+    """
+    path = Path(path)
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such config file; `mmspeed init {path}` writes one") from None
+    except IsADirectoryError:
+        raise UserError(f"{path} is a folder; name the config file in it") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read as a text file: {error}") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: not YAML: {_yaml_problem(error)}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: a config is a mapping of sections (data:, train:, ...), this file holds {_kind(tree)}")
+    return make_config(tree, overrides, base=path.resolve().parent, origin=str(path))
+
+
+def make_config(
+    tree: Mapping[str, Any], overrides: Sequence[str] = (), base: Path | None = None, origin: str = "config"
+) -> Config:
+    """The checked config of a mapping, as `load_config`; paths are made absolute against `base` when it is given."""
+    tree = json.loads(json.dumps(tree, default=str))  # a copy that is ours, of plain types
+    for override in overrides:
+        _apply_override(tree, override)
+    for section, kind in _DEFAULT_KINDS.items():
+        if isinstance(tree.get(section), dict):
+            tree[section].setdefault("kind", kind)
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError as error:
+        raise UserError(f"{origin}: {_describe(error)}") from None
+    return _absolute(config, base) if base is not None else config
+
+
+def dump_config(config: Config) -> str:
+    """The whole resolved config as YAML, loadable again."""
+    tree = config.model_dump(mode="json", by_alias=True)
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _yaml_problem(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+    return f"line {mark.line + 1}: {problem}" if mark is not None else problem
+
+
+def _kind(value: Any) -> str:
+    return "nothing" if value is None else f"a {type(value).__name__}"
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, sign, text = override.partition("=")
+    if not sign or not key.strip():
+        raise UserError(f"override {override!r}: write key=value, such as train.lr=1e-4")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        value = text
+    parts = key.strip().split(".")
+    node: Any = tree
+    for depth, part in enumerate(parts):
+        last = depth == len(parts) - 1
+        if isinstance(node, list):
+            if not part.isdigit() or int(part) >= len(node):
+                raise UserError(f"override {override!r}: {'.'.join(parts[:depth])} has {len(node)} entries, counted from 0")
+            if last:
+                node[int(part)] = value
+            else:
+                node = node[int(part)]
+        elif last:
+            node[part] = value
+        else:
+            if not isinstance(node.get(part), dict | list):
+                node[part] = {}
+            node = node[part]
+
+
+def _describe(error: ValidationError) -> str:
+    """The first mistake in one line, and how many more there are."""
+    problems = error.errors()
+    lines = []
+    for problem in problems:
+        loc = [part for part in problem["loc"] if part not in _TAGS]
+        where = ".".join(str(part) for part in loc)
+        if problem["type"] == "extra_forbidden":
+            lines.append(f"unknown key '{where}'{_suggest(loc, problem['loc'])}")
+        elif problem["type"] == "missing":
+            lines.append(f"'{where}' is missing")
+        elif problem["type"].startswith("union_tag"):
+            got = problem.get("ctx", {}).get("tag")
+            expected = problem.get("ctx", {}).get("expected_tags", "")
+            lines.append(f"'{where}.kind' is {got!r}: use {expected}" if got is not None else f"'{where}' needs a `kind`")
+        else:
+            message = problem["msg"].removeprefix("Value error, ")
+            got = problem.get("input")
+            shown = f" (got {got!r})" if isinstance(got, str | int | float | bool) or got is None else ""
+            lines.append(f"'{where}': {message[:1].lower() + message[1:]}{shown}")
+    more = f" (and {len(lines) - 1} more: {'; '.join(lines[1:4])})" if len(lines) > 1 else ""
+    return lines[0] + more
+
+
+_DEFAULT_KINDS = {"vae": "linear", "text": "minilm", "objective": "flow"}
+_TAGS = {"linear", "diffusers", "minilm", "transformers", "flow", "ddpm"}
+
+
+def _suggest(loc: list[Any], full_loc: tuple[Any, ...]) -> str:
+    """The nearest real key in the same section, else the nearest in the whole tree."""
+    section = _section_at(Config, [part for part in full_loc[:-1] if not isinstance(part, int)])
+    key = str(loc[-1])
+    if section is not None:
+        hint = nearest(key, [f.alias or name for name, f in section.model_fields.items()])
+        if hint:
+            return hint
+    everywhere = {path.rsplit(".", 1)[-1]: path for path, _ in all_fields()}
+    hint = nearest(key, list(everywhere))
+    return hint.replace(f"'{hint.split(chr(39))[1]}'", f"'{everywhere[hint.split(chr(39))[1]]}'") if hint else ""
+
+
+def _models_of(annotation: Any) -> list[type[BaseModel]]:
+    """The config sections named in a type annotation (through Annotated, tuple and union)."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if typing.get_origin(annotation) in (typing.Annotated, tuple, typing.Union, types.UnionType):
+        return [model for arg in typing.get_args(annotation) for model in _models_of(arg)]
+    return []
+
+
+def _section_at(model: type[BaseModel], loc: list[Any]) -> type[BaseModel] | None:
+    if not loc:
+        return model
+    for name, field in model.model_fields.items():
+        if (field.alias or name) == loc[0]:
+            options = _models_of(field.annotation)
+            rest = loc[1:]
+            if len(options) > 1 and rest:  # a union: the next part is its tag
+                options = [o for o in options if typing.get_args(o.model_fields["kind"].annotation)[0] == rest[0]]
+                rest = rest[1:]
+            return _section_at(options[0], rest) if options else None
+    return None
+
+
+def all_fields(model: type[BaseModel] = Config, prefix: str = "") -> list[tuple[str, Any]]:
+    """Every (dotted path, pydantic field) of the tree, depth first. Lists show as `[]`, unions as `(kind)`."""
+    rows: list[tuple[str, Any]] = []
+    for name, field in model.model_fields.items():
+        path = f"{prefix}{field.alias or name}"
+        rows.append((path, field))
+        options = _models_of(field.annotation)
+        many = typing.get_origin(field.annotation) is tuple
+        for option in options:
+            tag = f"({typing.get_args(option.model_fields['kind'].annotation)[0]})" if len(options) > 1 else ""
+            rows += all_fields(option, f"{path}{'[]' if many else ''}{tag}.")
+    return rows
+
+
+def _absolute(config: Config, base: Path) -> Config:
+    """`config` with every relative path taken from `base`; hub ids stay as they are."""
+
+    def fix(path: str) -> str:
+        return str(base / Path(path).expanduser())
+
+    def fix_pretrained(name: str) -> str:
+        return fix(name) if (base / Path(name).expanduser()).exists() or name.startswith((".", "~", "/")) else name
+
+    sources = tuple(s.model_copy(update={"path": fix(s.path)}) for s in config.data.sources)
+    changes: dict[str, Any] = {
+        "output": fix(config.output),
+        "data": config.data.model_copy(update={"sources": sources, "cache": fix(config.data.cache)}),
+    }
+    if isinstance(config.vae, DiffusersVaeConfig):
+        changes["vae"] = config.vae.model_copy(update={"pretrained": fix_pretrained(config.vae.pretrained)})
+    elif isinstance(config.vae, LinearVaeConfig) and config.vae.weights:
+        changes["vae"] = config.vae.model_copy(update={"weights": fix(config.vae.weights)})
+    if isinstance(config.text, TransformersTextConfig):
+        changes["text"] = config.text.model_copy(update={"pretrained": fix_pretrained(config.text.pretrained)})
+    return config.model_copy(update=changes)

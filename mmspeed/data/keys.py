@@ -1,0 +1,67 @@
+"""Names made from content: the keys of cache entries and of samples (law 5), as pure functions."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+KEY_LENGTH = 32
+_KEY = re.compile(rf"[0-9a-f]{{{KEY_LENGTH}}}")
+
+
+def canonical_json(value: Any) -> str:
+    """The one JSON text of a value: sorted names, no spaces, tuples as lists.
+
+    Raises TypeError for what JSON does not know (also for names that are not strings: JSON would make 1 and "1" one
+    name) and ValueError for numbers that are not finite.
+    """
+    _check_names(value)
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def _check_names(value: Any) -> None:
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            if not isinstance(name, str):
+                raise TypeError(f"names in JSON are strings, not {name!r}")
+            _check_names(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _check_names(item)
+
+
+def digest(data: bytes) -> str:
+    """The first 32 hexadecimal digits of SHA-256: the checksum of a payload, and the form of every key."""
+    return hashlib.sha256(data).hexdigest()[:KEY_LENGTH]
+
+
+def entry_key(parts: Mapping[str, Any]) -> str:
+    """The key of a cache entry: a digest of the canonical JSON of everything that the entry is made from.
+
+    Two entries whose `parts` differ anywhere have different keys; the order of the parts does not matter.
+    """
+    return digest(canonical_json(dict(parts)).encode("utf-8", "surrogatepass"))
+
+
+def is_key(text: str) -> bool:
+    """Whether `text` has the form of an entry's key."""
+    return _KEY.fullmatch(text) is not None
+
+
+def sample_key(latent_key: str, text_keys: Sequence[str]) -> str:
+    """The key of a sample: its latent and its captions in their order; not its file name or split."""
+    return entry_key({"latent": latent_key, "texts": list(text_keys)})
+
+
+def number_duplicates(keys: Iterable[str]) -> list[str]:
+    """The keys in their order, made distinct: the second sample of one content is `<key>-1`, the third `<key>-2`."""
+    seen: dict[str, int] = {}
+    numbered = []
+    for key in keys:
+        count = seen.get(key, 0)
+        seen[key] = count + 1
+        numbered.append(f"{key}-{count}" if count else key)
+    return numbered

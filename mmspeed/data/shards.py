@@ -1,0 +1,114 @@
+"""Shards: plain tar files in the webdataset format, `<key>.safetensors` beside `<key>.json`.
+
+Their headers say nothing of who wrote them or when, so that an entry is the same bytes whoever made it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmspeed.errors import UserError
+
+from .files import TempFile
+
+_BLOCK = tarfile.BLOCKSIZE
+
+
+@dataclass(frozen=True)
+class Member:
+    """One entry of a shard: where its safetensors payload lies, and its parsed sidecar."""
+
+    key: str
+    offset: int
+    payload: bytes
+    sidecar: dict[str, Any]
+
+
+def tar_member(name: str, payload: bytes) -> bytes:
+    """Header, payload and padding of one file in a tar: the same bytes for the same name and payload, always."""
+    info = tarfile.TarInfo(name)
+    info.size, info.mode = len(payload), 0o644
+    header = info.tobuf(tarfile.USTAR_FORMAT)
+    return b"".join((header, payload, bytes(-len(payload) % _BLOCK)))
+
+
+class ShardWriter:
+    """A shard in progress: a locked temporary file in its folder, which `seal` gives the next free number."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._temp = TempFile(folder)
+
+    @property
+    def size(self) -> int:
+        """Bytes written so far."""
+        return self._temp.size
+
+    def append(self, key: str, payload: bytes, sidecar: bytes) -> int:
+        """Add one entry; the offset of its payload. On an error the shard is as it was before."""
+        offset = self._temp.size + _BLOCK
+        self._temp.write(tar_member(f"{key}.safetensors", payload) + tar_member(f"{key}.json", sidecar))
+        return offset
+
+    def seal(self) -> Path:
+        """Make the shard durable under the next free number of its folder. It stays locked until `release`.
+
+        Writers in several processes never take the same number: a link fails where the name exists.
+        """
+        self._temp.write(bytes(2 * _BLOCK))
+        numbers = [int(path.stem) for path in self.folder.glob("*.tar") if path.stem.isdigit()]
+        number = max(numbers, default=-1) + 1
+        while not self._temp.link(target := self.folder / f"{number:06d}.tar"):
+            number += 1
+        return target
+
+    def release(self) -> None:
+        """Tell others that this writer is done with the shard and its index."""
+        self._temp.release()
+
+    def discard(self) -> None:
+        """Delete what was not sealed."""
+        self._temp.discard()
+
+
+def read_shard(path: Path) -> Iterator[Member]:
+    """The entries of a sealed shard, in order. Raises UserError when the file is not a whole shard."""
+    damaged = UserError(
+        f"shard {path} is damaged; delete it and run mmspeed preprocess again: it remakes only these entries"
+    )
+    try:
+        # tarfile takes an archive that stops in the middle of a later header for one that ends there.
+        if _tail(path, 2 * _BLOCK) != bytes(2 * _BLOCK):
+            raise damaged
+        with tarfile.open(path, "r:") as tar:
+            while (first := tar.next()) is not None:
+                second = tar.next()
+                key = Path(first.name).stem
+                names = (f"{key}.safetensors", f"{key}.json")
+                if second is None or (first.name, second.name) != names:
+                    raise damaged
+                yield Member(key, first.offset_data, _read(tar, first), json.loads(_read(tar, second)))
+    except (tarfile.TarError, ValueError, OSError) as error:
+        raise damaged from error
+
+
+def _read(tar: tarfile.TarFile, info: tarfile.TarInfo) -> bytes:
+    file = tar.extractfile(info)
+    if file is None:
+        raise tarfile.ReadError(f"{info.name} is no file")
+    data = file.read()
+    if len(data) != info.size:
+        raise tarfile.ReadError(f"{info.name} is cut off")
+    return data
+
+
+def _tail(path: Path, count: int) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(max(0, os.path.getsize(path) - count))
+        return file.read()

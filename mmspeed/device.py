@@ -1,0 +1,189 @@
+"""The one place that names a vendor: cpu, cuda and npu behind one small object (law 6).
+
+`torch.accelerator` comes first; what it does not offer is asked of the vendor's module by its name here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import platform
+import resource
+import sys
+import time
+from dataclasses import dataclass
+
+import torch
+
+from .errors import UserError
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+
+# Dense peak FLOP/s of one device from the vendors' data sheets, without sparsity: (bf16, float32 or tf32).
+# MFU is measured against the named figure; `peak_tflops` in the config overrides it.
+PEAK_FLOPS = {
+    "H200": (989e12, 494e12),
+    "H100": (989e12, 494e12),
+    "H800": (989e12, 494e12),
+    "A100": (312e12, 156e12),
+    "A800": (312e12, 156e12),
+    "L40S": (362e12, 183e12),
+    "L4": (121e12, 60e12),
+    "RTX 4090": (165e12, 82.6e12),
+    "RTX 3090": (71e12, 35.6e12),
+    "910B1": (378e12, 94e12),
+    "910B2": (353e12, 88e12),
+    "910B3": (313e12, 78e12),
+    "910B4": (280e12, 70e12),
+}
+
+
+@dataclass(frozen=True)
+class Device:
+    """One process's device. `torch_device` is what tensors are moved to."""
+
+    kind: str  # cpu, cuda or npu
+    index: int  # index on this host; 0 on CPU
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device("cpu") if self.kind == "cpu" else torch.device(self.kind, self.index)
+
+    @property
+    def backend(self) -> str:
+        """Name of the collective backend: gloo, nccl or hccl (with gloo beside it for CPU tensors)."""
+        return "gloo" if self.kind == "cpu" else f"cpu:gloo,{self.kind}:{BACKENDS[self.kind]}"
+
+    @property
+    def name(self) -> str:
+        """The device's product name."""
+        if self.kind == "cpu":
+            return _cpu_name()
+        return str(getattr(torch, self.kind).get_device_name(self.index))
+
+    def activate(self) -> None:
+        """Make this the process's current device."""
+        if self.kind != "cpu":
+            torch.accelerator.set_device_index(self.index)
+
+    def synchronize(self) -> None:
+        """Wait for all queued work of the device. Nothing to do on CPU."""
+        if self.kind != "cpu":
+            torch.accelerator.synchronize(self.index)
+
+    def empty_cache(self) -> None:
+        """Give unused cached device memory back to the driver."""
+        if self.kind != "cpu":
+            getattr(torch, self.kind).empty_cache()
+
+    def memory_bytes(self) -> int:
+        """Bytes in use now: allocated tensors on an accelerator, resident memory of the process on CPU."""
+        if self.kind == "cpu":
+            import psutil
+
+            return int(psutil.Process().memory_info().rss)
+        return int(getattr(torch, self.kind).memory_allocated(self.index))
+
+    def peak_memory_bytes(self) -> int:
+        """Highest `memory_bytes` since the start (or since `reset_peak_memory` on an accelerator)."""
+        if self.kind == "cpu":
+            scale = 1 if sys.platform == "darwin" else 1024
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+        return int(getattr(torch, self.kind).max_memory_allocated(self.index))
+
+    def reset_peak_memory(self) -> None:
+        """Start `peak_memory_bytes` anew. The operating system keeps the CPU's peak; it cannot be reset."""
+        if self.kind != "cpu":
+            getattr(torch, self.kind).reset_peak_memory_stats(self.index)
+
+    def total_memory_bytes(self) -> int:
+        """Bytes of memory the device has."""
+        if self.kind == "cpu":
+            import psutil
+
+            return int(psutil.virtual_memory().total)
+        return int(getattr(torch, self.kind).get_device_properties(self.index).total_memory)
+
+    def supports_bf16(self) -> bool:
+        """Whether bfloat16 arithmetic works here (CPUs emulate it where they lack the instructions)."""
+        if self.kind == "cuda":
+            return bool(torch.cuda.is_bf16_supported())
+        return True
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` on this device; from pinned memory the copy does not wait."""
+        return tensor.to(self.torch_device, non_blocking=self.kind != "cpu")
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` in page-locked memory on an accelerator host, unchanged on CPU (pinning raises there)."""
+        return tensor if self.kind == "cpu" else tensor.pin_memory()
+
+    def peak_flops(self, dtype: torch.dtype) -> tuple[float, str]:
+        """(FLOP/s, where the figure is from): the data sheet for known devices, a short matmul measurement otherwise."""
+        for label, (bf16, fp32) in PEAK_FLOPS.items():
+            if self.kind != "cpu" and label in self.name:
+                return (bf16 if dtype == torch.bfloat16 else fp32), f"{label} data sheet"
+        return self._measured_flops(dtype), f"measured matmul on {self.name}"
+
+    def _measured_flops(self, dtype: torch.dtype, size: int = 1024, repeats: int = 8) -> float:
+        a = torch.randn(size, size, device=self.torch_device).to(dtype)
+        b = torch.randn(size, size, device=self.torch_device).to(dtype)
+        best = float("inf")
+        for _ in range(repeats):
+            self.synchronize()
+            start = time.perf_counter()
+            a @ b
+            self.synchronize()
+            best = min(best, time.perf_counter() - start)
+        return 2 * size**3 / best
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def available(kind: str) -> bool:
+    """Whether a device of this kind can be used by this process."""
+    if kind == "cpu":
+        return True
+    if kind == "npu" and importlib.util.find_spec("torch_npu") is not None:
+        importlib.import_module("torch_npu")  # registers torch.npu
+    module = getattr(torch, kind, None)
+    return module is not None and bool(module.is_available())
+
+
+def pick(kind: str = "auto", local_rank: int | None = None) -> Device:
+    """The device of this process. `auto`: npu, else cuda, else cpu.
+
+    `local_rank` defaults to the launcher's LOCAL_RANK. Raises UserError when the kind asked for is not there.
+    """
+    if local_rank is None:
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if kind == "auto":
+        kind = next(k for k in ("npu", "cuda", "cpu") if available(k))
+    elif kind not in BACKENDS:
+        raise UserError(f"device.kind is {kind!r}: use auto, {', '.join(BACKENDS)}")
+    elif not available(kind):
+        raise UserError(f"device.kind is {kind!r}, but torch {torch.__version__} sees no such device; `mmspeed doctor` tells more")
+    if kind == "cpu":
+        return Device("cpu", 0)
+    count = torch.accelerator.device_count()
+    if local_rank >= count:
+        raise UserError(f"process {local_rank} of this host has no {kind} device: only {count} are visible; lower --nproc")
+    return Device(kind, local_rank)
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """float32 or bfloat16 by name. Raises UserError for others."""
+    try:
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+    except KeyError:
+        raise UserError(f"dtype {name!r} is not one of float32, bfloat16") from None

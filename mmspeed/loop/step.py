@@ -1,0 +1,95 @@
+"""One optimizer step: the same numbers on any number of ranks and for any cut into micro-batches (law 2).
+
+Legend: B samples of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+
+from mmspeed.comm import all_gather_objects, all_reduce_sum
+from mmspeed.parallel import Strategy, no_sync
+from mmspeed.protocol import Batch
+
+LossFunction = Callable[[nn.Module, Batch], Tensor]  # -> loss_B, float32, one number a sample
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did, the same on every rank."""
+
+    loss: float  # mean over the real samples of all ranks
+    grad_norm: float  # global, before clipping
+    finite: bool  # False: nothing was updated
+    bad: list[str] = field(default_factory=list)  # sources of the samples whose loss was not finite
+
+
+def train_step(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    loss_fn: LossFunction,
+    optimizer: Optimizer,
+    *,
+    global_samples: int,
+    world: int,
+    clip_norm: float | None,
+    strategy: Strategy,
+    group: dist.ProcessGroup | None = None,
+) -> StepResult:
+    """Forward and backward of this rank's micro-batches, then one update by the mean gradient of `global_samples`.
+
+    `global_samples` is the number of real samples (weight 1) of all `world` ranks; all bring equally many
+    micro-batches.
+    A loss or gradient that is not finite on any rank leaves parameters and optimizer untouched on all. `group` is for small CPU collectives. The device is waited for once.
+    """
+    losses = []
+    for index, batch in enumerate(batches):
+        with no_sync(model, strategy, last=index == len(batches) - 1):
+            loss_B = loss_fn(model, batch)
+            # the engines average over ranks: times `world` makes it the sum, over `global_samples` the mean
+            ((loss_B * batch.weights_B).sum() * (world / global_samples)).backward()
+        losses.append(loss_B.detach())
+    norm = clip_gradients(model, clip_norm)
+    mine = sum(
+        ((loss_B * batch.weights_B).sum() for loss_B, batch in zip(losses, batches, strict=True)), norm.new_zeros(())
+    )
+    loss_sum, grad_norm = torch.stack([mine, norm]).double().tolist()  # the wait for the device
+    broken = not (math.isfinite(loss_sum) and math.isfinite(grad_norm))
+    total, broken_ranks = all_reduce_sum([loss_sum, float(broken)], group)
+    bad: list[str] = []
+    if broken_ranks:
+        bad = sorted({name for names in all_gather_objects(non_finite(losses, batches), group) for name in names})
+    else:
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return StepResult(total / global_samples, grad_norm, not broken_ranks, bad)
+
+
+def clip_gradients(model: nn.Module, clip_norm: float | None) -> Tensor:
+    """The norm of all gradients over all shards, a scalar on the device; those above `clip_norm` are scaled down."""
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    if clip_norm is not None:
+        clip_grads_with_norm_(parameters, clip_norm, norm)
+    return norm
+
+
+def non_finite(losses: Sequence[Tensor], batches: Sequence[Batch]) -> list[str]:
+    """Sources of the samples whose loss is not finite."""
+    return [
+        source
+        for loss_B, batch in zip(losses, batches, strict=True)
+        for source, fine in zip(batch.sources, torch.isfinite(loss_B).tolist(), strict=True)
+        if not fine
+    ]

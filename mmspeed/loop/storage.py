@@ -1,0 +1,130 @@
+"""How checkpoints lie on disk: torch.distributed.checkpoint over safetensors and a JSON index, no pickles (law 4).
+
+torch's safetensors writer puts every rank's shards into files of their own but leaves no index, so that its reader opens
+every file on every rank and guesses a tensor's size from the pieces it finds. Here the coordinator writes `index.json`:
+
+    {"tensors": {name: {"shape", "dtype", "chunks": [{"file", "offsets", "shape"}]}}, "files": {file: bytes}}
+
+From it each rank plans its own reads, whatever the number of ranks that wrote, and a lost or cut file is found before
+anything is read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from mmspeed.errors import UserError
+
+INDEX = "index.json"
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` to `path`, whole or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in `folder` survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """The index of a checkpoint. Raises UserError when it, or a file that it names, is missing or of another size."""
+    try:
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"checkpoint {folder} is incomplete: it has no {INDEX}; use another checkpoint") from None
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"checkpoint {folder} is damaged: {INDEX} is no JSON ({error}); use another checkpoint"
+        ) from None
+    for name, size in index["files"].items():
+        found = (folder / name).stat().st_size if (folder / name).exists() else None
+        if found != size:
+            state = "is missing" if found is None else f"has {found} of its {size} bytes"
+            raise UserError(
+                f"checkpoint {folder} is incomplete: {name} {state}; copy it again or use another checkpoint"
+            )
+    return dict(index)
+
+
+@dataclass(frozen=True)
+class _Location:
+    """Where a chunk lies; the attribute that torch's reader asks for."""
+
+    relative_path: str
+
+
+class SafetensorsWriter(HuggingFaceStorageWriter):
+    """Writes each rank's shards, one file for each first word of the names (`model`, `ema`, `optimizer`).
+
+    When all ranks are done the coordinator writes the index and calls `commit`.
+    """
+
+    def __init__(self, folder: Path, names: Iterable[str], commit: Callable[[], None]) -> None:
+        parts: dict[str, int] = {}
+        files = {name: parts.setdefault(name.split(".", 1)[0], len(parts) + 1) for name in names}
+        super().__init__(str(folder), fqn_to_index_mapping=files, save_distributed=True)
+        self._folder, self._commit = folder, commit
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        files = {(r.index.fqn, r.index.offset): r.storage_data.relative_path for rank in results for r in rank}
+        tensors = {}
+        for name, tensor in metadata.state_dict_metadata.items():
+            assert isinstance(tensor, TensorStorageMetadata)  # save() hands over tensors only
+            chunks = [
+                {"file": files[name, chunk.offsets], "offsets": list(chunk.offsets), "shape": list(chunk.sizes)}
+                for chunk in tensor.chunks
+                if chunk.sizes.numel()  # ranks beyond the end of a short tensor hold nothing
+            ]
+            dtype = str(tensor.properties.dtype).removeprefix("torch.")
+            tensors[name] = {"shape": list(tensor.size), "dtype": dtype, "chunks": chunks}
+        sizes = {file: (self._folder / file).stat().st_size for file in sorted(set(files.values()))}
+        write_json(self._folder / INDEX, {"tensors": tensors, "files": sizes})
+        self._commit()
+
+
+class SafetensorsReader(HuggingFaceStorageReader):
+    """Reads what `SafetensorsWriter` wrote, planned from the index alone."""
+
+    def __init__(self, folder: Path, index: dict[str, Any]) -> None:
+        super().__init__(str(folder))
+        self._folder, self._index = folder, index
+
+    def read_metadata(self) -> Metadata:
+        tensors: dict[str, TensorStorageMetadata] = {}
+        locations: dict[MetadataIndex, _Location] = {}
+        for name, entry in self._index["tensors"].items():
+            chunks = []
+            for chunk in entry["chunks"]:
+                offsets = torch.Size(chunk["offsets"])
+                chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk["shape"])))
+                locations[MetadataIndex(name, offsets)] = _Location(str(self._folder / chunk["file"]))
+            properties = TensorProperties(dtype=getattr(torch, entry["dtype"]))
+            tensors[name] = TensorStorageMetadata(properties, torch.Size(entry["shape"]), chunks)
+        return Metadata(state_dict_metadata=dict(tensors), storage_data=locations)

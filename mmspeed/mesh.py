@@ -1,0 +1,48 @@
+"""The device mesh: named axes, made once, handed on as an argument.
+
+Axes of this version, outermost first: `dp_replicate` (every rank holds all parameters) and `dp_shard` (parameters, gradients
+and optimizer state are split). Both split the batch.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .device import Device
+from .errors import UserError
+
+AXES = ("dp_replicate", "dp_shard")
+
+
+def init_process_group(device: Device, timeout_seconds: float = 1800.0) -> None:
+    """Join the launcher's process group, or make a group of one when no launcher started this process."""
+    if dist.is_initialized():
+        return
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(device.backend, timeout=timeout)
+    else:
+        dist.init_process_group(device.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def make_mesh(device: Device, dp_replicate: int, dp_shard: int) -> DeviceMesh:
+    """The mesh of this world. An axis of -1 takes what the other leaves.
+
+    Raises UserError when the product of the axes is not the world size.
+    """
+    world = dist.get_world_size()
+    sizes = {"dp_replicate": dp_replicate, "dp_shard": dp_shard}
+    free = [axis for axis, size in sizes.items() if size == -1]
+    if len(free) > 1:
+        raise UserError("parallel: only one of dp_replicate and dp_shard may be -1")
+    known = dp_replicate * dp_shard * (-1 if free else 1)
+    if free and known > 0 and world % known == 0:
+        sizes[free[0]] = world // known
+    elif free or known != world:
+        shown = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
+        raise UserError(f"parallel: {shown} does not make the {world} processes of this run; change one, or --nproc")
+    return init_device_mesh(device.kind, tuple(sizes.values()), mesh_dim_names=AXES)

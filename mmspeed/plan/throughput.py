@@ -1,0 +1,63 @@
+"""How fast a run goes: samples and tokens per second, model FLOPs utilisation, and the share of time spent on data.
+
+MFU is that of Chowdhery et al., "PaLM" (2022): only the model's own arithmetic counts, recomputation does not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+def training_flops(forward_flops: float, checkpointing: bool = False) -> float:
+    """FLOPs executed by one training step: backward costs two forwards, recomputation one more."""
+    return (4 if checkpointing else 3) * forward_flops
+
+
+def mfu(forward_flops: float, seconds: float, peak_flops: float, devices: int = 1) -> float:
+    """Model FLOPs utilisation in 0..1: 3 x `forward_flops` (of all devices together) over what the devices could do.
+
+    `peak_flops` is FLOP/s of one device. 0 when no time has passed or the peak is unknown (0).
+    """
+    possible = seconds * peak_flops * devices
+    return training_flops(forward_flops) / possible if possible > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Rates over an interval."""
+
+    samples_per_s: float
+    tokens_per_s: float
+    data_wait: float  # share of the wall time, 0..1
+    mfu: float
+
+
+class Meter:
+    """Adds up steps and gives the rates since it was last read. Counts are of all devices together."""
+
+    def __init__(self, peak_flops: float, devices: int = 1) -> None:
+        self.peak_flops, self.devices = peak_flops, devices
+        self._clear()
+
+    def _clear(self) -> None:
+        self.samples = self.tokens = self.forward_flops = self.wait_s = self.wall_s = 0.0
+
+    def add(self, *, samples: int, tokens: int, forward_flops: float, data_wait_s: float, wall_s: float) -> None:
+        """Count one step; `wall_s` is its whole duration, with the wait for data in it."""
+        self.samples += samples
+        self.tokens += tokens
+        self.forward_flops += forward_flops
+        self.wait_s += data_wait_s
+        self.wall_s += wall_s
+
+    def read(self) -> Throughput:
+        """The rates since the last `read`; zeros when nothing was added."""
+        wall = self.wall_s
+        result = Throughput(
+            samples_per_s=self.samples / wall if wall > 0 else 0.0,
+            tokens_per_s=self.tokens / wall if wall > 0 else 0.0,
+            data_wait=self.wait_s / wall if wall > 0 else 0.0,
+            mfu=mfu(self.forward_flops, wall, self.peak_flops, self.devices),
+        )
+        self._clear()
+        return result

@@ -1,0 +1,70 @@
+"""Shapes of videos, latents and tokens, and how they follow from each other.
+
+Legend: F H W frames, height, width of a video in pixels; C T h w channels, frames, height, width of a latent;
+N tokens of a sample; L caption tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, order=True)
+class Bucket:
+    """The pixel shape (F, H, W) that a sample is brought to. An image is F = 1."""
+
+    frames: int
+    height: int
+    width: int
+
+    @property
+    def name(self) -> str:
+        """Folder name of the bucket in the cache, such as `049x0176x0320`."""
+        return f"{self.frames:03d}x{self.height:04d}x{self.width:04d}"
+
+    @classmethod
+    def parse(cls, name: str) -> Bucket:
+        """The bucket of a folder name. Raises ValueError when the name is not one."""
+        frames, height, width = (int(part) for part in name.split("x"))
+        return cls(frames, height, width)
+
+    @property
+    def is_image(self) -> bool:
+        return self.frames == 1
+
+    def __str__(self) -> str:
+        return f"{self.frames}x{self.height}x{self.width}"
+
+
+@dataclass(frozen=True)
+class Strides:
+    """How many frames and pixels one latent position covers: temporal, spatial. Causal: F = 1 + k * temporal."""
+
+    temporal: int
+    spatial: int
+
+    def latent(self, bucket: Bucket) -> tuple[int, int, int]:
+        """(T, h, w) of the latent of a bucket. Raises ValueError when the bucket does not divide."""
+        if (bucket.frames - 1) % self.temporal:
+            lower = 1 + (bucket.frames - 1) // self.temporal * self.temporal
+            raise ValueError(
+                f"{bucket.frames} frames do not fit a causal codec of temporal stride {self.temporal}: "
+                f"use {lower} or {lower + self.temporal}"
+            )
+        for label, size in (("height", bucket.height), ("width", bucket.width)):
+            if size % self.spatial:
+                lower = size // self.spatial * self.spatial
+                raise ValueError(
+                    f"{label} {size} is no multiple of the codec's spatial stride {self.spatial}: "
+                    f"use {lower} or {lower + self.spatial}"
+                )
+        return (
+            1 + (bucket.frames - 1) // self.temporal,
+            bucket.height // self.spatial,
+            bucket.width // self.spatial,
+        )
+
+    def pixels(self, latent: tuple[int, int, int]) -> Bucket:
+        """The bucket whose latent is (T, h, w)."""
+        t, h, w = latent
+        return Bucket(1 + (t - 1) * self.temporal, h * self.spatial, w * self.spatial)

@@ -1,0 +1,70 @@
+"""Rectified flow as pure functions: straight lines from data (t = 0) to noise (t = 1), and the velocity along them.
+
+From Liu et al. 2022 (rectified flow, arXiv:2209.03003); logit-normal times and timestep shift from Esser et al. 2024
+(Stable Diffusion 3, arXiv:2403.03206).
+
+Legend: B batch; every other tensor has B first and any dims after it, such as (B, C, T, h, w).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mmspeed.config.schema import FlowConfig
+
+# Half the spacing of the float64 numbers that `rng.uniform` draws: keeps the inverse normal CDF finite at u = 0.
+SMALLEST_QUANTILE = 2.0**-54
+LARGEST_QUANTILE = 1.0 - 2.0**-53
+
+
+def per_sample(c_B: Tensor, like: Tensor) -> Tensor:
+    """One coefficient a sample, (B,), as (B, 1, ...) with the dtype, device and dims of `like` (B, ...)."""
+    return c_B.to(device=like.device, dtype=like.dtype).reshape(-1, *[1] * (like.ndim - 1))
+
+
+def interpolate(x0: Tensor, noise: Tensor, t_B: Tensor) -> Tensor:
+    """x_t = (1 - t) x0 + t noise, of the shape (B, ...) and dtype of `x0`. `t_B` in [0, 1]: 0 data, 1 noise."""
+    return per_sample(1 - t_B, x0) * x0 + per_sample(t_B, x0) * noise
+
+
+def velocity(x0: Tensor, noise: Tensor) -> Tensor:
+    """d x_t / dt = noise - x0, (B, ...): what the model learns to predict, the same at every time of a line."""
+    return noise - x0
+
+
+def x0_from_velocity(x_t: Tensor, v: Tensor, t_B: Tensor) -> Tensor:
+    """The data end of the line through `x_t` (B, ...) with velocity `v` (B, ...) at time `t_B`."""
+    return x_t - per_sample(t_B, x_t) * v
+
+
+def noise_from_velocity(x_t: Tensor, v: Tensor, t_B: Tensor) -> Tensor:
+    """The noise end of the line through `x_t` (B, ...) with velocity `v` (B, ...) at time `t_B`."""
+    return x_t + per_sample(1 - t_B, x_t) * v
+
+
+def shift_time(t: Tensor, shift: float) -> Tensor:
+    """t' = s t / (1 + (s - 1) t), of any shape: keeps 0 and 1, moves the rest towards noise when s > 1."""
+    return shift * t / (shift * t + (1 - t))  # the same denominator, written so that 1 stays exactly 1
+
+
+def time_from_quantile(u_B: Tensor, cfg: FlowConfig) -> Tensor:
+    """The training time below which a share `u_B` in [0, 1) of all training times lies, float64 (B,).
+
+    The inverse CDF of the configured distribution, then the shift. Uniform numbers give training times; the middles of
+    equal parts of [0, 1] give fixed times for validation.
+    """
+    u_B = u_B.double().clamp(SMALLEST_QUANTILE, LARGEST_QUANTILE)
+    if cfg.timesteps == "logit_normal":
+        u_B = torch.sigmoid(cfg.logit_mean + cfg.logit_std * torch.special.ndtri(u_B))
+    return shift_time(u_B, cfg.shift)
+
+
+def euler_times(steps: int, shift: float) -> Tensor:
+    """The `steps` + 1 times of a sampler, float64, falling from exactly 1 to exactly 0, evenly spaced before the shift.
+
+    Raises ValueError when `steps` is below 1.
+    """
+    if steps < 1:
+        raise ValueError(f"a sampler needs at least 1 step, not {steps}")
+    return shift_time(torch.linspace(1, 0, steps + 1, dtype=torch.float64), shift)

@@ -1,0 +1,216 @@
+"""Videos as files and as pictures of reports: writing, reading, contact sheets, and how far two videos are apart.
+
+Legend: F frames, H W pixels, the last dim of `frames_FHWC` is red, green, blue.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+import torch
+from av.video.reformatter import Colorspace
+from PIL import Image, ImageDraw, ImageFont
+
+from mmspeed.errors import UserError
+
+X264_OPTIONS = {"crf": "18", "preset": "medium"}  # visually close to lossless
+SMPTE170M = 6  # the code of BT.601 for primaries, transfer and matrix in a video stream
+MAX_CELL_WIDTH = 256  # pixels of a frame on a contact sheet
+LABEL_HEIGHT = 22  # pixels of a line of text on a contact sheet
+MIN_SHEET_WIDTH = 480  # pixels, so that labels stay readable under small videos
+GAP = 2  # pixels between the frames of a contact sheet
+
+
+@dataclass(frozen=True, eq=False)
+class Video:
+    """Frames (F, H, W, 3) uint8 and how many of them are shown in a second. An image is F = 1."""
+
+    frames_FHWC: np.ndarray
+    fps: float
+
+    def __post_init__(self) -> None:
+        shape = self.frames_FHWC.shape
+        if self.frames_FHWC.dtype != np.uint8 or len(shape) != 4 or shape[-1] != 3 or 0 in shape:
+            raise ValueError(f"frames are uint8 (F, H, W, 3), not {self.frames_FHWC.dtype} {shape}")
+        if not 0.01 <= self.fps <= 1000:
+            raise ValueError(f"{self.fps} frames per second are not within 0.01 to 1000")
+
+    def save(self, path: str | Path) -> None:
+        """Write by the ending of `path`: .mp4 (H.264), .gif, or .png for a single frame. Whole or not at all (law 4).
+
+        H.264 holds even sizes only: the last column or row of an odd-sized video is written twice. Raises UserError
+        for another ending, several frames as .png, or a place that cannot be written.
+        """
+        path = Path(path)
+        writer = _WRITERS.get(path.suffix.lower())
+        if writer is None:
+            raise UserError(f"{path}: cannot tell the format from this name: end it in .mp4, .gif or .png")
+        if writer is _write_png and len(self.frames_FHWC) > 1:
+            raise UserError(f"{path}: a .png holds one frame, the video has {len(self.frames_FHWC)}: use .mp4 or .gif")
+        with _whole_file(path) as temporary:
+            writer(self, temporary)
+
+
+def from_model_range(video_3FHW: torch.Tensor, fps: float) -> Video:
+    """The video of pixels (3, F, H, W) in [-1, 1] of any float type and device; values beyond the range are clipped.
+
+    Raises UserError when a pixel is not a finite number.
+    """
+    video_3FHW = video_3FHW.detach().float().cpu()
+    if not bool(torch.isfinite(video_3FHW).all()):
+        raise UserError("the decoded video holds NaN or infinity: the model has diverged, or its number type overflows")
+    pixels_FHWC = ((video_3FHW.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).permute(1, 2, 3, 0)
+    return Video(pixels_FHWC.contiguous().numpy(), fps)
+
+
+def read_video(path: str | Path) -> Video:
+    """All frames of a video, GIF or image file, upright, in the order they are shown, with their average rate.
+
+    Raises UserError when the file is missing or holds no frame that can be decoded.
+    """
+    try:
+        with av.open(str(path)) as container:
+            stream = container.streams.video[0]
+            frames = [_upright(frame) for frame in container.decode(stream)]
+            fps = float(stream.average_rate or 1)
+    except (OSError, IndexError, av.FFmpegError) as error:
+        raise UserError(f"{path}: cannot be read as a video: {error}") from None
+    if not frames:
+        raise UserError(f"{path}: holds no frame that can be decoded")
+    return Video(np.stack(frames), fps)
+
+
+def psnr(a: np.ndarray, b: np.ndarray) -> float:
+    """Peak signal-to-noise ratio of two uint8 arrays of one shape, in dB; infinite when they are equal."""
+    if a.shape != b.shape or a.dtype != np.uint8 or b.dtype != np.uint8:
+        raise ValueError(f"psnr compares uint8 arrays of one shape, not {a.dtype} {a.shape} and {b.dtype} {b.shape}")
+    error = float(np.mean((a.astype(np.float64) - b.astype(np.float64)) ** 2))
+    return float("inf") if error == 0 else 10 * float(np.log10(255.0**2 / error))
+
+
+def evenly_spaced(count: int, columns: int) -> list[int]:
+    """At most `columns` indices of `count` frames, rising, without repeats, first and last among them."""
+    return sorted({int(i) for i in np.linspace(0, count - 1, min(columns, count)).round()})
+
+
+def contact_sheet(videos: Sequence[Video], labels: Sequence[str], columns: int = 8) -> Image.Image:
+    """A picture with one row a video: its label, and below it up to `columns` frames evenly spaced in time.
+
+    Wide frames are scaled down, small ones keep their size; a label too long for the sheet is cut. Raises ValueError
+    when there is no video, or labels and videos differ in number.
+    """
+    if not videos or len(videos) != len(labels):
+        raise ValueError(f"{len(videos)} videos and {len(labels)} labels make no contact sheet")
+    rows = [[_cell(video.frames_FHWC[i]) for i in evenly_spaced(len(video.frames_FHWC), columns)] for video in videos]
+    width = max(MIN_SHEET_WIDTH, *(sum(cell.width + GAP for cell in row) + GAP for row in rows))
+    height = sum(LABEL_HEIGHT + row[0].height + GAP for row in rows)
+    sheet = Image.new("RGB", (width, height), "white")
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=14)
+    y = 0
+    for row, label in zip(rows, labels, strict=True):
+        draw.text((GAP + 2, y + 2), _fit(label, width - 2 * GAP - 4, font.getlength), fill="black", font=font)
+        x = GAP
+        for cell in row:
+            sheet.paste(cell, (x, y + LABEL_HEIGHT))
+            x += cell.width + GAP
+        y += LABEL_HEIGHT + row[0].height + GAP
+    return sheet
+
+
+def save_image(image: Image.Image, path: str | Path) -> None:
+    """Write a picture as PNG, whole or not at all. Raises UserError for a place that cannot be written."""
+    with _whole_file(Path(path)) as temporary:
+        image.save(temporary, format="PNG")
+
+
+def _write_mp4(video: Video, path: Path) -> None:
+    frames_FHWC = video.frames_FHWC
+    height, width = frames_FHWC.shape[1:3]
+    frames_FHWC = np.pad(frames_FHWC, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
+    with av.open(str(path), "w", format="mp4", options={"movflags": "+faststart"}) as container:
+        stream = container.add_stream("libx264", rate=_rate(video.fps), options=dict(X264_OPTIONS))
+        stream.height, stream.width = frames_FHWC.shape[1:3]
+        stream.pix_fmt = "yuv420p"
+        # Players that find no tag guess the colours from the picture's size.
+        context = stream.codec_context
+        context.colorspace = context.color_primaries = context.color_trc = SMPTE170M
+        for array_HWC in frames_FHWC:
+            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(array_HWC), format="rgb24")
+            container.mux(stream.encode(frame.reformat(format="yuv420p", dst_colorspace=Colorspace.ITU601)))
+        container.mux(stream.encode(None))
+
+
+def _write_gif(video: Video, path: Path) -> None:
+    # A GIF counts in hundredths of a second; rounding each end, not each length, keeps the whole clip's duration.
+    ends = [round(100 * (i + 1) / video.fps) for i in range(len(video.frames_FHWC))]
+    durations = [10 * max(1, end - start) for start, end in zip([0, *ends], ends, strict=False)]
+    pictures = [Image.fromarray(frame) for frame in video.frames_FHWC]
+    pictures[0].save(path, format="GIF", save_all=True, append_images=pictures[1:], duration=durations, loop=0)
+
+
+def _write_png(video: Video, path: Path) -> None:
+    Image.fromarray(video.frames_FHWC[0]).save(path, format="PNG")
+
+
+_WRITERS: dict[str, Callable[[Video, Path], None]] = {".mp4": _write_mp4, ".gif": _write_gif, ".png": _write_png}
+
+
+@contextmanager
+def _whole_file(path: Path) -> Iterator[Path]:
+    """The name of a temporary file, which becomes `path` when all that the block wrote there is on disk.
+
+    For writers that need a real file (mp4 moves its index to the front in a second pass).
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        _fsync(temporary)
+        os.replace(temporary, path)
+        _fsync(path.parent)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from None
+    finally:
+        with suppress(OSError):  # renamed, or never made
+            temporary.unlink()
+
+
+def _fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _rate(fps: float) -> Fraction:
+    return Fraction(fps).limit_denominator(1001)  # 1001: 23.976 and its like are n * 1000 / 1001
+
+
+def _upright(frame: av.VideoFrame) -> np.ndarray:
+    """The frame (H, W, 3) turned as its display matrix asks, which PyAV itself does not do."""
+    return np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
+
+
+def _cell(frame_HWC: np.ndarray) -> Image.Image:
+    image = Image.fromarray(frame_HWC)
+    if image.width <= MAX_CELL_WIDTH:
+        return image
+    return image.resize((MAX_CELL_WIDTH, max(1, round(image.height * MAX_CELL_WIDTH / image.width))))
+
+
+def _fit(text: str, width: float, length: Callable[[str], float]) -> str:
+    """`text` on one line, cut at the end with an ellipsis when it is wider than `width` pixels."""
+    text = " ".join(text.split())
+    if length(text) <= width:
+        return text
+    keep = bisect_right(range(1, len(text)), width, key=lambda count: length(text[:count] + "…"))
+    return text[:keep] + "…"

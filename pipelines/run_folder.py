@@ -1,0 +1,132 @@
+"""The folder of a run: what stands where, and what makes it usable without the cache it was trained from.
+
+    runs/my-run/
+      config.yaml          the whole resolved config
+      run.json             what sampling needs to know: latent channels, strides, text width, encoder fingerprints
+      codec.safetensors    the linear codec's weights (only with `vae: {kind: linear}`)
+      metrics.jsonl        one row every `train.log_every` steps, one for each validation
+      prompts.safetensors  the encoded validation prompts
+      checkpoints/         loop/checkpoint.py
+      samples/             videos sampled during training
+      report.html          `mmspeed report`
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmspeed.config import Config, dump_config, load_config
+from mmspeed.errors import UserError
+
+# Changing one of these in the middle of a run would make its checkpoints mean something else.
+FIXED_ON_RESUME = ("seed", "model", "objective", "vae", "text")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of a run."""
+
+    root: Path
+
+    @property
+    def config_file(self) -> Path:
+        return self.root / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def samples(self) -> Path:
+        return self.root / "samples"
+
+    @property
+    def codec_weights(self) -> Path:
+        return self.root / "codec.safetensors"
+
+    @property
+    def prompts(self) -> Path:
+        return self.root / "prompts.safetensors"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.html"
+
+    @classmethod
+    def open(cls, root: str | Path) -> RunFolder:
+        """The folder of an existing run. Raises UserError when there is none."""
+        folder = cls(Path(root))
+        if not folder.root.is_dir():
+            raise UserError(f"{root}: no such run; `mmspeed train CONFIG` makes one")
+        if not folder.config_file.exists():
+            raise UserError(f"{root} is not a run folder: it has no config.yaml")
+        return folder
+
+    def config(self) -> Config:
+        """The resolved config of the run."""
+        return load_config(self.config_file)
+
+    def info(self) -> dict[str, Any]:
+        """run.json. Raises UserError when it is missing or damaged."""
+        path = self.root / "run.json"
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} cannot be read ({error}); start the training again to write it anew") from None
+
+    def check_same(self, config: Config) -> list[str]:
+        """Sections that differ from the run's own config. Raises UserError when one of FIXED_ON_RESUME does."""
+        if not self.config_file.exists():
+            return []
+        before, now = self.config().model_dump(by_alias=True), config.model_dump(by_alias=True)
+        changed = [name for name in now if before.get(name) != now[name]]
+        fixed = [name for name in changed if name in FIXED_ON_RESUME]
+        if fixed:
+            raise UserError(
+                f"{self.root} was started with another {', '.join(fixed)}: choose another `name` for this run, or restore the config"
+            )
+        return changed
+
+    def write_start(self, config: Config, info: dict[str, Any], codec_weights: Path | None) -> None:
+        """Write config.yaml, run.json and the codec's weights, each whole or not at all."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        if codec_weights is not None:
+            temporary = self.codec_weights.with_suffix(".tmp")
+            shutil.copyfile(codec_weights, temporary)
+            os.replace(temporary, self.codec_weights)
+        write_text(self.root / "run.json", json.dumps(info, indent=2) + "\n")
+        write_text(self.config_file, dump_config(config))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file whole or not at all (law 4)."""
+    temporary = path.with_name(f".{path.name}.tmp{os.getpid()}")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def trim_metrics(path: Path, step: int) -> None:
+    """Drop the rows after `step`: a resumed run writes them again."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # the line that a kill cut off
+        if row.get("step", 0) <= step:
+            kept.append(line)
+    write_text(path, "".join(line + "\n" for line in kept))

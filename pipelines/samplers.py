@@ -1,0 +1,97 @@
+"""From noise to data: the loops of the samplers, which know a prediction function and a list of times, and no model.
+
+Euler and Heun (Karras et al. 2022, arXiv:2206.00364, algorithm 1) integrate the velocity of a flow; DDIM (Song et al.
+2020, arXiv:2010.02502, eta = 0) walks a noise schedule. Times and coefficients are float64 numbers; the sample
+is float32 (or float64 when the noise is), also when the model answers in bfloat16.
+
+Legend: B batch, C channels, T h w latent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+Predict = Callable[[Tensor, Tensor], Tensor]  # (x_BCThw, t_B in [0, 1]) -> prediction of the shape of x_BCThw
+OnStep = Callable[[int, int], None]  # (steps done, steps in all)
+Decompose = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]  # (x_BCThw, prediction, abar) -> (x0, noise)
+
+
+def euler(predict: Predict, noise_BCThw: Tensor, times: Sequence[float], on_step: OnStep | None = None) -> Tensor:
+    """Integrate a velocity over the falling `times` with first-order steps; one call of `predict` a step."""
+    x = _working(noise_BCThw)
+    for i in range(len(times) - 1):
+        x = x + (times[i + 1] - times[i]) * _call(predict, x, times[i])
+        _tell(on_step, i + 1, len(times) - 1)
+    return x
+
+
+def heun(predict: Predict, noise_BCThw: Tensor, times: Sequence[float], on_step: OnStep | None = None) -> Tensor:
+    """Integrate a velocity over the falling `times` with second-order steps; two calls of `predict` a step.
+
+    The last step is a first-order one, so that the model is never asked at its last time (as Karras et al. do).
+    """
+    x = _working(noise_BCThw)
+    last = len(times) - 2
+    for i in range(last + 1):
+        dt = times[i + 1] - times[i]
+        slope = _call(predict, x, times[i])
+        if i < last:
+            slope = (slope + _call(predict, x + dt * slope, times[i + 1])) / 2
+        x = x + dt * slope
+        _tell(on_step, i + 1, last + 1)
+    return x
+
+
+def ddim(
+    predict: Predict,
+    noise_BCThw: Tensor,
+    times: Sequence[float],
+    abars: Sequence[float],
+    decompose: Decompose,
+    on_step: OnStep | None = None,
+) -> Tensor:
+    """Walk down a noise schedule without adding noise; one call of `predict` a step.
+
+    `times` are what the model is told at each step, `abars` the share of data in the variance at each step and, one
+    more, at the end (1 for clean data). `decompose` says what data and noise a prediction implies.
+    """
+    x = _working(noise_BCThw)
+    for i, time in enumerate(times):
+        x0, noise = decompose(x, _call(predict, x, time), abars[i])
+        x = abars[i + 1] ** 0.5 * x0 + (1 - abars[i + 1]) ** 0.5 * noise
+        _tell(on_step, i + 1, len(times))
+    return x
+
+
+def guided(predict_cond: Predict, predict_uncond: Predict, scale: float) -> Predict:
+    """Classifier-free guidance (Ho & Salimans 2022): uncond + scale (cond - uncond).
+
+    Scales 1 and 0 are one of the two predictions alone, and call only that one.
+    """
+    if scale == 1:
+        return predict_cond
+    if scale == 0:
+        return predict_uncond
+
+    def predict(x_BCThw: Tensor, t_B: Tensor) -> Tensor:
+        uncond = predict_uncond(x_BCThw, t_B).to(x_BCThw.dtype)
+        return uncond + scale * (predict_cond(x_BCThw, t_B).to(x_BCThw.dtype) - uncond)
+
+    return predict
+
+
+def _working(noise: Tensor) -> Tensor:
+    return noise.to(torch.promote_types(noise.dtype, torch.float32))
+
+
+def _call(predict: Predict, x: Tensor, time: float) -> Tensor:
+    t_B = torch.full((x.shape[0],), time, device=x.device, dtype=x.dtype)
+    return predict(x, t_B).to(x.dtype)
+
+
+def _tell(on_step: OnStep | None, done: int, total: int) -> None:
+    if on_step is not None:
+        on_step(done, total)

@@ -1,0 +1,104 @@
+"""What a run tells while it trains: `metrics.jsonl` always, trackers through accelerate where they are asked for."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from mmspeed.config import Config
+from mmspeed.device import Device
+from mmspeed.errors import UserError
+from mmspeed.log import MetricsLog
+from mmspeed.plan.throughput import Meter
+
+
+class Telemetry:
+    """Rows of a run's metrics, on rank 0; elsewhere it only keeps time. Use as a context manager.
+
+    Time spent on validation and checkpoints does not count as training time: call `resume_clock` after them.
+    """
+
+    def __init__(self, config: Config, folder: Path, device: Device, world: int, enabled: bool, peak: tuple[float, str]):
+        self.device, self.enabled = device, enabled
+        self.peak_flops, self.peak_source = peak
+        self._meter = Meter(self.peak_flops, world)
+        self._metrics = MetricsLog(folder / "metrics.jsonl") if enabled else None
+        self._trackers = make_trackers(config, folder) if enabled else []
+        self._waited = self._trained = 0.0
+        self.resume_clock()
+
+    def __enter__(self) -> Telemetry:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for tracker in self._trackers:
+            tracker.finish()
+        if self._metrics is not None:
+            self._metrics.close()
+
+    def resume_clock(self) -> None:
+        """Start the time of the next step now."""
+        self._mark = time.perf_counter()
+
+    def count_step(self, samples: int, tokens: int, forward_flops: float, waited_seconds: float) -> None:
+        """One step is done: `samples`, `tokens`, `forward_flops` of all devices; `waited_seconds` for data since the start."""
+        now = time.perf_counter()
+        self._meter.add(
+            samples=samples,
+            tokens=tokens,
+            forward_flops=forward_flops,
+            data_wait_s=waited_seconds - self._waited,
+            wall_s=now - self._mark,
+        )
+        self._trained += now - self._mark
+        self._waited, self._mark = waited_seconds, now
+
+    def rates(self) -> dict[str, Any]:
+        """Throughput since the last row, and memory now."""
+        rates = self._meter.read()
+        return {
+            "samples_per_s": rates.samples_per_s,
+            "tokens_per_s": rates.tokens_per_s,
+            "data_wait": rates.data_wait,
+            "mfu": rates.mfu,
+            "peak_tflops": self.peak_flops / 1e12,
+            "peak_source": self.peak_source,
+            "memory_bytes": self.device.memory_bytes(),
+            "peak_memory_bytes": self.device.peak_memory_bytes(),
+            "elapsed_seconds": self._trained,
+        }
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Write a row with `kind` and `step`; trackers get its numbers as `kind/name`."""
+        if self._metrics is not None:
+            self._metrics.write(**row)
+        numbers = {
+            f"{row['kind']}/{name}": value
+            for name, value in row.items()
+            if isinstance(value, int | float) and not isinstance(value, bool) and name != "step"
+        }
+        for tracker in self._trackers:
+            tracker.log(numbers, step=row["step"])
+
+
+def make_trackers(config: Config, folder: Path) -> list[Any]:
+    """The config's trackers, started. Raises UserError for one whose package is not installed."""
+    if not config.trackers:
+        return []
+    from accelerate import PartialState
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, filter_trackers
+
+    PartialState(cpu=config.device.kind == "cpu")  # accelerate's trackers ask it which process they are on
+    made = []
+    for name in config.trackers:
+        if not filter_trackers(name, str(folder)):
+            raise UserError(f"trackers: {name} is not installed; `pip install mmspeed[{name}]`, or take it off the list")
+        kind = LOGGER_TYPE_TO_CLASS[name]
+        arguments = (config.name, str(folder / "trackers")) if kind.requires_logging_directory else (config.name,)
+        tracker = kind(*arguments)
+        if hasattr(tracker, "start"):
+            tracker.start()
+        made.append(tracker)
+    return made

@@ -1,0 +1,154 @@
+"""`TextToVideo`: a trained run as a function from prompts to videos."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from mmspeed.config import Bucket, Config
+from mmspeed.device import Device, parse_dtype, pick
+from mmspeed.errors import UserError
+from mmspeed.loop.checkpoint import best, latest, load_weights, step_name
+from mmspeed.models import SoraDiT, build_model
+from mmspeed.models.vae import load_codec
+from mmspeed.parallel import autocast
+from mmspeed.pipelines.conditions import encode_prompts
+from mmspeed.pipelines.generate import SampleSettings, generate_latents
+from mmspeed.pipelines.media import Video, from_model_range
+from mmspeed.pipelines.objective import make_objective
+from mmspeed.pipelines.run_folder import RunFolder
+from mmspeed.protocol import VideoCodec
+from mmspeed.shapes import Strides
+
+
+def video_shape(config: Config, strides: Strides, frames: int | None, height: int | None, width: int | None) -> Bucket:
+    """The size asked for, filled up from `sample` in the config and then from its first video bucket.
+
+    Raises UserError when the codec cannot make that size.
+    """
+    first = next((b for b in config.buckets if not b.is_image), config.buckets[0])
+    bucket = Bucket(
+        frames or config.sample.frames or first.frames,
+        height or config.sample.height or first.height,
+        width or config.sample.width or first.width,
+    )
+    try:
+        strides.latent(bucket)
+    except ValueError as error:
+        raise UserError(f"a video of {bucket} (frames x height x width) cannot be made: {error}") from None
+    return bucket
+
+
+def sampler_settings(
+    config: Config, steps: int | None, guidance: float | None, sampler: str | None, seed: int
+) -> SampleSettings:
+    """The settings asked for, filled up from `sample` in the config."""
+    return SampleSettings(
+        steps=steps or config.sample.steps,
+        guidance=config.sample.guidance if guidance is None else guidance,
+        sampler=sampler or config.sample.sampler,
+        seed=seed,
+    )
+
+
+def find_checkpoint(folder: RunFolder, which: str | int) -> Path:
+    """The checkpoint `latest`, `best`, or of a step. Raises UserError when there is none, with the steps that there are."""
+    steps = sorted(int(p.name.removeprefix("step-")) for p in folder.checkpoints.glob("step-*"))
+    if not steps:
+        raise UserError(f"{folder.root} has no checkpoint yet")
+    if which in ("latest", "best"):
+        path = latest(folder.checkpoints) if which == "latest" else best(folder.checkpoints)
+        if path is None:
+            raise UserError(f"{folder.root} has no {which} checkpoint: no held-out loss was taken")
+        return path
+    if not str(which).isdigit() or int(which) not in steps:
+        raise UserError(f"{folder.root} has no checkpoint {which!r}: there are latest, best and the steps {steps}")
+    return folder.checkpoints / step_name(int(which))
+
+
+class TextToVideo:
+    """Text to video with a run's weights.
+
+        pipe = TextToVideo.from_run("runs/my-run")
+        pipe("a rabbit in a meadow", seed=1)[0].save("rabbit.mp4")
+    """
+
+    def __init__(self, config: Config, model: SoraDiT, codec: VideoCodec, device: Device) -> None:
+        self.config, self.model, self.codec, self.device = config, model, codec, device
+        self.objective = make_objective(config.objective)
+
+    @classmethod
+    def from_run(
+        cls,
+        run: str | Path,
+        checkpoint: str | int = "latest",
+        weights: str = "ema",
+        device: str = "auto",
+    ) -> TextToVideo:
+        """A run's checkpoint (`latest`, `best` or a step), with its `ema` or `model` weights.
+
+        Raises UserError when the run, the checkpoint or its EMA is not there.
+        """
+        folder = RunFolder.open(run)
+        config, info = folder.config(), folder.info()
+        if weights not in ("ema", "model"):
+            raise UserError(f"weights are 'ema' or 'model', not {weights!r}")
+        if weights == "ema" and config.train.ema_decay is None:
+            weights = "model"  # a run without a moving average has nothing else
+        chosen = pick(device)
+        chosen.activate()
+        path = find_checkpoint(folder, checkpoint)
+        model = build_model(config.model, info["latent_channels"], info["text_width"])
+        load_weights(path, model, weights)
+        model.to(chosen.torch_device).eval()
+        if config.device.dtype != "float32":
+            autocast(model, parse_dtype(config.device.dtype))
+        codec = load_codec(config.vae, chosen, folder.codec_weights if config.vae.kind == "linear" else None)
+        return cls(config, model, codec, chosen)
+
+    def __call__(
+        self,
+        prompts: str | Sequence[str],
+        *,
+        negative_prompt: str | None = None,
+        steps: int | None = None,
+        guidance: float | None = None,
+        sampler: str | None = None,
+        seed: int = 0,
+        frames: int | None = None,
+        height: int | None = None,
+        width: int | None = None,
+        on_step: Callable[[int, int], None] | None = None,
+    ) -> list[Video]:
+        """One video for each prompt. What is not given is taken from the run's config.
+
+        The same seed, prompt and settings give the same video. Raises UserError for a size the codec cannot make and for a sampler
+        of the other objective.
+        """
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        if not prompts:
+            raise UserError("no prompt was given")
+        config = self.config
+        bucket = video_shape(config, self.codec.strides, frames, height, width)
+        settings = sampler_settings(config, steps, guidance, sampler, seed)
+        negative = config.sample.negative_prompt if negative_prompt is None else negative_prompt
+        *texts, negative_entry = encode_prompts([*prompts, negative], config.text, self.device)
+        latents_PCThw = generate_latents(
+            self.model,
+            self.objective,
+            texts,
+            negative_entry,
+            prompts,
+            (self.codec.channels, *self.codec.strides.latent(bucket)),
+            settings,
+            self.device,
+            on_step,
+        )
+        return decode_videos(self.codec, latents_PCThw, config.data.fps or 24.0)
+
+
+def decode_videos(codec: VideoCodec, latents_PCThw: torch.Tensor, fps: float) -> list[Video]:
+    """Each latent's video."""
+    return [from_model_range(codec.decode(latent[None])[0], fps) for latent in latents_PCThw]

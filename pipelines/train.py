@@ -1,0 +1,334 @@
+"""`TrainPipeline`: cache -> batch -> objective -> model -> loss, handed to the loop's step.
+
+The order of a run stands in `TrainPipeline.run`, the way of one micro-batch in `make_loss`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mmspeed import comm
+from mmspeed.config import Config
+from mmspeed.data import BatchSampler, DatasetCache, Draw, Loader
+from mmspeed.device import Device, parse_dtype, pick
+from mmspeed.errors import UserError
+from mmspeed.log import ProgressLine, format_seconds, get_logger
+from mmspeed.loop.checkpoint import CheckpointManager, TrainingState
+from mmspeed.loop.ema import EMA
+from mmspeed.loop.optim import learning_rate, make_optimizer, set_learning_rate
+from mmspeed.loop.signals import StopSignals
+from mmspeed.loop.step import StepResult, train_step
+from mmspeed.mesh import init_process_group, make_mesh
+from mmspeed.models import SoraDiT, build_model
+from mmspeed.models.text import text_identity
+from mmspeed.models.vae import codec_identity
+from mmspeed.parallel import parallelize, resolve_strategy
+from mmspeed.pipelines.during import Observer
+from mmspeed.pipelines.objective import Objective, draw_noise_and_time, make_objective
+from mmspeed.pipelines.run_folder import RunFolder, trim_metrics
+from mmspeed.pipelines.telemetry import Telemetry
+from mmspeed.protocol import Batch
+from mmspeed.shapes import Strides
+
+log = get_logger("train")
+
+LossFn = Callable[[nn.Module, Batch], Tensor]
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended."""
+
+    run: Path
+    step: int
+    finished: bool  # False when it was stopped by a signal or a `stop` file
+    already: bool  # the run had been finished before
+    loss: float | None
+    seconds: float
+
+    def lines(self) -> list[str]:
+        """The summary that people read."""
+        if self.already:
+            return [
+                f"{self.run} is finished: {self.step} steps are trained.",
+                "Raise train.steps to train on, or choose another name for a new run.",
+            ]
+        state = "finished" if self.finished else "stopped and saved; the same command goes on"
+        loss = f", loss {self.loss:.4f}" if self.loss is not None else ""
+        return [f"{self.run}: {state} at step {self.step}{loss}, {format_seconds(self.seconds)}"]
+
+
+def make_loss(objective: Objective, seed: int, device: Device) -> LossFn:
+    """The loss of each sample of a micro-batch (B,), float32. Noise and timestep are drawn by the sample's names (law 1)."""
+
+    def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
+        batch = batch.to(device.torch_device, torch.float32)
+        shape_CThw = tuple(batch.latents_BCThw.shape[1:])
+        noise_BCThw, t_B = draw_noise_and_time(batch.names, shape_CThw, seed, objective)
+        noise_BCThw, t_B = device.to_device(noise_BCThw), device.to_device(t_B)
+        x_BCThw, target_BCThw = objective.training_pair(batch.latents_BCThw, noise_BCThw, t_B)
+        prediction_BCThw = model(x_BCThw, t_B, batch.text_BLD, batch.text_mask_BL)
+        return objective.sample_loss(prediction_BCThw, target_BCThw, t_B)
+
+    return loss_fn
+
+
+def check_cache(cache: DatasetCache, config: Config) -> None:
+    """Raises UserError when the cache was made with another codec or text encoder than the config names."""
+    encoders = cache.info["encoders"]
+    weights = config.codec_weights
+    if weights is not None and not weights.exists():
+        raise UserError(f"{weights} is missing: run `mmspeed preprocess` again")
+    for name, now in (("vae", codec_identity(config.vae, weights)), ("text", text_identity(config.text))):
+        if encoders[name]["fingerprint"] != now:
+            raise UserError(
+                f"the cache {config.cache_dir} was made with another `{name}` than the config names; run `mmspeed preprocess` again"
+            )
+
+
+class TrainPipeline:
+    """Trains a config's model from its cache, or goes on with a run that was stopped.
+
+    `run()` raises UserError for a missing cache, a run of that name with another model, a non-finite loss, a full disk.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.folder = RunFolder(config.run_dir)
+
+    def run(self) -> TrainResult:
+        started = time.monotonic()
+        self._join()
+        self._open_data()
+        self._build()
+        step = self._resume()
+        if step >= self.config.train.steps:
+            self.manager.wait()
+            return TrainResult(self.folder.root, step, True, True, None, 0.0)
+        with Telemetry(self.config, self.folder.root, self.device, self.world, self.rank == 0, self._peak()) as telemetry:
+            step, stopped, loss = self._train(step, telemetry)
+        return TrainResult(self.folder.root, step, not stopped, False, loss, time.monotonic() - started)
+
+    # -- set-up ---------------------------------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        config = self.config
+        self.device = pick(config.device.kind)
+        self.device.activate()
+        self.dtype = parse_dtype(config.device.dtype)
+        init_process_group(self.device)
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.strategy = resolve_strategy(config.parallel.strategy, self.world)
+        sharded = self.strategy == "fsdp"
+        self.mesh = make_mesh(
+            self.device, config.parallel.dp_replicate if sharded else self.world, config.parallel.dp_shard if sharded else 1
+        )
+
+    def _open_data(self) -> None:
+        config = self.config
+        self.cache = DatasetCache(config.cache_dir)
+        check_cache(self.cache, config)
+        self.strides = Strides(*self.cache.info["encoders"]["vae"]["strides"])
+        self.sampler = BatchSampler(
+            self.cache.split("train"), config.train.batch_size, seed=config.seed, repeats=config.data.repeats
+        )
+        self.loader = Loader(
+            self.cache,
+            self.sampler,
+            rank=self.rank,
+            world=self.world,
+            micro_batch_size=config.train.micro_batch_size,
+            seed=config.seed,
+            caption_dropout=config.train.caption_dropout,
+            prefetch=config.train.prefetch,
+        )
+
+    def _build(self) -> None:
+        config, encoders = self.config, self.cache.info["encoders"]
+        model = build_model(config.model, encoders["vae"]["channels"], encoders["text"]["width"], device="meta")
+        self._check_patches(model)
+        self.bare = model
+        if self.strategy != "fsdp":
+            self._fill(model)
+        self.model = parallelize(
+            model,
+            self.mesh,
+            self.strategy,
+            compute_dtype=self.dtype,
+            checkpointing=config.train.checkpointing,
+            compile=config.train.compile,
+        )
+        if self.strategy == "fsdp":  # memory only for this rank's shards
+            self._fill(model)
+        self.optimizer = make_optimizer(self.model, config.train)
+        self.ema = EMA(self.model, config.train.ema_decay) if config.train.ema_decay is not None else None
+        self.objective = make_objective(config.objective)
+        self.loss_fn = make_loss(self.objective, config.seed, self.device)
+
+    def _fill(self, model: SoraDiT) -> None:
+        """Give a model that was built without memory its weights, drawn by name (law 1)."""
+        model.to_empty(device=self.device.torch_device)
+        model.init_weights(self.config.seed)
+
+    def _check_patches(self, model: SoraDiT) -> None:
+        for bucket in sorted({sample.bucket for sample in self.cache.samples}):
+            try:
+                model.tokens(self.strides.latent(bucket))
+            except ValueError as error:
+                raise UserError(f"bucket {bucket} does not fit the model: {error}") from None
+
+    def _resume(self) -> int:
+        """The step to go on from; 0 for a new run."""
+        config = self.config
+        self.manager = CheckpointManager(
+            self.folder.checkpoints,
+            keep_last=config.checkpoint.keep_last,
+            keep_best=config.checkpoint.keep_best,
+        )
+        changed = self.folder.check_same(config)
+        path = self.manager.latest()
+        step = 0
+        if path is not None:
+            meta = self.manager.load(path, self.model, self.optimizer, self.ema)
+            step = int(meta["step"])
+            if changed and self.rank == 0:
+                log.info(f"going on from step {step}; changed since it was saved: {', '.join(changed)}")
+            if meta["data"] != self.sampler.fingerprint and self.rank == 0:
+                log.warning(
+                    "the training data or train.batch_size or data.repeats changed since the checkpoint: "
+                    "the order of samples starts anew from this step's place"
+                )
+        if self.rank == 0 and step < config.train.steps:
+            self.folder.write_start(config, self._info(), config.codec_weights)
+            trim_metrics(self.folder.metrics, step)
+        comm.barrier()
+        return step
+
+    def _info(self) -> dict[str, Any]:
+        encoders = self.cache.info["encoders"]
+        return {
+            "latent_channels": encoders["vae"]["channels"],
+            "strides": encoders["vae"]["strides"],
+            "text_width": encoders["text"]["width"],
+            "encoders": encoders,
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "data": self.sampler.fingerprint,
+        }
+
+    # -- the loop -------------------------------------------------------------------------------------------------
+
+    def _train(self, step: int, telemetry: Telemetry) -> tuple[int, bool, float | None]:
+        """From `step` to the end. Returns (step reached, stopped early, last loss)."""
+        config, train = self.config, self.config.train
+        observer = Observer(self)
+        loss, stopped = None, False
+        self.skipped = 0
+        telemetry.resume_clock()
+        with StopSignals(self.folder.root) as signals, ProgressLine("train", train.steps, "step", start=step) as line:
+            for batches in self.loader.steps(step, train.steps):
+                epoch, index = self.sampler.locate(step)
+                draws = self.sampler.step(epoch, index)
+                # 1. one optimizer step
+                rate = learning_rate(step, train)
+                set_learning_rate(self.optimizer, rate)
+                result = self._step(batches, len(draws))
+                step += 1
+                # 2. a step that is not finite changed nothing, and too many end the run
+                if result.finite:
+                    loss = result.loss
+                    if self.ema is not None:
+                        self.ema.update(self.model)
+                else:
+                    self._non_finite(step, result, telemetry)
+                # 3. what is told
+                latent = self.strides.latent(draws[0].sample.bucket)
+                telemetry.count_step(
+                    samples=len(draws),
+                    tokens=len(draws) * self.bare.tokens(latent),
+                    forward_flops=len(draws) * self.bare.flops(latent, batches[0].text_mask_BL.shape[1]),
+                    waited_seconds=self.loader.waited_seconds,
+                )
+                line.advance(note=f"loss {result.loss:.4f}")
+                last = step == train.steps
+                if last or step % train.log_every == 0:
+                    telemetry.write(self._row(step, epoch, draws, result, rate) | telemetry.rates())
+                # 4. validation, checkpoint, signals: in this order, on all ranks
+                wish = signals.poll()
+                if last or step % config.validate_.every == 0:
+                    self._observe(observer, step, telemetry)
+                if last or wish != "none" or step % config.checkpoint.every == 0:
+                    self._save(step, blocking=last or wish == "stop")
+                self.manager.poll()
+                telemetry.resume_clock()
+                if wish == "stop" and not last:
+                    stopped = True
+                    break
+        self.manager.wait()
+        return step, stopped, loss
+
+    def _step(self, batches: list[Batch], samples: int) -> StepResult:
+        return train_step(
+            self.model,
+            batches,
+            self.loss_fn,
+            self.optimizer,
+            global_samples=samples,
+            world=self.world,
+            clip_norm=self.config.train.clip_norm,
+            strategy=self.strategy,
+        )
+
+    def _row(self, step: int, epoch: int, draws: list[Draw], result: StepResult, rate: float) -> dict[str, Any]:
+        return {
+            "kind": "train",
+            "step": step,
+            "epoch": epoch,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": rate,
+            "samples": len(draws),
+            "bucket": str(draws[0].sample.bucket),
+            "skipped_steps": self.skipped,
+        }
+
+    def _observe(self, observer: Observer, step: int, telemetry: Telemetry) -> None:
+        row = observer.observe(step)
+        if row:
+            telemetry.write(row)
+        if row.get("loss") is not None:
+            self.manager.mark_best(step, row["loss"])
+
+    def _save(self, step: int, blocking: bool) -> None:
+        meta = {"step": step, "data": self.sampler.fingerprint, "world": self.world, "strategy": self.strategy}
+        self.manager.save(
+            step,
+            TrainingState(self.model, self.optimizer, self.ema, meta),
+            blocking=blocking or not self.config.checkpoint.asynchronous,
+        )
+
+    def _peak(self) -> tuple[float, str]:
+        """(peak FLOP/s of one device, where the figure is from), the same on all ranks."""
+        if self.config.device.peak_tflops is not None:
+            return self.config.device.peak_tflops * 1e12, "device.peak_tflops in the config"
+        flops, source = comm.broadcast_object(list(self.device.peak_flops(self.dtype)) if self.rank == 0 else None)
+        return flops, source
+
+    def _non_finite(self, step: int, result: StepResult, telemetry: Telemetry) -> None:
+        """Write down a step that was left out. Raises UserError when there are more than train.skip_non_finite."""
+        self.skipped += 1
+        samples = ", ".join(result.bad[:8]) or "none alone (the gradient overflowed)"
+        message = f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}; samples with a non-finite loss: {samples}"
+        telemetry.write({"kind": "non_finite", "step": step, "loss": result.loss, "samples": result.bad})
+        if self.skipped > self.config.train.skip_non_finite:
+            raise UserError(
+                f"{message}. Nothing was updated. Lower train.lr, look at these samples, or allow skips with train.skip_non_finite."
+            )
+        log.warning(f"{message}; the step is skipped ({self.skipped} of {self.config.train.skip_non_finite})")

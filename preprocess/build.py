@@ -1,0 +1,308 @@
+"""From sources to the dataset cache: probe -> bucket -> decode -> encode -> write, one pass, resumable.
+
+Every process of a run (torchrun or `--nproc`) lists the same sources and takes its share of them; the entries and their bytes do not
+depend on how many processes there are. Decoders run in child processes beside the encoder (worker.py), a bounded number of clips ahead.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mmspeed import comm
+from mmspeed.config import Bucket, Config, dump_config
+from mmspeed.data import (
+    CacheWriter,
+    Sample,
+    entry_key,
+    latent_tensors,
+    number_duplicates,
+    sample_key,
+    text_tensors,
+    write_info,
+    write_rejects,
+    write_samples,
+)
+from mmspeed.device import Device, parse_dtype, pick
+from mmspeed.errors import UserError
+from mmspeed.log import ProgressLine, get_logger
+from mmspeed.mesh import init_process_group
+from mmspeed.models.linear_codec import LinearCodec
+from mmspeed.models.text import load_text_encoder, text_identity
+from mmspeed.models.vae import codec_identity, load_codec
+from mmspeed.preprocess.pool import DecodePool
+from mmspeed.preprocess.reasons import Reason, Rejected, Rejection
+from mmspeed.preprocess.report import BuildReport
+from mmspeed.preprocess.select import Clip
+from mmspeed.preprocess.source import Source
+from mmspeed.preprocess.sources import list_sources
+from mmspeed.preprocess.transform import resize_crop, to_model_range
+from mmspeed.protocol import Posterior, VideoCodec
+from mmspeed.rng import uniform
+from mmspeed.version import __version__
+
+log = get_logger("preprocess")
+
+ENCODING_VERSION = 1  # part of every key: raise it when the way from file to entry changes its numbers
+
+
+def latent_parts(config: Config, codec_fingerprint: str, clip: Clip) -> dict[str, Any]:
+    """What a latent's key covers (law 5)."""
+    return {
+        "version": ENCODING_VERSION,
+        "content": clip.content_id,
+        "frames": list(clip.indices),
+        "crop": list(clip.crop),
+        "bucket": clip.bucket.name,
+        "fps": clip.fps,
+        "codec": codec_fingerprint,
+        "dtype": config.preprocess.latent_dtype,
+    }
+
+
+def text_parts(config: Config, text_fingerprint: str, caption: str) -> dict[str, Any]:
+    """What a text's key covers."""
+    return {
+        "version": ENCODING_VERSION,
+        "caption": caption,
+        "encoder": text_fingerprint,
+        "dtype": config.preprocess.text_dtype,
+    }
+
+
+class CacheBuilder:
+    """Builds or completes the dataset cache of a config. `run()` returns what became of every source.
+
+    Raises UserError when the config's sources, codec or text encoder cannot be read, when the disk is full, and when not a
+    single source could be encoded.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.world = int(os.environ.get("WORLD_SIZE", "1"))
+
+    def run(self) -> BuildReport:
+        started = time.monotonic()
+        config, root = self.config, self.config.cache_dir
+        device = pick(config.device.kind)
+        device.activate()
+        if self.world > 1:
+            init_process_group(device)
+        listing = list_sources(config.data)
+        root.mkdir(parents=True, exist_ok=True)
+        report = BuildReport(root=root, files=listing.files, sources=len(listing.sources), ignored=listing.ignored)
+        report.captions_cut = listing.captions_cut
+        if self.rank == 0:
+            report.rejections += listing.rejections
+        codec = self._codec(device, listing.sources)
+        self._check_buckets(codec)
+        shard_bytes = int(config.preprocess.shard_mb * 1e6)
+        with CacheWriter(root, shard_bytes) as writer:
+            clips = self._encode_clips(listing.sources[self.rank :: self.world], codec, writer, report)
+            width = self._encode_texts(listing.sources, writer, report, device)
+        self._finish(clips, codec, width, report)
+        report.seconds = time.monotonic() - started
+        report.require_some()
+        return report
+
+    # -- the codec ------------------------------------------------------------------------------------------------
+
+    def _codec(self, device: Device, sources: list[Source]) -> VideoCodec:
+        """The config's codec; the linear one is fitted by rank 0 when the cache has none yet."""
+        weights = self.config.codec_weights
+        if weights is not None and not weights.exists():
+            if self.config.vae.kind == "linear" and self.config.vae.weights:
+                raise UserError(f"vae.weights: {weights} does not exist; leave it out to fit a codec on these clips")
+            if self.rank == 0:
+                self._fit(weights, sources)
+            comm.barrier()
+        return load_codec(self.config.vae, device, weights)
+
+    def _fit(self, weights: Path, sources: list[Source]) -> None:
+        assert self.config.vae.kind == "linear"
+        wanted = self.config.vae.fit_clips
+        step = max(1, len(sources) // wanted)
+        chosen = sources[::step][:wanted]
+
+        def videos() -> Iterator[torch.Tensor]:
+            with DecodePool(self.config, chosen) as pool, ProgressLine("fit codec", len(chosen), "clip") as line:
+                for _, clip, frames in pool.clips(lambda clip: True):
+                    line.advance()
+                    if isinstance(clip, Clip) and frames is not None:
+                        yield to_model_range(resize_crop(frames, clip.bucket))
+
+        try:
+            codec = LinearCodec.fit(videos(), self.config.vae.channels)
+        except ValueError as error:
+            raise UserError(f"the linear codec could not be fitted: {error}") from None
+        codec.save(weights)
+        log.info(f"fitted the linear codec on {len(chosen)} clips: {weights}")
+
+    def _check_buckets(self, codec: VideoCodec) -> None:
+        for bucket in self.config.buckets:
+            try:
+                codec.strides.latent(bucket)
+            except ValueError as error:
+                raise UserError(f"data.buckets: {bucket} does not fit the codec: {error}") from None
+
+    # -- latents --------------------------------------------------------------------------------------------------
+
+    def _encode_clips(
+        self, sources: list[Source], codec: VideoCodec, writer: CacheWriter, report: BuildReport
+    ) -> list[tuple[Source, Clip, str]]:
+        """Encode what is missing; every source comes back as a (source, clip, key) or in `report.rejections`."""
+        dtype = parse_dtype(self.config.preprocess.latent_dtype)
+        done: list[tuple[Source, Clip, str]] = []
+        keys: dict[str, str] = {}
+
+        def missing(clip: Clip) -> bool:
+            key = keys.setdefault(clip.source.name, entry_key(latent_parts(self.config, codec.fingerprint, clip)))
+            return not writer.has("latents", key)
+
+        with DecodePool(self.config, sources) as pool, ProgressLine("latents", len(sources), "clip") as line:
+            for source, clip, frames in pool.clips(missing):
+                line.advance()
+                if isinstance(clip, Rejected):
+                    report.rejections.append(Rejection(source.name, clip.reason, clip.detail))
+                    continue
+                key = keys[source.name]
+                if frames is None or writer.has("latents", key):
+                    report.reused += 1
+                else:
+                    video = to_model_range(resize_crop(frames, clip.bucket))
+                    try:
+                        posterior = codec.encode(video[None])
+                        _require_finite(posterior)
+                    except (RuntimeError, ValueError) as error:
+                        report.rejections.append(
+                            Rejection(source.name, Reason.ENCODE_FAILED, str(error).splitlines()[0])
+                        )
+                        continue
+                    self._write_latent(writer, key, clip, codec, posterior, dtype)
+                    report.encoded += 1
+                    report.seconds_of_video += clip.seconds
+                    report.decoders[clip.decoder] += 1
+                done.append((source, clip, key))
+        return done
+
+    def _write_latent(
+        self, writer: CacheWriter, key: str, clip: Clip, codec: VideoCodec, posterior: Posterior, dtype: torch.dtype
+    ) -> None:
+        logvar = posterior.logvar_BCThw
+        tensors = latent_tensors(posterior.mean_BCThw[0].to(dtype), None if logvar is None else logvar[0].to(dtype))
+        writer.add(
+            "latents",
+            key,
+            tensors,
+            latent_parts(self.config, codec.fingerprint, clip),
+            bucket=clip.bucket,
+            tokens=int(np.prod(codec.strides.latent(clip.bucket))),
+            content_id=clip.content_id,
+            frames=list(clip.indices),
+            fps=clip.fps,
+            source=clip.source.name,
+        )
+
+    # -- texts ----------------------------------------------------------------------------------------------------
+
+    def _encode_texts(self, sources: list[Source], writer: CacheWriter, report: BuildReport, device: Device) -> int:
+        """Encode each distinct caption once, and the empty one; returns the embeddings' width."""
+        fingerprint = text_identity(self.config.text)
+        dtype = parse_dtype(self.config.preprocess.text_dtype)
+        captions = sorted({caption for source in sources for caption in source.captions})
+        wanted = [(entry_key(text_parts(self.config, fingerprint, c)), c, "texts") for c in captions]
+        wanted = [row for row in wanted if int(row[0][:8], 16) % self.world == self.rank]
+        if self.rank == 0:
+            wanted.insert(0, (entry_key(text_parts(self.config, fingerprint, "")), "", "null"))
+        todo = [row for row in wanted if not writer.has(row[2], row[0])]
+        report.texts, report.texts_reused = len(todo), len(wanted) - len(todo)
+        encoder = load_text_encoder(self.config.text, device)
+        with ProgressLine("captions", len(todo), "caption") as line:
+            for key, caption, section in todo:
+                entry = encoder.encode([caption])[0]
+                tensors = {name: tensor.to(dtype) for name, tensor in text_tensors(entry).items()}
+                writer.add(section, key, tensors, text_parts(self.config, fingerprint, caption))
+                line.advance()
+        report.captions_truncated = getattr(encoder, "truncated", 0)
+        return encoder.width
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def _finish(
+        self, clips: list[tuple[Source, Clip, str]], codec: VideoCodec, width: int, report: BuildReport
+    ) -> None:
+        """Gather every process's part; rank 0 writes the samples, the rejects and cache.json."""
+        fingerprint = text_identity(self.config.text)
+        rows = [
+            {
+                "latent_key": key,
+                "text_keys": [entry_key(text_parts(self.config, fingerprint, c)) for c in source.captions],
+                "split": self._split(source, clip.content_id),
+                "bucket": clip.bucket.name,
+                "source": source.name,
+                "content_id": clip.content_id,
+            }
+            for source, clip, key in clips
+        ]
+        gathered = [row for part in comm.all_gather_objects(rows) for row in part]
+        report.merge([BuildReport.from_json(part) for part in comm.all_gather_objects(report.to_json())])
+        if self.rank == 0:
+            gathered.sort(key=lambda row: row["source"])
+            keys = number_duplicates(sample_key(row["latent_key"], row["text_keys"]) for row in gathered)
+            samples = [
+                Sample(
+                    key=key,
+                    latent_key=row["latent_key"],
+                    text_keys=tuple(row["text_keys"]),
+                    split=row["split"],
+                    bucket=Bucket.parse(row["bucket"]),
+                    source=row["source"],
+                    content_id=row["content_id"],
+                    tokens=int(np.prod(codec.strides.latent(Bucket.parse(row["bucket"])))),
+                )
+                for key, row in zip(keys, gathered, strict=True)
+            ]
+            report.count_samples(samples)
+            write_rejects(report.root, [(r.source, r.reason.value, r.detail) for r in report.rejections])
+            write_info(report.root, self._info(codec, width))
+            write_samples(report.root, samples, null_key=entry_key(text_parts(self.config, fingerprint, "")))
+        comm.barrier()
+
+    def _split(self, source: Source, content_id: str) -> str:
+        """`val` where the manifest says so or the share drawn by content holds it out, else `train`."""
+        if source.split == "val":
+            return "val"
+        return "val" if uniform(self.config.seed, "val_split", content_id) < self.config.data.val_fraction else "train"
+
+    def _info(self, codec: VideoCodec, width: int) -> dict[str, Any]:
+        config = self.config
+        return {
+            "created_with": __version__,
+            "encoders": {
+                "vae": {
+                    "kind": config.vae.kind,
+                    "fingerprint": codec_identity(config.vae, config.codec_weights),
+                    "channels": codec.channels,
+                    "strides": [codec.strides.temporal, codec.strides.spatial],
+                },
+                "text": {"kind": config.text.kind, "fingerprint": text_identity(config.text), "width": width},
+            },
+            "fps": config.data.fps,
+            "latent_dtype": config.preprocess.latent_dtype,
+            "text_dtype": config.preprocess.text_dtype,
+            "encoding_version": ENCODING_VERSION,
+            "config": dump_config(config),
+        }
+
+
+def _require_finite(posterior: Posterior) -> None:
+    for name, tensor in (("mean", posterior.mean_BCThw), ("log-variance", posterior.logvar_BCThw)):
+        if tensor is not None and not bool(torch.isfinite(tensor).all()):
+            raise ValueError(f"the codec's {name} holds numbers that are not finite")

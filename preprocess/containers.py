@@ -1,0 +1,89 @@
+"""What the first bytes and the boxes of a file tell: which reader it is for, and whether its end is missing.
+
+Decoders are silent about many cut files, but the formats say how long they should be: ISO base media (mp4, mov) in
+its boxes, Matroska (webm, mkv) in its segment, AVI in its RIFF header.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import BinaryIO
+
+DEMUXERS = (
+    "mov", "mp4", "m4a", "3gp", "3g2", "mj2", "matroska", "webm", "avi", "mpegts", "mpeg", "mpegvideo", "flv", "asf",
+    "ogg", "mxf", "dv", "ivf", "nut", "yuv4mpegpipe", "h264", "hevc", "obu", "wtv", "mp3", "wav", "flac", "aac",
+)  # fmt: skip
+_ISO_STARTS = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip", b"pnot")
+_ISO_BOXES = frozenset(_ISO_STARTS) | {b"moof", b"mfra", b"sidx", b"styp", b"uuid", b"meta", b"udta", b"emsg", b"ssix"}
+_EBML, _SEGMENT = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"
+
+
+def is_picture(head: bytes) -> bool:
+    """Whether a file that starts so is read by Pillow: stills, and the animations that video decoders do not read."""
+    return (
+        head.startswith((b"\x89PNG\r\n", b"\xff\xd8\xff", b"GIF87a", b"GIF89a", b"II*\0", b"MM\0*"))
+        or (head[:4] == b"RIFF" and head[8:12] == b"WEBP")
+        or (head[:2] == b"BM" and head[6:10] == b"\0\0\0\0")
+        or (head[4:8] == b"ftyp" and head[8:12] in (b"avif", b"avis"))
+    )
+
+
+def structural_cut(file: BinaryIO, head: bytes, size: int) -> str:
+    """A sentence on what is missing at the end of a file of `size` bytes, by its own account; empty when nothing is."""
+    if head[4:8] in _ISO_STARTS:
+        return _iso_cut(file, size)
+    if head.startswith(_EBML):
+        return _matroska_cut(file, size)
+    if head[:4] == b"RIFF" and head[8:12] == b"AVI ":
+        declared = struct.unpack("<I", head[4:8])[0] + 8
+        return _missing(declared, size) if 8 < declared < 0xFFFFFFFF and declared > size else ""
+    return ""
+
+
+def _missing(declared: int, size: int) -> str:
+    return f"{size} of the {declared} bytes that it declares"
+
+
+def _iso_cut(file: BinaryIO, size: int) -> str:
+    """Walks the top boxes. Their sizes include their headers; 1 stands for a 64-bit size, 0 for all the rest."""
+    at, has_index = 0, False
+    while at + 8 <= size:
+        file.seek(at)
+        header = file.read(16)
+        length, kind = struct.unpack(">I", header[:4])[0], header[4:8]
+        if length == 1 and len(header) == 16:
+            length = struct.unpack(">Q", header[8:16])[0]
+        elif length == 0:
+            length = size - at
+        if kind not in _ISO_BOXES or length < 8:
+            break  # what some devices write behind the last box
+        if at + length > size:
+            return _missing(at + length, size)
+        has_index = has_index or kind in (b"moov", b"moof")
+        at += length
+    return "" if has_index else "its index (moov) is missing, as in a recording that was not finished"
+
+
+def _matroska_cut(file: BinaryIO, size: int) -> str:
+    file.seek(4)
+    length, at = _vint(file.read(8), 4)
+    if length is None:
+        return ""
+    file.seek(at + length)
+    head = file.read(12)
+    if head[:4] != _SEGMENT:
+        return "" if len(head) == 12 else "it ends in its header"
+    segment, start = _vint(head[4:], at + length + 4)
+    return _missing(start + segment, size) if segment is not None and start + segment > size else ""
+
+
+def _vint(data: bytes, at: int) -> tuple[int | None, int]:
+    """An EBML length at position `at` and the position behind it; None for `unknown` (all ones) and for damage."""
+    if not data or not data[0]:
+        return None, at
+    count = 9 - data[0].bit_length()
+    if len(data) < count:
+        return None, at
+    mask = (1 << 7 * count) - 1
+    value = int.from_bytes(data[:count], "big") & mask
+    return (None if value == mask else value), at + count

@@ -1,0 +1,90 @@
+"""Still and animated pictures through Pillow: times, display orientation, and RGB.
+
+Legend: F frames, H W height and width in pixels. Pictures with an alpha channel are laid on white, the page
+that most of them were drawn for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import BinaryIO
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError, features
+
+from mmspeed.preprocess.reasons import Reason, Rejected
+
+_FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF")
+_ANIMATED = ("GIF", "WEBP", "PNG", "AVIF")
+_ORIENTATION = 0x0112
+_SHORTEST, _DEFAULT = 10, 100  # milliseconds: browsers show frames that state 10 ms or less for 100 ms
+
+
+def open_picture(file: BinaryIO) -> Image.Image:
+    """The picture, its pixels not yet read. Raises Rejected (undecodable, too_large)."""
+    formats = (*_FORMATS, "AVIF") if features.check("avif") else _FORMATS
+    try:
+        return Image.open(file, formats=formats)
+    except Exception as error:  # Pillow's plug-ins raise almost anything on hostile headers
+        raise _rejected(error) from None
+
+
+def picture_times(image: Image.Image) -> list[float]:
+    """When each frame is shown, in seconds; `[0.0]` for a still. Raises Rejected (truncated, undecodable)."""
+    try:
+        count = getattr(image, "n_frames", 1) if image.format in _ANIMATED else 1
+        times = [0.0]
+        for index in range(count - 1):
+            image.seek(index)
+            if image.format in ("WEBP", "AVIF"):
+                image.load()  # these state a frame's duration with its pixels
+            duration = float(image.info.get("duration", 0) or 0)
+            times.append(times[-1] + (duration if duration > _SHORTEST else _DEFAULT) / 1000)
+        image.seek(0)
+        return times
+    except Exception as error:
+        raise _rejected(error) from None
+
+
+def shown_size(image: Image.Image) -> tuple[int, int]:
+    """(width, height) after the EXIF orientation. Raises Rejected (truncated, undecodable)."""
+    try:
+        turned = image.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8)
+    except Exception as error:
+        raise _rejected(error) from None
+    return image.size[::-1] if turned else image.size
+
+
+def read_picture(file: BinaryIO, indices: Sequence[int]) -> np.ndarray:
+    """The frames `indices` of a picture, upright, (F, H, W, 3) uint8. Raises Rejected (truncated, undecodable)."""
+    frames: dict[int, np.ndarray] = {}
+    with open_picture(file) as image:
+        try:
+            for index in sorted(set(indices)):
+                image.seek(index)
+                frames[index] = np.asarray(_rgb(ImageOps.exif_transpose(image)))
+        except Exception as error:
+            raise _rejected(error) from None
+    return np.stack([frames[index] for index in indices])
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    """Any mode as 8-bit RGB."""
+    if image.mode.startswith("I;16") or image.mode == "I":
+        wide = np.asarray(image).astype(np.int64)
+        return Image.fromarray((np.clip(wide, 0, 65535) // 257).astype(np.uint8)).convert("RGB")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    return image.convert("RGB")
+
+
+def _rejected(error: Exception) -> Rejected:
+    text = str(error) or type(error).__name__
+    if isinstance(error, Image.DecompressionBombError):
+        return Rejected(Reason.TOO_LARGE, text)
+    if isinstance(error, UnidentifiedImageError):
+        return Rejected(Reason.UNDECODABLE, "not a picture that Pillow knows")
+    if isinstance(error, EOFError) or "truncated" in text.lower() or "unexpected end" in text.lower():
+        return Rejected(Reason.TRUNCATED, text)
+    return Rejected(Reason.UNDECODABLE, text)

@@ -1,0 +1,79 @@
+"""Why a source is not encoded: named reasons, so that nothing is dropped uncounted (law 3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Reason(str, Enum):
+    """The reasons a source can be rejected for. The value is what stands in the cache's `rejects` table."""
+
+    NO_CAPTION = "no_caption"
+    ORPHAN_CAPTION = "orphan_caption"
+    NOT_MEDIA = "not_media"
+    MISSING_FILE = "missing_file"
+    EMPTY_FILE = "empty_file"
+    TOO_LARGE = "too_large"
+    NO_VIDEO_STREAM = "no_video_stream"
+    TRUNCATED = "truncated"
+    UNDECODABLE = "undecodable"
+    TOO_SHORT = "too_short"
+    TOO_SMALL = "too_small"
+    NO_BUCKET = "no_bucket"
+    TIME_LIMIT = "time_limit"
+    DECODER_CRASHED = "decoder_crashed"
+    BAD_ROW = "bad_row"
+    UNSAFE_NAME = "unsafe_name"
+    ENCODE_FAILED = "encode_failed"
+
+    def __str__(self) -> str:
+        return self.value
+
+    @property
+    def explanation(self) -> str:
+        """One sentence for people."""
+        return _EXPLANATIONS[self]
+
+
+_EXPLANATIONS = {
+    Reason.NO_CAPTION: "The media file has no caption, or only an empty one.",
+    Reason.ORPHAN_CAPTION: "The caption file has no media file of the same name beside it.",
+    Reason.NOT_MEDIA: "The file is neither media nor a caption.",
+    Reason.MISSING_FILE: "The file that a manifest or a link names does not exist.",
+    Reason.EMPTY_FILE: "The file holds no bytes.",
+    Reason.TOO_LARGE: "The file or its picture is larger than data.max_file_mb or data.max_pixels allow.",
+    Reason.NO_VIDEO_STREAM: "The file opens, but holds no moving or still picture (sound only, or cover art).",
+    Reason.TRUNCATED: "The file ends before what it says it holds: an unfinished copy, download or recording.",
+    Reason.UNDECODABLE: "No decoder can read the picture: damaged data, or no known format.",
+    Reason.TOO_SHORT: "The clip is shorter than the shortest video bucket at data.fps.",
+    Reason.TOO_SMALL: "The picture is smaller than every bucket, and data.allow_upscale is false.",
+    Reason.NO_BUCKET: "No bucket is for this kind: an image without an F = 1 bucket, or a video with no other.",
+    Reason.TIME_LIMIT: "Probing or decoding took longer than preprocess.time_limit.",
+    Reason.DECODER_CRASHED: "The decoder process died on this file.",
+    Reason.BAD_ROW: "The manifest row cannot be read, or lacks what it must say.",
+    Reason.UNSAFE_NAME: "The archive member is a link, a device, or has a name that leads out of its folder.",
+    Reason.ENCODE_FAILED: "The file decoded, but encoding its frames failed.",
+}
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """A source that is not encoded, and why. `source` is its readable name."""
+
+    source: str
+    reason: Reason
+    detail: str = ""
+
+
+class Rejected(Exception):  # noqa: N818 (an outcome, not an error)
+    """Raised while a source is probed, decoded or fitted; the caller makes a `Rejection` of it."""
+
+    def __init__(self, reason: Reason, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else str(reason))
+        self.reason = reason
+        self.detail = detail
+
+    def of(self, source: str) -> Rejection:
+        """The `Rejection` of the source of that name."""
+        return Rejection(source, self.reason, self.detail)

@@ -1,0 +1,33 @@
+"""What all tests share: quiet, deterministic processes, and where the repository and its demo clips are."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# before torch is imported anywhere: many small tests on few cores are fastest with one thread each
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test may ask the network for weights; a test that would need them fails."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("TRANSFORMERS_OFFLINE", "1")
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The repository."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def demo_clips() -> Path:
+    """The manifest of the clips that ship with the package."""
+    return ROOT / "mmspeed" / "assets" / "demo-clips" / "metadata.jsonl"

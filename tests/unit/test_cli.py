@@ -1,0 +1,350 @@
+"""The command line in real processes: what it prints, its exit codes, and that mistakes are told in a line or two."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from mmspeed.__main__ import main
+from mmspeed.cli.app import output_paths, sheet_path, split_debug
+from mmspeed.cli.cache_app import all_entries
+from mmspeed.cli.doctor import Check, diagnose, render, to_json
+from mmspeed.cli.failures import describe
+from mmspeed.cli.launch import explain, wanted
+from mmspeed.config import load_config
+from mmspeed.data import (
+    CacheWriter,
+    DatasetCache,
+    Sample,
+    entry_key,
+    latent_tensors,
+    text_tensors,
+    write_info,
+    write_samples,
+)
+from mmspeed.errors import UserError
+from mmspeed.protocol import TextEntry
+from mmspeed.shapes import Bucket
+from mmspeed.version import __version__
+
+
+def command(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run `python -m mmspeed` outside any launcher."""
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    settings: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "timeout": 100, **options}
+    return subprocess.run([sys.executable, "-m", "mmspeed", *arguments], text=True, env=environment, **settings)
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    """A config as `mmspeed init` writes it."""
+    assert main(["init", str(tmp_path / "my-run")]) == 0
+    return tmp_path / "my-run.yaml"
+
+
+# --- what every command shares ---
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], []])
+def test_help_names_every_command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    for name in ("init", "check", "preprocess", "train", "sample", "report", "demo", "doctor", "cache", "bench"):
+        assert f"\n  {name} " in text
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["init", "check", "preprocess", "train", "sample", "report", "demo", "doctor", "bench overfit", "cache stat"],
+)
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*name.split(), "-h"]) == 0
+    assert f"mmspeed {name}" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"mmspeed {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["trian"], "No such command 'trian'"),
+        (["train"], "Missing argument 'CONFIG'"),
+        (["train", "x.yaml", "--fast"], "No such option: --fast"),
+        (["train", "x.yaml", "--nproc", "two"], "--nproc"),
+        (["sample", "run"], "--prompt"),
+        (["sample", "run", "--prompt", "a", "--weights", "both"], "--weights"),
+        (["sample", "run", "--prompt", "a", "--steps", "0"], "--steps"),
+    ],
+)
+def test_usage_errors_are_one_line(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("mmspeed: error: ") and line.count("\n") == 1 and expected in line and "--help" in line
+
+
+def test_user_errors_are_one_line_and_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "none.yaml"]) == 1
+    plain = capsys.readouterr().err
+    assert plain == "mmspeed: error: none.yaml: no such config file; `mmspeed init none.yaml` writes one\n"
+    for arguments in (
+        ["--debug", "train", "none.yaml"],
+        ["train", "none.yaml", "--debug"],
+        ["train", "--debug", "none.yaml"],
+    ):
+        assert main(arguments) == 1
+        shown = capsys.readouterr().err
+        assert shown.startswith("Traceback") and shown.endswith(plain)
+
+
+def test_debug_is_taken_from_anywhere_but_behind_two_dashes() -> None:
+    assert split_debug(["train", "--debug", "x"]) == (["train", "x"], True)
+    assert split_debug(["train", "--", "--debug"]) == (["train", "--", "--debug"], False)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected", "code"),
+    [
+        (UserError("mend this"), "error: mend this", 1),
+        (OSError(errno.ENOSPC, "No space left on device", "a/b"), "error: a/b: no space left", 1),
+        (OSError(errno.ENOSPC, "No space left on device"), "error: no space left", 1),
+        (OSError(errno.EMFILE, "Too many open files", "a"), "ulimit -n", 1),
+        (PermissionError(errno.EACCES, "Permission denied", "a/b"), "error: a/b: Permission denied", 1),
+        (KeyboardInterrupt(), "interrupted", 130),
+        (MemoryError("could not allocate"), "out of memory; lower train.micro_batch_size", 1),
+        (torch.OutOfMemoryError("tried to allocate 9 GB\nmore"), "tried to allocate 9 GB", 1),
+        (ModuleNotFoundError("No module named 'wandb'", name="wandb"), "'wandb'", 1),
+        (
+            ZeroDivisionError("division by zero"),
+            "internal error: ZeroDivisionError: division by zero (run again with --debug",
+            1,
+        ),
+        (KeyError(), "internal error: KeyError: no message", 1),
+        (ConnectionResetError("peer gone"), "internal error: ConnectionResetError: peer gone", 1),
+        (
+            ModuleNotFoundError("No module named 'mmspeed.x'", name="mmspeed.x"),
+            "internal error: ModuleNotFoundError",
+            1,
+        ),
+    ],
+)
+def test_exceptions_as_lines(error: BaseException, expected: str, code: int) -> None:
+    failure = describe(error)
+    assert expected in failure.line() and failure.line().count("\n") <= 1
+    assert failure.code == code
+    assert failure.known is ("internal" not in expected)
+
+
+def test_a_full_disk_behind_standard_output(run_file: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = command("train", str(run_file), "--print-config", stdout=full)
+    assert done.returncode == 1
+    assert done.stderr.startswith("mmspeed: error: no space left") and done.stderr.count("\n") == 1
+
+
+# --- init, print-config ---
+
+
+def test_init_refuses_to_overwrite(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = run_file.read_bytes()
+    assert main(["init", str(run_file)]) == 1
+    assert "--force" in capsys.readouterr().err and run_file.read_bytes() == before
+    assert main(["init", str(run_file), "--force"]) == 0
+
+
+def test_print_config_is_the_resolved_config(
+    run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    overrides = ["train.lr=2e-4", "data.buckets.0.frames=33"]
+    assert main(["train", str(run_file), overrides[0], "--nproc", "2", "--print-config", overrides[1]]) == 0
+    printed = capsys.readouterr().out
+    again = tmp_path / "again.yaml"
+    again.write_text(printed, encoding="utf-8")
+    assert load_config(again) == load_config(run_file, overrides)
+    assert yaml.safe_load(printed)["train"]["lr"] == 2e-4
+
+
+# --- several processes ---
+
+
+def test_nproc_counts() -> None:
+    assert wanted(2) and not wanted(1) and not wanted(None)
+    with pytest.raises(UserError, match="--nproc is 0"):
+        wanted(0)
+
+
+def test_nproc_is_ignored_inside_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    assert not wanted(4)
+
+
+LAUNCH = "import sys; from mmspeed.cli.launch import launch; sys.exit(launch(sys.argv[1:], 2))"
+
+
+def launched(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `mmspeed` with `arguments` in two processes, as `--nproc 2` does."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "OMP_NUM_THREADS")}
+    return subprocess.run(
+        [sys.executable, "-c", LAUNCH, *arguments], capture_output=True, text=True, timeout=100, env=environment
+    )
+
+
+def test_processes_are_started() -> None:
+    done = launched("--version")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"mmspeed {__version__}\n" * 2
+
+
+def test_a_mistake_of_all_ranks_is_shown_once(run_file: Path) -> None:
+    done = launched("init", str(run_file))
+    assert done.returncode == 1
+    assert (
+        done.stderr
+        == f"mmspeed: error: {run_file} exists already; edit it, name another file, or overwrite it with --force\n"
+    )
+
+
+def failure(code: int, data: dict[str, Any] | None = None, timestamp: int = 5) -> Any:
+    """What torch's launcher tells of a failed process."""
+    name = "SIGKILL" if code == -9 else "SIGABRT"
+    return SimpleNamespace(
+        exitcode=code, error_file_data=data or {"message": "<NONE>"}, timestamp=timestamp, signal_name=lambda: name
+    )
+
+
+def test_the_cause_is_shown_and_not_its_echoes() -> None:
+    mistake = {"message": "mmspeed: error: the disk is full", "known": True, "code": 1}
+    echo = {"message": "mmspeed: internal error: connection closed", "known": False, "code": 1}
+    line, code = explain({0: failure(1, echo, 3), 1: failure(1, mistake, 4), 2: failure(-6)})
+    assert (line, code) == ("mmspeed: error: the disk is full", 1)
+    assert explain({0: failure(1, echo, 6), 1: failure(1, echo, 5)})[0].startswith("[rank 1] mmspeed: internal error")
+    assert "process 3 was killed by SIGKILL; often the machine ran out of memory" in explain({3: failure(-9)})[0]
+    assert "process 1 ended with exit code 7" in explain({1: failure(7)})[0]
+
+
+# --- sample's file names ---
+
+
+def test_where_videos_go(tmp_path: Path) -> None:
+    assert output_paths(Path("a/fox.mp4"), 1) == [Path("a/fox.mp4")]
+    assert output_paths(Path("fox"), 1) == [Path("fox.mp4")]
+    assert output_paths(Path("a/fox.gif"), 2) == [Path("a/fox-0.gif"), Path("a/fox-1.gif")]
+    assert sheet_path(Path("a/fox.mp4")) == Path("a/fox.png")
+    assert sheet_path(Path("fox.png")) == Path("fox-sheet.png")
+    with pytest.raises(UserError, match="is a folder"):
+        output_paths(tmp_path, 1)
+
+
+# --- cache ---
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    """A real cache: three latents of two shapes, two captions, the empty caption."""
+    root, latents, texts = tmp_path / "cache", [], []
+    with CacheWriter(root) as writer:
+        for index, bucket in enumerate([Bucket(5, 16, 16), Bucket(5, 16, 16), Bucket(1, 16, 16)]):
+            parts = {"clip": index}
+            latents.append((entry_key(parts), bucket))
+            tensors = latent_tensors(torch.full((4, 2, 2, 2), float(index)))
+            writer.add("latents", entry_key(parts), tensors, parts, bucket=bucket, tokens=8, source=f"{index}.mp4")
+        for section, caption in [("texts", "a fox"), ("texts", "a hare"), ("null", "")]:
+            parts = {"caption": caption}
+            texts.append(entry_key(parts))
+            writer.add(section, entry_key(parts), text_tensors(TextEntry(torch.ones(3, 4))), parts, tokens=3)
+    write_info(root, {"encoders": {"vae": {"kind": "linear", "channels": 4}, "text": {"kind": "minilm"}}, "fps": 8.0})
+    samples = [
+        Sample(f"sample-{i}", key, (texts[i % 2],), "train" if i else "val", bucket, f"{i}.mp4")
+        for i, (key, bucket) in enumerate(latents)
+    ]
+    write_samples(root, samples, null_key=texts[2])
+    return root
+
+
+def test_cache_stat(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cache", "stat", str(cache)]) == 0
+    text = capsys.readouterr().out
+    assert "latents 005x0016x0016: 2 entries" in text and "latents 001x0016x0016: 1 entries" in text
+    assert "texts: 2 entries" in text and "null: 1 entries" in text
+    assert "samples: 2 train, 1 val" in text and "encoder vae: kind linear, channels 4" in text
+
+
+def test_cache_verify_names_damaged_entries(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cache", "verify", str(cache)]) == 0
+    assert "6 of 6 entries are whole" in capsys.readouterr().out
+    entry = next(entry for entry in all_entries(DatasetCache(cache)) if entry.source == "1.mp4")
+    with open(cache / entry.shard, "r+b") as shard:
+        shard.seek(entry.offset + entry.bytes - 1)
+        byte = shard.read(1)
+        shard.seek(-1, os.SEEK_CUR)
+        shard.write(bytes([byte[0] ^ 1]))
+    assert main(["cache", "verify", str(cache)]) == 1
+    text = capsys.readouterr().out
+    assert entry.key in text and entry.shard in text and "5 of 6 entries are whole" in text
+    (cache / entry.shard).unlink()
+    assert main(["cache", "verify", str(cache)]) == 1
+    assert "the shard is missing" in capsys.readouterr().out
+
+
+def test_cache_verify_sees_a_cut_shard(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    entry = all_entries(DatasetCache(cache))[0]
+    os.truncate(cache / entry.shard, entry.offset + 10)
+    assert main(["cache", "verify", str(cache)]) == 1
+    assert f"the shard ends after 10 of {entry.bytes} bytes" in capsys.readouterr().out
+
+
+def test_cache_show(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cache", "show", str(cache), "-n", "2"]) == 0
+    listed = capsys.readouterr().out
+    assert listed.count("sample-") == 2 and "... and 1 more" in listed
+    assert main(["cache", "show", str(cache), "sample-2"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["latent"]["meta"] == {"clip": 2} and shown["texts"][0]["meta"] == {"caption": "a fox"}
+    assert main(["cache", "show", str(cache), "nonsense"]) == 1
+    assert "no entry nonsense" in capsys.readouterr().err
+
+
+def test_cache_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cache", "stat", str(tmp_path)]) == 1
+    assert "no dataset cache" in capsys.readouterr().err
+
+
+# --- doctor ---
+
+
+def test_doctor_sees_this_machine(tmp_path: Path) -> None:
+    checks = {check.name: check for check in diagnose(tmp_path)}
+    assert checks["torch"].found == torch.__version__ and checks["torch"].state == "ok"
+    assert {"python", "cpu", "memory", "disk", "PyAV", "decord", "MiniLM", "trackers", "open files"} <= set(checks)
+    assert all(check.advice for check in checks.values() if check.state != "ok")
+
+
+def test_doctor_as_text_and_json() -> None:
+    checks = [Check("torch", "ok", "2.13"), Check("MiniLM", "warn", "not installed", "pip install it")]
+    text = render(checks)
+    assert "warn    MiniLM  not installed" in text and "-> pip install it" in text and "1 to know about" in text
+    body = json.loads(to_json(checks))
+    assert body["ok"] and body["checks"][1]["advice"] == "pip install it"
+    broken = [*checks, Check("PyAV", "missing", "cannot be imported", "pip install av")]
+    assert not json.loads(to_json(broken))["ok"] and "1 missing" in render(broken)
+
+
+def test_doctor_runs(tmp_path: Path) -> None:
+    done = command("doctor", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["mmspeed"] == __version__

@@ -1,0 +1,386 @@
+"""The configuration: mistakes become one helpful line, overrides reach everywhere, and what is dumped loads again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmspeed.cli.init import run_name, source_path, template, write_config
+from mmspeed.config import all_fields, dump_config, load_config, make_config
+from mmspeed.config.docs import REQUIRED, default_of, generate, main, section_options, show_value
+from mmspeed.config.schema import Config
+from mmspeed.errors import UserError
+
+BUCKET = {"frames": 17, "height": 96, "width": 160}
+
+
+def tree(**sections: Any) -> dict[str, Any]:
+    """The smallest valid config, with more sections."""
+    return {"data": {"sources": [{"path": "clips"}], "buckets": [dict(BUCKET)]}, **sections}
+
+
+def write(path: Path, content: Any) -> Path:
+    path.write_text(yaml.safe_dump(content), encoding="utf-8")
+    return path
+
+
+def problem(content: Any, *overrides: str) -> str:
+    """The message that a wrong config gives."""
+    with pytest.raises(UserError) as caught:
+        make_config(content, overrides)
+    message = str(caught.value)
+    assert len(message.splitlines()) <= 2, message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("content", "key", "nearest"),
+    [
+        (tree(trian={}), "'trian'", "'train'"),
+        (tree(train={"stpes": 5}), "'train.stpes'", "'steps'"),
+        (tree(validate={"promts": []}), "'validate.promts'", "'prompts'"),
+        (tree(vae={"kind": "linear", "chanels": 8}), "'vae.chanels'", "'channels'"),
+        (tree(vae={"kind": "diffusers", "pretrained": "a/b", "subfoldr": "vae"}), "'vae.subfoldr'", "'subfolder'"),
+        (tree(objective={"kind": "ddpm", "predicton": "v"}), "'objective.predicton'", "'prediction'"),
+        (
+            tree(data={"sources": [{"path": "x", "fromat": "csv"}], "buckets": [BUCKET]}),
+            "data.sources.0.fromat",
+            "'format'",
+        ),
+        (
+            tree(data={"sources": [{"path": "x"}], "buckets": [{**BUCKET, "hight": 9}]}),
+            "data.buckets.0.hight",
+            "'height'",
+        ),
+        (tree(caption_dropout=0.2), "'caption_dropout'", "'train.caption_dropout'"),
+    ],
+)
+def test_unknown_key_names_the_nearest_real_one(content: dict[str, Any], key: str, nearest: str) -> None:
+    message = problem(content)
+    assert f"unknown key {key}" in message.replace("unknown key 'data", "unknown key data")
+    assert f"did you mean {nearest}" in message
+
+
+def test_a_key_like_no_other_gets_no_suggestion() -> None:
+    assert "did you mean" not in problem(tree(zzzzqqqq=1))
+
+
+def test_several_mistakes_are_told_together() -> None:
+    message = problem(tree(train={"stpes": 5, "lr": -1}))
+    assert "stpes" in message and "train.lr" in message and "1 more" in message
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (tree(train={"lr": 0}), "'train.lr'"),
+        (tree(train={"steps": 2.5}), "'train.steps'"),
+        (tree(train={"steps": "many"}), "got 'many'"),
+        (tree(train=None), "'train'"),
+        (tree(train=[1]), "'train'"),
+        (tree(device={"kind": "tpu"}), "'device.kind'"),
+        (tree(vae={"kind": "wan"}), "'linear', 'diffusers'"),
+        (tree(name="a b"), "'name'"),
+        (tree(name="../up"), "'name'"),
+        ({"train": {}}, "'data' is missing"),
+        (tree(data={"sources": [], "buckets": [BUCKET]}), "'data.sources'"),
+        (tree(data={"sources": [{"path": "x"}], "buckets": [BUCKET, BUCKET]}), "17x96x160 is listed twice"),
+        (tree(vae={"kind": "diffusers"}), "'vae.pretrained' is missing"),
+        (tree(objective={"kind": "ddpm", "prediction": "epsilon"}), "zero_terminal_snr"),
+    ],
+)
+def test_bad_values_name_their_key(content: dict[str, Any], expected: str) -> None:
+    assert expected in problem(content)
+
+
+def test_defaults_fill_what_is_left_out() -> None:
+    config = make_config(tree())
+    assert (config.vae.kind, config.text.kind, config.objective.kind) == ("linear", "minilm", "flow")
+    assert config.train.steps == default_of(type(config.train).model_fields["steps"])
+
+
+def test_a_section_of_a_choice_may_leave_its_default_kind_out() -> None:
+    config = make_config(tree(vae={"channels": 8}, objective={"shift": 3.0}))
+    assert config.vae.kind == "linear" and config.vae.channels == 8
+    assert config.objective.kind == "flow" and config.objective.shift == 3.0
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        ("train.lr=2e-4", ("train", "lr"), 2e-4),
+        ("train.lr=1e-4", ("train", "lr"), 1e-4),
+        ("train.ema_decay=null", ("train", "ema_decay"), None),
+        ("train.compile=true", ("train", "compile"), True),
+        ("train.betas=[0.8, 0.95]", ("train", "betas"), (0.8, 0.95)),
+        ("train.betas.1=0.95", ("train", "betas"), (0.9, 0.95)),
+        ("name=my-run", ("name",), "my-run"),
+        ("validate.prompts=[a fox, a hare]", ("validate_", "prompts"), ("a fox", "a hare")),
+        ("sample.negative_prompt=a=b", ("sample", "negative_prompt"), "a=b"),
+        ("sample.negative_prompt='dark: blurry'", ("sample", "negative_prompt"), "dark: blurry"),
+        ("vae.channels=8", ("vae", "channels"), 8),
+        ("model.patch=[1, 2, 2]", ("model", "patch"), (1, 2, 2)),
+        ("trackers=[tensorboard]", ("trackers",), ("tensorboard",)),
+        (" seed =7", ("seed",), 7),
+    ],
+)
+def test_overrides(override: str, path: tuple[str, ...], value: Any) -> None:
+    content = tree(train={"betas": [0.9, 0.99]})
+    node: Any = make_config(content, [override])
+    for part in path:
+        node = getattr(node, part)
+    assert node == value
+
+
+def test_overrides_reach_into_lists_and_switch_unions() -> None:
+    config = make_config(
+        tree(), ["data.buckets.0.frames=33", "data.sources.0.path=other", "objective.kind=ddpm", "objective.steps=500"]
+    )
+    assert config.data.buckets[0].frames == 33 and config.data.sources[0].path == "other"
+    assert config.objective.kind == "ddpm" and config.objective.steps == 500
+
+
+def test_the_last_override_wins_and_the_mapping_given_stays_as_it_was() -> None:
+    content = tree()
+    assert make_config(content, ["seed=1", "seed=2", "data.buckets.0.frames=9"]).seed == 2
+    assert content == tree()
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.lr", "key=value"),
+        ("=3", "key=value"),
+        ("train.stpes=3", "did you mean 'steps'"),
+        ("data.buckets.1.frames=9", "has 1 entries"),
+        ("data.buckets.x=9", "has 1 entries"),
+        ("data.buckets.0.frames.deep=9", "data.buckets.0.frames"),
+        ("train.lr=fast", "'train.lr'"),
+        ("sample.negative_prompt=dark: blurry", "'sample.negative_prompt'"),  # YAML's mapping
+    ],
+)
+def test_wrong_overrides(override: str, expected: str) -> None:
+    assert expected in problem(tree(), override)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"", "holds nothing"),
+        (b"# only a comment\n", "holds nothing"),
+        (b"- a\n- b\n", "holds a list"),
+        (b"just words\n", "holds a str"),
+        (b"train: [1, 2\n", "not YAML"),
+        (b"train:\n\tsteps: 1\n", "line 2"),
+        (b"name: \xff\xfe\n", "cannot be read as a text file"),
+        (b"!!python/object/apply:os.system ['true']\n", "not YAML"),
+    ],
+)
+def test_files_that_are_no_config(tmp_path: Path, content: bytes, expected: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"run\.yaml") as caught:
+        load_config(path)
+    assert expected in str(caught.value)
+
+
+def test_missing_file_and_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such config file; `mmspeed init"):
+        load_config(tmp_path / "none.yaml")
+    with pytest.raises(UserError, match="is a folder"):
+        load_config(tmp_path)
+
+
+def test_the_message_names_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.yaml", tree(trian={}))
+    with pytest.raises(UserError, match=r"mine\.yaml: unknown key 'trian'"):
+        load_config(path)
+
+
+def test_relative_paths_are_taken_from_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "configs"
+    (folder / "encoder").mkdir(parents=True)
+    content = tree(
+        output="../runs", text={"kind": "transformers", "pretrained": "encoder"}, vae={"kind": "linear", "weights": "w"}
+    )
+    write(folder / "run.yaml", content)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    config = load_config("../configs/run.yaml", ["data.cache=/absolute/cache"])
+    assert Path(config.data.sources[0].path) == folder / "clips"
+    assert config.run_dir.resolve() == tmp_path / "runs" / "run"
+    assert config.cache_dir == Path("/absolute/cache")
+    assert config.text.pretrained == str(folder / "encoder")  # type: ignore[union-attr]
+    assert config.vae.weights == str(folder / "w")  # type: ignore[union-attr]
+
+
+def test_a_hub_id_is_no_path(tmp_path: Path) -> None:
+    path = write(tmp_path / "run.yaml", tree(vae={"kind": "diffusers", "pretrained": "owner/name"}))
+    assert load_config(path).vae.pretrained == "owner/name"  # type: ignore[union-attr]
+
+
+CHANGES = st.fixed_dictionaries(
+    {},
+    optional={
+        "name": st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,20}\Z"),
+        "seed": st.integers(0, 2**40),
+        "train": st.fixed_dictionaries(
+            {},
+            optional={
+                "lr": st.floats(1e-12, 10, allow_subnormal=False),
+                "ema_decay": st.none() | st.floats(0, 0.9999),
+                "betas": st.tuples(st.floats(0, 0.99), st.floats(0, 0.99)),
+                "compile": st.booleans(),
+            },
+        ),
+        "sample": st.fixed_dictionaries({"negative_prompt": st.text(max_size=30)}),
+        "validate": st.fixed_dictionaries({"prompts": st.lists(st.text(max_size=20), max_size=3)}),
+        "vae": st.sampled_from([{"kind": "linear", "channels": 4}, {"kind": "diffusers", "pretrained": "a/b"}]),
+        "objective": st.sampled_from([{"kind": "ddpm", "schedule": "cosine"}, {"kind": "flow", "shift": 1e-7}]),
+    },
+)
+
+
+@given(changes=CHANGES)
+def test_what_is_dumped_loads_again_as_the_same(changes: dict[str, Any]) -> None:
+    config = make_config(tree(**changes))
+    assert make_config(yaml.safe_load(dump_config(config))) == config
+
+
+def test_dumped_file_loads_again_from_another_folder(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path / "run.yaml", tree()))
+    (tmp_path / "deep").mkdir()
+    path = tmp_path / "deep" / "resolved.yaml"
+    path.write_text(dump_config(config), encoding="utf-8")
+    assert load_config(path) == config
+
+
+def test_the_config_cannot_be_changed() -> None:
+    config = make_config(tree())
+    with pytest.raises(ValueError, match="frozen"):
+        config.train.lr = 1.0
+
+
+# --- the template of `mmspeed init` ---
+
+
+def switched_on(text: str) -> str:
+    """The template with every key of the chosen sections switched on."""
+    lines, skipping = [], False
+    for line in text.splitlines():
+        if "# Or, in place of the keys above" in line:
+            skipping = True
+        elif not line.strip():
+            skipping = skipping and line == ""
+        if not line.startswith((" ", "#")) and line:
+            skipping = False
+        bare = line.lstrip()
+        is_key = bare.startswith("#") and not bare.startswith(("# ", "#  "))
+        if not skipping:
+            lines.append(line.replace("#", "", 1) if is_key else line)
+    return "\n".join(lines)
+
+
+def test_template_is_valid_and_shows_the_defaults(demo_clips: Path) -> None:
+    text = template("my-run", str(demo_clips))
+    config = make_config(yaml.safe_load(text))
+    bare = make_config(tree(name="my-run", data={"sources": [{"path": str(demo_clips)}], "buckets": [BUCKET]}))
+    assert config == bare
+    all_on = yaml.safe_load(switched_on(text))
+    assert make_config(all_on) == config
+    assert set(all_on["train"]) == set(type(config.train).model_fields)
+
+
+def test_template_holds_every_key_and_every_sentence(demo_clips: Path) -> None:
+    text = template("my-run", str(demo_clips))
+    flat = " ".join(text.replace("\n", " ").replace("#", " ").split())
+    for path, field in all_fields():
+        key = path.rsplit(".", 1)[-1]
+        assert f"{key}:" in text, path
+        if key != "kind":  # the other choices are told by their section's sentence
+            assert " ".join((field.description or "").split()) in flat, path
+
+
+def test_init_writes_once(tmp_path: Path, demo_clips: Path) -> None:
+    path = write_config(tmp_path / "new" / "my-run")
+    assert path == tmp_path / "new" / "my-run.yaml"
+    config = load_config(path)
+    assert config.name == "my-run" and config.data.sources[0].path == str(demo_clips)
+    path.write_text("mine", encoding="utf-8")
+    with pytest.raises(UserError, match="--force"):
+        write_config(path)
+    assert path.read_text(encoding="utf-8") == "mine"
+    assert load_config(write_config(path, force=True)) == config
+    assert [p.name for p in path.parent.iterdir()] == ["my-run.yaml"]
+
+
+def test_init_with_videos(tmp_path: Path) -> None:
+    (tmp_path / "clips").mkdir()
+    config = write_config(tmp_path / "run.yaml", tmp_path / "clips")
+    assert yaml.safe_load(config.read_text(encoding="utf-8"))["data"]["sources"][0]["path"] == "clips"
+    assert load_config(config).data.sources[0].path == str(tmp_path / "clips")
+    outside = source_path(tmp_path / "deep" / "run.yaml", tmp_path / "clips")
+    assert outside == str(tmp_path / "clips")
+    with pytest.raises(UserError, match="--videos"):
+        write_config(tmp_path / "other.yaml", tmp_path / "absent")
+    with pytest.raises(UserError, match="is a folder"):
+        write_config(Path("."))
+
+
+@given(name=st.text(min_size=1, max_size=20).filter(lambda text: "/" not in text and "\0" not in text))
+def test_any_file_name_gives_a_valid_run_name(name: str) -> None:
+    assert make_config(tree(name=run_name(Path(name + ".yaml")))).name
+
+
+# --- docs/config.md ---
+
+
+@given(
+    value=st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=20)
+)
+def test_shown_values_are_yaml(value: Any) -> None:
+    again = yaml.safe_load(f"key: {show_value(value)}")["key"]
+    assert again == value and type(again) is type(value)
+
+
+def test_config_docs_name_every_field() -> None:
+    text = generate()
+    for path, field in all_fields():
+        assert f"| `{path}` |" in text, path
+        assert (field.description or "").replace("|", "\\|") in text, path
+
+
+def test_config_docs_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "config.md"
+    assert main(["--check", "--output", str(target)]) == 1
+    assert "make docs" in capsys.readouterr().err
+    assert main(["--output", str(target)]) == 0
+    assert main(["--check", "--output", str(target)]) == 0
+    target.write_text(target.read_text(encoding="utf-8") + "x", encoding="utf-8")
+    assert main(["--check", "--output", str(target)]) == 1
+
+
+def test_only_sources_and_buckets_and_names_of_weights_must_be_given() -> None:
+    required = {path for path, field in all_fields() if default_of(field) is REQUIRED and not path.endswith(".kind")}
+    assert required == {
+        "data",
+        "data.sources",
+        "data.sources[].path",
+        "data.buckets",
+        "data.buckets[].frames",
+        "data.buckets[].height",
+        "data.buckets[].width",
+        "vae(diffusers).pretrained",
+        "text(transformers).pretrained",
+    }
+    assert all(section_options(field) for name, field in Config.model_fields.items() if name in ("data", "vae", "text"))

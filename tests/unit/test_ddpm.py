@@ -1,0 +1,223 @@
+"""Denoising diffusion: schedules, targets and weights, against diffusers and closed forms."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DDIMScheduler, DDPMScheduler
+from diffusers.training_utils import compute_snr
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmspeed import rng
+from mmspeed.config.schema import DdpmConfig
+from mmspeed.pipelines import ddpm
+from mmspeed.pipelines.objective import DdpmObjective, draw_noise_and_time, make_objective
+
+SHAPE = (4, 3, 2, 4, 5)
+SCHEDULES = ["linear", "scaled_linear", "cosine"]
+DIFFUSERS_NAME = {"linear": "linear", "scaled_linear": "scaled_linear", "cosine": "squaredcos_cap_v2"}
+
+
+def config(schedule: str = "scaled_linear", zero: bool = False, steps: int = 1000, **fields: object) -> DdpmConfig:
+    return DdpmConfig.model_validate(
+        {"kind": "ddpm", "schedule": schedule, "zero_terminal_snr": zero, "steps": steps, **fields}
+    )
+
+
+def theirs(cfg: DdpmConfig, scheduler: type = DDPMScheduler, **options: object) -> Any:
+    return scheduler(
+        num_train_timesteps=cfg.steps,
+        beta_schedule=DIFFUSERS_NAME[cfg.schedule],
+        beta_start=cfg.beta_start,
+        beta_end=cfg.beta_end,
+        rescale_betas_zero_snr=cfg.zero_terminal_snr,
+        prediction_type="v_prediction" if cfg.prediction == "v" else "epsilon",
+        **options,
+    )
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    return rng.normal(SHAPE, 0, "x0"), rng.normal(SHAPE, 0, "noise")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("steps", [2, 10, 1000])
+def test_betas_match_diffusers(schedule: str, steps: int) -> None:
+    cfg = config(schedule, steps=steps)
+    torch.testing.assert_close(ddpm.betas(cfg).float(), theirs(cfg).betas)
+
+
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("scheduler", [DDPMScheduler, DDIMScheduler])
+def test_alphas_cumprod_matches_diffusers(schedule: str, zero: bool, scheduler: type) -> None:
+    cfg = config(schedule, zero)
+    abar = ddpm.alphas_cumprod(cfg)
+    # diffusers multiplies a thousand float32 factors, each off by up to 6e-8.
+    torch.testing.assert_close(abar.float(), theirs(cfg, scheduler).alphas_cumprod, rtol=2e-5, atol=2e-6)
+    assert abar.dtype == torch.float64
+    assert (abar.diff() < 0).all()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_zero_terminal_snr_ends_at_pure_noise_and_keeps_the_start(schedule: str) -> None:
+    plain, zero = ddpm.alphas_cumprod(config(schedule)), ddpm.alphas_cumprod(config(schedule, zero=True))
+    assert zero[-1] == 0
+    assert zero[0].item() == pytest.approx(plain[0].item(), rel=1e-12)
+    # An affine map of the roots: their differences keep their proportions.
+    ratio = zero.sqrt().diff() / plain.sqrt().diff()
+    torch.testing.assert_close(ratio, ratio[0].expand_as(ratio), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_noising_and_v_match_diffusers(schedule: str, zero: bool) -> None:
+    cfg = config(schedule, zero)
+    x0, noise = data()
+    index = torch.tensor([0, 1, 500, 999])
+    abar_B = ddpm.alphas_cumprod(cfg)[index]
+    scheduler = theirs(cfg)
+    expected = scheduler.add_noise(x0, noise, index)
+    torch.testing.assert_close(ddpm.add_noise(x0, noise, abar_B), expected, rtol=1e-4, atol=1e-4)
+    v = ddpm.training_target(x0, noise, abar_B, "v")
+    torch.testing.assert_close(v, scheduler.get_velocity(x0, noise, index), rtol=1e-4, atol=1e-4)
+    assert torch.equal(ddpm.training_target(x0, noise, abar_B, "epsilon"), noise)
+
+
+@settings(deadline=None)
+@given(st.sampled_from(["v", "epsilon"]), st.lists(st.floats(1e-4, 1 - 1e-4), min_size=4, max_size=4))
+def test_data_and_noise_come_back_from_the_target(prediction: ddpm.Prediction, abars: list[float]) -> None:
+    x0, noise = (tensor.double() for tensor in data())
+    abar_B = torch.tensor(abars, dtype=torch.float64)
+    x_t = ddpm.add_noise(x0, noise, abar_B)
+    target = ddpm.training_target(x0, noise, abar_B, prediction)
+    found_x0, found_noise = ddpm.x0_and_noise(x_t, target, abar_B, prediction)
+    torch.testing.assert_close(found_x0, x0, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found_noise, noise, rtol=1e-9, atol=1e-9)
+
+
+def test_v_gives_both_ends_at_pure_noise_too() -> None:
+    x0, noise = data()
+    abar_B = torch.zeros(SHAPE[0], dtype=torch.float64)
+    x_t = ddpm.add_noise(x0, noise, abar_B)
+    assert torch.equal(x_t, noise)
+    found = ddpm.x0_and_noise(x_t, ddpm.training_target(x0, noise, abar_B, "v"), abar_B, "v")
+    assert torch.equal(found[0], x0)
+    assert torch.equal(found[1], noise)
+
+
+def test_snr_matches_diffusers() -> None:
+    cfg = config()
+    index = torch.tensor([0, 10, 500, 999])
+    ours = ddpm.snr(ddpm.alphas_cumprod(cfg)[index])
+    torch.testing.assert_close(ours.float(), compute_snr(theirs(cfg), index), rtol=1e-3, atol=0)
+
+
+@settings(deadline=None)
+@given(st.floats(1e-6, 1e6), st.floats(0.1, 20))
+def test_min_snr_weights_are_the_papers(snr: float, gamma: float) -> None:
+    snr_B = torch.tensor([snr], dtype=torch.float64)
+    epsilon = ddpm.min_snr_weight(snr_B, gamma, "epsilon").item()
+    v = ddpm.min_snr_weight(snr_B, gamma, "v").item()
+    assert epsilon == pytest.approx(min(snr, gamma) / snr)
+    assert v == pytest.approx(min(snr, gamma) / (snr + 1))
+
+
+@pytest.mark.parametrize("prediction", ["v", "epsilon"])
+def test_min_snr_makes_either_target_the_same_clipped_loss_of_the_data(prediction: ddpm.Prediction) -> None:
+    # Hang et al.: the weighted loss is min(snr, gamma) |x0 - found x0|^2, whatever is predicted.
+    x0, noise = (tensor.double() for tensor in data())
+    abar_B = torch.tensor([0.999, 0.9, 0.4, 0.01], dtype=torch.float64)
+    snr_B = ddpm.snr(abar_B)
+    x_t = ddpm.add_noise(x0, noise, abar_B)
+    target = ddpm.training_target(x0, noise, abar_B, prediction)
+    predicted = target + 0.1 * rng.normal(SHAPE, 0, "error").double()
+    error_B = (predicted - target).pow(2).flatten(1).mean(1)
+    x0_error_B = (ddpm.x0_and_noise(x_t, predicted, abar_B, prediction)[0] - x0).pow(2).flatten(1).mean(1)
+    weighted_B = ddpm.min_snr_weight(snr_B, 5.0, prediction) * error_B
+    torch.testing.assert_close(weighted_B, snr_B.clamp(max=5.0) * x0_error_B)
+
+
+def test_min_snr_weights_at_the_ends_are_finite() -> None:
+    snr_B = torch.tensor([0.0, 5e-324, float("inf")], dtype=torch.float64)
+    assert ddpm.min_snr_weight(snr_B, 5.0, "epsilon").tolist() == [1, 1, 0]
+    assert ddpm.min_snr_weight(snr_B, 5.0, "v").tolist() == [0, 5e-324, 0]
+
+
+@settings(deadline=None)
+@given(st.integers(2, 1500).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n))))
+def test_trailing_timesteps_start_at_the_end_and_never_repeat(case: tuple[int, int]) -> None:
+    train_steps, steps = case
+    index = ddpm.trailing_timesteps(train_steps, steps)
+    assert len(index) == steps
+    assert index[0] == train_steps - 1
+    assert index[-1] >= 0
+    assert all(a > b for a, b in pairwise(index))
+
+
+@pytest.mark.parametrize("steps", [1, 3, 7, 20, 30, 50, 999, 1000])
+def test_trailing_timesteps_match_diffusers(steps: int) -> None:
+    scheduler: Any = DDIMScheduler(timestep_spacing="trailing")
+    scheduler.set_timesteps(steps)
+    assert ddpm.trailing_timesteps(1000, steps) == scheduler.timesteps.tolist()
+
+
+@pytest.mark.parametrize("steps", [0, 1001])
+def test_impossible_numbers_of_steps_are_errors(steps: int) -> None:
+    with pytest.raises(ValueError, match="1 to 1000 steps"):
+        ddpm.trailing_timesteps(1000, steps)
+
+
+@settings(deadline=None)
+@given(st.integers(2, 5000))
+def test_model_time_and_timestep_are_one_to_one_also_in_float32(steps: int) -> None:
+    objective = DdpmObjective(config(steps=steps))
+    index_B = torch.arange(steps)
+    t_B = objective.time_of(index_B)
+    assert t_B[0] == 0
+    assert t_B[-1] == 1
+    assert torch.equal(objective.index_of(t_B), index_B)
+    assert torch.equal(objective.index_of(t_B.float()), index_B)
+
+
+def test_quantiles_meet_every_timestep_equally_often() -> None:
+    objective = DdpmObjective(config(steps=50))
+    u_B = (torch.arange(5000, dtype=torch.float64) + 0.5) / 5000
+    counts = torch.bincount(objective.index_of(objective.time_from_quantile(u_B)), minlength=50)
+    assert (counts == 100).all()
+    ends = objective.time_from_quantile(torch.tensor([0.0, 1 - 2.0**-53, 1.0], dtype=torch.float64))
+    assert ends.tolist() == [0, 1, 1]
+
+
+@pytest.mark.parametrize("prediction", ["v", "epsilon"])
+def test_objective_pair_matches_diffusers(prediction: str) -> None:
+    cfg = config(prediction=prediction)
+    objective = make_objective(cfg)
+    assert isinstance(objective, DdpmObjective)
+    x0, _ = data()
+    noise, t_B = draw_noise_and_time([(f"{i}", 0, 0) for i in range(SHAPE[0])], SHAPE[1:], 0, objective)
+    x_t, target = objective.training_pair(x0.bfloat16(), noise, t_B)
+    assert x_t.dtype == target.dtype == torch.float32
+    scheduler, index = theirs(cfg), objective.index_of(t_B)
+    x0 = x0.bfloat16().float()
+    torch.testing.assert_close(x_t, scheduler.add_noise(x0, noise, index), rtol=1e-4, atol=1e-4)
+    expected = noise if prediction == "epsilon" else scheduler.get_velocity(x0, noise, index)
+    torch.testing.assert_close(target, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_objective_loss_carries_the_weight() -> None:
+    t_B = torch.tensor([0.0, 0.5, 1.0], dtype=torch.float64)
+    target = torch.zeros(3, 2, 1, 2, 2)
+    plain = make_objective(config(zero=True, min_snr_gamma=None))
+    assert plain.sample_loss(target + 2, target, t_B).tolist() == [4, 4, 4]
+    capped = make_objective(config(zero=True, min_snr_gamma=5.0))
+    assert isinstance(capped, DdpmObjective)
+    snr_B = ddpm.snr(capped.abar(t_B))
+    loss_B = capped.sample_loss((target + 2).bfloat16(), target, t_B)
+    assert loss_B.dtype == torch.float32
+    torch.testing.assert_close(loss_B, (4 * snr_B.clamp(max=5) / (snr_B + 1)).float())
+    assert torch.isfinite(loss_B).all()
