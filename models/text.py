@@ -62,6 +62,13 @@ def text_identity(cfg: MiniLmTextConfig | TransformersTextConfig) -> str:
     return _identity(root, folder, tokenizer_folder, cfg.max_tokens, _dtype(cfg))
 
 
+def text_width(cfg: MiniLmTextConfig | TransformersTextConfig) -> int:
+    """The width of an encoder's embeddings, by reading its config only. Raises UserError as `load_text_encoder`."""
+    folder = _locate(cfg)[0]
+    _, config = encoder_class(_load_config(folder), folder)
+    return int(config.hidden_size)
+
+
 class TransformersEncoder:
     """A `TextEncoder` over a transformers model: the last hidden state of a caption's tokens.
 
@@ -166,17 +173,20 @@ def _load_tokenizer(folder: Path) -> Any:
         ) from error
 
 
-def _load_model(folder: Path, dtype: torch.dtype) -> nn.Module:
+def _load_config(folder: Path) -> Any:
     from transformers import AutoConfig
 
     model_type = read_json(folder / "config.json", KEY).get("model_type")
-    weight_files(folder, STEM, KEY)
     try:
         with quiet():
-            config = AutoConfig.from_pretrained(folder, local_files_only=True)
+            return AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # an unknown model_type, or values that its class refuses
         raise UserError(f"{KEY}: {folder} holds a model of type {model_type!r}: {first_line(error)}") from error
-    cls, config = encoder_class(config, folder)
+
+
+def _load_model(folder: Path, dtype: torch.dtype) -> nn.Module:
+    weight_files(folder, STEM, KEY)
+    cls, config = encoder_class(_load_config(folder), folder)
     try:
         with quiet():
             model, report = cls.from_pretrained(

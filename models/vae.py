@@ -9,6 +9,7 @@ K latent frames that have statistics of their own (1: all share them).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,12 @@ UNFIT = {
 }
 # This class reports a log-variance of zeros where it has dropped the encoder's own.
 WITHOUT_VARIANCE = ("AutoencoderKLKVAEVideo",)
-# This class sets the first frame apart only in an odd number of latent frames.
-DECODES_ODD = ("AutoencoderKLCogVideoX",)
+# Numbers of latent frames that a class decodes to a wrong number of frames: CogVideoX sets the first frame apart only in
+# an odd number; KVAE decodes segments of four, and a last segment of one does not grow in time.
+MISCOUNTED: dict[str, Callable[[int], bool]] = {
+    "AutoencoderKLCogVideoX": lambda frames: frames % 2 == 0,
+    "AutoencoderKLKVAEVideo": lambda frames: frames > 5 and frames % 4 == 2,
+}
 
 
 def load_codec(cfg: LinearVaeConfig | DiffusersVaeConfig, device: Device, weights: Path | None = None) -> VideoCodec:
@@ -72,6 +77,14 @@ def codec_identity(cfg: LinearVaeConfig | DiffusersVaeConfig, weights: Path | No
     if isinstance(cfg, LinearVaeConfig):
         return _load_linear(cfg, weights).fingerprint
     return _identity(cfg, _locate(cfg)[0])
+
+
+def codec_geometry(cfg: LinearVaeConfig | DiffusersVaeConfig) -> tuple[int, Strides]:
+    """(latent channels, strides) of a config's codec. A diffusers one is loaded on the CPU and probed; raises as `load_codec`."""
+    if isinstance(cfg, LinearVaeConfig):
+        return cfg.channels, LinearCodec.strides
+    codec = load_codec(cfg, Device("cpu", 0))
+    return codec.channels, codec.strides
 
 
 def _load_linear(cfg: LinearVaeConfig, weights: Path | None) -> LinearCodec:
@@ -209,10 +222,12 @@ class DiffusersCodec:
         z_CThw = latents_CThw / scale_CT11 + shift_CT11
         if self._packed:
             z_CThw = F.pixel_shuffle(z_CThw.transpose(0, 1), PACKED).transpose(0, 1)
-        if self._name in DECODES_ODD and z_CThw.shape[1] % 2 == 0:
+        if self._name in MISCOUNTED and MISCOUNTED[self._name](z_CThw.shape[1]):
             # Causal: what follows the last latent frame is cut off again, and hardly touches the frames before it.
             z_CThw = torch.cat([z_CThw, z_CThw[:, -1:]], dim=1)
         video_RFHW = self._decode_z(z_CThw.to(self._dtype))
+        if video_RFHW.shape[1] < frames:
+            raise UserError(f"{KEY}: {self._name} decodes {latents_CThw.shape[1]} latent frames to fewer than {frames}")
         return video_RFHW[:, :frames].float().clamp(-1, 1)
 
     def _decode_z(self, z_CThw: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ def make_loss(objective: Objective, seed: int, device: Device) -> LossFn:
         batch = batch.to(device.torch_device, torch.float32)
         shape_CThw = tuple(batch.latents_BCThw.shape[1:])
         noise_BCThw, t_B = draw_noise_and_time(batch.names, shape_CThw, seed, objective)
-        noise_BCThw, t_B = device.to_device(noise_BCThw), device.to_device(t_B)
+        noise_BCThw, t_B = device.to_device(noise_BCThw), device.to_device(t_B.float())
         x_BCThw, target_BCThw = objective.training_pair(batch.latents_BCThw, noise_BCThw, t_B)
         prediction_BCThw = model(x_BCThw, t_B, batch.text_BLD, batch.text_mask_BL)
         return objective.sample_loss(prediction_BCThw, target_BCThw, t_B)

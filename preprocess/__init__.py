@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mmspeed.preprocess.build import CacheBuilder
-    from mmspeed.preprocess.check import check
+    from mmspeed.preprocess.checking import check
     from mmspeed.preprocess.report import BuildReport
 
 __all__ = ["BuildReport", "CacheBuilder", "check"]
 
-_HOME = {"CacheBuilder": "build", "BuildReport": "report", "check": "check"}
+_HOME = {"CacheBuilder": "build", "BuildReport": "report", "check": "checking"}
 
 
 def __getattr__(name: str) -> Any:

@@ -41,7 +41,8 @@ def assign_bucket(probe: Probe, buckets: Sequence[Bucket], fps: float | None, al
 
     def order(bucket: Bucket) -> tuple[float, ...]:
         enlarged = max(1.0, _scale(probe, bucket))
-        return bucket.frames, round(kept_fraction(probe.width, probe.height, bucket), 6), -enlarged, _area(bucket)
+        kept = round(kept_fraction(probe.width, probe.height, bucket), 6)
+        return bucket.frames, kept, -enlarged, bucket.height * bucket.width, bucket.width
 
     return max(covered or long_enough, key=order)
 
@@ -68,10 +69,11 @@ def resize_crop(frames_FHWC: np.ndarray, bucket: Bucket) -> np.ndarray:
     Pillow's bicubic filter, whose support grows with the reduction (no aliasing); its fixed-point arithmetic gives the
     same bytes on every machine.
     """
-    box = crop_box(frames_FHWC.shape[2], frames_FHWC.shape[1], bucket)
+    left, top, right, bottom = crop_box(frames_FHWC.shape[2], frames_FHWC.shape[1], bucket)
     size = bucket.width, bucket.height
-    resized = [Image.fromarray(x).resize(size, Image.Resampling.BICUBIC, box=box) for x in frames_FHWC]
-    return np.stack([np.asarray(image) for image in resized])
+    # Cut first: Pillow's own `box` lets pixels beyond the crop, such as black bars, run into its edge.
+    cropped = (np.ascontiguousarray(frame[top:bottom, left:right]) for frame in frames_FHWC)
+    return np.stack([np.asarray(Image.fromarray(x).resize(size, Image.Resampling.BICUBIC)) for x in cropped])
 
 
 def to_model_range(frames_FHWC: np.ndarray) -> Tensor:
@@ -82,7 +84,3 @@ def to_model_range(frames_FHWC: np.ndarray) -> Tensor:
 def _scale(probe: Probe, bucket: Bucket) -> float:
     """How much the picture is enlarged to cover the bucket; below 1 it is reduced."""
     return max(bucket.height / probe.height, bucket.width / probe.width)
-
-
-def _area(bucket: Bucket) -> int:
-    return bucket.height * bucket.width

@@ -158,13 +158,16 @@ def write_image(path: Path, mode: str = "RGB", orientation: int = 0, number: int
     if mode == "I;16":
         image = Image.fromarray(np.asarray(image.convert("L")).astype(np.uint16) * 257)
     elif mode == "RGBA":
-        image.putalpha(Image.fromarray(np.where(np.arange(image.width) < 8, 0, 255).astype(np.uint8)[None]).resize(image.size, 0))
+        image.putalpha(
+            Image.fromarray(np.where(np.arange(image.width) < 8, 0, 255).astype(np.uint8)[None]).resize(image.size, 0)
+        )
     else:
         image = image.convert(mode)
     exif = Image.Exif()
     if orientation:
         exif[0x0112] = orientation
-    image.save(path, exif=exif, **({"quality": 95} if path.suffix == ".jpg" else {}))
+    more: dict[str, Any] = {"quality": 95} if path.suffix == ".jpg" else {}
+    image.save(path, exif=exif, **more)
     return path
 
 
@@ -216,7 +219,11 @@ def write_hostile_tar(path: Path, media: bytes) -> dict[str, tuple[Reason, ...]]
             text = tarfile.TarInfo(f"{name.rpartition('.')[0]}.txt")
             text.size = 5
             tar.addfile(text, io.BytesIO(b"words"))
-        for name, kind in (("link.mp4", tarfile.SYMTYPE), ("hard.mp4", tarfile.LNKTYPE), ("device.mp4", tarfile.CHRTYPE)):
+        for name, kind in (
+            ("link.mp4", tarfile.SYMTYPE),
+            ("hard.mp4", tarfile.LNKTYPE),
+            ("device.mp4", tarfile.CHRTYPE),
+        ):
             info = tarfile.TarInfo(name)
             info.type, info.linkname = kind, "/etc/passwd"
             tar.addfile(info)
@@ -300,7 +307,9 @@ def _bad_videos(folder: Path) -> dict[str, Expect]:
     (folder / "empty.mp4").write_bytes(b"")
     (folder / "random.mp4").write_bytes(np.random.default_rng(0).bytes(50_000))
     (folder / "text.mp4").write_text("this is not a video\n" * 100)
-    (folder / "playlist.mp4").write_text(f"#EXTM3U\n#EXT-X-TARGETDURATION:2\n#EXTINF:2,\n{folder}/stream.ts\n#EXT-X-ENDLIST\n")
+    (folder / "playlist.mp4").write_text(
+        f"#EXTM3U\n#EXT-X-TARGETDURATION:2\n#EXTINF:2,\n{folder}/stream.ts\n#EXT-X-ENDLIST\n"
+    )
     write_video(folder / "tiny.mp4", width=16, height=16)
     write_video(folder / "short.mp4", frames=12)
     reasons = {

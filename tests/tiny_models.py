@@ -95,12 +95,14 @@ def save_tiny_text_encoder(folder: Path, kind: str = "t5", **changes: Any) -> Pa
 
 
 def _text_model(kind: str, vocab: int, tokenizer: Any, changes: dict[str, Any]) -> Any:
-    import transformers as tf
+    import transformers
 
+    tf: Any = transformers
     if kind in ("t5", "umt5"):
-        config_class, cls = (tf.T5Config, tf.T5ForConditionalGeneration) if kind == "t5" else (tf.UMT5Config, tf.UMT5EncoderModel)
-        sizes = {"vocab_size": vocab, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
-        return cls(config_class(**{**sizes, **changes}))
+        family = kind.upper()
+        sizes = {"vocab_size": vocab, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, **changes}
+        cls = tf.T5ForConditionalGeneration if kind == "t5" else tf.UMT5EncoderModel
+        return cls(getattr(tf, f"{family}Config")(**sizes))
     sizes = {
         "vocab_size": vocab, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
         "num_attention_heads": 2, "max_position_embeddings": 32,
@@ -112,14 +114,12 @@ def _text_model(kind: str, vocab: int, tokenizer: Any, changes: dict[str, Any]) 
             vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
                       "image_size": 8, "patch_size": 4}  # fmt: skip
             return tf.CLIPModel(tf.CLIPConfig(text_config=sizes, vision_config=vision, projection_dim=8))
-        return (tf.CLIPTextModelWithProjection if kind == "clip-projection" else tf.CLIPTextModel)(tf.CLIPTextConfig(**sizes))
-    config_class, cls = {
-        "bert": (tf.BertConfig, tf.BertModel),
-        "roberta": (tf.RobertaConfig, tf.RobertaModel),
-        "qwen2": (tf.Qwen2Config, tf.Qwen2ForCausalLM),
-    }[kind]
+        cls = tf.CLIPTextModelWithProjection if kind == "clip-projection" else tf.CLIPTextModel
+        return cls(tf.CLIPTextConfig(**sizes))
+    family = {"bert": "Bert", "roberta": "Roberta", "qwen2": "Qwen2"}[kind]
     extra = {"num_key_value_heads": 2} if kind == "qwen2" else {}
-    return cls(config_class(**{**sizes, **extra, **changes}))
+    cls = getattr(tf, f"{family}ForCausalLM" if kind == "qwen2" else f"{family}Model")
+    return cls(getattr(tf, f"{family}Config")(**{**sizes, **extra, **changes}))
 
 
 def _unigram() -> Any:
@@ -128,9 +128,13 @@ def _unigram() -> Any:
     from transformers import T5Tokenizer
 
     learnt = SentencePieceUnigramTokenizer()
-    learnt.train_from_iterator(SENTENCES, vocab_size=80, show_progress=False, special_tokens=["<pad>", "</s>", "<unk>"], unk_token="<unk>")
+    learnt.train_from_iterator(
+        SENTENCES, vocab_size=80, show_progress=False, special_tokens=["<pad>", "</s>", "<unk>"], unk_token="<unk>"
+    )
     vocab = sorted(learnt.get_vocab().items(), key=lambda item: item[1])
-    return T5Tokenizer(vocab=[(piece, 0.0 if place < 3 else -1.0 - 0.01 * place) for piece, place in vocab], extra_ids=0)
+    return T5Tokenizer(
+        vocab=[(piece, 0.0 if place < 3 else -1.0 - 0.01 * place) for piece, place in vocab], extra_ids=0
+    )
 
 
 def _words(marks: tuple[str, ...]) -> dict[str, int]:

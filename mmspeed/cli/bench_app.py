@@ -12,7 +12,7 @@ app = typer.Typer(help="Measure that the main job works, and how well.", no_args
 
 @app.command()
 def overfit(
-    output: Annotated[Path, typer.Option(help="Folder that the measurement writes to.")] = Path("mmspeed-bench"),
+    output: Annotated[Path, typer.Option(help="Folder that the measurement writes to.")] = Path("runs/overfit"),
     arrangement: Annotated[str, typer.Option(help="factorised or full.")] = "factorised",
     objective: Annotated[str, typer.Option(help="flow or ddpm.")] = "flow",
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to override.")] = None,

@@ -146,7 +146,7 @@ class DdpmConfig(Section):
     beta_end: float = Field(0.012, gt=0, lt=1, description="Last beta of the linear schedules.")
     prediction: Literal["v", "epsilon"] = Field("v", description="What the model predicts.")
     zero_terminal_snr: bool = Field(True, description="Rescale the schedule so that the last timestep is pure noise (needs v-prediction).")
-    min_snr_gamma: float | None = Field(5.0, gt=0, description="Cap of the signal-to-noise weight of the loss (min-SNR); null: no weighting.")
+    min_snr_gamma: float | None = Field(None, gt=0, description="Cap of the signal-to-noise weight of the loss (min-SNR, often 5); null: no weighting. With zero_terminal_snr the weight at pure noise is 0, so the start of sampling would not be trained.")
 
     @model_validator(mode="after")
     def _terminal(self) -> DdpmConfig:

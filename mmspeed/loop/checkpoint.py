@@ -108,8 +108,10 @@ def _check(folder: Path, index: dict[str, Any], wanted: dict[str, Tensor]) -> No
             shapes = f"{tuple(held[name]['shape'])} in the checkpoint, {tuple(tensor.shape)} here"
             raise UserError(f"checkpoint {folder}: `{name}` is {shapes}: {advice}")
     parts = {name.split(".", 1)[0] for name in wanted}
-    extra = next((name for name in held if name.split(".", 1)[0] in parts and name not in wanted), None)
-    if extra is not None and parts != {"ema", "model"}:
+    stems = {name.split(".", 1)[1] for name in wanted}  # an average stands for its parameter when weights alone are loaded
+    split = (name.split(".", 1) for name in held)
+    extra = next((f"{part}.{stem}" for part, stem in split if part in parts and stem not in stems), None)
+    if extra is not None:
         raise UserError(f"checkpoint {folder} holds `{extra}`, which the model here does not have: {advice}")
 
 
@@ -199,8 +201,8 @@ class CheckpointManager:
     """Writes and keeps the checkpoints of one run. Made and called by all ranks together.
 
     At most one write is under way. It fails as a whole: the error is raised on every rank by the next `save`, `poll` or
-    `wait`, and what was there before is untouched. `group` must be a CPU group that nothing else uses, because the writing thread
-    talks over it while training goes on; None makes one.
+    `wait`, and what was there before is untouched. `group` must be a CPU group that nothing else uses, because the writing
+    thread talks over it while training goes on; None makes one.
     """
 
     def __init__(

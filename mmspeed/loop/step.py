@@ -49,22 +49,22 @@ def train_step(
 
     `global_samples` is the number of real samples (weight 1) of all `world` ranks; all bring equally many
     micro-batches.
-    A loss or gradient that is not finite on any rank leaves parameters and optimizer untouched on all. `group` is for small CPU collectives. The device is waited for once.
+    A loss or gradient that is not finite on any rank leaves parameters and optimizer untouched on all.
+    `group` is for small CPU collectives. The device is waited for once.
     """
-    losses = []
+    losses, sums = [], []
     for index, batch in enumerate(batches):
         with no_sync(model, strategy, last=index == len(batches) - 1):
             loss_B = loss_fn(model, batch)
             # the engines average over ranks: times `world` makes it the sum, over `global_samples` the mean
-            ((loss_B * batch.weights_B).sum() * (world / global_samples)).backward()
+            loss_sum = (loss_B * batch.weights_B).sum()
+            (loss_sum * (world / global_samples)).backward()
         losses.append(loss_B.detach())
+        sums.append(loss_sum.detach())
     norm = clip_gradients(model, clip_norm)
-    mine = sum(
-        ((loss_B * batch.weights_B).sum() for loss_B, batch in zip(losses, batches, strict=True)), norm.new_zeros(())
-    )
-    loss_sum, grad_norm = torch.stack([mine, norm]).double().tolist()  # the wait for the device
-    broken = not (math.isfinite(loss_sum) and math.isfinite(grad_norm))
-    total, broken_ranks = all_reduce_sum([loss_sum, float(broken)], group)
+    mine, grad_norm = torch.stack([torch.stack(sums).sum(), norm]).double().tolist()  # the wait for the device
+    broken = not (math.isfinite(mine) and math.isfinite(grad_norm))
+    total, broken_ranks = all_reduce_sum([mine, float(broken)], group)
     bad: list[str] = []
     if broken_ranks:
         bad = sorted({name for names in all_gather_objects(non_finite(losses, batches), group) for name in names})

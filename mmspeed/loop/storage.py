@@ -1,7 +1,7 @@
 """How checkpoints lie on disk: torch.distributed.checkpoint over safetensors and a JSON index, no pickles (law 4).
 
-torch's safetensors writer puts every rank's shards into files of their own but leaves no index, so that its reader opens
-every file on every rank and guesses a tensor's size from the pieces it finds. Here the coordinator writes `index.json`:
+torch's safetensors writer puts every rank's shards into files of their own but leaves no index, so that its reader
+opens every file on every rank and guesses a tensor's size from the pieces it finds. Here the coordinator writes `index.json`:
 
     {"tensors": {name: {"shape", "dtype", "chunks": [{"file", "offsets", "shape"}]}}, "files": {file: bytes}}
 

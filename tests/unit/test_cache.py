@@ -7,12 +7,9 @@ import copy
 import json
 import multiprocessing
 import os
-import resource
-import signal
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -25,105 +22,32 @@ from hypothesis import strategies as st
 from mmspeed.data import (
     CacheWriter,
     DatasetCache,
-    Sample,
     canonical_json,
     entry_key,
-    latent_tensors,
     number_duplicates,
     read_info,
-    repair,
     sample_key,
-    text_tensors,
     write_info,
-    write_rejects,
     write_samples,
 )
 from mmspeed.data.tables import index_path
 from mmspeed.errors import UserError
-from mmspeed.protocol import TextEntry
-from mmspeed.shapes import Bucket
-
-BUCKET = Bucket(5, 16, 32)
-FOLDER = "latents/005x0016x0032"
-
-
-def latent_parts(number: int) -> dict:
-    return {"kind": "latent", "number": number}
-
-
-def latent(number: int) -> torch.Tensor:
-    return torch.randn(4, 2, 2, 4, generator=torch.Generator().manual_seed(number))
-
-
-def add_latent(writer: CacheWriter, number: int, source: str | None = None) -> str:
-    key = entry_key(latent_parts(number))
-    tensors = latent_tensors(latent(number), latent(number) - 5)
-    writer.add(
-        "latents",
-        key,
-        tensors,
-        latent_parts(number),
-        bucket=BUCKET,
-        tokens=16,
-        content_id=f"c{number}",
-        frames=range(0, 10, 2),
-        fps=8.0,
-        source=source or f"{number}.mp4",
-    )
-    return key
-
-
-def add_text(writer: CacheWriter, caption: str, section: str = "texts", pooled: bool = True) -> str:
-    key = entry_key({"kind": "text", "caption": caption})
-    generator = torch.Generator().manual_seed(len(caption))
-    embeds_LD = torch.randn(1 + len(caption), 6, generator=generator).bfloat16()
-    entry = TextEntry(embeds_LD, embeds_LD[0].clone() if pooled else None)
-    writer.add(section, key, text_tensors(entry), {"caption": caption}, tokens=1 + len(caption))
-    return key
-
-
-def finish(root: Path, latents: list[str], texts: list[str], **kwargs: str) -> None:
-    """Describe the data set, as preprocess does at its end."""
-    keys = number_duplicates(sample_key(key, texts) for key in latents)
-    rows = [
-        Sample(key, latent_key, tuple(texts), "val" if row == 0 else "train", BUCKET, f"{row}.mp4", 16, f"c{row}")
-        for row, (key, latent_key) in enumerate(zip(keys, latents, strict=True))
-    ]
-    write_samples(root, rows, **kwargs)
-    write_rejects(root, [("bad.mp4", "no_video", "no video stream"), ("a.gif", "too_short", "3 frames")])
-    write_info(root, {"encoders": {"vae": {"channels": 4}}, "fps": 8.0})
-
-
-def build(root: Path, count: int = 4, shard_bytes: int = 10**9) -> tuple[list[str], list[str]]:
-    with CacheWriter(root, shard_bytes) as writer:
-        latents = [add_latent(writer, number) for number in range(count)]
-        texts = [add_text(writer, "a rabbit"), add_text(writer, "an owl in a tree", pooled=False)]
-        add_text(writer, "", "null")
-    finish(root, latents, texts)
-    return latents, texts
-
-
-def tar_bytes(root: Path) -> dict[str, bytes]:
-    """Every member of every shard by its name."""
-    members = {}
-    for path in sorted(root.rglob("*.tar")):
-        with tarfile.open(path) as tar:
-            for info in tar:
-                file = tar.extractfile(info)
-                assert file is not None and info.name not in members
-                members[info.name] = file.read()
-    return members
-
+from tests.caches import BUCKET, FOLDER, add_latent, add_text, build, finish, latent, latent_parts, tar_bytes
 
 # -- keys ---------------------------------------------------------------------------------------------------------
 
 
 def test_entry_key_is_a_function_of_content() -> None:
-    parts = {"frames": (1, 2), "codec": {"weights": "ab", "stride": 4.0}, "text": "ein Käfer 甲虫"}
+    parts: dict[str, Any] = {"frames": (1, 2), "codec": {"weights": "ab", "stride": 4.0}, "text": "ein Käfer 甲虫"}
     shuffled = {"text": "ein Käfer 甲虫", "codec": {"stride": 4.0, "weights": "ab"}, "frames": [1, 2]}
     assert entry_key(parts) == entry_key(shuffled)
     assert len(entry_key(parts)) == 32
-    changes = [{"frames": (2, 1)}, {"text": "ein Käfer"}, {"codec": {"weights": "ab", "stride": 4}}, {"new": None}]
+    changes: list[dict[str, Any]] = [
+        {"frames": (2, 1)},
+        {"text": "ein Käfer"},
+        {"codec": {"weights": "ab", "stride": 4}},
+        {"new": None},
+    ]
     assert len({entry_key({**parts, **change}) for change in [{}, *changes]}) == 5
 
 
@@ -312,148 +236,6 @@ def test_every_damaged_byte_of_a_payload_is_noticed_and_mended_by_a_new_run(tmp_
             add_latent(writer, number)
     finish(tmp_path, latents, texts)
     assert torch.equal(DatasetCache(tmp_path).latent(latents[1])["mean"], latent(1))
-
-
-def test_disk_full_is_told_and_leaves_nothing(tmp_path: Path) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    writer = CacheWriter(tmp_path)
-    key = add_latent(writer, 0)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    try:
-        with pytest.raises(UserError, match=r"disk full while writing .*latents/005x0016x0032"):
-            for number in range(1, 9):
-                add_latent(writer, number)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert not writer.has("latents", key)  # the shard in progress was given up, so this entry must be made again
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-    add_latent(writer, 0)
-    writer.close()
-    assert len(tar_bytes(tmp_path)) == 2
-
-
-def test_an_error_elsewhere_keeps_whole_entries(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), CacheWriter(tmp_path) as writer:
-        key = add_latent(writer, 0)
-        raise KeyboardInterrupt
-    assert CacheWriter(tmp_path).has("latents", key)
-
-
-# -- kills, repairs, several writers ------------------------------------------------------------------------------
-
-WORKER = """
-import sys, torch
-from mmspeed.data import CacheWriter, entry_key
-from mmspeed.shapes import Bucket
-root, first, last, size, stop = sys.argv[1], *map(int, sys.argv[2:])
-writer = CacheWriter(root, size)
-print("ready", flush=True)
-sys.stdin.readline()
-for number in range(first, last):
-    parts = {"kind": "latent", "number": number}
-    mean = torch.randn(4, 2, 2, 4, generator=torch.Generator().manual_seed(number))
-    writer.add("latents", entry_key(parts), {"mean": mean, "logvar": mean - 5}, parts, bucket=Bucket(5, 16, 32),
-               tokens=16, content_id=f"c{number}", frames=range(0, 10, 2), fps=8.0, source=f"{number}.mp4")
-    if number == stop:
-        print("stopped", flush=True)
-        sys.stdin.readline()
-writer.close()
-print("closed", flush=True)
-"""
-
-
-def start_writer(root: Path, first: int, last: int, size: int, stop: int = -1) -> subprocess.Popen[str]:
-    arguments = [str(number) for number in (first, last, size, stop)]
-    return subprocess.Popen(
-        [sys.executable, "-c", WORKER, str(root), *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-
-
-def say(process: subprocess.Popen[str], expect: str, line: bool = True) -> None:
-    assert process.stdin is not None and process.stdout is not None
-    if line:
-        process.stdin.write("\n")
-        process.stdin.flush()
-    assert process.stdout.readline().strip() == expect
-
-
-def test_two_writers_beside_each_other_a_kill_and_a_repair(tmp_path: Path) -> None:
-    size = 6000
-    first, second = start_writer(tmp_path, 0, 20, size), start_writer(tmp_path, 10, 30, size, stop=25)
-    say(first, "ready", line=False), say(second, "ready", line=False)
-    assert first.stdin is not None
-    first.stdin.write("\n")
-    first.stdin.flush()
-    say(second, "stopped")
-    say(first, "closed", line=False)
-    assert first.wait(30) == 0
-    live = repair(tmp_path)  # beside a writer that lives, in the middle of a shard
-    assert live.clean and live.live == 1
-    os.kill(second.pid, signal.SIGKILL)
-    second.wait(30)
-    sealed = {path.name for path in (tmp_path / FOLDER).glob("*.tar")}
-
-    with CacheWriter(tmp_path) as writer:
-        assert len(writer.repaired.stale) == 1 and not writer.repaired.reindexed
-        lost = [number for number in range(26) if not writer.has("latents", entry_key(latent_parts(number)))]
-        assert lost == [25]  # what was in the shard in progress, and nothing else
-        keys = [add_latent(writer, number) for number in range(30)]
-    assert sealed <= {path.name for path in (tmp_path / FOLDER).glob("*.tar")}
-    assert not list(tmp_path.rglob("*.tmp"))
-    finish(tmp_path, keys, [])
-    cache = DatasetCache(tmp_path)
-    for number, key in enumerate(keys):
-        assert torch.equal(cache.latent(key)["mean"], latent(number))
-
-    members = [info.name for path in tmp_path.rglob("*.tar") for info in tarfile.open(path)]
-    assert cache.duplicates == len(members) // 2 - 30
-    assert cache.duplicates > 0  # both wrote 10..19; each key is still one entry
-    with CacheWriter(tmp_path / "alone") as alone:
-        for number in range(30):
-            add_latent(alone, number)
-    for path in (tmp_path / FOLDER).glob("*.tar"):
-        with tarfile.open(path) as tar:
-            for info in tar:
-                file = tar.extractfile(info)
-                assert file is not None and file.read() == tar_bytes(tmp_path / "alone")[info.name]
-
-
-def test_a_sealed_shard_without_index_is_read_and_listed(tmp_path: Path) -> None:
-    latents, _ = build(tmp_path)
-    index = index_path(tmp_path, f"{FOLDER}/000000.tar")
-    rows = pq.read_table(index).to_pylist()
-    index.unlink()  # as if killed between the two
-    os.link(tmp_path / FOLDER / "000000.tar", tmp_path / FOLDER / ".1-abc.tmp")  # or even between link and unlink
-    report = repair(tmp_path)
-    assert report.reindexed == [f"{FOLDER}/000000.tar"] and len(report.stale) == 1
-    assert pq.read_table(index).to_pylist() == [{**row, "source": None} for row in rows]
-    assert repair(tmp_path).clean
-    assert DatasetCache(tmp_path).keys("latents") == set(latents)
-
-
-def test_a_shard_that_is_no_whole_one_is_named(tmp_path: Path) -> None:
-    build(tmp_path)
-    shard = tmp_path / FOLDER / "000000.tar"
-    index_path(tmp_path, f"{FOLDER}/000000.tar").unlink()
-    whole = shard.read_bytes()
-    for length in (3, 700, 1100, 2600):
-        shard.write_bytes(whole[:length])
-        with pytest.raises(UserError, match=r"000000\.tar is damaged; delete it"):
-            CacheWriter(tmp_path)
-
-
-def test_the_first_shard_wins_among_duplicates(tmp_path: Path) -> None:
-    latents, _ = build(tmp_path)
-    with CacheWriter(tmp_path / "other") as writer:
-        add_latent(writer, 0, source="raced.mp4")
-    os.rename(tmp_path / "other" / FOLDER / "000000.tar", tmp_path / FOLDER / "000001.tar")
-    repair(tmp_path)
-    cache = DatasetCache(tmp_path)
-    assert cache.duplicates == 1 and cache.entry(latents[0]).shard.endswith("000000.tar")
 
 
 def test_handles_survive_fork_spawn_and_copies(tmp_path: Path) -> None:

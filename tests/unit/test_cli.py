@@ -281,7 +281,7 @@ def test_cache_stat(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "latents 005x0016x0016: 2 entries" in text and "latents 001x0016x0016: 1 entries" in text
     assert "texts: 2 entries" in text and "null: 1 entries" in text
-    assert "samples: 2 train, 1 val" in text and "encoder vae: kind linear, channels 4" in text
+    assert "samples: 2 train, 1 val" in text and "encoder vae: channels 4, kind linear" in text
 
 
 def test_cache_verify_names_damaged_entries(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from mmspeed.config.docs import REQUIRED, default_of, generate, main, section_op
 from mmspeed.config.schema import Config
 from mmspeed.errors import UserError
 
-BUCKET = {"frames": 17, "height": 96, "width": 160}
+BUCKET = {"frames": 13, "height": 96, "width": 160}
 
 
 def tree(**sections: Any) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def test_several_mistakes_are_told_together() -> None:
         (tree(name="../up"), "'name'"),
         ({"train": {}}, "'data' is missing"),
         (tree(data={"sources": [], "buckets": [BUCKET]}), "'data.sources'"),
-        (tree(data={"sources": [{"path": "x"}], "buckets": [BUCKET, BUCKET]}), "17x96x160 is listed twice"),
+        (tree(data={"sources": [{"path": "x"}], "buckets": [BUCKET, BUCKET]}), "13x96x160 is listed twice"),
         (tree(vae={"kind": "diffusers"}), "'vae.pretrained' is missing"),
         (tree(objective={"kind": "ddpm", "prediction": "epsilon"}), "zero_terminal_snr"),
     ],

@@ -141,7 +141,9 @@ def test_fitting_does_not_depend_on_order_or_repetition(codec: LinearCodec) -> N
     one, same = LinearCodec.fit(videos, channels=4), LinearCodec.fit(iter(videos), channels=4)
     assert one.fingerprint == same.fingerprint
     turned = LinearCodec.fit(reversed(videos), channels=4)
-    torch.testing.assert_close(turned.encode(videos[0][None]).mean_BCThw, one.encode(videos[0][None]).mean_BCThw, atol=1e-3, rtol=0)
+    torch.testing.assert_close(
+        turned.encode(videos[0][None]).mean_BCThw, one.encode(videos[0][None]).mean_BCThw, atol=1e-3, rtol=0
+    )
     assert one.fingerprint != codec.fingerprint
 
 

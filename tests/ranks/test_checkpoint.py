@@ -1,0 +1,180 @@
+"""Checkpoints over ranks: saved on 2 sharded ranks, loaded on 1 and on 4, in every strategy, and back; bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from mmspeed.config.schema import TrainConfig
+from mmspeed.device import Device
+from mmspeed.errors import UserError
+from mmspeed.loop.checkpoint import CheckpointManager, TrainingState, load, load_weights, step_name
+from mmspeed.loop.ema import EMA
+from mmspeed.loop.optim import make_optimizer
+from mmspeed.loop.step import train_step
+from mmspeed.mesh import make_mesh
+from mmspeed.parallel import parallelize, unwrap
+from tests.spawn import run_ranks
+from tests.toy import ToyDiT, flow_loss, split
+
+KEYS = [f"s{i}" for i in range(7)]
+Arrays = dict[str, np.ndarray]
+
+
+def state_of(strategy: Any, replicate: int = 1, seed: int = 0) -> TrainingState:
+    mesh = make_mesh(Device("cpu", 0), replicate, -1) if dist.is_initialized() else None
+    model = parallelize(ToyDiT(seed=seed), mesh, strategy)
+    return TrainingState(model, make_optimizer(model, TrainConfig(lr=1e-2, weight_decay=0.1)), EMA(model, 0.9))
+
+
+def train(state: TrainingState, strategy: Any, steps: range) -> list[float]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    losses = []
+    for epoch in steps:
+        batches = split(KEYS, 8, rank, world, 8 // world, epoch)
+        result = train_step(
+            state.model, batches, flow_loss, state.optimizer,  # type: ignore[arg-type]
+            global_samples=7, world=world, clip_norm=1.0, strategy=strategy,
+        )  # fmt: skip
+        state.ema.update(state.model)  # type: ignore[union-attr]
+        losses.append(result.loss)
+    return losses
+
+
+def whole(state: TrainingState) -> Arrays:
+    """Every tensor of the state, gathered."""
+    assert state.optimizer is not None and state.ema is not None
+    tensors = {f"model.{n}": t for n, t in unwrap(state.model).state_dict().items()}
+    tensors |= {f"ema.{n}": t for n, t in state.ema.state_dict().items()}
+    for name, p in unwrap(state.model).named_parameters():
+        tensors |= {f"optimizer.{name}.{key}": value for key, value in state.optimizer.state[p].items()}
+    gathered = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in tensors.items()}
+    return {n: t.detach().numpy().copy() for n, t in gathered.items()}
+
+
+def same(a: Arrays, b: Arrays) -> bool:
+    return set(a) == set(b) and all(np.array_equal(a[n], b[n]) for n in a)
+
+
+def write_on_two(folder: str) -> dict[str, Any]:
+    """Train, save in the background while training goes on, and resume; then a write that fails on one rank."""
+    state = state_of("fsdp")
+    manager = CheckpointManager(Path(folder))
+    train(state, "fsdp", range(2))
+    state.meta = {"position": 14}
+    at_save = whole(state)
+    manager.save(2, state)
+    on = train(state, "fsdp", range(2, 4))
+    polled = [manager.poll()]
+    while polled[-1] is None:
+        polled.append(manager.poll())
+    assert polled[-1] == 2
+
+    other = state_of("fsdp", seed=1)
+    meta = manager.load(Path(folder) / step_name(2), other.model, other.optimizer, other.ema)
+    loaded = whole(other)
+    again = train(other, "fsdp", range(2, 4))
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))  # writes beyond fail as on a full disk
+    try:
+        manager.save(4, state, blocking=True)
+        message = ""
+    except UserError as error:
+        message = str(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    dist.barrier()  # rank 0 removes what was half-written
+    left = sorted(os.listdir(folder))
+    return {
+        "saved": at_save, "loaded": same(loaded, at_save), "meta": meta, "losses": [on, again],
+        "resumed": same(whole(other), whole(state)), "message": message, "left": left,
+    }  # fmt: skip
+
+
+def read_on_four(folder: str, expected: Arrays) -> dict[str, Any]:
+    """Load what two ranks wrote, in three ways; write from each anew."""
+    found = {}
+    for number, (strategy, replicate) in enumerate((("ddp", 1), ("fsdp", 1), ("fsdp", 2))):
+        state = state_of(strategy, replicate, seed=1)
+        manager = CheckpointManager(Path(folder) / f"{strategy}{replicate}")
+        load(Path(folder) / step_name(2), state.model, state.optimizer, state.ema)
+        assert state.ema is not None
+        found[f"{strategy}{replicate}"] = (same(whole(state), expected), state.ema.updates)
+        manager.save(number, state, blocking=True)
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> list[dict[str, Any]]:
+    return run_ranks(write_on_two, 2, str(folder))
+
+
+@pytest.fixture(scope="module")
+def four(folder: Path, two: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return run_ranks(read_on_four, 4, str(folder), two[0]["saved"])
+
+
+def test_resume_on_the_same_ranks_is_bitwise(two: list[dict[str, Any]]) -> None:
+    for rank in two:
+        assert rank["loaded"] and rank["resumed"]
+        assert rank["losses"][0] == rank["losses"][1]
+        assert rank["meta"] == {"position": 14, "step": 2}
+
+
+def test_a_write_that_fails_on_one_rank_fails_on_all(two: list[dict[str, Any]]) -> None:
+    for rank in two:
+        assert "checkpoint of step 4 could not be written" in rank["message"]
+        assert rank["left"] == ["latest.json", "step-00000002"]
+
+
+def test_each_rank_wrote_its_shards_without_pickles(folder: Path, two: list[dict[str, Any]]) -> None:
+    saved = folder / step_name(2)
+    assert {path.suffix for path in saved.rglob("*") if path.is_file()} == {".json", ".safetensors"}
+    index = json.loads((saved / "index.json").read_text())
+    chunks = index["tensors"]["ema.blocks.0.up.weight"]["chunks"]
+    assert [chunk["shape"] for chunk in chunks] == [[11, 10], [10, 10]]
+    assert len({chunk["file"] for chunk in chunks}) == 2
+    assert len(index["tensors"]["model.shift"]["chunks"]) == 1  # held by all, written by one
+
+
+def check_alone(saved: Path, expected: Arrays) -> None:
+    state = state_of("none", seed=1)
+    load(saved, state.model, state.optimizer, state.ema)
+    assert same(whole(state), expected)
+    weights = ToyDiT(seed=1)
+    load_weights(saved, weights)
+    assert all(np.array_equal(p.detach().numpy(), expected[f"ema.{n}"]) for n, p in weights.named_parameters())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_one_process_reads_what_two_wrote(folder: Path, two: list[dict[str, Any]]) -> None:
+    check_alone(folder / step_name(2), two[0]["saved"])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_four_ranks_read_it_and_one_reads_theirs(
+    folder: Path, two: list[dict[str, Any]], four: list[dict[str, Any]]
+) -> None:
+    for rank in four:
+        assert rank == {"ddp1": (True, 2), "fsdp1": (True, 2), "fsdp2": (True, 2)}
+    for number, name in enumerate(("ddp1", "fsdp1", "fsdp2")):
+        check_alone(folder / name / step_name(number), two[0]["saved"])
+    pieces = json.loads((folder / "fsdp1" / step_name(1) / "index.json").read_text())["tensors"]
+    assert len(pieces["model.leave.weight"]["chunks"]) == 3  # 3 rows on 4 ranks
+    assert len(pieces["model.enter.weight"]["chunks"]) == 4
+    assert torch.Size(pieces["model.enter.weight"]["shape"]) == ToyDiT().enter.weight.shape

@@ -1,0 +1,227 @@
+"""Law 2 for data parallelism: 2 and 4 ranks, ddp, fsdp and hybrid, against one process in float32.
+
+Gradients are compared, not only parameters: Adam turns the sign of a rounding error in a near-zero gradient into a whole step.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from mmspeed.config.schema import TrainConfig
+from mmspeed.device import Device
+from mmspeed.loop.ema import EMA
+from mmspeed.loop.optim import make_optimizer
+from mmspeed.loop.signals import StopSignals
+from mmspeed.loop.step import train_step
+from mmspeed.mesh import make_mesh
+from mmspeed.parallel import parallelize, unwrap
+from tests.spawn import run_ranks
+from tests.toy import ToyDiT, flow_loss, make_batch, split
+
+KEYS = [f"s{i}" for i in range(7)]  # a short last batch: 8 slots, one filler
+STEPS = 4
+CFG = TrainConfig(lr=1e-2, warmup_steps=0, weight_decay=0.1)
+Result = dict[str, Any]
+
+CASES: dict[str, dict[str, Any]] = {
+    "ddp": {"strategy": "ddp"},
+    "fsdp": {"strategy": "fsdp"},
+    "fsdp, recomputed": {"strategy": "fsdp", "checkpointing": True},
+    "fsdp, accumulated": {"strategy": "fsdp", "micro": 1},
+    "ddp, accumulated": {"strategy": "ddp", "micro": 1},
+    "ddp, recomputed, accumulated": {"strategy": "ddp", "micro": 1, "checkpointing": True},
+    "hybrid": {"strategy": "fsdp", "replicate": 2},
+}
+
+
+def full(tensor: torch.Tensor) -> np.ndarray:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().numpy().copy()
+
+
+def run(strategy: Any, world: int, rank: int, replicate: int = 1, checkpointing: bool = False, micro: int = 8) -> Result:
+    """Some steps; what they lost, and the gradients of the first."""
+    mesh = make_mesh(Device("cpu", 0), replicate, -1) if world > 1 else None
+    bare = ToyDiT()
+    forwards = [0]
+    bare.blocks[0].up.register_forward_hook(lambda *_: forwards.__setitem__(0, forwards[0] + 1))  # type: ignore[union-attr]
+    model = parallelize(bare, mesh, strategy, checkpointing=checkpointing)
+    optimizer = make_optimizer(model, CFG)
+    grads: dict[str, np.ndarray] = {}
+
+    def keep(*_: Any) -> None:
+        if not grads:
+            grads.update({n: full(p.grad) for n, p in unwrap(model).named_parameters() if p.grad is not None})
+
+    optimizer.register_step_pre_hook(keep)
+    results = [
+        train_step(
+            model, split(KEYS, 8, rank, world, min(micro, 8 // world), epoch), flow_loss, optimizer,
+            global_samples=7, world=world, clip_norm=None, strategy=strategy,
+        )
+        for epoch in range(STEPS)
+    ]  # fmt: skip
+    return {
+        "losses": [r.loss for r in results],
+        "norms": [r.grad_norm for r in results],
+        "grads": grads,
+        "forwards": forwards[0],
+        "micro_batches": STEPS * (8 // world) // min(micro, 8 // world),
+        "numel": {n: p.numel() for n, p in unwrap(model).named_parameters()},
+        "local": {n: (p.to_local() if isinstance(p, DTensor) else p).numel() for n, p in unwrap(model).named_parameters()},
+        "sharded": all(isinstance(p, DTensor) for p in unwrap(model).parameters()),
+    }
+
+
+def guard(strategy: Any, world: int, rank: int) -> Result:
+    """One rank meets a NaN; then a good step."""
+    model = parallelize(ToyDiT(), make_mesh(Device("cpu", 0), 1, -1), strategy)
+    optimizer = make_optimizer(model, CFG)
+    before = [full(p) for p in model.parameters()]
+    call = {"global_samples": 7, "world": world, "clip_norm": 1.0, "strategy": strategy}
+    batches = split(KEYS, 8, rank, world, 1)
+    if rank == world - 1:
+        batches[0].latents_BCThw[0] = float("nan")
+    bad = train_step(model, batches, flow_loss, optimizer, **call)  # type: ignore[arg-type]
+    still = all(np.array_equal(full(p), b) for p, b in zip(model.parameters(), before, strict=True))
+    good = train_step(model, split(KEYS, 8, rank, world, 1), flow_loss, optimizer, **call)  # type: ignore[arg-type]
+    moved = not all(np.array_equal(full(p), b) for p, b in zip(model.parameters(), before, strict=True))
+    return {"finite": [bad.finite, good.finite], "bad": bad.bad, "still": still, "moved": moved}
+
+
+@torch.no_grad()
+def swapped(model: nn.Module) -> Result:
+    """A forward with the averages in the model, and one after, on shards."""
+    ema = EMA(model, 0.5)
+    batch = make_batch(KEYS)
+    plain = flow_loss(model, batch)
+    for p in model.parameters():
+        p.add_(0.25)
+    ema.update(model)
+    with ema.swap(model):
+        inside = flow_loss(model, batch)
+        values = {n: full(p) for n, p in model.named_parameters()}
+    after = flow_loss(model, batch)
+    twin = ToyDiT()
+    twin.load_state_dict({n: torch.from_numpy(v) for n, v in values.items()}, strict=False)
+    return {
+        "sharded": all(isinstance(t, DTensor) for t in ema.state_dict().values()),
+        "inside": torch.equal(inside, flow_loss(twin, batch)),
+        "differ": len({tuple(loss.tolist()) for loss in (plain, inside, after)}),
+    }
+
+
+def work(folder: str) -> Result:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    results = {name: run(world=world, rank=rank, **case) for name, case in CASES.items()}
+    results["guard"] = {strategy: guard(strategy, world, rank) for strategy in ("ddp", "fsdp")}
+    model = parallelize(ToyDiT(), make_mesh(Device("cpu", 0), 1, -1), "fsdp")
+    results["ema"] = swapped(model)
+    asked = StopSignals(Path(folder))
+    heard = [asked.poll()]
+    if rank == 0:
+        (Path(folder) / "save").touch()
+    heard.append(asked.poll())
+    with asked:
+        if rank == world - 1:
+            asked._handle(15, None)
+        heard.append(asked.poll())
+    results["signals"] = {"heard": heard}
+    return results
+
+
+@pytest.fixture(scope="module")
+def truth() -> Result:
+    """One process, a plain loop: no train_step, no micro-batches, no fillers."""
+    model = ToyDiT()
+    optimizer = make_optimizer(model, CFG)
+    losses, grads = [], {}
+    for epoch in range(STEPS):
+        loss = flow_loss(model, make_batch(KEYS, epoch)).mean()
+        loss.backward()
+        grads = grads or {n: p.grad.numpy().copy() for n, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return {"losses": losses, "grads": grads}
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
+    return run_ranks(work, request.param, str(tmp_path_factory.mktemp("run")))
+
+
+def test_gradients_and_losses_equal_one_process(ranks: list[Result], truth: Result) -> None:
+    for name in CASES:
+        for result in (rank[name] for rank in ranks):
+            assert set(result["grads"]) == set(truth["grads"])
+            for parameter, expected in truth["grads"].items():
+                # Sums of at most 8 x 12 products in another order: a few eps (1.2e-7) of the largest element.
+                gap = np.abs(result["grads"][parameter] - expected).max()
+                assert gap <= 2e-6 * np.abs(expected).max(), (name, parameter)
+            norm = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in truth["grads"].values()))
+            assert result["norms"][0] == pytest.approx(norm, rel=1e-6), name
+            assert result["losses"][0] == pytest.approx(truth["losses"][0], rel=1e-6), name
+            # Later steps carry Adam's amplified rounding; lr 1e-2 moves the loss itself by far more than this.
+            assert result["losses"] == pytest.approx(truth["losses"], rel=1e-4), name
+            assert result["losses"] == ranks[0][name]["losses"], name
+    assert abs(truth["losses"][0] - truth["losses"][-1]) > 1e-2
+
+
+def test_recomputation_is_bitwise_and_runs(ranks: list[Result]) -> None:
+    for on, off in (("fsdp, recomputed", "fsdp"), ("ddp, recomputed, accumulated", "ddp, accumulated")):
+        for rank in ranks:
+            assert rank[on]["losses"] == rank[off]["losses"]
+            assert all(np.array_equal(rank[on]["grads"][n], g) for n, g in rank[off]["grads"].items())
+            assert rank[off]["forwards"] == rank[off]["micro_batches"]
+            assert rank[on]["forwards"] == 2 * rank[off]["forwards"]
+
+
+def test_accumulation_ran(ranks: list[Result]) -> None:
+    for rank in ranks:
+        assert rank["fsdp, accumulated"]["forwards"] == STEPS * 8 // len(ranks) > rank["fsdp"]["forwards"]
+
+
+def test_shards_hold_their_part(ranks: list[Result]) -> None:
+    for name, case in CASES.items():
+        sharded = case["strategy"] == "fsdp"
+        assert all(rank[name]["sharded"] == sharded for rank in ranks)
+        copies = case.get("replicate", 1) if sharded else len(ranks)
+        for parameter, numel in ranks[0][name]["numel"].items():
+            assert sum(rank[name]["local"][parameter] for rank in ranks) == copies * numel, (name, parameter)
+            if sharded and len(ranks) > case.get("replicate", 1):
+                assert all(rank[name]["local"][parameter] < numel for rank in ranks)
+
+
+def test_a_nan_stops_all_ranks_and_is_named(ranks: list[Result]) -> None:
+    culprit = {2: "s4.mp4", 4: "s6.mp4"}[len(ranks)]
+    for rank in ranks:
+        for found in rank["guard"].values():
+            assert found == {"finite": [False, True], "bad": [culprit], "still": True, "moved": True}
+
+
+def test_averages_are_sharded_and_swap_into_shards(ranks: list[Result]) -> None:
+    assert all(rank["ema"] == {"sharded": True, "inside": True, "differ": 3} for rank in ranks)
+
+
+def test_requests_are_agreed(ranks: list[Result]) -> None:
+    assert all(rank["signals"]["heard"] == ["none", "save", "stop"] for rank in ranks)
+
+
+def fail_on_one() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("broken on purpose")
+    dist.barrier()
+
+
+@pytest.mark.slow
+def test_a_failing_rank_comes_home() -> None:
+    with pytest.raises(AssertionError, match=r"(?s)rank 1 failed.*broken on purpose"):
+        run_ranks(fail_on_one, 2)

@@ -1,0 +1,149 @@
+"""What the code must not do: name vendors, read pickles, or leave public functions without a word."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from .sources import CODE, docstrings, name, python_files, syntax, text_files
+
+VENDORS = re.compile(r"\b(cuda|npu|nccl|hccl|torch_npu|cudnn|cublas)\b", re.IGNORECASE)
+
+# Where a vendor may be named: the device file, the choices of `device.kind` with their sentences in the schema, and the
+# backend files of compute: those that pick a fused operator by the kind of device, beside its eager twin.
+VENDOR_FILES = {"mmspeed/device.py", "mmspeed/config/schema.py", "mmspeed/compute/attention.py"}
+BACKEND_FILE = re.compile(r"mmspeed/compute/(cuda|npu)\w*\.py")
+
+# Calls that read or run what a stranger may have written, or that write pickles.
+FORBIDDEN_CALLS = {
+    "torch.load",
+    "torch.save",
+    "yaml.load",
+    "yaml.unsafe_load",
+    "yaml.full_load",
+    "numpy.load",
+    "np.load",
+    "eval",
+    "exec",
+    "dist.all_gather_object",
+    "dist.broadcast_object_list",
+    "dist.gather_object",
+    "dist.scatter_object_list",
+}
+FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
+
+# Folders of single machines: homes, and the roots that people mount their work under.
+MACHINE_PATH = re.compile(r"(?<![\w.~$])/(home|root|Users|work|mnt|workspace|private)/\w")
+
+
+def vendor_names(tree: ast.Module) -> list[str]:
+    """Vendors named in strings (docstrings apart), attributes, variables or imports, with their lines."""
+    texts = docstrings(tree)
+    found = []
+    for node in ast.walk(tree):
+        words: list[str] = []
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts:
+            words = [node.value]
+        elif isinstance(node, ast.Attribute):
+            words = [node.attr]
+        elif isinstance(node, ast.Name):
+            words = [node.id]
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            words = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+        found += [f"line {node.lineno}: {word}" for word in words if VENDORS.search(word)]  # type: ignore[attr-defined]
+    return found
+
+
+@pytest.mark.parametrize("path", python_files(*CODE), ids=name)
+def test_vendors_are_named_in_one_place(path: Path) -> None:
+    if name(path) not in VENDOR_FILES and not BACKEND_FILE.fullmatch(name(path)):
+        assert vendor_names(syntax(path)) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "count"),
+    [
+        ('x.to("cuda:0")', 1),
+        ("torch.cuda.synchronize()", 1),
+        ("import torch_npu", 1),
+        ("from torch.cuda import amp", 1),
+        ('f"{n} cuda devices"', 1),
+        ('"""Says cuda in a docstring."""', 0),
+        ("barracuda = 1", 0),
+    ],
+)
+def test_vendor_names_are_seen(code: str, count: int) -> None:
+    assert len(vendor_names(ast.parse(code))) == count
+
+
+def forbidden(tree: ast.Module) -> list[str]:
+    """Pickles and code from strings, with their lines."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            unsafe = {"weights_only", "allow_pickle"} & {keyword.arg for keyword in node.keywords}
+            if called in FORBIDDEN_CALLS or unsafe:
+                found.append(f"line {node.lineno}: {called}")
+        elif isinstance(node, ast.Import):
+            found += [f"line {node.lineno}: {a.name}" for a in node.names if a.name.split(".")[0] in FORBIDDEN_MODULES]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in FORBIDDEN_MODULES:
+            found.append(f"line {node.lineno}: {node.module}")
+    return found
+
+
+@pytest.mark.parametrize("path", python_files(*CODE), ids=name)
+def test_no_pickles_and_no_code_from_strings(path: Path) -> None:
+    assert forbidden(syntax(path)) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "torch.load(p)",
+        "torch.save(x, p)",
+        "yaml.load(t)",
+        "eval(t)",
+        "np.load(p)",
+        "f(p, allow_pickle=True)",
+    ],
+)
+def test_forbidden_calls_are_seen(code: str) -> None:
+    assert len(forbidden(ast.parse(code))) == 1
+
+
+def test_evaluation_mode_is_no_forbidden_call() -> None:
+    assert forbidden(ast.parse("model.eval(); yaml.safe_load(t); safetensors.torch.load(b)")) == []
+
+
+def undocumented(tree: ast.Module) -> list[str]:
+    """The file, its public functions and its public classes that have no docstring."""
+    found = [] if ast.get_docstring(tree) else ["the file itself"]
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    for node in tree.body:
+        if isinstance(node, kinds) and not node.name.startswith("_") and not ast.get_docstring(node):
+            if "overload" not in {ast.unparse(decorator) for decorator in node.decorator_list}:
+                found.append(node.name)
+    return found
+
+
+@pytest.mark.parametrize("path", python_files(*CODE), ids=name)
+def test_public_names_say_what_they_are(path: Path) -> None:
+    assert undocumented(syntax(path)) == []
+
+
+@pytest.mark.parametrize("path", text_files(), ids=name)
+def test_no_file_names_a_folder_of_one_machine(path: Path) -> None:
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        assert MACHINE_PATH.search(line) is None, f"line {number}: {line.strip()}"
+
+
+def test_machine_paths_are_seen() -> None:
+    paths = ["/" + "home/anna/x", '"/' + 'root/envs"', "cd /" + "work/main"]
+    assert all(MACHINE_PATH.search(path) for path in paths)
+    assert MACHINE_PATH.search("/proc/cpuinfo ../work/x a/home/b https://x.org/root/a") is None

@@ -1,0 +1,158 @@
+"""The layout: the links, the floors, what is packaged, and how long files and functions may be."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from .sources import CODE, LINKS, ROOT, name, python_files, syntax
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 80
+
+
+@pytest.mark.parametrize("folder", LINKS)
+def test_links_are_relative_and_lead_to_the_root_folders(folder: str) -> None:
+    link = ROOT / "mmspeed" / folder
+    assert link.is_symlink() and os.readlink(link) == f"../{folder}"
+    assert (ROOT / folder).is_dir() and not (ROOT / folder).is_symlink()
+    assert (ROOT / folder / "__init__.py").exists()
+
+
+def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
+    """Check the floors of the `mmspeed` package in `folder` with the contracts of our pyproject.toml."""
+    return subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "from importlinter.cli import lint_imports_command as c; c()",
+            "--config",
+            str(ROOT / "pyproject.toml"),
+            "--no-cache",
+        ],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def test_floors() -> None:
+    done = lint_imports(ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 broken" in done.stdout
+
+
+def test_floors_can_break(tmp_path: Path) -> None:
+    package = tmp_path / "mmspeed"
+    for module in (
+        "cli",
+        "pipelines",
+        "preprocess",
+        "models",
+        "loop",
+        "parallel",
+        "compute",
+        "memory",
+        "data",
+        "plan",
+        "comm",
+        "config",
+    ):
+        (package / module).mkdir(parents=True)
+        (package / module / "__init__.py").touch()
+    for module in ("__init__", "__main__", "rng", "log", "protocol", "shapes", "mesh", "device", "errors", "version"):
+        (package / f"{module}.py").touch()
+    assert lint_imports(tmp_path).returncode == 0
+    (package / "models" / "__init__.py").write_text("import mmspeed.loop\n", encoding="utf-8")
+    done = lint_imports(tmp_path)
+    assert done.returncode == 1 and "mmspeed.models is not allowed to import mmspeed.loop" in done.stdout
+
+
+def bare_imports(tree: ast.Module) -> list[str]:
+    """The names of root folders that a file imports as if they were packages of their own."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            found.append(node.module)
+    return [module for module in found if module.split(".")[0] in LINKS]
+
+
+@pytest.mark.parametrize("path", python_files(*CODE, "tests"), ids=name)
+def test_root_folders_are_imported_through_mmspeed(path: Path) -> None:
+    assert bare_imports(syntax(path)) == []
+
+
+def test_bare_imports_are_seen() -> None:
+    assert bare_imports(ast.parse("import models.vae\nfrom pipelines import x\nfrom .models import y")) == [
+        "models.vae",
+        "pipelines",
+    ]
+
+
+@pytest.mark.parametrize("path", python_files(*CODE, "tests"), ids=name)
+def test_files_and_functions_are_short(path: Path) -> None:
+    lines = path.read_text(encoding="utf-8").count("\n")
+    assert lines <= MAX_FILE_LINES, f"{lines} lines"
+    for node in ast.walk(syntax(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert length <= MAX_FUNCTION_LINES, f"{node.name} has {length} lines"
+
+
+def test_help_loads_no_torch() -> None:
+    code = (
+        "import sys; from mmspeed.__main__ import main; assert main(['--help']) == 0; "
+        "heavy = {'torch', 'numpy', 'transformers', 'diffusers', 'av', 'pyarrow', 'matplotlib'} & set(sys.modules); "
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_config_loads_no_torch() -> None:
+    code = "import sys, mmspeed.config; assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.slow
+def test_wheel_holds_the_code_and_the_clips(tmp_path: Path) -> None:
+    source = tmp_path / "source"  # a copy: setuptools builds in the tree
+    shutil.copytree(
+        ROOT, source, symlinks=True, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "runs")
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-build-isolation",
+        "--no-deps",
+        "-w",
+        str(tmp_path),
+        str(source),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    packed = set(zipfile.ZipFile(wheel).namelist())
+    for path in python_files(*CODE):
+        inside = name(path) if name(path).startswith("mmspeed/") else f"mmspeed/{name(path)}"
+        assert inside in packed
+    clips = ROOT / "mmspeed" / "assets" / "demo-clips"
+    shipped = [name(path) for path in clips.rglob("*") if path.is_file()]
+    assert len(shipped) > 70 and set(shipped) <= packed
+    assert "mmspeed/py.typed" in packed
+    licences = {Path(entry).name for entry in packed if ".dist-info/licenses/" in entry}
+    assert {"LICENSE", "ATTRIBUTION.md"} <= licences
+    assert not [entry for entry in packed if entry.startswith("tests/")]

@@ -1,0 +1,74 @@
+"""Run a function on N spawned gloo processes and bring its results, or its failure, home."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+
+def _enter(connection: Connection, rank: int, world: int, store: str, function: Callable[..., Any], args: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+        result = ("ok", function(*args))
+        dist.destroy_process_group()
+    except BaseException:
+        result = ("failed", traceback.format_exc())
+    connection.send(result)
+    connection.close()
+
+
+def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+    """`function(*args)` on `world` processes of one gloo group; the results in rank order.
+
+    The function stands at a module's top level; arguments and results are plain Python or NumPy. The first failure ends all
+    ranks and is raised here as an AssertionError with the rank's own traceback.
+    """
+    context = mp.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        pipes = [context.Pipe(duplex=False) for _ in range(world)]
+        processes = [
+            context.Process(target=_enter, args=(pipes[r][1], r, world, store, function, args), daemon=True)
+            for r in range(world)
+        ]
+        for process, (_, sender) in zip(processes, pipes, strict=True):
+            process.start()
+            sender.close()  # so that a rank that dies silently ends its pipe
+        try:
+            return _collect([receiver for receiver, _ in pipes], timeout)
+        finally:
+            for process in processes:
+                process.join(timeout=5)
+                process.kill()
+
+
+def _collect(receivers: list[Any], timeout: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    end = time.monotonic() + timeout
+    while len(results) < len(receivers):
+        waiting = [r for i, r in enumerate(receivers) if i not in results]
+        ready = wait(waiting, timeout=max(0.0, end - time.monotonic()))
+        if not ready:
+            raise AssertionError(f"ranks {[i for i in range(len(receivers)) if i not in results]} hang for {timeout} s")
+        for receiver in ready:
+            rank = receivers.index(receiver)
+            try:
+                state, value = receiver.recv()  # type: ignore[union-attr]
+            except EOFError:
+                raise AssertionError(f"rank {rank} died without a word") from None
+            if state == "failed":
+                raise AssertionError(f"rank {rank} failed:\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in range(len(receivers))]

@@ -1,0 +1,122 @@
+"""Optimizer, learning-rate course, moving average, throughput arithmetic and stop signals: on one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmspeed.config.schema import TrainConfig
+from mmspeed.loop.ema import EMA, ema_decay
+from mmspeed.loop.optim import learning_rate, make_optimizer, set_learning_rate
+from mmspeed.loop.signals import StopSignals
+from mmspeed.plan.throughput import Meter, mfu, training_flops
+from tests.toy import ToyDiT
+
+
+def test_decay_is_on_matrices_only_and_every_parameter_is_there() -> None:
+    model = ToyDiT()
+    optimizer = make_optimizer(model, TrainConfig(weight_decay=0.1, betas=(0.8, 0.9)))
+    decayed = {id(p) for g in optimizer.param_groups if g["weight_decay"] == 0.1 for p in g["params"]}
+    plain = {id(p) for g in optimizer.param_groups if g["weight_decay"] == 0.0 for p in g["params"]}
+    assert decayed == {id(p) for p in model.parameters() if p.ndim >= 2}
+    assert plain == {id(p) for p in model.parameters() if p.ndim < 2} and plain
+    assert all(g["betas"] == (0.8, 0.9) for g in optimizer.param_groups)
+
+
+def test_decay_shrinks_a_matrix_and_leaves_a_vector() -> None:
+    model = ToyDiT()
+    optimizer = make_optimizer(model, TrainConfig(weight_decay=0.5, lr=0.1))
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.detach(), before[name] * (0.95 if p.ndim >= 2 else 1.0), rtol=1e-6, atol=0)
+
+
+@given(st.integers(1, 400), st.integers(0, 60), st.floats(0, 1), st.integers(0, 500))
+def test_learning_rate_stays_between_its_ends(steps: int, warmup: int, ratio: float, step: int) -> None:
+    cfg = TrainConfig(steps=steps, warmup_steps=warmup, schedule="cosine", min_lr_ratio=ratio, lr=2.0)
+    lr = learning_rate(step, cfg)
+    assert 0 <= lr <= 2.0
+    if step < warmup:
+        assert 0 < lr < learning_rate(step + 1, cfg) or step + 1 == warmup
+    elif step >= steps - 1:
+        assert lr == pytest.approx(2.0 * ratio)
+    else:
+        assert learning_rate(step + 1, cfg) <= lr
+
+
+def test_learning_rate_at_known_steps() -> None:
+    cfg = TrainConfig(steps=101, warmup_steps=4, lr=1.0)
+    assert [learning_rate(s, cfg) for s in (0, 1, 3, 4, 100)] == pytest.approx([0.2, 0.4, 0.8, 1.0, 1.0])
+    cosine = TrainConfig(steps=11, warmup_steps=0, lr=1.0, schedule="cosine", min_lr_ratio=0.2)
+    assert [learning_rate(s, cosine) for s in (0, 5, 10, 99)] == pytest.approx([1.0, 0.6, 0.2, 0.2])
+    optimizer = make_optimizer(ToyDiT(), cfg)
+    set_learning_rate(optimizer, 0.125)
+    assert [g["lr"] for g in optimizer.param_groups] == [0.125, 0.125]
+
+
+def test_ema_follows_the_formula_and_swaps_bitwise() -> None:
+    model = ToyDiT()
+    ema = EMA(model, decay=0.5)
+    assert set(ema.state_dict()) == {n for n, _ in model.named_parameters()}
+    expected = {n: p.detach().double() for n, p in model.named_parameters()}
+    for update in range(1, 12):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.1 * update)
+        ema.update(model)
+        decay = min(0.5, (1 + update) / (10 + update))
+        expected = {n: decay * expected[n] + (1 - decay) * p.detach().double() for n, p in model.named_parameters()}
+    for name, average in ema.state_dict().items():
+        torch.testing.assert_close(average.double(), expected[name], rtol=1e-5, atol=1e-6)
+    assert ema_decay(0.5, 1) < ema_decay(0.5, 8) == 0.5
+
+    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    averages = {n: t.clone() for n, t in ema.state_dict().items()}
+    with pytest.raises(KeyError), ema.swap(model):
+        assert all(torch.equal(p, averages[n]) for n, p in model.named_parameters())
+        with pytest.raises(RuntimeError, match="swapped"):
+            ema.update(model)
+        raise KeyError  # an error in validation must not leave the averages in the model
+    assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters())
+    assert all(torch.equal(t, averages[n]) for n, t in ema.state_dict().items())
+
+
+def test_throughput_counts_model_flops_only() -> None:
+    assert training_flops(10) == 30 and training_flops(10, checkpointing=True) == 40
+    assert mfu(100, seconds=2, peak_flops=300, devices=2) == pytest.approx(0.25)
+    meter = Meter(peak_flops=100, devices=3)
+    for _ in range(2):
+        meter.add(samples=8, tokens=80, forward_flops=50, data_wait_s=0.5, wall_s=2.0)
+    rates = meter.read()
+    assert (rates.samples_per_s, rates.tokens_per_s, rates.data_wait) == (4.0, 40.0, 0.25)
+    assert rates.mfu == pytest.approx(300 / (4 * 300))
+    assert meter.read().samples_per_s == 0.0  # read starts a new interval
+
+
+def test_stop_signals_and_files(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with StopSignals(tmp_path) as asked:
+        assert asked.poll() == "none"
+        (tmp_path / "save").touch()
+        assert asked.poll() == "save" and not (tmp_path / "save").exists()
+        assert asked.poll() == "none"
+        (tmp_path / "save").touch()
+        (tmp_path / "stop").touch()
+        assert asked.poll() == "stop" and not list(tmp_path.iterdir())
+        os.kill(os.getpid(), signal.SIGINT)
+        assert asked.poll() == "stop"
+        with pytest.raises(KeyboardInterrupt):  # the second Ctrl-C interrupts at once
+            os.kill(os.getpid(), signal.SIGINT)
+    with StopSignals(tmp_path) as asked:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert asked.poll() == "stop"
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before

@@ -1,0 +1,140 @@
+"""One optimizer step on one process, against a plain loop in float32; recomputation; the guard against non-finite numbers."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from mmspeed.config.schema import TrainConfig
+from mmspeed.errors import UserError
+from mmspeed.loop.optim import make_optimizer
+from mmspeed.loop.step import StepResult, train_step
+from mmspeed.parallel import parallelize, resolve_strategy
+from mmspeed.plan.throughput import training_flops
+from mmspeed.protocol import Batch, DiffusionModel
+from tests.toy import H, T, ToyDiT, W, flow_loss, make_batch, split
+
+KEYS = [f"s{i}" for i in range(7)]  # of 8 slots: the last is a filler
+Grads = dict[str, torch.Tensor]
+
+
+def plain_gradients(model: nn.Module) -> tuple[float, Grads]:
+    loss = flow_loss(model, make_batch(KEYS)).mean()
+    loss.backward()
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return loss.item(), grads
+
+
+def step(model: nn.Module, batches: list[Batch], clip: float | None = None) -> tuple[StepResult, Grads]:
+    """A step and the gradients that the optimizer saw."""
+    grads: Grads = {}
+    optimizer = make_optimizer(model, TrainConfig())
+    optimizer.register_step_pre_hook(
+        lambda *_: grads.update({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+    )
+    samples = int(sum(b.weights_B.sum().item() for b in batches))
+    result = train_step(
+        model, batches, flow_loss, optimizer, global_samples=samples, world=1, clip_norm=clip, strategy="none"
+    )
+    return result, grads
+
+
+def close(found: Grads, truth: Grads) -> None:
+    # Sums of at most 8 x 12 products in another order: a few eps (1.2e-7) of the largest element.
+    assert set(found) == set(truth)
+    for name in truth:
+        torch.testing.assert_close(found[name], truth[name], rtol=0, atol=2e-6 * truth[name].abs().max().item())
+
+
+def test_toy_satisfies_the_protocol() -> None:
+    assert isinstance(ToyDiT(), DiffusionModel)
+
+
+@pytest.mark.parametrize("micro", [8, 4, 1])
+def test_accumulation_with_a_filler_equals_one_big_batch(micro: int) -> None:
+    loss, truth = plain_gradients(ToyDiT())
+    batches = split(KEYS, 8, 0, 1, micro)
+    assert len(batches) == 8 // micro
+    result, grads = step(ToyDiT(), batches)
+    close(grads, truth)
+    assert result.loss == pytest.approx(loss, rel=1e-6) and result.finite and result.bad == []
+    norm = torch.cat([g.flatten() for g in truth.values()]).norm().item()
+    assert result.grad_norm == pytest.approx(norm, rel=1e-6)
+
+
+def test_clipping_scales_by_the_global_norm() -> None:
+    _, truth = plain_gradients(ToyDiT())
+    result, clipped = step(ToyDiT(), split(KEYS, 8, 0, 1, 4), clip=0.01)
+    assert result.grad_norm > 0.01
+    close(clipped, {n: g * (0.01 / result.grad_norm) for n, g in truth.items()})
+    _, kept = step(ToyDiT(), split(KEYS, 8, 0, 1, 4), clip=1e6)
+    close(kept, truth)
+
+
+def test_recomputation_is_bitwise_and_costs_a_forward() -> None:
+    flops, grads = {}, {}
+    for on in (False, True):
+        model = ToyDiT()
+        names = list(model.state_dict())
+        parallelize(model, None, "none", checkpointing=on)
+        assert list(model.state_dict()) == names == [n for n in names if "_checkpoint" not in n]
+        with FlopCounterMode(display=False) as counter:
+            _, grads[on] = step(model, split(KEYS, 8, 0, 1, 4))
+        flops[on] = counter.get_total_flops()
+    assert all(torch.equal(grads[True][n], grads[False][n]) for n in grads[False])
+    model = ToyDiT()
+    blocks = 8 * len(model.blocks) * model.tokens((T, H, W)) * 4 * model.width * (2 * model.width + 1)
+    assert flops[True] - flops[False] == blocks  # each block's forward, once more
+    forward = 8 * model.flops((T, H, W), 4)
+    inputs = 8 * (model.tokens((T, H, W)) * 2 * 3 * model.width + 2 * 5 * model.width)  # no gradient to the data
+    assert flops[False] == training_flops(forward) - inputs
+
+
+def test_a_copy_of_a_recomputed_model_trains_its_own_weights() -> None:
+    model = parallelize(ToyDiT(), None, "none", checkpointing=True)
+    twin = copy.deepcopy(model)
+    flow_loss(twin, make_batch(KEYS)).sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+    assert all(p.grad is not None for p in twin.parameters())
+
+
+def test_bfloat16_computes_in_bfloat16_and_keeps_float32() -> None:
+    model = parallelize(ToyDiT(), None, "none", compute_dtype=torch.bfloat16)
+    seen: list[torch.dtype] = []
+    model.blocks[0].up.register_forward_hook(lambda m, i, out: seen.append(out.dtype))  # type: ignore[index, union-attr]
+    _, grads = step(model, split(KEYS, 8, 0, 1, 8))
+    _, truth = plain_gradients(ToyDiT())
+    assert seen == [torch.bfloat16]
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    gap = sum(((grads[n] - truth[n]).norm() ** 2).item() for n in truth) ** 0.5
+    norm = sum((truth[n].norm() ** 2).item() for n in truth) ** 0.5
+    assert 0 < gap < 0.05 * norm  # 8 bits of mantissa through a few layers; equal would mean float32
+
+
+def test_a_non_finite_sample_is_named_and_nothing_moves() -> None:
+    model = ToyDiT()
+    optimizer = make_optimizer(model, TrainConfig())
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    batches = split(KEYS, 8, 0, 1, 4)
+    batches[0].latents_BCThw[2] = float("nan")
+    call = {"global_samples": 7, "world": 1, "clip_norm": 1.0, "strategy": "none"}
+    result = train_step(model, batches, flow_loss, optimizer, **call)  # type: ignore[arg-type]
+    assert not result.finite and result.bad == ["s2.mp4"]
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    assert not optimizer.state and all(p.grad is None for p in model.parameters())
+    good = train_step(model, split(KEYS, 8, 0, 1, 4), flow_loss, optimizer, **call)  # type: ignore[arg-type]
+    assert good.finite and optimizer.state
+
+
+def test_strategies_are_resolved() -> None:
+    assert [resolve_strategy("auto", w) for w in (1, 2)] == ["none", "fsdp"]
+    assert resolve_strategy("ddp", 1) == "ddp"
+    with pytest.raises(UserError, match="this run has 4"):
+        resolve_strategy("none", 4)
+    with pytest.raises(UserError, match="use auto, none, ddp or fsdp"):
+        resolve_strategy("zero", 4)
