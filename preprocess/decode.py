@@ -9,15 +9,13 @@ import bisect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import av
-import av.error
 import av.video
 import numpy as np
 from PIL import Image
 
 from mmspeed.preprocess.containers import is_picture
 from mmspeed.preprocess.pictures import read_picture
-from mmspeed.preprocess.probe import Probe, frame_stamp, median_step, open_video, video_stream
+from mmspeed.preprocess.probe import DECODER_ERRORS, Probe, frame_stamp, median_step, open_video, refused, video_stream
 from mmspeed.preprocess.reasons import Reason, Rejected
 from mmspeed.preprocess.source import Source
 
@@ -166,8 +164,8 @@ def _frames(source: Source, start: float | None) -> Iterator[tuple[float, av.vid
                     stamp = frame_stamp(frame)
                     if stamp is not None and not frame.is_corrupt:
                         yield float(stamp * (frame.time_base or stream.time_base or 1)), frame
-        except av.error.FFmpegError as error:
-            raise Rejected(Reason.UNDECODABLE, str(error.strerror or error)) from None
+        except DECODER_ERRORS as error:
+            raise refused(error) from None
 
 
 def _pixels(frame: av.video.VideoFrame, probe: Probe) -> np.ndarray:

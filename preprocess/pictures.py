@@ -65,6 +65,8 @@ def read_picture(file: BinaryIO, indices: Sequence[int]) -> np.ndarray:
                 frames[index] = np.asarray(_rgb(ImageOps.exif_transpose(image)))
         except Exception as error:
             raise _rejected(error) from None
+    if len({frame.shape for frame in frames.values()}) > 1:
+        raise Rejected(Reason.UNDECODABLE, "the picture's size changes between frames")
     return np.stack([frames[index] for index in indices])
 
 

@@ -29,6 +29,8 @@ _DECORD_CODECS = frozenset(("h264", "hevc", "vp8", "vp9"))
 _DECORD_PIXELS = frozenset(("yuv420p", "yuvj420p", "yuv422p", "yuv444p"))
 _DECORD_SMALLEST = 32
 _DECORD_MEMBER_BYTES = 256 << 20  # a tar member is handed to decord as bytes
+# Damaged files make PyAV seek before the start (OSError) and meet streams that it has not announced (LookupError).
+DECODER_ERRORS = (av.error.FFmpegError, OSError, LookupError, ValueError, ArithmeticError)
 # Containers that state their duration, where others only estimate it.
 _STATES_DURATION = ("mov", "matroska", "avi", "flv", "asf", "ogg")
 
@@ -133,8 +135,13 @@ def _probe_video(file: BinaryIO, source: Source, max_pixels: int) -> Probe:
             check_pixels(context.width, context.height, max_pixels)
             stamps, first = _stamps(container, stream)
             return _describe(container, stream, stamps, first, source, max_pixels)
-    except av.error.FFmpegError as error:
-        raise Rejected(Reason.UNDECODABLE, str(error.strerror or error)) from None
+    except DECODER_ERRORS as error:
+        raise refused(error) from None
+
+
+def refused(error: Exception) -> Rejected:
+    """A decoder's error as a rejection."""
+    return Rejected(Reason.UNDECODABLE, str(getattr(error, "strerror", None) or error or type(error).__name__))
 
 
 def open_video(file: BinaryIO) -> av.container.InputContainer:
@@ -177,7 +184,8 @@ def _stamps(
     stamps: list[tuple[int | None, int | None]] = []
     first: av.video.VideoFrame | None = None
     furthest, problem = 0.0, ""
-    for packet in container.demux():
+    # The end of the longest stream is held against the stated duration; without one, the others are not needed.
+    for packet in container.demux() if _states_duration(container) else container.demux(stream):
         stamp = packet.pts if packet.pts is not None else packet.dts
         if packet.size and stamp is not None:
             furthest = max(furthest, float((stamp + (packet.duration or 0)) * packet.time_base))
@@ -189,7 +197,7 @@ def _stamps(
             try:
                 first = next((frame for frame in packet.decode() if not frame.is_corrupt), None)
             except av.error.FFmpegError as error:
-                problem = str(error.strerror or error)
+                problem = refused(error).detail
     _check_duration(container, furthest)
     shown = shown_times(stamps)
     if first is None or not shown:
@@ -201,12 +209,16 @@ def _stamps(
 
 def _check_duration(container: av.container.InputContainer, furthest: float) -> None:
     """Raises Rejected (truncated) when all streams end long before the container says they do."""
-    if container.duration is None or not container.format.name.startswith(_STATES_DURATION):
+    if container.duration is None or not _states_duration(container):
         return
     declared = container.duration / 1e6
     missing = declared - (furthest - (container.start_time or 0) / 1e6)
     if missing > max(0.5, 0.1 * declared):
         raise Rejected(Reason.TRUNCATED, f"{declared - missing:.2f} s of the {declared:.2f} s that it declares")
+
+
+def _states_duration(container: av.container.InputContainer) -> bool:
+    return container.format.name.startswith(_STATES_DURATION)
 
 
 def _describe(

@@ -62,10 +62,12 @@ def _collect(receivers: list[Any], timeout: float) -> list[Any]:
         ready = wait(waiting, timeout=max(0.0, end - time.monotonic()))
         if not ready:
             raise AssertionError(f"ranks {[i for i in range(len(receivers)) if i not in results]} hang for {timeout} s")
-        for receiver in ready:
+        for receiver in receivers:
+            if receiver not in ready:
+                continue
             rank = receivers.index(receiver)
             try:
-                state, value = receiver.recv()  # type: ignore[union-attr]
+                state, value = receiver.recv()
             except EOFError:
                 raise AssertionError(f"rank {rank} died without a word") from None
             if state == "failed":

@@ -58,7 +58,7 @@ class ToyDiT(nn.Module):
         x_BNE = self.enter(x_BCThw.flatten(2).transpose(1, 2)) + self.text(mean_BD)[:, None] + self.shift
         for block in self.blocks:
             x_BNE = block(x_BNE, t_B)
-        return self.leave(x_BNE).transpose(1, 2).reshape(x_BCThw.shape)
+        return self.leave(x_BNE).transpose(1, 2).reshape(x_BCThw.shape).clone()  # fully_shard wants no views
 
 
 def make_batch(keys: list[str], epoch: int = 0, fillers: int = 0) -> Batch:

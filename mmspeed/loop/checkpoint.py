@@ -108,7 +108,9 @@ def _check(folder: Path, index: dict[str, Any], wanted: dict[str, Tensor]) -> No
             shapes = f"{tuple(held[name]['shape'])} in the checkpoint, {tuple(tensor.shape)} here"
             raise UserError(f"checkpoint {folder}: `{name}` is {shapes}: {advice}")
     parts = {name.split(".", 1)[0] for name in wanted}
-    stems = {name.split(".", 1)[1] for name in wanted}  # an average stands for its parameter when weights alone are loaded
+    stems = {
+        name.split(".", 1)[1] for name in wanted
+    }  # an average stands for its parameter when weights alone are loaded
     split = (name.split(".", 1) for name in held)
     extra = next((f"{part}.{stem}" for part, stem in split if part in parts and stem not in stems), None)
     if extra is not None:

@@ -6,6 +6,7 @@ checkpoint.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,6 +24,12 @@ class _Recomputed(nn.Module):
         return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
 
+@cache
+def _recomputed(own: type[nn.Module]) -> type[nn.Module]:
+    # one class for all blocks of a kind: torch.compile makes a graph for each class, and gives up silently after eight
+    return type(f"Recomputed{own.__name__}", (_Recomputed, own), {})
+
+
 def recompute(block: nn.Module) -> None:
     """Make `block` recompute its activations in backward, in place.
 
@@ -30,5 +37,4 @@ def recompute(block: nn.Module) -> None:
     deep copy computes with its own parameters.
     """
     if not isinstance(block, _Recomputed):
-        own = type(block)
-        block.__class__ = type(f"Recomputed{own.__name__}", (_Recomputed, own), {})
+        block.__class__ = _recomputed(type(block))

@@ -46,9 +46,9 @@ def parallelize(
     if checkpointing:  # innermost, so that what is compiled holds the recomputation
         for block in blocks:
             recompute(block)
-    if compile:  # block by block: blocks of one kind share one compiled graph, and sharding hooks stay outside of it
+    if compile:  # block by block: blocks of one kind share one graph, and sharding stays outside of it
         for block in blocks:
-            block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+            block.compile()
     if compute_dtype != torch.float32:  # around the whole model: training, validation and sampling compute alike
         autocast(model, compute_dtype)
     if strategy == "none":

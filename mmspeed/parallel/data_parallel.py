@@ -6,6 +6,7 @@ samples.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, cast
@@ -57,7 +58,10 @@ def shard(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype) -> nn.
 
 def replicate(model: nn.Module) -> nn.Module:
     """DistributedDataParallel over all ranks. Every parameter must take part in every step."""
-    return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+    with warnings.catch_warnings():
+        # torch 2.13 renames broadcast_buffers; the new name is unknown to 2.11, and buffers do not change in training
+        warnings.simplefilter("ignore", FutureWarning)
+        return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -46,7 +46,9 @@ def full(tensor: torch.Tensor) -> np.ndarray:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().numpy().copy()
 
 
-def run(strategy: Any, world: int, rank: int, replicate: int = 1, checkpointing: bool = False, micro: int = 8) -> Result:
+def run(
+    strategy: Any, world: int, rank: int, replicate: int = 1, checkpointing: bool = False, micro: int = 8
+) -> Result:
     """Some steps; what they lost, and the gradients of the first."""
     mesh = make_mesh(Device("cpu", 0), replicate, -1) if world > 1 else None
     bare = ToyDiT()
@@ -75,7 +77,9 @@ def run(strategy: Any, world: int, rank: int, replicate: int = 1, checkpointing:
         "forwards": forwards[0],
         "micro_batches": STEPS * (8 // world) // min(micro, 8 // world),
         "numel": {n: p.numel() for n, p in unwrap(model).named_parameters()},
-        "local": {n: (p.to_local() if isinstance(p, DTensor) else p).numel() for n, p in unwrap(model).named_parameters()},
+        "local": {
+            n: (p.to_local() if isinstance(p, DTensor) else p).numel() for n, p in unwrap(model).named_parameters()
+        },
         "sharded": all(isinstance(p, DTensor) for p in unwrap(model).parameters()),
     }
 
@@ -118,10 +122,28 @@ def swapped(model: nn.Module) -> Result:
     }
 
 
+def half(rank: int, world: int) -> Result:
+    """Gradients under bfloat16 on shards, and the number types on the way."""
+    model = parallelize(ToyDiT(), make_mesh(Device("cpu", 0), 1, -1), "fsdp", compute_dtype=torch.bfloat16)
+    dtypes: list[torch.dtype] = []
+    model.blocks[0].register_forward_pre_hook(lambda m, args: dtypes.append(args[1].dtype))  # type: ignore[index, union-attr]
+    model.blocks[0].up.register_forward_pre_hook(lambda m, args: dtypes.append(m.weight.dtype))  # type: ignore[index, union-attr]
+    model.blocks[0].up.register_forward_hook(lambda m, args, out: dtypes.append(out.dtype))  # type: ignore[index, union-attr]
+    loss = (flow_loss(model, split(KEYS, 8, rank, world, 8 // world)[0]) * world / 7).sum()  # the filler counts here
+    loss.backward()
+    grads = {n: full(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+    return {
+        "dtypes": [str(d) for d in dtypes],
+        "parameters": {str(p.dtype) for p in model.parameters()},
+        "grads": grads,
+    }
+
+
 def work(folder: str) -> Result:
     rank, world = dist.get_rank(), dist.get_world_size()
     results = {name: run(world=world, rank=rank, **case) for name, case in CASES.items()}
     results["guard"] = {strategy: guard(strategy, world, rank) for strategy in ("ddp", "fsdp")}
+    results["half"] = half(rank, world)
     model = parallelize(ToyDiT(), make_mesh(Device("cpu", 0), 1, -1), "fsdp")
     results["ema"] = swapped(model)
     asked = StopSignals(Path(folder))
@@ -142,7 +164,8 @@ def truth() -> Result:
     """One process, a plain loop: no train_step, no micro-batches, no fillers."""
     model = ToyDiT()
     optimizer = make_optimizer(model, CFG)
-    losses, grads = [], {}
+    losses: list[float] = []
+    grads: dict[str, np.ndarray] = {}
     for epoch in range(STEPS):
         loss = flow_loss(model, make_batch(KEYS, epoch)).mean()
         loss.backward()
@@ -207,12 +230,52 @@ def test_a_nan_stops_all_ranks_and_is_named(ranks: list[Result]) -> None:
             assert found == {"finite": [False, True], "bad": [culprit], "still": True, "moved": True}
 
 
+def test_bfloat16_on_shards_is_near_and_keeps_times_exact(ranks: list[Result]) -> None:
+    model = ToyDiT()
+    (flow_loss(model, make_batch(KEYS, fillers=1)) / 7).sum().backward()
+    for rank in ranks:
+        assert rank["half"]["dtypes"] == [
+            "torch.float32",
+            "torch.bfloat16",
+            "torch.bfloat16",
+        ]  # times, weights, products
+        assert rank["half"]["parameters"] == {"torch.float32"}
+        for name, p in model.named_parameters():
+            assert p.grad is not None
+            gap = np.linalg.norm(rank["half"]["grads"][name] - p.grad.numpy())
+            assert 0 < gap < 0.05 * p.grad.norm().item(), name  # 8 bits of mantissa; 0 would mean float32
+
+
 def test_averages_are_sharded_and_swap_into_shards(ranks: list[Result]) -> None:
     assert all(rank["ema"] == {"sharded": True, "inside": True, "differ": 3} for rank in ranks)
 
 
 def test_requests_are_agreed(ranks: list[Result]) -> None:
     assert all(rank["signals"]["heard"] == ["none", "save", "stop"] for rank in ranks)
+
+
+def compiled(strategy: Any, checkpointing: bool) -> Result:
+    from torch._dynamo.utils import counters
+
+    mesh = make_mesh(Device("cpu", 0), 1, -1)
+    grads = []
+    for on in (False, True):
+        bare = ToyDiT(depth=10)
+        names = list(bare.state_dict())
+        model = parallelize(bare, mesh, strategy, checkpointing=checkpointing, compile=on)
+        flow_loss(model, make_batch(KEYS)).mean().backward()
+        grads.append([full(p.grad) for p in model.parameters() if p.grad is not None])
+        assert list(unwrap(model).state_dict()) == names
+    gaps = [float(np.abs(a - b).max() / np.abs(a).max()) for a, b in zip(*grads, strict=True)]
+    return {"gap": max(gaps), "graphs": counters["stats"]["unique_graphs"], "parameters": len(gaps)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_ten_blocks_compile_into_one_graph(strategy: str) -> None:
+    for rank in run_ranks(compiled, 2, strategy, True, timeout=300):
+        assert rank["graphs"] == 1 and rank["parameters"] == len(list(ToyDiT(depth=10).parameters()))
+        assert rank["gap"] < 1e-5  # fused kernels round in another order
 
 
 def fail_on_one() -> None:

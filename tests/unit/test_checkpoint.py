@@ -205,7 +205,9 @@ def test_a_full_disk_is_an_error_and_spares_what_is_there(saved: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))  # writes beyond fail as on a full disk
     try:
         manager.save(3, state)  # the failure is the background's; it surfaces at the next call
-        with pytest.raises(UserError, match=r"checkpoint of step 3 could not be written.*earlier checkpoints are untouched"):
+        with pytest.raises(
+            UserError, match=r"checkpoint of step 3 could not be written.*earlier checkpoints are untouched"
+        ):
             manager.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -1,0 +1,60 @@
+"""The training pipeline on several ranks against one process, and across changes of their number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mmspeed.preprocess import CacheBuilder
+from tests.runs import losses, small_config
+from tests.spawn import run_ranks
+
+# Sums over samples are taken in another order on several ranks: float32 rounding, grown over a few steps of Adam.
+TOLERANCE = {"rel": 2e-4}
+
+
+def train(folder: str, overrides: tuple[str, ...]) -> None:
+    from mmspeed.pipelines import TrainPipeline
+
+    config = small_config(Path(folder), *overrides)
+    TrainPipeline(config).run()
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    CacheBuilder(small_config(folder)).run()
+    return folder
+
+
+def test_two_sharded_ranks_equal_one_process_and_exchange_checkpoints(home: Path) -> None:
+    """Batches of 3 over 2 ranks, the last of an epoch of 1: fillers and short batches are in it."""
+    one = small_config(home, "name=one")
+    run_ranks(train, 1, str(home), ("name=one",))
+    for name, overrides in {"fsdp": (), "full-ddpm": ("model.arrangement=full", "objective.kind=ddpm")}.items():
+        run_ranks(train, 2, str(home), (f"name={name}", "train.micro_batch_size=1", *overrides))
+    assert losses(small_config(home, "name=fsdp")) == pytest.approx(losses(one), **TOLERANCE)
+    run_ranks(train, 1, str(home), ("name=one-full", "model.arrangement=full", "objective.kind=ddpm"))
+    full, alone = small_config(home, "name=full-ddpm"), small_config(home, "name=one-full")
+    assert losses(full) == pytest.approx(losses(alone), **TOLERANCE)
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(home: Path) -> None:
+    whole = small_config(home, "name=never-stopped")
+    run_ranks(train, 1, str(home), ("name=never-stopped",))
+    parts = small_config(home, "name=changing")
+    for world, steps in ((2, 2), (1, 4), (2, 6)):
+        run_ranks(train, world, str(home), ("name=changing", f"train.steps={steps}"))
+    assert len(losses(parts)) == 6
+    assert losses(parts) == pytest.approx(losses(whole), **TOLERANCE)
+
+
+def test_ddp_equals_one_process_and_resumes_bitwise(home: Path) -> None:
+    run_ranks(train, 2, str(home), ("name=ddp", "parallel.strategy=ddp"))
+    whole = losses(small_config(home, "name=ddp"))
+    for steps in (3, 6):
+        run_ranks(train, 2, str(home), ("name=ddp-parts", "parallel.strategy=ddp", f"train.steps={steps}"))
+    assert losses(small_config(home, "name=ddp-parts")) == whole
+    run_ranks(train, 1, str(home), ("name=ddp-one",))
+    assert whole == pytest.approx(losses(small_config(home, "name=ddp-one")), **TOLERANCE)

@@ -1,0 +1,26 @@
+"""README's Python example runs as it stands."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from mmspeed.config import dump_config
+from tests.runs import small_config
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def test_the_python_example_runs(tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
+    assert len(blocks) == 1 and len(blocks[0].strip().splitlines()) <= 12
+    (tmp_path / "my-run.yaml").write_text(dump_config(small_config(tmp_path)), encoding="utf-8")
+    script = tmp_path / "example.py"
+    script.write_text(blocks[0].replace("train.steps=200", "train.steps=2"), encoding="utf-8")
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "rabbit.mp4").stat().st_size > 500
+    assert "8 of 8 sources" in done.stdout
+    assert (tmp_path / "runs" / "small" / "report.html").exists()
