@@ -172,12 +172,16 @@ def pick(kind: str = "auto", local_rank: int | None = None) -> Device:
     elif kind not in BACKENDS:
         raise UserError(f"device.kind is {kind!r}: use auto, {', '.join(BACKENDS)}")
     elif not available(kind):
-        raise UserError(f"device.kind is {kind!r}, but torch {torch.__version__} sees no such device; `mmspeed doctor` tells more")
+        raise UserError(
+            f"device.kind is {kind!r}, but torch {torch.__version__} sees no such device; `mmspeed doctor` tells more"
+        )
     if kind == "cpu":
         return Device("cpu", 0)
     count = torch.accelerator.device_count()
     if local_rank >= count:
-        raise UserError(f"process {local_rank} of this host has no {kind} device: only {count} are visible; lower --nproc")
+        raise UserError(
+            f"process {local_rank} of this host has no {kind} device: only {count} are visible; lower --nproc"
+        )
     return Device(kind, local_rank)
 
 

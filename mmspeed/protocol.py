@@ -6,7 +6,7 @@ Legend: B batch, C channels, F H W pixels, T h w latent, L caption tokens, D tex
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,7 @@ class Batch:
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Batch:
         """The batch on `device`; latents and text become `dtype`."""
-        move = {"device": device, "non_blocking": device.type != "cpu"}
+        move: dict[str, Any] = {"device": device, "non_blocking": device.type != "cpu"}
         return Batch(
             latents_BCThw=self.latents_BCThw.to(dtype=dtype, **move),
             text_BLD=self.text_BLD.to(dtype=dtype, **move),

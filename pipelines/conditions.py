@@ -1,5 +1,4 @@
-"""Captions given by hand: encoded once, stored beside the run, the encoder freed.
-"""
+"""Captions given by hand: encoded once, stored beside the run, the encoder freed."""
 
 from __future__ import annotations
 

@@ -31,7 +31,9 @@ class Observer:
         self.samples = pipeline.cache.split("val")[: config.validate_.samples]
         self.prompts = list(config.validate_.prompts)
         if config.validate_.samples and not self.samples and pipeline.rank == 0:
-            log.info("no held-out samples (set data.val_fraction, or a split column): no held-out loss, no best checkpoint")
+            log.info(
+                "no held-out samples (set data.val_fraction, or a split column): no held-out loss, no best checkpoint"
+            )
         if self.prompts:
             wanted = [*self.prompts, config.sample.negative_prompt]
             if pipeline.rank == 0:
@@ -75,7 +77,9 @@ class Observer:
     def _sample(self, step: int) -> None:
         """Sample this rank's prompts; write samples/step-00000000/NNN.mp4 with its prompt, and rank 0's contact sheet."""
         pipeline, config = self.pipeline, self.pipeline.config
-        codec = load_codec(config.vae, pipeline.device, pipeline.folder.codec_weights if config.vae.kind == "linear" else None)
+        codec = load_codec(
+            config.vae, pipeline.device, pipeline.folder.codec_weights if config.vae.kind == "linear" else None
+        )
         bucket = video_shape(config, codec.strides, None, None, None)
         settings = sampler_settings(config, None, None, None, config.validate_.seed)
         mine = shares(list(enumerate(self.prompts)), pipeline.rank, pipeline.world)

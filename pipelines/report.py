@@ -43,10 +43,15 @@ def write_report(run: str | Path) -> Path:
         f" {config.model.arrangement} &middot; objective {config.objective.kind}</p>",
         _tiles(steps, validations),
         "<h2>Loss</h2>",
-        _figure(_loss_plot(steps, validations), "Training loss of single steps (dots), their moving mean, and the held-out loss."),
+        _figure(
+            _loss_plot(steps, validations),
+            "Training loss of single steps (dots), their moving mean, and the held-out loss.",
+        ),
         _quantile_part(validations),
         "<h2>Throughput</h2>",
-        _figure(_throughput_plot(steps), "Samples per second, share of the time spent waiting for data, and memory in use."),
+        _figure(
+            _throughput_plot(steps), "Samples per second, share of the time spent waiting for data, and memory in use."
+        ),
         "<h2>Samples</h2>",
         _samples(folder.samples),
         "<h2>Config</h2>",
@@ -117,7 +122,12 @@ def _throughput_plot(steps: list[dict[str, Any]]) -> str:
 
     figure = Figure(figsize=(9.5, 2.6), layout="constrained")
     for place, (name, label, scale) in enumerate(
-        (("samples_per_s", "samples/s", 1.0), ("data_wait", "data wait, %", 100.0), ("memory_bytes", "memory, GB", 1e-9)), 1
+        (
+            ("samples_per_s", "samples/s", 1.0),
+            ("data_wait", "data wait, %", 100.0),
+            ("memory_bytes", "memory, GB", 1e-9),
+        ),
+        1,
     ):
         axis = figure.add_subplot(1, 3, place)
         x, y = _numbers(steps, name)
@@ -134,12 +144,17 @@ def _quantile_part(validations: list[dict[str, Any]]) -> str:
     figure, axis = _axes()
     count = len(validations[-1]["by_quantile"])
     for q in range(count):
-        pairs = [(row["step"], row["by_quantile"][q]) for row in validations if len(row.get("by_quantile", ())) == count]
+        pairs = [
+            (row["step"], row["by_quantile"][q]) for row in validations if len(row.get("by_quantile", ())) == count
+        ]
         axis.plot([s for s, _ in pairs], [v for _, v in pairs], "o-", label=f"{q / count:.0%} to {(q + 1) / count:.0%}")
     axis.set_xlabel("step")
     axis.set_ylabel("held-out loss")
     axis.legend(frameon=False, title="part of the timesteps")
-    return _figure(_png(figure), "Held-out loss by part of the timestep distribution: the first is near the data, the last near noise.")
+    return _figure(
+        _png(figure),
+        "Held-out loss by part of the timestep distribution: the first is near the data, the last near noise.",
+    )
 
 
 def _axes() -> tuple[Any, Any]:
@@ -177,6 +192,8 @@ def _samples(folder: Path) -> str:
             prompt = video.with_suffix(".txt")
             caption = html.escape(prompt.read_text(encoding="utf-8")) if prompt.exists() else ""
             uri = _data_uri(video.read_bytes(), "video/mp4")
-            parts.append(f'<figure><video src="{uri}" controls loop muted autoplay></video><figcaption>{caption}</figcaption></figure>')
+            parts.append(
+                f'<figure><video src="{uri}" controls loop muted autoplay></video><figcaption>{caption}</figcaption></figure>'
+            )
         parts.append("</div>")
     return "".join(parts)

@@ -1,14 +1,14 @@
 """The folder of a run: what stands where, and what makes it usable without the cache it was trained from.
 
-    runs/my-run/
-      config.yaml          the whole resolved config
-      run.json             what sampling needs to know: latent channels, strides, text width, encoder fingerprints
-      codec.safetensors    the linear codec's weights (only with `vae: {kind: linear}`)
-      metrics.jsonl        one row every `train.log_every` steps, one for each validation
-      prompts.safetensors  the encoded validation prompts
-      checkpoints/         loop/checkpoint.py
-      samples/             videos sampled during training
-      report.html          `mmspeed report`
+runs/my-run/
+  config.yaml          the whole resolved config
+  run.json             what sampling needs to know: latent channels, strides, text width, encoder fingerprints
+  codec.safetensors    the linear codec's weights (only with `vae: {kind: linear}`)
+  metrics.jsonl        one row every `train.log_every` steps, one for each validation
+  prompts.safetensors  the encoded validation prompts
+  checkpoints/         loop/checkpoint.py
+  samples/             videos sampled during training
+  report.html          `mmspeed report`
 """
 
 from __future__ import annotations

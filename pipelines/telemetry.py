@@ -20,7 +20,9 @@ class Telemetry:
     Time spent on validation and checkpoints does not count as training time: call `resume_clock` after them.
     """
 
-    def __init__(self, config: Config, folder: Path, device: Device, world: int, enabled: bool, peak: tuple[float, str]):
+    def __init__(
+        self, config: Config, folder: Path, device: Device, world: int, enabled: bool, peak: tuple[float, str]
+    ):
         self.device, self.enabled = device, enabled
         self.peak_flops, self.peak_source = peak
         self._meter = Meter(self.peak_flops, world)
@@ -32,7 +34,9 @@ class Telemetry:
     def __enter__(self) -> Telemetry:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for tracker in self._trackers:
             tracker.finish()
         if self._metrics is not None:
@@ -94,7 +98,9 @@ def make_trackers(config: Config, folder: Path) -> list[Any]:
     made = []
     for name in config.trackers:
         if not filter_trackers(name, str(folder)):
-            raise UserError(f"trackers: {name} is not installed; `pip install mmspeed[{name}]`, or take it off the list")
+            raise UserError(
+                f"trackers: {name} is not installed; `pip install mmspeed[{name}]`, or take it off the list"
+            )
         kind = LOGGER_TYPE_TO_CLASS[name]
         arguments = (config.name, str(folder / "trackers")) if kind.requires_logging_directory else (config.name,)
         tracker = kind(*arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -71,8 +72,8 @@ def find_checkpoint(folder: RunFolder, which: str | int) -> Path:
 class TextToVideo:
     """Text to video with a run's weights.
 
-        pipe = TextToVideo.from_run("runs/my-run")
-        pipe("a rabbit in a meadow", seed=1)[0].save("rabbit.mp4")
+    pipe = TextToVideo.from_run("runs/my-run")
+    pipe("a rabbit in a meadow", seed=1)[0].save("rabbit.mp4")
     """
 
     def __init__(self, config: Config, model: SoraDiT, codec: VideoCodec, device: Device) -> None:
@@ -84,7 +85,7 @@ class TextToVideo:
         cls,
         run: str | Path,
         checkpoint: str | int = "latest",
-        weights: str = "ema",
+        weights: Literal["ema", "model"] = "ema",
         device: str = "auto",
     ) -> TextToVideo:
         """A run's checkpoint (`latest`, `best` or a step), with its `ema` or `model` weights.

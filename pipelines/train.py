@@ -113,7 +113,9 @@ class TrainPipeline:
         if step >= self.config.train.steps:
             self.manager.wait()
             return TrainResult(self.folder.root, step, True, True, None, 0.0)
-        with Telemetry(self.config, self.folder.root, self.device, self.world, self.rank == 0, self._peak()) as telemetry:
+        with Telemetry(
+            self.config, self.folder.root, self.device, self.world, self.rank == 0, self._peak()
+        ) as telemetry:
             step, stopped, loss = self._train(step, telemetry)
         return TrainResult(self.folder.root, step, not stopped, False, loss, time.monotonic() - started)
 
@@ -129,7 +131,9 @@ class TrainPipeline:
         self.strategy = resolve_strategy(config.parallel.strategy, self.world)
         sharded = self.strategy == "fsdp"
         self.mesh = make_mesh(
-            self.device, config.parallel.dp_replicate if sharded else self.world, config.parallel.dp_shard if sharded else 1
+            self.device,
+            config.parallel.dp_replicate if sharded else self.world,
+            config.parallel.dp_shard if sharded else 1,
         )
 
     def _open_data(self) -> None:

@@ -195,7 +195,8 @@ def _stamps(
             stamps.append((packet.pts, packet.dts))
         if first is None:
             try:
-                first = next((frame for frame in packet.decode() if not frame.is_corrupt), None)
+                frames = (frame for frame in packet.decode() if isinstance(frame, av.VideoFrame))
+                first = next((frame for frame in frames if not frame.is_corrupt), None)
             except av.error.FFmpegError as error:
                 problem = refused(error).detail
     _check_duration(container, furthest)

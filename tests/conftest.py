@@ -6,10 +6,15 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # before torch is imported anywhere: many small tests on few cores are fastest with one thread each
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# a busy machine is no failure
+settings.register_profile("mmspeed", deadline=None)
+settings.load_profile("mmspeed")
 
 ROOT = Path(__file__).resolve().parent.parent
 

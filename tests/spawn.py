@@ -29,7 +29,7 @@ def _enter(connection: Connection, rank: int, world: int, store: str, function: 
     connection.close()
 
 
-def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float = 300.0) -> list[Any]:
     """`function(*args)` on `world` processes of one gloo group; the results in rank order.
 
     The function stands at a module's top level; arguments and results are plain Python or NumPy. The first failure ends all

@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from mmspeed.errors import UserError, nearest
+
 from .schema import Config, DiffusersVaeConfig, LinearVaeConfig, TransformersTextConfig
 
 
@@ -34,7 +35,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     except yaml.YAMLError as error:
         raise UserError(f"{path}: not YAML: {_yaml_problem(error)}") from None
     if not isinstance(tree, dict):
-        raise UserError(f"{path}: a config is a mapping of sections (data:, train:, ...), this file holds {_kind(tree)}")
+        raise UserError(
+            f"{path}: a config is a mapping of sections (data:, train:, ...), this file holds {_kind(tree)}"
+        )
     return make_config(tree, overrides, base=path.resolve().parent, origin=str(path))
 
 
@@ -42,14 +45,17 @@ def make_config(
     tree: Mapping[str, Any], overrides: Sequence[str] = (), base: Path | None = None, origin: str = "config"
 ) -> Config:
     """The checked config of a mapping, as `load_config`; paths are made absolute against `base` when it is given."""
-    tree = json.loads(json.dumps(tree, default=str))  # a copy that is ours, of plain types
-    for override in overrides:
-        _apply_override(tree, override)
-    for section, kind in _DEFAULT_KINDS.items():
-        if isinstance(tree.get(section), dict):
-            tree[section].setdefault("kind", kind)
     try:
-        config = Config.model_validate(tree)
+        own: dict[str, Any] = json.loads(json.dumps(tree, default=str))  # a copy that is ours, of plain types
+    except (TypeError, ValueError, RecursionError) as error:  # keys that are dates, anchors that hold themselves
+        raise UserError(f"{origin}: keys are words, and no section holds itself ({error})") from None
+    for override in overrides:
+        _apply_override(own, override)
+    for section, kind in _DEFAULT_KINDS.items():
+        if isinstance(own.get(section), dict):
+            own[section].setdefault("kind", kind)
+    try:
+        config = Config.model_validate(own)
     except ValidationError as error:
         raise UserError(f"{origin}: {_describe(error)}") from None
     return _absolute(config, base) if base is not None else config
@@ -58,7 +64,19 @@ def make_config(
 def dump_config(config: Config) -> str:
     """The whole resolved config as YAML, loadable again."""
     tree = config.model_dump(mode="json", by_alias=True)
-    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes strings with unusual line breaks in double quotes; in other styles YAML would read them as spaces."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = '"' if any(sign in text for sign in "\x85\u2028\u2029\ufeff") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
 
 
 def _yaml_problem(error: yaml.YAMLError) -> str:
@@ -85,7 +103,9 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         last = depth == len(parts) - 1
         if isinstance(node, list):
             if not part.isdigit() or int(part) >= len(node):
-                raise UserError(f"override {override!r}: {'.'.join(parts[:depth])} has {len(node)} entries, counted from 0")
+                raise UserError(
+                    f"override {override!r}: {'.'.join(parts[:depth])} has {len(node)} entries, counted from 0"
+                )
             if last:
                 node[int(part)] = value
             else:
@@ -112,7 +132,9 @@ def _describe(error: ValidationError) -> str:
         elif problem["type"].startswith("union_tag"):
             got = problem.get("ctx", {}).get("tag")
             expected = problem.get("ctx", {}).get("expected_tags", "")
-            lines.append(f"'{where}.kind' is {got!r}: use {expected}" if got is not None else f"'{where}' needs a `kind`")
+            lines.append(
+                f"'{where}.kind' is {got!r}: use {expected}" if got is not None else f"'{where}' needs a `kind`"
+            )
         else:
             message = problem["msg"].removeprefix("Value error, ")
             got = problem.get("input")

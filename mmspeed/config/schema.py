@@ -22,19 +22,31 @@ class Section(BaseModel):
 class SourceConfig(Section):
     """One place that media and captions come from."""
 
-    path: str = Field(description="Folder, manifest file or webdataset tar (a `*` pattern names several tars). Relative paths are taken from the config file.")
-    format: Literal["auto", "folder", "jsonl", "csv", "parquet", "webdataset"] = Field(
-        "auto", description="How `path` is read; `auto` tells by the file name's ending, and takes a folder with `metadata.jsonl`, `.csv` or `.parquet` in it by that file."
+    path: str = Field(
+        description="Folder, manifest file or webdataset tar (a `*` pattern names several tars). Relative paths are taken from the config file."
     )
-    media_column: str = Field("video", description="Manifest column with the media file's path, relative to the manifest's folder.")
-    caption_column: str = Field("caption", description="Manifest column with the caption: a string, or a list of strings.")
-    split_column: str | None = Field("split", description="Manifest column that says `train` or `val`; rows without it are `train`. Null: all rows are `train`.")
+    format: Literal["auto", "folder", "jsonl", "csv", "parquet", "webdataset"] = Field(
+        "auto",
+        description="How `path` is read; `auto` tells by the file name's ending, and takes a folder with `metadata.jsonl`, `.csv` or `.parquet` in it by that file.",
+    )
+    media_column: str = Field(
+        "video", description="Manifest column with the media file's path, relative to the manifest's folder."
+    )
+    caption_column: str = Field(
+        "caption", description="Manifest column with the caption: a string, or a list of strings."
+    )
+    split_column: str | None = Field(
+        "split",
+        description="Manifest column that says `train` or `val`; rows without it are `train`. Null: all rows are `train`.",
+    )
 
 
 class BucketConfig(Section):
     """A pixel shape that samples are brought to."""
 
-    frames: int = Field(ge=1, description="Frames of a sample; 1 means images. Causal codecs want 1 + k x their temporal stride.")
+    frames: int = Field(
+        ge=1, description="Frames of a sample; 1 means images. Causal codecs want 1 + k x their temporal stride."
+    )
     height: int = Field(ge=8, description="Height in pixels.")
     width: int = Field(ge=8, description="Width in pixels.")
 
@@ -45,17 +57,48 @@ class BucketConfig(Section):
 class DataConfig(Section):
     """What is trained on, and how it is cut."""
 
-    sources: tuple[SourceConfig, ...] = Field(min_length=1, description="Places that media and captions come from, read in this order.")
-    cache: str = Field("cache", description="Folder of the dataset cache. Relative paths are taken from the config file.")
-    fps: float | None = Field(8.0, gt=0, le=240, description="Frames per second that clips are sampled at, by time. Null: every frame of the file.")
-    buckets: tuple[BucketConfig, ...] = Field(min_length=1, description="Pixel shapes; each clip goes to the one that loses least of it.")
-    allow_upscale: bool = Field(False, description="Whether media smaller than every bucket are enlarged; otherwise they are rejected as too small.")
-    limit: int | None = Field(None, ge=1, description="Use only the first so many sources (in the order they are listed); null: all.")
-    val_fraction: float = Field(0.0, ge=0, lt=1, description="Share of the samples held out for validation, drawn by content, in addition to rows that the manifest marks `val`.")
-    repeats: int = Field(1, ge=1, description="Times each sample is used in an epoch, each time with its own noise, timestep and caption.")
+    sources: tuple[SourceConfig, ...] = Field(
+        min_length=1, description="Places that media and captions come from, read in this order."
+    )
+    cache: str = Field(
+        "cache", description="Folder of the dataset cache. Relative paths are taken from the config file."
+    )
+    fps: float | None = Field(
+        8.0,
+        gt=0,
+        le=240,
+        description="Frames per second that clips are sampled at, by time. Null: every frame of the file.",
+    )
+    buckets: tuple[BucketConfig, ...] = Field(
+        min_length=1, description="Pixel shapes; each clip goes to the one that loses least of it."
+    )
+    allow_upscale: bool = Field(
+        False,
+        description="Whether media smaller than every bucket are enlarged; otherwise they are rejected as too small.",
+    )
+    limit: int | None = Field(
+        None, ge=1, description="Use only the first so many sources (in the order they are listed); null: all."
+    )
+    val_fraction: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="Share of the samples held out for validation, drawn by content, in addition to rows that the manifest marks `val`.",
+    )
+    repeats: int = Field(
+        1,
+        ge=1,
+        description="Times each sample is used in an epoch, each time with its own noise, timestep and caption.",
+    )
     max_file_mb: float = Field(4096.0, gt=0, description="Larger media files are rejected as too large, in megabytes.")
-    max_pixels: int = Field(8192 * 8192, gt=0, description="Media with more pixels in a frame are rejected as too large, before they are decoded.")
-    max_caption_chars: int = Field(4096, ge=1, description="Longer captions are cut to this many characters, and counted.")
+    max_pixels: int = Field(
+        8192 * 8192,
+        gt=0,
+        description="Media with more pixels in a frame are rejected as too large, before they are decoded.",
+    )
+    max_caption_chars: int = Field(
+        4096, ge=1, description="Longer captions are cut to this many characters, and counted."
+    )
 
 
 class LinearVaeConfig(Section):
@@ -64,7 +107,10 @@ class LinearVaeConfig(Section):
     kind: Literal["linear"] = Field(description="The built-in codec.")
     channels: int = Field(16, ge=1, le=192, description="Latent channels; more keep more of the picture.")
     fit_clips: int = Field(64, ge=1, description="Clips that the codec is fitted on, the first time the cache is made.")
-    weights: str | None = Field(None, description="A fitted `codec.safetensors` to use instead of fitting one. Null: the cache's own, fitted when it is missing.")
+    weights: str | None = Field(
+        None,
+        description="A fitted `codec.safetensors` to use instead of fitting one. Null: the cache's own, fitted when it is missing.",
+    )
 
 
 class DiffusersVaeConfig(Section):
@@ -72,10 +118,14 @@ class DiffusersVaeConfig(Section):
 
     kind: Literal["diffusers"] = Field(description="A diffusers autoencoder.")
     pretrained: str = Field(description="Hub id (`owner/name`) or folder of the autoencoder.")
-    subfolder: str | None = Field(None, description="Folder inside `pretrained` that holds the autoencoder, such as `vae`.")
+    subfolder: str | None = Field(
+        None, description="Folder inside `pretrained` that holds the autoencoder, such as `vae`."
+    )
     revision: str | None = Field(None, description="Branch, tag or commit of the hub id.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Number type the autoencoder computes in.")
-    tiling: bool = Field(False, description="Encode and decode large pictures in tiles: less memory, slower, edges may differ slightly.")
+    tiling: bool = Field(
+        False, description="Encode and decode large pictures in tiles: less memory, slower, edges may differ slightly."
+    )
     slicing: bool = Field(True, description="Encode and decode a batch one by one: less memory.")
 
 
@@ -91,8 +141,13 @@ class TransformersTextConfig(Section):
 
     kind: Literal["transformers"] = Field(description="A transformers text encoder.")
     pretrained: str = Field(description="Hub id (`owner/name`) or folder with the encoder and its tokenizer.")
-    subfolder: str | None = Field(None, description="Folder inside `pretrained` that holds the encoder, such as `text_encoder`.")
-    tokenizer_subfolder: str | None = Field(None, description="Folder inside `pretrained` that holds the tokenizer, such as `tokenizer`; null: where the encoder is.")
+    subfolder: str | None = Field(
+        None, description="Folder inside `pretrained` that holds the encoder, such as `text_encoder`."
+    )
+    tokenizer_subfolder: str | None = Field(
+        None,
+        description="Folder inside `pretrained` that holds the tokenizer, such as `tokenizer`; null: where the encoder is.",
+    )
     revision: str | None = Field(None, description="Branch, tag or commit of the hub id.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Number type the encoder computes in.")
     max_tokens: int = Field(256, ge=1, description="Tokens that a caption is cut to.")
@@ -106,18 +161,29 @@ class PreprocessConfig(Section):
     """How the cache is made."""
 
     decode_workers: int = Field(2, ge=1, le=64, description="Decoder processes beside each encoding process.")
-    time_limit: float = Field(60.0, gt=0, description="Seconds that probing and decoding one file may take before it is rejected.")
+    time_limit: float = Field(
+        60.0, gt=0, description="Seconds that probing and decoding one file may take before it is rejected."
+    )
     shard_mb: float = Field(256.0, gt=0, description="Size at which a shard is closed, in megabytes.")
-    latent_dtype: Literal["float32", "bfloat16"] = Field("float32", description="Number type that latents are stored in.")
-    text_dtype: Literal["float32", "bfloat16"] = Field("float32", description="Number type that text embeddings are stored in.")
-    full_hash: bool = Field(False, description="Hash files whole for the content id, instead of their size and 16 blocks spread over them.")
+    latent_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Number type that latents are stored in."
+    )
+    text_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Number type that text embeddings are stored in."
+    )
+    full_hash: bool = Field(
+        False, description="Hash files whole for the content id, instead of their size and 16 blocks spread over them."
+    )
 
 
 class ModelConfig(Section):
     """The diffusion transformer. `size` names a set; every other field that is set here overrides it."""
 
     size: str = Field("tiny", description="Named size: see `mmspeed.models.SIZES`.")
-    arrangement: Literal["factorised", "full"] = Field("factorised", description="`factorised`: spatial and temporal blocks in turn. `full`: every block attends over all tokens.")
+    arrangement: Literal["factorised", "full"] = Field(
+        "factorised",
+        description="`factorised`: spatial and temporal blocks in turn. `full`: every block attends over all tokens.",
+    )
     width: int | None = Field(None, ge=16, description="Model width E.")
     depth: int | None = Field(None, ge=1, description="Number of blocks.")
     heads: int | None = Field(None, ge=1, description="Attention heads; width / heads must be even and at least 12.")
@@ -130,10 +196,16 @@ class FlowConfig(Section):
     """Rectified flow: straight lines from data to noise, velocity prediction."""
 
     kind: Literal["flow"] = Field(description="Rectified flow.")
-    timesteps: Literal["uniform", "logit_normal"] = Field("logit_normal", description="Distribution that training times are drawn from.")
+    timesteps: Literal["uniform", "logit_normal"] = Field(
+        "logit_normal", description="Distribution that training times are drawn from."
+    )
     logit_mean: float = Field(0.0, description="Mean of the logit-normal distribution.")
     logit_std: float = Field(1.0, gt=0, description="Standard deviation of the logit-normal distribution.")
-    shift: float = Field(1.0, gt=0, description="Timestep shift s: t' = s t / (1 + (s - 1) t). Above 1, more time is spent near noise, as large videos need.")
+    shift: float = Field(
+        1.0,
+        gt=0,
+        description="Timestep shift s: t' = s t / (1 + (s - 1) t). Above 1, more time is spent near noise, as large videos need.",
+    )
 
 
 class DdpmConfig(Section):
@@ -141,17 +213,27 @@ class DdpmConfig(Section):
 
     kind: Literal["ddpm"] = Field(description="Denoising diffusion.")
     steps: int = Field(1000, ge=2, description="Number of training timesteps.")
-    schedule: Literal["linear", "scaled_linear", "cosine"] = Field("scaled_linear", description="Noise schedule, as diffusers names it (`cosine` is its squaredcos_cap_v2).")
+    schedule: Literal["linear", "scaled_linear", "cosine"] = Field(
+        "scaled_linear", description="Noise schedule, as diffusers names it (`cosine` is its squaredcos_cap_v2)."
+    )
     beta_start: float = Field(0.00085, gt=0, lt=1, description="First beta of the linear schedules.")
     beta_end: float = Field(0.012, gt=0, lt=1, description="Last beta of the linear schedules.")
     prediction: Literal["v", "epsilon"] = Field("v", description="What the model predicts.")
-    zero_terminal_snr: bool = Field(True, description="Rescale the schedule so that the last timestep is pure noise (needs v-prediction).")
-    min_snr_gamma: float | None = Field(None, gt=0, description="Cap of the signal-to-noise weight of the loss (min-SNR, often 5); null: no weighting. With zero_terminal_snr the weight at pure noise is 0, so the start of sampling would not be trained.")
+    zero_terminal_snr: bool = Field(
+        True, description="Rescale the schedule so that the last timestep is pure noise (needs v-prediction)."
+    )
+    min_snr_gamma: float | None = Field(
+        None,
+        gt=0,
+        description="Cap of the signal-to-noise weight of the loss (min-SNR, often 5); null: no weighting. With zero_terminal_snr the weight at pure noise is 0, so the start of sampling would not be trained.",
+    )
 
     @model_validator(mode="after")
     def _terminal(self) -> DdpmConfig:
         if self.zero_terminal_snr and self.prediction == "epsilon":
-            raise ValueError("zero_terminal_snr needs prediction: v (epsilon says nothing about the data at pure noise); set zero_terminal_snr: false")
+            raise ValueError(
+                "zero_terminal_snr needs prediction: v (epsilon says nothing about the data at pure noise); set zero_terminal_snr: false"
+            )
         return self
 
 
@@ -162,21 +244,48 @@ class TrainConfig(Section):
     """The loop."""
 
     steps: int = Field(1000, ge=1, description="Optimizer steps of the run.")
-    batch_size: int = Field(8, ge=1, description="Samples of one optimizer step over all devices. The last step of a bucket in an epoch may hold fewer.")
-    micro_batch_size: int | None = Field(None, ge=1, description="Samples that one device computes at a time; null: its whole share. The rest is accumulated.")
+    batch_size: int = Field(
+        8,
+        ge=1,
+        description="Samples of one optimizer step over all devices. The last step of a bucket in an epoch may hold fewer.",
+    )
+    micro_batch_size: int | None = Field(
+        None,
+        ge=1,
+        description="Samples that one device computes at a time; null: its whole share. The rest is accumulated.",
+    )
     lr: float = Field(1e-4, gt=0, description="Peak learning rate.")
     warmup_steps: int = Field(50, ge=0, description="Steps over which the learning rate rises from 0.")
-    schedule: Literal["constant", "cosine"] = Field("constant", description="Course of the learning rate after warm-up.")
-    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="Learning rate at the end of the cosine, as a share of `lr`.")
+    schedule: Literal["constant", "cosine"] = Field(
+        "constant", description="Course of the learning rate after warm-up."
+    )
+    min_lr_ratio: float = Field(
+        0.0, ge=0, le=1, description="Learning rate at the end of the cosine, as a share of `lr`."
+    )
     betas: tuple[float, float] = Field((0.9, 0.99), description="AdamW's decay rates of the first and second moment.")
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay, on matrices only.")
-    clip_norm: float | None = Field(1.0, gt=0, description="Global gradient norm above which gradients are scaled down; null: no clipping.")
-    caption_dropout: float = Field(0.1, ge=0, le=1, description="Share of the samples that meet the empty caption, for classifier-free guidance.")
-    ema_decay: float | None = Field(0.999, ge=0, lt=1, description="Decay of the moving average of the weights, warmed up as min(decay, (1 + n) / (10 + n)); null: none.")
-    checkpointing: bool = Field(False, description="Recompute each block's activations in backward: less memory, about a third more compute.")
+    clip_norm: float | None = Field(
+        1.0, gt=0, description="Global gradient norm above which gradients are scaled down; null: no clipping."
+    )
+    caption_dropout: float = Field(
+        0.1, ge=0, le=1, description="Share of the samples that meet the empty caption, for classifier-free guidance."
+    )
+    ema_decay: float | None = Field(
+        0.999,
+        ge=0,
+        lt=1,
+        description="Decay of the moving average of the weights, warmed up as min(decay, (1 + n) / (10 + n)); null: none.",
+    )
+    checkpointing: bool = Field(
+        False, description="Recompute each block's activations in backward: less memory, about a third more compute."
+    )
     compile: bool = Field(False, description="Compile the blocks with torch.compile.")
-    skip_non_finite: int = Field(0, ge=0, description="Steps with a non-finite loss or gradient that are skipped (and counted) before the run stops with an error.")
+    skip_non_finite: int = Field(
+        0,
+        ge=0,
+        description="Steps with a non-finite loss or gradient that are skipped (and counted) before the run stops with an error.",
+    )
     log_every: int = Field(10, ge=1, description="Steps between two lines of `metrics.jsonl`.")
     prefetch: int = Field(4, ge=0, description="Micro-batches read ahead by a thread; 0: read when needed.")
 
@@ -195,7 +304,12 @@ class ValidateConfig(Section):
 
     every: int = Field(500, ge=1, description="Steps between two validations. The end of a run is always validated.")
     samples: int = Field(16, ge=0, description="Held-out samples that the loss is taken on; 0: no held-out loss.")
-    quantiles: int = Field(4, ge=1, le=100, description="Fixed timesteps a sample is evaluated at: the middles of this many equal parts of the training distribution.")
+    quantiles: int = Field(
+        4,
+        ge=1,
+        le=100,
+        description="Fixed timesteps a sample is evaluated at: the middles of this many equal parts of the training distribution.",
+    )
     prompts: tuple[str, ...] = Field((), description="Captions that videos are sampled for during training.")
     seed: int = Field(0, description="Seed of the sampled videos.")
 
@@ -205,7 +319,9 @@ class SampleConfig(Section):
 
     steps: int = Field(30, ge=1, description="Steps of the sampler.")
     guidance: float = Field(4.0, ge=0, description="Classifier-free guidance scale; 1: none.")
-    sampler: Literal["auto", "euler", "heun", "ddim"] = Field("auto", description="`euler` or `heun` for flow, `ddim` for ddpm; `auto`: euler or ddim.")
+    sampler: Literal["auto", "euler", "heun", "ddim"] = Field(
+        "auto", description="`euler` or `heun` for flow, `ddim` for ddpm; `auto`: euler or ddim."
+    )
     negative_prompt: str = Field("", description="What guidance leads away from.")
     frames: int | None = Field(None, ge=1, description="Frames of the video; null: those of the first video bucket.")
     height: int | None = Field(None, ge=8, description="Height in pixels; null: that of the first video bucket.")
@@ -215,38 +331,71 @@ class SampleConfig(Section):
 class ParallelConfig(Section):
     """How the model is spread over devices."""
 
-    strategy: Literal["auto", "none", "ddp", "fsdp"] = Field("auto", description="`ddp`: every device holds the model; `fsdp`: parameters are sharded; `auto`: `none` on one device, else `fsdp`.")
-    dp_replicate: int = Field(1, description="Replicas of the sharded model (with `fsdp`); -1: what `dp_shard` leaves. `ddp` uses all devices.")
-    dp_shard: int = Field(-1, description="Devices that share one copy of the parameters (with `fsdp`); -1: what `dp_replicate` leaves.")
+    strategy: Literal["auto", "none", "ddp", "fsdp"] = Field(
+        "auto",
+        description="`ddp`: every device holds the model; `fsdp`: parameters are sharded; `auto`: `none` on one device, else `fsdp`.",
+    )
+    dp_replicate: int = Field(
+        1,
+        description="Replicas of the sharded model (with `fsdp`); -1: what `dp_shard` leaves. `ddp` uses all devices.",
+    )
+    dp_shard: int = Field(
+        -1, description="Devices that share one copy of the parameters (with `fsdp`); -1: what `dp_replicate` leaves."
+    )
 
 
 class DeviceConfig(Section):
     """What the run computes on."""
 
-    kind: Literal["auto", "cpu", "cuda", "npu"] = Field("auto", description="Kind of device; `auto` takes npu, else cuda, else cpu.")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Number type of forward and backward. Parameters, optimizer and EMA stay in float32.")
-    peak_tflops: float | None = Field(None, gt=0, description="Peak TFLOP/s of one device that MFU is measured against; null: the data sheet's, or measured.")
+    kind: Literal["auto", "cpu", "cuda", "npu"] = Field(
+        "auto", description="Kind of device; `auto` takes npu, else cuda, else cpu."
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Number type of forward and backward. Parameters, optimizer and EMA stay in float32."
+    )
+    peak_tflops: float | None = Field(
+        None,
+        gt=0,
+        description="Peak TFLOP/s of one device that MFU is measured against; null: the data sheet's, or measured.",
+    )
 
 
 class Config(Section):
     """A whole run."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run; its folder is `output`/`name`.")
-    output: str = Field("runs", description="Folder that run folders are made in. Relative paths are taken from the config file.")
+    name: str = Field(
+        "run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run; its folder is `output`/`name`."
+    )
+    output: str = Field(
+        "runs", description="Folder that run folders are made in. Relative paths are taken from the config file."
+    )
     seed: int = Field(0, ge=0, description="Seed that every random draw is derived from.")
     data: DataConfig = Field(description="What is trained on, and how it is cut.")
-    vae: VaeConfig = Field(default_factory=lambda: LinearVaeConfig(kind="linear"), description="The video codec whose latents are trained on.")
+    vae: VaeConfig = Field(
+        default_factory=lambda: LinearVaeConfig(kind="linear"),
+        description="The video codec whose latents are trained on.",
+    )
     text: TextConfig = Field(default_factory=lambda: MiniLmTextConfig(kind="minilm"), description="The text encoder.")
     preprocess: PreprocessConfig = Field(default_factory=PreprocessConfig, description="How the cache is made.")
     model: ModelConfig = Field(default_factory=ModelConfig, description="The diffusion transformer.")
-    objective: ObjectiveConfig = Field(default_factory=lambda: FlowConfig(kind="flow"), description="What the model learns to predict.")
+    objective: ObjectiveConfig = Field(
+        default_factory=lambda: FlowConfig(kind="flow"), description="What the model learns to predict."
+    )
     train: TrainConfig = Field(default_factory=TrainConfig, description="The loop.")
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="When the state of a run is written.")
-    validate_: ValidateConfig = Field(default_factory=ValidateConfig, alias="validate", description="Held-out loss and sample videos during training.")
+    checkpoint: CheckpointConfig = Field(
+        default_factory=CheckpointConfig, description="When the state of a run is written."
+    )
+    validate_: ValidateConfig = Field(
+        default_factory=ValidateConfig, alias="validate", description="Held-out loss and sample videos during training."
+    )
     sample: SampleConfig = Field(default_factory=SampleConfig, description="Defaults of sampling.")
-    parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="How the model is spread over devices.")
+    parallel: ParallelConfig = Field(
+        default_factory=ParallelConfig, description="How the model is spread over devices."
+    )
     device: DeviceConfig = Field(default_factory=DeviceConfig, description="What the run computes on.")
-    trackers: tuple[Literal["tensorboard", "wandb", "swanlab", "trackio"], ...] = Field((), description="Trackers beside `metrics.jsonl`, through accelerate; each needs its package.")
+    trackers: tuple[Literal["tensorboard", "wandb", "swanlab", "trackio"], ...] = Field(
+        (), description="Trackers beside `metrics.jsonl`, through accelerate; each needs its package."
+    )
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, populate_by_name=True)
 

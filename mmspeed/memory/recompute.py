@@ -37,4 +37,4 @@ def recompute(block: nn.Module) -> None:
     deep copy computes with its own parameters.
     """
     if not isinstance(block, _Recomputed):
-        block.__class__ = _recomputed(type(block))
+        block.__class__ = _recomputed(type(block))  # type: ignore[arg-type]

@@ -129,8 +129,8 @@ def half(rank: int, world: int) -> Result:
     model.blocks[0].register_forward_pre_hook(lambda m, args: dtypes.append(args[1].dtype))  # type: ignore[index, union-attr]
     model.blocks[0].up.register_forward_pre_hook(lambda m, args: dtypes.append(m.weight.dtype))  # type: ignore[index, union-attr]
     model.blocks[0].up.register_forward_hook(lambda m, args, out: dtypes.append(out.dtype))  # type: ignore[index, union-attr]
-    loss = (flow_loss(model, split(KEYS, 8, rank, world, 8 // world)[0]) * world / 7).sum()  # the filler counts here
-    loss.backward()
+    batch = split(KEYS, 8, rank, world, 8 // world)[0]
+    (flow_loss(model, batch) * batch.weights_B * world / 7).sum().backward()
     grads = {n: full(p.grad) for n, p in model.named_parameters() if p.grad is not None}
     return {
         "dtypes": [str(d) for d in dtypes],
@@ -232,13 +232,10 @@ def test_a_nan_stops_all_ranks_and_is_named(ranks: list[Result]) -> None:
 
 def test_bfloat16_on_shards_is_near_and_keeps_times_exact(ranks: list[Result]) -> None:
     model = ToyDiT()
-    (flow_loss(model, make_batch(KEYS, fillers=1)) / 7).sum().backward()
+    flow_loss(model, make_batch(KEYS)).mean().backward()
     for rank in ranks:
-        assert rank["half"]["dtypes"] == [
-            "torch.float32",
-            "torch.bfloat16",
-            "torch.bfloat16",
-        ]  # times, weights, products
+        times, weights, products = rank["half"]["dtypes"]
+        assert (times, weights, products) == ("torch.float32", "torch.bfloat16", "torch.bfloat16")
         assert rank["half"]["parameters"] == {"torch.float32"}
         for name, p in model.named_parameters():
             assert p.grad is not None

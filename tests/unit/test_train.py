@@ -108,7 +108,9 @@ def test_a_finished_run_says_so_and_goes_on_with_more_steps(home: Path) -> None:
 
 
 def test_save_file_saves_and_keeps_only_the_newest(home: Path) -> None:
-    config = small_config(home, "name=save", "checkpoint.every=100", "checkpoint.keep_last=1", "checkpoint.keep_best=false")
+    config = small_config(
+        home, "name=save", "checkpoint.every=100", "checkpoint.keep_last=1", "checkpoint.keep_best=false"
+    )
     config.run_dir.mkdir(parents=True)
     (config.run_dir / "save").touch()
     TrainPipeline(config).run()
@@ -142,7 +144,9 @@ def test_sampling_is_a_function_of_prompt_and_seed(finished: Config) -> None:
     assert np.array_equal(pipe("a rabbit", seed=3)[0].frames_FHWC, one.frames_FHWC)
     assert not np.array_equal(pipe("a rabbit", seed=4)[0].frames_FHWC, one.frames_FHWC)
     assert not np.array_equal(both[0].frames_FHWC, both[1].frames_FHWC)
-    larger = pipe("a rabbit", frames=9, height=48, width=64, steps=1, sampler="heun", negative_prompt="blurry", guidance=2.0)
+    larger = pipe(
+        "a rabbit", frames=9, height=48, width=64, steps=1, sampler="heun", negative_prompt="blurry", guidance=2.0
+    )
     assert larger[0].frames_FHWC.shape == (9, 48, 64, 3)
 
 
@@ -194,12 +198,16 @@ def test_a_bucket_that_the_model_cannot_cut_is_told_before_training(home: Path) 
 
 
 def test_a_loss_that_is_not_finite_names_step_and_sample(home: Path) -> None:
-    config = small_config(home, "name=nan", "train.lr=1e30", "train.warmup_steps=0", "train.clip_norm=null", "train.steps=4")
+    config = small_config(
+        home, "name=nan", "train.lr=1e30", "train.warmup_steps=0", "train.clip_norm=null", "train.steps=4"
+    )
     with pytest.raises(UserError, match=r"step 2: .*bbb_0\d\d.*Nothing was updated"):
         TrainPipeline(config).run()
     rows = read_metrics(config.run_dir / "metrics.jsonl")
     assert rows[-1]["kind"] == "non_finite" and rows[-1]["samples"]
-    skipping = small_config(home, "name=nan2", "train.lr=1e30", "train.warmup_steps=0", "train.skip_non_finite=9", "train.steps=3")
+    skipping = small_config(
+        home, "name=nan2", "train.lr=1e30", "train.warmup_steps=0", "train.skip_non_finite=9", "train.steps=3"
+    )
     TrainPipeline(skipping).run()
     train = [row for row in read_metrics(skipping.run_dir / "metrics.jsonl") if row["kind"] == "train"]
     assert [row["skipped_steps"] for row in train] == [0, 1, 2] and train[-1]["loss"] is None
@@ -232,3 +240,25 @@ def test_sigterm_saves_and_leaves_cleanly(home: Path) -> None:
     assert process.returncode == 0, errors
     saved = [path.name for path in (config.run_dir / "checkpoints").glob("step-*")]
     assert len(saved) == 1 and int(saved[0].removeprefix("step-")) >= 5
+
+
+def test_bfloat16_trains_close_to_float32_and_keeps_float32_weights(home: Path, finished: Config) -> None:
+    config = small_config(home, "name=half", "device.dtype=bfloat16")
+    TrainPipeline(config).run()
+    assert losses(config) == pytest.approx(losses(finished), rel=0.02)
+    assert losses(config) != losses(finished)
+    weights = [tensor for name, tensor in tensors(config, 6).items() if name.startswith("model.")]
+    assert {tensor.dtype for tensor in weights} == {torch.float32}
+    assert TextToVideo.from_run(config.run_dir)("a rabbit")[0].frames_FHWC.shape == (5, 32, 48, 3)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_train_to_the_same_losses(
+    home: Path, finished: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(
+        "TORCHINDUCTOR_CACHE_DIR", str(home / "inductor")
+    )  # a killed compilation elsewhere leaves half files
+    config = small_config(home, "name=compiled", "train.compile=true", "train.checkpointing=true")
+    TrainPipeline(config).run()
+    assert losses(config) == pytest.approx(losses(finished), rel=1e-4)
