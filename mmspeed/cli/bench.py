@@ -14,11 +14,11 @@ import numpy as np
 from mmspeed.config import Config, make_config
 from mmspeed.log import get_logger
 
-from .demo import CLIPS
+from .demo import write_manifest
 
 log = get_logger("bench")
 
-OVERFIT_CLIPS = ("videos/earth_000.mp4", "videos/bbb_000.mp4", "videos/bbb_002.mp4", "videos/bbb_026.mp4")
+OVERFIT_CLIPS = ("earth_000", "bbb_000", "bbb_002", "bbb_026")
 SEEDS = (0, 1, 2)
 
 
@@ -60,22 +60,12 @@ class OverfitResult:
 
 def overfit_config(output: Path, arrangement: str, objective: str) -> Config:
     """Four clips, four captions, a tiny model."""
-    manifest = output / "four.jsonl"
-    rows = [json.loads(line) for line in CLIPS.read_text(encoding="utf-8").splitlines()]
-    chosen = [row for row in rows if row["video"] in OVERFIT_CLIPS]
-    assert len(chosen) == len(OVERFIT_CLIPS)
-    output.mkdir(parents=True, exist_ok=True)
-    manifest.write_text(
-        "".join(
-            json.dumps({"video": str(CLIPS.parent / row["video"]), "caption": row["caption"]}) + "\n" for row in chosen
-        ),
-        encoding="utf-8",
-    )
+    write_manifest(output / "four.jsonl", OVERFIT_CLIPS)
     tree: dict[str, Any] = {
         "name": f"overfit-{arrangement}-{objective}",
         "output": str(output / "runs"),
         "data": {
-            "sources": [{"path": str(manifest)}],
+            "sources": [{"path": str(output / "four.jsonl")}],
             "cache": str(output / "cache"),
             "fps": 8.0,
             "buckets": [{"frames": 9, "height": 64, "width": 112}],
@@ -84,9 +74,9 @@ def overfit_config(output: Path, arrangement: str, objective: str) -> Config:
         "model": {"size": "tiny", "arrangement": arrangement},
         "objective": {"kind": objective},
         "train": {
-            "steps": 2000,
+            "steps": 1500,
             "batch_size": 16,
-            "lr": 1e-3,
+            "lr": 2e-3,
             "warmup_steps": 100,
             "schedule": "cosine",
             "ema_decay": 0.99,

@@ -1,0 +1,172 @@
+"""Config sections of what goes in: sources, buckets, codec, text encoder, and how the cache is made."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from mmspeed.shapes import Bucket
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, unknown keys forbidden, defaults checked."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class SourceConfig(Section):
+    """One place that media and captions come from."""
+
+    path: str = Field(
+        description="Folder, manifest file or webdataset tar (a `*` pattern names several tars). Relative paths are taken from the config file."
+    )
+    format: Literal["auto", "folder", "jsonl", "csv", "parquet", "webdataset"] = Field(
+        "auto",
+        description="How `path` is read; `auto` tells by the file name's ending, and takes a folder with `metadata.jsonl`, `.csv` or `.parquet` in it by that file.",
+    )
+    media_column: str = Field(
+        "video", description="Manifest column with the media file's path, relative to the manifest's folder."
+    )
+    caption_column: str = Field(
+        "caption", description="Manifest column with the caption: a string, or a list of strings."
+    )
+    split_column: str | None = Field(
+        "split",
+        description="Manifest column that says `train` or `val`; rows without it are `train`. Null: all rows are `train`.",
+    )
+
+
+class BucketConfig(Section):
+    """A pixel shape that samples are brought to."""
+
+    frames: int = Field(
+        ge=1, description="Frames of a sample; 1 means images. Causal codecs want 1 + k x their temporal stride."
+    )
+    height: int = Field(ge=8, description="Height in pixels.")
+    width: int = Field(ge=8, description="Width in pixels.")
+
+    def bucket(self) -> Bucket:
+        return Bucket(self.frames, self.height, self.width)
+
+
+class DataConfig(Section):
+    """What is trained on, and how it is cut."""
+
+    sources: tuple[SourceConfig, ...] = Field(
+        min_length=1, description="Places that media and captions come from, read in this order."
+    )
+    cache: str = Field(
+        "cache", description="Folder of the dataset cache. Relative paths are taken from the config file."
+    )
+    fps: float | None = Field(
+        8.0,
+        gt=0,
+        le=240,
+        description="Frames per second that clips are sampled at, by time. Null: every frame of the file.",
+    )
+    buckets: tuple[BucketConfig, ...] = Field(
+        min_length=1, description="Pixel shapes; each clip goes to the one that loses least of it."
+    )
+    allow_upscale: bool = Field(
+        False,
+        description="Whether media smaller than every bucket are enlarged; otherwise they are rejected as too small.",
+    )
+    limit: int | None = Field(
+        None, ge=1, description="Use only the first so many sources (in the order they are listed); null: all."
+    )
+    val_fraction: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="Share of the samples held out for validation, drawn by content, in addition to rows that the manifest marks `val`.",
+    )
+    repeats: int = Field(
+        1,
+        ge=1,
+        description="Times each sample is used in an epoch, each time with its own noise, timestep and caption.",
+    )
+    max_file_mb: float = Field(4096.0, gt=0, description="Larger media files are rejected as too large, in megabytes.")
+    max_pixels: int = Field(
+        8192 * 8192,
+        gt=0,
+        description="Media with more pixels in a frame are rejected as too large, before they are decoded.",
+    )
+    max_caption_chars: int = Field(
+        4096, ge=1, description="Longer captions are cut to this many characters, and counted."
+    )
+
+
+class LinearVaeConfig(Section):
+    """The built-in codec: a causal linear autoencoder (stride 4 x 8 x 8), fitted on the user's clips in seconds."""
+
+    kind: Literal["linear"] = Field(description="The built-in codec.")
+    channels: int = Field(16, ge=1, le=192, description="Latent channels; more keep more of the picture.")
+    fit_clips: int = Field(64, ge=1, description="Clips that the codec is fitted on, the first time the cache is made.")
+    weights: str | None = Field(
+        None,
+        description="A fitted `codec.safetensors` to use instead of fitting one. Null: the cache's own, fitted when it is missing.",
+    )
+
+
+class DiffusersVaeConfig(Section):
+    """Any `AutoencoderKL*` of diffusers, for video or images."""
+
+    kind: Literal["diffusers"] = Field(description="A diffusers autoencoder.")
+    pretrained: str = Field(description="Hub id (`owner/name`) or folder of the autoencoder.")
+    subfolder: str | None = Field(
+        None, description="Folder inside `pretrained` that holds the autoencoder, such as `vae`."
+    )
+    revision: str | None = Field(None, description="Branch, tag or commit of the hub id.")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Number type the autoencoder computes in.")
+    tiling: bool = Field(
+        False, description="Encode and decode large pictures in tiles: less memory, slower, edges may differ slightly."
+    )
+    slicing: bool = Field(True, description="Encode and decode a batch one by one: less memory.")
+
+
+class MiniLmTextConfig(Section):
+    """MiniLM (22.7 M parameters, width 384), which comes as a Python package and works offline."""
+
+    kind: Literal["minilm"] = Field(description="MiniLM.")
+    max_tokens: int = Field(128, ge=1, le=512, description="Tokens that a caption is cut to.")
+
+
+class TransformersTextConfig(Section):
+    """Any text encoder of transformers: T5, UMT5, CLIP, BERT and their like."""
+
+    kind: Literal["transformers"] = Field(description="A transformers text encoder.")
+    pretrained: str = Field(description="Hub id (`owner/name`) or folder with the encoder and its tokenizer.")
+    subfolder: str | None = Field(
+        None, description="Folder inside `pretrained` that holds the encoder, such as `text_encoder`."
+    )
+    tokenizer_subfolder: str | None = Field(
+        None,
+        description="Folder inside `pretrained` that holds the tokenizer, such as `tokenizer`; null: where the encoder is.",
+    )
+    revision: str | None = Field(None, description="Branch, tag or commit of the hub id.")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Number type the encoder computes in.")
+    max_tokens: int = Field(256, ge=1, description="Tokens that a caption is cut to.")
+
+
+VaeConfig = Annotated[LinearVaeConfig | DiffusersVaeConfig, Field(discriminator="kind")]
+TextConfig = Annotated[MiniLmTextConfig | TransformersTextConfig, Field(discriminator="kind")]
+
+
+class PreprocessConfig(Section):
+    """How the cache is made."""
+
+    decode_workers: int = Field(2, ge=1, le=64, description="Decoder processes beside each encoding process.")
+    time_limit: float = Field(
+        60.0, gt=0, description="Seconds that probing and decoding one file may take before it is rejected."
+    )
+    shard_mb: float = Field(256.0, gt=0, description="Size at which a shard is closed, in megabytes.")
+    latent_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Number type that latents are stored in."
+    )
+    text_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Number type that text embeddings are stored in."
+    )
+    full_hash: bool = Field(
+        False, description="Hash files whole for the content id, instead of their size and 16 blocks spread over them."
+    )
