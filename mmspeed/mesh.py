@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import datetime
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -18,15 +20,24 @@ from .errors import UserError
 AXES = ("dp_replicate", "dp_shard")
 
 
-def init_process_group(device: Device, timeout_seconds: float = 1800.0) -> None:
-    """Join the launcher's process group, or make a group of one when no launcher started this process."""
+@contextmanager
+def process_group(device: Device, timeout_seconds: float = 1800.0) -> Iterator[None]:
+    """Inside, this process is in the launcher's process group, or in a group of one when no launcher started it.
+
+    A group that is there already is used and left; one that is made here is ended here.
+    """
     if dist.is_initialized():
+        yield
         return
     timeout = datetime.timedelta(seconds=timeout_seconds)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(device.backend, timeout=timeout)
     else:
         dist.init_process_group(device.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def make_mesh(device: Device, dp_replicate: int, dp_shard: int) -> DeviceMesh:

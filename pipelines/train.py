@@ -26,7 +26,7 @@ from mmspeed.loop.ema import EMA
 from mmspeed.loop.optim import learning_rate, make_optimizer, set_learning_rate
 from mmspeed.loop.signals import StopSignals
 from mmspeed.loop.step import StepResult, train_step
-from mmspeed.mesh import init_process_group, make_mesh
+from mmspeed.mesh import make_mesh, process_group
 from mmspeed.models import SoraDiT, build_model
 from mmspeed.models.text import text_identity
 from mmspeed.models.vae import codec_identity
@@ -103,8 +103,15 @@ class TrainPipeline:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.folder = RunFolder(config.run_dir)
+        self.dtype = parse_dtype(config.device.dtype)
 
     def run(self) -> TrainResult:
+        self.device = pick(self.config.device.kind)
+        self.device.activate()
+        with process_group(self.device):
+            return self._run()
+
+    def _run(self) -> TrainResult:
         started = time.monotonic()
         self._join()
         self._open_data()
@@ -123,10 +130,6 @@ class TrainPipeline:
 
     def _join(self) -> None:
         config = self.config
-        self.device = pick(config.device.kind)
-        self.device.activate()
-        self.dtype = parse_dtype(config.device.dtype)
-        init_process_group(self.device)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.strategy = resolve_strategy(config.parallel.strategy, self.world)
         sharded = self.strategy == "fsdp"

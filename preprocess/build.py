@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from mmspeed.data import (
 from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, get_logger
-from mmspeed.mesh import init_process_group
+from mmspeed.mesh import process_group
 from mmspeed.models.linear_codec import LinearCodec
 from mmspeed.models.text import load_text_encoder, text_identity
 from mmspeed.models.vae import codec_identity, load_codec
@@ -89,12 +90,14 @@ class CacheBuilder:
         self.world = int(os.environ.get("WORLD_SIZE", "1"))
 
     def run(self) -> BuildReport:
+        device = pick(self.config.device.kind)
+        device.activate()
+        with process_group(device) if self.world > 1 else nullcontext():
+            return self._run(device)
+
+    def _run(self, device: Device) -> BuildReport:
         started = time.monotonic()
         config, root = self.config, self.config.cache_dir
-        device = pick(config.device.kind)
-        device.activate()
-        if self.world > 1:
-            init_process_group(device)
         listing = list_sources(config.data)
         root.mkdir(parents=True, exist_ok=True)
         report = BuildReport(root=root, files=listing.files, sources=len(listing.sources), ignored=listing.ignored)
@@ -117,12 +120,11 @@ class CacheBuilder:
     def _codec(self, device: Device, sources: list[Source]) -> VideoCodec:
         """The config's codec; the linear one is fitted by rank 0 when the cache has none yet."""
         weights = self.config.codec_weights
-        if weights is not None and not weights.exists():
+        if weights is not None and self.rank == 0 and not weights.exists():
             if self.config.vae.kind == "linear" and self.config.vae.weights:
                 raise UserError(f"vae.weights: {weights} does not exist; leave it out to fit a codec on these clips")
-            if self.rank == 0:
-                self._fit(weights, sources)
-            comm.barrier()
+            self._fit(weights, sources)
+        comm.barrier()
         return load_codec(self.config.vae, device, weights)
 
     def _fit(self, weights: Path, sources: list[Source]) -> None:

@@ -309,7 +309,11 @@ class Config(Section):
         """Where the linear codec's weights are: those the config names, else the cache's own. None for other codecs."""
         if self.vae.kind != "linear":
             return None
-        return Path(self.vae.weights) if self.vae.weights else self.cache_dir / "codec" / "codec.safetensors"
+        return (
+            Path(self.vae.weights)
+            if self.vae.weights
+            else self.cache_dir / "codec" / f"linear-{self.vae.channels}.safetensors"
+        )
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
