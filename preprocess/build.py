@@ -109,7 +109,7 @@ class CacheBuilder:
         shard_bytes = int(config.preprocess.shard_mb * 1e6)
         with CacheWriter(root, shard_bytes) as writer:
             clips = self._encode_clips(listing.sources[self.rank :: self.world], codec, writer, report)
-            width = self._encode_texts(listing.sources, writer, report, device)
+            width = self._encode_texts(clips, writer, report, device)
         self._finish(clips, codec, width, report)
         report.seconds = time.monotonic() - started
         report.require_some()
@@ -214,11 +214,14 @@ class CacheBuilder:
 
     # -- texts ----------------------------------------------------------------------------------------------------
 
-    def _encode_texts(self, sources: list[Source], writer: CacheWriter, report: BuildReport, device: Device) -> int:
-        """Encode each distinct caption once, and the empty one; returns the embeddings' width."""
+    def _encode_texts(
+        self, clips: list[tuple[Source, Clip, str]], writer: CacheWriter, report: BuildReport, device: Device
+    ) -> int:
+        """Encode each distinct caption of all processes' clips once, and the empty one; returns the embeddings' width."""
         fingerprint = text_identity(self.config.text)
         dtype = parse_dtype(self.config.preprocess.text_dtype)
-        captions = sorted({caption for source in sources for caption in source.captions})
+        mine = sorted({caption for source, _, _ in clips for caption in source.captions})
+        captions = sorted({caption for part in comm.all_gather_objects(mine) for caption in part})
         wanted = [(entry_key(text_parts(self.config, fingerprint, c)), c, "texts") for c in captions]
         wanted = [row for row in wanted if int(row[0][:8], 16) % self.world == self.rank]
         if self.rank == 0:

@@ -73,7 +73,7 @@ def all_gather_objects(value: Any, group: Group = None, ledger: Ledger | None = 
         ledger.add("all_gather", padded)
     parts = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
     dist.all_gather(parts, padded, group=group)
-    return [json.loads(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes, strict=True)]
+    return [json.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
 
 
 def broadcast_object(value: Any, source: int = 0, group: Group = None, ledger: Ledger | None = None) -> Any:
