@@ -43,7 +43,7 @@ class OverfitResult:
             self.right == self.total
             and self.right_psnr >= self.codec_psnr - 3.0
             and self.right_psnr >= self.other_psnr + 6.0
-            and self.empty_right < self.total
+            and self.empty_right < self.total * 2 / 3  # of 12 draws among 4 clips, 8 or more have a chance of 0.3 %
             and self.empty_right_psnr < self.empty_other_psnr + 6.0
         )
 
