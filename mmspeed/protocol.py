@@ -6,7 +6,7 @@ Legend: B batch, C channels, F H W pixels, T h w latent, L caption tokens, D tex
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +63,6 @@ class Batch:
         )
 
 
-@runtime_checkable
 class DiffusionModel(Protocol):
     """All that the core asks of a diffusion transformer. A model names no mesh axis."""
 

@@ -62,7 +62,9 @@ def changed_frames(model: SoraDiT, frame: int) -> list[bool]:
 
 def test_it_is_what_the_core_asks_for() -> None:
     model = small(perturbed=False)
-    assert isinstance(model, DiffusionModel)
+    assert all(hasattr(model, name) for name in ("blocks", "tokens", "flops", "forward"))
+    checked: DiffusionModel = model  # mypy compares the signatures
+    assert checked is model
     assert len(model.blocks) == SMALL.depth
     assert model.tokens((3, 4, 6)) == 3 * 2 * 3
 
