@@ -27,7 +27,7 @@ help:
 	@echo "make test       tests that take seconds"
 	@echo "make test-slow  tests that take minutes"
 	@echo "make lint       ruff, mypy, import-linter"
-	@echo "make bench      does a tiny model learn four clips? (about half an hour on two cores)"
+	@echo "make bench      does a tiny model learn four clips? (under 15 minutes on two cores)"
 	@echo "make docs       write docs/config.md from the configuration's fields"
 	@echo "make venv       only the virtual environment"
 	@echo "make clean      remove what the other targets made, but for the virtual environment"

@@ -74,7 +74,7 @@ def overfit_config(output: Path, arrangement: str, objective: str) -> Config:
         "model": {"size": "tiny", "arrangement": arrangement},
         "objective": {"kind": objective},
         "train": {
-            "steps": 2500,
+            "steps": 2000,
             "batch_size": 8,
             "lr": 2e-3,
             "warmup_steps": 100,
