@@ -9,19 +9,24 @@ runs/my-run/
   checkpoints/         loop/checkpoint.py
   samples/             videos sampled during training
   report.html          `mmspeed report`
+  .lock                held while the run is trained
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mmspeed.config import Config, dump_config, load_config
 from mmspeed.errors import UserError
+from mmspeed.log import get_logger
 
 # Changing one of these in the middle of a run would make its checkpoints mean something else.
 FIXED_ON_RESUME = ("seed", "model", "objective", "vae", "text")
@@ -70,6 +75,24 @@ class RunFolder:
         if not folder.config_file.exists():
             raise UserError(f"{root} is not a run folder: it has no config.yaml")
         return folder
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Inside, no other process trains in this folder. Raises UserError when one does.
+
+        The lock is the operating system's, so a killed process leaves none behind.
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        with open(self.root / ".lock", "w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(
+                    f"{self.root} is being trained by another process; wait for it, or choose another `name`"
+                ) from None
+            except OSError as error:  # a file system without locks
+                get_logger("train").warning(f"{self.root} cannot be locked ({error}): do not start this run twice")
+            yield
 
     def config(self) -> Config:
         """The resolved config of the run."""

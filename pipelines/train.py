@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,7 @@ class TrainPipeline:
     def run(self) -> TrainResult:
         self.device = pick(self.config.device.kind)
         self.device.activate()
-        with process_group(self.device):
+        with process_group(self.device), self.folder.locked() if dist.get_rank() == 0 else nullcontext():
             return self._run()
 
     def _run(self) -> TrainResult:
@@ -123,7 +124,11 @@ class TrainPipeline:
         with Telemetry(
             self.config, self.folder.root, self.device, self.world, self.rank == 0, self._peak()
         ) as telemetry:
-            step, stopped, loss = self._train(step, telemetry)
+            try:
+                step, stopped, loss = self._train(step, telemetry)
+            except UserError:
+                self.manager.wait()  # all ranks are here: let the checkpoint under way become whole
+                raise
         return TrainResult(self.folder.root, step, not stopped, False, loss, time.monotonic() - started)
 
     # -- set-up ---------------------------------------------------------------------------------------------------

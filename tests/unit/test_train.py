@@ -21,6 +21,7 @@ from mmspeed.errors import UserError
 from mmspeed.log import read_metrics
 from mmspeed.pipelines import TextToVideo, TrainPipeline, write_report
 from mmspeed.pipelines.media import read_video
+from mmspeed.pipelines.run_folder import RunFolder
 from mmspeed.preprocess import CacheBuilder
 from tests.runs import losses, small_config, small_tree
 
@@ -122,7 +123,14 @@ def test_save_file_saves_and_keeps_only_the_newest(home: Path) -> None:
 
 def test_no_pickle_in_a_run(finished: Config) -> None:
     endings = {path.suffix for path in finished.run_dir.rglob("*") if path.is_file()}
-    assert endings == {".yaml", ".json", ".jsonl", ".safetensors", ".mp4", ".txt", ".png"}
+    assert endings - {""} == {".yaml", ".json", ".jsonl", ".safetensors", ".mp4", ".txt", ".png"}
+
+
+def test_a_run_is_trained_by_one_process_at_a_time(home: Path) -> None:
+    config = small_config(home, "name=twice", "train.steps=2")
+    with RunFolder(config.run_dir).locked(), pytest.raises(UserError, match="is being trained by another process"):
+        TrainPipeline(config).run()
+    assert TrainPipeline(config).run().finished
 
 
 def test_samples_during_training_are_videos(finished: Config) -> None:
