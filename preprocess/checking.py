@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,30 +86,51 @@ def _check_strides(config: Config, strides: Strides, report: CheckReport) -> Non
 
 
 def _compare(config: Config, clips: list[Clip], report: CheckReport) -> None:
-    """Entries present, missing, and no longer used."""
+    """Entries present, missing, stale and why, and no longer used."""
     weights = config.codec_weights
-    present: set[str] = set()
-    texts: set[str] = set()
     root = config.cache_dir
+    captions = sorted({caption for clip in clips for caption in clip.source.captions})
+    cache: DatasetCache | None = None
     if (root / "index").is_dir():
         try:
             cache = DatasetCache(root)
-            present, texts = cache.keys("latents"), cache.keys("texts")
         except UserError:
             report.lines_.append(f"cache {root}: begun, not finished; `mmspeed preprocess` goes on with it")
             return
-    captions = {caption for clip in clips for caption in clip.source.captions}
     if weights is not None and not weights.exists():
         report.lines_.append(f"cache {root}: not made yet; {len(clips)} latents and {len(captions)} captions to encode")
         return
-    codec = codec_identity(config.vae, weights)
-    text = text_identity(config.text)
-    latent_keys = {entry_key(latent_parts(config, codec, clip)) for clip in clips}
-    text_keys = {entry_key(text_parts(config, text, caption)) for caption in captions}
-    for name, wanted, there in (("latents", latent_keys, present), ("captions", text_keys, texts)):
-        report.lines_.append(
-            f"cache {name}: {len(wanted & there)} present, {len(wanted - there)} missing, {len(there - wanted)} not used by this config"
-        )
+    codec, text = codec_identity(config.vae, weights), text_identity(config.text)
+    latents = {entry_key(parts): parts for parts in (latent_parts(config, codec, clip) for clip in clips)}
+    texts = {entry_key(parts): parts for parts in (text_parts(config, text, caption) for caption in captions)}
+    for section, wanted, same in (("latents", latents, "content"), ("texts", texts, "caption")):
+        stored = cache.keys(section) if cache is not None else set()
+        line = f"cache {section}: {len(wanted.keys() & stored)} present, {len(wanted.keys() - stored)} missing"
+        report.lines_.append(f"{line}, {len(stored - wanted.keys())} not used by this config")
+        if cache is not None and wanted.keys() - stored and stored - wanted.keys():
+            unused = [json.loads(cache.entry(key, section).meta) for key in sorted(stored - wanted.keys())]
+            reasons = stale_reasons([wanted[key] for key in sorted(wanted.keys() - stored)], unused, same)
+            for names, count in reasons.most_common():
+                report.lines_.append(f"  stale: {count}, made with another {names}")
+
+
+def stale_reasons(missing: list[dict[str, Any]], unused: list[dict[str, Any]], same: str) -> Counter[str]:
+    """How many missing entries have a stored counterpart, by the names of what differs.
+
+    Both lists hold what keys are made from; counterparts agree in `same` (`content` or `caption`). Of several the nearest counts.
+    """
+    stored: dict[str, list[dict[str, Any]]] = {}
+    for parts in unused:
+        stored.setdefault(parts[same], []).append(parts)
+    reasons: Counter[str] = Counter()
+    for parts in missing:
+        differences: list[list[str]] = [
+            sorted(name for name in parts.keys() | other.keys() if parts.get(name) != other.get(name))
+            for other in stored.get(parts[same], [])
+        ]
+        if differences:
+            reasons[", ".join(min(differences, key=len))] += 1
+    return reasons
 
 
 def _cost(config: Config, buckets: Counter[Bucket], channels: int, strides: Strides, report: CheckReport) -> None:

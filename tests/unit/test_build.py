@@ -184,7 +184,8 @@ def test_check_says_what_will_happen_before_any_work(tmp_path: Path) -> None:
     assert "cache latents: 8 present, 0 missing, 0 not used" in "\n".join(check(config).lines())
     other = "\n".join(check(small_config(tmp_path, "data.fps=12", "text.max_tokens=7")).lines())
     assert "cache latents: 0 present, 8 missing, 8 not used" in other
-    assert "cache captions: 0 present, 8 missing, 8 not used" in other
+    assert "cache texts: 0 present, 8 missing, 8 not used" in other
+    assert "stale: 8, made with another fps, frames" in other and "stale: 8, made with another encoder" in other
     wrong = check(small_config(tmp_path, "data.buckets.0.frames=6"))
     assert wrong.problems and "6 frames do not fit" in wrong.problems[0]
 
