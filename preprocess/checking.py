@@ -129,7 +129,8 @@ def stale_reasons(missing: list[dict[str, Any]], unused: list[dict[str, Any]], s
             for other in stored.get(parts[same], [])
         ]
         if differences:
-            reasons[", ".join(min(differences, key=len))] += 1
+            nearest: list[str] = min(differences, key=len)
+            reasons[", ".join(nearest)] += 1
     return reasons
 
 
