@@ -20,15 +20,19 @@ from .errors import UserError
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
-# Dense peak FLOP/s of one device from the vendors' data sheets, without sparsity: (bf16, float32 or tf32).
+# Dense peak FLOP/s of one device from the vendors' data sheets, without sparsity: (bf16, tf32 or float32 matrix units).
+# The first label found in the device's name counts, so longer ones come first.
 # MFU is measured against the named figure; `peak_tflops` in the config overrides it.
 PEAK_FLOPS = {
     "H200": (989e12, 494e12),
+    "H100 PCIe": (756e12, 378e12),
+    "H100 NVL": (835e12, 417e12),
     "H100": (989e12, 494e12),
     "H800": (989e12, 494e12),
     "A100": (312e12, 156e12),
     "A800": (312e12, 156e12),
     "L40S": (362e12, 183e12),
+    "L40": (181e12, 90e12),
     "L4": (121e12, 60e12),
     "RTX 4090": (165e12, 82.6e12),
     "RTX 3090": (71e12, 35.6e12),
@@ -112,12 +116,8 @@ class Device:
         return True
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` on this device; from pinned memory the copy does not wait."""
-        return tensor.to(self.torch_device, non_blocking=self.kind != "cpu")
-
-    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` in page-locked memory on an accelerator host, unchanged on CPU (pinning raises there)."""
-        return tensor if self.kind == "cpu" else tensor.pin_memory()
+        """`tensor` on this device. Only from pinned memory the copy does not wait: elsewhere the source may be gone before it is read."""
+        return tensor.to(self.torch_device, non_blocking=tensor.is_pinned() if self.kind != "cpu" else False)
 
     def peak_flops(self, dtype: torch.dtype) -> tuple[float, str]:
         """(FLOP/s, where the figure is from): the data sheet for known devices, a short matmul measurement otherwise."""
@@ -183,6 +183,12 @@ def pick(kind: str = "auto", local_rank: int | None = None) -> Device:
             f"process {local_rank} of this host has no {kind} device: only {count} are visible; lower --nproc"
         )
     return Device(kind, local_rank)
+
+
+def is_device_fault(error: BaseException) -> bool:
+    """Whether an error comes from the device (memory full, a broken context) and not from what was computed."""
+    kinds = tuple(kind for name in ("OutOfMemoryError", "AcceleratorError") if (kind := getattr(torch, name, None)))
+    return isinstance(error, (MemoryError, *kinds)) or str(error).startswith(("CUDA error", "NPU", "HCCL", "NCCL"))
 
 
 def parse_dtype(name: str) -> torch.dtype:

@@ -24,7 +24,9 @@ AXES = ("dp_replicate", "dp_shard")
 def process_group(device: Device, timeout_seconds: float = 1800.0) -> Iterator[None]:
     """Inside, this process is in the launcher's process group, or in a group of one when no launcher started it.
 
-    A group that is there already is used and left; one that is made here is ended here.
+    A launcher's group is made once and lasts as long as the process: to end it after an error on one rank would wait for peers
+    that never come (nccl), and a second group under the same keys of the launcher's store meets the first one's addresses.
+    A group of one ends here.
     """
     if dist.is_initialized():
         yield
@@ -32,12 +34,20 @@ def process_group(device: Device, timeout_seconds: float = 1800.0) -> Iterator[N
     timeout = datetime.timedelta(seconds=timeout_seconds)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(device.backend, timeout=timeout)
-    else:
-        dist.init_process_group(device.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        yield
+        return
+    dist.init_process_group(device.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     try:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def patient_group(days: float = 30.0) -> dist.ProcessGroup | None:
+    """A CPU group of all ranks whose members may be days apart, for work that is shared out once; None for one process."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return dist.new_group(backend="gloo", timeout=datetime.timedelta(days=days))
 
 
 def make_mesh(device: Device, dp_replicate: int, dp_shard: int) -> DeviceMesh:

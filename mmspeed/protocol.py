@@ -6,7 +6,7 @@ Legend: B batch, C channels, F H W pixels, T h w latent, L caption tokens, D tex
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -51,12 +51,11 @@ class Batch:
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Batch:
         """The batch on `device`; latents and text become `dtype`."""
-        move: dict[str, Any] = {"device": device, "non_blocking": device.type != "cpu"}
         return Batch(
-            latents_BCThw=self.latents_BCThw.to(dtype=dtype, **move),
-            text_BLD=self.text_BLD.to(dtype=dtype, **move),
-            text_mask_BL=self.text_mask_BL.to(**move),
-            weights_B=self.weights_B.to(**move),
+            latents_BCThw=self.latents_BCThw.to(device, dtype),
+            text_BLD=self.text_BLD.to(device, dtype),
+            text_mask_BL=self.text_mask_BL.to(device),
+            weights_B=self.weights_B.to(device),
             names=self.names,
             bucket=self.bucket,
             sources=self.sources,

@@ -81,7 +81,10 @@ class TimeEmbedder(nn.Module):
 
 
 class HeadNorm(nn.RMSNorm):
-    """RMSNorm over the head width (QK-norm, Henry et al. 2020), in the dtype of its input also under autocast."""
+    """RMSNorm over the head width (QK-norm, Henry et al. 2020), in the dtype of its input.
+
+    Autocast on CUDA computes it in float32; attention casts back.
+    """
 
     def __init__(self, head_width: int) -> None:
         super().__init__(head_width, eps=NORM_EPS)

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from mmspeed.config.schema import TextConfig
 from mmspeed.device import Device
 from mmspeed.models.text import load_text_encoder, text_identity
+from mmspeed.pipelines.run_folder import sync_file
 from mmspeed.protocol import TextEntry
 
 
@@ -35,5 +36,6 @@ def stored_prompts(path: Path, prompts: list[str], config: TextConfig, device: D
     entries = encode_prompts(prompts, config, device)
     temporary = path.with_suffix(f".tmp{os.getpid()}")
     save_file({str(i): e.embeds_LD.float().contiguous() for i, e in enumerate(entries)}, temporary, metadata=wanted)
+    sync_file(temporary)
     os.replace(temporary, path)
     return entries

@@ -94,6 +94,8 @@ class Observer:
             pipeline.device,
         )
         videos = decode_videos(codec, latents, config.data.fps or 24.0)
+        del codec
+        pipeline.device.empty_cache()
         folder = pipeline.folder.samples / f"step-{step:08d}"
         folder.mkdir(parents=True, exist_ok=True)
         kept = [(index, prompt, video) for ((index, prompt), real), video in zip(mine, videos, strict=True) if real]

@@ -15,7 +15,7 @@ from mmspeed import rng
 from mmspeed.data import pad_texts
 from mmspeed.device import Device
 from mmspeed.pipelines.objective import Objective
-from mmspeed.pipelines.samplers import guided
+from mmspeed.pipelines.samplers import Predict, guided
 from mmspeed.protocol import TextEntry
 
 
@@ -41,25 +41,31 @@ def generate_latents(
     device: Device,
     on_step: Callable[[int, int], None] | None = None,
 ) -> Tensor:
-    """Latents (P, C, T, h, w) float32 of P texts.
+    """Latents (P, C, T, h, w) float32 of P texts, sampled one after the other: the memory of one video.
 
     The noise of each is drawn by its name (law 1), so a prompt's video does not depend on which others are sampled with it.
+    `on_step(done, total)` counts the steps of all texts.
     """
-    to = device.torch_device
-    text_PLD, mask_PL = (tensor.to(to) for tensor in pad_texts(texts))
-    negative_PLD, negative_PL = (tensor.to(to) for tensor in pad_texts([negative] * len(texts)))
-    noise_PCThw = torch.stack([rng.normal(shape_CThw, settings.seed, "sample", name) for name in names]).to(to)
-
-    def predict(x_BCThw: Tensor, t_B: Tensor) -> Tensor:
-        return model(x_BCThw, t_B, text_PLD, mask_PL).float()
-
-    def predict_negative(x_BCThw: Tensor, t_B: Tensor) -> Tensor:
-        return model(x_BCThw, t_B, negative_PLD, negative_PL).float()
-
     was_training = model.training
     model.eval()
+    total = settings.steps * len(texts)
+    latents = []
     try:
-        both = guided(predict, predict_negative, settings.guidance)
-        return objective.sample(both, noise_PCThw, settings.steps, settings.sampler, on_step=on_step)
+        for place, (text, name) in enumerate(zip(texts, names, strict=True)):
+            noise_1CThw = rng.normal(shape_CThw, settings.seed, "sample", name)[None].to(device.torch_device)
+            predict = guided(_predictor(model, text, device), _predictor(model, negative, device), settings.guidance)
+
+            def tell(done: int, steps: int, place: int = place) -> None:
+                if on_step is not None:
+                    on_step(place * settings.steps + done, total)
+
+            latents.append(objective.sample(predict, noise_1CThw, settings.steps, settings.sampler, on_step=tell))
     finally:
         model.train(was_training)
+    return torch.cat(latents)
+
+
+def _predictor(model: nn.Module, text: TextEntry, device: Device) -> Predict:
+    """The model's prediction under one caption."""
+    text_1LD, mask_1L = (tensor.to(device.torch_device) for tensor in pad_texts([text]))
+    return lambda x_1CThw, t_1: model(x_1CThw, t_1, text_1LD, mask_1L).float()

@@ -125,9 +125,16 @@ class RunFolder:
         if codec_weights is not None:
             temporary = self.codec_weights.with_suffix(".tmp")
             shutil.copyfile(codec_weights, temporary)
+            sync_file(temporary)
             os.replace(temporary, self.codec_weights)
         write_text(self.root / "run.json", json.dumps(info, indent=2) + "\n")
         write_text(self.config_file, dump_config(config))
+
+
+def sync_file(path: Path) -> None:
+    """Bring a file's bytes to the disk, before it gets its name."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
 
 
 def write_text(path: Path, text: str) -> None:

@@ -101,7 +101,9 @@ class TextToVideo:
         chosen = pick(device)
         chosen.activate()
         path = find_checkpoint(folder, checkpoint)
-        model = build_model(config.model, info["latent_channels"], info["text_width"])
+        model = build_model(config.model, info["latent_channels"], info["text_width"], device="meta").to_empty(
+            device="cpu"
+        )
         load_weights(path, model, weights)
         model.to(chosen.torch_device).eval()
         if config.device.dtype != "float32":

@@ -74,21 +74,30 @@ def make_loss(objective: Objective, seed: int, device: Device) -> LossFn:
         batch = batch.to(device.torch_device, torch.float32)
         shape_CThw = tuple(batch.latents_BCThw.shape[1:])
         noise_BCThw, t_B = draw_noise_and_time(batch.names, shape_CThw, seed, objective)
-        noise_BCThw, t_B = device.to_device(noise_BCThw), device.to_device(t_B.float())
-        x_BCThw, target_BCThw = objective.training_pair(batch.latents_BCThw, noise_BCThw, t_B)
-        prediction_BCThw = model(x_BCThw, t_B, batch.text_BLD, batch.text_mask_BL)
+        t_B = t_B.float()  # times are worked with on the CPU; the model gets them on its device
+        x_BCThw, target_BCThw = objective.training_pair(batch.latents_BCThw, device.to_device(noise_BCThw), t_B)
+        prediction_BCThw = model(x_BCThw, device.to_device(t_B), batch.text_BLD, batch.text_mask_BL)
         return objective.sample_loss(prediction_BCThw, target_BCThw, t_B)
 
     return loss_fn
 
 
 def check_cache(cache: DatasetCache, config: Config) -> None:
-    """Raises UserError when the cache was made with another codec or text encoder than the config names."""
+    """Raises UserError when the cache was made with another codec or text encoder than the config names.
+
+    Reads the encoders' files, so one process should ask for all; where an encoder is not at hand there is nothing to compare.
+    """
     encoders = cache.info["encoders"]
     weights = config.codec_weights
     if weights is not None and not weights.exists():
         raise UserError(f"{weights} is missing: run `mmspeed preprocess` again")
-    for name, now in (("vae", codec_identity(config.vae, weights)), ("text", text_identity(config.text))):
+    identities = {"vae": lambda: codec_identity(config.vae, weights), "text": lambda: text_identity(config.text)}
+    for name, identity in identities.items():
+        try:
+            now = identity()
+        except UserError as error:
+            log.warning(f"the cache cannot be compared with the config's `{name}`: {error}")
+            continue
         if encoders[name]["fingerprint"] != now:
             raise UserError(
                 f"the cache {config.cache_dir} was made with another `{name}` than the config names; run `mmspeed preprocess` again"
@@ -147,7 +156,7 @@ class TrainPipeline:
     def _open_data(self) -> None:
         config = self.config
         self.cache = DatasetCache(config.cache_dir)
-        check_cache(self.cache, config)
+        comm.first_does(lambda: check_cache(self.cache, config), self.rank)
         self.strides = Strides(*self.cache.info["encoders"]["vae"]["strides"])
         self.sampler = BatchSampler(
             self.cache.split("train"), config.train.batch_size, seed=config.seed, repeats=config.data.repeats
@@ -206,11 +215,14 @@ class TrainPipeline:
             keep_best=config.checkpoint.keep_best,
         )
         changed = self.folder.check_same(config)
-        path = self.manager.latest()
-        step = 0
-        if path is not None:
+        # rank 0 looks: another node's view of the folder may be older
+        found = self.manager.latest() if self.rank == 0 else None
+        name = comm.broadcast_object(found.name if found is not None else None)
+        step = self.skipped = 0
+        if name is not None:
+            path = self.folder.checkpoints / name
             meta = self.manager.load(path, self.model, self.optimizer, self.ema)
-            step = int(meta["step"])
+            step, self.skipped = int(meta["step"]), int(meta["skipped"])
             if changed and self.rank == 0:
                 log.info(f"going on from step {step}; changed since it was saved: {', '.join(changed)}")
             if meta["data"] != self.sampler.fingerprint and self.rank == 0:
@@ -242,7 +254,6 @@ class TrainPipeline:
         config, train = self.config, self.config.train
         observer = Observer(self)
         loss, stopped = None, False
-        self.skipped = 0
         telemetry.resume_clock()
         with StopSignals(self.folder.root) as signals, ProgressLine("train", train.steps, "step", start=step) as line:
             for batches in self.loader.steps(step, train.steps):
@@ -274,9 +285,8 @@ class TrainPipeline:
                     telemetry.write(self._row(step, epoch, draws, result, rate) | telemetry.rates())
                 # 4. validation, checkpoint, signals: in this order, on all ranks
                 wish = signals.poll()
-                if last or step % config.validate_.every == 0:
-                    self._observe(observer, step, telemetry)
-                if last or wish != "none" or step % config.checkpoint.every == 0:
+                best = (last or step % config.validate_.every == 0) and self._observe(observer, step, telemetry)
+                if last or best or wish != "none" or step % config.checkpoint.every == 0:
                     self._save(step, blocking=last or wish == "stop")
                 self.manager.poll()
                 telemetry.resume_clock()
@@ -311,15 +321,16 @@ class TrainPipeline:
             "skipped_steps": self.skipped,
         }
 
-    def _observe(self, observer: Observer, step: int, telemetry: Telemetry) -> None:
+    def _observe(self, observer: Observer, step: int, telemetry: Telemetry) -> bool:
+        """Validate and sample; whether the held-out loss is the lowest so far, so that this step is worth a checkpoint."""
         row = observer.observe(step)
         if row:
             telemetry.write(row)
-        if row.get("loss") is not None:
-            self.manager.mark_best(step, row["loss"])
+        loss = row.get("loss")
+        return loss is not None and self.manager.mark_best(step, loss) and self.config.checkpoint.keep_best
 
     def _save(self, step: int, blocking: bool) -> None:
-        meta = {"step": step, "data": self.sampler.fingerprint, "world": self.world, "strategy": self.strategy}
+        meta = {"step": step, "data": self.sampler.fingerprint, "skipped": self.skipped, "world": self.world}
         self.manager.save(
             step,
             TrainingState(self.model, self.optimizer, self.ema, meta),

@@ -71,9 +71,9 @@ def held_out_loss(
                 noise = rng.normal(batch.latents_BCThw.shape[1:], seed, "val_noise", sample.key, q)[None]
                 noise = noise.to(batch.latents_BCThw)
                 u_B = torch.tensor([(q + 0.5) / quantiles], dtype=torch.float64)
-                t_B = objective.time_from_quantile(u_B).float().to(device.torch_device)
+                t_B = objective.time_from_quantile(u_B).float()
                 x_t, target = objective.training_pair(batch.latents_BCThw, noise, t_B)
-                prediction = model(x_t, t_B, batch.text_BLD, batch.text_mask_BL)
+                prediction = model(x_t, device.to_device(t_B), batch.text_BLD, batch.text_mask_BL)
                 if real:
                     sums[q] += (prediction.float() - target.float()).square().mean().item()
     model.train(was_training)

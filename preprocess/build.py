@@ -6,6 +6,7 @@ depend on how many processes there are. Decoders run in child processes beside t
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections.abc import Iterator
@@ -24,16 +25,17 @@ from mmspeed.data import (
     entry_key,
     latent_tensors,
     number_duplicates,
+    repair,
     sample_key,
     text_tensors,
     write_info,
     write_rejects,
     write_samples,
 )
-from mmspeed.device import Device, parse_dtype, pick
+from mmspeed.device import Device, is_device_fault, parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, get_logger
-from mmspeed.mesh import process_group
+from mmspeed.mesh import patient_group, process_group
 from mmspeed.models.linear_codec import LinearCodec
 from mmspeed.models.text import load_text_encoder, text_identity
 from mmspeed.models.vae import codec_identity, load_codec
@@ -93,13 +95,18 @@ class CacheBuilder:
         device = pick(self.config.device.kind)
         device.activate()
         with process_group(device) if self.world > 1 else nullcontext():
+            self.group = patient_group()
             return self._run(device)
 
     def _run(self, device: Device) -> BuildReport:
         started = time.monotonic()
         config, root = self.config, self.config.cache_dir
         listing = list_sources(config.data)
+        self._check_same_sources(listing.sources)
         root.mkdir(parents=True, exist_ok=True)
+        if self.rank == 0:
+            repair(root)
+        comm.barrier(self.group)
         report = BuildReport(root=root, files=listing.files, sources=len(listing.sources), ignored=listing.ignored)
         report.captions_cut = listing.captions_cut
         if self.rank == 0:
@@ -107,13 +114,25 @@ class CacheBuilder:
         codec = self._codec(device, listing.sources)
         self._check_buckets(codec)
         shard_bytes = int(config.preprocess.shard_mb * 1e6)
-        with CacheWriter(root, shard_bytes) as writer:
+        with CacheWriter(root, shard_bytes, mend=False) as writer:
             clips = self._encode_clips(listing.sources[self.rank :: self.world], codec, writer, report)
             width = self._encode_texts(clips, writer, report, device)
         self._finish(clips, codec, width, report)
         report.seconds = time.monotonic() - started
         report.require_some()
         return report
+
+    def _check_same_sources(self, sources: list[Source]) -> None:
+        """Raises UserError when the processes see different files: each takes its share by its own list."""
+        names = hashlib.sha256(
+            "\n".join(source.name for source in sources).encode("utf-8", "surrogatepass")
+        ).hexdigest()
+        seen = comm.all_gather_objects([len(sources), names], self.group)
+        if any(other != seen[0] for other in seen):
+            counts = sorted({count for count, _ in seen})
+            raise UserError(
+                f"the processes see different sources ({counts} of them): is every path on a shared file system?"
+            )
 
     # -- the codec ------------------------------------------------------------------------------------------------
 
@@ -124,7 +143,7 @@ class CacheBuilder:
             if self.config.vae.kind == "linear" and self.config.vae.weights:
                 raise UserError(f"vae.weights: {weights} does not exist; leave it out to fit a codec on these clips")
             self._fit(weights, sources)
-        comm.barrier()
+        comm.barrier(self.group)
         return load_codec(self.config.vae, device, weights)
 
     def _fit(self, weights: Path, sources: list[Source]) -> None:
@@ -183,6 +202,11 @@ class CacheBuilder:
                         posterior = codec.encode(video[None])
                         _require_finite(posterior)
                     except (RuntimeError, ValueError) as error:
+                        if is_device_fault(error):  # no fault of the file
+                            raise UserError(
+                                f"the device failed while encoding {source.name} ({str(error).splitlines()[0]}); "
+                                "when its memory is full set vae.tiling: true, or use smaller buckets"
+                            ) from error
                         report.rejections.append(
                             Rejection(source.name, Reason.ENCODE_FAILED, str(error).splitlines()[0])
                         )
@@ -221,7 +245,7 @@ class CacheBuilder:
         fingerprint = text_identity(self.config.text)
         dtype = parse_dtype(self.config.preprocess.text_dtype)
         mine = sorted({caption for source, _, _ in clips for caption in source.captions})
-        captions = sorted({caption for part in comm.all_gather_objects(mine) for caption in part})
+        captions = sorted({caption for part in comm.all_gather_objects(mine, self.group) for caption in part})
         wanted = [(entry_key(text_parts(self.config, fingerprint, c)), c, "texts") for c in captions]
         wanted = [row for row in wanted if int(row[0][:8], 16) % self.world == self.rank]
         if self.rank == 0:
@@ -256,8 +280,8 @@ class CacheBuilder:
             }
             for source, clip, key in clips
         ]
-        gathered = [row for part in comm.all_gather_objects(rows) for row in part]
-        report.merge([BuildReport.from_json(part) for part in comm.all_gather_objects(report.to_json())])
+        gathered = [row for part in comm.all_gather_objects(rows, self.group) for row in part]
+        report.merge([BuildReport.from_json(part) for part in comm.all_gather_objects(report.to_json(), self.group)])
         if self.rank == 0:
             gathered.sort(key=lambda row: row["source"])
             keys = number_duplicates(sample_key(row["latent_key"], row["text_keys"]) for row in gathered)
@@ -278,7 +302,7 @@ class CacheBuilder:
             write_rejects(report.root, [(r.source, r.reason.value, r.detail) for r in report.rejections])
             write_info(report.root, self._info(codec, width))
             write_samples(report.root, samples, null_key=entry_key(text_parts(self.config, fingerprint, "")))
-        comm.barrier()
+        comm.barrier(self.group)
 
     def _split(self, source: Source, content_id: str) -> str:
         """`val` where the manifest says so or the share drawn by content holds it out, else `train`."""

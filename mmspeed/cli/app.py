@@ -65,10 +65,20 @@ def run(argv: list[str]) -> int:
             return 1  # the reader of our output has gone (`mmspeed ... | head`), and wants no words
         if hasattr(error, "format_message"):
             return _usage_error(error)
-        return report_failure(error, debug)
+        return _leave(report_failure(error, debug))
     code = result if isinstance(result, int) else 0
     # typer turns Ctrl-C into this exit code
     return report_failure(KeyboardInterrupt(), False) if code == 130 else code
+
+
+def _leave(code: int) -> int:
+    """End a failed process of several at once: an orderly end would wait for the others, which wait for this one."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized() and distributed.get_world_size() > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # the launcher ends the others
+    return code
 
 
 def _settle_stdout() -> None:

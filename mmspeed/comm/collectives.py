@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from mmspeed.errors import UserError
 
 Group = dist.ProcessGroup | None
 
@@ -74,6 +77,19 @@ def all_gather_objects(value: Any, group: Group = None, ledger: Ledger | None = 
     parts = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
     dist.all_gather(parts, padded, group=group)
     return [json.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
+
+
+def first_does(check: Callable[[], None], rank: int, group: Group = None) -> None:
+    """`check()` on rank 0; the UserError that it raises there is raised on every rank."""
+    problem = None
+    if rank == 0:
+        try:
+            check()
+        except UserError as error:
+            problem = str(error)
+    problem = broadcast_object(problem, group=group)
+    if problem is not None:
+        raise UserError(problem)
 
 
 def broadcast_object(value: Any, source: int = 0, group: Group = None, ledger: Ledger | None = None) -> Any:

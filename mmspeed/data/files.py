@@ -107,11 +107,15 @@ class TempFile:
 
 
 def try_lock(fd: int) -> bool:
-    """Take the exclusive lock of an open file; False when another holds it."""
+    """Take the exclusive lock of an open file; False when another holds it. Raises UserError where there are no locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+            raise UserError("the cache's file system has no file locks; put the cache on another one") from error
+        raise
     return True
 
 

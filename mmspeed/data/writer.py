@@ -120,11 +120,12 @@ class CacheWriter:
     Args:
         root: folder of the cache; made when missing.
         shard_bytes: size at which a shard is sealed.
+        mend: repair the cache first; of several processes that start together one should, before the others begin.
 
     Raises UserError when the cache has another schema, a shard without index is damaged, or the disk is full.
     """
 
-    def __init__(self, root: Path | str, shard_bytes: int = 256_000_000) -> None:
+    def __init__(self, root: Path | str, shard_bytes: int = 256_000_000, mend: bool = True) -> None:
         self.root = Path(root)
         self.shard_bytes = shard_bytes
         self._open: dict[Path, _OpenShard] = {}
@@ -132,7 +133,7 @@ class CacheWriter:
             read_info(self.root)
         with disk_errors(self.root):
             self.root.mkdir(parents=True, exist_ok=True)
-        self.repaired = repair(self.root)
+        self.repaired = repair(self.root) if mend else RepairReport()
         if not self.repaired.clean:
             get_logger("data").info(
                 "mended cache %s: %d unfinished files removed, %d sealed shards indexed, %d shards found missing",

@@ -13,6 +13,7 @@ A checkpoint is written into `.tmp-step-00000123` and renamed when every rank ha
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import threading
 import warnings
@@ -268,11 +269,21 @@ class CheckpointManager:
             return None
         return self.wait()
 
-    def mark_best(self, step: int, loss: float) -> None:
-        """Tell a step's validation loss, before or after its checkpoint is written."""
+    def mark_best(self, step: int, loss: float) -> bool:
+        """Tell a step's validation loss, before or after its checkpoint is written; whether it is the lowest so far.
+
+        A loss that is not finite is never the best, and is not recorded.
+        """
+        if not math.isfinite(loss):
+            return False
+        before = [
+            entry["loss"] for entry in recorded(self.folder) if entry["loss"] is not None and entry["step"] != step
+        ]
+        lowest = min([*before, *(other for at, other in self._losses.items() if at != step)], default=math.inf)
         self._losses[step] = loss
         if self._lead:
             self._update_record(None)
+        return loss < lowest
 
     def latest(self) -> Path | None:
         """The checkpoint written last, or None."""

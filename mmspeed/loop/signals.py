@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -16,7 +17,7 @@ REQUESTS: tuple[Request, ...] = ("none", "save", "stop")  # in rising order: the
 
 
 class StopSignals:
-    """Use as a context manager in the main thread; the handlers found before are put back at the end.
+    """Use as a context manager; outside of the main thread only the files count. The handlers found before are put back at the end.
 
     The first SIGINT asks the run to stop after this step; the second interrupts at once.
     """
@@ -27,7 +28,8 @@ class StopSignals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        in_main = threading.current_thread() is threading.main_thread()  # elsewhere Python allows no handlers
+        for number in (signal.SIGTERM, signal.SIGINT) if in_main else ():
             self._before[number] = signal.signal(number, self._handle)
         return self
 

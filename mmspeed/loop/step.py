@@ -62,7 +62,7 @@ def train_step(
         losses.append(loss_B.detach())
         sums.append(loss_sum.detach())
     norm = clip_gradients(model, clip_norm)
-    mine, grad_norm = torch.stack([torch.stack(sums).sum(), norm]).double().tolist()  # the wait for the device
+    mine, grad_norm = torch.stack([torch.stack(sums).sum(), norm]).tolist()  # the wait for the device
     broken = not (math.isfinite(mine) and math.isfinite(grad_norm))
     total, broken_ranks = all_reduce_sum([mine, float(broken)], group)
     bad: list[str] = []

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,8 @@ def sync_folder(folder: Path) -> None:
     """Make the names in `folder` survive a power cut."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        with suppress(OSError):  # some network file systems refuse to sync a folder, and need no such call
+            os.fsync(handle)
     finally:
         os.close(handle)
 

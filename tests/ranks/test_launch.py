@@ -1,0 +1,53 @@
+"""What a launcher starts: a user's own script with several pipelines in it, and a rank that fails."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from mmspeed.config import dump_config
+from mmspeed.preprocess import CacheBuilder
+from tests.runs import losses, small_config
+
+SCRIPT = """
+from mmspeed.config import load_config
+from mmspeed.pipelines import TrainPipeline
+from mmspeed.preprocess import CacheBuilder
+
+CacheBuilder(load_config("my-run.yaml")).run()
+for name in ("first", "second"):
+    TrainPipeline(load_config("my-run.yaml", [f"name={name}"])).run()
+"""
+
+
+def launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=150, env=environment)
+
+
+def test_a_script_may_run_several_pipelines_under_a_launcher(tmp_path: Path) -> None:
+    config = small_config(tmp_path, "train.steps=2", "validate.samples=0")
+    (tmp_path / "my-run.yaml").write_text(dump_config(config), encoding="utf-8")
+    (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
+    done = launch(tmp_path, "script.py")
+    assert done.returncode == 0, done.stderr
+    first, second = (losses(small_config(tmp_path, f"name={name}")) for name in ("first", "second"))
+    assert first == second and len(first) == 2
+
+
+def test_a_damaged_shard_that_one_rank_meets_ends_all_with_its_message(tmp_path: Path) -> None:
+    config = small_config(tmp_path, "train.steps=20", "validate.samples=0")
+    CacheBuilder(config).run()
+    (shard,) = (tmp_path / "cache" / "latents").rglob("*.tar")
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 255
+    shard.write_bytes(data)
+    (tmp_path / "my-run.yaml").write_text(dump_config(config), encoding="utf-8")
+    began = time.monotonic()
+    done = launch(tmp_path, "-m", "mmspeed", "train", "my-run.yaml")
+    assert done.returncode != 0 and time.monotonic() - began < 100
+    assert "damaged" in done.stderr and str(shard.name) in done.stderr
