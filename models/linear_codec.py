@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,7 +132,7 @@ class LinearCodec:
         return {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
 
     def save(self, path: Path) -> None:
-        """Write the codec to one safetensors file, whole or not at all."""
+        """Write the codec to one safetensors file, whole or not at all; a file that is there stays."""
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
@@ -139,7 +140,8 @@ class LinearCodec:
                 file.write(save(self._tensors(), {"format": FORMAT, "whitening": json.dumps(self.whitening)}))
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(partial, path)
+            with suppress(FileExistsError):
+                os.link(partial, path)
         finally:
             partial.unlink(missing_ok=True)
 

@@ -35,6 +35,9 @@ class Observer:
                 "no held-out samples (set data.val_fraction, or a split column): no held-out loss, no best checkpoint"
             )
         if self.prompts:
+            video_shape(
+                config, pipeline.strides, pipeline.bare
+            )  # a size that cannot be made is told before the first step
             wanted = [*self.prompts, config.sample.negative_prompt]
             if pipeline.rank == 0:
                 stored_prompts(pipeline.folder.prompts, wanted, config.text, pipeline.device)
@@ -80,7 +83,7 @@ class Observer:
         codec = load_codec(
             config.vae, pipeline.device, pipeline.folder.codec_weights if config.vae.kind == "linear" else None
         )
-        bucket = video_shape(config, codec.strides, None, None, None)
+        bucket = video_shape(config, codec.strides, pipeline.bare)
         settings = sampler_settings(config, None, None, None, config.validate_.seed)
         mine = shares(list(enumerate(self.prompts)), pipeline.rank, pipeline.world)
         latents = generate_latents(

@@ -50,13 +50,27 @@ class Video:
         for another ending, several frames as .png, or a place that cannot be written.
         """
         path = Path(path)
-        writer = _WRITERS.get(path.suffix.lower())
-        if writer is None:
-            raise UserError(f"{path}: cannot tell the format from this name: end it in .mp4, .gif or .png")
-        if writer is _write_png and len(self.frames_FHWC) > 1:
-            raise UserError(f"{path}: a .png holds one frame, the video has {len(self.frames_FHWC)}: use .mp4 or .gif")
+        writer = _writer(path, len(self.frames_FHWC))
         with _whole_file(path) as temporary:
             writer(self, temporary)
+
+
+def _writer(path: Path, frames: int) -> Callable[[Video, Path], None]:
+    writer = _WRITERS.get(path.suffix.lower())
+    if writer is None:
+        raise UserError(f"{path}: cannot tell the format from this name: end it in .mp4, .gif or .png")
+    if writer is _write_png and frames > 1:
+        raise UserError(f"{path}: a .png holds one frame, the video has {frames}: use .mp4 or .gif")
+    return writer
+
+
+def check_output(path: Path, frames: int) -> None:
+    """Raises UserError, before any work, for an ending that `Video.save` does not write or a folder that cannot be made."""
+    _writer(path, frames)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{path.parent}: cannot be made: {error.strerror}") from None
 
 
 def from_model_range(video_3FHW: torch.Tensor, fps: float) -> Video:
@@ -113,7 +127,7 @@ def contact_sheet(videos: Sequence[Video], labels: Sequence[str], columns: int =
     width = max(MIN_SHEET_WIDTH, *(sum(cell.width + GAP for cell in row) + GAP for row in rows))
     height = sum(LABEL_HEIGHT + row[0].height + GAP for row in rows)
     sheet = Image.new("RGB", (width, height), "white")
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=14)
+    draw, font = ImageDraw.Draw(sheet), _label_font()
     y = 0
     for row, label in zip(rows, labels, strict=True):
         draw.text((GAP + 2, y + 2), _fit(label, width - 2 * GAP - 4, font.getlength), fill="black", font=font)
@@ -123,6 +137,13 @@ def contact_sheet(videos: Sequence[Video], labels: Sequence[str], columns: int =
             x += cell.width + GAP
         y += LABEL_HEIGHT + row[0].height + GAP
     return sheet
+
+
+def _label_font() -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    """DejaVu, which comes with matplotlib and has more letters than Pillow's own font (no Chinese ones: they show as boxes)."""
+    import matplotlib
+
+    return ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"), 13)
 
 
 def save_image(image: Image.Image, path: str | Path) -> None:

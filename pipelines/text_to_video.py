@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from mmspeed.config import Bucket, Config
+from mmspeed.data import number_duplicates
 from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.loop.checkpoint import best, latest, load_weights, step_name
@@ -24,10 +25,17 @@ from mmspeed.protocol import VideoCodec
 from mmspeed.shapes import Strides
 
 
-def video_shape(config: Config, strides: Strides, frames: int | None, height: int | None, width: int | None) -> Bucket:
+def video_shape(
+    config: Config,
+    strides: Strides,
+    model: SoraDiT,
+    frames: int | None = None,
+    height: int | None = None,
+    width: int | None = None,
+) -> Bucket:
     """The size asked for, filled up from `sample` in the config and then from its first video bucket.
 
-    Raises UserError when the codec cannot make that size.
+    Raises UserError when the codec or the model cannot make that size.
     """
     first = next((b for b in config.buckets if not b.is_image), config.buckets[0])
     bucket = Bucket(
@@ -36,7 +44,7 @@ def video_shape(config: Config, strides: Strides, frames: int | None, height: in
         width or config.sample.width or first.width,
     )
     try:
-        strides.latent(bucket)
+        model.tokens(strides.latent(bucket))
     except ValueError as error:
         raise UserError(f"a video of {bucket} (frames x height x width) cannot be made: {error}") from None
     return bucket
@@ -52,6 +60,11 @@ def sampler_settings(
         sampler=sampler or config.sample.sampler,
         seed=seed,
     )
+
+
+def clean_prompt(prompt: str) -> str:
+    """A prompt whose bytes were no UTF-8 on the command line, with signs that a tokenizer takes."""
+    return prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def find_checkpoint(folder: RunFolder, which: str | int) -> Path:
@@ -111,6 +124,10 @@ class TextToVideo:
         codec = load_codec(config.vae, chosen, folder.codec_weights if config.vae.kind == "linear" else None)
         return cls(config, model, codec, chosen)
 
+    def size(self, frames: int | None = None, height: int | None = None, width: int | None = None) -> Bucket:
+        """The size of the videos that a call with these arguments makes. Raises UserError when it cannot be made."""
+        return video_shape(self.config, self.codec.strides, self.model, frames, height, width)
+
     def __call__(
         self,
         prompts: str | Sequence[str],
@@ -130,11 +147,11 @@ class TextToVideo:
         The same seed, prompt and settings give the same video. Raises UserError for a size the codec cannot make and for a sampler
         of the other objective.
         """
-        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        prompts = [clean_prompt(prompt) for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
         if not prompts:
             raise UserError("no prompt was given")
         config = self.config
-        bucket = video_shape(config, self.codec.strides, frames, height, width)
+        bucket = self.size(frames, height, width)
         settings = sampler_settings(config, steps, guidance, sampler, seed)
         negative = config.sample.negative_prompt if negative_prompt is None else negative_prompt
         *texts, negative_entry = encode_prompts([*prompts, negative], config.text, self.device)
@@ -143,7 +160,7 @@ class TextToVideo:
             self.objective,
             texts,
             negative_entry,
-            prompts,
+            number_duplicates(prompts),  # the same prompt twice gives two videos
             (self.codec.channels, *self.codec.strides.latent(bucket)),
             settings,
             self.device,

@@ -83,11 +83,18 @@ def make_loss(objective: Objective, seed: int, device: Device) -> LossFn:
 
 
 def check_cache(cache: DatasetCache, config: Config) -> None:
-    """Raises UserError when the cache was made with another codec or text encoder than the config names.
+    """Raises UserError when the cache was made for other data, or with another codec or text encoder than the config names.
 
     Reads the encoders' files, so one process should ask for all; where an encoder is not at hand there is nothing to compare.
     """
     encoders = cache.info["encoders"]
+    made_for, wanted = cache.info["made_for"], config.samples_made_for()
+    other = [f"data.{name}" for name in wanted if made_for.get(name) != wanted[name]]
+    if other:
+        raise UserError(
+            f"the samples in the cache {config.cache_dir} were made with other {', '.join(other)}; "
+            "run `mmspeed preprocess` again (what is there is not encoded twice), or give each data set its own data.cache"
+        )
     weights = config.codec_weights
     if weights is not None and not weights.exists():
         raise UserError(f"{weights} is missing: run `mmspeed preprocess` again")
@@ -283,11 +290,15 @@ class TrainPipeline:
                 last = step == train.steps
                 if last or step % train.log_every == 0:
                     telemetry.write(self._row(step, epoch, draws, result, rate) | telemetry.rates())
-                # 4. validation, checkpoint, signals: in this order, on all ranks
+                # 4. signals, checkpoint, validation: in this order, on all ranks, so that no mistake in validation costs a step
                 wish = signals.poll()
-                best = (last or step % config.validate_.every == 0) and self._observe(observer, step, telemetry)
-                if last or best or wish != "none" or step % config.checkpoint.every == 0:
+                due = last or wish != "none" or step % config.checkpoint.every == 0
+                if due:
                     self._save(step, blocking=last or wish == "stop")
+                if last or step % config.validate_.every == 0:
+                    best = self._observe(observer, step, telemetry)
+                    if best and not due:
+                        self._save(step, blocking=False)
                 self.manager.poll()
                 telemetry.resume_clock()
                 if wish == "stop" and not last:

@@ -37,17 +37,16 @@ from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, get_logger
 from mmspeed.mesh import patient_group, process_group
 from mmspeed.models.linear_codec import LinearCodec
-from mmspeed.models.text import load_text_encoder, text_identity
-from mmspeed.models.vae import codec_identity, load_codec
+from mmspeed.models.text import load_text_encoder, text_identity, text_width
+from mmspeed.models.vae import load_codec
 from mmspeed.preprocess.pool import DecodePool
 from mmspeed.preprocess.reasons import Reason, Rejected, Rejection
 from mmspeed.preprocess.report import BuildReport
-from mmspeed.preprocess.select import Clip
+from mmspeed.preprocess.select import Clip, split_of
 from mmspeed.preprocess.source import Source
 from mmspeed.preprocess.sources import list_sources
 from mmspeed.preprocess.transform import resize_crop, to_model_range
 from mmspeed.protocol import Posterior, VideoCodec
-from mmspeed.rng import uniform
 from mmspeed.version import __version__
 
 log = get_logger("preprocess")
@@ -111,12 +110,13 @@ class CacheBuilder:
         report.captions_cut = listing.captions_cut
         if self.rank == 0:
             report.rejections += listing.rejections
-        codec = self._codec(device, listing.sources)
+        codec = self._codec(device, listing.sources, report)
         self._check_buckets(codec)
         shard_bytes = int(config.preprocess.shard_mb * 1e6)
         with CacheWriter(root, shard_bytes, mend=False) as writer:
+            width = self._encode_null(writer, report, device)
             clips = self._encode_clips(listing.sources[self.rank :: self.world], codec, writer, report)
-            width = self._encode_texts(clips, writer, report, device)
+            self._encode_captions(clips, writer, report, device)
         self._finish(clips, codec, width, report)
         report.seconds = time.monotonic() - started
         report.require_some()
@@ -136,34 +136,42 @@ class CacheBuilder:
 
     # -- the codec ------------------------------------------------------------------------------------------------
 
-    def _codec(self, device: Device, sources: list[Source]) -> VideoCodec:
+    def _codec(self, device: Device, sources: list[Source], report: BuildReport) -> VideoCodec:
         """The config's codec; the linear one is fitted by rank 0 when the cache has none yet."""
         weights = self.config.codec_weights
         if weights is not None and self.rank == 0 and not weights.exists():
             if self.config.vae.kind == "linear" and self.config.vae.weights:
                 raise UserError(f"vae.weights: {weights} does not exist; leave it out to fit a codec on these clips")
-            self._fit(weights, sources)
+            self._fit(weights, sources, report)
         comm.barrier(self.group)
         return load_codec(self.config.vae, device, weights)
 
-    def _fit(self, weights: Path, sources: list[Source]) -> None:
+    def _fit(self, weights: Path, sources: list[Source], report: BuildReport) -> None:
         assert self.config.vae.kind == "linear"
         wanted = self.config.vae.fit_clips
         step = max(1, len(sources) // wanted)
         chosen = sources[::step][:wanted]
+        refused: list[Rejection] = []
 
         def videos() -> Iterator[torch.Tensor]:
             with DecodePool(self.config, chosen) as pool, ProgressLine("fit codec", len(chosen), "clip") as line:
-                for _, clip, frames in pool.clips(lambda clip: True):
+                for source, clip, frames in pool.clips(lambda clip: True):
                     line.advance()
-                    if isinstance(clip, Clip) and frames is not None:
+                    if isinstance(clip, Rejected):
+                        refused.append(Rejection(source.name, clip.reason, clip.detail))
+                    elif frames is not None:
                         yield to_model_range(resize_crop(frames, clip.bucket))
 
         try:
             codec = LinearCodec.fit(videos(), self.config.vae.channels)
-        except ValueError as error:
-            raise UserError(f"the linear codec could not be fitted: {error}") from None
-        codec.save(weights)
+        except (ValueError, UserError) as error:
+            if len(refused) < len(chosen):
+                raise UserError(f"the linear codec could not be fitted: {error}") from None
+            report.rejections += refused
+            write_rejects(report.root, [(r.source, r.reason.value, r.detail) for r in report.rejections])
+            report.require_some()
+            raise
+        codec.save(weights)  # the first of two processes that fit at once is kept, and both load that one
         log.info(f"fitted the linear codec on {len(chosen)} clips: {weights}")
 
     def _check_buckets(self, codec: VideoCodec) -> None:
@@ -238,29 +246,46 @@ class CacheBuilder:
 
     # -- texts ----------------------------------------------------------------------------------------------------
 
-    def _encode_texts(
+    def _text_parts(self, caption: str) -> dict[str, Any]:
+        return text_parts(self.config, text_identity(self.config.text), caption)
+
+    def _encode_null(self, writer: CacheWriter, report: BuildReport, device: Device) -> int:
+        """Encode the empty caption, before the long work: what is wrong with the text encoder shows now. Returns its width."""
+        key = entry_key(self._text_parts(""))
+        there = writer.has("null", key)
+        if self.rank == 0:
+            report.texts, report.texts_reused = int(not there), int(there)
+            if not there:
+                self._encode_texts([(key, "", "null")], writer, device)
+        return text_width(self.config.text)
+
+    def _encode_captions(
         self, clips: list[tuple[Source, Clip, str]], writer: CacheWriter, report: BuildReport, device: Device
-    ) -> int:
-        """Encode each distinct caption of all processes' clips once, and the empty one; returns the embeddings' width."""
-        fingerprint = text_identity(self.config.text)
-        dtype = parse_dtype(self.config.preprocess.text_dtype)
+    ) -> None:
+        """Encode each distinct caption of all processes' clips once; a process takes its share by key."""
         mine = sorted({caption for source, _, _ in clips for caption in source.captions})
         captions = sorted({caption for part in comm.all_gather_objects(mine, self.group) for caption in part})
-        wanted = [(entry_key(text_parts(self.config, fingerprint, c)), c, "texts") for c in captions]
-        wanted = [row for row in wanted if int(row[0][:8], 16) % self.world == self.rank]
-        if self.rank == 0:
-            wanted.insert(0, (entry_key(text_parts(self.config, fingerprint, "")), "", "null"))
-        todo = [row for row in wanted if not writer.has(row[2], row[0])]
-        report.texts, report.texts_reused = len(todo), len(wanted) - len(todo)
+        fingerprint = text_identity(self.config.text)
+        rows = [(entry_key(text_parts(self.config, fingerprint, c)), c, "texts") for c in captions]
+        share = [row for row in rows if int(row[0][:8], 16) % self.world == self.rank]
+        todo = [row for row in share if not writer.has("texts", row[0])]
+        report.texts += len(todo)
+        report.texts_reused += len(share) - len(todo)
+        if todo:
+            report.captions_truncated = self._encode_texts(todo, writer, device)
+
+    def _encode_texts(self, rows: list[tuple[str, str, str]], writer: CacheWriter, device: Device) -> int:
+        """Encode (key, caption, section) rows; returns how many captions the encoder cut to its length limit."""
+        fingerprint = text_identity(self.config.text)
+        dtype = parse_dtype(self.config.preprocess.text_dtype)
         encoder = load_text_encoder(self.config.text, device)
-        with ProgressLine("captions", len(todo), "caption") as line:
-            for key, caption, section in todo:
+        with ProgressLine("captions", len(rows), "caption") as line:
+            for key, caption, section in rows:
                 entry = encoder.encode([caption])[0]
                 tensors = {name: tensor.to(dtype) for name, tensor in text_tensors(entry).items()}
                 writer.add(section, key, tensors, text_parts(self.config, fingerprint, caption))
                 line.advance()
-        report.captions_truncated = getattr(encoder, "truncated", 0)
-        return encoder.width
+        return getattr(encoder, "truncated", 0)
 
     # -- the end --------------------------------------------------------------------------------------------------
 
@@ -273,7 +298,7 @@ class CacheBuilder:
             {
                 "latent_key": key,
                 "text_keys": [entry_key(text_parts(self.config, fingerprint, c)) for c in source.captions],
-                "split": self._split(source, clip.content_id),
+                "split": split_of(source, clip.content_id, self.config.data, self.config.seed),
                 "bucket": clip.bucket.name,
                 "source": source.name,
                 "content_id": clip.content_id,
@@ -304,12 +329,6 @@ class CacheBuilder:
             write_samples(report.root, samples, null_key=entry_key(text_parts(self.config, fingerprint, "")))
         comm.barrier(self.group)
 
-    def _split(self, source: Source, content_id: str) -> str:
-        """`val` where the manifest says so or the share drawn by content holds it out, else `train`."""
-        if source.split == "val":
-            return "val"
-        return "val" if uniform(self.config.seed, "val_split", content_id) < self.config.data.val_fraction else "train"
-
     def _info(self, codec: VideoCodec, width: int) -> dict[str, Any]:
         config = self.config
         return {
@@ -317,12 +336,13 @@ class CacheBuilder:
             "encoders": {
                 "vae": {
                     "kind": config.vae.kind,
-                    "fingerprint": codec_identity(config.vae, config.codec_weights),
+                    "fingerprint": codec.fingerprint,
                     "channels": codec.channels,
                     "strides": [codec.strides.temporal, codec.strides.spatial],
                 },
                 "text": {"kind": config.text.kind, "fingerprint": text_identity(config.text), "width": width},
             },
+            "made_for": config.samples_made_for(),
             "fps": config.data.fps,
             "latent_dtype": config.preprocess.latent_dtype,
             "text_dtype": config.preprocess.text_dtype,

@@ -17,7 +17,7 @@ from mmspeed.models.vae import codec_geometry, codec_identity
 from mmspeed.preprocess.build import latent_parts, text_parts
 from mmspeed.preprocess.pool import DecodePool
 from mmspeed.preprocess.reasons import Rejected, Rejection
-from mmspeed.preprocess.select import Clip
+from mmspeed.preprocess.select import Clip, split_of
 from mmspeed.preprocess.sources import list_sources
 from mmspeed.shapes import Strides
 
@@ -66,9 +66,15 @@ def check(config: Config) -> CheckReport:
     if not clips:
         report.problems.append("no source is usable, so there is nothing to train on")
         return report
-    buckets = Counter(clip.bucket for clip in clips)
+    splits = [split_of(clip.source, clip.content_id, config.data, config.seed) for clip in clips]
+    buckets = Counter(clip.bucket for clip, split in zip(clips, splits, strict=True) if split == "train")
+    held_out = splits.count("val")
     for bucket, count in sorted(buckets.items()):
-        report.lines_.append(f"  bucket {bucket}: {count} samples")
+        report.lines_.append(f"  bucket {bucket}: {count} training samples")
+    report.lines_.append(f"  held out for validation: {held_out}")
+    if not buckets:
+        report.problems.append("every usable sample is held out: nothing is left to train on; lower data.val_fraction")
+        return report
     channels, strides = codec_geometry(config.vae)
     _check_strides(config, strides, report)
     if not report.problems:
@@ -94,8 +100,8 @@ def _compare(config: Config, clips: list[Clip], report: CheckReport) -> None:
     if (root / "index").is_dir():
         try:
             cache = DatasetCache(root)
-        except UserError:
-            report.lines_.append(f"cache {root}: begun, not finished; `mmspeed preprocess` goes on with it")
+        except UserError as error:
+            report.lines_.append(f"cache: {error}")
             return
     if weights is not None and not weights.exists():
         report.lines_.append(f"cache {root}: not made yet; {len(clips)} latents and {len(captions)} captions to encode")

@@ -13,6 +13,7 @@ class Reason(str, Enum):
     ORPHAN_CAPTION = "orphan_caption"
     NOT_MEDIA = "not_media"
     MISSING_FILE = "missing_file"
+    UNREADABLE = "unreadable"
     EMPTY_FILE = "empty_file"
     TOO_LARGE = "too_large"
     NO_VIDEO_STREAM = "no_video_stream"
@@ -41,6 +42,7 @@ _EXPLANATIONS = {
     Reason.ORPHAN_CAPTION: "The caption file has no media file of the same name beside it.",
     Reason.NOT_MEDIA: "The file is neither media nor a caption.",
     Reason.MISSING_FILE: "The file that a manifest or a link names does not exist.",
+    Reason.UNREADABLE: "The file, its caption or the folder may not be read: permissions, or a failing disk.",
     Reason.EMPTY_FILE: "The file holds no bytes.",
     Reason.TOO_LARGE: "The file or its picture is larger than data.max_file_mb or data.max_pixels allow.",
     Reason.NO_VIDEO_STREAM: "The file opens, but holds no moving or still picture (sound only, or cover art).",

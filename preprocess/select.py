@@ -10,6 +10,7 @@ from mmspeed.preprocess.decode import choose_frames
 from mmspeed.preprocess.probe import Probe
 from mmspeed.preprocess.source import Source, content_id
 from mmspeed.preprocess.transform import assign_bucket, crop_box
+from mmspeed.rng import uniform
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,13 @@ class Clip:
 
     def decoded_by(self, decoder: str) -> Clip:
         return replace(self, decoder=decoder)
+
+
+def split_of(source: Source, content_id: str, data: DataConfig, seed: int) -> str:
+    """`val` where the manifest says so or the share drawn by content holds the source out, else `train`."""
+    if source.split == "val":
+        return "val"
+    return "val" if uniform(seed, "val_split", content_id) < data.val_fraction else "train"
 
 
 def select_clip(source: Source, probe: Probe, data: DataConfig, full_hash: bool) -> Clip:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import re
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Literal, cast
 
@@ -12,6 +13,8 @@ from mmspeed.preprocess.reasons import Reason, Rejected
 
 Kind = Literal["video", "image"]
 Split = Literal["train", "val"]
+# Control characters, line separators and marks that turn the direction of writing: a name must not control a terminal.
+_UNSHOWN = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 _WHOLE_BYTES, _BLOCKS, _BLOCK_BYTES = 16 << 20, 16, 64 << 10
 
 
@@ -38,9 +41,11 @@ class Source:
         return cast(BinaryIO, io.BufferedReader(FileSlice(self.path, self.offset, self.size), 1 << 16))
 
     def bytes(self) -> int:
-        """Length of the media. Raises Rejected (missing_file, not_media, truncated)."""
+        """Length of the media. Raises Rejected (missing_file, not_media, truncated, unreadable)."""
         try:
             on_disk = os.stat(self.path)
+        except PermissionError as error:
+            raise Rejected(Reason.UNREADABLE, str(error)) from None
         except (OSError, ValueError) as error:
             raise Rejected(Reason.MISSING_FILE, str(error)) from None
         if not os.path.isfile(self.path):
@@ -52,11 +57,17 @@ class Source:
         return self.size
 
 
+def readable(name: str) -> str:
+    """`name` as printable Unicode: control characters, and bytes of a file name that are not UTF-8, become escapes."""
+    valid = name.encode("utf-8", "backslashreplace").decode("utf-8")
+    return _UNSHOWN.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), valid)
+
+
 def content_id(source: Source, full: bool) -> str:
     """32 hex digits of SHA-256 over the media's size and content.
 
     Files above 16 MiB are read whole only when `full`; else 16 blocks of 64 KiB are, spread evenly from first to last.
-    Raises Rejected (missing_file, truncated).
+    Raises Rejected (missing_file, not_media, truncated, unreadable).
     """
     size = source.bytes()
     digest = hashlib.sha256(f"{size}\n".encode())

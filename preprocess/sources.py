@@ -16,10 +16,10 @@ from typing import Any, BinaryIO
 
 from mmspeed.config.schema import DataConfig, SourceConfig
 from mmspeed.errors import UserError
-from mmspeed.preprocess.captions import captions_in, clean_caption, strings
+from mmspeed.preprocess.captions import captions_in, clean_caption, is_missing, strings
 from mmspeed.preprocess.manifests import READERS
 from mmspeed.preprocess.reasons import Reason, Rejection
-from mmspeed.preprocess.source import Kind, Source, Split, content_id
+from mmspeed.preprocess.source import Kind, Source, Split, content_id, readable
 from mmspeed.preprocess.tars import Member, is_unsafe, read_headers
 
 __all__ = ["Kind", "Listing", "Source", "Split", "content_id", "list_sources"]
@@ -52,15 +52,17 @@ class Listing:
     """All that was met, each thing counted once.
 
     `files` = sources + `beyond_limit` + `caption_files` + rejections + `ignored`, where a file is a file of a folder,
-    a row of a manifest or a member of a tar (a tar that breaks off counts as one more). `ignored` counts hidden files,
-    and tar members beside a media member that are neither media nor captions. `captions_cut` counts captions that were
-    longer than the limit.
+    a row of a manifest or a member of a tar (a tar that breaks off and a folder that cannot be read count as one more).
+    `ignored` counts hidden files, and tar members beside a media member that are neither media nor captions.
+    `captions_cut` counts captions that were longer than the limit, `captions_repaired` those in which U+FFFD stands for
+    bytes that could not be decoded.
     """
 
     sources: list[Source]
     rejections: list[Rejection]
     ignored: int = 0
     captions_cut: int = 0
+    captions_repaired: int = 0
     files: int = 0
     caption_files: int = 0
     beyond_limit: int = 0
@@ -84,6 +86,7 @@ def list_sources(data: DataConfig) -> Listing:
         rejections=found.rejections,
         ignored=found.ignored,
         captions_cut=found.captions_cut,
+        captions_repaired=found.captions_repaired,
         files=found.files,
         caption_files=found.caption_files,
         beyond_limit=max(0, len(found.sources) - limit),
@@ -96,29 +99,39 @@ class _Found:
     def __init__(self, max_caption_chars: int) -> None:
         self.sources: list[Source] = []
         self.rejections: list[Rejection] = []
-        self.ignored = self.captions_cut = self.files = self.caption_files = 0
+        self.ignored = self.files = self.caption_files = 0
+        self.captions_cut = self.captions_repaired = 0
         self._max_chars = max_caption_chars
         self._names: set[str] = set()
 
     def add(
-        self, name: str, path: str, captions: Iterable[str], split: Split, place: str, member: Member | None = None
+        self,
+        name: str,
+        path: str,
+        captions: Iterable[str],
+        split: Split,
+        place: str,
+        member: Member | None = None,
+        where: str = "",
     ) -> None:
-        """A media file with its raw captions; without any caption it is rejected."""
+        """A media file with its raw captions; without any caption it is rejected, and `where` says where it was met."""
         kept: dict[str, None] = {}
         for caption in captions:
-            text, cut = clean_caption(caption, self._max_chars)
+            text, cut, repaired = clean_caption(caption, self._max_chars)
             self.captions_cut += cut
+            self.captions_repaired += repaired
             if text:
                 kept[text] = None
         if not kept:
-            self.reject(name, Reason.NO_CAPTION, "")
+            self.reject(name, Reason.NO_CAPTION, where)
             return
         kind: Kind = "image" if _ending(name) in IMAGE_ENDINGS else "video"
         offset, size = (member.offset, member.size) if member else (None, None)
-        self.sources.append(Source(self._unique(_readable(name), place), path, offset, size, kind, tuple(kept), split))
+        unique = self._unique(readable(name), readable(place))
+        self.sources.append(Source(unique, path, offset, size, kind, tuple(kept), split))
 
     def reject(self, name: str, reason: Reason, detail: str) -> None:
-        self.rejections.append(Rejection(_readable(name), reason, detail))
+        self.rejections.append(Rejection(readable(name), reason, readable(detail)))
 
     def _unique(self, name: str, place: str) -> str:
         """`name`; with its place before it, and then a number behind it, when it is taken."""
@@ -126,11 +139,6 @@ class _Found:
         unique = next(option for option in options if option not in self._names)
         self._names.add(unique)
         return unique
-
-
-def _readable(name: str) -> str:
-    """`name` as valid Unicode: bytes of a file name that are not UTF-8 become escapes."""
-    return name.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _ending(name: str) -> str:
@@ -142,10 +150,11 @@ def _is_media(name: str) -> bool:
 
 
 def _paths(config: SourceConfig) -> list[str]:
-    """The files or the folder that a source names. Raises UserError when there are none."""
+    """The files or the folder that a source names; `*` is the only wildcard. Raises UserError when there are none."""
     if os.path.exists(config.path):
         return [config.path]
-    paths = sorted(glob.glob(config.path)) if "*" in config.path else []
+    pattern = "*".join(glob.escape(part) for part in config.path.split("*"))
+    paths = sorted(glob.glob(pattern)) if "*" in config.path else []
     if not paths:
         raise UserError(f"data.sources: {config.path} does not exist; correct the path")
     return paths
@@ -193,8 +202,15 @@ def _check_not_empty(config: SourceConfig, rejections: list[Rejection]) -> None:
 def _read_folder(found: _Found, config: SourceConfig, root: str) -> None:
     """Media beside captions of the same stem, recursively. Hidden folders are not entered."""
     entered = {os.path.realpath(root)}
-    for folder, folders, files in os.walk(root, followlinks=True):
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and _enter(folder, name, entered))
+
+    def unreadable(error: OSError) -> None:
+        found.files += 1
+        shown = os.path.relpath(error.filename or root, root).replace(os.sep, "/")
+        found.reject(f"{shown}/", Reason.UNREADABLE, f"the folder cannot be read: {error.strerror or error}")
+
+    for folder, folders, files in os.walk(root, onerror=unreadable, followlinks=True):
+        # Sorted before they are entered, so that of two links to one folder the same is followed on every file system.
+        folders[:] = [name for name in sorted(folders) if not name.startswith(".") and _enter(folder, name, entered)]
         hidden = [name for name in files if name.startswith(".")]
         found.files += len(files)
         found.ignored += len(hidden)
@@ -217,6 +233,7 @@ def _read_group(found: _Found, config: SourceConfig, root: str, folder: str, nam
     """The files of one stem."""
     media = [name for name in names if _is_media(name)]
     captions: list[str] = []
+    unreadable = ""
     for name in names:
         path = os.path.join(folder, name)
         shown = os.path.relpath(path, root).replace(os.sep, "/")
@@ -230,20 +247,30 @@ def _read_group(found: _Found, config: SourceConfig, root: str, folder: str, nam
             found.reject(shown, Reason.ORPHAN_CAPTION, "")
         else:
             found.caption_files += 1
-            with open(path, "rb") as file:
-                captions += captions_in(name, file.read(_MAX_CAPTION_BYTES), config.caption_column)
+            try:
+                with open(path, "rb") as file:
+                    captions += captions_in(name, file.read(_MAX_CAPTION_BYTES), config.caption_column)
+            except OSError as error:
+                unreadable = f"its caption {name} cannot be read: {error.strerror or error}"
     for name in media:
         path = os.path.join(folder, name)
         shown = os.path.relpath(path, root).replace(os.sep, "/")
-        if os.path.isfile(path):
-            found.add(shown, path, captions, "train", os.path.basename(root.rstrip(os.sep)))
-        else:
+        if not os.path.isfile(path):
             found.reject(shown, *_no_file(path))
+        elif unreadable:
+            found.reject(shown, Reason.UNREADABLE, unreadable)
+        else:
+            found.add(shown, path, captions, "train", os.path.basename(root.rstrip(os.sep)))
 
 
 def _no_file(path: str) -> tuple[Reason, str]:
-    if os.path.exists(path):
+    try:
+        os.stat(path)
         return Reason.NOT_MEDIA, "not a regular file"
+    except PermissionError as error:
+        return Reason.UNREADABLE, error.strerror or str(error)
+    except (OSError, ValueError):
+        pass
     return Reason.MISSING_FILE, "the link leads nowhere" if os.path.islink(path) else "no such file"
 
 
@@ -255,14 +282,17 @@ def _read_manifest(found: _Found, config: SourceConfig, path: str) -> None:
     columns: dict[str, None] = {}
     rows = 0
     first_problem = ""
-    for line, row in READERS[kind](path):
+    unit = "row" if kind == "parquet" else "line"
+    read = [column for column in (config.media_column, config.caption_column, config.split_column) if column]
+    for line, row in READERS[kind](path, read):
         rows += 1
+        where = f"{name} {unit} {line}"
         if isinstance(row, str):
-            first_problem = first_problem or f"line {line}: {row}"
-            found.reject(f"{name}:{line}", Reason.BAD_ROW, row)
+            first_problem = first_problem or f"{unit} {line}: {row}"
+            found.reject(f"{name}:{line}", Reason.BAD_ROW, f"{where}: {row}")
             continue
         columns.update(dict.fromkeys(row))
-        _read_row(found, config, path, f"{name}:{line}", row)
+        _read_row(found, config, path, f"{name}:{line}", where, row)
     found.files += rows
     if not rows:
         raise UserError(f"data.sources: {path} holds no rows")
@@ -275,8 +305,10 @@ def _read_manifest(found: _Found, config: SourceConfig, path: str) -> None:
             )
 
 
-def _read_row(found: _Found, config: SourceConfig, manifest: str, where: str, row: dict[str, Any]) -> None:
+def _read_row(found: _Found, config: SourceConfig, manifest: str, name: str, where: str, row: dict[str, Any]) -> None:
+    """One row; `name` stands for it until its media is known, and `where` tells people its manifest and line."""
     media, split = row.get(config.media_column), row.get(config.split_column) if config.split_column else None
+    split = None if is_missing(split) else split
     try:
         captions = strings(row.get(config.caption_column))
         if not isinstance(media, str) or not media.strip() or "\0" in media:
@@ -284,13 +316,14 @@ def _read_row(found: _Found, config: SourceConfig, manifest: str, where: str, ro
         if split not in _SPLITS:
             raise ValueError(f"'{config.split_column}' is {split!r}, neither train nor val")
     except (ValueError, TypeError) as error:
-        found.reject(where, Reason.BAD_ROW, str(error))
+        found.reject(name, Reason.BAD_ROW, f"{where}: {error}")
         return
     path = os.path.join(os.path.dirname(manifest), media)
     if os.path.isfile(path):
-        found.add(media, path, captions, _SPLITS[split], os.path.basename(manifest))
+        found.add(media, path, captions, _SPLITS[split], os.path.basename(manifest), where=where)
     else:
-        found.reject(f"{where} {media}", *_no_file(path))
+        reason, why = _no_file(path)
+        found.reject(f"{name} {media}", reason, f"{where}: {why}")
 
 
 def _read_tar(found: _Found, config: SourceConfig, path: str) -> None:
@@ -312,6 +345,8 @@ def _read_tar(found: _Found, config: SourceConfig, path: str) -> None:
             found.reject(f"{tar}!{member.name}", Reason.TRUNCATED, "the tar ends inside this member")
         else:
             groups.setdefault(f"{folder}/{base.partition('.')[0]}", []).append(member)
+    if not groups:
+        return
     with open(path, "rb") as file:
         for members in groups.values():
             _read_sample(found, config, path, file, members)

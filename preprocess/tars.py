@@ -30,20 +30,20 @@ class Headers:
 
 def read_headers(path: str) -> Headers:
     """The members of an uncompressed tar, without its folders; of a broken one, those before the break."""
-    headers = Headers(bytes=os.path.getsize(path))
-    if headers.bytes == 0:
+    headers = Headers()
+    try:
+        headers.bytes = os.path.getsize(path)
+        with open(path, "rb") as file:
+            start = file.read(6)
+    except OSError as error:
+        headers.problem = (Reason.UNREADABLE, error.strerror or str(error))
+        return headers
+    if not start:
         headers.problem = (Reason.EMPTY_FILE, "an empty tar")
         return headers
-    with open(path, "rb") as file:
-        start = file.read(6)
-        if (
-            start[:2] == b"\x1f\x8b"
-            or start[:3] == b"BZh"
-            or start == b"\xfd7zXZ\x00"
-            or start[:4] == b"\x28\xb5\x2f\xfd"
-        ):
-            headers.problem = (Reason.UNDECODABLE, "a compressed tar, which cannot be read in place; decompress it")
-            return headers
+    if start.startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd")):
+        headers.problem = (Reason.UNDECODABLE, "a compressed tar, which cannot be read in place; decompress it")
+        return headers
     try:
         with tarfile.open(path, "r:", errorlevel=1) as tar:
             _collect(tar, headers)

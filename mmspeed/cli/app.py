@@ -207,20 +207,24 @@ def sample(
     """Make videos from text with a trained run. What is not given is taken from the run's config."""
     paths = output_paths(out, len(prompt))
     from mmspeed.pipelines import TextToVideo
-    from mmspeed.pipelines.media import contact_sheet, save_image
+    from mmspeed.pipelines.media import check_output, contact_sheet, save_image
 
     pipe = TextToVideo.from_run(run_folder, checkpoint=checkpoint, weights=weights.value, device=device)
-    videos = pipe(
-        prompt,
-        negative_prompt=negative_prompt,
-        steps=steps,
-        guidance=guidance,
-        sampler=sampler,
-        seed=seed,
-        frames=frames,
-        height=height,
-        width=width,
-    )
+    for path in paths:
+        check_output(path, pipe.size(frames, height, width).frames)
+    with log.ProgressLine("sample", (steps or pipe.config.sample.steps) * len(prompt), "step") as line:
+        videos = pipe(
+            prompt,
+            negative_prompt=negative_prompt,
+            steps=steps,
+            guidance=guidance,
+            sampler=sampler,
+            seed=seed,
+            frames=frames,
+            height=height,
+            width=width,
+            on_step=lambda done, total: line.advance(),
+        )
     for video, path in zip(videos, paths, strict=True):
         video.save(path)
         print(path)

@@ -80,7 +80,7 @@ def template(name: str, source: str) -> str:
         "name": name,
         "output": "runs",
         "seed": 0,
-        "data": {"sources": [{"path": source}], "cache": "cache", "fps": 8.0, "buckets": BUCKETS},
+        "data": {"sources": [{"path": source}], "cache": f"cache/{name}", "fps": 8.0, "buckets": BUCKETS},
         "vae": {"kind": "linear"},
         "text": {"kind": "minilm"},
         "objective": {"kind": "flow"},

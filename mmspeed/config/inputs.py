@@ -12,7 +12,7 @@ from mmspeed.shapes import Bucket
 class Section(BaseModel):
     """Base of all sections: immutable, unknown keys forbidden, defaults checked."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 class SourceConfig(Section):

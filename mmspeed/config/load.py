@@ -25,7 +25,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     path = Path(path)
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = _Loader(path.read_text(encoding="utf-8")).get_single_data()
     except FileNotFoundError:
         raise UserError(f"{path}: no such config file; `mmspeed init {path}` writes one") from None
     except IsADirectoryError:
@@ -65,6 +65,21 @@ def dump_config(config: Config) -> str:
     """The whole resolved config as YAML, loadable again."""
     tree = config.model_dump(mode="json", by_alias=True)
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's safe loader, for which a key that stands twice in one mapping is an error: the first would be lost."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key '{key.value}' stands here a second time", key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 class _Dumper(yaml.SafeDumper):

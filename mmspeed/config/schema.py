@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
@@ -139,7 +139,9 @@ class TrainConfig(Section):
     min_lr_ratio: float = Field(
         0.0, ge=0, le=1, description="Learning rate at the end of the cosine, as a share of `lr`."
     )
-    betas: tuple[float, float] = Field((0.9, 0.99), description="AdamW's decay rates of the first and second moment.")
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
+        (0.9, 0.99), description="AdamW's decay rates of the first and second moment."
+    )
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay, on matrices only.")
     clip_norm: float | None = Field(
@@ -274,7 +276,9 @@ class Config(Section):
         (), description="Trackers beside `metrics.jsonl`, through accelerate; each needs its package."
     )
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, populate_by_name=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, populate_by_name=True
+    )
 
     @field_validator("data")
     @classmethod
@@ -303,6 +307,16 @@ class Config(Section):
     def cache_dir(self) -> Path:
         """Folder of the dataset cache."""
         return Path(self.data.cache)
+
+    def samples_made_for(self) -> dict[str, Any]:
+        """What the cache's table of samples depends on. Of a source's path the last part: caches and data sets move between machines."""
+        data = self.data.model_dump(mode="json", exclude={"cache", "repeats", "sources"})
+        data["sources"] = [
+            source.model_dump(mode="json") | {"path": Path(source.path).name} for source in self.data.sources
+        ]
+        if self.data.val_fraction > 0:
+            data["val_fraction"] = [self.data.val_fraction, self.seed]  # the draw depends on both
+        return data
 
     @property
     def codec_weights(self) -> Path | None:

@@ -292,7 +292,9 @@ def switched_on(text: str) -> str:
 def test_template_is_valid_and_shows_the_defaults(demo_clips: Path) -> None:
     text = template("my-run", str(demo_clips))
     config = make_config(yaml.safe_load(text))
-    bare = make_config(tree(name="my-run", data={"sources": [{"path": str(demo_clips)}], "buckets": [BUCKET]}))
+    bare = make_config(
+        tree(name="my-run", data={"sources": [{"path": str(demo_clips)}], "cache": "cache/my-run", "buckets": [BUCKET]})
+    )
     assert config == bare
     all_on = yaml.safe_load(switched_on(text))
     assert make_config(all_on) == config

@@ -162,6 +162,7 @@ def test_sampling_is_a_function_of_prompt_and_seed(finished: Config) -> None:
     [
         ({"frames": 6}, "6 frames do not fit"),
         ({"height": 30}, "height 30 is no multiple"),
+        ({"height": 24}, "no multiple of 2 of the model's patch"),
         ({"sampler": "ddim"}, "ddim"),
     ],
 )
@@ -197,6 +198,32 @@ def test_a_run_refuses_another_model_and_another_codec(finished: Config, home: P
         TrainPipeline(small_config(home, "name=other", "text.max_tokens=7")).run()
     with pytest.raises(UserError, match="run mmspeed preprocess first"):
         TrainPipeline(small_config(home, f"data.cache={home}/none")).run()
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("data.fps=4", "other data.fps; run"),
+        ("data.val_fraction=0.5", "other data.val_fraction"),
+        ("data.buckets=[{frames: 5, height: 48, width: 48}]", "other data.buckets"),
+        ("data.sources.0.path=elsewhere.jsonl", "other data.sources"),
+    ],
+)
+def test_a_cache_that_was_made_for_other_data_is_refused(home: Path, override: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        TrainPipeline(small_config(home, "name=other-data", override)).run()
+
+
+def test_a_sample_size_that_cannot_be_made_is_told_before_the_first_step(home: Path) -> None:
+    config = small_config(home, "name=size", "sample.width=24", "validate.prompts=[a rabbit]")
+    with pytest.raises(UserError, match="no multiple of 2 of the model's patch"):
+        TrainPipeline(config).run()
+    assert losses(config) == []
+
+
+def test_the_same_prompt_twice_gives_two_videos(finished: Config) -> None:
+    one, two = TextToVideo.from_run(finished.run_dir)(["a rabbit", "a rabbit"])
+    assert not np.array_equal(one.frames_FHWC, two.frames_FHWC)
 
 
 def test_a_bucket_that_the_model_cannot_cut_is_told_before_training(home: Path) -> None:
