@@ -153,12 +153,14 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a `metrics.jsonl`; a last line cut off by a kill is left out."""
+    """The rows of a `metrics.jsonl`; lines that are no JSON object, as one cut off by a kill, are left out."""
     rows = []
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
-                rows.append(json.loads(line))
+                row = json.loads(line)
             except json.JSONDecodeError:
                 continue
+            if isinstance(row, dict):
+                rows.append(row)
     return rows

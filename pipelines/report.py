@@ -182,7 +182,9 @@ def _figure(source: str, caption: str) -> str:
 
 def _samples(folder: Path) -> str:
     """The newest steps' videos with their prompts. A step's folder holds NNN.mp4 and NNN.txt (the prompt)."""
-    steps = sorted((p for p in folder.glob("step-*") if p.is_dir()), reverse=True) if folder.is_dir() else []
+    steps = (
+        sorted((p for p in folder.glob("step-" + "[0-9]" * 8) if p.is_dir()), reverse=True) if folder.is_dir() else []
+    )
     if not steps:
         return "<p>No videos were sampled during this run (set validate.prompts).</p>"
     parts = []

@@ -12,7 +12,7 @@ from mmspeed.config import Bucket, Config
 from mmspeed.data import number_duplicates
 from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.errors import UserError
-from mmspeed.loop.checkpoint import best, latest, load_weights, step_name
+from mmspeed.loop.checkpoint import best, latest, load_weights, step_name, steps_in
 from mmspeed.models import SoraDiT, build_model
 from mmspeed.models.vae import load_codec
 from mmspeed.parallel import autocast
@@ -69,7 +69,7 @@ def clean_prompt(prompt: str) -> str:
 
 def find_checkpoint(folder: RunFolder, which: str | int) -> Path:
     """The checkpoint `latest`, `best`, or of a step. Raises UserError when there is none, with the steps that there are."""
-    steps = sorted(int(p.name.removeprefix("step-")) for p in folder.checkpoints.glob("step-*"))
+    steps = steps_in(folder.checkpoints)
     if not steps:
         raise UserError(f"{folder.root} has no checkpoint yet")
     if which in ("latest", "best"):

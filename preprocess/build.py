@@ -107,7 +107,7 @@ class CacheBuilder:
             repair(root)
         comm.barrier(self.group)
         report = BuildReport(root=root, files=listing.files, sources=len(listing.sources), ignored=listing.ignored)
-        report.captions_cut = listing.captions_cut
+        report.captions_cut, report.captions_repaired = listing.captions_cut, listing.captions_repaired
         if self.rank == 0:
             report.rejections += listing.rejections
         codec = self._codec(device, listing.sources, report)

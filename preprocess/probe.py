@@ -29,7 +29,7 @@ _DECORD_CODECS = frozenset(("h264", "hevc", "vp8", "vp9"))
 _DECORD_PIXELS = frozenset(("yuv420p", "yuvj420p", "yuv422p", "yuv444p"))
 _DECORD_SMALLEST = 32
 _DECORD_MEMBER_BYTES = 256 << 20  # a tar member is handed to decord as bytes
-# Damaged files make PyAV seek before the start (OSError) and meet streams that it has not announced (LookupError).
+# DamagedError files make PyAV seek before the start (OSError) and meet streams that it has not announced (LookupError).
 DECODER_ERRORS = (av.error.FFmpegError, OSError, LookupError, ValueError, ArithmeticError)
 # Containers that state their duration, where others only estimate it.
 _STATES_DURATION = ("mov", "matroska", "avi", "flv", "asf", "ogg")

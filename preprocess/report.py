@@ -29,6 +29,7 @@ class BuildReport:
     texts: int = 0
     texts_reused: int = 0
     captions_cut: int = 0  # cut to data.max_caption_chars
+    captions_repaired: int = 0  # held bytes that are no UTF-8, which became U+FFFD
     captions_truncated: int = 0  # cut to text.max_tokens by the encoder
     seconds: float = 0.0
     seconds_of_video: float = 0.0
@@ -95,6 +96,8 @@ class BuildReport:
             lines.append(
                 f"  captions cut: {self.captions_cut} to data.max_caption_chars, {self.captions_truncated} to text.max_tokens"
             )
+        if self.captions_repaired:
+            lines.append(f"  captions with bytes that are no UTF-8: {self.captions_repaired}; such signs became U+FFFD")
         if self.ignored:
             lines.append(f"  hidden files ignored: {self.ignored}")
         if self.rejections:

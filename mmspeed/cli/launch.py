@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import traceback
 from typing import Any
 
 from mmspeed.errors import UserError
@@ -40,7 +41,8 @@ def cores() -> int:
 def launch(arguments: list[str], nproc: int, debug: bool = False) -> int:
     """Run `mmspeed` with `arguments` in `nproc` processes; returns the exit code after showing what failed.
 
-    SIGTERM and SIGINT are passed on to the processes, which may take `GRACE_SECONDS` to stop.
+    SIGTERM and SIGINT are passed on to the processes, which may take `GRACE_SECONDS` to stop; when all of them end with
+    exit code 0, so does this.
     """
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -60,11 +62,27 @@ def launch(arguments: list[str], nproc: int, debug: bool = False) -> int:
         print(line, file=sys.stderr, flush=True)
         return code
     except SignalException as error:
+        if _all_ended_well(error):
+            return 0
         print(f"mmspeed: stopped by {error.sigval.name}", file=sys.stderr, flush=True)
         return 128 + error.sigval
     finally:
         logging.disable(logging.NOTSET)
     return 0
+
+
+def _all_ended_well(error: BaseException) -> bool:
+    """Whether every process ended by itself, with exit code 0, after the signal that `error` tells of.
+
+    torch's launcher reports the signal alone, so the processes are looked up in the agent that `error` passed through;
+    False when another torch keeps them elsewhere.
+    """
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        context = getattr(frame.f_locals.get("agent"), "_pcontext", None)
+        processes = [handler.proc for handler in getattr(context, "subprocess_handlers", {}).values()]
+        if processes:
+            return all(process.returncode == 0 for process in processes)
+    return False
 
 
 def explain(failures: dict[int, Any]) -> tuple[str, int]:

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import safetensors.torch
 from torch import Tensor
 
@@ -96,6 +98,16 @@ def _entries_of(root: Path, shard: str) -> list[Entry]:
     return entries
 
 
+def _check_length(root: Path, index: Path, table: pa.Table) -> None:
+    """Raises UserError when a shard is shorter than its index says: its entries would be taken for present."""
+    shard = root / shard_of_index(index)
+    end = pc.max(pc.add(table["offset"], table["bytes"])).as_py() or 0
+    if shard.exists() and shard.stat().st_size < end:
+        raise UserError(
+            f"shard {shard} is damaged: cut short; delete it and run the same command again, which makes its entries anew"
+        )
+
+
 def latent_tensors(mean_CThw: Tensor, logvar_CThw: Tensor | None = None) -> dict[str, Tensor]:
     """The tensors of an entry of section `latents`, under the names that the reader knows."""
     return {"mean": mean_CThw} | ({} if logvar_CThw is None else {"logvar": logvar_CThw})
@@ -145,6 +157,7 @@ class CacheWriter:
         self._known: dict[str, set[str]] = {section: set() for section in SECTIONS}
         for path in index_files(self.root):
             table = read_table(path, entry_schema())
+            _check_length(self.root, path, table)
             for section, key in zip(table["section"].to_pylist(), table["key"].to_pylist(), strict=True):
                 self._known[section].add(key)
 

@@ -38,12 +38,26 @@ from torch.optim import Optimizer
 
 from mmspeed.comm import all_reduce_max, barrier
 from mmspeed.errors import UserError
+from mmspeed.log import get_logger
 
 from .ema import EMA
-from .storage import SafetensorsReader, SafetensorsWriter, read_index, sync_folder, write_json
+from .storage import (
+    FORMAT,
+    META,
+    RECORD,
+    DamageError,
+    SafetensorsReader,
+    SafetensorsWriter,
+    read_index,
+    read_meta,
+    read_record,
+    step_name,
+    step_of,
+    steps_in,
+    sync_folder,
+    write_json,
+)
 
-FORMAT = 1
-META, RECORD = "meta.json", "latest.json"
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -57,30 +71,33 @@ class TrainingState:
     meta: dict[str, Any] = field(default_factory=dict)
 
 
-def step_name(step: int) -> str:
-    """Folder name of a step's checkpoint, such as `step-00000123`."""
-    return f"step-{step:08d}"
-
-
 # ---- which checkpoints there are ----
 
 
 def recorded(folder: Path) -> list[dict[str, Any]]:
     """`{"step", "loss"}` of each checkpoint in `folder`, in the order they were written; `loss` may be None.
 
-    Whole checkpoints that a kill kept from being recorded come last, by step.
+    Whole checkpoints that a kill kept from being recorded come last, by step; so do all, with a warning, when the
+    record is damaged.
     """
     entries: list[dict[str, Any]] = []
-    if (folder / RECORD).exists():
-        entries = json.loads((folder / RECORD).read_text(encoding="utf-8"))["checkpoints"]
+    try:
+        entries = read_record(folder)
+    except DamageError as error:
+        get_logger(__name__).warning(
+            f"{folder} {error}; going by the names of the folders there, the recorded validation losses are lost"
+        )
     known = {entry["step"] for entry in entries}
-    found = sorted(int(path.parent.name.removeprefix("step-")) for path in folder.glob(f"step-*/{META}"))
+    found = steps_in(folder)
     entries += [{"step": step, "loss": None} for step in found if step not in known]
     return [entry for entry in entries if entry["step"] in found]
 
 
 def latest(folder: Path) -> Path | None:
-    """The checkpoint written last, or None."""
+    """The checkpoint written last, or None. Warns of folders that are passed over because they are not whole."""
+    for path in sorted(folder.glob("step-*")):
+        if path.is_dir() and step_of(path) is not None and not (path / META).is_file():
+            get_logger(__name__).warning(f"checkpoint {path} is left out: it is incomplete, it has no {META}")
     entries = recorded(folder)
     return folder / step_name(entries[-1]["step"]) if entries else None
 
@@ -119,16 +136,16 @@ def _check(folder: Path, index: dict[str, Any], wanted: dict[str, Tensor]) -> No
 
 
 def _open(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(meta, index) of a checkpoint; UserError when it is missing, incomplete or from a newer mmspeed."""
+    """(meta, index) of a checkpoint; UserError when it is missing, incomplete, damaged or from a newer mmspeed."""
     if not folder.is_dir():
         raise UserError(f"there is no checkpoint {folder}")
-    index = read_index(folder)
     try:
-        meta = json.loads((folder / META).read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
-        raise UserError(
-            f"checkpoint {folder} is incomplete: {META} is missing or damaged; use another checkpoint"
-        ) from None
+        meta = read_meta(folder)
+        index = read_index(folder) if meta["format"] <= FORMAT else {}
+    except DamageError as error:
+        others = [entry["step"] for entry in recorded(folder.parent) if step_name(entry["step"]) != folder.name]
+        onward = f"go on from step {others[-1]}" if others else "start anew"
+        raise UserError(f"checkpoint {folder} {error}; copy it again, or delete that folder to {onward}") from None
     if meta["format"] > FORMAT:
         raise UserError(
             f"checkpoint {folder} has format {meta['format']}; this mmspeed reads up to {FORMAT}: update mmspeed"
@@ -223,6 +240,7 @@ class CheckpointManager:
         if self._lead:
             folder.mkdir(parents=True, exist_ok=True)
             _clean(folder)
+            _mend_record(folder)
         barrier(group)
 
     def save(self, step: int, state: TrainingState, *, blocking: bool = False) -> None:
@@ -298,9 +316,8 @@ class CheckpointManager:
     ) -> dict[str, Any]:
         """`load`, after the write under way, and with `folder` safe from removal."""
         self.wait()
-        if folder.parent == self.folder and folder.name.startswith("step-"):
-            # kept until another is loaded: a rollback returns to it
-            self._in_use = int(folder.name.removeprefix("step-"))
+        if folder.parent == self.folder and step_of(folder) is not None:
+            self._in_use = step_of(folder)  # kept until another is loaded: a rollback returns to it
         return load(folder, model, optimizer, ema, self.group)
 
     def _commit(self, step: int, temporary: Path, meta: dict[str, Any]) -> None:
@@ -329,11 +346,23 @@ class CheckpointManager:
             if self.keep_best and scored:
                 kept.add(min(scored, key=lambda entry: entry["loss"])["step"])
             entries, gone = _split(entries, lambda entry: entry["step"] in kept)
-            newest = step_name(entries[-1]["step"]) if entries else None
-            write_json(self.folder / RECORD, {"latest": newest, "checkpoints": entries})
-            sync_folder(self.folder)
+            _write_record(self.folder, entries)
             for entry in gone:
                 _remove(self.folder / step_name(entry["step"]))
+
+
+def _write_record(folder: Path, entries: list[dict[str, Any]]) -> None:
+    newest = step_name(entries[-1]["step"]) if entries else None
+    write_json(folder / RECORD, {"latest": newest, "checkpoints": entries})
+    sync_folder(folder)
+
+
+def _mend_record(folder: Path) -> None:
+    """Write a damaged record anew, so that the warning comes once."""
+    try:
+        read_record(folder)
+    except DamageError:
+        _write_record(folder, recorded(folder))
 
 
 def _split(items: list[Any], keep: Callable[[Any], bool]) -> tuple[list[Any], list[Any]]:

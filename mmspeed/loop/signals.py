@@ -56,7 +56,7 @@ class StopSignals:
         found = 0
         for level, name in enumerate(REQUESTS):
             file = self.run_dir / name
-            if level and file.exists():
+            if level and file.is_file():
                 file.unlink(missing_ok=True)
                 found = level
         return found

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,9 +31,36 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from mmspeed.errors import UserError
+FORMAT = 1
+INDEX, META, RECORD = "index.json", "meta.json", "latest.json"
 
-INDEX = "index.json"
+
+class DamageError(Exception):
+    """What is wrong with a file of a checkpoint folder; the text goes on after the folder's name."""
+
+
+# ---- names ----
+
+
+def step_name(step: int) -> str:
+    """Folder name of a step's checkpoint, such as `step-00000123`."""
+    return f"step-{step:08d}"
+
+
+def step_of(folder: Path) -> int | None:
+    """The step that `folder` is named for; None for names that `step_name` does not give, as `step-old`."""
+    found = re.fullmatch(r"step-([0-9]+)", folder.name)
+    step = int(found[1]) if found else None
+    return step if step is not None and step_name(step) == folder.name else None
+
+
+def steps_in(folder: Path) -> list[int]:
+    """The steps of the whole checkpoints in `folder`, rising; other folders and files there are left out."""
+    steps = ((step_of(path), path) for path in folder.glob("step-*"))
+    return sorted(step for step, path in steps if step is not None and (path / META).is_file())
+
+
+# ---- files ----
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -55,24 +83,59 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def read_index(folder: Path) -> dict[str, Any]:
-    """The index of a checkpoint. Raises UserError when it, or a file that it names, is missing or of another size."""
+def _read_json(path: Path) -> Any:
     try:
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"checkpoint {folder} is incomplete: it has no {INDEX}; use another checkpoint") from None
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"checkpoint {folder} is damaged: {INDEX} is no JSON ({error}); use another checkpoint"
-        ) from None
-    for name, size in index["files"].items():
+        raise DamageError(f"is incomplete: it has no {path.name}") from None
+    except ValueError as error:  # no JSON, or no UTF-8
+        raise DamageError(f"is damaged: {path.name} is no JSON ({error})") from None
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """The index of a checkpoint. Raises DamageError when it, or a file that it names, is missing, or not as it was written."""
+    index = _read_json(folder / INDEX)
+    match index:
+        case {"tensors": dict(tensors), "files": dict(files)} if all(
+            isinstance(entry, dict) and entry.keys() >= {"shape", "dtype", "chunks"} for entry in tensors.values()
+        ):
+            pass
+        case _:
+            raise DamageError(f"is damaged: {INDEX} is not a list of tensors and files")
+    for name, size in files.items():
         found = (folder / name).stat().st_size if (folder / name).exists() else None
         if found != size:
             state = "is missing" if found is None else f"has {found} of its {size} bytes"
-            raise UserError(
-                f"checkpoint {folder} is incomplete: {name} {state}; copy it again or use another checkpoint"
-            )
+            raise DamageError(f"is incomplete: {name} {state}")
     return dict(index)
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """What `CheckpointManager` wrote into `meta.json`. Raises DamageError; the parts of a newer format are not looked at."""
+    meta = _read_json(folder / META)
+    match meta:
+        case {"format": int(version)} if version > FORMAT:
+            return dict(meta)
+        case {"format": int(), "step": int(), "ema_updates": int() | None, "meta": dict()}:
+            return dict(meta)
+    raise DamageError(f"is damaged: {META} lacks what every checkpoint tells (format, step, ema_updates, meta)")
+
+
+def read_record(folder: Path) -> list[dict[str, Any]]:
+    """The entries `{"step", "loss"}` of `latest.json`; none when there is no such file. Raises DamageError."""
+    if not (folder / RECORD).exists():
+        return []
+    match _read_json(folder / RECORD):
+        case {"checkpoints": list(entries)} if all(map(_is_entry, entries)):
+            return entries
+    raise DamageError(f"is damaged: {RECORD} is not a list of checkpoints")
+
+
+def _is_entry(entry: Any) -> bool:
+    match entry:
+        case {"step": int(), "loss": int() | float() | None}:
+            return True
+    return False
 
 
 @dataclass(frozen=True)

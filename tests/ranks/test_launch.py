@@ -1,12 +1,15 @@
-"""What a launcher starts: a user's own script with several pipelines in it, and a rank that fails."""
+"""What a launcher starts: a user's own script with several pipelines in it, a rank that fails, and a stop on request."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import pytest
 
 from mmspeed.config import dump_config
 from mmspeed.preprocess import CacheBuilder
@@ -51,3 +54,39 @@ def test_a_damaged_shard_that_one_rank_meets_ends_all_with_its_message(tmp_path:
     done = launch(tmp_path, "-m", "mmspeed", "train", "my-run.yaml")
     assert done.returncode != 0 and time.monotonic() - began < 100
     assert "damaged" in done.stderr and str(shard.name) in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_is_no_failure(tmp_path: Path, number: signal.Signals) -> None:
+    config = small_config(tmp_path, "train.steps=100000", "checkpoint.every=100000", "validate.every=100000")
+    CacheBuilder(config).run()
+    (tmp_path / "my-run.yaml").write_text(dump_config(config), encoding="utf-8")
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    command = [sys.executable, "-m", "mmspeed", "train", "my-run.yaml", "--nproc", "2"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment)
+    deadline = time.monotonic() + 100
+    while len(losses(config)) < 3 and time.monotonic() < deadline:
+        time.sleep(0.2)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 0 and "stopped by" not in errors, errors
+    assert len(list((config.run_dir / "checkpoints").glob("step-*"))) == 1
+
+
+def test_a_signal_that_ends_the_ranks_is_told(tmp_path: Path) -> None:
+    program = (
+        "import sys, time; from mmspeed.cli import launch; from torch.distributed import run; parse = run.parse_args\n"
+        "run.parse_args = lambda args: parse([*args[:3], 'rank.py'])\n"
+        "sys.exit(launch.launch([], 2))"
+    )
+    (tmp_path / "rank.py").write_text("import os, time; open(os.environ['RANK'], 'w').close(); time.sleep(100)")
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    deadline = time.monotonic() + 60
+    while not ((tmp_path / "0").exists() and (tmp_path / "1").exists()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (143, "mmspeed: stopped by SIGTERM\n")

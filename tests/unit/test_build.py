@@ -206,3 +206,16 @@ def test_what_cannot_be_done_is_one_clear_error(tmp_path: Path, override: str, w
     with pytest.raises(UserError, match=words) as caught:
         CacheBuilder(small_config(tmp_path, override)).run()
     assert len(str(caught.value).splitlines()) <= 2
+
+
+def test_a_shard_that_was_cut_short_is_noticed_and_made_anew(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    CacheBuilder(config).run()
+    before = checksums(tmp_path / "cache")
+    (shard,) = (tmp_path / "cache" / "latents").rglob("*.tar")
+    shard.write_bytes(shard.read_bytes()[:3000])
+    with pytest.raises(UserError, match=r"000000.tar is damaged: cut short; delete it"):
+        CacheBuilder(config).run()
+    shard.unlink()
+    assert CacheBuilder(config).run().encoded == 8
+    assert checksums(tmp_path / "cache") == before

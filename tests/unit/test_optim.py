@@ -120,3 +120,9 @@ def test_stop_signals_and_files(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         assert asked.poll() == "stop"
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_folders_named_as_requests_ask_for_nothing(tmp_path: Path) -> None:
+    for name in ("save", "stop"):
+        (tmp_path / name).mkdir()
+    assert StopSignals(tmp_path).poll() == "none" and len(list(tmp_path.iterdir())) == 2
