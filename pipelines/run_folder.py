@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from mmspeed.config import Config, dump_config, load_config
+from mmspeed.data.files import write_whole
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
 
@@ -138,13 +139,8 @@ def sync_file(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file whole or not at all (law 4)."""
-    temporary = path.with_name(f".{path.name}.tmp{os.getpid()}")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    """Write a text file whole or not at all (law 4). Raises UserError when the disk is full."""
+    write_whole(path, text.encode("utf-8"))
 
 
 def trim_metrics(path: Path, step: int) -> None:
