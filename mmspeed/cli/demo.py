@@ -35,7 +35,7 @@ def write_manifest(path: Path, train: Sequence[str], val: Sequence[str] = ()) ->
 
 def demo_tree(output: Path, short: bool) -> dict[str, Any]:
     """The demo's config, before it is checked; writes the manifest of its clips into `output`."""
-    steps = 60 if short else 1000
+    steps = 60 if short else 800
     captions = write_manifest(output / "clips.jsonl", TRAINED, HELD_OUT)
     return {
         "name": "short" if short else "demo",
