@@ -338,7 +338,10 @@ class TrainPipeline:
         if row:
             telemetry.write(row)
         loss = row.get("loss")
-        return loss is not None and self.manager.mark_best(step, loss) and self.config.checkpoint.keep_best
+        if loss is None:
+            return False
+        # rank 0 decides: saving takes all ranks, and another node's view of the record may be older
+        return bool(comm.broadcast_object(self.manager.mark_best(step, loss) and self.config.checkpoint.keep_best))
 
     def _save(self, step: int, blocking: bool) -> None:
         meta = {"step": step, "data": self.sampler.fingerprint, "skipped": self.skipped, "world": self.world}

@@ -113,6 +113,7 @@ class CacheBuilder:
         codec = self._codec(device, listing.sources, report)
         self._check_buckets(codec)
         shard_bytes = int(config.preprocess.shard_mb * 1e6)
+        self.text_fingerprint = text_identity(config.text)  # once: it reads the encoder's files
         with CacheWriter(root, shard_bytes, mend=False) as writer:
             width = self._encode_null(writer, report, device)
             clips = self._encode_clips(listing.sources[self.rank :: self.world], codec, writer, report)
@@ -247,7 +248,7 @@ class CacheBuilder:
     # -- texts ----------------------------------------------------------------------------------------------------
 
     def _text_parts(self, caption: str) -> dict[str, Any]:
-        return text_parts(self.config, text_identity(self.config.text), caption)
+        return text_parts(self.config, self.text_fingerprint, caption)
 
     def _encode_null(self, writer: CacheWriter, report: BuildReport, device: Device) -> int:
         """Encode the empty caption, before the long work: what is wrong with the text encoder shows now. Returns its width."""
@@ -265,8 +266,7 @@ class CacheBuilder:
         """Encode each distinct caption of all processes' clips once; a process takes its share by key."""
         mine = sorted({caption for source, _, _ in clips for caption in source.captions})
         captions = sorted({caption for part in comm.all_gather_objects(mine, self.group) for caption in part})
-        fingerprint = text_identity(self.config.text)
-        rows = [(entry_key(text_parts(self.config, fingerprint, c)), c, "texts") for c in captions]
+        rows = [(entry_key(self._text_parts(c)), c, "texts") for c in captions]
         share = [row for row in rows if int(row[0][:8], 16) % self.world == self.rank]
         todo = [row for row in share if not writer.has("texts", row[0])]
         report.texts += len(todo)
@@ -276,14 +276,13 @@ class CacheBuilder:
 
     def _encode_texts(self, rows: list[tuple[str, str, str]], writer: CacheWriter, device: Device) -> int:
         """Encode (key, caption, section) rows; returns how many captions the encoder cut to its length limit."""
-        fingerprint = text_identity(self.config.text)
         dtype = parse_dtype(self.config.preprocess.text_dtype)
         encoder = load_text_encoder(self.config.text, device)
         with ProgressLine("captions", len(rows), "caption") as line:
             for key, caption, section in rows:
                 entry = encoder.encode([caption])[0]
                 tensors = {name: tensor.to(dtype) for name, tensor in text_tensors(entry).items()}
-                writer.add(section, key, tensors, text_parts(self.config, fingerprint, caption))
+                writer.add(section, key, tensors, self._text_parts(caption))
                 line.advance()
         return getattr(encoder, "truncated", 0)
 
@@ -293,11 +292,10 @@ class CacheBuilder:
         self, clips: list[tuple[Source, Clip, str]], codec: VideoCodec, width: int, report: BuildReport
     ) -> None:
         """Gather every process's part; rank 0 writes the samples, the rejects and cache.json."""
-        fingerprint = text_identity(self.config.text)
         rows = [
             {
                 "latent_key": key,
-                "text_keys": [entry_key(text_parts(self.config, fingerprint, c)) for c in source.captions],
+                "text_keys": [entry_key(self._text_parts(c)) for c in source.captions],
                 "split": split_of(source, clip.content_id, self.config.data, self.config.seed),
                 "bucket": clip.bucket.name,
                 "source": source.name,
@@ -326,7 +324,7 @@ class CacheBuilder:
             report.count_samples(samples)
             write_rejects(report.root, [(r.source, r.reason.value, r.detail) for r in report.rejections])
             write_info(report.root, self._info(codec, width))
-            write_samples(report.root, samples, null_key=entry_key(text_parts(self.config, fingerprint, "")))
+            write_samples(report.root, samples, null_key=entry_key(self._text_parts("")))
         comm.barrier(self.group)
 
     def _info(self, codec: VideoCodec, width: int) -> dict[str, Any]:
@@ -340,7 +338,7 @@ class CacheBuilder:
                     "channels": codec.channels,
                     "strides": [codec.strides.temporal, codec.strides.spatial],
                 },
-                "text": {"kind": config.text.kind, "fingerprint": text_identity(config.text), "width": width},
+                "text": {"kind": config.text.kind, "fingerprint": self.text_fingerprint, "width": width},
             },
             "made_for": config.samples_made_for(),
             "fps": config.data.fps,
