@@ -307,11 +307,11 @@ class CacheBuilder:
         report.merge([BuildReport.from_json(part) for part in comm.all_gather_objects(report.to_json(), self.group)])
         if self.rank == 0:
             gathered.sort(key=lambda row: row["source"])
-            keys = number_duplicates(sample_key(row["latent_key"], row["text_keys"]) for row in gathered)
+            keys = number_duplicates(sample_key([row["latent_key"]], row["text_keys"]) for row in gathered)
             samples = [
                 Sample(
                     key=key,
-                    latent_key=row["latent_key"],
+                    latent_keys=(row["latent_key"],),
                     text_keys=tuple(row["text_keys"]),
                     split=row["split"],
                     bucket=Bucket.parse(row["bucket"]),

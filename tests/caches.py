@@ -63,9 +63,9 @@ def add_text(writer: CacheWriter, caption: str, section: str = "texts", pooled: 
 
 def finish(root: Path, latents: list[str], texts: list[str], **kwargs: str) -> None:
     """Describe the data set, as preprocess does at its end."""
-    keys = number_duplicates(sample_key(key, texts) for key in latents)
+    keys = number_duplicates(sample_key([key], texts) for key in latents)
     rows = [
-        Sample(key, latent_key, tuple(texts), "val" if row == 0 else "train", BUCKET, f"{row}.mp4", 16, f"c{row}")
+        Sample(key, (latent_key,), tuple(texts), "val" if row == 0 else "train", BUCKET, f"{row}.mp4", 16, f"c{row}")
         for row, (key, latent_key) in enumerate(zip(keys, latents, strict=True))
     ]
     write_samples(root, rows, **kwargs)

@@ -126,7 +126,7 @@ def details(cache: DatasetCache, key: str) -> dict[str, Any]:
     if sample is not None:
         return {
             "sample": {**vars(sample), "bucket": str(sample.bucket)},
-            "latent": details(cache, sample.latent_key),
+            "latents": [details(cache, latent) for latent in sample.latent_keys],
             "texts": [details(cache, text) for text in sample.text_keys],
         }
     entry = cache.entry(key)

@@ -68,6 +68,23 @@ class DataConfig(Section):
     buckets: tuple[BucketConfig, ...] = Field(
         min_length=1, description="Pixel shapes; each clip goes to the one that loses least of it."
     )
+    windows: Annotated[int, Field(ge=1)] | Literal["all"] = Field(
+        1,
+        description="Windows of time taken of a video for a bucket, evenly spread without overlap; fewer where the video is shorter. `all`: as many as fit.",
+    )
+    crops: int = Field(
+        1,
+        ge=1,
+        le=9,
+        description="Crops taken of a picture whose shape is not the bucket's, evenly spread from edge to edge; 1: the middle.",
+    )
+    buckets_per_clip: int = Field(
+        1, ge=1, description="Buckets that a clip serves, the best fitting first; each makes samples of its own."
+    )
+    variants: Literal["each", "draw"] = Field(
+        "each",
+        description="`each`: every window and crop is a sample of the epoch. `draw`: each use of a clip in an epoch draws one of them.",
+    )
     allow_upscale: bool = Field(
         False,
         description="Whether media smaller than every bucket are enlarged; otherwise they are rejected as too small.",
@@ -159,6 +176,24 @@ class PreprocessConfig(Section):
     decode_workers: int = Field(2, ge=1, le=64, description="Decoder processes beside each encoding process.")
     time_limit: float = Field(
         60.0, gt=0, description="Seconds that probing and decoding one file may take before it is rejected."
+    )
+    encode_batch: int = Field(
+        1,
+        ge=1,
+        description="Clips of one bucket that the codec encodes at a time, where the device gives the same bits as one by one (checked as it goes).",
+    )
+    text_batch: int = Field(
+        16,
+        ge=1,
+        description="Captions of one length that the text encoder encodes at a time, under the same condition.",
+    )
+    exact_batches: bool = Field(
+        True,
+        description="Use batches only where they give the same bits as one by one. False: always; entries then differ in the last bits with their company.",
+    )
+    online: bool = Field(
+        True,
+        description="Whether `mmspeed train` encodes what the cache lacks during its first epoch; false: an incomplete cache is an error.",
     )
     shard_mb: float = Field(256.0, gt=0, description="Size at which a shard is closed, in megabytes.")
     latent_dtype: Literal["float32", "bfloat16"] = Field(

@@ -115,7 +115,11 @@ class DatasetCache:
 
     def _check_samples(self) -> None:
         latents, texts = self._rows["latents"], self._rows["texts"]
-        lacking = [s for s in self.samples if s.latent_key not in latents or any(t not in texts for t in s.text_keys)]
+        lacking = [
+            s
+            for s in self.samples
+            if any(k not in latents for k in s.latent_keys) or any(t not in texts for t in s.text_keys)
+        ]
         if lacking:
             raise UserError(
                 f"cache {self.root}: {len(lacking)} of {len(self.samples)} samples have no stored encoding "

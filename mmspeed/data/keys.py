@@ -51,9 +51,9 @@ def is_key(text: str) -> bool:
     return _KEY.fullmatch(text) is not None
 
 
-def sample_key(latent_key: str, text_keys: Sequence[str]) -> str:
-    """The key of a sample: its latent and its captions in their order; not its file name or split."""
-    return entry_key({"latent": latent_key, "texts": list(text_keys)})
+def sample_key(latent_keys: Sequence[str], text_keys: Sequence[str]) -> str:
+    """The key of a sample: its latents and its captions in their order; not its file name or split."""
+    return entry_key({"latents": list(latent_keys), "texts": list(text_keys)})
 
 
 def number_duplicates(keys: Iterable[str]) -> list[str]:

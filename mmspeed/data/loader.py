@@ -35,6 +35,13 @@ def draw_latent(stored: dict[str, Tensor], seed: int, name: Name) -> Tensor:
     return mean_CThw + torch.exp(0.5 * stored["logvar"].float()) * noise_CThw
 
 
+def choose_latent(sample: Sample, seed: int, name: Name) -> str:
+    """The key of the latent that this use of a sample meets: one of its windows and crops, drawn evenly."""
+    if len(sample.latent_keys) == 1:
+        return sample.latent_keys[0]
+    return sample.latent_keys[int(uniform(seed, "variant", *name) * len(sample.latent_keys))]
+
+
 def choose_text(sample: Sample, seed: int, name: Name, caption_dropout: float) -> str | None:
     """The key of the caption that this use of a sample meets; None stands for the empty caption.
 
@@ -60,13 +67,14 @@ def assemble(cache: DatasetCache, draws: Sequence[tuple[Draw, float]], seed: int
     """
     latents, texts = [], []
     for draw, _ in draws:
-        latents.append(draw_latent(cache.latent(draw.sample.latent_key), seed, draw.name))
+        latent_key = choose_latent(draw.sample, seed, draw.name)
+        latents.append(draw_latent(cache.latent(latent_key), seed, draw.name))
         text_key = choose_text(draw.sample, seed, draw.name, caption_dropout)
         texts.append(cache.null_text() if text_key is None else cache.text(text_key))
     for latent_CThw, (draw, _) in zip(latents, draws, strict=True):
         if latent_CThw.shape != latents[0].shape:
             raise UserError(
-                f"cache {cache.root}: latent {draw.sample.latent_key} of {draw.sample.source} has shape "
+                f"cache {cache.root}: the latent of {draw.sample.source} has shape "
                 f"{tuple(latent_CThw.shape)}, others of its bucket {tuple(latents[0].shape)}; "
                 "run mmspeed preprocess again"
             )

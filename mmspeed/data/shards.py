@@ -5,13 +5,14 @@ Their headers say nothing of who wrote them or when, so that an entry is the sam
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from mmspeed.errors import UserError
 
@@ -44,24 +45,34 @@ class ShardWriter:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._temp = TempFile(folder)
+        self._hash = hashlib.sha256()
 
     @property
     def size(self) -> int:
         """Bytes written so far."""
         return self._temp.size
 
+    @property
+    def sha256(self) -> str:
+        """Hexadecimal digest of the bytes written so far."""
+        return self._hash.hexdigest()
+
     def append(self, key: str, payload: bytes, sidecar: bytes) -> int:
         """Add one entry; the offset of its payload. On an error the shard is as it was before."""
         offset = self._temp.size + _BLOCK
-        self._temp.write(tar_member(f"{key}.safetensors", payload) + tar_member(f"{key}.json", sidecar))
+        self._write(tar_member(f"{key}.safetensors", payload) + tar_member(f"{key}.json", sidecar))
         return offset
+
+    def _write(self, data: bytes) -> None:
+        self._temp.write(data)
+        self._hash.update(data)  # after the write: a full disk leaves both as they were
 
     def seal(self) -> Path:
         """Make the shard durable under the next free number of its folder. It stays locked until `release`.
 
         Writers in several processes never take the same number: a link fails where the name exists.
         """
-        self._temp.write(bytes(2 * _BLOCK))
+        self._write(bytes(2 * _BLOCK))
         numbers = [int(path.stem) for path in self.folder.glob("*.tar") if path.stem.isdigit()]
         number = max(numbers, default=-1) + 1
         while not self._temp.link(target := self.folder / f"{number:06d}.tar"):
@@ -75,6 +86,20 @@ class ShardWriter:
     def discard(self) -> None:
         """Delete what was not sealed."""
         self._temp.discard()
+
+
+def shard_sha256(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file, read in pieces."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest(file)
+
+
+def _digest(file: BinaryIO) -> str:
+    """hashlib.file_digest of Python 3.11, for 3.10."""
+    result = hashlib.sha256()
+    while block := file.read(1 << 20):
+        result.update(block)
+    return result.hexdigest()
 
 
 def read_shard(path: Path) -> Iterator[Member]:

@@ -16,8 +16,9 @@ from mmspeed.shapes import Bucket
 from mmspeed.version import __version__
 
 from .files import write_whole
+from .seal import BLANK, seal
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 SECTIONS = ("latents", "texts", "null")
 SPLITS = ("train", "val")
 _SAMPLES = Path("index/samples.parquet")
@@ -46,16 +47,21 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One sample of the data set: which latent, which captions (none: the empty caption), and which split it is in."""
+    """One sample of the data set: which latents, which captions (none: the empty caption), and which split it is in.
+
+    Of several latents (windows or crops of one clip, all of one bucket) each use draws one. A sample whose source failed after
+    the order of training was made is `lost`: it keeps its place in the order, with weight 0.
+    """
 
     key: str
-    latent_key: str
+    latent_keys: tuple[str, ...]
     text_keys: tuple[str, ...]
     split: str
     bucket: Bucket
     source: str
     tokens: int = 0
     content_id: str = ""
+    lost: bool = False
 
 
 class Rejection(NamedTuple):
@@ -92,23 +98,37 @@ def sample_schema() -> pa.Schema:
     return pa.schema(
         {
             "key": pa.string(),
-            "latent_key": pa.string(),
+            "latent_keys": pa.list_(pa.string()),
             "text_keys": pa.list_(pa.string()),
             "split": pa.string(),
             "bucket": pa.string(),
             "source": pa.string(),
             "tokens": pa.int64(),
             "content_id": pa.string(),
+            "lost": pa.bool_(),
             "captions": pa.int32(),
         }
     )
 
 
-def parquet_bytes(rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> bytes:
-    """Rows as the bytes of a Parquet file."""
+def parquet_bytes(
+    rows: Sequence[Mapping[str, Any]], schema: pa.Schema, facts: Mapping[str, str] | None = None
+) -> bytes:
+    """Rows as the bytes of a sealed Parquet file, with `facts` in its footer."""
     sink = pa.BufferOutputStream()
-    pq.write_table(pa.Table.from_pylist(list(rows), schema=schema), sink, compression="zstd")
-    return sink.getvalue().to_pybytes()
+    with pq.ParquetWriter(sink, schema, compression="zstd") as writer:
+        writer.write_table(pa.Table.from_pylist(list(rows), schema=schema))
+        writer.add_key_value_metadata({**(facts or {}), "mmspeed.seal": BLANK})
+    return seal(sink.getvalue().to_pybytes())
+
+
+def read_facts(path: Path) -> dict[str, str]:
+    """What stands in the footer of a Parquet file of the cache. Raises UserError when it is damaged."""
+    try:
+        metadata = pq.read_metadata(path, memory_map=True).metadata or {}
+        return {name.decode(): value.decode() for name, value in metadata.items() if name.startswith(b"mmspeed.")}
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise _damaged(path, error) from error
 
 
 def read_table(path: Path, schema: pa.Schema | None = None) -> pa.Table:
@@ -116,9 +136,11 @@ def read_table(path: Path, schema: pa.Schema | None = None) -> pa.Table:
     try:
         return pq.read_table(path, memory_map=True, columns=None if schema is None else schema.names, partitioning=None)
     except (pa.ArrowException, OSError) as error:
-        raise UserError(
-            f"cache table {path} is damaged ({error}); delete it and run mmspeed preprocess again"
-        ) from error
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> UserError:
+    return UserError(f"cache table {path} is damaged ({error}); delete it and run mmspeed preprocess again")
 
 
 def index_path(root: Path, shard: str) -> Path:
@@ -136,10 +158,14 @@ def index_files(root: Path) -> list[Path]:
     return sorted(path for path in (root / "index").glob("[!.]*.parquet") if path != root / _SAMPLES)
 
 
-def write_index(root: Path, shard: str, entries: Sequence[Entry], replace: bool = True) -> bool:
-    """Write the index of one sealed shard; with `replace` false one that exists stays. Whether ours was written."""
+def write_index(root: Path, shard: str, entries: Sequence[Entry], size: int, sha256: str, replace: bool = True) -> bool:
+    """Write the index of one closed shard; with `replace` false one that exists stays. Whether ours was written.
+
+    `size` and `sha256` are the shard's bytes and their digest, by which `verify` notices every change of it.
+    """
     rows = [dataclasses.asdict(entry) for entry in entries]
-    return write_whole(index_path(root, shard), parquet_bytes(rows, entry_schema()), replace=replace)
+    facts = {"mmspeed.shard_bytes": str(size), "mmspeed.shard_sha256": sha256}
+    return write_whole(index_path(root, shard), parquet_bytes(rows, entry_schema(), facts), replace=replace)
 
 
 def write_samples(root: Path | str, samples: Iterable[Sample], null_key: str | None = None) -> None:
@@ -168,7 +194,8 @@ def read_samples(root: Path) -> tuple[list[Sample], str | None]:
     null_key = (table.schema.metadata or {}).get(_NULL_KEY)
     samples = []
     for row in table.drop_columns(["captions"]).to_pylist():
-        row["bucket"], row["text_keys"] = Bucket.parse(row["bucket"]), tuple(row["text_keys"])
+        row["bucket"] = Bucket.parse(row["bucket"])
+        row["latent_keys"], row["text_keys"] = tuple(row["latent_keys"]), tuple(row["text_keys"])
         samples.append(Sample(**row))
     return samples, null_key.decode() if null_key else None
 
@@ -188,9 +215,9 @@ def read_rejects(root: Path) -> list[dict[str, str]]:
 
 def write_info(root: Path | str, info: Mapping[str, Any]) -> None:
     """Replace `cache.json`: what the cache was made with (encoders, fps, number types), and its schema and version."""
-    content = {**info, "schema": SCHEMA_VERSION, "mmspeed": __version__}
+    content = {**info, "schema": SCHEMA_VERSION, "mmspeed": __version__, "seal": BLANK}
     text = json.dumps(content, indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False)
-    write_whole(Path(root) / "cache.json", (text + "\n").encode())
+    write_whole(Path(root) / "cache.json", seal((text + "\n").encode()))
 
 
 def read_info(root: Path | str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from mmspeed.shapes import Bucket
 
 from .files import TEMP_SUFFIX, abandoned, disk_errors
 from .keys import canonical_json, digest, is_key
-from .shards import ShardWriter, read_shard
+from .shards import ShardWriter, read_shard, shard_sha256
 from .tables import (
     SECTIONS,
     Entry,
@@ -78,7 +78,9 @@ def repair(root: Path | str) -> RepairReport:
         with abandoned(path) as free:
             if not free:
                 report.live += 1
-            elif write_index(root, shard, _entries_of(root, shard), replace=False):
+            elif write_index(
+                root, shard, _entries_of(root, shard), path.stat().st_size, shard_sha256(path), replace=False
+            ):
                 report.reindexed.append(shard)
     return report
 
@@ -89,8 +91,12 @@ def _entries_of(root: Path, shard: str) -> list[Entry]:
     for member in read_shard(root / shard):
         row = dict(member.sidecar, shard=shard, offset=member.offset, bytes=len(member.payload), source=None)
         try:
+            if row["checksum"] != digest(member.payload):
+                raise UserError(
+                    f"shard {root / shard} is damaged at entry {member.key}; delete it and run the same command again"
+                )
             row |= {"frames": tuple(row["frames"]), "meta": canonical_json(row["meta"])}
-            entries.append(Entry(checksum=digest(member.payload), **row))
+            entries.append(Entry(**row))
         except (KeyError, TypeError) as error:
             raise UserError(
                 f"shard {root / shard} was not written by mmspeed ({error}); take it out of the cache"
@@ -200,7 +206,7 @@ class CacheWriter:
         if self.has(section, key):
             return False
         name = None if bucket is None else bucket.name
-        sidecar = {
+        sidecar: dict[str, Any] = {
             "key": key,
             "section": section,
             "bucket": name,
@@ -210,11 +216,12 @@ class CacheWriter:
             "fps": fps,
         }
         payload = safetensors.torch.save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+        sidecar["checksum"] = digest(payload)
         folder = self.root / section if name is None else self.root / section / name
         with self._giving_up(folder):
             shard = self._open.get(folder) or self._open.setdefault(folder, _OpenShard(ShardWriter(folder)))
             offset = shard.writer.append(key, payload, canonical_json(sidecar | {"meta": meta}).encode())
-            place = {"offset": offset, "bytes": len(payload), "checksum": digest(payload), "source": source}
+            place = {"offset": offset, "bytes": len(payload), "source": source}
             shard.rows.append(sidecar | place | {"frames": tuple(frames), "meta": canonical_json(meta)})
         self._known[section].add(key)
         if shard.writer.size >= self.shard_bytes:
@@ -234,7 +241,8 @@ class CacheWriter:
                 return
             path = shard.writer.seal().relative_to(self.root).as_posix()
             # The lock is held until the index stands, so that no repair takes the shard for a killed writer's.
-            write_index(self.root, path, [Entry(shard=path, **row) for row in shard.rows])
+            rows = [Entry(shard=path, **row) for row in shard.rows]
+            write_index(self.root, path, rows, shard.writer.size, shard.writer.sha256)
             shard.writer.release()
             del self._open[folder]
 

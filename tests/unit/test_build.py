@@ -168,7 +168,7 @@ def test_diffusers_and_transformers_folders_go_the_whole_way(tmp_path: Path, vae
     report = CacheBuilder(config).run()
     assert report.encoded == 3
     cache = DatasetCache(config.cache_dir)
-    stored = cache.latent(cache.samples[0].latent_key)
+    stored = cache.latent(cache.samples[0].latent_keys[0])
     assert set(stored) == {"mean", "logvar"}
     assert TrainPipeline(config).run().finished
     video = TextToVideo.from_run(config.run_dir)("a rabbit")[0]

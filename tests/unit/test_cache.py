@@ -168,7 +168,7 @@ def test_samples_are_replaced_without_touching_entries(tmp_path: Path) -> None:
     finish(tmp_path, latents[:2] * 2, texts[:1])
     cache = DatasetCache(tmp_path)
     assert tar_bytes(tmp_path) == before
-    assert sorted(sample.latent_key for sample in cache.samples) == sorted(latents[:2] * 2)
+    assert sorted(sample.latent_keys[0] for sample in cache.samples) == sorted(latents[:2] * 2)
     assert len({sample.key for sample in cache.samples}) == 4
     with pytest.raises(ValueError, match="two samples have the key"):
         write_samples(tmp_path, [cache.samples[0]] * 2)

@@ -201,7 +201,7 @@ def test_fillers_carry_no_weight(tmp_path: Path) -> None:
 def test_an_error_while_reading_ahead_reaches_the_consumer(tmp_path: Path) -> None:
     cache = make_cache(tmp_path, videos=4, images=0)
     sampler = BatchSampler(cache.samples, 1, seed=0)
-    entry = cache.entry(sampler.step(0, 2)[0].sample.latent_key)
+    entry = cache.entry(sampler.step(0, 2)[0].sample.latent_keys[0])
     with open(tmp_path / entry.shard, "r+b") as file:
         file.seek(entry.offset + entry.bytes - 4)
         file.write(b"\xff\xff\xff\xff")
