@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +21,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from mmspeed import rng
+from mmspeed.data.files import write_whole
+from mmspeed.data.seal import BLANK, is_sealed, seal
 from mmspeed.errors import UserError
 from mmspeed.protocol import Posterior
 from mmspeed.shapes import Bucket, Strides
@@ -132,36 +132,29 @@ class LinearCodec:
         return {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
 
     def save(self, path: Path) -> None:
-        """Write the codec to one safetensors file, whole or not at all; a file that is there stays."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            with open(partial, "wb") as file:
-                file.write(save(self._tensors(), {"format": FORMAT, "whitening": json.dumps(self.whitening)}))
-                file.flush()
-                os.fsync(file.fileno())
-            with suppress(FileExistsError):
-                os.link(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
+        """Write the codec to one sealed safetensors file, whole or not at all; a file that is there stays."""
+        facts = {"format": FORMAT, "whitening": json.dumps(self.whitening), "fingerprint": self.fingerprint}
+        write_whole(path, seal(save(self._tensors(), {**facts, "seal": BLANK})), replace=False)
 
     @classmethod
     def load(cls, path: Path) -> LinearCodec:
-        """The codec of a file that `save` wrote, on the CPU. Raises UserError for a missing or other file."""
+        """The codec of a file that `save` wrote, on the CPU. Raises UserError for a missing, damaged or other file."""
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
-                if metadata.get("format") != FORMAT:
-                    raise UserError(f"{path} is no linear codec of this version; fit it anew with `mmspeed preprocess`")
                 tensors = {name: file.get_tensor(name) for name in file.keys()}
+            if metadata.get("format") != FORMAT:
+                raise UserError(f"{path} is no linear codec of this version; fit it anew with `mmspeed preprocess`")
+            if "seal" in metadata and not is_sealed(path.read_bytes()):
+                raise UserError(
+                    f"{path} is damaged: put a copy of it there; another codec would make every latent stale"
+                )
+            bases = [Basis(**{n: tensors[f"{part}.{n}"] for n in Basis.__annotations__}) for part in ("image", "video")]
+            return cls(bases[0], bases[1], json.loads(metadata["whitening"]))
         except FileNotFoundError:
             raise UserError(f"{path}: no such codec file; `mmspeed preprocess` fits one") from None
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, KeyError, ValueError) as error:
             raise UserError(f"{path} cannot be read as a codec: {error}") from None
-        image, video = (
-            Basis(**{n: tensors[f"{part}.{n}"] for n in Basis.__annotations__}) for part in ("image", "video")
-        )
-        return cls(image, video, json.loads(metadata["whitening"]))
 
 
 def cut_patches(video_RFHW: Tensor, frames: int) -> Tensor:

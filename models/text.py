@@ -1,8 +1,9 @@
 """Text encoders by config: MiniLM, which comes as a Python package, or any encoder of transformers.
 
-Captions are encoded one at a time and without padding, so what a caption gives does not depend on its batch.
+Captions are encoded without padding, and one at a time unless `encode_ids` is asked, so what a caption gives does not depend
+on its company.
 
-Legend: L caption tokens, D text width.
+Legend: B batch, L caption tokens, D text width.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from mmspeed.models.weights import (
     weight_files,
     weight_patterns,
 )
-from mmspeed.protocol import TextEncoder, TextEntry
+from mmspeed.protocol import TextEntry
 
 KEY = "text.pretrained"
 STEM = "model"
@@ -43,7 +44,7 @@ TOKENIZER_SETTINGS = (
 )  # alone they are no tokenizer
 
 
-def load_text_encoder(cfg: MiniLmTextConfig | TransformersTextConfig, device: Device) -> TextEncoder:
+def load_text_encoder(cfg: MiniLmTextConfig | TransformersTextConfig, device: Device) -> TransformersEncoder:
     """The text encoder of a config, ready on `device`.
 
     Raises UserError in one line for what is missing, unreadable, no text encoder, or too short for `text.max_tokens`.
@@ -105,13 +106,23 @@ class TransformersEncoder:
             get_logger(__name__).info("the tokenizer makes no token of an empty caption: its %s stands for it", found)
         return int(getattr(self.tokenizer, found)) if found else 0
 
-    def _encode_one(self, caption: str) -> TextEntry:
-        ids_1L = torch.tensor([self.tokenize(caption)], device=self._device)
+    def encode_ids(self, ids: list[list[int]]) -> list[TextEntry]:
+        """What `encode` gives, of captions that `tokenize` has made into equally many tokens, in one pass without padding.
+
+        The last bits may depend on the number of captions: kernels are chosen by shape.
+        """
+        ids_BL = torch.tensor(ids, device=self._device)
         with torch.inference_mode():
-            output = self.model(input_ids=ids_1L, attention_mask=torch.ones_like(ids_1L))
-        pooled_1D = _pooled(self.model, output)
+            output = self.model(input_ids=ids_BL, attention_mask=torch.ones_like(ids_BL))
+        embeds_BLD, pooled_BD = output.last_hidden_state, _pooled(self.model, output)
         # Copied outside of inference mode: a model that is trained on them may keep them for its backward pass.
-        return TextEntry(_copy(output.last_hidden_state[0]), None if pooled_1D is None else _copy(pooled_1D[0]))
+        return [
+            TextEntry(_copy(embeds_LD), None if pooled_BD is None else _copy(pooled_BD[place]))
+            for place, embeds_LD in enumerate(embeds_BLD)
+        ]
+
+    def _encode_one(self, caption: str) -> TextEntry:
+        return self.encode_ids([self.tokenize(caption)])[0]
 
 
 def _copy(tensor: Tensor) -> Tensor:

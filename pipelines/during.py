@@ -28,7 +28,7 @@ class Observer:
     def __init__(self, pipeline: TrainPipeline) -> None:
         self.pipeline = pipeline
         config = pipeline.config
-        self.samples = pipeline.cache.split("val")[: config.validate_.samples]
+        self.samples = [sample for sample in pipeline.cache.split("val")[: config.validate_.samples] if not sample.lost]
         self.prompts = list(config.validate_.prompts)
         if config.validate_.samples and not self.samples and pipeline.rank == 0:
             log.info(
@@ -64,11 +64,12 @@ class Observer:
 
     def _loss(self) -> Any:
         pipeline, config = self.pipeline, self.pipeline.config
-
+        first = pipeline.loader.first_epoch
+        lost = first.lost if first is not None else set()
         return held_out_loss(
             pipeline.model,
             pipeline.cache,
-            self.samples,
+            [sample for sample in self.samples if sample.key not in lost],
             pipeline.objective,
             config.validate_.quantiles,
             config.seed,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mmspeed import comm
 from mmspeed.config import Config
-from mmspeed.data import BatchSampler, DatasetCache, Draw, Loader
+from mmspeed.data import BatchSampler, FirstEpoch, Loader, Maker, Step, count_present
 from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, format_seconds, get_logger
@@ -27,13 +27,12 @@ from mmspeed.loop.ema import EMA
 from mmspeed.loop.optim import learning_rate, make_optimizer, set_learning_rate
 from mmspeed.loop.signals import StopSignals
 from mmspeed.loop.step import StepResult, train_step
-from mmspeed.mesh import make_mesh, process_group
+from mmspeed.mesh import make_mesh, patient_group, process_group
 from mmspeed.models import SoraDiT, build_model
-from mmspeed.models.text import text_identity
-from mmspeed.models.vae import codec_identity
 from mmspeed.parallel import parallelize, resolve_strategy
 from mmspeed.pipelines.during import Observer
 from mmspeed.pipelines.objective import Objective, draw_noise_and_time, make_objective
+from mmspeed.pipelines.opening import open_cache
 from mmspeed.pipelines.run_folder import RunFolder, trim_metrics
 from mmspeed.pipelines.telemetry import Telemetry
 from mmspeed.protocol import Batch
@@ -82,43 +81,16 @@ def make_loss(objective: Objective, seed: int, device: Device) -> LossFn:
     return loss_fn
 
 
-def check_cache(cache: DatasetCache, config: Config) -> None:
-    """Raises UserError when the cache was made for other data, or with another codec or text encoder than the config names.
-
-    Reads the encoders' files, so one process should ask for all; where an encoder is not at hand there is nothing to compare.
-    """
-    encoders = cache.info["encoders"]
-    made_for, wanted = cache.info["made_for"], config.samples_made_for()
-    other = [f"data.{name}" for name in wanted if made_for.get(name) != wanted[name]]
-    if other:
-        raise UserError(
-            f"the samples in the cache {config.cache_dir} were made with other {', '.join(other)}; "
-            "run `mmspeed preprocess` again (what is there is not encoded twice), or give each data set its own data.cache"
-        )
-    weights = config.codec_weights
-    if weights is not None and not weights.exists():
-        raise UserError(f"{weights} is missing: run `mmspeed preprocess` again")
-    identities = {"vae": lambda: codec_identity(config.vae, weights), "text": lambda: text_identity(config.text)}
-    for name, identity in identities.items():
-        try:
-            now = identity()
-        except UserError as error:
-            log.warning(f"the cache cannot be compared with the config's `{name}`: {error}")
-            continue
-        if encoders[name]["fingerprint"] != now:
-            raise UserError(
-                f"the cache {config.cache_dir} was made with another `{name}` than the config names; run `mmspeed preprocess` again"
-            )
-
-
 class TrainPipeline:
     """Trains a config's model from its cache, or goes on with a run that was stopped.
 
-    `run()` raises UserError for a missing cache, a run of that name with another model, a non-finite loss, a full disk.
+    With a `maker` (`mmspeed.preprocess.OnlineBuilder`) a cache that is missing or not whole is completed during the first epoch;
+    without one it is an error. `run()` raises UserError for that, for a run of that name with another model, a non-finite loss,
+    a full disk.
     """
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    def __init__(self, config: Config, maker: Maker | None = None) -> None:
+        self.config, self.maker = config, maker
         self.folder = RunFolder(config.run_dir)
         self.dtype = parse_dtype(config.device.dtype)
 
@@ -145,6 +117,9 @@ class TrainPipeline:
             except UserError:
                 self.manager.wait()  # all ranks are here: let the checkpoint under way become whole
                 raise
+            finally:
+                if self.loader.first_epoch is not None:
+                    self.loader.first_epoch.close()
         return TrainResult(self.folder.root, step, not stopped, False, loss, time.monotonic() - started)
 
     # -- set-up ---------------------------------------------------------------------------------------------------
@@ -162,8 +137,8 @@ class TrainPipeline:
 
     def _open_data(self) -> None:
         config = self.config
-        self.cache = DatasetCache(config.cache_dir)
-        comm.first_does(lambda: check_cache(self.cache, config), self.rank)
+        self.group = patient_group() if self.maker is not None else None
+        self.cache, self.whole = open_cache(config, self.maker, self.device, self.rank, self.world, self.group)
         self.strides = Strides(*self.cache.info["encoders"]["vae"]["strides"])
         self.sampler = BatchSampler(
             self.cache.split("train"), config.train.batch_size, seed=config.seed, repeats=config.data.repeats
@@ -260,36 +235,33 @@ class TrainPipeline:
         """From `step` to the end. Returns (step reached, stopped early, last loss)."""
         config, train = self.config, self.config.train
         observer = Observer(self)
+        self._prepare_first_epoch(step, observer)
         loss, stopped = None, False
         telemetry.resume_clock()
         with StopSignals(self.folder.root) as signals, ProgressLine("train", train.steps, "step", start=step) as line:
-            for batches in self.loader.steps(step, train.steps):
-                epoch, index = self.sampler.locate(step)
-                draws = self.sampler.step(epoch, index)
+            steps = self.loader.steps(step, train.steps)
+            for data in steps:
                 # 1. one optimizer step
                 rate = learning_rate(step, train)
                 set_learning_rate(self.optimizer, rate)
-                result = self._step(batches, len(draws))
+                result = self._step(data)
+                epoch = self.sampler.locate(step)[0]
                 step += 1
                 # 2. a step that is not finite changed nothing, and too many end the run
-                if result.finite:
+                if result is None:
+                    self._all_lost(step, data, telemetry)
+                elif result.finite:
                     loss = result.loss
                     if self.ema is not None:
                         self.ema.update(self.model)
                 else:
                     self._non_finite(step, result, telemetry)
                 # 3. what is told
-                latent = self.strides.latent(draws[0].sample.bucket)
-                telemetry.count_step(
-                    samples=len(draws),
-                    tokens=len(draws) * self.bare.tokens(latent),
-                    forward_flops=len(draws) * self.bare.flops(latent, batches[0].text_mask_BL.shape[1]),
-                    waited_seconds=self.loader.waited_seconds,
-                )
-                line.advance(note=f"loss {result.loss:.4f}")
+                self._count(data, telemetry)
+                line.advance(note="" if result is None else f"loss {result.loss:.4f}")
                 last = step == train.steps
-                if last or step % train.log_every == 0:
-                    telemetry.write(self._row(step, epoch, draws, result, rate) | telemetry.rates())
+                if result is not None and (last or step % train.log_every == 0):
+                    telemetry.write(self._row(step, epoch, data, result, rate) | telemetry.rates())
                 # 4. signals, checkpoint, validation: in this order, on all ranks, so that no mistake in validation costs a step
                 wish = signals.poll()
                 due = last or wish != "none" or step % config.checkpoint.every == 0
@@ -304,22 +276,73 @@ class TrainPipeline:
                 if wish == "stop" and not last:
                     stopped = True
                     break
+            steps.close()
+        self._end_first_epoch(step, telemetry)
         self.manager.wait()
         return step, stopped, loss
 
-    def _step(self, batches: list[Batch], samples: int) -> StepResult:
+    def _prepare_first_epoch(self, step: int, observer: Observer) -> None:
+        """Hand the loader what completes the cache, when it is not whole."""
+        if self.whole:
+            return
+        assert self.maker is not None
+        self.loader.first_epoch = FirstEpoch(
+            self.cache,
+            self.sampler,
+            self.maker,
+            self.rank,
+            groups=[[rank] for rank in range(self.world)],
+            start=step,
+            stop=self.config.train.steps,
+            held_out=list(observer.samples),
+            group=self.group,
+        )
+
+    def _end_first_epoch(self, step: int, telemetry: Telemetry) -> None:
+        """Tell what the first epoch made, when this run made it; one that was broken off is stored as far as it came."""
+        first = self.loader.first_epoch
+        if first is None:
+            return
+        row: dict[str, Any] = {"kind": "cache", "step": step, "entries": first.made, "lost": len(first.lost)}
+        if first.freed is not None:
+            row |= {"memory_before": first.freed[0], "memory_after": first.freed[1]}
+        telemetry.write(row)
+
+    def _step(self, data: Step) -> StepResult | None:
+        """One update; None when every sample of the step is lost."""
+        present = count_present(data.draws)
+        if not present:
+            return None
         return train_step(
             self.model,
-            batches,
+            data.batches,
             self.loss_fn,
             self.optimizer,
-            global_samples=samples,
+            global_samples=present,
             world=self.world,
             clip_norm=self.config.train.clip_norm,
             strategy=self.strategy,
         )
 
-    def _row(self, step: int, epoch: int, draws: list[Draw], result: StepResult, rate: float) -> dict[str, Any]:
+    def _count(self, data: Step, telemetry: Telemetry) -> None:
+        present = count_present(data.draws)
+        latent = self.strides.latent(data.draws[0].sample.bucket)
+        text_tokens = data.batches[0].text_mask_BL.shape[1] if data.batches else 0
+        telemetry.count_step(
+            samples=present,
+            tokens=present * self.bare.tokens(latent),
+            forward_flops=present * self.bare.flops(latent, text_tokens),
+            waited_seconds=self.loader.waited_seconds,
+        )
+
+    def _all_lost(self, step: int, data: Step, telemetry: Telemetry) -> None:
+        sources = [draw.sample.source for draw in data.draws]
+        log.warning(
+            f"step {step} has no sample: {', '.join(sources[:4])} failed (see rejects in {self.config.cache_root})"
+        )
+        telemetry.write({"kind": "lost", "step": step, "samples": sources})
+
+    def _row(self, step: int, epoch: int, data: Step, result: StepResult, rate: float) -> dict[str, Any]:
         return {
             "kind": "train",
             "step": step,
@@ -327,8 +350,8 @@ class TrainPipeline:
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "lr": rate,
-            "samples": len(draws),
-            "bucket": str(draws[0].sample.bucket),
+            "samples": count_present(data.draws),
+            "bucket": str(data.draws[0].sample.bucket),
             "skipped_steps": self.skipped,
         }
 

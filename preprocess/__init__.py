@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mmspeed.preprocess.build import CacheBuilder
     from mmspeed.preprocess.checking import check
+    from mmspeed.preprocess.online import OnlineBuilder
     from mmspeed.preprocess.report import BuildReport
 
-__all__ = ["BuildReport", "CacheBuilder", "check"]
+__all__ = ["BuildReport", "CacheBuilder", "OnlineBuilder", "check"]
 
-_HOME = {"CacheBuilder": "build", "BuildReport": "report", "check": "checking"}
+_HOME = {"CacheBuilder": "build", "BuildReport": "report", "OnlineBuilder": "online", "check": "checking"}
 
 
 def __getattr__(name: str) -> Any:

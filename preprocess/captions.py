@@ -1,23 +1,102 @@
-"""Caption files and caption fields, made clean."""
+"""Caption files and caption fields, made clean and bounded: what strangers write must not control terminals or fill memory."""
 
 from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-_CONTROL = re.compile(r"[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f]")
+MAX_CAPTION_BYTES = 1 << 20  # read of one caption file
+MAX_CAPTIONS = 256  # kept of one clip
+_MAX_RAW_CHARS = 1 << 16  # looked at of one caption, and four times those that are kept
+# Control characters apart from white space; marks that turn the direction of writing (overrides, embeddings, isolates);
+# and signs that show as nothing: zero-width space, word joiner and invisible operators, byte order mark, tags.
+_UNSEEN = re.compile(
+    "[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\u200b\u202a-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"
+)
+# Joiners and variation selectors make letters and emoji, in ones and twos.
+_JOINERS = re.compile("([\u200c\u200d\ufe00-\ufe0f]{2})[\u200c\u200d\ufe00-\ufe0f]+")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
-def clean_caption(text: str, max_chars: int) -> tuple[str, bool, bool]:
-    """The caption without control characters and with single spaces; whether it had to be cut to `max_chars`; and
-    whether what is kept had to be repaired: lone surrogates, which is what undecodable bytes are read as, become U+FFFD.
+class Cleaned(NamedTuple):
+    """A caption made clean, and what had to be done to it."""
+
+    text: str
+    cut: bool  # it was longer than allowed
+    repaired: bool  # U+FFFD stands for what could not be decoded
+    stripped: bool  # control characters or unseen signs were taken out
+
+
+def clean_caption(text: str, max_chars: int) -> Cleaned:
+    """The caption with single spaces, at most `max_chars` long, and without control characters and unseen signs.
+
+    Lone surrogates, which is what undecodable bytes are read as, become U+FFFD; only those that are kept count.
     """
-    text = " ".join(_CONTROL.sub("", text).split())
-    kept = text[:max_chars].rstrip()
+    raw = text[: _MAX_RAW_CHARS + 4 * max_chars]
+    bare = _JOINERS.sub(r"\1", _UNSEEN.sub("", raw))
+    spaced = " ".join(bare.split())
+    kept = spaced[:max_chars].rstrip()
     clean, repairs = _SURROGATE.subn("\ufffd", kept)
-    return clean, len(text) > max_chars, repairs > 0
+    cut = len(spaced) > max_chars or len(raw) < len(text)
+    return Cleaned(clean, cut, repairs > 0, len(bare) < len(raw))
+
+
+@dataclass
+class CaptionCounts:
+    """What was done to captions: how many were cut, repaired and stripped, and how many were one too many for their clip."""
+
+    cut: int = 0
+    repaired: int = 0
+    stripped: int = 0
+    dropped: int = 0
+
+
+class Captions:
+    """The captions of one clip, cleaned as they come: of equal ones one, and at most `MAX_CAPTIONS` of them.
+
+    `problem` says why there are none, where that is known.
+    """
+
+    def __init__(self, max_chars: int, counts: CaptionCounts) -> None:
+        self.problem = ""
+        self._max_chars = max_chars
+        self._counts = counts
+        self._kept: dict[str, None] = {}
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return tuple(self._kept)
+
+    def add(self, text: str, whole: bool = True) -> None:
+        """Take one more caption; `whole` is false when its file was not read to its end."""
+        cleaned = clean_caption(text, self._max_chars)
+        self._counts.cut += cleaned.cut or not whole
+        self._counts.repaired += cleaned.repaired
+        self._counts.stripped += cleaned.stripped
+        if not cleaned.text or cleaned.text in self._kept:
+            return
+        if len(self._kept) < MAX_CAPTIONS:
+            self._kept[cleaned.text] = None
+        else:
+            self._counts.dropped += 1
+
+    def add_file(self, name: str, data: bytes, key: str) -> None:
+        """Take the captions of a caption file, of which `data` are the first bytes: up to `MAX_CAPTION_BYTES` + 1."""
+        whole = len(data) <= MAX_CAPTION_BYTES
+        if not name.lower().endswith(".json"):
+            text = decode(data[:MAX_CAPTION_BYTES])
+            # A sign that the limit cuts in two is no damage of the file.
+            self.add(text if whole else text[:-3] + _SURROGATE.sub("", text[-3:]), whole)
+        elif not whole:
+            self.problem = f"its caption file is larger than {MAX_CAPTION_BYTES} bytes"
+        else:
+            try:
+                for text in json_captions(decode(data), key):
+                    self.add(text)
+            except ValueError as error:
+                self.problem = f"its caption file: {error}"
 
 
 def decode(data: bytes) -> str:
@@ -30,21 +109,17 @@ def decode(data: bytes) -> str:
         return data.decode("utf-16", "replace").replace("\ufffd", "\udcff")
 
 
-def captions_in(name: str, data: bytes, key: str) -> list[str]:
-    """The captions of a caption file: a JSON's strings, or the whole text. A JSON without captions gives none."""
-    text = decode(data)
-    if not name.lower().endswith(".json"):
-        return [text]
+def json_captions(text: str, key: str) -> list[str]:
+    """The captions of a JSON text: a string, a list of them, or an object's `key` or `caption`. Raises ValueError."""
     try:
         tree = json.loads(text)
-    except (ValueError, RecursionError):
-        return []
+    except RecursionError:
+        raise ValueError("not JSON: nested too deep") from None
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from None
     if isinstance(tree, dict):
         tree = tree.get(key, tree.get("caption"))
-    try:
-        return strings(tree)
-    except ValueError:
-        return []
+    return strings(tree)
 
 
 def strings(value: Any) -> list[str]:

@@ -1,36 +1,53 @@
-"""`mmspeed check`: what a config will do and cost, before any work and without an accelerator or an encoder's weights in memory."""
+"""`mmspeed check`: what a config will do and cost, before any work and without an accelerator or an encoder's weights in memory.
+
+The counts of the text and of the page are the same numbers: both are made from one `DataStatistics` and one `Costs`.
+"""
 
 from __future__ import annotations
 
-import json
-from collections import Counter
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from mmspeed.config import Bucket, Config
-from mmspeed.data import DatasetCache, entry_key
-from mmspeed.errors import UserError
-from mmspeed.log import ProgressLine, format_bytes
-from mmspeed.models import build_model
-from mmspeed.models.text import text_identity, text_width
+from mmspeed.config import Config
+from mmspeed.log import ProgressLine, format_seconds
+from mmspeed.models.text import text_identity
 from mmspeed.models.vae import codec_geometry, codec_identity
-from mmspeed.preprocess.build import latent_parts, text_parts
-from mmspeed.preprocess.pool import DecodePool
-from mmspeed.preprocess.reasons import Rejected, Rejection
-from mmspeed.preprocess.select import Clip, split_of
+from mmspeed.preprocess.compare import StoredEntries, Wanted, stale_reasons
+from mmspeed.preprocess.costs import cost_lines, estimate, folder_bytes, free_bytes, hints, peaks
+from mmspeed.preprocess.keys import latent_parts, text_parts
+from mmspeed.preprocess.listing import Listing
+from mmspeed.preprocess.page import default_path, encode_estimate, take_thumbnails, write_page
+from mmspeed.preprocess.page_html import CacheState, DataPage
+from mmspeed.preprocess.plan import Planned, samples_of
+from mmspeed.preprocess.pool import DecodePool, Failed, Selected
+from mmspeed.preprocess.reasons import Rejection
+from mmspeed.preprocess.select import split_of
 from mmspeed.preprocess.sources import list_sources
+from mmspeed.preprocess.statistics import DataStatistics
 from mmspeed.shapes import Strides
+
+__all__ = ["CheckReport", "check", "stale_reasons"]
+
+_NAMES = 3  # rejected sources named for each reason
+_NO_CODEC = "not fitted yet"  # stands for the fingerprint of a linear codec that the first build will fit
+_ONE_TO_ONE = Strides(1, 1)  # fits every bucket: how many samples there are does not depend on the codec
 
 
 @dataclass
 class CheckReport:
-    """What `check` found. `problems` make the command fail; everything else is told."""
+    """What `check` found. `problems` make the command fail; everything else is told. `page` is where the HTML page is."""
 
     lines_: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    page: Path | None = None
+    statistics: DataStatistics = field(default_factory=DataStatistics)
 
     def lines(self) -> list[str]:
-        return [*self.lines_, *(f"problem: {problem}" for problem in self.problems)]
+        page = [] if self.page is None else [f"page: {self.page}"]
+        return [*self.lines_, *(f"problem: {problem}" for problem in self.problems), *page]
 
     def print(self, console: Any = None) -> None:
         """Print the lines (to a rich console when one is given)."""
@@ -41,135 +58,148 @@ class CheckReport:
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def check(config: Config) -> CheckReport:
-    """Probe every source, compare with the cache, and estimate size and cost. Decodes nothing, loads no weights.
+@dataclass
+class _Needs:
+    """What the config needs of the cache: keys only, also of a data set of many millions."""
 
-    Raises UserError when sources or encoders cannot be found.
+    stored: StoredEntries
+    latents: Wanted
+    texts: Wanted
+    missing_pixels: int = 0
+
+
+def check(config: Config, page: Path | None = None) -> CheckReport:
+    """Probe every source, compare with the cache, estimate size and cost, and write the page (None: its usual place).
+
+    Decodes nothing but the page's few thumbnails and loads no weights. Raises UserError when sources or encoders cannot
+    be found, or the page cannot be written.
     """
     report = CheckReport()
     listing = list_sources(config.data)
-    clips: list[Clip] = []
-    rejections: list[Rejection] = list(listing.rejections)
-    with DecodePool(config, listing.sources) as pool, ProgressLine("probe", len(listing.sources), "clip") as line:
-        for source, clip, _ in pool.clips(lambda clip: False):
-            line.advance()
-            if isinstance(clip, Rejected):
-                rejections.append(Rejection(source.name, clip.reason, clip.detail))
-            else:
-                clips.append(clip)
-    report.lines_.append(
-        f"data: {listing.files} files, {len(listing.sources)} sources, {len(clips)} usable, {len(rejections)} rejected"
-    )
-    for reason, count in Counter(r.reason.value for r in rejections).most_common():
-        names = [r.source for r in rejections if r.reason.value == reason][:3]
-        report.lines_.append(f"  {reason:<16} {count:>5}  {', '.join(names)}")
-    if not clips:
+    codec, text = _fingerprints(config)
+    stored = StoredEntries(config.cache_dir)
+    needs = _Needs(stored, Wanted("latents", "content", stored), Wanted("texts", "caption", stored))
+    started = time.monotonic()
+    _survey(config, listing, report.statistics, needs, codec, text)
+    seconds = time.monotonic() - started
+    numbers = report.statistics
+    report.lines_ += _count_lines(numbers)
+    if not numbers.usable:
         report.problems.append("no source is usable, so there is nothing to train on")
-        return report
-    splits = [split_of(clip.source, clip.content_id, config.data, config.seed) for clip in clips]
-    buckets = Counter(clip.bucket for clip, split in zip(clips, splits, strict=True) if split == "train")
-    held_out = splits.count("val")
-    for bucket, count in sorted(buckets.items()):
-        report.lines_.append(f"  bucket {bucket}: {count} training samples")
-    report.lines_.append(f"  held out for validation: {held_out}")
-    if not buckets:
+    elif not numbers.samples("train"):
         report.problems.append("every usable sample is held out: nothing is left to train on; lower data.val_fraction")
-        return report
-    channels, strides = codec_geometry(config.vae)
-    _check_strides(config, strides, report)
+    cache = _cache_state(config, needs, codec is None)
+    costs = None
     if not report.problems:
-        _compare(config, clips, report)
-        _cost(config, buckets, channels, strides, report)
+        costs, problems = estimate(config, numbers, len(needs.texts.keys), *codec_geometry(config.vae))
+        report.problems += problems
+    if not report.problems:
+        report.lines_ += [*cache.notes, *(line for section in cache.sections for line in section.lines())]
+    encode = _encode_rows(config, listing, needs, seconds)
+    report.lines_ += [f"{what}: {how_much} ({how})" for what, how_much, how in encode]
+    report.lines_ += [] if costs is None else cost_lines(config, costs)
+    told = hints(config, numbers, costs)
+    report.lines_ += [f"hint: {hint}" for hint in told]
+    made = DataPage(
+        config=config,
+        made_by="check",
+        statistics=numbers,
+        headline=_headline(report, needs),
+        decoded=False,
+        problems=report.problems,
+        hints=told,
+        costs=costs,
+        cache=cache,
+        encode=encode,
+        peaks=peaks(config) if costs is not None else (),
+        thumbnails=take_thumbnails(config, numbers.shown),
+    )
+    report.page = write_page(made, page or default_path(config))
     return report
 
 
-def _check_strides(config: Config, strides: Strides, report: CheckReport) -> None:
-    for bucket in config.buckets:
-        try:
-            strides.latent(bucket)
-        except ValueError as error:
-            report.problems.append(f"data.buckets: {bucket}: {error}")
-
-
-def _compare(config: Config, clips: list[Clip], report: CheckReport) -> None:
-    """Entries present, missing, stale and why, and no longer used."""
+def _fingerprints(config: Config) -> tuple[str | None, str]:
+    """Of the codec and the text encoder; None where the linear codec is still to be fitted."""
     weights = config.codec_weights
+    fitted = weights is None or weights.exists()
+    return codec_identity(config.vae, weights) if fitted else None, text_identity(config.text)
+
+
+def _survey(
+    config: Config, listing: Listing, numbers: DataStatistics, needs: _Needs, codec: str | None, text: str
+) -> None:
+    """Probe every source; count it, its samples, and the entries that it needs."""
+    numbers.add_listing(listing)
+    name = codec if codec is not None else _NO_CODEC
+    no_key: Callable[[Any], str] = lambda part: ""  # noqa: E731 (samples are only counted here)
+    with DecodePool(config, listing.sources) as pool, ProgressLine("probe", len(listing.sources), "source") as line:
+        for event in pool.run(lambda clip: False):
+            if isinstance(event, Failed):
+                line.advance()
+                numbers.add_rejection(Rejection(event.source.name, event.rejected.reason, event.rejected.detail))
+            elif isinstance(event, Selected):
+                line.advance()
+                source, clips = event.source, event.clips
+                numbers.add_source(source, event.probe, clips)
+                split = split_of(source, clips[0].content_id, config.data, config.seed)
+                planned = Planned(source, split, clips[0].content_id, clips)
+                for sample in samples_of([planned], no_key, no_key, config.data, _ONE_TO_ONE):
+                    numbers.add_sample(sample.bucket, sample.split)
+                for clip in clips:
+                    if needs.latents.add(latent_parts(config, name, clip)):
+                        needs.missing_pixels += clip.bucket.frames * clip.bucket.height * clip.bucket.width
+                for caption in source.captions:
+                    needs.texts.add(text_parts(config, text, caption))
+
+
+def _count_lines(numbers: DataStatistics) -> list[str]:
+    sums = numbers.sums
+    lines = [
+        f"data: {sums['files']} files, {sums['listed']} sources, {numbers.usable} usable, {numbers.rejected} rejected"
+    ]
+    for reason, count in sorted(numbers.reasons.items(), key=lambda item: (-item[1], item[0])):
+        names = [name for name, _ in numbers.examples[reason][:_NAMES]]
+        lines.append(f"  {reason:<16} {count:>5}  {', '.join(names)}{', ...' if count > len(names) else ''}")
+    if (clips := sum(numbers.clips().values())) != numbers.usable:
+        lines.append(f"  clips: {clips} of {numbers.usable} usable sources")
+    for bucket, count in numbers.samples("train").items():
+        lines.append(f"  bucket {bucket}: {count} training samples")
+    if numbers.usable:
+        lines.append(f"  held out for validation: {sum(numbers.samples('val').values())}")
+    return lines
+
+
+def _cache_state(config: Config, needs: _Needs, unfitted: bool) -> CacheState:
     root = config.cache_dir
-    captions = sorted({caption for clip in clips for caption in clip.source.captions})
-    cache: DatasetCache | None = None
-    if (root / "index").is_dir():
-        try:
-            cache = DatasetCache(root)
-        except UserError as error:
-            report.lines_.append(f"cache: {error}")
-            return
-    if weights is not None and not weights.exists():
-        report.lines_.append(f"cache {root}: not made yet; {len(clips)} latents and {len(captions)} captions to encode")
-        return
-    codec, text = codec_identity(config.vae, weights), text_identity(config.text)
-    latents = {entry_key(parts): parts for parts in (latent_parts(config, codec, clip) for clip in clips)}
-    texts = {entry_key(parts): parts for parts in (text_parts(config, text, caption) for caption in captions)}
-    for section, wanted, same in (("latents", latents, "content"), ("texts", texts, "caption")):
-        stored = cache.keys(section) if cache is not None else set()
-        line = f"cache {section}: {len(wanted.keys() & stored)} present, {len(wanted.keys() - stored)} missing"
-        report.lines_.append(f"{line}, {len(stored - wanted.keys())} not used by this config")
-        if cache is not None and wanted.keys() - stored and stored - wanted.keys():
-            unused = [json.loads(cache.entry(key, section).meta) for key in sorted(stored - wanted.keys())]
-            reasons = stale_reasons([wanted[key] for key in sorted(wanted.keys() - stored)], unused, same)
-            for names, count in reasons.most_common():
-                report.lines_.append(f"  stale: {count}, made with another {names}")
+    notes = [f"cache: {problem}" for problem in needs.stored.problems]
+    sections = [needs.latents.state(), needs.texts.state()]
+    if needs.stored.empty and not notes:
+        latents, texts = len(needs.latents.keys), len(needs.texts.keys)
+        notes.append(f"cache {root}: not made yet; {latents} latents and {texts} captions to encode")
+    if unfitted and not needs.stored.empty:
+        notes.append(f"cache {root}: the linear codec {config.codec_weights} is missing and will be fitted anew")
+    return CacheState(root, sections, notes, folder_bytes(root), free_bytes(root))
 
 
-def stale_reasons(missing: list[dict[str, Any]], unused: list[dict[str, Any]], same: str) -> Counter[str]:
-    """How many missing entries have a stored counterpart, by the names of what differs.
-
-    Both lists hold what keys are made from; counterparts agree in `same` (`content` or `caption`). Of several the nearest counts.
-    """
-    stored: dict[str, list[dict[str, Any]]] = {}
-    for parts in unused:
-        stored.setdefault(parts[same], []).append(parts)
-    reasons: Counter[str] = Counter()
-    for parts in missing:
-        differences: list[list[str]] = [
-            sorted(name for name in parts.keys() | other.keys() if parts.get(name) != other.get(name))
-            for other in stored.get(parts[same], [])
-        ]
-        if differences:
-            nearest: list[str] = min(differences, key=len)
-            reasons[", ".join(nearest)] += 1
-    return reasons
+def _encode_rows(config: Config, listing: Listing, needs: _Needs, seconds: float) -> list[tuple[str, str, str]]:
+    """What making the cache takes: (what, how much, how this is known)."""
+    count = len(listing.sources)
+    if not count:
+        return []
+    rate = f"{count / seconds:.1f} sources a second here, with {config.preprocess.decode_workers} decoder processes"
+    rows = [
+        ("probing all sources", format_seconds(seconds), f"measured: {rate}; building does this again, and decodes too")
+    ]
+    return [*rows, ("encoding what is missing", *encode_estimate(config, needs.missing_pixels))]
 
 
-def _cost(config: Config, buckets: Counter[Bucket], channels: int, strides: Strides, report: CheckReport) -> None:
-    """Model size, tokens, FLOPs of a step, steps of an epoch, bytes of the cache."""
-    model = build_model(config.model, channels, text_width(config.text), device="meta")
-    parameters = sum(p.numel() for p in model.parameters())
-    report.lines_.append(f"model: {config.model.size}, {config.model.arrangement}, {parameters / 1e6:.1f} M parameters")
-    width = 2 if config.preprocess.latent_dtype == "bfloat16" else 4
-    size, steps, flops = 0.0, 0, 0.0
-    for bucket, count in sorted(buckets.items()):
-        latent = strides.latent(bucket)
-        try:
-            tokens = model.tokens(latent)
-        except ValueError as error:
-            report.problems.append(f"data.buckets: {bucket}: {error}")
-            return
-        one = 3 * model.flops(latent, min(64, config.text.max_tokens))
-        report.lines_.append(
-            f"  bucket {bucket}: {tokens} tokens, {one / 1e9:.1f} GFLOP forward and backward for a sample"
-        )
-        factor = 1 if config.vae.kind == "linear" else 2  # mean alone, or mean and log-variance
-        size += count * channels * latent[0] * latent[1] * latent[2] * width * factor
-        repeated = count * config.data.repeats
-        steps += -(-repeated // config.train.batch_size)
-        flops += repeated * one
-        if repeated < config.train.batch_size:
-            report.lines_.append(
-                f"  bucket {bucket} holds fewer samples than a batch: its step of {repeated} is a short one"
-            )
-    epochs = config.train.steps / steps
-    report.lines_.append(f"cache size: about {format_bytes(size)} of latents")
-    report.lines_.append(
-        f"training: {config.train.steps} steps of up to {config.train.batch_size} samples, {steps} steps an epoch, {epochs:.1f} epochs,"
-        f" {flops * epochs / 1e12:.1f} TFLOP in all"
-    )
+def _headline(report: CheckReport, needs: _Needs) -> str:
+    if report.problems:
+        count = len(report.problems)
+        return f"Not ready: {count} problem{'s' if count > 1 else ''}"
+    numbers, (latents, texts) = report.statistics, (needs.latents.state(), needs.texts.state())
+    train, val = (sum(numbers.samples(split).values()) for split in ("train", "val"))
+    ready = f"Ready: {train:,} training and {val:,} validation samples of {numbers.usable:,} sources"
+    if latents.missing or texts.missing:
+        return f"{ready}; {latents.missing:,} latents and {texts.missing:,} captions are still to be encoded"
+    return f"{ready}; every entry is in the cache"

@@ -1,175 +1,208 @@
-"""Which frames are taken, and their pixels: decord where it is exact, PyAV for the rest, Pillow for pictures.
+"""Pixels of the clips of a file, in one pass over it: PyAV for video, Pillow for pictures.
 
-Legend: F frames, H W height and width in pixels.
+Each frame is cut and scaled for the clips that want it as it is decoded, so a long video is never in memory whole, and a
+clip leaves as soon as its last frame is in. What a clip gets does not depend on which others are asked for: a clip that
+fails in the common pass is tried again in a pass from the file's start, as it would be alone.
+
+Legend: F frames, H W height and width in pixels, C channels (RGB).
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
+import av.container
 import av.video
 import numpy as np
-from PIL import Image
 
-from mmspeed.preprocess.containers import is_picture
-from mmspeed.preprocess.pictures import read_picture
-from mmspeed.preprocess.probe import DECODER_ERRORS, Probe, frame_stamp, median_step, open_video, refused, video_stream
+from mmspeed.preprocess.pictures import picture_frames
+from mmspeed.preprocess.probe import DECODER_ERRORS, Probe, frame_stamp, open_video, refused, video_stream
 from mmspeed.preprocess.reasons import Reason, Rejected
+from mmspeed.preprocess.scaling import Box, Scaler, resize
 from mmspeed.preprocess.source import Source
 
-_EPSILON = 1e-6  # seconds
+_WORTH_SEEKING = 1.0  # seconds of video; below that, decoding on costs no more than a seek does
+
+Pixels = Callable[[Box, int, int], np.ndarray]  # (crop, width, height) -> (3, height, width) of the frame at hand
 
 
-class _DecordError(Exception):
-    """decord failed, or its answer does not agree with the probe."""
+@dataclass(frozen=True)
+class Cut:
+    """What is decoded for a clip: frames by their place in the order shown, a crop in displayed pixels, and a size."""
+
+    indices: tuple[int, ...]
+    crop: Box
+    width: int
+    height: int
 
 
-def covers(pts: Sequence[float], frames: int, fps: float | None) -> bool:
-    """Whether a clip with frames at `pts` (seconds) is long enough for `frames` frames at `fps`.
+@dataclass
+class _Filling:
+    """A clip on its way. `marks` are what its frames are known by, ascending: seconds, or of pictures their numbers."""
 
-    The window is (frames - 1) / fps seconds. The clip reaches from its first frame's time to its last's and, since that
-    is shown for a while, half a usual step further: no frame that is taken stands more than half a step from its time.
-    Without `fps` every frame counts.
+    position: int
+    cut: Cut
+    marks: list[float]
+    pixels_FCHW: np.ndarray | None = None
+    count: int = 0
+    problem: Rejected | None = None
+    final: bool = True  # whether a problem would be the same in a pass from the file's start
+
+    @property
+    def ended(self) -> bool:
+        return self.problem is not None or self.count == len(self.marks)
+
+    @property
+    def result(self) -> np.ndarray | Rejected:
+        if self.problem is not None or self.pixels_FCHW is None:
+            return self.problem or Rejected(Reason.UNDECODABLE, "no frames")
+        return self.pixels_FCHW.transpose(0, 2, 3, 1)
+
+    def fail(self, problem: Rejected, final: bool) -> _Filling:
+        self.problem, self.final, self.pixels_FCHW = problem, final, None
+        return self
+
+    def take(self, seen: float, tolerance: float, pixels: Pixels, final: bool) -> None:
+        """Take the frame seen if it is wanted; note when the one wanted has been passed."""
+        if seen > self.marks[self.count] + tolerance:
+            problem = f"the frame at {self.marks[self.count]:.3f} s is damaged or missing"
+            self.fail(Rejected(Reason.UNDECODABLE, problem), final)
+        while not self.ended and abs(seen - self.marks[self.count]) <= tolerance:
+            if self.pixels_FCHW is None:
+                self.pixels_FCHW = np.empty((len(self.marks), 3, self.cut.height, self.cut.width), np.uint8)
+            try:
+                self.pixels_FCHW[self.count] = pixels(self.cut.crop, self.cut.width, self.cut.height)
+                self.count += 1
+            except Rejected as rejected:
+                self.fail(rejected, final)
+
+
+def stream(source: Source, probe: Probe, cuts: Sequence[Cut]) -> Iterator[tuple[int, np.ndarray | Rejected]]:
+    """For each cut its position and its frames (F, H, W, 3), uint8, upright with square pixels; or why there are none.
+
+    In the order in which they are complete. The arrays are views of planes (F, 3, H, W), as they leave the scaler and as codecs
+    want them. A cut's indices are ascending. Rejections are truncated or undecodable. Raises Rejected and OSError when
+    the file is not what was probed.
     """
-    if fps is None or frames == 1:
-        return len(pts) >= frames
-    return (frames - 1) / fps <= pts[-1] - pts[0] + median_step(pts) / 2 + _EPSILON
-
-
-def choose_frames(pts: Sequence[float], frames: int, fps: float | None) -> list[int]:
-    """Indices into `pts` (seconds, ascending) of the `frames` frames to take, `fps` a second, by time.
-
-    The window is the middle one of the clip, started at a frame, so that rates that divide take evenly spaced frames.
-    Each target time takes the frame nearest to it, the earlier of two. `fps` None takes successive frames. One frame is
-    the first. Raises Rejected (too_short).
-    """
-    if not covers(pts, frames, fps):
-        need = f"{frames} frames" if fps is None else f"{(frames - 1) / fps:.2f} s"
-        have = f"{len(pts)} frames" if fps is None else f"{pts[-1] - pts[0] + median_step(pts):.2f} s"
-        raise Rejected(Reason.TOO_SHORT, f"{have}, and {frames} frames need {need}")
-    if frames == 1:
-        return [0]
-    if fps is None:
-        start = (len(pts) - frames) // 2
-        return list(range(start, start + frames))
-    slack = pts[-1] - pts[0] - (frames - 1) / fps
-    first = pts[max(0, bisect.bisect_right(pts, pts[0] + max(0.0, slack) / 2 + _EPSILON) - 1)]
-    return [nearest(pts, first + k / fps) for k in range(frames)]
-
-
-def nearest(pts: Sequence[float], time: float) -> int:
-    """Index of the time in `pts` (ascending) that is nearest to `time`; the earlier of two."""
-    after = min(bisect.bisect_left(pts, time), len(pts) - 1)
-    before = max(0, after - 1)
-    return before if time - pts[before] <= pts[after] - time + _EPSILON else after
-
-
-def decode(source: Source, probe: Probe, indices: Sequence[int], decord: bool = True) -> tuple[np.ndarray, str]:
-    """The frames `indices` (in the order they are shown) as (F, H, W, 3) uint8, and the name of what decoded them.
-
-    Upright and with square pixels: H and W are the probe's. decord is tried where the probe says that it is exact, and
-    its answer is checked; `decord` False leaves it out. Raises Rejected (truncated, undecodable).
-    """
-    with source.open() as file:
-        if is_picture(file.read(64)):
-            file.seek(0)
-            return read_picture(file, indices), "pillow"
-    if decord and probe.decord_ok:
-        try:
-            return _square(_with_decord(source, probe, indices), probe), "decord"
-        except _DecordError:
-            pass  # PyAV's answer or error is the one that counts
-    return _square(_with_pyav(source, probe, indices), probe), "pyav"
-
-
-def _square(frames_FHWC: np.ndarray, probe: Probe) -> np.ndarray:
-    """Frames of the probe's size: files with non-square pixels are stretched."""
-    if frames_FHWC.shape[1:3] == (probe.height, probe.width):
-        return frames_FHWC
-    size = probe.width, probe.height
-    return np.stack([np.asarray(Image.fromarray(x).resize(size, Image.Resampling.BICUBIC)) for x in frames_FHWC])
-
-
-def _with_decord(source: Source, probe: Probe, indices: Sequence[int]) -> np.ndarray:
-    """decord's frames. Raises _DecordError when it fails, or disagrees with the probe on size or times."""
-    import decord
-
-    decord.logging.set_level(decord.logging.QUIET)
-    unique = sorted(set(indices))
-    try:
-        if source.offset is None:
-            reader = decord.VideoReader(source.path, num_threads=1)
-            frames = _decord_frames(reader, probe, unique)
+    if probe.decoder == "pillow":
+        yield from _stream_picture(source, cuts)
+        return
+    fillings = [_Filling(n, cut, [probe.pts_seconds[i] for i in cut.indices]) for n, cut in enumerate(cuts)]
+    again: list[_Filling] = []
+    for filling in _sweep(source, probe, fillings, seek=True):
+        if filling.problem is not None and not filling.final:
+            again.append(_Filling(filling.position, filling.cut, filling.marks))
         else:
-            with source.open() as file:
-                reader = decord.VideoReader(file, num_threads=1)
-                frames = _decord_frames(reader, probe, unique)
-    except Exception as error:  # whatever it is, PyAV is next
-        raise _DecordError(str(error)) from None
-    turned = probe.rotation % 180 != 0
-    size = (probe.coded_width, probe.coded_height) if turned else (probe.coded_height, probe.coded_width)
-    if frames.shape != (len(unique), *size, 3):
-        raise _DecordError(f"shape {frames.shape}")
-    return frames[np.searchsorted(unique, indices)]
+            yield filling.position, filling.result
+    for filling in _sweep(source, probe, again, seek=False):
+        yield filling.position, filling.result
 
 
-def _decord_frames(reader: Any, probe: Probe, unique: list[int]) -> np.ndarray:
-    times = reader.get_frame_timestamp([0, *unique])[:, 0]
-    wanted = np.array([probe.pts_seconds[index] - probe.pts_seconds[0] for index in unique])
-    if not np.all(np.abs(times[1:] - times[0] - wanted) <= max(probe.step / 2, 1e-3)):
-        raise _DecordError("times disagree")
-    return reader.get_batch(unique).asnumpy()
-
-
-def _with_pyav(source: Source, probe: Probe, indices: Sequence[int]) -> np.ndarray:
-    """PyAV's frames, upright: from the key frame before the first, or from the start when the file's index is wrong."""
-    times = [probe.pts_seconds[index] for index in indices]
-    tolerance = max(probe.step / 2, 1e-3)
-    if probe.pts_seconds[0] + 1.0 < times[0]:
-        try:
-            return _scan(source, probe, times, tolerance, seek=True)
-        except Rejected:
-            pass  # a wrong index in the file; the scan from the start decides
-    return _scan(source, probe, times, tolerance, seek=False)
-
-
-def _scan(source: Source, probe: Probe, times: list[float], tolerance: float, seek: bool) -> np.ndarray:
-    """Decode in order, keeping the frame at each of `times` (ascending, seconds). Raises Rejected."""
-    kept: list[np.ndarray] = []
-    last_seen = 0.0
-    for seen, frame in _frames(source, times[0] if seek else None):
-        last_seen = seen
-        if seen > times[len(kept)] + tolerance:
-            raise Rejected(Reason.UNDECODABLE, f"the frame at {times[len(kept)]:.3f} s is damaged or missing")
-        pixels: np.ndarray | None = None
-        while len(kept) < len(times) and abs(seen - times[len(kept)]) <= tolerance:
-            pixels = _pixels(frame, probe) if pixels is None else pixels
-            kept.append(pixels)
-        if len(kept) == len(times):
-            return np.stack(kept)
-    raise Rejected(Reason.TRUNCATED, f"the frames end at {last_seen:.3f} s, before {times[len(kept)]:.3f} s")
-
-
-def _frames(source: Source, start: float | None) -> Iterator[tuple[float, av.video.VideoFrame]]:
-    """(seconds, frame) from the key frame before `start` on, or from the beginning. Raises Rejected (undecodable)."""
+def _stream_picture(source: Source, cuts: Sequence[Cut]) -> Iterator[tuple[int, np.ndarray | Rejected]]:
+    fillings = [_Filling(n, cut, [float(i) for i in cut.indices]) for n, cut in enumerate(cuts)]
     with source.open() as file:
+        for index, picture in picture_frames(file, sorted({index for cut in cuts for index in cut.indices})):
+
+            def pixels(crop: Box, width: int, height: int, picture: np.ndarray | Rejected = picture) -> np.ndarray:
+                if isinstance(picture, Rejected):
+                    raise picture
+                return resize(picture, crop, width, height).transpose(2, 0, 1)
+
+            for filling in fillings:
+                if not filling.ended and filling.marks[filling.count] <= index:
+                    filling.take(index, 0.0, pixels, True)
+                    if filling.ended:
+                        yield filling.position, filling.result
+
+
+def _sweep(source: Source, probe: Probe, fillings: list[_Filling], seek: bool) -> Iterator[_Filling]:
+    """Each filling once, full or with its problem. `seek` skips what no clip wants, and goes on behind damage."""
+    waiting = deque(sorted(fillings, key=lambda filling: filling.marks[0]))
+    active: list[_Filling] = []
+    while waiting or active:
+        run = _Run(probe, waiting, active, seek)
         try:
-            with open_video(file) as container:
-                stream = video_stream(container)
-                if start is not None and stream.time_base:
-                    container.seek(round(start / stream.time_base), stream=stream, backward=True)
-                for frame in container.decode(stream):
-                    stamp = frame_stamp(frame)
-                    if stamp is not None and not frame.is_corrupt:
-                        yield float(stamp * (frame.time_base or stream.time_base or 1)), frame
+            with source.open() as file, open_video(file) as container:
+                yield from run.over(container)
+            problem: Rejected | None = None
         except DECODER_ERRORS as error:
-            raise refused(error) from None
+            problem = refused(error)
+        lost = list(active)
+        active.clear()
+        if not seek:
+            lost += waiting
+            waiting.clear()
+        elif not lost and waiting and not run.untried(waiting[0]):
+            lost.append(waiting.popleft())  # those behind the damage get their own chance, as they would alone
+        for filling in lost:
+            end = f"the frames end at {run.seen:.3f} s, before {filling.marks[filling.count]:.3f} s"
+            yield filling.fail(problem or Rejected(Reason.TRUNCATED, end), run.from_start)
 
 
-def _pixels(frame: av.video.VideoFrame, probe: Probe) -> np.ndarray:
-    """A decoded frame as upright RGB (H, W, 3)."""
-    if (frame.width, frame.height) != (probe.coded_width, probe.coded_height):
-        raise Rejected(Reason.UNDECODABLE, f"the picture's size changes to {frame.width} x {frame.height}")
-    return np.rot90(frame.to_ndarray(format="rgb24"), probe.rotation // 90)
+class _Run:
+    """Decodes in order, fills the `active` clips and moves clips there from `waiting`, until none is left or the file ends."""
+
+    def __init__(self, probe: Probe, waiting: deque[_Filling], active: list[_Filling], seek: bool) -> None:
+        self.probe, self.waiting, self.active, self.seek = probe, waiting, active, seek
+        # Below half of the smallest step, so that no frame is taken for its neighbour where times are uneven.
+        steps = (after - before for before, after in pairwise(probe.pts_seconds))
+        self.tolerance = max(0.49 * min(steps, default=0.0), 1e-6)
+        self.seen = probe.pts_seconds[0]
+        self.from_start = True
+        self._scaler = Scaler(probe)
+        self._sought: _Filling | None = None
+
+    def over(self, container: av.container.InputContainer) -> Iterator[_Filling]:
+        """The fillings that end, as they do."""
+        stream = video_stream(container)
+        while self.waiting or self.active:
+            if self._worth_seeking() and stream.time_base:
+                self._sought, self.from_start = self.waiting[0], False
+                start = self.waiting[0].marks[0]
+                container.seek(round(start / stream.time_base), stream=stream, backward=True)
+            for frame in container.decode(stream):
+                stamp = frame_stamp(frame)
+                if stamp is None or frame.is_corrupt:
+                    continue
+                self.seen = float(stamp * (frame.time_base or stream.time_base or 1))
+                yield from self._fill(frame)
+                if not (self.waiting or self.active) or self._worth_seeking():
+                    break
+            else:
+                return
+
+    def untried(self, filling: _Filling) -> bool:
+        """Whether a seek for this clip is still to be tried: it would be, were it alone."""
+        return filling is not self._sought and self._key_ahead(filling, self.probe.pts_seconds[0])
+
+    def _worth_seeking(self) -> bool:
+        """Whether nothing is wanted until a key frame well ahead. Once for a clip: a wrong index may lead back."""
+        if not self.seek or self.active or not self.waiting or self.waiting[0] is self._sought:
+            return False
+        return self._key_ahead(self.waiting[0], self.seen)
+
+    def _key_ahead(self, filling: _Filling, time: float) -> bool:
+        keys = self.probe.key_seconds
+        at = bisect.bisect_right(keys, filling.marks[0] + 1e-6) - 1
+        return at >= 0 and keys[at] > time + _WORTH_SEEKING
+
+    def _fill(self, frame: av.video.VideoFrame) -> Iterator[_Filling]:
+        while self.waiting and self.waiting[0].marks[0] <= self.seen + self.tolerance:
+            self.active.append(self.waiting.popleft())
+        made: dict[tuple[Box, int, int], np.ndarray] = {}
+
+        def pixels(crop: Box, width: int, height: int) -> np.ndarray:
+            key = crop, width, height
+            if key not in made:
+                made[key] = self._scaler.scale(frame, *key)
+            return made[key]
+
+        for filling in list(self.active):
+            filling.take(self.seen, self.tolerance, pixels, self.from_start)
+            if filling.ended:
+                self.active.remove(filling)
+                yield filling

@@ -6,7 +6,7 @@ that most of them were drawn for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
 import numpy as np
@@ -55,19 +55,24 @@ def shown_size(image: Image.Image) -> tuple[int, int]:
     return image.size[::-1] if turned else image.size
 
 
-def read_picture(file: BinaryIO, indices: Sequence[int]) -> np.ndarray:
-    """The frames `indices` of a picture, upright, (F, H, W, 3) uint8. Raises Rejected (truncated, undecodable)."""
-    frames: dict[int, np.ndarray] = {}
+def picture_frames(file: BinaryIO, indices: Sequence[int]) -> Iterator[tuple[int, np.ndarray | Rejected]]:
+    """The frames `indices` (ascending) of a picture one by one, upright, (H, W, 3) uint8; or why there is none.
+
+    Rejections are truncated or undecodable. Raises Rejected when the file is no picture.
+    """
+    shape: tuple[int, ...] | None = None
     with open_picture(file) as image:
-        try:
-            for index in sorted(set(indices)):
+        for index in indices:
+            found: np.ndarray | Rejected
+            try:
+                shape = shape or (*shown_size(image)[::-1], 3)
                 image.seek(index)
-                frames[index] = np.asarray(_rgb(ImageOps.exif_transpose(image)))
-        except Exception as error:
-            raise _rejected(error) from None
-    if len({frame.shape for frame in frames.values()}) > 1:
-        raise Rejected(Reason.UNDECODABLE, "the picture's size changes between frames")
-    return np.stack([frames[index] for index in indices])
+                found = np.asarray(_rgb(ImageOps.exif_transpose(image)))
+                if found.shape != shape:
+                    found = Rejected(Reason.UNDECODABLE, "the picture's size changes between frames")
+            except Exception as error:
+                found = error if isinstance(error, Rejected) else _rejected(error)
+            yield index, found
 
 
 def _rgb(image: Image.Image) -> Image.Image:

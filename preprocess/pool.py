@@ -3,36 +3,73 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from types import TracebackType
 
 import numpy as np
 
 from mmspeed.config import Config
+from mmspeed.preprocess.probe import Probe
 from mmspeed.preprocess.reasons import Reason, Rejected
-from mmspeed.preprocess.select import Clip, select_clip
+from mmspeed.preprocess.select import Clip, select_clips
 from mmspeed.preprocess.source import Source
-from mmspeed.preprocess.worker import DecodeWorker
+from mmspeed.preprocess.worker import DecodeWorker, StoppedError
 
-Outcome = tuple[Source, Clip | Rejected, "np.ndarray | None"]
+_SOURCES_AHEAD = 2  # beyond one for each worker
+_CLIPS_AHEAD = 2  # of each source
+
+
+@dataclass(frozen=True)
+class Selected:
+    """A source was probed, and these clips are taken of it."""
+
+    source: Source
+    clips: tuple[Clip, ...]
+    probe: Probe
+
+
+@dataclass(frozen=True)
+class Frames:
+    """A wanted clip is decoded: uint8 frames (F, H, W, 3) at the bucket's height and width."""
+
+    source: Source
+    clip: Clip
+    frames_FHWC: np.ndarray
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A wanted clip, or with `clip` None the whole source, is rejected."""
+
+    source: Source
+    clip: Clip | None
+    rejected: Rejected
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Nothing more comes of a source."""
+
+    source: Source
+
+
+Event = Selected | Frames | Failed | Finished
 
 
 class DecodePool:
-    """Probes and decodes `sources` in order, ahead of the consumer by at most the number of workers plus two.
+    """Probes and decodes `sources` in order, ahead of the consumer.
 
-    Use as a context manager; leaving it ends the child processes.
+    In work are at most as many sources as there are workers and two more, each with at most two decoded clips that nobody has
+    taken. Use as a context manager; leaving it ends the child processes at once.
     """
 
     def __init__(self, config: Config, sources: Sequence[Source]) -> None:
         self.config = config
         self.sources = sources
         self.size = max(1, min(config.preprocess.decode_workers, len(sources)))
-        self._local = threading.local()
-        self._workers: list[DecodeWorker] = []
-        self._executor = ThreadPoolExecutor(self.size, thread_name_prefix="decode")
+        self._runs: list[_Run] = []
 
     def __enter__(self) -> DecodePool:
         return self
@@ -40,43 +77,132 @@ class DecodePool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._executor.shutdown(wait=kind is None, cancel_futures=True)
-        for worker in self._workers:
-            worker.close()
+        for run in self._runs:
+            run.stop()
 
-    def clips(self, wanted: Callable[[Clip], bool]) -> Iterator[Outcome]:
-        """Every source in order with its clip and its frames (F, H, W, 3) uint8.
+    def run(self, wanted: Callable[[Clip], bool]) -> Iterator[Event]:
+        """What becomes of every source, in their order.
 
-        The frames are None where `wanted(clip)` is false; the clip is a Rejected where there is none.
+        Of each: `Selected`, then for each of its clips that is `wanted` one `Frames` or `Failed`, as they are decoded, then
+        `Finished`; or, where it is rejected whole, `Failed` without a clip and `Finished`. `wanted` is called in other
+        threads. What they raise comes out here.
         """
-        ahead: deque[Future[Outcome]] = deque()
-        for source in self.sources:
-            ahead.append(self._executor.submit(self._one, source, wanted))
-            if len(ahead) > self.size + 2:
-                yield ahead.popleft().result()
-        while ahead:
-            yield ahead.popleft().result()
-
-    def _worker(self) -> DecodeWorker:
-        worker = getattr(self._local, "worker", None)
-        if worker is None:
-            worker = self._local.worker = DecodeWorker()
-            self._workers.append(worker)
-        return worker
-
-    def _one(self, source: Source, wanted: Callable[[Clip], bool]) -> Outcome:
-        data, limit = self.config.data, self.config.preprocess.time_limit
-        started = time.monotonic()
+        run = _Run(self.config, self.sources, wanted, self.size)
+        self._runs.append(run)
         try:
-            worker = self._worker()
-            probe = worker.open(source, int(data.max_file_mb * 1e6), data.max_pixels, limit)
-            clip = select_clip(source, probe, data, self.config.preprocess.full_hash)
-            if not wanted(clip):
-                return source, clip, None
-            left = limit - (time.monotonic() - started)
-            frames, decoder = worker.read(source, clip.indices, max(left, 0.001))
-            return source, clip.decoded_by(decoder), frames
-        except Rejected as rejected:
-            return source, rejected, None
-        except OSError as error:
-            return source, Rejected(Reason.UNDECODABLE, f"cannot be read: {error.strerror or error}"), None
+            yield from run.events()
+        finally:
+            run.stop()
+            self._runs.remove(run)
+
+
+def source_events(
+    worker: DecodeWorker, source: Source, config: Config, wanted: Callable[[Clip], bool]
+) -> Iterator[Event]:
+    """What becomes of one source."""
+    data, limit = config.data, config.preprocess.time_limit
+    try:
+        probe = worker.open(source, int(data.max_file_mb * 1e6), data.max_pixels, limit)
+        clips = select_clips(source, probe, data, config.preprocess.full_hash)
+    except (Rejected, OSError) as error:
+        why = error if isinstance(error, Rejected) else _unreadable(error)
+        yield Failed(source, None, why)
+    else:
+        yield Selected(source, clips, probe)
+        chosen = [clip for clip in clips if wanted(clip)]
+        for position, result in worker.read(source, [clip.cut for clip in chosen], limit):
+            clip = chosen[position].decoded_by(probe.decoder)
+            yield Failed(source, clip, result) if isinstance(result, Rejected) else Frames(source, clip, result)
+    yield Finished(source)
+
+
+def _unreadable(error: OSError) -> Rejected:
+    return Rejected(Reason.UNDECODABLE, f"cannot be read: {error.strerror or error}")
+
+
+class _Run:
+    """The threads of one pass over the sources, and the events that wait for the consumer."""
+
+    def __init__(self, config: Config, sources: Sequence[Source], wanted: Callable[[Clip], bool], size: int) -> None:
+        self._config, self._sources, self._wanted = config, sources, wanted
+        self._ahead = size + _SOURCES_AHEAD
+        self._changed = threading.Condition()
+        self._waiting: dict[int, deque[Event | BaseException]] = {}  # by the source's number, of those in work
+        self._begun = self._done = 0  # sources
+        self._stopped = False
+        self._workers = [DecodeWorker() for _ in range(size)]
+        self._threads = [
+            threading.Thread(target=self._work, args=(worker,), name=f"decode-{number}", daemon=True)
+            for number, worker in enumerate(self._workers)
+        ]
+
+    def events(self) -> Iterator[Event]:
+        """All events, in order. Raises what a thread raised."""
+        for thread in self._threads:
+            thread.start()
+        for number in range(len(self._sources)):
+            event: Event | None = None
+            while not isinstance(event, Finished):
+                event = self._get(number)
+                yield event
+
+    def stop(self) -> None:
+        """End the threads and their processes."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        for worker in self._workers:
+            worker.stop()
+        for thread in self._threads:
+            if thread.ident is not None and thread is not threading.current_thread():
+                thread.join()
+
+    def _work(self, worker: DecodeWorker) -> None:
+        with worker:
+            while (number := self._begin()) is not None:
+                try:
+                    for event in source_events(worker, self._sources[number], self._config, self._wanted):
+                        self._put(number, event)
+                except StoppedError:
+                    return
+                except BaseException as error:  # the consumer's to see
+                    self._put(number, error)
+                    return
+
+    def _begin(self) -> int | None:
+        """The number of the next source, when it may be begun; None when there is none."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or self._begun < self._done + self._ahead)
+            if self._stopped or self._begun == len(self._sources):
+                return None
+            number, self._begun = self._begun, self._begun + 1
+            self._waiting[number] = deque()
+            return number
+
+    def _put(self, number: int, event: Event | BaseException) -> None:
+        """Hand over an event; waits while as many clips of its source are waiting as may. Raises StoppedError."""
+        with self._changed:
+            waiting = self._waiting[number]
+            if isinstance(event, Frames):
+                self._changed.wait_for(
+                    lambda: self._stopped or sum(isinstance(e, Frames) for e in waiting) < _CLIPS_AHEAD
+                )
+            if self._stopped:
+                raise StoppedError
+            waiting.append(event)
+            self._changed.notify_all()
+
+    def _get(self, number: int) -> Event:
+        """The next event of a source. Raises what its thread raised; StoppedError after `stop`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or bool(self._waiting.get(number)))
+            if self._stopped:
+                raise StoppedError
+            event = self._waiting[number].popleft()
+            if isinstance(event, BaseException):
+                raise event
+            if isinstance(event, Finished):
+                del self._waiting[number]
+                self._done += 1
+            self._changed.notify_all()
+            return event

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from fractions import Fraction
-from importlib.util import find_spec
 from itertools import pairwise
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import av
 import av.container
@@ -23,13 +22,12 @@ from mmspeed.preprocess.pictures import open_picture, picture_times, shown_size
 from mmspeed.preprocess.reasons import Reason, Rejected
 from mmspeed.preprocess.source import Kind, Source
 
-# What decord 0.6 was found to read exactly as PyAV does; elsewhere it fails, or is silently wrong: of 20 damaged mpeg4
-# files it returned wrong frames for 9, all of which PyAV refused.
-_DECORD_CODECS = frozenset(("h264", "hevc", "vp8", "vp9"))
-_DECORD_PIXELS = frozenset(("yuv420p", "yuvj420p", "yuv422p", "yuv444p"))
-_DECORD_SMALLEST = 32
-_DECORD_MEMBER_BYTES = 256 << 20  # a tar member is handed to decord as bytes
-# DamagedError files make PyAV seek before the start (OSError) and meet streams that it has not announced (LookupError).
+Decoder = Literal["pyav", "pillow"]
+
+# Files are decoded side by side, one in a process. Measured on two cores: two threads on one file give fewer frames a
+# second than one thread on each of two, and take twice the memory. One also keeps errors the same everywhere.
+DECODE_THREADS = 1
+# Damaged files make PyAV seek before the start (OSError) and meet streams that it has not announced (LookupError).
 DECODER_ERRORS = (av.error.FFmpegError, OSError, LookupError, ValueError, ArithmeticError)
 # Containers that state their duration, where others only estimate it.
 _STATES_DURATION = ("mov", "matroska", "avi", "flv", "asf", "ogg")
@@ -41,7 +39,9 @@ class Probe:
 
     `width` and `height` are those shown: after rotation, with square pixels; `coded_width` and `coded_height` are the
     decoder's. `pts_seconds` holds the times of all frames in the order they are shown, as the file states them (an
-    image has one, 0). `fps` is the average rate, 0 for an image. `rotation` is counter-clockwise, in degrees.
+    image has one, 0), and `key_seconds` those of the frames at which decoding can begin; it is empty where seeking is not
+    to be trusted. `fps` is the average rate, 0 for an image. `rotation` is counter-clockwise, in degrees. `decoder` is the
+    library that reads the file.
     """
 
     kind: Kind
@@ -54,7 +54,8 @@ class Probe:
     rotation: int
     sar: Fraction
     container: str
-    decord_ok: bool
+    decoder: Decoder
+    key_seconds: list[float]
     coded_width: int
     coded_height: int
 
@@ -121,7 +122,8 @@ def _probe_picture(file: BinaryIO, max_pixels: int) -> Probe:
             rotation=0,
             sar=Fraction(1),
             container=(image.format or "").lower(),
-            decord_ok=False,
+            decoder="pillow",
+            key_seconds=[],
             coded_width=image.width,
             coded_height=image.height,
         )
@@ -133,8 +135,8 @@ def _probe_video(file: BinaryIO, source: Source, max_pixels: int) -> Probe:
             stream = video_stream(container)
             context = stream.codec_context
             check_pixels(context.width, context.height, max_pixels)
-            stamps, first = _stamps(container, stream)
-            return _describe(container, stream, stamps, first, source, max_pixels)
+            stamps, keys, first = _stamps(container, stream)
+            return _describe(container, stream, stamps, keys, first, max_pixels)
     except DECODER_ERRORS as error:
         raise refused(error) from None
 
@@ -157,8 +159,7 @@ def video_stream(container: av.container.InputContainer) -> av.video.VideoStream
         raise Rejected(Reason.NO_VIDEO_STREAM, "only cover art" if container.streams.video else "")
     if streams[0].codec_context is None:
         raise Rejected(Reason.UNDECODABLE, "no decoder for its codec")
-    # Parallelism is between files; one thread a file also keeps the frames' order and errors the same everywhere.
-    streams[0].codec_context.thread_count = 1
+    streams[0].codec_context.thread_count = DECODE_THREADS
     return streams[0]
 
 
@@ -179,9 +180,13 @@ def frame_stamp(frame: av.video.VideoFrame) -> int | None:
 
 def _stamps(
     container: av.container.InputContainer, stream: av.video.VideoStream
-) -> tuple[list[int], av.video.VideoFrame]:
-    """Sorted stamps of the frames that can be shown, and the first frame. Raises Rejected (truncated, undecodable)."""
+) -> tuple[list[int], list[int], av.video.VideoFrame]:
+    """Sorted stamps of the frames that can be shown, those of key frames, and the first frame.
+
+    Raises Rejected (truncated, undecodable).
+    """
     stamps: list[tuple[int | None, int | None]] = []
+    keys: set[int | None] = set()
     first: av.video.VideoFrame | None = None
     furthest, problem = 0.0, ""
     # The end of the longest stream is held against the stated duration; without one, the others are not needed.
@@ -193,6 +198,7 @@ def _stamps(
             continue
         if packet.size and not packet.is_discard:
             stamps.append((packet.pts, packet.dts))
+            keys |= {packet.pts} if packet.is_keyframe else set()
         if first is None:
             try:
                 frames = (frame for frame in packet.decode() if isinstance(frame, av.VideoFrame))
@@ -205,7 +211,9 @@ def _stamps(
         raise Rejected(Reason.UNDECODABLE, problem or ("no frame could be decoded" if shown else "no frames"))
     # Frames before the first that decodes (a recording that starts between key frames) are never shown.
     start = frame_stamp(first)
-    return [stamp for stamp in shown if start is None or stamp >= start] or shown[:1], first
+    shown = [stamp for stamp in shown if start is None or stamp >= start] or shown[:1]
+    guessed = any(pts is None for pts, _ in stamps)
+    return shown, [] if guessed else [stamp for stamp in shown if stamp in keys], first
 
 
 def _check_duration(container: av.container.InputContainer, furthest: float) -> None:
@@ -226,8 +234,8 @@ def _describe(
     container: av.container.InputContainer,
     stream: av.video.VideoStream,
     stamps: list[int],
+    keys: list[int],
     first: av.video.VideoFrame,
-    source: Source,
     max_pixels: int,
 ) -> Probe:
     base = stream.time_base or Fraction(1)
@@ -252,7 +260,8 @@ def _describe(
         rotation=rotation,
         sar=sar,
         container=container.format.name,
-        decord_ok=_decord_ok(codec, first, bits, container.format.name, source),
+        decoder="pyav",
+        key_seconds=[float(stamp * base) for stamp in keys],
         coded_width=first.width,
         coded_height=first.height,
     )
@@ -262,18 +271,6 @@ def _average_fps(times: list[float], stated: Fraction | None) -> float:
     if len(times) > 1:
         return (len(times) - 1) / (times[-1] - times[0])
     return float(stated or 0)
-
-
-def _decord_ok(codec: str, first: av.video.VideoFrame, bits: int, container: str, source: Source) -> bool:
-    return (
-        find_spec("decord") is not None
-        and codec in _DECORD_CODECS
-        and first.format.name in _DECORD_PIXELS
-        and bits == 8
-        and min(first.width, first.height) >= _DECORD_SMALLEST
-        and not container.startswith("mpeg")
-        and (source.size or 0) <= _DECORD_MEMBER_BYTES
-    )
 
 
 def allow_large_pictures() -> None:

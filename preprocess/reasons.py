@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import Enum
+
+# Control characters, line separators and marks that turn the direction of writing: a name must not control a terminal.
+_UNSHOWN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+_LONGEST_NAME, _LONGEST_DETAIL = 1024, 512  # characters of a rejection that are kept
+
+
+def readable(text: str) -> str:
+    """`text` as printable Unicode: control characters, and bytes of a file name that are not UTF-8, become escapes."""
+    valid = text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return _UNSHOWN.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), valid)
 
 
 class Reason(str, Enum):
@@ -26,6 +37,7 @@ class Reason(str, Enum):
     DECODER_CRASHED = "decoder_crashed"
     BAD_ROW = "bad_row"
     UNSAFE_NAME = "unsafe_name"
+    PICKLE = "pickle"
     ENCODE_FAILED = "encode_failed"
 
     def __str__(self) -> str:
@@ -55,17 +67,29 @@ _EXPLANATIONS = {
     Reason.DECODER_CRASHED: "The decoder process died on this file.",
     Reason.BAD_ROW: "The manifest row cannot be read, or lacks what it must say.",
     Reason.UNSAFE_NAME: "The archive member is a link, a device, or has a name that leads out of its folder.",
+    Reason.PICKLE: "The file is a pickle or holds one: reading it could run any code, so it is never opened.",
     Reason.ENCODE_FAILED: "The file decoded, but encoding its frames failed.",
 }
 
 
 @dataclass(frozen=True)
 class Rejection:
-    """A source that is not encoded, and why. `source` is its readable name."""
+    """A source that is not encoded, and why. `source` is its readable name.
+
+    Names and details come from files that anyone may have made: both are made readable and short here, once for all.
+    """
 
     source: str
     reason: Reason
     detail: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "source", _short(readable(self.source[: 2 * _LONGEST_NAME]), _LONGEST_NAME))
+        object.__setattr__(self, "detail", _short(readable(self.detail[: 2 * _LONGEST_DETAIL]), _LONGEST_DETAIL))
+
+
+def _short(text: str, longest: int) -> str:
+    return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
 
 class Rejected(Exception):  # noqa: N818 (an outcome, not an error)

@@ -1,4 +1,7 @@
-"""What is taken of a source: its bucket, its frames by time, its crop. Pure, and the whole of what a latent's key covers."""
+"""What is taken of a source: its buckets, and of each its windows of time and its crops.
+
+Pure, and the whole of what a latent's key covers.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,17 @@ from dataclasses import dataclass, replace
 
 from mmspeed.config import Bucket
 from mmspeed.config.schema import DataConfig
-from mmspeed.preprocess.decode import choose_frames
+from mmspeed.preprocess.decode import Cut
 from mmspeed.preprocess.probe import Probe
 from mmspeed.preprocess.source import Source, content_id
-from mmspeed.preprocess.transform import assign_bucket, crop_box
+from mmspeed.preprocess.transform import crop_boxes, rank_buckets
+from mmspeed.preprocess.windows import choose_windows
 from mmspeed.rng import uniform
 
 
 @dataclass(frozen=True)
 class Clip:
-    """The part of a source that becomes one entry."""
+    """The part of a source that becomes one entry: one of its variants."""
 
     source: Source
     bucket: Bucket
@@ -25,6 +29,13 @@ class Clip:
     fps: float  # frames per second of the entry; 0 for images
     seconds: float  # length of the clip; 0 for images
     decoder: str = ""  # which library decoded it, once it is decoded
+    window: int = 0  # which of the windows of its source and bucket
+    crop_number: int = 0  # which of the crops of its window
+
+    @property
+    def cut(self) -> Cut:
+        """What the decoder is asked for."""
+        return Cut(self.indices, self.crop, self.bucket.width, self.bucket.height)
 
     def decoded_by(self, decoder: str) -> Clip:
         return replace(self, decoder=decoder)
@@ -37,18 +48,29 @@ def split_of(source: Source, content_id: str, data: DataConfig, seed: int) -> st
     return "val" if uniform(seed, "val_split", content_id) < data.val_fraction else "train"
 
 
-def select_clip(source: Source, probe: Probe, data: DataConfig, full_hash: bool) -> Clip:
-    """The clip that `data` takes of a probed source. Raises Rejected with the reason when it takes none."""
-    buckets = tuple(b.bucket() for b in data.buckets)
-    bucket = assign_bucket(probe, buckets, data.fps, data.allow_upscale)
-    indices = tuple(choose_frames(probe.pts_seconds, bucket.frames, data.fps))
-    fps = 0.0 if bucket.is_image else float(data.fps or probe.fps)
-    return Clip(
-        source=source,
-        bucket=bucket,
-        indices=indices,
-        crop=crop_box(probe.width, probe.height, bucket),
-        content_id=content_id(source, full_hash),
-        fps=fps,
-        seconds=bucket.frames / fps if fps else 0.0,
-    )
+def select_clips(source: Source, probe: Probe, data: DataConfig, full_hash: bool) -> tuple[Clip, ...]:
+    """The clips that `data` takes of a probed source: for its best buckets, the windows and crops of each.
+
+    Ordered by bucket (the best first), window and crop; never none. Raises Rejected with the reason, and OSError when the
+    file cannot be read.
+    """
+    buckets = rank_buckets(probe, tuple(b.bucket() for b in data.buckets), data.fps, data.allow_upscale)
+    content = content_id(source, full_hash)
+    clips = []
+    for bucket in buckets[: data.buckets_per_clip]:
+        fps = 0.0 if bucket.is_image else float(data.fps or probe.fps)
+        for window, indices in enumerate(choose_windows(probe.pts_seconds, bucket.frames, data.fps, data.windows)):
+            for number, crop in enumerate(crop_boxes(probe.width, probe.height, bucket, data.crops)):
+                clip = Clip(
+                    source=source,
+                    bucket=bucket,
+                    indices=tuple(indices),
+                    crop=crop,
+                    content_id=content,
+                    fps=fps,
+                    seconds=bucket.frames / fps if fps else 0.0,
+                    window=window,
+                    crop_number=number,
+                )
+                clips.append(clip)
+    return tuple(clips)

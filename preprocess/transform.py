@@ -1,4 +1,4 @@
-"""From a decoded clip to the pixels of its bucket. Pure functions.
+"""Which bucket a clip goes to, which boxes are cut for it, and the number range of the model. Pure functions.
 
 Legend: F frames, H W height and width in pixels, C channels.
 """
@@ -9,26 +9,25 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
-from mmspeed.preprocess.decode import choose_frames, covers
 from mmspeed.preprocess.probe import Probe
 from mmspeed.preprocess.reasons import Reason, Rejected
+from mmspeed.preprocess.scaling import Box
+from mmspeed.preprocess.windows import choose_frames, covers
 from mmspeed.shapes import Bucket
 
-Box = tuple[int, int, int, int]  # left, top, right, bottom in displayed pixels
 
+def rank_buckets(probe: Probe, buckets: Sequence[Bucket], fps: float | None, allow_upscale: bool) -> list[Bucket]:
+    """The buckets that a probed file fills, the best first: the most frames, then the crop that keeps the most of it.
 
-def assign_bucket(probe: Probe, buckets: Sequence[Bucket], fps: float | None, allow_upscale: bool) -> Bucket:
-    """The bucket of a probed file: the most frames that its length fills, then the crop that keeps the most of it.
-
-    Images and videos of one frame take F = 1 buckets and videos take the others. Buckets that the picture covers come
-    before those that it would be enlarged for, which count only with `allow_upscale`. Of equal crops the larger bucket
-    is taken (the smaller enlargement, where there must be one). Raises Rejected (no_bucket, too_short, too_small).
+    Images and videos of one frame take F = 1 buckets and videos take the others. Where the picture covers some of the buckets,
+    only those count; where it covers none, those that it would be enlarged for count with `allow_upscale`. Of equal crops
+    the larger bucket comes first (the smaller enlargement, where there must be one). Raises Rejected (no_bucket,
+    too_short, too_small) instead of giving none.
     """
     single = len(probe.pts_seconds) == 1
-    kind = [bucket for bucket in buckets if bucket.is_image == single]
+    kind = [bucket for bucket in dict.fromkeys(buckets) if bucket.is_image == single]
     if not kind:
         raise Rejected(Reason.NO_BUCKET, "no bucket has F = 1" if single else "all buckets have F = 1")
     long_enough = [bucket for bucket in kind if covers(probe.pts_seconds, bucket.frames, fps)]
@@ -44,7 +43,7 @@ def assign_bucket(probe: Probe, buckets: Sequence[Bucket], fps: float | None, al
         kept = round(kept_fraction(probe.width, probe.height, bucket), 6)
         return bucket.frames, kept, -enlarged, bucket.height * bucket.width, bucket.width
 
-    return max(covered or long_enough, key=order)
+    return sorted(covered or long_enough, key=order, reverse=True)
 
 
 def kept_fraction(width: int, height: int, bucket: Bucket) -> float:
@@ -63,17 +62,21 @@ def crop_box(width: int, height: int, bucket: Bucket) -> Box:
     return left, top, left + inner[0], top + inner[1]
 
 
-def resize_crop(frames_FHWC: np.ndarray, bucket: Bucket) -> np.ndarray:
-    """uint8 frames (F, H, W, 3), cropped to `crop_box` and resized to the bucket's height and width.
+def crop_boxes(width: int, height: int, bucket: Bucket, crops: int) -> list[Box]:
+    """`crops` boxes like `crop_box`, evenly from edge to edge along the side that is cut; one is the middle.
 
-    Pillow's bicubic filter, whose support grows with the reduction (no aliasing); its fixed-point arithmetic gives the
-    same bytes on every machine.
+    No two are the same: there are fewer where what is cut away is less than a pixel for each step between them.
     """
-    left, top, right, bottom = crop_box(frames_FHWC.shape[2], frames_FHWC.shape[1], bucket)
-    size = bucket.width, bucket.height
-    # Cut first: Pillow's own `box` lets pixels beyond the crop, such as black bars, run into its edge.
-    cropped = (np.ascontiguousarray(frame[top:bottom, left:right]) for frame in frames_FHWC)
-    return np.stack([np.asarray(Image.fromarray(x).resize(size, Image.Resampling.BICUBIC)) for x in cropped])
+    left, top, right, bottom = middle = crop_box(width, height, bucket)
+    inner = right - left, bottom - top
+    slack = max(width - inner[0], height - inner[1])  # one of the two is 0
+    count = min(crops, slack + 1)
+    if count == 1:
+        return [middle]
+    along = [slack * number // (count - 1) for number in range(count)]
+    if inner[0] < width:
+        return [(at, top, at + inner[0], bottom) for at in along]
+    return [(left, at, right, at + inner[1]) for at in along]
 
 
 def to_model_range(frames_FHWC: np.ndarray) -> Tensor:

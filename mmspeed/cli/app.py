@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mmspeed import log
+from mmspeed.config.places import is_url
 from mmspeed.errors import UserError
 from mmspeed.version import __version__
 
@@ -142,14 +143,21 @@ def init(
 
 
 @app.command()
-def check(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Read the data set and say what will happen and what it will cost; needs no accelerator."""
+def check(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    report_file: Annotated[
+        Path | None,
+        typer.Option("--report", metavar="FILE", help="HTML page to write; by default OUTPUT/NAME-data.html."),
+    ] = None,
+) -> None:
+    """Read the data set and say what will happen and what it will cost, in lines and as an HTML page; needs no accelerator."""
     from rich.console import Console
 
     from mmspeed.config import load_config
     from mmspeed.preprocess import check as check_data
 
-    report = check_data(load_config(config, overrides or ()))
+    report = check_data(load_config(config, overrides or ()), report_file)
     report.print(Console())
     if report.problems:
         raise typer.Exit(1)
@@ -161,13 +169,22 @@ def preprocess(
     config: ConfigFile,
     overrides: Overrides = None,
     nproc: Nproc = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            metavar="I/N",
+            help="Do only part I of N (1/8 to 8/8), as a job of an array; the last to end finishes the cache.",
+        ),
+    ] = None,
     print_config: PrintConfig = False,
 ) -> None:
     """Probe, filter, cut and encode the data set once, into the cache."""
+    if shard is not None and launch.wanted(nproc):
+        raise UserError("--shard and --nproc both share out the work: use one of them")
     resolved = _resolve(context, "preprocess", config, overrides, nproc, print_config)
     from mmspeed.preprocess import CacheBuilder
 
-    _print_lines(CacheBuilder(resolved).run().lines())
+    _print_lines(CacheBuilder(resolved, shard).run().lines())
 
 
 @app.command()
@@ -178,11 +195,13 @@ def train(
     nproc: Nproc = None,
     print_config: PrintConfig = False,
 ) -> None:
-    """Train from the cache; a run that was stopped goes on from its last checkpoint."""
+    """Train from the cache, which the first epoch completes where it is not whole; a run that was stopped goes on."""
     resolved = _resolve(context, "train", config, overrides, nproc, print_config)
     from mmspeed.pipelines import TrainPipeline
+    from mmspeed.preprocess import OnlineBuilder
 
-    _print_lines(TrainPipeline(resolved).run().lines())
+    online = resolved.preprocess.online and not is_url(resolved.data.cache)
+    _print_lines(TrainPipeline(resolved, OnlineBuilder(resolved) if online else None).run().lines())
 
 
 @app.command()

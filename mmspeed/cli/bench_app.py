@@ -24,3 +24,49 @@ def overfit(
     print("\n".join(result.lines()))
     if not result.passed():
         raise typer.Exit(1)
+
+
+@app.command()
+def loader(
+    output: Annotated[Path, typer.Option(help="Folder that the measurement writes to.")] = Path("runs/loader"),
+    bucket_latent: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Latents' shape, such as 16x13x60x106; may be given again. Default: a large and a small one."
+        ),
+    ] = None,
+    samples: Annotated[int | None, typer.Option(help="Samples a shape; by default half a gigabyte's worth.")] = None,
+    rounds: Annotated[int, typer.Option(help="Passes of each format; the median counts.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not the table.")] = False,
+    strict: Annotated[bool, typer.Option(help="Exit with 1 when our reader is not fast enough.")] = False,
+) -> None:
+    """Compare how fast samples are read from the cache, from .pt, Parquet and safetensors files, warm and cold."""
+    import json
+
+    from mmspeed.data.files import write_whole
+
+    from .bench_loader import SHAPES, bench_loader, results_json
+
+    results = bench_loader(output, bucket_latent or SHAPES, samples, rounds)
+    text = json.dumps(results_json(results, rounds), indent=2)
+    write_whole(output / "loader.json", (text + "\n").encode())
+    print(text if as_json else "\n\n".join("\n".join(result.lines()) for result in results))
+    if strict and not all(verdict.passed for result in results for verdict in result.verdicts):
+        raise typer.Exit(1)
+
+
+@app.command()
+def index(
+    rows: Annotated[int, typer.Option(min=1, help="Entries of the synthetic index.")] = 10_000_000,
+    output: Annotated[Path, typer.Option(help="Folder that the index is made in, and left.")] = Path(
+        "runs/bench-index"
+    ),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+) -> None:
+    """Open the index of a large cache and look things up in it; exit with 1 when it takes over 2 s or 100 MB."""
+    from .bench_index import bench_index, report
+
+    result = bench_index(rows, output)
+    print(report(result, as_json))
+    if not result.passed():
+        raise typer.Exit(1)

@@ -1,47 +1,123 @@
-"""`mmspeed cache`: what is in a dataset cache, and whether it is whole."""
+"""`mmspeed cache`: what is in a dataset cache, whether it is whole, and its care."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
+import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mmspeed.log import format_bytes, progress
+from mmspeed.errors import UserError
+
+from . import cache_text
 
 if TYPE_CHECKING:
-    from mmspeed.data import DatasetCache, Entry
+    from mmspeed.data import DatasetCache
 
-app = typer.Typer(help="Look into a dataset cache.", no_args_is_help=True)
-
-# told apart from the other lines of `stat`, or too long for it
-_NOT_IN_STAT = ("mmspeed", "schema", "created_with", "encoders", "config")
+app = typer.Typer(help="Look into a dataset cache, and take care of it.", no_args_is_help=True)
 
 CacheFolder = Annotated[Path, typer.Argument(metavar="CACHE", help="Folder of the cache.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
 @app.command()
-def stat(cache: CacheFolder) -> None:
-    """Say what the cache holds: entries, samples, buckets, bytes, encoders."""
-    from mmspeed.data import DatasetCache
+def stat(cache: CacheFolder, as_json: AsJson = False) -> None:
+    """Say what the cache holds: entries, samples, buckets, sizes, encoders, disk, and what is odd."""
+    from mmspeed.data.census import census
 
-    print("\n".join(describe(DatasetCache(cache))))
+    facts = census(cache)
+    print(json.dumps(facts, indent=2, ensure_ascii=False) if as_json else "\n".join(cache_text.stat_lines(facts)))
 
 
 @app.command()
-def verify(cache: CacheFolder) -> None:
-    """Read every entry and compare its checksum; exit with 1 when one is damaged."""
-    from mmspeed.data import DatasetCache
+def verify(
+    cache: CacheFolder,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Drop damaged entries and list them; keep everything that is whole.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Read every byte and compare it with what was written; exit with 1 when something is damaged."""
+    from mmspeed.data.mend import mend
+    from mmspeed.data.verify import verify
 
-    opened = DatasetCache(cache)
-    entries = all_entries(opened)
-    damaged = [line for entry in progress(entries, "verify", unit="entries") for line in damage(opened.root, entry)]
-    print("\n".join([*damaged, f"{len(entries) - len(damaged)} of {len(entries)} entries are whole"]))
-    if damaged:
-        print("delete the shards named above and run `mmspeed preprocess` again: it remakes only their entries")
+    report = mend(cache) if repair else None
+    findings = report.found if report is not None else verify(cache)
+    if as_json:
+        print(json.dumps(asdict(report or findings), indent=2, ensure_ascii=False))
+    else:
+        print("\n".join(cache_text.verify_lines(findings)))
+        if report is not None:
+            print("\n".join([*report.done, *(f"dropped: {name}" for name in report.lost)] or ["nothing to repair"]))
+            print("".join(f"to do: {what}\n" for what in report.todo), end="")
+        elif findings.damage:
+            print(f"`mmspeed cache verify --repair {cache}` drops what is damaged and keeps the rest")
+    if report.todo if report is not None else findings.damage:
         raise typer.Exit(1)
+
+
+@app.command()
+def prune(
+    cache: CacheFolder,
+    yes: Annotated[bool, typer.Option("--yes", help="Do it. Without this, only say what would be removed.")] = False,
+    keep_codec: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FINGERPRINT", help="Keep latents of this codec too (its first digits do)."),
+    ] = None,
+) -> None:
+    """Remove entries that no sample names, second copies, and what killed writers left. Not while anything uses the cache."""
+    from mmspeed.data.care import plan_prune
+    from mmspeed.data.care import prune as remove
+    from mmspeed.data.tables import read_info
+
+    read_info(cache)
+    plan = plan_prune(cache, keep_codec or [])
+    if plan.empty:
+        print("nothing to remove: samples name every entry")
+        return
+    print("\n".join(["removing:" if yes else "would remove:", *plan.lines()]))
+    if not yes:
+        print("run it again with --yes to do so")
+        return
+    remove(cache, keep_codec or [])
+    print(f"removed {plan.entries} entries")
+
+
+@app.command()
+def pack(
+    cache: CacheFolder,
+    shard_mb: Annotated[float, typer.Option("--shard-mb", min=0.001, help="Size of the new shards.")] = 256.0,
+) -> None:
+    """Merge small shards into large ones; entries keep their bytes. Not while anything uses the cache."""
+    from mmspeed.data.care import pack as merge_shards
+    from mmspeed.data.tables import read_info
+
+    read_info(cache)
+    report = merge_shards(cache, int(shard_mb * 1e6))
+    twice = f", {report.duplicates} second copies removed" if report.duplicates else ""
+    print(f"{report.before} shards are {report.after} now: {report.entries} entries copied{twice}")
+
+
+@app.command()
+def merge(
+    into: Annotated[Path, typer.Argument(metavar="INTO", help="The cache that takes all in; made when missing.")],
+    sources: Annotated[
+        list[Path], typer.Argument(metavar="FROM...", help="Caches that are read and stay as they are.")
+    ],
+) -> None:
+    """Bring caches that were built on several machines together. Their encoders and settings must be the same."""
+    from mmspeed.data.merge import merge as bring_together
+
+    report = bring_together(into, sources)
+    print(
+        f"{into}: {report.samples} samples; {report.linked} shards taken whole, {report.copied} entries copied, "
+        f"{report.present} were there"
+    )
+    if report.split_conflicts:
+        print(f"{report.split_conflicts} samples are held out in one cache only: the first cache's split counts")
 
 
 @app.command()
@@ -51,73 +127,45 @@ def show(
         str | None, typer.Argument(help="Key of a sample or an entry; without it, samples are listed.")
     ] = None,
     count: Annotated[int, typer.Option("--count", "-n", min=1, help="Samples to list.")] = 20,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="The picture to write; KEY.png in this folder when left out.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what is stored as JSON, and draw no picture.")] = False,
 ) -> None:
-    """List samples, or show one sample or entry with what it was made from."""
+    """List samples, or decode one to a picture beside its source's frames and say what it was made from."""
     from mmspeed.data import DatasetCache
 
     opened = DatasetCache(cache)
-    if key is not None:
-        print(json.dumps(details(opened, key), indent=2, ensure_ascii=False))
+    if key is None:
+        for number, sample in enumerate(opened.samples):
+            if number == count:
+                break
+            captions = f"{len(sample.text_keys)} captions"
+            print(f"{sample.key}  {sample.split:5} {sample.bucket!s:>14}  {captions}  {sample.source}")
+        if len(opened.samples) > count:
+            print(f"... and {len(opened.samples) - count} more")
         return
-    for sample in opened.samples[:count]:
-        print(
-            f"{sample.key}  {sample.split:5} {sample.bucket!s:>14}  {len(sample.text_keys)} captions  {sample.source}"
-        )
-    if len(opened.samples) > count:
-        print(f"... and {len(opened.samples) - count} more")
+    known = details(opened, key)
+    if as_json or not has_picture(known):
+        print(json.dumps(known, indent=2, ensure_ascii=False))
+        return
+    from mmspeed.preprocess.show import draw_entry
 
-
-def all_entries(cache: DatasetCache) -> list[Entry]:
-    """Every entry, by shard and place in it."""
-    from mmspeed.data import SECTIONS
-
-    entries = [cache.entry(key, section) for section in SECTIONS for key in cache.keys(section)]
-    return sorted(entries, key=lambda entry: (entry.shard, entry.offset))
-
-
-def describe(cache: DatasetCache) -> list[str]:
-    """The lines of `stat`."""
-    entries = all_entries(cache)
-    counts, sizes, shards = Counter[str](), Counter[str](), Counter[str]()
-    for entry in entries:
-        part = entry.section if entry.bucket is None else f"{entry.section} {entry.bucket}"
-        counts[part] += 1
-        sizes[part] += entry.bytes
-    for shard in {entry.shard for entry in entries}:
-        shards[shard.split("/")[0]] += 1
-    splits = Counter(sample.split for sample in cache.samples)
-    lines = [f"cache {cache.root}, made by mmspeed {cache.info.get('mmspeed', '?')}"]
-    lines.append(f"  samples: {', '.join(f'{n} {split}' for split, n in sorted(splits.items())) or 'none'}")
-    lines += [f"  {part}: {counts[part]} entries, {format_bytes(sizes[part])}" for part in sorted(counts)]
-    lines.append(f"  shards: {', '.join(f'{n} of {section}' for section, n in sorted(shards.items())) or 'none'}")
-    lines.append(f"  rejected sources: {len(cache.rejects())}")
-    lines += [f"  encoder {part}: {_short(what)}" for part, what in cache.info.get("encoders", {}).items()]
-    lines += [f"  {name}: {_short(value)}" for name, value in cache.info.items() if name not in _NOT_IN_STAT]
-    return lines
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {_short(inner)}" for name, inner in value.items())
-    return str(value) if isinstance(value, str) else json.dumps(value)
-
-
-def damage(root: Path, entry: Entry) -> list[str]:
-    """What is wrong with an entry's bytes, as at most one line."""
-    from mmspeed.data.keys import digest
-
-    where = f"{root / entry.shard}: {entry.section} {entry.key}"
+    path = output or Path(f"{key}.png")
     try:
-        with open(root / entry.shard, "rb") as file:
-            file.seek(entry.offset)
-            payload = file.read(entry.bytes)
-    except FileNotFoundError:
-        return [f"{where}: the shard is missing"]
-    except OSError as error:
-        return [f"{where}: cannot be read: {error.strerror}"]
-    if len(payload) < entry.bytes:
-        return [f"{where}: the shard ends after {len(payload)} of {entry.bytes} bytes"]
-    return [] if digest(payload) == entry.checksum else [f"{where}: damaged, its checksum differs"]
+        said = draw_entry(opened, key, path)
+    except UserError as error:
+        if output is not None:
+            raise
+        print(json.dumps(known, indent=2, ensure_ascii=False))
+        print(f"no picture: {error}", file=sys.stderr)
+        return
+    print(f"{path}: {said}")
+
+
+def has_picture(known: dict[str, Any]) -> bool:
+    """Whether what `details` tells is a latent, or a sample of latents."""
+    return "latents" in known or known.get("section") == "latents"
 
 
 def details(cache: DatasetCache, key: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from mmspeed.errors import UserError, nearest
 
+from .places import is_url
 from .schema import Config, DiffusersVaeConfig, LinearVaeConfig, TransformersTextConfig
 
 
@@ -219,13 +220,16 @@ def _absolute(config: Config, base: Path) -> Config:
     def fix(path: str) -> str:
         return str(base / Path(path).expanduser())
 
+    def fix_cache(place: str) -> str:
+        return place if is_url(place) else fix(place)
+
     def fix_pretrained(name: str) -> str:
         return fix(name) if (base / Path(name).expanduser()).exists() or name.startswith((".", "~", "/")) else name
 
     sources = tuple(s.model_copy(update={"path": fix(s.path)}) for s in config.data.sources)
     changes: dict[str, Any] = {
         "output": fix(config.output),
-        "data": config.data.model_copy(update={"sources": sources, "cache": fix(config.data.cache)}),
+        "data": config.data.model_copy(update={"sources": sources, "cache": fix_cache(config.data.cache)}),
     }
     if isinstance(config.vae, DiffusersVaeConfig):
         changes["vae"] = config.vae.model_copy(update={"pretrained": fix_pretrained(config.vae.pretrained)})

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
+from mmspeed.errors import UserError
 from mmspeed.shapes import Bucket
 
 from .inputs import (
@@ -25,6 +26,7 @@ from .inputs import (
     TransformersTextConfig,
     VaeConfig,
 )
+from .places import is_url, mirror_folder
 
 __all__ = [
     "Bucket",
@@ -305,8 +307,21 @@ class Config(Section):
 
     @property
     def cache_dir(self) -> Path:
-        """Folder of the dataset cache."""
-        return Path(self.data.cache)
+        """Folder of the dataset cache; of a remote one, the local folder that holds its tables once it was opened."""
+        return mirror_folder(self.data.cache) if is_url(self.data.cache) else Path(self.data.cache)
+
+    @property
+    def cache_root(self) -> Path | str:
+        """Where the dataset cache lies: a folder, or a URL. What `DatasetCache` takes."""
+        return self.data.cache if is_url(self.data.cache) else Path(self.data.cache)
+
+    def local_cache_dir(self) -> Path:
+        """Folder of the dataset cache, to write to. Raises UserError when it is a URL."""
+        if is_url(self.data.cache):
+            raise UserError(
+                f"data.cache is {self.data.cache}: a cache is built in a local folder; build it there and copy it to the URL"
+            )
+        return self.cache_dir
 
     def samples_made_for(self) -> dict[str, Any]:
         """What the cache's table of samples depends on. Of a source's path the last part: caches and data sets move between machines."""

@@ -1,9 +1,12 @@
 """The dataset cache, which preprocess writes and training reads, and the order in which its samples are trained on."""
 
 from .cache import DatasetCache
+from .compiled import compile_index
 from .keys import canonical_json, entry_key, number_duplicates, sample_key
-from .loader import Loader, assemble, choose_text, draw_latent, pad_texts, read_ahead
-from .sampler import BatchSampler, Draw, micro_batches
+from .loader import Loader, Step, assemble, choose_text, draw_latent, pad_texts, read_ahead
+from .mapped import SampleTable
+from .online import FirstEpoch, Made, Maker, Task
+from .sampler import BatchSampler, Draw, count_present, micro_batches
 from .tables import (
     SCHEMA_VERSION,
     SECTIONS,
@@ -11,6 +14,7 @@ from .tables import (
     Rejection,
     Sample,
     read_info,
+    read_samples,
     write_info,
     write_rejects,
     write_samples,
@@ -25,13 +29,21 @@ __all__ = [
     "DatasetCache",
     "Draw",
     "Entry",
+    "FirstEpoch",
     "Loader",
+    "Made",
+    "Maker",
     "Rejection",
     "RepairReport",
     "Sample",
+    "SampleTable",
+    "Step",
+    "Task",
     "assemble",
     "canonical_json",
     "choose_text",
+    "compile_index",
+    "count_present",
     "draw_latent",
     "entry_key",
     "latent_tensors",
@@ -40,6 +52,7 @@ __all__ = [
     "pad_texts",
     "read_ahead",
     "read_info",
+    "read_samples",
     "repair",
     "sample_key",
     "text_tensors",

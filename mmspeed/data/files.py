@@ -74,9 +74,10 @@ class TempFile:
         os.replace(self.path, target)
         fsync_folder(target.parent)
 
-    def link(self, target: Path) -> bool:
+    def link(self, target: Path, keep: bool = False) -> bool:
         """Make the contents durable and give them the name `target` unless that is taken; whether it was free.
 
+        With `keep` the temporary name stays beside it, for readers that know the file by it, until `drop_name`.
         Raises UserError when the file system has no hard links.
         """
         os.fsync(self._fd)
@@ -90,9 +91,18 @@ class TempFile:
                     f"{target.parent} is on a file system without hard links; put the cache elsewhere"
                 ) from error
             raise
-        self.path.unlink()
+        if not keep:
+            self.path.unlink()
         fsync_folder(target.parent)
         return True
+
+    def sync(self) -> None:
+        """Make what was written so far durable, and so visible to other machines that open the file."""
+        os.fsync(self._fd)
+
+    def drop_name(self) -> None:
+        """Take the temporary name away; the contents live on under the name that `link` gave."""
+        self.path.unlink(missing_ok=True)
 
     def release(self) -> None:
         """Drop the lock and close. What was published stays; what was not is left for `discard` or a repair."""

@@ -9,6 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -19,7 +20,8 @@ from mmspeed.protocol import Batch, TextEntry
 from mmspeed.rng import normal, uniform
 
 from .cache import DatasetCache
-from .sampler import BatchSampler, Draw, micro_batches
+from .online import FirstEpoch
+from .sampler import BatchSampler, Draw, count_present, micro_batches
 from .tables import Sample
 
 Item = TypeVar("Item")
@@ -63,7 +65,8 @@ def pad_texts(texts: Sequence[TextEntry]) -> tuple[Tensor, Tensor]:
 def assemble(cache: DatasetCache, draws: Sequence[tuple[Draw, float]], seed: int, caption_dropout: float) -> Batch:
     """The batch of (draw, weight) pairs of one bucket; each is as it would be in any other company.
 
-    Raises UserError when an entry is missing or damaged, or when latents of the bucket differ in shape.
+    No draw may be of a lost sample; `micro_batches` puts others in their place. Raises UserError when an entry is missing or
+    damaged, or when latents of the bucket differ in shape.
     """
     latents, texts = [], []
     for draw, _ in draws:
@@ -74,7 +77,7 @@ def assemble(cache: DatasetCache, draws: Sequence[tuple[Draw, float]], seed: int
     for latent_CThw, (draw, _) in zip(latents, draws, strict=True):
         if latent_CThw.shape != latents[0].shape:
             raise UserError(
-                f"cache {cache.root}: the latent of {draw.sample.source} has shape "
+                f"cache {cache.location}: the latent of {draw.sample.source} has shape "
                 f"{tuple(latent_CThw.shape)}, others of its bucket {tuple(latents[0].shape)}; "
                 "run mmspeed preprocess again"
             )
@@ -90,6 +93,17 @@ def assemble(cache: DatasetCache, draws: Sequence[tuple[Draw, float]], seed: int
     )
 
 
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step: its draws over all ranks, and this rank's micro-batches; none when all its samples are lost."""
+
+    draws: list[Draw]
+    batches: list[Batch]
+
+
+_Part = tuple[list[Draw], Batch | None, bool]  # a step's draws, a micro-batch of it, and whether it is the last
+
+
 class Loader:
     """A rank's batches of any range of steps.
 
@@ -99,6 +113,7 @@ class Loader:
         micro_batch_size: samples that one device computes at a time; None: its whole share of a step.
         seed, caption_dropout: of the draws that are made when a sample is read.
         prefetch: micro-batches read ahead by a thread; 0: read when asked for.
+        first_epoch: makes what an incomplete cache lacks; may be set later, before `steps`.
     """
 
     def __init__(
@@ -111,42 +126,61 @@ class Loader:
         seed: int = 0,
         caption_dropout: float = 0.0,
         prefetch: int = 0,
+        first_epoch: FirstEpoch | None = None,
     ) -> None:
         self.cache, self.sampler = cache, sampler
         self.rank, self.world, self.micro_batch_size = rank, world, micro_batch_size
         self.seed, self.caption_dropout, self.prefetch = seed, caption_dropout, prefetch
+        self.first_epoch = first_epoch
         self.waited_seconds = 0.0  # time the consumer stood still for data, over all steps so far
 
-    def steps(self, start: int, stop: int) -> Generator[list[Batch], None, None]:
+    def steps(self, start: int, stop: int) -> Generator[Step, None, None]:
         """The micro-batches of each optimizer step in [start, stop), counted from the start of training.
 
-        An error while reading ahead is raised here, at the step it belongs to. Closing the generator ends the thread.
+        While a first epoch is being made, each step is read when it is asked for, as all ranks make it together then. An
+        error while reading ahead is raised here, at the step it belongs to. Closing the generator ends the thread.
         """
-        batches = self._batches(start, stop)
-        source = read_ahead(batches, self.prefetch) if self.prefetch else batches
+        while start < stop and self.first_epoch is not None and self.first_epoch.active:
+            began = time.perf_counter()
+            self.first_epoch.provide(start)
+            step = self._gathered(self._micro_batches(start))
+            self.waited_seconds += time.perf_counter() - began
+            yield step
+            start += 1
+        if self.first_epoch is not None and start >= self.sampler.steps_per_epoch:
+            self.first_epoch.finish()
+        parts = (part for step in range(start, stop) for part in self._micro_batches(step))
+        source = read_ahead(parts, self.prefetch) if self.prefetch else parts
         try:
-            step: list[Batch] = []
-            while True:
+            for _ in range(start, stop):
                 began = time.perf_counter()
-                item = next(source, None)
+                step = self._gathered(source)
                 self.waited_seconds += time.perf_counter() - began
-                if item is None:
-                    return
-                batch, last = item
-                step.append(batch)
-                if last:
-                    yield step
-                    step = []
+                yield step
         finally:
             source.close()
 
-    def _batches(self, start: int, stop: int) -> Generator[tuple[Batch, bool], None, None]:
-        """Micro-batches in order, each with whether it is the last of its step."""
-        for global_step in range(start, stop):
-            draws = self.sampler.step(*self.sampler.locate(global_step))
-            parts = micro_batches(draws, self.rank, self.world, self.micro_batch_size)
-            for number, part in enumerate(parts, start=1):
-                yield assemble(self.cache, part, self.seed, self.caption_dropout), number == len(parts)
+    @staticmethod
+    def _gathered(parts: Iterator[_Part]) -> Step:
+        """The next step's parts together."""
+        batches = []
+        for draws, batch, last in parts:
+            batches += [] if batch is None else [batch]
+            if last:
+                return Step(draws, batches)
+        raise RuntimeError("a step without an end")
+
+    def _micro_batches(self, step: int) -> Iterator[_Part]:
+        """The micro-batches of a step, one by one."""
+        draws = self.sampler.step(*self.sampler.locate(step))
+        if self.first_epoch is not None:
+            draws = self.first_epoch.mark(draws)
+        if not count_present(draws):
+            yield draws, None, True
+            return
+        parts = micro_batches(draws, self.rank, self.world, self.micro_batch_size)
+        for number, part in enumerate(parts, start=1):
+            yield draws, assemble(self.cache, part, self.seed, self.caption_dropout), number == len(parts)
 
 
 def read_ahead(source: Iterator[Item], depth: int) -> Generator[Item, None, None]:

@@ -53,6 +53,11 @@ class ShardWriter:
         return self._temp.size
 
     @property
+    def path(self) -> Path:
+        """Where the shard lies while it is in progress."""
+        return self._temp.path
+
+    @property
     def sha256(self) -> str:
         """Hexadecimal digest of the bytes written so far."""
         return self._hash.hexdigest()
@@ -67,20 +72,27 @@ class ShardWriter:
         self._temp.write(data)
         self._hash.update(data)  # after the write: a full disk leaves both as they were
 
-    def seal(self) -> Path:
+    def sync(self) -> None:
+        """Make what was appended so far durable, and visible to readers on other machines."""
+        self._temp.sync()
+
+    def seal(self, keep_name: bool = False) -> Path:
         """Make the shard durable under the next free number of its folder. It stays locked until `release`.
+
+        With `keep_name` it keeps its name of before too, until `release`.
 
         Writers in several processes never take the same number: a link fails where the name exists.
         """
         self._write(bytes(2 * _BLOCK))
         numbers = [int(path.stem) for path in self.folder.glob("*.tar") if path.stem.isdigit()]
         number = max(numbers, default=-1) + 1
-        while not self._temp.link(target := self.folder / f"{number:06d}.tar"):
+        while not self._temp.link(target := self.folder / f"{number:06d}.tar", keep=keep_name):
             number += 1
         return target
 
     def release(self) -> None:
-        """Tell others that this writer is done with the shard and its index."""
+        """Tell others that this writer is done with the sealed shard and its index."""
+        self._temp.drop_name()
         self._temp.release()
 
     def discard(self) -> None:

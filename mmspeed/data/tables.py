@@ -16,14 +16,15 @@ from mmspeed.shapes import Bucket
 from mmspeed.version import __version__
 
 from .files import write_whole
-from .seal import BLANK, seal
+from .seal import BLANK, is_sealed, seal
+from .sealed_files import sealed_file
 
 SCHEMA_VERSION = 2
 SECTIONS = ("latents", "texts", "null")
 SPLITS = ("train", "val")
-_SAMPLES = Path("index/samples.parquet")
+SAMPLES_FILE = Path("index/samples.parquet")
 _REJECTS = Path("rejects/rejects.parquet")
-_NULL_KEY = b"mmspeed.null_key"
+NULL_KEY = b"mmspeed.null_key"  # metadata of the table of samples
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,10 +133,19 @@ def read_facts(path: Path) -> dict[str, str]:
 
 
 def read_table(path: Path, schema: pa.Schema | None = None) -> pa.Table:
-    """A Parquet file of the cache. Raises UserError when it is damaged or lacks a column."""
+    """A Parquet file of the cache, or those columns of it. Raises UserError unless it is exactly as it was written.
+
+    The seal is looked at first, so no parser meets damaged bytes.
+    """
     try:
-        return pq.read_table(path, memory_map=True, columns=None if schema is None else schema.names, partitioning=None)
-    except (pa.ArrowException, OSError) as error:
+        if not sealed_file(path):
+            raise ValueError("not as it was written")
+        names = None if schema is None else schema.names
+        table = pq.read_table(path, memory_map=True, columns=names, partitioning=None)
+        if schema is not None and (table.schema.names != schema.names or table.schema.types != schema.types):
+            raise ValueError(f"its columns are {', '.join(table.schema.names)}")
+        return table
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise _damaged(path, error) from error
 
 
@@ -155,7 +165,7 @@ def shard_of_index(path: Path) -> str:
 
 def index_files(root: Path) -> list[Path]:
     """The entries' index files, in the order of their shards."""
-    return sorted(path for path in (root / "index").glob("[!.]*.parquet") if path != root / _SAMPLES)
+    return sorted(path for path in (root / "index").glob("[!.]*.parquet") if path != root / SAMPLES_FILE)
 
 
 def write_index(root: Path, shard: str, entries: Sequence[Entry], size: int, sha256: str, replace: bool = True) -> bool:
@@ -181,17 +191,17 @@ def write_samples(root: Path | str, samples: Iterable[Sample], null_key: str | N
         if sample.split not in SPLITS:
             raise ValueError(f"sample {sample.key}: split is {sample.split!r}, not one of {SPLITS}")
     rows = [{**vars(sample), "bucket": sample.bucket.name, "captions": len(sample.text_keys)} for sample in ordered]
-    schema = sample_schema().with_metadata({_NULL_KEY: null_key} if null_key else None)
-    write_whole(Path(root) / _SAMPLES, parquet_bytes(rows, schema))
+    schema = sample_schema().with_metadata({NULL_KEY: null_key} if null_key else None)
+    write_whole(Path(root) / SAMPLES_FILE, parquet_bytes(rows, schema))
 
 
 def read_samples(root: Path) -> tuple[list[Sample], str | None]:
     """The samples of the last preprocess, ordered by key, and the key of their empty caption when it was given."""
-    path = root / _SAMPLES
+    path = root / SAMPLES_FILE
     if not path.exists():
         raise UserError(f"cache {root} lists no samples yet; run mmspeed preprocess to its end")
     table = read_table(path, sample_schema())
-    null_key = (table.schema.metadata or {}).get(_NULL_KEY)
+    null_key = (table.schema.metadata or {}).get(NULL_KEY)
     samples = []
     for row in table.drop_columns(["captions"]).to_pylist():
         row["bucket"] = Bucket.parse(row["bucket"])
@@ -226,9 +236,10 @@ def read_info(root: Path | str) -> dict[str, Any]:
     if not path.exists():
         raise UserError(f"no dataset cache at {root}; run mmspeed preprocess first")
     try:
-        info = json.loads(path.read_text(encoding="utf-8"))
+        data = path.read_bytes()
+        info = json.loads(data)
         schema = info["schema"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
             f"{path} is no description of a cache ({error!r}); delete it and run mmspeed preprocess"
         ) from error
@@ -237,5 +248,9 @@ def read_info(root: Path | str) -> dict[str, Any]:
         raise UserError(
             f"cache {root} has schema {schema} (made by mmspeed {made}), this mmspeed reads {SCHEMA_VERSION}; "
             "name another folder under data.cache and run mmspeed preprocess"
+        )
+    if not is_sealed(data):
+        raise UserError(
+            f"{path} is not as it was written; delete it and run mmspeed preprocess: nothing is encoded again"
         )
     return info

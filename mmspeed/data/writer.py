@@ -129,7 +129,7 @@ class _OpenShard:
     """A shard in progress and the rows of its index, whose `shard` is filled in when it has its number."""
 
     writer: ShardWriter
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    by_key: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
 
 
 class CacheWriter:
@@ -139,13 +139,17 @@ class CacheWriter:
         root: folder of the cache; made when missing.
         shard_bytes: size at which a shard is sealed.
         mend: repair the cache first; of several processes that start together one should, before the others begin.
+        defer: never seal a shard while adding. For writers whose unfinished shards others read: see `seal_full`.
 
     Raises UserError when the cache has another schema, a shard without index is damaged, or the disk is full.
     """
 
-    def __init__(self, root: Path | str, shard_bytes: int = 256_000_000, mend: bool = True) -> None:
+    def __init__(
+        self, root: Path | str, shard_bytes: int = 256_000_000, mend: bool = True, defer: bool = False
+    ) -> None:
         self.root = Path(root)
-        self.shard_bytes = shard_bytes
+        self.shard_bytes, self.defer = shard_bytes, defer
+        self._named_twice: list[_OpenShard] = []
         self._open: dict[Path, _OpenShard] = {}
         if (self.root / "cache.json").exists():
             read_info(self.root)
@@ -222,29 +226,64 @@ class CacheWriter:
             shard = self._open.get(folder) or self._open.setdefault(folder, _OpenShard(ShardWriter(folder)))
             offset = shard.writer.append(key, payload, canonical_json(sidecar | {"meta": meta}).encode())
             place = {"offset": offset, "bytes": len(payload), "source": source}
-            shard.rows.append(sidecar | place | {"frames": tuple(frames), "meta": canonical_json(meta)})
+            shard.by_key[section, key] = sidecar | place | {"frames": tuple(frames), "meta": canonical_json(meta)}
         self._known[section].add(key)
-        if shard.writer.size >= self.shard_bytes:
+        if shard.writer.size >= self.shard_bytes and not self.defer:
             self._seal(folder)
         return True
 
+    def place(self, section: str, key: str) -> Entry | None:
+        """The row of an entry in a shard in progress, under the name that the file has now; None for others.
+
+        A reader may take the payload from there, until the shard is sealed and its first name dropped.
+        """
+        for shard in self._open.values():
+            row = shard.by_key.get((section, key))
+            if row is not None:
+                return Entry(shard=shard.writer.path.relative_to(self.root).as_posix(), **row)
+        return None
+
+    def sync(self) -> None:
+        """Make all entries so far durable, and visible to readers on other machines, without sealing."""
+        for folder, shard in list(self._open.items()):
+            with self._giving_up(folder):
+                shard.writer.sync()
+
+    def seal_full(self) -> list[Entry]:
+        """Seal the shards that are full; their entries' rows under the new name. The old names stay until `drop_names`."""
+        moved: list[Entry] = []
+        for folder, shard in list(self._open.items()):
+            if shard.writer.size >= self.shard_bytes:
+                moved += self._seal(folder, keep_name=True)
+        return moved
+
+    def drop_names(self) -> None:
+        """Take away the names that sealed shards had while they were in progress: no reader uses them any more."""
+        while self._named_twice:
+            self._named_twice.pop().writer.release()
+
     def close(self) -> None:
         """Seal every shard in progress."""
+        self.drop_names()
         for folder in list(self._open):
             self._seal(folder)
 
-    def _seal(self, folder: Path) -> None:
+    def _seal(self, folder: Path, keep_name: bool = False) -> list[Entry]:
         with self._giving_up(folder):
             shard = self._open[folder]
-            if not shard.rows:
+            if not shard.by_key:
                 self._discard(folder)
-                return
-            path = shard.writer.seal().relative_to(self.root).as_posix()
+                return []
+            path = shard.writer.seal(keep_name).relative_to(self.root).as_posix()
             # The lock is held until the index stands, so that no repair takes the shard for a killed writer's.
-            rows = [Entry(shard=path, **row) for row in shard.rows]
+            rows = [Entry(shard=path, **row) for row in shard.by_key.values()]
             write_index(self.root, path, rows, shard.writer.size, shard.writer.sha256)
-            shard.writer.release()
+            if keep_name:
+                self._named_twice.append(shard)
+            else:
+                shard.writer.release()
             del self._open[folder]
+            return rows
 
     @contextmanager
     def _giving_up(self, folder: Path) -> Iterator[None]:
@@ -261,8 +300,8 @@ class CacheWriter:
         shard = self._open.pop(folder, None)
         if shard is not None:
             shard.writer.discard()
-            for row in shard.rows:
-                self._known[row["section"]].discard(row["key"])
+            for section, key in shard.by_key:
+                self._known[section].discard(key)
 
     def __enter__(self) -> CacheWriter:
         return self
@@ -273,6 +312,7 @@ class CacheWriter:
         if error is None:
             self.close()
             return
+        self.drop_names()
         # Whole entries are kept after an interrupt or an error elsewhere, which stays the one that is reported.
         for folder in list(self._open):
             with suppress(UserError, OSError):

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -15,14 +16,30 @@ import safetensors.numpy
 import webdataset
 
 from mmspeed.config import Bucket, dump_config, make_config
-from mmspeed.data import DatasetCache
+from mmspeed.data import CacheWriter, DatasetCache
+from mmspeed.device import Device
 from mmspeed.errors import UserError
+from mmspeed.models.linear_codec import LinearCodec
 from mmspeed.pipelines import TextToVideo, TrainPipeline
-from mmspeed.preprocess import CacheBuilder, check
+from mmspeed.preprocess import BuildReport, CacheBuilder, check
+from mmspeed.preprocess.background import BackgroundWriter
+from mmspeed.preprocess.encode import Encoders
+from mmspeed.preprocess.latents import LatentStage
+from mmspeed.preprocess.pool import Failed, Finished, Frames, Selected
+from mmspeed.preprocess.probe import Probe
+from mmspeed.preprocess.reasons import Reason, Rejected
+from mmspeed.preprocess.select import Clip
+from mmspeed.preprocess.source import Source
 from mmspeed.preprocess.sources import list_sources
 from tests.media import ZOO_BUCKETS, ZOO_FPS, make_zoo
 from tests.runs import small_config, small_tree
 from tests.tiny_models import save_tiny_text_encoder, save_tiny_vae
+
+
+PROBE = Probe(
+    *("video", 96, 64, 8.0, [frame / 8 for frame in range(9)], "h264", 8, 0),
+    *(Fraction(1), "mp4", "pyav", [0.0], 96, 64),
+)
 
 
 def checksums(root: Path) -> dict[tuple[str, str], str]:
@@ -58,7 +75,8 @@ def test_every_file_of_a_zoo_of_media_is_accounted_for(tmp_path: Path) -> None:
         else:
             assert reasons.get(name) in expect.reasons, (name, reasons.get(name))
     not_sources = list_sources(config.data).rejections
-    assert report.encoded + report.reused == report.sources - (len(reasons) - len(not_sources))
+    assert report.rejected == len(reasons) - len(not_sources)
+    assert report.sources == report.encoded + report.reused + report.rejected
     assert report.encoded + report.reused == sum(expect.good for expect in zoo.values())
     text = "\n".join(report.lines())
     assert f"rejected: {len(report.rejections)}" in text and "hidden files ignored: 1" in text
@@ -128,6 +146,61 @@ def test_two_processes_make_the_same_entries_as_one(tmp_path: Path) -> None:
     assert checksums(tmp_path / "two" / "cache") == checksums(tmp_path / "one" / "cache")
     keys = [[s.key for s in DatasetCache(tmp_path / name / "cache").samples] for name in ("one", "two")]
     assert keys[0] == keys[1]
+
+
+def test_variants_of_a_clip_are_samples_or_latents_of_one(tmp_path: Path) -> None:
+    overrides = ("data.windows=3", "data.crops=2", "data.buckets.0.width=32", "preprocess.encode_batch=4")
+    each = small_config(tmp_path, *overrides, clips=3)
+    report = CacheBuilder(each).run()
+    assert (report.encoded, report.clips_encoded, report.clips_failed) == (3, 18, 0)
+    assert "  clips: 18 encoded now, 0 already there" in report.lines()
+    assert report.latent_batches["checked"] >= 1 and sum(report.splits.values()) == 18
+    cache = DatasetCache(each.cache_dir)
+    samples = list(cache.samples)
+    assert len(samples) == 18 == len(cache.keys("latents")) and all(len(s.latent_keys) == 1 for s in samples)
+    names = {sample.source for sample in samples}
+    assert len(names) == 3
+    # the same entries, used in another way: nothing is encoded
+    draw = small_config(tmp_path, *overrides, "data.variants=draw", clips=3)
+    again = CacheBuilder(draw).run()
+    assert (again.encoded, again.clips_encoded, again.clips_reused, again.texts) == (0, 0, 18, 0)
+    drawn = list(DatasetCache(draw.cache_dir).samples)
+    assert sorted(len(sample.latent_keys) for sample in drawn) == [6, 6, 6]
+    assert {sample.source for sample in drawn} == names
+    assert {key for s in drawn for key in s.latent_keys} == {key for s in samples for key in s.latent_keys}
+
+
+def test_clips_that_fail_are_counted_and_the_others_of_their_source_kept(tmp_path: Path) -> None:
+    config = small_config(tmp_path, clips=2)
+    CacheBuilder(config).run()  # for its codec
+    report = BuildReport(tmp_path, sources=3)
+    bad = Rejected(Reason.UNDECODABLE, "damaged there")
+    frames_FHWC = np.zeros((5, 32, 48, 3), np.uint8)
+    with CacheWriter(tmp_path / "other") as writer, BackgroundWriter(writer) as store:
+        stage = LatentStage(config, Encoders(config, Device("cpu", 0)), store, report)
+        for number, failing in enumerate(([], [1], [0, 1])):
+            source = Source(f"{number}.mp4", f"{number}.mp4", None, None, "video", ("a rabbit",), "train")
+            clips = tuple(
+                Clip(source, Bucket(5, 32, 48), (window,) * 5, (0, 0, 9, 6), f"c{number}", 8.0, 0.6, "pyav", window)
+                for window in (0, 1)
+            )
+            stage.take(Selected(source, clips, PROBE))
+            for clip in clips:
+                stage.take(Failed(source, clip, bad) if clip.window in failing else Frames(source, clip, frames_FHWC))
+            stage.take(Finished(source))
+        stage.flush()
+        rows = stage.rows()
+    assert [(row.source, row.window) for row in rows] == [("0.mp4", 0), ("0.mp4", 1), ("1.mp4", 0)]
+    assert (report.encoded, report.reused, report.rejected, report.partial) == (2, 0, 1, 1)
+    assert (report.clips_encoded, report.clips_failed) == (3, 3)
+    assert [r.source for r in report.rejections] == ["1.mp4 [5x32x48, window 1]", "2.mp4"]
+    assert "  clips: 3 encoded now, 0 already there, 3 failed" in report.lines()
+    # a codec that breaks: the sources are rejected, and said to be
+    broken = LinearCodec.load(config.codec_weights or Path())
+    broken.video.mean_P.fill_(float("nan"))
+    LinearCodec(broken.image, broken.video, broken.whitening).save(tmp_path / "broken.safetensors")
+    with pytest.raises(UserError, match="none of the 2 files could be encoded .2 encode_failed."):
+        CacheBuilder(small_config(tmp_path, f"vae.weights={tmp_path / 'broken.safetensors'}", clips=2)).run()
 
 
 def test_images_and_videos_together(tmp_path: Path) -> None:

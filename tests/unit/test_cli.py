@@ -17,24 +17,11 @@ import yaml
 
 from mmspeed.__main__ import main
 from mmspeed.cli.app import output_paths, sheet_path, split_debug
-from mmspeed.cli.cache_app import all_entries
 from mmspeed.cli.doctor import Check, diagnose, render, to_json
 from mmspeed.cli.failures import describe
 from mmspeed.cli.launch import explain, wanted
 from mmspeed.config import load_config
-from mmspeed.data import (
-    CacheWriter,
-    DatasetCache,
-    Sample,
-    entry_key,
-    latent_tensors,
-    text_tensors,
-    write_info,
-    write_samples,
-)
 from mmspeed.errors import UserError
-from mmspeed.protocol import TextEntry
-from mmspeed.shapes import Bucket
 from mmspeed.version import __version__
 
 
@@ -248,80 +235,6 @@ def test_where_videos_go(tmp_path: Path) -> None:
     assert sheet_path(Path("fox.png")) == Path("fox-sheet.png")
     with pytest.raises(UserError, match="is a folder"):
         output_paths(tmp_path, 1)
-
-
-# --- cache ---
-
-
-@pytest.fixture
-def cache(tmp_path: Path) -> Path:
-    """A real cache: three latents of two shapes, two captions, the empty caption."""
-    root, latents, texts = tmp_path / "cache", [], []
-    with CacheWriter(root) as writer:
-        for index, bucket in enumerate([Bucket(5, 16, 16), Bucket(5, 16, 16), Bucket(1, 16, 16)]):
-            parts = {"clip": index}
-            latents.append((entry_key(parts), bucket))
-            tensors = latent_tensors(torch.full((4, 2, 2, 2), float(index)))
-            writer.add("latents", entry_key(parts), tensors, parts, bucket=bucket, tokens=8, source=f"{index}.mp4")
-        for section, caption in [("texts", "a fox"), ("texts", "a hare"), ("null", "")]:
-            parts = {"caption": caption}
-            texts.append(entry_key(parts))
-            writer.add(section, entry_key(parts), text_tensors(TextEntry(torch.ones(3, 4))), parts, tokens=3)
-    write_info(root, {"encoders": {"vae": {"kind": "linear", "channels": 4}, "text": {"kind": "minilm"}}, "fps": 8.0})
-    samples = [
-        Sample(f"sample-{i}", key, (texts[i % 2],), "train" if i else "val", bucket, f"{i}.mp4")
-        for i, (key, bucket) in enumerate(latents)
-    ]
-    write_samples(root, samples, null_key=texts[2])
-    return root
-
-
-def test_cache_stat(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["cache", "stat", str(cache)]) == 0
-    text = capsys.readouterr().out
-    assert "latents 005x0016x0016: 2 entries" in text and "latents 001x0016x0016: 1 entries" in text
-    assert "texts: 2 entries" in text and "null: 1 entries" in text
-    assert "samples: 2 train, 1 val" in text and "encoder vae: channels 4, kind linear" in text
-
-
-def test_cache_verify_names_damaged_entries(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["cache", "verify", str(cache)]) == 0
-    assert "6 of 6 entries are whole" in capsys.readouterr().out
-    entry = next(entry for entry in all_entries(DatasetCache(cache)) if entry.source == "1.mp4")
-    with open(cache / entry.shard, "r+b") as shard:
-        shard.seek(entry.offset + entry.bytes - 1)
-        byte = shard.read(1)
-        shard.seek(-1, os.SEEK_CUR)
-        shard.write(bytes([byte[0] ^ 1]))
-    assert main(["cache", "verify", str(cache)]) == 1
-    text = capsys.readouterr().out
-    assert entry.key in text and entry.shard in text and "5 of 6 entries are whole" in text
-    (cache / entry.shard).unlink()
-    assert main(["cache", "verify", str(cache)]) == 1
-    assert "the shard is missing" in capsys.readouterr().out
-
-
-def test_cache_verify_sees_a_cut_shard(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    entry = all_entries(DatasetCache(cache))[0]
-    os.truncate(cache / entry.shard, entry.offset + 10)
-    assert main(["cache", "verify", str(cache)]) == 1
-    assert f"the shard ends after 10 of {entry.bytes} bytes" in capsys.readouterr().out
-
-
-def test_cache_show(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["cache", "show", str(cache), "-n", "2"]) == 0
-    listed = capsys.readouterr().out
-    assert listed.count("sample-") == 2 and "... and 1 more" in listed
-    assert main(["cache", "show", str(cache), "sample-2"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert shown["latent"]["meta"] == {"clip": 2} and shown["texts"][0]["meta"] == {"caption": "a fox"}
-    assert main(["cache", "show", str(cache), "nonsense"]) == 1
-    assert "no entry nonsense" in capsys.readouterr().err
-
-
-def test_cache_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["cache", "stat", str(tmp_path)]) == 1
-    assert "no dataset cache" in capsys.readouterr().err
 
 
 # --- doctor ---

@@ -64,7 +64,7 @@ def make_cache(root: Path, videos: int = 7, images: int = 3, logvar: float | Non
             key = entry_key({"number": number})
             writer.add("latents", key, tensors, {"number": number}, bucket=bucket)
             captions = tuple(texts) if bucket == VIDEO else ()
-            samples.append(Sample(sample_key(key, captions), key, captions, "train", bucket, f"{number}.mp4"))
+            samples.append(Sample(sample_key([key], captions), (key,), captions, "train", bucket, f"{number}.mp4"))
     write_info(root, {})
     write_samples(root, samples)
     return DatasetCache(root)

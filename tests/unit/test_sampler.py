@@ -20,7 +20,7 @@ BUCKETS = (Bucket(1, 64, 64), Bucket(17, 64, 96), Bucket(49, 64, 64))
 def make_samples(*counts: int) -> list[Sample]:
     """So many samples in each bucket."""
     return [
-        Sample(f"{bucket.name}-{n}", "l", ("t",), "train", bucket, f"{n}.mp4")
+        Sample(f"{bucket.name}-{n}", ("l",), ("t",), "train", bucket, f"{n}.mp4")
         for bucket, count in zip(BUCKETS, counts, strict=False)
         for n in range(count)
     ]

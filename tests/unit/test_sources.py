@@ -145,10 +145,10 @@ def test_long_captions_are_cut_and_counted(tmp_path: Path) -> None:
 
 @given(st.text(), st.integers(1, 30))
 def test_clean_caption_properties(text: str, limit: int) -> None:
-    clean, cut, _ = clean_caption(text, limit)
+    clean, cut, _, _ = clean_caption(text, limit)
     assert len(clean) <= limit and clean == clean.strip() and "  " not in clean
     assert not any(ord(c) < 32 or 127 <= ord(c) < 160 for c in clean)
-    assert clean_caption(clean, limit) == (clean, False, False)
+    assert clean_caption(clean, limit) == (clean, False, False, False)
     assert cut == (len(clean_caption(text, 10**6)[0]) > limit)
 
 
