@@ -183,7 +183,9 @@ class TrustedBatches:
                 self.limit = len(items) // 2
                 self.halved += 1
                 return []
-            return self._one_by_one(items, encode)  # an item that cannot be encoded must not take its company along
+            # An item that cannot be encoded must not take its company along; and some encoders take no batches at all.
+            self.distrusted += self._trusted.setdefault(pair, False) is False
+            return self._one_by_one(items, encode)
         if not self.exact or self._trusted.get(pair):
             self.batched += len(items)
             return together

@@ -40,9 +40,12 @@ class LatentStage:
 
     def run(self, sources: Sequence[Source]) -> list[Row]:
         """The rows of all clips that are in the cache now."""
-        started = time.monotonic()
+        started, begun = time.monotonic(), False
         with DecodePool(self.config, sources) as pool, ProgressLine("latents", len(sources), "clip") as line:
             for event in self._timed(pool.run(self.wanted)):
+                if isinstance(event, Frames) and not begun:
+                    self.report.start_seconds += time.monotonic() - started
+                    begun = True
                 self.take(event)
                 line.advance(isinstance(event, Finished))
             self.flush()

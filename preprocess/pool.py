@@ -61,8 +61,8 @@ Event = Selected | Frames | Failed | Finished
 class DecodePool:
     """Probes and decodes `sources` in order, ahead of the consumer.
 
-    In work are at most as many sources as there are workers and two more, each with at most two decoded clips that nobody has
-    taken. Use as a context manager; leaving it ends the child processes at once.
+    In work are at most as many sources as there are workers and two more, each with at most two decoded clips waiting, and
+    one more in the hands of each worker. Use as a context manager; leaving it ends the child processes at once.
     """
 
     def __init__(self, config: Config, sources: Sequence[Source]) -> None:
@@ -80,8 +80,14 @@ class DecodePool:
         for run in self._runs:
             run.stop()
 
-    def run(self, wanted: Callable[[Clip], bool]) -> Iterator[Event]:
-        """What becomes of every source, in their order.
+    def waiting_clips(self) -> int:
+        """How many decoded clips wait for the consumer."""
+        return sum(run.waiting_clips() for run in self._runs)
+
+    def run(self, wanted: Callable[[Clip], bool], ordered: bool = True) -> Iterator[Event]:
+        """What becomes of every source, in their order; with `ordered` False as it comes, sources mixed.
+
+        Where sources have many clips each, the order costs speed: while one is taken, the workers of the next soon wait.
 
         Of each: `Selected`, then for each of its clips that is `wanted` one `Frames` or `Failed`, as they are decoded, then
         `Finished`; or, where it is rejected whole, `Failed` without a clip and `Finished`. `wanted` is called in other
@@ -90,7 +96,7 @@ class DecodePool:
         run = _Run(self.config, self.sources, wanted, self.size)
         self._runs.append(run)
         try:
-            yield from run.events()
+            yield from run.events(ordered)
         finally:
             run.stop()
             self._runs.remove(run)
@@ -128,7 +134,7 @@ class _Run:
         self._ahead = size + _SOURCES_AHEAD
         self._changed = threading.Condition()
         self._waiting: dict[int, deque[Event | BaseException]] = {}  # by the source's number, of those in work
-        self._begun = self._done = 0  # sources
+        self._begun = self._done = 0  # sources; in order, the one taken is number `_done`
         self._stopped = False
         self._workers = [DecodeWorker() for _ in range(size)]
         self._threads = [
@@ -136,15 +142,17 @@ class _Run:
             for number, worker in enumerate(self._workers)
         ]
 
-    def events(self) -> Iterator[Event]:
-        """All events, in order. Raises what a thread raised."""
+    def events(self, ordered: bool) -> Iterator[Event]:
+        """All events. Raises what a thread raised."""
         for thread in self._threads:
             thread.start()
-        for number in range(len(self._sources)):
-            event: Event | None = None
-            while not isinstance(event, Finished):
-                event = self._get(number)
-                yield event
+        while self._done < len(self._sources):
+            yield self._get(ordered)
+
+    def waiting_clips(self) -> int:
+        """How many decoded clips nobody has taken yet."""
+        with self._changed:
+            return sum(_clips(waiting) for waiting in self._waiting.values())
 
     def stop(self) -> None:
         """End the threads and their processes."""
@@ -184,25 +192,33 @@ class _Run:
         with self._changed:
             waiting = self._waiting[number]
             if isinstance(event, Frames):
-                self._changed.wait_for(
-                    lambda: self._stopped or sum(isinstance(e, Frames) for e in waiting) < _CLIPS_AHEAD
-                )
+                self._changed.wait_for(lambda: self._stopped or _clips(waiting) < _CLIPS_AHEAD)
             if self._stopped:
                 raise StoppedError
             waiting.append(event)
             self._changed.notify_all()
 
-    def _get(self, number: int) -> Event:
-        """The next event of a source. Raises what its thread raised; StoppedError after `stop`."""
+    def _get(self, ordered: bool) -> Event:
+        """The next event, of the first source in work or of any. Raises what its thread raised; StoppedError after `stop`."""
+
+        def number() -> int | None:
+            of = [self._done] if ordered else self._waiting
+            return next((number for number in of if self._waiting.get(number)), None)
+
         with self._changed:
-            self._changed.wait_for(lambda: self._stopped or bool(self._waiting.get(number)))
-            if self._stopped:
+            self._changed.wait_for(lambda: self._stopped or number() is not None)
+            found = number()
+            if self._stopped or found is None:
                 raise StoppedError
-            event = self._waiting[number].popleft()
+            event = self._waiting[found].popleft()
             if isinstance(event, BaseException):
                 raise event
             if isinstance(event, Finished):
-                del self._waiting[number]
+                del self._waiting[found]
                 self._done += 1
             self._changed.notify_all()
             return event
+
+
+def _clips(events: deque[Event | BaseException]) -> int:
+    return sum(isinstance(event, Frames) for event in events)

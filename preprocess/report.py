@@ -49,6 +49,7 @@ class BuildReport:
     captions_truncated: int = 0  # cut to text.max_tokens by the encoder
     seconds_of_video: float = 0.0
     latent_seconds: float = 0.0  # from the first decoded clip asked for to the last encoded, summed over processes
+    start_seconds: float = 0.0  # of these until the first clip was decoded
     busy_seconds: float = 0.0  # of these the codec encoded
     decode_wait_seconds: float = 0.0  # of these it waited for decoders
     write_wait_seconds: float = 0.0  # of these it waited for the disk
@@ -64,7 +65,7 @@ class BuildReport:
     _SUMS = (
         *("encoded", "reused", "rejected", "partial", "clips_encoded", "clips_reused", "clips_failed"),
         *("texts", "texts_reused", "captions_truncated", "seconds_of_video"),
-        *("latent_seconds", "busy_seconds", "decode_wait_seconds", "write_wait_seconds"),
+        *("latent_seconds", "start_seconds", "busy_seconds", "decode_wait_seconds", "write_wait_seconds"),
     )
     _COUNTERS = ("decoders", "latent_batches", "text_batches")
 

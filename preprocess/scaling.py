@@ -100,7 +100,8 @@ def _graph(frame: av.video.VideoFrame, box: Box, width: int, height: int) -> av.
     stated = f"in_color_matrix={matrix}:in_range={'full' if full else 'limited'}"
     same = f"out_color_matrix={matrix}:out_range={'full' if full else 'limited'}"
     graph = av.filter.Graph()
-    graph.threads = 1
+    if hasattr(graph, "threads"):  # older PyAV cannot say; the bytes are the same
+        graph.threads = 1
     nodes = [
         graph.add(
             "buffer",

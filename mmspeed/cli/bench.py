@@ -129,21 +129,20 @@ def overfit(
 def _clips(config: Config, pipe: Any) -> tuple[list[np.ndarray], list[str], list[float]]:
     """The training clips' pixels at the bucket's size (F, H, W, 3), their captions, and the codec's PSNR on each."""
     from mmspeed.pipelines.media import from_model_range, psnr
-    from mmspeed.preprocess.pool import DecodePool
-    from mmspeed.preprocess.select import Clip
+    from mmspeed.preprocess.pool import DecodePool, Frames
     from mmspeed.preprocess.sources import list_sources
-    from mmspeed.preprocess.transform import resize_crop, to_model_range
+    from mmspeed.preprocess.transform import to_model_range
 
     clips, captions, codec = [], [], []
     with DecodePool(config, list_sources(config.data).sources) as pool:
-        for source, clip, frames in pool.clips(lambda clip: True):
-            assert isinstance(clip, Clip) and frames is not None, clip
-            pixels = resize_crop(frames, clip.bucket)
-            video = to_model_range(pixels)
+        for event in pool.run(lambda clip: True):
+            if not isinstance(event, Frames):
+                continue
+            video = to_model_range(event.frames_FHWC)
             again = pipe.codec.decode(pipe.codec.encode(video[None]).mean_BCThw)[0]
-            clips.append(np.asarray(pixels))
-            captions.append(source.captions[0])
-            codec.append(psnr(from_model_range(again, clip.fps).frames_FHWC, clips[-1]))
+            clips.append(event.frames_FHWC)
+            captions.append(event.source.captions[0])
+            codec.append(psnr(from_model_range(again, event.clip.fps).frames_FHWC, clips[-1]))
     return clips, captions, codec
 
 

@@ -70,3 +70,23 @@ def index(
     print(report(result, as_json))
     if not result.passed():
         raise typer.Exit(1)
+
+
+@app.command()
+def preprocess(
+    output: Annotated[Path, typer.Option(help="Folder that the measurement writes to.")] = Path("runs/preprocess"),
+    videos: Annotated[
+        Path | None, typer.Option(help="Folder of your own videos; default: clips made on the spot.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of decoding; medians count.")] = 3,
+    cores: Annotated[int | None, typer.Option(min=1, help="Cores to use; default: all that there are.")] = None,
+    vae_width: Annotated[int, typer.Option(min=8, help="Width of the slow codec: larger is slower.")] = 24,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+) -> None:
+    """See whether preprocess keeps its slowest stage busy, the encoder or the decoders; exit with 1 if not."""
+    from .bench_preprocess import bench_preprocess
+
+    result = bench_preprocess(output, videos, rounds, cores, vae_width)
+    print(result.to_json() if as_json else "\n".join(result.lines()))
+    if not result.passed():
+        raise typer.Exit(1)

@@ -52,7 +52,7 @@ def diagnose(folder: Path) -> list[Check]:
     checks = [_python(), _torch()]
     if checks[-1].state != "missing":
         checks += _devices()
-    checks += [_memory(), _shared_memory(), _disk(folder), _open_files(), *_libraries(), _pyav(), _decord(), _encoder()]
+    checks += [_memory(), _shared_memory(), _disk(folder), _open_files(), *_libraries(), _pyav(), _encoder()]
     return [*checks, _minilm(), _trackers(), _compiler()]
 
 
@@ -209,23 +209,6 @@ def _pyav() -> Check:
             "files of these kinds will be rejected; reinstall av from PyPI",
         )
     return Check("PyAV", "ok", f"{av.__version__}, decodes {', '.join(DECODERS)}")
-
-
-def _decord() -> Check:
-    if platform.machine() != "x86_64":
-        return Check("decord", "ok", f"has no build for {platform.machine()}; PyAV does its work")
-    return _importable("decord", "PyAV reads all files, often more slowly: pip install decord")
-
-
-def _importable(package: str, advice: str) -> Check:
-    version = package_version(package)
-    if version is None:
-        return Check(package, "warn", "not installed", advice)
-    try:
-        importlib.import_module(package)
-    except Exception as error:
-        return Check(package, "warn", f"{version} cannot be imported: {error}", advice)
-    return Check(package, "ok", version)
 
 
 def _encoder() -> Check:

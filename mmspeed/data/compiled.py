@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
@@ -31,7 +32,17 @@ from .files import TempFile, disk_errors
 from .keys import canonical_json
 from .seal import BLANK
 from .sealed_files import seal_file
-from .tables import NULL_KEY, SAMPLES_FILE, SECTIONS, SPLITS, entry_schema, index_files, read_table, shard_of_index
+from .tables import (
+    NULL_KEY,
+    SAMPLES_FILE,
+    SECTIONS,
+    SPLITS,
+    entry_schema,
+    index_files,
+    read_columns,
+    read_table,
+    shard_of_index,
+)
 
 VERSION = 1  # of the compiled files; others are made anew
 ENTRIES_NAME, SAMPLES_NAME = "entries.arrow", "samples.arrow"
@@ -118,7 +129,7 @@ def compile_index(root: Path | str, target: Path | None = None) -> None:
     target = target or root / "index"
     listing = list_index(root)
     entries = _Entries.read(root)
-    counts = entries.write(target / ENTRIES_NAME, listing), _write_samples(root, target, listing, entries)
+    counts = entries.write(target / ENTRIES_NAME, listing), _write_samples(root, target, listing, entries.bare())
     seconds = time.perf_counter() - began
     get_logger("data").info("compiled the index of %s: %d entries, %d samples, %.1f s", root, *counts, seconds)
 
@@ -208,6 +219,12 @@ class _Entries:
         ends = np.searchsorted(self.columns["section"], np.arange(len(SECTIONS) + 1)).tolist()
         return {section: ends[number : number + 2] for number, section in enumerate(SECTIONS)}
 
+    def bare(self) -> _Entries:
+        """What `has` needs; the other columns are let go."""
+        for name in self.columns.keys() - {"prefix", "rest", "section"}:
+            del self.columns[name]
+        return self
+
     def has(self, section: str, keys: Array) -> Array:
         """Which of the keys (n, 16) are there."""
         rows = slice(*self.sections()[section])
@@ -279,38 +296,43 @@ def _read_part(path: Path) -> tuple[dict[str, Array], list[str]]:
 def _write_samples(root: Path, target: Path, listing: Listing, entries: _Entries) -> int:
     """`samples.arrow` of the table of samples; how many."""
     path = root / SAMPLES_FILE
-    names = list(SAMPLES_SCHEMA.names)
-    table = read_table(path)
-    null_key = (table.schema.metadata or {}).get(NULL_KEY)
+    made: dict[str, pa.Array] = {}
     try:
-        columns = {name: _flat(table[name]) for name in names}
-        del table
-        keys = columns["key"].cast(pa.large_string())
-        if len(keys) > 1 and not pc.all(pc.less(keys[:-1], keys[1:])).as_py():
-            raise ValueError("it is not in the order of its keys")
-        if any(column.null_count for column in columns.values()):
-            raise ValueError("it has holes")
-        splits = pc.index_in(columns["split"], value_set=pa.array(SPLITS))
-        if splits.null_count:
-            raise ValueError("it names an unknown split")
-        bucket = columns["bucket"].dictionary_encode()
-        lists = {name: _key_lists(columns.pop(name), path) for name in ("latent_keys", "text_keys")}
-        lost = columns["lost"].cast(pa.uint8())
-    except (pa.ArrowException, KeyError, ValueError) as error:
+        for name, column in zip(SAMPLES_SCHEMA.names, read_columns(path, SAMPLES_SCHEMA.names), strict=True):
+            made[name] = _sample_column(name, _flat(column), path)
+            del column
+        null_key = (pq.read_schema(path).metadata or {}).get(NULL_KEY)
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise UserError(f"cache table {path} is damaged ({error}); run mmspeed preprocess again") from error
-    lacking = _lacking(entries, lists, lost.to_numpy())
+    lacking = _lacking(entries, made)
+    buckets, made["bucket"] = made["bucket"].dictionary.to_pylist(), made["bucket"].indices.cast(pa.int32())
     facts = Facts(
         **asdict(listing),
-        buckets=bucket.dictionary.to_pylist(),
+        buckets=buckets,
         null_key=null_key.decode() if null_key else None,
         lacking=len(lacking),
-        lacking_source=columns["source"][int(lacking[0])].as_py() if len(lacking) else "",
+        lacking_source=made["source"][int(lacking[0])].as_py() if len(lacking) else "",
     )
-    made = {"key": keys, "split": splits.cast(pa.int8()), "bucket": bucket.indices.cast(pa.int32()), "lost": lost}
-    made |= lists | {name: columns[name].cast(pa.large_string()) for name in ("content_id", "source")}
-    made["tokens"] = columns["tokens"]
-    _write(target / SAMPLES_NAME, [made[name] for name in names], SAMPLES_SCHEMA, facts)
-    return len(keys)
+    _write(target / SAMPLES_NAME, [made[name] for name in SAMPLES_SCHEMA.names], SAMPLES_SCHEMA, facts)
+    return len(made["key"])
+
+
+def _sample_column(name: str, column: pa.Array, path: Path) -> pa.Array:
+    """A column of the table of samples in its compiled form. Raises ValueError when it is not as one is written."""
+    if column.null_count:
+        raise ValueError(f"{name} has holes")
+    if name in ("latent_keys", "text_keys"):
+        return _key_lists(column, path)
+    if name == "key" and len(column) > 1 and not pc.all(pc.less(column[:-1], column[1:])).as_py():
+        raise ValueError("it is not in the order of its keys")
+    if name == "bucket":
+        return column.dictionary_encode()
+    if name == "split":
+        codes = pc.index_in(column, value_set=pa.array(SPLITS, pa.large_string()))
+        if codes.null_count:
+            raise ValueError("it names an unknown split")
+        return codes.cast(pa.int8())
+    return column.cast(SAMPLES_SCHEMA.field(name).type)
 
 
 def _key_lists(column: pa.Array, path: Path) -> pa.Array:
@@ -320,8 +342,9 @@ def _key_lists(column: pa.Array, path: Path) -> pa.Array:
     return pa.LargeListArray.from_arrays(pa.array(starts - starts[0]), keys)
 
 
-def _lacking(entries: _Entries, lists: dict[str, pa.Array], lost: Array) -> Array:
+def _lacking(entries: _Entries, lists: dict[str, pa.Array]) -> Array:
     """The rows of the samples, not of lost ones, that name an entry that is not there."""
+    lost = lists["lost"].to_numpy()
     rows: list[Array] = [np.empty(0, np.int64)]
     for name, section in (("latent_keys", "latents"), ("text_keys", "texts")):
         keys = np.frombuffer(lists[name].values.buffers()[1], np.uint8).reshape(-1, KEY_BYTES)

@@ -201,7 +201,7 @@ class SampleTable(Sequence[Sample]):
 
     def _parts(self, offsets: pa.Buffer, data: pa.Buffer | None, width: int, rows: Array) -> Iterator[memoryview]:
         """For each row, items [offsets[row], offsets[row + 1]) of `width` bytes."""
-        ends, content = np.frombuffer(offsets, np.int64), _content(data)
+        ends, content = np.frombuffer(offsets, np.int64, self._batch.num_rows + 1), _content(data)
         index = rows.astype(np.int64)
         for start, stop in zip(ends[index].tolist(), ends[index + 1].tolist(), strict=True):
             if not 0 <= start <= stop <= len(content) // width:
@@ -290,6 +290,9 @@ def _map(path: Path, schema: pa.Schema) -> tuple[pa.RecordBatch, Facts]:
         column = batch.column(name)
         if column.null_count or column.offset or len(column) != batch.num_rows:
             raise ValueError(f"a column {name} of another form")
+        wanted = (column.type.bit_width // 8) * len(column) if _fixed(column.type) else 8 * (len(column) + 1)
+        if len(column) and (column.buffers()[1] is None or column.buffers()[1].size < wanted):
+            raise ValueError(f"a column {name} that is cut off")
     if "prefix" in schema.names:
         bounds = list(itertools.chain.from_iterable(facts.sections[section] for section in SECTIONS))
         if (
@@ -307,7 +310,12 @@ def _numbers(batch: pa.RecordBatch, name: str) -> Array:
     column = batch.column(name)
     if not len(column):
         return np.empty(0, column.type.to_pandas_dtype())
-    return np.frombuffer(column.buffers()[1], column.type.to_pandas_dtype())[: len(column)]
+    return np.frombuffer(column.buffers()[1], column.type.to_pandas_dtype(), len(column))
+
+
+def _fixed(kind: pa.DataType) -> bool:
+    """Whether a column has one buffer of values; those of strings and lists begin with 64-bit offsets."""
+    return not (pa.types.is_large_string(kind) or pa.types.is_large_list(kind))
 
 
 def _content(buffer: pa.Buffer | None) -> memoryview:

@@ -72,12 +72,12 @@ def _mend_shard(root: Path, shard: str, stored: set[tuple[str, str]], report: Me
     """Keep the whole entries of a shard, in a new one where bytes are damaged, and drop the rest."""
     kept, lost, by_index = _sort_out(root, shard)
     report.lost += [f"{e.section} {e.key}{f' ({e.source})' if e.source else ''}" for e in lost]
-    if not by_index and _tiles(root, shard, kept):
+    fresh = [entry for entry in kept if (entry.section, entry.key) not in stored]
+    if not by_index and len(fresh) == len(kept) and _tiles(root, shard, kept):
         path = root / shard
         write_index(root, shard, kept, path.stat().st_size, shard_sha256(path))
         report.done.append(f"listed the {len(kept)} entries of {shard} anew")
     else:
-        fresh = [entry for entry in kept if (entry.section, entry.key) not in stored]
         new = publish(root, str(Path(shard).parent), blocks_of(root, fresh))
         drop_shard(root, shard)
         report.done.append(f"dropped {shard}" + (f"; its {len(fresh)} whole entries are in {new} now" if new else ""))

@@ -61,13 +61,16 @@ class RemoteStore:
 
     def open_tables(self) -> Tables:
         """The index of the remote cache as it is now. Raises UserError when there is none, or it cannot be reached."""
+        described = self._list("cache.json")
+        if not described:
+            raise UserError(f"no dataset cache at {self.url}; build one in a folder and copy it there")
         remote = self._list("index")
         parquet = {name: row for name, row in remote.items() if name.endswith(".parquet")}
         files = digest_of_files([[name.split("/")[-1], row[0]] for name, row in parquet.items()])
         listing = Listing(files, "")
         with self._lock(), disk_errors(self.folder):
             known = self._manifest()
-            for name, row in {**self._list("cache.json"), **self._list("rejects"), **self._list("codec")}.items():
+            for name, row in {**described, **self._list("rejects"), **self._list("codec")}.items():
                 self._copy(name, row, known)
             same = known.get("index") == [digest_of_files([[name, *row] for name, row in parquet.items()])]
             tables = try_open(self.folder / "index", listing, stamped=False) if same else None

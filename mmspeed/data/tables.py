@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -146,6 +146,18 @@ def read_table(path: Path, schema: pa.Schema | None = None) -> pa.Table:
             raise ValueError(f"its columns are {', '.join(table.schema.names)}")
         return table
     except (pa.ArrowException, OSError, ValueError) as error:
+        raise _damaged(path, error) from error
+
+
+def read_columns(path: Path, names: Iterable[str]) -> Iterator[pa.ChunkedArray]:
+    """Columns of a Parquet file one by one, for a table that should not be in memory as a whole. Raises as `read_table`."""
+    try:
+        if not sealed_file(path):
+            raise ValueError("not as it was written")
+        with pq.ParquetFile(path, memory_map=True) as file:
+            for name in names:
+                yield file.read(columns=[name])[name]
+    except (pa.ArrowException, OSError, ValueError, KeyError) as error:
         raise _damaged(path, error) from error
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmspeed.config import Config
+from mmspeed.cli.app import run
+from mmspeed.config import Config, dump_config
 from mmspeed.data import DatasetCache
 from mmspeed.errors import UserError
 from mmspeed.preprocess import BuildReport, CacheBuilder
@@ -176,3 +177,14 @@ def test_a_shard_under_a_launcher_is_an_error(monkeypatch: pytest.MonkeyPatch) -
     assert Share.of(None) == Share(1, 2, launched=True)
     with pytest.raises(UserError, match="use one of them"):
         Share.of("1/2")
+
+
+def test_the_command_takes_a_shard(one: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(dump_config(another(one, tmp_path)), encoding="utf-8")
+    assert run(["preprocess", str(file), "--shard", "1/2", "--nproc", "2"]) == 1
+    assert "--shard and --nproc both share out the work" in capsys.readouterr().err
+    assert run(["preprocess", str(file), "--shard", "1/2"]) == 0
+    assert "part 1 of 2 is done; 1 part is missing" in capsys.readouterr().out
+    assert run(["preprocess", str(file), "--shard", "2/2"]) == 0
+    assert "8 of 9 sources in it" in capsys.readouterr().out

@@ -35,7 +35,6 @@ from tests.media import ZOO_BUCKETS, ZOO_FPS, make_zoo
 from tests.runs import small_config, small_tree
 from tests.tiny_models import save_tiny_text_encoder, save_tiny_vae
 
-
 PROBE = Probe(
     *("video", 96, 64, 8.0, [frame / 8 for frame in range(9)], "h264", 8, 0),
     *(Fraction(1), "mp4", "pyav", [0.0], 96, 64),
@@ -199,7 +198,7 @@ def test_clips_that_fail_are_counted_and_the_others_of_their_source_kept(tmp_pat
     broken = LinearCodec.load(config.codec_weights or Path())
     broken.video.mean_P.fill_(float("nan"))
     LinearCodec(broken.image, broken.video, broken.whitening).save(tmp_path / "broken.safetensors")
-    with pytest.raises(UserError, match="none of the 2 files could be encoded .2 encode_failed."):
+    with pytest.raises(UserError, match=r"none of the 2 files could be encoded \(2 encode_failed\)"):
         CacheBuilder(small_config(tmp_path, f"vae.weights={tmp_path / 'broken.safetensors'}", clips=2)).run()
 
 

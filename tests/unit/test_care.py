@@ -11,7 +11,7 @@ import pytest
 
 from mmspeed.data import CacheWriter, DatasetCache, Sample, entry_key, read_info, sample_key, write_info, write_samples
 from mmspeed.data.blocks import trusted_rows
-from mmspeed.data.care import pack, plan_prune, prune
+from mmspeed.data.care import blocks_of, pack, plan_prune, prune, publish
 from mmspeed.data.census import census
 from mmspeed.data.files import TempFile
 from mmspeed.data.mend import mend
@@ -207,6 +207,19 @@ def test_a_repair_saves_entries_of_a_shard_without_index(root: Path) -> None:
     mend(root)
     keys = {entry.key for path in index_files(root) for entry in trusted_rows(root, shard_of_index(path))}
     assert first.key not in keys and {entry.key for entry in others} <= keys and not (root / shard).exists()
+
+
+def test_a_repair_that_was_killed_leaves_nothing_twice(root: Path) -> None:
+    """The new shard stands without its index, and the damaged one is still there: as after a kill in between."""
+    shard = f"{FOLDER}/000001.tar"
+    first, *others = trusted_rows(root, shard)
+    change(root / shard, first.offset)
+    new = publish(root, FOLDER, blocks_of(root, others))
+    assert new is not None
+    index_path(root, new).unlink()
+    mend(root)
+    assert census(root)["duplicates"] == 0 and len(tar_bytes(root)) == 2 * 14  # which asserts that no name stands twice
+    assert not [line for line in lines(verify(root)) if "have no stored encoding" not in line]
 
 
 def test_a_repair_of_tables_and_codec(root: Path) -> None:

@@ -243,7 +243,7 @@ def test_where_videos_go(tmp_path: Path) -> None:
 def test_doctor_sees_this_machine(tmp_path: Path) -> None:
     checks = {check.name: check for check in diagnose(tmp_path)}
     assert checks["torch"].found == torch.__version__ and checks["torch"].state == "ok"
-    assert {"python", "cpu", "memory", "disk", "PyAV", "decord", "MiniLM", "trackers", "open files"} <= set(checks)
+    assert {"python", "cpu", "memory", "disk", "PyAV", "MiniLM", "trackers", "open files"} <= set(checks)
     assert all(check.advice for check in checks.values() if check.state != "ok")
 
 

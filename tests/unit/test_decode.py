@@ -3,36 +3,54 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
 
-from mmspeed.preprocess.decode import choose_frames, covers, decode
+from mmspeed.preprocess.decode import Cut, stream
 from mmspeed.preprocess.probe import Probe, probe
 from mmspeed.preprocess.reasons import Reason, Rejected
 from mmspeed.preprocess.source import Source
-from mmspeed.preprocess.transform import assign_bucket
+from mmspeed.preprocess.transform import crop_box, crop_boxes, rank_buckets
+from mmspeed.preprocess.windows import choose_frames, choose_windows
 from mmspeed.preprocess.worker import DecodeWorker
+from mmspeed.shapes import Bucket
 from tests import media
 from tests.media import FRAMES, ZOO_BUCKETS, ZOO_FPS, Expect, corners_of, make_zoo, number_of, write_video
 
 LIMITS = (10**9, 8192 * 8192)
+FASTSTART = {"movflags": "faststart"}
+PILLOW = (".gif", ".webp", ".png", ".jpg", ".bmp", ".tiff")
 COLOURED = ["red", "green", "blue", "grey"]
 
 
 def source_of(path: Path, offset: int | None = None, size: int | None = None) -> Source:
     return Source(path.name, str(path), offset, size, "video", ("words",), "train")
+
+
+def whole(found: Probe, indices: Sequence[int]) -> Cut:
+    """Frames at the file's own size."""
+    return Cut(tuple(indices), (0, 0, found.width, found.height), found.width, found.height)
+
+
+def decode(source: Source, found: Probe, indices: Sequence[int]) -> np.ndarray:
+    """Frames at the file's own size. Raises Rejected."""
+    ((_, result),) = stream(source, found, [whole(found, indices)])
+    if isinstance(result, Rejected):
+        raise result
+    return result
+
+
+def read(worker: DecodeWorker, source: Source, cut: Cut, time_limit: float) -> np.ndarray:
+    """One clip. Raises Rejected."""
+    ((_, result),) = worker.read(source, [cut], time_limit)
+    if isinstance(result, Rejected):
+        raise result
+    return result
 
 
 def rejection(call: Callable[[], object]) -> Rejected:
@@ -63,24 +81,21 @@ def test_the_zoo_is_large(zoo: tuple[Path, dict[str, Expect]]) -> None:
 
 def test_good_files_give_the_right_frames_upright(zoo: tuple[Path, dict[str, Expect]], worker: DecodeWorker) -> None:
     folder, expected = zoo
-    used = {}
     for name, expect in expected.items():
         if not expect.good:
             continue
         source = source_of(folder / name)
         found = worker.open(source, *LIMITS, 20)
         assert (found.kind, found.width, found.height) == (expect.kind, expect.width, expect.height), name
-        bucket = assign_bucket(found, ZOO_BUCKETS, ZOO_FPS, False)
+        bucket = rank_buckets(found, ZOO_BUCKETS, ZOO_FPS, False)[0]
         indices = choose_frames(found.pts_seconds, bucket.frames, ZOO_FPS)
-        frames, used[name] = worker.read(source, indices, 20)
-        assert frames.shape == (bucket.frames, expect.height, expect.width, 3) and frames.dtype == np.uint8, name
+        assert found.decoder == ("pillow" if name.endswith(PILLOW) else "pyav"), name
+        cut = Cut(tuple(indices), crop_box(found.width, found.height, bucket), bucket.width, bucket.height)
+        frames = read(worker, source, cut, 20)
+        assert frames.shape == (bucket.frames, 32, 48, 3) and frames.dtype == np.uint8, name
         assert [number_of(frame) for frame in frames] == indices, name
         if name not in ("grey.png", "deep.png"):
             assert all(corners_of(frame) == COLOURED for frame in frames), name
-    if "decord" in used.values():  # there is no decord on some machines
-        assert used["h264.mp4"] == used["turned.mp4"] == used["vp9.webm"] == "decord"
-    assert used["av1.mp4"] == used["stream.ts"] == used["ten_bit.mov"] == used["b frames.avi"] == "pyav"
-    assert used["animated.webp"] == used["photo.jpg"] == "pillow"
 
 
 def test_bad_files_are_rejected_with_their_reason(zoo: tuple[Path, dict[str, Expect]], worker: DecodeWorker) -> None:
@@ -93,8 +108,8 @@ def test_bad_files_are_rejected_with_their_reason(zoo: tuple[Path, dict[str, Exp
 
         def attempt(source: Source = source) -> None:
             found = worker.open(source, *LIMITS, 20)
-            bucket = assign_bucket(found, ZOO_BUCKETS, ZOO_FPS, False)
-            worker.read(source, choose_frames(found.pts_seconds, bucket.frames, ZOO_FPS), 20)
+            bucket = rank_buckets(found, ZOO_BUCKETS, ZOO_FPS, False)[0]
+            read(worker, source, whole(found, choose_frames(found.pts_seconds, bucket.frames, ZOO_FPS)), 20)
 
         rejected = rejection(attempt)
         assert rejected.reason in expect.reasons, f"{name}: {rejected}"
@@ -146,7 +161,7 @@ def test_no_cut_is_silent(zoo: tuple[Path, dict[str, Expect]], tmp_path: Path, n
     media.cut(path, share)
     try:
         found = probe(source_of(path), *LIMITS)
-        frames, _ = decode(source_of(path), found, range(len(found.pts_seconds)))
+        frames = decode(source_of(path), found, range(len(found.pts_seconds)))
     except Rejected as rejected:
         assert rejected.reason in (Reason.TRUNCATED, Reason.UNDECODABLE)
     else:
@@ -158,31 +173,92 @@ def test_no_cut_is_silent(zoo: tuple[Path, dict[str, Expect]], tmp_path: Path, n
 # -- decoding ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rotation", [0, 90, 180, -90])
-@pytest.mark.parametrize("size", [(96, 64), (98, 66), (64, 64)])
-def test_decord_and_pyav_agree(tmp_path: Path, rotation: int, size: tuple[int, int]) -> None:
-    pytest.importorskip("decord")
-    source = source_of(write_video(tmp_path / "v.mp4", width=size[0], height=size[1], rotation=rotation, frames=20))
-    found = probe(source, *LIMITS)
-    indices = [0, 3, 3, 11, 19]
-    by_decord, first = decode(source, found, indices)
-    by_pyav, second = decode(source, found, indices, decord=False)
-    assert (first, second) == ("decord", "pyav")
-    np.testing.assert_array_equal(by_decord, by_pyav)
-    assert [number_of(frame) for frame in by_pyav] == indices and corners_of(by_pyav[0]) == COLOURED
+# -- several clips of a file ------------------------------------------------------------------------------------------
 
 
-def test_decord_is_left_when_it_disagrees(tmp_path: Path) -> None:
-    """A probe whose times are not decord's: the answer is PyAV's refusal, not decord's frames."""
-    pytest.importorskip("decord")
-    source = source_of(write_video(tmp_path / "v.mp4"))
+def variants(found: Probe) -> list[Cut]:
+    """Many clips of a file: windows, crops, two sizes; overlapping and apart."""
+    count = len(found.pts_seconds)
+    frames = min(5, count)
+    windows = choose_windows(found.pts_seconds, frames, None, "all")
+    windows += [[0] * 2, [count - 1], sorted({0, count // 2, count - 1})]
+    boxes = crop_boxes(found.width, found.height, Bucket(1, 32, 32), 3)
+    return [Cut(tuple(w), box, side, 32) for w in windows for side, box in zip((32, 32, 24), boxes * 3, strict=False)]
+
+
+def test_each_clip_alone_is_what_it_is_among_others(zoo: tuple[Path, dict[str, Expect]], tmp_path: Path) -> None:
+    """On every file, good or damaged: the same pixels, or the same reason."""
+    folder, expected = zoo
+    media.damage(write_video(tmp_path / "gap.mp4", frames=39, fps=4, options={"g": "4", "bf": "0"}), 0.3, 0.4)
+    write_video(tmp_path / "long.mp4", frames=39, fps=4, options={"g": "5"})
+    clips = fails = 0
+    for path in [*(folder / name for name in expected), tmp_path / "gap.mp4", tmp_path / "long.mp4"]:
+        source = source_of(path)
+        try:
+            found = probe(source, *LIMITS)
+        except Rejected:
+            continue
+        cuts = variants(found)
+        together = dict(stream(source, found, cuts))
+        assert sorted(together) == list(range(len(cuts))), path.name
+        for position, cut in enumerate(cuts):
+            ((_, alone),) = stream(source, found, [cut])
+            other = together[position]
+            clips += 1
+            if isinstance(alone, Rejected):
+                assert isinstance(other, Rejected) and other.reason is alone.reason, (path.name, position)
+                fails += 1
+            else:
+                assert isinstance(other, np.ndarray), (path.name, position, other)
+                np.testing.assert_array_equal(alone, other, err_msg=f"{path.name} {position}")
+    assert clips > 400 and fails > 3
+
+
+def test_clips_behind_damage_are_given(tmp_path: Path) -> None:
+    path = write_video(tmp_path / "v.mp4", frames=39, fps=4, options={"g": "4", "bf": "0"}, container=FASTSTART)
+    whole_file = source_of(path)
+    found = probe(whole_file, *LIMITS)
+    cuts = [whole(found, range(start, start + 4)) for start in range(0, 36, 4)]
+    before = dict(stream(whole_file, found, cuts))
+    media.damage(path, 0.5, 0.55)
+    after = dict(stream(whole_file, found, cuts))
+    lost = [position for position, result in after.items() if isinstance(result, Rejected)]
+    assert 1 <= len(lost) <= 4 and 8 not in lost
+    for position, result in after.items():
+        if position not in lost and position != min(lost) - 1 and position != max(lost) + 1:
+            np.testing.assert_array_equal(result, before[position])  # type: ignore[arg-type]
+
+
+def test_a_file_is_opened_once_for_all_its_clips(tmp_path: Path) -> None:
+    opened = []
+
+    class Counted(Source):
+        def open(self) -> BinaryIO:
+            opened.append(self.path)
+            return super().open()
+
+    path = write_video(tmp_path / "v.mp4", frames=39, fps=4, options={"g": "5"})
+    source = Counted("v", str(path), None, None, "video", ("words",), "train")
     found = probe(source, *LIMITS)
-    assert decode(source, found, [5])[1] == "decord"
-    wrong = Probe(
-        **{**found.__dict__, "pts_seconds": [time + index * 0.05 for index, time in enumerate(found.pts_seconds)]}
-    )
-    assert decode(source, wrong, [0])[1] == "decord"
-    assert rejection(lambda: decode(source, wrong, [30])).reason in (Reason.TRUNCATED, Reason.UNDECODABLE)
+    opened.clear()
+    assert all(isinstance(result, np.ndarray) for _, result in stream(source, found, variants(found)))
+    assert len(opened) == 1
+
+
+def test_clips_come_as_they_are_complete(tmp_path: Path) -> None:
+    """So that a long video is never in memory whole."""
+    source = source_of(write_video(tmp_path / "v.mp4", frames=39, fps=8))
+    found = probe(source, *LIMITS)
+    cuts = [whole(found, range(start, start + 3)) for start in range(36, -1, -3)]
+    assert [position for position, _ in stream(source, found, cuts)] == list(range(12, -1, -1))
+    assert next(iter(stream(source, found, [*cuts, whole(found, range(39))])))[0] == 12
+
+
+def test_frames_of_uneven_times_are_not_taken_for_their_neighbours(zoo: tuple[Path, dict[str, Expect]]) -> None:
+    source = source_of(zoo[0] / "uneven.mp4")
+    found = probe(source, *LIMITS)
+    frames = decode(source, found, range(len(found.pts_seconds)))
+    assert [number_of(frame) for frame in frames] == list(range(len(frames)))
 
 
 @pytest.mark.parametrize("name", ["long.mp4", "long.webm", "long.ts", "long.avi"])
@@ -191,9 +267,9 @@ def test_seeking_gives_the_same_frames(tmp_path: Path, name: str) -> None:
     source = source_of(write_video(tmp_path / name, codec=codec, frames=39, fps=8, options={"g": "7"}))
     found = probe(source, *LIMITS)
     assert len(found.pts_seconds) == 39
+    assert len(found.key_seconds) >= 6
     for indices in ([9, 20, 38], [38], [13, 14, 15]):
-        frames, used = decode(source, found, indices, decord=False)
-        assert used == "pyav" and [number_of(frame) for frame in frames] == indices
+        assert [number_of(frame) for frame in decode(source, found, indices)] == indices
 
 
 def test_tar_members_are_decoded_in_place(zoo: tuple[Path, dict[str, Expect]], tmp_path: Path) -> None:
@@ -210,147 +286,10 @@ def test_tar_members_are_decoded_in_place(zoo: tuple[Path, dict[str, Expect]], t
             found = probe(source, *LIMITS)
             assert found == probe(plain, *LIMITS)
             indices = [0, 4] if len(found.pts_seconds) > 1 else [0]
-            np.testing.assert_array_equal(decode(source, found, indices)[0], decode(plain, found, indices)[0])
+            np.testing.assert_array_equal(decode(source, found, indices), decode(plain, found, indices))
 
 
 def test_transparent_pixels_are_white(zoo: tuple[Path, dict[str, Expect]]) -> None:
     source = source_of(zoo[0] / "alpha.png")
-    (frame,), _ = decode(source, probe(source, *LIMITS), [0])
+    (frame,) = decode(source, probe(source, *LIMITS), [0])
     assert (frame[:, :7] == 255).all() and corners_of(frame) == COLOURED
-
-
-# -- choosing frames --------------------------------------------------------------------------------------------------
-
-
-def even(count: int, fps: float) -> list[float]:
-    return [index / fps for index in range(count)]
-
-
-def test_dividing_rates_take_evenly_spaced_frames_of_the_middle() -> None:
-    assert choose_frames(even(36, 24), 9, 8) == list(range(5, 30, 3))
-    assert choose_frames(even(49, 24), 49, 24) == list(range(49))
-    assert choose_frames(even(60, 24), 49, 24) == list(range(5, 54))
-    assert choose_frames([round(t, 3) for t in even(60, 24)], 49, 24) == list(range(5, 54))  # webm's milliseconds
-    assert choose_frames(even(30, 30), 5, None) == [12, 13, 14, 15, 16]
-    assert choose_frames([7.0], 1, 8) == [0]
-
-
-def test_uneven_clips_are_sampled_by_time() -> None:
-    pts = [0.0, 0.01, 0.02, 0.03, 0.5, 1.0, 1.5, 2.0]
-    assert choose_frames(pts, 5, 2) == [0, 4, 5, 6, 7]
-
-
-def test_too_short_says_how_much_is_there() -> None:
-    rejected = rejection(lambda: choose_frames(even(48, 24), 49, 24))
-    assert rejected.reason is Reason.TOO_SHORT and rejected.detail == "2.00 s, and 49 frames need 2.00 s"
-    assert rejection(lambda: choose_frames(even(4, 24), 5, None)).detail == "4 frames, and 5 frames need 5 frames"
-
-
-@given(
-    st.lists(st.floats(0.005, 0.3), min_size=0, max_size=80),
-    st.integers(1, 40),
-    st.one_of(st.none(), st.floats(1, 60)),
-    st.floats(-5, 1000),
-)
-def test_choice_properties(steps: list[float], frames: int, fps: float | None, start: float) -> None:
-    pts = [float(t) for t in start + np.cumsum([0.0, *steps])]
-    assume(covers(pts, frames, fps))
-    chosen = choose_frames(pts, frames, fps)
-    assert len(chosen) == frames and chosen == sorted(chosen) and 0 <= chosen[0] and chosen[-1] < len(pts)
-    if fps is not None and frames > 1:
-        targets = pts[chosen[0]] + np.arange(frames) / fps
-        gaps = np.abs(np.subtract.outer(targets, pts))
-        np.testing.assert_allclose(gaps[np.arange(frames), chosen], gaps.min(1), atol=3e-6)
-        # the middle: what is left before and behind differs by no more than the step that the start is rounded to
-        before, behind = pts[chosen[0]] - pts[0], pts[-1] - targets[-1]
-        assert (behind - before <= 2 * max(steps, default=0) + 1e-5 and before <= behind + 1e-5) or before == 0
-    elif frames > 1:
-        assert np.all(np.diff(chosen) == 1)
-
-
-# -- the process ------------------------------------------------------------------------------------------------------
-
-
-def test_the_decoder_process_imports_no_torch() -> None:
-    code = "import sys, mmspeed.preprocess.decode_worker; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
-
-
-def test_overrun_is_rejected_and_the_next_file_is_served(zoo: tuple[Path, dict[str, Expect]]) -> None:
-    source = source_of(zoo[0] / "h264.mp4")
-    with DecodeWorker() as worker:
-        worker.open(source, *LIMITS, 20)
-        stuck = worker.pid
-        assert stuck is not None
-        os.kill(stuck, signal.SIGSTOP)
-        started = time.monotonic()
-        assert rejection(lambda: worker.read(source, [0], 0.3)).reason is Reason.TIME_LIMIT
-        assert time.monotonic() - started < 5
-        frames, _ = worker.read(source, [4], 20)
-        assert number_of(frames[0]) == 4 and worker.pid not in (None, stuck)
-
-
-def test_crash_is_rejected_with_its_signal(zoo: tuple[Path, dict[str, Expect]]) -> None:
-    source = source_of(zoo[0] / "h264.mp4")
-    with DecodeWorker() as worker:
-        worker.open(source, *LIMITS, 20)
-        first = worker.pid
-        assert first is not None
-        crash_while_busy(first)
-        rejected = rejection(lambda: worker.open(source, *LIMITS, 20))
-        assert rejected.reason is Reason.DECODER_CRASHED and rejected.detail.startswith("SIGSEGV")
-        assert worker.open(source, *LIMITS, 20).width == 96
-
-
-def test_crash_while_reading_is_tried_without_decord(zoo: tuple[Path, dict[str, Expect]]) -> None:
-    source = source_of(zoo[0] / "h264.mp4")
-    with DecodeWorker() as worker:
-        worker.open(source, *LIMITS, 20)
-        first = worker.pid
-        assert first is not None
-        crash_while_busy(first)
-        frames, used = worker.read(source, [7], 20)
-        assert number_of(frames[0]) == 7 and used == "pyav"
-
-
-def crash_while_busy(pid: int) -> None:
-    """Hold the process, and let it die of SIGSEGV once it has been given work."""
-    os.kill(pid, signal.SIGSTOP)
-
-    def crash() -> None:
-        os.kill(pid, signal.SIGSEGV)
-        os.kill(pid, signal.SIGCONT)
-
-    threading.Timer(0.3, crash).start()
-
-
-def test_the_process_ends_with_its_parent(zoo: tuple[Path, dict[str, Expect]]) -> None:
-    code = (
-        "import sys, os\n"
-        "from mmspeed.preprocess.worker import DecodeWorker\n"
-        "from mmspeed.preprocess.source import Source\n"
-        "worker = DecodeWorker()\n"
-        "worker.open(Source('x', sys.argv[1], None, None, 'video', (), 'train'), 10**9, 10**9, 20)\n"
-        "print(worker.pid, flush=True)\n"
-        "os._exit(0)\n"
-    )
-    path = str(zoo[0] / "h264.mp4")
-    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{done.stdout.strip()}").exists():
-        assert time.monotonic() < deadline, "the decoder process outlives its parent"
-        time.sleep(0.05)
-
-
-def test_decoders_do_not_write_to_the_terminal(
-    zoo: tuple[Path, dict[str, Expect]], capfd: pytest.CaptureFixture[str]
-) -> None:
-    with DecodeWorker() as worker:
-        for name in ("damaged.mp4", "random.mp4", "cut.jpg"):
-            source = source_of(zoo[0] / name)
-            with pytest.raises(Rejected):
-                worker.open(source, *LIMITS, 20)
-                worker.read(source, range(30), 20)
-    captured = capfd.readouterr()
-    assert captured.out == captured.err == ""

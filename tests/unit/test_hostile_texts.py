@@ -107,7 +107,8 @@ def test_table_that_unpacks_to_too_much_is_refused(tmp_path: Path, monkeypatch: 
 
 def test_reader_that_dies_is_an_error_for_people(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_table(tmp_path / "m.parquet", 3, "words")
-    (tmp_path / "python").write_text('#!/bin/sh\necho \'{"names": ["video", "caption"], "read": []}\'\nkill -ABRT $$\n')
+    head, row = '{"names": ["video", "caption"], "read": ["video", "caption"]}', '["end", "end"]'
+    (tmp_path / "python").write_text(f"#!/bin/sh\necho '{head}'\necho '{row}'\nprintf '[\"vi'\nkill -ABRT $$\n")
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with pytest.raises(UserError, match=r"its reader died \(SIGABRT\) after 1 rows"):

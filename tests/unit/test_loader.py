@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from mmspeed.data import (
     Sample,
     assemble,
     choose_text,
+    count_present,
     entry_key,
     latent_tensors,
     read_ahead,
@@ -30,6 +32,7 @@ from mmspeed.data import (
     write_info,
     write_samples,
 )
+from mmspeed.data.tables import read_samples
 from mmspeed.errors import UserError
 from mmspeed.protocol import Batch, TextEntry
 from mmspeed.shapes import Bucket
@@ -168,7 +171,8 @@ def test_world_size_micro_batches_and_prefetch_change_no_sample(tmp_path: Path) 
     def run(world: int, micro: int | None, prefetch: int) -> list[list[Batch]]:
         """All ranks' micro-batches of each step."""
         ranks = [
-            list(Loader(cache, sampler, rank, world, micro, 3, 0.3, prefetch).steps(0, steps)) for rank in range(world)
+            [step.batches for step in Loader(cache, sampler, rank, world, micro, 3, 0.3, prefetch).steps(0, steps)]
+            for rank in range(world)
         ]
         for parts in zip(*ranks, strict=True):
             assert len({len(part) for part in parts}) == 1
@@ -188,14 +192,32 @@ def test_resume_in_the_middle_gives_the_same_batches(tmp_path: Path) -> None:
     rest = list(Loader(cache, sampler, seed=3, caption_dropout=0.2, prefetch=2).steps(5, 8))
     assert len(whole) == 8
     for step, other in zip(whole[5:], rest, strict=True):
-        assert_same(step, other)
+        assert_same(step.batches, other.batches)
 
 
 def test_fillers_carry_no_weight(tmp_path: Path) -> None:
     cache = make_cache(tmp_path, videos=1, images=0)
     sampler = BatchSampler(cache.samples, 4, seed=0)
-    (batch,) = next(Loader(cache, sampler, rank=2, world=3).steps(0, 1))
+    (batch,) = next(Loader(cache, sampler, rank=2, world=3).steps(0, 1)).batches
     assert batch.weights_B.tolist() == [0.0] and batch.size == 1
+
+
+def test_lost_samples_keep_their_place_and_are_not_read(tmp_path: Path) -> None:
+    make_cache(tmp_path, videos=7, images=3)
+    samples, _ = read_samples(tmp_path)
+    order = BatchSampler(samples, 4, seed=1)
+    lost = {draw.sample.key for draw in order.step(0, 0)[:2]} | {s.key for s in samples if s.bucket == IMAGE}
+    written = [replace(s, lost=True, latent_keys=("f" * 32,)) if s.key in lost else s for s in samples]
+    write_samples(tmp_path, written)
+    cache = DatasetCache(tmp_path)
+    sampler = BatchSampler(cache.samples, 4, seed=1)
+    steps = list(Loader(cache, sampler, seed=3, micro_batch_size=2, prefetch=1).steps(0, sampler.steps_per_epoch))
+    for step, place in zip(steps, range(sampler.steps_per_epoch), strict=True):
+        assert [draw.name for draw in step.draws] == [draw.name for draw in order.step(0, place)]
+        present = {draw.name for draw in step.draws if draw.sample.key not in lost}
+        assert set(by_name(step.batches)) == present and count_present(step.draws) == len(present)
+        assert bool(step.batches) == bool(present)
+    assert any(not step.batches for step in steps) and any(0 < count_present(s.draws) < len(s.draws) for s in steps)
 
 
 def test_an_error_while_reading_ahead_reaches_the_consumer(tmp_path: Path) -> None:
@@ -207,7 +229,9 @@ def test_an_error_while_reading_ahead_reaches_the_consumer(tmp_path: Path) -> No
         file.write(b"\xff\xff\xff\xff")
     for prefetch in (0, 3):
         steps = Loader(cache, sampler, prefetch=prefetch).steps(0, 4)
-        assert [next(steps)[0].names[0][0] for _ in range(2)] == [sampler.step(0, i)[0].sample.key for i in range(2)]
+        assert [next(steps).batches[0].names[0][0] for _ in range(2)] == [
+            sampler.step(0, i)[0].sample.key for i in range(2)
+        ]
         with pytest.raises(UserError, match=f"damaged at entry {entry.key}"):
             next(steps)
     assert not read_ahead_threads()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, defaultdict
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmspeed.data import BatchSampler, Draw, Sample, micro_batches
+from mmspeed.data import BatchSampler, Draw, Sample, count_present, micro_batches
 from mmspeed.errors import UserError
 from mmspeed.shapes import Bucket
 
@@ -71,6 +72,38 @@ def test_ranks_share_a_step(size: int, world: int, micro: int | None) -> None:
     for rank, part in enumerate(parts):
         own = [draw for micro_batch in part for draw, weight in micro_batch if weight]
         assert own == draws[rank::world]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.booleans(), min_size=1, max_size=20).filter(lambda lost: not all(lost)),
+    st.integers(1, 5),
+    st.none() | st.integers(1, 4),
+)
+def test_lost_draws_are_replaced_with_weight_0(lost: list[bool], world: int, micro: int | None) -> None:
+    draws = [Draw(replace(sample, lost=gone), 0, 0) for sample, gone in zip(make_samples(len(lost)), lost, strict=True)]
+    bare = [Draw(replace(draw.sample, lost=False), 0, 0) for draw in draws]
+    weights: Counter[tuple[str, int, int]] = Counter()
+    for rank in range(world):
+        parts = micro_batches(draws, rank, world, micro)
+        assert [len(part) for part in parts] == [len(part) for part in micro_batches(bare, rank, world, micro)]
+        for part in parts:
+            assert not any(draw.sample.lost for draw, _ in part)
+            own = {draw.name for draw, weight in part if weight}
+            assert not own or all(draw.name in own for draw, weight in part if not weight)
+            weights.update(draw.name for draw, weight in part if weight)
+    assert weights == Counter(draw.name for draw in draws if not draw.sample.lost)
+    assert count_present(draws) == weights.total()
+
+
+def test_the_nearest_draw_stands_in_for_a_lost_one() -> None:
+    samples = make_samples(6)
+    draws = [Draw(replace(s, lost=place in (0, 1, 3)), 0, 0) for place, s in enumerate(samples)]
+    (whole,) = micro_batches(draws, 0, 1, None)
+    assert [(draws.index(draw), weight) for draw, weight in whole] == [(2, 0), (2, 0), (2, 1), (2, 0), (4, 1), (5, 1)]
+    assert micro_batches(draws, 0, 1, 2)[0] == [(draws[2], 0.0)] * 2  # a micro-batch that is lost as a whole
+    with pytest.raises(ValueError, match="no draw of this step"):
+        micro_batches(draws[:2], 0, 1, None)
 
 
 def test_micro_batches_refuses_nonsense() -> None:

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from mmspeed.preprocess.probe import Probe
 from mmspeed.preprocess.reasons import Reason, Rejected
-from mmspeed.preprocess.transform import assign_bucket, crop_box, kept_fraction, resize_crop, to_model_range
+from mmspeed.preprocess.transform import crop_box, crop_boxes, kept_fraction, rank_buckets, to_model_range
 from mmspeed.shapes import Bucket
-from tests.media import corners_of, number_of, picture
 
 BUCKETS = (Bucket(49, 180, 320), Bucket(17, 180, 320), Bucket(17, 320, 180), Bucket(17, 360, 640), Bucket(1, 256, 256))
 
@@ -22,7 +21,11 @@ BUCKETS = (Bucket(49, 180, 320), Bucket(17, 180, 320), Bucket(17, 320, 180), Buc
 def probed(width: int, height: int, frames: int = 1, fps: float = 24) -> Probe:
     times = [index / fps for index in range(frames)]
     kind = "video" if frames > 1 else "image"
-    return Probe(kind, width, height, fps, times, "h264", 8, 0, Fraction(1), "mov", False, width, height)  # type: ignore[arg-type]
+    return Probe(kind, width, height, fps, times, "h264", 8, 0, Fraction(1), "mov", "pyav", [0.0], width, height)  # type: ignore[arg-type]
+
+
+def best(probe: Probe, buckets: tuple[Bucket, ...], fps: float | None, allow_upscale: bool) -> Bucket:
+    return rank_buckets(probe, buckets, fps, allow_upscale)[0]
 
 
 @pytest.mark.parametrize(
@@ -36,7 +39,7 @@ def probed(width: int, height: int, frames: int = 1, fps: float = 24) -> Probe:
     ],
 )
 def test_assignment(width: int, height: int, frames: int, expected: Bucket) -> None:
-    assert assign_bucket(probed(width, height, frames), BUCKETS, 8, False) == expected
+    assert best(probed(width, height, frames), BUCKETS, 8, False) == expected
 
 
 @pytest.mark.parametrize(
@@ -51,20 +54,20 @@ def test_assignment(width: int, height: int, frames: int, expected: Bucket) -> N
 )
 def test_rejections(probe: Probe, buckets: tuple[Bucket, ...], reason: Reason) -> None:
     with pytest.raises(Rejected) as rejected:
-        assign_bucket(probe, buckets, 8, False)
+        best(probe, buckets, 8, False)
     assert rejected.value.reason is reason and rejected.value.detail
 
 
 def test_upscaling_only_where_no_bucket_fits() -> None:
     small = (Bucket(1, 256, 256), Bucket(1, 128, 128), Bucket(1, 512, 512))
-    assert assign_bucket(probed(200, 200), small, 8, True) == Bucket(1, 128, 128)
-    assert assign_bucket(probed(100, 100), small, 8, True) == Bucket(1, 128, 128)
-    assert assign_bucket(probed(300, 300), small, 8, True) == Bucket(1, 256, 256)
+    assert best(probed(200, 200), small, 8, True) == Bucket(1, 128, 128)
+    assert best(probed(100, 100), small, 8, True) == Bucket(1, 128, 128)
+    assert best(probed(300, 300), small, 8, True) == Bucket(1, 256, 256)
 
 
 def test_order_of_buckets_does_not_matter() -> None:
     for probe in (probed(1920, 1080, 168), probed(1920, 1080, 72), probed(500, 500, 72)):
-        assert assign_bucket(probe, BUCKETS, 8, False) == assign_bucket(probe, BUCKETS[::-1], 8, False)
+        assert best(probe, BUCKETS, 8, False) == best(probe, BUCKETS[::-1], 8, False)
 
 
 sizes = st.integers(1, 4000)
@@ -87,29 +90,37 @@ def test_crop_takes_the_middle() -> None:
     assert crop_box(100, 401, Bucket(1, 64, 64)) == (0, 150, 100, 250)
 
 
-def test_resize_keeps_orientation_and_content() -> None:
-    frames = np.stack([picture(number, 300, 200) for number in (3, 9)])
-    small = resize_crop(frames, Bucket(2, 32, 48))
-    assert small.shape == (2, 32, 48, 3) and small.dtype == np.uint8
-    assert [number_of(frame) for frame in small] == [3, 9]
-    assert corners_of(small[0]) == ["red", "green", "blue", "grey"]
-    np.testing.assert_array_equal(small, resize_crop(frames, Bucket(2, 32, 48)))
-    np.testing.assert_array_equal(frames, resize_crop(frames, Bucket(2, 200, 300)))
+@given(sizes, sizes, buckets, st.integers(1, 9))
+def test_crop_boxes_properties(width: int, height: int, bucket: Bucket, crops: int) -> None:
+    boxes = crop_boxes(width, height, bucket, crops)
+    assert crop_boxes(width, height, bucket, 1) == [crop_box(width, height, bucket)]
+    assert 1 <= len(boxes) <= crops and len(set(boxes)) == len(boxes) and boxes == sorted(boxes)
+    left, top, right, bottom = crop_box(width, height, bucket)
+    assert {(box[2] - box[0], box[3] - box[1]) for box in boxes} == {(right - left, bottom - top)}
+    assert all(0 <= box[0] and 0 <= box[1] and box[2] <= width and box[3] <= height for box in boxes)
+    slack = width - (right - left) + height - (bottom - top)
+    assert len(boxes) == min(crops, slack + 1)
+    if len(boxes) > 1:
+        assert boxes[0][:2] == (0, 0) and boxes[-1][2:] == (width, height)  # from edge to edge
+        steps = np.diff([box[0] + box[1] for box in boxes])
+        assert steps.max() - steps.min() <= 1
+    if len(boxes) % 2:
+        assert boxes[len(boxes) // 2] == crop_box(width, height, bucket)  # the same entry as with one crop
 
 
-def test_resize_does_not_alias() -> None:
-    """Stripes far finer than the result become their mean; picking pixels would give stripes again."""
-    stripes = np.zeros((1, 64, 640, 3), np.uint8)
-    stripes[:, :, ::2] = 255
-    small = resize_crop(stripes, Bucket(1, 32, 320 // 7))
-    inner = small[:, :, 1:-1].astype(int)  # at the edges the filter sees half of its stripes
-    assert np.abs(inner - 127).max() <= 3
+def test_crops_go_from_edge_to_edge() -> None:
+    assert crop_boxes(400, 100, Bucket(1, 64, 64), 3) == [(0, 0, 100, 100), (150, 0, 250, 100), (300, 0, 400, 100)]
+    assert crop_boxes(100, 102, Bucket(1, 64, 64), 9) == [(0, 0, 100, 100), (0, 1, 100, 101), (0, 2, 100, 102)]
+    assert crop_boxes(320, 180, Bucket(1, 90, 160), 5) == [(0, 0, 320, 180)]
 
 
-def test_crop_leaves_the_edges_out() -> None:
-    wide = np.zeros((1, 32, 96, 3), np.uint8)
-    wide[:, :, 32:64] = 200
-    np.testing.assert_array_equal(resize_crop(wide, Bucket(1, 16, 16)), 200)
+def test_ranking_has_all_that_can_be_filled_and_covered() -> None:
+    small, large, longer = Bucket(17, 180, 320), Bucket(17, 360, 640), Bucket(49, 180, 320)
+    three = (small, large, longer, Bucket(1, 8, 8), small)
+    assert rank_buckets(probed(1920, 1080, 168), three, 8, False) == [longer, large, small]
+    assert rank_buckets(probed(1920, 1080, 72), three, 8, False) == [large, small]
+    assert rank_buckets(probed(400, 225, 168), three, 8, True) == [longer, small]
+    assert rank_buckets(probed(100, 56, 168), three, 8, True) == [longer, small, large]
 
 
 def test_model_range() -> None:
