@@ -44,6 +44,7 @@ class Batch:
     names: list[tuple[str, int, int]]  # (sample key, epoch, repeat) of each sample: what its random draws are keyed by
     bucket: Bucket
     sources: list[str]  # for messages
+    pooled_BD: Tensor | None = None  # each caption's pooled vector, where the text encoder has one
 
     @property
     def size(self) -> int:
@@ -59,6 +60,7 @@ class Batch:
             names=self.names,
             bucket=self.bucket,
             sources=self.sources,
+            pooled_BD=None if self.pooled_BD is None else self.pooled_BD.to(device, dtype),
         )
 
 

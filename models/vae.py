@@ -187,6 +187,24 @@ class DiffusersCodec:
         logvars = [logvar for _, logvar in pairs if logvar is not None]
         return Posterior(torch.stack([mean for mean, _ in pairs]), torch.stack(logvars) if logvars else None)
 
+    @torch.inference_mode()
+    def encode_together(self, video_BCFHW: Tensor) -> Posterior:
+        """`encode` in one pass of the autoencoder (with `vae.slicing` it may still go one by one).
+
+        The last bits may depend on the number of videos: kernels are chosen by shape.
+        """
+        if self._images:
+            return self.encode(video_BCFHW)
+        self.strides.latent(Bucket(*video_BCFHW.shape[2:]))
+        distribution = self.vae.encode(video_BCFHW.to(self._device, self._dtype)).latent_dist
+        known = hasattr(distribution, "logvar")  # Cosmos: a distribution of one point
+        mean_BCThw = (distribution.mean if known else distribution.mode()).float()
+        shift_CT11, scale_CT11 = self._statistics(mean_BCThw.shape[2])
+        mean_BCThw = (mean_BCThw - shift_CT11) * scale_CT11
+        if not known or self._name in WITHOUT_VARIANCE:
+            return Posterior(mean_BCThw)
+        return Posterior(mean_BCThw, distribution.logvar.float() + 2 * scale_CT11.abs().log())
+
     def decode(self, latents_BCThw: Tensor) -> Tensor:
         """Pixels (B, 3, F, H, W) in [-1, 1], float32, of normalised latents."""
         return torch.stack([self._decode_one(latents_CThw) for latents_CThw in latents_BCThw])

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import resource
 import struct
 import sys
 import threading
@@ -35,6 +36,7 @@ from mmspeed.preprocess.reasons import Reason, Rejected
 from mmspeed.preprocess.source import Source
 
 HEADER = struct.Struct(">Q")
+MEMORY_BYTES = 16 << 30  # of data that a decoder process may hold: a window of 8k frames fits, a bomb does not
 Answer = tuple[dict[str, Any], "np.ndarray | None"]
 
 
@@ -44,10 +46,18 @@ def pack(message: dict[str, Any]) -> bytes:
     return HEADER.pack(len(text)) + text
 
 
+def _limit_memory() -> None:
+    """End a file that takes the machine's memory with an error of its own, before it takes other processes along."""
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+
+
 def main() -> None:
     """Serve requests until standard input ends."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print must not get between the messages
+    _limit_memory()
     allow_large_pictures()
     av.logging.set_level(av.logging.PANIC)
     pending: queue.Queue[dict[str, Any]] = queue.Queue()

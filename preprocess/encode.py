@@ -220,11 +220,14 @@ def encode_latents(
     Raises UserError when the device fails, for which no file is at fault.
     """
     codec, dtype = encoders.codec, parse_dtype(encoders.config.preprocess.latent_dtype)
+    first_too = encoders.config.preprocess.first_frame and bool(videos) and not videos[0][0].bucket.is_image
 
     def encode(some: Sequence[tuple[Clip, np.ndarray]]) -> list[Tensors | Rejected]:
         try:
             video_BCFHW = torch.stack([to_model_range(frames_FHWC) for _, frames_FHWC in some])
-            return _entries(_together(codec)(video_BCFHW) if len(some) > 1 else codec.encode(video_BCFHW), dtype)
+            encode_all = _together(codec) if len(some) > 1 else codec.encode
+            first = encode_all(video_BCFHW[:, :, :1]).mean_BCThw if first_too else None
+            return _entries(encode_all(video_BCFHW), first, dtype)
         except (RuntimeError, ValueError, MemoryError) as error:
             full = is_memory_full(error)
             if (is_device_fault(error) and not full) or (full and len(some) == 1):
@@ -244,16 +247,17 @@ def _together(codec: VideoCodec) -> Callable[[Tensor], Posterior]:
     return together
 
 
-def _entries(posterior: Posterior, dtype: torch.dtype) -> list[Tensors | Rejected]:
+def _entries(posterior: Posterior, first_BC1hw: Tensor | None, dtype: torch.dtype) -> list[Tensors | Rejected]:
     mean_BCThw, logvar_BCThw = posterior.mean_BCThw.cpu(), posterior.logvar_BCThw
     logvar_BCThw = None if logvar_BCThw is None else logvar_BCThw.cpu()
     entries: list[Tensors | Rejected] = []
     for place, mean_CThw in enumerate(mean_BCThw):
         logvar_CThw = None if logvar_BCThw is None else logvar_BCThw[place]
+        first_C1hw = None if first_BC1hw is None else first_BC1hw[place].cpu()
         bad = next(
             (
                 name
-                for name, tensor in (("mean", mean_CThw), ("log-variance", logvar_CThw))
+                for name, tensor in (("mean", mean_CThw), ("log-variance", logvar_CThw), ("first frame", first_C1hw))
                 if tensor is not None and not bool(torch.isfinite(tensor).all())
             ),
             None,
@@ -262,8 +266,8 @@ def _entries(posterior: Posterior, dtype: torch.dtype) -> list[Tensors | Rejecte
             why = f"the codec's {bad} holds numbers that are not finite"
             entries.append(Rejected(Reason.ENCODE_FAILED, why))
         else:
-            logvar = None if logvar_CThw is None else logvar_CThw.to(dtype, copy=True)
-            entries.append(latent_tensors(mean_CThw.to(dtype, copy=True), logvar))
+            stored = latent_tensors(mean_CThw, logvar_CThw, first_C1hw)
+            entries.append({name: tensor.to(dtype, copy=True) for name, tensor in stored.items()})
     return entries
 
 

@@ -13,7 +13,8 @@ TRANSFORM = "crop-bicubic/2"  # how a crop becomes the bucket's pixels; raise it
 
 def latent_parts(config: Config, codec_fingerprint: str, clip: Clip) -> dict[str, Any]:
     """What a latent's key covers: not the source's name or place, and not which window or crop of how many it is."""
-    return {
+    extra = {"first_frame": True} if config.preprocess.first_frame and not clip.bucket.is_image else {}
+    return extra | {
         "version": ENCODING_VERSION,
         "transform": TRANSFORM,
         "content": clip.content_id,

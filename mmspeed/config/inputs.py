@@ -177,6 +177,10 @@ class PreprocessConfig(Section):
     time_limit: float = Field(
         60.0, gt=0, description="Seconds that probing and decoding one file may take before it is rejected."
     )
+    first_frame: bool = Field(
+        False,
+        description="Also store the latent of each clip's first frame encoded alone, for image-to-video training with codecs that are not strictly causal (CogVideoX, HunyuanVideo). With causal ones it is the clip's own first latent frame.",
+    )
     encode_batch: int = Field(
         1,
         ge=1,

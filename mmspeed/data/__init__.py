@@ -3,7 +3,7 @@
 from .cache import DatasetCache
 from .compiled import compile_index
 from .keys import canonical_json, entry_key, number_duplicates, sample_key
-from .loader import Loader, Step, assemble, choose_text, draw_latent, pad_texts, read_ahead
+from .loader import Loader, Step, assemble, choose_text, draw_latent, first_frame, pad_texts, read_ahead
 from .mapped import SampleTable
 from .online import FirstEpoch, Made, Maker, Task
 from .sampler import BatchSampler, Draw, count_present, micro_batches
@@ -46,6 +46,7 @@ __all__ = [
     "count_present",
     "draw_latent",
     "entry_key",
+    "first_frame",
     "latent_tensors",
     "micro_batches",
     "number_duplicates",

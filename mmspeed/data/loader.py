@@ -37,6 +37,15 @@ def draw_latent(stored: dict[str, Tensor], seed: int, name: Name) -> Tensor:
     return mean_CThw + torch.exp(0.5 * stored["logvar"].float()) * noise_CThw
 
 
+def first_frame(stored: dict[str, Tensor]) -> Tensor:
+    """The latent (C, 1, h, w), float32, of a clip's first frame alone: what image-to-video training is conditioned on.
+
+    It is the entry's own first latent frame, since a causal codec sees nothing but the first frame there; for codecs that
+    see more, `preprocess.first_frame` stores it apart.
+    """
+    return (stored["first"] if "first" in stored else stored["mean"][:, :1]).float()
+
+
 def choose_latent(sample: Sample, seed: int, name: Name) -> str:
     """The key of the latent that this use of a sample meets: one of its windows and crops, drawn evenly."""
     if len(sample.latent_keys) == 1:
@@ -82,6 +91,7 @@ def assemble(cache: DatasetCache, draws: Sequence[tuple[Draw, float]], seed: int
                 "run mmspeed preprocess again"
             )
     text_BLD, mask_BL = pad_texts(texts)
+    pooled = [text.pooled_D for text in texts if text.pooled_D is not None]
     return Batch(
         latents_BCThw=torch.stack(latents),
         text_BLD=text_BLD,
@@ -90,6 +100,7 @@ def assemble(cache: DatasetCache, draws: Sequence[tuple[Draw, float]], seed: int
         names=[draw.name for draw, _ in draws],
         bucket=draws[0][0].sample.bucket,
         sources=[draw.sample.source for draw, _ in draws],
+        pooled_BD=torch.stack(pooled).float() if len(pooled) == len(texts) else None,
     )
 
 

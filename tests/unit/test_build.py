@@ -13,24 +13,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
+import torch
 import webdataset
 
 from mmspeed.config import Bucket, dump_config, make_config
-from mmspeed.data import CacheWriter, DatasetCache
-from mmspeed.device import Device
+from mmspeed.data import CacheWriter, DatasetCache, first_frame
+from mmspeed.device import Device, pick
 from mmspeed.errors import UserError
 from mmspeed.models.linear_codec import LinearCodec
+from mmspeed.models.vae import load_codec
 from mmspeed.pipelines import TextToVideo, TrainPipeline
 from mmspeed.preprocess import BuildReport, CacheBuilder, check
 from mmspeed.preprocess.background import BackgroundWriter
 from mmspeed.preprocess.encode import Encoders
 from mmspeed.preprocess.latents import LatentStage
-from mmspeed.preprocess.pool import Failed, Finished, Frames, Selected
+from mmspeed.preprocess.pool import DecodePool, Failed, Finished, Frames, Selected
 from mmspeed.preprocess.probe import Probe
 from mmspeed.preprocess.reasons import Reason, Rejected
 from mmspeed.preprocess.select import Clip
 from mmspeed.preprocess.source import Source
 from mmspeed.preprocess.sources import list_sources
+from mmspeed.preprocess.transform import to_model_range
 from tests.media import ZOO_BUCKETS, ZOO_FPS, make_zoo
 from tests.runs import small_config, small_tree
 from tests.tiny_models import save_tiny_text_encoder, save_tiny_vae
@@ -245,6 +248,24 @@ def test_diffusers_and_transformers_folders_go_the_whole_way(tmp_path: Path, vae
     assert TrainPipeline(config).run().finished
     video = TextToVideo.from_run(config.run_dir)("a rabbit")[0]
     assert video.frames_FHWC.shape == (5, 32, 48, 3)
+
+
+def test_the_first_frame_is_stored_apart_where_it_is_asked_for(tmp_path: Path) -> None:
+    """HunyuanVideo's norms see all frames, so the first latent frame of a clip is not that of its first picture."""
+    vae = f"vae={{kind: diffusers, pretrained: {save_tiny_vae(tmp_path / 'vae', 'hunyuan')}}}"
+    config = small_config(tmp_path, vae, "preprocess.first_frame=true", clips=2)
+    plain = small_config(tmp_path, vae, clips=2)
+    assert CacheBuilder(plain).run().encoded == 2 and CacheBuilder(config).run().encoded == 2  # other entries
+    cache = DatasetCache(config.cache_dir)
+    codec = load_codec(config.vae, pick("cpu"), None)
+    with DecodePool(config, list_sources(config.data).sources) as pool:
+        frames = [event for event in pool.run(lambda clip: True) if isinstance(event, Frames)]
+    for event in frames:
+        sample = next(sample for sample in cache.samples if sample.source == event.source.name)
+        stored = cache.latent(sample.latent_keys[0])
+        video = to_model_range(event.frames_FHWC)[None]
+        assert torch.equal(first_frame(stored), codec.encode(video[:, :, :1]).mean_BCThw[0])
+        assert not torch.equal(first_frame(stored), stored["mean"][:, :1])
 
 
 def test_check_says_what_will_happen_before_any_work(tmp_path: Path) -> None:

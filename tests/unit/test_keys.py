@@ -189,7 +189,8 @@ def test_what_depends_on_a_change_is_named_and_made_anew_and_nothing_else(world:
 
 
 @pytest.mark.parametrize(
-    ("constant", "value", "texts", "words"), [("ENCODING_VERSION", 9, 3, "version"), ("TRANSFORM", "x/1", 0, "transform")]
+    ("constant", "value", "texts", "words"),
+    [("ENCODING_VERSION", 9, 3, "version"), ("TRANSFORM", "x/1", 0, "transform")],
 )
 def test_another_way_of_encoding_makes_all_that_it_touches_stale(
     world: World, monkeypatch: pytest.MonkeyPatch, constant: str, value: Any, texts: int, words: str

@@ -142,6 +142,19 @@ def test_caption_dropout_is_the_stored_empty_caption(tmp_path: Path) -> None:
     assert torch.equal(batch.text_BLD[2], cache.null_text().embeds_LD)
 
 
+def test_a_dropped_caption_takes_its_mask_and_pooled_vector_along(tmp_path: Path) -> None:
+    cache = make_cache(tmp_path)
+    draws = [(draw_of(cache, f"{number % 7}.mp4", number // 7), 1.0) for number in range(28)]
+    batch = assemble(cache, draws, seed=0, caption_dropout=0.5)
+    null, lengths = cache.null_text(), batch.text_mask_BL.sum(1)
+    assert batch.pooled_BD is not None and null.pooled_D is not None
+    dropped = [torch.equal(pooled_D, null.pooled_D) for pooled_D in batch.pooled_BD]
+    assert 5 < sum(dropped) < 23
+    for text_LD, pooled_D, length, is_null in zip(batch.text_BLD, batch.pooled_BD, lengths, dropped, strict=True):
+        assert is_null == (int(length) == 1) == torch.equal(text_LD[:1], null.embeds_LD)
+        assert torch.equal(pooled_D, text_LD[0] * 2)
+
+
 def test_captions_and_dropout_have_their_shares(tmp_path: Path) -> None:
     sample = draw_of(make_cache(tmp_path), "0.mp4").sample
     names = [(sample.key, epoch, 0) for epoch in range(3000)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import mmap
 import multiprocessing
 import os
 import shutil
@@ -34,7 +33,6 @@ from mmspeed.data.mapped import open_tables
 from mmspeed.data.seal import is_sealed
 from mmspeed.data.store import LocalStore
 from mmspeed.data.tables import index_path, read_samples, write_index
-from mmspeed.data.views import tensors_of
 from mmspeed.errors import UserError
 from mmspeed.shapes import Bucket
 from tests.caches import BUCKET, FOLDER, add_latent, build, finish, latent
@@ -318,41 +316,6 @@ def test_a_shard_cut_off_while_it_is_mapped_is_told(tmp_path: Path) -> None:
     os.truncate(tmp_path / entry.shard, entry.offset + 3)
     with pytest.raises(UserError, match=f"damaged at entry {latents[3]}"):
         cache.latent(latents[3])
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.binary(max_size=80), st.integers(0, 200))
-def test_hostile_payloads_are_refused(noise: bytes, at: int) -> None:
-    header = b'{"a":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}}'
-    whole = bytearray(len(header).to_bytes(8, "little") + header + bytes(24))
-    assert tensors_of(memoryview(whole))["a"].shape == (2, 3)
-    whole[at % len(whole) : at % len(whole) + len(noise)] = noise
-    try:
-        tensors = tensors_of(memoryview(whole))
-    except (ValueError, RuntimeError, OverflowError):
-        return
-    assert all(tensor.nbytes <= len(whole) for tensor in tensors.values())
-
-
-def test_an_unaligned_payload_is_read_all_the_same() -> None:
-    header = (
-        b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[1,9]},"e":{"dtype":"F16","shape":[0,3],"data_offsets":[0,0]}}'
-    )
-    data = bytearray(len(header).to_bytes(8, "little") + header + b"\0" + np.array([1, 2], "<f4").tobytes())
-    found = tensors_of(memoryview(data))
-    assert found["a"].tolist() == [1, 2] and found["e"].shape == (0, 3)
-
-
-def test_a_payload_is_no_copy() -> None:
-    header = b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}'
-    with mmap.mmap(-1, 4096) as memory:
-        memory.write(len(header).to_bytes(8, "little") + header + b"abcd")
-        view = memoryview(memory)
-        tensor = tensors_of(view)["a"]
-        memory[8 + len(header)] = ord("z")
-        assert bytes(tensor.tolist()) == b"zbcd"
-        del tensor
-        view.release()
 
 
 # -- entries that come while the cache is open ----------------------------------------------------------------------

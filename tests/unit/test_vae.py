@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mmspeed import rng
 from mmspeed.config.schema import DiffusersVaeConfig, LinearVaeConfig
+from mmspeed.data import first_frame, latent_tensors
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.models.linear_codec import LinearCodec
@@ -395,3 +396,12 @@ def test_the_linear_codec_loads_by_config(tmp_path: Path) -> None:
         load_codec(cfg, CPU)
     with pytest.raises(UserError, match=r"vae\.channels is 16, but .* 8"):
         load_codec(LinearVaeConfig(kind="linear", channels=16), CPU, path)
+
+
+@pytest.mark.parametrize("name", sorted(set(VAES) - {"cogvideox", "hunyuan", "kvae-video"}))
+def test_the_first_latent_frame_is_that_of_the_first_picture_alone(name: str, folders: Callable[[str], Path]) -> None:
+    """What image-to-video training is conditioned on stands in the clip's own entry; for the others it is stored apart."""
+    codec = load(folders(name))
+    video = pixels(codec, 3)
+    first = first_frame(latent_tensors(codec.encode(video).mean_BCThw[0]))
+    torch.testing.assert_close(first, codec.encode(video[:, :, :1]).mean_BCThw[0], atol=1e-5, rtol=1e-4)
