@@ -20,6 +20,9 @@ from .errors import UserError
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
+# What cluster schedulers call one device of a kind; cores need no name.
+SCHEDULER_NAMES = {"cpu": "", "cuda": "GPU", "npu": "NPU"}
+
 # Dense peak FLOP/s of one device from the vendors' data sheets, without sparsity: (bf16, tf32 or float32 matrix units).
 # The first label found in the device's name counts, so longer ones come first.
 # MFU is measured against the named figure; `peak_tflops` in the config overrides it.

@@ -182,7 +182,7 @@ class TrainPipeline:
         model.init_weights(self.config.seed)
 
     def _check_patches(self, model: SoraDiT) -> None:
-        for bucket in sorted({sample.bucket for sample in self.cache.samples}):
+        for bucket in sorted(self.cache.samples.buckets()):
             try:
                 model.tokens(self.strides.latent(bucket))
             except ValueError as error:

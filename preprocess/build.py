@@ -17,11 +17,11 @@ from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, format_bytes, get_logger
 from mmspeed.preprocess.background import BackgroundWriter
 from mmspeed.preprocess.compare import StoredEntries
-from mmspeed.preprocess.encode import TrustedBatches, encode_texts, text_entry
+from mmspeed.preprocess.encode import Encoders, TrustedBatches, encode_texts, text_entry
 from mmspeed.preprocess.latents import LatentStage
 from mmspeed.preprocess.page import write_build_page
 from mmspeed.preprocess.parts import Part, Parts, Share, locked
-from mmspeed.preprocess.plan import Row, samples_of_rows
+from mmspeed.preprocess.plan import samples_of_rows
 from mmspeed.preprocess.report import BuildReport
 from mmspeed.preprocess.setup import Setup
 from mmspeed.preprocess.statistics import DataStatistics
@@ -42,7 +42,7 @@ class CacheBuilder:
     """
 
     def __init__(self, config: Config, shard: str | None = None) -> None:
-        self.config, self.root = config, config.cache_dir
+        self.config, self.root = config, config.local_cache_dir()
         self.share = Share.of(shard)
 
     def run(self) -> BuildReport:
@@ -97,33 +97,21 @@ class CacheBuilder:
                         report.texts_reused += 1
                     else:
                         todo.append(caption)
-        if not todo:
-            return
-        config = self.config.preprocess
-        trusted = TrustedBatches(config.text_batch, config.exact_batches)
-        with ProgressLine("captions", len(todo), "caption") as line:
-            for caption, tensors in encode_texts(self.encoders, trusted, todo):
-                entry = text_entry(self.encoders, caption, tensors, "texts" if caption else "null")
-                store.add(**entry)
-                if caption:
-                    statistics.add_caption_tokens(entry["tokens"])
-                line.advance()
-        report.texts += len(todo)
-        report.text_batches += trusted.counts
-        report.captions_truncated += self.encoders.text.truncated
-        before, after = self.encoders.free("text")
-        log.debug("text encoder freed: %s in use before, %s after", format_bytes(before), format_bytes(after))
+        if todo:
+            encode_captions(self.encoders, todo, store, report, statistics)
+            before, after = self.encoders.free("text")
+            log.debug("text encoder freed: %s in use before, %s after", format_bytes(before), format_bytes(after))
 
     # -- the end --------------------------------------------------------------------------------------------------
 
     def _end(self, parts: Parts, part: Part, report: BuildReport) -> BuildReport:
         """Bring the processes' parts together, wherever that is this process's to do."""
         if self.share.world == 1:
-            return self._conclude([part], report)
+            return conclude(self.setup, [part], report, self._started)
         parts.leave(part)
         if self.share.launched and self.share.rank == 0:
             parts.await_all()
-            report = self._conclude(self._checked(parts), report)
+            report = conclude(self.setup, self._checked(parts), report, self._started)
             parts.conclude(report.to_json() | {"buckets": report.buckets, "splits": report.splits})
             return report
         if self.share.launched:
@@ -140,7 +128,7 @@ class CacheBuilder:
         with locked(self.root / f".{parts.place.name}.lock", "waiting for another process to finish the cache"):
             missing = parts.missing()
             if not missing:
-                report = self._conclude(self._checked(parts), report)
+                report = conclude(self.setup, self._checked(parts), report, self._started)
                 parts.remove()
                 return report
             finished = len(missing) >= self.share.world - 1 and self._finished()
@@ -154,39 +142,66 @@ class CacheBuilder:
     def _checked(self, parts: Parts) -> list[Part]:
         """The parts of all processes. Raises UserError when one of them belongs to another codec, or its entries are gone."""
         read = parts.read()
-        stored = StoredEntries(self.root).keys
+        stored = StoredEntries(self.root)
         for rank, part in enumerate(read):
             again = f"run part {rank + 1} of {self.share.world} again"
             if part.facts["codec"] != self.encoders.codec_fingerprint:
                 raise UserError(f"process {rank} has another codec than process {self.share.rank}; {again}")
-            lost = sum(
-                row.latent_key not in stored["latents"] or any(key not in stored["texts"] for key in row.text_keys)
-                for row in part.rows
-            )
-            if lost:
-                raise UserError(f"{lost} clips of part {rank + 1} are not in the cache (any more); {again}")
+            require_stored(part, stored, f"of part {rank + 1}", again)
         return read
-
-    def _conclude(self, parts: Sequence[Part], report: BuildReport) -> BuildReport:
-        """Write the tables of the finished cache from all parts, and its page; the report of the whole build."""
-        report.merge([BuildReport.from_json(part.facts["report"]) for part in parts])
-        rows: list[Row] = [row for part in parts for row in part.rows]
-        samples = samples_of_rows(rows, self.config.data, self.encoders.strides)
-        report.count_samples(samples)
-        write_rejects(self.root, [(r.source, r.reason.value, r.detail) for r in report.rejections])
-        self.setup.write_info()
-        write_samples(self.root, samples, null_key=self.encoders.text_key(""))
-        compile_index(self.root)
-        report.seconds = time.monotonic() - self._started
-        report.require_some()
-        statistics = DataStatistics()
-        for part in parts:
-            statistics.merge(DataStatistics.from_json(part.facts["statistics"]))
-        write_build_page(
-            self.config, self.listing, statistics, report, samples, self.encoders.channels, self.encoders.strides
-        )
-        return report
 
     def _finished(self) -> bool:
         """Whether the cache was finished by a build of the same sources and settings."""
         return (self.root / "cache.json").exists() and read_info(self.root).get("build") == self.setup.agreement.id
+
+
+def encode_captions(
+    encoders: Encoders,
+    captions: Sequence[str],
+    store: BackgroundWriter,
+    report: BuildReport,
+    statistics: DataStatistics,
+) -> None:
+    """Encode captions that the cache lacks, the empty one too."""
+    config, truncated = encoders.config.preprocess, encoders.text.truncated
+    trusted = TrustedBatches(config.text_batch, config.exact_batches)
+    with ProgressLine("captions", len(captions), "caption") as line:
+        for caption, tensors in encode_texts(encoders, trusted, captions):
+            entry = text_entry(encoders, caption, tensors, "texts" if caption else "null")
+            store.add(**entry)
+            if caption:
+                statistics.add_caption_tokens(entry["tokens"])
+            line.advance()
+    report.texts += len(captions)
+    report.text_batches += trusted.counts
+    report.captions_truncated += encoders.text.truncated - truncated
+
+
+def require_stored(part: Part, stored: StoredEntries, whose: str, then: str) -> None:
+    """Raises UserError when an entry that a part tells of is not in the cache; `whose` and `then` are for its words."""
+    latents, texts = stored.keys["latents"], stored.keys["texts"]
+    lost = sum(row.latent_key not in latents or any(key not in texts for key in row.text_keys) for row in part.rows)
+    if lost:
+        raise UserError(f"{lost} clips {whose} are not in the cache (any more); {then}")
+
+
+def conclude(setup: Setup, parts: Sequence[Part], report: BuildReport, started: float) -> BuildReport:
+    """Write the tables of the finished cache from all parts, and its page; `report` made that of the whole build.
+
+    `started` is when it began, by `time.monotonic`. Raises UserError when not a single source is in the cache.
+    """
+    config, root, encoders = setup.config, setup.root, setup.encoders
+    report.merge([BuildReport.from_json(part.facts["report"]) for part in parts])
+    samples = samples_of_rows([row for part in parts for row in part.rows], config.data, encoders.strides)
+    report.count_samples(samples)
+    write_rejects(root, [(r.source, r.reason.value, r.detail) for r in report.rejections])
+    setup.write_info()
+    write_samples(root, samples, null_key=encoders.text_key(""))
+    compile_index(root)
+    report.seconds = time.monotonic() - started
+    report.require_some()
+    statistics = DataStatistics()
+    for part in parts:
+        statistics.merge(DataStatistics.from_json(part.facts["statistics"]))
+    write_build_page(config, setup.listing, statistics, report, samples, encoders.channels, encoders.strides)
+    return report

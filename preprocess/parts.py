@@ -76,21 +76,31 @@ class Part:
 
 def write_part(path: Path, part: Part) -> None:
     """Replace a part, whole and sealed. Raises UserError when the disk is full."""
-    rows = [{name.name: getattr(row, name.name) for name in fields(Row)} for row in part.rows]
-    write_whole(path, parquet_bytes(rows, _row_schema(), {_FACT: json.dumps(part.facts)}))
+    write_whole(path, parquet_bytes(plain_rows(part.rows), row_schema(), {_FACT: json.dumps(part.facts)}))
 
 
 def read_part(path: Path) -> Part:
     """A part. Raises UserError when it is damaged."""
-    table = read_table(path, _row_schema())
-    rows = [Row(**{**row, "text_keys": tuple(row["text_keys"])}) for row in table.to_pylist()]
+    table = read_table(path, row_schema())
     try:
-        return Part(rows, json.loads(read_facts(path)[_FACT]))
+        return Part(rows_of_plain(table.to_pylist()), json.loads(read_facts(path)[_FACT]))
     except (KeyError, ValueError) as error:
         raise UserError(f"{path} is no part of a build ({error!r}); delete it and run that part again") from error
 
 
-def _row_schema() -> pa.Schema:
+def plain_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Rows as the columns of `row_schema`."""
+    return [{column.name: getattr(row, column.name) for column in fields(Row)} for row in rows]
+
+
+def rows_of_plain(plain: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """The rows that `plain_rows` was made from; other columns are left out."""
+    names = [column.name for column in fields(Row) if column.name != "text_keys"]
+    return [Row(**{name: row[name] for name in names}, text_keys=tuple(row["text_keys"])) for row in plain]
+
+
+def row_schema() -> pa.Schema:
+    """The columns of a part's table."""
     kinds = {"int": pa.int32(), "str": pa.string(), "tuple[str, ...]": pa.list_(pa.string())}
     return pa.schema({name.name: kinds[str(name.type)] for name in fields(Row)})
 

@@ -44,7 +44,7 @@ class Setup:
     """
 
     def __init__(self, config: Config, device: Device, world: int = 1) -> None:
-        self.config, self.root = config, config.cache_dir
+        self.config, self.root = config, config.local_cache_dir()
         self.listing = list_sources(config.data)
         self.encoders = Encoders(config, device)
         self.agreement = self._agreement(world)

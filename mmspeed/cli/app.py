@@ -176,12 +176,25 @@ def preprocess(
             help="Do only part I of N (1/8 to 8/8), as a job of an array; the last to end finishes the cache.",
         ),
     ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|auto",
+            help="Let N workers of Ray Data do it, on the cluster that RAY_ADDRESS names or on this machine; auto: one a device.",
+        ),
+    ] = None,
     print_config: PrintConfig = False,
 ) -> None:
     """Probe, filter, cut and encode the data set once, into the cache."""
     if shard is not None and launch.wanted(nproc):
         raise UserError("--shard and --nproc both share out the work: use one of them")
+    workers = ray_workers(ray, alone=shard is None and not nproc and "RANK" not in os.environ)
     resolved = _resolve(context, "preprocess", config, overrides, nproc, print_config)
+    if ray is not None:
+        from mmspeed.preprocess.on_ray import build_on_ray
+
+        _print_lines(build_on_ray(resolved, workers).lines())
+        return
     from mmspeed.preprocess import CacheBuilder
 
     _print_lines(CacheBuilder(resolved, shard).run().lines())
@@ -302,6 +315,17 @@ def _resolve(
 def _print_lines(lines: list[str]) -> None:
     if log.rank() == 0:
         print("\n".join(lines))
+
+
+def ray_workers(given: str | None, alone: bool) -> int | None:
+    """The number in `--ray`; None for `auto`. Raises UserError for others, and where something else shares out the work."""
+    if given is None:
+        return None
+    if not alone:
+        raise UserError("--ray shares out the work by itself: not with --shard, --nproc or a launcher")
+    if given != "auto" and not (given.isdecimal() and int(given) >= 1):
+        raise UserError(f"--ray is {given!r}: write a number of workers, or auto")
+    return None if given == "auto" else int(given)
 
 
 def output_paths(out: Path, count: int) -> list[Path]:

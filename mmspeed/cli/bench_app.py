@@ -80,7 +80,7 @@ def preprocess(
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of decoding; medians count.")] = 3,
     cores: Annotated[int | None, typer.Option(min=1, help="Cores to use; default: all that there are.")] = None,
-    vae_width: Annotated[int, typer.Option(min=8, help="Width of the slow codec: larger is slower.")] = 24,
+    vae_width: Annotated[int, typer.Option(min=8, help="Width of the slow codec: larger is slower.")] = 12,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
     """See whether preprocess keeps its slowest stage busy, the encoder or the decoders; exit with 1 if not."""

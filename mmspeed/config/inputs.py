@@ -57,7 +57,8 @@ class DataConfig(Section):
         min_length=1, description="Places that media and captions come from, read in this order."
     )
     cache: str = Field(
-        "cache", description="Folder of the dataset cache. Relative paths are taken from the config file."
+        "cache",
+        description="Folder of the dataset cache; relative paths are taken from the config file. To train from a copy elsewhere, its URL (such as `s3://bucket/cache`), whose entries are fetched as they are needed.",
     )
     fps: float | None = Field(
         8.0,

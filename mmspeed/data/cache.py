@@ -21,6 +21,7 @@ from mmspeed.errors import UserError
 from mmspeed.protocol import TextEntry
 
 from .compiled import Array
+from .files import READERS_LOCK, ReaderLock
 from .mapped import EntryTable, Place, SampleTable, Tables, damaged_index, open_tables
 from .remote import RemoteStore
 from .store import LocalStore, ShortError, Store
@@ -73,9 +74,12 @@ class DatasetCache:
         self.root = self.remote.folder if self.remote is not None else Path(root)
         self._store: Store = self.remote or LocalStore(self.root)
         self._overlay: dict[tuple[str, str], Entry] = {}
-        self._rows_of = functools.lru_cache(maxsize=_SHARD_TABLES)(self._read_rows)
+        # No method of ours in it: a circle would keep the readers' lock until the garbage is collected.
+        read_rows = functools.partial(_read_rows, self.root, self.remote)
+        self._rows_of = functools.lru_cache(maxsize=_SHARD_TABLES)(read_rows)
         if self.remote is None:
             self.info = read_info(self.root)
+            self._lock = ReaderLock(self.root / READERS_LOCK)  # prune, pack and repair wait for us
         self.refresh()
 
     def __reduce__(self) -> tuple[type[DatasetCache], tuple[Any, ...]]:
@@ -247,15 +251,6 @@ class DatasetCache:
         self.info = read_info(self.root)
         return tables
 
-    def _read_rows(self, shard: str) -> tuple[pa.Table, dict[tuple[str, str], int]]:
-        """The table of a shard's entries, and the row of each."""
-        path = index_path(self.root, shard)
-        if self.remote is not None:
-            path = self.remote.table(path.relative_to(self.root).as_posix())
-        table = read_table(path, entry_schema())
-        names = zip(table["section"].to_pylist(), table["key"].to_pylist(), strict=True)
-        return table, {name: row for row, name in enumerate(names)}
-
     def _no_entry(self, key: str, section: str | None) -> UserError:
         where = f"cache {self.location}" + (f", {section}" if section else "")
         return UserError(f"{where}: no entry {key}; run mmspeed preprocess again")
@@ -265,6 +260,16 @@ class DatasetCache:
             f"cache {self.location}: shard {place.shard} is damaged at entry {key}; "
             "delete that file and run mmspeed preprocess again: it remakes only that shard's entries"
         )
+
+
+def _read_rows(root: Path, remote: RemoteStore | None, shard: str) -> tuple[pa.Table, dict[tuple[str, str], int]]:
+    """The table of a shard's entries, and the row of each."""
+    path = index_path(root, shard)
+    if remote is not None:
+        path = remote.table(path.relative_to(root).as_posix())
+    table = read_table(path, entry_schema())
+    names = zip(table["section"].to_pylist(), table["key"].to_pylist(), strict=True)
+    return table, {name: row for row, name in enumerate(names)}
 
 
 def _entry(table: pa.Table, row: int) -> Entry:

@@ -20,7 +20,7 @@ from mmspeed.errors import UserError
 from mmspeed.log import progress
 
 from .blocks import BROKEN, Block, DamagedError, read_block, sealed_table, trusted_rows
-from .files import TEMP_SUFFIX, abandoned, disk_errors, try_lock
+from .files import READERS_LOCK, TEMP_SUFFIX, abandoned, disk_errors, try_lock
 from .shards import ShardWriter
 from .tables import (
     Entry,
@@ -40,14 +40,20 @@ Where = tuple[str, str]  # section and key
 
 @contextmanager
 def care_lock(root: Path) -> Iterator[None]:
-    """Inside the block no other care command works on the cache. Raises UserError while one does, or while a writer is at it."""
+    """Inside the block no other care command works on the cache, and nobody opens it.
+
+    Raises UserError while one does, while a writer is at it, and while somebody has it open.
+    """
     if not root.is_dir():
         raise UserError(f"no dataset cache at {root}")
     with disk_errors(root / LOCK):
         fd = os.open(root / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        readers = os.open(root / READERS_LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
     try:
         if not try_lock(fd):
             raise UserError(f"another `mmspeed cache` command is at work on {root}; run this one when it is done")
+        if not try_lock(readers):
+            raise UserError(f"{root} is open for training or another command; run this one when that is done")
         living = next((p for p in root.rglob(f".*{TEMP_SUFFIX}") if held(p)), None)
         if living is not None:
             raise UserError(
@@ -55,8 +61,9 @@ def care_lock(root: Path) -> Iterator[None]:
             )
         yield
     finally:
-        fcntl.flock(fd, fcntl.LOCK_UN)
-        os.close(fd)
+        for lock in (readers, fd):
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            os.close(lock)
 
 
 def remove_leftovers(root: Path) -> list[str]:

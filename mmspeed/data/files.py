@@ -17,6 +17,7 @@ from pathlib import Path
 from mmspeed.errors import UserError
 
 TEMP_SUFFIX = ".tmp"
+READERS_LOCK = ".readers.lock"  # shared by all that have a cache open, exclusive for what takes entries away
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
 
@@ -127,6 +128,33 @@ def try_lock(fd: int) -> bool:
             raise UserError("the cache's file system has no file locks; put the cache on another one") from error
         raise
     return True
+
+
+class ReaderLock:
+    """Held, with any number of others, while a cache is open for reading; gone when the object or the process is.
+
+    Where the folder may not be written there is none, and nobody who could take anything away.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._fd: int | None = None
+        try:
+            fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        except OSError:
+            return
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            raise UserError(f"a `mmspeed cache` command is at work on {path.parent}; wait until it is done") from None
+        except OSError:  # a file system without locks: reading needs none
+            os.close(fd)
+            return
+        self._fd = fd
+
+    def __del__(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
 
 
 def _same_file(path: Path, fd: int) -> bool:

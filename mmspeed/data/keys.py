@@ -8,7 +8,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 KEY_LENGTH = 32
+_KEY_TYPE = np.dtype(f"S{KEY_LENGTH // 2}")
 _KEY = re.compile(rf"[0-9a-f]{{{KEY_LENGTH}}}")
 
 
@@ -44,6 +47,31 @@ def entry_key(parts: Mapping[str, Any]) -> str:
     Two entries whose `parts` differ anywhere have different keys; the order of the parts does not matter.
     """
     return digest(canonical_json(dict(parts)).encode("utf-8", "surrogatepass"))
+
+
+class KeySet:
+    """A set of keys of which most are known from the start: 16 bytes each in a sorted array, and a few objects for the rest."""
+
+    def __init__(self, keys: Iterable[str] = ()) -> None:
+        raw = b"".join(map(bytes.fromhex, keys))
+        self._sorted = np.sort(np.frombuffer(raw, _KEY_TYPE))
+        self._added: set[str] = set()
+        self._gone: set[str] = set()
+
+    def __contains__(self, key: str) -> bool:
+        if key in self._added:
+            return True
+        wanted = np.frombuffer(bytes.fromhex(key), _KEY_TYPE)
+        place = int(np.searchsorted(self._sorted, wanted)[0])
+        return place < len(self._sorted) and self._sorted[place] == wanted[0] and key not in self._gone
+
+    def add(self, key: str) -> None:
+        self._added.add(key)
+        self._gone.discard(key)
+
+    def discard(self, key: str) -> None:
+        self._added.discard(key)
+        self._gone.add(key)
 
 
 def is_key(text: str) -> bool:

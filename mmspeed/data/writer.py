@@ -24,7 +24,7 @@ from mmspeed.protocol import TextEntry
 from mmspeed.shapes import Bucket
 
 from .files import TEMP_SUFFIX, abandoned, disk_errors
-from .keys import canonical_json, digest, is_key
+from .keys import KeySet, canonical_json, digest, is_key
 from .shards import ShardWriter, read_shard, shard_sha256
 from .tables import (
     SECTIONS,
@@ -37,6 +37,8 @@ from .tables import (
     shard_of_index,
     write_index,
 )
+
+_LOOKED_AT = ("section", "key", "offset", "bytes")  # columns of the index that a writer needs
 
 
 @dataclass
@@ -170,20 +172,17 @@ class CacheWriter:
                 len(self.repaired.reindexed),
                 len(self.repaired.orphans),
             )
-        self._known: dict[str, set[str]] = {section: set() for section in SECTIONS}
+        keys: dict[str, list[str]] = {section: [] for section in SECTIONS}
         for path in index_files(self.root):
-            table = read_table(path, entry_schema())
+            table = read_table(path, pa.schema([entry_schema().field(name) for name in _LOOKED_AT]))
             _check_length(self.root, path, table)
-            for section, key in zip(table["section"].to_pylist(), table["key"].to_pylist(), strict=True):
-                self._known[section].add(key)
+            for section in SECTIONS:
+                keys[section] += table["key"].filter(pc.equal(table["section"], section)).to_pylist()
+        self._known = {section: KeySet(found) for section, found in keys.items()}
 
     def has(self, section: str, key: str) -> bool:
         """Whether the entry was in the cache when this writer started, or was added by it since."""
         return key in self._known[section]
-
-    def keys(self, section: str) -> set[str]:
-        """The keys for which `has` is true."""
-        return set(self._known[section])
 
     def add(
         self,

@@ -14,6 +14,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mmspeed.data import (
     CacheWriter,
@@ -22,6 +24,7 @@ from mmspeed.data import (
     repair,
 )
 from mmspeed.data.files import TempFile, write_whole
+from mmspeed.data.keys import KeySet
 from mmspeed.data.tables import index_path
 from mmspeed.errors import UserError
 from tests.caches import FOLDER, add_latent, build, finish, latent, latent_parts, tar_bytes
@@ -208,3 +211,19 @@ def test_the_first_shard_wins_among_duplicates(tmp_path: Path) -> None:
     repair(tmp_path)
     cache = DatasetCache(tmp_path)
     assert cache.duplicates == 1 and cache.entry(latents[0]).shard.endswith("000000.tar")
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.binary(min_size=16, max_size=16), max_size=40),
+    st.lists(st.tuples(st.booleans(), st.binary(min_size=16, max_size=16)), max_size=20),
+)
+def test_a_key_set_is_a_set(start: list[bytes], changes: list[tuple[bool, bytes]]) -> None:
+    """Also with keys that end in zero bytes, which a NumPy string does not show."""
+    start = [*start, bytes(16), b"\1" + bytes(15)]
+    plain, keys = {key.hex() for key in start}, KeySet(key.hex() for key in start)
+    for adding, raw in [*changes, (False, start[0])]:
+        (plain.add if adding else plain.discard)(raw.hex())
+        (keys.add if adding else keys.discard)(raw.hex())
+    for raw in [*start, *(raw for _, raw in changes), b"\2" + bytes(15)]:
+        assert (raw.hex() in keys) == (raw.hex() in plain)

@@ -1,0 +1,27 @@
+"""Care commands and readers keep out of each other's way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mmspeed.data import DatasetCache
+from mmspeed.data.care import care_lock, pack, prune
+from mmspeed.data.mend import mend
+from mmspeed.errors import UserError
+from tests.caches import build
+
+
+def test_nothing_is_taken_away_from_a_cache_that_is_open(tmp_path: Path) -> None:
+    root = tmp_path / "cache"
+    build(root)
+    cache = DatasetCache(root)
+    for command in (lambda: prune(root), lambda: pack(root, 10**9), lambda: mend(root)):
+        with pytest.raises(UserError, match="is open for training or another command"):
+            command()
+    second = DatasetCache(root)  # readers do not keep each other out
+    del cache, second
+    with care_lock(root), pytest.raises(UserError, match="at work on"):
+        DatasetCache(root)
+    assert prune(root).empty and len(DatasetCache(root).samples) == 4
