@@ -215,7 +215,7 @@ class EncodeActor:
 def _missing_captions(setup: Setup) -> tuple[list[str], int]:
     """The distinct captions that the cache lacks, the empty one among them, and how many it has."""
     stored = StoredEntries(setup.root).keys
-    missing, has, seen = list[str](), 0, set[str]()
+    missing, has, seen = list[str](), 0, set[tuple[str, str]]()
     captions = (caption for source in setup.listing.sources for caption in source.captions)
     for section, some in (("null", iter([""])), ("texts", captions)):
         for caption in some:

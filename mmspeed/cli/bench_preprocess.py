@@ -294,6 +294,6 @@ def _save_vae(folder: Path, width: int) -> Path:
     if not (folder / "config.json").exists():
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            vae = diffusers.AutoencoderKLWan(base_dim=width, z_dim=16)
+            vae: Any = diffusers.AutoencoderKLWan(base_dim=width, z_dim=16)
         vae.save_pretrained(folder)
     return folder

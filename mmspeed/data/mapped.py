@@ -309,8 +309,8 @@ def _numbers(batch: pa.RecordBatch, name: str) -> Array:
     """A column of numbers as a view."""
     column = batch.column(name)
     if not len(column):
-        return np.empty(0, column.type.to_pandas_dtype())
-    return np.frombuffer(column.buffers()[1], column.type.to_pandas_dtype(), len(column))
+        return np.empty(0, np.dtype(str(column.type)))
+    return np.frombuffer(column.buffers()[1], np.dtype(str(column.type)), len(column))
 
 
 def _fixed(kind: pa.DataType) -> bool:

@@ -23,6 +23,7 @@ from mmspeed.errors import UserError
 from mmspeed.preprocess.on_ray import import_ray
 
 
+@pytest.mark.slow
 def test_both_halves_are_measured(tmp_path: Path) -> None:
     clips = make_clips(tmp_path / "clips", 2, 96)
     assert clips.frames == 2 * FRAMES and len(clips.paths) == 2
