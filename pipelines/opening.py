@@ -7,6 +7,7 @@ import torch.distributed as dist
 from mmspeed import comm
 from mmspeed.config import Config
 from mmspeed.data import DatasetCache, Maker
+from mmspeed.data.files import BusyError
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
@@ -24,7 +25,9 @@ def open_cache(
     One that is not whole, or was made for something else, is planned anew by `maker` and opened as far as it is there. Raises
     UserError when it cannot be used and there is no maker.
     """
-    problem = comm.broadcast_object(_problem(config) if rank == 0 else None)
+    problem, busy = comm.broadcast_object(_problem(config) if rank == 0 else None)
+    if busy:
+        raise UserError(problem)
     if problem is None:
         return DatasetCache(config.cache_root), True
     if maker is None:
@@ -39,13 +42,13 @@ def open_cache(
     return DatasetCache(config.cache_root, partial=True), False
 
 
-def _problem(config: Config) -> str | None:
-    """Why the cache cannot be trained on as it is; None when it can."""
+def _problem(config: Config) -> tuple[str | None, bool]:
+    """Why the cache cannot be trained on as it is (None when it can), and whether that is another command's doing."""
     try:
         check_cache(DatasetCache(config.cache_root), config)
     except UserError as error:
-        return str(error)
-    return None
+        return str(error), isinstance(error, BusyError)
+    return None, False
 
 
 def check_cache(cache: DatasetCache, config: Config) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import closing
 
 from mmspeed.config import Config
 from mmspeed.data import CacheWriter, compile_index, read_info, write_rejects, write_samples
+from mmspeed.data.tables import SAMPLES_FILE
 from mmspeed.device import pick
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, format_bytes, get_logger
@@ -52,6 +54,10 @@ class CacheBuilder:
         device.activate()
         self.setup = Setup(self.config, device, self.share.world)
         self.encoders, self.listing = self.setup.encoders, self.setup.listing
+        with closing(self.setup):
+            return self._run()
+
+    def _run(self) -> BuildReport:
         if not self.share.launched or self.share.rank == 0:
             self.setup.mend()
         with Parts(self.root, self.share, self.setup.agreement) as parts:
@@ -131,7 +137,8 @@ class CacheBuilder:
                 report = conclude(self.setup, self._checked(parts), report, self._started)
                 parts.remove()
                 return report
-            finished = len(missing) >= self.share.world - 1 and self._finished()
+            # A part that made something new belongs into the tables: then the others must be run again too.
+            finished = len(missing) >= self.share.world - 1 and not report.clips_encoded and self._finished()
             if finished:  # by another that was the last with us, or long ago, and this part was run once more
                 parts.remove()
         report.part = self.share.rank, self.share.world
@@ -152,7 +159,8 @@ class CacheBuilder:
 
     def _finished(self) -> bool:
         """Whether the cache was finished by a build of the same sources and settings."""
-        return (self.root / "cache.json").exists() and read_info(self.root).get("build") == self.setup.agreement.id
+        tables = (self.root / "cache.json", self.root / SAMPLES_FILE)
+        return all(path.exists() for path in tables) and read_info(self.root).get("build") == self.setup.agreement.id
 
 
 def encode_captions(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mmspeed.config import Config
+from mmspeed.config.places import is_url
 from mmspeed.log import ProgressLine, format_seconds
 from mmspeed.models.text import text_identity
 from mmspeed.models.vae import codec_geometry, codec_identity
@@ -95,7 +96,7 @@ def check(config: Config, page: Path | None = None) -> CheckReport:
         report.problems += problems
     if not report.problems:
         report.lines_ += [*cache.notes, *(line for section in cache.sections for line in section.lines())]
-    encode = _encode_rows(config, listing, needs, seconds)
+    encode = _encode_rows(config, listing, needs, seconds) if not is_url(config.data.cache) else []
     report.lines_ += [f"{what}: {how_much} ({how})" for what, how_much, how in encode]
     report.lines_ += [] if costs is None else cost_lines(config, costs)
     told = hints(config, numbers, costs)
@@ -104,7 +105,7 @@ def check(config: Config, page: Path | None = None) -> CheckReport:
         config=config,
         made_by="check",
         statistics=numbers,
-        headline=_headline(report, needs),
+        headline=_headline(report, needs, config.data.cache),
         decoded=False,
         problems=report.problems,
         hints=told,
@@ -173,6 +174,9 @@ def _cache_state(config: Config, needs: _Needs, unfitted: bool) -> CacheState:
     root = config.cache_dir
     notes = [f"cache: {problem}" for problem in needs.stored.problems]
     sections = [needs.latents.state(), needs.texts.state()]
+    if is_url(config.data.cache):
+        notes.append(f"cache {config.data.cache}: check does not look into a remote cache; training from it does")
+        return CacheState(root, [], notes, 0, free_bytes(root))
     if needs.stored.empty and not notes:
         latents, texts = len(needs.latents.keys), len(needs.texts.keys)
         notes.append(f"cache {root}: not made yet; {latents} latents and {texts} captions to encode")
@@ -190,16 +194,21 @@ def _encode_rows(config: Config, listing: Listing, needs: _Needs, seconds: float
     rows = [
         ("probing all sources", format_seconds(seconds), f"measured: {rate}; building does this again, and decodes too")
     ]
-    return [*rows, ("encoding what is missing", *encode_estimate(config, needs.missing_pixels))]
+    return [
+        *rows,
+        ("encoding what is missing", *encode_estimate(config, needs.missing_pixels, needs.texts.state().missing)),
+    ]
 
 
-def _headline(report: CheckReport, needs: _Needs) -> str:
+def _headline(report: CheckReport, needs: _Needs, cache: str) -> str:
     if report.problems:
         count = len(report.problems)
         return f"Not ready: {count} problem{'s' if count > 1 else ''}"
     numbers, (latents, texts) = report.statistics, (needs.latents.state(), needs.texts.state())
     train, val = (sum(numbers.samples(split).values()) for split in ("train", "val"))
     ready = f"Ready: {train:,} training and {val:,} validation samples of {numbers.usable:,} sources"
+    if is_url(cache):
+        return f"{ready}; the cache is remote, and was not looked into"
     if latents.missing or texts.missing:
         return f"{ready}; {latents.missing:,} latents and {texts.missing:,} captions are still to be encoded"
     return f"{ready}; every entry is in the cache"

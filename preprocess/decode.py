@@ -56,11 +56,12 @@ class _Filling:
     def ended(self) -> bool:
         return self.problem is not None or self.count == len(self.marks)
 
-    @property
-    def result(self) -> np.ndarray | Rejected:
-        if self.problem is not None or self.pixels_FCHW is None:
+    def give(self) -> np.ndarray | Rejected:
+        """The frames, which are then nobody's here: of a long video there may be thousands of clips."""
+        pixels_FCHW, self.pixels_FCHW = self.pixels_FCHW, None
+        if self.problem is not None or pixels_FCHW is None:
             return self.problem or Rejected(Reason.UNDECODABLE, "no frames")
-        return self.pixels_FCHW.transpose(0, 2, 3, 1)
+        return pixels_FCHW.transpose(0, 2, 3, 1)
 
     def fail(self, problem: Rejected, final: bool) -> _Filling:
         self.problem, self.final, self.pixels_FCHW = problem, final, None
@@ -97,9 +98,9 @@ def stream(source: Source, probe: Probe, cuts: Sequence[Cut]) -> Iterator[tuple[
         if filling.problem is not None and not filling.final:
             again.append(_Filling(filling.position, filling.cut, filling.marks))
         else:
-            yield filling.position, filling.result
+            yield filling.position, filling.give()
     for filling in _sweep(source, probe, again, seek=False):
-        yield filling.position, filling.result
+        yield filling.position, filling.give()
 
 
 def _stream_picture(source: Source, cuts: Sequence[Cut]) -> Iterator[tuple[int, np.ndarray | Rejected]]:
@@ -116,7 +117,7 @@ def _stream_picture(source: Source, cuts: Sequence[Cut]) -> Iterator[tuple[int, 
                 if not filling.ended and filling.marks[filling.count] <= index:
                     filling.take(index, 0.0, pixels, True)
                     if filling.ended:
-                        yield filling.position, filling.result
+                        yield filling.position, filling.give()
 
 
 def _sweep(source: Source, probe: Probe, fillings: list[_Filling], seek: bool) -> Iterator[_Filling]:

@@ -227,7 +227,7 @@ def encode_latents(
             video_BCFHW = torch.stack([to_model_range(frames_FHWC) for _, frames_FHWC in some])
             encode_all = _together(codec) if len(some) > 1 else codec.encode
             first = encode_all(video_BCFHW[:, :, :1]).mean_BCThw if first_too else None
-            return _entries(encode_all(video_BCFHW), first, dtype)
+            return _entries(encode_all(video_BCFHW), first)
         except (RuntimeError, ValueError, MemoryError) as error:
             full = is_memory_full(error)
             if (is_device_fault(error) and not full) or (full and len(some) == 1):
@@ -238,7 +238,9 @@ def encode_latents(
 
     if not videos:
         return []
-    return trusted.encode(videos, videos[0][0].bucket, encode, _same)
+    # Compared before they are rounded: what rounds alike on the items of a trial may not on others.
+    results = trusted.encode(videos, videos[0][0].bucket, encode, _same)
+    return [r if isinstance(r, Rejected) else {name: tensor.to(dtype) for name, tensor in r.items()} for r in results]
 
 
 def _together(codec: VideoCodec) -> Callable[[Tensor], Posterior]:
@@ -247,7 +249,7 @@ def _together(codec: VideoCodec) -> Callable[[Tensor], Posterior]:
     return together
 
 
-def _entries(posterior: Posterior, first_BC1hw: Tensor | None, dtype: torch.dtype) -> list[Tensors | Rejected]:
+def _entries(posterior: Posterior, first_BC1hw: Tensor | None) -> list[Tensors | Rejected]:
     mean_BCThw, logvar_BCThw = posterior.mean_BCThw.cpu(), posterior.logvar_BCThw
     logvar_BCThw = None if logvar_BCThw is None else logvar_BCThw.cpu()
     entries: list[Tensors | Rejected] = []
@@ -267,7 +269,7 @@ def _entries(posterior: Posterior, first_BC1hw: Tensor | None, dtype: torch.dtyp
             entries.append(Rejected(Reason.ENCODE_FAILED, why))
         else:
             stored = latent_tensors(mean_CThw, logvar_CThw, first_C1hw)
-            entries.append({name: tensor.to(dtype, copy=True) for name, tensor in stored.items()})
+            entries.append({name: tensor.clone() for name, tensor in stored.items()})
     return entries
 
 
@@ -332,4 +334,9 @@ def _same(one: Tensors | Rejected, other: Tensors | Rejected) -> bool:
     """Whether two results are the same bits; a failure is no result that can be trusted."""
     if isinstance(one, Rejected) or isinstance(other, Rejected):
         return False
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    return one.keys() == other.keys() and all(_bits(one[name]) == _bits(other[name]) for name in one)
+
+
+def _bits(tensor: Tensor) -> bytes:
+    """What tells 0.0 from -0.0, unlike `torch.equal`."""
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes() + str(tuple(tensor.shape)).encode()

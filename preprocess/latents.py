@@ -52,8 +52,11 @@ class LatentStage:
     def run(self, sources: Sequence[Source]) -> list[Row]:
         """The rows of all clips that are in the cache now."""
         started, begun = time.monotonic(), False
+        data = self.config.data
+        # Where sources have many clips, taking them in order would let all workers but one wait.
+        single = data.windows == data.crops == data.buckets_per_clip == 1
         with DecodePool(self.config, sources) as pool, ProgressLine("latents", len(sources), "clip") as line:
-            for event in self._timed(pool.run(self.wanted)):
+            for event in self._timed(pool.run(self.wanted, ordered=single)):
                 if isinstance(event, Frames) and not begun:
                     self.report.start_seconds += time.monotonic() - started
                     begun = True

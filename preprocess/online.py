@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -26,6 +27,7 @@ from mmspeed.data import (
     write_rejects,
     write_samples,
 )
+from mmspeed.data.files import TempFile
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, get_logger
@@ -67,21 +69,8 @@ class OnlineBuilder:
         comm.barrier(group)
         self.setup.check_buckets()
         rows, rejections = self._probe(rank, world)
-        folder = self.setup.root / "parts" / "online"
-        if world > 1:
-            facts = {"rejections": [[r.source, r.reason.value, r.detail] for r in rejections]}
-            write_part(folder / f"rank-{rank:05d}.parquet", Part(rows, facts))
-            comm.barrier(group)
-        if rank == 0:
-            for other in range(1, world):
-                part = read_part(folder / f"rank-{other:05d}.parquet")
-                rows += part.rows
-                rejections += [
-                    Rejection(source, Reason(reason), detail) for source, reason, detail in part.facts["rejections"]
-                ]
+        rows, rejections = self._gather(rows, rejections, group)
         comm.first_does(lambda: self._write_plan(rows, [*self.setup.listing.rejections, *rejections]), rank, group)
-        if world > 1 and rank == 0:
-            self.setup.remove_parts("online")
         self._captions = {
             self.setup.encoders.text_key(caption): caption
             for source in self.setup.listing.sources
@@ -107,6 +96,28 @@ class OnlineBuilder:
                 elif isinstance(event, Finished):
                     line.advance()
         return rows, rejections
+
+    def _gather(
+        self, rows: list[Row], rejections: list[Rejection], group: dist.ProcessGroup | None
+    ) -> tuple[list[Row], list[Rejection]]:
+        """On rank 0 what all ranks found, which travels through a folder of this run's own; elsewhere nothing."""
+        if self.world == 1:
+            return rows, rejections
+        name = comm.broadcast_object(f"online-{secrets.token_hex(8)}", group=group)
+        folder = self.setup.root / "parts" / name
+        mark = TempFile(folder) if self.rank == 0 else None  # its lock says that the folder is in use
+        facts = {"rejections": [[r.source, r.reason.value, r.detail] for r in rejections]}
+        write_part(folder / f"rank-{self.rank:05d}.parquet", Part(rows, facts))
+        comm.barrier(group)
+        if mark is None:
+            return [], []
+        parts = [read_part(folder / f"rank-{rank:05d}.parquet") for rank in range(self.world)]
+        mark.discard()
+        self.setup.remove_parts(name)
+        rejected = [
+            Rejection(s, Reason(reason), detail) for part in parts for s, reason, detail in part.facts["rejections"]
+        ]
+        return [row for part in parts for row in part.rows], rejected
 
     def _write_plan(self, rows: Sequence[Row], rejections: Sequence[Rejection]) -> None:
         """The tables of a cache that is not whole yet, and the empty caption."""
@@ -191,6 +202,7 @@ class OnlineBuilder:
 
     def free(self) -> tuple[int, int]:
         """Drop both encoders; bytes of device memory in use before and after."""
+        self.setup.close()
         return self.setup.encoders.free()
 
     def _place(self, section: str, key: str) -> Entry:

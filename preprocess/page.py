@@ -30,6 +30,8 @@ from mmspeed.shapes import Strides
 
 __all__ = ["DataPage", "default_path", "encode_estimate", "take_thumbnails", "write_build_page", "write_page"]
 
+_ENOUGH = 8  # clips of a build that its rate is believed of
+
 log = get_logger("preprocess")
 
 THUMBNAIL_WIDTH, THUMBNAIL_HEIGHT, THUMBNAIL_QUALITY = 160, 240, 70
@@ -133,15 +135,19 @@ def _build_page(
     )
 
 
-def encode_estimate(config: Config, missing_pixels: int) -> tuple[str, str]:
+def encode_estimate(config: Config, missing_pixels: int, missing_captions: int) -> tuple[str, str]:
     """How long encoding the missing clips takes, by the last build that encoded some for this config; and how this is known."""
     build = _read_record(config).get("build")
     if missing_pixels == 0:
-        return "nothing to encode", "every latent is in the cache"
+        if missing_captions:
+            return f"{missing_captions:,} captions", "every latent is in the cache; how long captions take is not known"
+        return "nothing to encode", "every entry is in the cache"
     if not isinstance(build, dict) or not build.get("pixels") or not build.get("seconds"):
         return "unknown until the first build", "it depends on the codec and the device, and is measured while building"
     if build.get("vae") != config.vae.model_dump(mode="json"):
         return "unknown until the first build", "the last build had another codec"
+    if build["clips"] < _ENOUGH:
+        return "unknown", f"the last build encoded only {build['clips']} clips, too few to tell"
     seconds = missing_pixels * build["seconds"] / build["pixels"]
     how = f"as fast as the last build: {build['clips']:,} clips in {format_seconds(build['seconds'])}"
     return f"about {format_seconds(seconds)}", f"{how}, on {build['processes']} process(es), device {build['device']}"
@@ -165,13 +171,14 @@ def _write_record(config: Config, statistics: DataStatistics, report: BuildRepor
     build = _read_record(config).get("build")
     clips = statistics.clips()
     if report.clips_encoded and (count := sum(clips.values())):
+        processes = int(os.environ.get("WORLD_SIZE", "1"))
         build = {
             "clips": report.clips_encoded,
             "pixels": round(report.clips_encoded * pixels(clips) / count),  # at the mean size of all clips
-            "seconds": round(report.seconds, 3),
+            "seconds": round(max(report.latent_seconds - report.start_seconds, 1e-3) / processes, 3),  # all at work
             "vae": config.vae.model_dump(mode="json"),
             "device": config.device.kind,
-            "processes": int(os.environ.get("WORLD_SIZE", "1")),
+            "processes": processes,
         }
     tree = {"build": build, "statistics": statistics.to_json()}
     write_whole(_record_path(config), (json.dumps(tree, ensure_ascii=True, sort_keys=True) + "\n").encode())

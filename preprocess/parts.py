@@ -273,7 +273,7 @@ class Parts:
     def _forget_dead_launches(self) -> None:
         """Delete what launches that were killed have left."""
         for path in self._folder.glob("launch-*.json"):
-            with abandoned(path) as free:
+            with abandoned(path, shared=True) as free:  # exclusive it would pass for a living launch's
                 if free:
                     with suppress(OSError, ValueError, KeyError):
                         shutil.rmtree(self._folder / json.loads(path.read_bytes())["nonce"], ignore_errors=True)

@@ -95,6 +95,10 @@ class DecodePool:
         """
         run = _Run(self.config, self.sources, wanted, self.size)
         self._runs.append(run)
+        run.start()  # now, not when the first event is asked for
+        return self._events(run, ordered)
+
+    def _events(self, run: _Run, ordered: bool) -> Iterator[Event]:
         try:
             yield from run.events(ordered)
         finally:
@@ -142,10 +146,13 @@ class _Run:
             for number, worker in enumerate(self._workers)
         ]
 
-    def events(self, ordered: bool) -> Iterator[Event]:
-        """All events. Raises what a thread raised."""
+    def start(self) -> None:
+        """Begin to decode."""
         for thread in self._threads:
             thread.start()
+
+    def events(self, ordered: bool) -> Iterator[Event]:
+        """All events. Raises what a thread raised."""
         while self._done < len(self._sources):
             yield self._get(ordered)
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from mmspeed.config import Config, dump_config
 from mmspeed.data import canonical_json, repair, write_info, write_rejects
+from mmspeed.data.files import TEMP_SUFFIX, ReaderLock, held
 from mmspeed.data.keys import digest
 from mmspeed.device import Device
 from mmspeed.errors import UserError
@@ -45,15 +48,28 @@ class Setup:
 
     def __init__(self, config: Config, device: Device, world: int = 1) -> None:
         self.config, self.root = config, config.local_cache_dir()
+        self._lock: ReaderLock | None = None
         self.listing = list_sources(config.data)
         self.encoders = Encoders(config, device)
         self.agreement = self._agreement(world)
 
     def mend(self) -> None:
-        """Make the cache's folder, and mend what killed writers have left in it. One process at a time does, others wait."""
+        """Make the cache's folder, and mend what killed writers have left in it. One process at a time does, others wait.
+
+        From here on, until `close`, no command takes entries away. Raises BusyError while one does.
+        """
         self.root.mkdir(parents=True, exist_ok=True)
+        self._lock = ReaderLock(self.root)
         with locked(self.root / ".mend.lock", "waiting for another process to mend the cache"):
             repair(self.root)
+            for folder in (self.root / "parts").glob("online-*"):
+                if not any(held(path) for path in folder.glob(f".*{TEMP_SUFFIX}")) and _older(folder, 60.0):
+                    self.remove_parts(folder.name)
+
+    def close(self) -> None:
+        """Let go of the cache."""
+        if self._lock is not None:
+            self._lock.close()
 
     def require_same(self, seen: Sequence[Mapping[str, Any]]) -> None:
         """Raises UserError, the same in every process, when they see different things; `seen` are their agreements as JSON."""
@@ -157,6 +173,14 @@ class Setup:
             write_rejects(self.root, [(r.source, r.reason.value, r.detail) for r in report.rejections])
             report.require_some()
             raise
+
+
+def _older(path: Path, seconds: float) -> bool:
+    """Whether a file or folder was last changed so long ago."""
+    try:
+        return time.time() - path.stat().st_mtime > seconds
+    except FileNotFoundError:
+        return False
 
 
 def _stat(source: Source) -> tuple[int, int]:

@@ -218,10 +218,11 @@ class DecodeWorker:
         """Read until `buffer` is full. Raises _OverrunError or _DiedError."""
         assert self._child is not None and self._child.stdout is not None
         pipe: Any = self._child.stdout  # unbuffered, so that `select` sees all there is
+        poller = select.poll()  # `select.select` takes no descriptor above 1023
+        poller.register(pipe, select.POLLIN)
         done = 0
         while done < len(buffer):
-            ready, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
+            if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
                 raise _OverrunError
             count = pipe.readinto(buffer[done:])
             if not count:

@@ -21,7 +21,7 @@ from mmspeed.errors import UserError
 from mmspeed.protocol import TextEntry
 
 from .compiled import Array
-from .files import READERS_LOCK, ReaderLock
+from .files import ReaderLock
 from .mapped import EntryTable, Place, SampleTable, Tables, damaged_index, open_tables
 from .remote import RemoteStore
 from .store import LocalStore, ShortError, Store
@@ -79,7 +79,7 @@ class DatasetCache:
         self._rows_of = functools.lru_cache(maxsize=_SHARD_TABLES)(read_rows)
         if self.remote is None:
             self.info = read_info(self.root)
-            self._lock = ReaderLock(self.root / READERS_LOCK)  # prune, pack and repair wait for us
+            self._lock = ReaderLock(self.root)  # prune, pack and repair wait for us
         self.refresh()
 
     def __reduce__(self) -> tuple[type[DatasetCache], tuple[Any, ...]]:
@@ -189,6 +189,10 @@ class DatasetCache:
                 self.refresh()
                 opened = self._opened
         row = opened.entries.row(section, key)
+        if row is None and self.partial:  # another command may have made it since
+            self.refresh()
+            opened = self._opened
+            row = opened.entries.row(section, key)
         if row is None:
             raise self._no_entry(key, section)
         place = opened.entries.place(row)

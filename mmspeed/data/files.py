@@ -117,10 +117,10 @@ class TempFile:
         self.release()
 
 
-def try_lock(fd: int) -> bool:
-    """Take the exclusive lock of an open file; False when another holds it. Raises UserError where there are no locks."""
+def try_lock(fd: int, shared: bool = False) -> bool:
+    """Take the lock of an open file, exclusive or shared; False when another's is in the way. Raises UserError without locks."""
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
@@ -130,31 +130,40 @@ def try_lock(fd: int) -> bool:
     return True
 
 
-class ReaderLock:
-    """Held, with any number of others, while a cache is open for reading; gone when the object or the process is.
+class BusyError(UserError):
+    """Another command keeps this one from working now; nothing is wrong with the cache."""
 
-    Where the folder may not be written there is none, and nobody who could take anything away.
+
+class ReaderLock:
+    """Held, with any number of others, while a cache is read or added to; until `close`, or the object or process is gone.
+
+    Where the folder may not be written there is none, and nobody who could take anything away. Raises BusyError while a command
+    that takes entries away is at work.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, root: Path) -> None:
         self._fd: int | None = None
         try:
-            fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+            fd = os.open(root / READERS_LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
         except OSError:
             return
         try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
+            free = try_lock(fd, shared=True)
+        except (UserError, OSError):  # a file system without locks: writers will say so
+            free = True
+        if not free:
             os.close(fd)
-            raise UserError(f"a `mmspeed cache` command is at work on {path.parent}; wait until it is done") from None
-        except OSError:  # a file system without locks: reading needs none
-            os.close(fd)
-            return
+            raise BusyError(f"a `mmspeed cache` command is at work on {root}; run this again when it is done")
         self._fd = fd
 
+    def close(self) -> None:
+        """Let go of it."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+
     def __del__(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
+        self.close()
 
 
 def _same_file(path: Path, fd: int) -> bool:
@@ -164,16 +173,31 @@ def _same_file(path: Path, fd: int) -> bool:
         return False
 
 
+def held(path: Path) -> bool:
+    """Whether a living process holds the lock of a file."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True  # gone in this moment, so its writer lives
+    try:
+        return not try_lock(fd)
+    finally:
+        os.close(fd)
+
+
 @contextmanager
-def abandoned(path: Path) -> Iterator[bool]:
-    """Whether a file is there and has no living writer; when so, its lock is held during the block."""
+def abandoned(path: Path, shared: bool = False) -> Iterator[bool]:
+    """Whether a file is there and has no living writer; when so, its lock is held during the block.
+
+    Held `shared`, it does not look like a living writer's to those who only ask whether there is one.
+    """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         yield False
         return
     try:
-        yield try_lock(fd)
+        yield try_lock(fd, shared)
     finally:
         os.close(fd)
 

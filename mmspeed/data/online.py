@@ -16,13 +16,15 @@ import torch.distributed as dist
 from mmspeed import comm
 from mmspeed.device import Device
 from mmspeed.errors import UserError
-from mmspeed.log import format_bytes, get_logger
+from mmspeed.log import ProgressLine, format_bytes, get_logger
 
 from .cache import DatasetCache
 from .sampler import BatchSampler, Draw
 from .tables import Entry, Sample
 
 log = get_logger("data")
+
+_PART = 256  # samples that are made between two talks of the ranks, where no step asks for them
 
 
 @dataclass
@@ -160,8 +162,10 @@ class FirstEpoch:
             return
         left = self._plan([sample for sample in self.cache.samples if sample.key not in self.lost], range(0))
         self.maker.start(self.cache, list(left.values()))
-        for task in left.values():
-            self._share(task)
+        with ProgressLine("cache", len(left), "part") as line:
+            for task in left.values():
+                self._share(task)
+                line.advance()
         self.maker.close()
         comm.barrier(self.group)  # every shard is sealed and indexed
         comm.first_does(lambda: self.maker.conclude(sorted(self.lost), self.rejections), self.rank, self.group)
@@ -180,7 +184,7 @@ class FirstEpoch:
             self.active = False
 
     def _plan(self, first: Sequence[Sample], steps: Iterable[int]) -> dict[int, Task]:
-        """This rank's tasks by step: `first` with the first step (or step 0), then the uses of `steps` in order."""
+        """This rank's tasks by step: `first` with the first step (in parts without steps), then the uses of `steps` in order."""
         uses = list(self._uses(first, steps))
         sources = assign(
             ((step, index, sample.source) for step, index, sample in uses if self._lacks_latent(sample)), self.groups
@@ -205,7 +209,8 @@ class FirstEpoch:
     def _uses(self, first: Sequence[Sample], steps: Iterable[int]) -> Iterable[tuple[int, int, Sample]]:
         steps = list(steps)
         for position, sample in enumerate(first):
-            yield steps[0] if steps else 0, position % len(self.groups), sample
+            step = steps[0] if steps else position // _PART
+            yield step, position % len(self.groups), sample
         for step in steps:
             for position, draw in enumerate(self.sampler.step(*self.sampler.locate(step))):
                 if draw.sample.key not in self.lost:

@@ -1,7 +1,7 @@
 """Seals: a file that carries the SHA-256 of itself, so that any changed byte of it shows.
 
-A seal is a mark and 64 hexadecimal digits somewhere in the file. The digest is that of the file with zeros in place of the
-digits. It may stand in a file several times (Arrow writes its metadata twice); all places hold the same digits.
+A seal is a mark and 64 hexadecimal digits: the digest of the file with zeros in place of the digits. The last mark of a file counts,
+and others with the same digits (Arrow writes its metadata twice); marks in what users wrote, such as captions, do not.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ _SEAL = re.compile(re.escape(_MARK) + rb"([0-9a-f]{64})")
 
 
 def seal(data: bytes) -> bytes:
-    """`data` with every `BLANK` in it turned into its seal. Raises ValueError when there is none."""
-    if BLANK.encode() not in data:
+    """`data` with its last `BLANK` turned into its seal. Raises ValueError when there is none."""
+    at = data.rfind(BLANK.encode())
+    if at < 0:
         raise ValueError("there is no place for a seal")
-    return data.replace(BLANK.encode(), _MARK + hashlib.sha256(data).hexdigest().encode())
+    place = at + len(_MARK)
+    return data[:place] + hashlib.sha256(data).hexdigest().encode() + data[place + len(_ZEROS) :]
 
 
 def is_sealed(data: bytes) -> bool:
     """Whether `data` carries a seal that is its own."""
-    found = {match[1] for match in _SEAL.finditer(data)}
-    if len(found) != 1:
+    found = [match[1] for match in _SEAL.finditer(data)]
+    if not found:
         return False
-    digits = found.pop()
-    blank = data.replace(_MARK + digits, _MARK + _ZEROS)
-    return hashlib.sha256(blank).hexdigest().encode() == digits
+    blank = data.replace(_MARK + found[-1], _MARK + _ZEROS)
+    return hashlib.sha256(blank).hexdigest().encode() == found[-1]

@@ -21,18 +21,21 @@ def sealed_file(path: Path) -> bool:
             return False
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             places = _places(data)
-            digits = {bytes(data[place : place + _DIGITS]) for place in places}
-            return len(digits) == 1 and _digest(data, places) == digits.pop()
+            if not places:
+                return False
+            digits = data[places[-1] : places[-1] + _DIGITS]
+            return _digest(data, [place for place in places if data[place : place + _DIGITS] == digits]) == digits
 
 
 def seal_file(path: Path) -> None:
-    """Turn every `BLANK` in a file into its seal, in place. Raises ValueError when there is none."""
+    """Turn the first and the last `BLANK` of a file, where Arrow has its metadata, into its seal. Raises ValueError without one."""
     with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_WRITE) as data:
         places = [place for place in _places(data) if data[place : place + _DIGITS] == b"0" * _DIGITS]
         if not places:
             raise ValueError("there is no place for a seal")
+        # Others, in what users wrote, stay as they are: they read as zeros before and after.
         digits = _digest(data, places)
-        for place in places:
+        for place in (places[0], places[-1]):
             data[place : place + _DIGITS] = digits
 
 

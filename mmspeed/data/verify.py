@@ -21,7 +21,7 @@ from mmspeed.log import progress
 from .blocks import BROKEN, DamagedError, padded, pread, read_block, sealed_table, trusted_rows
 from .codec_file import codec_problems
 from .compiled import ENTRIES_NAME, ENTRIES_SCHEMA, SAMPLES_NAME, SAMPLES_SCHEMA
-from .files import TEMP_SUFFIX, try_lock
+from .files import TEMP_SUFFIX, held
 from .seal import is_sealed
 from .sealed_files import sealed_file
 from .shards import shard_sha256
@@ -214,8 +214,10 @@ def _check_samples(root: Path, findings: Findings) -> None:
     lacking = [s for s in named if not (latents.issuperset(s.latent_keys) and texts.issuperset(s.text_keys))]
     findings.lacking = len(lacking)
     if lacking:
-        what = f"{len(lacking)} of {len(rows)} samples have no stored encoding, such as {lacking[0].source}"
-        findings.damage.append(Damage(SAMPLES, what))
+        what = (
+            f"not whole yet: {len(lacking)} of {len(rows)} samples have no stored encoding, such as {lacking[0].source}"
+        )
+        findings.notes.append(f"{what}; `mmspeed preprocess` makes them, or the first epoch of `mmspeed train`")
     if null_key not in stored["null"] if null_key else len(stored["null"]) != 1:
         findings.damage.append(Damage(NULL, "the encoding of the samples' empty caption is not there"))
 
@@ -286,18 +288,6 @@ def _check_others(root: Path, shards: list[str], findings: Findings) -> None:
             or (parts[0] == PARTS and path.suffix in (".parquet", ".json"))
         ):
             findings.foreign.append(name)
-
-
-def held(path: Path) -> bool:
-    """Whether a living process holds the lock of a file."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return True  # gone in this moment, so its writer lives
-    try:
-        return not try_lock(fd)
-    finally:
-        os.close(fd)
 
 
 def _first_line(error: BaseException) -> str:

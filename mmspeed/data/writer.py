@@ -23,7 +23,7 @@ from mmspeed.log import get_logger
 from mmspeed.protocol import TextEntry
 from mmspeed.shapes import Bucket
 
-from .files import TEMP_SUFFIX, abandoned, disk_errors
+from .files import TEMP_SUFFIX, ReaderLock, abandoned, disk_errors
 from .keys import KeySet, canonical_json, digest, is_key
 from .shards import ShardWriter, read_shard, shard_sha256
 from .tables import (
@@ -163,6 +163,7 @@ class CacheWriter:
             read_info(self.root)
         with disk_errors(self.root):
             self.root.mkdir(parents=True, exist_ok=True)
+        self._lock = ReaderLock(self.root)  # nothing is taken away meanwhile
         self.repaired = repair(self.root) if mend else RepairReport()
         if not self.repaired.clean:
             get_logger("data").info(
@@ -272,6 +273,7 @@ class CacheWriter:
         self.drop_names()
         for folder in list(self._open):
             self._seal(folder)
+        self._lock.close()
 
     def _seal(self, folder: Path, keep_name: bool = False) -> list[Entry]:
         with self._giving_up(folder):
@@ -322,3 +324,4 @@ class CacheWriter:
         for folder in list(self._open):
             with suppress(UserError, OSError):
                 self._seal(folder)
+        self._lock.close()

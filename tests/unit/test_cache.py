@@ -265,3 +265,16 @@ def test_handles_survive_fork_spawn_and_copies(tmp_path: Path) -> None:
 )
 def test_canonical_json_parses_back(value: object) -> None:
     assert json.loads(canonical_json(value)) == value
+
+
+def test_a_partial_cache_finds_what_others_make_meanwhile(tmp_path: Path) -> None:
+    with CacheWriter(tmp_path) as writer:
+        latents = [add_latent(writer, 0)]
+        add_text(writer, "", "null")
+    finish(tmp_path, [*latents, entry_key(latent_parts(1))], [])
+    cache = DatasetCache(tmp_path, partial=True)
+    with pytest.raises(UserError, match="no entry"):
+        cache.latent(entry_key(latent_parts(1)))
+    with CacheWriter(tmp_path) as writer:
+        key = add_latent(writer, 1)
+    assert not cache.has("latents", key) and torch.equal(cache.latent(key)["mean"], latent(1))

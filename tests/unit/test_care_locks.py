@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mmspeed.data import DatasetCache
+from mmspeed.data import CacheWriter, DatasetCache
 from mmspeed.data.care import care_lock, pack, prune
 from mmspeed.data.mend import mend
 from mmspeed.errors import UserError
@@ -25,3 +25,12 @@ def test_nothing_is_taken_away_from_a_cache_that_is_open(tmp_path: Path) -> None
     with care_lock(root), pytest.raises(UserError, match="at work on"):
         DatasetCache(root)
     assert prune(root).empty and len(DatasetCache(root).samples) == 4
+
+
+def test_nothing_is_added_while_something_is_taken_away(tmp_path: Path) -> None:
+    build(tmp_path)
+    with care_lock(tmp_path), pytest.raises(UserError, match="at work on"):
+        CacheWriter(tmp_path)
+    with CacheWriter(tmp_path), pytest.raises(UserError, match="is open for"):
+        prune(tmp_path)
+    assert prune(tmp_path).empty
