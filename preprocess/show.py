@@ -46,12 +46,13 @@ def draw_entry(cache: DatasetCache, key: str, path: Path) -> str:
     for latent_key in keys[:MOST_LATENTS]:
         entry = cache.entry(latent_key, "latents")
         decoded_FHWC = decode_latent(cache, codec, entry)
-        source = entry.source or (sample.source if sample is not None else None)
+        source = sample.source if sample is not None else entry.source  # an entry may be older than a file's name
         taken = source_frames(config, source, entry)
-        closeness = ""
+        closeness = f", without its source: {taken}" if isinstance(taken, str) else ""
         if isinstance(taken, np.ndarray):
             closeness = f", {_psnr(decoded_FHWC, taken):.1f} dB from the source"
-        rows.append((f"{latent_key}  decoded, {entry.bucket}{closeness}", decoded_FHWC))
+        shown = "" if isinstance(taken, str) else closeness
+        rows.append((f"{latent_key}  decoded, {entry.bucket}{shown}", decoded_FHWC))
         rows.append((f"{source or 'source unknown'}, its frames {_ranges(entry.frames)}", taken))
         said.append(f"{len(decoded_FHWC)} frames of {latent_key}{closeness}")
     picture = io.BytesIO()

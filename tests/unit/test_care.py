@@ -124,10 +124,11 @@ def test_samples_that_name_what_is_not_there(root: Path) -> None:
     (root / shard).unlink()
     index_path(root, shard).unlink()
     findings = verify(root)
-    assert findings.lacking == count and f"{count} of 12 samples have no stored encoding" in lines(findings)[0]
+    assert findings.lacking == count and findings.damage == []  # as after a first epoch that was stopped
+    assert f"{count} of 12 samples have no stored encoding" in findings.notes[0]
     (root / "null/000000.tar").unlink()
     index_path(root, "null/000000.tar").unlink()
-    assert "the encoding of the samples' empty caption is not there" in lines(verify(root))[1]
+    assert "the encoding of the samples' empty caption is not there" in lines(verify(root))[0]
 
 
 def test_foreign_live_and_left_files_are_no_damage(root: Path) -> None:

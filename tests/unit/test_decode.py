@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -252,6 +253,11 @@ def test_clips_come_as_they_are_complete(tmp_path: Path) -> None:
     cuts = [whole(found, range(start, start + 3)) for start in range(36, -1, -3)]
     assert [position for position, _ in stream(source, found, cuts)] == list(range(12, -1, -1))
     assert next(iter(stream(source, found, [*cuts, whole(found, range(39))])))[0] == 12
+    kept = []
+    for _, frames in stream(source, found, cuts):
+        assert all(array() is None for array in kept)  # nobody holds what was given away before
+        kept.append(weakref.ref(frames.base))
+        del frames
 
 
 def test_frames_of_uneven_times_are_not_taken_for_their_neighbours(zoo: tuple[Path, dict[str, Expect]]) -> None:

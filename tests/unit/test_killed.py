@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from mmspeed.config import Config, dump_config
+from mmspeed.data.files import READERS_LOCK
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.preprocess import CacheBuilder
 from tests.caches import tar_bytes
@@ -48,7 +49,7 @@ def assert_same(made: Config, whole: Config) -> None:
     samples = "index/samples.parquet"
     assert (root / samples).read_bytes() == (whole.cache_dir / samples).read_bytes()
     left = [path.name for path in root.rglob(".*") if path.is_file()]
-    assert left == [] and not (root / "parts").exists()
+    assert left == [READERS_LOCK] and not (root / "parts").exists()
 
 
 @pytest.mark.parametrize("moments", MOMENTS)
