@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import BinaryIO
@@ -21,43 +21,8 @@ from mmspeed.preprocess.windows import choose_frames, choose_windows
 from mmspeed.preprocess.worker import DecodeWorker
 from mmspeed.shapes import Bucket
 from tests import media
+from tests.decoding import COLOURED, FASTSTART, LIMITS, PILLOW, decode, read, rejection, source_of, whole
 from tests.media import FRAMES, ZOO_BUCKETS, ZOO_FPS, Expect, corners_of, make_zoo, number_of, write_video
-
-LIMITS = (10**9, 8192 * 8192)
-FASTSTART = {"movflags": "faststart"}
-PILLOW = (".gif", ".webp", ".png", ".jpg", ".bmp", ".tiff")
-COLOURED = ["red", "green", "blue", "grey"]
-
-
-def source_of(path: Path, offset: int | None = None, size: int | None = None) -> Source:
-    return Source(path.name, str(path), offset, size, "video", ("words",), "train")
-
-
-def whole(found: Probe, indices: Sequence[int]) -> Cut:
-    """Frames at the file's own size."""
-    return Cut(tuple(indices), (0, 0, found.width, found.height), found.width, found.height)
-
-
-def decode(source: Source, found: Probe, indices: Sequence[int]) -> np.ndarray:
-    """Frames at the file's own size. Raises Rejected."""
-    ((_, result),) = stream(source, found, [whole(found, indices)])
-    if isinstance(result, Rejected):
-        raise result
-    return result
-
-
-def read(worker: DecodeWorker, source: Source, cut: Cut, time_limit: float) -> np.ndarray:
-    """One clip. Raises Rejected."""
-    ((_, result),) = worker.read(source, [cut], time_limit)
-    if isinstance(result, Rejected):
-        raise result
-    return result
-
-
-def rejection(call: Callable[[], object]) -> Rejected:
-    with pytest.raises(Rejected) as rejected:
-        call()
-    return rejected.value
 
 
 @pytest.fixture(scope="module")

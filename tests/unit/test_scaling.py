@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -13,49 +12,11 @@ import pytest
 from PIL import Image
 
 from mmspeed.preprocess.decode import Cut, stream
-from mmspeed.preprocess.probe import Probe, probe
-from mmspeed.preprocess.reasons import Rejected
+from mmspeed.preprocess.probe import probe
 from mmspeed.preprocess.scaling import Box, resize
-from mmspeed.preprocess.source import Source
-from mmspeed.preprocess.worker import DecodeWorker
 from tests import media
+from tests.decoding import COLOURED, LIMITS, decode, source_of, whole
 from tests.media import corners_of, number_of, write_video
-
-LIMITS = (10**9, 8192 * 8192)
-FASTSTART = {"movflags": "faststart"}
-PILLOW = (".gif", ".webp", ".png", ".jpg", ".bmp", ".tiff")
-COLOURED = ["red", "green", "blue", "grey"]
-
-
-def source_of(path: Path, offset: int | None = None, size: int | None = None) -> Source:
-    return Source(path.name, str(path), offset, size, "video", ("words",), "train")
-
-
-def whole(found: Probe, indices: Sequence[int]) -> Cut:
-    """Frames at the file's own size."""
-    return Cut(tuple(indices), (0, 0, found.width, found.height), found.width, found.height)
-
-
-def decode(source: Source, found: Probe, indices: Sequence[int]) -> np.ndarray:
-    """Frames at the file's own size. Raises Rejected."""
-    ((_, result),) = stream(source, found, [whole(found, indices)])
-    if isinstance(result, Rejected):
-        raise result
-    return result
-
-
-def read(worker: DecodeWorker, source: Source, cut: Cut, time_limit: float) -> np.ndarray:
-    """One clip. Raises Rejected."""
-    ((_, result),) = worker.read(source, [cut], time_limit)
-    if isinstance(result, Rejected):
-        raise result
-    return result
-
-
-def rejection(call: Callable[[], object]) -> Rejected:
-    with pytest.raises(Rejected) as rejected:
-        call()
-    return rejected.value
 
 
 @pytest.mark.parametrize("rotation", [0, 90, 180, -90])

@@ -1,0 +1,51 @@
+"""Short ways to decode a file in tests; used as `from tests.decoding import ...`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mmspeed.preprocess.decode import Cut, stream
+from mmspeed.preprocess.probe import Probe
+from mmspeed.preprocess.reasons import Rejected
+from mmspeed.preprocess.source import Source
+from mmspeed.preprocess.worker import DecodeWorker
+
+LIMITS = (10**9, 8192 * 8192)
+FASTSTART = {"movflags": "faststart"}
+PILLOW = (".gif", ".webp", ".png", ".jpg", ".bmp", ".tiff")
+COLOURED = ["red", "green", "blue", "grey"]
+
+
+def source_of(path: Path, offset: int | None = None, size: int | None = None) -> Source:
+    return Source(path.name, str(path), offset, size, "video", ("words",), "train")
+
+
+def whole(found: Probe, indices: Sequence[int]) -> Cut:
+    """Frames at the file's own size."""
+    return Cut(tuple(indices), (0, 0, found.width, found.height), found.width, found.height)
+
+
+def decode(source: Source, found: Probe, indices: Sequence[int]) -> np.ndarray:
+    """Frames at the file's own size. Raises Rejected."""
+    ((_, result),) = stream(source, found, [whole(found, indices)])
+    if isinstance(result, Rejected):
+        raise result
+    return result
+
+
+def read(worker: DecodeWorker, source: Source, cut: Cut, time_limit: float) -> np.ndarray:
+    """One clip. Raises Rejected."""
+    ((_, result),) = worker.read(source, [cut], time_limit)
+    if isinstance(result, Rejected):
+        raise result
+    return result
+
+
+def rejection(call: Callable[[], object]) -> Rejected:
+    with pytest.raises(Rejected) as rejected:
+        call()
+    return rejected.value
