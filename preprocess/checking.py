@@ -76,6 +76,8 @@ def check(config: Config, page: Path | None = None) -> CheckReport:
     be found, or the page cannot be written.
     """
     report = CheckReport()
+    if config.cache_dir.exists() and not config.cache_dir.is_dir():
+        report.problems.append(f"data.cache: {config.cache_dir} is a file; name a folder")
     listing = list_sources(config.data)
     codec, text = _fingerprints(config)
     stored = StoredEntries(config.cache_dir)

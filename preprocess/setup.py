@@ -58,7 +58,10 @@ class Setup:
 
         From here on, until `close`, no command takes entries away. Raises BusyError while one does.
         """
-        self.root.mkdir(parents=True, exist_ok=True)
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise UserError(f"data.cache: {self.root} is a file, or in one; name a folder") from None
         self._lock = ReaderLock(self.root)
         with locked(self.root / ".mend.lock", "waiting for another process to mend the cache"):
             repair(self.root)

@@ -12,6 +12,7 @@ import pytest
 from mmspeed.cli.app import run
 from mmspeed.config import Config, dump_config, make_config
 from mmspeed.data import DatasetCache
+from mmspeed.errors import UserError
 from mmspeed.preprocess import CacheBuilder, check, compare
 from mmspeed.preprocess.checking import stale_reasons
 from mmspeed.preprocess.page import default_path
@@ -175,3 +176,10 @@ def test_stale_reasons_take_the_nearest_and_say_when_not_all_were_compared(
     monkeypatch.setattr(compare, "EXAMINED", 3)
     assert "stale: 3, made with another fps, frames (of 3 compared)" in text_of(small_config(tmp_path, "data.fps=12"))
     assert len(DatasetCache(small_config(tmp_path).cache_dir).samples) == 8
+
+
+def test_a_cache_that_is_a_file_is_told_before_and_by_the_build(tmp_path: Path) -> None:
+    config = small_config(tmp_path, f"data.cache={tmp_path / 'clips.jsonl'}", clips=2)
+    assert any("clips.jsonl is a file" in problem for problem in check(config).problems)
+    with pytest.raises(UserError, match=r"data\.cache: .*clips.jsonl is a file"):
+        CacheBuilder(config).run()
