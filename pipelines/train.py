@@ -141,7 +141,7 @@ class TrainPipeline:
         self.cache, self.whole = open_cache(config, self.maker, self.device, self.rank, self.world, self.group)
         self.strides = Strides(*self.cache.info["encoders"]["vae"]["strides"])
         self.sampler = BatchSampler(
-            self.cache.split("train"), config.train.batch_size, seed=config.seed, repeats=config.data.repeats
+            self.cache.split("train"), config.train.samples_per_step, seed=config.seed, repeats=config.data.repeats
         )
         self.loader = Loader(
             self.cache,

@@ -88,7 +88,7 @@ def estimate(
     train, val, clips = statistics.samples("train"), statistics.samples("val"), statistics.clips()
     rows, latent_bytes = [], 0.0
     moments = 1 if config.vae.kind == "linear" else 2  # mean alone, or mean and log-variance
-    batch = config.train.batch_size
+    batch = config.train.samples_per_step
     for bucket in sorted({*config.buckets, *train, *val}):
         latent = strides.latent(bucket)
         try:
@@ -186,7 +186,7 @@ def hints(config: Config, statistics: DataStatistics, costs: Costs | None, trunc
 
 
 def _bucket_hints(config: Config, costs: Costs) -> list[str]:
-    batch, found = config.train.batch_size, []
+    batch, found = config.train.samples_per_step, []
     for row in costs.buckets:
         if row.train == 0 and row.val == 0:
             found.append(f"bucket {row.bucket} gets no sample; leave it out of data.buckets")
@@ -210,7 +210,7 @@ def cost_lines(config: Config, costs: Costs) -> list[str]:
         f"cache size: about {format_bytes(costs.latent_bytes)} of latents and {format_bytes(costs.text_bytes)} of captions"
     )
     lines.append(
-        f"training: {config.train.steps} steps of up to {config.train.batch_size} samples, {costs.steps} steps an epoch,"
+        f"training: {config.train.steps} steps of up to {config.train.samples_per_step} samples, {costs.steps} steps an epoch,"
         f" {costs.epochs:.1f} epochs, {costs.flops / 1e12:.1f} TFLOP in all"
     )
     return lines

@@ -211,7 +211,7 @@ def _note(histogram: Histogram, unit: str) -> str:
 def _buckets(page: DataPage) -> str:
     head = "<h2>Buckets</h2>"
     note = '<p class="sub">frames x height x width in pixels. A step holds samples of one bucket'
-    batch = page.config.train.batch_size
+    batch = page.config.train.samples_per_step
     note += f"; train.batch_size is {batch}, data.repeats {page.config.data.repeats}.</p>"
     train, val = page.statistics.samples("train"), page.statistics.samples("val")
     chart = bars([(str(bucket), count) for bucket, count in train.items()], "training samples by bucket")
@@ -282,7 +282,7 @@ def _cost(page: DataPage) -> str:
         return "".join(parts)
     parts.append(
         f"<p>Training: model {text(config.model.size)}, {costs.parameters / 1e6:,.1f} M parameters; {config.train.steps:,} steps of up to"
-        f" {config.train.batch_size:,} samples are {costs.epochs:.1f} epochs of {costs.steps:,} steps:"
+        f" {config.train.samples_per_step:,} samples are {costs.epochs:.1f} epochs of {costs.steps:,} steps:"
         f' <b data-key="tflop">{costs.flops / 1e12:,.1f} TFLOP</b>.</p>'
     )
     rows = [

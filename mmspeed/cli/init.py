@@ -30,6 +30,7 @@ BUCKETS = [{"frames": 13, "height": 96, "width": 160}]
 # The key that stands switched on in each section where the essentials name none, so that the section is never empty.
 FIRST_KEYS = {
     "train": "steps",
+    "batching": "by",
     "model": "size",
     "checkpoint": "every",
     "validate": "every",
@@ -108,6 +109,10 @@ def _render(key: str, field: FieldInfo, value: Any, indent: str) -> list[str]:
     """A field's lines: its sentence, then the key, switched off when `value` is None."""
     options = section_options(field)
     lines = _comment(field.description or "", indent)
+    if is_list(field) and options and value is None:
+        for name, part in options[0].model_fields.items():
+            lines += _comment(f"- {name}: {show_value(default_of(part))} ({part.description or ''})", indent)
+        return [*lines, _off(indent, key, "[]")]
     if is_list(field) and options:
         lines.append(f"{indent}{key}:")
         for item in value:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from mmspeed.shapes import Bucket
 
@@ -20,6 +21,19 @@ class SourceConfig(Section):
 
     path: str = Field(
         description="Folder, manifest file or webdataset tar (a `*` pattern names several tars). Relative paths are taken from the config file."
+    )
+    name: str | None = Field(
+        None,
+        min_length=1,
+        description="Name of this data set; null: the last part of `path`, numbered where two are the same.",
+    )
+    repeats: int = Field(
+        1, ge=1, description="Times each of its samples is used in an epoch, times `data.repeats`. Not with weights."
+    )
+    weight: float | None = Field(
+        None,
+        gt=0,
+        description="Its share of the samples of an epoch, relative to the other data sets' weights: all have one, or none. A sample of a data set with a small share is not used in every epoch, but as often as any other of the set.",
     )
     format: Literal["auto", "folder", "jsonl", "csv", "parquet", "webdataset"] = Field(
         "auto",
@@ -45,6 +59,12 @@ class BucketConfig(Section):
     )
     height: int = Field(ge=8, description="Height in pixels.")
     width: int = Field(ge=8, description="Width in pixels.")
+    keep: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Share of the clips for which this bucket is the best that are put in it, drawn by content; the others go to the next best bucket, if there is one.",
+    )
 
     def bucket(self) -> Bucket:
         return Bucket(self.frames, self.height, self.width)
@@ -104,6 +124,11 @@ class DataConfig(Section):
         ge=1,
         description="Times each sample is used in an epoch, each time with its own noise, timestep and caption.",
     )
+    temperature: float | None = Field(
+        None,
+        gt=0,
+        description="Mix several data sets with shares of size ** (1 / temperature): 1 is by their sizes, more is more even. Null: each sample as often as any other, or by the sources' weights.",
+    )
     max_file_mb: float = Field(4096.0, gt=0, description="Larger media files are rejected as too large, in megabytes.")
     max_pixels: int = Field(
         8192 * 8192,
@@ -113,6 +138,38 @@ class DataConfig(Section):
     max_caption_chars: int = Field(
         4096, ge=1, description="Longer captions are cut to this many characters, and counted."
     )
+
+    @model_validator(mode="after")
+    def _mixing(self) -> DataConfig:
+        weights = [source.weight for source in self.sources]
+        if any(weights) and not all(weights):
+            raise ValueError("give every source a weight, or none")
+        if any(weights) and self.temperature is not None:
+            raise ValueError(
+                "the sources' weights and data.temperature both set the shares of data sets: use one of them"
+            )
+        if (any(weights) or self.temperature is not None) and any(source.repeats > 1 for source in self.sources):
+            raise ValueError(
+                "repeats of a source and shares (weight, temperature) both say how often it is used: use one of them"
+            )
+        names = [source.name for source in self.sources if source.name is not None]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"two sources have the name {twice}")
+        return self
+
+    @property
+    def dataset_names(self) -> tuple[str, ...]:
+        """The name of each source's data set, in their order; all are distinct."""
+        given = {source.name for source in self.sources if source.name is not None}
+        names: list[str] = []
+        for source in self.sources:
+            base = name = source.name or PurePath(source.path).name or "data"
+            number = 2
+            while source.name is None and (name in given or name in names):
+                name, number = f"{base}-{number}", number + 1
+            names.append(name)
+        return tuple(names)
 
 
 class LinearVaeConfig(Section):

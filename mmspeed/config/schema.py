@@ -27,8 +27,10 @@ from .inputs import (
     VaeConfig,
 )
 from .places import is_url, mirror_folder
+from .training import BatchingConfig, StageConfig, TrainConfig
 
 __all__ = [
+    "BatchingConfig",
     "Bucket",
     "BucketConfig",
     "CheckpointConfig",
@@ -47,6 +49,7 @@ __all__ = [
     "SampleConfig",
     "Section",
     "SourceConfig",
+    "StageConfig",
     "TextConfig",
     "TrainConfig",
     "TransformersTextConfig",
@@ -117,58 +120,6 @@ class DdpmConfig(Section):
 
 
 ObjectiveConfig = Annotated[FlowConfig | DdpmConfig, Field(discriminator="kind")]
-
-
-class TrainConfig(Section):
-    """The loop."""
-
-    steps: int = Field(1000, ge=1, description="Optimizer steps of the run.")
-    batch_size: int = Field(
-        8,
-        ge=1,
-        description="Samples of one optimizer step over all devices. The last step of a bucket in an epoch may hold fewer.",
-    )
-    micro_batch_size: int | None = Field(
-        None,
-        ge=1,
-        description="Samples that one device computes at a time; null: its whole share. The rest is accumulated.",
-    )
-    lr: float = Field(1e-4, gt=0, description="Peak learning rate.")
-    warmup_steps: int = Field(50, ge=0, description="Steps over which the learning rate rises from 0.")
-    schedule: Literal["constant", "cosine"] = Field(
-        "constant", description="Course of the learning rate after warm-up."
-    )
-    min_lr_ratio: float = Field(
-        0.0, ge=0, le=1, description="Learning rate at the end of the cosine, as a share of `lr`."
-    )
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
-        (0.9, 0.99), description="AdamW's decay rates of the first and second moment."
-    )
-    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay, on matrices only.")
-    clip_norm: float | None = Field(
-        1.0, gt=0, description="Global gradient norm above which gradients are scaled down; null: no clipping."
-    )
-    caption_dropout: float = Field(
-        0.1, ge=0, le=1, description="Share of the samples that meet the empty caption, for classifier-free guidance."
-    )
-    ema_decay: float | None = Field(
-        0.999,
-        ge=0,
-        lt=1,
-        description="Decay of the moving average of the weights, warmed up as min(decay, (1 + n) / (10 + n)); null: none.",
-    )
-    checkpointing: bool = Field(
-        False, description="Recompute each block's activations in backward: less memory, about a third more compute."
-    )
-    compile: bool = Field(False, description="Compile the blocks with torch.compile.")
-    skip_non_finite: int = Field(
-        0,
-        ge=0,
-        description="Steps with a non-finite loss or gradient that are skipped (and counted) before the run stops with an error.",
-    )
-    log_every: int = Field(10, ge=1, description="Steps between two lines of `metrics.jsonl`.")
-    prefetch: int = Field(4, ge=0, description="Micro-batches read ahead by a thread; 0: read when needed.")
 
 
 class CheckpointConfig(Section):
@@ -263,6 +214,14 @@ class Config(Section):
         default_factory=lambda: FlowConfig(kind="flow"), description="What the model learns to predict."
     )
     train: TrainConfig = Field(default_factory=TrainConfig, description="The loop.")
+    batching: BatchingConfig = Field(
+        default_factory=BatchingConfig,
+        description="How many samples of each bucket make a step, and which buckets meet in one.",
+    )
+    curriculum: tuple[StageConfig, ...] = Field(
+        (),
+        description="Stages of training one after another, such as images, then short videos, then long ones; empty: one stage of everything.",
+    )
     checkpoint: CheckpointConfig = Field(
         default_factory=CheckpointConfig, description="When the state of a run is written."
     )
@@ -290,6 +249,50 @@ class Config(Section):
         if twice is not None:
             raise ValueError(f"bucket {twice} is listed twice")
         return data
+
+    @model_validator(mode="after")
+    def _batching_fits(self) -> Config:
+        batching = self.batching
+        if batching.by == "samples":
+            others = [
+                name
+                for name, given in (
+                    ("budget", batching.budget),
+                    ("slots", batching.slots),
+                    ("max_batch", batching.max_batch),
+                    ("accumulate", batching.accumulate > 1),
+                )
+                if given
+            ]
+            if others:
+                raise ValueError(f"batching.{others[0]} goes with batching.by: tokens, flops or time, not with samples")
+        elif self.train.batch_size is not None:
+            raise ValueError(f"train.batch_size goes with batching.by: samples; with {batching.by} leave it out")
+        if batching.slots is not None and batching.accumulate > 1:
+            raise ValueError("batching.slots and batching.accumulate both say how large a step is: use one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _stages_fit(self) -> Config:
+        for number, stage in enumerate(self.curriculum, start=1):
+            if stage.steps is None and number < len(self.curriculum):
+                raise ValueError(f"curriculum: stage {number} is not the last, so it needs `steps`")
+            if not any(stage.takes(bucket) for bucket in self.buckets):
+                raise ValueError(f"curriculum: stage {number} takes none of data.buckets")
+            unknown = [name for name in stage.weights or () if name not in self.data.dataset_names]
+            if unknown:
+                known = ", ".join(self.data.dataset_names)
+                raise ValueError(
+                    f"curriculum: stage {number} weighs {unknown[0]}, which is no data set (known: {known})"
+                )
+            if stage.weights is not None and not any(stage.weights.values()):
+                raise ValueError(f"curriculum: stage {number} gives every data set the weight 0")
+        total = sum(stage.steps or 0 for stage in self.curriculum)
+        if self.curriculum and self.curriculum[-1].steps is not None and total < self.train.steps:
+            raise ValueError(
+                f"curriculum: the stages are {total} steps, train.steps {self.train.steps}; leave `steps` out of the last stage"
+            )
+        return self
 
     @model_validator(mode="after")
     def _sampler_fits(self) -> Config:
@@ -325,9 +328,11 @@ class Config(Section):
 
     def samples_made_for(self) -> dict[str, Any]:
         """What the cache's table of samples depends on. Of a source's path the last part: caches and data sets move between machines."""
-        data = self.data.model_dump(mode="json", exclude={"cache", "repeats", "sources"})
+        data = self.data.model_dump(mode="json", exclude={"cache", "repeats", "sources", "temperature"})
         data["sources"] = [
-            source.model_dump(mode="json") | {"path": Path(source.path).name} for source in self.data.sources
+            source.model_dump(mode="json", exclude={"repeats", "weight"})
+            | {"path": Path(source.path).name, "name": name}
+            for source, name in zip(self.data.sources, self.data.dataset_names, strict=True)
         ]
         if self.data.val_fraction > 0:
             data["val_fraction"] = [self.data.val_fraction, self.seed]  # the draw depends on both

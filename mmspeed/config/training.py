@@ -1,0 +1,136 @@
+"""Config sections of the loop: steps, what a batch is, and the stages of training."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from mmspeed.shapes import Bucket
+
+from .inputs import Section
+
+
+class TrainConfig(Section):
+    """The loop."""
+
+    steps: int = Field(1000, ge=1, description="Optimizer steps of the run.")
+    batch_size: int | None = Field(
+        None,
+        ge=1,
+        description="Samples of one optimizer step over all devices, the same for every bucket; the last steps of an epoch may hold fewer. Null: 8. Only with `batching.by: samples`.",
+    )
+    micro_batch_size: int | None = Field(
+        None,
+        ge=1,
+        description="Most samples that one device computes at a time; null: its whole share of a step, or what `batching` says. The rest is accumulated.",
+    )
+    lr: float = Field(1e-4, gt=0, description="Peak learning rate.")
+    warmup_steps: int = Field(50, ge=0, description="Steps over which the learning rate rises from 0.")
+    schedule: Literal["constant", "cosine"] = Field(
+        "constant", description="Course of the learning rate after warm-up."
+    )
+    min_lr_ratio: float = Field(
+        0.0, ge=0, le=1, description="Learning rate at the end of the cosine, as a share of `lr`."
+    )
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
+        (0.9, 0.99), description="AdamW's decay rates of the first and second moment."
+    )
+    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay, on matrices only.")
+    clip_norm: float | None = Field(
+        1.0, gt=0, description="Global gradient norm above which gradients are scaled down; null: no clipping."
+    )
+    caption_dropout: float = Field(
+        0.1, ge=0, le=1, description="Share of the samples that meet the empty caption, for classifier-free guidance."
+    )
+    ema_decay: float | None = Field(
+        0.999,
+        ge=0,
+        lt=1,
+        description="Decay of the moving average of the weights, warmed up as min(decay, (1 + n) / (10 + n)); null: none.",
+    )
+    checkpointing: bool = Field(
+        False, description="Recompute each block's activations in backward: less memory, about a third more compute."
+    )
+    compile: bool = Field(False, description="Compile the blocks with torch.compile.")
+    skip_non_finite: int = Field(
+        0,
+        ge=0,
+        description="Steps with a non-finite loss or gradient that are skipped (and counted) before the run stops with an error.",
+    )
+    log_every: int = Field(10, ge=1, description="Steps between two lines of `metrics.jsonl`.")
+    prefetch: int = Field(
+        4, ge=0, description="Micro-batches read ahead: at most so many are in memory at a time. 0: read when needed."
+    )
+    loader_workers: int = Field(
+        0,
+        ge=0,
+        le=64,
+        description="Processes that read and assemble batches beside each training process; 0: a thread does, which is enough for most.",
+    )
+
+    @property
+    def samples_per_step(self) -> int:
+        """`batch_size`, or its default."""
+        return self.batch_size or 8
+
+
+class BatchingConfig(Section):
+    """How many samples of each bucket make a step, and which buckets meet in one."""
+
+    by: Literal["samples", "tokens", "flops", "time"] = Field(
+        "samples",
+        description="What a batch is measured in. `samples`: every bucket has `train.batch_size`. Else one device computes as many samples of a bucket at a time as the budget holds: `tokens`, `flops` (the model's own count) or `time` (measured by `mmspeed bench buckets`).",
+    )
+    budget: float | None = Field(
+        None,
+        gt=0,
+        description="Of one device for a micro-batch: tokens, TFLOP of forward and backward, or seconds. Null: what one sample of the costliest bucket takes (by `time`: what memory allowed in the measurement).",
+    )
+    accumulate: int = Field(
+        1,
+        ge=1,
+        description="Micro-batches of each device in one optimizer step. Not with `by: samples`, which has `train.micro_batch_size`.",
+    )
+    slots: int | None = Field(
+        None,
+        ge=1,
+        description="Device batches of one optimizer step over all devices; fixed, the same samples meet in a step on any number of devices. Null: devices x `accumulate`. Not with `by: samples`.",
+    )
+    mix: Literal["same", "matched", "window"] = Field(
+        "same",
+        description="Which buckets meet in a step. `same`: one, but for the last steps of an epoch. `matched`: those whose device batches cost the same within `tolerance`. `window`: any; devices are balanced over the accumulated micro-batches.",
+    )
+    tolerance: float = Field(
+        0.02,
+        ge=0,
+        lt=1,
+        description="How much less than another's the cost of a device batch may be to count as the same.",
+    )
+    max_batch: int | None = Field(
+        None, ge=1, description="Most samples of a device batch; null: no limit but the budget."
+    )
+
+
+class StageConfig(Section):
+    """A part of training that meets some of the buckets only."""
+
+    steps: int | None = Field(
+        None, ge=1, description="Optimizer steps of this stage; null: all that are left (the last stage)."
+    )
+    min_frames: int = Field(1, ge=1, description="Fewest frames of the buckets that are met.")
+    max_frames: int | None = Field(None, ge=1, description="Most frames of the buckets that are met; 1: images only.")
+    max_pixels: int | None = Field(None, ge=1, description="Most pixels (height x width) of the buckets that are met.")
+    weights: dict[str, Annotated[float, Field(ge=0)]] | None = Field(
+        None,
+        description="Shares of the data sets in this stage, by their names, in place of those under `data`; one that is not named has none.",
+    )
+
+    def takes(self, bucket: Bucket) -> bool:
+        """Whether samples of a bucket are met in this stage."""
+        return (
+            self.min_frames <= bucket.frames
+            and (self.max_frames is None or bucket.frames <= self.max_frames)
+            and (self.max_pixels is None or bucket.height * bucket.width <= self.max_pixels)
+        )
