@@ -12,6 +12,7 @@ import platform
 import resource
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -121,6 +122,26 @@ class Device:
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` on this device. Only from pinned memory the copy does not wait: elsewhere the source may be gone before it is read."""
         return tensor.to(self.torch_device, non_blocking=tensor.is_pinned() if self.kind != "cpu" else False)
+
+    def side_stream(self) -> torch.Stream:
+        """A queue of work beside the one that computes; on CPU, where there is but one, that one."""
+        return torch.Stream(device=self.torch_device)
+
+    def mark(self, stream: torch.Stream) -> torch.Event | None:
+        """What happens when a stream has done all that it was given so far; None on CPU, where it is done already."""
+        return None if self.kind == "cpu" else stream.record_event()
+
+    def take_over(self, tensors: Iterable[torch.Tensor], written: torch.Event | None) -> None:
+        """Let the work queued from now on use `tensors` that a side stream has written by the event `written`.
+
+        The computation waits for them, not this thread; their memory is not used again before it is done with them.
+        """
+        if written is None:
+            return
+        stream = torch.accelerator.current_stream(self.torch_device)
+        stream.wait_event(written)
+        for tensor in tensors:
+            tensor.record_stream(stream)
 
     def peak_flops(self, dtype: torch.dtype) -> tuple[float, str]:
         """(FLOP/s, where the figure is from): the data sheet for known devices, a short matmul measurement otherwise."""

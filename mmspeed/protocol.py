@@ -5,7 +5,8 @@ Legend: B batch, C channels, F H W pixels, T h w latent, L caption tokens, D tex
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -45,23 +46,37 @@ class Batch:
     bucket: Bucket
     sources: list[str]  # for messages
     pooled_BD: Tensor | None = None  # each caption's pooled vector, where the text encoder has one
+    noise_BCThw: Tensor | None = None  # what training mixes in, drawn by name; None where none was asked for
+    u_B: Tensor | None = None  # float64 in [0, 1): the quantile of each sample's time. It stays on the CPU
 
     @property
     def size(self) -> int:
         return len(self.names)
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> Batch:
-        """The batch on `device`; latents and text become `dtype`."""
-        return Batch(
-            latents_BCThw=self.latents_BCThw.to(device, dtype),
-            text_BLD=self.text_BLD.to(device, dtype),
-            text_mask_BL=self.text_mask_BL.to(device),
-            weights_B=self.weights_B.to(device),
-            names=self.names,
-            bucket=self.bucket,
-            sources=self.sources,
-            pooled_BD=None if self.pooled_BD is None else self.pooled_BD.to(device, dtype),
-        )
+    def to(self, device: torch.device, dtype: torch.dtype, non_blocking: bool = False) -> Batch:
+        """The batch on `device`; latents, noise and text become `dtype`. What is so already is not copied.
+
+        With `non_blocking` the copies may still be under way when this returns.
+        """
+
+        def move(tensor: Tensor) -> Tensor:
+            keeps = tensor is self.text_mask_BL or tensor is self.weights_B
+            return tensor.to(device, tensor.dtype if keeps else dtype, non_blocking=non_blocking)
+
+        return self._each(move)
+
+    def pin_memory(self) -> Batch:
+        """The batch in page-locked memory, from which an accelerator copies beside its computation."""
+        return self._each(lambda tensor: tensor.pin_memory())
+
+    def movable(self) -> dict[str, Tensor]:
+        """The tensors that go to the device, by their fields: all but `u_B`."""
+        fields = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        fields.pop("u_B", None)
+        return fields
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        return replace(self, **{name: change(tensor) for name, tensor in self.movable().items()})
 
 
 class DiffusionModel(Protocol):

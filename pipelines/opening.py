@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 
 from mmspeed import comm
@@ -15,6 +17,8 @@ from mmspeed.models.text import text_identity
 from mmspeed.models.vae import codec_identity
 
 log = get_logger("train")
+
+_NAMED = 4  # settings that a message names
 
 
 def open_cache(
@@ -58,10 +62,11 @@ def check_cache(cache: DatasetCache, config: Config) -> None:
     """
     encoders = cache.info["encoders"]
     made_for, wanted = cache.info["made_for"], config.samples_made_for()
-    other = [f"data.{name}" for name in wanted if made_for.get(name) != wanted[name]]
+    other = [one for name in wanted for one in _others(f"data.{name}", made_for.get(name), wanted[name])]
     if other:
+        more = f" and {len(other) - _NAMED} more" if len(other) > _NAMED else ""
         raise UserError(
-            f"the samples in the cache {config.cache_root} were made with other {', '.join(other)}; "
+            f"the samples in the cache {config.cache_root} were made with other {', '.join(other[:_NAMED])}{more}; "
             "run `mmspeed preprocess` again (what is there is not encoded twice), or give each data set its own data.cache"
         )
     weights = config.codec_weights
@@ -78,3 +83,16 @@ def check_cache(cache: DatasetCache, config: Config) -> None:
             raise UserError(
                 f"the cache {config.cache_root} was made with another `{name}` than the config names; run `mmspeed preprocess` again"
             )
+
+
+def _others(name: str, made: Any, wanted: Any) -> list[str]:
+    """Which settings at or below `name` differ, named as on the command line: `data.sources.0.name`."""
+    if made == wanted:
+        return []
+    if isinstance(made, list) and isinstance(wanted, list) and len(made) == len(wanted):
+        if any(isinstance(one, dict) for one in wanted):
+            made, wanted = dict(enumerate(made)), dict(enumerate(wanted))
+    if isinstance(made, dict) and isinstance(wanted, dict):
+        keys = {**wanted, **made}
+        return [other for key in keys for other in _others(f"{name}.{key}", made.get(key), wanted.get(key))]
+    return [name]

@@ -18,7 +18,19 @@ from torch import Tensor, nn
 
 from mmspeed import comm
 from mmspeed.config import Config
-from mmspeed.data import BatchSampler, FirstEpoch, Loader, Maker, Step, count_present
+from mmspeed.data import (
+    MEASURED_NAME,
+    BatchSampler,
+    FirstEpoch,
+    Loader,
+    Maker,
+    Measured,
+    Step,
+    count_present,
+    make_batching,
+    make_stages,
+    sample_costs,
+)
 from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, format_seconds, get_logger
@@ -105,6 +117,7 @@ class TrainPipeline:
         self._join()
         self._open_data()
         self._build()
+        self._make_order()
         step = self._resume()
         if step >= self.config.train.steps:
             self.manager.wait()
@@ -140,9 +153,21 @@ class TrainPipeline:
         self.group = patient_group() if self.maker is not None else None
         self.cache, self.whole = open_cache(config, self.maker, self.device, self.rank, self.world, self.group)
         self.strides = Strides(*self.cache.info["encoders"]["vae"]["strides"])
-        self.sampler = BatchSampler(
-            self.cache.split("train"), config.train.samples_per_step, seed=config.seed, repeats=config.data.repeats
+    def _make_order(self) -> None:
+        """What meets in which step, and this rank's share of it."""
+        config = self.config
+        train = self.cache.split("train")
+        by_time = config.batching.by == "time"
+        batching = make_batching(
+            config.batching,
+            config.train,
+            train.buckets(),
+            sample_costs(self.bare, self.strides, config.text.max_tokens),
+            self.world,
+            measured=Measured.load(self.folder.root / MEASURED_NAME) if by_time else None,
         )
+        stages = make_stages(config.data, config.curriculum)
+        self.sampler = BatchSampler(train, batching, seed=config.seed, stages=stages)
         self.loader = Loader(
             self.cache,
             self.sampler,
@@ -207,11 +232,9 @@ class TrainPipeline:
             step, self.skipped = int(meta["step"]), int(meta["skipped"])
             if changed and self.rank == 0:
                 log.info(f"going on from step {step}; changed since it was saved: {', '.join(changed)}")
-            if meta["data"] != self.sampler.fingerprint and self.rank == 0:
-                log.warning(
-                    "the training data or train.batch_size or data.repeats changed since the checkpoint: "
-                    "the order of samples starts anew from this step's place"
-                )
+            told = self.sampler.resume(meta["order"])
+            if told is not None and self.rank == 0:
+                log.warning(f"step {step}: {told}")
         if self.rank == 0 and step < config.train.steps:
             self.folder.write_start(config, self._info(), config.codec_weights)
             trim_metrics(self.folder.metrics, step)
@@ -245,7 +268,7 @@ class TrainPipeline:
                 rate = learning_rate(step, train)
                 set_learning_rate(self.optimizer, rate)
                 result = self._step(data)
-                epoch = self.sampler.locate(step)[0]
+                epoch = self.sampler.locate(step).epoch
                 step += 1
                 # 2. a step that is not finite changed nothing, and too many end the run
                 if result is None:
@@ -291,7 +314,7 @@ class TrainPipeline:
             self.sampler,
             self.maker,
             self.rank,
-            groups=[[rank] for rank in range(self.world)],
+            self.world,
             start=step,
             stop=self.config.train.steps,
             held_out=list(observer.samples),
@@ -367,7 +390,7 @@ class TrainPipeline:
         return bool(comm.broadcast_object(self.manager.mark_best(step, loss) and self.config.checkpoint.keep_best))
 
     def _save(self, step: int, blocking: bool) -> None:
-        meta = {"step": step, "data": self.sampler.fingerprint, "skipped": self.skipped, "world": self.world}
+        meta = {"step": step, "order": self.sampler.state(step), "skipped": self.skipped, "world": self.world}
         self.manager.save(
             step,
             TrainingState(self.model, self.optimizer, self.ema, meta),

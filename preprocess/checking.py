@@ -13,6 +13,7 @@ from typing import Any
 
 from mmspeed.config import Config
 from mmspeed.config.places import is_url
+from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, format_seconds
 from mmspeed.models.text import text_identity
 from mmspeed.models.vae import codec_geometry, codec_identity
@@ -26,8 +27,10 @@ from mmspeed.preprocess.plan import Planned, samples_of
 from mmspeed.preprocess.pool import DecodePool, Failed, Selected
 from mmspeed.preprocess.reasons import Rejection
 from mmspeed.preprocess.select import split_of
+from mmspeed.preprocess.source_shapes import SourceShapes
 from mmspeed.preprocess.sources import list_sources
 from mmspeed.preprocess.statistics import DataStatistics
+from mmspeed.preprocess.suggest_text import suggest_lines
 from mmspeed.shapes import Strides
 
 __all__ = ["CheckReport", "check", "stale_reasons"]
@@ -69,12 +72,15 @@ class _Needs:
     missing_pixels: int = 0
 
 
-def check(config: Config, page: Path | None = None) -> CheckReport:
+def check(config: Config, page: Path | None = None, suggest_buckets: int | None = None) -> CheckReport:
     """Probe every source, compare with the cache, estimate size and cost, and write the page (None: its usual place).
 
-    Decodes nothing but the page's few thumbnails and loads no weights. Raises UserError when sources or encoders cannot
+    With `suggest_buckets` the lines end with so many buckets that suit the sources. Decodes nothing but the page's few thumbnails and loads no weights. Raises UserError when sources or encoders cannot
     be found, or the page cannot be written.
     """
+    if suggest_buckets is not None and suggest_buckets < 1:
+        raise UserError(f"--suggest-buckets {suggest_buckets}: ask for 1 or more")
+    shapes = None if suggest_buckets is None else SourceShapes(max(bucket.frames for bucket in config.buckets))
     report = CheckReport()
     if config.cache_dir.exists() and not config.cache_dir.is_dir():
         report.problems.append(f"data.cache: {config.cache_dir} is a file; name a folder")
@@ -83,7 +89,7 @@ def check(config: Config, page: Path | None = None) -> CheckReport:
     stored = StoredEntries(config.cache_dir)
     needs = _Needs(stored, Wanted("latents", "content", stored), Wanted("texts", "caption", stored))
     started = time.monotonic()
-    _survey(config, listing, report.statistics, needs, codec, text)
+    _survey(config, listing, report.statistics, needs, codec, text, shapes)
     seconds = time.monotonic() - started
     numbers = report.statistics
     report.lines_ += _count_lines(numbers)
@@ -103,6 +109,8 @@ def check(config: Config, page: Path | None = None) -> CheckReport:
     report.lines_ += [] if costs is None else cost_lines(config, costs)
     told = hints(config, numbers, costs)
     report.lines_ += [f"hint: {hint}" for hint in told]
+    if shapes is not None and suggest_buckets is not None:
+        report.lines_ += suggest_lines(config, shapes.cells(), suggest_buckets)
     made = DataPage(
         config=config,
         made_by="check",
@@ -129,14 +137,22 @@ def _fingerprints(config: Config) -> tuple[str | None, str]:
 
 
 def _survey(
-    config: Config, listing: Listing, numbers: DataStatistics, needs: _Needs, codec: str | None, text: str
+    config: Config,
+    listing: Listing,
+    numbers: DataStatistics,
+    needs: _Needs,
+    codec: str | None,
+    text: str,
+    shapes: SourceShapes | None = None,
 ) -> None:
-    """Probe every source; count it, its samples, and the entries that it needs."""
+    """Probe every source; count it, its samples, the entries that it needs, and its shape (also where it fits no bucket)."""
     numbers.add_listing(listing)
     name = codec if codec is not None else _NO_CODEC
     no_key: Callable[[Any], str] = lambda part: ""  # noqa: E731 (samples are only counted here)
     with DecodePool(config, listing.sources) as pool, ProgressLine("probe", len(listing.sources), "source") as line:
         for event in pool.run(lambda clip: False):
+            if shapes is not None and isinstance(event, Selected | Failed) and event.probe is not None:
+                shapes.add_probe(event.probe, config.data.fps)
             if isinstance(event, Failed):
                 line.advance()
                 numbers.add_rejection(Rejection(event.source.name, event.rejected.reason, event.rejected.detail))
@@ -165,8 +181,11 @@ def _count_lines(numbers: DataStatistics) -> list[str]:
         lines.append(f"  {reason:<16} {count:>5}  {', '.join(names)}{', ...' if count > len(names) else ''}")
     if (clips := sum(numbers.clips().values())) != numbers.usable:
         lines.append(f"  clips: {clips} of {numbers.usable} usable sources")
-    for bucket, count in numbers.samples("train").items():
-        lines.append(f"  bucket {bucket}: {count} training samples")
+    train = numbers.samples("train")
+    for bucket, used in numbers.buckets().items():
+        lost = f"{used.cropped:.0%} of pixels cropped, {used.scaled:.0%} scaled away"
+        lost += "" if bucket.is_image else f", {used.trimmed:.0%} of frames trimmed"
+        lines.append(f"  bucket {bucket}: {train.get(bucket, 0)} training samples, {lost}")
     if numbers.usable:
         lines.append(f"  held out for validation: {sum(numbers.samples('val').values())}")
     return lines

@@ -46,6 +46,7 @@ class Found:
     """What has been met so far."""
 
     def __init__(self, max_caption_chars: int) -> None:
+        self.dataset = ""  # the one that is being read
         self.sources: list[Source] = []
         self.rejections: list[Rejection] = []
         self.ignored = self.files = self.caption_files = 0
@@ -77,7 +78,7 @@ class Found:
         kind: Kind = "image" if ending(name) in IMAGE_ENDINGS else "video"
         offset, size = (member.offset, member.size) if member else (None, None)
         unique = self._unique(readable(name), readable(place))
-        self.sources.append(Source(unique, path, offset, size, kind, captions.texts, split))
+        self.sources.append(Source(unique, path, offset, size, kind, captions.texts, split, self.dataset))
 
     def reject(self, name: str, reason: Reason, detail: str) -> None:
         self.rejections.append(Rejection(name, reason, detail))

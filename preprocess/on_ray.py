@@ -252,7 +252,7 @@ def _blocks(items: Sequence[Item], size: int, workers: int) -> list[Sequence[Ite
 
 _SOURCE = pa.schema(
     [
-        *((name, pa.string()) for name in ("name", "path", "kind", "split")),
+        *((name, pa.string()) for name in ("name", "path", "kind", "split", "dataset")),
         *((name, pa.int64()) for name in ("offset", "size")),
         ("captions", pa.list_(pa.string())),
     ]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mmspeed.config import Bucket, Config, dump_config
 from mmspeed.log import format_bytes, format_seconds
+from mmspeed.preprocess.bucket_use import BucketUse
 from mmspeed.preprocess.charts import bars, box, card, cell, document, foreign, jpeg_uri, table, text, tile, tiles
 from mmspeed.preprocess.compare import SectionState
 from mmspeed.preprocess.costs import COUNTED_TEXT_TOKENS, UTILISATION, Costs
@@ -222,8 +223,10 @@ def _buckets(page: DataPage) -> str:
         ]
         return head + table(("bucket", "train", "val"), short, (1, 2)) + note
     rows = []
+    use = page.statistics.buckets()
     for row in page.costs.buckets:
-        odd = row.note(batch)
+        odd, used = row.note(batch), use.get(row.bucket, BucketUse())
+        trimmed = "-" if row.bucket.is_image else f"{used.trimmed:.0%} trimmed"
         rows.append(
             (
                 cell(text(row.bucket)),
@@ -231,15 +234,28 @@ def _buckets(page: DataPage) -> str:
                 cell(f'<span class="warn">⚠ {text(odd)}</span>' if odd else "full batches", words=True),
                 cell(f"{row.val:,}", True, f"val-{row.bucket}"),
                 cell(f"{row.clips:,}", True),
+                cell(f"{used.cropped:.0%} cropped, {used.scaled:.0%} scaled away", False, f"pixels-{row.bucket}"),
+                cell(trimmed, False, f"frames-{row.bucket}"),
                 cell(f"{row.tokens:,}", True),
                 cell(f"{row.flops / 1e9:,.1f}", True),
                 cell(f"{row.steps:,}", True),
             )
         )
-    names = ("bucket", "train", "batches", "val", "clips", "tokens", "GFLOP a sample", "steps an epoch")
+    names = (
+        "bucket",
+        "train",
+        "batches",
+        "val",
+        "clips",
+        "pixels lost",
+        "frames lost",
+        "tokens",
+        "GFLOP a sample",
+        "steps an epoch",
+    )
     return (
         head
-        + table(names, rows, (1, *range(3, 8)))
+        + table(names, rows, (1, 3, 4, 7, 8, 9))
         + note
         + f'<div class="cards">{card("Training samples", chart)}</div>'
     )

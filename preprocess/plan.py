@@ -36,6 +36,7 @@ class Row:
     crop: int
     latent_key: str
     text_keys: tuple[str, ...]
+    dataset: str = ""
 
     @property
     def order(self) -> tuple[str, str, int, int]:
@@ -59,6 +60,7 @@ def rows_of(
                 crop=clip.crop_number,
                 latent_key=latent_key(clip),
                 text_keys=text_keys,
+                dataset=one.source.dataset,
             )
 
 
@@ -85,6 +87,7 @@ def samples_of_rows(rows: Iterable[Row], data: DataConfig, strides: Strides) -> 
             source=group[0].source,
             tokens=tokens[group[0].bucket],
             content_id=group[0].content_id,
+            dataset=group[0].dataset,
         )
         for key, group in zip(keys, groups, strict=True)
     ]

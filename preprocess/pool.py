@@ -41,11 +41,12 @@ class Frames:
 
 @dataclass(frozen=True)
 class Failed:
-    """A wanted clip, or with `clip` None the whole source, is rejected."""
+    """A wanted clip, or with `clip` None the whole source, is rejected; `probe` is of a source that fits no bucket."""
 
     source: Source
     clip: Clip | None
     rejected: Rejected
+    probe: Probe | None = None
 
 
 @dataclass(frozen=True)
@@ -111,12 +112,13 @@ def source_events(
 ) -> Iterator[Event]:
     """What becomes of one source."""
     data, limit = config.data, config.preprocess.time_limit
+    probe: Probe | None = None
     try:
         probe = worker.open(source, int(data.max_file_mb * 1e6), data.max_pixels, limit)
-        clips = select_clips(source, probe, data, config.preprocess.full_hash)
+        clips = select_clips(source, probe, data, config.preprocess.full_hash, config.seed)
     except (Rejected, OSError) as error:
         why = error if isinstance(error, Rejected) else _unreadable(error)
-        yield Failed(source, None, why)
+        yield Failed(source, None, why, probe if isinstance(error, Rejected) else None)
     else:
         yield Selected(source, clips, probe)
         chosen = [clip for clip in clips if wanted(clip)]

@@ -33,6 +33,7 @@ class Reason(str, Enum):
     TOO_SHORT = "too_short"
     TOO_SMALL = "too_small"
     NO_BUCKET = "no_bucket"
+    NOT_KEPT = "not_kept"
     TIME_LIMIT = "time_limit"
     DECODER_CRASHED = "decoder_crashed"
     BAD_ROW = "bad_row"
@@ -63,6 +64,7 @@ _EXPLANATIONS = {
     Reason.TOO_SHORT: "The clip is shorter than the shortest video bucket at data.fps.",
     Reason.TOO_SMALL: "The picture is smaller than every bucket, and data.allow_upscale is false.",
     Reason.NO_BUCKET: "No bucket is for this kind: an image without an F = 1 bucket, or a video with no other.",
+    Reason.NOT_KEPT: "Every bucket that the source fits was drawn out by data.buckets[].keep.",
     Reason.TIME_LIMIT: "Probing or decoding took longer than preprocess.time_limit.",
     Reason.DECODER_CRASHED: "The decoder process died on this file.",
     Reason.BAD_ROW: "The manifest row cannot be read, or lacks what it must say.",

@@ -1,16 +1,18 @@
 """What is taken of a source: its buckets, and of each its windows of time and its crops.
 
-Pure, and the whole of what a latent's key covers.
+Pure. Of each clip, what a latent's key covers; which buckets are drawn out is no part of a key: the bucket is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mmspeed.config import Bucket
 from mmspeed.config.schema import DataConfig
 from mmspeed.preprocess.decode import Cut
 from mmspeed.preprocess.probe import Probe
+from mmspeed.preprocess.reasons import Reason, Rejected
 from mmspeed.preprocess.source import Source, content_id
 from mmspeed.preprocess.transform import crop_boxes, rank_buckets
 from mmspeed.preprocess.windows import choose_windows
@@ -48,14 +50,27 @@ def split_of(source: Source, content_id: str, data: DataConfig, seed: int) -> st
     return "val" if uniform(seed, "val_split", content_id) < data.val_fraction else "train"
 
 
-def select_clips(source: Source, probe: Probe, data: DataConfig, full_hash: bool) -> tuple[Clip, ...]:
-    """The clips that `data` takes of a probed source: for its best buckets, the windows and crops of each.
+def kept_buckets(ranked: Sequence[Bucket], keep: Mapping[Bucket, float], content_id: str, seed: int) -> list[Bucket]:
+    """Those of `ranked`, in their order, that are not drawn out: each stays with its probability `keep`.
 
-    Ordered by bucket (the best first), window and crop; never none. Raises Rejected with the reason, and OSError when the
-    file cannot be read.
+    As in Open-Sora, the draw is of one bucket for one content. It depends on nothing else, so that another bucket in the config, or
+    another `keep` of one, changes the draw of no other.
     """
-    buckets = rank_buckets(probe, tuple(b.bucket() for b in data.buckets), data.fps, data.allow_upscale)
+    return [b for b in ranked if keep[b] >= 1 or uniform(seed, "bucket_keep", content_id, b.name) < keep[b]]
+
+
+def select_clips(source: Source, probe: Probe, data: DataConfig, full_hash: bool, seed: int) -> tuple[Clip, ...]:
+    """The clips that `data` takes of a probed source: for its best buckets of those kept, the windows and crops of each.
+
+    Ordered by bucket (the best first), window and crop; never none. `seed` is of the draws of `data.buckets[].keep`. Raises Rejected
+    with the reason, and OSError when the file cannot be read.
+    """
+    keep = {b.bucket(): b.keep for b in data.buckets}
+    ranked = rank_buckets(probe, tuple(keep), data.fps, data.allow_upscale)
     content = content_id(source, full_hash)
+    buckets = kept_buckets(ranked, keep, content, seed)
+    if not buckets:
+        raise Rejected(Reason.NOT_KEPT, f"drawn out of {', '.join(map(str, ranked))} by data.buckets[].keep")
     clips = []
     for bucket in buckets[: data.buckets_per_clip]:
         fps = 0.0 if bucket.is_image else float(data.fps or probe.fps)

@@ -21,6 +21,7 @@ class Source:
 
     `name` is unique and readable: the path relative to the source's root, or `set.tar!member`. `offset` and `size` say
     where a tar member's bytes lie in `path`; both are None for a plain file. `kind` is a guess by the name's ending.
+    `dataset` is the name of the data set it belongs to (`DataConfig.dataset_names`), one object for all of its sources.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Source:
     kind: Kind
     captions: tuple[str, ...]
     split: Split
+    dataset: str = ""
 
     def open(self) -> BinaryIO:
         """The bytes of the media as a seekable file. Raises OSError."""

@@ -55,7 +55,8 @@ def list_sources(data: DataConfig) -> Listing:
     Raises UserError for a missing path, an unknown format, a missing column, or a place without any media.
     """
     found = Found(data.max_caption_chars)
-    for config in data.sources:
+    for config, name in zip(data.sources, data.dataset_names, strict=True):
+        found.dataset = name
         before = len(found.sources), len(found.rejections)
         for path in _paths(config):
             _READ[_format(config, path)](found, config, path)

@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from mmspeed.config import Bucket
+from mmspeed.preprocess.bucket_use import BucketUse, use_of
 from mmspeed.preprocess.listing import Listing
 from mmspeed.preprocess.probe import Probe
 from mmspeed.preprocess.reasons import Reason, Rejected, Rejection
@@ -38,7 +39,7 @@ EDGES: dict[str, tuple[float, ...]] = {
     "caption_tokens": (8, 16, 24, 32, 48, 64, 77, 96, 128, 192, 256, 384, 512),
     "captions": (1, 2, 3, 4, 5, 6, 8, 11, 21),
 }
-_COUNTED = ("sizes", "endings", "codecs", "clips", "samples")
+_COUNTED = ("sizes", "endings", "codecs", "samples")
 _LISTED = (
     *("files", "caption_files", "ignored", "beyond_limit"),
     *("captions_cut", "captions_repaired", "captions_stripped", "captions_dropped"),
@@ -183,7 +184,7 @@ class DataStatistics:
     `files` = `listed` + `beyond_limit` + `caption_files` + `ignored` + `rejected_files`, where `listed` counts sources;
     `listed` = `usable` + `rejected_sources` once every source was added. `rejected_clips` are clips of usable sources.
     Times are of videos only: their whole length, what the clips take of it, and what `data.windows: all` would take.
-    `pixels` are those of all frames taken, `pixels_kept` those inside the crops.
+    `pixels` are those of all frames taken, `pixels_kept` those inside the crops. `use` has the like of each bucket apart.
     """
 
     sums: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(_SUMS, 0)))
@@ -191,6 +192,7 @@ class DataStatistics:
         default_factory=lambda: {name: Histogram(edges, name.startswith("caption")) for name, edges in EDGES.items()}
     )
     counts: dict[str, Counts] = field(default_factory=lambda: {name: Counts() for name in _COUNTED})
+    use: dict[str, BucketUse] = field(default_factory=dict)  # by the bucket's name
     reasons: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[tuple[str, str]]] = field(default_factory=dict)  # reason -> (source, detail)
     shown: list[Shown] = field(default_factory=list)
@@ -237,11 +239,11 @@ class DataStatistics:
             self.histograms["seconds"].add(seconds)
             self.histograms["fps"].add(probe.fps)
             self._add_times(probe, clips, seconds)
-        for clip in clips:
-            left, top, right, bottom = clip.crop
-            self.counts["clips"].add(clip.bucket.name)
-            self.sums["pixels"] += len(clip.indices) * probe.width * probe.height
-            self.sums["pixels_kept"] += len(clip.indices) * (right - left) * (bottom - top)
+        for bucket in dict.fromkeys(clip.bucket for clip in clips):
+            used = use_of(probe, [clip for clip in clips if clip.bucket == bucket])
+            self.use.setdefault(bucket.name, BucketUse()).add(used)
+            self.sums["pixels"] += used.pixels
+            self.sums["pixels_kept"] += used.pixels_kept
         self._show(source, probe, clips, seconds)
 
     def add_sample(self, bucket: Bucket, split: str) -> None:
@@ -261,9 +263,13 @@ class DataStatistics:
                 found[Bucket.parse(bucket)] = count
         return dict(sorted(found.items()))
 
+    def buckets(self) -> dict[Bucket, BucketUse]:
+        """What the clips of each bucket take of their sources, in the order of the buckets."""
+        return {bucket: self.use[bucket.name] for bucket in sorted(map(Bucket.parse, self.use))}
+
     def clips(self) -> dict[Bucket, int]:
         """Clips by bucket, in the order of the buckets."""
-        return dict(sorted((Bucket.parse(name), count) for name, count in self.counts["clips"].named.items()))
+        return {bucket: used.clips for bucket, used in self.buckets().items()}
 
     def merge(self, other: DataStatistics) -> None:
         """Add the numbers of another part of the data set."""
@@ -273,6 +279,8 @@ class DataStatistics:
             histogram.merge(other.histograms[name])
         for name, counts in self.counts.items():
             counts.merge(other.counts[name])
+        for name, used in other.use.items():
+            self.use.setdefault(name, BucketUse()).add(used)
         for reason, examples in other.examples.items():
             self.examples[reason] = sorted([*self.examples.get(reason, []), *examples])[:EXAMPLES]
         self._keep_shown([*self.shown, *other.shown])
@@ -283,6 +291,7 @@ class DataStatistics:
             "sums": dict(self.sums),
             "histograms": {name: histogram.to_json() for name, histogram in self.histograms.items()},
             "counts": {name: [dict(counts.named), counts.other] for name, counts in self.counts.items()},
+            "use": {name: asdict(used) for name, used in self.use.items()},
             "reasons": dict(self.reasons),
             "examples": {reason: [list(pair) for pair in pairs] for reason, pairs in self.examples.items()},
             "shown": [asdict(shown) | {"buckets": list(shown.buckets)} for shown in self.shown],
@@ -298,6 +307,7 @@ class DataStatistics:
             histogram.load(tree["histograms"][name])
         for name, counts in made.counts.items():
             counts.named, counts.other = Counter(tree["counts"][name][0]), tree["counts"][name][1]
+        made.use = {name: BucketUse(**used) for name, used in tree["use"].items()}
         made.examples = {reason: [(name, why) for name, why in pairs] for reason, pairs in tree["examples"].items()}
         made.shown = [Shown(**{**shown, "buckets": tuple(shown["buckets"])}) for shown in tree["shown"]]
         return made

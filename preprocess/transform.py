@@ -19,12 +19,13 @@ from mmspeed.shapes import Bucket
 
 
 def rank_buckets(probe: Probe, buckets: Sequence[Bucket], fps: float | None, allow_upscale: bool) -> list[Bucket]:
-    """The buckets that a probed file fills, the best first: the most frames, then the crop that keeps the most of it.
+    """The buckets that a probed file fills, the one that loses least of it first.
 
-    Images and videos of one frame take F = 1 buckets and videos take the others. Where the picture covers some of the buckets,
-    only those count; where it covers none, those that it would be enlarged for count with `allow_upscale`. Of equal crops
-    the larger bucket comes first (the smaller enlargement, where there must be one). Raises Rejected (no_bucket,
-    too_short, too_small) instead of giving none.
+    What a bucket keeps is its frames x its pixels x the share of the picture that the crop keeps; pixels that enlarging makes
+    do not count. Images and videos of one frame take F = 1 buckets and videos take the others. Where the picture covers
+    some of the buckets, only those count; where it covers none, those that it would be enlarged for count with
+    `allow_upscale`. Of equals the one that crops less comes first, then the smaller enlargement, then the larger bucket.
+    Raises Rejected (no_bucket, too_short, too_small) instead of giving none.
     """
     single = len(probe.pts_seconds) == 1
     kind = [bucket for bucket in dict.fromkeys(buckets) if bucket.is_image == single]
@@ -39,17 +40,18 @@ def rank_buckets(probe: Probe, buckets: Sequence[Bucket], fps: float | None, all
         raise Rejected(Reason.TOO_SMALL, f"{probe.width} x {probe.height}, and the smallest bucket is {smallest}")
 
     def order(bucket: Bucket) -> tuple[float, ...]:
-        enlarged = max(1.0, _scale(probe, bucket))
-        kept = round(kept_fraction(probe.width, probe.height, bucket), 6)
-        return bucket.frames, kept, -enlarged, bucket.height * bucket.width, bucket.width
+        area = bucket.height * bucket.width
+        kept = kept_fraction(probe.width, probe.height, bucket)
+        worth = bucket.frames * kept * min(area, probe.width * probe.height)
+        return worth, kept, -max(1.0, _scale(probe, bucket)), area, bucket.width
 
     return sorted(covered or long_enough, key=order, reverse=True)
 
 
 def kept_fraction(width: int, height: int, bucket: Bucket) -> float:
     """The share of a picture's pixels that the centre crop to the bucket's aspect ratio keeps."""
-    ratio = (bucket.width * height) / (bucket.height * width)
-    return min(ratio, 1 / ratio)
+    one, other = bucket.width * height, bucket.height * width
+    return min(one, other) / max(one, other)  # of whole numbers, so equal shapes give equal shares
 
 
 def crop_box(width: int, height: int, bucket: Bucket) -> Box:

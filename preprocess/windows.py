@@ -24,6 +24,16 @@ def covers(pts: Sequence[float], frames: int, fps: float | None) -> bool:
     return (frames - 1) / fps <= _reach(pts) - pts[0]
 
 
+def frames_available(pts: Sequence[float], fps: float | None) -> int:
+    """The most frames at `fps` that a clip with frames at `pts` (seconds) `covers`."""
+    if fps is None or len(pts) == 1:
+        return len(pts)
+    count = max(1, int((_reach(pts) - pts[0]) * fps))  # rounding may leave it one or two short
+    while covers(pts, count + 1, fps):
+        count += 1
+    return count
+
+
 def choose_frames(pts: Sequence[float], frames: int, fps: float | None) -> list[int]:
     """Indices into `pts` (seconds, ascending) of the `frames` frames of the one window in the middle of the clip.
 

@@ -150,6 +150,10 @@ def check(
         Path | None,
         typer.Option("--report", metavar="FILE", help="HTML page to write; by default OUTPUT/NAME-data.html."),
     ] = None,
+    suggest_buckets: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Also find the N buckets that lose least of the sources, and show what is lost."),
+    ] = None,
 ) -> None:
     """Read the data set and say what will happen and what it will cost, in lines and as an HTML page; needs no accelerator."""
     from rich.console import Console
@@ -157,7 +161,7 @@ def check(
     from mmspeed.config import load_config
     from mmspeed.preprocess import check as check_data
 
-    report = check_data(load_config(config, overrides or ()), report_file)
+    report = check_data(load_config(config, overrides or ()), report_file, suggest_buckets)
     report.print(Console())
     if report.problems:
         raise typer.Exit(1)

@@ -266,6 +266,7 @@ def _samples(latents: int, texts: int) -> dict[str, Any]:
         "tokens": pa.array(np.full(latents, 1280)),
         "content_id": _hex(_keys(ids, 4)),
         "lost": _constant(False, latents, pa.bool_()),
+        "dataset": _constant("clips", latents, pa.string()),
         "captions": _constant(1, latents, pa.int32()),
     }
 

@@ -336,6 +336,9 @@ class Config(Section):
         ]
         if self.data.val_fraction > 0:
             data["val_fraction"] = [self.data.val_fraction, self.seed]  # the draw depends on both
+        for bucket in data["buckets"]:
+            if bucket["keep"] < 1:
+                bucket["keep"] = [bucket["keep"], self.seed]  # so does this one
         return data
 
     @property

@@ -1,12 +1,26 @@
 """The dataset cache, which preprocess writes and training reads, and the order in which its samples are trained on."""
 
+from .batch_sizes import (
+    COUNTED_TEXT_TOKENS,
+    MEASURED_NAME,
+    Measured,
+    Measurement,
+    SampleCosts,
+    make_batching,
+    make_stages,
+    sample_costs,
+)
 from .cache import DatasetCache
 from .compiled import compile_index
+from .deal import Cost, Lot, deal, load_of
+from .forecast import Forecast, forecast
 from .keys import canonical_json, entry_key, number_duplicates, sample_key
 from .loader import Loader, Step, assemble, choose_text, draw_latent, first_frame, pad_texts, read_ahead
 from .mapped import SampleTable
 from .online import FirstEpoch, Made, Maker, Task
-from .sampler import BatchSampler, Draw, count_present, micro_batches
+from .order import Batching, Order, Place, Position, Stage
+from .sampler import BatchSampler, Draw
+from .shares import count_present, micro_batches, share
 from .tables import (
     SCHEMA_VERSION,
     SECTIONS,
@@ -22,21 +36,34 @@ from .tables import (
 from .writer import CacheWriter, RepairReport, latent_tensors, repair, text_tensors
 
 __all__ = [
+    "COUNTED_TEXT_TOKENS",
+    "MEASURED_NAME",
     "SCHEMA_VERSION",
     "SECTIONS",
     "BatchSampler",
+    "Batching",
     "CacheWriter",
+    "Cost",
     "DatasetCache",
     "Draw",
     "Entry",
     "FirstEpoch",
+    "Forecast",
     "Loader",
+    "Lot",
     "Made",
     "Maker",
+    "Measured",
+    "Measurement",
+    "Order",
+    "Place",
+    "Position",
     "Rejection",
     "RepairReport",
     "Sample",
+    "SampleCosts",
     "SampleTable",
+    "Stage",
     "Step",
     "Task",
     "assemble",
@@ -44,10 +71,15 @@ __all__ = [
     "choose_text",
     "compile_index",
     "count_present",
+    "deal",
     "draw_latent",
     "entry_key",
     "first_frame",
+    "forecast",
     "latent_tensors",
+    "load_of",
+    "make_batching",
+    "make_stages",
     "micro_batches",
     "number_duplicates",
     "pad_texts",
@@ -55,7 +87,9 @@ __all__ = [
     "read_info",
     "read_samples",
     "repair",
+    "sample_costs",
     "sample_key",
+    "share",
     "text_tensors",
     "write_info",
     "write_rejects",

@@ -20,7 +20,7 @@ from mmspeed.errors import UserError
 
 from .keys import canonical_json, digest, is_key
 from .seal import is_sealed
-from .tables import Entry, entry_schema, index_path, read_table
+from .tables import Entry, entry_schema, index_path, old_samples, read_table
 
 _BLOCK = tarfile.BLOCKSIZE
 # what damaged files make readers raise
@@ -144,5 +144,5 @@ def sealed_table(path: Path, schema: pa.Schema) -> pa.Table:
         raise ValueError("is not as it was written")
     table = read_table(path)
     if table.schema.names != schema.names or table.schema.types != schema.types:
-        raise ValueError("is another table")
+        raise old_samples(path, table.schema) or ValueError("is another table")
     return table

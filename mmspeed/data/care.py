@@ -24,6 +24,7 @@ from .files import READERS_LOCK, TEMP_SUFFIX, abandoned, disk_errors, try_lock
 from .shards import ShardWriter
 from .tables import (
     Entry,
+    OldSamplesError,
     index_files,
     index_path,
     read_samples,
@@ -249,7 +250,9 @@ def plan_prune(root: Path, keep_codecs: Sequence[str] = ()) -> PrunePlan:
     try:
         sealed_table(root / "index" / "samples.parquet", sample_schema())
     except FileNotFoundError:
-        pass  # the next line says so
+        pass  # read_samples says so
+    except OldSamplesError:
+        raise
     except BROKEN as error:
         raise UserError(
             f"the table of samples of {root}: {error}; run `mmspeed cache verify --repair {root}` first"

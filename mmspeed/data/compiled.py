@@ -44,7 +44,7 @@ from .tables import (
     shard_of_index,
 )
 
-VERSION = 1  # of the compiled files; others are made anew
+VERSION = 2  # of the compiled files; others are made anew
 ENTRIES_NAME, SAMPLES_NAME = "entries.arrow", "samples.arrow"
 FACTS = b"mmspeed.facts"
 KEY_BYTES = 16
@@ -71,6 +71,7 @@ SAMPLES_SCHEMA = pa.schema(
         "text_keys": pa.large_list(_KEY),
         "split": pa.int8(),
         "bucket": pa.int32(),
+        "dataset": pa.int32(),  # number in the list of data sets
         "tokens": pa.int64(),
         "lost": pa.uint8(),
         "content_id": pa.large_string(),
@@ -87,6 +88,7 @@ class Facts:
     stamps: str  # digest of names, sizes and times of the Parquet files
     version: int = VERSION
     buckets: list[str] = field(default_factory=list)
+    datasets: list[str] = field(default_factory=list)
     shards: list[str] = field(default_factory=list)
     sections: dict[str, list[int]] = field(default_factory=dict)  # rows [start, stop) of each section
     duplicates: int = 0
@@ -113,6 +115,14 @@ def list_index(root: Path) -> Listing:
             found = path.stat()
             rows.append([path.name, found.st_size, found.st_mtime_ns])
     return Listing(digest_of_files([row[:2] for row in rows]), digest_of_files(rows))
+
+
+def fits(schema: pa.Schema, wanted: pa.Schema) -> bool | None:
+    """Whether a compiled file's schema is the one that this version reads; None when another version made it. Raises ValueError."""
+    facts = json.loads((schema.metadata or {}).get(FACTS, b"{}"))
+    if isinstance(facts, dict) and facts.get("version", VERSION) != VERSION:
+        return None
+    return bool(schema.equals(wanted, check_metadata=False))
 
 
 def digest_of_files(rows: list[list[Any]]) -> str:
@@ -305,10 +315,12 @@ def _write_samples(root: Path, target: Path, listing: Listing, entries: _Entries
     except (pa.ArrowException, OSError, ValueError) as error:
         raise UserError(f"cache table {path} is damaged ({error}); run mmspeed preprocess again") from error
     lacking = _lacking(entries, made)
-    buckets, made["bucket"] = made["bucket"].dictionary.to_pylist(), made["bucket"].indices.cast(pa.int32())
+    names = {name: made[name].dictionary.to_pylist() for name in ("bucket", "dataset")}
+    made |= {name: made[name].indices.cast(pa.int32()) for name in names}
     facts = Facts(
         **asdict(listing),
-        buckets=buckets,
+        buckets=names["bucket"],
+        datasets=names["dataset"],
         null_key=null_key.decode() if null_key else None,
         lacking=len(lacking),
         lacking_source=made["source"][int(lacking[0])].as_py() if len(lacking) else "",
@@ -325,7 +337,7 @@ def _sample_column(name: str, column: pa.Array, path: Path) -> pa.Array:
         return _key_lists(column, path)
     if name == "key" and len(column) > 1 and not pc.all(pc.less(column[:-1], column[1:])).as_py():
         raise ValueError("it is not in the order of its keys")
-    if name == "bucket":
+    if name in ("bucket", "dataset"):
         return column.dictionary_encode()
     if name == "split":
         codes = pc.index_in(column, value_set=pa.array(SPLITS, pa.large_string()))

@@ -1,31 +1,33 @@
-"""From steps to batches: reads the cache, draws what an epoch draws anew, pads captions, reads ahead of the consumer.
+"""From steps to batches: reads the cache, draws what an epoch draws anew (noise and timesteps too), pads captions.
+
+How that is done ahead of the consumer, in a thread or in processes, stands in `feed.py`.
 
 No encoder and no video is touched here. Legend: B batch, C channels, T h w latent, L caption tokens, D text width.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.protocol import Batch, TextEntry
 from mmspeed.rng import normal, uniform
 
 from .cache import DatasetCache
+from .feed import in_workers, on_device, read_ahead
 from .online import FirstEpoch
-from .sampler import BatchSampler, Draw, count_present, micro_batches
+from .sampler import BatchSampler, Draw
+from .shares import count_present
 from .tables import Sample
 
-Item = TypeVar("Item")
 Name = tuple[str, int, int]
+Part = list[tuple[Draw, float]]  # a micro-batch before it is read
 
 
 def draw_latent(stored: dict[str, Tensor], seed: int, name: Name) -> Tensor:
@@ -71,8 +73,26 @@ def pad_texts(texts: Sequence[TextEntry]) -> tuple[Tensor, Tensor]:
     return text_BLD, mask_BL
 
 
-def assemble(cache: DatasetCache, draws: Sequence[tuple[Draw, float]], seed: int, caption_dropout: float) -> Batch:
+def draw_noise(names: Sequence[Name], shape_CThw: tuple[int, ...], seed: int) -> Tensor:
+    """Standard normal noise (B, C, T, h, w), float32 on the CPU, of samples named (key, epoch, repeat) (law 1)."""
+    return torch.stack([normal(shape_CThw, seed, "noise", *name) for name in names])
+
+
+def draw_quantiles(names: Sequence[Name], seed: int) -> Tensor:
+    """Where in the training distribution of times each sample stands: (B,), float64 in [0, 1), on the CPU (law 1)."""
+    return torch.tensor([uniform(seed, "timestep", *name) for name in names], dtype=torch.float64)
+
+
+def assemble(
+    cache: DatasetCache,
+    draws: Sequence[tuple[Draw, float]],
+    seed: int,
+    caption_dropout: float,
+    noise: bool = False,
+) -> Batch:
     """The batch of (draw, weight) pairs of one bucket; each is as it would be in any other company.
+
+    With `noise` it carries what training draws by name, so that this is not drawn where the model waits for it.
 
     No draw may be of a lost sample; `micro_batches` puts others in their place. Raises UserError when an entry is missing or
     damaged, or when latents of the bucket differ in shape.
@@ -92,16 +112,50 @@ def assemble(cache: DatasetCache, draws: Sequence[tuple[Draw, float]], seed: int
             )
     text_BLD, mask_BL = pad_texts(texts)
     pooled = [text.pooled_D for text in texts if text.pooled_D is not None]
+    names = [draw.name for draw, _ in draws]
     return Batch(
         latents_BCThw=torch.stack(latents),
         text_BLD=text_BLD,
         text_mask_BL=mask_BL,
         weights_B=torch.tensor([weight for _, weight in draws], dtype=torch.float32),
-        names=[draw.name for draw, _ in draws],
+        names=names,
         bucket=draws[0][0].sample.bucket,
         sources=[draw.sample.source for draw, _ in draws],
         pooled_BD=torch.stack(pooled).float() if len(pooled) == len(texts) else None,
+        noise_BCThw=draw_noise(names, tuple(latents[0].shape), seed) if noise else None,
+        u_B=draw_quantiles(names, seed) if noise else None,
     )
+
+
+class Batches:
+    """A step's micro-batches on this rank: their number is known, each is read when its turn comes, and handed out once."""
+
+    def __init__(self, count: int, first: Batch | None, pull: Callable[[], Batch | None]) -> None:
+        self._count = self._left = count
+        self._first, self._pull = first, pull
+        self.text_tokens = 0  # longest padded caption of those handed out
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Batch]:
+        if self._left < self._count:
+            raise RuntimeError("the micro-batches of a step are handed out once")
+        return self
+
+    def __next__(self) -> Batch:
+        if not self._left:
+            raise StopIteration
+        self._left -= 1
+        batch, self._first = self._first or self._pull(), None
+        assert batch is not None
+        self.text_tokens = max(self.text_tokens, batch.text_mask_BL.shape[1])
+        return batch
+
+    def drop(self) -> None:
+        """Pass over those that nobody asked for."""
+        while self._left:
+            next(self)
 
 
 @dataclass(frozen=True)
@@ -109,10 +163,31 @@ class Step:
     """One optimizer step: its draws over all ranks, and this rank's micro-batches; none when all its samples are lost."""
 
     draws: list[Draw]
-    batches: list[Batch]
+    batches: Batches
 
 
-_Part = tuple[list[Draw], Batch | None, bool]  # a step's draws, a micro-batch of it, and whether it is the last
+_Tag = tuple[list[Draw], int]  # of a micro-batch: its step's draws, and how many micro-batches the step has
+_Source = Generator[tuple[_Tag, Batch | None], None, None]
+
+
+class _Reader:
+    """Reads a part. In another process it opens the cache anew, when it first reads, so that errors find their way."""
+
+    def __init__(self, cache: DatasetCache, seed: int, caption_dropout: float) -> None:
+        self._cache: DatasetCache | None = cache
+        self._opening = cache.__reduce__()
+        self._seed, self._caption_dropout = seed, caption_dropout
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_cache": None}
+
+    def __call__(self, part: Part) -> Batch | None:
+        if not part:
+            return None
+        if self._cache is None:
+            kind, arguments = self._opening
+            self._cache = kind(*arguments)
+        return assemble(self._cache, part, self._seed, self._caption_dropout, noise=True)
 
 
 class Loader:
@@ -123,8 +198,11 @@ class Loader:
         rank, world: this rank among those that split the batch.
         micro_batch_size: samples that one device computes at a time; None: its whole share of a step.
         seed, caption_dropout: of the draws that are made when a sample is read.
-        prefetch: micro-batches read ahead by a thread; 0: read when asked for.
+        prefetch: micro-batches in memory ahead of the one that was asked for, by a thread; 0: read when asked for.
         first_epoch: makes what an incomplete cache lacks; may be set later, before `steps`.
+        workers: processes that read, beside the thread. Each has one micro-batch under way at least, and one waits here
+            (two where there is an accelerator), even if `prefetch` is less.
+        device: where an accelerator's batches are brought to, one ahead; on the CPU, or without it, they stay as they were read.
     """
 
     def __init__(
@@ -138,90 +216,99 @@ class Loader:
         caption_dropout: float = 0.0,
         prefetch: int = 0,
         first_epoch: FirstEpoch | None = None,
+        workers: int = 0,
+        device: Device | None = None,
     ) -> None:
         self.cache, self.sampler = cache, sampler
         self.rank, self.world, self.micro_batch_size = rank, world, micro_batch_size
         self.seed, self.caption_dropout, self.prefetch = seed, caption_dropout, prefetch
-        self.first_epoch = first_epoch
+        self.first_epoch, self.workers, self.device = first_epoch, workers, device
         self.waited_seconds = 0.0  # time the consumer stood still for data, over all steps so far
 
     def steps(self, start: int, stop: int) -> Generator[Step, None, None]:
-        """The micro-batches of each optimizer step in [start, stop), counted from the start of training.
+        """The optimizer steps in [start, stop), counted from the start of training, with the micro-batches of each.
 
-        While a first epoch is being made, each step is read when it is asked for, as all ranks make it together then. An
-        error while reading ahead is raised here, at the step it belongs to. Closing the generator ends the thread.
+        A step's micro-batches are there until the next step is asked for. While a first epoch is being made, they are read
+        when they are asked for, as all ranks make it together then. An error while reading ahead is raised here, at the
+        micro-batch it belongs to. Closing the generator ends the thread and the processes.
         """
         while start < stop and self.first_epoch is not None and self.first_epoch.active:
             began = time.perf_counter()
             self.first_epoch.provide(start)
-            step = self._gathered(self._micro_batches(start))
             self.waited_seconds += time.perf_counter() - began
-            yield step
+            yield from self._grouped(self._read(self._jobs(range(start, start + 1))))
             start += 1
         if self.first_epoch is not None and start >= self.sampler.steps_per_epoch:
             self.first_epoch.finish()
-        parts = (part for step in range(start, stop) for part in self._micro_batches(step))
-        source = read_ahead(parts, self.prefetch) if self.prefetch else parts
+        source = self._source(self._jobs(range(start, stop)))
         try:
-            for _ in range(start, stop):
-                began = time.perf_counter()
-                step = self._gathered(source)
-                self.waited_seconds += time.perf_counter() - began
-                yield step
+            yield from self._grouped(source)
         finally:
             source.close()
 
-    @staticmethod
-    def _gathered(parts: Iterator[_Part]) -> Step:
-        """The next step's parts together."""
-        batches = []
-        for draws, batch, last in parts:
-            batches += [] if batch is None else [batch]
-            if last:
-                return Step(draws, batches)
-        raise RuntimeError("a step without an end")
+    def _grouped(self, source: _Source) -> Generator[Step, None, None]:
+        """A stream of micro-batches by their steps."""
+        while (first := self._pull(source)) is not None:
+            (draws, count), batch = first
+            batches = Batches(count, batch, lambda: _batch(self._pull(source)))
+            del first, batch  # it is the consumer's alone, and gone when the consumer is done with it
+            yield Step(draws, batches)
+            batches.drop()
 
-    def _micro_batches(self, step: int) -> Iterator[_Part]:
-        """The micro-batches of a step, one by one."""
+    def _pull(self, source: _Source) -> tuple[_Tag, Batch | None] | None:
+        """The next micro-batch, None at the end, and the time that this takes."""
+        began = time.perf_counter()
+        try:
+            return next(source, None)
+        finally:
+            self.waited_seconds += time.perf_counter() - began
+
+    # -- what is read, and where ------------------------------------------------------------------------------------
+
+    def _parts(self, step: int) -> tuple[list[Draw], list[Part]]:
+        """A step's draws over all ranks, and this rank's micro-batches; none of these when all samples are lost."""
         draws = self.sampler.step(*self.sampler.locate(step))
         if self.first_epoch is not None:
             draws = self.first_epoch.mark(draws)
         if not count_present(draws):
-            yield draws, None, True
-            return
-        parts = micro_batches(draws, self.rank, self.world, self.micro_batch_size)
-        for number, part in enumerate(parts, start=1):
-            yield draws, assemble(self.cache, part, self.seed, self.caption_dropout), number == len(parts)
+            return draws, []
+        return draws, micro_batches(draws, self.rank, self.world, self.micro_batch_size)
+
+    def _jobs(self, steps: range) -> Iterator[tuple[_Tag, Part]]:
+        """The parts of all steps in their order; an empty one for a step that has none."""
+        for step in steps:
+            draws, parts = self._parts(step)
+            for part in parts or [[]]:
+                yield (draws, len(parts)), part
+
+    def _read(self, jobs: Iterator[tuple[_Tag, Part]], pin: bool = False) -> _Source:
+        """The micro-batches of `jobs`, read when they are asked for."""
+        read = _Reader(self.cache, self.seed, self.caption_dropout)
+        for tag, part in jobs:
+            yield tag, (_pinned(read(part)) if pin else read(part))
+
+    def _source(self, jobs: Iterator[tuple[_Tag, Part]]) -> _Source:
+        """The micro-batches of `jobs`, read and copied ahead."""
+        copied = self.device is not None and self.device.kind != "cpu" and (self.prefetch >= 2 or self.workers > 0)
+        ahead = self.prefetch - copied  # the copy on the device is one of them
+        source: _Source
+        if self.workers:
+            read = _Reader(self.cache, self.seed, self.caption_dropout)
+            each = max(1, (ahead - 1) // self.workers)  # the one that the thread has taken is one of them too
+            finish = _pinned if copied else None
+            source = read_ahead(in_workers(jobs, read, self.workers, each, finish), 1)
+        else:
+            source = self._read(jobs, pin=copied)
+            source = read_ahead(source, ahead) if ahead else source
+        if copied:
+            assert self.device is not None
+            return on_device(source, self.device)
+        return source
 
 
-def read_ahead(source: Iterator[Item], depth: int) -> Generator[Item, None, None]:
-    """The items of `source`, made by a thread that is at most `depth` items ahead of the consumer.
+def _batch(item: tuple[_Tag, Batch | None] | None) -> Batch | None:
+    return None if item is None else item[1]
 
-    Items, errors and the end come in their order. When the generator is closed, the thread finishes the item it is at
-    and ends.
-    """
-    done: queue.SimpleQueue[tuple[Item | None, BaseException | None]] = queue.SimpleQueue()
-    permits, stopped = threading.Semaphore(depth), threading.Event()
 
-    def produce() -> None:
-        try:
-            while permits.acquire() and not stopped.is_set():
-                done.put((next(source), None))
-        except BaseException as error:  # also StopIteration, which is the end
-            done.put((None, error))
-
-    thread = threading.Thread(target=produce, name="mmspeed-read-ahead", daemon=True)
-    thread.start()
-    try:
-        while True:
-            item, error = done.get()
-            if isinstance(error, StopIteration):
-                return
-            if error is not None:
-                raise error
-            permits.release()
-            yield item  # type: ignore[misc]
-    finally:
-        stopped.set()
-        permits.release()
-        thread.join()
+def _pinned(batch: Batch | None) -> Batch | None:
+    return None if batch is None else batch.pin_memory()

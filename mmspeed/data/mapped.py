@@ -28,12 +28,12 @@ from .compiled import (
     KEY_BYTES,
     SAMPLES_NAME,
     SAMPLES_SCHEMA,
-    VERSION,
     Array,
     Facts,
     Listing,
     compile_index,
     compile_lock,
+    fits,
     list_index,
 )
 from .keys import is_key
@@ -108,9 +108,10 @@ class SampleTable(Sequence[Sample]):
 
     def __init__(self, path: Path, batch: pa.RecordBatch, facts: Facts, rows: Array | None = None) -> None:
         self._path, self._batch, self._facts, self._rows = path, batch, facts, rows
-        self._number = {name: _numbers(batch, name) for name in ("split", "bucket", "tokens", "lost")}
+        self._number = {name: _numbers(batch, name) for name in ("split", "bucket", "dataset", "tokens", "lost")}
         self.null_key, self.lacking, self.lacking_source = facts.null_key, facts.lacking, facts.lacking_source
         self._buckets = [Bucket.parse(name) for name in facts.buckets]
+        self._datasets = facts.datasets
 
     def __len__(self) -> int:
         return self._batch.num_rows if self._rows is None else len(self._rows)
@@ -153,6 +154,18 @@ class SampleTable(Sequence[Sample]):
             found = {bucket: places[np.argsort(self._rows[places])] for bucket, places in found.items()}
         return {bucket: found[bucket] for bucket in sorted(found)}
 
+    def by_group(self) -> dict[tuple[Bucket, str], Array]:
+        """As `by_bucket`, for each bucket and data set that has samples, in the order of the buckets and then of the names."""
+        found = {}
+        for bucket, places in self.by_bucket().items():
+            codes = self._number["dataset"][places if self._rows is None else self._rows[places]]
+            if not 0 <= int(codes.min()) <= int(codes.max()) < len(self._datasets):
+                raise damaged_index(self._path)
+            present = np.flatnonzero(np.bincount(codes)).tolist()
+            for code in sorted(present, key=lambda code: self._datasets[code]):
+                found[bucket, self._datasets[code]] = places[codes == code]
+        return found
+
     def sorted_keys(self) -> Iterator[list[str]]:
         """The keys in order, some at a time."""
         rows = None if self._rows is None else np.sort(self._rows)
@@ -174,16 +187,22 @@ class SampleTable(Sequence[Sample]):
     def _samples(self, rows: Array) -> list[Sample]:
         columns: list[list[Any]] = [self._texts(name, rows) for name in ("key", "source", "content_id")]
         columns += [self._keys(name, rows) for name in ("latent_keys", "text_keys")]
-        columns += [self._number[name][rows].tolist() for name in ("split", "bucket", "tokens", "lost")]
+        columns += [self._number[name][rows].tolist() for name in ("split", "bucket", "dataset", "tokens", "lost")]
         samples = []
-        for key, source, content_id, latents, texts, split, bucket, tokens, lost in zip(*columns, strict=True):
-            if not 0 <= split < len(SPLITS) or not 0 <= bucket < len(self._buckets):
+        splits, buckets, datasets = len(SPLITS), len(self._buckets), len(self._datasets)
+        for key, source, content_id, latents, texts, split, bucket, dataset, tokens, lost in zip(*columns, strict=True):
+            if not (0 <= split < splits and 0 <= bucket < buckets and 0 <= dataset < datasets):
                 raise damaged_index(self._path)
-            samples.append(
-                Sample(
-                    key, latents, texts, SPLITS[split], self._buckets[bucket], source, tokens, content_id, bool(lost)
-                )
+            named = (
+                SPLITS[split],
+                self._buckets[bucket],
+                source,
+                tokens,
+                content_id,
+                bool(lost),
+                self._datasets[dataset],
             )
+            samples.append(Sample(key, latents, texts, *named))
         return samples
 
     def _texts(self, name: str, rows: Array) -> list[str]:
@@ -251,7 +270,9 @@ def try_open(folder: Path, listing: Listing | None, stamped: bool = True) -> Tab
         if not path.exists():
             return None
         try:
-            batch, facts = _map(path, schema)
+            if (mapped := _map(path, schema)) is None:
+                return None
+            batch, facts = mapped
         except (pa.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
             get_logger("data").warning("the compiled index %s is damaged (%s): it is made anew", path, error)
             return None
@@ -274,18 +295,22 @@ def damaged_index(path: Path) -> UserError:
     )
 
 
-def _map(path: Path, schema: pa.Schema) -> tuple[pa.RecordBatch, Facts]:
-    """The one batch of a compiled file, as views of its mapping. Raises ValueError and Arrow's errors for anything else."""
+def _map(path: Path, schema: pa.Schema) -> tuple[pa.RecordBatch, Facts] | None:
+    """The one batch of a compiled file, as views of its mapping; None when it is of another version.
+
+    Raises ValueError and Arrow's errors for anything else.
+    """
     if path.stat().st_size <= _CHECKED_BYTES and not sealed_file(path):
         raise ValueError("not as it was written")
     with pa.ipc.open_file(pa.memory_map(str(path))) as reader:
-        if reader.num_record_batches != 1 or not reader.schema.equals(schema, check_metadata=False):
+        fitting = fits(reader.schema, schema)
+        if fitting is None:
+            return None
+        if reader.num_record_batches != 1 or not fitting:
             raise ValueError("another table")
         batch, metadata = reader.get_batch(0), reader.schema.metadata or {}
     batch.validate()
     facts = Facts(**json.loads(metadata[FACTS]))
-    if facts.version != VERSION:
-        raise ValueError(f"of version {facts.version}")
     for name in schema.names:
         column = batch.column(name)
         if column.null_count or column.offset or len(column) != batch.num_rows:

@@ -62,7 +62,8 @@ class _Contents:
 def merge(into: Path, sources: Sequence[Path], shard_bytes: int = 256_000_000) -> MergeReport:
     """Bring all entries, samples and rejects of `sources` into the cache `into`, which is made when there is none.
 
-    Killed in between, the same command goes on. Raises UserError in one line when the caches do not fit each other.
+    Data sets of one name are one. Killed in between, the same command goes on. Raises UserError in one line when the caches do not
+    fit each other.
     """
     given = [_open(root) for root in sources]
     for one in given:
@@ -114,9 +115,23 @@ def _check_fit(parts: Sequence[_Contents]) -> Any:
                 raise UserError(
                     f"{other.root} does not fit {first.root}: made with other data settings ({', '.join(names)})"
                 )
+            _check_names(first.root, made_for.get("sources", []), other.root, theirs.get("sources", []))
             more = [source for source in theirs.get("sources", []) if source not in made_for.get("sources", [])]
             made_for = {**made_for, "sources": [*made_for.get("sources", []), *more]} if more else made_for
     return made_for
+
+
+def _check_names(here: Path, ours: Sequence[dict[str, Any]], there: Path, theirs: Sequence[dict[str, Any]]) -> None:
+    """Raises UserError when data sets of one name were read in different ways: no config can say that both are meant."""
+    known = {source["name"]: source for source in ours if "name" in source}
+    for source in theirs:
+        mine = known.get(source.get("name"), source)
+        names = sorted(n for n in mine.keys() | source.keys() if mine.get(n) != source.get(n))
+        if names:
+            raise UserError(
+                f"{there} does not fit {here}: both have a data set named {source['name']}, of other sources ({', '.join(names)}); "
+                "give them names of their own (data.sources: name) and run `mmspeed preprocess` again: nothing is encoded again"
+            )
 
 
 def _difference(name: str, ours: Any, theirs: Any) -> str:
@@ -184,18 +199,22 @@ def _link_whole(into: Path, root: Path, shard: str) -> bool:
 
 
 def unite_samples(tables: Iterable[Sequence[Sample]], report: MergeReport) -> list[Sample]:
-    """The samples of several caches: the same content of the same source once; keys are numbered as in one build."""
-    united: dict[tuple[str, str], Sample] = {}
+    """The samples of several caches: the same content of the same source once; keys are numbered as in one build.
+
+    Data sets of one name are one data set. What two caches have in data sets of different names is in both: two samples.
+    """
+    united: dict[tuple[str, str, str], Sample] = {}
     for samples in tables:
         for sample in samples:
             base = match[1] if (match := _NUMBER.match(sample.key)) else sample.key
-            before = united.get((base, sample.source))
+            which = base, sample.source, sample.dataset
+            before = united.get(which)
             if before is None:
-                united[base, sample.source] = dataclasses.replace(sample, key=base)
+                united[which] = dataclasses.replace(sample, key=base)
                 continue
             report.split_conflicts += before.split != sample.split
-            united[base, sample.source] = dataclasses.replace(before, lost=before.lost and sample.lost)
-    ordered = sorted(united.values(), key=lambda sample: (sample.source, sample.key))
+            united[which] = dataclasses.replace(before, lost=before.lost and sample.lost)
+    ordered = sorted(united.values(), key=lambda sample: (sample.source, sample.key, sample.dataset))
     keys = number_duplicates(sample.key for sample in ordered)
     report.samples = len(ordered)
     return [dataclasses.replace(sample, key=key) for sample, key in zip(ordered, keys, strict=True)]

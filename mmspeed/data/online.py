@@ -20,6 +20,7 @@ from mmspeed.log import ProgressLine, format_bytes, get_logger
 
 from .cache import DatasetCache
 from .sampler import BatchSampler, Draw
+from .shares import meeting
 from .tables import Entry, Sample
 
 log = get_logger("data")
@@ -79,19 +80,18 @@ class Maker(Protocol):
         ...
 
 
-def assign(first_uses: Iterable[tuple[int, int, Any]], groups: Sequence[Sequence[int]]) -> dict[Any, tuple[int, int]]:
+def assign(first_uses: Iterable[tuple[int, tuple[int, ...], Any]]) -> dict[Any, tuple[int, int]]:
     """The (step, rank) that makes each thing: before its first use, by a rank that uses it, in turn among those that do.
 
-    Args:
-        first_uses: (step, data-parallel index, thing) in the order of training; later uses of a thing do not count.
-        groups: for each data-parallel index the ranks that meet its samples (several under sequence or tensor parallelism).
+    `first_uses` are (step, ranks, thing) in the order of training; several ranks meet a sample under sequence or tensor
+    parallelism. Later uses of a thing do not count.
     """
     owners: dict[Any, tuple[int, int]] = {}
-    turns = [0] * len(groups)
-    for step, index, thing in first_uses:
+    turns: dict[tuple[int, ...], int] = {}
+    for step, ranks, thing in first_uses:
         if thing not in owners:
-            owners[thing] = step, groups[index][turns[index] % len(groups[index])]
-            turns[index] += 1
+            turn = turns[ranks] = turns.get(ranks, -1) + 1
+            owners[thing] = step, ranks[turn % len(ranks)]
     return owners
 
 
@@ -103,7 +103,7 @@ class FirstEpoch:
         sampler: the order of training.
         maker: makes this rank's share.
         rank: this process among all of `group`.
-        groups: for each data-parallel index the ranks that meet its samples.
+        world: how many processes share the batches.
         start: the first step that is trained now.
         stop: the step at which training ends; no entry is made for steps beyond it.
         held_out: samples that validation reads; made before the first step.
@@ -116,21 +116,21 @@ class FirstEpoch:
         sampler: BatchSampler,
         maker: Maker,
         rank: int,
-        groups: Sequence[Sequence[int]],
+        world: int,
         start: int,
         stop: int,
         held_out: Sequence[Sample] = (),
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self.cache, self.sampler, self.maker = cache, sampler, maker
-        self.rank, self.groups, self.group = rank, groups, group
+        self.rank, self.world, self.group = rank, world, group
         self.active = True
         self.freed: tuple[int, int] | None = None  # bytes of device memory before and after the encoders went
         self.made = self.made_here = 0  # entries, of all ranks and of this one
         self.lost = {sample.key for sample in cache.samples if sample.lost}
         self.rejections: list[tuple[str, str, str]] = []
         self._next = start
-        last = min(stop, sampler.steps_per_epoch)
+        last = min(stop, sampler.first_pass)
         self._tasks = self._plan(held_out, range(start, last))
         maker.start(cache, [self._tasks[step] for step in sorted(self._tasks)])
 
@@ -141,7 +141,7 @@ class FirstEpoch:
         """
         if not self.active:
             return
-        if step >= self.sampler.steps_per_epoch:
+        if step >= self.sampler.first_pass:
             self.finish()
             return
         if step < self._next:
@@ -186,17 +186,12 @@ class FirstEpoch:
     def _plan(self, first: Sequence[Sample], steps: Iterable[int]) -> dict[int, Task]:
         """This rank's tasks by step: `first` with the first step (in parts without steps), then the uses of `steps` in order."""
         uses = list(self._uses(first, steps))
-        sources = assign(
-            ((step, index, sample.source) for step, index, sample in uses if self._lacks_latent(sample)), self.groups
-        )
+        sources = assign((step, ranks, sample.source) for step, ranks, sample in uses if self._lacks_latent(sample))
         texts = assign(
-            (
-                (step, index, key)
-                for step, index, sample in uses
-                for key in sample.text_keys
-                if not self.cache.has("texts", key)
-            ),
-            self.groups,
+            (step, ranks, key)
+            for step, ranks, sample in uses
+            for key in sample.text_keys
+            if not self.cache.has("texts", key)
         )
         by_step: dict[int, tuple[list[str], list[str]]] = {}
         for place, owners in enumerate((sources, texts)):
@@ -206,15 +201,15 @@ class FirstEpoch:
                     lists[place].append(thing)
         return {step: Task(tuple(names), tuple(keys)) for step, (names, keys) in sorted(by_step.items())}
 
-    def _uses(self, first: Sequence[Sample], steps: Iterable[int]) -> Iterable[tuple[int, int, Sample]]:
+    def _uses(self, first: Sequence[Sample], steps: Iterable[int]) -> Iterable[tuple[int, tuple[int, ...], Sample]]:
         steps = list(steps)
         for position, sample in enumerate(first):
             step = steps[0] if steps else position // _PART
-            yield step, position % len(self.groups), sample
+            yield step, (position % self.world,), sample
         for step in steps:
-            for position, draw in enumerate(self.sampler.step(*self.sampler.locate(step))):
+            for draw, ranks in meeting(self.sampler.draws(step), self.sampler.batching, self.world):
                 if draw.sample.key not in self.lost:
-                    yield step, position % len(self.groups), draw.sample
+                    yield step, ranks, draw.sample
 
     def _lacks_latent(self, sample: Sample) -> bool:
         return any(not self.cache.has("latents", key) for key in sample.latent_keys)

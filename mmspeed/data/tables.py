@@ -51,7 +51,8 @@ class Sample:
     """One sample of the data set: which latents, which captions (none: the empty caption), and which split it is in.
 
     Of several latents (windows or crops of one clip, all of one bucket) each use draws one. A sample whose source failed after
-    the order of training was made is `lost`: it keeps its place in the order, with weight 0.
+    the order of training was made is `lost`: it keeps its place in the order, with weight 0. `dataset` is the name of the data
+    set that its source belongs to, one of the config's `data.dataset_names`.
     """
 
     key: str
@@ -63,6 +64,7 @@ class Sample:
     tokens: int = 0
     content_id: str = ""
     lost: bool = False
+    dataset: str = ""
 
 
 class Rejection(NamedTuple):
@@ -107,6 +109,7 @@ def sample_schema() -> pa.Schema:
             "tokens": pa.int64(),
             "content_id": pa.string(),
             "lost": pa.bool_(),
+            "dataset": pa.string(),
             "captions": pa.int32(),
         }
     )
@@ -143,7 +146,7 @@ def read_table(path: Path, schema: pa.Schema | None = None) -> pa.Table:
         names = None if schema is None else schema.names
         table = pq.read_table(path, memory_map=True, columns=names, partitioning=None)
         if schema is not None and (table.schema.names != schema.names or table.schema.types != schema.types):
-            raise ValueError(f"its columns are {', '.join(table.schema.names)}")
+            raise old_samples(path, table.schema) or ValueError(f"its columns are {', '.join(table.schema.names)}")
         return table
     except (pa.ArrowException, OSError, ValueError) as error:
         raise _damaged(path, error) from error
@@ -155,10 +158,26 @@ def read_columns(path: Path, names: Iterable[str]) -> Iterator[pa.ChunkedArray]:
         if not sealed_file(path):
             raise ValueError("not as it was written")
         with pq.ParquetFile(path, memory_map=True) as file:
+            if old := old_samples(path, file.schema_arrow):
+                raise old
             for name in names:
                 yield file.read(columns=[name])[name]
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
         raise _damaged(path, error) from error
+
+
+class OldSamplesError(UserError):
+    """The table of samples is whole, and from before samples named their data set."""
+
+
+def old_samples(path: Path, schema: pa.Schema) -> OldSamplesError | None:
+    """What to say when a whole table at `path` is a table of samples without the column of data sets; else None."""
+    if path.name != SAMPLES_FILE.name or "dataset" in schema.names:
+        return None
+    return OldSamplesError(
+        f"cache {path.parent.parent} was made before samples named their data set; run `mmspeed preprocess` again: "
+        "it writes the table of samples anew and encodes nothing again"
+    )
 
 
 def _damaged(path: Path, error: Exception) -> UserError:

@@ -20,7 +20,7 @@ from mmspeed.log import progress
 
 from .blocks import BROKEN, DamagedError, padded, pread, read_block, sealed_table, trusted_rows
 from .codec_file import codec_problems
-from .compiled import ENTRIES_NAME, ENTRIES_SCHEMA, SAMPLES_NAME, SAMPLES_SCHEMA
+from .compiled import ENTRIES_NAME, ENTRIES_SCHEMA, SAMPLES_NAME, SAMPLES_SCHEMA, fits
 from .files import TEMP_SUFFIX, held
 from .seal import is_sealed
 from .sealed_files import sealed_file
@@ -29,6 +29,7 @@ from .tables import (
     SCHEMA_VERSION,
     SECTIONS,
     Entry,
+    OldSamplesError,
     Rejection,
     entry_schema,
     index_files,
@@ -202,6 +203,8 @@ def _check_tables(root: Path, info: dict[str, Any], findings: Findings) -> None:
     try:
         sealed_table(root / samples, sample_schema())
         _check_samples(root, findings)
+    except OldSamplesError as error:
+        findings.notes.append(str(error))
     except BROKEN as error:
         findings.damage.append(Damage(samples.as_posix(), _first_line(error)))
 
@@ -245,7 +248,7 @@ def _check_compiled(root: Path, findings: Findings) -> None:
         try:
             shard_sha256(path)  # an unreadable place of the disk shows here as an error; in a mapping it would kill us
             with pa.memory_map(str(path)) as file:
-                whole = sealed_file(path) and pa.ipc.open_file(file).schema.names == schema.names
+                whole = sealed_file(path) and fits(pa.ipc.open_file(file).schema, schema) is not False
             what = "" if whole else "is not as it was written"
         except BROKEN as error:
             what = _first_line(error)

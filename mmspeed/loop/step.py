@@ -6,8 +6,9 @@ Legend: B samples of a micro-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,14 @@ from mmspeed.protocol import Batch
 LossFunction = Callable[[nn.Module, Batch], Tensor]  # -> loss_B, float32, one number a sample
 
 
+class MicroBatches(Protocol):
+    """A step's micro-batches on this rank: their number is known before they are; they are gone through once, in order."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What a step did, the same on every rank."""
@@ -35,7 +44,7 @@ class StepResult:
 
 def train_step(
     model: nn.Module,
-    batches: Sequence[Batch],
+    batches: MicroBatches,
     loss_fn: LossFunction,
     optimizer: Optimizer,
     *,
@@ -48,26 +57,28 @@ def train_step(
     """Forward and backward of this rank's micro-batches, then one update by the mean gradient of `global_samples`.
 
     `global_samples` is the number of real samples (weight 1) of all `world` ranks; all bring equally many
-    micro-batches.
+    micro-batches. Of a micro-batch nothing but its samples' losses and sources is kept when the next one is asked for.
     A loss or gradient that is not finite on any rank leaves parameters and optimizer untouched on all.
     `group` is for small CPU collectives. The device is waited for once.
     """
-    losses, sums = [], []
-    for index, batch in enumerate(batches):
-        with no_sync(model, strategy, last=index == len(batches) - 1):
+    losses, sums, sources = [], [], []
+    for batch in batches:  # no enumerate: it would hold on to a batch while the next is waited for
+        with no_sync(model, strategy, last=len(losses) == len(batches) - 1):
             loss_B = loss_fn(model, batch)
             # the engines average over ranks: times `world` makes it the sum, over `global_samples` the mean
-            loss_sum = (loss_B * batch.weights_B).sum()
+            loss_sum = (loss_B * batch.weights_B.to(loss_B.device)).sum()
             (loss_sum * (world / global_samples)).backward()
         losses.append(loss_B.detach())
         sums.append(loss_sum.detach())
+        sources.append(batch.sources)
+        del batch
     norm = clip_gradients(model, clip_norm)
     mine, grad_norm = torch.stack([torch.stack(sums).sum(), norm]).tolist()  # the wait for the device
     broken = not (math.isfinite(mine) and math.isfinite(grad_norm))
     total, broken_ranks = all_reduce_sum([mine, float(broken)], group)
     bad: list[str] = []
     if broken_ranks:
-        bad = sorted({name for names in all_gather_objects(non_finite(losses, batches), group) for name in names})
+        bad = sorted({name for names in all_gather_objects(non_finite(losses, sources), group) for name in names})
     else:
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -85,11 +96,11 @@ def clip_gradients(model: nn.Module, clip_norm: float | None) -> Tensor:
     return norm
 
 
-def non_finite(losses: Sequence[Tensor], batches: Sequence[Batch]) -> list[str]:
-    """Sources of the samples whose loss is not finite."""
+def non_finite(losses: Sequence[Tensor], sources: Sequence[list[str]]) -> list[str]:
+    """Sources of the samples whose loss is not finite; both arguments hold one entry a micro-batch."""
     return [
         source
-        for loss_B, batch in zip(losses, batches, strict=True)
-        for source, fine in zip(batch.sources, torch.isfinite(loss_B).tolist(), strict=True)
+        for loss_B, names in zip(losses, sources, strict=True)
+        for source, fine in zip(names, torch.isfinite(loss_B).tolist(), strict=True)
         if not fine
     ]

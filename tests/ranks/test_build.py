@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from mmspeed.cli.app import run
 from mmspeed.config import Config, dump_config
+from mmspeed.config.schema import SourceConfig
 from mmspeed.data import DatasetCache
 from mmspeed.errors import UserError
 from mmspeed.preprocess import BuildReport, CacheBuilder
@@ -29,7 +31,7 @@ VARIANTS = (
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    """A cache that one process has made, of which one source is damaged."""
+    """A cache of two data sets that one process has made, of which one source is damaged."""
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("one")
     config = small_config(folder, *VARIANTS)
@@ -37,15 +39,21 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Config:
     rows = manifest.read_text(encoding="utf-8").splitlines()
     (folder / "bad.mp4").write_bytes(b"this is no video")
     rows.insert(3, json.dumps({"video": "bad.mp4", "caption": "A broken thing"}))
-    manifest.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
+    for name, some in (("clips.jsonl", rows[:6]), ("more.jsonl", rows[6:])):
+        (folder / name).write_text("".join(f"{row}\n" for row in some), encoding="utf-8")
+    two = config.data.sources[0].model_copy(update={"name": "first"}), SourceConfig(path=str(folder / "more.jsonl"))
+    config = config.model_copy(update={"data": config.data.model_copy(update={"sources": two})})
     report = CacheBuilder(config).run()
     assert (report.sources, report.encoded, report.rejected) == (9, 8, 1)
+    counts = Counter(sample.dataset for sample in DatasetCache(config.cache_dir).samples)
+    assert counts == {"first": 5, "more.jsonl": 3}
     return config
 
 
 def another(one: Config, folder: Path, *overrides: str) -> Config:
     """The same sources, into a new cache."""
-    return small_config(folder, *VARIANTS, f"data.sources.0.path={one.data.sources[0].path}", *overrides)
+    sources = json.dumps([source.model_dump(mode="json") for source in one.data.sources])
+    return small_config(folder, *VARIANTS, f"data.sources={sources}", *overrides)
 
 
 def assert_same(made: Config, one: Config) -> None:

@@ -114,14 +114,14 @@ def video(tmp_path_factory: pytest.TempPathFactory) -> tuple[Source, Probe]:
 
 
 def test_one_variant_is_the_middle_of_the_best_bucket(video: tuple[Source, Probe]) -> None:
-    (clip,) = select_clips(*video, settings(), False)
+    (clip,) = select_clips(*video, settings(), False, 0)
     assert clip.bucket.name == "009x0032x0032" and clip.crop == (16, 0, 80, 64)
     assert list(clip.indices) == choose_frames(video[1].pts_seconds, 9, 8)
     assert (clip.window, clip.crop_number, clip.fps, clip.seconds) == (0, 0, 8.0, 9 / 8)
 
 
 def test_variants_are_buckets_windows_and_crops_in_order(video: tuple[Source, Probe]) -> None:
-    clips = select_clips(*video, settings(windows=2, crops=3, buckets_per_clip=5), False)
+    clips = select_clips(*video, settings(windows=2, crops=3, buckets_per_clip=5), False, 0)
     assert [(clip.bucket.frames, clip.window, clip.crop_number) for clip in clips] == [
         *((9, window, crop) for window in (0, 1) for crop in (0, 1, 2)),
         (5, 0, 0),  # of the picture's own shape: nothing is cut
@@ -129,16 +129,16 @@ def test_variants_are_buckets_windows_and_crops_in_order(video: tuple[Source, Pr
     ]
     assert len({(clip.bucket, clip.indices, clip.crop) for clip in clips}) == len(clips)
     assert len({clip.content_id for clip in clips}) == 1
-    assert select_clips(*video, settings(windows=1, crops=3), False)[1] == clips[0].__class__(
-        **{**select_clips(*video, settings(), False)[0].__dict__, "crop_number": 1}
+    assert select_clips(*video, settings(windows=1, crops=3), False, 0)[1] == clips[0].__class__(
+        **{**select_clips(*video, settings(), False, 0)[0].__dict__, "crop_number": 1}
     )
-    assert len(select_clips(*video, settings(windows="all"), False)) == 4
+    assert len(select_clips(*video, settings(windows="all"), False, 0)) == 4
 
 
 def test_images_have_one_window(tmp_path: Path) -> None:
     path = write_image(tmp_path / "i.png")
     source = Source("i.png", str(path), None, None, "image", ("words",), "train")
-    clips = select_clips(source, probe(source, 10**9, 10**9), settings(windows="all", crops=2), False)
+    clips = select_clips(source, probe(source, 10**9, 10**9), settings(windows="all", crops=2), False, 0)
     assert [(clip.indices, clip.crop, clip.fps) for clip in clips] == [
         ((0,), (0, 0, 64, 64), 0.0),
         ((0,), (32, 0, 96, 64), 0.0),

@@ -1,0 +1,185 @@
+"""How many samples of each bucket a device computes at a time, from a budget and what a sample costs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmspeed.config.inputs import DataConfig
+from mmspeed.config.training import BatchingConfig, StageConfig, TrainConfig
+from mmspeed.errors import UserError
+from mmspeed.protocol import DiffusionModel
+from mmspeed.shapes import Bucket, Strides
+
+from .deal import Cost
+from .files import write_whole
+from .order import Batching, Stage
+
+FORMAT = 1
+COUNTED_TEXT_TOKENS = 64  # caption tokens that a sample's FLOPs are counted with
+MEASURED_NAME = "buckets.json"  # in the folder of a run
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One training step of one device: `batch` samples of a bucket, seconds (median), and the peak of memory in bytes."""
+
+    bucket: Bucket
+    batch: int
+    seconds: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What `mmspeed bench buckets` measured on a device. `setting` is all that the figures depend on beside the bucket."""
+
+    rows: tuple[Measurement, ...]
+    limit_bytes: int  # of device memory, that no batch may exceed
+    setting: Mapping[str, Any] = field(default_factory=dict)
+
+    def cost(self, bucket: Bucket) -> Cost:
+        """Seconds of n samples: a line through the measured points (least squares); through zero where there is one point."""
+        rows = self._of(bucket)
+        if len({row.batch for row in rows}) == 1:
+            return Cost(0.0, rows[0].seconds / rows[0].batch)
+        each, fixed = np.polyfit([row.batch for row in rows], [row.seconds for row in rows], 1).tolist()
+        if each <= 0:  # noise of very small batches
+            each, fixed = max(row.seconds / row.batch for row in rows), 0.0
+        return Cost(max(0.0, fixed), each)
+
+    def most(self, bucket: Bucket) -> int:
+        """The most samples whose peak of memory stays in the limit, by the line through the two largest measured batches.
+
+        Never more than twice the largest that was measured.
+        """
+        rows = sorted({row.batch: row for row in self._of(bucket)}.values(), key=lambda row: row.batch)
+        last = rows[-1]
+        if len(rows) == 1:
+            return last.batch
+        before = rows[-2]
+        each = (last.peak_bytes - before.peak_bytes) / (last.batch - before.batch)
+        if each <= 0:
+            return last.batch
+        return max(last.batch, min(2 * last.batch - 1, last.batch + int((self.limit_bytes - last.peak_bytes) / each)))
+
+    def save(self, path: Path) -> None:
+        """Write it whole or not at all, as JSON."""
+        rows = [asdict(row) | {"bucket": row.bucket.name} for row in self.rows]
+        content = {"format": FORMAT, "limit_bytes": self.limit_bytes, "setting": dict(self.setting), "rows": rows}
+        write_whole(path, (json.dumps(content, indent=2) + "\n").encode())
+
+    @classmethod
+    def load(cls, path: Path) -> Measured:
+        """Raises UserError when there is none, or it cannot be read."""
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if content["format"] != FORMAT:
+                raise ValueError(f"format {content['format']}")
+            rows = tuple(
+                Measurement(
+                    Bucket.parse(row["bucket"]), int(row["batch"]), float(row["seconds"]), int(row["peak_bytes"])
+                )
+                for row in content["rows"]
+            )
+            if not rows or any(row.batch < 1 or not row.seconds > 0 for row in rows):
+                raise ValueError("no measurements, or impossible ones")
+            return cls(rows, int(content["limit_bytes"]), content["setting"])
+        except FileNotFoundError:
+            raise UserError(
+                f"batching.by: time needs {path}, which is not there: run `mmspeed bench buckets CONFIG` on the device first"
+            ) from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path} is not as `mmspeed bench buckets` writes it ({error}): run it again") from None
+
+    def _of(self, bucket: Bucket) -> list[Measurement]:
+        rows = [row for row in self.rows if row.bucket == bucket]
+        if not rows:
+            raise UserError(f"bucket {bucket} was not measured: run `mmspeed bench buckets CONFIG` again")
+        return rows
+
+
+def make_batching(
+    batching: BatchingConfig,
+    train: TrainConfig,
+    buckets: Iterable[Bucket],
+    costs: SampleCosts,
+    world: int,
+    group: int = 1,
+    measured: Measured | None = None,
+) -> Batching:
+    """The batching of a config.
+
+    Args:
+        buckets: all that there are samples of.
+        costs: of one sample of a bucket.
+        world: devices; they matter only where neither `train.batch_size` nor `batching.slots` fixes the size of a step.
+        group: devices that compute one video together.
+        measured: for `by: time`.
+    """
+    wanted = sorted(set(buckets))
+    if batching.by == "samples":
+        each = {bucket: Cost(0.0, costs.flops(bucket) / 1e12) for bucket in wanted}
+        return Batching(
+            train.samples_per_step, {}, each, batching.mix, batching.tolerance, group, train.micro_batch_size
+        )
+    most: dict[Bucket, int] = {}
+    if batching.by == "time":
+        if measured is None:
+            raise ValueError("batching by time needs measurements")
+        each = {bucket: measured.cost(bucket) for bucket in wanted}
+        most = {bucket: measured.most(bucket) for bucket in wanted}
+    else:
+        each = {}
+        for bucket in wanted:
+            one = costs.tokens(bucket) if batching.by == "tokens" else costs.flops(bucket) / 1e12
+            each[bucket] = Cost(0.0, one if bucket.is_image else one / group)
+    budget = batching.budget
+    if budget is None and batching.by != "time":
+        budget = max(cost.of(1) for cost in each.values())
+    sizes = {}
+    for bucket in wanted:
+        size = most[bucket] if budget is None else max(1, each[bucket].fitting(budget))
+        limits = [most.get(bucket), batching.max_batch, train.micro_batch_size]
+        sizes[bucket] = min(size, *(limit for limit in limits if limit is not None), size)
+    slots = batching.slots or world * batching.accumulate
+    return Batching(slots, sizes, each, batching.mix, batching.tolerance, group)
+
+
+@dataclass(frozen=True)
+class SampleCosts:
+    """What one sample of a bucket costs by the model's own count."""
+
+    tokens: Callable[[Bucket], int]
+    flops: Callable[[Bucket], float]  # of forward and backward
+
+
+def sample_costs(model: DiffusionModel, strides: Strides, max_text_tokens: int) -> SampleCosts:
+    """The costs of a model, which may be on the meta device."""
+    text = min(COUNTED_TEXT_TOKENS, max_text_tokens)
+    return SampleCosts(
+        tokens=lambda bucket: model.tokens(strides.latent(bucket)),
+        flops=lambda bucket: 3.0 * model.flops(strides.latent(bucket), text),
+    )
+
+
+def make_stages(data: DataConfig, curriculum: Sequence[StageConfig]) -> list[Stage]:
+    """The stages of a config; one of everything where it has no curriculum."""
+    repeats = {
+        name: data.repeats * source.repeats for name, source in zip(data.dataset_names, data.sources, strict=True)
+    }
+    weights = {
+        name: source.weight
+        for name, source in zip(data.dataset_names, data.sources, strict=True)
+        if source.weight is not None
+    }
+    stages = []
+    for stage in curriculum or [StageConfig()]:
+        own = stage.weights if stage.weights is not None else weights or None
+        stages.append(Stage(stage.steps, stage.takes, repeats, own, data.temperature if own is None else None))
+    return stages

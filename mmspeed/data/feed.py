@@ -1,0 +1,260 @@
+"""What stands between reading and training: a thread that reads ahead, processes that read, copies to the device.
+
+All of them are generators over a stream of (tag, item) in its order, and may be put one behind the other. A tag is what the
+consumer wants to know of an item and the reader does not need.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from multiprocessing.connection import wait
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from mmspeed.device import Device
+from mmspeed.errors import UserError
+from mmspeed.protocol import Batch
+
+Item = TypeVar("Item")
+Job = TypeVar("Job")
+Tag = TypeVar("Tag")
+
+_STOPS = {signal.SIGINT, signal.SIGTERM}  # what asks a training process to save and stop; its workers must outlive that
+
+
+def read_ahead(source: Iterator[Item], depth: int) -> Generator[Item, None, None]:
+    """The items of `source`, made by a thread that is at most `depth` items ahead of the consumer.
+
+    Items, errors and the end come in their order. When the generator is closed, the thread finishes the item it is at,
+    closes `source` and ends.
+    """
+    done: queue.SimpleQueue[tuple[Item | None, BaseException | None]] = queue.SimpleQueue()
+    permits, stopped = threading.Semaphore(depth), threading.Event()
+
+    def produce() -> None:
+        try:
+            while permits.acquire() and not stopped.is_set():
+                done.put((next(source), None))
+        except BaseException as error:  # also StopIteration, which is the end
+            done.put((None, error))
+        finally:
+            close(source)
+
+    thread = threading.Thread(target=produce, name="mmspeed-read-ahead", daemon=True)
+    thread.start()
+    try:
+        while True:
+            item, error = done.get()
+            if isinstance(error, StopIteration):
+                return
+            if error is not None:
+                raise error
+            permits.release()
+            yield item  # type: ignore[misc]
+    finally:
+        stopped.set()
+        permits.release()
+        thread.join()
+
+
+def close(source: Iterator[Any]) -> None:
+    """End a generator; other iterators need no end."""
+    if isinstance(source, Generator):
+        source.close()
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An error, on its way from a worker in the place of the item."""
+
+    text: str
+    known: bool
+
+    def error(self) -> Exception:
+        return UserError(self.text) if self.known else RuntimeError(self.text)
+
+
+class _Work(Dataset[Any]):
+    """A job's result, by the job."""
+
+    def __init__(self, read: Callable[[Any], Any]) -> None:
+        self.read = read
+
+    def __getitem__(self, job: Any) -> Any:
+        # Not left to the DataLoader, which sends a traceback as the message.
+        try:
+            return self.read(job)
+        except UserError as error:
+            return _Failure(str(error), known=True)
+        except Exception as error:
+            return _Failure(f"{type(error).__name__}: {error}\n{traceback.format_exc()}", known=False)
+
+
+def in_workers(
+    jobs: Iterator[tuple[Tag, Job]],
+    read: Callable[[Job], Item],
+    workers: int,
+    each: int,
+    finish: Callable[[Item], Item] | None = None,
+) -> Generator[tuple[Tag, Item], None, None]:
+    """`read(job)` of each job, with its tag, made by `workers` processes; `finish` is then done to it here.
+
+    At most `workers * each` jobs are under way or wait to be asked for. Results and errors come in the order of the jobs; a
+    UserError has the words that it would have without processes. A worker that ends on its own is a UserError. Workers outlive
+    SIGINT and SIGTERM, and end when the generator is closed, or when this process ends in whatever way.
+    """
+    tags: deque[Tag] = deque()
+    problems: list[Exception] = []
+
+    def order() -> Iterator[Job]:
+        try:
+            for tag, job in jobs:
+                tags.append(tag)
+                yield job
+        except Exception as error:  # its turn is after the jobs before it
+            problems.append(error)
+
+    results = _start(order(), read, workers, each)
+    processes: Sequence[Any] = results._workers
+    end = functools.partial(_end, processes)
+    atexit.register(end)  # before multiprocessing's own end, which would ask them with SIGTERM and wait
+
+    def take() -> Item:
+        try:
+            result = next(results)
+        except (RuntimeError, OSError, EOFError) as error:  # no result came, so it is not the reading that failed
+            raise _lost(processes, error) from None
+        if isinstance(result, _Failure):
+            raise result.error()
+        return result if finish is None else finish(result)
+
+    try:
+        while tags:
+            yield tags.popleft(), take()
+        if problems:
+            raise problems[0]
+    finally:
+        results._shutdown_workers()  # by name: a traceback may hold on to it, so that its last reference does not go here
+        end()
+        atexit.unregister(end)
+
+
+def _start(order: Iterator[Any], read: Callable[[Any], Any], workers: int, each: int) -> Any:
+    """The DataLoader's iterator, its processes started."""
+    # Never a plain fork, which is not safe beside threads and accelerators. The server has imported what workers need.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    loader: DataLoader[Any] = DataLoader(
+        _Work(read),
+        sampler=order,  # type: ignore[arg-type]
+        batch_size=None,
+        num_workers=workers,
+        prefetch_factor=each,
+        collate_fn=_as_it_is,
+        worker_init_fn=_begin,
+        multiprocessing_context=context,
+        generator=torch.Generator(),  # the process's own stays as it was
+    )
+    resource_tracker.ensure_running()  # it would open what is closed next
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)  # workers inherit it, and so meet no signal unprepared
+    try:
+        return iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
+def _begin(number: int) -> None:
+    """What a worker does first."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
+    threading.Thread(target=_end_with_parent, name="mmspeed-parent", daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that started it is no more: the DataLoader's own watch looks at the server of forks."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _end(processes: Iterable[Any]) -> None:
+    """Kill what has not ended yet. Workers only read, so nothing is left half done."""
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+    for process in processes:
+        process.join()
+
+
+def _lost(processes: Sequence[Any], error: Exception) -> UserError:
+    """What is said when no result comes from the workers."""
+    wait([process.sentinel for process in processes], timeout=5)  # a broken connection may be known before the end is
+    codes = [process.exitcode for process in processes if process.exitcode]
+    if not codes:
+        how = f"cannot be heard ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+    elif codes[0] < 0:
+        how = f"was ended by {signal.Signals(-codes[0]).name}"
+    else:
+        how = f"ended with exit code {codes[0]}"
+    return UserError(
+        f"a loader worker {how}: memory or shared memory (/dev/shm) may be too small; "
+        "lower train.loader_workers or train.prefetch, or read in a thread with train.loader_workers: 0"
+    )
+
+
+# -- devices ----------------------------------------------------------------------------------------------------------
+
+
+def on_device(source: Iterator[tuple[Tag, Batch | None]], device: Device) -> Generator[tuple[Tag, Batch | None], None, None]:
+    """The batches on `device`: each is copied while the device computes with the one before it.
+
+    One batch is copied ahead, on a stream of its own. Only from pinned memory does a copy leave the device free to compute.
+    """
+    copies = read_ahead(_copies(source, device), depth=1)
+    try:
+        for tag, batch, written in copies:
+            if batch is not None:
+                device.take_over(batch.movable().values(), written)
+            yield tag, batch
+            del batch
+    finally:
+        copies.close()
+
+
+def _copies(
+    source: Iterator[tuple[Tag, Batch | None]], device: Device
+) -> Generator[tuple[Tag, Batch | None, torch.Event | None], None, None]:
+    """Batches on their way to `device`, and the event by which each has arrived."""
+    device.activate()  # streams and the current device belong to a thread
+    stream = device.side_stream()
+    try:
+        for tag, batch in source:
+            moved = None
+            with stream:
+                if batch is not None:
+                    moved = batch.to(device.torch_device, torch.float32, non_blocking=True)
+                written = device.mark(stream)
+            del batch
+            yield tag, moved, written
+    finally:
+        close(source)

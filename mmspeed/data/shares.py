@@ -1,0 +1,96 @@
+"""A rank's share of a step: its micro-batches, with the weights that make each draw count once over all ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from mmspeed.shapes import Bucket
+
+from .deal import Lot, Rows, deal
+from .order import Batching
+from .sampler import Draw
+
+Micro = list[tuple[Draw, float]]
+
+
+def count_present(draws: Sequence[Draw]) -> int:
+    """How many draws of a step are not lost: what its mean loss is taken over."""
+    return sum(not draw.sample.lost for draw in draws)
+
+
+def share(draws: Sequence[Draw], batching: Batching, rank: int, world: int) -> list[Micro]:
+    """A rank's part of one step, cut into micro-batches of (draw, weight), each of one bucket.
+
+    Every rank gets the same number of micro-batches, and none is empty: where nothing is left for a rank it repeats a draw of
+    the cheapest bucket with weight 0, so that all ranks meet in every collective. Over all ranks the weights of each draw
+    sum to 1; but in the place of a draw whose sample is lost stands a present one, with weight 0. The ranks of a sequence-parallel
+    group have the same videos, with weight 1 / group each, and images of their own.
+
+    Raises ValueError for an empty step, one that is lost as a whole, or a rank outside the world.
+    """
+    if not draws or not 0 <= rank < world or world % batching.group:
+        raise ValueError(
+            f"no micro-batches of {len(draws)} draws for rank {rank} of {world}, groups of {batching.group}"
+        )
+    present = [draw for draw in draws if not draw.sample.lost]
+    if not present:
+        raise ValueError("no draw of this step is there")
+    filler = min(present, key=lambda draw: batching.cost(draw.sample.bucket).of(1))
+    found = []
+    for lots, rows, ranks in _dealt(draws, batching, world):
+        for row in rows:
+            cell = row[rank // ranks]
+            own = [] if cell is None else lots[cell.lot][cell.start : cell.stop]
+            there = [draw for draw in own if not draw.sample.lost]
+            if not there:
+                instead = _like(own, present)
+                found.append([(instead, 0.0)] * len(own) if instead is not None else [(filler, 0.0)])
+            else:
+                found.append([(there[0], 0.0) if draw.sample.lost else (draw, 1.0 / ranks) for draw in own])
+    return found
+
+
+def meeting(draws: Sequence[Draw], batching: Batching, world: int) -> list[tuple[Draw, tuple[int, ...]]]:
+    """Each draw of a step, with the ranks that meet it."""
+    return [
+        (draw, tuple(range(lane * ranks, (lane + 1) * ranks)))
+        for lots, rows, ranks in _dealt(draws, batching, world)
+        for row in rows
+        for lane, cell in enumerate(row)
+        if cell is not None
+        for draw in lots[cell.lot][cell.start : cell.stop]
+    ]
+
+
+def lots_of(pieces: Sequence[tuple[Bucket, int]], batching: Batching) -> tuple[Lot, ...]:
+    """So many samples of each bucket, as dealing takes them."""
+    return tuple(Lot(count, batching.cost(bucket), batching.at_a_time(bucket)) for bucket, count in pieces)
+
+
+def lanes_of(pieces: Sequence[tuple[Bucket, int]], batching: Batching) -> list[tuple[list[tuple[Bucket, int]], int]]:
+    """The pieces of a step that are dealt together, with how many ranks make a lane.
+
+    Under sequence parallelism videos and images are dealt apart: in a row all ranks exchange, or none does.
+    """
+    if batching.group == 1:
+        return [(list(pieces), 1)]
+    videos = [piece for piece in pieces if not piece[0].is_image]
+    images = [piece for piece in pieces if piece[0].is_image]
+    return [(part, ranks) for part, ranks in ((videos, batching.group), (images, 1)) if part]
+
+
+def _dealt(draws: Sequence[Draw], batching: Batching, world: int) -> Iterator[tuple[list[list[Draw]], Rows, int]]:
+    """For each kind of lanes: the draws of each lot, the cells, and the ranks of a lane."""
+    by_bucket = {bucket: list(group) for bucket, group in itertools.groupby(draws, key=lambda draw: draw.sample.bucket)}
+    for pieces, ranks in lanes_of([(b, len(group)) for b, group in by_bucket.items()], batching):
+        yield [by_bucket[bucket] for bucket, _ in pieces], deal(lots_of(pieces, batching), world // ranks), ranks
+
+
+def _like(own: Sequence[Draw], present: Sequence[Draw]) -> Draw | None:
+    """A present draw of the bucket of a cell that is lost as a whole, if there is one."""
+    return next((draw for draw in present if own and draw.sample.bucket == own[0].sample.bucket), None)
+
+
+def micro_batches(draws: Sequence[Draw], rank: int, world: int, most: int | None) -> list[Micro]:  # SHIM
+    return share(draws, Batching(1, most=most), rank, world)
