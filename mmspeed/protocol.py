@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -76,7 +76,8 @@ class Batch:
         return fields
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        return replace(self, **{name: change(tensor) for name, tensor in self.movable().items()})
+        changed: dict[str, Any] = {name: change(tensor) for name, tensor in self.movable().items()}
+        return replace(self, **changed)
 
 
 class DiffusionModel(Protocol):

@@ -11,14 +11,12 @@ Legend: B batch, C channels, T h w latent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from mmspeed import rng
 from mmspeed.config.schema import DdpmConfig, FlowConfig
 from mmspeed.errors import UserError, nearest
 from mmspeed.pipelines import ddpm, flow, samplers
@@ -145,22 +143,6 @@ class DdpmObjective:
 def make_objective(cfg: FlowConfig | DdpmConfig) -> FlowObjective | DdpmObjective:
     """The objective of a config section."""
     return FlowObjective(cfg) if isinstance(cfg, FlowConfig) else DdpmObjective(cfg)
-
-
-def draw_noise(names: Sequence[tuple[str, int, int]], shape_CThw: tuple[int, ...], seed: int) -> Tensor:
-    """Standard normal noise (B, C, T, h, w), float32 on the CPU, of samples named (key, epoch, repeat) (law 1)."""
-    return torch.stack([rng.normal(shape_CThw, seed, "noise", *name) for name in names])
-
-
-def draw_noise_and_time(
-    names: Sequence[tuple[str, int, int]], shape_CThw: tuple[int, ...], seed: int, objective: Objective
-) -> tuple[Tensor, Tensor]:
-    """Noise (B, C, T, h, w), float32, and model times (B,), float64, of samples named (key, epoch, repeat), on the CPU.
-
-    Each sample's draws depend on its own name and the seed alone, never on its neighbours in the batch (law 1).
-    """
-    u_B = torch.tensor([rng.uniform(seed, "timestep", *name) for name in names], dtype=torch.float64)
-    return draw_noise(names, shape_CThw, seed), objective.time_from_quantile(u_B)
 
 
 def _working_pair(x0: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:

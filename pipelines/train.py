@@ -6,6 +6,7 @@ The order of a run stands in `TrainPipeline.run`, the way of one micro-batch in 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ from mmspeed.mesh import make_mesh, patient_group, process_group
 from mmspeed.models import SoraDiT, build_model
 from mmspeed.parallel import parallelize, resolve_strategy
 from mmspeed.pipelines.during import Observer
-from mmspeed.pipelines.objective import Objective, draw_noise_and_time, make_objective
+from mmspeed.pipelines.objective import Objective, make_objective
 from mmspeed.pipelines.opening import open_cache
 from mmspeed.pipelines.run_folder import RunFolder, trim_metrics
 from mmspeed.pipelines.telemetry import Telemetry
@@ -78,15 +79,14 @@ class TrainResult:
         return [f"{self.run}: {state} at step {self.step}{loss}, {format_seconds(self.seconds)}"]
 
 
-def make_loss(objective: Objective, seed: int, device: Device) -> LossFn:
-    """The loss of each sample of a micro-batch (B,), float32. Noise and timestep are drawn by the sample's names (law 1)."""
+def make_loss(objective: Objective, device: Device) -> LossFn:
+    """The loss of each sample of a micro-batch (B,), float32, with the noise and the timestep that the loader drew for it."""
 
     def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
         batch = batch.to(device.torch_device, torch.float32)
-        shape_CThw = tuple(batch.latents_BCThw.shape[1:])
-        noise_BCThw, t_B = draw_noise_and_time(batch.names, shape_CThw, seed, objective)
-        t_B = t_B.float()  # times are worked with on the CPU; the model gets them on its device
-        x_BCThw, target_BCThw = objective.training_pair(batch.latents_BCThw, device.to_device(noise_BCThw), t_B)
+        assert batch.noise_BCThw is not None and batch.u_B is not None
+        t_B = objective.time_from_quantile(batch.u_B).float()  # worked with on the CPU; the model gets it on its device
+        x_BCThw, target_BCThw = objective.training_pair(batch.latents_BCThw, batch.noise_BCThw, t_B)
         prediction_BCThw = model(x_BCThw, device.to_device(t_B), batch.text_BLD, batch.text_mask_BL)
         return objective.sample_loss(prediction_BCThw, target_BCThw, t_B)
 
@@ -153,6 +153,7 @@ class TrainPipeline:
         self.group = patient_group() if self.maker is not None else None
         self.cache, self.whole = open_cache(config, self.maker, self.device, self.rank, self.world, self.group)
         self.strides = Strides(*self.cache.info["encoders"]["vae"]["strides"])
+
     def _make_order(self) -> None:
         """What meets in which step, and this rank's share of it."""
         config = self.config
@@ -177,6 +178,8 @@ class TrainPipeline:
             seed=config.seed,
             caption_dropout=config.train.caption_dropout,
             prefetch=config.train.prefetch,
+            workers=config.train.loader_workers,
+            device=self.device,
         )
 
     def _build(self) -> None:
@@ -199,7 +202,7 @@ class TrainPipeline:
         self.optimizer = make_optimizer(self.model, config.train)
         self.ema = EMA(self.model, config.train.ema_decay) if config.train.ema_decay is not None else None
         self.objective = make_objective(config.objective)
-        self.loss_fn = make_loss(self.objective, config.seed, self.device)
+        self.loss_fn = make_loss(self.objective, self.device)
 
     def _fill(self, model: SoraDiT) -> None:
         """Give a model that was built without memory its weights, drawn by name (law 1)."""
@@ -348,13 +351,16 @@ class TrainPipeline:
         )
 
     def _count(self, data: Step, telemetry: Telemetry) -> None:
-        present = count_present(data.draws)
-        latent = self.strides.latent(data.draws[0].sample.bucket)
-        text_tokens = data.batches[0].text_mask_BL.shape[1] if data.batches else 0
+        """One step is done: what it computed on all devices. Captions count as the longest that this rank met."""
+        buckets = Counter(draw.sample.bucket for draw in data.draws if not draw.sample.lost)
+        latents = {bucket: self.strides.latent(bucket) for bucket in buckets}
+        text_tokens = data.batches.text_tokens
         telemetry.count_step(
-            samples=present,
-            tokens=present * self.bare.tokens(latent),
-            forward_flops=present * self.bare.flops(latent, text_tokens),
+            samples=buckets.total(),
+            tokens=sum(count * self.bare.tokens(latents[bucket]) for bucket, count in buckets.items()),
+            forward_flops=sum(
+                count * self.bare.flops(latents[bucket], text_tokens) for bucket, count in buckets.items()
+            ),
             waited_seconds=self.loader.waited_seconds,
         )
 

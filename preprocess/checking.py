@@ -75,8 +75,8 @@ class _Needs:
 def check(config: Config, page: Path | None = None, suggest_buckets: int | None = None) -> CheckReport:
     """Probe every source, compare with the cache, estimate size and cost, and write the page (None: its usual place).
 
-    With `suggest_buckets` the lines end with so many buckets that suit the sources. Decodes nothing but the page's few thumbnails and loads no weights. Raises UserError when sources or encoders cannot
-    be found, or the page cannot be written.
+    With `suggest_buckets` the lines end with so many buckets that suit the sources. Decodes nothing but the page's few
+    thumbnails and loads no weights. Raises UserError when sources or encoders cannot be found, or the page cannot be written.
     """
     if suggest_buckets is not None and suggest_buckets < 1:
         raise UserError(f"--suggest-buckets {suggest_buckets}: ask for 1 or more")

@@ -11,8 +11,8 @@ import numpy as np
 from mmspeed.preprocess.probe import Probe
 from mmspeed.preprocess.windows import frames_available
 
-CELLS = 5000  # kept apart at most
-_OCTAVE = 256  # finest bins of a side in a doubling: 0.27 % each
+CELLS = 10_000  # kept apart at most
+_ASPECTS, _AREAS = 128, 16  # finest bins in a doubling: 0.5 % of an aspect ratio, 4 % of an area
 
 
 @dataclass(frozen=True)
@@ -81,14 +81,18 @@ class SourceShapes:
         return Cells(count, width, height, frames, image.astype(bool))
 
     def _put(self, count: int, width: int, height: int, frames: int, image: bool) -> None:
-        # Lengths grow coarser at half the pace of the sides: a frame is more of a clip than a pixel of a side.
-        sides = [self._bin(width), self._bin(height)]
-        cell = self._cells.setdefault((int(image), *sides, (frames - 1) >> self.level // 2), [0, width, height, frames])
+        key = int(image), *self._bins(width, height, frames)
+        cell = self._cells.setdefault(key, [0, width, height, frames])
         cell[0] += count
         cell[1:] = min(cell[1], width), min(cell[2], height), min(cell[3], frames)
 
-    def _bin(self, side: int) -> int:
-        return side if self.level == 0 else int(math.log2(side) * _OCTAVE) >> (self.level - 1)
+    def _bins(self, width: int, height: int, frames: int) -> tuple[int, int, int]:
+        """Levels make shapes coarser and lengths coarser in turn."""
+        if self.level == 0:
+            return width, height, frames
+        aspect, area = math.log2(width / height), math.log2(width * height)
+        coarser = (self.level - 1) // 2
+        return math.floor(aspect * _ASPECTS) >> coarser, int(area * _AREAS) >> coarser, (frames - 1) >> self.level // 2
 
 
 def commonest(values: np.ndarray, counts: np.ndarray, number: int) -> Sequence[float]:

@@ -109,7 +109,7 @@ def suggest(cells: Cells, present: Sequence[Bucket], grid: Grid, number: int, al
     if by_ratio := [b for b in dict.fromkeys(by_ratio) if b.frames]:
         others["9 ratios, both orientations"] = judge.outcome(by_ratio)
     if (single := _single(judge, present, grid)) is not None:
-        others["the most common shape"] = single
+        others[f"the most common shape, {single.buckets[0]}"] = single
     return Suggestion(number, cells.clips, judge.outcome(used), others, exact)
 
 

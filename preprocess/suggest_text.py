@@ -52,7 +52,10 @@ def _table(made: Suggestion) -> list[str]:
     named = {"suggested": made.suggested, **made.others}
     rows = [_HEAD, *(_row(name, outcome) for name, outcome in named.items())]
     first = max(len(row[0]) for row in rows)
-    lines = ["  what is lost: pixels by cropping, frames by trimming, pixels by scaling down, and what is kept in all"]
+    lines = [
+        "  pixels lost by cropping, frames by trimming, pixels by scaling down to less than the largest of data.buckets;"
+        " kept in all:"
+    ]
     return lines + [f"  {row[0]:<{first}}" + "".join(f"{cell:>10}" for cell in row[1:]) for row in rows]
 
 
@@ -69,8 +72,7 @@ def _left_out(config: Config, cells: Cells, outcome: Outcome) -> list[str]:
     videos = int(cells.counts[~cells.images].sum())
     if videos and all(bucket.is_image for bucket in config.buckets):
         notes.append(f"{videos:,} videos are left out: data.buckets asks for images only (frames: 1)")
-    elif outcome.rejected and not config.data.allow_upscale:
-        notes.append(f"{outcome.rejected:,} sources fit none: too short, too small (data.allow_upscale), or of a shape apart")
     elif outcome.rejected:
-        notes.append(f"{outcome.rejected:,} sources fit none of them: too short")
+        small = "" if config.data.allow_upscale else ", too small (data.allow_upscale)"
+        notes.append(f"{outcome.rejected:,} of the sources go to none of these: too short{small}, or of another kind")
     return notes

@@ -13,9 +13,20 @@ from .batch_sizes import (
 from .cache import DatasetCache
 from .compiled import compile_index
 from .deal import Cost, Lot, deal, load_of
+from .feed import read_ahead
 from .forecast import Forecast, forecast
 from .keys import canonical_json, entry_key, number_duplicates, sample_key
-from .loader import Loader, Step, assemble, choose_text, draw_latent, first_frame, pad_texts, read_ahead
+from .loader import (
+    Loader,
+    Step,
+    assemble,
+    choose_text,
+    draw_latent,
+    draw_noise,
+    draw_quantiles,
+    first_frame,
+    pad_texts,
+)
 from .mapped import SampleTable
 from .online import FirstEpoch, Made, Maker, Task
 from .order import Batching, Order, Place, Position, Stage
@@ -73,6 +84,8 @@ __all__ = [
     "count_present",
     "deal",
     "draw_latent",
+    "draw_noise",
+    "draw_quantiles",
     "entry_key",
     "first_frame",
     "forecast",

@@ -225,7 +225,9 @@ def _lost(processes: Sequence[Any], error: Exception) -> UserError:
 # -- devices ----------------------------------------------------------------------------------------------------------
 
 
-def on_device(source: Iterator[tuple[Tag, Batch | None]], device: Device) -> Generator[tuple[Tag, Batch | None], None, None]:
+def on_device(
+    source: Iterator[tuple[Tag, Batch | None]], device: Device
+) -> Generator[tuple[Tag, Batch | None], None, None]:
     """The batches on `device`: each is copied while the device computes with the one before it.
 
     One batch is copied ahead, on a stream of its own. Only from pinned memory does a copy leave the device free to compute.

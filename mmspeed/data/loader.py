@@ -8,8 +8,9 @@ No encoder and no video is touched here. Legend: B batch, C channels, T h w late
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from .cache import DatasetCache
 from .feed import in_workers, on_device, read_ahead
 from .online import FirstEpoch
 from .sampler import BatchSampler, Draw
-from .shares import count_present
+from .shares import count_present, share
 from .tables import Sample
 
 Name = tuple[str, int, int]
@@ -238,7 +239,7 @@ class Loader:
             self.waited_seconds += time.perf_counter() - began
             yield from self._grouped(self._read(self._jobs(range(start, start + 1))))
             start += 1
-        if self.first_epoch is not None and start >= self.sampler.steps_per_epoch:
+        if self.first_epoch is not None and start >= self.sampler.first_pass:
             self.first_epoch.finish()
         source = self._source(self._jobs(range(start, stop)))
         try:
@@ -267,12 +268,15 @@ class Loader:
 
     def _parts(self, step: int) -> tuple[list[Draw], list[Part]]:
         """A step's draws over all ranks, and this rank's micro-batches; none of these when all samples are lost."""
-        draws = self.sampler.step(*self.sampler.locate(step))
+        draws = self.sampler.draws(step)
         if self.first_epoch is not None:
             draws = self.first_epoch.mark(draws)
         if not count_present(draws):
             return draws, []
-        return draws, micro_batches(draws, self.rank, self.world, self.micro_batch_size)
+        batching = self.sampler.batching
+        if self.micro_batch_size is not None:
+            batching = replace(batching, most=self.micro_batch_size)
+        return draws, share(draws, batching, self.rank, self.world)
 
     def _jobs(self, steps: range) -> Iterator[tuple[_Tag, Part]]:
         """The parts of all steps in their order; an empty one for a step that has none."""

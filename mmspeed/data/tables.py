@@ -143,10 +143,12 @@ def read_table(path: Path, schema: pa.Schema | None = None) -> pa.Table:
     try:
         if not sealed_file(path):
             raise ValueError("not as it was written")
+        if schema is not None and (old := old_samples(path, pq.read_schema(path, memory_map=True))):
+            raise old
         names = None if schema is None else schema.names
         table = pq.read_table(path, memory_map=True, columns=names, partitioning=None)
         if schema is not None and (table.schema.names != schema.names or table.schema.types != schema.types):
-            raise old_samples(path, table.schema) or ValueError(f"its columns are {', '.join(table.schema.names)}")
+            raise ValueError(f"its columns are {', '.join(table.schema.names)}")
         return table
     except (pa.ArrowException, OSError, ValueError) as error:
         raise _damaged(path, error) from error

@@ -61,7 +61,9 @@ def train_step(
     A loss or gradient that is not finite on any rank leaves parameters and optimizer untouched on all.
     `group` is for small CPU collectives. The device is waited for once.
     """
-    losses, sums, sources = [], [], []
+    losses: list[Tensor] = []
+    sums: list[Tensor] = []
+    sources: list[list[str]] = []
     for batch in batches:  # no enumerate: it would hold on to a batch while the next is waited for
         with no_sync(model, strategy, last=len(losses) == len(batches) - 1):
             loss_B = loss_fn(model, batch)

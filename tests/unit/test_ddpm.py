@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from mmspeed import rng
 from mmspeed.config.schema import DdpmConfig
+from mmspeed.data import draw_noise, draw_quantiles
 from mmspeed.pipelines import ddpm
-from mmspeed.pipelines.objective import DdpmObjective, draw_noise_and_time, make_objective
+from mmspeed.pipelines.objective import DdpmObjective, make_objective
 
 SHAPE = (4, 3, 2, 4, 5)
 SCHEDULES = ["linear", "scaled_linear", "cosine"]
@@ -199,7 +200,8 @@ def test_objective_pair_matches_diffusers(prediction: str) -> None:
     objective = make_objective(cfg)
     assert isinstance(objective, DdpmObjective)
     x0, _ = data()
-    noise, t_B = draw_noise_and_time([(f"{i}", 0, 0) for i in range(SHAPE[0])], SHAPE[1:], 0, objective)
+    names = [(f"{i}", 0, 0) for i in range(SHAPE[0])]
+    noise, t_B = draw_noise(names, SHAPE[1:], 0), objective.time_from_quantile(draw_quantiles(names, 0))
     x_t, target = objective.training_pair(x0.bfloat16(), noise, t_B)
     assert x_t.dtype == target.dtype == torch.float32
     scheduler, index = theirs(cfg), objective.index_of(t_B)

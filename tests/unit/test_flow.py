@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from mmspeed import rng
 from mmspeed.config.schema import FlowConfig
+from mmspeed.data import draw_noise, draw_quantiles
 from mmspeed.pipelines import flow
-from mmspeed.pipelines.objective import FlowObjective, draw_noise, draw_noise_and_time, make_objective
+from mmspeed.pipelines.objective import FlowObjective, make_objective
 
 SHAPE = (3, 4, 2, 5, 6)
 NAMES = [("a.mp4", 0, 0), ("b.mp4", 0, 0), ("a.mp4", 1, 0), ("a.mp4", 0, 1)]
@@ -173,24 +174,22 @@ def test_loss_is_one_number_a_sample() -> None:
 
 
 def test_draws_depend_on_the_name_alone() -> None:
-    objective = make_objective(FlowConfig(kind="flow"))
-    noise, t_B = draw_noise_and_time(NAMES, SHAPE[1:], 7, objective)
+    noise, u_B = draw_noise(NAMES, SHAPE[1:], 7), draw_quantiles(NAMES, 7)
     assert noise.shape == (4, *SHAPE[1:])
     assert noise.dtype == torch.float32
-    assert t_B.dtype == torch.float64
+    assert u_B.dtype == torch.float64
     for i, name in enumerate(NAMES):  # alone, and in another company, each meets the same draws
-        alone, t = draw_noise_and_time([name], SHAPE[1:], 7, objective)
-        assert torch.equal(alone[0], noise[i])
-        assert t[0] == t_B[i]
+        assert torch.equal(draw_noise([name], SHAPE[1:], 7)[0], noise[i])
+        assert draw_quantiles([name], 7)[0] == u_B[i]
     assert torch.equal(draw_noise(NAMES[::-1], SHAPE[1:], 7), noise.flip(0))
-    assert len({x.item() for x in t_B}) == len(NAMES)
+    assert len({x.item() for x in u_B}) == len(NAMES)
     assert len({x.item() for x in noise[:, 0, 0, 0, 0]}) == len(NAMES)
     assert not torch.equal(draw_noise(NAMES, SHAPE[1:], 8), noise)
 
 
 def test_drawn_times_follow_the_distribution() -> None:
     objective = make_objective(FlowConfig(kind="flow", logit_mean=0.5, logit_std=0.8))
-    t_B = draw_noise_and_time([(f"{i}", 0, 0) for i in range(4000)], (1,), 0, objective)[1]
+    t_B = objective.time_from_quantile(draw_quantiles([(f"{i}", 0, 0) for i in range(4000)], 0))
     u_B = torch.special.ndtr((torch.logit(t_B) - 0.5) / 0.8).sort().values
     # Kolmogorov-Smirnov: beyond 1.95 / sqrt(n) lies one honest sample in a thousand, and this seed is fixed.
     assert (u_B - uniform_grid(4000)).abs().max() < 1.95 / math.sqrt(4000)

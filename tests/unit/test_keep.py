@@ -219,7 +219,7 @@ def test_counts_of_a_bucket_by_hand() -> None:
 
 
 def test_lines_and_page_tell_the_same_loss_of_each_bucket(tmp_path: Path) -> None:
-    buckets = "data.buckets=[{frames: 5, height: 32, width: 48}, {frames: 5, height: 32, width: 32}, {frames: 1, height: 8, width: 8}]"
+    buckets = "data.buckets=[{frames: 5, height: 32, width: 48}, {frames: 5, height: 32, width: 32}, {frames: 1, height: 32, width: 32}]"
     config = small_config(tmp_path, buckets, "data.buckets_per_clip=2", "data.windows=2")
     report = check(config)
     page = Reader(default_path(config).read_text(encoding="utf-8")).keyed
@@ -238,7 +238,7 @@ def test_lines_and_page_tell_the_same_loss_of_each_bucket(tmp_path: Path) -> Non
         assert used.clips == 16 and used.frames_taken == 8 * 2 * 5
     square, wide = use.values()
     assert square.cropped == pytest.approx(1 - 180 / 320) and wide.cropped == pytest.approx(1 - 270 / 320)
-    assert page["frames-1x8x8"] == "-" and page["pixels-1x8x8"] == "0% cropped, 0% scaled away"
+    assert page["frames-1x32x32"] == "-" and page["pixels-1x32x32"] == "0% cropped, 0% scaled away"
     CacheBuilder(config).run()  # the page of a build has the same numbers
     built = Reader(default_path(config).read_text(encoding="utf-8")).keyed
     assert all(built[key] == page[key] for key in page if key.startswith(("pixels-", "frames-")))

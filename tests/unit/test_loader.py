@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import threading
-import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,84 +13,19 @@ import torch
 from mmspeed import rng
 from mmspeed.data import (
     BatchSampler,
-    CacheWriter,
     DatasetCache,
-    Draw,
     Loader,
-    Sample,
     assemble,
     choose_text,
     count_present,
-    entry_key,
-    latent_tensors,
-    read_ahead,
-    sample_key,
-    text_tensors,
-    write_info,
+    draw_noise,
+    draw_quantiles,
     write_samples,
 )
 from mmspeed.data.tables import read_samples
 from mmspeed.errors import UserError
-from mmspeed.protocol import Batch, TextEntry
-from mmspeed.shapes import Bucket
-
-VIDEO, IMAGE = Bucket(5, 16, 32), Bucket(1, 16, 16)
-WIDTH = 6
-
-
-def mean_of(number: int, bucket: Bucket) -> torch.Tensor:
-    shape = (4, 2, 2, 4) if bucket == VIDEO else (4, 1, 2, 2)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(number))
-
-
-def embeds_of(caption: str) -> torch.Tensor:
-    return torch.full((len(caption) + 1, WIDTH), float(len(caption))) + torch.arange(WIDTH)
-
-
-def make_cache(root: Path, videos: int = 7, images: int = 3, logvar: float | None = -2.0) -> DatasetCache:
-    """Video n has the captions `v`, `vv` and `vvv`; images have none; images are deterministic, in bfloat16."""
-    samples = []
-    with CacheWriter(root) as writer:
-        texts = [entry_key({"caption": caption}) for caption in ("v", "vv", "vvv")]
-        for key, caption in zip([*texts, entry_key({"caption": ""})], ("v", "vv", "vvv", ""), strict=True):
-            section = "texts" if caption else "null"
-            embeds_LD = embeds_of(caption)
-            writer.add(section, key, text_tensors(TextEntry(embeds_LD, embeds_LD[0] * 2)), {"caption": caption})
-        for number in range(videos + images):
-            bucket = VIDEO if number < videos else IMAGE
-            mean = mean_of(number, bucket)
-            spread = torch.full_like(mean, logvar) if logvar is not None and bucket == VIDEO else None
-            tensors = latent_tensors(mean if bucket == VIDEO else mean.bfloat16(), spread)
-            key = entry_key({"number": number})
-            writer.add("latents", key, tensors, {"number": number}, bucket=bucket)
-            captions = tuple(texts) if bucket == VIDEO else ()
-            samples.append(Sample(sample_key([key], captions), (key,), captions, "train", bucket, f"{number}.mp4"))
-    write_info(root, {})
-    write_samples(root, samples)
-    return DatasetCache(root)
-
-
-def draw_of(cache: DatasetCache, source: str, epoch: int = 0, repeat: int = 0) -> Draw:
-    return Draw(next(s for s in cache.samples if s.source == source), epoch, repeat)
-
-
-def by_name(batches: list[Batch]) -> dict[tuple[str, int, int], tuple[torch.Tensor, torch.Tensor]]:
-    """Latent and real text tokens of each weighted sample."""
-    found = {}
-    for batch in batches:
-        for row, name in enumerate(batch.names):
-            if batch.weights_B[row] > 0:
-                assert name not in found
-                found[name] = (batch.latents_BCThw[row], batch.text_BLD[row][batch.text_mask_BL[row]])
-    return found
-
-
-def assert_same(a: list[Batch], b: list[Batch]) -> None:
-    left, right = by_name(a), by_name(b)
-    assert left.keys() == right.keys()
-    for name, tensors in left.items():
-        assert all(torch.equal(x, y) for x, y in zip(tensors, right[name], strict=True))
-
+from mmspeed.protocol import Batch
+from tests.loading import IMAGE, VIDEO, WIDTH, assert_same, by_name, draw_of, embeds_of, make_cache, mean_of
 
 # -- assemble -----------------------------------------------------------------------------------------------------
 
@@ -173,6 +105,22 @@ def test_latents_of_two_shapes_are_named(tmp_path: Path) -> None:
         assemble(cache, draws, 0, 0.0)
 
 
+def test_noise_and_time_come_with_the_batch_where_they_are_wanted(tmp_path: Path) -> None:
+    cache = make_cache(tmp_path)
+    draws = [(draw_of(cache, "0.mp4", epoch), 1.0) for epoch in range(3)]
+    plain, batch = (assemble(cache, draws, 5, 0.0, noise=noise) for noise in (False, True))
+    assert plain.noise_BCThw is None and plain.u_B is None and "u_B" not in plain.movable()
+    assert batch.noise_BCThw is not None and batch.u_B is not None
+    assert torch.equal(batch.noise_BCThw, draw_noise(batch.names, (4, 2, 2, 4), 5))
+    assert torch.equal(batch.u_B, draw_quantiles(batch.names, 5)) and batch.u_B.dtype == torch.float64
+    for row, (draw, _) in enumerate(draws):
+        assert torch.equal(batch.noise_BCThw[row], rng.normal((4, 2, 2, 4), 5, "noise", *draw.name))
+        assert batch.u_B[row].item() == rng.uniform(5, "timestep", *draw.name)
+    half = batch.to(torch.device("cpu"), torch.bfloat16)
+    assert half.noise_BCThw is not None and half.noise_BCThw.dtype == half.text_BLD.dtype == torch.bfloat16
+    assert half.u_B is batch.u_B and half.weights_B is batch.weights_B and half.text_mask_BL is batch.text_mask_BL
+
+
 # -- loader -------------------------------------------------------------------------------------------------------
 
 
@@ -184,7 +132,10 @@ def test_world_size_micro_batches_and_prefetch_change_no_sample(tmp_path: Path) 
     def run(world: int, micro: int | None, prefetch: int) -> list[list[Batch]]:
         """All ranks' micro-batches of each step."""
         ranks = [
-            [step.batches for step in Loader(cache, sampler, rank, world, micro, 3, 0.3, prefetch).steps(0, steps)]
+            [
+                list(step.batches)
+                for step in Loader(cache, sampler, rank, world, micro, 3, 0.3, prefetch).steps(0, steps)
+            ]
             for rank in range(world)
         ]
         for parts in zip(*ranks, strict=True):
@@ -198,16 +149,6 @@ def test_world_size_micro_batches_and_prefetch_change_no_sample(tmp_path: Path) 
             assert_same(step, other)
 
 
-def test_resume_in_the_middle_gives_the_same_batches(tmp_path: Path) -> None:
-    cache = make_cache(tmp_path)
-    sampler = BatchSampler(cache.samples, 4, seed=1)
-    whole = list(Loader(cache, sampler, seed=3, caption_dropout=0.2).steps(0, 8))
-    rest = list(Loader(cache, sampler, seed=3, caption_dropout=0.2, prefetch=2).steps(5, 8))
-    assert len(whole) == 8
-    for step, other in zip(whole[5:], rest, strict=True):
-        assert_same(step.batches, other.batches)
-
-
 def test_fillers_carry_no_weight(tmp_path: Path) -> None:
     cache = make_cache(tmp_path, videos=1, images=0)
     sampler = BatchSampler(cache.samples, 4, seed=0)
@@ -219,84 +160,45 @@ def test_lost_samples_keep_their_place_and_are_not_read(tmp_path: Path) -> None:
     make_cache(tmp_path, videos=7, images=3)
     samples, _ = read_samples(tmp_path)
     order = BatchSampler(samples, 4, seed=1)
-    lost = {draw.sample.key for draw in order.step(0, 0)[:2]} | {s.key for s in samples if s.bucket == IMAGE}
+    lost = {draw.sample.key for draw in order.draws(0)[:2]} | {s.key for s in samples if s.bucket == IMAGE}
     written = [replace(s, lost=True, latent_keys=("f" * 32,)) if s.key in lost else s for s in samples]
     write_samples(tmp_path, written)
     cache = DatasetCache(tmp_path)
     sampler = BatchSampler(cache.samples, 4, seed=1)
-    steps = list(Loader(cache, sampler, seed=3, micro_batch_size=2, prefetch=1).steps(0, sampler.steps_per_epoch))
-    for step, place in zip(steps, range(sampler.steps_per_epoch), strict=True):
-        assert [draw.name for draw in step.draws] == [draw.name for draw in order.step(0, place)]
+    lengths, counts = [], []
+    loader = Loader(cache, sampler, seed=3, micro_batch_size=2, prefetch=1)
+    for place, step in enumerate(loader.steps(0, sampler.steps_per_epoch)):
+        assert [draw.name for draw in step.draws] == [draw.name for draw in order.draws(place)]
         present = {draw.name for draw in step.draws if draw.sample.key not in lost}
-        assert set(by_name(step.batches)) == present and count_present(step.draws) == len(present)
-        assert bool(step.batches) == bool(present)
-    assert any(not step.batches for step in steps) and any(0 < count_present(s.draws) < len(s.draws) for s in steps)
+        lengths.append(len(step.batches))
+        counts.append((count_present(step.draws), len(step.draws)))
+        assert set(by_name(list(step.batches))) == present and counts[-1][0] == len(present)
+        assert bool(lengths[-1]) == bool(present)
+    assert 0 in lengths and any(0 < some < every for some, every in counts)
 
 
-def test_an_error_while_reading_ahead_reaches_the_consumer(tmp_path: Path) -> None:
-    cache = make_cache(tmp_path, videos=4, images=0)
-    sampler = BatchSampler(cache.samples, 1, seed=0)
-    entry = cache.entry(sampler.step(0, 2)[0].sample.latent_keys[0])
-    with open(tmp_path / entry.shard, "r+b") as file:
-        file.seek(entry.offset + entry.bytes - 4)
-        file.write(b"\xff\xff\xff\xff")
-    for prefetch in (0, 3):
-        steps = Loader(cache, sampler, prefetch=prefetch).steps(0, 4)
-        assert [next(steps).batches[0].names[0][0] for _ in range(2)] == [
-            sampler.step(0, i)[0].sample.key for i in range(2)
-        ]
-        with pytest.raises(UserError, match=f"damaged at entry {entry.key}"):
-            next(steps)
-    assert not read_ahead_threads()
-
-
-def test_the_thread_ends_when_the_consumer_stops(tmp_path: Path) -> None:
+def test_a_step_hands_out_its_micro_batches_once(tmp_path: Path) -> None:
     cache = make_cache(tmp_path)
-    loader = Loader(cache, BatchSampler(cache.samples, 2, seed=0), prefetch=2)
-    steps = loader.steps(0, 10**6)
-    next(steps)
-    assert len(read_ahead_threads()) == 1
-    steps.close()
-    assert not read_ahead_threads()
-    assert loader.waited_seconds > 0
+    sampler = BatchSampler(cache.samples, 4, seed=1)
+    steps = Loader(cache, sampler, micro_batch_size=1, prefetch=2).steps(0, 3)
+    first = next(steps)
+    assert len(first.batches) == 4 and next(iter(first.batches)).names == [first.draws[0].name]
+    with pytest.raises(RuntimeError, match="once"):
+        next(iter(first.batches))
+    second = next(steps)  # what is left of the first is passed over
+    assert [batch.names[0] for batch in second.batches] == [draw.name for draw in second.draws]
+    assert len(second.batches) == len(second.draws)
+    assert second.batches.text_tokens > 0
 
 
-def read_ahead_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "mmspeed-read-ahead"]
-
-
-def test_read_ahead_keeps_order_and_its_bound() -> None:
-    made: list[int] = []
-
-    def source() -> Iterator[int]:
-        for number in range(20):
-            made.append(number)
-            yield number
-
-    ahead = read_ahead(source(), depth=3)
-    seen = []
-    for number in ahead:
-        seen.append(number)
-        time.sleep(0.002)
-        # `depth` items wait, and permission for one more is given when the consumer asks for it
-        assert len(made) - len(seen) <= 3
-    assert seen == made == list(range(20))
-
-
-def test_read_ahead_works_while_the_consumer_is_busy() -> None:
-    reached = threading.Event()
-
-    def source() -> Iterator[int]:
-        yield 0
-        yield 1
-        reached.set()
-        yield 2
-
-    ahead = read_ahead(source(), depth=3)
-    assert next(ahead) == 0
-    assert reached.wait(5), "nothing was read while the consumer held its item"
-    assert list(ahead) == [1, 2]
-
-
-def test_read_ahead_ends_with_an_empty_source() -> None:
-    assert list(read_ahead(iter(()), depth=1)) == []
+def test_the_wait_within_a_step_is_counted(tmp_path: Path) -> None:
+    cache = make_cache(tmp_path)
+    loader = Loader(cache, BatchSampler(cache.samples, 4, seed=1), micro_batch_size=1)
+    waits = [loader.waited_seconds]
+    for step in loader.steps(0, 2):
+        waits.append(loader.waited_seconds)
+        batches = iter(step.batches)
+        assert next(batches).size == 1 and loader.waited_seconds == waits[-1]  # read when the step was asked for
+        for _ in batches:
+            waits.append(loader.waited_seconds)
+    assert len(waits) > 5 and all(a < b for a, b in itertools.pairwise(waits))

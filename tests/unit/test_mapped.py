@@ -39,6 +39,7 @@ from tests.caches import BUCKET, FOLDER, add_latent, build, finish, latent
 
 BUCKETS = (Bucket(1, 64, 64), Bucket(17, 64, 96), Bucket(1000, 64, 64))
 SECTIONS = ("latents", "texts", "null")
+DATASETS = ("web", "ä set", "")
 
 # -- lookups ------------------------------------------------------------------------------------------------------
 
@@ -114,6 +115,7 @@ def make_samples(count: int) -> list[Sample]:
             number,
             f"c{number}",
             number % 7 == 0,
+            DATASETS[number % 4 % 3],
         )
         for number, key in enumerate(contents)
     ]
@@ -136,6 +138,33 @@ def test_samples_are_those_of_the_table_and_lazy(tmp_path: Path) -> None:
     assert table.buckets() == sorted(BUCKETS)
     for bucket, places in train.by_bucket().items():
         assert [train[int(place)] for place in places] == [s for s in train if s.bucket == bucket]
+
+
+@given(st.integers(0, 60), st.integers(-3, 3).filter(bool), st.integers(-60, 60), st.booleans())
+@settings(deadline=None, max_examples=60)
+def test_groups_are_the_samples_of_each_bucket_and_data_set(count: int, step: int, start: int, train: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        write_samples(Path(folder), make_samples(count))
+        table = open_tables(Path(folder)).samples
+        part = (table.split("train") if train else table)[start::step]
+        groups, samples = part.by_group(), list(part)
+        assert list(groups) == sorted({(sample.bucket, sample.dataset) for sample in samples})
+        for (bucket, dataset), places in groups.items():
+            inside = [place for place, s in enumerate(samples) if (s.bucket, s.dataset) == (bucket, dataset)]
+            assert places.tolist() == sorted(inside, key=lambda place: samples[place].key)
+        for bucket, places in part.by_bucket().items():
+            of_bucket = [places for (other, _), places in groups.items() if other == bucket]
+            assert sorted(np.concatenate(of_bucket).tolist()) == sorted(places.tolist())
+
+
+def test_a_data_set_that_has_no_name_is_damage(tmp_path: Path) -> None:
+    write_samples(tmp_path, make_samples(9))
+    table = open_tables(tmp_path).samples
+    short = SampleTable(tmp_path / "samples.arrow", table._batch, replace(table._facts, datasets=["web"]))
+    for use in (short.by_group, lambda: list(short)):
+        with pytest.raises(UserError, match=r"samples\.arrow is damaged"):
+            use()
+    assert len(short.by_bucket()) == 3
 
 
 def test_order_of_training_is_the_same_from_a_table_and_from_a_list(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The order of training: every use of every sample exactly once an epoch, one bucket a step, at any world size."""
+"""The order of training: every use of every sample exactly once an epoch, whatever the batching, and a rank's share of it."""
 
 from __future__ import annotations
 
@@ -11,67 +11,133 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmspeed.data import BatchSampler, Draw, Sample, count_present, micro_batches
+from mmspeed.data import Batching, BatchSampler, Cost, Draw, Sample, Stage, count_present, share
+from mmspeed.data.shares import meeting
 from mmspeed.errors import UserError
 from mmspeed.shapes import Bucket
 
-BUCKETS = (Bucket(1, 64, 64), Bucket(17, 64, 96), Bucket(49, 64, 64))
+BUCKETS = (Bucket(1, 64, 64), Bucket(17, 64, 96), Bucket(17, 96, 64), Bucket(49, 64, 64))
+Name = tuple[str, int, int]
 
 
-def make_samples(*counts: int) -> list[Sample]:
+def make_samples(*counts: int, dataset: str = "") -> list[Sample]:
     """So many samples in each bucket."""
     return [
-        Sample(f"{bucket.name}-{n}", ("l",), ("t",), "train", bucket, f"{n}.mp4")
+        Sample(f"{bucket.name}-{n}{dataset}", ("l",), ("t",), "train", bucket, f"{n}.mp4", dataset=dataset)
         for bucket, count in zip(BUCKETS, counts, strict=False)
         for n in range(count)
     ]
 
 
 def epoch_draws(sampler: BatchSampler, epoch: int) -> list[list[Draw]]:
-    return [sampler.step(epoch, index) for index in range(sampler.steps_per_epoch)]
+    length = sampler.steps_per_epoch
+    return [sampler.draws(step) for step in range(epoch * length, (epoch + 1) * length)]
 
 
-def names(steps: list[list[Draw]]) -> list[list[tuple[str, int, int]]]:
+def names(steps: list[list[Draw]]) -> list[list[Name]]:
     return [[draw.name for draw in step] for step in steps]
 
 
-counts = st.lists(st.integers(0, 13), min_size=3, max_size=3).filter(any)
+counts = st.lists(st.integers(0, 25), min_size=4, max_size=4).filter(any)
+batchings = st.builds(
+    lambda slots, sizes, fixed, mix, group, most: Batching(
+        slots,
+        dict(zip(BUCKETS, sizes, strict=True)),
+        {bucket: Cost(fixed, bucket.frames * bucket.height * bucket.width / 4096) for bucket in BUCKETS},
+        mix,
+        0.1,
+        group,
+        most,
+    ),
+    st.integers(1, 12),
+    st.tuples(st.integers(1, 20), st.integers(1, 5), st.integers(1, 5), st.integers(1, 2)),
+    st.sampled_from([0.0, 3.0]),
+    st.sampled_from(["same", "matched", "window"]),
+    st.sampled_from([1, 2, 3]),
+    st.none() | st.integers(1, 6),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(counts, batchings, st.integers(1, 3), st.integers(0, 3), st.integers(0, 2**32))
+def test_each_use_exactly_once_an_epoch(
+    sizes: list[int], batching: Batching, repeats: int, epoch: int, seed: int
+) -> None:
+    samples = make_samples(*sizes)
+    sampler = BatchSampler(samples, batching, seed, repeats)
+    steps = epoch_draws(sampler, epoch)
+    assert all(steps), "a step without a sample"
+    used = Counter(draw.name for step in steps for draw in step)
+    assert used == Counter((sample.key, epoch, repeat) for sample in samples for repeat in range(repeats))
+    for step in steps:
+        pieces = [(bucket, len(list(group))) for bucket, group in itertools.groupby(step, lambda d: d.sample.bucket)]
+        assert len({bucket for bucket, _ in pieces}) == len(pieces), "a bucket's draws stand together"
+        slots = sum(-(-n // batching.sizes[bucket]) / batching.supply(bucket, 1).slots for bucket, n in pieces)
+        assert slots <= 1 + 1e-9, "more device batches than a step has"
 
 
 @settings(max_examples=80, deadline=None)
-@given(counts, st.integers(1, 9), st.integers(1, 3), st.integers(0, 5))
-def test_each_use_exactly_once_an_epoch(sizes: list[int], batch_size: int, repeats: int, epoch: int) -> None:
-    samples = make_samples(*sizes)
-    sampler = BatchSampler(samples, batch_size, seed=3, repeats=repeats)
-    steps = epoch_draws(sampler, epoch)
-    used = Counter(draw.name for step in steps for draw in step)
-    assert used == Counter((sample.key, epoch, repeat) for sample in samples for repeat in range(repeats))
-    assert all(1 <= len(step) <= batch_size for step in steps)
-    assert all(len({draw.sample.bucket for draw in step}) == 1 for step in steps)
-    assert len(steps) == sum(-(-size * repeats // batch_size) for size in sizes)
-    short = Counter(step[0].sample.bucket for step in steps if len(step) < batch_size)
-    assert all(count == 1 for count in short.values())
+@given(counts, st.integers(1, 9))
+def test_steps_of_a_number_of_samples(sizes: list[int], batch_size: int) -> None:
+    """Full steps, most of one bucket; in the last ones buckets of like cost fill each other up."""
+    sampler = BatchSampler(make_samples(*sizes), batch_size, seed=3)
+    steps = [Counter(draw.sample.bucket for draw in step) for step in epoch_draws(sampler, 0)]
+    assert all(step.total() <= batch_size for step in steps)
+    assert sum(step.total() < batch_size for step in steps) <= sum(map(bool, sizes))
+    assert sum(len(step) > 1 for step in steps) <= sum(map(bool, sizes))
+    assert sum(sizes) / batch_size <= len(steps) <= sum(-(-size // batch_size) for size in sizes)
+    assert all(len(step) == 1 for step in steps if BUCKETS[0] in step), "an image costs far less than a video"
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.integers(1, 40), st.integers(1, 9), st.none() | st.integers(1, 7))
-def test_ranks_share_a_step(size: int, world: int, micro: int | None) -> None:
-    sampler = BatchSampler(make_samples(size), size, seed=0)
-    draws = sampler.step(0, 0)
-    parts = [micro_batches(draws, rank, world, micro) for rank in range(world)]
-    assert len({len(part) for part in parts}) == 1, "ranks would wait for each other for ever"
-    weights: dict[tuple[str, int, int], float] = defaultdict(float)
-    for part in parts:
-        for micro_batch in part:
-            assert 1 <= len(micro_batch) <= (micro or size)
-            assert {weight for _, weight in micro_batch} in ({1.0}, {0.0})
-            for draw, weight in micro_batch:
-                weights[draw.name] += weight
-    assert weights == {draw.name: 1.0 for draw in draws}
-    assert len(parts[0]) == math.ceil(math.ceil(size / world) / (micro or size))
-    for rank, part in enumerate(parts):
-        own = [draw for micro_batch in part for draw, weight in micro_batch if weight]
-        assert own == draws[rank::world]
+def test_equal_costs_fill_the_last_step_up() -> None:
+    sampler = BatchSampler(make_samples(0, 5, 3), 4, seed=0)
+    steps = [Counter(draw.sample.bucket for draw in step) for step in epoch_draws(sampler, 0)]
+    assert sorted(step.total() for step in steps) == [4, 4] and max(len(step) for step in steps) == 2
+
+
+@settings(max_examples=200, deadline=None)
+@given(counts, batchings, st.integers(1, 9), st.integers(0, 3))
+def test_ranks_share_a_step(sizes: list[int], batching: Batching, lanes: int, seed: int) -> None:
+    world = lanes * batching.group
+    sampler = BatchSampler(make_samples(*sizes), batching, seed)
+    for draws in epoch_draws(sampler, 0)[:4]:
+        parts = [share(draws, batching, rank, world) for rank in range(world)]
+        assert len({len(part) for part in parts}) == 1, "ranks would wait for each other for ever"
+        weights: dict[Name, float] = defaultdict(float)
+        for rank, part in enumerate(parts):
+            for micro in part:
+                bucket = micro[0][0].sample.bucket
+                assert all(draw.sample.bucket == bucket for draw, _ in micro), "two shapes in one batch"
+                assert 1 <= len(micro) <= min(batching.sizes[bucket], batching.most or 99)
+                ranks = 1 if bucket.is_image else batching.group
+                assert {weight for _, weight in micro} in ({1 / ranks}, {0.0})
+                for draw, weight in micro:
+                    weights[draw.name] += weight
+            leader = rank // batching.group * batching.group
+            videos = [[pair for pair in micro if pair[1]] for micro in part if not micro[0][0].sample.bucket.is_image]
+            same = [[pair for pair in m if pair[1]] for m in parts[leader] if not m[0][0].sample.bucket.is_image]
+            assert [m for m in videos if m] == [m for m in same if m], "ranks of a group meet the same videos"
+        assert weights == pytest.approx({draw.name: 1.0 for draw in draws})
+        met = Counter((draw.name, rank) for draw, ranks in meeting(draws, batching, world) for rank in ranks)
+        held = {(d.name, rank) for rank, part in enumerate(parts) for micro in part for d, w in micro if w}
+        assert set(met) == held and max(met.values()) == 1
+
+
+def test_images_are_not_split_over_a_group() -> None:
+    """4 ranks in groups of 2: a video is met by both ranks of a group, an image by one rank alone, never beside a video."""
+    sizes = {bucket: 1 for bucket in BUCKETS}
+    batching = Batching(4, sizes, group=2, mix="window")
+    images = BatchSampler(make_samples(8), batching, seed=0).draws(0)
+    videos = BatchSampler(make_samples(0, 4), batching, seed=0).draws(0)
+    assert len(images) == 4 and len(videos) == 2
+    own = [share(images, batching, rank, 4) for rank in range(4)]
+    assert [[weight for _, weight in micro] for part in own for micro in part] == [[1.0]] * 4
+    assert len({part[0][0][0].name for part in own}) == 4
+    pairs = [share(videos, batching, rank, 4) for rank in range(4)]
+    assert pairs[0] == pairs[1] != pairs[2] == pairs[3] and pairs[0][0][0][1] == 0.5
+    mixed = [share([*images, *videos], batching, rank, 4) for rank in range(4)]
+    rows = [{micro[0][0].sample.bucket.is_image for micro in row} for row in zip(*mixed, strict=True)]
+    assert rows == [{False}, {True}], "in a row all ranks exchange or none does"
 
 
 @settings(max_examples=150, deadline=None)
@@ -79,38 +145,35 @@ def test_ranks_share_a_step(size: int, world: int, micro: int | None) -> None:
     st.lists(st.booleans(), min_size=1, max_size=20).filter(lambda lost: not all(lost)),
     st.integers(1, 5),
     st.none() | st.integers(1, 4),
+    st.integers(0, 20),
 )
-def test_lost_draws_are_replaced_with_weight_0(lost: list[bool], world: int, micro: int | None) -> None:
-    draws = [Draw(replace(sample, lost=gone), 0, 0) for sample, gone in zip(make_samples(len(lost)), lost, strict=True)]
+def test_lost_draws_are_replaced_with_weight_0(
+    lost: list[bool], world: int, micro: int | None, images: int
+) -> None:
+    samples = make_samples(min(images, len(lost) - 1), len(lost))[-len(lost) :]
+    draws = [Draw(replace(sample, lost=gone), 0, 0) for sample, gone in zip(samples, lost, strict=True)]
     bare = [Draw(replace(draw.sample, lost=False), 0, 0) for draw in draws]
-    weights: Counter[tuple[str, int, int]] = Counter()
+    batching = Batching(1, most=micro)
+    weights: Counter[Name] = Counter()
     for rank in range(world):
-        parts = micro_batches(draws, rank, world, micro)
-        assert [len(part) for part in parts] == [len(part) for part in micro_batches(bare, rank, world, micro)]
+        parts = share(draws, batching, rank, world)
+        assert len(parts) == len(share(bare, batching, rank, world))
         for part in parts:
-            assert not any(draw.sample.lost for draw, _ in part)
-            own = {draw.name for draw, weight in part if weight}
-            assert not own or all(draw.name in own for draw, weight in part if not weight)
+            assert part and not any(draw.sample.lost for draw, _ in part)
+            assert len({draw.sample.bucket for draw, _ in part}) == 1
             weights.update(draw.name for draw, weight in part if weight)
     assert weights == Counter(draw.name for draw in draws if not draw.sample.lost)
     assert count_present(draws) == weights.total()
 
 
-def test_the_nearest_draw_stands_in_for_a_lost_one() -> None:
-    samples = make_samples(6)
-    draws = [Draw(replace(s, lost=place in (0, 1, 3)), 0, 0) for place, s in enumerate(samples)]
-    (whole,) = micro_batches(draws, 0, 1, None)
-    assert [(draws.index(draw), weight) for draw, weight in whole] == [(2, 0), (2, 0), (2, 1), (2, 0), (4, 1), (5, 1)]
-    assert micro_batches(draws, 0, 1, 2)[0] == [(draws[2], 0.0)] * 2  # a micro-batch that is lost as a whole
-    with pytest.raises(ValueError, match="no draw of this step"):
-        micro_batches(draws[:2], 0, 1, None)
-
-
-def test_micro_batches_refuses_nonsense() -> None:
-    draws = BatchSampler(make_samples(4), 4, seed=0).step(0, 0)
-    for bad in [([], 0, 1, None), (draws, 2, 2, None), (draws, -1, 2, None), (draws, 0, 1, 0)]:
+def test_share_refuses_nonsense() -> None:
+    draws = BatchSampler(make_samples(4), 4, seed=0).draws(0)
+    plain = Batching(4)
+    for bad in [([], plain, 0, 1), (draws, plain, 2, 2), (draws, plain, -1, 2), (draws, replace(plain, group=2), 0, 3)]:
         with pytest.raises(ValueError, match="no micro-batches"):
-            micro_batches(*bad)
+            share(*bad)
+    with pytest.raises(ValueError, match="no draw of this step"):
+        share([Draw(replace(draw.sample, lost=True), 0, 0) for draw in draws], plain, 0, 1)
 
 
 def test_order_is_a_pure_function_of_seed_and_epoch() -> None:
@@ -133,43 +196,62 @@ def test_order_is_a_pure_function_of_seed_and_epoch() -> None:
     assert members(0) != members(1), "new company each epoch, not just a new order of the same steps"
 
 
-def test_steps_of_buckets_are_mixed() -> None:
-    sampler = BatchSampler(make_samples(64, 64), 2, seed=0)
-    order = [step[0].sample.bucket for step in epoch_draws(sampler, 0)]
+@pytest.mark.parametrize("mix", ["same", "matched", "window"])
+def test_steps_of_buckets_are_mixed(mix: str) -> None:
+    sampler = BatchSampler(make_samples(0, 64, 64), replace(Batching(2), mix=mix), seed=0)
+    order = [{draw.sample.bucket for draw in step} for step in epoch_draws(sampler, 0)]
     changes = sum(a != b for a, b in itertools.pairwise(order))
     assert changes > 16  # 32 expected of 63; blocks would have 1
+    assert any(len(buckets) == 2 for buckets in order) == (mix != "same")
 
 
 def test_repeats_are_shuffled_among_samples() -> None:
     sampler = BatchSampler(make_samples(50), 10, seed=0, repeats=4)
     first_half = [draw.sample.key for step in epoch_draws(sampler, 0)[:10] for draw in step]
-    assert max(Counter(first_half).values()) >= 3 and {draw.repeat for draw in sampler.step(0, 0)} != {0}
+    assert max(Counter(first_half).values()) >= 3 and {draw.repeat for draw in sampler.draws(0)} != {0}
 
 
 def test_locate_counts_whole_epochs() -> None:
     sampler = BatchSampler(make_samples(5, 3), 2, seed=0)
     assert sampler.steps_per_epoch == 5
-    assert [sampler.locate(step) for step in (0, 4, 5, 12)] == [(0, 0), (0, 4), (1, 0), (2, 2)]
-    for index in (-1, 5):
-        with pytest.raises(IndexError, match="0 to 4"):
-            sampler.step(0, index)
+    places = [sampler.locate(step) for step in (0, 4, 5, 12)]
+    assert [(place.epoch, place.at) for place in places] == [(0, 0), (0, 4), (1, 0), (2, 2)]
+    with pytest.raises(IndexError, match="no step -1"):
+        sampler.draws(-1)
 
 
-def test_a_small_bucket_still_has_its_steps() -> None:
-    sampler = BatchSampler(make_samples(1, 2), 64, seed=0)
-    assert sorted(len(step) for step in epoch_draws(sampler, 0)) == [1, 2]
+@pytest.mark.parametrize(("sizes", "batch"), [((1,), 64), ((1, 2), 64), ((3,), 1), ((1, 0, 0, 1), 5)])
+def test_few_samples_still_have_their_steps_on_any_world(sizes: tuple[int, ...], batch: int) -> None:
+    sampler = BatchSampler(make_samples(*sizes), batch, seed=0)
+    assert sum(len(step) for step in epoch_draws(sampler, 0)) == sum(sizes)
+    for world in (1, 3, 64):
+        for draws in epoch_draws(sampler, 0):
+            weights = [weight for r in range(world) for m in share(draws, sampler.batching, r, world) for _, weight in m]
+            assert math.fsum(weights) == len(draws)
 
 
-def test_fingerprint_tells_what_changed() -> None:
+def test_fingerprints_tell_data_from_batching() -> None:
     samples = make_samples(5, 3)
-    base = BatchSampler(samples, 2, seed=0).fingerprint
-    assert BatchSampler(samples[::-1], 2, seed=9).fingerprint == base
-    others = [
+    base = BatchSampler(samples, 2, seed=0)
+    assert BatchSampler(samples[::-1], 2, seed=9).fingerprint == base.fingerprint
+    other_data = [
         BatchSampler(samples[1:], 2, seed=0),
-        BatchSampler(samples, 3, seed=0),
         BatchSampler(samples, 2, seed=0, repeats=2),
+        BatchSampler(samples, 2, seed=0, stages=[Stage(4), Stage()]),
+        BatchSampler(make_samples(5, 3, dataset="b"), 2, seed=0),
     ]
-    assert base not in {other.fingerprint for other in others} and len({other.fingerprint for other in others}) == 3
+    assert len({base.fingerprint, *(other.fingerprint for other in other_data)}) == 5
+    other_batching = [
+        BatchSampler(samples, 3, seed=0),
+        BatchSampler(samples, Batching(2, {BUCKETS[0]: 3}), seed=0),
+        BatchSampler(samples, Batching(2, costs={BUCKETS[0]: Cost(1.0, 2.0)}), seed=0),
+        BatchSampler(samples, Batching(2, mix="window"), seed=0),
+        BatchSampler(samples, Batching(2, group=2), seed=0),
+    ]
+    assert {other.fingerprint for other in other_batching} == {base.fingerprint}
+    assert len({base.batching_fingerprint, *(other.batching_fingerprint for other in other_batching)}) == 6
+    # how many samples are computed at a time changes no step
+    assert BatchSampler(samples, Batching(2, most=1), seed=0).batching_fingerprint == base.batching_fingerprint
 
 
 def test_no_samples_is_an_error_for_people() -> None:
@@ -179,3 +261,5 @@ def test_no_samples_is_an_error_for_people() -> None:
         BatchSampler(make_samples(2), 0, seed=0)
     with pytest.raises(ValueError, match="distinct"):
         BatchSampler(make_samples(2) * 2, 2, seed=0)
+    with pytest.raises(UserError, match="stage 2 meets no training sample"):
+        BatchSampler(make_samples(2), 1, seed=0, stages=[Stage(3), Stage(takes=lambda bucket: bucket.frames > 1)])

@@ -1,0 +1,88 @@
+"""Dealing a step to a world: every sample once, equal rows, and a costliest cell that no other dealing beats."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmspeed.data.deal import Cost, Lot, deal, load_of
+
+costs = st.builds(Cost, st.sampled_from([0.0, 0.5]), st.sampled_from([1.0, 1.7, 3.0, 8.0]))
+lots = st.lists(st.builds(Lot, st.integers(1, 30), costs, st.none() | st.integers(1, 9)), min_size=1, max_size=4).map(
+    tuple
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(lots, st.integers(1, 9))
+def test_every_sample_is_in_one_cell_and_lanes_have_equal_rows(dealt: tuple[Lot, ...], lanes: int) -> None:
+    rows = deal(dealt, lanes)
+    found: Counter[tuple[int, int]] = Counter()
+    for row in rows:
+        assert len(row) == lanes
+        for cell in row:
+            if cell is not None:
+                assert 1 <= cell.size <= (dealt[cell.lot].most or cell.size)
+                found.update((cell.lot, number) for number in range(cell.start, cell.stop))
+    assert found == Counter((lot, number) for lot, of in enumerate(dealt) for number in range(of.count))
+    fewest = sum(math.ceil(lot.count / (lot.most or lot.count)) for lot in dealt)
+    assert len(rows) == math.ceil(fewest / lanes), "more micro-batches than the limits ask for"
+
+
+def best_possible(dealt: tuple[Lot, ...], room: int) -> float:
+    """The least that the costliest cell can cost, by trying every number of cells of every lot."""
+    choices = [range(math.ceil(lot.count / (lot.most or lot.count)), lot.count + 1) for lot in dealt]
+    return min(
+        max(lot.cost.of(math.ceil(lot.count / count)) for lot, count in zip(dealt, counts, strict=True))
+        for counts in itertools.product(*choices)
+        if sum(counts) <= room
+    )
+
+
+@settings(max_examples=80, deadline=None)
+@given(lots, st.integers(1, 6))
+def test_the_costliest_cell_costs_as_little_as_it_can(dealt: tuple[Lot, ...], lanes: int) -> None:
+    if math.prod(lot.count for lot in dealt) > 30_000:
+        dealt = dealt[:2]
+    rows = deal(dealt, lanes)
+    worst = max(dealt[cell.lot].cost.of(cell.size) for row in rows for cell in row if cell is not None)
+    assert worst == pytest.approx(best_possible(dealt, len(rows) * lanes), rel=1e-6)
+
+
+def test_what_divides_is_dealt_evenly() -> None:
+    lot = Lot(64, Cost(0.1, 2.0), 4)
+    load = load_of((lot,), 8)
+    assert (load.rows, load.idle, load.imbalance) == (2, 0, pytest.approx(1.0))
+    assert load_of((lot,), 48).imbalance == pytest.approx(2 * 48 / 64, rel=0.1)  # 64 samples on 48: some have 2
+    three = load_of((Lot(3, Cost(0, 1.0)),), 8)
+    assert three.idle == 5 and three.imbalance == pytest.approx(8 / 3)
+
+
+def test_cells_of_like_cost_share_a_row_and_lanes_even_out() -> None:
+    dealt = (Lot(4, Cost(0, 8.0), 1), Lot(8, Cost(0, 1.0), 2))
+    rows = deal(dealt, 4)
+    assert [{cell.lot for cell in row if cell is not None} for row in rows] == [{0}, {1}]
+    odd = (Lot(3, Cost(0, 5.0), 1), Lot(3, Cost(0, 4.0), 1), Lot(2, Cost(0, 1.0), 1))
+    totals = [0.0] * 4
+    for row in deal(odd, 4):
+        for lane, cell in enumerate(row):
+            totals[lane] += odd[cell.lot].cost.of(cell.size) if cell is not None else 0.0
+    assert sorted(totals) == [6.0, 6.0, 8.0, 9.0]  # rows of 5 5 5 4 and 4 4 1 1
+
+
+@given(costs, st.floats(0, 100))
+def test_fitting_is_the_most_that_a_target_holds(cost: Cost, target: float) -> None:
+    count = cost.fitting(target)
+    assert count >= 0 and (count == 0 or cost.of(count) <= target * (1 + 1e-6) + 1e-6)
+    assert cost.of(count + 1) > target * (1 - 1e-6) - 1e-6
+
+
+def test_nothing_to_deal_is_an_error() -> None:
+    for bad in [((), 2), ((Lot(0, Cost(0, 1.0)),), 2), ((Lot(1, Cost(0, 1.0)),), 0)]:
+        with pytest.raises(ValueError, match="nothing to deal"):
+            deal(*bad)

@@ -1,0 +1,69 @@
+"""Repeats and shares of data sets: how often an epoch uses what, and that in the long run nothing is used more than another."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmspeed.data.mixture import Pool, Uses, rates
+from mmspeed.shapes import Bucket
+
+BUCKET = Bucket(17, 64, 96)
+
+
+def pool(size: int, rate: float, dataset: str = "a", first: int = 0) -> Pool:
+    return Pool.at_rate(BUCKET, dataset, np.arange(first, first + size), rate)
+
+
+def test_rates_of_repeats_weights_and_temperature() -> None:
+    sizes = {"web": 900, "own": 100}
+    assert rates(sizes) == {"web": 1.0, "own": 1.0}
+    assert rates(sizes, {"web": 1, "own": 5}) == {"web": 1.0, "own": 5.0}
+    even = rates(sizes, weights={"web": 1.0, "own": 1.0})
+    assert even == {"web": pytest.approx(500 / 900), "own": pytest.approx(5.0)}
+    assert rates(sizes, 2, temperature=1.0) == {"web": pytest.approx(2.0), "own": pytest.approx(2.0)}
+    warm = rates(sizes, temperature=2.0)  # shares of sqrt(900) : sqrt(100)
+    assert warm["web"] * 900 / (warm["own"] * 100) == pytest.approx(3.0)
+    assert warm["web"] * 900 + warm["own"] * 100 == pytest.approx(1000)
+    assert rates(sizes, temperature=1e9)["own"] == pytest.approx(5.0, rel=1e-3)
+    assert rates({"web": 10, "empty": 0}, weights={"web": 1.0, "empty": 3.0}) == {"web": 1.0, "empty": 0.0}
+    assert rates(sizes, weights={"web": 1.0}) == {"web": pytest.approx(1000 / 900), "own": 0.0}
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 23), st.sampled_from([0.05, 0.3, 0.5, 0.99, 1.0, 1.5, 2.0, 3.7]), st.integers(0, 5))
+def test_an_epoch_names_no_use_twice(size: int, rate: float, epoch: int) -> None:
+    made = pool(size, rate)
+    uses = Uses([made], epoch, seed=1)[:]
+    assert len(uses) == made.uses == max(1, round(rate * size))
+    assert len(set(uses)) == len(uses), "two uses of one name would meet the same noise"
+    times = Counter(place for place, _ in uses)
+    assert set(times) <= set(range(size)) and max(times.values()) <= made.uses // size + 2
+    assert all(repeat < times[place] + 1 for place, repeat in uses)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 15), st.sampled_from([0.2, 0.5, 0.8, 1.0, 1.3, 2.0]), st.integers(1, 30))
+def test_over_the_epochs_every_sample_is_used_as_often_as_any_other(size: int, rate: float, epochs: int) -> None:
+    made, times = pool(size, rate), Counter(dict.fromkeys(range(size), 0))
+    for epoch in range(epochs):
+        times.update(place for place, _ in Uses([made], epoch, seed=3)[:])
+    assert max(times.values()) - min(times.values()) <= 1
+
+
+def test_pools_of_a_bucket_are_shuffled_together_and_any_part_can_be_asked_for() -> None:
+    pools = [pool(6, 1.0), pool(4, 2.5, "b", first=6)]
+    uses = Uses(pools, 2, seed=0)
+    assert Counter(place >= 6 for place, _ in uses[:]) == {False: 6, True: 10}
+    assert uses[:][3:9] == uses[3:9]
+    assert uses[:] != Uses(pools, 3, seed=0)[:] != Uses(pools, 3, seed=1)[:]
+    sets = [place >= 6 for place, _ in uses[:]]
+    assert sets not in (sorted(sets), sorted(sets, reverse=True))
+
+
+def test_a_data_set_without_a_share_has_no_uses() -> None:
+    assert pool(5, 0.0).uses == 0 and pool(1000, 1e-9).uses == 1
