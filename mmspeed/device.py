@@ -9,11 +9,13 @@ import importlib
 import importlib.util
 import os
 import platform
+import re
 import resource
 import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -113,6 +115,14 @@ class Device:
             return int(psutil.virtual_memory().total)
         return int(getattr(torch, self.kind).get_device_properties(self.index).total_memory)
 
+    def free_memory_bytes(self) -> int:
+        """Bytes that could still be allocated; on CPU, of the machine or of the container that this process is in."""
+        if self.kind == "cpu":
+            import psutil
+
+            return min(int(psutil.virtual_memory().available), _container_free())
+        return int(getattr(torch, self.kind).mem_get_info(self.index)[0])
+
     def supports_bf16(self) -> bool:
         """Whether bfloat16 arithmetic works here (CPUs emulate it where they lack the instructions)."""
         if self.kind == "cuda":
@@ -174,6 +184,20 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def _container_free() -> int:
+    """Bytes that a container's limit leaves (version 2 of Linux's control groups); very many where there is none."""
+    folder = Path("/sys/fs/cgroup")
+    try:
+        limit, used = ((folder / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        if limit == "max":
+            return sys.maxsize
+        # pages of files that nobody uses count as used, and are given up on demand
+        idle = re.search(r"^inactive_file (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
+        return max(0, int(limit) - int(used) + (int(idle[1]) if idle else 0))
+    except (OSError, ValueError):
+        return sys.maxsize
+
+
 def available(kind: str) -> bool:
     """Whether a device of this kind can be used by this process."""
     if kind == "cpu":
@@ -213,6 +237,16 @@ def is_device_fault(error: BaseException) -> bool:
     """Whether an error comes from the device (memory full, a broken context) and not from what was computed."""
     kinds = tuple(kind for name in ("OutOfMemoryError", "AcceleratorError") if (kind := getattr(torch, name, None)))
     return isinstance(error, (MemoryError, *kinds)) or str(error).startswith(("CUDA error", "NPU", "HCCL", "NCCL"))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory is full: a device's, or the host's."""
+    kind = getattr(torch, "OutOfMemoryError", None)
+    if isinstance(error, MemoryError) or (kind is not None and isinstance(error, kind)):
+        return True
+    return isinstance(error, RuntimeError) and any(
+        words in str(error) for words in ("out of memory", "can't allocate memory", "not enough memory")
+    )
 
 
 def parse_dtype(name: str) -> torch.dtype:

@@ -1,21 +1,19 @@
 """`TrainPipeline`: cache -> batch -> objective -> model -> loss, handed to the loop's step.
 
-The order of a run stands in `TrainPipeline.run`, the way of one micro-batch in `make_loss`.
+The order of a run stands in `TrainPipeline.run`, the way of one micro-batch in
+`mmspeed.pipelines.assemble.make_loss`.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 from mmspeed import comm
 from mmspeed.config import Config
@@ -28,32 +26,31 @@ from mmspeed.data import (
     Measured,
     Step,
     count_present,
+    imbalance,
     make_batching,
     make_stages,
     sample_costs,
 )
-from mmspeed.device import Device, parse_dtype, pick
+from mmspeed.device import parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, format_seconds, get_logger
 from mmspeed.loop.checkpoint import CheckpointManager, TrainingState
-from mmspeed.loop.ema import EMA
-from mmspeed.loop.optim import learning_rate, make_optimizer, set_learning_rate
+from mmspeed.loop.optim import learning_rate, set_learning_rate
 from mmspeed.loop.signals import StopSignals
 from mmspeed.loop.step import StepResult, train_step
 from mmspeed.mesh import make_mesh, patient_group, process_group
 from mmspeed.models import SoraDiT, build_model
-from mmspeed.parallel import parallelize, resolve_strategy
+from mmspeed.parallel import resolve_strategy
+from mmspeed.pipelines.assemble import assemble
+from mmspeed.pipelines.assemble import make_loss as make_loss  # also known from here
 from mmspeed.pipelines.during import Observer
-from mmspeed.pipelines.objective import Objective, make_objective
 from mmspeed.pipelines.opening import open_cache
+from mmspeed.pipelines.profile import load_measured, setting_of
 from mmspeed.pipelines.run_folder import RunFolder, trim_metrics
 from mmspeed.pipelines.telemetry import Telemetry
-from mmspeed.protocol import Batch
 from mmspeed.shapes import Strides
 
 log = get_logger("train")
-
-LossFn = Callable[[nn.Module, Batch], Tensor]
 
 
 @dataclass(frozen=True)
@@ -77,20 +74,6 @@ class TrainResult:
         state = "finished" if self.finished else "stopped and saved; the same command goes on"
         loss = f", loss {self.loss:.4f}" if self.loss is not None else ""
         return [f"{self.run}: {state} at step {self.step}{loss}, {format_seconds(self.seconds)}"]
-
-
-def make_loss(objective: Objective, device: Device) -> LossFn:
-    """The loss of each sample of a micro-batch (B,), float32, with the noise and the timestep that the loader drew for it."""
-
-    def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
-        batch = batch.to(device.torch_device, torch.float32)
-        assert batch.noise_BCThw is not None and batch.u_B is not None
-        t_B = objective.time_from_quantile(batch.u_B).float()  # worked with on the CPU; the model gets it on its device
-        x_BCThw, target_BCThw = objective.training_pair(batch.latents_BCThw, batch.noise_BCThw, t_B)
-        prediction_BCThw = model(x_BCThw, device.to_device(t_B), batch.text_BLD, batch.text_mask_BL)
-        return objective.sample_loss(prediction_BCThw, target_BCThw, t_B)
-
-    return loss_fn
 
 
 class TrainPipeline:
@@ -158,14 +141,13 @@ class TrainPipeline:
         """What meets in which step, and this rank's share of it."""
         config = self.config
         train = self.cache.split("train")
-        by_time = config.batching.by == "time"
         batching = make_batching(
             config.batching,
             config.train,
             train.buckets(),
             sample_costs(self.bare, self.strides, config.text.max_tokens),
             self.world,
-            measured=Measured.load(self.folder.root / MEASURED_NAME) if by_time else None,
+            measured=self._measured() if config.batching.by == "time" else None,
         )
         stages = make_stages(config.data, config.curriculum)
         self.sampler = BatchSampler(train, batching, seed=config.seed, stages=stages)
@@ -182,32 +164,22 @@ class TrainPipeline:
             device=self.device,
         )
 
+    def _measured(self) -> Measured:
+        """What `mmspeed bench buckets` left in the run's folder."""
+        setting = setting_of(self.config, self.bare, self.strides, self.device, self.strategy, self.world)
+        measured, told = load_measured(self.folder.root / MEASURED_NAME, setting)
+        if told and self.rank == 0:
+            log.warning(told)
+        return measured
+
     def _build(self) -> None:
         config, encoders = self.config, self.cache.info["encoders"]
         model = build_model(config.model, encoders["vae"]["channels"], encoders["text"]["width"], device="meta")
         self._check_patches(model)
         self.bare = model
-        if self.strategy != "fsdp":
-            self._fill(model)
-        self.model = parallelize(
-            model,
-            self.mesh,
-            self.strategy,
-            compute_dtype=self.dtype,
-            checkpointing=config.train.checkpointing,
-            compile=config.train.compile,
-        )
-        if self.strategy == "fsdp":  # memory only for this rank's shards
-            self._fill(model)
-        self.optimizer = make_optimizer(self.model, config.train)
-        self.ema = EMA(self.model, config.train.ema_decay) if config.train.ema_decay is not None else None
-        self.objective = make_objective(config.objective)
-        self.loss_fn = make_loss(self.objective, self.device)
-
-    def _fill(self, model: SoraDiT) -> None:
-        """Give a model that was built without memory its weights, drawn by name (law 1)."""
-        model.to_empty(device=self.device.torch_device)
-        model.init_weights(self.config.seed)
+        parts = assemble(config, model, self.mesh, self.strategy, self.device)
+        self.model, self.optimizer, self.ema = parts.model, parts.optimizer, parts.ema
+        self.objective, self.loss_fn = parts.objective, parts.loss_fn
 
     def _check_patches(self, model: SoraDiT) -> None:
         for bucket in sorted(self.cache.samples.buckets()):
@@ -380,7 +352,8 @@ class TrainPipeline:
             "grad_norm": result.grad_norm,
             "lr": rate,
             "samples": count_present(data.draws),
-            "bucket": str(data.draws[0].sample.bucket),
+            "bucket": "+".join(str(bucket) for bucket in sorted({draw.sample.bucket for draw in data.draws})),
+            "imbalance": imbalance(data.draws, self.sampler.batching, self.world),
             "skipped_steps": self.skipped,
         }
 

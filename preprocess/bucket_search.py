@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 _GAIN = 1e-9  # of the whole: what is gained less than this is rounding
+_SWAP = 1e-6  # and swaps for less are not worth their time
 _BLOCK = 256  # candidates that are looked at together
 
 Worth = Callable[[np.ndarray], np.ndarray]
@@ -22,7 +23,7 @@ Worth = Callable[[np.ndarray], np.ndarray]
 
 def worth_of(coded: bool) -> Worth:
     """What values are worth, in the sum."""
-    return (lambda values: np.where(values > 1, values - 1, values)) if coded else (lambda values: values)
+    return (lambda values: values - (values > 1)) if coded else (lambda values: values)
 
 
 def kept_by(values_MC: np.ndarray, weights_C: np.ndarray, chosen: Sequence[int], coded: bool = False) -> float:
@@ -42,22 +43,21 @@ def search(
     """At most `most` candidates that keep much of the cells (weights sum to 1): fewer where more would keep nothing more.
 
     From each start (of no more than `most`), candidates are added greedily, then swapped for others while that keeps more
-    (Teitz and Bart's interchange, all swaps of a round counted at once as in FastPAM). The best outcome is given.
+    (Teitz and Bart's interchange, counted for many candidates at once as in FastPAM). The best outcome is given.
     """
     best, best_kept = list[int](), -1.0
     for start in starts:
         chosen, kept = list(start), -1.0
-        while (now := kept_by(values_MC, weights_C, chosen, coded)) > kept + _GAIN:
+        while (now := kept_by(values_MC, weights_C, chosen, coded)) > kept + _SWAP:
             kept = now
-            chosen = _swapped(values_MC, weights_C, _grown(values_MC, weights_C, chosen, most, coded), coded)
+            chosen = _grown(values_MC, weights_C, chosen, most, coded)
+            chosen = _pruned(values_MC, weights_C, _swapped(values_MC, weights_C, chosen, coded), coded)
         if now > best_kept + _GAIN:
             best, best_kept = chosen, now
     return best
 
 
-def _grown(
-    values_MC: np.ndarray, weights_C: np.ndarray, chosen: Sequence[int], most: int, coded: bool
-) -> list[int]:
+def _grown(values_MC: np.ndarray, weights_C: np.ndarray, chosen: Sequence[int], most: int, coded: bool) -> list[int]:
     """`chosen` with the candidates that add most, one after the other."""
     worth, grown = worth_of(coded), list(chosen)
     held_C = values_MC[grown].max(axis=0) if grown else np.zeros(len(weights_C))
@@ -76,30 +76,41 @@ def _grown(
 
 
 def _swapped(values_MC: np.ndarray, weights_C: np.ndarray, chosen: Sequence[int], coded: bool) -> list[int]:
-    """`chosen` after the best swaps of one for another, while there are any that keep more."""
-    worth, swapped = worth_of(coded), list(chosen)
-    while swapped:
+    """`chosen` after swaps of one for another, until none keeps more; the best swap of a block of candidates is done at once."""
+    worth, swapped, cells = worth_of(coded), list(chosen), np.arange(len(weights_C))
+    blocks = range(0, len(values_MC), _BLOCK)
+    quiet = turn = 0  # blocks in a row without a swap
+    while swapped and quiet < len(blocks):
         held_NC = values_MC[swapped]
-        owner_C = held_NC.argmax(axis=0)
-        first_C = held_NC.max(axis=0)
-        held_NC[owner_C, np.arange(len(weights_C))] = 0
+        owner_C, first_C = held_NC.argmax(axis=0), held_NC.max(axis=0)
+        held_NC[owner_C, cells] = 0
         second_C = held_NC.max(axis=0)
-        weights_CN = np.zeros((len(weights_C), len(swapped)))
-        weights_CN[np.arange(len(weights_C)), owner_C] = weights_C
-        kept, best = float(worth(first_C) @ weights_C), (_GAIN, -1, -1)
-        for at in range(0, len(values_MC), _BLOCK):
+        weights_CN = np.zeros((len(cells), len(swapped)))
+        weights_CN[cells, owner_C] = weights_C
+        kept = float(worth(first_C) @ weights_C)
+        while quiet < len(blocks):
+            at = blocks[turn % len(blocks)]
             block_BC = values_MC[at : at + _BLOCK]
             added_BC = worth(np.maximum(block_BC, first_C))  # beside all that are chosen
             # Cells whose owner goes fall back on their second; the other cells keep their owner.
             lost_BC = added_BC - worth(np.maximum(block_BC, second_C))
             gain_BN = (added_BC @ weights_C - kept)[:, None] - lost_BC @ weights_CN
             new, old = np.unravel_index(int(np.argmax(gain_BN)), gain_BN.shape)
-            if gain_BN[new, old] > best[0] + _GAIN:
-                best = float(gain_BN[new, old]), at + int(new), int(old)
-        if best[1] < 0:
-            break
-        swapped[best[2]] = best[1]
+            if gain_BN[new, old] > _SWAP:
+                swapped[old], quiet = at + int(new), 0
+                break
+            quiet, turn = quiet + 1, turn + 1
     return swapped
+
+
+def _pruned(values_MC: np.ndarray, weights_C: np.ndarray, chosen: Sequence[int], coded: bool) -> list[int]:
+    """`chosen` without those that keep nothing that the others would not keep, or that keep others from keeping more."""
+    left = list(chosen)
+    for one in chosen:
+        others = [other for other in left if other != one]
+        if kept_by(values_MC, weights_C, others, coded) >= kept_by(values_MC, weights_C, left, coded) - _GAIN:
+            left = others
+    return left
 
 
 def on_a_line(

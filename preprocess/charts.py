@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 from mmspeed.preprocess.reasons import readable
 
 STYLE = """
-:root{color-scheme:light dark;--text:#1c2733;--soft:#566575;--line:#d5dde5;--page:#fbfcfd;--card:#fff;--bar:#3b74b8;
+:root{color-scheme:light dark;--text:#1c2733;--soft:#566575;--line:#d5dde5;--page:#fbfcfd;--card:#fff;--bar:#3b74b8;--over:#d9731f;
 --good:#1a6b3c;--warn:#8a5200;--warnback:#fff5e2;--bad:#a3231f;--badback:#fdecea}
 @media (prefers-color-scheme:dark){:root{--text:#e3e9ef;--soft:#9fb0c0;--line:#34414e;--page:#12181e;--card:#1a222a;--bar:#5b9be0;
---good:#6fcf97;--warn:#f0b860;--warnback:#33280f;--bad:#ff8f86;--badback:#3a1a18}}
+--over:#f0954a;--good:#6fcf97;--warn:#f0b860;--warnback:#33280f;--bad:#ff8f86;--badback:#3a1a18}}
 *{box-sizing:border-box}
 body{font:15px/1.5 system-ui,sans-serif;max-width:1120px;margin:2em auto;padding:0 1em;color:var(--text);background:var(--page);
 overflow-wrap:anywhere}
@@ -33,7 +33,8 @@ tr.sum td{font-weight:600}
 .cards{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(330px,100%),1fr));gap:.8em}
 .card p{font-size:.92em;margin:.2em 0 0} svg{display:block;width:100%;max-width:460px;height:auto}
 svg text{font:12px system-ui,sans-serif;fill:var(--text)}
-svg .bar{fill:var(--bar)} .thumbs{display:grid;grid-template-columns:repeat(auto-fill,minmax(160px,1fr));gap:1em}
+svg .bar{fill:var(--bar)} svg.plot{max-width:760px} svg .over{fill:var(--over)} svg .axis{stroke:var(--line)}
+.thumbs{display:grid;grid-template-columns:repeat(auto-fill,minmax(160px,1fr));gap:1em}
 figure{margin:0;min-width:0} figure img{display:block;max-width:100%;height:auto;border-radius:4px;background:var(--line)}
 figcaption{font-size:.88em;line-height:1.4;margin-top:.3em} figcaption b{display:block}
 .none{width:100%;aspect-ratio:16/9;max-width:160px;border:1px dashed var(--line);border-radius:4px;display:grid;place-items:center}

@@ -6,7 +6,7 @@ The counts of the text and of the page are the same numbers: both are made from 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from mmspeed.preprocess.compare import StoredEntries, Wanted, stale_reasons
 from mmspeed.preprocess.costs import cost_lines, estimate, folder_bytes, free_bytes, hints, peaks
 from mmspeed.preprocess.keys import latent_parts, text_parts
 from mmspeed.preprocess.listing import Listing
+from mmspeed.preprocess.outlook import WORLDS
 from mmspeed.preprocess.page import default_path, encode_estimate, take_thumbnails, write_page
 from mmspeed.preprocess.page_html import CacheState, DataPage
 from mmspeed.preprocess.plan import Planned, samples_of
@@ -72,12 +73,17 @@ class _Needs:
     missing_pixels: int = 0
 
 
-def check(config: Config, page: Path | None = None, suggest_buckets: int | None = None) -> CheckReport:
+def check(
+    config: Config, page: Path | None = None, suggest_buckets: int | None = None, ranks: Sequence[int] = WORLDS
+) -> CheckReport:
     """Probe every source, compare with the cache, estimate size and cost, and write the page (None: its usual place).
 
-    With `suggest_buckets` the lines end with so many buckets that suit the sources. Decodes nothing but the page's few
-    thumbnails and loads no weights. Raises UserError when sources or encoders cannot be found, or the page cannot be written.
+    The schedule is shown for each number of devices in `ranks`. With `suggest_buckets` the lines end with so many buckets that
+    suit the sources. Decodes nothing but the page's few thumbnails and loads no weights. Raises UserError when sources or
+    encoders cannot be found, or the page cannot be written.
     """
+    if not ranks or min(ranks) < 1:
+        raise UserError(f"--ranks {','.join(map(str, ranks))}: give numbers of devices, 1 or more")
     if suggest_buckets is not None and suggest_buckets < 1:
         raise UserError(f"--suggest-buckets {suggest_buckets}: ask for 1 or more")
     shapes = None if suggest_buckets is None else SourceShapes(max(bucket.frames for bucket in config.buckets))
@@ -100,9 +106,9 @@ def check(config: Config, page: Path | None = None, suggest_buckets: int | None 
     cache = _cache_state(config, needs, codec is None)
     costs = None
     if not report.problems:
-        costs, problems = estimate(config, numbers, len(needs.texts.keys), *codec_geometry(config.vae))
+        costs, problems = estimate(config, numbers, len(needs.texts.keys), *codec_geometry(config.vae), ranks)
         report.problems += problems
-    if not report.problems:
+    if costs is not None:
         report.lines_ += [*cache.notes, *(line for section in cache.sections for line in section.lines())]
     encode = _encode_rows(config, listing, needs, seconds) if not is_url(config.data.cache) else []
     report.lines_ += [f"{what}: {how_much} ({how})" for what, how_much, how in encode]
@@ -163,7 +169,7 @@ def _survey(
                 split = split_of(source, clips[0].content_id, config.data, config.seed)
                 planned = Planned(source, split, clips[0].content_id, clips)
                 for sample in samples_of([planned], no_key, no_key, config.data, _ONE_TO_ONE):
-                    numbers.add_sample(sample.bucket, sample.split)
+                    numbers.add_sample(sample.bucket, sample.split, sample.dataset)
                 for clip in clips:
                     if needs.latents.add(latent_parts(config, name, clip)):
                         needs.missing_pixels += clip.bucket.frames * clip.bucket.height * clip.bucket.width

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mmspeed.config import Bucket, Config
+from mmspeed.data import Measured, sample_costs
+from mmspeed.data.batch_sizes import MEASURED_NAME
 from mmspeed.device import PEAK_FLOPS, parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.log import format_bytes
 from mmspeed.models import build_model
 from mmspeed.models.text import text_width
+from mmspeed.preprocess.caption_lengths import CaptionLengths
+from mmspeed.preprocess.outlook import WORLDS, Outlook, foresee
+from mmspeed.preprocess.outlook_text import outlook_hints, outlook_lines
 from mmspeed.preprocess.reasons import Reason
 from mmspeed.preprocess.statistics import DataStatistics
 from mmspeed.shapes import Strides
 
 UTILISATION = 0.4  # share of a device's peak that well-tuned training of transformers reaches
-CHARS_A_TOKEN = 4.0  # of English, for tokenizers of English
-COUNTED_TEXT_TOKENS = 64  # caption tokens that a sample's FLOPs are counted with
 _BYTES = {"bfloat16": 2, "float32": 4}
 _KNOBS = {
     Reason.NO_CAPTION: "give each a caption: a .txt of the same stem, or the manifest's caption_column",
@@ -43,39 +47,38 @@ class BucketCost:
     clips: int
     tokens: int
     flops: float
-    steps: int  # of an epoch
-    last: int  # samples of its last step
-
-    def note(self, batch_size: int) -> str:
-        """What is odd about the bucket's batches, in words; empty when every batch is full."""
-        if self.train == 0:
-            return "no training sample"
-        if self.last == batch_size:
-            return ""
-        return f"fewer than a batch: its step of {self.last}" if self.steps == 1 else f"last step of {self.last}"
 
 
 @dataclass(frozen=True)
 class Costs:
-    """The estimate for a config's whole training. Bytes are those of a complete cache."""
+    """The estimate for a config's whole training. Bytes are those of a complete cache; `outlook` is None where it cannot be told."""
 
     parameters: int
     buckets: tuple[BucketCost, ...]
     latent_bytes: float
     text_bytes: float
-    steps: int  # of an epoch
-    epochs: float
-    flops: float  # of all epochs
+    outlook: Outlook | None
 
-    def seconds(self, peak_flops: float, devices: int = 1) -> float:
-        """Training time at `UTILISATION` of the devices' peak."""
-        return self.flops / (UTILISATION * peak_flops * devices)
+    def seconds(self, peak_flops: float) -> tuple[float, ...]:
+        """Training time at `UTILISATION` of the devices' peak, for each number of devices of the outlook; all wait for the busiest."""
+        if self.outlook is None:
+            return ()
+        busiest = self.outlook.total(lambda epoch: epoch.total_flops * epoch.epoch_imbalance / epoch.world)
+        return tuple(flops / (UTILISATION * peak_flops) for flops in busiest)
 
 
 def estimate(
-    config: Config, statistics: DataStatistics, captions: int, channels: int, strides: Strides
+    config: Config,
+    statistics: DataStatistics,
+    captions: int,
+    channels: int,
+    strides: Strides,
+    worlds: Sequence[int] = WORLDS,
 ) -> tuple[Costs | None, list[str]]:
-    """The costs, or the problems that forbid to train on these buckets. `captions` counts distinct ones."""
+    """The costs, or none where the buckets do not fit the model; and the problems, also those of the schedule alone.
+
+    `captions` counts distinct ones, `worlds` are the numbers of devices that the schedule is made for.
+    """
     problems = []
     for bucket in config.buckets:
         try:
@@ -86,35 +89,30 @@ def estimate(
         return None, problems
     width = text_width(config.text)
     model = build_model(config.model, channels, width, device="meta")
+    each = sample_costs(model, strides, config.text.max_tokens)
     train, val, clips = statistics.samples("train"), statistics.samples("val"), statistics.clips()
     rows, latent_bytes = [], 0.0
     moments = 1 if config.vae.kind == "linear" else 2  # mean alone, or mean and log-variance
-    batch = config.train.samples_per_step
     for bucket in sorted({*config.buckets, *train, *val}):
-        latent = strides.latent(bucket)
         try:
-            tokens = model.tokens(latent)
+            tokens = each.tokens(bucket)
         except ValueError as error:
             return None, [f"data.buckets: {bucket}: {error}"]
-        uses = train.get(bucket, 0) * config.data.repeats
-        flops = 3 * model.flops(latent, min(COUNTED_TEXT_TOKENS, config.text.max_tokens))
-        steps = -(-uses // batch)
         counts = train.get(bucket, 0), val.get(bucket, 0), clips.get(bucket, 0)
-        rows.append(BucketCost(bucket, *counts, tokens, flops, steps, uses - (steps - 1) * batch if steps else 0))
-        values = channels * latent[0] * latent[1] * latent[2] * moments
+        rows.append(BucketCost(bucket, *counts, tokens, each.flops(bucket)))
+        values = channels * math.prod(strides.latent(bucket)) * moments
         latent_bytes += counts[2] * values * _BYTES[config.preprocess.latent_dtype]
-    steps = sum(row.steps for row in rows)
-    epochs = config.train.steps / steps if steps else 0.0
-    text = captions * caption_tokens(config, statistics) * width * _BYTES[config.preprocess.text_dtype]
+    lengths = CaptionLengths.of(statistics, config.text.max_tokens)
+    tokens_a_caption = 0.0 if lengths is None else lengths.mean
+    text = captions * tokens_a_caption * width * _BYTES[config.preprocess.text_dtype]
+    outlook = None
+    try:
+        measured = Measured.load(config.run_dir / MEASURED_NAME) if config.batching.by == "time" else None
+        outlook = foresee(config, statistics.samples_by_group("train"), each, worlds, measured, lengths)
+    except UserError as error:
+        problems.append(f"the schedule is not known: {error}")
     parameters = sum(p.numel() for p in model.parameters())
-    total = sum(row.train * config.data.repeats * row.flops for row in rows) * epochs
-    return Costs(parameters, tuple(rows), latent_bytes, text, steps, epochs, total), []
-
-
-def caption_tokens(config: Config, statistics: DataStatistics) -> float:
-    """Mean tokens of a caption: as counted, else guessed by its characters; at most `text.max_tokens`."""
-    known, chars = statistics.histograms["caption_tokens"], statistics.histograms["caption_chars"]
-    return min(known.mean if known.count else chars.mean / CHARS_A_TOKEN + 2, float(config.text.max_tokens))
+    return Costs(parameters, tuple(rows), latent_bytes, text, outlook), problems
 
 
 def peaks(config: Config) -> list[tuple[str, float]]:
@@ -187,16 +185,12 @@ def hints(config: Config, statistics: DataStatistics, costs: Costs | None, trunc
 
 
 def _bucket_hints(config: Config, costs: Costs) -> list[str]:
-    batch, found = config.train.samples_per_step, []
-    for row in costs.buckets:
-        if row.train == 0 and row.val == 0:
-            found.append(f"bucket {row.bucket} gets no sample; leave it out of data.buckets")
-        elif row.train and row.train * config.data.repeats < batch:
-            found.append(
-                f"bucket {row.bucket} holds fewer samples than a batch: its step of {row.last} is a short one;"
-                f" lower train.batch_size ({batch}), raise data.repeats, or leave the bucket out"
-            )
-    return found
+    found = [
+        f"bucket {row.bucket} gets no sample; leave it out of data.buckets"
+        for row in costs.buckets
+        if row.train == 0 and row.val == 0
+    ]
+    return found if costs.outlook is None else found + outlook_hints(config, costs.outlook)
 
 
 def cost_lines(config: Config, costs: Costs) -> list[str]:
@@ -210,11 +204,7 @@ def cost_lines(config: Config, costs: Costs) -> list[str]:
     lines.append(
         f"cache size: about {format_bytes(costs.latent_bytes)} of latents and {format_bytes(costs.text_bytes)} of captions"
     )
-    lines.append(
-        f"training: {config.train.steps} steps of up to {config.train.samples_per_step} samples, {costs.steps} steps an epoch,"
-        f" {costs.epochs:.1f} epochs, {costs.flops / 1e12:.1f} TFLOP in all"
-    )
-    return lines
+    return lines if costs.outlook is None else lines + outlook_lines(costs.outlook)
 
 
 def pixels(clips: Mapping[Bucket, int]) -> int:

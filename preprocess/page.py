@@ -94,7 +94,7 @@ def write_build_page(
     try:
         statistics.add_listing(listing)
         for sample in samples:
-            statistics.add_sample(sample.bucket, sample.split)
+            statistics.add_sample(sample.bucket, sample.split, sample.dataset)
         page = _build_page(config, statistics, report, channels, strides)
         path = write_page(page, default_path(config))
         _write_record(config, statistics, report)
@@ -109,6 +109,7 @@ def _build_page(
 ) -> DataPage:
     captions = report.texts + report.texts_reused
     costs, problems = estimate(config, statistics, captions, channels, strides)
+    told = hints(config, statistics, costs, report.captions_truncated)
     encode = [
         ("clips encoded now", f"{report.clips_encoded:,}", f"{report.clips_reused:,} were in the cache already"),
         ("captions encoded now", f"{report.texts:,}", f"{report.texts_reused:,} were in the cache already"),
@@ -125,8 +126,8 @@ def _build_page(
         statistics=statistics,
         headline=f"Done: {report.encoded + report.reused:,} of {report.sources:,} sources are in the cache",
         decoded=True,
-        problems=problems,
-        hints=hints(config, statistics, costs, report.captions_truncated),
+        problems=problems if costs is None else (),
+        hints=told if costs is None else [*problems, *told],  # the cache is whole, whatever the schedule lacks
         costs=costs,
         cache=CacheState(report.root, bytes=folder_bytes(report.root), free=free_bytes(report.root)),
         encode=encode,

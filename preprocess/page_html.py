@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mmspeed.config import Bucket, Config, dump_config
+from mmspeed.data.batch_sizes import COUNTED_TEXT_TOKENS
 from mmspeed.log import format_bytes, format_seconds
 from mmspeed.preprocess.bucket_use import BucketUse
 from mmspeed.preprocess.charts import bars, box, card, cell, document, foreign, jpeg_uri, table, text, tile, tiles
 from mmspeed.preprocess.compare import SectionState
-from mmspeed.preprocess.costs import COUNTED_TEXT_TOKENS, UTILISATION, Costs
+from mmspeed.preprocess.costs import UTILISATION, Costs
+from mmspeed.preprocess.page_outlook import schedule_section
 from mmspeed.preprocess.reasons import Reason
 from mmspeed.preprocess.statistics import DataStatistics, Histogram, Shown
 from mmspeed.version import __version__
@@ -70,6 +72,7 @@ def render(page: DataPage) -> str:
         _rejects(page),
         _charts(page.statistics),
         _buckets(page),
+        schedule_section(page.costs.outlook if page.costs is not None else None),
         _cache(page),
         _cost(page),
     ]
@@ -107,10 +110,11 @@ def _summary(page: DataPage) -> str:
         tile(format_bytes(sums["bytes"]), "of media", "bytes"),
     ]
     if page.costs is not None:
-        parts += [
-            tile(format_bytes(page.costs.latent_bytes + page.costs.text_bytes), "complete cache, about"),
-            tile(f"{page.costs.epochs:.1f}", f"epochs of {page.costs.steps:,} steps"),
-        ]
+        epochs = page.costs.outlook.total(lambda epoch: epoch.epochs) if page.costs.outlook is not None else ()
+        if epochs:
+            least, most = f"{min(epochs):,.1f}", f"{max(epochs):,.1f}"
+            parts.append(tile(least if least == most else f"{least} to {most}", "epochs, by the number of devices"))
+        parts.append(tile(format_bytes(page.costs.latent_bytes + page.costs.text_bytes), "complete cache, about"))
     return tiles(parts)
 
 
@@ -211,9 +215,7 @@ def _note(histogram: Histogram, unit: str) -> str:
 
 def _buckets(page: DataPage) -> str:
     head = "<h2>Buckets</h2>"
-    note = '<p class="sub">frames x height x width in pixels. A step holds samples of one bucket'
-    batch = page.config.train.samples_per_step
-    note += f"; train.batch_size is {batch}, data.repeats {page.config.data.repeats}.</p>"
+    note = '<p class="sub">frames x height x width in pixels.</p>'
     train, val = page.statistics.samples("train"), page.statistics.samples("val")
     chart = bars([(str(bucket), count) for bucket, count in train.items()], "training samples by bucket")
     if page.costs is None:
@@ -225,37 +227,33 @@ def _buckets(page: DataPage) -> str:
     rows = []
     use = page.statistics.buckets()
     for row in page.costs.buckets:
-        odd, used = row.note(batch), use.get(row.bucket, BucketUse())
+        used = use.get(row.bucket, BucketUse())
         trimmed = "-" if row.bucket.is_image else f"{used.trimmed:.0%} trimmed"
         rows.append(
             (
                 cell(text(row.bucket)),
                 cell(f"{row.train:,}", True, f"train-{row.bucket}"),
-                cell(f'<span class="warn">⚠ {text(odd)}</span>' if odd else "full batches", words=True),
                 cell(f"{row.val:,}", True, f"val-{row.bucket}"),
                 cell(f"{row.clips:,}", True),
                 cell(f"{used.cropped:.0%} cropped, {used.scaled:.0%} scaled away", False, f"pixels-{row.bucket}"),
                 cell(trimmed, False, f"frames-{row.bucket}"),
                 cell(f"{row.tokens:,}", True),
                 cell(f"{row.flops / 1e9:,.1f}", True),
-                cell(f"{row.steps:,}", True),
             )
         )
     names = (
         "bucket",
         "train",
-        "batches",
         "val",
         "clips",
         "pixels lost",
         "frames lost",
         "tokens",
         "GFLOP a sample",
-        "steps an epoch",
     )
     return (
         head
-        + table(names, rows, (1, 3, 4, 7, 8, 9))
+        + table(names, rows, (1, 2, 3, 6, 7))
         + note
         + f'<div class="cards">{card("Training samples", chart)}</div>'
     )
@@ -294,29 +292,31 @@ def _cost(page: DataPage) -> str:
         made = [(cell(text(a), words=True), cell(text(b)), cell(text(c), words=True)) for a, b, c in page.encode]
         parts.append(table(("preparing the cache", "", "how this is known"), made, stack=True))
     costs, config = page.costs, page.config
-    if costs is None:
+    if costs is None or costs.outlook is None:
         return "".join(parts)
+    worlds = costs.outlook.worlds
     parts.append(
-        f"<p>Training: model {text(config.model.size)}, {costs.parameters / 1e6:,.1f} M parameters; {config.train.steps:,} steps of up to"
-        f" {config.train.samples_per_step:,} samples are {costs.epochs:.1f} epochs of {costs.steps:,} steps:"
-        f' <b data-key="tflop">{costs.flops / 1e12:,.1f} TFLOP</b>.</p>'
+        f"<p>Training: model {text(config.model.size)}, {costs.parameters / 1e6:,.1f} M parameters, {config.train.steps:,} steps."
+        " How long it takes on so many devices:</p>"
     )
     rows = [
         (
             cell(text(name), words=True),
             cell(f"{peak / 1e12:,.2f}", True),
-            *(cell(format_seconds(costs.seconds(peak, devices)), True) for devices in (1, 8)),
+            *(cell(format_seconds(seconds), True) for seconds in costs.seconds(peak)),
         )
         for name, peak in page.peaks
     ]
-    heads = ("device", "peak, TFLOP/s", "1 device", "8 devices")
+    heads = ("device", "peak, TFLOP/s", *(_count(world, "device") for world in worlds))
+    numbers = range(1, len(heads))
     here, others = rows[:1], rows[1:]
-    parts.append(table(heads, here, (1, 2, 3)) if here else "")
+    parts.append(table(heads, here, numbers) if here else "")
     if others:
-        parts.append(f"<details><summary>on other devices</summary>{table(heads, others, (1, 2, 3))}</details>")
+        parts.append(f"<details><summary>on other devices</summary>{table(heads, others, numbers)}</details>")
     parts.append(
         f'<p class="sub">An estimate: forward and backward with {min(COUNTED_TEXT_TOKENS, config.text.max_tokens)} caption tokens, in'
-        f" {text(config.device.dtype)}, at an assumed {UTILISATION:.0%} of the peak; without validation, checkpoints and sampling.</p>"
+        f" {text(config.device.dtype)}, at an assumed {UTILISATION:.0%} of the peak, all waiting for the busiest;"
+        " without validation, checkpoints and sampling.</p>"
     )
     return "".join(parts)
 
@@ -346,6 +346,10 @@ def _figure(shown: Shown, jpeg: bytes | None) -> str:
         f'<span class="sub">{shown.width} x {shown.height}{seconds} &rarr; {text(buckets)}{clips}</span><br>'
         f"{foreign(_cut(shown.caption, _CAPTION))}</figcaption></figure>"
     )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _cut(value: str, length: int) -> str:

@@ -13,14 +13,15 @@ from mmspeed.preprocess.windows import frames_available
 
 CELLS = 10_000  # kept apart at most
 _ASPECTS, _AREAS = 128, 16  # finest bins in a doubling: 0.5 % of an aspect ratio, 4 % of an area
+_OCTAVES = 32  # sides differ by less; with it bins are never negative, and are one in the end
 
 
 @dataclass(frozen=True)
 class Cells:
     """Sources by shape, one entry a cell: how many, pixels shown, frames that each can give, and whether it is an image.
 
-    `frames` are at `data.fps`, and no more than the largest bucket asks for. Where a cell holds several shapes, width, height
-    and frames are the least of them.
+    `frames` are at `data.fps`, and no more than the largest bucket asks for. Where a cell holds several shapes (`binned`),
+    width, height and frames are the least of them.
     """
 
     counts: np.ndarray
@@ -28,6 +29,7 @@ class Cells:
     heights: np.ndarray
     frames: np.ndarray
     images: np.ndarray
+    binned: bool = False
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -40,11 +42,12 @@ class Cells:
     def take(self, chosen: np.ndarray) -> Cells:
         """The chosen cells (a mask, or positions)."""
         parts = (self.counts, self.widths, self.heights, self.frames, self.images)
-        return Cells(*(part[chosen] for part in parts))
+        counts, widths, heights, frames, images = (part[chosen] for part in parts)
+        return Cells(counts, widths, heights, frames, images, self.binned)
 
 
 class SourceShapes:
-    """Counts sources by shape, in no more than `limit` cells, however many sources there are.
+    """Counts sources by shape, in no more than `limit` cells (at least 2), however many sources there are.
 
     When the cells are too many, their bins become coarser: each bin of a level is made of whole bins of the one before, so that the
     outcome does not depend on the order of the sources.
@@ -72,13 +75,13 @@ class SourceShapes:
             self.level += 1
             old, self._cells = self._cells, {}
             for key, cell in old.items():
-                self._put(*cell, image=bool(key[0]))
+                self._put(cell[0], cell[1], cell[2], cell[3], bool(key[0]))
 
     def cells(self) -> Cells:
         """The cells in a fixed order."""
         rows = [[*cell, key[0]] for key, cell in sorted(self._cells.items())]
         count, width, height, frames, image = np.array(rows, np.int64).reshape(-1, 5).T
-        return Cells(count, width, height, frames, image.astype(bool))
+        return Cells(count, width, height, frames, image.astype(bool), self.level > 0)
 
     def _put(self, count: int, width: int, height: int, frames: int, image: bool) -> None:
         key = int(image), *self._bins(width, height, frames)
@@ -87,12 +90,16 @@ class SourceShapes:
         cell[1:] = min(cell[1], width), min(cell[2], height), min(cell[3], frames)
 
     def _bins(self, width: int, height: int, frames: int) -> tuple[int, int, int]:
-        """Levels make shapes coarser and lengths coarser in turn."""
+        """Each level doubles the bins of aspect ratios, of areas and of lengths in turn."""
         if self.level == 0:
             return width, height, frames
-        aspect, area = math.log2(width / height), math.log2(width * height)
-        coarser = (self.level - 1) // 2
-        return math.floor(aspect * _ASPECTS) >> coarser, int(area * _AREAS) >> coarser, (frames - 1) >> self.level // 2
+        aspect, area = math.log2(width / height) + _OCTAVES, math.log2(width * height)
+        turns = self.level - 1
+        return (
+            int(aspect * _ASPECTS) >> turns // 3,
+            int(area * _AREAS) >> (turns + 2) // 3,
+            (frames - 1) >> (turns + 1) // 3,
+        )
 
 
 def commonest(values: np.ndarray, counts: np.ndarray, number: int) -> Sequence[float]:

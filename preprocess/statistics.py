@@ -39,7 +39,7 @@ EDGES: dict[str, tuple[float, ...]] = {
     "caption_tokens": (8, 16, 24, 32, 48, 64, 77, 96, 128, 192, 256, 384, 512),
     "captions": (1, 2, 3, 4, 5, 6, 8, 11, 21),
 }
-_COUNTED = ("sizes", "endings", "codecs", "samples")
+_COUNTED = ("sizes", "endings", "codecs")
 _LISTED = (
     *("files", "caption_files", "ignored", "beyond_limit"),
     *("captions_cut", "captions_repaired", "captions_stripped", "captions_dropped"),
@@ -193,6 +193,9 @@ class DataStatistics:
     )
     counts: dict[str, Counts] = field(default_factory=lambda: {name: Counts() for name in _COUNTED})
     use: dict[str, BucketUse] = field(default_factory=dict)  # by the bucket's name
+    groups: Counter[tuple[str, str, str]] = field(
+        default_factory=Counter
+    )  # samples of (bucket, split, data set): exact
     reasons: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[tuple[str, str]]] = field(default_factory=dict)  # reason -> (source, detail)
     shown: list[Shown] = field(default_factory=list)
@@ -246,9 +249,9 @@ class DataStatistics:
             self.sums["pixels_kept"] += used.pixels_kept
         self._show(source, probe, clips, seconds)
 
-    def add_sample(self, bucket: Bucket, split: str) -> None:
-        """A sample of the data set."""
-        self.counts["samples"].add(f"{bucket.name} {split}")
+    def add_sample(self, bucket: Bucket, split: str, dataset: str) -> None:
+        """A sample of the data set of that name."""
+        self.groups[bucket.name, split, dataset] += 1
 
     def add_caption_tokens(self, tokens: int) -> None:
         """The length of a distinct caption in tokens, where it is known."""
@@ -256,11 +259,14 @@ class DataStatistics:
 
     def samples(self, split: str) -> dict[Bucket, int]:
         """Samples of a split by bucket, in the order of the buckets."""
-        found = {}
-        for name, count in self.counts["samples"].named.items():
-            bucket, of = name.split(" ")
-            if of == split:
-                found[Bucket.parse(bucket)] = count
+        found: Counter[Bucket] = Counter()
+        for (bucket, _), count in self.samples_by_group(split).items():
+            found[bucket] += count
+        return dict(found)
+
+    def samples_by_group(self, split: str) -> dict[tuple[Bucket, str], int]:
+        """Samples of a split by (bucket, data set), in order."""
+        found = {(Bucket.parse(name), of): n for (name, part, of), n in self.groups.items() if part == split}
         return dict(sorted(found.items()))
 
     def buckets(self) -> dict[Bucket, BucketUse]:
@@ -275,6 +281,7 @@ class DataStatistics:
         """Add the numbers of another part of the data set."""
         self.sums.update(other.sums)
         self.reasons.update(other.reasons)
+        self.groups.update(other.groups)
         for name, histogram in self.histograms.items():
             histogram.merge(other.histograms[name])
         for name, counts in self.counts.items():
@@ -292,6 +299,7 @@ class DataStatistics:
             "histograms": {name: histogram.to_json() for name, histogram in self.histograms.items()},
             "counts": {name: [dict(counts.named), counts.other] for name, counts in self.counts.items()},
             "use": {name: asdict(used) for name, used in self.use.items()},
+            "groups": sorted([*group, count] for group, count in self.groups.items()),
             "reasons": dict(self.reasons),
             "examples": {reason: [list(pair) for pair in pairs] for reason, pairs in self.examples.items()},
             "shown": [asdict(shown) | {"buckets": list(shown.buckets)} for shown in self.shown],
@@ -303,6 +311,7 @@ class DataStatistics:
         made = cls()
         made.sums.update(tree["sums"])
         made.reasons.update(tree["reasons"])
+        made.groups.update({(bucket, split, dataset): count for bucket, split, dataset, count in tree["groups"]})
         for name, histogram in made.histograms.items():
             histogram.load(tree["histograms"][name])
         for name, counts in made.counts.items():

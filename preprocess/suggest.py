@@ -4,10 +4,13 @@ What a bucket keeps of a source is the product of three shares:
 
     frames   F / frames that the source could give, or that the largest bucket asks for, whichever is fewer
     view     of the picture's pixels, those inside the centre crop to the bucket's shape
-    size     H x W / pixels of the picture, or of the largest bucket asked for, whichever is fewer; at most 1
+    size     the root of (H x W / pixels of the picture, or of the largest bucket asked for, whichever is fewer); at most 1
+
+The size counts by its side and not by its area: else a tall picture would be cut to a wide bucket for a little more resolution,
+which loses most of what it shows.
 
 The loss is 1 minus that; a source that no bucket takes loses 1. A source goes to the bucket that `rank_buckets` puts first, which
-is the one that keeps most: of one source the three only differ by F x view x H x W.
+is the one that keeps most: for one source the product goes with F x view x root of H x W.
 
 Legend: F frames, H W height and width in pixels, M candidates, C cells of sources.
 """
@@ -62,7 +65,7 @@ class Outcome:
     """What a list of buckets does to the sources.
 
     `clips` are those that go to each bucket. `cropped`, `trimmed` and `scaled` are the mean shares lost of the clips that are taken: pixels
-    outside the crop, frames beyond F, pixels given up to the bucket's size. `kept` is the mean over all sources of what is kept.
+    outside the crop, frames beyond F, length of the sides. `kept` is the mean over all sources of what is kept.
     """
 
     buckets: tuple[Bucket, ...]
@@ -83,6 +86,7 @@ class Suggestion:
     suggested: Outcome
     others: dict[str, Outcome]
     exact: bool
+    binned: bool  # sources of somewhat different shapes are counted as one
 
 
 def grid_of(config: Config) -> Grid:
@@ -110,7 +114,7 @@ def suggest(cells: Cells, present: Sequence[Bucket], grid: Grid, number: int, al
         others["9 ratios, both orientations"] = judge.outcome(by_ratio)
     if (single := _single(judge, present, grid)) is not None:
         others[f"the most common shape, {single.buckets[0]}"] = single
-    return Suggestion(number, cells.clips, judge.outcome(used), others, exact)
+    return Suggestion(number, cells.clips, judge.outcome(used), others, exact, cells.binned)
 
 
 class _Judge:
@@ -166,14 +170,14 @@ class _Judge:
         return taken_C & (covered_C | self.allow_upscale), covered_C, view_C
 
     def _size(self, bucket: Bucket) -> np.ndarray:
-        return np.minimum(1.0, bucket.height * bucket.width / np.minimum(self.area_C, self.most_area))
+        return np.sqrt(np.minimum(1.0, bucket.height * bucket.width / np.minimum(self.area_C, self.most_area)))
 
     def _keys(self, bucket: Bucket) -> np.ndarray:
         """(keys, C): what `rank_buckets` sorts by, the first key first; that is -1 where the bucket does not take the cell."""
         taken_C, covered_C, view_C = self._fit(bucket)
         area = bucket.height * bucket.width
         enlarged_C = np.maximum(1.0, np.maximum(bucket.height / self.cells.heights, bucket.width / self.cells.widths))
-        worth_C = bucket.frames * view_C * np.minimum(area, self.area_C)
+        worth_C = bucket.frames * view_C * np.sqrt(np.minimum(area, self.area_C))
         rest = [worth_C, view_C, -enlarged_C, np.full(len(view_C), area), np.full(len(view_C), bucket.width)]
         return np.array([np.where(taken_C, covered_C, -1), *rest], float)
 
@@ -264,7 +268,7 @@ def _shapes(area: int, aspects: Sequence[float], grid: Grid) -> list[tuple[int, 
         return []
     pairs_P2 = np.array(pairs)
     places_P = np.log(pairs_P2[:, 1] / pairs_P2[:, 0])
-    logs_P = np.log(pairs_P2[:, 0] * pairs_P2[:, 1])
+    logs_P = np.log(pairs_P2[:, 0] * pairs_P2[:, 1]) / 2
     best = (int(np.argmax(logs_P - np.abs(places_P - math.log(aspect)))) for aspect in aspects)
     return list(dict.fromkeys(pairs[at] for at in best))
 

@@ -20,6 +20,10 @@ def suggest_lines(config: Config, cells: Cells, number: int) -> list[str]:
     lines = [_headline(made), *_list_lines(made), *_table(made)]
     if any(bucket.keep < 1 for bucket in config.data.buckets):
         lines.append("  (as if data.buckets[].keep were 1 throughout)")
+    if made.binned:
+        lines.append(
+            "  (sources of nearly one shape are counted as the smallest of them, so a little more may be kept)"
+        )
     return lines + [f"  {note}" for note in _left_out(config, cells, made.suggested)]
 
 
@@ -53,8 +57,8 @@ def _table(made: Suggestion) -> list[str]:
     rows = [_HEAD, *(_row(name, outcome) for name, outcome in named.items())]
     first = max(len(row[0]) for row in rows)
     lines = [
-        "  pixels lost by cropping, frames by trimming, pixels by scaling down to less than the largest of data.buckets;"
-        " kept in all:"
+        "  lost are pixels by cropping, frames by trimming, and length of the sides by scaling down, of what the largest"
+        " of data.buckets could hold; kept is what is left over all sources:"
     ]
     return lines + [f"  {row[0]:<{first}}" + "".join(f"{cell:>10}" for cell in row[1:]) for row in rows]
 

@@ -5,6 +5,7 @@ Legend: F frames, H W height and width in pixels, C channels.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,10 +22,11 @@ from mmspeed.shapes import Bucket
 def rank_buckets(probe: Probe, buckets: Sequence[Bucket], fps: float | None, allow_upscale: bool) -> list[Bucket]:
     """The buckets that a probed file fills, the one that loses least of it first.
 
-    What a bucket keeps is its frames x its pixels x the share of the picture that the crop keeps; pixels that enlarging makes
-    do not count. Images and videos of one frame take F = 1 buckets and videos take the others. Where the picture covers
-    some of the buckets, only those count; where it covers none, those that it would be enlarged for count with
-    `allow_upscale`. Of equals the one that crops less comes first, then the smaller enlargement, then the larger bucket.
+    What a bucket keeps is its frames x the share of the picture that the crop keeps x the length of its sides (the root
+    of its pixels; those that enlarging makes do not count). Images and videos of one frame take F = 1 buckets and videos
+    take the others. Where the picture covers some of the buckets, only those count; where it covers none, those that it
+    would be enlarged for count with `allow_upscale`. Of equals the one that crops less comes first, then the smaller
+    enlargement, then the larger bucket.
     Raises Rejected (no_bucket, too_short, too_small) instead of giving none.
     """
     single = len(probe.pts_seconds) == 1
@@ -42,7 +44,7 @@ def rank_buckets(probe: Probe, buckets: Sequence[Bucket], fps: float | None, all
     def order(bucket: Bucket) -> tuple[float, ...]:
         area = bucket.height * bucket.width
         kept = kept_fraction(probe.width, probe.height, bucket)
-        worth = bucket.frames * kept * min(area, probe.width * probe.height)
+        worth = bucket.frames * kept * math.sqrt(min(area, probe.width * probe.height))
         return worth, kept, -max(1.0, _scale(probe, bucket)), area, bucket.width
 
     return sorted(covered or long_enough, key=order, reverse=True)

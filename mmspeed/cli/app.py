@@ -25,6 +25,7 @@ HELP = (
     "Train Sora-class video diffusion models: encode once into a cache, then train on one to many devices.\n\n"
     "Begin with `mmspeed demo`, or with `mmspeed init my-run`."
 )
+MOST_RANKS = 100_000  # of a schedule that is shown
 EPILOG = "With --debug, anywhere on the line, errors show their traceback. Docs: docs/ in the repository."
 
 app = typer.Typer(
@@ -152,8 +153,13 @@ def check(
     ] = None,
     suggest_buckets: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Also find the N buckets that lose least of the sources, and show what is lost."),
+        typer.Option(
+            metavar="N", help="Also find the N buckets that lose least of the sources, and show what is lost."
+        ),
     ] = None,
+    ranks: Annotated[
+        str, typer.Option(metavar="N,N,...", help="Numbers of devices that the schedule is shown for.")
+    ] = "1,8,64",
 ) -> None:
     """Read the data set and say what will happen and what it will cost, in lines and as an HTML page; needs no accelerator."""
     from rich.console import Console
@@ -161,7 +167,7 @@ def check(
     from mmspeed.config import load_config
     from mmspeed.preprocess import check as check_data
 
-    report = check_data(load_config(config, overrides or ()), report_file, suggest_buckets)
+    report = check_data(load_config(config, overrides or ()), report_file, suggest_buckets, numbers_of(ranks))
     report.print(Console())
     if report.problems:
         raise typer.Exit(1)
@@ -330,6 +336,14 @@ def ray_workers(given: str | None, alone: bool) -> int | None:
     if given != "auto" and not (given.isdecimal() and int(given) >= 1):
         raise UserError(f"--ray is {given!r}: write a number of workers, or auto")
     return None if given == "auto" else int(given)
+
+
+def numbers_of(ranks: str) -> list[int]:
+    """The numbers of devices in `--ranks 8,64`, rising. Raises UserError where it says something else."""
+    words = ranks.replace(" ", "").split(",")
+    if not all(word.isdecimal() and 1 <= int(word) <= MOST_RANKS for word in words):
+        raise UserError(f"--ranks is {ranks!r}: write numbers of devices from 1 to {MOST_RANKS}, such as 8,64,512")
+    return sorted({int(word) for word in words})
 
 
 def output_paths(out: Path, count: int) -> list[Path]:

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from mmspeed.errors import UserError
+
 app = typer.Typer(help="Measure that the main job works, and how well.", no_args_is_help=True)
 
 
@@ -90,3 +92,38 @@ def preprocess(
     print(result.to_json() if as_json else "\n".join(result.lines()))
     if not result.passed():
         raise typer.Exit(1)
+
+
+@app.command()
+def buckets(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="YAML file of the run whose buckets are measured.")
+    ] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to override.")] = None,
+    simulate: Annotated[
+        bool,
+        typer.Option("--simulate", help="Measure nothing: compare orders of a synthetic data set; takes no CONFIG."),
+    ] = False,
+    clips: Annotated[int, typer.Option(min=1, help="With --simulate: samples of the data set.")] = 1_000_000,
+    ranks: Annotated[str, typer.Option(help="With --simulate: numbers of ranks.")] = "8,64,512",
+    seed: Annotated[int, typer.Option(help="With --simulate: of the data set and its order.")] = 0,
+    output: Annotated[
+        Path | None, typer.Option(help="With --simulate: folder that the figures go to, as JSON.")
+    ] = None,
+) -> None:
+    """Measure time and memory of a step of each bucket on this device; or, with --simulate, see how well batches balance."""
+    if simulate:
+        if config is not None:
+            raise UserError(f"--simulate makes its own data set: leave out {config}")
+        from .bench_buckets_simulated import simulate_buckets
+
+        result = simulate_buckets(clips, ranks, seed, output)
+        print("\n".join(result.lines()))
+        if not result.passed():
+            raise typer.Exit(1)
+        return
+    if config is None:
+        raise UserError("which buckets? Name a CONFIG, or give --simulate")
+    from .bench_buckets import profile_buckets
+
+    profile_buckets(config, tuple(overrides or ()))

@@ -61,13 +61,15 @@ class TrainConfig(Section):
     )
     log_every: int = Field(10, ge=1, description="Steps between two lines of `metrics.jsonl`.")
     prefetch: int = Field(
-        4, ge=0, description="Micro-batches read ahead: at most so many are in memory at a time. 0: read when needed."
+        4,
+        ge=0,
+        description="Micro-batches in memory ahead of the one that is trained on, at most; with `loader_workers` at least one for each of them, one that waits, and one on the accelerator. 0: read when needed.",
     )
     loader_workers: int = Field(
         0,
         ge=0,
         le=64,
-        description="Processes that read and assemble batches beside each training process; 0: a thread does, which is enough for most.",
+        description="Processes that read and assemble batches beside each training process, from the second epoch on when the first makes the cache; 0: a thread does, which is enough for most.",
     )
 
     @property

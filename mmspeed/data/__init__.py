@@ -31,7 +31,7 @@ from .mapped import SampleTable
 from .online import FirstEpoch, Made, Maker, Task
 from .order import Batching, Order, Place, Position, Stage
 from .sampler import BatchSampler, Draw
-from .shares import count_present, micro_batches, share
+from .shares import count_present, imbalance, share
 from .tables import (
     SCHEMA_VERSION,
     SECTIONS,
@@ -89,11 +89,11 @@ __all__ = [
     "entry_key",
     "first_frame",
     "forecast",
+    "imbalance",
     "latent_tensors",
     "load_of",
     "make_batching",
     "make_stages",
-    "micro_batches",
     "number_duplicates",
     "pad_texts",
     "read_ahead",

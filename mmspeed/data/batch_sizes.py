@@ -42,36 +42,65 @@ class Measured:
     rows: tuple[Measurement, ...]
     limit_bytes: int  # of device memory, that no batch may exceed
     setting: Mapping[str, Any] = field(default_factory=dict)
+    too_large: Mapping[Bucket, int] = field(
+        default_factory=dict
+    )  # the smallest batch that ran out of memory, where one did
 
     def cost(self, bucket: Bucket) -> Cost:
-        """Seconds of n samples: a line through the measured points (least squares); through zero where there is one point."""
+        """Seconds of n samples: a line through the measured points (least squares); through zero where there is one point.
+
+        Also through zero where the best line would cut the axis below it, which no step can; by the largest batch alone where
+        the points do not rise, which small batches on a noisy machine may not.
+        """
         rows = self._of(bucket)
-        if len({row.batch for row in rows}) == 1:
-            return Cost(0.0, rows[0].seconds / rows[0].batch)
-        each, fixed = np.polyfit([row.batch for row in rows], [row.seconds for row in rows], 1).tolist()
-        if each <= 0:  # noise of very small batches
-            each, fixed = max(row.seconds / row.batch for row in rows), 0.0
-        return Cost(max(0.0, fixed), each)
+        batches, seconds = np.array([row.batch for row in rows], float), np.array([row.seconds for row in rows])
+        largest = int(batches.argmax())
+        through_zero = Cost(0.0, float(batches @ seconds / (batches @ batches)))
+        if len(set(batches)) == 1:
+            return through_zero
+        each, fixed = np.polyfit(batches, seconds, 1).tolist()
+        if each <= 0:
+            return Cost(0.0, float(seconds[largest] / batches[largest]))
+        return through_zero if fixed < 0 else Cost(fixed, each)
+
+    def misfit(self, bucket: Bucket) -> float:
+        """The largest deviation of a measured time from `cost`, as a share of the measured one."""
+        cost = self.cost(bucket)
+        return max(abs(cost.of(row.batch) / row.seconds - 1) for row in self._of(bucket))
 
     def most(self, bucket: Bucket) -> int:
-        """The most samples whose peak of memory stays in the limit, by the line through the two largest measured batches.
+        """The most samples whose peak of memory stays in the limit; 0 where one does not.
 
-        Never more than twice the largest that was measured.
+        Between two measured batches of which the larger is over the limit, by the line through them. Beyond the largest, by the
+        line through the two largest, and less than twice the largest; no more than was measured where a larger one ran out of memory.
         """
+        if self.too_large.get(bucket) == 1:
+            return 0
         rows = sorted({row.batch: row for row in self._of(bucket)}.values(), key=lambda row: row.batch)
-        last = rows[-1]
-        if len(rows) == 1:
+        fitting = [row for row in rows if row.peak_bytes <= self.limit_bytes]
+        if not fitting:
+            return 0
+        last = fitting[-1]
+        over = next((row for row in rows if row.batch > last.batch), None)
+        if over is None and bucket in self.too_large:
+            return last.batch  # memory ran out where the line gave room: it says nothing here
+        top = 2 * last.batch - 1 if over is None else over.batch - 1
+        first, second = (fitting[-2], last) if over is None and len(fitting) > 1 else (last, over)
+        if second is None or second.peak_bytes <= first.peak_bytes:
             return last.batch
-        before = rows[-2]
-        each = (last.peak_bytes - before.peak_bytes) / (last.batch - before.batch)
-        if each <= 0:
-            return last.batch
-        return max(last.batch, min(2 * last.batch - 1, last.batch + int((self.limit_bytes - last.peak_bytes) / each)))
+        each = (second.peak_bytes - first.peak_bytes) / (second.batch - first.batch)
+        return max(last.batch, min(top, last.batch + int((self.limit_bytes - last.peak_bytes) / each)))
 
     def save(self, path: Path) -> None:
         """Write it whole or not at all, as JSON."""
         rows = [asdict(row) | {"bucket": row.bucket.name} for row in self.rows]
-        content = {"format": FORMAT, "limit_bytes": self.limit_bytes, "setting": dict(self.setting), "rows": rows}
+        content = {
+            "format": FORMAT,
+            "limit_bytes": self.limit_bytes,
+            "setting": dict(self.setting),
+            "too_large": {bucket.name: batch for bucket, batch in self.too_large.items()},
+            "rows": rows,
+        }
         write_whole(path, (json.dumps(content, indent=2) + "\n").encode())
 
     @classmethod
@@ -89,12 +118,13 @@ class Measured:
             )
             if not rows or any(row.batch < 1 or not row.seconds > 0 for row in rows):
                 raise ValueError("no measurements, or impossible ones")
-            return cls(rows, int(content["limit_bytes"]), content["setting"])
+            too_large = {Bucket.parse(name): int(batch) for name, batch in content["too_large"].items()}
+            return cls(rows, int(content["limit_bytes"]), dict(content["setting"]), too_large)
         except FileNotFoundError:
             raise UserError(
                 f"batching.by: time needs {path}, which is not there: run `mmspeed bench buckets CONFIG` on the device first"
             ) from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path} is not as `mmspeed bench buckets` writes it ({error}): run it again") from None
 
     def _of(self, bucket: Bucket) -> list[Measurement]:
@@ -132,8 +162,13 @@ def make_batching(
     if batching.by == "time":
         if measured is None:
             raise ValueError("batching by time needs measurements")
-        each = {bucket: measured.cost(bucket) for bucket in wanted}
         most = {bucket: measured.most(bucket) for bucket in wanted}
+        for bucket in (bucket for bucket in wanted if not most[bucket]):
+            raise UserError(
+                f"bucket {bucket} does not fit the device's memory even alone, as `mmspeed bench buckets` measured: set "
+                "train.checkpointing: true, shard the model, or take it out of data.buckets"
+            )
+        each = {bucket: measured.cost(bucket) for bucket in wanted}
     else:
         each = {}
         for bucket in wanted:

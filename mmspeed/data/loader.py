@@ -95,7 +95,7 @@ def assemble(
 
     With `noise` it carries what training draws by name, so that this is not drawn where the model waits for it.
 
-    No draw may be of a lost sample; `micro_batches` puts others in their place. Raises UserError when an entry is missing or
+    No draw may be of a lost sample; `share` puts others in their place. Raises UserError when an entry is missing or
     damaged, or when latents of the bucket differ in shape.
     """
     latents, texts = [], []
@@ -134,19 +134,23 @@ class Batches:
     def __init__(self, count: int, first: Batch | None, pull: Callable[[], Batch | None]) -> None:
         self._count = self._left = count
         self._first, self._pull = first, pull
+        self._started = False
         self.text_tokens = 0  # longest padded caption of those handed out
 
     def __len__(self) -> int:
         return self._count
 
     def __iter__(self) -> Iterator[Batch]:
-        if self._left < self._count:
+        if self._started:
             raise RuntimeError("the micro-batches of a step are handed out once")
-        return self
+        self._started = True
+        return self._hand_out()
 
-    def __next__(self) -> Batch:
-        if not self._left:
-            raise StopIteration
+    def _hand_out(self) -> Iterator[Batch]:
+        while self._left:
+            yield self._next()  # no name for it here, which would keep it in memory
+
+    def _next(self) -> Batch:
         self._left -= 1
         batch, self._first = self._first or self._pull(), None
         assert batch is not None
@@ -156,7 +160,7 @@ class Batches:
     def drop(self) -> None:
         """Pass over those that nobody asked for."""
         while self._left:
-            next(self)
+            self._next()
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from mmspeed.shapes import Bucket
 
-from .deal import Lot, Rows, deal
+from .deal import Lot, Rows, deal, load_of
 from .order import Batching
 from .sampler import Draw
 
@@ -63,6 +64,15 @@ def meeting(draws: Sequence[Draw], batching: Batching, world: int) -> list[tuple
     ]
 
 
+def imbalance(draws: Sequence[Draw], batching: Batching, world: int) -> float:
+    """Greatest over mean cost across ranks of one step, where ranks meet in every micro-batch; 1 at best."""
+    counts = Counter(draw.sample.bucket for draw in draws)
+    loads = [
+        load_of(lots_of(part, batching), world // ranks) for part, ranks in lanes_of(sorted(counts.items()), batching)
+    ]
+    return sum(load.slowest for load in loads) / sum(load.mean for load in loads)
+
+
 def lots_of(pieces: Sequence[tuple[Bucket, int]], batching: Batching) -> tuple[Lot, ...]:
     """So many samples of each bucket, as dealing takes them."""
     return tuple(Lot(count, batching.cost(bucket), batching.at_a_time(bucket)) for bucket, count in pieces)
@@ -91,6 +101,3 @@ def _like(own: Sequence[Draw], present: Sequence[Draw]) -> Draw | None:
     """A present draw of the bucket of a cell that is lost as a whole, if there is one."""
     return next((draw for draw in present if own and draw.sample.bucket == own[0].sample.bucket), None)
 
-
-def micro_batches(draws: Sequence[Draw], rank: int, world: int, most: int | None) -> list[Micro]:  # SHIM
-    return share(draws, Batching(1, most=most), rank, world)

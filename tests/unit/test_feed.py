@@ -138,10 +138,19 @@ def test_training_in_the_first_epoch_and_after_it_with_processes(tmp_path: Path)
 # -- the bound ------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def _few_objects() -> Iterator[None]:
+    """Only objects made from here on are looked through."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def live_batches() -> int:
     return sum(isinstance(thing, Batch) for thing in gc.get_objects())
 
 
+@pytest.mark.usefixtures("_few_objects")
 @pytest.mark.parametrize("prefetch", [0, 1, 4])
 def test_so_many_batches_are_in_memory_however_many_a_step_has(tmp_path: Path, prefetch: int) -> None:
     cache = make_cache(tmp_path, videos=24, images=0)

@@ -182,7 +182,8 @@ def test_a_step_hands_out_its_micro_batches_once(tmp_path: Path) -> None:
     sampler = BatchSampler(cache.samples, 4, seed=1)
     steps = Loader(cache, sampler, micro_batch_size=1, prefetch=2).steps(0, 3)
     first = next(steps)
-    assert len(first.batches) == 4 and next(iter(first.batches)).names == [first.draws[0].name]
+    assert len(first.batches) == len(first.draws) > 2
+    assert next(iter(first.batches)).names == [first.draws[0].name]
     with pytest.raises(RuntimeError, match="once"):
         next(iter(first.batches))
     second = next(steps)  # what is left of the first is passed over

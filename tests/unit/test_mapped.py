@@ -171,7 +171,7 @@ def test_order_of_training_is_the_same_from_a_table_and_from_a_list(tmp_path: Pa
     write_samples(tmp_path, make_samples(60))
     table = open_tables(tmp_path).samples.split("train")
     samplers = [BatchSampler(samples, 4, seed=2, repeats=2) for samples in (table, table[::-1], list(table)[::-1])]
-    orders = [[s.step(e, i) for e in range(2) for i in range(s.steps_per_epoch)] for s in samplers]
+    orders = [[s.draws(step) for step in range(2 * s.steps_per_epoch)] for s in samplers]
     assert orders[0] == orders[1] == orders[2]
     assert len({sampler.fingerprint for sampler in samplers}) == 1
     assert all(BatchSampler(table, 4, seed=0).fingerprint != s.fingerprint for s in samplers)

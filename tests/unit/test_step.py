@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import weakref
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -115,6 +117,32 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32() -> None:
     gap = sum(((grads[n] - truth[n]).norm() ** 2).item() for n in truth) ** 0.5
     norm = sum((truth[n].norm() ** 2).item() for n in truth) ** 0.5
     assert 0 < gap < 0.05 * norm  # 8 bits of mantissa through a few layers; equal would mean float32
+
+
+class Lazy:
+    """Micro-batches that are made when they are asked for; none may be alive by then."""
+
+    def __init__(self, batches: list[Batch]) -> None:
+        self.count, self.waiting = len(batches), batches[::-1]
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[Batch]:
+        given: weakref.ref[Batch] | None = None
+        while self.waiting:
+            assert given is None or given() is None, "the batch before is still in memory"
+            given = weakref.ref(self.waiting[-1])
+            yield self.waiting.pop()
+
+
+def test_micro_batches_are_asked_for_one_by_one_and_let_go() -> None:
+    truth = step(ToyDiT(), split(KEYS, 8, 0, 1, 2))
+    lazy = Lazy(split(KEYS, 8, 0, 1, 2))
+    model = ToyDiT()
+    optimizer = make_optimizer(model, TrainConfig())
+    result = train_step(model, lazy, flow_loss, optimizer, global_samples=7, world=1, clip_norm=None, strategy="none")
+    assert not lazy.waiting and result == truth[0]
 
 
 def test_a_non_finite_sample_is_named_and_nothing_moves() -> None:

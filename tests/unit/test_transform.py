@@ -31,9 +31,8 @@ def best(probe: Probe, buckets: tuple[Bucket, ...], fps: float | None, allow_ups
 @pytest.mark.parametrize(
     ("width", "height", "frames", "expected"),
     [
-        (1920, 1080, 24 * 7, Bucket(17, 360, 640)),  # 4 times the pixels are more than 49 / 17 of the frames
-        (400, 225, 24 * 7, Bucket(49, 180, 320)),  # of as many pixels, more frames
-        (1920, 1080, 24 * 3, Bucket(17, 360, 640)),
+        (1920, 1080, 24 * 7, Bucket(49, 180, 320)),  # 49 / 17 of the frames are more than twice the sides
+        (1920, 1080, 24 * 3, Bucket(17, 360, 640)),  # of equal crops, the larger picture
         (1080, 1920, 24 * 3, Bucket(17, 320, 180)),
         (400, 225, 24 * 3, Bucket(17, 180, 320)),  # too small for 640 x 360
         (300, 900, 1, Bucket(1, 256, 256)),
@@ -72,9 +71,16 @@ def test_a_few_frames_are_given_up_for_the_picture() -> None:
     assert rank_buckets(probed(640, 360, 72), (wide, tall), 8, False) == [wide, tall]
 
 
+def test_a_little_is_cropped_for_a_larger_picture_but_not_most_of_it() -> None:
+    small, large = Bucket(17, 256, 448), Bucket(17, 480, 832)
+    assert rank_buckets(probed(854, 480, 72), (small, large), 8, False) == [large, small]  # 97.4 % of it, not 98.4 %
+    tall, wide = Bucket(17, 320, 180), Bucket(17, 360, 640)
+    assert rank_buckets(probed(1080, 1920, 72), (wide, tall), 8, False) == [tall, wide]
+
+
 def test_of_equals_the_one_that_crops_less_comes_first() -> None:
-    half, whole = Bucket(1, 100, 100), Bucket(1, 50, 100)  # of 200 x 100: 10,000 x 1/2, and 5,000 x 1
-    assert rank_buckets(probed(200, 100), (half, whole), 8, False) == [whole, half]
+    quarter, whole = Bucket(1, 200, 200), Bucket(1, 25, 100)  # of 800 x 200: 1/4 x 200, and 1 x 50
+    assert rank_buckets(probed(800, 200), (quarter, whole), 8, False) == [whole, quarter]
 
 
 def test_order_of_buckets_does_not_matter() -> None:
@@ -129,7 +135,7 @@ def test_crops_go_from_edge_to_edge() -> None:
 def test_ranking_has_all_that_can_be_filled_and_covered() -> None:
     small, large, longer = Bucket(17, 180, 320), Bucket(17, 360, 640), Bucket(49, 180, 320)
     three = (small, large, longer, Bucket(1, 8, 8), small)
-    assert rank_buckets(probed(1920, 1080, 168), three, 8, False) == [large, longer, small]
+    assert rank_buckets(probed(1920, 1080, 168), three, 8, False) == [longer, large, small]
     assert rank_buckets(probed(1920, 1080, 72), three, 8, False) == [large, small]
     assert rank_buckets(probed(400, 225, 168), three, 8, True) == [longer, small]
     assert rank_buckets(probed(100, 56, 168), three, 8, True) == [longer, small, large]

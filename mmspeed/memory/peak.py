@@ -1,0 +1,53 @@
+"""How much memory a piece of work takes, by torch's own count of what it allocates."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from mmspeed.device import Device
+
+MEMORY_EVENT = "[memory]"
+
+
+def resident_bytes(tensors: Iterable[Tensor], optimizer: Optimizer) -> int:
+    """Bytes of tensors and of an optimizer's state, as this process holds them; what shares memory is counted once."""
+    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    storages = {}
+    for tensor in [*tensors, *states]:
+        storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def peak_bytes(device: Device, resident: int, work: Callable[[], object]) -> int:
+    """The most bytes in use at one time during `work`. `resident` are those of what was there before, for the CPU's count.
+
+    Of an accelerator it is the caching allocator's peak. Of the CPU it is `resident` and the sum over torch's allocations and
+    releases, one by one as its profiler records them: exact and repeatable, which the size of a process is not.
+    """
+    if device.kind == "cpu":
+        return resident + _added_on_cpu(work)
+    device.synchronize()
+    device.reset_peak_memory()
+    work()
+    device.synchronize()
+    return device.peak_memory_bytes()
+
+
+def _added_on_cpu(work: Callable[[], object]) -> int:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else some versions tell of each start and stop
+    with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as recorded:
+        work()
+    assert recorded.kineto_results is not None
+    events = [event for event in recorded.kineto_results.events() if event.name() == MEMORY_EVENT]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak

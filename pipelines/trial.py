@@ -1,0 +1,180 @@
+"""Single training steps on the device, of made-up samples: as `mmspeed train` takes them, without a cache.
+
+Legend: B samples, C channels, T h w latent, L caption tokens, D text width.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from mmspeed import comm, rng
+from mmspeed.config import Config
+from mmspeed.data import sample_costs
+from mmspeed.data.batch_sizes import COUNTED_TEXT_TOKENS, Measurement
+from mmspeed.device import Device, is_out_of_memory
+from mmspeed.errors import UserError
+from mmspeed.log import format_bytes
+from mmspeed.loop.optim import set_learning_rate
+from mmspeed.loop.step import train_step
+from mmspeed.memory import peak_bytes, resident_bytes
+from mmspeed.mesh import make_mesh
+from mmspeed.models import SoraDiT, build_model
+from mmspeed.models.text import text_width
+from mmspeed.models.vae import codec_geometry
+from mmspeed.parallel import resolve_strategy
+from mmspeed.pipelines.assemble import assemble
+from mmspeed.protocol import Batch
+from mmspeed.shapes import Bucket, Strides
+
+RATE = 1e-6  # learning rate of the steps: weights move, so that no product is of zeros only, and no loss runs away
+
+Found = TypeVar("Found")
+
+
+class Trial:
+    """Training steps of made-up samples of a config's model, on every device of the world alike."""
+
+    def __init__(self, config: Config, device: Device, limit_bytes: int | None = None) -> None:
+        """Raises UserError for a bucket that fits neither codec nor model, and when the model alone is over the limit."""
+        self.config, self.device = config, device
+        self.world = dist.get_world_size()
+        self.strategy = resolve_strategy(config.parallel.strategy, self.world)
+        sharded = self.strategy == "fsdp"
+        mesh = make_mesh(
+            device,
+            config.parallel.dp_replicate if sharded else self.world,
+            config.parallel.dp_shard if sharded else 1,
+        )
+        self.channels, self.strides = codec_geometry(config.vae)
+        self.width = text_width(config.text)
+        self.text_tokens = min(COUNTED_TEXT_TOKENS, config.text.max_tokens)
+        self.bare = build_model(config.model, self.channels, self.width, device="meta")
+        for bucket in config.buckets:
+            _check_shape(self.bare, self.strides, bucket)
+        self.costs = sample_costs(self.bare, self.strides, config.text.max_tokens)
+        least = self._least_bytes()
+        if limit_bytes is not None and least > limit_bytes:
+            raise does_not_fit(least, limit_bytes)
+        self.parts = assemble(config, self.bare, mesh, self.strategy, device)
+        set_learning_rate(self.parts.optimizer, RATE)
+
+    @property
+    def careful(self) -> bool:
+        """Whether running out of memory would harm others: this host's programs, or the processes that wait for this one."""
+        return self.device.kind == "cpu" or self.strategy != "none"
+
+    @property
+    def state_bytes(self) -> int:
+        """What stays in memory between steps, once there was one: weights, optimizer's and average's state."""
+        ema = [] if self.parts.ema is None else list(self.parts.ema.tensors.values())
+        return resident_bytes([*self.parts.model.parameters(), *ema], self.parts.optimizer)
+
+    def _least_bytes(self) -> int:
+        """What weights, gradients, the optimizer's two moments and the average take in float32; 0 where they are sharded."""
+        copies = 4 if self.config.train.ema_decay is None else 5
+        return 0 if self.strategy == "fsdp" else copies * 4 * sum(p.numel() for p in self.bare.parameters())
+
+    def run(self, bucket: Bucket, batch: int) -> None:
+        """One optimizer step of `batch` samples on each device."""
+        parts = self.parts
+        result = train_step(
+            parts.model,
+            [self._batch(bucket, batch)],
+            parts.loss_fn,
+            parts.optimizer,
+            global_samples=batch * self.world,
+            world=self.world,
+            clip_norm=self.config.train.clip_norm,
+            strategy=self.strategy,
+        )
+        if not result.finite:
+            raise UserError(
+                f"bucket {bucket}: the loss of random samples is {result.loss}; a step like that is not timed"
+            )
+        if parts.ema is not None:
+            parts.ema.update(parts.model)
+
+    def seconds(self, bucket: Bucket, batch: int) -> float:
+        """Time of one step, until the device has done it; of the slowest process."""
+        comm.barrier()
+        self.device.synchronize()
+        start = time.perf_counter()
+        self.run(bucket, batch)
+        self.device.synchronize()
+        return comm.all_reduce_max([time.perf_counter() - start])[0]
+
+    def peak(self, bucket: Bucket, batch: int) -> int:
+        """Bytes in use at the peak of one step, on the device that has most."""
+        peak = peak_bytes(self.device, self.state_bytes, lambda: self.run(bucket, batch))
+        return int(comm.all_reduce_max([float(peak)])[0])
+
+    def probe(self, bucket: Bucket, batch: int) -> Measurement | None:
+        """A first measurement; None when memory ran out."""
+
+        def both() -> Measurement:
+            self.run(bucket, batch)  # compiles, chooses kernels, and makes the optimizer's state
+            return Measurement(bucket, batch, self.seconds(bucket, batch), self.peak(bucket, batch))
+
+        return self.attempt(both)
+
+    def attempt(self, work: Callable[[], Found]) -> Found | None:
+        """What `work` gives; None when memory ran out, and the model is as before. Raises UserError where it cannot be so."""
+        try:
+            return work()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            if self.strategy != "none":
+                raise UserError(
+                    f"memory ran out in the middle of a step with parallel.strategy {self.strategy}: lower --memory-limit"
+                ) from None
+        self.parts.optimizer.zero_grad(set_to_none=True)
+        gc.collect()
+        self.device.empty_cache()
+        return None
+
+    def _batch(self, bucket: Bucket, batch: int) -> Batch:
+        """Random latents with captions of half to all of the usual length, on the device."""
+        seed, shape = self.config.seed, (self.channels, *self.strides.latent(bucket))
+        lengths_B = torch.tensor([self.text_tokens - i % 4 * (self.text_tokens // 8) for i in range(batch)])
+
+        def alike(name: str, *size: int) -> torch.Tensor:
+            return rng.normal(size, seed, "profile", name).expand(batch, *size).contiguous()
+
+        made = Batch(
+            latents_BCThw=alike("latents", *shape),
+            text_BLD=alike("text", self.text_tokens, self.width),
+            text_mask_BL=torch.arange(self.text_tokens) < lengths_B[:, None],
+            weights_B=torch.ones(batch),
+            names=[("profile", 0, i) for i in range(batch)],
+            bucket=bucket,
+            sources=["profile"] * batch,
+            noise_BCThw=alike("noise", *shape),
+            u_B=(torch.arange(batch, dtype=torch.float64) + 0.5) / batch,
+        )
+        return made.to(self.device.torch_device, torch.float32)
+
+
+def does_not_fit(state_bytes: int, limit_bytes: int) -> UserError:
+    """What to say when nothing can be trained in the memory there is."""
+    return UserError(
+        f"not one sample of any bucket fits in {format_bytes(limit_bytes)}, of which the model with its optimizer takes "
+        f"{format_bytes(state_bytes)}: set train.checkpointing: true, shard the model, make it smaller, or raise --memory-limit"
+    )
+
+
+def _check_shape(model: SoraDiT, strides: Strides, bucket: Bucket) -> None:
+    try:
+        latent = strides.latent(bucket)
+    except ValueError as error:
+        raise UserError(f"bucket {bucket} does not fit the codec: {error}") from None
+    try:
+        model.tokens(latent)
+    except ValueError as error:
+        raise UserError(f"bucket {bucket} does not fit the model: {error}") from None

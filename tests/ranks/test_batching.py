@@ -1,0 +1,202 @@
+"""Law 2 for batching: mixed buckets, sequence-parallel groups and images against one process; and elastic resume of training.
+
+Legend: B samples of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from mmspeed.config import Config, make_config
+from mmspeed.data import Batching, BatchSampler, DatasetCache, assemble, share
+from mmspeed.data.keys import digest
+from mmspeed.preprocess import CacheBuilder
+from tests.media import write_image
+from tests.runs import losses, small_tree
+from tests.spawn import run_ranks
+
+BUCKETS = [(1, 32, 48), (5, 32, 48), (9, 32, 48), (5, 48, 32)]
+Name = tuple[str, int, int]
+
+
+def mixed_config(folder: Path, *overrides: str) -> Config:
+    """10 clips, each in two buckets of the three of videos, and 9 images."""
+    tree = small_tree(folder, clips=10)
+    pictures = folder / "pictures"
+    if not pictures.exists():
+        pictures.mkdir()
+        for number in range(9):
+            write_image(pictures / f"{number}.png", number=number)
+            (pictures / f"{number}.txt").write_text(f"picture {number}", encoding="utf-8")
+    tree["data"] |= {
+        "sources": [*tree["data"]["sources"], {"path": str(pictures), "name": "pictures"}],
+        "buckets": [dict(zip(("frames", "height", "width"), bucket, strict=True)) for bucket in BUCKETS],
+        "buckets_per_clip": 2,
+    }
+    tree["train"] |= {"steps": 30, "batch_size": None, "caption_dropout": 0.3}
+    tree["batching"] = {"by": "flops", "mix": "window"}
+    tree["validate"] |= {"every": 100}
+    return make_config(tree, overrides, origin="test")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mixed")
+    CacheBuilder(mixed_config(folder)).run()
+    return folder
+
+
+# -- groups ------------------------------------------------------------------------------------------------------------
+
+
+def gradients(folder: str, group: int, strategy: str) -> dict[str, Any]:
+    """Losses and gradients of a few mixed steps, whose composition is that of groups of 2 in any world."""
+    from mmspeed.device import Device
+    from mmspeed.loop.optim import make_optimizer
+    from mmspeed.loop.step import train_step
+    from mmspeed.mesh import make_mesh
+    from mmspeed.models import build_model
+    from mmspeed.parallel import parallelize, unwrap
+    from mmspeed.pipelines.objective import make_objective
+    from mmspeed.pipelines.train import make_loss
+
+    config = mixed_config(Path(folder))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    cache = DatasetCache(config.cache_dir)
+    made_for_two = Batching(4, {bucket: 2 for bucket in config.buckets}, mix="window", group=2)
+    sampler = BatchSampler(cache.split("train"), made_for_two, seed=0)
+    steps = [sampler.draws(step) for step in range(sampler.steps_per_epoch)]
+    kinds = [{draw.sample.bucket.is_image for draw in step} for step in steps]
+    chosen = [steps[kinds.index({True})], steps[kinds.index({False})]]
+    chosen.append([*chosen[0], *chosen[1]])  # images and videos in one step
+    model = build_model(config.model, 4, cache.info["encoders"]["text"]["width"])
+    mesh = make_mesh(Device("cpu", 0), 1 if strategy == "fsdp" else world, -1 if strategy == "fsdp" else 1)
+    wrapped = parallelize(model, mesh, strategy)  # type: ignore[arg-type]
+    optimizer = make_optimizer(wrapped, config.train.model_copy(update={"warmup_steps": 0}))
+    loss_fn = make_loss(make_objective(config.objective), Device("cpu", 0))
+    grads: list[dict[str, np.ndarray]] = []
+
+    def keep(*_: Any) -> None:
+        grads.append(
+            {
+                name: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).numpy().copy()
+                for name, p in unwrap(wrapped).named_parameters()
+                if p.grad is not None
+            }
+        )
+
+    optimizer.register_step_pre_hook(keep)
+    told = []
+    for draws in chosen:
+        parts = share(draws, replace(made_for_two, group=group), rank, world)
+        batches = [assemble(cache, part, 0, 0.3, noise=True) for part in parts]
+        result = train_step(
+            wrapped, batches, loss_fn, optimizer,
+            global_samples=len(draws), world=world, clip_norm=None, strategy=strategy,  # type: ignore[arg-type]
+        )  # fmt: skip
+        told.append((result.loss, result.grad_norm))
+    return {"told": told, "grads": grads}
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(2, "ddp"), (4, "fsdp")])
+def test_groups_and_images_take_the_step_of_one_process(home: Path, world: int, strategy: str) -> None:
+    """Both ranks of a group compute the same videos at half weight, and images of their own: loss and every gradient agree."""
+    (alone,) = run_ranks(gradients, 1, str(home), 1, "none")
+    for rank in run_ranks(gradients, world, str(home), 2, strategy):
+        assert [t[0] for t in rank["told"]] == pytest.approx([t[0] for t in alone["told"]], rel=1e-5)
+        first, expected = rank["grads"][0], alone["grads"][0]
+        assert first.keys() == expected.keys()
+        for name, grad in expected.items():
+            assert np.allclose(first[name], grad, rtol=1e-4, atol=1e-6), name
+        # later steps: rounding has gone through Adam
+        assert [t[1] for t in rank["told"]] == pytest.approx([t[1] for t in alone["told"]], rel=2e-3)
+
+
+# -- elastic resume ------------------------------------------------------------------------------------------------------
+
+
+def train_some(folder: str, overrides: tuple[str, ...], stop_at: int | None) -> list[dict[str, Any]]:
+    """Train, writing down what meets in every step, and what was drawn for each use; `stop_at` a step stops there and saves."""
+    from mmspeed.data import Step
+    from mmspeed.loop.step import StepResult
+    from mmspeed.pipelines import TrainPipeline
+    from mmspeed.protocol import Batch
+
+    config = mixed_config(Path(folder), *overrides)
+    written: list[dict[str, Any]] = []
+
+    class Written(TrainPipeline):
+        def _step(self, data: Step) -> StepResult | None:
+            written.append({"step": [draw.name for draw in data.draws], "epoch": data.draws[0].epoch, "drawn": {}})
+            if stop_at is not None and len(written) == stop_at:
+                (self.folder.root / "stop").touch()
+            return super()._step(data)
+
+        def _build(self) -> None:
+            super()._build()
+            inner = self.loss_fn
+
+            def loss_fn(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+                for place, name in enumerate(batch.names):
+                    if batch.weights_B[place]:
+                        assert batch.noise_BCThw is not None and batch.u_B is not None
+                        tensors = (batch.latents_BCThw[place], batch.noise_BCThw[place], batch.u_B[place])
+                        text = batch.text_BLD[place][batch.text_mask_BL[place]]
+                        written[-1]["drawn"][name] = digest(b"".join(t.numpy().tobytes() for t in (*tensors, text)))
+                return inner(model, batch)
+
+            self.loss_fn = loss_fn
+
+    Written(config).run()
+    return written
+
+
+def uses(steps: list[dict[str, Any]], epoch: int) -> list[Name]:
+    return sorted(name for step in steps if step["epoch"] == epoch for name in step["step"])
+
+
+def drawn(ranks: list[list[dict[str, Any]]]) -> dict[Name, str]:
+    return {name: value for steps in ranks for step in steps for name, value in step["drawn"].items()}
+
+
+def test_resume_on_another_number_of_ranks_goes_on_with_exactly_the_rest(home: Path) -> None:
+    """Steps are chosen by the world size here: 1 rank, stopped in the middle of an epoch, then 2 ranks, then 1 again.
+
+    Every use of the epoch comes once, with the latent, noise, timestep and caption that it has on one rank never stopped.
+    """
+    (whole,) = run_ranks(train_some, 1, str(home), ("name=whole",), None)
+    epochs = [step["epoch"] for step in whole]
+    assert epochs.count(0) >= 6 and max(epochs) >= 1, "steps for this test"
+    (first,) = run_ranks(train_some, 1, str(home), ("name=elastic",), 2)
+    second = run_ranks(train_some, 2, str(home), ("name=elastic",), 1)
+    (third,) = run_ranks(train_some, 1, str(home), ("name=elastic",), None)
+    assert (len(first), len(second[0]), len(third)) == (2, 1, 27)
+    assert second[0][0]["step"] == second[1][0]["step"] and len(second[0][0]["step"]) > len(first[0]["step"])
+    parts = [*first, *second[0], *third]
+    assert uses(parts, 0) == uses(whole, 0) and len(set(uses(parts, 0))) == len(uses(parts, 0))
+    expected, found = drawn([whole]), drawn([first, *second, third])
+    common = expected.keys() & found.keys()
+    assert set(uses(whole, 0)) <= common and all(found[name] == expected[name] for name in common)
+
+
+def test_with_fixed_slots_another_number_of_ranks_is_the_same_run(home: Path) -> None:
+    """`batching.slots` fixes what meets in a step: 1 rank, 2 ranks, and 2 ranks resumed on 1 have the same losses."""
+    fixed = ("batching.slots=4", "train.steps=8", "batching.mix=same")
+    (one,) = run_ranks(train_some, 1, str(home), ("name=fixed-1", *fixed), None)
+    two = run_ranks(train_some, 2, str(home), ("name=fixed-2", *fixed), None)
+    stopped = run_ranks(train_some, 2, str(home), ("name=fixed-3", *fixed), 3)
+    (rest,) = run_ranks(train_some, 1, str(home), ("name=fixed-3", *fixed), None)
+    assert [s["step"] for s in one] == [s["step"] for s in two[0]] == [s["step"] for s in [*stopped[0], *rest]]
+    expected = losses(mixed_config(home, "name=fixed-1"))
+    for name in ("fixed-2", "fixed-3"):
+        assert losses(mixed_config(home, f"name={name}")) == pytest.approx(expected, rel=2e-4)
+    assert json.loads((mixed_config(home, "name=fixed-3").run_dir / "run.json").read_text())["parameters"] > 0

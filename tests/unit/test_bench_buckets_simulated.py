@@ -1,0 +1,256 @@
+"""The bench of the order of training on a synthetic data set: its clips, its figures counted again by hand, and the rules beside it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mmspeed.__main__ import main
+from mmspeed.cli.bench_buckets_simulated import (
+    OURS,
+    SAME,
+    Row,
+    SimulatedResult,
+    Table,
+    count_dealing,
+    dealt_out_row,
+    fresh_processes,
+    grouped,
+    model_costs,
+    our_row,
+    parse_ranks,
+    same_shape_row,
+    sample_of_use,
+    steps_of_uses,
+)
+from mmspeed.cli.bench_web_video import (
+    CLASSES,
+    FPS,
+    FRAMES,
+    HAND,
+    SHORTEST,
+    DataSet,
+    assign,
+    class_of,
+    draw_clips,
+    hand_size,
+    lengths_covered,
+    make_buckets,
+    make_data_set,
+    probe_of,
+)
+from mmspeed.data import Batching, Cost, Order, deal
+from mmspeed.data.schedule import Plan
+from mmspeed.data.shares import lots_of
+from mmspeed.errors import UserError
+from mmspeed.preprocess.reasons import Rejected
+from mmspeed.preprocess.transform import rank_buckets
+from mmspeed.preprocess.windows import covers
+from mmspeed.shapes import Bucket
+
+LARGE, MIDDLE, SMALL = Bucket(129, 576, 1024), Bucket(33, 480, 848), Bucket(1, 192, 336)
+COUNTS = {LARGE: 101, MIDDLE: 230, SMALL: 1007}
+SIZES = {LARGE: 2, MIDDLE: 9, SMALL: 55}
+EACH = {LARGE: 10.0, MIDDLE: 2.2, SMALL: 0.35}
+
+
+def batching_of(mix: str, slots: int) -> Batching:
+    return Batching(slots, SIZES, {bucket: Cost(0.0, each) for bucket, each in EACH.items()}, mix)  # type: ignore[arg-type]
+
+
+def test_clips_have_the_published_shape() -> None:
+    clips = draw_clips(50_000, seed=3)
+    videos = clips.frames > 1
+    seconds = (clips.frames / clips.fps)[videos]
+    assert seconds.mean() == pytest.approx(8.5, abs=0.15)  # Panda-70M
+    assert seconds.min() > SHORTEST - 0.03 and seconds.max() < 48.03
+    assert (~videos).mean() == pytest.approx(0.1, abs=0.01)
+    short = np.minimum(clips.widths, clips.heights)
+    assert (short >= 720).mean() == pytest.approx(0.85, abs=0.01)  # InternVid
+    assert (clips.widths % 2 == 0).all() and (clips.heights % 2 == 0).all()
+    again, other = draw_clips(50_000, seed=3), draw_clips(50_000, seed=3, part=1)
+    assert (again.frames == clips.frames).all() and (other.frames != clips.frames).any()
+
+
+def test_clips_go_where_preprocess_would_put_them() -> None:
+    """The fast way, by kinds of clips, against the rule itself, asked for each clip with all its frames."""
+    clips, buckets = draw_clips(300, seed=1), make_buckets()
+    best, fell_out = assign(clips, buckets)
+    lost: Counter[str] = Counter()
+    for place in range(len(clips)):
+        probe = probe_of(clips, place)
+        probe = type(probe)(
+            **{**vars(probe), "pts_seconds": every_time(int(clips.frames[place]), int(clips.fps[place]))}
+        )
+        level = sum(covers(probe.pts_seconds, frames, FPS) for frames in FRAMES)
+        assert clips.frames[place] == 1 or lengths_covered(clips, FRAMES, FPS)[place] == level
+        try:
+            assert buckets[best[place]] == rank_buckets(probe, buckets, FPS, False)[0]
+        except Rejected as rejected:
+            assert best[place] == -1
+            lost[rejected.reason.value.replace("_", " ")] += 1
+    assert lost == fell_out and (best >= 0).sum() > 290
+
+
+def every_time(frames: int, fps: int) -> list[float]:
+    return [number / fps for number in range(frames)]
+
+
+def test_the_data_set_has_as_many_samples_as_asked_for() -> None:
+    data = make_data_set(20_000, seed=0)
+    assert data.clips == sum(data.counts.values()) == 20_000
+    assert 0 < data.fell_out["too small"] < 100
+    assert {class_of(bucket) for bucket in data.counts} == set(CLASSES) and len(data.counts) > 100
+    with pytest.raises(UserError, match="at least 1"):
+        make_data_set(0, seed=0)
+
+
+def test_buckets_and_hand_tuned_sizes() -> None:
+    buckets = make_buckets()
+    assert len(set(buckets)) == len(buckets) == 3 * 9 * 9
+    assert LARGE in buckets and all(bucket.height % 16 == bucket.width % 16 == 0 for bucket in buckets)
+    assert hand_size(LARGE) == HAND["768px"][129] == 2 and hand_size(Bucket(1, 256, 256)) == 195
+    assert hand_size(Bucket(17, 256, 256)) == hand_size(Bucket(33, 256, 256)) == 80
+
+
+@pytest.mark.parametrize("rule", OURS)
+def test_figures_are_those_of_a_count_by_hand(rule: str) -> None:
+    """Every step's cells dealt and added up one by one, every sample ticked off in the lane that computes it."""
+    world, (mix, accumulate) = 4, OURS[rule]
+    batching = batching_of(mix, world * accumulate)
+    order = Order(grouped(COUNTS), batching, 0)
+    met = sample_of_use(order, 0)
+    with fresh_processes() as pool:
+        row = pool.submit(our_row, rule, COUNTS, batching, dict.fromkeys(COUNTS, 1), met, world, 0).result()
+
+    plan, buckets = order.whole_epoch()
+    ticks, imbalances, slowest, means, once, idle = Counter[int](), [], [], [], [], 0
+    for step in range(plan.steps):
+        pieces = plan.pieces(step)
+        costs = []
+        for cells in deal(lots_of([(buckets[bucket], count) for bucket, _, count in pieces], batching), world):
+            costs.append([])
+            for cell in cells:
+                bucket, start, _ = pieces[cell.lot if cell else 0]
+                own = met[buckets[bucket]][start + cell.start : start + cell.stop].tolist() if cell else []
+                ticks.update(own)
+                assert len(own) <= SIZES[buckets[bucket]]
+                costs[-1].append(len(own) * EACH[buckets[bucket]])
+                idle += not own
+        mean = sum(map(sum, costs)) / world
+        slowest.append(sum(map(max, costs)))
+        means.append(mean)
+        imbalances.append(slowest[-1] / mean)
+        once.append(max(map(sum, zip(*costs, strict=True))) / mean)
+    assert ticks == Counter(range(sum(COUNTS.values())))
+    assert (row.steps, row.lost, row.twice, row.idle) == (plan.steps, 0, 0, idle)
+    assert row.imbalance == pytest.approx(np.mean(imbalances)) and row.worst == pytest.approx(max(imbalances))
+    assert row.epoch == pytest.approx(sum(slowest) / sum(means)) and row.once == pytest.approx(np.mean(once))
+    assert row.seconds > 0 and 0 < row.peak_bytes < 100_000_000
+
+
+def test_a_wrong_order_is_noticed() -> None:
+    """The counts that say 'lost 0, twice 0' see what is missing and what comes again."""
+    batching = batching_of("same", 2)
+    columns = [np.array(column) for column in ((0, 1, 2), (0, 0), (3, 3), (0, 2))]  # uses 0 1 2, then 2 3 4; of 6
+    plan = Plan(*columns)
+    assert steps_of_uses(plan, [LARGE], [6])[LARGE].tolist() == [1, 1, 2, 1, 1, 0]
+    assert count_dealing(plan, [LARGE], batching, 2) == (0, 0)
+
+
+def test_shuffled_batches_dealt_out() -> None:
+    row = dealt_out_row("(a)", COUNTS, SIZES, EACH, 4, 0)
+    batches = [COUNTS[bucket] // SIZES[bucket] for bucket in COUNTS]  # 50, 25, 18
+    assert batches == [50, 25, 18] and row.steps == sum(batches) // 4 == 23
+    dropped = 101 - 100 + 230 - 225 + 1007 - 990
+    assert row.lost - dropped in SIZES.values()  # the one batch that makes no step
+    assert 1 < row.imbalance == row.once <= row.worst < 4 and row.idle == 0
+    assert dealt_out_row("(a)", COUNTS, SIZES, EACH, 4, 1) != row
+    one = dealt_out_row("(a)", COUNTS, SIZES, EACH, 1, 0)
+    assert one.imbalance == one.worst == one.epoch == 1 and one.lost == dropped
+    equal = dealt_out_row("(a)", COUNTS, dict.fromkeys(COUNTS, 1), dict.fromkeys(COUNTS, 2.0), 8, 0)
+    assert equal.imbalance == equal.epoch == 1 and equal.lost == 1338 % 8
+
+
+def test_one_shape_a_step_drops_the_tails() -> None:
+    row = same_shape_row("(b)", COUNTS, SIZES, EACH, 4, 0)
+    assert row.imbalance == row.worst == row.epoch == 1
+    assert row.steps == 101 // 8 + 230 // 36 + 1007 // 220
+    assert row.lost == 101 % 8 + 230 % 36 + 1007 % 220
+    none = same_shape_row("(b)", COUNTS, SIZES, EACH, 512, 0)
+    assert none.steps == 0 and none.lost == sum(COUNTS.values()) and math.isnan(none.imbalance)
+    assert math.isnan(dealt_out_row("(a)", COUNTS, SIZES, EACH, 512, 0).epoch)
+
+
+def test_costs_are_quadratic_with_full_attention_only() -> None:
+    half = Bucket(65, 576, 1024)
+    full, factorised = model_costs("full"), model_costs("factorised")
+    tokens = full.tokens(LARGE) / full.tokens(half)
+    assert tokens == pytest.approx(33 / 17) and factorised.tokens(LARGE) == full.tokens(LARGE)
+    assert full.flops(LARGE) / full.flops(half) > 1.3 * tokens > 1.2 * factorised.flops(LARGE) / factorised.flops(half)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["bench", "buckets", "--simulate", "--clips", "20000", "--ranks", "2,8", "--output", str(tmp_path)])
+    printed = capsys.readouterr().out
+    found = json.loads((tmp_path / "buckets-simulated.json").read_text())
+    assert code == (0 if found["passed"] else 1)
+    assert ("FAILED" in printed) == (not found["passed"])
+    assert "samples lost 0, twice 0: each of 20,000 counted in 8 epochs" in printed
+    full, factorised = found["tables"]
+    rows = {(row["rule"], row["ranks"]): row for row in full["rows"]}
+    assert len(rows) == 6 * 2 and [row["rule"] for row in factorised["rows"]] == [SAME, SAME]
+    assert all(rule in printed for rule, _ in rows) and sum(found["buckets"].values()) == 20_000
+    for world in (2, 8):
+        ours = rows[SAME, world]
+        assert ours["lost"] == ours["twice"] == 0 and 1 <= ours["epoch"] < 1.02
+        assert (
+            rows["(a) dealt out, hand-tuned", world]["imbalance"] > rows["(a) dealt out, our sizes", world]["imbalance"]
+        )
+        assert rows["(a) dealt out, our sizes", world]["imbalance"] > ours["imbalance"]
+        assert rows["(b) same shape, tails drop", world]["lost"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ([], "Name a CONFIG, or give --simulate"),
+        (["run.yaml", "--simulate"], "leave out run.yaml"),
+        (["--simulate", "--ranks", "8,many"], "--ranks 8,many"),
+    ],
+)
+def test_mistakes_are_told(options: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "buckets", *options]) == 1
+    assert told in capsys.readouterr().err
+
+
+def test_ranks() -> None:
+    assert parse_ranks("8, 64,512") == [8, 64, 512]
+    for wrong in ("", "0", "-1", "8,,2", "1.5"):
+        with pytest.raises(UserError, match="--ranks"):
+            parse_ranks(wrong)
+
+
+@pytest.mark.parametrize(
+    ("changed", "failed"),
+    [
+        ({}, ""),
+        ({"imbalance": 1.03}, "imbalance 1.0300"),
+        ({"lost": 2}, "samples lost 2"),
+        ({"twice": 1}, "twice 1"),
+        ({"seconds": 11.0}, "schedule in 11.00 s"),
+        ({"peak_bytes": 600_000_000}, "schedule in 600 MB"),
+    ],
+)
+def test_verdicts(changed: dict[str, float], failed: str) -> None:
+    figures = {"imbalance": 1.01, "worst": 2.0, "epoch": 1.01, "once": 1.01, "lost": 0, "twice": 0, "idle": 0}
+    row = Row(**{"rule": SAME, "ranks": 8, "steps": 5, **figures, "seconds": 1.0, "peak_bytes": 1, **changed})  # type: ignore[arg-type]
+    rival = Row("(a)", 8, 5, 3.0, 3.0, 3.0, 3.0, 99, 0, 0, 99.0, 10**10)
+    result = SimulatedResult(DataSet(COUNTS, {}, 8.5, 6.0), 0, (Table("full", 1.0, (row, rival)),))
+    bad = [line for line in result.lines() if line.startswith("FAILED")]
+    assert result.passed() is (not failed) and len(bad) == bool(failed) and all(failed in line for line in bad)
