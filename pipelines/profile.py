@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mmspeed import comm
+from mmspeed import comm, rng
 from mmspeed.config import Config
 from mmspeed.data import MEASURED_NAME, Measured, SampleCosts
 from mmspeed.data.batch_sizes import Measurement
@@ -250,15 +250,16 @@ def _too_large_alone(bucket: Bucket, steps: Trial, found: Mapping[Bucket, Tried]
 def timed(steps: Trial, found: Mapping[Bucket, Tried], repeats: int) -> tuple[list[Measurement], dict[Bucket, Tried]]:
     """The measurements with the median time of `repeats` steps, and what was found of the buckets then.
 
-    Rounds go through all batches of all buckets, every other one backwards, so that what disturbs the machine meets all alike.
+    Each round goes through all batches of all buckets in an order of its own, so that what disturbs the machine meets all alike.
     """
     found = dict(found)
     order = [row for tried in found.values() for row in tried.rows]
     taken: dict[tuple[Bucket, int], list[float]] = {}
     with ProgressLine("time batches", len(order) * repeats, "step") as line:
         for turn in range(repeats):
-            for row in order if turn % 2 == 0 else reversed(order):
-                bucket, batch = row.bucket, row.batch
+            drawn = rng.generator(steps.config.seed, "profile_order", turn)
+            for place in torch.randperm(len(order), generator=drawn).tolist():
+                bucket, batch = order[place].bucket, order[place].batch
                 if batch < (found[bucket].too_large or batch + 1):
                     seconds = steps.attempt(partial(_warm_seconds, steps, bucket, batch))
                     if seconds is None:  # memory in pieces: it had fitted

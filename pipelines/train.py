@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,7 +156,6 @@ class TrainPipeline:
             self.sampler,
             rank=self.rank,
             world=self.world,
-            micro_batch_size=config.train.micro_batch_size,
             seed=config.seed,
             caption_dropout=config.train.caption_dropout,
             prefetch=config.train.prefetch,
@@ -207,6 +206,10 @@ class TrainPipeline:
             step, self.skipped = int(meta["step"]), int(meta["skipped"])
             if changed and self.rank == 0:
                 log.info(f"going on from step {step}; changed since it was saved: {', '.join(changed)}")
+            if "order" not in meta:
+                raise UserError(
+                    f"{path} is of an earlier mmspeed, which wrote no place in the order: choose another `name`"
+                )
             told = self.sampler.resume(meta["order"])
             if told is not None and self.rank == 0:
                 log.warning(f"step {step}: {told}")
@@ -236,8 +239,11 @@ class TrainPipeline:
         self._prepare_first_epoch(step, observer)
         loss, stopped = None, False
         telemetry.resume_clock()
-        with StopSignals(self.folder.root) as signals, ProgressLine("train", train.steps, "step", start=step) as line:
-            steps = self.loader.steps(step, train.steps)
+        with (
+            StopSignals(self.folder.root) as signals,
+            ProgressLine("train", train.steps, "step", start=step) as line,
+            closing(self.loader.steps(step, train.steps)) as steps,
+        ):
             for data in steps:
                 # 1. one optimizer step
                 rate = learning_rate(step, train)
@@ -274,7 +280,6 @@ class TrainPipeline:
                 if wish == "stop" and not last:
                     stopped = True
                     break
-            steps.close()
         self._end_first_epoch(step, telemetry)
         self.manager.wait()
         return step, stopped, loss

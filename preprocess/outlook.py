@@ -4,6 +4,7 @@ counts of them.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class EpochOutlook:
-    """An epoch of a stage on so many devices, and what training makes of the stage. Imbalance is greatest over mean, 1 at best."""
+    """The first epoch of a stage on so many devices, and what training makes of the stage. Imbalance is greatest over mean, 1 at best."""
 
     world: int
     steps: int
@@ -143,6 +144,7 @@ def foresee(
 
     Raises UserError when a stage has no samples, or a bucket was not measured.
     """
+    costs = SampleCosts(functools.cache(costs.tokens), functools.cache(costs.flops))  # asked for every step
     sizes = {group: count for group, count in groups.items() if count}
     places = {group: np.arange(count, dtype=np.int32) for group, count in sizes.items()}
     stages = make_stages(config.data, config.curriculum)
@@ -194,14 +196,15 @@ def _epoch(
     lockstep: bool,
     captions: CaptionLengths | None,
 ) -> EpochOutlook:
-    plan, buckets = order.whole_epoch(stage)
+    first = order.locate(begin).epoch
+    plan, buckets = order.whole_epoch(stage, first)
     uses = [sum(pool.uses for pool in order.pools[stage][bucket]) for bucket in buckets]
     told = forecast(plan, buckets, batching, world, order.uses(stage), costs.tokens)
     imbalance = told.lockstep if lockstep else told.window
     turns, rest = divmod(end - begin, plan.steps)
     met = np.array(uses) * turns
     if rest:
-        last, _ = order.whole_epoch(stage, order.locate(begin).epoch + turns)
+        last, _ = order.whole_epoch(stage, first + turns)
         met += last.used(rest, len(buckets))
     parts = [(count, full_step(batching, bucket, count, world)[1]) for bucket, count in zip(buckets, uses, strict=True)]
     return EpochOutlook(

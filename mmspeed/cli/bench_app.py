@@ -110,6 +110,16 @@ def buckets(
     output: Annotated[
         Path | None, typer.Option(help="With --simulate: folder that the figures go to, as JSON.")
     ] = None,
+    memory_limit: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BYTES|SHARE",
+            help="Memory that no batch may exceed, such as 70GB or 80%; default: 90% of an accelerator's, 60% of what a host has free.",
+        ),
+    ] = None,
+    budget_seconds: Annotated[float, typer.Option(help="A step that takes longer is the last of its bucket.")] = 30.0,
+    most: Annotated[int | None, typer.Option(min=1, help="Most samples of a step.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed steps of each batch; the median counts.")] = 5,
 ) -> None:
     """Measure time and memory of a step of each bucket on this device; or, with --simulate, see how well batches balance."""
     if simulate:
@@ -126,4 +136,11 @@ def buckets(
         raise UserError("which buckets? Name a CONFIG, or give --simulate")
     from .bench_buckets import profile_buckets
 
-    profile_buckets(config, tuple(overrides or ()))
+    profile_buckets(
+        config,
+        overrides or (),
+        memory_limit=memory_limit,
+        budget_seconds=budget_seconds,
+        most=most,
+        repeats=repeats,
+    )

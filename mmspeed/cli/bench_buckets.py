@@ -65,7 +65,9 @@ def lines(found: Profile) -> list[str]:
     measured, setting = found.measured, found.measured.setting
     fitting = [bucket for bucket in _buckets(found) if measured.most(bucket)]
     limit = log.format_bytes(measured.limit_bytes)
-    processes = "1 process" if found.world == 1 else f"{found.world} processes, figures of the slowest and the fullest"
+    processes = (
+        "1 process" if found.world == 1 else f"{found.world} processes (each line: one device, the slowest and fullest)"
+    )
     result = [
         f"{setting['device.name']}, {setting['device.dtype']}, {setting['parallel.strategy']}, {processes}; limit {limit}, "
         f"of which weights, optimizer and average take {log.format_bytes(found.state_bytes)}",

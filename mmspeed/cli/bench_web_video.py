@@ -3,9 +3,9 @@
 Published:
 
 - Lengths. Panda-70M, cut from YouTube: 70,723,513 clips of 167,000 hours together (its download page), so 8.5 s on average. Its
-  splitter discards events under 2.5 s, cuts others at 60 s and takes a tenth off at both ends (event_stitching.py), and its longest
-  clip has 48 s (a maintainer in issue 52). So lengths lie in 2 to 48 s. The lengths of whole YouTube videos fit a
-  log-normal law (arXiv 1408.5777), so the clips' are one here, cut off at both ends, with a mean of 8.5 s.
+  splitter discards events under 2.5 s, cuts others at 60 s and takes a tenth off at both ends (a call kept as a comment in its
+  event_stitching.py), and its longest clip has 48 s (a maintainer in issue 52). So lengths lie in 2 to 48 s. The lengths of whole
+  YouTube videos fit a log-normal law (arXiv 1408.5777), so the clips' are one here, cut off at both ends, with a mean of 8.5 s.
 - Resolutions. InternVid (arXiv 2307.06942, and its page): of its YouTube videos 85 % have 720 lines, the others 360 to 720.
 - Frames and classes of buckets, and hand-tuned batch sizes: Open-Sora 2.0's training configs (256px and 768px, up to 129 frames).
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -201,7 +201,6 @@ class Loader:
     Args:
         cache, sampler: where samples lie, and in which order they come.
         rank, world: this rank among those that split the batch.
-        micro_batch_size: samples that one device computes at a time; None: its whole share of a step.
         seed, caption_dropout: of the draws that are made when a sample is read.
         prefetch: micro-batches in memory ahead of the one that was asked for, by a thread; 0: read when asked for.
         first_epoch: makes what an incomplete cache lacks; may be set later, before `steps`.
@@ -216,7 +215,6 @@ class Loader:
         sampler: BatchSampler,
         rank: int = 0,
         world: int = 1,
-        micro_batch_size: int | None = None,
         seed: int = 0,
         caption_dropout: float = 0.0,
         prefetch: int = 0,
@@ -225,7 +223,7 @@ class Loader:
         device: Device | None = None,
     ) -> None:
         self.cache, self.sampler = cache, sampler
-        self.rank, self.world, self.micro_batch_size = rank, world, micro_batch_size
+        self.rank, self.world = rank, world
         self.seed, self.caption_dropout, self.prefetch = seed, caption_dropout, prefetch
         self.first_epoch, self.workers, self.device = first_epoch, workers, device
         self.waited_seconds = 0.0  # time the consumer stood still for data, over all steps so far
@@ -277,10 +275,7 @@ class Loader:
             draws = self.first_epoch.mark(draws)
         if not count_present(draws):
             return draws, []
-        batching = self.sampler.batching
-        if self.micro_batch_size is not None:
-            batching = replace(batching, most=self.micro_batch_size)
-        return draws, share(draws, batching, self.rank, self.world)
+        return draws, share(draws, self.sampler.batching, self.rank, self.world)
 
     def _jobs(self, steps: range) -> Iterator[tuple[_Tag, Part]]:
         """The parts of all steps in their order; an empty one for a step that has none."""

@@ -72,7 +72,7 @@ def gradients(folder: str, group: int, strategy: str) -> dict[str, Any]:
     config = mixed_config(Path(folder))
     rank, world = dist.get_rank(), dist.get_world_size()
     cache = DatasetCache(config.cache_dir)
-    made_for_two = Batching(4, {bucket: 2 for bucket in config.buckets}, mix="window", group=2)
+    made_for_two = Batching(4, dict.fromkeys(config.buckets, 2), mix="window", group=2)
     sampler = BatchSampler(cache.split("train"), made_for_two, seed=0)
     steps = [sampler.draws(step) for step in range(sampler.steps_per_epoch)]
     kinds = [{draw.sample.bucket.is_image for draw in step} for step in steps]

@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from mmspeed.data import BatchSampler, DatasetCache, Draw, Loader, Step, read_ahead
+from mmspeed.data import Batching, BatchSampler, DatasetCache, Draw, Loader, Step, read_ahead
 from mmspeed.data.feed import in_workers, on_device
 from mmspeed.device import Device
 from mmspeed.errors import UserError
@@ -89,9 +89,9 @@ def test_a_closed_read_ahead_closes_what_it_reads_from() -> None:
 
 def loaded(cache: DatasetCache, start: int = 0, stop: int = 10, **options: Any) -> list[Batch]:
     """The micro-batches of steps of two epochs (an epoch has 5)."""
-    sampler = BatchSampler(cache.samples, 3, seed=1)
+    sampler = BatchSampler(cache.samples, Batching(3, most=2), seed=1)
     assert sampler.steps_per_epoch < stop
-    loader = Loader(cache, sampler, micro_batch_size=2, seed=3, caption_dropout=0.3, **options)
+    loader = Loader(cache, sampler, seed=3, caption_dropout=0.3, **options)
     return [batch for step in loader.steps(start, stop) for batch in step.batches]
 
 
@@ -154,7 +154,7 @@ def live_batches() -> int:
 @pytest.mark.parametrize("prefetch", [0, 1, 4])
 def test_so_many_batches_are_in_memory_however_many_a_step_has(tmp_path: Path, prefetch: int) -> None:
     cache = make_cache(tmp_path, videos=24, images=0)
-    loader = Loader(cache, BatchSampler(cache.samples, 12, seed=1), micro_batch_size=1, prefetch=prefetch)
+    loader = Loader(cache, BatchSampler(cache.samples, Batching(12, most=1), seed=1), prefetch=prefetch)
     before, counted = live_batches(), 0
     for step in loader.steps(0, 2):
         assert len(step.batches) == 12

@@ -12,6 +12,7 @@ import torch
 
 from mmspeed import rng
 from mmspeed.data import (
+    Batching,
     BatchSampler,
     DatasetCache,
     Loader,
@@ -164,9 +165,9 @@ def test_lost_samples_keep_their_place_and_are_not_read(tmp_path: Path) -> None:
     written = [replace(s, lost=True, latent_keys=("f" * 32,)) if s.key in lost else s for s in samples]
     write_samples(tmp_path, written)
     cache = DatasetCache(tmp_path)
-    sampler = BatchSampler(cache.samples, 4, seed=1)
+    sampler = BatchSampler(cache.samples, Batching(4, most=2), seed=1)
     lengths, counts = [], []
-    loader = Loader(cache, sampler, seed=3, micro_batch_size=2, prefetch=1)
+    loader = Loader(cache, sampler, seed=3, prefetch=1)
     for place, step in enumerate(loader.steps(0, sampler.steps_per_epoch)):
         assert [draw.name for draw in step.draws] == [draw.name for draw in order.draws(place)]
         present = {draw.name for draw in step.draws if draw.sample.key not in lost}
@@ -179,8 +180,8 @@ def test_lost_samples_keep_their_place_and_are_not_read(tmp_path: Path) -> None:
 
 def test_a_step_hands_out_its_micro_batches_once(tmp_path: Path) -> None:
     cache = make_cache(tmp_path)
-    sampler = BatchSampler(cache.samples, 4, seed=1)
-    steps = Loader(cache, sampler, micro_batch_size=1, prefetch=2).steps(0, 3)
+    sampler = BatchSampler(cache.samples, Batching(4, most=1), seed=1)
+    steps = Loader(cache, sampler, prefetch=2).steps(0, 3)
     first = next(steps)
     assert len(first.batches) == len(first.draws) > 2
     assert next(iter(first.batches)).names == [first.draws[0].name]
@@ -194,7 +195,7 @@ def test_a_step_hands_out_its_micro_batches_once(tmp_path: Path) -> None:
 
 def test_the_wait_within_a_step_is_counted(tmp_path: Path) -> None:
     cache = make_cache(tmp_path)
-    loader = Loader(cache, BatchSampler(cache.samples, 4, seed=1), micro_batch_size=1)
+    loader = Loader(cache, BatchSampler(cache.samples, Batching(4, most=1), seed=1))
     waits = [loader.waited_seconds]
     for step in loader.steps(0, 2):
         waits.append(loader.waited_seconds)

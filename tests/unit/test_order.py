@@ -42,9 +42,9 @@ def test_resume_anywhere_with_any_batching(
         sampler = BatchSampler(samples, batching, seed=5, repeats=repeats)
         if state is not None:
             sampler.resume(json.loads(json.dumps(state)))
-        for step in range(step, step + steps):
+        for _ in range(steps):
             met.setdefault(sampler.locate(step).epoch, Counter()).update(draw.name for draw in sampler.draws(step))
-        step = step + 1 if steps else step
+            step += 1
         state = sampler.state(step)
     epoch = sampler.locate(step).epoch
     rest, after = drawn(sampler, step, epoch)
@@ -196,7 +196,7 @@ def test_a_large_set_is_balanced_on_any_world(world: int) -> None:
 
 
 def test_groups_halve_the_slots_of_videos() -> None:
-    batching = Batching(8, {bucket: 2 for bucket in BUCKETS}, group=4)
+    batching = Batching(8, dict.fromkeys(BUCKETS, 2), group=4)
     order = Order({(BUCKETS[0], ""): np.arange(64), (BUCKETS[3], ""): np.arange(64)}, batching, seed=0)
     plan, buckets = order.whole_epoch()
     sizes = {buckets[b].is_image: count for step in range(plan.steps) for b, _, count in plan.pieces(step)}

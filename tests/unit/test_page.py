@@ -125,7 +125,7 @@ def gathered(items: list, first: bool = True) -> DataStatistics:
     for number, (source, probe, clips) in enumerate(sources):
         numbers.add_source(source, probe, clips)
         for clip in clips:
-            numbers.add_sample(clip.bucket, "val" if first and number == 0 else "train")
+            numbers.add_sample(clip.bucket, "val" if first and number == 0 else "train", "clips.jsonl")
     return numbers
 
 
@@ -151,9 +151,13 @@ def test_the_numbers_of_the_page_are_those_of_the_statistics(tmp_path: Path) -> 
     assert keyed["train-5x32x48"] == "5" and keyed["val-5x32x48"] == "1" and keyed["train-1x32x48"] == "1"
     assert keyed["train"] == "6" and keyed["val"] == "1"
     assert (keyed["latents-present"], keyed["latents-missing"], keyed["latents-unused"]) == ("3", "4", "2")
-    assert keyed["tflop"] == f"{page.costs.flops / 1e12:,.1f} TFLOP"  # type: ignore[union-attr]
+    (stage,) = page.costs.outlook.stages  # type: ignore[union-attr]
+    assert keyed["training-0-5"] == f"{stage.epochs[0].total_flops / 1e12:,.1f}" and keyed["training-0-0"] == "1, 8, 64"
+    assert (keyed["stage0-buckets-0-1"], keyed["stage0-buckets-1-1"]) == (
+        keyed["train-1x32x48"],
+        keyed["train-5x32x48"],
+    )
     words = Reader(render(page)).text
-    assert "fewer than a batch: its step of 1" in words and "last step of 2" in words
     assert "and 2 more" in words and "least 4, mean 4, greatest 4" in words
     assert numbers.sums["milliseconds"] == 24_000 and numbers.sums["milliseconds_taken"] == 6 * 625
     assert numbers.sums["milliseconds_possible"] == 6 * 3750
@@ -170,7 +174,7 @@ def test_hints_name_the_setting(tmp_path: Path) -> None:
     )
     costs, _ = estimate(config, numbers, 3, 4, Strides(4, 8))
     told = "\n".join(hints(config, numbers, costs, truncated=2))
-    assert "bucket 5x32x48 holds fewer samples than a batch: its step of 2 is a short one" in told
+    assert "train.batch_size 3 cannot be shared evenly by 8 and 64 devices" in told
     assert "bucket 9x32x48 gets no sample" in told
     assert "84% of the video time is not used; data.windows: all would use 94%" in told
     assert "cropping removes 40% of the pixels" in told and "1 rejected as no_bucket: add a bucket" in told

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mmspeed.cli.app import run
 from mmspeed.cli.bench_buckets import lines, parse_memory, suggested_budget, table
-from mmspeed.config import Config
+from mmspeed.config import Config, dump_config
 from mmspeed.config.training import BatchingConfig, TrainConfig
 from mmspeed.data import MEASURED_NAME, Measured, make_batching
 from mmspeed.data.batch_sizes import Measurement, SampleCosts
@@ -260,6 +261,19 @@ def test_what_is_printed(found: Profile) -> None:
     assert all(found.measured.cost(bucket).of(size) <= budget or size == 1 for bucket, size in sizes.items())
     tight = replace(found, measured=replace(found.measured, too_large={LONG: 1}), untried=(LONG,))
     assert any("5x32x48: not even one sample fits" in line and "not tried" in line for line in lines(tight))
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = small_config(tmp_path, BUCKETS)
+    file = tmp_path / "small.yaml"
+    file.write_text(dump_config(config), encoding="utf-8")
+    options = ["--most", "2", "--repeats", "1", "--memory-limit", "1GB"]
+    assert run(["bench", "buckets", str(file), "train.checkpointing=true", *options]) == 0
+    assert "batching: {by: time, budget: " in capsys.readouterr().out
+    measured = Measured.load(config.run_dir / MEASURED_NAME)
+    assert measured.limit_bytes == 10**9 and measured.setting["train.checkpointing"] is True
+    assert run(["bench", "buckets", str(file), "--memory-limit", "much"]) == 1
+    assert "--memory-limit much: use bytes" in capsys.readouterr().err
 
 
 def test_a_table_has_columns() -> None:

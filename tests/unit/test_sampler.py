@@ -125,7 +125,7 @@ def test_ranks_share_a_step(sizes: list[int], batching: Batching, lanes: int, se
 
 def test_images_are_not_split_over_a_group() -> None:
     """4 ranks in groups of 2: a video is met by both ranks of a group, an image by one rank alone, never beside a video."""
-    sizes = {bucket: 1 for bucket in BUCKETS}
+    sizes = dict.fromkeys(BUCKETS, 1)
     batching = Batching(4, sizes, group=2, mix="window")
     images = BatchSampler(make_samples(8), batching, seed=0).draws(0)
     videos = BatchSampler(make_samples(0, 4), batching, seed=0).draws(0)
