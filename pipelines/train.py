@@ -1,7 +1,6 @@
 """`TrainPipeline`: cache -> batch -> objective -> model -> loss, handed to the loop's step.
 
-The order of a run stands in `TrainPipeline.run`, the way of one micro-batch in
-`mmspeed.pipelines.assemble.make_loss`.
+The order of a run stands in `TrainPipeline.run`, the way of one micro-batch in `assemble.make_loss`.
 """
 
 from __future__ import annotations

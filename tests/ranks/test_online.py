@@ -50,7 +50,7 @@ def one_group(folder: str) -> tuple[int, int, list[str]]:
     """Both ranks meet all samples, as under sequence parallelism: entries made here, and in all, and what was read."""
     import torch.distributed as dist
 
-    from mmspeed.data import BatchSampler, FirstEpoch, Loader
+    from mmspeed.data import Batching, BatchSampler, FirstEpoch, Loader
     from mmspeed.data.keys import digest
     from mmspeed.device import pick
     from mmspeed.preprocess import OnlineBuilder
@@ -59,9 +59,9 @@ def one_group(folder: str) -> tuple[int, int, list[str]]:
     builder = OnlineBuilder(config)
     builder.plan(pick("cpu"), rank, 2, None)
     cache = DatasetCache(config.cache_dir, partial=True)
-    sampler = BatchSampler(cache.split("train"), 3, seed=0)
-    first = FirstEpoch(cache, sampler, builder, rank, groups=[[0, 1]], start=0, stop=100)
-    loader = Loader(cache, sampler, rank=0, world=1, first_epoch=first)
+    sampler = BatchSampler(cache.split("train"), Batching(6, group=2), seed=0)
+    first = FirstEpoch(cache, sampler, builder, rank, 2, start=0, stop=100)
+    loader = Loader(cache, sampler, rank=rank, world=2, first_epoch=first)
     read = [digest(b.latents_BCThw.numpy().tobytes()) for step in loader.steps(0, 6) for b in step.batches]
     assert not first.active
     return first.made_here, first.made, read

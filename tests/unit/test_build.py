@@ -273,7 +273,7 @@ def test_check_says_what_will_happen_before_any_work(tmp_path: Path) -> None:
     before = "\n".join(check(config).lines())
     assert "8 sources, 8 usable, 0 rejected" in before and "not made yet; 8 latents and 8 captions to encode" in before
     assert "bucket 5x32x48: 7 training samples" in before and "held out for validation: 1" in before
-    assert "6 steps of up to 3 samples, 3 steps an epoch" in before
+    assert "schedule: an epoch has 7 uses of 7 samples" in before
     CacheBuilder(config).run()
     assert "cache latents: 8 present, 0 missing, 0 not used" in "\n".join(check(config).lines())
     other = "\n".join(check(small_config(tmp_path, "data.fps=12", "text.max_tokens=7")).lines())
