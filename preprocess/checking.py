@@ -21,7 +21,6 @@ from mmspeed.preprocess.compare import StoredEntries, Wanted, stale_reasons
 from mmspeed.preprocess.costs import cost_lines, estimate, folder_bytes, free_bytes, hints, peaks
 from mmspeed.preprocess.keys import latent_parts, text_parts
 from mmspeed.preprocess.listing import Listing
-from mmspeed.preprocess.outlook import WORLDS
 from mmspeed.preprocess.page import default_path, encode_estimate, take_thumbnails, write_page
 from mmspeed.preprocess.page_html import CacheState, DataPage
 from mmspeed.preprocess.plan import Planned, samples_of
@@ -74,15 +73,15 @@ class _Needs:
 
 
 def check(
-    config: Config, page: Path | None = None, suggest_buckets: int | None = None, ranks: Sequence[int] = WORLDS
+    config: Config, page: Path | None = None, suggest_buckets: int | None = None, ranks: Sequence[int] | None = None
 ) -> CheckReport:
     """Probe every source, compare with the cache, estimate size and cost, and write the page (None: its usual place).
 
-    The schedule is shown for each number of devices in `ranks`. With `suggest_buckets` the lines end with so many buckets that
-    suit the sources. Decodes nothing but the page's few thumbnails and loads no weights. Raises UserError when sources or
-    encoders cannot be found, or the page cannot be written.
+    The schedule is shown for each number of devices in `ranks` (None: 1, 8 and 64, as far as a step has work for them). With
+    `suggest_buckets` the lines end with so many buckets that suit the sources. Decodes nothing but the page's few thumbnails and
+    loads no weights. Raises UserError when sources or encoders cannot be found, or the page cannot be written.
     """
-    if not ranks or min(ranks) < 1:
+    if ranks is not None and (not ranks or min(ranks) < 1):
         raise UserError(f"--ranks {','.join(map(str, ranks))}: give numbers of devices, 1 or more")
     if suggest_buckets is not None and suggest_buckets < 1:
         raise UserError(f"--suggest-buckets {suggest_buckets}: ask for 1 or more")

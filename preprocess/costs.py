@@ -18,7 +18,7 @@ from mmspeed.log import format_bytes
 from mmspeed.models import build_model
 from mmspeed.models.text import text_width
 from mmspeed.preprocess.caption_lengths import CaptionLengths
-from mmspeed.preprocess.outlook import WORLDS, Outlook, foresee
+from mmspeed.preprocess.outlook import Outlook, foresee
 from mmspeed.preprocess.outlook_text import outlook_hints, outlook_lines
 from mmspeed.preprocess.reasons import Reason
 from mmspeed.preprocess.statistics import DataStatistics
@@ -73,11 +73,11 @@ def estimate(
     captions: int,
     channels: int,
     strides: Strides,
-    worlds: Sequence[int] = WORLDS,
+    worlds: Sequence[int] | None = None,
 ) -> tuple[Costs | None, list[str]]:
     """The costs, or none where the buckets do not fit the model; and the problems, also those of the schedule alone.
 
-    `captions` counts distinct ones, `worlds` are the numbers of devices that the schedule is made for.
+    `captions` counts distinct ones, `worlds` are the numbers of devices that the schedule is made for (None: the usual ones).
     """
     problems = []
     for bucket in config.buckets:

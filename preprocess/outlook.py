@@ -125,11 +125,17 @@ class Outlook:
         return self.total(lambda epoch: epoch.total_flops)
 
 
+def usual_worlds(config: Config) -> tuple[int, ...]:
+    """Numbers of devices to show when nothing is said: those that a step of the config has work for."""
+    slots = config.train.samples_per_step if config.batching.by == "samples" else config.batching.slots
+    return tuple(world for world in WORLDS if slots is None or world <= slots)
+
+
 def foresee(
     config: Config,
     groups: Mapping[tuple[Bucket, str], int],
     costs: SampleCosts,
-    worlds: Sequence[int] = WORLDS,
+    worlds: Sequence[int] | None = None,
     measured: Measured | None = None,
     captions: CaptionLengths | None = None,
 ) -> Outlook:
@@ -138,12 +144,13 @@ def foresee(
     Args:
         groups: how many training samples each (bucket, data set) has.
         costs: of one sample, by the model's own count.
-        worlds: numbers of devices.
+        worlds: numbers of devices; None: the usual ones.
         measured: for `batching.by: time`.
         captions: for the share of padding.
 
     Raises UserError when a stage has no samples, or a bucket was not measured.
     """
+    worlds = worlds or usual_worlds(config)
     costs = SampleCosts(functools.cache(costs.tokens), functools.cache(costs.flops))  # asked for every step
     sizes = {group: count for group, count in groups.items() if count}
     places = {group: np.arange(count, dtype=np.int32) for group, count in sizes.items()}

@@ -158,8 +158,11 @@ def check(
         ),
     ] = None,
     ranks: Annotated[
-        str, typer.Option(metavar="N,N,...", help="Numbers of devices that the schedule is shown for.")
-    ] = "1,8,64",
+        str | None,
+        typer.Option(
+            metavar="8,64,...", help="Numbers of devices that the schedule is shown for; by default 1, 8 and 64."
+        ),
+    ] = None,
 ) -> None:
     """Read the data set and say what will happen and what it will cost, in lines and as an HTML page; needs no accelerator."""
     from rich.console import Console
@@ -167,7 +170,9 @@ def check(
     from mmspeed.config import load_config
     from mmspeed.preprocess import check as check_data
 
-    report = check_data(load_config(config, overrides or ()), report_file, suggest_buckets, numbers_of(ranks))
+    report = check_data(
+        load_config(config, overrides or ()), report_file, suggest_buckets, None if ranks is None else numbers_of(ranks)
+    )
     report.print(Console())
     if report.problems:
         raise typer.Exit(1)
