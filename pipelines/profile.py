@@ -11,7 +11,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from mmspeed import comm, rng
 from mmspeed.config import Config
 from mmspeed.data import MEASURED_NAME, Measured, SampleCosts
-from mmspeed.data.batch_sizes import Measurement
+from mmspeed.data.batch_sizes import Measurement, line_slope
 from mmspeed.device import Device, pick
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine
@@ -32,7 +31,6 @@ from mmspeed.pipelines.trial import Trial, does_not_fit
 from mmspeed.shapes import Bucket, Strides
 
 ACCELERATOR_SHARE, HOST_SHARE = 0.9, 0.6  # of a device's whole memory; of what a host has free, which others use too
-SAME_SLOPE = 1.05  # steeper by no more than this is the same line
 
 # What the figures of another run may differ in: it is told, and they are used all the same.
 TOLD = ("parallel.strategy", "devices", "device.name")
@@ -112,9 +110,8 @@ def next_batch(tried: Tried, limits: Limits, state_bytes: int, careful: bool) ->
     """The batch to try next, larger than all that ran; None when there is no use in another.
 
     Batches double as long as the line through the last two has them in the limit, else the largest that it has is tried; after
-    one that ran out of memory, the middle. `careful` never goes over the limit: it believes the line when the one before it has
-    the same slope. Until then something that does not grow, such as the update's temporary tensors, may hide what grows; but
-    what a step takes beyond `state_bytes` (weights, optimizer) is at most proportional to its batch, and that bounds the next.
+    one that ran out of memory, the middle. `careful` never goes over the limit: it goes by `line_slope`, and where that has none
+    by this: what a step takes beyond `state_bytes` (weights, optimizer) is at most proportional to its batch.
     """
     if not tried.rows:
         return 1 if tried.too_large is None else None
@@ -126,20 +123,18 @@ def next_batch(tried: Tried, limits: Limits, state_bytes: int, careful: bool) ->
         wanted.append(limits.most)
     if tried.too_large is not None:
         wanted.append((last.batch + tried.too_large) // 2)
-    slopes = [_slope(*pair) for pair in pairwise(tried.rows[-3:])]
-    if careful and not (len(slopes) == 2 and 0 < slopes[1] <= SAME_SLOPE * slopes[0]):
+    each = line_slope(tried.rows)
+    if careful and each is None:
         room, taken = limits.memory_bytes - state_bytes, max(1, last.peak_bytes - state_bytes)
         wanted.append(last.batch * room // taken)
-    elif slopes and slopes[-1] > 0:
-        wanted.append(last.batch + int((limits.memory_bytes - last.peak_bytes) / slopes[-1]))
+    elif each is None and len(tried.rows) > 1:
+        before = tried.rows[-2]
+        each = (last.peak_bytes - before.peak_bytes) / (last.batch - before.batch)
+    if each is not None and each > 0:
+        wanted.append(last.batch + int((limits.memory_bytes - last.peak_bytes) / each))
     # near the end, a step of an eighth more says little that the line does not
     smallest = last.batch + max(1, last.batch // 8)
     return min(wanted) if min(wanted) >= smallest else None
-
-
-def _slope(less: Measurement, more: Measurement) -> float:
-    """Bytes that each sample adds."""
-    return (more.peak_bytes - less.peak_bytes) / (more.batch - less.batch)
 
 
 def memory_limit(device: Device, wanted: float | None) -> int:

@@ -210,7 +210,7 @@ class TrainPipeline:
                     f"{path} is of an earlier mmspeed, which wrote no place in the order: choose another `name`"
                 )
             told = self.sampler.resume(meta["order"])
-            if told is not None and self.rank == 0:
+            if told is not None and self.rank == 0 and step < config.train.steps:
                 log.warning(f"step {step}: {told}")
         if self.rank == 0 and step < config.train.steps:
             self.folder.write_start(config, self._info(), config.codec_weights)

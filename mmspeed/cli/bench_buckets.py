@@ -11,6 +11,7 @@ from mmspeed import log
 from mmspeed.config import load_config
 from mmspeed.config.training import BatchingConfig, TrainConfig
 from mmspeed.data import Measured, make_batching
+from mmspeed.data.batch_sizes import line_slope
 from mmspeed.errors import UserError
 from mmspeed.pipelines.profile import Profile, profile
 from mmspeed.shapes import Bucket
@@ -177,7 +178,7 @@ def _more(measured: Measured, bucket: Bucket) -> bool:
     rows = sorted((row for row in measured.rows if row.bucket == bucket), key=lambda row: row.batch)
     if bucket in measured.too_large or rows[-1].peak_bytes > measured.limit_bytes:
         return False
-    return len(rows) == 1 or measured.most(bucket) == 2 * rows[-1].batch - 1
+    return line_slope(rows) is None or measured.most(bucket) == 2 * rows[-1].batch - 1
 
 
 def _sizes(found: Profile, rule: BatchingConfig, train: TrainConfig, buckets: Sequence[Bucket]) -> Mapping[Bucket, int]:

@@ -33,7 +33,7 @@ class SourceConfig(Section):
     weight: float | None = Field(
         None,
         gt=0,
-        description="Its share of the samples of an epoch, relative to the other data sets' weights: all have one, or none. A sample of a data set with a small share is not used in every epoch, but as often as any other of the set.",
+        description="Its share of the samples of an epoch, relative to the other data sets' weights: all have one, or none. A sample of a data set with a small share is not used in every epoch, but as often as any other of the set in its bucket (of each bucket one at least in every epoch).",
     )
     format: Literal["auto", "folder", "jsonl", "csv", "parquet", "webdataset"] = Field(
         "auto",

@@ -22,6 +22,7 @@ from .order import Batching, Stage
 
 FORMAT = 1
 COUNTED_TEXT_TOKENS = 64  # caption tokens that a sample's FLOPs are counted with
+SAME_SLOPE = 1.05  # steeper by no more than this is the same line
 MEASURED_NAME = "buckets.json"  # in the folder of a run
 
 
@@ -35,6 +36,21 @@ class Measurement:
     peak_bytes: int
 
 
+def line_slope(rows: Sequence[Measurement]) -> float | None:
+    """Bytes that each more sample takes, by the two largest of `rows` (smaller batches first); None when they tell nothing of it.
+
+    The peak is that of several moments, of which one (the update's temporary tensors) does not grow with the batch and may hide what
+    does. So the line is believed only when the two before have the same slope.
+    """
+    if len(rows) < 3:
+        return None
+    first, second = (
+        (more.peak_bytes - less.peak_bytes) / (more.batch - less.batch)
+        for less, more in ((rows[-3], rows[-2]), (rows[-2], rows[-1]))
+    )
+    return second if 0 < second <= SAME_SLOPE * first else None
+
+
 @dataclass(frozen=True)
 class Measured:
     """What `mmspeed bench buckets` measured on a device. `setting` is all that the figures depend on beside the bucket."""
@@ -42,9 +58,7 @@ class Measured:
     rows: tuple[Measurement, ...]
     limit_bytes: int  # of device memory, that no batch may exceed
     setting: Mapping[str, Any] = field(default_factory=dict)
-    too_large: Mapping[Bucket, int] = field(
-        default_factory=dict
-    )  # the smallest batch that ran out of memory, where one did
+    too_large: Mapping[Bucket, int] = field(default_factory=dict)  # the smallest batch that memory ran out at, if any
 
     def cost(self, bucket: Bucket) -> Cost:
         """Seconds of n samples: a line through the measured points (least squares); through zero where there is one point.
@@ -59,7 +73,7 @@ class Measured:
         if len(set(batches)) == 1:
             return through_zero
         each, fixed = np.polyfit(batches, seconds, 1).tolist()
-        if each <= 0:
+        if each * batches[largest] <= 1e-6 * seconds[largest]:  # flat, or rounding's idea of a rise
             return Cost(0.0, float(seconds[largest] / batches[largest]))
         return through_zero if fixed < 0 else Cost(fixed, each)
 
@@ -71,8 +85,9 @@ class Measured:
     def most(self, bucket: Bucket) -> int:
         """The most samples whose peak of memory stays in the limit; 0 where one does not.
 
-        Between two measured batches of which the larger is over the limit, by the line through them. Beyond the largest, by the
-        line through the two largest, and less than twice the largest; no more than was measured where a larger one ran out of memory.
+        Between two measured batches of which the larger is over the limit, by the line through them. Beyond the largest, by
+        `line_slope` and less than twice the largest; no more than was measured where there is no such line, or where a larger
+        batch ran out of memory.
         """
         if self.too_large.get(bucket) == 1:
             return 0
@@ -82,14 +97,14 @@ class Measured:
             return 0
         last = fitting[-1]
         over = next((row for row in rows if row.batch > last.batch), None)
-        if over is None and bucket in self.too_large:
+        each: float | None
+        if over is not None:
+            top, each = over.batch - 1, (over.peak_bytes - last.peak_bytes) / (over.batch - last.batch)
+        elif bucket in self.too_large:
             return last.batch  # memory ran out where the line gave room: it says nothing here
-        top = 2 * last.batch - 1 if over is None else over.batch - 1
-        first, second = (fitting[-2], last) if over is None and len(fitting) > 1 else (last, over)
-        if second is None or second.peak_bytes <= first.peak_bytes:
-            return last.batch
-        each = (second.peak_bytes - first.peak_bytes) / (second.batch - first.batch)
-        return max(last.batch, min(top, last.batch + int((self.limit_bytes - last.peak_bytes) / each)))
+        else:
+            top, each = 2 * last.batch - 1, line_slope(fitting)
+        return last.batch if each is None else min(top, last.batch + int((self.limit_bytes - last.peak_bytes) / each))
 
     def save(self, path: Path) -> None:
         """Write it whole or not at all, as JSON."""
@@ -153,8 +168,13 @@ def make_batching(
         measured: for `by: time`.
     """
     wanted = sorted(set(buckets))
+
+    def counted(bucket: Bucket) -> Cost:
+        one = costs.tokens(bucket) if batching.by == "tokens" else costs.flops(bucket) / 1e12
+        return Cost(0.0, one if bucket.is_image else one / group)
+
+    each = {bucket: counted(bucket) for bucket in wanted}
     if batching.by == "samples":
-        each = {bucket: Cost(0.0, costs.flops(bucket) / 1e12) for bucket in wanted}
         return Batching(
             train.samples_per_step, {}, each, batching.mix, batching.tolerance, group, train.micro_batch_size
         )
@@ -169,11 +189,6 @@ def make_batching(
                 "train.checkpointing: true, shard the model, or take it out of data.buckets"
             )
         each = {bucket: measured.cost(bucket) for bucket in wanted}
-    else:
-        each = {}
-        for bucket in wanted:
-            one = costs.tokens(bucket) if batching.by == "tokens" else costs.flops(bucket) / 1e12
-            each[bucket] = Cost(0.0, one if bucket.is_image else one / group)
     budget = batching.budget
     if budget is None and batching.by != "time":
         budget = max(cost.of(1) for cost in each.values())
@@ -181,7 +196,7 @@ def make_batching(
     for bucket in wanted:
         size = most[bucket] if budget is None else max(1, each[bucket].fitting(budget))
         limits = [most.get(bucket), batching.max_batch, train.micro_batch_size]
-        sizes[bucket] = min(size, *(limit for limit in limits if limit is not None), size)
+        sizes[bucket] = min([size, *(limit for limit in limits if limit is not None)])
     slots = batching.slots or world * batching.accumulate
     return Batching(slots, sizes, each, batching.mix, batching.tolerance, group)
 

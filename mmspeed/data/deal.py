@@ -7,7 +7,10 @@ number of *rows* (micro-batches), so that all meet in every collective; where a 
 from __future__ import annotations
 
 import functools
+import heapq
 from dataclasses import dataclass
+
+MOST = 10**12  # samples: more than any batch has, and few enough that no sum of them overflows
 
 
 @dataclass(frozen=True)
@@ -21,8 +24,9 @@ class Cost:
         return self.fixed + samples * self.each if samples else 0.0
 
     def fitting(self, target: float) -> int:
-        """The most samples that cost no more than `target`; 0 when one costs more."""
-        return max(0, int((target - self.fixed) / self.each * (1 + 1e-12) + 1e-9))
+        """The most samples that cost no more than `target`, at most `MOST`; 0 when one costs more."""
+        # a little above the target: what n samples cost holds n, however it was rounded
+        return max(0, int(min(MOST, (target * (1 + 1e-12) - self.fixed) / self.each)))
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class Lot:
     most: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Cell:
     """Samples [start, stop) of a lot."""
 
@@ -50,7 +54,7 @@ class Cell:
 Rows = tuple[tuple["Cell | None", ...], ...]
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=32)  # of ten thousand lanes one takes a megabyte
 def deal(lots: tuple[Lot, ...], lanes: int) -> Rows:
     """The cells of every row and lane; None where nothing is left for a lane.
 
@@ -58,50 +62,46 @@ def deal(lots: tuple[Lot, ...], lanes: int) -> Rows:
     can. Cells of like cost share a row, and within a row the lane that has had least gets the costliest (longest processing
     time first, Graham 1969). Raises ValueError without samples or lanes.
     """
-    if lanes < 1 or not any(lot.count for lot in lots):
-        raise ValueError(f"nothing to deal: {lots} over {lanes} lanes")
-    counts = _cells_of(lots, lanes)
     cells = [
         Cell(number, *_part(lot.count, count, place))
-        for number, (lot, count) in enumerate(zip(lots, counts, strict=True))
+        for number, (lot, count) in enumerate(zip(lots, _cells_of(lots, lanes), strict=True))
         for place in range(count)
     ]
-    cells.sort(key=lambda cell: -lots[cell.lot].cost.of(cell.size))
+    costs = [lots[cell.lot].cost.of(cell.size) for cell in cells]
+    order = sorted(range(len(cells)), key=costs.__getitem__, reverse=True)
     rows, totals = [], [0.0] * lanes
-    for first in range(0, len(cells), lanes):
+    for first in range(0, len(order), lanes):
         row: list[Cell | None] = [None] * lanes
-        for lane, cell in zip(sorted(range(lanes), key=totals.__getitem__), cells[first : first + lanes], strict=False):
-            row[lane] = cell
-            totals[lane] += lots[cell.lot].cost.of(cell.size)
+        for lane, cell in zip(sorted(range(lanes), key=totals.__getitem__), order[first : first + lanes], strict=False):
+            row[lane] = cells[cell]
+            totals[lane] += costs[cell]
         rows.append(tuple(row))
     return tuple(rows)
 
 
 def _cells_of(lots: tuple[Lot, ...], lanes: int) -> list[int]:
-    """How many cells each lot is cut into."""
+    """How many cells each lot is cut into: as few as `most` allows, and with those that fill the last row, the costliest is cut anew."""
+    if lanes < 1 or not any(lot.count for lot in lots):
+        raise ValueError(f"nothing to deal: {lots} over {lanes} lanes")
+    counts = [-(-lot.count // (lot.most or lot.count)) if lot.count else 0 for lot in lots]
+    free = -sum(counts) % lanes
 
-    def needed(target: float | None) -> list[int]:
-        counts = []
-        for lot in lots:
-            size = lot.most or lot.count
-            if target is not None:
-                size = max(1, min(size, lot.cost.fitting(target)))
-            counts.append(-(-lot.count // size) if lot.count else 0)
-        return counts
+    def largest(number: int) -> int:
+        return -(-lots[number].count // counts[number])
 
-    fewest = needed(None)
-    room = -(-sum(fewest) // lanes) * lanes
-    high = max(lot.cost.of(min(lot.count, lot.most or lot.count)) for lot in lots)
-    low = max(lot.cost.of(1) for lot in lots if lot.count)
-    if sum(needed(low)) <= room:
-        return needed(low)
-    for _ in range(50):  # bisection on the cost of the costliest cell
-        middle = (low + high) / 2
-        if sum(needed(middle)) <= room:
-            high = middle
-        else:
-            low = middle
-    return needed(high)
+    def entry(number: int) -> tuple[float, int]:
+        return -lots[number].cost.of(largest(number)), number
+
+    costliest = [entry(number) for number, count in enumerate(counts) if count]
+    heapq.heapify(costliest)
+    while free and (size := largest(number := costliest[0][1])) > 1:
+        more = -(-lots[number].count // (size - 1)) - counts[number]
+        if more > free:
+            break
+        counts[number] += more
+        free -= more
+        heapq.heapreplace(costliest, entry(number))
+    return counts
 
 
 def _part(count: int, parts: int, place: int) -> tuple[int, int]:
@@ -127,14 +127,18 @@ class Load:
         return self.slowest / self.mean
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=32)
 def load_of(lots: tuple[Lot, ...], lanes: int) -> Load:
     """What dealing these lots comes to."""
-    totals, slowest, idle = [0.0] * lanes, 0.0, 0
-    rows = deal(lots, lanes)
-    for row in rows:
-        costs = [0.0 if cell is None else lots[cell.lot].cost.of(cell.size) for cell in row]
-        slowest += max(costs)
-        idle += row.count(None)
-        totals = [total + cost for total, cost in zip(totals, costs, strict=True)]
-    return Load(slowest, max(totals), sum(totals) / lanes, len(rows), idle)
+    costs: list[float] = []
+    for lot, count in zip(lots, _cells_of(lots, lanes), strict=True):
+        if count:
+            size, larger = divmod(lot.count, count)
+            costs += [lot.cost.of(size + 1)] * larger + [lot.cost.of(size)] * (count - larger)
+    costs.sort(reverse=True)
+    rows, idle = -(-len(costs) // lanes), -len(costs) % lanes
+    totals = [0.0] * lanes
+    for first in range(0, len(costs), lanes):
+        row = costs[first : first + lanes] + [0.0] * (idle if first + lanes > len(costs) else 0)
+        totals = [total + cost for total, cost in zip(sorted(totals), row, strict=True)]
+    return Load(sum(costs[::lanes]), max(totals), sum(costs) / lanes, rows, idle)

@@ -52,11 +52,6 @@ class Forecast:
         return float((self.lockstep * self.cost).sum() / self.cost.sum())
 
     @property
-    def idle_share(self) -> float:
-        """Share of all micro-batches of all ranks that have weight 0."""
-        return self.idle / (float(self.rows.sum()) * self.world)
-
-    @property
     def short(self) -> int:
         """Steps with less than 9 tenths of the median step's cost."""
         return int((self.cost < 0.9 * np.median(self.cost)).sum())

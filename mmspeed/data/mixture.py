@@ -6,7 +6,8 @@ and for the rest in turn, so that over the epochs each of its samples is used as
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,14 +35,36 @@ def rates(
     there = {name: size for name, size in sizes.items() if size}
     times = {name: repeats if isinstance(repeats, int) else repeats.get(name, 1) for name in sizes}
     if temperature is not None and weights is None:
-        weights = {name: size ** (1 / temperature) for name, size in there.items()}
-    if weights is None:
+        shares = _over_largest(there, 1 / temperature)
+    elif weights is not None:
+        shares = _over_largest({name: weights.get(name, 0.0) for name in there})
+    else:
         return {name: float(times[name]) for name in sizes}
     whole = sum(size * times[name] for name, size in there.items())
-    total = sum(weights.get(name, 0.0) for name in there)
-    if not total:
-        return dict.fromkeys(sizes, 0.0)
-    return {name: whole * weights.get(name, 0.0) / total / there[name] if name in there else 0.0 for name in sizes}
+    total = sum(shares.values())
+    return {name: whole * shares[name] / total / there[name] if shares.get(name) else 0.0 for name in sizes}
+
+
+def _over_largest(values: Mapping[str, float], power: float = 1.0) -> dict[str, float]:
+    """(value / the largest) ** power, which never overflows, and is 0 for a value of 0 alone."""
+    largest = max(values.values(), default=0)
+    return {
+        name: max((value / largest) ** power, sys.float_info.min) if value else 0.0 for name, value in values.items()
+    }
+
+
+def uses_of(sizes: Sequence[int], rate: float) -> list[int]:
+    """How often an epoch uses pools of one data set, `rate` uses a sample; at least once, so that none is left out.
+
+    What rounding gives or takes is made up for by larger pools, so that the sum is right.
+    """
+    uses, owed = [0] * len(sizes), 0.0
+    for place in sorted(range(len(sizes)), key=sizes.__getitem__):
+        if sizes[place] and rate:
+            owed += rate * sizes[place]
+            uses[place] = max(1, round(owed))
+            owed -= uses[place]
+    return uses
 
 
 @dataclass(frozen=True)
@@ -53,15 +76,12 @@ class Pool:
     places: Array
     uses: int
 
-    @classmethod
-    def at_rate(cls, bucket: Bucket, dataset: str, places: Array, rate: float) -> Pool:
-        """`rate` uses a sample; at least one use an epoch in all, so that no pool is left out by rounding."""
-        return cls(bucket, dataset, places, max(1, round(rate * len(places))) if rate else 0)
-
     def in_turn(self, epoch: int, seed: int) -> tuple[Array, Array]:
         """(places, repeats) of the uses that do not make a whole round: the next ones in turn."""
         size = len(self.places)
         rounds, over = divmod(self.uses, size)
+        if not over:
+            return self.places[:0], self.places[:0]
         turn, begin = divmod(epoch * over, size)
         places = self._turn(turn, seed)[begin : begin + over]
         repeats = np.full(over, rounds)
@@ -89,14 +109,13 @@ class Uses:
 
     def __getitem__(self, part: slice) -> list[tuple[int, int]]:
         """(place, repeat) of some of the uses: the sample, and the how manieth time the epoch uses it."""
-        return [self._use(number) for number in self._order[part].tolist()]
-
-    def _use(self, number: int) -> tuple[int, int]:
-        which = int(np.searchsorted(self._ends, number, side="right"))
-        pool = self._pools[which]
-        number -= int(self._ends[which]) - pool.uses
-        repeat, at = divmod(number, len(pool.places))
-        if repeat < pool.uses // len(pool.places):
-            return int(pool.places[at]), repeat
-        places, repeats = self._in_turn[which]
-        return int(places[at]), int(repeats[at])
+        numbers = self._order[part]
+        of_pool = np.searchsorted(self._ends, numbers, side="right")
+        found = np.empty((len(numbers), 2), np.int64)
+        for which, (pool, turn) in enumerate(zip(self._pools, self._in_turn, strict=True)):
+            mine = np.flatnonzero(of_pool == which)
+            repeat, at = np.divmod(numbers[mine] - (self._ends[which] - pool.uses), len(pool.places))
+            late = repeat == pool.uses // len(pool.places)  # beyond the whole rounds
+            found[mine, 0], found[mine, 1] = pool.places[at], repeat
+            found[mine[late], 0], found[mine[late], 1] = turn[0][at[late]], turn[1][at[late]]
+        return [(place, repeat) for place, repeat in found.tolist()]

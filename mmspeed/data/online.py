@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch.distributed as dist
 
@@ -80,19 +80,21 @@ class Maker(Protocol):
         ...
 
 
-def assign(first_uses: Iterable[tuple[int, tuple[int, ...], Any]]) -> dict[Any, tuple[int, int]]:
-    """The (step, rank) that makes each thing: before its first use, by a rank that uses it, in turn among those that do.
+class Owners:
+    """Who makes what: each thing before its first use, by a rank that uses it, in turn among those that do.
 
-    `first_uses` are (step, ranks, thing) in the order of training; several ranks meet a sample under sequence or tensor
-    parallelism. Later uses of a thing do not count.
+    Several ranks meet a sample under sequence or tensor parallelism.
     """
-    owners: dict[Any, tuple[int, int]] = {}
-    turns: dict[tuple[int, ...], int] = {}
-    for step, ranks, thing in first_uses:
-        if thing not in owners:
-            turn = turns[ranks] = turns.get(ranks, -1) + 1
-            owners[thing] = step, ranks[turn % len(ranks)]
-    return owners
+
+    def __init__(self) -> None:
+        self.by_thing: dict[str, tuple[int, int]] = {}  # (step, rank), in the order of first uses
+        self._turns: dict[tuple[int, ...], int] = {}
+
+    def used(self, thing: str, step: int, ranks: tuple[int, ...]) -> None:
+        """A thing that lacks is used; the uses come in the order of training."""
+        if thing not in self.by_thing:
+            turn = self._turns[ranks] = self._turns.get(ranks, -1) + 1
+            self.by_thing[thing] = step, ranks[turn % len(ranks)]
 
 
 class FirstEpoch:
@@ -183,33 +185,38 @@ class FirstEpoch:
             self.maker.close()
             self.active = False
 
-    def _plan(self, first: Sequence[Sample], steps: Iterable[int]) -> dict[int, Task]:
+    def _plan(self, first: Sequence[Sample], steps: range) -> dict[int, Task]:
         """This rank's tasks by step: `first` with the first step (in parts without steps), then the uses of `steps` in order."""
-        uses = list(self._uses(first, steps))
-        sources = assign((step, ranks, sample.source) for step, ranks, sample in uses if self._lacks_latent(sample))
-        texts = assign(
-            (step, ranks, key)
-            for step, ranks, sample in uses
-            for key in sample.text_keys
-            if not self.cache.has("texts", key)
-        )
+        sources, texts = Owners(), Owners()
+        for step, ranks, sample in self._uses(first, steps):
+            if self._lacks_latent(sample):
+                sources.used(sample.source, step, ranks)
+            for key in sample.text_keys:
+                if not self.cache.has("texts", key):
+                    texts.used(key, step, ranks)
         by_step: dict[int, tuple[list[str], list[str]]] = {}
         for place, owners in enumerate((sources, texts)):
-            for thing, (step, rank) in owners.items():
+            for thing, (step, rank) in owners.by_thing.items():
                 lists = by_step.setdefault(step, ([], []))
                 if rank == self.rank:
                     lists[place].append(thing)
         return {step: Task(tuple(names), tuple(keys)) for step, (names, keys) in sorted(by_step.items())}
 
-    def _uses(self, first: Sequence[Sample], steps: Iterable[int]) -> Iterable[tuple[int, tuple[int, ...], Sample]]:
-        steps = list(steps)
+    def _uses(self, first: Sequence[Sample], steps: range) -> Iterable[tuple[int, tuple[int, ...], Sample]]:
+        """(step, ranks, sample) of `first` and of the draws of `steps`; a stage is left when all its samples were met."""
         for position, sample in enumerate(first):
-            step = steps[0] if steps else position // _PART
-            yield step, (position % self.world,), sample
+            yield steps.start if steps else position // _PART, (position % self.world,), sample
+        stage, met, there = -1, set[str](), 0
         for step in steps:
+            if self.sampler.stage_at(step) != stage:
+                stage, met = self.sampler.stage_at(step), set()
+                there = self.sampler.samples_of(stage)
+            if len(met) == there:
+                continue
             for draw, ranks in meeting(self.sampler.draws(step), self.sampler.batching, self.world):
-                if draw.sample.key not in self.lost:
+                if draw.sample.key not in met and draw.sample.key not in self.lost:
                     yield step, ranks, draw.sample
+                met.add(draw.sample.key)
 
     def _lacks_latent(self, sample: Sample) -> bool:
         return any(not self.cache.has("latents", key) for key in sample.latent_keys)

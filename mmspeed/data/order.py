@@ -18,7 +18,7 @@ from mmspeed.rng import generator
 from mmspeed.shapes import Bucket
 
 from .deal import Cost
-from .mixture import Pool, rates
+from .mixture import Pool, rates, uses_of
 from .schedule import Array, Division, Mix, Plan, Supply, divide, shuffle
 
 
@@ -26,9 +26,9 @@ from .schedule import Array, Division, Mix, Plan, Supply, divide, shuffle
 class Batching:
     """How many samples of each bucket make a step. Nothing in it is of a rank; `slots` may be chosen by the world size.
 
-    A step has `slots` device batches; one of bucket b has `sizes[b]` samples (1 where it is not named) and costs `costs[b]`
-    (by pixels where it is not named). Of videos a sequence-parallel group of `group` ranks computes a device batch together, so
-    their steps have slots / group of them.
+    A step has `slots` device batches; one of bucket b has `sizes[b]` samples and costs `costs[b]` (by pixels where it is not
+    named). Of videos a sequence-parallel group of `group` ranks computes a device batch together, so their steps have
+    slots / group of them. A bucket without a size has steps of `slots` samples.
     """
 
     slots: int
@@ -47,7 +47,8 @@ class Batching:
         return min(self.sizes[bucket], self.most or self.sizes[bucket]) if bucket in self.sizes else self.most
 
     def supply(self, bucket: Bucket, uses: int) -> Supply:
-        slots = self.slots if bucket.is_image else max(1, self.slots // self.group)
+        whole = bucket.is_image or bucket not in self.sizes
+        slots = self.slots if whole else max(1, self.slots // self.group)
         return Supply(uses, self.sizes.get(bucket, 1), self.cost(bucket), slots)
 
 
@@ -95,6 +96,7 @@ class _Run:
     used: Mapping[str, int]
 
 
+MOST_USES = 10**9  # of an epoch: its order takes 8 bytes a use
 Groups = Mapping[tuple[Bucket, str], Array]
 
 
@@ -121,6 +123,10 @@ class Order:
             if not pools:
                 raise UserError(
                     f"curriculum: stage {number} meets no training sample; `mmspeed check` shows how many each bucket has"
+                )
+            if self.uses(number - 1) > MOST_USES:
+                raise UserError(
+                    f"an epoch would use samples {self.uses(number - 1):,} times, more than {MOST_USES:,}: lower the repeats"
                 )
         self.origin = Position()
         # read-ahead may be an epoch further than training
@@ -152,6 +158,10 @@ class Order:
     def uses(self, stage: int = 0) -> int:
         """Uses of samples in an epoch of a stage."""
         return sum(pool.uses for pools in self.pools[stage].values() for pool in pools)
+
+    def samples_of(self, stage: int) -> int:
+        """How many samples a stage meets sooner or later."""
+        return sum(len(pool.places) for pools in self.pools[stage].values() for pool in pools)
 
     def whole_epoch(self, stage: int = 0, epoch: int = 0) -> tuple[Plan, list[Bucket]]:
         """The steps of a whole epoch of a stage, and what its buckets' numbers mean."""
@@ -238,14 +248,19 @@ def _sizes(groups: Mapping[tuple[Bucket, str], Array]) -> dict[str, int]:
 
 def _pools(stage: Stage, groups: Mapping[tuple[Bucket, str], Array]) -> dict[Bucket, list[Pool]]:
     """What an epoch of a stage uses, by bucket."""
-    taken = {group: places for group, places in groups.items() if stage.takes(group[0])}
-    sizes: dict[str, int] = {}
-    for (_, dataset), places in taken.items():
-        sizes[dataset] = sizes.get(dataset, 0) + len(places)
+    taken: dict[str, dict[Bucket, Array]] = {}
+    for (bucket, dataset), places in groups.items():
+        if stage.takes(bucket):
+            taken.setdefault(dataset, {})[bucket] = places
+    sizes = {dataset: sum(map(len, of.values())) for dataset, of in taken.items()}
     rate = rates(sizes, stage.repeats, stage.weights, stage.temperature)
+    pools = [
+        Pool(bucket, dataset, places, uses)
+        for dataset, of in taken.items()
+        for (bucket, places), uses in zip(of.items(), uses_of([*map(len, of.values())], rate[dataset]), strict=True)
+        if uses
+    ]
     found: dict[Bucket, list[Pool]] = {}
-    for (bucket, dataset), places in taken.items():
-        pool = Pool.at_rate(bucket, dataset, places, rate[dataset])
-        if pool.uses:
-            found.setdefault(bucket, []).append(pool)
+    for pool in sorted(pools, key=lambda pool: (pool.bucket, pool.dataset)):
+        found.setdefault(pool.bucket, []).append(pool)
     return found

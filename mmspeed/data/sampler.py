@@ -6,7 +6,7 @@ import functools
 import hashlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -88,38 +88,42 @@ class BatchSampler(Order):
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Names the samples and how often an epoch of each stage uses them: what `Position.used` counts."""
-        result, between = hashlib.sha256(b"[["), b""
+        """Names the samples."""
+        result, between = hashlib.sha256(b"["), b""
         for keys in self._sorted_keys():
             result.update(between + canonical_json(keys)[1:-1].encode())
             between = b","
-        uses = [
-            [
-                [pool.bucket.name, pool.dataset, len(pool.places), pool.uses]
-                for pools in stage.values()
-                for pool in pools
-            ]
-            for stage in self.pools
-        ]
-        result.update(f"],{canonical_json([uses, [stage.steps for stage in self.stages]])}]".encode())
         return result.hexdigest()[:KEY_LENGTH]
 
+    def data_fingerprint(self, stage: int) -> str:
+        """Names the samples and how often an epoch of a stage uses them: what `Position.used` counts."""
+        return _digest([self.fingerprint, self._uses_of(stage)])
+
     @functools.cached_property
-    def batching_fingerprint(self) -> str:
-        """Names what divides an epoch's uses into steps."""
+    def order_fingerprint(self) -> str:
+        """Names what divides the uses of all stages into steps."""
         batching = self.batching
         rows = [
-            [bucket.name, batching.sizes.get(bucket, 1), asdict(batching.cost(bucket))]
+            [bucket.name, batching.sizes.get(bucket), asdict(batching.cost(bucket))]
             for bucket in sorted({bucket for pools in self.pools for bucket in pools})
         ]
-        told = canonical_json([batching.slots, batching.group, batching.mix, batching.tolerance, rows])
-        return hashlib.sha256(told.encode()).hexdigest()[:KEY_LENGTH]
+        stages = [[stage.steps, self._uses_of(number)] for number, stage in enumerate(self.stages)]
+        stages[-1][0] = None  # the last has all steps that come, whatever it says
+        return _digest([batching.slots, batching.group, batching.mix, batching.tolerance, rows, stages])
+
+    def _uses_of(self, stage: int) -> list[list[Any]]:
+        """How often an epoch of a stage uses what."""
+        return [
+            [pool.bucket.name, pool.dataset, len(pool.places), pool.uses]
+            for pools in self.pools[stage].values()
+            for pool in pools
+        ]
 
     def state(self, step: int) -> dict[str, Any]:
         """What a checkpoint taken before `step` holds, in JSON's types; of no world size."""
         return {
-            "data": self.fingerprint,
-            "batching": self.batching_fingerprint,
+            "data": self.data_fingerprint(self.stage_at(step)),
+            "order": self.order_fingerprint,
             "origin": asdict(self.origin),
             "position": asdict(self.position(step)),
             "samples": self.sizes,
@@ -128,26 +132,25 @@ class BatchSampler(Order):
     def resume(self, state: Mapping[str, Any]) -> str | None:
         """Go on from a checkpoint's state, before the first step is asked for. Returns what is worth telling.
 
-        With the same data and batching the order is that of the run that was stopped. With another batching (or another
-        world size that it was chosen by) exactly the uses that are left of the epoch come, in other company. With other
-        data a new epoch begins.
+        With the same data, batching and curriculum the order is that of the run that was stopped. With another batching (or
+        another world size that it was chosen by), or other stages before or after this one, exactly the uses that are left of
+        the epoch come, in other company. With other data, or in another stage, a new epoch begins.
         """
         position = Position(**state["position"])
-        told = None
-        if state["data"] != self.fingerprint:
-            self.start_from(Position(position.step, self.stage_at(position.step), position.epoch + 1))
-            told = f"the training data changed since the checkpoint ({self._changes(state['samples'])}): a new epoch begins"
-        elif state["batching"] != self.batching_fingerprint:
-            self.start_from(position)
-            total = self.uses(position.stage)
+        stage = self.stage_at(position.step)
+        if state["data"] != self.data_fingerprint(stage):
+            self.start_from(Position(position.step, stage, position.epoch + 1))
+            return f"the training data changed since the checkpoint ({self._changes(state['samples'])}): a new epoch begins"
+        if state["order"] != self.order_fingerprint:
+            self.start_from(replace(position, stage=stage))
+            total = self.uses(stage)
             left = total - sum(position.used.values())
-            told = (
-                f"batches are made in another way than before the checkpoint: the {left:,} of {total:,} uses that are left "
-                f"of epoch {position.epoch} come in new company"
+            return (
+                f"batches or stages are made in another way than before the checkpoint: the {left:,} of {total:,} uses that "
+                f"are left of epoch {position.epoch} come in new company"
             )
-        else:
-            self.start_from(Position(**state["origin"]))
-        return told
+        self.start_from(Position(**state["origin"]))
+        return None
 
     def _changes(self, before: Mapping[str, int]) -> str:
         now = self.sizes
@@ -164,6 +167,10 @@ class BatchSampler(Order):
         if isinstance(self.samples, SampleTable):
             return self.samples.sorted_keys()
         return [[sample.key for sample in self.samples]]
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(canonical_json(content).encode()).hexdigest()[:KEY_LENGTH]
 
 
 def _in_order(samples: Sequence[Sample]) -> list[Sample]:

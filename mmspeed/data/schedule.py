@@ -112,15 +112,15 @@ def shuffle(division: Division, generator: torch.Generator) -> Plan:
         if not number:
             continue
         if len(parts) == 1:
-            rows = np.full((number, 1), slots, np.int64)
+            row, place, often = np.arange(number), np.zeros(number, np.int64), np.full(number, slots)
         else:
             drawn = np.repeat(np.arange(len(parts)), [part[1] for part in parts])
-            drawn = drawn[torch.randperm(len(drawn), generator=generator).numpy()].reshape(number, slots)
-            rows = np.stack([(drawn == place).sum(1) for place in range(len(parts))], axis=1)
-        row, place = np.nonzero(rows)
+            drawn = drawn[torch.randperm(len(drawn), generator=generator).numpy()]
+            met, often = np.unique(np.arange(len(drawn)) // slots * len(parts) + drawn, return_counts=True)
+            row, place = np.divmod(met, len(parts))
         steps.append(made + row)
         buckets.append(np.array([part[0] for part in parts])[place])
-        counts.append(rows[row, place] * np.array([part[2] for part in parts])[place])
+        counts.append(often * np.array([part[2] for part in parts])[place])
         made += number
     for step in division.tail:
         steps.append(np.full(len(step), made))
@@ -135,10 +135,10 @@ def _ordered(step: Array, bucket: Array, count: Array, steps: int, generator: to
     step = torch.randperm(steps, generator=generator).numpy()[step]
     order = np.lexsort((bucket, step))
     step, bucket, count = step[order], bucket[order], count[order]
-    start = np.zeros(len(count), np.int64)
-    for one in np.unique(bucket):
-        of_bucket = bucket == one
-        start[of_bucket] = np.cumsum(count[of_bucket]) - count[of_bucket]
+    by_bucket = np.argsort(bucket, kind="stable")
+    before = np.cumsum(count[by_bucket]) - count[by_bucket]
+    start = np.empty_like(before)
+    start[by_bucket] = before - before[np.searchsorted(bucket[by_bucket], bucket[by_bucket])]
     return Plan(np.searchsorted(step, np.arange(steps + 1)), bucket, count, start)
 
 

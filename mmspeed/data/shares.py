@@ -34,21 +34,21 @@ def share(draws: Sequence[Draw], batching: Batching, rank: int, world: int) -> l
         raise ValueError(
             f"no micro-batches of {len(draws)} draws for rank {rank} of {world}, groups of {batching.group}"
         )
-    present = [draw for draw in draws if not draw.sample.lost]
-    if not present:
-        raise ValueError("no draw of this step is there")
-    filler = min(present, key=lambda draw: batching.cost(draw.sample.bucket).of(1))
     found = []
-    for lots, rows, ranks in _dealt(draws, batching, world):
+    dealt = list(_dealt(draws, batching, world))
+    fillers = [_filler(lots, batching) for lots, _, _ in dealt]
+    anything = next((filler for filler in fillers if filler is not None), None)
+    if anything is None:
+        raise ValueError("no draw of this step is there")
+    for (lots, rows, ranks), filler in zip(dealt, fillers, strict=True):
         for row in rows:
             cell = row[rank // ranks]
             own = [] if cell is None else lots[cell.lot][cell.start : cell.stop]
             there = [draw for draw in own if not draw.sample.lost]
-            if not there:
-                instead = _like(own, present)
-                found.append([(instead, 0.0)] * len(own) if instead is not None else [(filler, 0.0)])
-            else:
+            if there:
                 found.append([(there[0], 0.0) if draw.sample.lost else (draw, 1.0 / ranks) for draw in own])
+            else:
+                found.append([(filler or anything, 0.0)])
     return found
 
 
@@ -97,7 +97,7 @@ def _dealt(draws: Sequence[Draw], batching: Batching, world: int) -> Iterator[tu
         yield [by_bucket[bucket] for bucket, _ in pieces], deal(lots_of(pieces, batching), world // ranks), ranks
 
 
-def _like(own: Sequence[Draw], present: Sequence[Draw]) -> Draw | None:
-    """A present draw of the bucket of a cell that is lost as a whole, if there is one."""
-    return next((draw for draw in present if own and draw.sample.bucket == own[0].sample.bucket), None)
-
+def _filler(lots: Sequence[Sequence[Draw]], batching: Batching) -> Draw | None:
+    """A present draw of the cheapest bucket; of those that are dealt together, as a row is of videos or of images on all ranks."""
+    there = [next((draw for draw in lot if not draw.sample.lost), None) for lot in lots]
+    return min(filter(None, there), key=lambda draw: batching.cost(draw.sample.bucket).of(1), default=None)

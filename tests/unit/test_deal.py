@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmspeed.data.deal import Cost, Lot, deal, load_of
+from mmspeed.data.deal import MOST, Cost, Lot, deal, load_of
 
 costs = st.builds(Cost, st.sampled_from([0.0, 0.5]), st.sampled_from([1.0, 1.7, 3.0, 8.0]))
 lots = st.lists(st.builds(Lot, st.integers(1, 30), costs, st.none() | st.integers(1, 9)), min_size=1, max_size=4).map(
@@ -54,6 +54,17 @@ def test_the_costliest_cell_costs_as_little_as_it_can(dealt: tuple[Lot, ...], la
     assert worst == pytest.approx(best_possible(dealt, len(rows) * lanes), rel=1e-6)
 
 
+@settings(max_examples=200, deadline=None)
+@given(lots, st.integers(1, 9))
+def test_the_load_is_that_of_the_cells(dealt: tuple[Lot, ...], lanes: int) -> None:
+    rows = [[dealt[cell.lot].cost.of(cell.size) if cell else 0.0 for cell in row] for row in deal(dealt, lanes)]
+    totals = [sum(lane) for lane in zip(*rows, strict=True)]
+    load = load_of(dealt, lanes)
+    assert load.slowest == pytest.approx(sum(map(max, rows))) and load.busiest == pytest.approx(max(totals))
+    assert load.mean == pytest.approx(sum(totals) / lanes)
+    assert (load.rows, load.idle) == (len(rows), sum(row.count(0.0) for row in rows))
+
+
 def test_what_divides_is_dealt_evenly() -> None:
     lot = Lot(64, Cost(0.1, 2.0), 4)
     load = load_of((lot,), 8)
@@ -80,6 +91,14 @@ def test_fitting_is_the_most_that_a_target_holds(cost: Cost, target: float) -> N
     count = cost.fitting(target)
     assert count >= 0 and (count == 0 or cost.of(count) <= target * (1 + 1e-6) + 1e-6)
     assert cost.of(count + 1) > target * (1 - 1e-6) - 1e-6
+
+
+@given(st.sampled_from([0.0, 0.123, 0.5, 10.0]), st.sampled_from([1e-14, 1e-9, 3e-7, 1.0, 1e9]), st.integers(1, 50))
+def test_what_a_batch_costs_holds_the_batch(fixed: float, each: float, count: int) -> None:
+    """Also where a sample costs next to nothing beside the step itself, as a measured line may have it."""
+    cost = Cost(fixed, each)
+    assert cost.fitting(cost.of(count)) >= count
+    assert cost.fitting(1e308) == MOST
 
 
 def test_nothing_to_deal_is_an_error() -> None:

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmspeed.data.mixture import Pool, Uses, rates
+from mmspeed.data.mixture import Pool, Uses, rates, uses_of
 from mmspeed.shapes import Bucket
 
 BUCKET = Bucket(17, 64, 96)
 
 
 def pool(size: int, rate: float, dataset: str = "a", first: int = 0) -> Pool:
-    return Pool.at_rate(BUCKET, dataset, np.arange(first, first + size), rate)
+    return Pool(BUCKET, dataset, np.arange(first, first + size), uses_of([size], rate)[0])
 
 
 def test_rates_of_repeats_weights_and_temperature() -> None:
@@ -32,6 +32,22 @@ def test_rates_of_repeats_weights_and_temperature() -> None:
     assert rates(sizes, temperature=1e9)["own"] == pytest.approx(5.0, rel=1e-3)
     assert rates({"web": 10, "empty": 0}, weights={"web": 1.0, "empty": 3.0}) == {"web": 1.0, "empty": 0.0}
     assert rates(sizes, weights={"web": 1.0}) == {"web": pytest.approx(1000 / 900), "own": 0.0}
+    for extreme in (rates(sizes, temperature=1e-3), rates(sizes, temperature=1e-320)):
+        assert extreme["web"] == pytest.approx(1000 / 900) and 0 < extreme["own"] < 1e-9, "little, but not left out"
+    for weight in (1e308, 1e-320):
+        assert rates(sizes, weights={"web": weight, "own": weight}) == even
+    assert 0 < rates(sizes, weights={"web": 1e308, "own": 1e-320})["own"] < 1e-300
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.floats(0.01, 5))
+def test_rounding_does_not_add_up_over_the_pools_of_a_data_set(sizes: list[int], rate: float) -> None:
+    uses = uses_of(sizes, rate)
+    assert all((count >= 1) == (size > 0) for size, count in zip(sizes, uses, strict=True))
+    if rate >= 1:
+        assert sum(uses) == pytest.approx(rate * sum(sizes), abs=0.51)
+    assert sum(uses_of([1] * 1000, 1.4)) == 1400 and sum(uses_of([1] * 50 + [10_000], 0.01)) == 100
+    assert uses_of(sizes, 3.0) == [3 * size for size in sizes] and not any(uses_of(sizes, 0.0))
 
 
 @settings(max_examples=100, deadline=None)

@@ -13,14 +13,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mmspeed.config import Config, dump_config
-from mmspeed.data import DatasetCache
+from mmspeed.config import Config, dump_config, make_config
+from mmspeed.data import BatchSampler, DatasetCache, Draw, FirstEpoch, Stage
+from mmspeed.device import pick
 from mmspeed.errors import UserError
 from mmspeed.log import read_metrics
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.preprocess import CacheBuilder, OnlineBuilder
 from tests.caches import tar_bytes
-from tests.runs import losses, small_config
+from tests.runs import losses, small_config, small_tree
 
 
 def online(config: Config) -> OnlineBuilder:
@@ -141,6 +142,55 @@ def test_several_windows_and_buckets_and_repeats(tmp_path: Path) -> None:
     assert tar_bytes(here.cache_dir) == tar_bytes(there.cache_dir) and table(here) == table(there)
     cache = DatasetCache(here.cache_dir)
     assert len(cache.samples) == 8 and {len(sample.latent_keys) for sample in cache.samples} == {6}
+
+
+STAGES = "curriculum=[{steps: 12, max_pixels: 1024}, {steps: 5, weights: {clips.jsonl: 1}}, {weights: {clips.jsonl: 9, rare: 1}}]"
+
+
+def staged_config(folder: Path) -> Config:
+    """Two data sets, one with a share so small that an epoch uses a part of it, in stages, in mixed steps of several micro-batches."""
+    tree = small_tree(folder, clips=10)
+    manifest = Path(tree["data"]["sources"][0]["path"])
+    rows = manifest.read_text(encoding="utf-8").splitlines(keepends=True)
+    manifest.write_text("".join(rows[:3]), encoding="utf-8")
+    (folder / "rare.jsonl").write_text("".join(rows[3:]), encoding="utf-8")
+    tree["data"] |= {
+        "sources": [*tree["data"]["sources"], {"path": str(folder / "rare.jsonl"), "name": "rare"}],
+        "buckets": [{"frames": 5, "height": 32, "width": width} for width in (48, 32)],
+        "buckets_per_clip": 2,
+    }
+    tree["train"] |= {"batch_size": None, "steps": 40}
+    tree["batching"] = {"by": "tokens", "mix": "window", "accumulate": 3}
+    return make_config(tree, [STAGES], origin="test")
+
+
+def test_stages_and_shares(tmp_path: Path) -> None:
+    """What a stage first meets in its own time is made then; what no stage has met by then, at the end of the first epoch."""
+    here, there = staged_config(tmp_path / "online"), staged_config(tmp_path / "off")
+    CacheBuilder(there).run()
+    TrainPipeline(there).run()
+    online(here)
+    assert losses(here) == losses(there)
+    assert tar_bytes(here.cache_dir) == tar_bytes(there.cache_dir) and table(here) == table(there)
+    assert cache_row(here)["entries"] == 2 * 10 + 10 and "memory_after" in cache_row(here)
+
+
+def test_a_long_stage_is_planned_by_its_first_epoch(tmp_path: Path) -> None:
+    """Later epochs of a stage lack nothing: to look at their draws would take as long as a training run reads."""
+    asked = []
+
+    class Asked(BatchSampler):
+        def draws(self, step: int) -> list[Draw]:
+            asked.append(step)
+            return super().draws(step)
+
+    config = small_config(tmp_path)
+    builder = OnlineBuilder(config)
+    builder.plan(pick("cpu"), 0, 1, None)
+    cache = DatasetCache(config.cache_dir, partial=True)
+    sampler = Asked(cache.split("train"), 3, seed=0, stages=[Stage(5000), Stage()])
+    FirstEpoch(cache, sampler, builder, 0, 1, start=0, stop=10_000).close()
+    assert asked == [0, 1, 2, 5000, 5001, 5002]
 
 
 def damage(path: Path) -> None:

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from mmspeed.data import Batching, BatchSampler, Cost, Order, Stage, forecast
 from mmspeed.data.deal import load_of
+from mmspeed.data.keys import digest
 from mmspeed.data.schedule import Supply, divide, shuffle
 from mmspeed.data.shares import lots_of
+from mmspeed.errors import UserError
 from mmspeed.rng import generator
 from mmspeed.shapes import Bucket
 from tests.unit.test_sampler import BUCKETS, batchings, counts, make_samples
@@ -30,7 +32,12 @@ def drawn(sampler: BatchSampler, start: int, epoch: int) -> tuple[Counter[tuple[
 
 
 @settings(max_examples=150, deadline=None)
-@given(counts, st.lists(batchings, min_size=1, max_size=4), st.lists(st.integers(0, 40), min_size=4, max_size=4), st.integers(1, 2))
+@given(
+    counts,
+    st.lists(batchings, min_size=1, max_size=4),
+    st.lists(st.integers(0, 40), min_size=4, max_size=4),
+    st.integers(1, 2),
+)
 def test_resume_anywhere_with_any_batching(
     sizes: list[int], chain: list[Batching], stops: list[int], repeats: int
 ) -> None:
@@ -140,6 +147,27 @@ def test_stages_resume_anywhere(first: Batching, second: Batching, stop: int) ->
     assert max(met.values()) == 1
 
 
+def test_what_changes_elsewhere_in_the_curriculum_leaves_the_epoch_whole() -> None:
+    """Where training ends, and stages before and after: the rest of this one's epoch comes all the same."""
+    samples = make_samples(9, 6, 3, 5)
+    state = BatchSampler(samples, 4, seed=1, stages=[IMAGES, Stage(20), SHORT, Stage(50)]).state(6)
+    assert BatchSampler(samples, 4, seed=1, stages=[IMAGES, Stage(20), SHORT, Stage()]).resume(state) is None
+    first = BatchSampler(samples, 4, seed=1, stages=[IMAGES, Stage(20), SHORT, Stage(50)])
+    met = Counter(draw.name for step in range(3, 6) for draw in first.draws(step))
+    for stages in ([IMAGES, Stage(30), Stage()], [replace(IMAGES, steps=2), Stage()], [Stage()]):
+        other = BatchSampler(samples, 4, seed=1, stages=stages)
+        told = other.resume(json.loads(json.dumps(state)))
+        assert told is not None and f"the {23 - met.total()} of 23 uses that are left of epoch 1" in told
+        assert met + drawn(other, 6, 1)[0] == Counter((sample.key, 1, 0) for sample in samples)
+    gone = BatchSampler(samples, 4, seed=1, stages=[replace(IMAGES, steps=9), Stage()])
+    assert "another curriculum" in (gone.resume(state) or "") and gone.locate(6) == (0, 2, 0)
+
+
+def test_repeats_that_no_memory_holds_are_refused() -> None:
+    with pytest.raises(UserError, match="lower the repeats"):
+        BatchSampler(make_samples(10), 4, seed=0, repeats=10**9)
+
+
 def test_shares_of_data_sets_hold_in_every_epoch_and_stage() -> None:
     samples = [*make_samples(90, 30, dataset="web"), *make_samples(10, 0, 5, dataset="own")]
     even = Stage(weights={"web": 1.0, "own": 1.0})
@@ -161,14 +189,20 @@ def test_shares_of_data_sets_hold_in_every_epoch_and_stage() -> None:
 
 
 def test_every_full_step_costs_all_slots_the_same() -> None:
-    supplies = [Supply(1000, 16, Cost(0.5, 1.0), 8), Supply(300, 4, Cost(0.5, 4.1), 8), Supply(77, 1, Cost(0.5, 15.9), 8)]
+    supplies = [
+        Supply(1000, 16, Cost(0.5, 1.0), 8),
+        Supply(300, 4, Cost(0.5, 4.1), 8),
+        Supply(77, 1, Cost(0.5, 15.9), 8),
+    ]
     for mix, tolerance in (("same", 0.0), ("matched", 0.05)):
         division = divide(supplies, mix, tolerance)  # type: ignore[arg-type]
         plan = shuffle(division, generator(0, "test"))
         assert plan.steps == division.steps
         costs = []
         for step in range(plan.steps):
-            costs.append({round(supplies[bucket].cost.of(supplies[bucket].batch), 3) for bucket, _, _ in plan.pieces(step)})
+            costs.append(
+                {round(supplies[bucket].cost.of(supplies[bucket].batch), 3) for bucket, _, _ in plan.pieces(step)}
+            )
         spread = [min(c) / max(c) for c in costs]
         assert sum(value < 1 - tolerance - 1e-9 for value in spread) <= len(division.tail)
 
@@ -192,7 +226,15 @@ def test_a_large_set_is_balanced_on_any_world(world: int) -> None:
         alone.append(load.imbalance)
     assert told.lockstep.tolist() == pytest.approx(alone)
     assert told.tokens == sum(int(n) * b.frames for n, b in zip(counts_, buckets, strict=True))
-    assert told.epoch_imbalance >= 1.0 and 0 <= told.idle_share < 0.05 and told.short <= told.steps
+    assert told.epoch_imbalance >= 1.0 and 0 <= told.idle < 0.05 * told.rows.sum() * world and told.short <= told.steps
+
+
+@pytest.mark.parametrize("mix", ["same", "matched", "window"])
+def test_a_bucket_of_nearly_free_samples_is_divided(mix: str) -> None:
+    """Such a cost comes from a measurement whose times do not rise with the batch."""
+    supplies = [Supply(100, 7, Cost(0.5, 1e-9), 2), Supply(90, 3, Cost(0.5, 0.1), 2)]
+    plan = shuffle(divide(supplies, mix, 0.0), generator(0, "test"))  # type: ignore[arg-type]
+    assert plan.used(plan.steps, 2) == [100, 90]
 
 
 def test_groups_halve_the_slots_of_videos() -> None:
@@ -201,3 +243,14 @@ def test_groups_halve_the_slots_of_videos() -> None:
     plan, buckets = order.whole_epoch()
     sizes = {buckets[b].is_image: count for step in range(plan.steps) for b, _, count in plan.pieces(step)}
     assert sizes == {True: 16, False: 4}
+    order = Order({(BUCKETS[3], ""): np.arange(64)}, Batching(8, group=4), seed=0)
+    assert order.steps_per_epoch == 8, "steps of so many samples are of so many samples, whatever the group"
+
+
+def test_the_order_is_the_one_that_older_checkpoints_count_in() -> None:
+    """A checkpoint holds how many uses are behind, not which: another torch or numpy must not shuffle otherwise."""
+    samples = [*make_samples(40, 30, 20, dataset="web"), *make_samples(9, 0, 5, dataset="own")]
+    batching = Batching(3, dict.fromkeys(BUCKETS, 2), mix="window")
+    sampler = BatchSampler(samples, batching, seed=7, stages=[Stage(weights={"web": 1.0, "own": 1.0})])
+    told = json.dumps([[draw.name for draw in sampler.draws(step)] for step in range(40)])
+    assert digest(told.encode()) == "416659114f7a43b47a67f668418a8c34"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mmspeed.cli.app import run
@@ -88,9 +88,7 @@ def test_the_most_is_in_the_limit_and_near_it(found: tuple[int, Memory], limit: 
     best, last = fits(memory, limit), max((r.batch for r in tried.rows if r.peak_bytes <= limit), default=0)
     assert (most == 0) == (best == 0)
     assert last <= most < 2 * max(1, last) or most == last
-    slopes = {memory(r.batch + 1) - memory(r.batch) for r in tried.rows[-2:]}
-    if len(slopes) == 1 or careful:  # where the last two are on one line it is exact, and careful ones fit anyhow
-        assert most <= max(best, last)
+    assert most <= best
     if best >= 1:
         assert 2 * most >= best or memory(most) - state >= 0.5 * (limit - state)
 
@@ -142,14 +140,18 @@ def test_time_is_a_line(fixed: float, each: float, batches: list[int]) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 64), st.floats(1e-4, 100)), min_size=1, max_size=6, unique_by=lambda p: p[0]))
+@example([(1, 1.0), (5, 1.0)])
 def test_whatever_was_measured_more_samples_cost_more(points: list[tuple[int, float]]) -> None:
     cost = Measured(tuple(Measurement(LONG, n, seconds, 1) for n, seconds in points), 10).cost(LONG)
     assert 0 < cost.of(1) < cost.of(2) and cost.fixed >= 0
 
 
 def test_most_lies_between_what_fits_and_what_does_not() -> None:
-    assert Measured(rows(LONG, (2, 1, 200), (4, 1, 400)), 1000).most(LONG) == 7  # less than twice the largest
-    assert Measured(rows(LONG, (2, 1, 200), (4, 1, 400)), 550).most(LONG) == 5
+    line = rows(LONG, (1, 1, 100), (2, 1, 200), (4, 1, 400))
+    assert Measured(line, 1000).most(LONG) == 7  # less than twice the largest
+    assert Measured(line, 550).most(LONG) == 5
+    assert Measured(line[1:], 550).most(LONG) == 4  # two points are no line: one may be hidden by what does not grow
+    assert Measured(rows(LONG, (1, 1, 190), (2, 1, 200), (4, 1, 400)), 550).most(LONG) == 4
     assert Measured(rows(LONG, (4, 1, 400), (8, 1, 800)), 650).most(LONG) == 6
     assert Measured(rows(LONG, (1, 1, 700)), 650).most(LONG) == 0
     assert Measured(rows(LONG, (4, 1, 400)), 1000, {}, {LONG: 8}).most(LONG) == 4
@@ -287,9 +289,9 @@ def test_training_by_time_uses_them(home: Path, found: Profile) -> None:
     most = found.measured.most(LONG)
     assert pipeline.sampler.batching.sizes == {LONG: most}
     steps = [row for row in read_metrics(found.path.parent / "metrics.jsonl") if row["kind"] == "train"]
-    assert next(row["samples"] for row in steps) == min(most, 7)
-    budget = found.measured.cost(LONG).of(2) * 1.001
-    assert budget < found.measured.cost(LONG).of(3)
+    assert max(row["samples"] for row in steps) == min(most, 7)  # the epoch has 7, so one of its steps is full
+    cost = found.measured.cost(LONG)
+    budget = (cost.of(2) + cost.of(3)) / 2
     pipeline = TrainPipeline(small_config(home, *overrides, f"batching.budget={budget}", "train.steps=3"))
     assert pipeline.run().finished and pipeline.sampler.batching.sizes == {LONG: 2}
 

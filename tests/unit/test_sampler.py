@@ -147,9 +147,7 @@ def test_images_are_not_split_over_a_group() -> None:
     st.none() | st.integers(1, 4),
     st.integers(0, 20),
 )
-def test_lost_draws_are_replaced_with_weight_0(
-    lost: list[bool], world: int, micro: int | None, images: int
-) -> None:
+def test_lost_draws_are_replaced_with_weight_0(lost: list[bool], world: int, micro: int | None, images: int) -> None:
     samples = make_samples(min(images, len(lost) - 1), len(lost))[-len(lost) :]
     draws = [Draw(replace(sample, lost=gone), 0, 0) for sample, gone in zip(samples, lost, strict=True)]
     bare = [Draw(replace(draw.sample, lost=False), 0, 0) for draw in draws]
@@ -164,6 +162,18 @@ def test_lost_draws_are_replaced_with_weight_0(
             weights.update(draw.name for draw, weight in part if weight)
     assert weights == Counter(draw.name for draw in draws if not draw.sample.lost)
     assert count_present(draws) == weights.total()
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_idle_ranks_of_images_are_not_given_a_video(lost: bool) -> None:
+    """A video's ranks exchange: were one of them to meet it while the other has an image, they would wait for ever."""
+    cheap_video = {bucket: Cost(0.0, 1.0 if bucket.is_image else 0.1) for bucket in BUCKETS}
+    batching = Batching(4, dict.fromkeys(BUCKETS, 1), cheap_video, group=2)
+    images, videos = make_samples(3), make_samples(0, 2)
+    images[0] = replace(images[0], lost=lost)
+    draws = [Draw(sample, 0, 0) for sample in [*images, *videos]]
+    rows = zip(*[share(draws, batching, rank, 4) for rank in range(4)], strict=True)
+    assert [{micro[0][0].sample.bucket.is_image for micro in row} for row in rows] == [{False}, {True}]
 
 
 def test_share_refuses_nonsense() -> None:
@@ -226,7 +236,9 @@ def test_few_samples_still_have_their_steps_on_any_world(sizes: tuple[int, ...],
     assert sum(len(step) for step in epoch_draws(sampler, 0)) == sum(sizes)
     for world in (1, 3, 64):
         for draws in epoch_draws(sampler, 0):
-            weights = [weight for r in range(world) for m in share(draws, sampler.batching, r, world) for _, weight in m]
+            weights = [
+                weight for r in range(world) for m in share(draws, sampler.batching, r, world) for _, weight in m
+            ]
             assert math.fsum(weights) == len(draws)
 
 
@@ -234,24 +246,29 @@ def test_fingerprints_tell_data_from_batching() -> None:
     samples = make_samples(5, 3)
     base = BatchSampler(samples, 2, seed=0)
     assert BatchSampler(samples[::-1], 2, seed=9).fingerprint == base.fingerprint
-    other_data = [
-        BatchSampler(samples[1:], 2, seed=0),
+    other_samples = [BatchSampler(samples[1:], 2, seed=0), BatchSampler([*samples, *make_samples(0, 0, 1)], 2, seed=0)]
+    assert len({base.fingerprint, *(other.fingerprint for other in other_samples)}) == 3
+    other_uses = [
+        *other_samples,
         BatchSampler(samples, 2, seed=0, repeats=2),
-        BatchSampler(samples, 2, seed=0, stages=[Stage(4), Stage()]),
+        BatchSampler(samples, 2, seed=0, stages=[Stage(4, takes=lambda bucket: bucket.is_image), Stage()]),
         BatchSampler(make_samples(5, 3, dataset="b"), 2, seed=0),
     ]
-    assert len({base.fingerprint, *(other.fingerprint for other in other_data)}) == 5
-    other_batching = [
+    assert len({base.data_fingerprint(0), *(other.data_fingerprint(0) for other in other_uses)}) == 6
+    other_order = [
         BatchSampler(samples, 3, seed=0),
         BatchSampler(samples, Batching(2, {BUCKETS[0]: 3}), seed=0),
         BatchSampler(samples, Batching(2, costs={BUCKETS[0]: Cost(1.0, 2.0)}), seed=0),
         BatchSampler(samples, Batching(2, mix="window"), seed=0),
         BatchSampler(samples, Batching(2, group=2), seed=0),
+        BatchSampler(samples, 2, seed=0, stages=[Stage(4), Stage()]),
     ]
-    assert {other.fingerprint for other in other_batching} == {base.fingerprint}
-    assert len({base.batching_fingerprint, *(other.batching_fingerprint for other in other_batching)}) == 6
-    # how many samples are computed at a time changes no step
-    assert BatchSampler(samples, Batching(2, most=1), seed=0).batching_fingerprint == base.batching_fingerprint
+    assert {other.data_fingerprint(0) for other in other_order} == {base.data_fingerprint(0)}
+    assert len({base.order_fingerprint, *(other.order_fingerprint for other in other_order)}) == 7
+    # neither how many samples are computed at a time, nor where training ends, changes a step
+    for same in (Batching(2, most=1), Batching(2)):
+        stages = [Stage(None if same.most else 7)]
+        assert BatchSampler(samples, same, seed=0, stages=stages).order_fingerprint == base.order_fingerprint
 
 
 def test_no_samples_is_an_error_for_people() -> None:
