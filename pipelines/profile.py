@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -79,9 +80,14 @@ def load_measured(path: Path, setting: Mapping[str, Any]) -> tuple[Measured, str
 
     wrong = [name for name in other if name not in TOLD and not name.startswith("parallel.")]
     if wrong:
-        raise UserError(f"{path} was measured with another {shown(wrong)}: run `mmspeed bench buckets CONFIG` again")
+        raise UserError(
+            f"{path} was measured with other settings: {shown(wrong)}; run `mmspeed bench buckets CONFIG` again"
+        )
     if other:
-        return measured, f"{path.name} was measured with another {shown(other)}; time and memory may be different here"
+        return (
+            measured,
+            f"{path.name} was measured with other settings: {shown(other)}; time and memory may be different here",
+        )
     return measured, None
 
 
@@ -96,6 +102,7 @@ class Limits:
     seconds: float = 30.0  # a step that takes longer is its bucket's last
     most: int | None = None  # samples of a step
     repeats: int = 5  # timed steps of each batch
+    minutes: float = 10.0  # of the whole measurement: about half to find batches, then as many rounds of timed steps as there is time for
 
 
 @dataclass(frozen=True)
@@ -167,6 +174,7 @@ class Profile:
     counted: str  # what the figures of memory count
     world: int
     untried: tuple[Bucket, ...] = ()  # judged by smaller buckets, since trying them might have harmed others
+    rounds: int = 0  # timed steps of each batch
 
 
 def profile(
@@ -177,11 +185,13 @@ def profile(
     seconds: float = 30.0,
     most: int | None = None,
     repeats: int = 5,
+    minutes: float = 10.0,
 ) -> Profile:
     """Measure every bucket of a config, and write `buckets.json` into its run's folder, or into `folder`.
 
-    `memory` is a share of the device's memory or a number of bytes. A collective call where a launcher started several processes.
-    Raises UserError for a bucket that fits neither codec nor model, a folder that cannot be written to, or when no bucket fits.
+    `memory` is a share of the device's memory or a number of bytes; after `minutes` no larger batch and no further round is
+    begun. A collective call where a launcher started several processes. Raises UserError for a bucket that fits neither codec
+    nor model, a folder that cannot be written to, or when no bucket fits.
     """
     device = pick(config.device.kind)
     device.activate()
@@ -189,11 +199,12 @@ def profile(
         rank = dist.get_rank()
         path = (folder or config.run_dir) / MEASURED_NAME
         comm.first_does(lambda: _check_folder(path.parent), rank)
-        limits = Limits(memory_limit(device, memory), seconds, most, repeats)
+        limits = Limits(memory_limit(device, memory), seconds, most, repeats, minutes)
         limits = replace(limits, memory_bytes=-int(comm.all_reduce_max([-float(limits.memory_bytes)])[0]))
         steps = Trial(config, device, limits.memory_bytes)
-        found, untried = explore(steps, limits)
-        rows, found = timed(steps, found, limits.repeats)
+        began = time.monotonic()
+        found, untried = explore(steps, limits, began)
+        rows, found, rounds = timed(steps, found, limits, began)
         too_large = {bucket: tried.too_large for bucket, tried in found.items() if tried.too_large is not None}
         setting = setting_of(config, steps.bare, steps.strides, device, steps.strategy, steps.world)
         measured = Measured(tuple(rows), limits.memory_bytes, setting, too_large)
@@ -201,18 +212,26 @@ def profile(
             raise does_not_fit(steps.state_bytes, limits.memory_bytes)
         comm.first_does(lambda: measured.save(path), rank)
         counted = "allocator's count on CPU" if device.kind == "cpu" else "allocator's peak on the device"
-        return Profile(path, measured, config, steps.costs, steps.state_bytes, counted, steps.world, untried)
+        return Profile(path, measured, config, steps.costs, steps.state_bytes, counted, steps.world, untried, rounds)
 
 
-def explore(steps: Trial, limits: Limits) -> tuple[dict[Bucket, Tried], tuple[Bucket, ...]]:
-    """The batches of each bucket, each measured once: one more of every bucket in turn. And the buckets that were not tried."""
+def out_of_time(began: float, minutes: float) -> bool:
+    """Whether so many minutes have passed on any process. A collective call."""
+    return comm.all_reduce_max([time.monotonic() - began])[0] > 60 * minutes
+
+
+def explore(steps: Trial, limits: Limits, began: float) -> tuple[dict[Bucket, Tried], tuple[Bucket, ...]]:
+    """The batches of each bucket, each measured once: one more of every bucket in turn. And the buckets that were not tried.
+
+    Every bucket has its batch of 1; when half of the time is over, no larger batch is tried.
+    """
     found = {bucket: Tried() for bucket in sorted(steps.config.buckets, key=steps.costs.tokens)}
     untried, going = [], list(found)
     with ProgressLine("find batches", None, "step") as line:
         while going:
             for bucket in list(going):
                 batch = next_batch(found[bucket], limits, steps.state_bytes, steps.careful)
-                if batch is None:
+                if batch is None or (batch > 1 and out_of_time(began, limits.minutes / 2)):
                     going.remove(bucket)
                     continue
                 if batch == 1 and steps.careful and _too_large_alone(bucket, steps, found, limits):
@@ -242,16 +261,22 @@ def _too_large_alone(bucket: Bucket, steps: Trial, found: Mapping[Bucket, Tried]
     return state + each * tokens(bucket) > limits.memory_bytes
 
 
-def timed(steps: Trial, found: Mapping[Bucket, Tried], repeats: int) -> tuple[list[Measurement], dict[Bucket, Tried]]:
-    """The measurements with the median time of `repeats` steps, and what was found of the buckets then.
+def timed(
+    steps: Trial, found: Mapping[Bucket, Tried], limits: Limits, began: float
+) -> tuple[list[Measurement], dict[Bucket, Tried], int]:
+    """The measurements with the median time of the rounds there is time for, what was found of the buckets then, and the rounds.
 
     Each round goes through all batches of all buckets in an order of its own, so that what disturbs the machine meets all alike.
     """
     found = dict(found)
     order = [row for tried in found.values() for row in tried.rows]
     taken: dict[tuple[Bucket, int], list[float]] = {}
-    with ProgressLine("time batches", len(order) * repeats, "step") as line:
-        for turn in range(repeats):
+    rounds = 0
+    with ProgressLine("time batches", len(order) * limits.repeats, "step") as line:
+        for turn in range(limits.repeats):
+            if turn and out_of_time(began, limits.minutes):
+                break
+            rounds += 1
             drawn = rng.generator(steps.config.seed, "profile_order", turn)
             for place in torch.randperm(len(order), generator=drawn).tolist():
                 bucket, batch = order[place].bucket, order[place].batch
@@ -267,7 +292,7 @@ def timed(steps: Trial, found: Mapping[Bucket, Tried], repeats: int) -> tuple[li
         for row in order
         if row.batch < (found[row.bucket].too_large or row.batch + 1)
     ]
-    return rows, found
+    return rows, found, rounds
 
 
 def _warm_seconds(steps: Trial, bucket: Bucket, batch: int) -> float:

@@ -193,11 +193,16 @@ def _bucket_hints(config: Config, costs: Costs) -> list[str]:
     return found if costs.outlook is None else found + outlook_hints(config, costs.outlook)
 
 
+def figure(value: float) -> str:
+    """A number with a decimal, a small one with three digits."""
+    return f"{value:,.1f}" if value >= 10 else f"{value:.3g}"
+
+
 def cost_lines(config: Config, costs: Costs) -> list[str]:
     """The estimate in words, as `mmspeed check` prints it."""
     lines = [f"model: {config.model.size}, {config.model.arrangement}, {costs.parameters / 1e6:.1f} M parameters"]
     lines += [
-        f"  bucket {row.bucket}: {row.tokens} tokens, {row.flops / 1e9:.1f} GFLOP forward and backward for a sample"
+        f"  bucket {row.bucket}: {row.tokens} tokens, {figure(row.flops / 1e9)} GFLOP forward and backward for a sample"
         for row in costs.buckets
         if row.train or row.val
     ]

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from mmspeed.config import Bucket, Config
 from mmspeed.data import Batching, Forecast, Measured, Order, SampleCosts, deal, forecast, make_batching, make_stages
 from mmspeed.data.deal import Lot
-from mmspeed.data.mixture import Pool
+from mmspeed.data.mixture import Pool, over_largest
 from mmspeed.data.order import Stage
 from mmspeed.data.schedule import Plan
 from mmspeed.preprocess.caption_lengths import CaptionLengths
@@ -308,9 +308,9 @@ def _datasets(
 def _asked(stage: Stage, sizes: Mapping[str, int]) -> dict[str, float]:
     """The share of an epoch that the config gives each data set, whether it has samples or not."""
     if stage.weights is not None:
-        parts = {name: stage.weights.get(name, 0.0) for name in sizes}
+        parts = over_largest({name: stage.weights.get(name, 0.0) for name in sizes})
     elif stage.temperature is not None:
-        parts = {name: size ** (1 / stage.temperature) if size else 0.0 for name, size in sizes.items()}
+        parts = over_largest(sizes, 1 / stage.temperature)
     else:
         times = stage.repeats
         parts = {name: float(size * (times if isinstance(times, int) else times[name])) for name, size in sizes.items()}

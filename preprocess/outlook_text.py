@@ -50,7 +50,7 @@ def stage_title(outlook: Outlook, stage: StageOutlook) -> str:
         return ""
     if stage.begin == stage.end:
         return f"stage {stage.number + 1} (not reached by train.steps)"
-    return f"stage {stage.number + 1} (steps {stage.begin:,} to {stage.end - 1:,})"
+    return f"stage {stage.number + 1} (steps {stage.begin + 1:,} to {stage.end:,})"
 
 
 def stage_sentence(stage: StageOutlook) -> str:
@@ -159,7 +159,18 @@ def outlook_hints(config: Config, outlook: Outlook) -> list[str]:
                 f" {_knob(config)}"
             )
         found += _budget_hints(config, outlook, stage, where)
+        found += _share_hints(stage, where)
     return found
+
+
+def _share_hints(stage: StageOutlook, where: str) -> list[str]:
+    """Data sets whose share comes out another than was asked for: each bucket of a data set is met in every epoch."""
+    return [
+        f"{where}data set {one.name} makes {one.share:.2%} of an epoch, not the {one.asked:.2%} that was asked for: it is met at least once"
+        " for each of its buckets; raise data.repeats, or give it fewer buckets"
+        for one in stage.datasets
+        if one.samples and one.asked and abs(one.share - one.asked) > max(0.005, 0.2 * one.asked)
+    ]
 
 
 def _budget_hints(config: Config, outlook: Outlook, stage: StageOutlook, where: str) -> list[str]:

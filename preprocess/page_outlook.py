@@ -76,7 +76,7 @@ def _plot(outlook: Outlook, stage: StageOutlook) -> str:
         else f"the costliest of up to {steps:,} steps in a row, and the greatest imbalance of them"
     )
     return card(
-        f"An epoch of {epoch.steps:,} steps on {epoch.world:,} {devices}",
+        f"An epoch of {epoch.steps:,} {'step' if epoch.steps == 1 else 'steps'} on {epoch.world:,} {devices}",
         draw(curve, bands, outlook.unit) + f'<p class="sub">{legend}</p>',
         f"Above: cost of a rank in {outlook.unit}, mean over ranks, and on top of it what the busiest has more. Middle: imbalance,"
         f" greatest / mean. Below: shares of the buckets in the cost. Each point is {each}.",
@@ -96,8 +96,8 @@ def draw(curve: Curve, bands: Sequence[Array], unit: str) -> str:
         *_ticks("cost", f"{highest:.3g}", "0", unit),
         *_ticks("imbalance", f"{1 + scale:.2f}", "1", "imbalance"),
         *_ticks("buckets", "", "", "buckets"),
-        f'<text x="{_LEFT}" y="{_HEIGHT - 4}">step 0</text>',
-        f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 4}" text-anchor="end">{int(curve.steps[-1]) - 1:,}</text>',
+        f'<text x="{_LEFT}" y="{_HEIGHT - 4}">step 1</text>',
+        f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 4}" text-anchor="end">{int(curve.steps[-1]):,}</text>',
     ]
     name = "cost of each step of an epoch, its imbalance over ranks, and its buckets"
     return (

@@ -324,6 +324,7 @@ def _resolve(
     if launch.wanted(nproc):
         debug = bool((context.obj or {}).get("debug"))
         raise typer.Exit(launch.launch([command, str(path), *(overrides or [])], int(nproc or 1), debug))
+    launch.follow_launcher()
     return config
 
 

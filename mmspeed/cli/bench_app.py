@@ -120,6 +120,9 @@ def buckets(
     budget_seconds: Annotated[float, typer.Option(help="A step that takes longer is the last of its bucket.")] = 30.0,
     most: Annotated[int | None, typer.Option(min=1, help="Most samples of a step.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed steps of each batch; the median counts.")] = 5,
+    minutes: Annotated[
+        float, typer.Option(help="Time for it all, about: then no larger batch and no further round is begun.")
+    ] = 10.0,
 ) -> None:
     """Measure time and memory of a step of each bucket on this device; or, with --simulate, see how well batches balance."""
     if simulate:
@@ -143,4 +146,5 @@ def buckets(
         budget_seconds=budget_seconds,
         most=most,
         repeats=repeats,
+        minutes=minutes,
     )

@@ -28,6 +28,7 @@ def profile_buckets(
     budget_seconds: float = 30.0,
     most: int | None = None,
     repeats: int = 5,
+    minutes: float = 10.0,
 ) -> Measured:
     """Measure, write `buckets.json`, and print the tables (on the first process). Raises UserError as `profile`.
 
@@ -37,12 +38,13 @@ def profile_buckets(
         budget_seconds: a step that takes longer is the last of its bucket.
         most: samples of a step, at most.
         repeats: timed steps of each batch; the median counts.
+        minutes: when no larger batch, and no further round of timed steps, is begun.
     """
     limit = parse_memory(memory_limit) if memory_limit is not None else None
-    if budget_seconds <= 0 or repeats < 1 or (most is not None and most < 1):
-        raise UserError("--budget-seconds, --repeats and --most must be positive")
+    if budget_seconds <= 0 or minutes <= 0 or repeats < 1 or (most is not None and most < 1):
+        raise UserError("--budget-seconds, --minutes, --repeats and --most must be positive")
     config = load_config(config_path, overrides)
-    found = profile(config, output, memory=limit, seconds=budget_seconds, most=most, repeats=repeats)
+    found = profile(config, output, memory=limit, seconds=budget_seconds, most=most, repeats=repeats, minutes=minutes)
     if log.rank() == 0:
         print("\n".join(lines(found)))
     return found.measured
@@ -72,7 +74,7 @@ def lines(found: Profile) -> list[str]:
     result = [
         f"{setting['device.name']}, {setting['device.dtype']}, {setting['parallel.strategy']}, {processes}; limit {limit}, "
         f"of which weights, optimizer and average take {log.format_bytes(found.state_bytes)}",
-        f"memory: {found.counted}",
+        f"memory: {found.counted}; time: median of {found.rounds} steps of each batch",
         "",
         *_steps_table(found),
         "",

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
+import threading
+import time
 import traceback
 from typing import Any
 
@@ -50,7 +53,7 @@ def launch(arguments: list[str], nproc: int, debug: bool = False) -> int:
 
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // nproc)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_SECONDS))
-    os.environ[LAUNCHED] = "1"
+    os.environ[LAUNCHED] = str(os.getpid())
     if not debug:
         logging.disable(logging.CRITICAL)  # the launcher's own report; ours follows
     flags = ["--debug"] if debug else []
@@ -69,6 +72,20 @@ def launch(arguments: list[str], nproc: int, debug: bool = False) -> int:
     finally:
         logging.disable(logging.NOTSET)
     return 0
+
+
+def follow_launcher() -> None:
+    """In a process that `launch` started: stop as by SIGTERM when the launcher is gone, which a SIGKILL of it tells no one."""
+    launcher = os.environ.get(LAUNCHED)
+    if launcher is None or os.getppid() != int(launcher):
+        return
+
+    def watch() -> None:
+        while os.getppid() == int(launcher):
+            time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="mmspeed-launcher", daemon=True).start()
 
 
 def _all_ended_well(error: BaseException) -> bool:

@@ -137,6 +137,9 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
 def _describe(error: ValidationError) -> str:
     """The first mistake in one line, and how many more there are."""
     problems = error.errors()
+    within = {problem["loc"][: depth + 1] for problem in problems for depth in range(len(problem["loc"]) - 1)}
+    # a list of bad items counts as too short, but that is not what is wrong with it
+    problems = [problem for problem in problems if problem["type"] != "too_short" or problem["loc"] not in within]
     lines = []
     for problem in problems:
         loc = [part for part in problem["loc"] if part not in _TAGS]
@@ -155,11 +158,17 @@ def _describe(error: ValidationError) -> str:
             message = problem["msg"].removeprefix("Value error, ")
             got = problem.get("input")
             shown = f" (got {got!r})" if isinstance(got, str | int | float | bool) or got is None else ""
-            lines.append(f"'{where}': {message[:1].lower() + message[1:]}{shown}")
+            message = _PLAIN.get(problem["type"], message[:1].lower() + message[1:])
+            lines.append(f"'{where}': {message}{shown}" if where else f"{message}{shown}")
     more = f" (and {len(lines) - 1} more: {'; '.join(lines[1:4])})" if len(lines) > 1 else ""
     return lines[0] + more
 
 
+_PLAIN = {  # for words of pydantic's that mean nothing in YAML
+    "tuple_type": "must be a list",
+    "model_type": "must be a section of keys",
+    "dict_type": "must be a section of keys",
+}
 _DEFAULT_KINDS = {"vae": "linear", "text": "minilm", "objective": "flow"}
 _TAGS = {"linear", "diffusers", "minilm", "transformers", "flow", "ddpm"}
 

@@ -69,10 +69,11 @@ class Measured:
         rows = self._of(bucket)
         batches, seconds = np.array([row.batch for row in rows], float), np.array([row.seconds for row in rows])
         largest = int(batches.argmax())
-        through_zero = Cost(0.0, float(batches @ seconds / (batches @ batches)))
+        # errors count in proportion: the few samples of costly buckets stand at the short end
+        through_zero = Cost(0.0, float(len(batches) / (batches / seconds).sum()))
         if len(set(batches)) == 1:
             return through_zero
-        each, fixed = np.polyfit(batches, seconds, 1).tolist()
+        each, fixed = np.polyfit(batches, seconds, 1, w=1 / seconds).tolist()
         if each * batches[largest] <= 1e-6 * seconds[largest]:  # flat, or rounding's idea of a rise
             return Cost(0.0, float(seconds[largest] / batches[largest]))
         return through_zero if fixed < 0 else Cost(fixed, each)

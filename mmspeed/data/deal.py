@@ -10,6 +10,7 @@ import functools
 import heapq
 from dataclasses import dataclass
 
+WORTH_A_ROW = 0.05  # of a step's time: what one more micro-batch must save
 MOST = 10**12  # samples: more than any batch has, and few enough that no sum of them overflows
 
 
@@ -58,13 +59,13 @@ Rows = tuple[tuple["Cell | None", ...], ...]
 def deal(lots: tuple[Lot, ...], lanes: int) -> Rows:
     """The cells of every row and lane; None where nothing is left for a lane.
 
-    Each sample is in exactly one cell. There are as few rows as `most` allows, and then the costliest cell costs as little as it
-    can. Cells of like cost share a row, and within a row the lane that has had least gets the costliest (longest processing
-    time first, Graham 1969). Raises ValueError without samples or lanes.
+    Each sample is in exactly one cell. There are as few rows as `most` allows (a few more where several lots come out much more
+    even by it), and then the costliest cell costs as little as it can. Cells of like cost share a row, and within a row the lane
+    that has had least gets the costliest (longest processing time first, Graham 1969). Raises ValueError without samples or lanes.
     """
     cells = [
         Cell(number, *_part(lot.count, count, place))
-        for number, (lot, count) in enumerate(zip(lots, _cells_of(lots, lanes), strict=True))
+        for number, (lot, count) in enumerate(zip(lots, _best_cells(lots, lanes), strict=True))
         for place in range(count)
     ]
     costs = [lots[cell.lot].cost.of(cell.size) for cell in cells]
@@ -79,12 +80,39 @@ def deal(lots: tuple[Lot, ...], lanes: int) -> Rows:
     return tuple(rows)
 
 
-def _cells_of(lots: tuple[Lot, ...], lanes: int) -> list[int]:
-    """How many cells each lot is cut into: as few as `most` allows, and with those that fill the last row, the costliest is cut anew."""
+def _best_cells(lots: tuple[Lot, ...], lanes: int) -> list[int]:
+    """How many cells each lot is cut into. Where several lots leave lanes waiting, more rows are tried, and must be worth it."""
+    best = _cells_of(lots, lanes)
+    several = sum(count > 0 for count in best)
+    costs = _cell_costs(lots, best)
+    even, time, rows = sum(costs) / lanes, sum(costs[::lanes]), 0
+    for more in range(1, 2 * several + 1 if several > 1 else 1):
+        if time <= even * (1 + WORTH_A_ROW):
+            break
+        cells = _cells_of(lots, lanes, more)
+        tried = sum(_cell_costs(lots, cells)[::lanes])
+        if tried < time * (1 - WORTH_A_ROW * (more - rows)):
+            best, time, rows = cells, tried, more
+    return best
+
+
+def _cell_costs(lots: tuple[Lot, ...], counts: list[int]) -> list[float]:
+    """The costs of all cells, greatest first: with L lanes every L-th is a row's slowest."""
+    costs: list[float] = []
+    for lot, count in zip(lots, counts, strict=True):
+        if count:
+            size, larger = divmod(lot.count, count)
+            costs += [lot.cost.of(size + 1)] * larger + [lot.cost.of(size)] * (count - larger)
+    costs.sort(reverse=True)
+    return costs
+
+
+def _cells_of(lots: tuple[Lot, ...], lanes: int, rows: int = 0) -> list[int]:
+    """As few cells as `most` allows, then the costliest are cut anew, with what fills the last row and `rows` more."""
     if lanes < 1 or not any(lot.count for lot in lots):
         raise ValueError(f"nothing to deal: {lots} over {lanes} lanes")
     counts = [-(-lot.count // (lot.most or lot.count)) if lot.count else 0 for lot in lots]
-    free = -sum(counts) % lanes
+    free = -sum(counts) % lanes + rows * lanes
 
     def largest(number: int) -> int:
         return -(-lots[number].count // counts[number])
@@ -130,12 +158,7 @@ class Load:
 @functools.lru_cache(maxsize=32)
 def load_of(lots: tuple[Lot, ...], lanes: int) -> Load:
     """What dealing these lots comes to."""
-    costs: list[float] = []
-    for lot, count in zip(lots, _cells_of(lots, lanes), strict=True):
-        if count:
-            size, larger = divmod(lot.count, count)
-            costs += [lot.cost.of(size + 1)] * larger + [lot.cost.of(size)] * (count - larger)
-    costs.sort(reverse=True)
+    costs = _cell_costs(lots, _best_cells(lots, lanes))
     rows, idle = -(-len(costs) // lanes), -len(costs) % lanes
     totals = [0.0] * lanes
     for first in range(0, len(costs), lanes):

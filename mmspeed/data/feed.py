@@ -14,6 +14,7 @@ import queue
 import signal
 import threading
 import traceback
+import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -160,17 +161,19 @@ def _start(order: Iterator[Any], read: Callable[[Any], Any], workers: int, each:
     # Never a plain fork, which is not safe beside threads and accelerators. The server has imported what workers need.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    loader: DataLoader[Any] = DataLoader(
-        _Work(read),
-        sampler=order,  # type: ignore[arg-type]
-        batch_size=None,
-        num_workers=workers,
-        prefetch_factor=each,
-        collate_fn=_as_it_is,
-        worker_init_fn=_begin,
-        multiprocessing_context=context,
-        generator=torch.Generator(),  # the process's own stays as it was
-    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)  # as many as the user wants
+        loader: DataLoader[Any] = DataLoader(
+            _Work(read),
+            sampler=order,  # type: ignore[arg-type]
+            batch_size=None,
+            num_workers=workers,
+            prefetch_factor=each,
+            collate_fn=_as_it_is,
+            worker_init_fn=_begin,
+            multiprocessing_context=context,
+            generator=torch.Generator(),  # the process's own stays as it was
+        )
     resource_tracker.ensure_running()  # it would open what is closed next
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)  # workers inherit it, and so meet no signal unprepared
     try:

@@ -35,9 +35,9 @@ def rates(
     there = {name: size for name, size in sizes.items() if size}
     times = {name: repeats if isinstance(repeats, int) else repeats.get(name, 1) for name in sizes}
     if temperature is not None and weights is None:
-        shares = _over_largest(there, 1 / temperature)
+        shares = over_largest(there, 1 / temperature)
     elif weights is not None:
-        shares = _over_largest({name: weights.get(name, 0.0) for name in there})
+        shares = over_largest({name: weights.get(name, 0.0) for name in there})
     else:
         return {name: float(times[name]) for name in sizes}
     whole = sum(size * times[name] for name, size in there.items())
@@ -45,7 +45,7 @@ def rates(
     return {name: whole * shares[name] / total / there[name] if shares.get(name) else 0.0 for name in sizes}
 
 
-def _over_largest(values: Mapping[str, float], power: float = 1.0) -> dict[str, float]:
+def over_largest(values: Mapping[str, float], power: float = 1.0) -> dict[str, float]:
     """(value / the largest) ** power, which never overflows, and is 0 for a value of 0 alone."""
     largest = max(values.values(), default=0)
     return {

@@ -127,6 +127,7 @@ class BatchSampler(Order):
             "origin": asdict(self.origin),
             "position": asdict(self.position(step)),
             "samples": self.sizes,
+            "keys": self.fingerprint,
         }
 
     def resume(self, state: Mapping[str, Any]) -> str | None:
@@ -140,7 +141,7 @@ class BatchSampler(Order):
         stage = self.stage_at(position.step)
         if state["data"] != self.data_fingerprint(stage):
             self.start_from(Position(position.step, stage, position.epoch + 1))
-            return f"the training data changed since the checkpoint ({self._changes(state['samples'])}): a new epoch begins"
+            return f"the training data changed since the checkpoint ({self._changes(state['samples'], state['keys'])}): a new epoch begins"
         if state["order"] != self.order_fingerprint:
             self.start_from(replace(position, stage=stage))
             total = self.uses(stage)
@@ -152,7 +153,7 @@ class BatchSampler(Order):
         self.start_from(Position(**state["origin"]))
         return None
 
-    def _changes(self, before: Mapping[str, int]) -> str:
+    def _changes(self, before: Mapping[str, int], keys: str) -> str:
         now = self.sizes
         changed = [
             f"bucket {Bucket.parse(name)}: {before.get(name, 0):,} samples, now {now.get(name, 0):,}"
@@ -160,7 +161,9 @@ class BatchSampler(Order):
             if before.get(name) != now.get(name)
         ]
         return "; ".join(changed[:4]) + (f" and {len(changed) - 4} buckets more" if len(changed) > 4 else "") or (
-            "other samples, or another curriculum, other repeats or shares of them"
+            "other samples, or other captions of them"
+            if keys != self.fingerprint
+            else "other repeats or shares of the data sets, or another curriculum"
         )
 
     def _sorted_keys(self) -> Iterable[list[str]]:

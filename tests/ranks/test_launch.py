@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -70,6 +71,30 @@ def test_a_signal_saves_and_is_no_failure(tmp_path: Path, number: signal.Signals
     process.send_signal(number)
     _, errors = process.communicate(timeout=100)
     assert process.returncode == 0 and "stopped by" not in errors, errors
+    assert len(list((config.run_dir / "checkpoints").glob("step-*"))) == 1
+
+
+def test_ranks_of_a_killed_launcher_save_and_end(tmp_path: Path) -> None:
+    config = small_config(tmp_path, "train.steps=100000", "checkpoint.every=100000", "validate.every=100000")
+    CacheBuilder(config).run()
+    (tmp_path / "my-run.yaml").write_text(dump_config(config), encoding="utf-8")
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    command = [sys.executable, "-m", "mmspeed", "train", "my-run.yaml", "--nproc", "2"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL, env=environment)
+    deadline = time.monotonic() + 100
+    while len(losses(config)) < 3 and time.monotonic() < deadline:
+        time.sleep(0.2)
+    process.kill()
+    deadline = time.monotonic() + 100
+    with open(config.run_dir / ".lock") as lock:  # held as long as the run is trained
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.2)
+        else:
+            raise AssertionError("the ranks train on")
     assert len(list((config.run_dir / "checkpoints").glob("step-*"))) == 1
 
 

@@ -134,10 +134,7 @@ def test_world_size_micro_batches_and_prefetch_change_no_sample(tmp_path: Path) 
         """All ranks' micro-batches of each step."""
         sampler = BatchSampler(cache.samples, Batching(4, most=micro), seed=1, repeats=2)
         ranks = [
-            [
-                list(step.batches)
-                for step in Loader(cache, sampler, rank, world, 3, 0.3, prefetch).steps(0, steps)
-            ]
+            [list(step.batches) for step in Loader(cache, sampler, rank, world, 3, 0.3, prefetch).steps(0, steps)]
             for rank in range(world)
         ]
         for parts in zip(*ranks, strict=True):

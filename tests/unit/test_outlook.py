@@ -140,7 +140,7 @@ def test_lines_and_page_have_the_same_numbers(tmp_path: Path) -> None:
             assert [keyed[f"{table.key}-{number}-{place}"] for place in range(len(row))] == list(row)
             assert any(line.split() == " ".join(row).split() for line in lines), row
     assert keyed["stage2-epoch-1-1"] == f"{outlook.stages[2].epochs[1].steps:,}"
-    assert "schedule, stage 2 (steps 3 to 9): an epoch has" in "\n".join(lines)
+    assert "schedule, stage 2 (steps 4 to 10): an epoch has" in "\n".join(lines)
     assert sum("each is in exactly one step; 0 dropped, 0 held over" in line for line in lines) == 3
 
 

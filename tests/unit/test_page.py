@@ -152,7 +152,7 @@ def test_the_numbers_of_the_page_are_those_of_the_statistics(tmp_path: Path) -> 
     assert keyed["train"] == "6" and keyed["val"] == "1"
     assert (keyed["latents-present"], keyed["latents-missing"], keyed["latents-unused"]) == ("3", "4", "2")
     (stage,) = page.costs.outlook.stages  # type: ignore[union-attr]
-    assert keyed["training-0-5"] == f"{stage.epochs[0].total_flops / 1e12:,.1f}" and keyed["training-0-0"] == "1, 8, 64"
+    assert keyed["training-0-5"] == f"{stage.epochs[0].total_flops / 1e12:,.1f}" and keyed["training-0-0"] == "1"
     assert (keyed["stage0-buckets-0-1"], keyed["stage0-buckets-1-1"]) == (
         keyed["train-1x32x48"],
         keyed["train-5x32x48"],
@@ -172,7 +172,7 @@ def test_hints_name_the_setting(tmp_path: Path) -> None:
     config = small_config(
         tmp_path, "data.buckets=[{frames: 5, height: 32, width: 48}, {frames: 9, height: 32, width: 48}]"
     )
-    costs, _ = estimate(config, numbers, 3, 4, Strides(4, 8))
+    costs, _ = estimate(config, numbers, 3, 4, Strides(4, 8), worlds=(1, 8, 64))
     told = "\n".join(hints(config, numbers, costs, truncated=2))
     assert "train.batch_size 3 cannot be shared evenly by 8 and 64 devices" in told
     assert "bucket 9x32x48 gets no sample" in told

@@ -301,7 +301,9 @@ def test_measurements_of_something_else_are_refused(home: Path, found: Profile) 
     folder.mkdir(parents=True)
     (folder / MEASURED_NAME).write_bytes(found.path.read_bytes())
     overrides = ("name=other", "batching.by=time", "train.batch_size=null", "model.depth=3")
-    with pytest.raises(UserError, match=r"another model.depth \(2, here 3\): run `mmspeed bench buckets CONFIG` again"):
+    with pytest.raises(
+        UserError, match=r"other settings: model.depth \(2, here 3\); run `mmspeed bench buckets CONFIG` again"
+    ):
         TrainPipeline(small_config(home, *overrides)).run()
 
 
