@@ -61,7 +61,7 @@ class Measured:
     too_large: Mapping[Bucket, int] = field(default_factory=dict)  # the smallest batch that memory ran out at, if any
 
     def cost(self, bucket: Bucket) -> Cost:
-        """Seconds of n samples: a line through the measured points (least squares of relative errors); through zero where there is one point.
+        """Seconds of n samples: a line through the measured points (least relative errors); through zero where there is one.
 
         Also through zero where the best line would cut the axis below it, which no step can; by the largest batch alone where
         the points do not rise, which small batches on a noisy machine may not.
