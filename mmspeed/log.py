@@ -135,6 +135,11 @@ def format_bytes(count: float) -> str:
     raise AssertionError("unreachable")
 
 
+def format_figure(value: float) -> str:
+    """`1,234.5`, `0.0312`: a decimal, or three digits of a small number."""
+    return f"{value:,.1f}" if value >= 10 else f"{value:.3g}"
+
+
 class MetricsLog:
     """Appends one JSON object a line to `metrics.jsonl`; non-finite numbers are written as null (strict JSON has none)."""
 

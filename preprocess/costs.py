@@ -14,7 +14,7 @@ from mmspeed.data import Measured, sample_costs
 from mmspeed.data.batch_sizes import MEASURED_NAME
 from mmspeed.device import PEAK_FLOPS, parse_dtype, pick
 from mmspeed.errors import UserError
-from mmspeed.log import format_bytes
+from mmspeed.log import format_bytes, format_figure
 from mmspeed.models import build_model
 from mmspeed.models.text import text_width
 from mmspeed.preprocess.caption_lengths import CaptionLengths
@@ -193,16 +193,11 @@ def _bucket_hints(config: Config, costs: Costs) -> list[str]:
     return found if costs.outlook is None else found + outlook_hints(config, costs.outlook)
 
 
-def figure(value: float) -> str:
-    """A number with a decimal, a small one with three digits."""
-    return f"{value:,.1f}" if value >= 10 else f"{value:.3g}"
-
-
 def cost_lines(config: Config, costs: Costs) -> list[str]:
     """The estimate in words, as `mmspeed check` prints it."""
     lines = [f"model: {config.model.size}, {config.model.arrangement}, {costs.parameters / 1e6:.1f} M parameters"]
     lines += [
-        f"  bucket {row.bucket}: {row.tokens} tokens, {figure(row.flops / 1e9)} GFLOP forward and backward for a sample"
+        f"  bucket {row.bucket}: {row.tokens} tokens, {format_figure(row.flops / 1e9)} GFLOP forward and backward for a sample"
         for row in costs.buckets
         if row.train or row.val
     ]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from mmspeed.config import Config
+from mmspeed.log import format_figure
 from mmspeed.preprocess.outlook import BucketOutlook, EpochOutlook, Outlook, StageOutlook
 
 UNEVEN = 1.05  # an imbalance that is worth a hint
@@ -165,12 +166,16 @@ def outlook_hints(config: Config, outlook: Outlook) -> list[str]:
 
 def _share_hints(stage: StageOutlook, where: str) -> list[str]:
     """Data sets whose share comes out another than was asked for: each bucket of a data set is met in every epoch."""
-    return [
-        f"{where}data set {one.name} makes {one.share:.2%} of an epoch, not the {one.asked:.2%} that was asked for: it is met at least once"
-        " for each of its buckets; raise data.repeats, or give it fewer buckets"
-        for one in stage.datasets
-        if one.samples and one.asked and abs(one.share - one.asked) > max(0.005, 0.2 * one.asked)
-    ]
+    whole = sum(one.asked for one in stage.datasets if one.samples)  # the others' shares fall to these
+    found = []
+    for one in stage.datasets:
+        asked = one.asked / whole if whole and one.samples else 0.0
+        if asked and abs(one.share - asked) > max(0.005, 0.2 * asked):
+            found.append(
+                f"{where}data set {one.name} makes {one.share:.2%} of an epoch, not {asked:.2%}: it is met at least once for each of its"
+                " buckets; raise data.repeats, or give it fewer buckets"
+            )
+    return found
 
 
 def _budget_hints(config: Config, outlook: Outlook, stage: StageOutlook, where: str) -> list[str]:
@@ -247,7 +252,7 @@ def _training_cells(epoch: EpochOutlook) -> tuple[str, ...]:
 
 
 def _totals(steps: float, epochs: float, samples: float, tokens: float, flops: float, unmet: float) -> tuple[str, ...]:
-    return f"{steps:,}", f"{epochs:,.2f}", f"{samples:,}", f"{tokens:,}", f"{flops / 1e12:,.1f}", f"{unmet:,}"
+    return f"{steps:,}", f"{epochs:,.2f}", f"{samples:,}", f"{tokens:,}", format_figure(flops / 1e12), f"{unmet:,}"
 
 
 def _merged(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:

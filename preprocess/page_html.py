@@ -8,11 +8,11 @@ from pathlib import Path
 
 from mmspeed.config import Bucket, Config, dump_config
 from mmspeed.data.batch_sizes import COUNTED_TEXT_TOKENS
-from mmspeed.log import format_bytes, format_seconds
+from mmspeed.log import format_bytes, format_figure, format_seconds
 from mmspeed.preprocess.bucket_use import BucketUse
 from mmspeed.preprocess.charts import bars, box, card, cell, document, foreign, jpeg_uri, table, text, tile, tiles
 from mmspeed.preprocess.compare import SectionState
-from mmspeed.preprocess.costs import UTILISATION, Costs, figure
+from mmspeed.preprocess.costs import UTILISATION, Costs
 from mmspeed.preprocess.page_outlook import schedule_section
 from mmspeed.preprocess.reasons import Reason
 from mmspeed.preprocess.statistics import DataStatistics, Histogram, Shown
@@ -238,7 +238,7 @@ def _buckets(page: DataPage) -> str:
                 cell(f"{used.cropped:.0%} cropped, {used.scaled:.0%} scaled away", False, f"pixels-{row.bucket}"),
                 cell(trimmed, False, f"frames-{row.bucket}"),
                 cell(f"{row.tokens:,}", True),
-                cell(figure(row.flops / 1e9), True),
+                cell(format_figure(row.flops / 1e9), True),
             )
         )
     names = (

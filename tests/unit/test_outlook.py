@@ -299,3 +299,12 @@ def test_padding_of_captions_follows_their_lengths() -> None:
     real = np.minimum(generator.permutation(np.concatenate([lengths, [10] * 50]))[:4048].reshape(-1, 4), 128)
     assert mixed.padding([(100, 4)]) == pytest.approx(1 - real.sum() / (real.max(1).sum() * 4), abs=0.02)
     assert CaptionLengths.of(DataStatistics(), 128) is None
+
+
+def test_a_share_that_comes_out_another_is_told(tmp_path: Path) -> None:
+    """A data set of one clip in each bucket is met in every epoch, however small its share; a stage without the other is no news."""
+    config = two_sets(tmp_path, "data.sources.0.weight=1000", "data.sources.1.weight=1")
+    few = foresee(config, groups_of(9, 9, 9, name="a") | groups_of(1, 1, 1, name="b"), COSTS, [1])
+    assert any("data set b makes 9.09%" in hint and "not 0.10%" in hint for hint in outlook_hints(config, few))
+    alone = foresee(config, groups_of(9, 9, 9, name="b"), COSTS, [1])
+    assert not any("data set" in hint for hint in outlook_hints(config, alone))

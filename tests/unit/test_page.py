@@ -17,6 +17,7 @@ from PIL import Image
 
 from mmspeed.config import Bucket, Config
 from mmspeed.errors import UserError
+from mmspeed.log import format_figure
 from mmspeed.preprocess.charts import bars, foreign
 from mmspeed.preprocess.compare import SectionState
 from mmspeed.preprocess.costs import estimate, hints
@@ -152,7 +153,7 @@ def test_the_numbers_of_the_page_are_those_of_the_statistics(tmp_path: Path) -> 
     assert keyed["train"] == "6" and keyed["val"] == "1"
     assert (keyed["latents-present"], keyed["latents-missing"], keyed["latents-unused"]) == ("3", "4", "2")
     (stage,) = page.costs.outlook.stages  # type: ignore[union-attr]
-    assert keyed["training-0-5"] == f"{stage.epochs[0].total_flops / 1e12:,.1f}" and keyed["training-0-0"] == "1"
+    assert keyed["training-0-5"] == format_figure(stage.epochs[0].total_flops / 1e12) and keyed["training-0-0"] == "1"
     assert (keyed["stage0-buckets-0-1"], keyed["stage0-buckets-1-1"]) == (
         keyed["train-1x32x48"],
         keyed["train-5x32x48"],
