@@ -156,13 +156,12 @@ def simulate_buckets(clips: int, ranks: str, seed: int, output: Path | None) -> 
     worlds = parse_ranks(ranks)
     data = make_data_set(clips, seed)
     tables = []
-    with fresh_processes() as pool:
-        for arrangement in ("full", "factorised"):
-            costs = model_costs(arrangement)
-            budget = BUDGET_SAMPLES * max(costs.flops(bucket) for bucket in data.counts) / 1e12
-            jobs = list(_jobs(data, costs, budget, worlds, seed, whole=arrangement == "full"))
-            rows = [pool.submit(job, *given).result() for job, given in progress(jobs, arrangement, unit="rows")]
-            tables.append(Table(arrangement, budget, tuple(rows)))
+    for arrangement in ("full", "factorised"):
+        costs = model_costs(arrangement)
+        budget = BUDGET_SAMPLES * max(costs.flops(bucket) for bucket in data.counts) / 1e12
+        jobs = list(_jobs(data, costs, budget, worlds, seed, whole=arrangement == "full"))
+        rows = [in_fresh_process(job, given) for job, given in progress(jobs, arrangement, unit="rows")]
+        tables.append(Table(arrangement, budget, tuple(rows)))
     result = SimulatedResult(data, seed, tuple(tables))
     if output is not None:
         write_whole(output / "buckets-simulated.json", result.to_json().encode())
@@ -185,11 +184,12 @@ def model_costs(arrangement: str) -> SampleCosts:
     return sample_costs(build_model(config, LATENT_CHANNELS, TEXT_WIDTH, device="meta"), STRIDES, TEXT_TOKENS)
 
 
-def fresh_processes() -> ProcessPoolExecutor:
-    """Runs one thing at a time, each in a process that has imported this file and done nothing yet."""
+def in_fresh_process(job: Callable[..., Row], given: tuple[Any, ...]) -> Row:
+    """`job(*given)` in a process that has imported this file and done nothing yet."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    return ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1)
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(job, *given).result()
 
 
 def _jobs(

@@ -19,8 +19,8 @@ from mmspeed.cli.bench_buckets_simulated import (
     Table,
     count_dealing,
     dealt_out_row,
-    fresh_processes,
     grouped,
+    in_fresh_process,
     model_costs,
     our_row,
     parse_ranks,
@@ -125,9 +125,7 @@ def test_figures_are_those_of_a_count_by_hand(rule: str) -> None:
     batching = batching_of(mix, world * accumulate)
     order = Order(grouped(COUNTS), batching, 0)
     met = sample_of_use(order, 0)
-    with fresh_processes() as pool:
-        row = pool.submit(our_row, rule, COUNTS, batching, dict.fromkeys(COUNTS, 1), met, world, 0).result()
-
+    row = in_fresh_process(our_row, (rule, COUNTS, batching, dict.fromkeys(COUNTS, 1), met, world, 0))
     plan, buckets = order.whole_epoch()
     ticks, imbalances, slowest, means, once, idle = Counter[int](), [], [], [], [], 0
     for step in range(plan.steps):

@@ -357,7 +357,7 @@ def test_copies_keep_the_order_and_run_one_ahead(tmp_path: Path) -> None:
 def test_batches_are_pinned_where_there_is_an_accelerator(tmp_path: Path) -> None:
     batch = loaded(make_cache(tmp_path))[0]
     if not torch.accelerator.is_available():
-        with pytest.raises(RuntimeError, match="accelerator|NVIDIA"):
+        with pytest.raises(RuntimeError, match=r"accelerator|NVIDIA"):
             pin_memory(batch)  # torch's own way finds `Batch.pin_memory`
         return
     pinned = pin_memory(batch)
