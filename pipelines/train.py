@@ -41,7 +41,6 @@ from mmspeed.mesh import make_mesh, patient_group, process_group
 from mmspeed.models import SoraDiT, build_model
 from mmspeed.parallel import resolve_strategy
 from mmspeed.pipelines.assemble import assemble
-from mmspeed.pipelines.assemble import make_loss as make_loss  # also known from here
 from mmspeed.pipelines.during import Observer
 from mmspeed.pipelines.opening import open_cache
 from mmspeed.pipelines.profile import load_measured, setting_of

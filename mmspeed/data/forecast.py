@@ -10,10 +10,9 @@ import numpy as np
 
 from mmspeed.shapes import Bucket
 
-from .deal import load_of
 from .order import Batching
 from .schedule import Array, Plan
-from .shares import lanes_of, lots_of
+from .shares import step_load
 
 
 @dataclass(frozen=True)
@@ -98,10 +97,7 @@ def _figures(
     pieces: list[tuple[Bucket, int]], batching: Batching, world: int, tokens: Callable[[Bucket], int]
 ) -> tuple[float, ...]:
     """Of one step: slowest, busiest and mean cost of a rank, samples, micro-batches of a rank, idle ones, buckets, tokens."""
-    slowest = busiest = mean = micro = idle = 0.0
-    for part, ranks in lanes_of(pieces, batching):
-        load = load_of(lots_of(part, batching), world // ranks)
-        slowest, busiest, mean = slowest + load.slowest, busiest + load.busiest, mean + load.mean
-        micro, idle = micro + load.rows, idle + load.idle * ranks
+    load = step_load(pieces, batching, world)
     size = sum(count for _, count in pieces)
-    return slowest, busiest, mean, size, micro, idle, len(pieces), sum(count * tokens(b) for b, count in pieces)
+    met = sum(count * tokens(bucket) for bucket, count in pieces)
+    return load.slowest, load.busiest, load.mean, size, load.rows, load.idle, len(pieces), met

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from mmspeed.shapes import Bucket
 
-from .deal import Lot, Rows, deal, load_of
+from .deal import Load, Lot, Rows, deal, load_of
 from .order import Batching
 from .sampler import Draw
 
@@ -67,10 +67,18 @@ def meeting(draws: Sequence[Draw], batching: Batching, world: int) -> list[tuple
 def imbalance(draws: Sequence[Draw], batching: Batching, world: int) -> float:
     """Greatest over mean cost across ranks of one step, where ranks meet in every micro-batch; 1 at best."""
     counts = Counter(draw.sample.bucket for draw in draws)
-    loads = [
-        load_of(lots_of(part, batching), world // ranks) for part, ranks in lanes_of(sorted(counts.items()), batching)
-    ]
-    return sum(load.slowest for load in loads) / sum(load.mean for load in loads)
+    return step_load(sorted(counts.items()), batching, world).imbalance
+
+
+def step_load(pieces: Sequence[tuple[Bucket, int]], batching: Batching, world: int) -> Load:
+    """What a step of so many samples of each bucket costs a rank; kinds of lanes come one after another. `idle` counts ranks."""
+    slowest = busiest = mean = 0.0
+    rows = idle = 0
+    for part, ranks in lanes_of(pieces, batching):
+        load = load_of(lots_of(part, batching), world // ranks)
+        slowest, busiest, mean = slowest + load.slowest, busiest + load.busiest, mean + load.mean
+        rows, idle = rows + load.rows, idle + load.idle * ranks
+    return Load(slowest, busiest, mean, rows, idle)
 
 
 def lots_of(pieces: Sequence[tuple[Bucket, int]], batching: Batching) -> tuple[Lot, ...]:

@@ -66,8 +66,8 @@ def gradients(folder: str, group: int, strategy: str) -> dict[str, Any]:
     from mmspeed.mesh import make_mesh
     from mmspeed.models import build_model
     from mmspeed.parallel import parallelize, unwrap
+    from mmspeed.pipelines.assemble import make_loss
     from mmspeed.pipelines.objective import make_objective
-    from mmspeed.pipelines.train import make_loss
 
     config = mixed_config(Path(folder))
     rank, world = dist.get_rank(), dist.get_world_size()
