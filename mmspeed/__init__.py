@@ -1,5 +1,15 @@
 """mmspeed: a training suite for Sora-class video diffusion models."""
 
+from typing import Any
+
 from .version import __version__
 
-__all__ = ["__version__"]
+__all__ = ["__version__", "accelerate_model"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "accelerate_model":  # when asked for: `import mmspeed` loads neither torch nor diffusers
+        from mmspeed.pipelines.accelerate import accelerate_model
+
+        return accelerate_model
+    raise AttributeError(f"module 'mmspeed' has no attribute {name!r}")

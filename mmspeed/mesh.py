@@ -1,15 +1,18 @@
 """The device mesh: named axes, made once, handed on as an argument.
 
-Axes of this version, outermost first: `dp_replicate` (every rank holds all parameters) and `dp_shard` (parameters, gradients
-and optimizer state are split). Both split the batch.
+Axes, outermost first: `dp_replicate` (every rank holds all parameters) and `dp_shard` (parameters, gradients and optimizer state
+are split), which both split the batch; `ring` and `ulysses`, which split the tokens of a video; `tp`, which splits weight matrices.
+Devices that talk most stand nearest to each other.
 """
 
 from __future__ import annotations
 
 import datetime
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -17,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from .device import Device
 from .errors import UserError
 
-AXES = ("dp_replicate", "dp_shard")
+AXES = ("dp_replicate", "dp_shard", "ring", "ulysses", "tp")
 
 
 @contextmanager
@@ -50,20 +53,40 @@ def patient_group(days: float = 30.0) -> dist.ProcessGroup | None:
     return dist.new_group(backend="gloo", timeout=datetime.timedelta(days=days))
 
 
-def make_mesh(device: Device, dp_replicate: int, dp_shard: int) -> DeviceMesh:
-    """The mesh of this world. An axis of -1 takes what the other leaves.
+@dataclass(frozen=True)
+class Mesh:
+    """The devices of a run, named twice: by what they compute, and by what they hold.
+
+    `axes` has the axes of `AXES`. `storage` has `dp_replicate`, `shard` and `tp`: parameters are split over `shard`, which is
+    dp_shard x ring x ulysses. Rank by rank the two are the same.
+    """
+
+    axes: DeviceMesh
+    storage: DeviceMesh
+
+    def size(self, axis: str) -> int:
+        """Devices along an axis of `axes`."""
+        return self.axes[axis].size()
+
+
+def make_mesh(
+    device: Device, dp_replicate: int = 1, dp_shard: int = -1, ring: int = 1, ulysses: int = 1, tp: int = 1
+) -> Mesh:
+    """The mesh of this world. One of dp_replicate and dp_shard may be -1: it takes what the others leave.
 
     Raises UserError when the product of the axes is not the world size.
     """
     world = dist.get_world_size()
-    sizes = {"dp_replicate": dp_replicate, "dp_shard": dp_shard}
+    sizes = dict(zip(AXES, (dp_replicate, dp_shard, ring, ulysses, tp), strict=True))
     free = [axis for axis, size in sizes.items() if size == -1]
     if len(free) > 1:
         raise UserError("parallel: only one of dp_replicate and dp_shard may be -1")
-    known = dp_replicate * dp_shard * (-1 if free else 1)
+    known = math.prod(sizes.values()) * (-1 if free else 1)
     if free and known > 0 and world % known == 0:
         sizes[free[0]] = world // known
     elif free or known != world:
-        shown = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
+        shown = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "one device"
         raise UserError(f"parallel: {shown} does not make the {world} processes of this run; change one, or --nproc")
-    return init_device_mesh(device.kind, tuple(sizes.values()), mesh_dim_names=AXES)
+    axes = init_device_mesh(device.kind, tuple(sizes.values()), mesh_dim_names=AXES)
+    held = (sizes["dp_replicate"], sizes["dp_shard"] * ring * ulysses, tp)
+    return Mesh(axes, init_device_mesh(device.kind, held, mesh_dim_names=("dp_replicate", "shard", "tp")))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -80,6 +80,11 @@ class Batch:
         return replace(self, **changed)
 
 
+# What a linear layer is to its model: "column": each row of its weight makes a channel of its own (heads, hidden units);
+# "row": its inputs are such channels. Between a column layer and its row layer channels never mix.
+Role = Literal["column", "row"]
+
+
 class DiffusionModel(Protocol):
     """All that the core asks of a diffusion transformer. A model names no mesh axis."""
 
@@ -93,8 +98,8 @@ class DiffusionModel(Protocol):
         """Floating-point operations of the forward pass of one sample (a multiply-add counts as two)."""
         ...
 
-    def forward(self, x_BCThw: Tensor, t_B: Tensor, text_BLD: Tensor, text_mask_BL: Tensor) -> Tensor:
-        """The prediction, of the shape of `x_BCThw`. `t_B` is in [0, 1]: 0 data, 1 noise."""
+    def forward(self, x_BCThw: Tensor, t: Tensor, text_BLD: Tensor, text_mask_BL: Tensor) -> Tensor:
+        """The prediction, of the shape of `x_BCThw`. `t` (B,) is in [0, 1]: 0 data, 1 noise."""
         ...
 
 

@@ -1,14 +1,14 @@
 """Parts that diffusion transformers are made of.
 
-Legend: B batch (samples; sample x group inside an attention), N tokens, M keys, L caption tokens, A heads, D head
-width, E model width, C T h w channels, frames, height, width of a latent, P values of a patch, X position axes,
-G groups that attend apart, S tokens of a group, H half of D.
+Legend: B batch (samples; sample x row or column inside an attention), T S rows and columns of the tokens (see
+`mmspeed.parallel.tokens`), N tokens, L caption tokens, A heads, D head width, E model width, C T h w channels, frames, height,
+width of a latent, P values of a patch, X position axes, G rows or columns that attend apart, H half of D.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mmspeed.compute.rope import apply_rope, rope_cos_sin
+from mmspeed.parallel.tokens import Attend, Part
 from mmspeed.rng import generator
 
-# (q_BAND, k_BAMD, v_BAMD, key_mask_BM) -> out_BAND: `compute.attention.attention`, or what a parallel layer puts there
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+Span = Literal["spatial", "temporal", "full"]
+
+# Rotary positions are relative, so axes (t, h, w) along which a span does not vary are left out of its head width.
+POSITION_AXES = {"spatial": slice(1, 3), "temporal": slice(0, 1), "full": slice(0, 3)}
 
 TIME_CHANNELS = 256
 NORM_EPS = 1e-6
@@ -42,17 +45,17 @@ def unpatchify(x_BNP: Tensor, patch: tuple[int, int, int], grid: tuple[int, int,
     return x.reshape(x_BNP.shape[0], -1, t * pt, h * ph, w * pw)
 
 
-def timestep_embedding(t_B: Tensor, channels: int = TIME_CHANNELS) -> Tensor:
-    """Sinusoidal embedding (B, channels) of 1000 t in float32, as in DDPM and DiT."""
+def timestep_embedding(t: Tensor, channels: int = TIME_CHANNELS) -> Tensor:
+    """Sinusoidal embedding (..., channels) of 1000 t in float32, as in DDPM and DiT."""
     half = channels // 2
-    steps = torch.arange(half, device=t_B.device, dtype=torch.float32) / half
-    angle = 1000.0 * t_B.float()[:, None] * torch.exp(-math.log(10_000.0) * steps)
+    steps = torch.arange(half, device=t.device, dtype=torch.float32) / half
+    angle = 1000.0 * t.float()[..., None] * torch.exp(-math.log(10_000.0) * steps)
     return torch.cat((angle.cos(), angle.sin()), dim=-1)
 
 
-def modulate(x_BNE: Tensor, shift_BE: Tensor, scale_BE: Tensor) -> Tensor:
-    """x (1 + scale) + shift, the same for all tokens of a sample."""
-    return x_BNE * (1 + scale_BE[:, None]) + shift_BE[:, None]
+def modulate(x_BTSE: Tensor, shift_BTSE: Tensor, scale_BTSE: Tensor) -> Tensor:
+    """x (1 + scale) + shift; shift and scale may be the same for all tokens of a sample, or of a frame (T or S are 1)."""
+    return x_BTSE * (1 + scale_BTSE) + shift_BTSE
 
 
 class Mlp(nn.Module):
@@ -68,15 +71,15 @@ class Mlp(nn.Module):
 
 
 class TimeEmbedder(nn.Module):
-    """The conditioning vector of a timestep: sinusoids, then linear, SiLU, linear, SiLU."""
+    """The conditioning vector of timesteps of any shape: sinusoids, then linear, SiLU, linear, SiLU."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.up = nn.Linear(TIME_CHANNELS, width)
         self.out = nn.Linear(width, width)
 
-    def forward(self, t_B: Tensor) -> Tensor:
-        sinusoids = timestep_embedding(t_B).to(self.up.weight.dtype)
+    def forward(self, t: Tensor) -> Tensor:
+        sinusoids = timestep_embedding(t).to(self.up.weight.dtype)
         return F.silu(self.out(F.silu(self.up(sinusoids))))
 
 
@@ -94,35 +97,37 @@ class HeadNorm(nn.RMSNorm):
 
 
 class SelfAttention(nn.Module):
-    """Self-attention with QK-norm and rotary positions inside groups of tokens.
+    """Self-attention with QK-norm and rotary positions along one dim of the tokens.
 
-    The fused projection is laid out head by head (head, q/k/v, D), so that splitting its rows splits heads.
+    The fused projection is laid out head by head (head, q/k/v, D), so that splitting its rows splits heads: how many heads there
+    are is read off its output.
     """
 
     def __init__(self, width: int, heads: int, attend: Attend) -> None:
         super().__init__()
-        self.heads, self.attend = heads, attend
+        self.head_width, self.attend = width // heads, attend
         self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.q_norm = HeadNorm(width // heads)
-        self.k_norm = HeadNorm(width // heads)
+        self.q_norm = HeadNorm(self.head_width)
+        self.k_norm = HeadNorm(self.head_width)
         self.out = nn.Linear(width, width)
 
-    def forward(self, x_BNE: Tensor, pos_SX: Tensor, groups: int, strided: bool) -> Tensor:
-        """`groups` G sets of S = N/G tokens attend apart; token n is in group n // S, or n % G when `strided`.
-
-        `pos_SX` are the integer positions inside a group (the same for all of them).
-        """
-        batch, tokens, _ = x_BNE.shape
-        inner = (tokens // groups, groups) if strided else (groups, tokens // groups)
-        qkv = self.qkv(x_BNE).view(batch, *inner, self.heads, 3, -1)
-        order = (4, 0, 2, 3, 1, 5) if strided else (4, 0, 1, 3, 2, 5)
-        q_BAND, k_BAND, v_BAND = qkv.permute(order).flatten(1, 2).unbind(0)  # B is batch x G, N is S
-        cos_NH, sin_NH = rope_cos_sin(pos_SX, q_BAND.shape[-1])
+    def forward(self, x_BTSE: Tensor, part: Part, span: Span) -> Tensor:
+        """Tokens attend along T (each column for itself) in a temporal span, else along S (each row for itself)."""
+        batch, rows, columns, _ = x_BTSE.shape
+        temporal = span == "temporal"
+        apart = columns if temporal else rows
+        qkv = self.qkv(x_BTSE).unflatten(-1, (-1, 3, self.head_width))  # B T S A 3 D
+        order = (4, 0, 2, 3, 1, 5) if temporal else (4, 0, 1, 3, 2, 5)
+        q_BAND, k_BAND, v_BAND = qkv.permute(order).flatten(1, 2).unbind(0)  # B is batch x the other dim
+        cos_NH, sin_NH = rope_cos_sin(part.pos_NX[:, POSITION_AXES[span]], self.head_width)
         q_BAND = apply_rope(self.q_norm(q_BAND), cos_NH, sin_NH)
         k_BAND = apply_rope(self.k_norm(k_BAND), cos_NH, sin_NH)
-        out = self.attend(q_BAND, k_BAND, v_BAND, None).unflatten(0, (batch, groups))  # B G A S D
-        out = out.permute(0, 3, 1, 2, 4) if strided else out.permute(0, 1, 3, 2, 4)  # back to the order of the tokens
-        return self.out(out.reshape(x_BNE.shape))
+        mask_BN = part.mask_BTS
+        if mask_BN is not None:
+            mask_BN = (mask_BN.transpose(1, 2) if temporal else mask_BN).flatten(0, 1)
+        out = part.attend(self.attend, q_BAND, k_BAND, v_BAND, mask_BN).unflatten(0, (batch, apart))  # B G A N D
+        out = out.permute(0, 3, 1, 2, 4) if temporal else out.permute(0, 1, 3, 2, 4)  # B T S A D
+        return self.out(out.flatten(3))
 
 
 class CrossAttention(nn.Module):
@@ -130,19 +135,20 @@ class CrossAttention(nn.Module):
 
     def __init__(self, width: int, heads: int, attend: Attend) -> None:
         super().__init__()
-        self.heads, self.attend = heads, attend
+        self.head_width, self.attend = width // heads, attend
         self.q = nn.Linear(width, width, bias=False)
         self.kv = nn.Linear(width, 2 * width, bias=False)
-        self.q_norm = HeadNorm(width // heads)
-        self.k_norm = HeadNorm(width // heads)
+        self.q_norm = HeadNorm(self.head_width)
+        self.k_norm = HeadNorm(self.head_width)
         self.out = nn.Linear(width, width)
 
-    def forward(self, x_BNE: Tensor, text_BLE: Tensor, text_mask_BL: Tensor) -> Tensor:
-        q_BAND = self.q(x_BNE).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        kv = self.kv(text_BLE).unflatten(-1, (self.heads, 2, -1))  # B L A 2 D
-        k_BAMD, v_BAMD = kv.permute(3, 0, 2, 1, 4).unbind(0)
-        out_BAND = self.attend(self.q_norm(q_BAND), self.k_norm(k_BAMD), v_BAMD, text_mask_BL)
-        return self.out(out_BAND.transpose(1, 2).flatten(2))
+    def forward(self, x_BTSE: Tensor, text_BLE: Tensor, text_mask_BL: Tensor, part: Part) -> Tensor:
+        shape = x_BTSE.shape[1:3]
+        q_BAND = self.q(x_BTSE).flatten(1, 2).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+        kv = self.kv(text_BLE).unflatten(-1, (-1, 2, self.head_width))  # B L A 2 D
+        k_BALD, v_BALD = kv.permute(3, 0, 2, 1, 4).unbind(0)
+        out_BAND = part.attend_text(self.attend, self.q_norm(q_BAND), self.k_norm(k_BALD), v_BALD, text_mask_BL)
+        return self.out(out_BAND.transpose(1, 2).flatten(2).unflatten(1, shape))
 
 
 def initial_value(name: str, shape: torch.Size, seed: int, zero: bool) -> Tensor:

@@ -4,15 +4,16 @@ After DiT (Peebles & Xie 2023: adaLN-Zero, every block the identity at the start
 temporal blocks in turn), Cosmos (a low-rank part of the modulation per block on top of a shared one), and PixArt-alpha
 (cross-attention to the caption).
 
-Legend: B batch, C T h w channels, frames, height, width of a latent, N tokens, L caption tokens, D text width,
-E model width, P values of a patch, X position axes.
+Legend: B batch, C T h w channels, frames, height, width of a latent, T S rows and columns of tokens (frames x places of a
+frame, or one row of all), L caption tokens, D text width, E model width, P values of a patch.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +24,10 @@ from mmspeed.errors import UserError
 from mmspeed.models.layers import (
     NORM_EPS,
     TIME_CHANNELS,
-    Attend,
     CrossAttention,
     Mlp,
     SelfAttention,
+    Span,
     TimeEmbedder,
     initial_value,
     modulate,
@@ -34,8 +35,8 @@ from mmspeed.models.layers import (
     set_parameter,
     unpatchify,
 )
-
-Span = Literal["spatial", "temporal", "full"]
+from mmspeed.parallel.tokens import Attend, Part, TokenLayout
+from mmspeed.protocol import Role
 
 # Modules whose weights start at zero: the prediction, the modulation (so all gates), and what cross-attention adds.
 ZERO_MODULES = ("final", "final_modulation", "modulation", "modulation_up", "cross_attention.out")
@@ -90,6 +91,11 @@ class SoraDiTConfig:
             return "full"
         return "temporal" if block % 2 else "spatial"
 
+    def rows_and_columns(self, grid: tuple[int, int, int]) -> tuple[int, int]:
+        """Tokens as blocks meet them: frames x places of a frame; one row of all where every block attends over all."""
+        t, h, w = grid
+        return (1, t * h * w) if self.arrangement == "full" else (t, h * w)
+
     def grid(self, latent: tuple[int, int, int]) -> tuple[int, int, int]:
         """Patches along (T, h, w). Raises ValueError when the latent does not divide."""
         for label, size, step in zip(("frames", "height", "width"), latent, self.patch, strict=True):
@@ -118,45 +124,48 @@ class SoraBlock(nn.Module):
         self.modulation_up = nn.Linear(config.adaln_rank, 6 * width)
 
     def forward(
-        self,
-        x_BNE: Tensor,
-        cond_BE: Tensor,
-        shared_B6E: Tensor,
-        text_BLE: Tensor,
-        text_mask_BL: Tensor,
-        pos_NX: Tensor,
-        frames: int,
+        self, x_BTSE: Tensor, cond: Tensor, shared: Tensor, text_BLE: Tensor, text_mask_BL: Tensor, part: Part
     ) -> Tensor:
-        """`pos_NX` are the integer positions (t, h, w) of the tokens; `frames` is the number of patches along T."""
-        own_B6E = self.modulation_up(self.modulation_down(cond_BE)).view_as(shared_B6E)
-        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = (shared_B6E + own_B6E).unbind(1)  # each BE
-        h_BNE = modulate(self.norm_self(x_BNE), shift_a, scale_a)
-        x_BNE = x_BNE + gate_a[:, None] * self._attend_span(h_BNE, pos_NX, frames)
-        x_BNE = x_BNE + self.cross_attention(self.norm_cross(x_BNE), text_BLE, text_mask_BL)
-        h_BNE = modulate(self.norm_mlp(x_BNE), shift_m, scale_m)
-        return x_BNE + gate_m[:, None] * self.mlp(h_BNE)
+        """`part` tells which tokens these are. `cond` (..., E) and `shared` (..., 6, E) are of samples (B) or of frames (B, T)."""
+        own = self.modulation_up(self.modulation_down(cond)).view_as(shared)
+        # each (B, 1, 1, E) or (B, T, 1 or S, E)
+        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = (of_tokens(m, part) for m in (shared + own).unbind(-2))
+        h_BTSE = part.gather(modulate(self.norm_self(x_BTSE), shift_a, scale_a))
+        x_BTSE = x_BTSE + gate_a * part.shed(self.self_attention(h_BTSE, part, self.span))
+        h_BTSE = part.gather(self.norm_cross(x_BTSE))
+        x_BTSE = x_BTSE + part.shed(self.cross_attention(h_BTSE, text_BLE, text_mask_BL, part))
+        h_BTSE = part.gather(modulate(self.norm_mlp(x_BTSE), shift_m, scale_m))
+        return x_BTSE + gate_m * part.shed(self.mlp(h_BTSE))
 
-    def _attend_span(self, h_BNE: Tensor, pos_NX: Tensor, frames: int) -> Tensor:
-        """Rotary positions are relative, so axes along which a span does not vary are left out of its head width."""
-        area = h_BNE.shape[1] // frames
-        if self.span == "spatial":
-            return self.self_attention(h_BNE, pos_NX[:area, 1:], frames, False)
-        if self.span == "temporal":
-            return self.self_attention(h_BNE, pos_NX[::area, :1], area, True)
-        return self.self_attention(h_BNE, pos_NX, 1, False)
+
+def of_tokens(cond: Tensor, part: Part) -> Tensor:
+    """Conditioning of samples (B, E) or of frames (B, T, E) as it meets tokens: (B, 1, 1, E) or (B, T, 1 or S, E)."""
+    return cond[:, None, None] if cond.dim() == 2 else cond[:, part.frames]
 
 
 class SoraDiT(nn.Module):
     """The diffusion transformer; satisfies `mmspeed.protocol.DiffusionModel`.
 
     It is made with the weights of seed 0, except on the meta device: there call `to_empty` and `init_weights` later.
-    `attend` is what all its attention goes through.
+    `attend` is what all its attention goes through. `layout` says which tokens this process computes: all of them, unless a
+    parallel layer puts another there.
     """
+
+    roles: ClassVar[Mapping[str, Role]] = {
+        "blocks.*.self_attention.qkv": "column",
+        "blocks.*.self_attention.out": "row",
+        "blocks.*.cross_attention.q": "column",
+        "blocks.*.cross_attention.kv": "column",
+        "blocks.*.cross_attention.out": "row",
+        "blocks.*.mlp.up": "column",
+        "blocks.*.mlp.down": "row",
+    }
 
     def __init__(self, config: SoraDiTConfig, attend: Attend = attention) -> None:
         super().__init__()
         width = config.width
         self.config = config
+        self.layout = TokenLayout()
         self.patch_in = nn.Linear(config.patch_values, width)
         self.time = TimeEmbedder(width)
         self.modulation = nn.Linear(width, 6 * width)
@@ -169,27 +178,82 @@ class SoraDiT(nn.Module):
         if not self.patch_in.weight.is_meta:
             self.init_weights(0)
 
-    def forward(self, x_BCThw: Tensor, t_B: Tensor, text_BLD: Tensor, text_mask_BL: Tensor) -> Tensor:
-        """The prediction, of the shape and dtype of `x_BCThw`.
+    @property
+    def heads(self) -> int:
+        """Attention heads, over all processes."""
+        return self.config.heads
 
-        `t_B` in [0, 1] should come as float32 (bfloat16 holds no more than 8 bits of it); `text_mask_BL` is bool, True
-        at real tokens. Raises ValueError when the latent has not the model's channels or does not divide into patches.
+    def forward(
+        self,
+        x_BCThw: Tensor,
+        t: Tensor,
+        text_BLD: Tensor,
+        text_mask_BL: Tensor,
+        video_mask_BThw: Tensor | None = None,
+    ) -> Tensor:
+        """The prediction, of the shape and dtype of `x_BCThw`. Every process gets all of every argument, and gives all.
+
+        Args:
+            t: in [0, 1], of samples (B,) or of latent frames (B, T): 0 at frames that are given, such as the first one of a
+                video made from an image. It should come as float32 (bfloat16 holds no more than 8 bits of it).
+            text_mask_BL: bool, True at real tokens.
+            video_mask_BThw: bool, True at real latents, False at padding: no token attends to a patch without a real latent.
+                None: all are real.
+
+        Raises ValueError when the latent has not the model's channels or does not divide into patches, or a mask or the times
+        have another shape.
         """
-        if x_BCThw.shape[1] != self.config.latent_channels:
-            raise ValueError(f"the latent has {x_BCThw.shape[1]} channels, the model {self.config.latent_channels}")
+        config = self.config
+        if x_BCThw.shape[1] != config.latent_channels:
+            raise ValueError(f"the latent has {x_BCThw.shape[1]} channels, the model {config.latent_channels}")
         _, _, frames, height, width = x_BCThw.shape
-        grid = self.config.grid((frames, height, width))
-        pos_NX = grid_positions(grid, x_BCThw.device)
+        grid = config.grid((frames, height, width))
+        shape = config.rows_and_columns(grid)
+        spread = self.layout.spread(
+            grid_positions(grid, x_BCThw.device).unflatten(0, shape),
+            self._token_mask(video_mask_BThw, x_BCThw, shape),
+            text_BLD.shape[1],
+            full=config.arrangement == "full",
+            image=frames == 1,
+        )
+        parts = {span: spread.part("T" if span == "temporal" else "S") for span in {b.span for b in self.blocks}}
+        part = parts[self.blocks[0].span]
         dtype = self.patch_in.weight.dtype  # of the computation, under sharded mixed precision too
-        cond_BE = self.time(t_B)
-        shared_B6E = self.modulation(cond_BE).unflatten(-1, (6, -1))
-        text_BLE = self.text_in(self.text_norm(text_BLD.to(dtype)))
-        x_BNE = self.patch_in(patchify(x_BCThw.to(dtype), self.config.patch))
+        cond = self.time(self._checked_times(t, x_BCThw))
+        shared = self.modulation(cond).unflatten(-1, (6, -1))
+        text_BLE = self.text_in(self.text_norm(spread.text(text_BLD).to(dtype)))
+        text_mask_BL = spread.text(text_mask_BL)
+        patches_BTSP = patchify(x_BCThw.to(dtype), config.patch).unflatten(1, shape)
+        x_BTSE = self.patch_in(spread.cut(patches_BTSP, part))
         for block in self.blocks:
-            x_BNE = block(x_BNE, cond_BE, shared_B6E, text_BLE, text_mask_BL, pos_NX, grid[0])
-        shift_BE, scale_BE = self.final_modulation(cond_BE).chunk(2, dim=-1)
-        out_BNP = self.final(modulate(self.final_norm(x_BNE), shift_BE, scale_BE))
-        return unpatchify(out_BNP, self.config.patch, grid).to(x_BCThw.dtype)
+            x_BTSE = spread.turn(x_BTSE, part, parts[block.span])
+            part = parts[block.span]
+            x_BTSE = block(x_BTSE, cond, shared, text_BLE, text_mask_BL, part)
+        shift, scale = (of_tokens(m, part) for m in self.final_modulation(cond).chunk(2, dim=-1))
+        out_BTSP = spread.join(self.final(modulate(self.final_norm(x_BTSE), shift, scale)), part)
+        return unpatchify(out_BTSP.flatten(1, 2), config.patch, grid).to(x_BCThw.dtype)
+
+    def _checked_times(self, t: Tensor, x_BCThw: Tensor) -> Tensor:
+        """Times of samples (B,) or of latent frames (B, T), which a patch of several frames would mix."""
+        if t.dim() == 1:
+            return t
+        wanted = (x_BCThw.shape[0], x_BCThw.shape[2])
+        if tuple(t.shape) != wanted or self.config.patch[0] != 1:
+            raise ValueError(
+                f"times of frames have the shape {wanted}, not {tuple(t.shape)}, and need patches of one frame"
+            )
+        return t
+
+    def _token_mask(self, mask_BThw: Tensor | None, x_BCThw: Tensor, shape: tuple[int, int]) -> Tensor | None:
+        """True at the tokens (B, T, S) with a real latent."""
+        if mask_BThw is None:
+            return None
+        wanted = (x_BCThw.shape[0], *x_BCThw.shape[2:])
+        if mask_BThw.dtype != torch.bool or tuple(mask_BThw.shape) != wanted:
+            raise ValueError(
+                f"the video mask is bool of the shape {wanted}, not {mask_BThw.dtype} {tuple(mask_BThw.shape)}"
+            )
+        return patchify(mask_BThw[:, None], self.config.patch).any(-1).unflatten(1, shape)
 
     def tokens(self, latent: tuple[int, int, int]) -> int:
         """Tokens of one sample whose latent is (T, h, w). Raises ValueError when it does not divide into patches."""

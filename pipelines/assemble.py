@@ -9,16 +9,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from mmspeed.config import Config
 from mmspeed.device import Device, parse_dtype
+from mmspeed.errors import UserError
 from mmspeed.loop.ema import EMA
 from mmspeed.loop.optim import make_optimizer
+from mmspeed.mesh import Mesh, make_mesh
 from mmspeed.models import SoraDiT
-from mmspeed.parallel import Strategy, parallelize
+from mmspeed.parallel import Strategy, TokenLayout, make_layout, parallelize, resolve_strategy
 from mmspeed.pipelines.objective import Objective, make_objective
 from mmspeed.protocol import Batch
 
@@ -36,24 +38,54 @@ class Assembly:
     loss_fn: LossFn
 
 
-def assemble(config: Config, bare: SoraDiT, mesh: DeviceMesh | None, strategy: Strategy, device: Device) -> Assembly:
+@dataclass(frozen=True)
+class Placement:
+    """Which devices a run has, and what each is to it."""
+
+    strategy: Strategy
+    mesh: Mesh
+    layout: TokenLayout
+    lane: int  # this process's group of those that compute a video together
+    lanes: int
+    first: bool  # whether it is its group's first
+
+
+def place(config: Config, device: Device) -> Placement:
+    """The config's layout over the processes of this run; a collective call. Raises UserError where it does not fit them."""
+    parallel, rank, world = config.parallel, dist.get_rank(), dist.get_world_size()
+    strategy = resolve_strategy(parallel.strategy, world)
+    if world % parallel.group:
+        raise UserError(
+            f"parallel: ring {parallel.ring} x ulysses {parallel.ulysses} x tp {parallel.tp} does not divide the {world} "
+            f"processes of this run; change one, or --nproc"
+        )
+    replicate, shard = (parallel.dp_replicate, parallel.dp_shard) if strategy == "fsdp" else (-1, 1)
+    mesh = make_mesh(device, replicate, shard, parallel.ring, parallel.ulysses, parallel.tp)
+    layout = make_layout(mesh, parallel)
+    return Placement(
+        strategy, mesh, layout, rank // parallel.group, world // parallel.group, rank % parallel.group == 0
+    )
+
+
+def assemble(config: Config, bare: SoraDiT, placement: Placement, device: Device) -> Assembly:
     """Put a model that is on the meta device on its devices, with the weights of the config's seed; changed in place."""
 
     def fill() -> None:
         bare.to_empty(device=device.torch_device)
         bare.init_weights(config.seed)  # drawn by name (law 1)
 
-    if strategy != "fsdp":
+    if placement.strategy != "fsdp":
         fill()
     model = parallelize(
         bare,
-        mesh,
-        strategy,
+        placement.mesh,
+        placement.strategy,
+        layout=placement.layout,
         compute_dtype=parse_dtype(config.device.dtype),
         checkpointing=config.train.checkpointing,
         compile=config.train.compile,
     )
-    if strategy == "fsdp":  # memory only for this rank's shards
+    if placement.strategy == "fsdp":  # memory only for this rank's shards
         fill()
     optimizer = make_optimizer(model, config.train)
     ema = EMA(model, config.train.ema_decay) if config.train.ema_decay is not None else None

@@ -74,8 +74,7 @@ class Observer:
             config.validate_.quantiles,
             config.seed,
             pipeline.device,
-            pipeline.rank,
-            pipeline.world,
+            pipeline.placement,
         )
 
     def _sample(self, step: int) -> None:
@@ -86,7 +85,7 @@ class Observer:
         )
         bucket = video_shape(config, codec.strides, pipeline.bare)
         settings = sampler_settings(config, None, None, None, config.validate_.seed)
-        mine = shares(list(enumerate(self.prompts)), pipeline.rank, pipeline.world)
+        mine = shares(list(enumerate(self.prompts)), pipeline.placement)
         latents = generate_latents(
             pipeline.model,
             pipeline.objective,
@@ -97,6 +96,8 @@ class Observer:
             settings,
             pipeline.device,
         )
+        if not pipeline.placement.first:  # the first of the group has the same latents
+            return
         videos = decode_videos(codec, latents, config.data.fps or 24.0)
         del codec
         pipeline.device.empty_cache()
@@ -108,5 +109,6 @@ class Observer:
             write_text(folder / f"{index:03d}.txt", prompt)
         if kept:
             sheet = contact_sheet([v for _, _, v in kept], [p for _, p, _ in kept])
-            name = "contact-sheet.png" if pipeline.world == 1 else f"contact-sheet-{pipeline.rank}.png"
+            lanes, lane = pipeline.placement.lanes, pipeline.placement.lane
+            name = "contact-sheet.png" if lanes == 1 else f"contact-sheet-{lane}.png"
             save_image(sheet, folder / name)

@@ -55,6 +55,7 @@ def setting_of(
         "device.name": device.name,
         "devices": world,
         "parallel.strategy": strategy,
+        **{f"parallel.{name}": getattr(config.parallel, name) for name in ("ring", "ulysses", "tp", "scheme", "shard")},
         "torch": torch.__version__,
     }
     if strategy == "fsdp":

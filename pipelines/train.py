@@ -37,10 +37,9 @@ from mmspeed.loop.checkpoint import CheckpointManager, TrainingState
 from mmspeed.loop.optim import learning_rate, set_learning_rate
 from mmspeed.loop.signals import StopSignals
 from mmspeed.loop.step import StepResult, train_step
-from mmspeed.mesh import make_mesh, patient_group, process_group
+from mmspeed.mesh import patient_group, process_group
 from mmspeed.models import SoraDiT, build_model
-from mmspeed.parallel import resolve_strategy
-from mmspeed.pipelines.assemble import assemble
+from mmspeed.pipelines.assemble import assemble, place
 from mmspeed.pipelines.during import Observer
 from mmspeed.pipelines.opening import open_cache
 from mmspeed.pipelines.profile import load_measured, setting_of
@@ -119,15 +118,9 @@ class TrainPipeline:
     # -- set-up ---------------------------------------------------------------------------------------------------
 
     def _join(self) -> None:
-        config = self.config
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.strategy = resolve_strategy(config.parallel.strategy, self.world)
-        sharded = self.strategy == "fsdp"
-        self.mesh = make_mesh(
-            self.device,
-            config.parallel.dp_replicate if sharded else self.world,
-            config.parallel.dp_shard if sharded else 1,
-        )
+        self.placement = place(self.config, self.device)
+        self.strategy = self.placement.strategy
 
     def _open_data(self) -> None:
         config = self.config
@@ -145,6 +138,7 @@ class TrainPipeline:
             train.buckets(),
             sample_costs(self.bare, self.strides, config.text.max_tokens),
             self.world,
+            config.parallel,
             measured=self._measured() if config.batching.by == "time" else None,
         )
         stages = make_stages(config.data, config.curriculum)
@@ -174,7 +168,7 @@ class TrainPipeline:
         model = build_model(config.model, encoders["vae"]["channels"], encoders["text"]["width"], device="meta")
         self._check_patches(model)
         self.bare = model
-        parts = assemble(config, model, self.mesh, self.strategy, self.device)
+        parts = assemble(config, model, self.placement, self.device)
         self.model, self.optimizer, self.ema = parts.model, parts.optimizer, parts.ema
         self.objective, self.loss_fn = parts.objective, parts.loss_fn
 
@@ -323,6 +317,7 @@ class TrainPipeline:
             world=self.world,
             clip_norm=self.config.train.clip_norm,
             strategy=self.strategy,
+            tensor=self.placement.layout.tensor,
         )
 
     def _count(self, data: Step, telemetry: Telemetry) -> None:

@@ -23,12 +23,10 @@ from mmspeed.log import format_bytes
 from mmspeed.loop.optim import set_learning_rate
 from mmspeed.loop.step import train_step
 from mmspeed.memory import peak_bytes, resident_bytes
-from mmspeed.mesh import make_mesh
 from mmspeed.models import SoraDiT, build_model
 from mmspeed.models.text import text_width
 from mmspeed.models.vae import codec_geometry
-from mmspeed.parallel import resolve_strategy
-from mmspeed.pipelines.assemble import assemble
+from mmspeed.pipelines.assemble import assemble, place
 from mmspeed.protocol import Batch
 from mmspeed.shapes import Bucket, Strides
 
@@ -44,13 +42,8 @@ class Trial:
         """Raises UserError for a bucket that fits neither codec nor model, and when the model alone is over the limit."""
         self.config, self.device = config, device
         self.world = dist.get_world_size()
-        self.strategy = resolve_strategy(config.parallel.strategy, self.world)
-        sharded = self.strategy == "fsdp"
-        mesh = make_mesh(
-            device,
-            config.parallel.dp_replicate if sharded else self.world,
-            config.parallel.dp_shard if sharded else 1,
-        )
+        self.placement = place(config, device)
+        self.strategy = self.placement.strategy
         self.channels, self.strides = codec_geometry(config.vae)
         self.width = text_width(config.text)
         self.text_tokens = min(COUNTED_TEXT_TOKENS, config.text.max_tokens)
@@ -61,7 +54,7 @@ class Trial:
         least = self._least_bytes()
         if limit_bytes is not None and least > limit_bytes:
             raise does_not_fit(least, limit_bytes)
-        self.parts = assemble(config, self.bare, mesh, self.strategy, device)
+        self.parts = assemble(config, self.bare, self.placement, device)
         set_learning_rate(self.parts.optimizer, RATE)
 
     @property
@@ -92,6 +85,7 @@ class Trial:
             world=self.world,
             clip_norm=self.config.train.clip_norm,
             strategy=self.strategy,
+            tensor=self.placement.layout.tensor,
         )
         if not result.finite:
             raise UserError(

@@ -14,6 +14,7 @@ from torch import nn
 from mmspeed import comm, rng
 from mmspeed.data import DatasetCache, Draw, Sample, assemble
 from mmspeed.device import Device
+from mmspeed.pipelines.assemble import Placement
 from mmspeed.pipelines.objective import Objective
 
 Item = TypeVar("Item")
@@ -28,17 +29,18 @@ class HeldOutLoss:
     samples: int
 
 
-def shares(items: list[Item], rank: int, world: int) -> list[tuple[Item, bool]]:
-    """This rank's items, filled up so that all ranks have the same number; the flag is False for fillers.
+def shares(items: list[Item], placement: Placement) -> list[tuple[Item, bool]]:
+    """This rank's items, those of its group, filled up so that all have the same number; the flag is False for fillers.
 
     Sharded models need every rank in every forward pass.
     """
     if not items:
         return []
-    rounds = -(-len(items) // world)
+    lane, lanes = placement.lane, placement.lanes
+    rounds = -(-len(items) // lanes)
     return [
         (items[index], True) if index < len(items) else (items[-1], False)
-        for index in range(rank, rounds * world, world)
+        for index in range(lane, rounds * lanes, lanes)
     ]
 
 
@@ -50,8 +52,7 @@ def held_out_loss(
     quantiles: int,
     seed: int,
     device: Device,
-    rank: int,
-    world: int,
+    placement: Placement,
 ) -> HeldOutLoss | None:
     """The unweighted loss of held-out samples at the middles of `quantiles` equal parts of the training distribution.
 
@@ -64,7 +65,7 @@ def held_out_loss(
     was_training = model.training
     model.eval()
     with torch.no_grad():
-        for sample, real in shares(samples, rank, world):
+        for sample, real in shares(samples, placement):
             batch = assemble(cache, [(Draw(sample, 0, 0), 1.0)], seed=seed, caption_dropout=0.0)
             batch = batch.to(device.torch_device, torch.float32)
             for q in range(quantiles):
@@ -74,7 +75,7 @@ def held_out_loss(
                 t_B = objective.time_from_quantile(u_B).float()
                 x_t, target = objective.training_pair(batch.latents_BCThw, noise, t_B)
                 prediction = model(x_t, device.to_device(t_B), batch.text_BLD, batch.text_mask_BL)
-                if real:
+                if real and placement.first:
                     sums[q] += (prediction.float() - target.float()).square().mean().item()
     model.train(was_training)
     totals = comm.all_reduce_sum(sums)

@@ -19,6 +19,7 @@ from mmspeed.data.deal import Lot
 from mmspeed.data.mixture import Pool, over_largest
 from mmspeed.data.order import Stage
 from mmspeed.data.schedule import Plan
+from mmspeed.errors import UserError
 from mmspeed.preprocess.caption_lengths import CaptionLengths
 
 Array = npt.NDArray[Any]
@@ -128,7 +129,8 @@ class Outlook:
 def usual_worlds(config: Config) -> tuple[int, ...]:
     """Numbers of devices to show when nothing is said: those that a step of the config has work for."""
     slots = config.train.samples_per_step if config.batching.by == "samples" else config.batching.slots
-    return tuple(world for world in WORLDS if slots is None or world <= slots)
+    fitting = [world for world in WORLDS if world % config.parallel.group == 0] or [config.parallel.group]
+    return tuple(world for world in fitting if slots is None or world <= slots) or (config.parallel.group,)
 
 
 def foresee(
@@ -158,7 +160,13 @@ def foresee(
     plans: list[tuple[Batching, Order]] = []
     for world in worlds:
         buckets = {bucket for bucket, _ in sizes}
-        batching = make_batching(config.batching, config.train, buckets, costs, world, measured=measured)
+        if world % config.parallel.group:
+            raise UserError(
+                f"{world} devices are no multiple of the {config.parallel.group} that make ring x ulysses x tp"
+            )
+        batching = make_batching(
+            config.batching, config.train, buckets, costs, world, config.parallel, measured=measured
+        )
         known = next((order for other, order in plans if other == batching), None)  # then its plans are the same
         plans.append((batching, known or Order(places, batching, config.seed, stages)))
     lockstep = config.parallel.strategy != "ddp"
@@ -240,7 +248,7 @@ def _epoch(
 def full_step(batching: Batching, bucket: Bucket, uses: int, world: int) -> tuple[int, int]:
     """Samples of a step of one bucket alone (fewer where it has not so many uses), and the most that a device computes together."""
     count = min(uses, batching.supply(bucket, uses).step)
-    lanes = world if bucket.is_image else world // batching.group
+    lanes = world // (batching.tensor if bucket.is_image else batching.group)
     rows = deal((Lot(count, batching.cost(bucket), batching.at_a_time(bucket)),), lanes)
     return count, max(cell.size for row in rows for cell in row if cell is not None)
 

@@ -95,6 +95,33 @@ def preprocess(
 
 
 @app.command()
+def comm(
+    context: typer.Context,
+    ranks: Annotated[int, typer.Option(min=2, help="Processes to start, unless a launcher has.")] = 2,
+    megabytes: Annotated[float, typer.Option(min=0.001, help="Size of each rank's part, in float32.")] = 16.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; medians count.")] = 9,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+) -> None:
+    """Measure the exchanges between ranks; exit with 1 when bytes or copies are not those of the formulas."""
+    from mmspeed import log
+
+    from . import launch
+
+    if launch.wanted(ranks):
+        words = ["--ranks", str(ranks), "--megabytes", str(megabytes), "--rounds", str(rounds)]
+        debug = bool((context.obj or {}).get("debug"))
+        raise typer.Exit(launch.launch(["bench", "comm", *words, *(["--json"] if as_json else [])], ranks, debug))
+    launch.follow_launcher()
+    from .bench_comm import bench_comm
+
+    result = bench_comm(megabytes, rounds)
+    if log.rank() == 0:
+        print(result.to_json() if as_json else "\n".join(result.lines()))
+    if not result.passed():
+        raise typer.Exit(1)
+
+
+@app.command()
 def buckets(
     config: Annotated[
         Path | None, typer.Argument(metavar="[CONFIG]", help="YAML file of the run whose buckets are measured.")

@@ -1,13 +1,13 @@
 """Small host-side collectives of the loop and of preprocessing.
 
 Objects travel as JSON, not as pickles (law 4 forbids pickles on disk; here too JSON keeps the contents plain).
-The gradient traffic of DDP and FSDP2 is torch's own and is counted by `torch.distributed`'s debug tools, not here.
+A few bytes each, which no ledger counts: it counts the exchanges of tensors (`exchange.py`). The gradient traffic of DDP and
+FSDP2 is torch's own and is counted by `torch.distributed`'s debug tools.
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -19,40 +19,26 @@ from mmspeed.errors import UserError
 Group = dist.ProcessGroup | None
 
 
-class Ledger:
-    """Bytes handed to collectives, by kind. Made by whoever wants to count, and passed along."""
-
-    def __init__(self) -> None:
-        self.bytes: Counter[str] = Counter()
-        self.calls: Counter[str] = Counter()
-
-    def add(self, kind: str, tensor: torch.Tensor) -> None:
-        self.bytes[kind] += tensor.numel() * tensor.element_size()
-        self.calls[kind] += 1
-
-
 def _alone(group: Group) -> bool:
     return not dist.is_initialized() or dist.get_world_size(group) == 1
 
 
-def _all_reduce(values: list[float], op: Any, group: Group, ledger: Ledger | None) -> list[float]:
+def _all_reduce(values: list[float], op: Any, group: Group) -> list[float]:
     if _alone(group):
         return values
     tensor = torch.tensor(values, dtype=torch.float64)
-    if ledger is not None:
-        ledger.add("all_reduce", tensor)
     dist.all_reduce(tensor, op=op, group=group)
     return tensor.tolist()
 
 
-def all_reduce_sum(values: list[float], group: Group = None, ledger: Ledger | None = None) -> list[float]:
+def all_reduce_sum(values: list[float], group: Group = None) -> list[float]:
     """Element-wise sum of a few numbers over the group, in float64 on the CPU."""
-    return _all_reduce(values, dist.ReduceOp.SUM, group, ledger)
+    return _all_reduce(values, dist.ReduceOp.SUM, group)
 
 
-def all_reduce_max(values: list[float], group: Group = None, ledger: Ledger | None = None) -> list[float]:
+def all_reduce_max(values: list[float], group: Group = None) -> list[float]:
     """Element-wise maximum of a few numbers over the group."""
-    return _all_reduce(values, dist.ReduceOp.MAX, group, ledger)
+    return _all_reduce(values, dist.ReduceOp.MAX, group)
 
 
 def barrier(group: Group = None) -> None:
@@ -62,7 +48,7 @@ def barrier(group: Group = None) -> None:
         dist.all_reduce(torch.zeros(1), group=group)
 
 
-def all_gather_objects(value: Any, group: Group = None, ledger: Ledger | None = None) -> list[Any]:
+def all_gather_objects(value: Any, group: Group = None) -> list[Any]:
     """The JSON-serialisable values of all ranks, in rank order."""
     if _alone(group):
         return [value]
@@ -72,8 +58,6 @@ def all_gather_objects(value: Any, group: Group = None, ledger: Ledger | None = 
     longest = max(int(size) for size in sizes)
     padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: data.numel()] = data
-    if ledger is not None:
-        ledger.add("all_gather", padded)
     parts = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
     dist.all_gather(parts, padded, group=group)
     return [json.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
@@ -92,6 +76,6 @@ def first_does(check: Callable[[], None], rank: int, group: Group = None) -> Non
         raise UserError(problem)
 
 
-def broadcast_object(value: Any, source: int = 0, group: Group = None, ledger: Ledger | None = None) -> Any:
+def broadcast_object(value: Any, source: int = 0, group: Group = None) -> Any:
     """The JSON-serialisable value of rank `source`, on every rank."""
-    return all_gather_objects(value, group, ledger)[source]
+    return all_gather_objects(value, group)[source]

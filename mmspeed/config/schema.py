@@ -26,6 +26,7 @@ from .inputs import (
     TransformersTextConfig,
     VaeConfig,
 )
+from .parallel import ParallelConfig
 from .places import is_url, mirror_folder
 from .training import BatchingConfig, StageConfig, TrainConfig
 
@@ -158,22 +159,6 @@ class SampleConfig(Section):
     frames: int | None = Field(None, ge=1, description="Frames of the video; null: those of the first video bucket.")
     height: int | None = Field(None, ge=8, description="Height in pixels; null: that of the first video bucket.")
     width: int | None = Field(None, ge=8, description="Width in pixels; null: that of the first video bucket.")
-
-
-class ParallelConfig(Section):
-    """How the model is spread over devices."""
-
-    strategy: Literal["auto", "none", "ddp", "fsdp"] = Field(
-        "auto",
-        description="`ddp`: every device holds the model; `fsdp`: parameters are sharded; `auto`: `none` on one device, else `fsdp`.",
-    )
-    dp_replicate: int = Field(
-        1,
-        description="Replicas of the sharded model (with `fsdp`); -1: what `dp_shard` leaves. `ddp` uses all devices.",
-    )
-    dp_shard: int = Field(
-        -1, description="Devices that share one copy of the parameters (with `fsdp`); -1: what `dp_replicate` leaves."
-    )
 
 
 class DeviceConfig(Section):

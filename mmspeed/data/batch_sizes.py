@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from mmspeed.config.inputs import DataConfig
+from mmspeed.config.parallel import ParallelConfig
 from mmspeed.config.training import BatchingConfig, StageConfig, TrainConfig
 from mmspeed.errors import UserError
 from mmspeed.protocol import DiffusionModel
@@ -156,7 +157,7 @@ def make_batching(
     buckets: Iterable[Bucket],
     costs: SampleCosts,
     world: int,
-    group: int = 1,
+    parallel: ParallelConfig | None = None,
     measured: Measured | None = None,
 ) -> Batching:
     """The batching of a config.
@@ -165,20 +166,20 @@ def make_batching(
         buckets: all that there are samples of.
         costs: of one sample of a bucket.
         world: devices; they matter only where neither `train.batch_size` nor `batching.slots` fixes the size of a step.
-        group: devices that compute one video together.
+        parallel: says how many devices compute one video together; None: each its own.
         measured: for `by: time`.
     """
     wanted = sorted(set(buckets))
+    group, tensor = (parallel.group, parallel.tp) if parallel is not None else (1, 1)
 
     def counted(bucket: Bucket) -> Cost:
         one = costs.tokens(bucket) if batching.by == "tokens" else costs.flops(bucket) / 1e12
-        return Cost(0.0, one if bucket.is_image else one / group)
+        return Cost(0.0, one / (tensor if bucket.is_image else group))
 
     each = {bucket: counted(bucket) for bucket in wanted}
     if batching.by == "samples":
-        return Batching(
-            train.samples_per_step, {}, each, batching.mix, batching.tolerance, group, train.micro_batch_size
-        )
+        slots, at_once = train.samples_per_step, train.micro_batch_size
+        return Batching(slots, {}, each, batching.mix, batching.tolerance, group, at_once, tensor)
     most: dict[Bucket, int] = {}
     if batching.by == "time":
         if measured is None:
@@ -199,7 +200,7 @@ def make_batching(
         limits = [most.get(bucket), batching.max_batch, train.micro_batch_size]
         sizes[bucket] = min([size, *(limit for limit in limits if limit is not None)])
     slots = batching.slots or world * batching.accumulate
-    return Batching(slots, sizes, each, batching.mix, batching.tolerance, group)
+    return Batching(slots, sizes, each, batching.mix, batching.tolerance, group, tensor=tensor)
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,9 @@ class Batching:
     """How many samples of each bucket make a step. Nothing in it is of a rank; `slots` may be chosen by the world size.
 
     A step has `slots` device batches; one of bucket b has `sizes[b]` samples and costs `costs[b]` (by pixels where it is not
-    named). Of videos a sequence-parallel group of `group` ranks computes a device batch together, so their steps have
-    slots / group of them. A bucket without a size has steps of `slots` samples.
+    named). Of videos a group of `group` ranks computes a device batch together (the sequence-parallel ones, and of these the tensor-
+    parallel ones), so their steps have slots / group of them; of images the `tensor` ranks do. A bucket without a size has steps
+    of `slots` samples.
     """
 
     slots: int
@@ -38,6 +39,7 @@ class Batching:
     tolerance: float = 0.02
     group: int = 1
     most: int | None = None  # samples computed at a time, where not `sizes` says it: steps of so many samples
+    tensor: int = 1
 
     def cost(self, bucket: Bucket) -> Cost:
         return self.costs.get(bucket) or Cost(0.0, float(bucket.frames * bucket.height * bucket.width))
@@ -47,8 +49,8 @@ class Batching:
         return min(self.sizes[bucket], self.most or self.sizes[bucket]) if bucket in self.sizes else self.most
 
     def supply(self, bucket: Bucket, uses: int) -> Supply:
-        whole = bucket.is_image or bucket not in self.sizes
-        slots = self.slots if whole else max(1, self.slots // self.group)
+        ranks = 1 if bucket not in self.sizes else self.tensor if bucket.is_image else self.group
+        slots = max(1, self.slots // ranks)
         return Supply(uses, self.sizes.get(bucket, 1), self.cost(bucket), slots)
 
 

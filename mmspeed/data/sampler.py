@@ -109,7 +109,9 @@ class BatchSampler(Order):
         ]
         stages = [[stage.steps, self._uses_of(number)] for number, stage in enumerate(self.stages)]
         stages[-1][0] = None  # the last has all steps that come, whatever it says
-        return _digest([batching.slots, batching.group, batching.mix, batching.tolerance, rows, stages])
+        return _digest(
+            [batching.slots, batching.group, batching.tensor, batching.mix, batching.tolerance, rows, stages]
+        )
 
     def _uses_of(self, stage: int) -> list[list[Any]]:
         """How often an epoch of a stage uses what."""

@@ -25,8 +25,8 @@ def share(draws: Sequence[Draw], batching: Batching, rank: int, world: int) -> l
 
     Every rank gets the same number of micro-batches, and none is empty: where nothing is left for a rank it repeats a draw of
     the cheapest bucket with weight 0, so that all ranks meet in every collective. Over all ranks the weights of each draw
-    sum to 1; but in the place of a draw whose sample is lost stands a present one, with weight 0. The ranks of a sequence-parallel
-    group have the same videos, with weight 1 / group each, and images of their own.
+    sum to 1; but in the place of a draw whose sample is lost stands a present one, with weight 0. The ranks of a group have the same
+    videos, with weight 1 / group each; images are of each rank's own, or of tensor-parallel ranks together.
 
     Raises ValueError for an empty step, one that is lost as a whole, or a rank outside the world.
     """
@@ -95,7 +95,7 @@ def lanes_of(pieces: Sequence[tuple[Bucket, int]], batching: Batching) -> list[t
         return [(list(pieces), 1)]
     videos = [piece for piece in pieces if not piece[0].is_image]
     images = [piece for piece in pieces if piece[0].is_image]
-    return [(part, ranks) for part, ranks in ((videos, batching.group), (images, 1)) if part]
+    return [(part, ranks) for part, ranks in ((videos, batching.group), (images, batching.tensor)) if part]
 
 
 def _dealt(draws: Sequence[Draw], batching: Batching, world: int) -> Iterator[tuple[list[list[Draw]], Rows, int]]:

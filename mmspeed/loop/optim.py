@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from mmspeed.config.schema import TrainConfig
+from mmspeed.parallel import is_split
 
 
 def make_optimizer(model: nn.Module, cfg: TrainConfig) -> AdamW:
@@ -16,10 +18,13 @@ def make_optimizer(model: nn.Module, cfg: TrainConfig) -> AdamW:
     Make it after `parallelize`: sharding replaces the parameters.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": cfg.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    groups: list[dict[str, Any]] = []
+    for split in (False, True):  # apart: torch's foreach kernels take tensors of one mesh
+        some = [p for p in parameters if is_split(p) == split]
+        groups += [
+            {"params": [p for p in some if p.ndim >= 2], "weight_decay": cfg.weight_decay},
+            {"params": [p for p in some if p.ndim < 2], "weight_decay": 0.0},
+        ]
     # foreach: one launch for many tensors on every kind of device, and on shards, where torch's own default is a loop
     return AdamW([g for g in groups if g["params"]], lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, foreach=True)
 

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from mmspeed.comm import all_gather_objects, all_reduce_sum
-from mmspeed.parallel import Strategy, no_sync
+from mmspeed.comm import Axis, all_gather_objects, all_reduce_sum
+from mmspeed.parallel import Strategy, is_split, no_sync, sum_shared_gradients
 from mmspeed.protocol import Batch
 
 LossFunction = Callable[[nn.Module, Batch], Tensor]  # -> loss_B, float32, one number a sample
@@ -52,6 +52,7 @@ def train_step(
     world: int,
     clip_norm: float | None,
     strategy: Strategy,
+    tensor: Axis | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> StepResult:
     """Forward and backward of this rank's micro-batches, then one update by the mean gradient of `global_samples`.
@@ -59,21 +60,24 @@ def train_step(
     `global_samples` is the number of real samples (weight 1) of all `world` ranks; all bring equally many
     micro-batches. Of a micro-batch nothing but its samples' losses and sources is kept when the next one is asked for.
     A loss or gradient that is not finite on any rank leaves parameters and optimizer untouched on all.
-    `group` is for small CPU collectives. The device is waited for once.
+    `tensor` is the tensor-parallel axis, where there is one. `group` is for small CPU collectives. The device is waited for once.
     """
+    engine = world // (tensor.size if tensor is not None else 1)  # ranks that the engines average over
     losses: list[Tensor] = []
     sums: list[Tensor] = []
     sources: list[list[str]] = []
     for batch in batches:  # no enumerate: it would hold on to a batch while the next is waited for
         with no_sync(model, strategy, last=len(losses) == len(batches) - 1):
             loss_B = loss_fn(model, batch)
-            # the engines average over ranks: times `world` makes it the sum, over `global_samples` the mean
+            # the engines average over ranks: times their number makes it the sum, over `global_samples` the mean
             loss_sum = (loss_B * batch.weights_B.to(loss_B.device)).sum()
-            (loss_sum * (world / global_samples)).backward()
+            (loss_sum * (engine / global_samples)).backward()
         losses.append(loss_B.detach())
         sums.append(loss_sum.detach())
         sources.append(batch.sources)
         del batch
+    if tensor is not None:
+        sum_shared_gradients(model.parameters(), tensor)
     norm = clip_gradients(model, clip_norm)
     mine, grad_norm = torch.stack([torch.stack(sums).sum(), norm]).tolist()  # the wait for the device
     broken = not (math.isfinite(mine) and math.isfinite(grad_norm))
@@ -90,11 +94,14 @@ def train_step(
 def clip_gradients(model: nn.Module, clip_norm: float | None) -> Tensor:
     """The norm of all gradients over all shards, a scalar on the device; those above `clip_norm` are scaled down."""
     parameters = [p for p in model.parameters() if p.grad is not None]
-    norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
+    # weights that tensor parallelism splits lie on another mesh than the rest, and torch computes with one mesh at a time
+    kinds = [kind for split in (False, True) if (kind := [p for p in parameters if is_split(p) == split])]
+    norms = [get_total_norm([p.grad for p in kind if p.grad is not None]) for kind in kinds]
+    wholes = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    norm = wholes[0] if len(wholes) == 1 else torch.stack(wholes).square().sum().sqrt()
     if clip_norm is not None:
-        clip_grads_with_norm_(parameters, clip_norm, norm)
+        for kind in kinds:
+            clip_grads_with_norm_(kind, clip_norm, norm)
     return norm
 
 

@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
+from mmspeed.comm import Axis, Ledger
+from mmspeed.comm.groups import flattened
+from mmspeed.config.parallel import ParallelConfig
 from mmspeed.errors import UserError
 from mmspeed.memory import recompute
-from mmspeed.protocol import DiffusionModel
+from mmspeed.mesh import Mesh
+from mmspeed.protocol import DiffusionModel, Role
 
+from .attention import SequenceAxes
 from .data_parallel import Strategy, autocast, no_sync, replicate, shard, unwrap
+from .tensor import is_split, split_layers, sum_shared_gradients
+from .tokens import TokenLayout
 
-__all__ = ["Strategy", "autocast", "no_sync", "parallelize", "resolve_strategy", "unwrap"]
+__all__ = [
+    "SequenceAxes",
+    "Strategy",
+    "TokenLayout",
+    "autocast",
+    "is_split",
+    "make_layout",
+    "no_sync",
+    "parallelize",
+    "resolve_strategy",
+    "spread_tokens",
+    "sum_shared_gradients",
+    "unwrap",
+]
 
 
 def resolve_strategy(strategy: str, world: int) -> Strategy:
@@ -28,22 +48,51 @@ def resolve_strategy(strategy: str, world: int) -> Strategy:
     return cast(Strategy, strategy)
 
 
+def make_layout(mesh: Mesh | None, parallel: ParallelConfig | None = None, ledger: Ledger | None = None) -> TokenLayout:
+    """How the tokens of a forward pass are spread over a mesh; all on one process without one.
+
+    Makes process groups: every process of the run must call it.
+    """
+    if mesh is None:
+        return TokenLayout()
+    parallel, ledger = parallel or ParallelConfig(), ledger or Ledger()
+    axes = {name: Axis.of(mesh.axes, name, ledger, parallel.exchange) for name in ("ring", "ulysses", "tp")}
+    ring, ulysses = axes["ring"], axes["ulysses"]
+    return TokenLayout(
+        axes=SequenceAxes(ring, ulysses, parallel.ring_window),
+        whole=flattened("sequence", ring, ulysses, mesh.axes),
+        tensor=axes["tp"],
+        scheme=parallel.scheme,
+        shard="rows" if parallel.shard == "frames" else "columns",
+        text_from=parallel.shard_text,
+    )
+
+
 def parallelize(
     model: nn.Module,
-    mesh: DeviceMesh | None,
+    mesh: Mesh | None,
     strategy: Strategy,
     *,
+    layout: TokenLayout | None = None,
     compute_dtype: torch.dtype = torch.float32,
     checkpointing: bool = False,
     compile: bool = False,
 ) -> nn.Module:
-    """`model`, already on its device in float32, made ready for training; changed in place, and wrapped by `ddp` only.
+    """`model`, already on its device in float32 or on the meta device, made ready for training; changed in place, and wrapped
+    by `ddp` only.
 
-    Every rank must hand in the same parameters. `mesh` has the axes of `mmspeed.mesh` and may be None for `none`.
-    State-dict names (through `torch.distributed.checkpoint.state_dict`) are those of the bare model in every strategy.
+    Every rank must hand in the same parameters. `mesh` is of `mmspeed.mesh` and may be None for `none`; `layout` is of
+    `make_layout` and None for one process a sample. State-dict names (through `torch.distributed.checkpoint.state_dict`) are
+    those of the bare model in every strategy.
     """
+    layout = layout or TokenLayout()
+    if layout.tensor.size > 1:  # first: what follows sees layers that are split already
+        assert mesh is not None
+        split_layers(model, mesh.storage["tp"], *_tensor_parts(model, strategy, mesh))
+    if layout.tensor.size * layout.whole.size > 1:  # who computes which tokens
+        spread_tokens(model, layout)
     blocks = cast(DiffusionModel, model).blocks
-    if checkpointing:  # innermost, so that what is compiled holds the recomputation
+    if checkpointing:  # inside of what is compiled, so that it holds the recomputation
         for block in blocks:
             recompute(block)
     if compile:  # block by block: blocks of one kind share one graph, and sharding stays outside of it
@@ -56,3 +105,29 @@ def parallelize(
     if mesh is None:
         raise ValueError(f"strategy {strategy} needs a device mesh")
     return shard(model, mesh, compute_dtype) if strategy == "fsdp" else replicate(model)
+
+
+def _tensor_parts(model: nn.Module, strategy: Strategy, mesh: Mesh) -> tuple[int, Mapping[str, Role]]:
+    """The heads and roles of a model that tensor parallelism takes. Raises UserError where it cannot."""
+    if strategy == "ddp" or (strategy == "none" and mesh.storage.size() > mesh.size("tp")):
+        raise UserError("parallel.tp goes with parallel.strategy: fsdp")
+    roles = getattr(model, "roles", None)
+    if not roles:
+        raise UserError(f"parallel.tp: {type(model).__name__} declares no roles of its layers; use ring and ulysses")
+    return cast(int, model.heads), roles
+
+
+def spread_tokens(model: nn.Module, layout: TokenLayout) -> None:
+    """Hand a model its layout, in place. Raises UserError when the model cannot be spread so."""
+    if not isinstance(getattr(model, "layout", None), TokenLayout):
+        raise UserError(
+            f"parallel: {type(model).__name__} has no token layout; declare a plan with mmspeed.parallel.sequence_parallel"
+        )
+    heads, ulysses, tp = cast(int, model.heads), layout.axes.ulysses.size, layout.tensor.size
+    exchanges_heads = layout.scheme == "ulysses" or getattr(model, "arrangement", None) == "full"
+    if exchanges_heads and heads // tp < ulysses:
+        each = "" if tp == 1 else f" (of {heads}, with parallel.tp {tp})"
+        raise UserError(
+            f"parallel.ulysses {ulysses} is more than the {heads // tp} heads of a device{each}: use ring for the rest"
+        )
+    cast(Any, model).layout = layout

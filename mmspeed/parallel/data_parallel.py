@@ -13,10 +13,10 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from mmspeed.mesh import Mesh
 from mmspeed.protocol import DiffusionModel
 
 Strategy = Literal["none", "ddp", "fsdp"]
@@ -40,14 +40,14 @@ def autocast(model: nn.Module, dtype: torch.dtype) -> None:
     cast(_Autocast, model)._autocast_dtype = dtype
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype) -> nn.Module:
+def shard(model: nn.Module, mesh: Mesh, compute_dtype: torch.dtype) -> nn.Module:
     """`fully_shard` on each block, then on the root; replicas of the sharded model where `dp_replicate` > 1.
 
     Parameters travel in `compute_dtype`, gradients are summed in float32. Inputs are not cast: the root would round
     timesteps to `compute_dtype` too; autocast casts what the matrix products need.
     """
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    data_mesh = mesh if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"]
+    data_mesh = mesh.storage["dp_replicate", "shard"] if mesh.size("dp_replicate") > 1 else mesh.storage["shard"]
     for block in cast(DiffusionModel, model).blocks:
         fully_shard(block, mesh=data_mesh, mp_policy=policy)
     # The root is resharded too (not torch's default): after an evaluation its gathered parameters would otherwise

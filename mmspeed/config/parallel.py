@@ -1,0 +1,72 @@
+"""How a model is spread over devices."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from .inputs import Section
+
+
+class ParallelConfig(Section):
+    """How the model is spread over devices."""
+
+    strategy: Literal["auto", "none", "ddp", "fsdp"] = Field(
+        "auto",
+        description="`ddp`: every device holds the model; `fsdp`: parameters are sharded; `auto`: `none` on one device, else `fsdp`.",
+    )
+    dp_replicate: int = Field(
+        1,
+        description="Replicas of the sharded model (with `fsdp`); -1: what `dp_shard` leaves. `ddp` uses all devices.",
+    )
+    dp_shard: int = Field(
+        -1,
+        description="Devices that share one copy of the parameters (with `fsdp`), beside those of `ring` and `ulysses`; -1: what the other axes leave.",
+    )
+    ring: int = Field(
+        1,
+        ge=1,
+        description="Sequence parallelism: parts of a video's tokens whose keys and values travel round (ring attention). Any number; for slow links.",
+    )
+    ulysses: int = Field(
+        1,
+        ge=1,
+        description="Sequence parallelism: parts of a video's tokens that are exchanged for heads around attention (Ulysses). At most the heads of a device; for fast links.",
+    )
+    tp: int = Field(
+        1, ge=1, description="Tensor parallelism: devices that share each weight matrix; must divide the heads."
+    )
+    scheme: Literal["switch", "ulysses"] = Field(
+        "switch",
+        description="Sequence parallelism of a factorised model. `switch`: tokens are re-sharded between spatial and temporal blocks (two exchanges a pair of blocks). `ulysses`: tokens stay; attention of the blocks that cross shards exchanges queries, keys, values and outputs, as a full model does.",
+    )
+    shard: Literal["frames", "space"] = Field(
+        "frames",
+        description="What a factorised model's tokens are split by, where both would do: `frames`: the temporal blocks exchange; `space`: the spatial ones.",
+    )
+    shard_text: int | None = Field(
+        None,
+        ge=1,
+        description="Captions of at least so many tokens are split over the devices of a video too; null: every device holds them whole.",
+    )
+    ring_window: int | None = Field(
+        None,
+        ge=2,
+        description="Double ring: neighbours among `ring` that share a fast link; must divide `ring`. null: one ring.",
+    )
+    exchange: Literal["collective", "point_to_point"] = Field(
+        "collective",
+        description="How all-to-all and reduce-scatter are made: by the collective, or of sends and receives (equal results).",
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> ParallelConfig:
+        if self.ring_window is not None and self.ring % self.ring_window:
+            raise ValueError(f"ring_window {self.ring_window} must divide ring {self.ring}")
+        return self
+
+    @property
+    def group(self) -> int:
+        """Devices that compute one video together."""
+        return self.ring * self.ulysses * self.tp

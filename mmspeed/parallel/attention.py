@@ -1,0 +1,232 @@
+"""Attention over a sequence that is split over a group of ranks: heads are exchanged for sequence (Ulysses), then keys go round (ring).
+
+Ulysses (Jacobs et al. 2023): ranks of the "ulysses" axis hold parts of the sequence with all heads; an all-to-all gives each the
+joined parts with some of the heads, and another brings the output back. The ring goes over what is joined (`parallel.ring`). Both
+together are USP (Fang and Zhao 2024): ulysses on the fast links, the ring on the rest, any factorisation of the degree.
+
+    ulysses, ring    what runs
+    1, 1             `compute.attention.attention`
+    u, 1             all-to-all, `compute.attention.attention`, all-to-all
+    1, r             ring
+    u, r             all-to-all, ring, all-to-all
+
+(`causal`, or a `scale` of one's own, is block attention's, so a ring of one rank serves in place of `attention`.)
+
+Bytes that a rank sends per call, e the element size, sums over uneven parts otherwise:
+
+    queries, keys, values, output over "ulysses" (all_to_all):  forward (u - 1) / u * B D e (2 A N + 2 K M),  backward the same
+    key mask over "ulysses" (all_gather):                       forward (u - 1) B M
+    ring: the formulas of `parallel.ring`, with K / u heads and the joined length u M
+
+The causal order: the R = ring ranks hold the sequence in `zigzag` order, and the Ulysses ranks of each share its two chunks, joined, by
+contiguous parts.
+
+Legend: B batch, A heads, K heads of the keys, N queries and M keys that this rank holds, D head width, u and r degrees.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from mmspeed.comm.axis import Axis
+from mmspeed.comm.exchange import all_gather, all_to_all, all_to_all_many, even_sizes
+from mmspeed.compute.attention import Backend, attention
+from mmspeed.errors import UserError
+
+from .ring import ring_attention
+
+
+@dataclass(frozen=True)
+class SequenceAxes:
+    """Over what a sequence is split. `window`: places of the inner ring of a double ring; `outer`: its own axis between windows.
+
+    A rank's place in the group is ring.rank * ulysses.size + ulysses.rank.
+    """
+
+    ring: Axis
+    ulysses: Axis
+    window: int | None = None
+    outer: Axis | None = None
+
+    @classmethod
+    def alone(cls) -> SequenceAxes:
+        """No split."""
+        return cls(Axis.alone("ring"), Axis.alone("ulysses"))
+
+    @property
+    def size(self) -> int:
+        return self.ring.size * self.ulysses.size
+
+    @property
+    def rank(self) -> int:
+        return self.ring.rank * self.ulysses.size + self.ulysses.rank
+
+    def joined(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Lengths that the ring's ranks hold after the exchange, from the local lengths of all ranks of the group."""
+        u = self.ulysses.size
+        return tuple(sum(sizes[u * place : u * (place + 1)]) for place in range(self.ring.size))
+
+    def near(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Local lengths of the ranks of this rank's Ulysses group."""
+        first = self.ring.rank * self.ulysses.size
+        return tuple(sizes[first : first + self.ulysses.size])
+
+
+def hybrid_attention(
+    q_BAND: Tensor,
+    k_BKMD: Tensor,
+    v_BKMD: Tensor,
+    key_mask_BM: Tensor | None,
+    axes: SequenceAxes,
+    q_sizes: Sequence[int],
+    k_sizes: Sequence[int],
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    backend: str = "auto",
+    counter: Counter[str] | None = None,
+) -> Tensor:
+    """Attention of this rank's part of the queries to all keys of the group: `out_BAND`.
+
+    Args:
+        key_mask_BM: bool, True at keys of this rank's part that count; None on all ranks or on none. Queries that see no key give 0.
+        q_sizes, k_sizes: lengths of the parts of all ranks of the group, 0 allowed; queries and keys may be split in different ways.
+        causal: the order of the parts is that of the file's head.
+        backend: "auto", "sdpa" (a fused kernel or ValueError) or "eager"; where blocks are attended to, also a kernel's name.
+        counter: counts calls by backend or kernel.
+
+    Every rank makes the call, and its backward. Under autocast, computes in its dtype.
+    Raises UserError for fewer heads than Ulysses ranks, ValueError for sizes that do not fit.
+    """
+    _check(q_BAND, k_BKMD, axes, q_sizes, k_sizes)
+    q_BAND, k_BKMD, v_BKMD = _autocast(q_BAND, k_BKMD, v_BKMD)
+    if axes.ulysses.size > 1:
+        heads = split_heads(q_BAND.shape[1], k_BKMD.shape[1], axes.ulysses.size)
+        q_BAND, k_BKMD, v_BKMD = _heads_for_sequence(
+            q_BAND, k_BKMD, v_BKMD, axes.ulysses, heads, axes.near(q_sizes), axes.near(k_sizes)
+        )
+        if key_mask_BM is not None:
+            key_mask_BM = _join_mask(key_mask_BM, axes.ulysses, axes.near(k_sizes))
+    if axes.ring.size > 1 or causal or scale is not None:
+        out_BAND = _ring(
+            q_BAND,
+            k_BKMD,
+            v_BKMD,
+            key_mask_BM,
+            axes.ring,
+            axes.joined(k_sizes),
+            causal=causal,
+            window=axes.window,
+            outer=axes.outer,
+            scale=scale,
+            backend=backend,
+            counter=counter,
+        )
+    else:
+        out_BAND = _local(q_BAND, k_BKMD, v_BKMD, key_mask_BM, backend, counter)
+    if axes.ulysses.size > 1:
+        out_BAND = _sequence_for_heads(out_BAND, axes.ulysses, heads.queries, axes.near(q_sizes))
+    return out_BAND
+
+
+@dataclass(frozen=True)
+class HeadSplit:
+    """Heads of each Ulysses rank; keys' heads are first repeated up to `key_heads`."""
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+
+    @property
+    def key_heads(self) -> int:
+        return sum(self.keys)
+
+
+def split_heads(heads: int, key_heads: int, ranks: int) -> HeadSplit:
+    """Which rank gets how many heads, uneven where they do not divide; every rank's query heads find their key heads with it.
+
+    Where keys have fewer heads than queries, they are repeated just so often that the queries' heads are as even as repetition can
+    make them. Raises UserError for fewer heads than ranks.
+    """
+    if heads < ranks:
+        raise UserError(
+            f"parallel.ulysses is {ranks}, but the attention has {heads} heads, and each rank needs one: "
+            f"set parallel.ulysses to {heads} at most and parallel.ring higher"
+        )
+    choices = [count for count in range(key_heads, heads + 1, key_heads) if heads % count == 0 and count >= ranks]
+    best = min(choices, key=lambda count: (even_sizes(count, ranks)[0] * (heads // count), count))
+    keys = even_sizes(best, ranks)
+    return HeadSplit(tuple(size * (heads // best) for size in keys), keys)
+
+
+@torch.compiler.disable
+def _heads_for_sequence(
+    q_BAND: Tensor,
+    k_BKMD: Tensor,
+    v_BKMD: Tensor,
+    ulysses: Axis,
+    heads: HeadSplit,
+    q_sizes: tuple[int, ...],
+    k_sizes: tuple[int, ...],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """From all heads of this rank's part to this rank's heads of the joined parts; one message where queries and keys are split alike."""
+    if heads.key_heads != k_BKMD.shape[1]:
+        k_BKMD, v_BKMD = (x.repeat_interleave(heads.key_heads // x.shape[1], dim=1) for x in (k_BKMD, v_BKMD))
+    keys = [heads.keys, heads.keys]
+    if q_sizes == k_sizes:
+        q, k, v = all_to_all_many([q_BAND, k_BKMD, v_BKMD], ulysses, 1, 2, [heads.queries, *keys], q_sizes)
+        return q, k, v
+    q = all_to_all(q_BAND, ulysses, 1, 2, heads.queries, q_sizes)
+    k, v = all_to_all_many([k_BKMD, v_BKMD], ulysses, 1, 2, keys, k_sizes)
+    return q, k, v
+
+
+@torch.compiler.disable
+def _sequence_for_heads(out_BAND: Tensor, ulysses: Axis, heads: tuple[int, ...], q_sizes: tuple[int, ...]) -> Tensor:
+    return all_to_all(out_BAND, ulysses, 2, 1, q_sizes, heads)
+
+
+@torch.compiler.disable
+def _join_mask(key_mask_BM: Tensor, ulysses: Axis, k_sizes: tuple[int, ...]) -> Tensor:
+    return all_gather(key_mask_BM, ulysses, 1, k_sizes)
+
+
+_ring = torch.compiler.disable(ring_attention)
+
+
+def _local(
+    q_BAND: Tensor,
+    k_BAMD: Tensor,
+    v_BAMD: Tensor,
+    key_mask_BM: Tensor | None,
+    backend: str,
+    counter: Counter[str] | None,
+) -> Tensor:
+    """Attention on one rank. Without queries or keys no kernel runs, and the zeros hang on all inputs, so that each has a gradient."""
+    if q_BAND.numel() == 0 or k_BAMD.numel() == 0:
+        nothing = sum(x[..., :0].sum() for x in (q_BAND, k_BAMD, v_BAMD))
+        return torch.zeros_like(q_BAND) + nothing
+    if q_BAND.shape[1] != k_BAMD.shape[1]:
+        times = q_BAND.shape[1] // k_BAMD.shape[1]
+        k_BAMD, v_BAMD = (x.repeat_interleave(times, dim=1) for x in (k_BAMD, v_BAMD))
+    return attention(q_BAND, k_BAMD, v_BAMD, key_mask_BM, backend=cast(Backend, backend), counter=counter)
+
+
+def _autocast(*xs: Tensor) -> tuple[Tensor, ...]:
+    """In the dtype that autocast would compute in: the ring's own function and the exchanges are unknown to it."""
+    kind = xs[0].device.type
+    if not torch.is_autocast_enabled(kind) or xs[0].dtype == torch.float64:
+        return xs
+    return tuple(x.to(torch.get_autocast_dtype(kind)) for x in xs)
+
+
+def _check(q_BAND: Tensor, k_BKMD: Tensor, axes: SequenceAxes, q_sizes: Sequence[int], k_sizes: Sequence[int]) -> None:
+    for what, x, sizes in (("queries", q_BAND, q_sizes), ("keys", k_BKMD, k_sizes)):
+        if len(sizes) != axes.size or sizes[axes.rank] != x.shape[2]:
+            have = f"rank {axes.rank} of {axes.size} has {x.shape[2]} {what}"
+            raise ValueError(f"{have}, but the sizes of the group are {tuple(sizes)}")

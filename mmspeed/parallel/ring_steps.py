@@ -1,0 +1,215 @@
+"""The ring as a schedule, apart from devices: whose block is where in each step, and what travels meanwhile.
+
+`forward_steps` and `backward_steps` say, for one rank, whose block it holds in each step, what sets out before the step's compute, and
+where the gradients go after it; `run_forward` and `run_backward` carry a schedule out over a `Link`. A message is waited for by
+the step that needs it, so it travels while the step before computes.
+
+Single ring of R ranks (Ring Attention, Liu et al. 2023): blocks go from rank r to r + 1. Double ring (LoongTrain, Gu et al. 2024), R / w
+windows of w neighbours: in each round the blocks of one window go round inside another over the fast links, while
+the blocks for the next round, sent when the round begins, travel between windows over the slow ones, hidden behind a whole round.
+A single ring is a double ring with w = 1.
+
+Backward: the final output and log-sum-exp are known, so each block's gradients are independent. A rank's own block needs no
+message, so it is computed in two parts, by queries: the first hides the first keys' way, and the rest, at the very end, hides the
+last gradients' way home. Between the parts the other blocks come by, and the gradients of their keys and values travel on with them.
+In a double ring it is the own window's round that is made in two parts. When a step's compute takes as long as its messages, and
+queries are divided as the bytes of keys and gradients are, everything is hidden, forward and backward.
+
+Legend: R ranks of the ring, w ranks of a window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from torch import Tensor
+
+Rows = Literal["all", "first", "rest"]
+Shapes = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One rank's part in a message: it sends the block (or its gradients) of `sends` to `to`, and that of `brings` comes from `source`."""
+
+    to: int
+    source: int
+    sends: int
+    brings: int
+    outer: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    """Attend to the block of `owner` with these rows of the queries.
+
+    `keys` set out before the compute. After it, gradients that have come for `owner` are added to the step's own, and the sum
+    goes on with `grads`, or stays for a later step, or is the result.
+    """
+
+    owner: int
+    rows: Rows = "all"
+    keys: tuple[Hop, ...] = ()
+    grads: Hop | None = None
+
+
+class Arriving(Protocol):
+    """A message under way."""
+
+    def wait(self) -> list[Tensor]: ...
+
+
+class Link(Protocol):
+    """What messages travel over."""
+
+    def start(self, tensors: Sequence[Tensor], hop: Hop, shapes: Shapes) -> Arriving:
+        """Send, and begin to receive tensors of `shapes`; neither blocks."""
+        ...
+
+
+def forward_steps(rank: int, ranks: int, window: int | None = None) -> list[Step]:
+    """The schedule of the forward pass. Raises ValueError for a window that does not divide the ring."""
+    grid = _Grid.at(rank, ranks, window)
+    steps = []
+    for turn in range(grid.windows):
+        for offset in range(grid.width):
+            steps.append(Step(grid.owner(turn, offset), "all", grid.key_hops(turn, offset)))
+    return steps
+
+
+def backward_steps(rank: int, ranks: int, window: int | None = None) -> list[Step]:
+    """The schedule of the backward pass: own window with the first queries, the others, own window with the rest."""
+    grid = _Grid.at(rank, ranks, window)
+    if ranks == 1:
+        return [Step(rank)]
+    width, steps = grid.width, []
+    for turn in range(grid.windows):
+        for offset in range(width):
+            last = offset == width - 1
+            keys, grads = grid.key_hops(turn, offset), None
+            if not last:  # the sum goes where the block goes
+                grads = grid.inner(turn, offset)
+            elif 0 < turn < grid.windows - 1:
+                grads = grid.outer(turn, offset)
+            elif turn:
+                grads = grid.home()
+            if (
+                turn == grid.windows - 1 and last and width > 1
+            ):  # the neighbour's block, which the last round begins with
+                keys += (grid.inner(0, 0),)
+            steps.append(Step(grid.owner(turn, offset), "all" if turn else "first", keys, grads))
+    for offset in range(1, width):
+        keys = (grid.inner(0, offset),) if offset < width - 1 else ()
+        steps.append(Step(grid.owner(0, offset), "rest", keys, grid.inner(0, offset)))
+    return [*steps, Step(rank, "rest")]
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """A rank's place: `place` of `width` in window `of` of `windows`. A single ring is made of windows of one rank."""
+
+    of: int
+    place: int
+    windows: int
+    width: int
+
+    @classmethod
+    def at(cls, rank: int, ranks: int, window: int | None) -> _Grid:
+        width = 1 if window is None or window >= ranks else window
+        if width < 1 or ranks % width:
+            raise ValueError(f"a ring of {ranks} ranks cannot be cut into windows of {window}")
+        return cls(rank // width, rank % width, ranks // width, width)
+
+    def rank(self, window: int, place: int) -> int:
+        return window % self.windows * self.width + place % self.width
+
+    def owner(self, turn: int, offset: int) -> int:
+        """Whose block is held in a round, after so many hops within the window."""
+        return self.rank(self.of - turn, self.place - offset)
+
+    def inner(self, turn: int, offset: int) -> Hop:
+        """To the next place of the window."""
+        to, source = self.rank(self.of, self.place + 1), self.rank(self.of, self.place - 1)
+        return Hop(to, source, self.owner(turn, offset), self.owner(turn, offset + 1))
+
+    def outer(self, turn: int, offset: int) -> Hop:
+        """To the same place of the next window."""
+        to, source = self.rank(self.of + 1, self.place), self.rank(self.of - 1, self.place)
+        return Hop(to, source, self.owner(turn, offset), self.owner(turn + 1, offset), self.width > 1)
+
+    def home(self) -> Hop:
+        """The gradients' last way: the sum over all other windows, which lies one place before its owner's, one window before."""
+        to, source = self.rank(self.of + 1, self.place + 1), self.rank(self.of - 1, self.place - 1)
+        return Hop(to, source, to, self.rank(self.of, self.place), self.width > 1)
+
+    def key_hops(self, turn: int, offset: int) -> tuple[Hop, ...]:
+        within = (self.inner(turn, offset),) if offset < self.width - 1 else ()
+        return (*within, self.outer(turn, 0)) if offset == 0 and turn < self.windows - 1 else within
+
+
+def run_forward(
+    steps: Sequence[Step],
+    rank: int,
+    own: Sequence[Tensor],
+    link: Link,
+    shapes: Callable[[int], Shapes],
+    compute: Callable[[Step, Sequence[Tensor]], Any],
+) -> None:
+    """Carry out a forward schedule. `own` is this rank's block, `shapes(owner)` are those of a block."""
+    coming: dict[int, Arriving] = {}
+    for step in steps:
+        compute(step, _begin(step, rank, own, link, shapes, coming))
+
+
+def run_backward(
+    steps: Sequence[Step],
+    rank: int,
+    own: Sequence[Tensor],
+    link: Link,
+    shapes: Callable[[int], Shapes],
+    compute: Callable[[Step, Sequence[Tensor]], list[Tensor]],
+    grad_shapes: Callable[[int], Shapes],
+) -> list[Tensor]:
+    """Carry out a backward schedule. `compute` gives a step's gradients of the block, fresh tensors; returns the sums for `own`."""
+    coming: dict[int, Arriving] = {}
+    sums: dict[int, list[Arriving]] = {}
+    for step in steps:
+        block = _begin(step, rank, own, link, shapes, coming)
+        grads = compute(step, block)
+        for before in sums.pop(step.owner, []):
+            for grad, other in zip(grads, before.wait(), strict=True):
+                grad.add_(other)
+        if step.grads is None:
+            sums.setdefault(step.owner, []).append(_Here(grads))
+        else:
+            arriving = link.start(grads, step.grads, grad_shapes(step.grads.brings))
+            sums.setdefault(step.grads.brings, []).append(arriving)
+    (result,) = sums.pop(rank)
+    return result.wait()
+
+
+def _begin(
+    step: Step,
+    rank: int,
+    own: Sequence[Tensor],
+    link: Link,
+    shapes: Callable[[int], Shapes],
+    coming: dict[int, Arriving],
+) -> Sequence[Tensor]:
+    """The step's block, when it is here and what is to set out has."""
+    block = own if step.owner == rank else coming.pop(step.owner).wait()
+    for hop in step.keys:
+        coming[hop.brings] = link.start(own if hop.sends == rank else block, hop, shapes(hop.brings))
+    return block
+
+
+@dataclass(frozen=True)
+class _Here:
+    """Tensors that need no way."""
+
+    tensors: list[Tensor]
+
+    def wait(self) -> list[Tensor]:
+        return self.tensors

@@ -1,0 +1,267 @@
+"""Which process holds which tokens of a forward pass, and how tokens move between layers.
+
+A model sees its tokens as T x S: the frames and the places of a frame of a factorised model, one row of all tokens of a full
+one. Its blocks attend along one of the two dims. n processes of a sequence-parallel group hold parts of it, by rows ("rows") or
+by columns ("columns"); tensor-parallel processes hold parts of the columns of these again, between the layers that they split.
+Everything is uneven by one at most, so no length has to divide.
+
+Sequence parallelism after Ulysses (Jacobs et al. 2023), ring attention (Liu et al. 2023), their hybrid (Fang and Zhao 2024);
+re-sharding between spatial and temporal blocks after DSP (Zhao et al. 2024); norms on shards between tensor-parallel layers
+after Korthikanti et al. (2022).
+
+Legend: B batch, T rows, S columns, N tokens, E width, C channels, A heads, D head width, L caption tokens, X position axes,
+n processes of the group, m tensor-parallel processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo  # torch.compiler.disable would load the compiler when this file is imported
+
+from mmspeed.comm import Axis, Ledger, all_gather, all_to_all, even_sizes, reduce_scatter
+
+from .attention import SequenceAxes, hybrid_attention
+
+Along = Literal["T", "S"]
+Holding = Literal["whole", "rows", "columns"]
+Scheme = Literal["switch", "ulysses"]
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
+T_DIM, S_DIM = 1, 2  # of tokens BTSE
+
+
+def split_range(whole: range, parts: int, part: int) -> range:
+    """Part number `part` of a range cut into `parts`, the first ones larger by one."""
+    sizes = even_sizes(len(whole), parts)
+    start = whole.start + sum(sizes[:part])
+    return range(start, start + sizes[part])
+
+
+@dataclass(frozen=True)
+class Held:
+    """The tokens of one sequence-parallel process: `rows` x the union of `columns`, one range for each tensor-parallel process."""
+
+    rows: range
+    columns: tuple[range, ...]
+
+    @property
+    def width(self) -> int:
+        """Columns of all tensor-parallel processes."""
+        return sum(map(len, self.columns))
+
+    @property
+    def tokens(self) -> int:
+        return len(self.rows) * self.width
+
+
+def held_by(holding: Holding, shape: tuple[int, int], n: int, place: int, m: int) -> Held:
+    """What place `place` of n holds of T x S tokens, by tensor-parallel process.
+
+    Columns are cut for the m tensor-parallel processes first and then for the group, so that to re-shard is an exchange among the
+    processes of one tensor-parallel place.
+    """
+    rows, columns = range(shape[0]), range(shape[1])
+    outer = tuple(split_range(columns, m, part) for part in range(m))
+    if holding == "whole":
+        return Held(rows, outer)
+    if holding == "rows":
+        return Held(split_range(rows, n, place), outer)
+    return Held(rows, tuple(split_range(part, n, place) for part in outer))
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """How the tokens of every forward pass are spread. Of one process by default: nothing moves.
+
+    Args:
+        axes: ring and ulysses; they compute a video together.
+        whole: the same processes as one axis, ring outermost.
+        tensor: the tensor-parallel axis.
+        scheme: how a factorised model's blocks meet all tokens of their span: `switch` moves the tokens, `ulysses` the heads.
+        shard: under `ulysses`, what the tokens are split by: "rows" (frames) or "columns" (space).
+        text_from: captions of at least so many tokens are split too.
+    """
+
+    axes: SequenceAxes = field(default_factory=lambda: SequenceAxes(Axis.alone("ring"), Axis.alone("ulysses")))
+    whole: Axis = field(default_factory=lambda: Axis.alone("sequence"))
+    tensor: Axis = field(default_factory=lambda: Axis.alone("tp"))
+    scheme: Scheme = "switch"
+    shard: Literal["rows", "columns"] = "rows"
+    text_from: int | None = None
+
+    def __deepcopy__(self, memo: Any) -> TokenLayout:
+        return self  # nothing in it changes, and process groups cannot be copied
+
+    @property
+    def ledger(self) -> Ledger:
+        """What the exchanges of this process were, in bytes."""
+        return self.whole.ledger
+
+    def spread(self, pos_TSX: Tensor, mask_BTS: Tensor | None, text_tokens: int, *, full: bool, image: bool) -> Spread:
+        """The tokens of one forward pass.
+
+        Args:
+            pos_TSX: positions (frame first) of all tokens.
+            mask_BTS: True at tokens that count as keys; None: all do.
+            text_tokens: length of the captions.
+            full: all blocks attend along S, over all tokens; else some attend along T.
+            image: every process computes its own: nothing is split over the group.
+        """
+        split = self.whole.size > 1 and not image
+        if not split:
+            holdings: dict[Along, Holding] = {"T": "whole", "S": "whole"}
+        elif full:
+            holdings = {"T": "columns", "S": "columns"}
+        elif self.scheme == "switch":
+            holdings = {"T": "columns", "S": "rows"}
+        else:
+            holdings = {"T": self.shard, "S": self.shard}
+        text_split = split and self.text_from is not None and text_tokens >= self.text_from
+        return Spread(self, pos_TSX, mask_BTS, full, holdings, text_tokens, text_split)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The tokens of one forward pass over the processes; what is in it is of all tokens."""
+
+    layout: TokenLayout
+    pos_TSX: Tensor
+    mask_BTS: Tensor | None
+    full: bool
+    holdings: dict[Along, Holding]
+    text_tokens: int
+    text_is_split: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(T, S)."""
+        return self.pos_TSX.shape[0], self.pos_TSX.shape[1]
+
+    def part(self, along: Along) -> Part:
+        """This process's part for blocks that attend along a dim."""
+        group, tensor, holding = self.layout.whole, self.layout.tensor, self.holdings[along]
+        everyone = [held_by(holding, self.shape, group.size, place, tensor.size) for place in range(group.size)]
+        held = everyone[group.rank]
+        rows, own, seen = _slice(held.rows), _slice(held.columns[tensor.rank]), [_slice(c) for c in held.columns]
+        crosses = holding == ("rows" if along == "T" else "columns")
+        mask_BTS = self.mask_BTS
+        return Part(
+            spread=self,
+            holding=holding,
+            held=held,
+            frames=self.pos_TSX[rows, own, 0] if self.full else self.pos_TSX[rows, :1, 0],
+            pos_NX=self.pos_TSX[rows, 0] if along == "T" else _joined([self.pos_TSX[0, c] for c in seen], 0),
+            mask_BTS=None if mask_BTS is None else _joined([mask_BTS[:, rows, c] for c in seen], 2),
+            lengths=tuple(len(h.rows) if along == "T" else h.width for h in everyone) if crosses else None,
+            tokens=tuple(h.tokens for h in everyone),
+            widths=tuple(map(len, held.columns)),
+        )
+
+    def cut(self, whole_BTS: Tensor, part: Part) -> Tensor:
+        """This process's own tokens of what every process of the group has whole: (B, T, S, ...)."""
+        return whole_BTS[:, _slice(part.held.rows), _slice(part.held.columns[self.layout.tensor.rank])]
+
+    def turn(self, x_BTSE: Tensor, now: Part, wanted: Part) -> Tensor:
+        """Own tokens as `wanted` holds them; an exchange when that is otherwise than `now`."""
+        if now.holding == wanted.holding:
+            return x_BTSE
+        group, (rows, columns) = self.layout.whole, self.shape
+        mine = split_range(range(columns), self.layout.tensor.size, self.layout.tensor.rank)
+        by_rows, by_columns = even_sizes(rows, group.size), even_sizes(len(mine), group.size)
+        if now.holding == "rows":
+            return all_to_all(x_BTSE, group, S_DIM, T_DIM, by_columns, by_rows)
+        return all_to_all(x_BTSE, group, T_DIM, S_DIM, by_rows, by_columns)
+
+    def join(self, x_BTSE: Tensor, part: Part) -> Tensor:
+        """All tokens, on every process; its gradient is the sum of what all processes do with them."""
+        tensor, group, (rows, columns) = self.layout.tensor, self.layout.whole, self.shape
+        widths = even_sizes(columns, tensor.size)
+        if part.holding == "rows":
+            x_BTSE = all_gather(x_BTSE, group, T_DIM, even_sizes(rows, group.size))
+        elif part.holding == "columns":
+            x_BTSE = all_gather(x_BTSE, group, S_DIM, even_sizes(widths[tensor.rank], group.size))
+        return all_gather(x_BTSE, tensor, S_DIM, widths)
+
+    def text(self, text_BL: Tensor) -> Tensor:
+        """This process's part of captions (B, L, ...): all of it unless captions are split."""
+        if not self.text_is_split:
+            return text_BL
+        return text_BL[:, _slice(split_range(range(text_BL.shape[1]), self.layout.whole.size, self.layout.whole.rank))]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One process's tokens for blocks that attend along one dim.
+
+    `own` are those of this process, `seen` those of all its tensor-parallel processes, which their layers work on together.
+    """
+
+    spread: Spread
+    holding: Holding
+    held: Held
+    frames: Tensor  # frame of each own token, (T, S); (T, 1) where a row is a frame
+    pos_NX: Tensor  # positions along the attended dim, of the tokens seen
+    mask_BTS: Tensor | None  # of the tokens seen: True at those that count as keys
+    lengths: tuple[int, ...] | None  # of the attended dim on all processes of the group, where it is split
+    tokens: tuple[int, ...]  # seen, by process of the group
+    widths: tuple[int, ...]  # own columns of each tensor-parallel process
+
+    def gather(self, x_BTSE: Tensor) -> Tensor:
+        """The tokens seen, from the own ones of each tensor-parallel process."""
+        tensor = self.spread.layout.tensor
+        return x_BTSE if tensor.size == 1 else _gathered(x_BTSE, tensor, self.widths)
+
+    def shed(self, x_BTSE: Tensor) -> Tensor:
+        """The own tokens of the sum over tensor-parallel processes."""
+        tensor = self.spread.layout.tensor
+        return x_BTSE if tensor.size == 1 else _shed(x_BTSE, tensor, self.widths)
+
+    def attend(self, local: Attend, q_BAND: Tensor, k_BAND: Tensor, v_BAND: Tensor, mask_BN: Tensor | None) -> Tensor:
+        """Self-attention along this part's dim (B: batch x the other dim), over the tokens of all processes.
+
+        `local` serves where this process has all of them.
+        """
+        if self.lengths is None:
+            return _where_any(local, q_BAND, k_BAND, v_BAND, mask_BN)
+        axes = self.spread.layout.axes
+        return hybrid_attention(q_BAND, k_BAND, v_BAND, mask_BN, axes, self.lengths, self.lengths)
+
+    def attend_text(
+        self, local: Attend, q_BAND: Tensor, k_BALD: Tensor, v_BALD: Tensor, mask_BL: Tensor | None
+    ) -> Tensor:
+        """Cross-attention of the tokens seen (N) to the caption."""
+        if not self.spread.text_is_split:
+            return _where_any(local, q_BAND, k_BALD, v_BALD, mask_BL)
+        layout = self.spread.layout
+        lengths = even_sizes(self.spread.text_tokens, layout.whole.size)
+        return hybrid_attention(q_BAND, k_BALD, v_BALD, mask_BL, layout.axes, self.tokens, lengths)
+
+
+@_disable_dynamo  # torch.compile leaves exchanges out of its graphs
+def _gathered(x_BTSE: Tensor, tensor: Axis, widths: tuple[int, ...]) -> Tensor:
+    return all_gather(x_BTSE, tensor, S_DIM, widths)
+
+
+@_disable_dynamo
+def _shed(x_BTSE: Tensor, tensor: Axis, widths: tuple[int, ...]) -> Tensor:
+    return reduce_scatter(x_BTSE, tensor, S_DIM, widths)
+
+
+def _slice(part: range) -> slice:
+    return slice(part.start, part.stop)
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _where_any(local: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """`local`, where there is something to attend; kernels take no empty tensors, and every parameter must get a gradient."""
+    if q.numel() and k.numel():
+        return local(q, k, v, mask)
+    return q + 0.0 * (k.sum() + v.sum())

@@ -1,0 +1,79 @@
+"""The causal order of a ring: each rank holds an early and a late chunk, so that all have equal work.
+
+A sequence of length N is cut into 2R even chunks; rank r of R holds chunk r and chunk 2R - 1 - r, one after the other (zigzag, as in
+Llama 3's context parallelism). A later query sees more keys: with one contiguous part each, the last rank would have almost
+twice the mean work. Here every pair of different ranks costs half a square, and each rank's own block a triangle.
+
+All functions are pure. Legend: N length, R ranks, n queries that a rank holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from mmspeed.comm.exchange import even_sizes
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Queries [q_start, q_stop) see keys [k_start, k_stop) of a block: all of them, or, when `causal`, each up to its own place."""
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    causal: bool = False
+
+    @property
+    def work(self) -> float:
+        """Scores that it needs."""
+        square = (self.q_stop - self.q_start) * (self.k_stop - self.k_start)
+        return (square + self.q_stop - self.q_start) / 2 if self.causal else square
+
+
+def zigzag_lengths(length: int, ranks: int) -> tuple[int, ...]:
+    """How much each rank holds."""
+    chunks = even_sizes(length, 2 * ranks)
+    return tuple(chunks[rank] + chunks[-1 - rank] for rank in range(ranks))
+
+
+def zigzag_order(length: int, ranks: int) -> Tensor:
+    """(N,) the places of the sequence in the order in which the ranks, one after the other, hold them.
+
+    `x[order]` is the sequence in zigzag order, and `y[order.argsort()]` is it back in its own.
+    """
+    chunks = torch.arange(length).split(list(even_sizes(length, 2 * ranks)))
+    return torch.cat([chunks[place] for rank in range(ranks) for place in (rank, 2 * ranks - 1 - rank)])
+
+
+def causal_pieces(rank: int, owner: int, length: int, ranks: int) -> list[Piece]:
+    """What of the block of `owner` the queries of `rank` see: at most one piece; empty ones are left out."""
+    chunks = even_sizes(length, 2 * ranks)
+    early, late = chunks[rank], chunks[-1 - rank]
+    if owner == rank:
+        piece = Piece(0, early + late, 0, early + late, causal=True)
+    elif owner < rank:  # its late chunk comes after all of our queries
+        piece = Piece(0, early + late, 0, chunks[owner])
+    else:  # both of its chunks lie between our early and our late one
+        piece = Piece(early, early + late, 0, chunks[owner] + chunks[-1 - owner])
+    return _not_empty([piece])
+
+
+def cut_rows(piece: Piece, start: int, stop: int) -> list[Piece]:
+    """The part of a piece that queries [start, stop) make. Rows of a triangle are a square and a smaller triangle."""
+    first, last = max(piece.q_start, start), min(piece.q_stop, stop)
+    if first >= last:
+        return []
+    if not piece.causal:
+        return [replace(piece, q_start=first, q_stop=last)]
+    begin = piece.k_start + first - piece.q_start
+    square = Piece(first, last, piece.k_start, begin)
+    triangle = Piece(first, last, begin, begin + last - first, causal=True)
+    return _not_empty([square, triangle])
+
+
+def _not_empty(pieces: list[Piece]) -> list[Piece]:
+    return [piece for piece in pieces if piece.q_start < piece.q_stop and piece.k_start < piece.k_stop]

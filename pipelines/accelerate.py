@@ -1,0 +1,90 @@
+"""One line in somebody's own training script: `transformer = mmspeed.accelerate_model(transformer, "ulysses=4,ring=2")`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from pydantic import ValidationError
+from torch import nn
+
+from mmspeed.comm import Ledger
+from mmspeed.config.parallel import ParallelConfig
+from mmspeed.config.schema import Config
+from mmspeed.device import Device
+from mmspeed.errors import UserError, nearest
+from mmspeed.mesh import make_mesh
+from mmspeed.models.diffusers_plans import plan_for
+from mmspeed.parallel.declared import SequencePlan, sequence_parallel
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def accelerate_model(
+    transformer: Model,
+    config: Config | ParallelConfig | Mapping[str, Any] | str,
+    *,
+    plan: SequencePlan | None = None,
+    ledger: Ledger | None = None,
+) -> Model:
+    """Make a video transformer compute each sample on `ring` x `ulysses` processes together; in place, and returned.
+
+    transformer: a diffusers model (Wan, CogVideoX, HunyuanVideo, LTX, or one whose `_cp_plan` can be read), a model with an
+    attribute `sequence_plan`, or any model with `plan`. config: of its fields (section `parallel`) `ring`, `ulysses`,
+    `ring_window` and `exchange` are used; a string is like "ulysses=4,ring=2". ledger: who counts the bytes of exchanges.
+
+    The launcher's process group must be there. Ranks of a group follow one another: rank // (ring * ulysses) names the sample
+    that a rank takes. DDP, FSDP, recomputation and compilation stay the script's own, and come after this.
+
+    Raises UserError when the processes do not fit, no plan is known, or the config asks for what a foreign model cannot do.
+    """
+    parallel = parallel_config(config)
+    if parallel.tp > 1:
+        raise UserError(
+            f"parallel.tp is {parallel.tp}: {type(transformer).__name__} does not declare the roles of its weights; use ring "
+            "and ulysses, or diffusers' TensorParallelConfig"
+        )
+    degree = parallel.ring * parallel.ulysses
+    if degree == 1:
+        return transformer
+    if not dist.is_initialized():
+        raise UserError(
+            f"accelerate_model: {degree} processes share a sample, and there is no process group; start the script by "
+            "torchrun or accelerate, and call torch.distributed.init_process_group (or make the Accelerator) before"
+        )
+    if plan is None:
+        plan = getattr(transformer, "sequence_plan", None) or plan_for(transformer)
+    kind = "npu" if "hccl" in dist.get_backend() else "cuda" if "nccl" in dist.get_backend() else "cpu"
+    mesh = make_mesh(
+        Device(kind, 0), parallel.dp_replicate, parallel.dp_shard, ring=parallel.ring, ulysses=parallel.ulysses
+    )
+    sequence_parallel(
+        transformer, mesh.axes, plan, window=parallel.ring_window, exchange=parallel.exchange, ledger=ledger
+    )
+    return transformer
+
+
+def parallel_config(config: Config | ParallelConfig | Mapping[str, Any] | str) -> ParallelConfig:
+    """The parallel section of whatever a caller gives: a config, the section, a mapping, or "ulysses=2,ring=2"."""
+    if isinstance(config, Config):
+        return config.parallel
+    if isinstance(config, ParallelConfig):
+        return config
+    given: Mapping[str, Any]
+    if isinstance(config, str):
+        pairs = [part.partition("=") for part in config.replace(" ", "").split(",") if part]
+        given = {key: int(value) if value.lstrip("-").isdigit() else value for key, _, value in pairs}
+    elif not isinstance(config, Mapping):
+        raise UserError(f"accelerate_model: config is a {type(config).__name__}; give a mapping or 'ulysses=2,ring=2'")
+    else:
+        given = config.get("parallel", config)
+    fields = tuple(ParallelConfig.model_fields)
+    for key in given:
+        if key not in fields:
+            raise UserError(f"parallel.{key}: no such key{nearest(str(key), fields)}")
+    try:
+        return ParallelConfig.model_validate(dict(given))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(f"parallel.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error

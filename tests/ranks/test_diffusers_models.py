@@ -1,0 +1,248 @@
+"""Diffusers' video transformers on a ring x ulysses group, against one process in float32: loss and every gradient.
+
+Tolerance: 1e-5 of a gradient's largest entry (of the model's largest, times 1e-3, where a gradient is smaller than that:
+key biases have none but rounding). Sums over keys and over ranks are taken in another order than one process takes them.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from mmspeed.comm import Ledger
+from mmspeed.errors import UserError
+from mmspeed.models.diffusers_plans import plan_for
+from mmspeed.parallel.declared import sequence_parallel
+from tests.spawn import run_ranks
+from tests.video_transformers import CASES, loss_of, make_inputs, make_model
+
+TOLERANCE = 1e-5
+Found = dict[str, Any]
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {n.removeprefix("module."): p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def worst(found: dict[str, torch.Tensor], true: dict[str, torch.Tensor]) -> tuple[float, str]:
+    """The largest error of a gradient relative to its largest entry, and whose it is."""
+    assert found.keys() == true.keys()
+    floor = 1e-3 * max(float(g.abs().max()) for g in true.values())
+    return max((float((found[n] - g).abs().max()) / max(float(g.abs().max()), floor), n) for n, g in true.items())
+
+
+def mean_over_ranks(grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    for grad in grads.values():
+        dist.all_reduce(grad)
+        grad /= dist.get_world_size()
+    return grads
+
+
+def compare(case: str, ulysses: int, ring: int, **how: Any) -> Found:
+    """One case at one layout; the rest of the world is data-parallel, with its own inputs for each group."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    groups = world // (ulysses * ring)
+    mesh = init_device_mesh("cpu", (groups, ring, ulysses), mesh_dim_names=("dp", "ring", "ulysses"))
+    mine = mesh["dp"].get_local_rank()
+    batches = [make_inputs(case, seed=group + 1, **how.get("inputs", {})) for group in range(groups)]
+    alone = make_model(case, **how.get("model", {}))
+    model, ledger = copy.deepcopy(alone), Ledger()
+    losses = [loss_of(alone, inputs) for inputs in batches]
+    torch.stack(losses).mean().backward()
+    if how.get("recompute"):
+        model.enable_gradient_checkpointing()  # type: ignore[operator]
+    names = list(model.state_dict())
+    sequence_parallel(model, mesh, plan_for(model), ledger=ledger, exchange=how.get("exchange", "collective"))
+    assert list(model.state_dict()) == names
+    engine = nn.parallel.DistributedDataParallel(model) if how.get("ddp") else model
+    loss = loss_of(engine, batches[mine])
+    if how.get("between"):  # another length is computed between a forward and its backward
+        with torch.no_grad():
+            loss_of(copy.deepcopy(model), make_inputs(case, frames=3))
+    loss.backward()
+    found = gradients(engine) if how.get("ddp") else mean_over_ranks(gradients(model))
+    error, name = worst(found, gradients(alone))
+    return {
+        "rank": rank,
+        "loss": abs(float(loss.detach() - losses[mine].detach())) / abs(float(losses[mine].detach())),
+        "gradient": error,
+        "name": name,
+        "calls": {f"{kind} {axis}": count for (kind, axis), count in ledger.calls.items()},
+    }
+
+
+def image_step(case: str) -> Found:
+    """An image a rank, each its own: what is computed, and the calls counted."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ring",))
+    inputs = make_inputs(case, frames=1, seed=10 + dist.get_rank())
+    alone = make_model(case, **_IMAGE_MODEL.get(case, {}))
+    model, ledger = copy.deepcopy(alone), Ledger()
+    sequence_parallel(model, mesh, plan_for(model), ledger=ledger)
+    loss_of(alone, inputs).backward()
+    loss_of(model, inputs).backward()
+    error, name = worst(gradients(model), gradients(alone))
+    return {"gradient": error, "name": name, "calls": dict(ledger.calls)}
+
+
+_IMAGE_MODEL = {"cogvideox, sincos": {"sample_frames": 1}}
+
+
+def saved(folder: str) -> Found:
+    """`save_pretrained` of a sequence-parallel model, read back as the plain class; and a deep copy (an EMA) that computes."""
+    import diffusers
+
+    import mmspeed
+
+    plain = make_model("wan")
+    model = mmspeed.accelerate_model(copy.deepcopy(plain), "ulysses=2")
+    own = f"{folder}/{dist.get_rank()}"
+    model.save_pretrained(own)  # type: ignore[operator]
+    back = diffusers.WanTransformer3DModel.from_pretrained(own)
+    inputs = make_inputs("wan")
+    with torch.no_grad():
+        true, copied = loss_of(plain, inputs), loss_of(copy.deepcopy(model), inputs)
+    return {
+        "class": type(back).__name__,
+        "equal": all(torch.equal(v, plain.state_dict()[k]) for k, v in back.state_dict().items()),
+        "copied": abs(float(copied - true)),
+    }
+
+
+def failures() -> dict[str, str]:
+    """What the user is told, by what went wrong."""
+    import mmspeed
+
+    told = {}
+
+    def catch(name: str, act: Any) -> None:
+        with pytest.raises(UserError) as caught:
+            act()
+        told[name] = str(caught.value)
+
+    def forward(case: str, prepare: Any = None, **inputs: Any) -> None:
+        model = mmspeed.accelerate_model(make_model(case), {"ring": 2})
+        if prepare is not None:
+            prepare(model)
+        loss_of(model, make_inputs(case, **inputs))
+
+    catch("other inputs", lambda: forward("wan", seed=dist.get_rank()))
+    catch("short text", lambda: forward("hunyuan", text=1))
+    catch("processes", lambda: mmspeed.accelerate_model(make_model("wan"), "ulysses=3"))
+    catch("tensor parallel", lambda: mmspeed.accelerate_model(make_model("wan"), "tp=2"))
+    catch("unknown model", lambda: mmspeed.accelerate_model(nn.Linear(1, 1), "ring=2"))
+    twice = mmspeed.accelerate_model(make_model("wan"), "ring=2")
+    catch("twice", lambda: mmspeed.accelerate_model(twice, "ring=2"))
+    hooked = make_model("wan")
+    hooked.blocks[0].forward = hooked.blocks[0].forward  # type: ignore[method-assign, union-attr, index]
+    catch("replaced forward", lambda: mmspeed.accelerate_model(hooked, "ring=2"))
+    catch("other kernel", lambda: forward("wan", prepare=_attend_by_hand))
+    return told
+
+
+def _attend_by_hand(model: nn.Module) -> None:
+    """Attention processors that call no scaled_dot_product_attention, as flash kernels do not."""
+
+    class ByHand:
+        def __call__(self, attn: Any, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+            return attn.to_out[0](attn.to_v(hidden_states))
+
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.attn1.processor = ByHand()  # type: ignore[union-attr]
+
+
+EXTRA = {
+    "wan, point to point": ("wan", {"exchange": "point_to_point"}),
+    "wan, recomputed": ("wan", {"recompute": True, "between": True}),
+    "hunyuan, recomputed": ("hunyuan", {"recompute": True, "between": True}),
+    "hunyuan, text in one token a rank": ("hunyuan", {"inputs": {"text": 4}}),
+    "cogvideox, no text on some ranks": ("cogvideox", {"inputs": {"text": 1}}),
+    "cogvideox, fewer tokens than heads": ("cogvideox", {"inputs": {"frames": 3, "text": 3}}),
+}
+
+
+def on_two(folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        f"{case} {u}x{r}": compare(case, u, r) for case in CASES for u, r in ((2, 1), (1, 2))
+    }  # fmt: skip
+    images = {
+        case: image_step(case) for case in CASES if "token" not in case and "given" not in case and "own" not in case
+    }
+    return {"cases": found, "images": images, "saved": saved(folder), "failures": failures()}
+
+
+def on_four() -> dict[str, Any]:
+    found: dict[str, Any] = {f"{case} 2x2": compare(case, 2, 2) for case in CASES}
+    found |= {name: compare(case, 2, 2, **how) for name, (case, how) in EXTRA.items()}
+    for case in ("wan", "cogvideox", "hunyuan", "ltx"):
+        found[f"{case} 2x1, ddp"] = compare(case, 2, 1, ddp=True)
+    found["wan 4x1"], found["hunyuan 1x4"] = compare("wan", 4, 1), compare("hunyuan", 1, 4)
+    return found
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_ranks(on_two, 2, str(tmp_path_factory.mktemp("saved")))[0]
+
+
+@pytest.fixture(scope="module")
+def four() -> dict[str, Any]:
+    return run_ranks(on_four, 4)[0]
+
+
+def hold(found: Found) -> None:
+    assert found["loss"] <= TOLERANCE and found["gradient"] <= TOLERANCE, found
+    assert any("ulysses" in call or "ring" in call for call in found["calls"]), "nothing was exchanged"
+
+
+@pytest.mark.parametrize("layout", ["2x1", "1x2"])
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks(two: dict[str, Any], case: str, layout: str) -> None:
+    found = two["cases"][f"{case} {layout}"]
+    hold(found)
+    ours, other = ("ulysses", "ring") if layout == "2x1" else ("ring", "ulysses")
+    kinds = {call.split()[0] for call in found["calls"]}
+    assert not [call for call in found["calls"] if call.endswith(other)]
+    assert ("all_to_all" in kinds) == (ours == "ulysses") and ("ring" in kinds) == (ours == "ring"), found["calls"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*(f"{case} 2x2" for case in CASES), *EXTRA, *(f"{c} 2x1, ddp" for c in ("wan", "cogvideox", "hunyuan", "ltx")),
+     "wan 4x1", "hunyuan 1x4"],
+)  # fmt: skip
+def test_four_ranks(four: dict[str, Any], name: str) -> None:
+    hold(four[name])
+
+
+def test_images_are_not_exchanged(two: dict[str, Any]) -> None:
+    assert len(two["images"]) == 5
+    for case, found in two["images"].items():
+        assert found["gradient"] == 0 and found["calls"] == {}, case
+
+
+def test_saved_models_are_of_the_plain_class(two: dict[str, Any]) -> None:
+    assert two["saved"]["class"] == "WanTransformer3DModel" and two["saved"]["equal"]
+    assert two["saved"]["copied"] < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("other inputs", "encoder_hidden_states, hidden_states, timestep differ between the 2 ranks"),
+        ("short text", "1 tokens of 'text' for 2 ranks; this model needs 1 on every rank: pad to 2"),
+        ("processes", "does not make the 2 processes"),
+        ("tensor parallel", "parallel.tp is 2"),
+        ("unknown model", "Linear: no sequence plan is known"),
+        ("twice", "sequence-parallel already"),
+        ("replaced forward", "apply sequence parallelism first"),
+        ("other kernel", "set_attention_backend('native')"),
+    ],
+)
+def test_errors_say_what_to_do(two: dict[str, Any], name: str, words: str) -> None:
+    assert words in two["failures"][name]

@@ -1,0 +1,359 @@
+"""Exchanges on 2 and 4 processes: values, gradients, bytes and copies against one process that has it all."""
+
+from __future__ import annotations
+
+import itertools
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mmspeed import comm
+from mmspeed.comm import Axis, Exchange, even_sizes
+from tests.spawn import run_ranks
+
+WORLDS = (2, 4)
+WAYS: tuple[Exchange, ...] = ("collective", "point_to_point")
+BSH, SBH = (0, 1, 2), (1, 0, 2)  # the dims of a (B, S, H) tensor from the outermost in memory to the innermost
+
+
+class Copied(TorchDispatchMode):
+    """Counts the bytes that torch itself copies within this process, by any operator that gives new memory its contents."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func._overloadpacket.__name__ in ("copy_", "clone", "cat", "_to_copy", "contiguous", "_reshape_copy"):
+            self.bytes += comm.nbytes(result)
+        return result
+
+
+def _cuts(length: int, ranks: int) -> list[tuple[int, ...]]:
+    """Even, uneven, and with empty parts, first and last."""
+    return [
+        even_sizes(length, ranks),
+        (length - ranks + 1, *(1,) * (ranks - 1)),
+        (0, *even_sizes(length, ranks - 1)),
+        (*(0,) * (ranks - 1), length),
+    ]
+
+
+def _part(x: Tensor, sizes: tuple[int, ...], dim: int, rank: int) -> Tensor:
+    return x.split(sizes, dim)[rank].clone()
+
+
+def _laid(x: Tensor, order: tuple[int, ...]) -> Tensor:
+    """The same numbers, contiguous in this order of the dims."""
+    inverse = [order.index(dim) for dim in range(x.dim())]
+    return x.permute(order).contiguous().permute(inverse)
+
+
+def _noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def _grad(result: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of x as the exchange gives it, before torch lays it out anew."""
+    return torch.autograd.grad((result * weight).sum(), x)[0]
+
+
+# Every case runs on all ranks, for both ways of exchange, and asserts there.
+
+
+def _case_all_to_all(axis: Axis) -> None:
+    """Every cut of both dims, and orders in memory of input and result: values, gradients, strides, bytes, copies."""
+    n, r = axis.size, axis.rank
+    whole, weight = _noise(2, 9, 6, seed=1), _noise(2, 9, 6, seed=2)
+    cuts = zip(_cuts(9, n), reversed(_cuts(6, n)), strict=True)
+    for (gather, scatter), into, order in itertools.product(cuts, (BSH, SBH, (2, 1, 0)), (None, BSH, SBH, (2, 0, 1))):
+        x = _laid(_part(whole, gather, 1, r), into).requires_grad_()
+        with comm.ledger(axis) as there:
+            y = comm.all_to_all(x, axis, 2, -2, scatter, gather, order)
+        assert torch.equal(y, _part(whole, scatter, 2, r))
+        assert y.permute(order or BSH).is_contiguous()
+        assert there.bytes == {("all_to_all", "a"): 8 * 2 * gather[r] * (6 - scatter[r])}
+        with comm.ledger(axis) as back:
+            grad = _grad(y, x, _part(weight, scatter, 2, r))
+        assert torch.equal(grad, _part(weight, gather, 1, r))
+        assert grad.permute(into).is_contiguous()
+        assert back.bytes == {("all_to_all", "a"): 8 * 2 * scatter[r] * (9 - gather[r])}
+        for counted in (there, back):
+            assert counted.calls == {("all_to_all", "a"): 1}
+            assert max(counted.copies.values(), default=0) <= 1
+
+
+def _case_many(axis: Axis) -> None:
+    """Queries, keys and values (B, A, S, D) with different heads, in one message of one copy at each side, and back."""
+    n, r = axis.size, axis.rank
+    heads, sequence = (7, 5, 5), even_sizes(11, n)
+    wholes = [_noise(2, count, 11, 3, seed=count + place) for place, count in enumerate(heads)]
+    each = [even_sizes(count, n) for count in heads]
+    xs = [_part(whole, sequence, 2, r).requires_grad_() for whole in wholes]
+    with comm.ledger(axis) as counted:
+        ys = comm.all_to_all_many(xs, axis, 1, 2, each, sequence, order=(0, 2, 1, 3))
+    for y, whole, sizes in zip(ys, wholes, each, strict=True):
+        assert torch.equal(y, _part(whole, sizes, 1, r)) and y.permute(0, 2, 1, 3).is_contiguous()
+    sent = sum(count - sizes[r] for count, sizes in zip(heads, each, strict=True)) * 2 * sequence[r] * 3 * 8
+    assert counted.bytes == {("all_to_all", "a"): sent} and counted.calls == {("all_to_all", "a"): 1}
+    assert counted.copies == {("all_to_all", "a", "pack"): 1, ("all_to_all", "a", "unpack"): 1}
+    # only the first two take part in the loss
+    grads = torch.autograd.grad(sum((y * y).sum() for y in ys[:2]), xs, allow_unused=True)
+    for place, (grad, x) in enumerate(zip(grads, xs, strict=True)):
+        assert torch.equal(grad, 2 * x if place < 2 else torch.zeros_like(x))
+
+
+def _case_gather_and_scatter(axis: Axis) -> None:
+    """all_gather and reduce_scatter along every dim, with every cut; each is the gradient of the other, summed over ranks."""
+    n, r = axis.size, axis.rank
+    whole = _noise(5, 8, 7, seed=3)
+    weights = [_noise(5, 8, 7, seed=10 + rank) for rank in range(n)]
+    total = torch.stack(weights).sum(0)
+    for dim in range(3):
+        rest = whole.numel() // whole.shape[dim] * 8
+        for sizes in _cuts(whole.shape[dim], n):
+            x = _part(whole, sizes, dim, r).requires_grad_()
+            others = rest * (whole.shape[dim] - sizes[r])
+            with comm.ledger(axis) as counted:
+                y = comm.all_gather(x, axis, dim, sizes)
+                assert torch.equal(y, whole) and y.is_contiguous()
+                torch.testing.assert_close(_grad(y, x, weights[r]), _part(total, sizes, dim, r))
+            assert counted.bytes == {("all_gather", "a"): (n - 1) * rest * sizes[r], ("reduce_scatter", "a"): others}
+            x = weights[r].clone().requires_grad_()
+            with comm.ledger(axis) as counted:
+                y = comm.reduce_scatter(x, axis, dim, sizes)
+                torch.testing.assert_close(y, _part(total, sizes, dim, r))
+                assert torch.equal(_grad(y, x, _part(whole, sizes, dim, r)), whole)
+            assert counted.bytes == {("all_gather", "a"): (n - 1) * rest * sizes[r], ("reduce_scatter", "a"): others}
+
+
+def _case_dtypes(axis: Axis) -> None:
+    """Number types other than float32."""
+    n, r = axis.size, axis.rank
+    for dtype in (torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int64):
+        whole = (_noise(3, 2 * n, 3 * n, seed=4) * 9).to(dtype)
+        rows, columns = even_sizes(2 * n, n), even_sizes(3 * n, n)
+        x = _part(whole, rows, 1, r)
+        assert torch.equal(comm.all_to_all(x, axis, 2, 1), _part(whole, columns, 2, r))
+        assert torch.equal(comm.all_gather(x, axis, 1), whole)
+        came = comm.pass_on([x], axis, r + 1, r - 1).wait()[0]
+        assert torch.equal(came, _part(whole, rows, 1, (r - 1) % n))
+        if dtype.is_floating_point:
+            same = comm.reduce_scatter(whole, axis, 1)
+            torch.testing.assert_close(same, x * n)
+
+
+def _case_nothing_at_all(axis: Axis) -> None:
+    """Tensors without a number, on all ranks."""
+    empty = torch.zeros(2, 0, axis.size, requires_grad=True)
+    for y in (
+        comm.all_to_all(empty, axis, 2, 1),
+        comm.all_gather(empty, axis, 1),
+        comm.reduce_scatter(empty, axis, 1),
+        comm.all_gather(empty, axis, 2),
+    ):
+        assert y.numel() == 0 and _grad(y, empty, torch.ones_like(y)).shape == empty.shape
+    assert axis.ledger.total() == 0
+
+
+def _case_round_trip(axis: Axis) -> None:
+    """Exchange, a computation that is not linear, and exchange back: gradients of one process, and gradients of gradients."""
+    n, r = axis.size, axis.rank
+    sequence, hidden = even_sizes(2 * n + 1, n), even_sizes(n + 2, n)
+    whole = _noise(2, 2 * n + 1, n + 2, seed=5).requires_grad_()
+    truth = torch.softmax(whole, 1).square()
+    (wanted,) = torch.autograd.grad(truth.sum(), whole, create_graph=True)
+    (wanted_more,) = torch.autograd.grad(wanted.square().sum(), whole)
+    x = _part(whole.detach(), sequence, 1, r).requires_grad_()
+    inner = comm.all_to_all(x, axis, 2, 1, hidden, sequence, SBH)
+    outer = comm.all_to_all(torch.softmax(inner, 1).square(), axis, 1, 2, sequence, hidden)
+    torch.testing.assert_close(outer, _part(truth.detach(), sequence, 1, r))
+    (grad,) = torch.autograd.grad(outer.sum(), x, create_graph=True)
+    torch.testing.assert_close(grad, _part(wanted.detach(), sequence, 1, r))
+    (more,) = torch.autograd.grad(grad.square().sum(), x)
+    torch.testing.assert_close(more, _part(wanted_more, sequence, 1, r))
+
+
+def _case_in_place(axis: Axis) -> None:
+    """What came may be written to, and the gradient knows."""
+    x = torch.ones(2, axis.size, axis.size, requires_grad=True)
+    for y in (
+        comm.all_to_all(x, axis, 2, 1),
+        comm.all_to_all(x, axis, 2, 1, order=SBH),
+        comm.all_gather(x, axis, 0),
+        comm.reduce_scatter(x, axis, 1),
+    ):
+        summed = y.detach().clone()
+        y.mul_(3)
+        assert torch.equal(y, 3 * summed)
+        (grad,) = torch.autograd.grad(y.sum(), x)
+        assert float(grad.min()) >= 3
+
+
+def _case_strides_of_dims_of_one(axis: Axis) -> None:
+    """Ranks with one row and ranks with several have different strides; what travels must not depend on them."""
+    n, r = axis.size, axis.rank
+    sequence = (1, *(3,) * (n - 1))
+    whole = _noise(2, sum(sequence), n, seed=6)
+    x = _laid(_part(whole, sequence, 1, r), SBH).contiguous().requires_grad_()
+    y = comm.all_to_all(x, axis, 2, 1, None, sequence)
+    weight = whole.split(1, 2)[r]
+    assert torch.equal(_grad(y, x, weight), _part(whole, sequence, 1, r))
+
+
+def _case_copies(axis: Axis) -> None:
+    """What the ledger says of copies is what torch copies, in both layouts and both ways; the values are the same."""
+    n, r = axis.size, axis.rank
+    b, s, h = 2, 3, 4 * n
+    whole = _noise(b, s * n, h, seed=7)
+    part, columns = whole.split(s, 1)[r], whole.split(4, 2)[r]
+    one = part.numel() * 8  # bytes
+    own = one // n if axis.exchange == "point_to_point" else 0  # what stays here, which the collective copies itself
+    # (input's order in memory, result's order, tensors) -> copies before and after
+    wanted = {
+        (BSH, BSH): (1, 1),
+        (BSH, SBH): (1, 0),
+        (SBH, SBH): (1, 0),
+        (SBH, BSH): (1, 1),
+        ((2, 0, 1), (2, 0, 1)): (0, 1),
+    }
+    for (into, order), (packs, unpacks) in wanted.items():
+        x = _laid(part, into).requires_grad_()
+        weight = _laid(columns, order)
+        with comm.ledger(axis) as there, Copied() as copied:
+            y = comm.all_to_all(x, axis, 2, 1, order=order)
+        assert torch.equal(y, columns)
+        assert (there.copies["all_to_all", "a", "pack"], there.copies["all_to_all", "a", "unpack"]) == (packs, unpacks)
+        assert copied.bytes == (packs + unpacks) * one + own
+        product = y * weight
+        with comm.ledger(axis) as back, Copied() as copied:
+            torch.autograd.grad(product, x, torch.ones_like(product))
+        # what is copied before on the way there is copied after on the way back
+        assert (back.copies["all_to_all", "a", "unpack"], back.copies["all_to_all", "a", "pack"]) == (packs, unpacks)
+        assert copied.bytes == (packs + unpacks) * one + own
+    # of a single video (B = 1) parts of the sequence lie one behind the other: one copy on one side
+    x = part[:1].contiguous()
+    with comm.ledger(axis) as there, Copied() as copied:
+        y = comm.all_to_all(x, axis, 2, 1)
+        comm.all_to_all(y, axis, 1, 2)
+    assert there.copies == {("all_to_all", "a", "pack"): 1, ("all_to_all", "a", "unpack"): 1}
+    assert copied.bytes == one // 2 * 2 + own // 2 * 2
+    with comm.ledger(axis) as there:
+        comm.all_gather(x[0], axis, 0)
+        comm.reduce_scatter(whole[0], axis, 0)
+    assert not there.copies
+
+
+def _case_pass_on(axis: Axis) -> None:
+    """A ring each way, several tensors of several shapes and types, two calls under way, strided and empty tensors."""
+    n, r = axis.size, axis.rank
+    before, after = (r - 1) % n, (r + 1) % n
+
+    def of(rank: int) -> list[Tensor]:
+        keys = _noise(2, 3 + rank, 4, seed=rank).transpose(0, 1)
+        return [keys, torch.arange(rank * 2) % 3 == 0, keys.to(torch.bfloat16) * 2]
+
+    shapes = [tensor.shape for tensor in of(before)]
+    with comm.ledger(axis) as counted:
+        first = comm.pass_on(of(r), axis, after, before, shapes)
+        other_way = comm.pass_on([torch.full((2,), float(r))], axis, before, after, kind="ring_back")
+        third = comm.pass_on([torch.full((2,), -float(r))], axis, after, before, name="inner")
+        assert float(third.wait()[0][0]) == -before  # waited for out of turn
+        assert float(other_way.wait()[0][0]) == after
+        for _ in range(2):  # and asked twice
+            for came, wanted in zip(first.wait(), of(before), strict=True):
+                assert came.dtype == wanted.dtype and torch.equal(came, wanted) and came.is_contiguous()
+    sent = sum(map(comm.nbytes, of(r)))
+    assert counted.bytes == {("ring", "a"): sent, ("ring_back", "a"): 8, ("ring", "inner"): 8}
+    assert counted.copies == {("ring", "a", "pack"): 2}
+    for hops in range(1, n):  # all the way round
+        came = comm.pass_on([torch.tensor([r])], axis, r + hops, r - hops).wait()[0]
+        assert int(came) == (r - hops) % n
+    x = torch.ones(2, requires_grad=True)
+    assert comm.pass_on([x], axis, r, r).wait()[0].requires_grad is False
+    with comm.ledger(axis) as counted:
+        comm.pass_on([x], axis, r + n, r - n).wait()
+    assert not counted.calls
+    with pytest.raises(ValueError, match="cannot send to"):
+        comm.pass_on([x], axis, r, after)
+    with pytest.raises(ValueError, match="shapes come"):
+        comm.pass_on([x], axis, after, before, [])
+
+
+def _case_pass_on_while_exchanging(axis: Axis) -> None:
+    """A hop under way is not mixed up with exchanges between the same ranks."""
+    n, r = axis.size, axis.rank
+    hop = comm.pass_on([torch.full((3,), r)], axis, r + 1, r - 1)
+    y = comm.all_to_all(torch.arange(n)[:, None] + 10 * r, axis, 0, 1)
+    gathered = comm.all_gather(torch.tensor([r]), axis, 0, (1,) * n)
+    assert y.tolist() == [[r + 10 * source for source in range(n)]] and gathered.tolist() == list(range(n))
+    assert hop.wait()[0].tolist() == [(r - 1) % n] * 3
+
+
+def _case_compiled(axis: Axis) -> None:
+    """A compiled function that exchanges computes, and counts, what it does uncompiled."""
+    n, r = axis.size, axis.rank
+
+    def around(x: Tensor) -> Tensor:
+        q, k = comm.all_to_all_many([x * 2, x + 1], axis, 2, 1, order=SBH)
+        y = comm.all_to_all(torch.softmax(q, 1) * k, axis, 1, 2)
+        hop = comm.pass_on([y], axis, r + 1, r - 1).wait()[0]
+        return (y.sin() + hop + comm.reduce_scatter(comm.all_gather(x, axis, 1), axis, 1)).sum()
+
+    x = _noise(2, 3, n, seed=r).requires_grad_()
+    found = []
+    for function in (around, torch.compile(around, backend="eager")):
+        for _ in range(2):
+            with comm.ledger(axis) as counted:
+                y = function(x)
+                found.append((y.detach(), *torch.autograd.grad(y, x), counted.bytes, counted.calls, counted.copies))
+    for some in found[1:]:
+        assert some[2:] == found[0][2:]
+        torch.testing.assert_close(some[:2], found[0][:2])
+
+
+CASES: tuple[Callable[[Axis], None], ...] = (
+    _case_all_to_all,
+    _case_many,
+    _case_gather_and_scatter,
+    _case_dtypes,
+    _case_nothing_at_all,
+    _case_round_trip,
+    _case_in_place,
+    _case_strides_of_dims_of_one,
+    _case_copies,
+    _case_pass_on,
+    _case_pass_on_while_exchanging,
+    _case_compiled,
+)
+
+
+def _run() -> dict[str, str]:
+    """What went wrong, by case and way."""
+    problems = {}
+    for case, way in itertools.product(CASES, WAYS):
+        try:
+            case(Axis("a", dist.group.WORLD, dist.get_world_size(), dist.get_rank(), exchange=way))
+        except Exception:
+            problems[f"{case.__name__} {way}"] = traceback.format_exc()
+    return problems
+
+
+@pytest.fixture(scope="module", params=WORLDS)
+def problems(request: pytest.FixtureRequest) -> list[dict[str, str]]:
+    """All cases of a world, run in one go."""
+    return run_ranks(_run, request.param, timeout=120)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.removeprefix("_case_"))
+def test_exchange(case: Callable[[Axis], None], way: Exchange, problems: list[dict[str, str]]) -> None:
+    for rank, found in enumerate(problems):
+        assert f"{case.__name__} {way}" not in found, f"rank {rank}:\n{found[f'{case.__name__} {way}']}"

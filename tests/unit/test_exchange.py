@@ -1,0 +1,202 @@
+"""Exchanges without a process group: arithmetic of sizes, buffers of all ranks in one process, ledgers, errors."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mmspeed import comm
+from mmspeed.comm import Axis, Ledger, even_sizes
+from mmspeed.comm.packing import landing, layout, lengths_of, pack, unpack
+
+
+@given(length=st.integers(0, 10_000), parts=st.integers(1, 200))
+def test_even_sizes_differ_by_one_and_the_larger_come_first(length: int, parts: int) -> None:
+    sizes = even_sizes(length, parts)
+    assert len(sizes) == parts and sum(sizes) == length
+    assert max(sizes) - min(sizes) <= 1 and list(sizes) == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize(("length", "parts"), [(-1, 2), (3, 0)])
+def test_even_sizes_that_cannot_be(length: int, parts: int) -> None:
+    with pytest.raises(ValueError, match="cannot be cut"):
+        even_sizes(length, parts)
+
+
+def _swapped(sent: list[Tensor], lengths: list[list[int]], rank: int) -> Tensor:
+    """What a rank receives of all ranks' buffers."""
+    return torch.cat([flat.split(cut)[rank] for flat, cut in zip(sent, lengths, strict=True)])
+
+
+sizes_of = st.integers(1, 4).flatmap(
+    lambda ranks: st.tuples(*[st.lists(st.integers(0, 3), min_size=ranks, max_size=ranks).map(tuple)] * 3)
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    sizes=sizes_of,
+    dims=st.permutations(range(4)),
+    rest=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    wire=st.permutations(range(4)).map(tuple),
+    into=st.permutations(range(4)),
+    out=st.permutations(range(4)).map(tuple),
+    tensors=st.integers(1, 2),
+)
+def test_all_ranks_buffers_make_an_all_to_all(
+    sizes: tuple[tuple[int, ...], ...],
+    dims: list[int],
+    rest: tuple[int, int],
+    wire: tuple[int, ...],
+    into: list[int],
+    out: tuple[int, ...],
+    tensors: int,
+) -> None:
+    """Any dims, sizes, order on the wire, and order in memory before and after: the parts land where they belong."""
+    gather, *scatter_each = sizes[: tensors + 1]
+    (scatter_dim, gather_dim), ranks = dims[:2], range(len(gather))
+    wholes = []
+    for scatter in scatter_each:
+        shape = [0] * 4
+        shape[scatter_dim], shape[gather_dim], shape[dims[2]], shape[dims[3]] = sum(scatter), sum(gather), *rest
+        wholes.append(torch.arange(math.prod(shape)).reshape(shape))
+    back = [list(into).index(dim) for dim in range(4)]
+    sent, lengths = [], []
+    for rank in ranks:
+        xs = [whole.split(gather, gather_dim)[rank].permute(into).contiguous().permute(back) for whole in wholes]
+        packed = pack(xs, scatter_dim, scatter_each, wire)
+        assert packed.copies in (0, 1)
+        sent.append(packed.flat)
+        lengths.append(packed.lengths)
+    for rank in ranks:
+        wanted = [whole.split(cut, scatter_dim)[rank] for whole, cut in zip(wholes, scatter_each, strict=True)]
+        shapes = [list(part.shape) for part in wanted]
+        gathers = [gather] * tensors
+        assert lengths_of(shapes, gather_dim, gathers) == [cut[rank] for cut in lengths]
+        results, flat, copies = landing(sent[0], shapes, gather_dim, wire, [out] * tensors)
+        flat.copy_(_swapped(sent, lengths, rank))
+        if copies:
+            unpack(flat, results, gather_dim, gathers, wire)
+        for result, part in zip(results, wanted, strict=True):
+            assert torch.equal(result, part) and result.permute(out).is_contiguous() and not result._is_view()
+
+
+@given(order=st.permutations(range(4)), shape=st.tuples(*[st.integers(2, 3)] * 4))
+def test_layout_is_the_order_in_memory(order: list[int], shape: tuple[int, ...]) -> None:
+    x = torch.zeros(shape).permute([order.index(dim) for dim in range(4)])
+    assert x.permute(layout(x)).is_contiguous()
+
+
+def _axis(name: str = "a", size: int = 4, rank: int = 1, ledger: Ledger | None = None) -> Axis:
+    """An axis without a group: what is wrong is found before anything travels."""
+    return Axis(name, None, size, rank, ledger or Ledger())
+
+
+X = torch.zeros(2, 6, 8)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda a: comm.all_to_all(X, a, 1, 1), "scatters along one dim"),
+        (lambda a: comm.all_to_all(X, a, 1, -2), "scatters along one dim"),
+        (lambda a: comm.all_to_all(X, a, 3, 1), "no dim 3"),
+        (lambda a: comm.all_to_all(X, a, 2, 1, (2, 2, 2, 3)), "do not cut dim 2"),
+        (lambda a: comm.all_to_all(X, a, 2, 1, (4, 4)), "do not cut dim 2"),
+        (lambda a: comm.all_to_all(X, a, 2, 1, ()), "do not cut dim 2"),
+        (lambda a: comm.all_to_all(X, a, 2, 1, (9, -1, 0, 0)), "do not cut dim 2"),
+        (lambda a: comm.all_to_all(X, a, 2, 1, None, (6, 5, 6, 6)), "not those of 4 ranks"),
+        (lambda a: comm.all_to_all(X, a, 2, 1, None, (6, 6)), "not those of 4 ranks"),
+        (lambda a: comm.all_to_all(X, a, 2, 1, order=(0, 1)), "does not name each"),
+        (lambda a: comm.all_to_all(X, a, 2, 1, order=(0, 1, 1)), "does not name each"),
+        (lambda a: comm.all_to_all_many([X, X.double()], a, 2, 1), "same number of dims"),
+        (lambda a: comm.all_to_all_many([X, X], a, 2, 1, [None]), "scatter sizes of 1"),
+        (lambda a: comm.all_to_all_many([X, X[:, 1:]], a, 2, 1, None, (6, 6, 6, 6)), "not those of 4 ranks"),
+        (lambda a: comm.all_gather(X, a, 1, (1, 5, 0, 0)), "not those of 4 ranks"),
+        (lambda a: comm.all_gather(X, a, 5), "no dim 5"),
+        (lambda a: comm.reduce_scatter(X, a, 1, (6, 6, 6, 6)), "do not cut dim 1"),
+        (lambda a: comm.reduce_scatter(X > 0, a, 1), "cannot be added"),
+        (lambda a: comm.pass_on([X], a, 1, 2), "cannot send to 1"),
+        (lambda a: comm.pass_on([X], a, 2, 0, []), "0 shapes come"),
+    ],
+)
+def test_what_does_not_fit_is_an_error(call: object, words: str) -> None:
+    axis = _axis()
+    with pytest.raises(ValueError, match=words):
+        call(axis)  # type: ignore[operator]
+    assert not axis.ledger.calls
+
+
+def test_sizes_are_checked_on_one_rank_too() -> None:
+    with pytest.raises(ValueError, match="do not cut"):
+        comm.all_to_all(X, Axis.alone("a"), 2, 1, (7,))
+
+
+def test_an_axis_of_one_gives_back_what_it_got_and_counts_nothing() -> None:
+    axis, x = Axis.alone("a"), torch.randn(2, 6, 8, requires_grad=True)
+    for y in (comm.all_to_all(x, axis, 2, 1), comm.all_gather(x, axis, 1), comm.reduce_scatter(x, axis, 1)):
+        assert y is x
+    assert torch.equal(comm.pass_on([x], axis, 0, 0).wait()[0], x)
+    laid = comm.all_to_all(x, axis, 2, 1, order=(1, 0, 2))
+    assert torch.equal(laid, x) and laid.transpose(0, 1).is_contiguous()
+    assert torch.equal(torch.autograd.grad(laid.sum(), x)[0], torch.ones_like(x))
+    assert comm.all_to_all_many([], axis, 0, 1) == []
+    assert not axis.ledger.calls and not axis.ledger.copies
+
+
+def test_an_axis_of_one_does_not_break_a_compiled_graph() -> None:
+    axis, x = Axis.alone("a"), torch.randn(2, 6, 8)
+
+    def around(x: Tensor) -> Tensor:
+        q, k = comm.all_to_all_many([x * 2, x + 1], axis, 2, 1)
+        return comm.reduce_scatter(comm.all_gather(comm.all_to_all(q * k, axis, 1, 2), axis, 1), axis, 1)
+
+    torch.testing.assert_close(torch.compile(around, backend="eager", fullgraph=True)(x), around(x))
+
+
+def test_a_ledger_of_a_block_has_what_its_axes_counted_in_it() -> None:
+    shared = Ledger()
+    ring, ulysses, other = _axis("ring", ledger=shared), _axis("ulysses", ledger=shared), _axis("tp")
+    ring.count("ring", 7)
+    with comm.ledger(ring, ulysses) as both, comm.ledger(ulysses) as one:
+        ring.count("ring", 10, packs=1)
+        ring.count("ring", 3, name="ring_inner")
+        ulysses.count("all_to_all", 100, unpacks=1)
+        other.count("all_gather", 1000)
+        assert both.total() == 113  # while it runs
+        with comm.ledger(other) as third:
+            other.count("all_gather", 1)
+    ring.count("ring", 7)
+    assert both.bytes == {("ring", "ring"): 10, ("ring", "ring_inner"): 3, ("all_to_all", "ulysses"): 100}
+    assert both.calls == dict.fromkeys(both.bytes, 1)
+    assert both.copies == {("ring", "ring", "pack"): 1, ("all_to_all", "ulysses", "unpack"): 1}
+    assert one.bytes == {("all_to_all", "ulysses"): 100}
+    assert third.total() == 1 and other.ledger.total() == 1001
+    assert shared.total() == 127 and shared.total("ring") == 24 and shared.total(kind="all_to_all") == 100
+
+
+def test_a_ledger_ends_with_its_block_when_that_fails() -> None:
+    axis = _axis()
+    with pytest.raises(KeyError), comm.ledger(axis) as counted:
+        axis.count("ring", 1)
+        raise KeyError
+    axis.count("ring", 1)
+    assert counted.total() == 1 and axis.ledger.total() == 2
+
+
+def test_ledgers_since_and_copy() -> None:
+    ledger = Ledger()
+    ledger.add("ring", "a", 5, packs=1)
+    before = ledger.copy()
+    ledger.add("ring", "a", 6, packs=1, unpacks=1)
+    rest = ledger.since(before)
+    assert rest.bytes == {("ring", "a"): 6} and rest.calls == {("ring", "a"): 1}
+    assert rest.copies == dict(zip(itertools.product(["ring"], ["a"], ["pack", "unpack"]), (1, 1), strict=True))
+    ledger.clear()
+    assert not ledger.bytes and not ledger.calls and not ledger.copies and before.total() == 5
