@@ -34,7 +34,7 @@ def accelerate_model(
     attribute `sequence_plan`, or any model with `plan`. config: of its fields (section `parallel`) `ring`, `ulysses`,
     `ring_window` and `exchange` are used; a string is like "ulysses=4,ring=2". ledger: who counts the bytes of exchanges.
 
-    The launcher's process group must be there. Ranks of a group follow one another: rank // (ring * ulysses) names the sample
+    The model stands on its device, and the launcher's process group is there. Ranks of a group follow one another: rank // (ring * ulysses) names the sample
     that a rank takes. DDP, FSDP, recomputation and compilation stay the script's own, and come after this.
 
     Raises UserError when the processes do not fit, no plan is known, or the config asks for what a foreign model cannot do.
@@ -55,7 +55,7 @@ def accelerate_model(
         )
     if plan is None:
         plan = getattr(transformer, "sequence_plan", None) or plan_for(transformer)
-    kind = "npu" if "hccl" in dist.get_backend() else "cuda" if "nccl" in dist.get_backend() else "cpu"
+    kind = next((parameter.device.type for parameter in transformer.parameters()), "cpu")
     mesh = make_mesh(
         Device(kind, 0), parallel.dp_replicate, parallel.dp_shard, ring=parallel.ring, ulysses=parallel.ulysses
     )

@@ -5,7 +5,7 @@ the gradients from the output and the log-sum-exp of the WHOLE attention (FlashA
 block's probabilities are exp(score - lse) and need no other block). None of them records gradients; `parallel.ring` calls them
 inside an autograd function.
 
-Which kernel serves (`compute.block_kernels` has them; "auto" takes the first that can):
+Which kernel serves ("auto" takes the first that can):
 
     device   kernel           number types               key mask   heads of width
     cpu      cpu_flash        all                        yes        any
@@ -27,7 +27,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .block_kernels import KERNELS, Kernel, dead_rows
+from . import cuda_blocks, npu_blocks
+from .block_kernels import CPU, EAGER, Kernel, dead_rows
+
+KERNELS = {kernel.name: kernel for kernel in (CPU, cuda_blocks.FLASH, cuda_blocks.EFFICIENT, npu_blocks.FUSION, EAGER)}
 
 # Fused kernels put batch on a grid axis that holds 65535 blocks.
 MAX_FUSED_BATCH = 65_535

@@ -44,6 +44,7 @@ class _Role:
 
     group: SplitGroup
     where: str
+    names: tuple[str, ...]  # of the positional arguments of its forward
     root: bool = False
     inputs: dict[str, Split | Leading] = field(default_factory=dict)
     outputs: dict[int | str, Split | Gather] = field(default_factory=dict)
@@ -58,16 +59,14 @@ class _Declared(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         role, group, run = self._sequence_role, self._sequence_role.group, super().forward
-        if role.root or role.inputs:
-            names = _argument_names(type(self))  # type: ignore[arg-type]
-            if role.root:
-                _begin(group, names, args, kwargs)
+        if role.root:
+            _begin(group, role.names, args, kwargs)
         if group.record is None:
             raise UserError(f"{role.where} was called outside of the forward of the model that the plan was applied to")
         if group.record.whole:
             return run(*args, **kwargs)
         if role.inputs:
-            args, kwargs = _split_inputs(role, names, args, kwargs)
+            args, kwargs = _split_inputs(role, args, kwargs)
         out = run(*args, **kwargs) if role.attends is None else _attend(role, role.attends, run, args, kwargs)
         if role.outputs:
             out = _change_outputs(role, out)
@@ -80,11 +79,10 @@ def _declared(own: type[nn.Module]) -> type[nn.Module]:
     return type(own.__name__, (_Declared, own), {"__module__": own.__module__, "__qualname__": own.__qualname__})
 
 
-@cache
-def _argument_names(changed: type[nn.Module]) -> tuple[str, ...]:
+def _argument_names(own: type[nn.Module]) -> tuple[str, ...]:
     """Names of the positional arguments of the first forward under the mixins that has names."""
-    for base in changed.__mro__:
-        if "forward" in vars(base) and base is not _Declared:
+    for base in own.__mro__:
+        if "forward" in vars(base):
             kinds = list(inspect.signature(vars(base)["forward"]).parameters.values())[1:]
             names = [p.name for p in kinds if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
             if names or not kinds:
@@ -96,6 +94,7 @@ def _named(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
+@torch.compiler.disable
 def _begin(group: SplitGroup, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Open the record of a new forward."""
     arguments = _named(names, args, kwargs)
@@ -108,10 +107,9 @@ def _begin(group: SplitGroup, names: Sequence[str], args: tuple[Any, ...], kwarg
         group.checked = True
 
 
-def _split_inputs(
-    role: _Role, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    listed, kwargs = list(args), dict(kwargs)
+@torch.compiler.disable
+def _split_inputs(role: _Role, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    listed, kwargs, names = list(args), dict(kwargs), role.names
     for name, split in role.inputs.items():
         where = f"{role.where}, argument {name!r}"
         if name in kwargs:
@@ -134,6 +132,7 @@ def _part(group: SplitGroup, value: Any, split: Split | Leading, where: str) -> 
     return group.cut(value, split, where)
 
 
+@torch.compiler.disable
 def _change_outputs(role: _Role, out: Any) -> Any:
     single = isinstance(out, torch.Tensor)
     items: Any = [out] if single else (dict(out) if isinstance(out, Mapping) else list(out))
@@ -146,6 +145,7 @@ def _change_outputs(role: _Role, out: Any) -> Any:
     return items[0] if single else type(out)(items)
 
 
+@torch.compiler.disable  # of a compiled block, all but the attention is compiled
 def _attend(role: _Role, attends: Attends, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The module's forward, with its attention over all ranks."""
     group, keys = role.group, attends.keys or attends.queries
@@ -179,7 +179,7 @@ def _roles(model: nn.Module, plan: SequencePlan, group: SplitGroup) -> dict[nn.M
 
     def of(name: str, module: nn.Module) -> _Role:
         where = f"{name} ({type(module).__name__})" if name else type(model).__name__
-        return roles.setdefault(module, _Role(group, where))
+        return roles.setdefault(module, _Role(group, where, _argument_names(type(module))))
 
     of("", model).root = True
     for pattern, inputs in plan.inputs.items():

@@ -135,9 +135,9 @@ class SplitGroup:
             sizes = [float(size) for tensor in tensors for size in (tensor.ndim, *tensor.shape)]
             shape = sum(size * math.sqrt(place + 2) for place, size in enumerate(sizes))
             names.append(name)
-            prints += [shape, sum(float(tensor.detach().double().sum()) for tensor in tensors)]
+            prints += [shape, sum(float(tensor.detach().float().sum()) for tensor in tensors)]
         device = next((v.device for v in pytree.tree_leaves(arguments) if isinstance(v, torch.Tensor)), None)
-        mine = torch.tensor(prints, dtype=torch.float64).nan_to_num().to(device).unsqueeze(0)
+        mine = torch.tensor(prints).nan_to_num().to(device).unsqueeze(0)
         with torch.no_grad():
             every = mine
             for axis in (self.axes.ulysses, self.axes.ring):

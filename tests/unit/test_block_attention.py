@@ -15,9 +15,8 @@ from torch import Tensor
 
 from mmspeed import rng
 from mmspeed.compute import block_attention as blocks
-from mmspeed.compute import block_kernels
-from mmspeed.compute.block_attention import block_backward, block_forward, merge
-from mmspeed.compute.block_kernels import KERNELS
+from mmspeed.compute import block_kernels, npu_blocks
+from mmspeed.compute.block_attention import KERNELS, block_backward, block_forward, merge
 
 # relative to values of order one: rounding of sums of up to 40 products, and for half types of probabilities and results
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6, torch.float16: 1e-2, torch.bfloat16: 8e-2}
@@ -122,7 +121,6 @@ def test_nothing_to_attend_to(batch: int, queries: int, keys: int) -> None:
 
 
 def test_eager_queries_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors, mask = inputs(9, 9, 2, torch.float64, True)
     monkeypatch.setattr(block_kernels, "EAGER_SCORES", 3 * 4 * 9 * 2)  # two queries at a time
     test_kernel_equals_the_formula("eager", torch.float64, True, "causal-grouped")
     test_kernel_equals_the_formula("eager", torch.float64, True, "plain")
@@ -163,7 +161,7 @@ def test_what_a_named_kernel_does_not_serve() -> None:
         block_forward(*[x.to("meta", torch.bfloat16)] * 3, mask.to("meta"), backend="cuda_flash")
     with pytest.raises(ValueError, match=r"'cuda_efficient' does not serve torch.float32 heads of width 6"):
         block_forward(*[torch.zeros(1, 2, 4, 6, device="meta")] * 3, backend="cuda_efficient")
-    with pytest.raises(ValueError, match="'sdpa' has no fused kernel for torch.float64"):
+    with pytest.raises(ValueError, match="'sdpa' has no fused kernel for"):
         block_forward(*[x.to("meta", torch.float64)] * 3, backend="sdpa")
     with pytest.raises(ValueError, match="'fastest' is not one of"):
         block_forward(x, x, x, backend="fastest")
@@ -246,7 +244,7 @@ def npu_operators() -> Iterator[None]:
 def test_npu_calls_fit_the_published_signatures(
     npu_operators: None, monkeypatch: pytest.MonkeyPatch, shape: str, masked: bool
 ) -> None:
-    monkeypatch.setattr(block_kernels, "MASK_BYTES", 3 * 9 * 2)  # masked queries in several parts
+    monkeypatch.setattr(npu_blocks, "MASK_BYTES", 3 * 9 * 2)  # masked queries in several parts
     test_kernel_equals_the_formula("npu_fusion", torch.float32, masked, shape)
 
 

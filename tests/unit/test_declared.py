@@ -16,6 +16,7 @@ from torch import nn
 import mmspeed
 from mmspeed.comm import Axis
 from mmspeed.config.parallel import ParallelConfig
+from mmspeed.config.schema import Config
 from mmspeed.errors import UserError
 from mmspeed.models.diffusers_plans import PLANS, converted, plan_for
 from mmspeed.parallel.attention import SequenceAxes
@@ -114,6 +115,7 @@ def test_masks_that_do_not_fit(mask: torch.Tensor, words: str) -> None:
 def test_config_of_any_kind() -> None:
     section = ParallelConfig(ring=2, ulysses=2)
     assert parallel_config(section) is section
+    assert parallel_config(Config.model_construct(parallel=section)) is section
     assert parallel_config("ulysses=2, ring=2") == section
     assert (
         parallel_config({"ring": 2, "ulysses": 2})
