@@ -34,8 +34,9 @@ def accelerate_model(
     attribute `sequence_plan`, or any model with `plan`. config: of its fields (section `parallel`) `ring`, `ulysses`,
     `ring_window` and `exchange` are used; a string is like "ulysses=4,ring=2". ledger: who counts the bytes of exchanges.
 
-    The model stands on its device, and the launcher's process group is there. Ranks of a group follow one another: rank // (ring * ulysses) names the sample
-    that a rank takes. DDP, FSDP, recomputation and compilation stay the script's own, and come after this.
+    The model stands on its device, and the launcher's process group is there. Ranks of a group follow one another:
+    rank // (ring * ulysses) names the sample that a rank takes. DDP, FSDP, recomputation and compilation stay the script's
+    own, and come after this.
 
     Raises UserError when the processes do not fit, no plan is known, or the config asks for what a foreign model cannot do.
     """

@@ -91,7 +91,7 @@ def _split(layer: nn.Linear, mesh: DeviceMesh, role: Role, name: str) -> None:
     layer.weight = part(layer.weight, dim)
     if layer.bias is not None and role == "column":
         layer.bias = part(layer.bias, 0)
-    layer.__class__ = _split_class(type(layer))  # type: ignore[assignment]
+    layer.__class__ = _split_class(type(layer))  # type: ignore[arg-type, assignment]
     cast(Any, layer)._bias_share = 1.0 if role == "column" else 1.0 / parts
 
 

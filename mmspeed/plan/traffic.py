@@ -1,0 +1,315 @@
+"""What sequence and tensor parallelism send: bytes of one rank, by kind and axis, for any layout, without a process group.
+
+The numbers are those that the ledger of `mmspeed.comm` counts when the same layout trains, to the byte and on each rank:
+
+    exchange                          where                                          kind, axis
+    tokens re-sharded (`switch`)      between blocks of two spans                    all_to_all, sequence
+    queries, keys, values, output     attention over shards, "ulysses" part          all_to_all, ulysses
+    key mask                          the same                                       all_gather, ulysses
+    blocks of keys and gradients      attention over shards, "ring" part             ring, ring (ring_outer between windows)
+    tokens of tensor parallelism      3 gathers and 3 sums a block                   all_gather and reduce_scatter, tp
+    the prediction                    after the last block                           all_gather and reduce_scatter, sequence and tp
+    gradients of shared parameters    once a step                                    all_reduce, tp
+
+Gradients of an exchange go the other way round, so the sizes of what is sent change places; a block that is recomputed makes its
+forward exchanges a second time. Gradients that data parallelism sums are the engine's own and are not here.
+
+Legend: B batch, T S rows and columns of tokens (frames x places of a frame; 1 x all where every block attends over all), E model
+width, D head width, P values of a token's prediction, e bytes of a number, n ranks that share a sequence, m tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mmspeed.comm.packing import even_sizes
+from mmspeed.config.parallel import ParallelConfig
+
+Span = Literal["spatial", "temporal", "full"]
+Holding = Literal["whole", "rows", "columns"]
+Sent = Counter[tuple[str, str]]  # bytes by (kind, axis)
+
+GATHERS = 3  # of a block, over the tensor-parallel axis: before self-attention, cross-attention and MLP; and a sum after each
+
+
+@dataclass(frozen=True)
+class Work:
+    """A forward pass and its backward pass.
+
+    Args:
+        batch: samples.
+        grid: patches along (T, h, w).
+        spans: what each block attends over; all "full", or none.
+        values: numbers that the model gives for a token, channels x patch volume.
+        text: tokens of a caption, padding included.
+        element_size: bytes of a number while it computes.
+        masked: a video mask is given.
+        image: the latent has one frame, so every rank of a group computes its own.
+    """
+
+    batch: int
+    grid: tuple[int, int, int]
+    width: int
+    heads: int
+    spans: tuple[Span, ...]
+    values: int
+    text: int
+    element_size: int = 2
+    masked: bool = False
+    image: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(T, S)."""
+        t, h, w = self.grid
+        return (1, t * h * w) if "full" in self.spans else (t, h * w)
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.heads
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's places on the axes."""
+
+    ring: int = 0
+    ulysses: int = 0
+    tp: int = 0
+
+
+def places(parallel: ParallelConfig) -> Iterator[Place]:
+    """The places of the ranks that compute one video, in the order of the ranks."""
+    for ring in range(parallel.ring):
+        for ulysses in range(parallel.ulysses):
+            for tp in range(parallel.tp):
+                yield Place(ring, ulysses, tp)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that a rank sends in a forward and in its backward pass."""
+
+    forward: Sent = field(default_factory=Counter)
+    backward: Sent = field(default_factory=Counter)
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.forward + other.forward, self.backward + other.backward)
+
+    @property
+    def total(self) -> int:
+        """Of both passes, all kinds."""
+        return self.forward.total() + self.backward.total()
+
+
+def step_traffic(
+    work: Work, parallel: ParallelConfig, place: Place, *, recomputed: Collection[int] = (), shared_gradients: int = 0
+) -> Sent:
+    """A step of one micro-batch.
+
+    Args:
+        recomputed: numbers of the blocks that make their forward pass again.
+        shared_gradients: bytes that this rank holds of gradients that are not split over `tp` (`gradient_traffic`).
+    """
+    whole = ends_traffic(work, parallel, place)
+    again: Sent = Counter()
+    for number, span in enumerate(work.spans):
+        block = block_traffic(work, parallel, place, span)
+        whole += block
+        if number in recomputed:
+            again += block.forward
+    return whole.forward + whole.backward + again + gradient_traffic(shared_gradients, parallel.tp)
+
+
+def gradient_traffic(shared_gradients: int, tp: int) -> Sent:
+    """The sum over `tp` of gradients that all its ranks hold, once a step, for any number of micro-batches."""
+    return _sent(("all_reduce", "tp", 2 * shared_gradients * (tp - 1) // tp))
+
+
+def block_traffic(work: Work, parallel: ParallelConfig, place: Place, span: Span) -> Traffic:
+    """One block, without the re-sharding before or after it."""
+    shares, b = _shares(work, parallel, span), work.batch
+    own, seen = shares.own(place, parallel), shares.tokens()[_rank(place, parallel)]
+    tokens = b * work.width * work.element_size
+    gathers = ("all_gather", "tp", GATHERS * (parallel.tp - 1) * own * tokens)
+    sums = ("reduce_scatter", "tp", GATHERS * (seen - own) * tokens)
+    found = Traffic(_sent(gathers, sums), _sent(gathers, sums))
+    lengths = shares.lengths(span)
+    if lengths is not None:
+        apart = work.shape[1] if span == "temporal" else work.shape[0]  # rows or columns that attend for themselves
+        found += attention_traffic(work, parallel, place, b * apart, lengths, lengths, masked=work.masked)
+    if shares.holding != "whole" and parallel.shard_text is not None and work.text >= parallel.shard_text:
+        text = even_sizes(work.text, _group(parallel))
+        found += attention_traffic(work, parallel, place, b, shares.tokens(), text, masked=True)
+    return found
+
+
+def ends_traffic(work: Work, parallel: ParallelConfig, place: Place) -> Traffic:
+    """All that is not inside of blocks: re-sharding between them, and the prediction's way to every rank."""
+    found, (rows, columns) = Traffic(), work.shape
+    each = [_shares(work, parallel, span) for span in work.spans]
+    for now, wanted in zip(each, each[1:], strict=False):
+        if now.holding != wanted.holding:
+            found += _turn(work, parallel, place, now.holding == "rows")
+    last, rank = each[-1], _rank(place, parallel)
+    token, own = work.batch * work.values * work.element_size, last.own(place, parallel)
+    outer = even_sizes(columns, parallel.tp)[place.tp]  # columns of this tensor-parallel place, on all ranks of the group
+    joined = rows * outer
+    others = 0 if last.holding == "whole" else len(last.rows) - 1
+    forward = (
+        ("all_gather", "sequence", others * own * token),
+        ("all_gather", "tp", (parallel.tp - 1) * joined * token),
+    )
+    part = {"rows": last.rows[rank] * outer, "columns": own, "whole": joined}[last.holding]
+    backward = (
+        ("reduce_scatter", "tp", rows * (columns - outer) * token),
+        ("reduce_scatter", "sequence", (joined - part) * token),
+    )
+    return found + Traffic(_sent(*forward), _sent(*backward))
+
+
+def attention_traffic(
+    work: Work,
+    parallel: ParallelConfig,
+    place: Place,
+    batch: int,
+    q_sizes: Sequence[int],
+    k_sizes: Sequence[int],
+    *,
+    masked: bool,
+) -> Traffic:
+    """One call of attention over shards: `q_sizes`, `k_sizes` are the lengths on all ranks of the group."""
+    u, rank, first = parallel.ulysses, _rank(place, parallel), place.ring * parallel.ulysses
+    heads = work.heads // parallel.tp
+    mine = even_sizes(heads, u)[place.ulysses]
+    row = batch * work.head_width * work.element_size  # bytes of a token's head
+    found = Traffic()
+    if u > 1:
+        out = [(heads - mine) * size for size in (q_sizes[rank], k_sizes[rank])]  # all heads of this part, but the own ones
+        joined = [sum(sizes[first : first + u]) for sizes in (q_sizes, k_sizes)]
+        back = [mine * (whole - size) for whole, size in zip(joined, (q_sizes[rank], k_sizes[rank]), strict=True)]
+        mask = ("all_gather", "ulysses", (u - 1) * batch * k_sizes[rank] * masked)
+        found += Traffic(
+            _sent(("all_to_all", "ulysses", row * (out[0] + 2 * out[1] + back[0])), mask),
+            _sent(("all_to_all", "ulysses", row * (back[0] + 2 * back[1] + out[0]))),
+        )
+    if parallel.ring > 1:
+        blocks = [sum(k_sizes[u * at : u * (at + 1)]) for at in range(parallel.ring)]
+        found += _ring(blocks, place.ring, parallel.ring_window, 2 * mine * row, batch * masked, work.element_size)
+    return found
+
+
+@dataclass(frozen=True)
+class Passed:
+    """Whose blocks a rank of a ring sends on, in a call: inside of windows ("ring") and between them ("ring_outer")."""
+
+    forward: dict[str, list[int]]
+    keys: dict[str, list[int]]  # in the backward pass
+    gradients: dict[str, list[int]]
+
+
+def ring_blocks(rank: int, ranks: int, window: int | None = None) -> Passed:
+    """What the schedules of `parallel.ring_steps` send, in closed form. `window` divides `ranks`."""
+    width = 1 if window is None or window >= ranks else window
+    windows, (of, at) = ranks // width, divmod(rank, width)
+
+    def owner(turn: int, offset: int) -> int:
+        return (of - turn) % windows * width + (at - offset) % width
+
+    within = [owner(turn, offset) for turn in range(windows) for offset in range(width - 1)]
+    own = [owner(0, offset) for offset in range(width)]  # the own window goes round a second time in the backward pass
+    outer = "ring_outer" if width > 1 else "ring"
+    between = [owner(turn, 0) for turn in range(windows - 1)]
+    sums = [owner(turn, width - 1) for turn in range(1, windows)]
+
+    def by_axis(inside: list[int], outside: list[int]) -> dict[str, list[int]]:
+        return {"ring": inside, outer: outside} if width > 1 else {"ring": outside}
+
+    return Passed(by_axis(within, between), by_axis(within + own[:-1], between), by_axis(within + own[1:], sums))
+
+
+def _ring(
+    blocks: Sequence[int], rank: int, window: int | None, key_bytes: int, mask_bytes: int, element_size: int
+) -> Traffic:
+    """`blocks`: keys of each rank; bytes are of one key (and its value) over batch and heads. Gradients travel in float32."""
+    passed, found = ring_blocks(rank, len(blocks), window), Traffic()
+    wide = key_bytes * max(element_size, 4) // element_size
+    for axis, owners in passed.forward.items():
+        found.forward["ring", axis] += (key_bytes + mask_bytes) * sum(blocks[owner] for owner in owners)
+    for axis in passed.keys:
+        keys, grads = (sum(blocks[owner] for owner in of[axis]) for of in (passed.keys, passed.gradients))
+        found.backward["ring", axis] += (key_bytes + mask_bytes) * keys + wide * grads
+    return Traffic(+found.forward, +found.backward)
+
+
+@dataclass(frozen=True)
+class _Shares:
+    """Who holds how much of T x S tokens. `rows` by place of the group; `columns` by it and by tensor-parallel place."""
+
+    holding: Holding
+    rows: tuple[int, ...]
+    columns: tuple[tuple[int, ...], ...]
+
+    def own(self, place: Place, parallel: ParallelConfig) -> int:
+        """Tokens of one rank."""
+        rank = _rank(place, parallel)
+        return self.rows[rank] * self.columns[rank][place.tp]
+
+    def tokens(self) -> tuple[int, ...]:
+        """By place of the group, of all its tensor-parallel ranks."""
+        return tuple(rows * sum(columns) for rows, columns in zip(self.rows, self.columns, strict=True))
+
+    def lengths(self, span: Span) -> tuple[int, ...] | None:
+        """Lengths by place of the dim that a span attends along; None where every place has all of it."""
+        if self.holding != ("rows" if span == "temporal" else "columns"):
+            return None
+        return self.rows if span == "temporal" else tuple(map(sum, self.columns))
+
+
+def _shares(work: Work, parallel: ParallelConfig, span: Span) -> _Shares:
+    """How tokens are held in blocks of a span."""
+    n, (rows, columns) = _group(parallel), work.shape
+    outer = even_sizes(columns, parallel.tp)
+    holding: Holding
+    if n == 1 or work.image:
+        holding = "whole"
+    elif span == "full":
+        holding = "columns"
+    elif parallel.scheme == "switch":
+        holding = "columns" if span == "temporal" else "rows"
+    else:
+        holding = "rows" if parallel.shard == "frames" else "columns"
+    if holding == "rows":
+        return _Shares(holding, even_sizes(rows, n), (outer,) * n)
+    if holding == "columns":
+        return _Shares(holding, (rows,) * n, tuple(zip(*(even_sizes(part, n) for part in outer), strict=True)))
+    return _Shares(holding, (rows,) * n, (outer,) * n)
+
+
+def _turn(work: Work, parallel: ParallelConfig, place: Place, from_rows: bool) -> Traffic:
+    """Re-sharding of a rank's own tokens from rows to columns, or back."""
+    n, rank, (rows, columns) = _group(parallel), _rank(place, parallel), work.shape
+    outer = even_sizes(columns, parallel.tp)[place.tp]
+    by_rows, by_columns = even_sizes(rows, n)[rank], even_sizes(outer, n)[rank]
+    token = work.batch * work.width * work.element_size
+    there = _sent(("all_to_all", "sequence", by_rows * (outer - by_columns) * token))
+    back = _sent(("all_to_all", "sequence", (rows - by_rows) * by_columns * token))
+    return Traffic(there, back) if from_rows else Traffic(back, there)
+
+
+def _group(parallel: ParallelConfig) -> int:
+    """Ranks that share a sequence."""
+    return parallel.ring * parallel.ulysses
+
+
+def _rank(place: Place, parallel: ParallelConfig) -> int:
+    """A rank's place in its sequence-parallel group."""
+    return place.ring * parallel.ulysses + place.ulysses
+
+
+def _sent(*parts: tuple[str, str, int]) -> Sent:
+    """Bytes by (kind, axis), without what is 0."""
+    return Counter({(kind, axis): sent for kind, axis, sent in parts if sent})

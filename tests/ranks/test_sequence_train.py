@@ -1,0 +1,149 @@
+"""Training with videos split over ranks: the pipeline end to end, its checkpoints across layouts, its first epoch, its draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mmspeed.config import Config
+from mmspeed.data import BatchSampler, DatasetCache, assemble, make_batching, sample_costs, share
+from mmspeed.data.keys import digest
+from mmspeed.data.loader import draw_quantiles
+from mmspeed.models import build_model
+from mmspeed.pipelines.report import read_metrics
+from mmspeed.preprocess import CacheBuilder, OnlineBuilder
+from mmspeed.shapes import Strides
+from tests.ranks.test_batching import mixed_config
+from tests.runs import losses, small_config
+from tests.spawn import run_ranks
+
+TOLERANCE = {"rel": 2e-4}  # float32 rounding in another order, grown over a few steps of Adam
+
+ULYSSES = ("parallel.ulysses=2",)
+TENSOR = ("parallel.tp=2",)
+FOUR = ("parallel.ring=2", "parallel.ulysses=2", "parallel.scheme=ulysses")
+ALL = (
+    "parallel.ring=2",
+    "parallel.tp=2",
+    "model.arrangement=full",
+    "parallel.shard_text=2",
+    "train.checkpointing=true",
+)
+
+
+def train(folder: str, mixed: bool, *runs: tuple[str, ...]) -> None:
+    """Train each of these, one after the other."""
+    from mmspeed.pipelines import TrainPipeline
+
+    make: Callable[..., Config] = mixed_config if mixed else small_config
+    for overrides in runs:
+        config = make(Path(folder), *overrides)
+        TrainPipeline(config).run()
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache, and runs of one rank: `one`, and `one-full` of a full model."""
+    folder = tmp_path_factory.mktemp("sequence")
+    CacheBuilder(small_config(folder)).run()
+    run_ranks(train, 1, str(folder), False, ("name=one",), ("name=one-full", "model.arrangement=full"))
+    return folder
+
+
+def test_layouts_train_alike_and_read_each_others_checkpoints(home: Path) -> None:
+    """One run never stopped on one rank, and one that goes 2 ranks (ulysses), 4 (ring x ulysses), 2 (tp), 1."""
+    run_ranks(train, 2, str(home), False, ("name=parts", "train.steps=2", *ULYSSES))
+    run_ranks(train, 4, str(home), False, ("name=parts", "train.steps=3", *FOUR), ("name=four-full", *ALL))
+    run_ranks(train, 2, str(home), False, ("name=parts", "train.steps=5", *TENSOR))
+    run_ranks(train, 1, str(home), False, ("name=parts", "train.steps=6"))
+    one = small_config(home, "name=one")
+    assert losses(small_config(home, "name=parts")) == pytest.approx(losses(one), **TOLERANCE)
+    full, four = small_config(home, "name=one-full"), small_config(home, "name=four-full")
+    assert losses(four) == pytest.approx(losses(full), **TOLERANCE)
+    # the averages, in the model, on held-out samples: each group computes its own
+    for found, expected in ((small_config(home, "name=parts"), one), (four, full)):
+        assert held_out(found) == pytest.approx(held_out(expected), **TOLERANCE)
+
+
+def held_out(config: Config) -> list[float]:
+    return [row["loss"] for row in read_metrics(config.run_dir / "metrics.jsonl") if row["kind"] == "validation"]
+
+
+def test_images_and_videos_of_one_step(tmp_path: Path) -> None:
+    """Steps with buckets of both, of a number of samples that is the same in any world: 4 ranks take the steps of one."""
+    fixed = ("batching.by=samples", "batching.mix=window", "train.batch_size=5", "train.steps=6")
+    CacheBuilder(mixed_config(tmp_path, *fixed)).run()
+    run_ranks(train, 1, str(tmp_path), True, ("name=one", *fixed))
+    run_ranks(train, 4, str(tmp_path), True, ("name=groups", *fixed, *ULYSSES), ("name=four", *fixed, *FOUR))
+    expected = losses(mixed_config(tmp_path, "name=one", *fixed))
+    for name in ("groups", "four"):
+        assert losses(mixed_config(tmp_path, f"name={name}", *fixed)) == pytest.approx(expected, **TOLERANCE), name
+
+
+def made_online(folder: str, overrides: tuple[str, ...]) -> tuple[int, int]:
+    """Train on a cache that is not there; entries that this rank made, and all."""
+    from mmspeed.pipelines import TrainPipeline
+
+    config = small_config(Path(folder), *overrides)
+    pipeline = TrainPipeline(config, OnlineBuilder(config))
+    pipeline.run()
+    assert pipeline.loader.first_epoch is not None
+    return pipeline.loader.first_epoch.made_here, pipeline.loader.first_epoch.made
+
+
+@pytest.mark.parametrize("layout", [ULYSSES, TENSOR], ids=["ulysses", "tp"])
+def test_a_group_shares_the_encoding_of_the_first_epoch(home: Path, tmp_path: Path, layout: tuple[str, ...]) -> None:
+    """Both ranks meet every video; each entry is made by one of them, and the losses are those of a cache made before."""
+    (here, everything), (there, _) = run_ranks(made_online, 2, str(tmp_path), layout)
+    assert here + there == everything == 16 and min(here, there) >= 6
+    config = small_config(tmp_path, *layout)
+    assert DatasetCache(config.cache_dir).duplicates == 0
+    assert losses(config) == pytest.approx(losses(small_config(home, "name=one")), **TOLERANCE)
+
+
+def test_a_group_meets_the_same_draws_and_times_fill_their_range(tmp_path: Path) -> None:
+    """What each of 8 ranks of groups of 4 is given over an epoch: within a group videos alike to the bit, times all over [0, 1)."""
+    config = mixed_config(tmp_path, "parallel.ring=2", "parallel.ulysses=2", "data.repeats=40")
+    CacheBuilder(config).run()
+    cache = DatasetCache(config.cache_dir)
+    train_split = cache.split("train")
+    encoders = cache.info["encoders"]
+    model = build_model(config.model, encoders["vae"]["channels"], encoders["text"]["width"], device="meta")
+    costs = sample_costs(model, Strides(*encoders["vae"]["strides"]), 16)
+    batching = make_batching(config.batching, config.train, train_split.buckets(), costs, 8, config.parallel)
+    sampler = BatchSampler(train_split, batching, seed=3, repeats=40)
+    times: dict[tuple[str, int, int], float] = {}
+    videos = images = 0
+    for step in range(sampler.steps_per_epoch):
+        draws = sampler.draws(step)
+        ranks = [share(draws, batching, rank, 8) for rank in range(8)]
+        for row in range(len(ranks[0])):
+            cells = [rank[row] for rank in ranks]
+            names = [[(draw.name, weight) for draw, weight in cell] for cell in cells]
+            if cells[0][0][0].sample.bucket.is_image:
+                assert len({str(n) for n in names}) > 1 or all(weight == 0 for n in names for _, weight in n)
+                images += 1
+            else:
+                assert names[0] == names[1] == names[2] == names[3] and names[4] == names[5] == names[6] == names[7]
+                videos += 1
+            if step < 3:
+                batches = [assemble(cache, cell, 3, 0.3, noise=True) for cell in cells]
+                told = [drawn(batch) for batch in batches]
+                if not cells[0][0][0].sample.bucket.is_image:
+                    assert len(set(told[:4])) == len(set(told[4:])) == 1
+        for draw in draws:
+            times[draw.name] = float(draw_quantiles([draw.name], 3)[0])
+    assert videos and images
+    # of n uniform draws in 20 bins, the counts' chi-square with 19 degrees of freedom is below 43.8 but once in a thousand times
+    counts, _ = np.histogram(list(times.values()), bins=20, range=(0, 1))
+    expected = len(times) / 20
+    assert expected > 20 and ((counts - expected) ** 2 / expected).sum() < 43.8
+
+
+def drawn(batch: Any) -> str:
+    tensors = (batch.latents_BCThw, batch.noise_BCThw, batch.u_B, batch.text_BLD, batch.text_mask_BL)
+    return digest(b"".join(t.numpy().tobytes() for t in tensors))
