@@ -71,7 +71,8 @@ def follow_parent() -> None:
     """In a child that has read its job: end when standard input does."""
 
     def watch() -> None:
-        sys.stdin.buffer.read()
+        while os.read(0, 1):  # not through sys.stdin, whose lock an exit would wait for
+            pass
         os._exit(1)
 
     threading.Thread(target=watch, name="mmspeed-parent", daemon=True).start()
@@ -113,7 +114,10 @@ def _settle(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def _failure(
-    children: Sequence[Child], processes: Sequence[subprocess.Popen[bytes]], errors: Sequence[Path], outputs: Sequence[Any]
+    children: Sequence[Child],
+    processes: Sequence[subprocess.Popen[bytes]],
+    errors: Sequence[Path],
+    outputs: Sequence[Any],
 ) -> UserError:
     """The cause among the failures: one that was killed, else a mistake that is known, else the earliest error."""
     found = []

@@ -45,9 +45,9 @@ def shrunk_latent(latent: Latent, patch: Latent, sequence: int, tensor: int) -> 
     Where there were tokens or frames for every process, there are. Sizes are multiples of the patch.
     """
     frames, height, width = (size // step for size, step in zip(latent, patch, strict=True))
-    t = shrunk_size(frames, sequence, min(frames, max(2, sequence)))
-    h = shrunk_size(height, sequence * tensor, 2)
-    w = shrunk_size(width, sequence * tensor, max(2, -(-sequence * tensor // h)))
+    t = shrunk_size(frames, sequence, min(frames, max(3, sequence)))
+    h = shrunk_size(height, sequence * tensor, 3)
+    w = shrunk_size(width, sequence * tensor, max(3, -(-sequence * tensor // h)))
     return t * patch[0], h * patch[1], w * patch[2]
 
 
@@ -105,8 +105,6 @@ class Miniature:
 
     def bucket(self, latent: Latent) -> Bucket:
         """The pixel shape that a latent would come from."""
-        if self.latents and latent[0] == 1:
-            return Bucket(1, latent[1] * self.strides.spatial, latent[2] * self.strides.spatial)
         return self.strides.pixels(latent)
 
     def draws(self, kind: str, each: int | None = None, epoch: int = 0) -> list[Draw]:

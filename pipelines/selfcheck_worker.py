@@ -147,7 +147,134 @@ def _step(
     sent: Counter[str] = Counter()
     for one in comm.all_gather_objects({" ".join(what): n for what, n in ledger.since(before).bytes.items() if n}):
         sent.update(one)
-    met = [Met(*row) for row in comm.all_gather_objects([]) for row in row]
-    everyone = [[Met(*one) for one in row] for row in comm.all_gather_objects([list(_met(b)) for b in batches])]
-    problems = disagreements(everyone, batching.group, batching.tensor) + _other_gradients(grads)
-    return StepFound(kind, result.loss, result.grad_norm, dict(sent), problems + [str(m) for m in met], grads)
+    everyone = [[Met(*one) for one in row] for row in comm.all_gather_objects([_met(batch) for batch in batches])]
+    problems = disagreements(everyone, batching.group, batching.tensor)
+    problems += other_gradients(comm.all_gather_objects({name: float(np.abs(g).sum()) for name, g in grads.items()}))
+    return StepFound(kind, result.loss, result.grad_norm, dict(sent), problems, grads)
+
+
+def whole_gradients(model: nn.Module) -> Arrays:
+    """The gradients of all parameters that have one, gathered; a collective call where they are sharded."""
+    return {
+        name: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).detach().float().numpy().copy()
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
+
+
+def disagreements(everyone: Sequence[Sequence[Met]], group: int, tensor: int) -> list[str]:
+    """What is wrong with the micro-batches that the ranks met, by rank.
+
+    The ranks of a group must meet the same videos with the same noise, times and captions (the tensor-parallel ones the same images),
+    and of every sample the weights of all ranks must sum to 1.
+    """
+    found: list[str] = []
+    if len({len(rows) for rows in everyone}) > 1:
+        return ["ranks have different numbers of micro-batches"]
+    total: defaultdict[str, float] = defaultdict(float)
+    for rank, rows in enumerate(everyone):
+        for number, met in enumerate(rows):
+            together = tensor if met.image else group
+            first = rank - rank % together
+            if met != everyone[first][number]:
+                found.append(
+                    f"ranks {first} and {rank} compute micro-batch {number} together and meet different samples"
+                )
+            for name, weight in zip(met.names, met.weights, strict=True):
+                total[name] += weight
+    off = {name: weight for name, weight in total.items() if abs(weight - 1.0) > 1e-6}
+    if off:
+        name = min(off)
+        found.append(f"sample {name} counts {off[name]:.4g} times over all ranks, not once ({len(off)} such samples)")
+    return found
+
+
+def other_gradients(everyone: Sequence[dict[str, float]], tolerance: float = 1e-4) -> list[str]:
+    """Parameters of whose gradient ranks have different sums (of absolute values), though all should have the same."""
+    first, found = everyone[0], []
+    least = 1e-3 * max(first.values(), default=0.0)
+    for rank, sums in enumerate(everyone):
+        names = [n for n in first if n not in sums or abs(sums[n] - first[n]) > tolerance * max(abs(first[n]), least)]
+        if names:
+            found.append(f"rank {rank} has another gradient of {names[0]} than rank 0 ({len(names)} such parameters)")
+    return found
+
+
+def uneven(counts: Sequence[int]) -> float:
+    """Chi-square of a histogram against an even one."""
+    expected = sum(counts) / len(counts)
+    return sum((count - expected) ** 2 for count in counts) / expected if expected else 0.0
+
+
+def _times(
+    mini: Miniature, parts: Assembly, batching: Batching, rank: int, world: int
+) -> tuple[list[float], list[str]]:
+    """The range of times over many steps, and which ranks meet a part of it only: each must meet all of it evenly."""
+    kind = mini.kinds[-1]
+    names = [
+        draw.name
+        for step in range(TIME_STEPS)
+        for part in share(mini.draws(kind, TIME_SAMPLES, step), batching, rank, world)
+        for draw, weight in part
+        if weight
+    ]
+    u_B = draw_quantiles(names, mini.config.seed)
+    counts = torch.histc(u_B.float(), TIME_BINS, 0.0, 1.0).long().tolist()
+    everyone = comm.all_gather_objects(counts)
+    problems = [
+        f"rank {place} meets the times unevenly: of ten equal parts of their distribution {found} samples"
+        for place, found in enumerate(everyone)
+        if uneven(found) > UNEVEN_TIMES
+    ]
+    t_B = parts.objective.time_from_quantile(u_B)
+    ends = comm.all_gather_objects([t_B.min().item(), t_B.max().item()])
+    return [min(low for low, _ in ends), max(high for _, high in ends)], problems
+
+
+def _met(batch: Batch) -> Met:
+    digest = hashlib.sha256()
+    for tensor in [*(batch.movable()[name] for name in sorted(batch.movable()) if name != "weights_B"), batch.u_B]:
+        assert tensor is not None
+        digest.update(tensor.contiguous().numpy().tobytes())
+    names = ["/".join(map(str, name)) for name in batch.names]
+    return Met(batch.bucket.is_image, names, batch.weights_B.tolist(), digest.hexdigest())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def main() -> None:
+    """Do the job on standard input: this rank's part of the layout's run, or the run alone."""
+    job = json.loads(sys.stdin.buffer.readline())
+    follow_parent()
+    try:
+        _work(job)
+    except BaseException as error:
+        write_error(job[ERROR], error, traceback.format_exc())
+        os._exit(1)  # an orderly end would wait for the others
+
+
+def _work(job: dict[str, Any]) -> None:
+    import datetime
+
+    import torch.distributed as dist
+
+    os.environ.update(RANK=str(job["rank"]), LOCAL_RANK=str(job["rank"]), WORLD_SIZE=str(job["world"]))
+    mini = miniature(make_config(job["config"]), Strides(*job["strides"]))
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(job["store"], job["world"]),
+        rank=job["rank"],
+        world_size=job["world"],
+        timeout=datetime.timedelta(seconds=job["timeout"]),
+    )
+    found = examine(mini.alone() if job["alone"] else mini)
+    if job["rank"] == 0:
+        found.save(Path(job["folder"]))
+    comm.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

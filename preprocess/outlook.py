@@ -248,8 +248,8 @@ def _epoch(
 def full_step(batching: Batching, bucket: Bucket, uses: int, world: int) -> tuple[int, int]:
     """Samples of a step of one bucket alone (fewer where it has not so many uses), and the most that a device computes together."""
     count = min(uses, batching.supply(bucket, uses).step)
-    lanes = world // (batching.tensor if bucket.is_image else batching.group)
-    rows = deal((Lot(count, batching.cost(bucket), batching.at_a_time(bucket)),), lanes)
+    lanes = world // batching.ranks(bucket)
+    rows = deal((Lot(count, batching.lane_cost(bucket), batching.at_a_time(bucket)),), lanes)
     return count, max(cell.size for row in rows for cell in row if cell is not None)
 
 

@@ -163,11 +163,24 @@ def check(
             metavar="8,64,...", help="Numbers of devices that the schedule is shown for; by default 1, 8 and 64."
         ),
     ] = None,
+    parallel: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ulysses=2,...",
+            help="Instead, see whether this layout computes what one process does: the config, made small, on CPU processes.",
+        ),
+    ] = None,
 ) -> None:
     """Read the data set and say what will happen and what it will cost, in lines and as an HTML page; needs no accelerator."""
+    from mmspeed.config import load_config
+
+    if parallel is not None:
+        from .check_parallel import check_parallel
+
+        others = {"--report": report_file, "--suggest-buckets": suggest_buckets, "--ranks": ranks}
+        raise typer.Exit(check_parallel(load_config(config, overrides or ()), parallel, others))
     from rich.console import Console
 
-    from mmspeed.config import load_config
     from mmspeed.preprocess import check as check_data
 
     report = check_data(

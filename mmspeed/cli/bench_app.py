@@ -122,6 +122,36 @@ def comm(
 
 
 @app.command()
+def sp(
+    context: typer.Context,
+    ranks: Annotated[int, typer.Option(min=2, help="Processes to start, unless a launcher has.")] = 2,
+    latent: Annotated[str, typer.Option(metavar="TxHxW", help="Latent of the clip that a step trains on.")] = "8x32x32",
+    width: Annotated[int, typer.Option(help="Width of the model, a multiple of 24.")] = 192,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; medians count.")] = 7,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    strict: Annotated[bool, typer.Option(help="Exit with 1 too when degree 1 is not free.")] = False,
+) -> None:
+    """Measure sequence parallelism on CPU processes; exit with 1 when bytes are not those of the formulas."""
+    from mmspeed import log
+
+    from . import launch
+
+    if launch.wanted(ranks):
+        words = ["--ranks", str(ranks), "--latent", latent, "--width", str(width), "--rounds", str(rounds)]
+        flags = [flag for flag, given in (("--json", as_json), ("--strict", strict)) if given]
+        debug = bool((context.obj or {}).get("debug"))
+        raise typer.Exit(launch.launch(["bench", "sp", *words, *flags], ranks, debug))
+    launch.follow_launcher()
+    from .bench_sp import bench_sp, parse_latent
+
+    result = bench_sp(parse_latent(latent), width, rounds)
+    if log.rank() == 0:
+        print(result.to_json(strict) if as_json else "\n".join(result.lines()))
+    if not result.passed(strict):
+        raise typer.Exit(1)
+
+
+@app.command()
 def buckets(
     config: Annotated[
         Path | None, typer.Argument(metavar="[CONFIG]", help="YAML file of the run whose buckets are measured.")

@@ -166,7 +166,7 @@ def make_batching(
         buckets: all that there are samples of.
         costs: of one sample of a bucket.
         world: devices; they matter only where neither `train.batch_size` nor `batching.slots` fixes the size of a step.
-        parallel: says how many devices compute one video together; None: each its own.
+        parallel: says how many devices compute one video together; None: each its own. `by: samples` and its steps do not depend on it.
         measured: for `by: time`.
     """
     wanted = sorted(set(buckets))
@@ -174,7 +174,8 @@ def make_batching(
 
     def counted(bucket: Bucket) -> Cost:
         one = costs.tokens(bucket) if batching.by == "tokens" else costs.flops(bucket) / 1e12
-        return Cost(0.0, one / (tensor if bucket.is_image else group))
+        together = 1 if batching.by == "samples" else tensor if bucket.is_image else group
+        return Cost(0.0, one / together)
 
     each = {bucket: counted(bucket) for bucket in wanted}
     if batching.by == "samples":

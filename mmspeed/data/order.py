@@ -42,15 +42,27 @@ class Batching:
     tensor: int = 1
 
     def cost(self, bucket: Bucket) -> Cost:
+        """What the order of steps goes by."""
         return self.costs.get(bucket) or Cost(0.0, float(bucket.frames * bucket.height * bucket.width))
 
     def at_a_time(self, bucket: Bucket) -> int | None:
         """The most samples that a device computes at a time; None: any number."""
         return min(self.sizes[bucket], self.most or self.sizes[bucket]) if bucket in self.sizes else self.most
 
+    def ranks(self, bucket: Bucket) -> int:
+        """How many ranks compute a sample together."""
+        return self.tensor if bucket.is_image else self.group
+
+    def lane_cost(self, bucket: Bucket) -> Cost:
+        """What the ranks that compute it together take each. Without sizes `costs` are of one rank, so that the order of steps is
+        the same for any group."""
+        cost = self.cost(bucket)
+        if bucket in self.sizes:
+            return cost
+        return Cost(cost.fixed / self.ranks(bucket), cost.each / self.ranks(bucket))
+
     def supply(self, bucket: Bucket, uses: int) -> Supply:
-        ranks = 1 if bucket not in self.sizes else self.tensor if bucket.is_image else self.group
-        slots = max(1, self.slots // ranks)
+        slots = max(1, self.slots // self.ranks(bucket)) if bucket in self.sizes else self.slots
         return Supply(uses, self.sizes.get(bucket, 1), self.cost(bucket), slots)
 
 

@@ -104,14 +104,12 @@ class BatchSampler(Order):
         """Names what divides the uses of all stages into steps."""
         batching = self.batching
         rows = [
-            [bucket.name, batching.sizes.get(bucket), asdict(batching.cost(bucket))]
+            [bucket.name, batching.sizes.get(bucket), asdict(batching.cost(bucket)), batching.supply(bucket, 0).slots]
             for bucket in sorted({bucket for pools in self.pools for bucket in pools})
         ]
         stages = [[stage.steps, self._uses_of(number)] for number, stage in enumerate(self.stages)]
         stages[-1][0] = None  # the last has all steps that come, whatever it says
-        return _digest(
-            [batching.slots, batching.group, batching.tensor, batching.mix, batching.tolerance, rows, stages]
-        )
+        return _digest([batching.mix, batching.tolerance, rows, stages])
 
     def _uses_of(self, stage: int) -> list[list[Any]]:
         """How often an epoch of a stage uses what."""

@@ -83,7 +83,7 @@ def step_load(pieces: Sequence[tuple[Bucket, int]], batching: Batching, world: i
 
 def lots_of(pieces: Sequence[tuple[Bucket, int]], batching: Batching) -> tuple[Lot, ...]:
     """So many samples of each bucket, as dealing takes them."""
-    return tuple(Lot(count, batching.cost(bucket), batching.at_a_time(bucket)) for bucket, count in pieces)
+    return tuple(Lot(count, batching.lane_cost(bucket), batching.at_a_time(bucket)) for bucket, count in pieces)
 
 
 def lanes_of(pieces: Sequence[tuple[Bucket, int]], batching: Batching) -> list[tuple[list[tuple[Bucket, int]], int]]:

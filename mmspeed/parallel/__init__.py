@@ -18,11 +18,18 @@ from mmspeed.protocol import DiffusionModel, Role
 
 from .attention import SequenceAxes
 from .data_parallel import Strategy, autocast, no_sync, replicate, shard, unwrap
+from .declared import sequence_parallel
+from .sequence_plan import Attends, Gather, Leading, SequencePlan, Split
 from .tensor import is_split, split_layers, sum_shared_gradients
 from .tokens import TokenLayout
 
 __all__ = [
+    "Attends",
+    "Gather",
+    "Leading",
     "SequenceAxes",
+    "SequencePlan",
+    "Split",
     "Strategy",
     "TokenLayout",
     "autocast",
@@ -31,6 +38,7 @@ __all__ = [
     "no_sync",
     "parallelize",
     "resolve_strategy",
+    "sequence_parallel",
     "spread_tokens",
     "sum_shared_gradients",
     "unwrap",

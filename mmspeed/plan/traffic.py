@@ -20,6 +20,7 @@ width, D head width, P values of a token's prediction, e bytes of a number, n ra
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +33,9 @@ Span = Literal["spatial", "temporal", "full"]
 Holding = Literal["whole", "rows", "columns"]
 Sent = Counter[tuple[str, str]]  # bytes by (kind, axis)
 
-GATHERS = 3  # of a block, over the tensor-parallel axis: before self-attention, cross-attention and MLP; and a sum after each
+GATHERS = (
+    3  # of a block, over the tensor-parallel axis: before self-attention, cross-attention and MLP; and a sum after each
+)
 
 
 @dataclass(frozen=True)
@@ -151,12 +154,14 @@ def ends_traffic(work: Work, parallel: ParallelConfig, place: Place) -> Traffic:
     """All that is not inside of blocks: re-sharding between them, and the prediction's way to every rank."""
     found, (rows, columns) = Traffic(), work.shape
     each = [_shares(work, parallel, span) for span in work.spans]
-    for now, wanted in zip(each, each[1:], strict=False):
+    for now, wanted in itertools.pairwise(each):
         if now.holding != wanted.holding:
             found += _turn(work, parallel, place, now.holding == "rows")
     last, rank = each[-1], _rank(place, parallel)
     token, own = work.batch * work.values * work.element_size, last.own(place, parallel)
-    outer = even_sizes(columns, parallel.tp)[place.tp]  # columns of this tensor-parallel place, on all ranks of the group
+    outer = even_sizes(columns, parallel.tp)[
+        place.tp
+    ]  # columns of this tensor-parallel place, on all ranks of the group
     joined = rows * outer
     others = 0 if last.holding == "whole" else len(last.rows) - 1
     forward = (
@@ -188,7 +193,9 @@ def attention_traffic(
     row = batch * work.head_width * work.element_size  # bytes of a token's head
     found = Traffic()
     if u > 1:
-        out = [(heads - mine) * size for size in (q_sizes[rank], k_sizes[rank])]  # all heads of this part, but the own ones
+        out = [
+            (heads - mine) * size for size in (q_sizes[rank], k_sizes[rank])
+        ]  # all heads of this part, but the own ones
         joined = [sum(sizes[first : first + u]) for sizes in (q_sizes, k_sizes)]
         back = [mine * (whole - size) for whole, size in zip(joined, (q_sizes[rank], k_sizes[rank]), strict=True)]
         mask = ("all_gather", "ulysses", (u - 1) * batch * k_sizes[rank] * masked)

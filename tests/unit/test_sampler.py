@@ -260,9 +260,11 @@ def test_fingerprints_tell_data_from_batching() -> None:
         BatchSampler(samples, Batching(2, {BUCKETS[0]: 3}), seed=0),
         BatchSampler(samples, Batching(2, costs={BUCKETS[0]: Cost(1.0, 2.0)}), seed=0),
         BatchSampler(samples, Batching(2, mix="window"), seed=0),
-        BatchSampler(samples, Batching(2, group=2), seed=0),
+        BatchSampler(samples, Batching(4, dict.fromkeys(BUCKETS, 1), group=2), seed=0),
         BatchSampler(samples, 2, seed=0, stages=[Stage(4), Stage()]),
     ]
+    # steps of so many samples are the same however many ranks compute a video together
+    assert BatchSampler(samples, Batching(2, group=2), seed=0).order_fingerprint == base.order_fingerprint
     assert {other.data_fingerprint(0) for other in other_order} == {base.data_fingerprint(0)}
     assert len({base.order_fingerprint, *(other.order_fingerprint for other in other_order)}) == 7
     # neither how many samples are computed at a time, nor where training ends, changes a step

@@ -21,14 +21,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mmspeed import rng
 from mmspeed.compute.attention import attention
-from mmspeed.compute.rope import grid_positions
 from mmspeed.config.schema import ModelConfig
 from mmspeed.errors import UserError
 from mmspeed.models import SIZES, SoraDiT, SoraDiTConfig, build_model
-from mmspeed.models.layers import Span, initial_value, patchify, timestep_embedding, unpatchify
+from mmspeed.models.layers import initial_value, patchify, timestep_embedding, unpatchify
 from mmspeed.models.sizes import parameter_table, resolve_config
 from mmspeed.models.sora_dit import ZERO_MODULES, count_parameters, on_meta
-from mmspeed.parallel.tokens import Attend, TokenLayout
+from mmspeed.parallel.tokens import Attend
 from mmspeed.protocol import DiffusionModel
 
 SMALL = SoraDiTConfig(width=48, depth=4, heads=4, latent_channels=3, text_width=10, adaln_rank=4)
@@ -157,50 +156,6 @@ def test_the_order_of_tokens_matters_within_a_span(span: str, dims: tuple[int, .
     if frozen is not None:  # outside its span the order does not matter: 2 frames, 3 rows of patches
         roll = functools.partial(torch.roll, shifts=1 if frozen == 2 else 2, dims=frozen)
         torch.testing.assert_close(model(roll(x), *rest), roll(model(x, *rest)), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("span", ["spatial", "temporal", "full"])
-def test_self_attention_knows_relative_positions_only(span: Span) -> None:
-    layer = small().blocks[0].self_attention
-    x = rng.normal((2, 3, 6, SMALL.width) if span != "full" else (2, 1, 18, SMALL.width), 0, "tokens")
-
-    def attended(shift: tuple[int, int, int], stretch: int = 1) -> Tensor:
-        pos = stretch * grid_positions((3, 2, 3)).unflatten(0, x.shape[1:3]) + torch.tensor(shift)
-        spread = TokenLayout().spread(pos, None, 1, full=span == "full", image=False)
-        return layer(x, spread.part("T" if span == "temporal" else "S"), span)
-
-    torch.testing.assert_close(attended((5, 2, 9)), attended((0, 0, 0)), rtol=0, atol=1e-4)
-    assert (attended((0, 0, 0), stretch=2) - attended((0, 0, 0))).abs().max() > 1e-2
-
-
-def test_times_of_frames_meet_their_frames() -> None:
-    """The same time for all frames is a time of the sample; a frame at another time changes what is predicted."""
-    for arrangement in ARRANGEMENTS:
-        model = small(arrangement=arrangement)
-        x, t, text, mask = inputs()
-        of_frames = t[:, None].repeat(1, 3)
-        torch.testing.assert_close(model(x, of_frames, text, mask), model(x, t, text, mask))
-        given = of_frames.clone()
-        given[:, 0] = 0.0
-        moved = (model(x, given, text, mask) - model(x, t, text, mask)).abs().amax(dim=(0, 1, 3, 4))
-        assert (moved > 1e-4).all()  # the first frame itself, and the others through attention
-        with pytest.raises(ValueError, match="times of frames"):
-            model(x, of_frames[:, :2], text, mask)
-
-
-def test_padded_latents_do_not_count() -> None:
-    for arrangement in ARRANGEMENTS:
-        model = small(arrangement=arrangement)
-        x, *rest = inputs()
-        real = torch.ones(2, 3, 4, 6, dtype=torch.bool)
-        torch.testing.assert_close(model(x, *rest, real), model(x, *rest))
-        real[0, 2], real[1, :, :, 4:] = False, False  # a frame of one sample, a column of patches of the other
-        other = torch.where(real[:, None], x, x + 3.0)
-        seen, there = real[:, None].expand_as(x), model(x, *rest, real)
-        torch.testing.assert_close(model(other, *rest, real)[seen], there[seen])
-        assert (model(other, *rest)[seen] - model(x, *rest)[seen]).abs().max() > 1e-3
-        with pytest.raises(ValueError, match="video mask"):
-            model(x, *rest, real[:, :2])
 
 
 @settings(max_examples=20, deadline=None)

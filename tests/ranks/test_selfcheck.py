@@ -1,0 +1,152 @@
+"""The self-check in processes: layouts that are right pass, layouts that are broken fail and are told by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from torch import Tensor
+
+from mmspeed.__main__ import main
+from mmspeed.config import Config, make_config
+from mmspeed.device import Device
+from mmspeed.mesh import process_group
+from mmspeed.parallel import TokenLayout
+from mmspeed.parallel.tokens import Part, Spread
+from mmspeed.pipelines.miniature import Miniature, miniature
+from mmspeed.pipelines.selfcheck import SelfCheck, compare, with_layout
+from mmspeed.pipelines.selfcheck_worker import Found, examine
+from mmspeed.shapes import Strides
+from tests.runs import small_tree
+from tests.spawn import run_ranks
+
+BUCKETS = [{"frames": 1, "height": 48, "width": 48}, {"frames": 13, "height": 48, "width": 80}]
+LAYOUT = "ulysses=2"
+
+
+def tree(folder: Path) -> dict[str, Any]:
+    small = small_tree(folder)
+    small["data"]["buckets"] = BUCKETS
+    small["model"] = {"size": "nano", "arrangement": "full"}
+    return small
+
+
+# --- broken on purpose ---
+
+
+class ForgetfulSpread(Spread):
+    """Attends to the own tokens alone."""
+
+    def part(self, along: Any) -> Part:
+        return replace(super().part(along), lengths=None)
+
+
+class DoubledSpread(Spread):
+    """Takes a sum of gradients for a mean."""
+
+    def join(self, x_BTSE: Tensor, part: Part) -> Tensor:
+        x_BTSE = super().join(x_BTSE, part)
+        return x_BTSE + (x_BTSE - x_BTSE.detach())
+
+
+class DoubledKeys(Part):
+    """Counts the gradient of keys twice."""
+
+    def attend(self, local: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        return super().attend(local, q, k + (k - k.detach()), v, mask)
+
+
+class DoubledKeysSpread(Spread):
+    def part(self, along: Any) -> Part:
+        return DoubledKeys(**vars(super().part(along)))
+
+
+SPREADS = {"right": Spread, "forgetful": ForgetfulSpread, "doubled": DoubledSpread, "doubled keys": DoubledKeysSpread}
+
+
+class ChangedLayout(TokenLayout):
+    """A token layout that spreads as one of `SPREADS`."""
+
+    kind = "right"
+
+    def spread(self, *args: Any, **kwargs: Any) -> Spread:
+        return SPREADS[self.kind](**vars(super().spread(*args, **kwargs)))
+
+
+def changed(kind: str, layout: TokenLayout) -> TokenLayout:
+    return type("Changed", (ChangedLayout,), {"kind": kind})(**vars(layout))
+
+
+def work(config: dict[str, Any]) -> dict[str, Found]:
+    mini = small(make_config(config))
+    return {kind: examine(mini, lambda layout, kind=kind: changed(kind, layout)) for kind in SPREADS}  # type: ignore[misc]
+
+
+def small(config: Config) -> Miniature:
+    return miniature(with_layout(config, LAYOUT), Strides(4, 8))
+
+
+@pytest.fixture(scope="module")
+def checks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SelfCheck]:
+    config = make_config(tree(tmp_path_factory.mktemp("selfcheck")))
+    mini = small(config)
+    with process_group(Device("cpu", 0)):
+        truth = examine(mini.alone())
+    found = run_ranks(work, 2, config.model_dump(mode="json", by_alias=True))[0]
+    return {kind: compare(mini, found[kind], truth) for kind in SPREADS}
+
+
+def test_a_right_layout_passes(checks: dict[str, SelfCheck]) -> None:
+    check = checks["right"]
+    assert check.passed, check.problems
+    assert [step.kind for step in check.steps] == ["images", "videos", "mixed"]
+    images, videos, _ = check.steps
+    assert images.sent == {} and videos.sent["all_to_all ulysses"] > 0
+
+
+def test_a_forgotten_exchange_fails(checks: dict[str, SelfCheck]) -> None:
+    check = checks["forgetful"]
+    text = "\n".join(check.lines())
+    assert not check.passed and "FAILED" in text
+    assert "videos: no all_to_all ulysses was sent" in text and "videos: the loss differs" in text
+    assert not any(problem.startswith("images") for problem in check.problems)  # whose attention is local
+
+
+def test_a_sum_taken_for_a_mean_is_told_from_other_mistakes(checks: dict[str, SelfCheck]) -> None:
+    check = checks["doubled"]
+    assert not check.passed
+    assert check.hint == "every gradient is 2 times that of one process: somewhere a sum is taken for a mean"
+
+
+def test_a_wrong_gradient_is_named(checks: dict[str, SelfCheck]) -> None:
+    check = checks["doubled keys"]
+    assert not check.passed and max(step.loss_gap for step in check.steps) < 1e-5
+    worst = {step.gaps[0].name.split(".", 2)[2] for step in check.steps}
+    assert worst <= {"self_attention.k_norm.weight", "self_attention.qkv.weight"}
+    assert check.hint is not None and "self_attention.k_norm" in check.hint and "in backward" in check.hint
+
+
+# --- the command ---
+
+
+def test_the_command_passes_and_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(tree(tmp_path)), encoding="utf-8")
+    words = ["check", str(path), "model.arrangement=factorised", "train.checkpointing=true", "train.micro_batch_size=1"]
+    assert main([*words, "--parallel", "ring=2"]) == 0
+    text = capsys.readouterr().out
+    assert "PASSED" in text and "all_to_all sequence" in text and "checkpointing" in text
+    assert main([*words, "--parallel", "tp=3"]) == 1
+    error = capsys.readouterr().err
+    assert "mmspeed: error: parallel.tp 3 does not divide the model's 4 heads: use one of 1, 2, 4" in error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ulysses=2,tp=2", "dp_shard=2,ring=2", "strategy=ddp,dp_replicate=2"])
+def test_bfloat16_passes(tmp_path: Path, layout: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(tree(tmp_path)), encoding="utf-8")
+    assert main(["check", str(path), "device.dtype=bfloat16", "--parallel", layout]) == 0, capsys.readouterr().out

@@ -1,0 +1,57 @@
+"""SoraDiT: positions, times of frames, and masks of padded latents."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from mmspeed import rng
+from mmspeed.compute.rope import grid_positions
+from mmspeed.models.layers import Span
+from mmspeed.parallel.tokens import TokenLayout
+from tests.unit.test_sora_dit import ARRANGEMENTS, SMALL, inputs, small
+
+
+@pytest.mark.parametrize("span", ["spatial", "temporal", "full"])
+def test_self_attention_knows_relative_positions_only(span: Span) -> None:
+    layer = small().blocks[0].self_attention
+    x = rng.normal((2, 3, 6, SMALL.width) if span != "full" else (2, 1, 18, SMALL.width), 0, "tokens")
+
+    def attended(shift: tuple[int, int, int], stretch: int = 1) -> Tensor:
+        pos = stretch * grid_positions((3, 2, 3)).unflatten(0, x.shape[1:3]) + torch.tensor(shift)
+        spread = TokenLayout().spread(pos, None, 1, full=span == "full", image=False)
+        return layer(x, spread.part("T" if span == "temporal" else "S"), span)
+
+    torch.testing.assert_close(attended((5, 2, 9)), attended((0, 0, 0)), rtol=0, atol=1e-4)
+    assert (attended((0, 0, 0), stretch=2) - attended((0, 0, 0))).abs().max() > 1e-2
+
+
+def test_times_of_frames_meet_their_frames() -> None:
+    """The same time for all frames is a time of the sample; a frame at another time changes what is predicted."""
+    for arrangement in ARRANGEMENTS:
+        model = small(arrangement=arrangement)
+        x, t, text, mask = inputs()
+        of_frames = t[:, None].repeat(1, 3)
+        torch.testing.assert_close(model(x, of_frames, text, mask), model(x, t, text, mask))
+        given = of_frames.clone()
+        given[:, 0] = 0.0
+        moved = (model(x, given, text, mask) - model(x, t, text, mask)).abs().amax(dim=(0, 1, 3, 4))
+        assert (moved > 1e-4).all()  # the first frame itself, and the others through attention
+        with pytest.raises(ValueError, match="times of frames"):
+            model(x, of_frames[:, :2], text, mask)
+
+
+def test_padded_latents_do_not_count() -> None:
+    for arrangement in ARRANGEMENTS:
+        model = small(arrangement=arrangement)
+        x, *rest = inputs()
+        real = torch.ones(2, 3, 4, 6, dtype=torch.bool)
+        torch.testing.assert_close(model(x, *rest, real), model(x, *rest))
+        real[0, 2], real[1, :, :, 4:] = False, False  # a frame of one sample, a column of patches of the other
+        other = torch.where(real[:, None], x, x + 3.0)
+        seen, there = real[:, None].expand_as(x), model(x, *rest, real)
+        torch.testing.assert_close(model(other, *rest, real)[seen], there[seen])
+        assert (model(other, *rest)[seen] - model(x, *rest)[seen]).abs().max() > 1e-3
+        with pytest.raises(ValueError, match="video mask"):
+            model(x, *rest, real[:, :2])

@@ -1,0 +1,168 @@
+"""Who holds which tokens, for any sizes and degrees, simulated in one process: every token once, and there and back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mmspeed.comm import Axis, even_sizes
+from mmspeed.parallel.attention import SequenceAxes
+from mmspeed.parallel.tokens import Part, Spread, TokenLayout, held_by, split_range
+
+sizes = st.integers(0, 13)
+lengths = st.integers(1, 13)  # of what a model sees
+degrees = st.integers(1, 5)
+kinds = st.sampled_from(["switch", "frames", "space", "full"])
+
+
+def layout_at(
+    ring: int, ulysses: int, tp: int, place: int, part: int, kind: str, text: int | None = None
+) -> TokenLayout:
+    """Of one process, without groups: it can tell who holds what, and exchange nothing."""
+
+    def axis(name: str, size: int, rank: int) -> Axis:
+        return Axis(name, None, size, rank)
+
+    return TokenLayout(
+        axes=SequenceAxes(axis("ring", ring, place // ulysses), axis("ulysses", ulysses, place % ulysses)),
+        whole=axis("sequence", ring * ulysses, place),
+        tensor=axis("tp", tp, part),
+        scheme="switch" if kind in ("switch", "full") else "ulysses",
+        shard="columns" if kind == "space" else "rows",
+        text_from=text,
+    )
+
+
+def spread_at(
+    layout: TokenLayout, shape: tuple[int, int], kind: str, image: bool = False, masked: bool = False
+) -> Spread:
+    rows, columns = shape
+    number = torch.arange(rows * columns).view(rows, columns)
+    pos_TSX = torch.stack((number // columns, number % columns, number), -1)
+    mask = (number % 3 != 0)[None] if masked else None
+    return layout.spread(pos_TSX, mask, 7, full=kind == "full", image=image)
+
+
+@given(start=st.integers(-5, 50), length=st.integers(0, 60), parts=st.integers(1, 70))
+def test_parts_of_a_range_join_to_it(start: int, length: int, parts: int) -> None:
+    whole = range(start, start + length)
+    found = [split_range(whole, parts, part) for part in range(parts)]
+    assert [place for part in found for place in part] == list(whole)
+    assert tuple(map(len, found)) == even_sizes(length, parts)
+
+
+@given(rows=sizes, columns=sizes, n=degrees, m=degrees, holding=st.sampled_from(["rows", "columns", "whole"]))
+def test_every_token_is_held_once(rows: int, columns: int, n: int, m: int, holding: Any) -> None:
+    counts = torch.zeros(rows, columns, dtype=torch.int64)
+    for place in range(n):
+        held = held_by(holding, (rows, columns), n, place, m)
+        assert len(held.columns) == m and held.tokens == len(held.rows) * held.width
+        for own in held.columns:
+            counts[held.rows.start : held.rows.stop, own.start : own.stop] += 1
+    assert bool((counts == (n if holding == "whole" else 1)).all())
+
+
+@settings(deadline=None)
+@given(rows=sizes, columns=sizes, n=degrees, m=degrees)
+def test_shares_differ_little(rows: int, columns: int, n: int, m: int) -> None:
+    """By one row, or by one column for each tensor-parallel process."""
+    for holding, each in (("rows", columns), ("columns", rows * m)):
+        tokens = [held_by(holding, (rows, columns), n, place, m).tokens for place in range(n)]  # type: ignore[arg-type]
+        assert max(tokens) - min(tokens) <= each
+
+
+@settings(deadline=None, max_examples=60)
+@given(rows=lengths, columns=lengths, degree=st.tuples(*[st.integers(1, 3)] * 3), kind=kinds, image=st.booleans())
+def test_parts_of_all_processes_agree(rows: int, columns: int, degree: Any, kind: str, image: bool) -> None:
+    """Cuts join to the whole; frames, positions, masks and lengths are those of the tokens."""
+    ring, ulysses, tp = degree
+    n, shape = ring * ulysses, (1 if kind == "full" else rows, columns)
+    whole = torch.arange(shape[0] * shape[1]).view(1, *shape)
+    for along in ("S",) if kind == "full" else ("T", "S"):
+        counts = torch.zeros(shape[0] * shape[1], dtype=torch.int64)
+        for place in range(n):
+            seen: list[Tensor] = []
+            for part_number in range(tp):
+                layout = layout_at(ring, ulysses, tp, place, part_number, kind)
+                spread = spread_at(layout, shape, kind, image, masked=True)
+                part = spread.part(along)  # type: ignore[arg-type]
+                own = spread.cut(whole, part)
+                check_part(part, own, kind, along, shape)
+                counts[own.flatten()] += 1
+                seen.append(own)
+            joined = torch.cat(seen, 2)
+            assert part.tokens[place] == joined.numel() and part.mask_BTS is not None
+            assert torch.equal(
+                part.mask_BTS, joined % 3 != 0
+            )  # of the tokens seen, in the order in which they are gathered
+        split = n > 1 and not image
+        assert bool((counts == (1 if split else n)).all())
+
+
+def check_part(part: Part, own: Tensor, kind: str, along: str, shape: tuple[int, int]) -> None:
+    """One process's part, whose own tokens have the numbers `own`."""
+    rows, columns = shape
+    assert own.shape[2] == part.widths[part.spread.layout.tensor.rank] and sum(part.widths) == part.held.width
+    frames = own[0] // columns
+    assert torch.equal(part.frames.expand(own.shape[1:]) if own.numel() else frames, frames)
+    split = {"T": "rows", "S": "columns"}[along]
+    length = len(part.held.rows) if along == "T" else part.held.width
+    assert len(part.pos_NX) == length
+    if part.lengths is None:
+        assert part.holding != split and length == (rows if along == "T" else columns)
+    else:
+        assert part.holding == split and sum(part.lengths) == (rows if along == "T" else columns)
+        assert part.lengths[part.spread.layout.whole.rank] == length
+    if kind == "switch":
+        assert part.lengths is None  # no attention crosses processes
+
+
+@settings(deadline=None, max_examples=80)
+@given(rows=sizes, columns=sizes, n=st.integers(1, 5), m=st.integers(1, 3), back=st.booleans())
+def test_tokens_turn_there_and_back(rows: int, columns: int, n: int, m: int, back: bool) -> None:
+    """The exchange of all places of one tensor-parallel place, made by hand from what `turn` says it moves, gives what is wanted."""
+    whole = torch.arange(rows * columns).view(1, rows, columns)
+    for part_number in range(m):
+        now, wanted = ("columns", "rows") if back else ("rows", "columns")
+        mine = split_range(range(columns), m, part_number)
+        by_rows, by_columns = even_sizes(rows, n), even_sizes(len(mine), n)
+        held = {
+            holding: [cut(whole, held_by(holding, (rows, columns), n, place, m), part_number) for place in range(n)]  # type: ignore[arg-type]
+            for holding in (now, wanted)
+        }
+        scatter, gather, sent = (1, 2, by_rows) if back else (2, 1, by_columns)
+        sends = [list(x.split(sent, scatter)) for x in held[now]]
+        for place in range(n):
+            got = torch.cat([of_sender[place] for of_sender in sends], gather)
+            assert torch.equal(got, held[wanted][place])
+
+
+def cut(whole_BTS: Tensor, held: Any, part: int) -> Tensor:
+    own = held.columns[part]
+    return whole_BTS[:, held.rows.start : held.rows.stop, own.start : own.stop]
+
+
+@given(place=st.integers(0, 5), tokens=st.integers(1, 20), least=st.integers(1, 20), image=st.booleans())
+def test_captions_are_split_from_a_length_on(place: int, tokens: int, least: int, image: bool) -> None:
+    layout = layout_at(3, 2, 1, place, 0, "full", least)
+    spread = replace(spread_at(layout, (1, 12), "full", image), text_tokens=tokens)
+    spread = layout.spread(spread.pos_TSX, None, tokens, full=True, image=image)
+    text_BL = torch.arange(tokens)[None]
+    if tokens < least or image:
+        assert not spread.text_is_split and spread.text(text_BL) is text_BL
+    else:
+        assert spread.text(text_BL)[0].tolist() == list(split_range(range(tokens), 6, place))
+
+
+def test_one_process_moves_nothing() -> None:
+    layout = TokenLayout()
+    spread = spread_at(layout, (3, 4), "switch")
+    x = torch.randn(2, 3, 4, 5)
+    rows, columns = spread.part("S"), spread.part("T")
+    assert spread.turn(x, rows, columns) is x and spread.join(x, columns) is x
+    assert rows.gather(x) is x and rows.shed(x) is x and rows.lengths is None and not layout.ledger.calls

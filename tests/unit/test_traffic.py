@@ -1,0 +1,151 @@
+"""Formulas of what sequence parallelism sends: against the ring's schedules, against each other, and against sums over ranks.
+
+`tests/ranks/test_traffic.py` compares them with the ledger of training steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmspeed.config.parallel import ParallelConfig
+from mmspeed.parallel.ring_steps import backward_steps, forward_steps
+from mmspeed.plan.traffic import (
+    Place,
+    Traffic,
+    Work,
+    block_traffic,
+    ends_traffic,
+    gradient_traffic,
+    places,
+    ring_blocks,
+    step_traffic,
+)
+
+FACTORISED = ("spatial", "temporal") * 3
+CLIP = Work(1, (8, 16, 16), 64, 8, FACTORISED, 16, 12)
+
+
+def _parallel(**fields: Any) -> ParallelConfig:
+    return ParallelConfig(**fields)
+
+
+def _group(work: Work, parallel: ParallelConfig, span: str) -> list[Traffic]:
+    return [block_traffic(work, parallel, place, span) for place in places(parallel)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "window"), [(n, w) for n in range(2, 13) for w in (None, *range(1, n + 1)) if w is None or n % w == 0]
+)
+def test_blocks_that_a_ring_passes_on_are_those_of_its_schedule(ranks: int, window: int | None) -> None:
+    for rank in range(ranks):
+        passed = ring_blocks(rank, ranks, window)
+        for steps, found in (
+            (forward_steps(rank, ranks, window), passed.forward),
+            (backward_steps(rank, ranks, window), passed.keys),
+        ):
+            hops = [("ring_outer" if hop.outer else "ring", hop.sends) for step in steps for hop in step.keys]
+            assert Counter(hops) == Counter((axis, owner) for axis, owners in found.items() for owner in owners)
+        hops = [
+            ("ring_outer" if step.grads.outer else "ring", step.grads.sends)
+            for step in backward_steps(rank, ranks, window)
+            if step.grads
+        ]
+        assert Counter(hops) == Counter((axis, owner) for axis, owners in passed.gradients.items() for owner in owners)
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_even_sizes_give_the_table_of_the_docs(n: int) -> None:
+    """X: bytes of a rank's tokens."""
+    part = 8 * 256 * 64 * 2 // n
+    one_turn, ways = replace(CLIP, spans=FACTORISED[:2], values=0), _parallel(ulysses=n)
+    (switch,) = {ends_traffic(one_turn, ways, place).total for place in places(ways)}
+    assert switch == 2 * part * (n - 1) // n  # one re-sharding, forward and backward
+    for parallel in (_parallel(ulysses=n, scheme="ulysses"), _parallel(ulysses=n, scheme="ulysses", shard="space")):
+        crossing, local = ("temporal", "spatial") if parallel.shard == "frames" else ("spatial", "temporal")
+        assert {t.total for t in _group(CLIP, parallel, crossing)} == {8 * part * (n - 1) // n}
+        assert {t.total for t in _group(CLIP, parallel, local)} == {0}
+    full = replace(CLIP, spans=("full",) * 6)
+    assert {t.total for t in _group(full, _parallel(ulysses=n), "full")} == {8 * part * (n - 1) // n}
+    assert {t.forward.total() for t in _group(full, _parallel(ring=n), "full")} == {2 * part * (n - 1)}
+    assert {t.backward.total() for t in _group(full, _parallel(ring=n), "full")} == {6 * part * (n - 1)}
+    assert {t.backward.total() for t in _group(replace(full, element_size=4), _parallel(ring=n), "full")} == {
+        4 * 2 * part * (n - 1)
+    }
+    three = 3 * part * (n - 1)
+    for tp in _group(full, _parallel(tp=n), "full"):
+        assert tp.forward == tp.backward == {("all_gather", "tp"): three, ("reduce_scatter", "tp"): three}
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("shard", ["frames", "space"])
+def test_the_switch_scheme_moves_half_of_ulysses(n: int, shard: str) -> None:
+    switch, ulysses = _parallel(ulysses=n), _parallel(ulysses=n, scheme="ulysses", shard=shard)
+    for place in places(switch):
+        moved = [
+            sum(count for (kind, _), count in step_traffic(CLIP, way, place).items() if kind == "all_to_all")
+            for way in (switch, ulysses)
+        ]
+        assert moved[0] == moved[1] / 2 * 5 / 6  # depth - 1 of depth: the first and the last block have no other side
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    grid=st.tuples(st.integers(1, 9), st.integers(1, 4), st.integers(1, 4)),
+    degrees=st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 2)),
+    scheme=st.sampled_from(["switch", "ulysses"]),
+    shard=st.sampled_from(["frames", "space"]),
+    full=st.booleans(),
+    text=st.sampled_from([None, 3, 30]),
+    masked=st.booleans(),
+)
+def test_uneven_sizes(
+    grid: Any, degrees: Any, scheme: Any, shard: Any, full: bool, text: int | None, masked: bool
+) -> None:
+    """Over all ranks, all-to-alls send as much forward as backward, and each gather as much as its sum back."""
+    ring, ulysses, tp = degrees
+    work = Work(2, grid, 32, 8, ("full",) * 3 if full else FACTORISED[:3], 4, 12, 4, masked)
+    parallel = _parallel(ring=ring, ulysses=ulysses, tp=tp, scheme=scheme, shard=shard, shard_text=text)
+    total = Traffic()
+    for place in places(parallel):
+        total += ends_traffic(work, parallel, place)
+        for span in work.spans:
+            total += block_traffic(work, parallel, place, span)
+    for axis in ("sequence", "ulysses"):
+        assert total.forward["all_to_all", axis] == total.backward["all_to_all", axis]
+    for axis in ("sequence", "tp"):
+        assert total.forward["all_gather", axis] == total.backward["reduce_scatter", axis]
+        assert total.forward["reduce_scatter", axis] == total.backward["all_gather", axis]
+    if ring * ulysses * tp == 1:
+        assert not total.total
+
+
+def test_images_and_one_process_send_nothing() -> None:
+    image = replace(CLIP, grid=(1, 16, 16), image=True)
+    for parallel in (_parallel(ulysses=4), _parallel(ring=2, ulysses=2, scheme="ulysses", shard_text=1)):
+        assert all(not step_traffic(image, parallel, place) for place in places(parallel))
+    assert not step_traffic(CLIP, _parallel(), Place())
+
+
+def test_recomputation_makes_the_forward_exchanges_of_its_blocks_again() -> None:
+    parallel = _parallel(ulysses=4, scheme="ulysses", tp=2)
+    plain = step_traffic(CLIP, parallel, Place(0, 1, 1))
+    again = step_traffic(CLIP, parallel, Place(0, 1, 1), recomputed=(1, 2))
+    more = [block_traffic(CLIP, parallel, Place(0, 1, 1), span).forward for span in ("temporal", "spatial")]
+    assert again == plain + more[0] + more[1] and again.total() > plain.total()
+
+
+def test_shared_gradients_are_summed_as_a_ring_does_it() -> None:
+    assert gradient_traffic(1000, 4) == {("all_reduce", "tp"): 1500}
+    assert not gradient_traffic(1000, 1)
+
+
+def test_places_are_in_the_order_of_the_ranks() -> None:
+    found = list(places(_parallel(ring=2, ulysses=3, tp=2)))
+    assert found == [Place(*at) for at in itertools.product(range(2), range(3), range(2))]
