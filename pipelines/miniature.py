@@ -45,9 +45,10 @@ def shrunk_latent(latent: Latent, patch: Latent, sequence: int, tensor: int) -> 
     Where there were tokens or frames for every process, there are. Sizes are multiples of the patch.
     """
     frames, height, width = (size // step for size, step in zip(latent, patch, strict=True))
+    parts = sequence * tensor
     t = shrunk_size(frames, sequence, min(frames, max(3, sequence)))
-    h = shrunk_size(height, sequence * tensor, 3)
-    w = shrunk_size(width, sequence * tensor, max(3, -(-sequence * tensor // h)))
+    h = shrunk_size(height, parts, max(3, -(-parts // width)))
+    w = shrunk_size(width, parts, max(3, -(-parts // h)))
     return t * patch[0], h * patch[1], w * patch[2]
 
 

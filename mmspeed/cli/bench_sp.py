@@ -43,8 +43,13 @@ from .launch import cores
 HEAD_WIDTH, DEPTH, CHANNELS, TEXT_WIDTH, TEXT_TOKENS = 24, 4, 16, 64, 32
 NEAR = 0.03  # how far from 1 the ratio at degree 1 may be
 WARM = 1
+EASY = 3  # rounds of degree 1 for each round of the rest: its steps are short, and its bound is tight
+HEADS = ("compute", "copies", "transfer", "waiting", "gradients", "optimizer", "uneven")  # of the parts
 # functions of `comm` and `parallel.ring` as the profiler names them; gradients' exchanges come under the first three too
 EXCHANGES = ("_AllToAll", "_AllGather", "_ReduceScatter", "_RingAttention", "_RingAttentionBackward")
+
+
+Taken = tuple[float, float]  # seconds, processors' seconds of all threads
 
 
 @dataclass(frozen=True)
@@ -100,11 +105,15 @@ class Parts:
 
 @dataclass(frozen=True)
 class Row:
-    """What was found of a scheme. Bytes are of the rank that sends most; kept bytes are those saved for the backward pass."""
+    """What was found of a scheme. `to_one`: time by that of one process; `cpu_to_one`: processors' time, of all ranks together.
+
+    Bytes are of the rank that sends most; kept bytes are those saved for the backward pass.
+    """
 
     name: str
     seconds: float
     to_one: Ratio
+    cpu_to_one: Ratio
     parts: Parts
     ledger_bytes: int
     formula_bytes: int
@@ -114,7 +123,7 @@ class Row:
 
 @dataclass(frozen=True)
 class SpResult:
-    """What the bench found. `degree_one`: time of a step with a layout from a mesh of one, by that with the model's own."""
+    """What the bench found. `degree_one`: a step with a layout from a mesh of one, by one with the model's own."""
 
     ranks: int
     threads: int
@@ -122,6 +131,7 @@ class SpResult:
     width: int
     rounds: int
     degree_one: Ratio
+    cpu_degree_one: Ratio
     rows: list[Row]
 
     @property
@@ -138,19 +148,25 @@ class SpResult:
         wide = max(len(row.name) for row in self.rows)
         lines = [
             f"a step of {self.tokens:,} tokens, width {self.width}, depth {DEPTH}, float32; medians of {self.rounds} rounds",
-            f"degree 1, layout of a mesh / the model's own: {self.degree_one}  {'PASS' if self.free else 'FAIL'}"
-            f" (1 +- {NEAR:.2f})",
+            f"degree 1, layout of a mesh / the model's own: time {self.degree_one}, processors' time {self.cpu_degree_one}"
+            f"  {'PASS' if self.free else 'FAIL'} (time 1 +- {NEAR:.2f})",
             f"{self.ranks} processes x {self.threads} threads / one process x {self.ranks * self.threads} threads:",
-            f"  {'':<{wide}}  {'s':>6}  {'ratio':<22}  {'compute':>7} {'copies':>6} {'transfer':>8} {'waiting':>7} {'grads':>6}"
-            f" {'optim':>6} {'uneven':>6}  {'sent':>9}  {'kept':>6}",
+            "  ".join(
+                ["", " " * wide, f"{'s':>6}", f"{'time':<22}", f"{'processors':<22}", *HEADS, f"{'sent':>9}", "  kept"]
+            ),
         ]
         for row in self.rows:
-            p = row.parts
-            lines.append(
-                f"  {row.name:<{wide}}  {row.seconds:>6.2f}  {row.to_one!s:<22}  {p.compute:>7.1%} {p.copies:>6.1%} {p.transfer:>8.1%}"
-                f" {p.waiting:>7.1%} {p.gradients:>6.1%} {p.optimizer:>6.1%} {p.imbalance:>6.1%}  {format_bytes(row.ledger_bytes):>9}"
-                f"  {row.kept:>6.1%}" + ("" if row.equal else f"  FAILED: the formula says {row.formula_bytes:,}")
-            )
+            shares = [f"{share:>{len(head)}.1%}" for head, share in zip(HEADS, asdict(row.parts).values(), strict=True)]
+            ratios = [f"{row.to_one!s:<22}", f"{row.cpu_to_one!s:<22}"]
+            cells = [
+                f"{row.name:<{wide}}",
+                f"{row.seconds:>6.2f}",
+                *ratios,
+                *shares,
+                f"{format_bytes(row.ledger_bytes):>9}",
+            ]
+            wrong = [] if row.equal else [f"FAILED: the formula says {row.formula_bytes:,}"]
+            lines.append("  ".join(["", *cells, f"{row.kept:>6.1%}", *wrong]))
         return lines
 
     def to_json(self, strict: bool = False) -> str:
@@ -185,6 +201,7 @@ class _Bench:
         self.device, self.latent, self.width, self.rounds = device, latent, width, rounds
         self.ranks, self.rank = dist.get_world_size(), dist.get_rank()
         self.threads = max(1, cores() // self.ranks)
+        torch.set_num_threads(self.threads)
         self.heads = width // HEAD_WIDTH
         if self.heads < self.ranks:
             raise UserError(f"--width {width} has {self.heads} heads, fewer than {self.ranks} ranks: make it larger")
@@ -196,35 +213,36 @@ class _Bench:
         degree_one = self.degree_one(steps["factorised"])
         rows = [self.row(scheme, steps[scheme.arrangement]) for scheme in found]
         tokens = math.prod(steps["full"].config.grid(self.latent))
-        return SpResult(self.ranks, self.threads, tokens, self.width, self.rounds, degree_one, rows)
+        return SpResult(self.ranks, self.threads, tokens, self.width, self.rounds, *degree_one, rows)
 
     def config(self, arrangement: str) -> SoraDiTConfig:
         return SoraDiTConfig(
             self.width, DEPTH, self.heads, CHANNELS, TEXT_WIDTH, adaln_rank=32, arrangement=arrangement  # type: ignore[arg-type]
         )  # fmt: skip
 
-    def degree_one(self, step: _Step) -> Ratio:
-        """The first rank computes; the others wait."""
+    def degree_one(self, step: _Step) -> tuple[Ratio, Ratio]:
+        """Of seconds and of processors' seconds. The first rank computes; the others wait."""
         layout = make_layout(make_mesh(self.device), ParallelConfig())
-        on: list[float] = []
-        off: list[float] = []
-        for number in range(WARM + self.rounds):
+        on: list[Taken] = []
+        off: list[Taken] = []
+        for number in range(WARM + EASY * self.rounds):
             order = [(layout, on), (TokenLayout(), off)]
-            for chosen, seconds in order if number % 2 else order[::-1]:
-                taken = self.alone(lambda chosen=chosen: step.run(chosen, None))  # type: ignore[misc]
+            for chosen, found in order if number % 2 else order[::-1]:
+                taken = self.alone(lambda chosen=chosen: step.run(chosen, None), self.threads)  # type: ignore[misc]
                 if number >= WARM:
-                    seconds.append(taken)
-        return Ratio.of(on, off)
+                    found.append(taken)
+        return tuple(Ratio.of([t[i] for t in on], [t[i] for t in off]) for i in (0, 1))  # type: ignore[return-value]
 
     def row(self, scheme: Scheme, step: _Step) -> Row:
         """All of one scheme."""
         mesh = make_mesh(self.device, ring=scheme.parallel.ring, ulysses=scheme.parallel.ulysses)
         layout, plain = make_layout(mesh, scheme.parallel), TokenLayout()
         spread_tokens(step.model, layout)
-        split, one = [], []
+        split: list[Taken] = []
+        one: list[Taken] = []
         for number in range(WARM + self.rounds):
             taken = self.together(lambda: step.run(layout, self.group))
-            alone = self.alone(lambda: step.run(plain, None))
+            alone = self.alone(lambda: step.run(plain, None), self.ranks * self.threads)
             if number >= WARM:
                 split.append(taken)
                 one.append(alone)
@@ -237,8 +255,9 @@ class _Bench:
         everyone = all_gather_objects(mine, self.group)
         return Row(
             name=scheme.name,
-            seconds=statistics.median(split),
-            to_one=Ratio.of(split, one),
+            seconds=statistics.median(taken[0] for taken in split),
+            to_one=Ratio.of([t[0] for t in split], [t[0] for t in one]),
+            cpu_to_one=Ratio.of([t[1] for t in split], [t[1] for t in one]),
             parts=self.parts(step, layout),
             ledger_bytes=max(found["sent"] for found in everyone),
             formula_bytes=max(found["wanted"] for found in everyone),
@@ -253,25 +272,22 @@ class _Bench:
             1, config.grid(self.latent), config.width, config.heads, spans, config.patch_values, TEXT_TOKENS, element_size=4
         )  # fmt: skip
 
-    def together(self, work: Callable[[], Any]) -> float:
-        """Seconds that the slowest rank takes, each with its own threads."""
-        torch.set_num_threads(self.threads)
+    def together(self, work: Callable[[], Any]) -> Taken:
+        """All ranks, each with its own threads: seconds of the slowest."""
         barrier(self.group)
-        started = time.perf_counter()
-        work()
-        return max(all_gather_objects(time.perf_counter() - started, self.group))
+        everyone = all_gather_objects(_timed(work), self.group)
+        return max(taken[0] for taken in everyone), sum(taken[1] for taken in everyone)
 
-    def alone(self, work: Callable[[], Any]) -> float:
-        """Seconds of the first rank with all ranks' threads, while the others wait."""
-        seconds = 0.0
+    def alone(self, work: Callable[[], Any], threads: int) -> Taken:
+        """The first rank with so many threads, while the others wait."""
         barrier(self.group)
+        taken = (0.0, 0.0)
         if self.rank == 0:
-            torch.set_num_threads(self.ranks * self.threads)
-            started = time.perf_counter()
-            work()
-            seconds = time.perf_counter() - started
+            torch.set_num_threads(threads)
+            taken = _timed(work)
             torch.set_num_threads(self.threads)
-        return max(all_gather_objects(seconds, self.group))
+        found = all_gather_objects(taken, self.group)[0]
+        return found[0], found[1]
 
     def parts(self, step: _Step, layout: TokenLayout) -> Parts:
         """Of one step under the profiler."""
@@ -282,6 +298,12 @@ class _Bench:
         calls = [_blocked(event) for event in recorded.events() if event.name in EXCHANGES]
         everyone = all_gather_objects({"phases": phases, "calls": calls}, self.group)
         return parts_of(everyone)
+
+
+def _timed(work: Callable[[], Any]) -> Taken:
+    started, used = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - started, time.process_time() - used
 
 
 def parts_of(everyone: list[dict[str, Any]]) -> Parts:
@@ -329,14 +351,12 @@ class _Step:
         self.model = SoraDiT(config)
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
-                parameter += 0.02 * rng.normal(parameter.shape, 0, "bench", name)  # no gate is 0
+                parameter.add_(0.02 * rng.normal(parameter.shape, 0, "bench", name))  # no gate is 0
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=True)
         shape = (1, CHANNELS, *latent)
         self.latents, self.noise = rng.normal(shape, 0, "latent"), rng.normal(shape, 0, "noise")
-        self.text, self.mask = (
-            rng.normal((1, TEXT_TOKENS, TEXT_WIDTH), 0, "text"),
-            torch.ones(1, TEXT_TOKENS, dtype=torch.bool),
-        )
+        self.text = rng.normal((1, TEXT_TOKENS, TEXT_WIDTH), 0, "text")
+        self.mask = torch.ones(1, TEXT_TOKENS, dtype=torch.bool)
 
     def loss(self, layout: TokenLayout) -> Tensor:
         self.model.layout = layout
@@ -350,7 +370,7 @@ class _Step:
         self.loss(layout).backward()
         times.append(time.perf_counter())
         if group is not None:
-            grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+            grads: list[Tensor] = [p.grad for p in self.model.parameters() if p.grad is not None]
             flat = torch.cat([grad.reshape(-1) for grad in grads])
             dist.all_reduce(flat, group=group)
             for grad, summed in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):

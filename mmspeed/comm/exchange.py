@@ -20,16 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mmspeed.graphs import outside_graphs
+
 from .axis import Axis, nbytes
 from .packing import Sizes, even_sizes, laid_out, landing, layout, lengths_of, pack, unpack
 
 # newer torch has these under other names, and warns of the old ones
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-# A compiler breaks its graph at an exchange, once, and leaves it as it is. `torch.compiler.disable` is the same, but loads the compiler at
-# import, and this does so at the first call.
-_not_compiled = torch._compile._disable_dynamo
 
 
 def all_to_all(
@@ -124,7 +122,7 @@ class Pending:
     def __init__(self, received: list[Tensor], works: list[Any], sent: list[Tensor]) -> None:
         self._received, self._works, self._sent = received, works, sent
 
-    @_not_compiled
+    @outside_graphs
     def wait(self) -> list[Tensor]:
         """What came, once it is here; on an accelerator the current queue of work waits, not the caller. May be asked again."""
         for work in self._works:
@@ -133,7 +131,7 @@ class Pending:
         return self._received
 
 
-@_not_compiled
+@outside_graphs
 def pass_on(
     tensors: Sequence[Tensor],
     axis: Axis,
@@ -169,7 +167,7 @@ def pass_on(
     return Pending(received, _between([(to, tensor) for tensor in sent], [(source, t) for t in received], axis), sent)
 
 
-@_not_compiled
+@outside_graphs
 def _exchange(
     axis: Axis,
     scatter_dim: int,
@@ -183,7 +181,7 @@ def _exchange(
     return list(_AllToAll.apply(plan, (wire,) * len(xs), *xs))
 
 
-@_not_compiled
+@outside_graphs
 def _apply(function: type[torch.autograd.Function], x: Tensor, axis: Axis, dim: int, sizes: Sizes) -> Tensor:
     result: Tensor = function.apply(x, axis, dim, sizes)
     return result

@@ -6,12 +6,13 @@ checkpoint.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from mmspeed.mixin import mix_in
 
 
 class _Recomputed(nn.Module):
@@ -24,17 +25,6 @@ class _Recomputed(nn.Module):
         return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
 
-@cache
-def _recomputed(own: type[nn.Module]) -> type[nn.Module]:
-    # one class for all blocks of a kind: torch.compile makes a graph for each class, and gives up silently after eight
-    return type(f"Recomputed{own.__name__}", (_Recomputed, own), {})
-
-
 def recompute(block: nn.Module) -> None:
-    """Make `block` recompute its activations in backward, in place.
-
-    The block's class is changed rather than wrapped, so that state-dict names stay, and rather than patched, so that a
-    deep copy computes with its own parameters.
-    """
-    if not isinstance(block, _Recomputed):
-        block.__class__ = _recomputed(type(block))  # type: ignore[arg-type]
+    """Make `block` recompute its activations in backward, in place."""
+    mix_in(block, _Recomputed)

@@ -38,6 +38,7 @@ from mmspeed.comm.axis import Axis
 from mmspeed.comm.exchange import all_gather, all_to_all, all_to_all_many, even_sizes
 from mmspeed.compute.attention import Backend, attention
 from mmspeed.errors import UserError
+from mmspeed.graphs import outside_graphs
 
 from .ring import ring_attention
 
@@ -164,7 +165,7 @@ def split_heads(heads: int, key_heads: int, ranks: int) -> HeadSplit:
     return HeadSplit(tuple(size * (heads // best) for size in keys), keys)
 
 
-@torch.compiler.disable
+@outside_graphs
 def _heads_for_sequence(
     q_BAND: Tensor,
     k_BKMD: Tensor,
@@ -186,17 +187,17 @@ def _heads_for_sequence(
     return q, k, v
 
 
-@torch.compiler.disable
+@outside_graphs
 def _sequence_for_heads(out_BAND: Tensor, ulysses: Axis, heads: tuple[int, ...], q_sizes: tuple[int, ...]) -> Tensor:
     return all_to_all(out_BAND, ulysses, 2, 1, q_sizes, heads)
 
 
-@torch.compiler.disable
+@outside_graphs
 def _join_mask(key_mask_BM: Tensor, ulysses: Axis, k_sizes: tuple[int, ...]) -> Tensor:
     return all_gather(key_mask_BM, ulysses, 1, k_sizes)
 
 
-_ring = torch.compiler.disable(ring_attention)
+_ring = outside_graphs(ring_attention)
 
 
 def _local(

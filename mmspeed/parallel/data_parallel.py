@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from mmspeed.mesh import Mesh
+from mmspeed.mixin import mix_in
 from mmspeed.protocol import DiffusionModel
 
 Strategy = Literal["none", "ddp", "fsdp"]
@@ -35,8 +36,7 @@ class _Autocast(nn.Module):
 
 def autocast(model: nn.Module, dtype: torch.dtype) -> None:
     """Make `model` compute its matrix products in `dtype`, in place; parameters and names stay as they are."""
-    own = type(model)
-    model.__class__ = type(f"Autocast{own.__name__}", (_Autocast, own), {})
+    mix_in(model, _Autocast)
     cast(_Autocast, model)._autocast_dtype = dtype
 
 

@@ -18,7 +18,6 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import cache
 from typing import Any
 
 import torch
@@ -29,6 +28,8 @@ from torch.utils import _pytree as pytree
 
 from mmspeed.comm import Axis, Exchange, Ledger
 from mmspeed.errors import UserError, nearest
+from mmspeed.graphs import outside_graphs
+from mmspeed.mixin import mix_in
 
 from .attention import SequenceAxes
 from .intercept import HybridAttention
@@ -73,12 +74,6 @@ class _Declared(nn.Module):
         return pytree.tree_map_only(torch.Tensor, group.mark, out) if role.marks else out
 
 
-@cache
-def _declared(own: type[nn.Module]) -> type[nn.Module]:
-    # the name stays: diffusers writes it into a checkpoint's config. One class for all modules of a kind, for torch.compile.
-    return type(own.__name__, (_Declared, own), {"__module__": own.__module__, "__qualname__": own.__qualname__})
-
-
 def _argument_names(own: type[nn.Module]) -> tuple[str, ...]:
     """Names of the positional arguments of the first forward under the mixins that has names."""
     for base in own.__mro__:
@@ -94,7 +89,7 @@ def _named(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-@torch.compiler.disable
+@outside_graphs
 def _begin(group: SplitGroup, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Open the record of a new forward."""
     arguments = _named(names, args, kwargs)
@@ -107,7 +102,7 @@ def _begin(group: SplitGroup, names: Sequence[str], args: tuple[Any, ...], kwarg
         group.checked = True
 
 
-@torch.compiler.disable
+@outside_graphs
 def _split_inputs(role: _Role, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     listed, kwargs, names = list(args), dict(kwargs), role.names
     for name, split in role.inputs.items():
@@ -132,7 +127,7 @@ def _part(group: SplitGroup, value: Any, split: Split | Leading, where: str) -> 
     return group.cut(value, split, where)
 
 
-@torch.compiler.disable
+@outside_graphs
 def _change_outputs(role: _Role, out: Any) -> Any:
     single = isinstance(out, torch.Tensor)
     items: Any = [out] if single else (dict(out) if isinstance(out, Mapping) else list(out))
@@ -145,7 +140,7 @@ def _change_outputs(role: _Role, out: Any) -> Any:
     return items[0] if single else type(out)(items)
 
 
-@torch.compiler.disable  # of a compiled block, all but the attention is compiled
+@outside_graphs  # of a compiled block, all but the attention is compiled
 def _attend(role: _Role, attends: Attends, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The module's forward, with its attention over all ranks."""
     group, keys = role.group, attends.keys or attends.queries
@@ -255,6 +250,6 @@ def sequence_parallel(
             )
     if group.degree > 1:
         for role_module, role in roles.items():
-            role_module.__class__ = _declared(type(role_module))  # type: ignore[arg-type, assignment]
+            mix_in(role_module, _Declared, rename=False)  # diffusers writes the name into a checkpoint's config
             role_module._sequence_role = role  # type: ignore[assignment]
     return model

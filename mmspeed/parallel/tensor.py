@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Mapping
-from functools import cache
 from typing import Any, cast
 
 import torch
@@ -28,10 +27,11 @@ from torch.distributed.tensor import DTensor, Shard
 from mmspeed.comm import Axis
 from mmspeed.comm.axis import nbytes
 from mmspeed.errors import UserError
+from mmspeed.mixin import mix_in
 from mmspeed.protocol import Role
 
 
-class _SplitLinear(nn.Module):
+class _Split(nn.Module):
     """Mixed in before nn.Linear: computes with this process's part of the weight."""
 
     _bias_share: float
@@ -42,12 +42,6 @@ class _SplitLinear(nn.Module):
         if bias is not None and self._bias_share != 1.0:
             bias = bias * self._bias_share  # every process adds a part: their outputs are summed
         return F.linear(x, local(linear.weight), bias)
-
-
-@cache
-def _split_class(own: type[nn.Module]) -> type[nn.Module]:
-    # one class for all layers of a kind: torch.compile makes a graph for each class
-    return type(f"Split{own.__name__}", (_SplitLinear, own), {})
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -74,10 +68,10 @@ def split_layers(model: nn.Module, mesh: DeviceMesh, heads: int, roles: Mapping[
             layer = model.get_submodule(name)
             if not isinstance(layer, nn.Linear):
                 raise ValueError(f"{name} has the role {role} and is no linear layer")
-            _split(layer, mesh, role, name)
+            _split_layer(layer, mesh, role, name)
 
 
-def _split(layer: nn.Linear, mesh: DeviceMesh, role: Role, name: str) -> None:
+def _split_layer(layer: nn.Linear, mesh: DeviceMesh, role: Role, name: str) -> None:
     """Split one layer: the weight along O for a column layer, along I for a row layer, whose bias stays whole."""
     parts, place = mesh.size(), mesh.get_local_rank()
     dim = 0 if role == "column" else 1
@@ -91,7 +85,7 @@ def _split(layer: nn.Linear, mesh: DeviceMesh, role: Role, name: str) -> None:
     layer.weight = part(layer.weight, dim)
     if layer.bias is not None and role == "column":
         layer.bias = part(layer.bias, 0)
-    layer.__class__ = _split_class(type(layer))  # type: ignore[arg-type, assignment]
+    mix_in(layer, _Split)
     cast(Any, layer)._bias_share = 1.0 if role == "column" else 1.0 / parts
 
 

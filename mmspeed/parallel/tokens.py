@@ -21,9 +21,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo  # torch.compiler.disable would load the compiler when this file is imported
 
 from mmspeed.comm import Axis, Ledger, all_gather, all_to_all, even_sizes, reduce_scatter
+from mmspeed.graphs import outside_graphs
 
 from .attention import SequenceAxes, hybrid_attention
 
@@ -242,12 +242,12 @@ class Part:
         return hybrid_attention(q_BAND, k_BALD, v_BALD, mask_BL, layout.axes, self.tokens, lengths)
 
 
-@_disable_dynamo  # torch.compile leaves exchanges out of its graphs
+@outside_graphs
 def _gathered(x_BTSE: Tensor, tensor: Axis, widths: tuple[int, ...]) -> Tensor:
     return all_gather(x_BTSE, tensor, S_DIM, widths)
 
 
-@_disable_dynamo
+@outside_graphs
 def _shed(x_BTSE: Tensor, tensor: Axis, widths: tuple[int, ...]) -> Tensor:
     return reduce_scatter(x_BTSE, tensor, S_DIM, widths)
 

@@ -15,8 +15,8 @@ from mmspeed.cli.bench_sp import DEPTH, Parts, Ratio, Row, SpResult, bench_sp, p
 from mmspeed.errors import UserError
 
 PARTS = Parts(0.5, 0.1, 0.1, 0.1, 0.1, 0.1, 0.02)
-ROW = Row("full, ring", 1.0, Ratio(1.2, 1.1, 1.4), PARTS, 100, 100, True, 0.51)
-RESULT = SpResult(2, 1, 64, 48, 3, Ratio(1.01, 0.9, 1.1), [ROW])
+ROW = Row("full, ring", 1.0, Ratio(1.2, 1.1, 1.4), Ratio(1.1, 1.0, 1.2), PARTS, 100, 100, True, 0.51)
+RESULT = SpResult(2, 1, 64, 48, 3, Ratio(1.01, 0.9, 1.1), Ratio(1.0, 1.0, 1.0), [ROW])
 
 
 def test_two_processes_send_what_the_formulas_say() -> None:

@@ -1,0 +1,30 @@
+"""How a technique changes what a module's forward does: by a class mixed in before the module's own.
+
+Rather than wrapping the module, so that state-dict names stay; rather than patching it, so that a deep copy computes with its own
+parameters; and nothing outside of the module changes.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+
+def mix_in(module: nn.Module, mixin: type[nn.Module], rename: bool = True) -> None:
+    """Put `mixin` before the class of `module`, in place; once, if it is there already.
+
+    `rename`: the class tells of the mixin by its name, such as RecomputedSoraBlock; else it keeps its own, which may be written
+    to files.
+    """
+    if not isinstance(module, mixin):
+        module.__class__ = _mixed(type(module), mixin, rename)
+
+
+@cache
+def _mixed(own: Any, mixin: Any, rename: bool) -> type[nn.Module]:
+    # one class for all modules of a kind: torch.compile makes a graph for each class, and gives up silently after eight
+    if rename:
+        return type(f"{mixin.__name__.lstrip('_')}{own.__name__}", (mixin, own), {})
+    return type(own.__name__, (mixin, own), {"__module__": own.__module__, "__qualname__": own.__qualname__})
