@@ -19,7 +19,7 @@ def mix_in(module: nn.Module, mixin: type[nn.Module], rename: bool = True) -> No
     to files.
     """
     if not isinstance(module, mixin):
-        module.__class__ = _mixed(type(module), mixin, rename)
+        module.__class__ = _mixed(type(module), mixin, rename)  # type: ignore[arg-type]
 
 
 @cache

@@ -53,8 +53,8 @@ def run_children(children: Sequence[Child], threads: int) -> None:
         try:
             for child, error, output in zip(children, errors, outputs, strict=True):
                 processes.append(_start(child, error, output, threads))
-            while not all(process.poll() == 0 for process in processes):
-                if any(process.returncode for process in processes):
+            while any(codes := [process.poll() for process in processes]) or None in codes:
+                if any(codes):
                     _settle(processes)
                     raise _failure(children, processes, errors, outputs)
                 time.sleep(0.02)
@@ -109,7 +109,7 @@ def _start(child: Child, error: Path, output: Any, threads: int) -> subprocess.P
 
 def _settle(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     end = time.monotonic() + GRACE_SECONDS
-    while time.monotonic() < end and any(process.poll() is None for process in processes):
+    while time.monotonic() < end and None in [process.poll() for process in processes]:
         time.sleep(0.02)
 
 

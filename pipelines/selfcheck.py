@@ -8,132 +8,31 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import os
-import re
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import yaml
 
 from mmspeed.config import Config, make_config
-from mmspeed.config.parallel import ParallelConfig
 from mmspeed.errors import UserError
-from mmspeed.log import format_bytes, format_seconds, get_logger
+from mmspeed.log import get_logger
 from mmspeed.models.vae import codec_geometry
 from mmspeed.pipelines.children import Child, run_children
-from mmspeed.pipelines.miniature import HEAD_WIDTH, Miniature, miniature
-from mmspeed.pipelines.selfcheck_worker import Arrays, Found, StepFound
+from mmspeed.pipelines.miniature import miniature
+from mmspeed.pipelines.selfcheck_verdict import AXES, SelfCheck, compare, named, processes
+from mmspeed.pipelines.selfcheck_worker import Found
 from mmspeed.shapes import Strides
+
+__all__ = ["SelfCheck", "selfcheck", "with_layout"]
 
 log = get_logger("check")
 
-AXES = ("dp_replicate", "dp_shard", "ring", "ulysses", "tp")
 MOST_PROCESSES = 16  # of one machine, which computes them in turns
 USUAL_STRIDES = Strides(4, 8)  # of most video codecs
-WORST = 5  # gradients that are shown
-LEAST = (
-    1e-3  # of the largest gradient: smaller ones are compared with so much of it, as they may be nothing but rounding
-)
 TIMEOUT_SECONDS = 600.0
-
-# Float32: sums in another order differ by a few units in the last place (6e-8). Bfloat16 rounds by up to 2e-3 wherever layers
-# meet, in another place on each layout: the gradients of a few blocks differ by a handful of these, those of a mistake by their size.
-TOLERANCES = {"float32": 1e-5, "bfloat16": 5e-2}
-
-
-@dataclass(frozen=True)
-class Gap:
-    """How far a parameter's gradient is from that of one process. `share`: what part of the true one is in it (1 at best)."""
-
-    name: str
-    relative: float
-    absolute: float
-    share: float
-
-
-@dataclass(frozen=True)
-class StepCheck:
-    """A kind of step at the layout and on one process. `gaps` of all parameters, worst first; `sent`: bytes by "kind axis"."""
-
-    kind: str
-    loss: float
-    loss_alone: float
-    norm: float
-    norm_alone: float
-    gaps: list[Gap]
-    sent: dict[str, int]
-    problems: list[str]
-
-    @property
-    def loss_gap(self) -> float:
-        """Relative difference of the losses."""
-        return _relative(self.loss, self.loss_alone)
-
-    @property
-    def norm_gap(self) -> float:
-        """Relative difference of the gradients' norms."""
-        return _relative(self.norm, self.norm_alone)
-
-
-@dataclass(frozen=True)
-class SelfCheck:
-    """What was found. `about`: what was run; `problems`: all that is wrong; `hint`: where to look for it."""
-
-    layout: str
-    processes: int
-    dtype: str
-    tolerance: float
-    about: list[str]
-    steps: list[StepCheck]
-    problems: list[str]
-    hint: str | None
-    seconds: float = field(compare=False, default=0.0)
-
-    @property
-    def passed(self) -> bool:
-        """Whether the layout computes what one process computes."""
-        return not self.problems
-
-    def lines(self) -> list[str]:
-        """The report that people read."""
-        took = f" ({format_seconds(self.seconds)})" if self.seconds else ""
-        lines = [f"{self.layout}: {self.processes} processes against one, on the CPU{took}"]
-        lines += [f"  {line}" for line in self.about]
-        lines += ["", f"  {'':8}  {'':9}  {'one process':>12}  {'layout':>12}  {'relative':>8}"]
-        for step in self.steps:
-            lines.append(_row(step.kind, "loss", step.loss_alone, step.loss, step.loss_gap))
-            lines.append(_row("", "gradient", step.norm_alone, step.norm, step.norm_gap))
-        for step in self.steps:
-            wide = max((len(gap.name) for gap in step.gaps[:WORST]), default=0)
-            lines += [
-                "",
-                f"  {step.kind}: the {min(WORST, len(step.gaps))} gradients of {len(step.gaps)} that differ most",
-            ]
-            lines += [
-                f"    {gap.name:<{wide}}  {gap.relative:.1e} relative, {gap.absolute:.1e}" for gap in step.gaps[:WORST]
-            ]
-            sent = [f"{what} {format_bytes(count)}" for what, count in sorted(step.sent.items())]
-            lines.append(f"    sent: {', '.join(sent) or 'nothing'}")
-        lines += ["", *self._verdict()]
-        return lines
-
-    def _verdict(self) -> list[str]:
-        if self.passed:
-            return [
-                f"PASSED: the layout computes what one process computes (within {self.tolerance:g} in {self.dtype}).",
-                "Where training goes wrong all the same, look at the data, the objective or train.lr.",
-            ]
-        return [
-            *(f"  wrong: {problem}" for problem in self.problems),
-            *([f"  {self.hint}"] if self.hint else []),
-            "FAILED: the layout does not compute what one process computes. This is mmspeed's mistake, not your config's: do not",
-            "train with this layout, and report it with this output, the config and what `mmspeed doctor` prints.",
-        ]
 
 
 def selfcheck(config: Config, layout: str) -> SelfCheck:
@@ -212,23 +111,6 @@ def with_layout(config: Config, layout: str) -> Config:
     return changed
 
 
-def processes(parallel: ParallelConfig) -> int:
-    """The product of the axes."""
-    return math.prod(getattr(parallel, axis) for axis in AXES)
-
-
-def named(parallel: ParallelConfig) -> str:
-    """A layout in words: the axes above 1, and what else is not as by default."""
-    default = ParallelConfig()
-    axes = [f"{axis}={getattr(parallel, axis)}" for axis in AXES if getattr(parallel, axis) > 1]
-    others = [
-        f"{name}={value}"
-        for name, value in parallel.model_dump().items()
-        if name not in AXES and value != getattr(default, name)
-    ]
-    return " ".join(axes + others)
-
-
 def _strides(config: Config) -> tuple[Strides, str | None]:
     """The codec's strides, and what to tell where the codec is not at hand."""
     with contextlib.suppress(UserError):
@@ -237,145 +119,3 @@ def _strides(config: Config) -> tuple[Strides, str | None]:
         USUAL_STRIDES,
         f"the codec is not at hand: latents as of strides {USUAL_STRIDES.temporal}x{USUAL_STRIDES.spatial}",
     )
-
-
-# -- the comparison ----------------------------------------------------------------------------------------------------
-
-
-def compare(mini: Miniature, found: Found, truth: Found, told: str | None = None) -> SelfCheck:
-    """The verdict on what a layout and one process found."""
-    dtype = mini.config.device.dtype
-    tolerance = TOLERANCES[dtype]
-    problems, steps = list(found.problems), []
-    failing: list[Gap] = []
-    for here, alone in zip(found.steps, truth.steps, strict=True):
-        step = _compared(here, alone, expected(mini, here.kind), _silent(here.kind))
-        steps.append(step)
-        over = [gap for gap in step.gaps if not gap.relative <= tolerance]
-        failing += over
-        problems += [f"{step.kind}: {problem}" for problem in step.problems]
-        for what, gap in (("loss", step.loss_gap), ("gradient norm", step.norm_gap)):
-            if not gap <= tolerance:
-                problems.append(f"{step.kind}: the {what} differs by {gap:.1e}, more than {tolerance:g}")
-        if over:
-            problems.append(
-                f"{step.kind}: {len(over)} of {len(step.gaps)} gradients differ by more than {tolerance:g}, most that of {over[0].name}"
-            )
-    sharded = mini.config.parallel.dp_shard * mini.config.parallel.ring * mini.config.parallel.ulysses > 1
-    if found.strategy == "fsdp" and sharded and found.held >= found.parameters:
-        problems.append("fsdp: a process holds all parameters, none is sharded")
-    return SelfCheck(
-        layout=named(mini.config.parallel),
-        processes=processes(mini.config.parallel),
-        dtype=dtype,
-        tolerance=tolerance,
-        about=_about(mini, found, told),
-        steps=steps,
-        problems=problems,
-        hint=hint(failing, steps, tolerance),
-    )
-
-
-def _compared(here: StepFound, alone: StepFound, wanted: list[str], silent: list[str]) -> StepCheck:
-    problems = list(here.problems)
-    if not math.isfinite(alone.loss):
-        problems.append(f"the loss of made-up samples is {alone.loss} on one process: this is not the layout")
-    problems += [f"no gradient of {name} at the layout" for name in sorted(alone.grads.keys() - here.grads.keys())]
-    problems += [f"a gradient of {name} at the layout only" for name in sorted(here.grads.keys() - alone.grads.keys())]
-    problems += [f"no {what} was sent, so the layout did not take part" for what in wanted if not here.sent.get(what)]
-    problems += [f"images take no part in it, yet {what} was sent" for what in here.sent if what.split()[1] in silent]
-    return StepCheck(
-        kind=here.kind,
-        loss=here.loss,
-        loss_alone=alone.loss,
-        norm=here.grad_norm,
-        norm_alone=alone.grad_norm,
-        gaps=gaps_of(here.grads, alone.grads),
-        sent=here.sent,
-        problems=problems,
-    )
-
-
-def gaps_of(here: Arrays, alone: Arrays) -> list[Gap]:
-    """The gap of each parameter that has a gradient in both, the worst first."""
-    least = LEAST * max((float(np.abs(grad).max()) for grad in alone.values()), default=0.0)
-    gaps = []
-    for name in here.keys() & alone.keys():
-        grad, true = here[name].astype(np.float64), alone[name].astype(np.float64)
-        absolute = float(np.abs(grad - true).max())
-        size = float((true * true).sum())
-        share = float((grad * true).sum()) / size if size else 1.0
-        scale = max(float(np.abs(true).max()), least)
-        gaps.append(Gap(name, absolute / scale if scale else math.inf if absolute else 0.0, absolute, share))
-    return sorted(gaps, key=lambda gap: (-gap.relative if gap.relative == gap.relative else -math.inf, gap.name))
-
-
-def expected(mini: Miniature, kind: str) -> list[str]:
-    """What must be sent in a step of a kind, as "kind axis": else an axis of the layout does nothing."""
-    parallel, model = mini.config.parallel, mini.config.model
-    found = [f"{what} tp" for what in ("all_gather", "reduce_scatter", "all_reduce") if parallel.tp > 1]
-    if kind == "images" or parallel.ring * parallel.ulysses == 1:
-        return found
-    found.append("all_gather sequence")  # the prediction, from all
-    full, crosses = model.arrangement == "full", (model.depth or 1) > 1 or parallel.shard == "space"
-    if full or (parallel.scheme == "ulysses" and crosses):
-        found += ["all_to_all ulysses"] if parallel.ulysses > 1 else []
-        found += ["ring ring"] if parallel.ring > 1 else []
-        found += (
-            ["ring ring_outer"] if parallel.ring_window is not None and parallel.ring_window < parallel.ring else []
-        )
-    elif crosses and parallel.scheme == "switch":
-        found.append("all_to_all sequence")
-    return found
-
-
-def _silent(kind: str) -> list[str]:
-    """Axes over which nothing may be sent in a step of a kind."""
-    return ["sequence", "ring", "ring_outer", "ulysses"] if kind == "images" else []
-
-
-def hint(failing: list[Gap], steps: list[StepCheck], tolerance: float) -> str | None:
-    """What the gradients that differ have in common."""
-    if not failing:
-        return None
-    shares = [gap.share for gap in failing]
-    everything = len(failing) == sum(len(step.gaps) for step in steps)
-    if everything and max(shares) - min(shares) < 1e-3 * abs(shares[0]):
-        return f"every gradient is {shares[0]:.4g} times that of one process: somewhere a sum is taken for a mean"
-    roles = sorted({_role(gap.name) for gap in failing})
-    forward = [step.kind for step in steps if not step.loss_gap <= tolerance]
-    where = "the losses are equal, so it is in backward" if not forward else "the loss differs too, so it is in forward"
-    if len(roles) <= 3:
-        return f"only gradients of {', '.join(roles)} differ; {where}"
-    return f"{len(failing)} gradients of {len(roles)} kinds of layers differ; {where}"
-
-
-def _role(name: str) -> str:
-    """A parameter's layer, without the block's number."""
-    return re.sub(r"\.\d+\.", ".*.", name.rpartition(".")[0] or name)
-
-
-def _about(mini: Miniature, found: Found, told: str | None) -> list[str]:
-    model, train = mini.config.model, mini.config.train
-    settings = [mini.config.device.dtype, f"strategy {found.strategy}", f"objective {mini.config.objective.kind}"]
-    settings += ["checkpointing"] if train.checkpointing else []
-    settings += ["compiled"] if train.compile else []
-    low, high = found.times
-    return [
-        f"model, made small: {model.arrangement}, {model.depth} blocks, {model.heads} heads of width {HEAD_WIDTH}, patch "
-        f"{'x'.join(map(str, model.patch or ()))}; {', '.join(settings)}",
-        *(f"{count} made-up samples of {shown}" for count, shown in zip(mini.samples, mini.shown, strict=True)),
-        f"captions of {mini.text_tokens} tokens with padding; times of many draws from {low:.3f} to {high:.3f}",
-        f"a process holds {found.held:,} of {found.parameters:,} parameters at most",
-        *([told] if told else []),
-    ]
-
-
-def _row(kind: str, what: str, alone: float, here: float, gap: float) -> str:
-    return f"  {kind:8}  {what:9}  {alone:>12.6g}  {here:>12.6g}  {gap:>8.1e}"
-
-
-def _relative(here: float, alone: float) -> float:
-    if here == alone:
-        return 0.0
-    return abs(here - alone) / abs(alone) if alone else math.inf

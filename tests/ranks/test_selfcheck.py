@@ -17,7 +17,8 @@ from mmspeed.mesh import process_group
 from mmspeed.parallel import TokenLayout
 from mmspeed.parallel.tokens import Part, Spread
 from mmspeed.pipelines.miniature import Miniature, miniature
-from mmspeed.pipelines.selfcheck import SelfCheck, compare, with_layout
+from mmspeed.pipelines.selfcheck import with_layout
+from mmspeed.pipelines.selfcheck_verdict import SelfCheck, compare
 from mmspeed.pipelines.selfcheck_worker import Found, examine
 from mmspeed.shapes import Strides
 from tests.runs import small_tree
@@ -126,7 +127,8 @@ def test_a_wrong_gradient_is_named(checks: dict[str, SelfCheck]) -> None:
     assert not check.passed and max(step.loss_gap for step in check.steps) < 1e-5
     worst = {step.gaps[0].name.split(".", 2)[2] for step in check.steps}
     assert worst <= {"self_attention.k_norm.weight", "self_attention.qkv.weight"}
-    assert check.hint is not None and "self_attention.k_norm" in check.hint and "in backward" in check.hint
+    assert check.hint is not None and "the mistake is in backward, at blocks.1.modulation" in check.hint
+    assert "blocks.1.self_attention.k_norm, blocks.1.self_attention.qkv" in check.hint and "mlp" not in check.hint
 
 
 # --- the command ---

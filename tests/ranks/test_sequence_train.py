@@ -75,6 +75,7 @@ def held_out(config: Config) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows if row["kind"] == "validation"}
 
 
+@pytest.mark.slow
 def test_images_and_videos_of_one_step(tmp_path: Path) -> None:
     """Steps with buckets of both, of a number of samples that is the same in any world: 4 ranks take the steps of one."""
     fixed = ("batching.by=samples", "batching.mix=window", "train.batch_size=5", "train.steps=6")
@@ -97,7 +98,7 @@ def made_online(folder: str, overrides: tuple[str, ...]) -> tuple[int, int]:
     return pipeline.loader.first_epoch.made_here, pipeline.loader.first_epoch.made
 
 
-@pytest.mark.parametrize("layout", [ULYSSES, TENSOR], ids=["ulysses", "tp"])
+@pytest.mark.parametrize("layout", [ULYSSES, pytest.param(TENSOR, marks=pytest.mark.slow)], ids=["ulysses", "tp"])
 def test_a_group_shares_the_encoding_of_the_first_epoch(home: Path, tmp_path: Path, layout: tuple[str, ...]) -> None:
     """Both ranks meet every video; each entry is made by one of them, and the losses are those of a cache made before."""
     (here, everything), (there, _) = run_ranks(made_online, 2, str(tmp_path), layout)

@@ -22,7 +22,8 @@ from mmspeed.errors import UserError
 from mmspeed.models.sizes import resolve_config
 from mmspeed.pipelines.children import Child, run_children
 from mmspeed.pipelines.miniature import Miniature, miniature, shrunk_latent, shrunk_size
-from mmspeed.pipelines.selfcheck import compare, expected, gaps_of, named, with_layout
+from mmspeed.pipelines.selfcheck import with_layout
+from mmspeed.pipelines.selfcheck_verdict import compare, expected, gaps_of, named
 from mmspeed.pipelines.selfcheck_worker import Found, Met, StepFound, disagreements, other_gradients, uneven
 from mmspeed.shapes import Strides
 from tests.runs import small_config
@@ -168,7 +169,10 @@ def test_equal_runs_pass(config: Config) -> None:
 def test_a_wrong_layer_is_named(config: Config) -> None:
     passed, text = verdict(config, found({f"blocks.{i}.qkv.weight": 1.01 for i in range(3)}))
     assert not passed and "FAILED" in text and "report it" in text
-    assert "only gradients of blocks.*.qkv differ; the losses are equal, so it is in backward" in text
+    assert (
+        "only gradients of blocks.*.qkv differ; the losses are equal, so the mistake is in backward, at blocks.2.qkv"
+        in text
+    )
 
 
 def test_gradients_that_are_all_too_large_are_told(config: Config) -> None:
