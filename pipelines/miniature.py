@@ -28,7 +28,7 @@ from mmspeed.shapes import Bucket, Strides
 
 CHANNELS, TEXT_WIDTH, HEAD_WIDTH, RANK = 4, 16, 12, 8
 SHORTEST_CAPTION = 7  # tokens, padding included
-OFF_START = 0.1  # how far weights are moved off their start
+OFF_START = 0.1  # how far scales and biases are moved off their ones and zeros
 Latent = tuple[int, int, int]
 
 
@@ -90,6 +90,11 @@ class Miniature:
         """The same samples and model on one process."""
         return replace(self, config=self.config.model_copy(update={"parallel": ParallelConfig()}))
 
+    def exact(self) -> Miniature:
+        """The same on one process in float32."""
+        device = self.config.device.model_copy(update={"dtype": "float32"})
+        return replace(self, config=self.alone().config.model_copy(update={"device": device}))
+
     def model(self) -> SoraDiT:
         """The model without weights."""
         return build_model(self.config.model, CHANNELS, TEXT_WIDTH, device="meta")
@@ -138,10 +143,12 @@ class Miniature:
 
     def fill(self, model: nn.Module) -> None:
         """Give every parameter a value off its start: the zeros of a fresh model would hide most gradients."""
+        seed = self.config.seed
         for name, parameter in model.named_parameters():
-            start = initial_value(name, parameter.shape, self.config.seed, zero=False)
-            moved = OFF_START * rng.normal(parameter.shape, self.config.seed, "off start", name)
-            set_parameter(parameter, start + moved)
+            value = initial_value(name, parameter.shape, seed, zero=False)
+            if parameter.dim() == 1:  # matrices are drawn already
+                value = value + OFF_START * rng.normal(parameter.shape, seed, "off start", name)
+            set_parameter(parameter, value)
 
 
 def miniature(config: Config, strides: Strides) -> Miniature:

@@ -47,29 +47,36 @@ def selfcheck(config: Config, layout: str) -> SelfCheck:
     mini = miniature(config, strides)
     world = processes(config.parallel)
     log.info(f"{named(config.parallel)}: {world} processes and one, on this machine's CPU")
+    runs = {"layout": world, "alone": 1}  # and how many processes
+    if config.device.dtype != "float32":
+        runs["exact"] = 1
     with tempfile.TemporaryDirectory(prefix="mmspeed-check-") as folder:
-        root = Path(folder)
-        dump = config.model_dump(mode="json", by_alias=True)
-        children = []
-        for rank in range(world + 1):  # the last is alone
-            alone = rank == world
-            (root / str(alone)).mkdir(exist_ok=True)
-            job = {
-                "config": dump,
-                "strides": dataclasses.astuple(strides),
-                "alone": alone,
-                "rank": 0 if alone else rank,
-                "world": 1 if alone else world,
-                "store": str(root / f"store-{alone}"),
-                "folder": str(root / str(alone)),
-                "timeout": TIMEOUT_SECONDS,
-            }
-            command = [sys.executable, "-m", "mmspeed.pipelines.selfcheck_worker"]
-            children.append(Child("the process alone" if alone else f"process {rank} of {world}", command, job))
-        run_children(children, max(1, (os.cpu_count() or 1) // (world + 1)))
-        found, truth = Found.load(root / "False"), Found.load(root / "True")
-    result = compare(mini, found, truth, told)
+        children = [
+            child for run, size in runs.items() for child in _children(run, size, config, strides, Path(folder))
+        ]
+        run_children(children, max(1, (os.cpu_count() or 1) // len(children)))
+        found = {run: Found.load(Path(folder) / run) for run in runs}
+    result = compare(mini, found["layout"], found["alone"], found.get("exact"), told)
     return dataclasses.replace(result, seconds=time.monotonic() - started)
+
+
+def _children(run: str, world: int, config: Config, strides: Strides, root: Path) -> list[Child]:
+    """The processes of a run: of the layout, of one process alone, or of one in float32."""
+    (root / run).mkdir()
+    job = {
+        "config": config.model_dump(mode="json", by_alias=True),
+        "strides": dataclasses.astuple(strides),
+        "run": run,
+        "world": world,
+        "store": str(root / f"{run}.store"),
+        "folder": str(root / run),
+        "timeout": TIMEOUT_SECONDS,
+    }
+    command = [sys.executable, "-m", "mmspeed.pipelines.selfcheck_worker"]
+    names = [
+        f"process {rank} of {world}" if run == "layout" else "the process to compare with" for rank in range(world)
+    ]
+    return [Child(name, command, {**job, "rank": rank}) for rank, name in enumerate(names)]
 
 
 # -- the layout --------------------------------------------------------------------------------------------------------

@@ -269,7 +269,7 @@ def _work(job: dict[str, Any]) -> None:
         world_size=job["world"],
         timeout=datetime.timedelta(seconds=job["timeout"]),
     )
-    found = examine(mini.alone() if job["alone"] else mini)
+    found = examine({"layout": mini, "alone": mini.alone(), "exact": mini.exact()}[job["run"]])
     if job["rank"] == 0:
         found.save(Path(job["folder"]))
     comm.barrier()

@@ -214,7 +214,11 @@ class Part:
     def gather(self, x_BTSE: Tensor) -> Tensor:
         """The tokens seen, from the own ones of each tensor-parallel process."""
         tensor = self.spread.layout.tensor
-        return x_BTSE if tensor.size == 1 else _gathered(x_BTSE, tensor, self.widths)
+        if tensor.size == 1:
+            return x_BTSE
+        if torch.is_autocast_enabled(x_BTSE.device.type):  # norms may give float32, which the next layer would round anyway
+            x_BTSE = x_BTSE.to(torch.get_autocast_dtype(x_BTSE.device.type))
+        return _gathered(x_BTSE, tensor, self.widths)
 
     def shed(self, x_BTSE: Tensor) -> Tensor:
         """The own tokens of the sum over tensor-parallel processes."""
@@ -237,9 +241,11 @@ class Part:
         """Cross-attention of the tokens seen (N) to the caption."""
         if not self.spread.text_is_split:
             return _where_any(local, q_BAND, k_BALD, v_BALD, mask_BL)
-        layout = self.spread.layout
-        lengths = even_sizes(self.spread.text_tokens, layout.whole.size)
-        return hybrid_attention(q_BAND, k_BALD, v_BALD, mask_BL, layout.axes, self.tokens, lengths)
+        whole = self.spread.layout.whole
+        lengths = even_sizes(self.spread.text_tokens, whole.size)
+        # a caption is short beside a video: its keys go round all processes, and no queries are exchanged
+        axes = SequenceAxes(whole, Axis.alone("ulysses"))
+        return hybrid_attention(q_BAND, k_BALD, v_BALD, mask_BL, axes, self.tokens, lengths)
 
 
 @outside_graphs

@@ -102,6 +102,11 @@ class Traffic:
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(self.forward + other.forward, self.backward + other.backward)
 
+    def over(self, axis: str) -> Traffic:
+        """The same over one axis of another name."""
+        passes = [Counter({(kind, axis): sent for (kind, _), sent in one.items()}) for one in (self.forward, self.backward)]
+        return Traffic(*passes)
+
     @property
     def total(self) -> int:
         """Of both passes, all kinds."""
@@ -145,8 +150,10 @@ def block_traffic(work: Work, parallel: ParallelConfig, place: Place, span: Span
         apart = work.shape[1] if span == "temporal" else work.shape[0]  # rows or columns that attend for themselves
         found += attention_traffic(work, parallel, place, b * apart, lengths, lengths, masked=work.masked)
     if shares.holding != "whole" and parallel.shard_text is not None and work.text >= parallel.shard_text:
-        text = even_sizes(work.text, _group(parallel))
-        found += attention_traffic(work, parallel, place, b, shares.tokens(), text, masked=True)
+        # a caption is short beside a video: its keys go round all ranks, and no queries are exchanged
+        keys = 2 * b * work.heads // parallel.tp * work.head_width * work.element_size
+        text = _ring(even_sizes(work.text, _group(parallel)), _rank(place, parallel), None, keys, b, work.element_size)
+        found += text.over("sequence")
     return found
 
 
