@@ -16,9 +16,8 @@ from mmspeed.pipelines.selfcheck_worker import Arrays, Found, StepFound
 
 AXES = ("dp_replicate", "dp_shard", "ring", "ulysses", "tp")
 WORST = 5  # gradients that are shown
-LEAST = (
-    1e-3  # of the largest gradient: smaller ones are compared with so much of it, as they may be nothing but rounding
-)
+# A smaller gradient is compared with so much of the largest: it may be nothing but rounding, as that of queries over one frame is.
+LEAST = 1e-2
 
 # Of float32: sums in another order differ by a few units in the last place (6e-8). Bfloat16 rounds by up to 4e-3 wherever layers meet,
 # in another place on each layout, and sums that cancel out blow it up: so one process in float32 tells how far off bfloat16 is in one

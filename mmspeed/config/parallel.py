@@ -64,6 +64,8 @@ class ParallelConfig(Section):
     def _fits(self) -> ParallelConfig:
         if self.ring_window is not None and self.ring % self.ring_window:
             raise ValueError(f"ring_window {self.ring_window} must divide ring {self.ring}")
+        if self.tp > 1 and self.strategy in ("ddp", "none"):
+            raise ValueError(f"tp goes with strategy fsdp or auto, not with {self.strategy}")
         return self
 
     @property
