@@ -1,9 +1,45 @@
-"""What torch.compile leaves out of its graphs."""
+"""What torch.compile makes graphs of, and what it leaves out of them."""
 
 from __future__ import annotations
 
-from torch import _compile
+from collections.abc import Callable
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import _compile, nn
+
+from .mixin import mix_in
 
 # A graph breaks at a function under this, and the function runs as it is written. `torch.compiler.disable` is the same, but loads the
 # compiler when a file is imported; this does so at the first call.
 outside_graphs = _compile._disable_dynamo
+
+# Graphs of one function. At torch's own limit, 8, it goes on without graphs and says so in a warning: too few for blocks of two
+# spans that meet images and videos, batches of one and of several, and parts of other shapes.
+MOST_GRAPHS = 64
+
+
+class _Compiled(nn.Module):
+    """Mixed in before a block's own class: its forward runs as graphs; what is mixed in before this one does not."""
+
+    _backend: str
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        own = cast(Any, super().forward).__func__
+        return _graphs_of(own, self._backend)(self, *args, **kwargs)
+
+
+def compile_forward(block: nn.Module, backend: str = "inductor") -> None:
+    """Make graphs of the forward of `block`, as it is now, in place. Blocks of one class share them."""
+    import torch._dynamo  # here: it takes a second to load
+
+    config = cast(Any, torch._dynamo.config)
+    config.recompile_limit = max(config.recompile_limit, MOST_GRAPHS)
+    mix_in(block, _Compiled)
+    cast(_Compiled, block)._backend = backend
+
+
+@cache
+def _graphs_of(forward: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    return torch.compile(forward, backend=backend)

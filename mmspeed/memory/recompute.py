@@ -1,7 +1,6 @@
 """Activation recomputation: keep a block's inputs, compute its activations again in backward.
 
-The method is that of Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016), by torch's own non-reentrant
-checkpoint.
+The method is that of Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016), by torch's own checkpoint.
 """
 
 from __future__ import annotations
@@ -18,13 +17,21 @@ from mmspeed.mixin import mix_in
 class _Recomputed(nn.Module):
     """Mixed in before a block's own class: its forward is checkpointed wherever gradients are taken."""
 
+    _reentrant = False
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         run = super().forward
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
-        return checkpoint(run, *args, use_reentrant=False, **kwargs)
+        return checkpoint(run, *args, use_reentrant=self._reentrant, **kwargs)
 
 
-def recompute(block: nn.Module) -> None:
-    """Make `block` recompute its activations in backward, in place."""
+def recompute(block: nn.Module, around_graphs: bool = False) -> None:
+    """Make `block` recompute its activations in backward, in place.
+
+    `around_graphs`: what is recomputed runs as graphs of torch.compile. The second pass may find other graphs than the first, which
+    keep other tensors, so torch's reentrant way is taken: it keeps none of the first pass and matches nothing. That one takes
+    positional arguments alone, and `backward()` rather than `torch.autograd.grad`.
+    """
     mix_in(block, _Recomputed)
+    block._reentrant = around_graphs  # type: ignore[assignment]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -12,6 +13,7 @@ from mmspeed.comm import Axis, Ledger
 from mmspeed.comm.groups import flattened
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.errors import UserError
+from mmspeed.graphs import compile_forward
 from mmspeed.memory import recompute
 from mmspeed.mesh import Mesh
 from mmspeed.protocol import DiffusionModel, Role
@@ -84,28 +86,32 @@ def parallelize(
     layout: TokenLayout | None = None,
     compute_dtype: torch.dtype = torch.float32,
     checkpointing: bool = False,
-    compile: bool = False,
+    compile: bool | str = False,
 ) -> nn.Module:
     """`model`, already on its device in float32 or on the meta device, made ready for training; changed in place, and wrapped
     by `ddp` only.
 
     Every rank must hand in the same parameters. `mesh` is of `mmspeed.mesh` and may be None for `none`; `layout` is of
-    `make_layout` and None for one process a sample. State-dict names (through `torch.distributed.checkpoint.state_dict`) are
+    `make_layout` and None for one process a sample; `compile` may name a backend. State-dict names (through `torch.distributed.checkpoint.state_dict`) are
     those of the bare model in every strategy.
     """
     layout = layout or TokenLayout()
     if layout.tensor.size > 1:  # first: what follows sees layers that are split already
         assert mesh is not None
         split_layers(model, mesh.storage["tp"], *_tensor_parts(model, strategy, mesh))
-    if layout.tensor.size * layout.whole.size > 1:  # who computes which tokens
+    exchanges = layout.tensor.size * layout.whole.size > 1
+    if exchanges:  # who computes which tokens
         spread_tokens(model, layout)
-    blocks = cast(DiffusionModel, model).blocks
-    if checkpointing:  # inside of what is compiled, so that it holds the recomputation
-        for block in blocks:
-            recompute(block)
-    if compile:  # block by block: blocks of one kind share one graph, and sharding stays outside of it
-        for block in blocks:
-            block.compile()
+    # Recomputation is part of the graphs, block by block; but exchanges break graphs, and none is made of a block with both
+    steps: list[Callable[[nn.Module], None]] = []
+    if checkpointing:
+        steps.append(partial(recompute, around_graphs=bool(compile) and exchanges))
+    if compile:
+        graphs = partial(compile_forward, backend="inductor" if compile is True else compile)
+        steps.insert(0 if exchanges else len(steps), graphs)
+    for block in cast(DiffusionModel, model).blocks:
+        for step in steps:
+            step(block)
     if compute_dtype != torch.float32:  # around the whole model: training, validation and sampling compute alike
         autocast(model, compute_dtype)
     if strategy == "none":

@@ -1,273 +1,27 @@
-"""Law 2 for sequence and tensor parallelism: loss and every gradient of 2 and 4 ranks against one process in float32.
+"""Law 2 for sequence and tensor parallelism: loss and every gradient of 2 and 4 ranks against one process in float32; and what
+they send, against the formulas of `mmspeed.plan.traffic`, to the byte.
 
-One spawn of ranks computes all cases of its world. The tolerance is 1e-5 of each gradient's largest element: sums over tokens
-are made in another order, and attention's softmax from parts.
+The tolerance is 1e-5 of each gradient's largest element: sums over tokens are made in another order, and attention's softmax from parts.
 """
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass
+import fnmatch
+import math
+from collections import Counter
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from mmspeed import rng
-from mmspeed.comm import Ledger
 from mmspeed.config.parallel import ParallelConfig
-from mmspeed.config.training import TrainConfig
-from mmspeed.device import Device
-from mmspeed.loop.optim import make_optimizer
-from mmspeed.loop.step import train_step
-from mmspeed.mesh import Mesh, make_mesh
-from mmspeed.models import SoraDiT, SoraDiTConfig
-from mmspeed.parallel import TokenLayout, make_layout, parallelize, unwrap
-from mmspeed.protocol import Batch
-from mmspeed.shapes import Bucket
+from mmspeed.models.sora_dit import SoraDiT, SoraDiTConfig, on_meta
+from mmspeed.plan.traffic import Sent, Work, gradient_traffic, places, step_traffic
+from tests.sequence_steps import LATENTS, MODEL, SAMPLES, Case, work
 from tests.spawn import run_ranks
 
 TOLERANCE = 1e-5
-MODEL = SoraDiTConfig(width=48, depth=4, heads=4, latent_channels=3, text_width=10, adaln_rank=4)
-CFG = TrainConfig(lr=1e-2, warmup_steps=0)
-SAMPLES = 3  # of a step; odd, so that lanes do not divide them
-
-# latent (T, h, w): odd numbers of frames and places; fewer frames than ranks; an image
-LATENTS = {"odd": (5, 6, 10), "few frames": (3, 2, 6), "image": (1, 6, 6)}
-
-
-@dataclass(frozen=True)
-class Case:
-    """One layout and one kind of step."""
-
-    ulysses: int
-    ring: int
-    model: str = "switch"  # switch, ulysses, space, full
-    latent: str = "odd"
-    strategy: str = "ddp"
-    tp: int = 1
-    masked: bool = False
-    times: str = "samples"
-    text: str = "whole"
-    extra: str = ""
-
-    def __str__(self) -> str:
-        return " ".join(str(value) for value in vars(self).values() if value != "")
-
-
-def layouts(world: int) -> list[tuple[int, int, int]]:
-    """(ulysses, ring, tp) with that many ranks or fewer."""
-    if world == 1:
-        return [(1, 1, 1)]
-    degrees = [(u, r, t) for u, r, t in itertools.product((1, 2, 4), (1, 2, 4), (1, 2)) if u * r * t <= world]
-    return [d for d in degrees if d[0] * d[1] * d[2] in (1, world) or (world == 4 and d[0] * d[1] * d[2] == 2)]
-
-
-def cases(world: int) -> list[Case]:
-    found = []
-    for (u, r, tp), model in itertools.product(layouts(world), ("switch", "ulysses", "full")):
-        strategies = ("fsdp",) if tp > 1 else ("ddp", "fsdp")
-        for strategy in strategies:
-            found.append(Case(u, r, model, "odd", strategy, tp))
-    n = world
-    splits = [(n, 1), (1, n)] + ([(2, 2)] if n == 4 else [])
-    for (u, r), model in itertools.product(splits, ("switch", "ulysses", "space", "full")):
-        found += [
-            Case(u, r, model, "few frames", "fsdp"),
-            Case(u, r, model, "image", "fsdp"),
-            Case(u, r, model, masked=True),
-            Case(u, r, model, times="frames"),
-            Case(u, r, model, text="split"),
-            Case(u, r, model, masked=True, times="frames", text="split", strategy="fsdp"),
-            Case(u, r, model, strategy="fsdp", extra="checkpointing"),
-            Case(u, r, model, strategy="ddp", extra="accumulate"),
-            Case(u, r, model, strategy="ddp", extra="point_to_point"),
-        ]
-    for model in ("switch", "ulysses", "full"):
-        u, r = (n // 2, 1)
-        found += [
-            Case(u, r, model, "few frames", "fsdp", 2),
-            Case(u, r, model, "image", "fsdp", 2),
-            Case(u, r, model, "odd", "fsdp", 2, masked=True, times="frames", text="split", extra="checkpointing"),
-        ]
-    if n == 4:
-        found.append(Case(1, 4, "full", extra="window"))
-        found.append(Case(2, 1, "full", strategy="fsdp", extra="replicate"))
-    return list(dict.fromkeys(found))
-
-
-# -- one step ------------------------------------------------------------------------------------------------------------
-
-
-def build(case: Case) -> SoraDiT:
-    """The model with every parameter off its start, so that no zero hides anything."""
-    arrangement = "full" if case.model == "full" else "factorised"
-    model = SoraDiT(SoraDiTConfig(**{**vars(MODEL), "arrangement": arrangement}))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter += 0.1 * rng.normal(parameter.shape, 1, "perturb", name)
-    return model
-
-
-def make_batch(case: Case, places: list[int], weight: float) -> Batch:
-    """Samples of a step by their number; the same on any rank."""
-    shape = (3, *LATENTS[case.latent])
-    lengths = [7, 2, 5]  # of 7 caption tokens
-    return Batch(
-        latents_BCThw=torch.stack([rng.normal(shape, 0, "latent", p) for p in places]),
-        text_BLD=torch.stack([rng.normal((7, 10), 0, "text", p) for p in places]),
-        text_mask_BL=torch.stack([torch.arange(7) < lengths[p] for p in places]),
-        weights_B=torch.full((len(places),), weight),
-        names=[(str(p), 0, 0) for p in places],
-        bucket=Bucket(1 if case.latent == "image" else 5, 16, 16),
-        sources=[str(p) for p in places],
-        noise_BCThw=torch.stack([rng.normal(shape, 0, "noise", p) for p in places]),
-        u_B=torch.tensor([rng.uniform(0, "time", p) for p in places], dtype=torch.float64),
-    )
-
-
-def loss_of(case: Case, model: nn.Module, batch: Batch) -> Tensor:
-    """Rectified flow; with times of frames the first latent frame is given (t = 0) and not part of the loss."""
-    assert batch.noise_BCThw is not None and batch.u_B is not None
-    batch_size, _, frames, height, width = batch.latents_BCThw.shape
-    t = batch.u_B.float()
-    if case.times == "frames":
-        t = t[:, None].repeat(1, frames)
-        t[:, 0] = 0.0
-    mix = t.view(batch_size, 1, -1, 1, 1)
-    x = (1 - mix) * batch.latents_BCThw + mix * batch.noise_BCThw
-    counts = torch.ones(batch_size, frames, height, width, dtype=torch.bool)
-    if case.masked:  # the last frames of one sample are padding, the last columns of another
-        for place, name in enumerate(batch.names):
-            if name[0] == "0":
-                counts[place, -(frames // 2) :] = False
-            if name[0] == "1":
-                counts[place, :, :, -2:] = False
-    args = (x, t, batch.text_BLD, batch.text_mask_BL)
-    out = model(*args, counts) if case.masked else model(*args)
-    error = (out - (batch.noise_BCThw - batch.latents_BCThw)).square()
-    return (error * counts[:, None]).mean(dim=(1, 2, 3, 4))
-
-
-def whole(tensor: Tensor) -> np.ndarray:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().numpy().copy()
-
-
-class Groups:
-    """Meshes and layouts of this process, made once: process groups are slow to make."""
-
-    def __init__(self) -> None:
-        self.meshes: dict[Any, Mesh] = {}
-        self.layouts: dict[Any, TokenLayout] = {}
-        self.alone, _ = dist.new_subgroups(1)  # for the truth, which each rank computes for itself
-
-    def of(self, replicate: int, shard: int, parallel: ParallelConfig) -> tuple[Mesh, TokenLayout]:
-        sizes = (replicate, shard, parallel.ring, parallel.ulysses, parallel.tp)
-        if sizes not in self.meshes:
-            self.meshes[sizes] = make_mesh(Device("cpu", 0), *sizes)
-        if (sizes, parallel) not in self.layouts:
-            self.layouts[sizes, parallel] = make_layout(self.meshes[sizes], parallel)
-        return self.meshes[sizes], self.layouts[sizes, parallel]
-
-
-def step(case: Case, world: int, groups: Groups) -> dict[str, Any]:
-    """One training step over all ranks of the world: loss, norm, gradients, and what the ledger counted."""
-    rank = dist.get_rank() if world > 1 else 0
-    parallel = ParallelConfig(
-        ring=case.ring,
-        ulysses=case.ulysses,
-        tp=case.tp,
-        scheme="switch" if case.model in ("switch", "full") else "ulysses",
-        shard="space" if case.model == "space" else "frames",
-        shard_text=2 if case.text == "split" else None,
-        ring_window=2 if case.extra == "window" else None,
-        exchange="point_to_point" if case.extra == "point_to_point" else "collective",
-    )
-    model: nn.Module = build(case)
-    layout, strategy, before = TokenLayout(), "none", Ledger()
-    if world > 1:
-        strategy = case.strategy
-        replicate = (2 if case.extra == "replicate" else 1) if strategy == "fsdp" else -1
-        mesh, layout = groups.of(replicate, -1 if strategy == "fsdp" else 1, parallel)
-        before = layout.ledger.copy()
-        model = parallelize(
-            model,
-            mesh,
-            strategy,
-            layout=layout,
-            checkpointing=case.extra == "checkpointing",  # type: ignore[arg-type]
-        )
-    optimizer = make_optimizer(model, CFG)
-    grads: dict[str, np.ndarray] = {}
-
-    def keep(*_: Any) -> None:
-        grads.update({n: whole(p.grad) for n, p in unwrap(model).named_parameters() if p.grad is not None})
-
-    optimizer.register_step_pre_hook(keep)
-    # who computes what: a group computes its videos together, images are of tensor-parallel ranks alone
-    together = case.tp if case.latent == "image" else case.tp * case.ulysses * case.ring
-    lane, lanes = rank // together, world // together
-    mine = list(range(lane, SAMPLES, lanes))
-    rows = -(-SAMPLES // lanes)
-    batches = [make_batch(case, mine, 1.0 / together) if mine else make_batch(case, [0], 0.0)]
-    if case.extra == "accumulate":
-        batches = [
-            make_batch(case, [mine[i]], 1.0 / together) if i < len(mine) else make_batch(case, [0], 0.0)
-            for i in range(rows)
-        ]
-    result = train_step(
-        model, batches, lambda m, b: loss_of(case, m, b), optimizer,
-        global_samples=SAMPLES, world=world, clip_norm=0.5, strategy=strategy,  # type: ignore[arg-type]
-        tensor=layout.tensor, group=None if world > 1 else groups.alone,
-    )  # fmt: skip
-    after = {n: whole(p) for n, p in unwrap(model).named_parameters()}
-    return {
-        "loss": result.loss,
-        "norm": result.grad_norm,
-        "grads": grads,
-        "after": after,
-        "sent": dict(layout.ledger.since(before).bytes),
-    }
-
-
-def truth_of(case: Case) -> Case:
-    """The same step on one process."""
-    model = "full" if case.model == "full" else "switch"
-    return Case(1, 1, model, case.latent, masked=case.masked, times=case.times)
-
-
-def work(world: int, every: int) -> list[dict[str, Any]]:
-    groups, truths = Groups(), dict[Case, dict[str, Any]]()
-    return [compared(case, world, groups, truths) for case in cases(world)[::every]]
-
-
-def compared(case: Case, world: int, groups: Groups, truths: dict[Case, dict[str, Any]]) -> dict[str, Any]:
-    """How far a step of all ranks is from that of one process, which each rank computes for itself."""
-    found = step(case, world, groups)
-    plain = truth_of(case)
-    truth = truths[plain] = truths.get(plain) or step(plain, 1, groups)
-    # attention over one frame, as an image's temporal blocks have it, gives queries no gradient but rounding
-    least = 1e-3 * max(float(np.abs(grad).max()) for grad in truth["grads"].values())
-    gaps = {
-        name: float(np.abs(found["grads"][name] - grad).max() / max(np.abs(grad).max(), least))
-        for name, grad in truth["grads"].items()
-    }
-    worst = max(gaps, key=lambda name: gaps[name])
-    return {
-        "case": case,
-        "names": found["grads"].keys() == truth["grads"].keys(),
-        "loss": abs(found["loss"] - truth["loss"]) / truth["loss"],
-        "norm": abs(found["norm"] - truth["norm"]) / truth["norm"],
-        "gap": gaps[worst],
-        "worst": worst,
-        "moved": max(float(np.abs(found["after"][n] - p).max()) for n, p in truth["after"].items()),
-        "sent": found["sent"],
-    }
-
+FLOAT = 4  # bytes; the steps compute in float32
+TEXT_TOKENS = 7
 
 Found = list[list[dict[str, Any]]]
 
@@ -312,9 +66,90 @@ def test_the_exchanges_ran_and_images_make_none(ranks: Found) -> None:
         if case.latent != "image" and case.ulysses * case.ring > 1:
             expected.add("sequence")  # joined at the end, and re-sharded
             crossing = case.model != "switch"
-            assert case.latent == "few frames" or (sent.get(("ring", "sequence"), 0) > 0) == (case.text == "split"), case
+            assert case.latent == "few frames" or (sent.get(("ring", "sequence"), 0) > 0) == (case.text == "split"), (
+                case
+            )
             expected |= {axis for axis in ("ulysses", "ring") if crossing and getattr(case, axis) > 1}
             if case.extra == "window":
                 expected.add("ring_outer")
         # with fewer frames than ranks some have nothing to send
         assert axes == expected or (case.latent == "few frames" and axes <= expected), case
+
+
+# -- bytes ---------------------------------------------------------------------------------------------------------------
+
+
+def parallel_of(case: Case) -> ParallelConfig:
+    return ParallelConfig(
+        ring=case.ring,
+        ulysses=case.ulysses,
+        tp=case.tp,
+        scheme="ulysses" if case.model in ("ulysses", "space") else "switch",
+        shard="space" if case.model == "space" else "frames",
+        shard_text=2 if case.text == "split" else None,
+        ring_window=2 if case.extra == "window" else None,
+    )
+
+
+def foretold(case: Case, world: int, rank: int) -> Sent:
+    """By the formulas: a step of the samples that this rank has."""
+    config = SoraDiTConfig(**{**vars(MODEL), "arrangement": "full" if case.model == "full" else "factorised"})
+    parallel, image = parallel_of(case), case.latent == "image"
+    together = case.tp * (1 if image else case.ulysses * case.ring)
+    work = Work(
+        batch=len(range(rank // together, SAMPLES, world // together))
+        or 1,  # a rank without a sample computes a filler
+        grid=config.grid(LATENTS[case.latent]),
+        width=config.width,
+        heads=config.heads,
+        spans=tuple(config.span(block) for block in range(config.depth)),
+        values=config.patch_values,
+        text=TEXT_TOKENS,
+        element_size=FLOAT,
+        masked=case.masked,
+        image=image,
+    )
+    if case.extra == "accumulate":  # micro-batches of one sample; bytes are linear in samples
+        rows = -(-SAMPLES // (world // together))
+        assert work.batch <= rows
+        work = Work(**{**vars(work), "batch": rows})
+    group = list(places(parallel))
+    place = group[rank % len(group)]
+    recomputed = range(config.depth) if case.extra == "checkpointing" else ()
+    sent = step_traffic(work, parallel, place, recomputed=recomputed)
+    return sent + gradient_traffic(shared_bytes(config, world // case.tp, rank // case.tp), case.tp)
+
+
+def shared_bytes(config: SoraDiTConfig, shards: int, place: int) -> int:
+    """Of gradients of parameters without a role, in the shard of one rank (cut along the first dim, as `fully_shard` does)."""
+    found = 0
+    for name, parameter in on_meta(config).named_parameters():
+        module, _, kind = name.rpartition(".")
+        role = next((role for pattern, role in SoraDiT.roles.items() if fnmatch.fnmatchcase(module, pattern)), None)
+        if role is None or (role == "row" and kind == "bias"):
+            size = -(-parameter.shape[0] // shards)
+            rows = max(0, min(size, parameter.shape[0] - size * place))
+            found += rows * math.prod(parameter.shape[1:]) * FLOAT
+    return found
+
+
+def test_formulas_equal_the_ledger_to_the_byte(ranks: Found) -> None:
+    wrong = []
+    for rank, of_rank in enumerate(ranks):
+        for case, sent in ((found["case"], Counter(found["sent"])) for found in of_rank):
+            wanted = foretold(case, len(ranks), rank)
+            if +sent != wanted:
+                wrong.append(f"rank {rank}, {case}: sent {dict(+sent)}, foretold {dict(wanted)}")
+    assert not wrong, "\n".join(wrong[:20])
+
+
+def test_switch_moves_at_most_half_of_what_ulysses_moves(ranks: Found) -> None:
+    """All-to-alls of a step, summed over the group's ranks: shards of odd numbers of frames and places are not quite even."""
+    world = len(ranks)
+
+    def moved(case: Case) -> int:
+        found = [met["sent"] for of_rank in ranks for met in of_rank if met["case"] == case]
+        assert len(found) == world
+        return sum(count for sent in found for (kind, _), count in sent.items() if kind == "all_to_all")
+
+    assert 0 < moved(Case(world, 1, "switch")) <= moved(Case(world, 1, "ulysses")) / 2

@@ -1,6 +1,6 @@
 """Formulas of what sequence parallelism sends: against the ring's schedules, against each other, and against sums over ranks.
 
-`tests/ranks/test_traffic.py` compares them with the ledger of training steps.
+`tests/ranks/test_sequence.py` compares them with the ledger of training steps.
 """
 
 from __future__ import annotations
