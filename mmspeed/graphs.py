@@ -15,6 +15,8 @@ from .mixin import mix_in
 # compiler when a file is imported; this does so at the first call.
 outside_graphs = _compile._disable_dynamo
 
+Backend = str | Callable[..., Any]
+
 # Graphs of one function. At torch's own limit, 8, it goes on without graphs and says so in a warning: too few for blocks of two
 # spans that meet images and videos, batches of one and of several, and parts of other shapes.
 MOST_GRAPHS = 64
@@ -23,14 +25,14 @@ MOST_GRAPHS = 64
 class _Compiled(nn.Module):
     """Mixed in before a block's own class: its forward runs as graphs; what is mixed in before this one does not."""
 
-    _backend: str
+    _backend: Backend
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         own = cast(Any, super().forward).__func__
         return _graphs_of(own, self._backend)(self, *args, **kwargs)
 
 
-def compile_forward(block: nn.Module, backend: str = "inductor") -> None:
+def compile_forward(block: nn.Module, backend: Backend = "inductor") -> None:
     """Make graphs of the forward of `block`, as it is now, in place. Blocks of one class share them."""
     import torch._dynamo  # here: it takes a second to load
 
@@ -41,5 +43,5 @@ def compile_forward(block: nn.Module, backend: str = "inductor") -> None:
 
 
 @cache
-def _graphs_of(forward: Callable[..., Any], backend: str) -> Callable[..., Any]:
+def _graphs_of(forward: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
     return torch.compile(forward, backend=backend)

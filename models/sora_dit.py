@@ -183,6 +183,11 @@ class SoraDiT(nn.Module):
         """Attention heads, over all processes."""
         return self.config.heads
 
+    @property
+    def attends_over_all(self) -> bool:
+        """Whether its blocks attend over all tokens, so that attention crosses any split of them."""
+        return self.config.arrangement == "full"
+
     def forward(
         self,
         x_BCThw: Tensor,

@@ -57,6 +57,11 @@ def accelerate_model(
     if plan is None:
         plan = getattr(transformer, "sequence_plan", None) or plan_for(transformer)
     kind = next((parameter.device.type for parameter in transformer.parameters()), "cpu")
+    world = dist.get_world_size()
+    if world % (parallel.ring * parallel.ulysses):
+        raise UserError(
+            f"accelerate_model: ring {parallel.ring} x ulysses {parallel.ulysses} does not divide the {world} processes there are"
+        )
     mesh = make_mesh(
         Device(kind, 0), parallel.dp_replicate, parallel.dp_shard, ring=parallel.ring, ulysses=parallel.ulysses
     )
@@ -75,6 +80,9 @@ def parallel_config(config: Config | ParallelConfig | Mapping[str, Any] | str) -
     given: Mapping[str, Any]
     if isinstance(config, str):
         pairs = [part.partition("=") for part in config.replace(" ", "").split(",") if part]
+        twice = next((key for key, _, _ in pairs if [other for other, _, _ in pairs].count(key) > 1), None)
+        if twice is not None:
+            raise UserError(f"accelerate_model: {twice} is given twice in '{config}'")
         given = {key: int(value) if value.lstrip("-").isdigit() else value for key, _, value in pairs}
     elif not isinstance(config, Mapping):
         raise UserError(f"accelerate_model: config is a {type(config).__name__}; give a mapping or 'ulysses=2,ring=2'")

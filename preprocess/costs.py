@@ -17,6 +17,7 @@ from mmspeed.errors import UserError
 from mmspeed.log import format_bytes, format_figure
 from mmspeed.models import build_model
 from mmspeed.models.text import text_width
+from mmspeed.parallel import check_layout
 from mmspeed.preprocess.caption_lengths import CaptionLengths
 from mmspeed.preprocess.outlook import Outlook, foresee
 from mmspeed.preprocess.outlook_text import outlook_hints, outlook_lines
@@ -89,6 +90,7 @@ def estimate(
         return None, problems
     width = text_width(config.text)
     model = build_model(config.model, channels, width, device="meta")
+    check_layout(model, config.parallel)
     each = sample_costs(model, strides, config.text.max_tokens)
     train, val, clips = statistics.samples("train"), statistics.samples("val"), statistics.clips()
     rows, latent_bytes = [], 0.0
@@ -196,6 +198,12 @@ def _bucket_hints(config: Config, costs: Costs) -> list[str]:
 def cost_lines(config: Config, costs: Costs) -> list[str]:
     """The estimate in words, as `mmspeed check` prints it."""
     lines = [f"model: {config.model.size}, {config.model.arrangement}, {costs.parameters / 1e6:.1f} M parameters"]
+    parallel = config.parallel
+    if parallel.group > 1:
+        parts = " x ".join(
+            f"{axis} {size}" for axis in ("ring", "ulysses", "tp") if (size := getattr(parallel, axis)) > 1
+        )
+        lines.append(f"layout: {parallel.group} devices compute a video together ({parts}), and {parallel.tp} an image")
     lines += [
         f"  bucket {row.bucket}: {row.tokens} tokens, {format_figure(row.flops / 1e9)} GFLOP forward and backward for a sample"
         for row in costs.buckets

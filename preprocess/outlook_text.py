@@ -136,12 +136,14 @@ def outlook_hints(config: Config, outlook: Outlook) -> list[str]:
     batching = config.batching
     slots = config.train.samples_per_step if batching.by == "samples" else batching.slots
     name = "train.batch_size" if batching.by == "samples" else "batching.slots"
+    group = config.parallel.group
     told: set[int] = set()
-    if slots is not None and (uneven := [world for world in outlook.worlds if slots % world]):
+    if slots is not None and (uneven := [world for world in outlook.worlds if slots % (world // group)]):
         told.update(uneven)
-        few = " (some compute nothing at all)" if any(world > slots for world in uneven) else ""
+        few = " (some compute nothing at all)" if any(world // group > slots for world in uneven) else ""
         found.append(
             f"{name} {slots} cannot be shared evenly by {_together(map(str, uneven))} devices{few}; make it a multiple of the devices"
+            + (f", or of their groups of {group}" if group > 1 else "")
         )
     for stage in outlook.stages:
         where = f"stage {stage.number + 1}: " if len(outlook.stages) > 1 else ""

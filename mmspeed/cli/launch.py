@@ -105,10 +105,13 @@ def _all_ended_well(error: BaseException) -> bool:
 def explain(failures: dict[int, Any]) -> tuple[str, int]:
     """The line and exit code that stand for the failed ranks (`ProcessFailure` by rank): the cause, not its echoes."""
 
-    def order(item: tuple[int, Any]) -> tuple[bool, bool, int, int]:
+    def order(item: tuple[int, Any]) -> tuple[int, int, int]:
         rank, failure = item
         data = failure.error_file_data
-        return (not data.get("known", False), "known" not in data, failure.timestamp, rank)
+        # a process that was killed says nothing itself; the others then fail in an exchange with it. The launcher ends with SIGTERM
+        killed = failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM
+        cause = 0 if data.get("known", False) else 1 if killed else 2 if "known" in data else 3
+        return (cause, failure.timestamp, rank)
 
     rank, failure = min(failures.items(), key=order)
     data = failure.error_file_data

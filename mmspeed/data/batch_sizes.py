@@ -166,21 +166,23 @@ def make_batching(
         buckets: all that there are samples of.
         costs: of one sample of a bucket.
         world: devices; they matter only where neither `train.batch_size` nor `batching.slots` fixes the size of a step.
-        parallel: says how many devices compute one video together; None: each its own. `by: samples` and its steps do not depend on it.
+        parallel: says how many devices compute one video together; None: each its own.
+            Steps of `by: samples`, and with `batching.slots`, do not depend on it.
         measured: for `by: time`.
     """
     wanted = sorted(set(buckets))
     group, tensor = (parallel.group, parallel.tp) if parallel is not None else (1, 1)
 
-    def counted(bucket: Bucket) -> Cost:
+    def counted(bucket: Bucket, ranks: int = 1) -> Cost:
         one = costs.tokens(bucket) if batching.by == "tokens" else costs.flops(bucket) / 1e12
-        together = 1 if batching.by == "samples" else tensor if bucket.is_image else group
-        return Cost(0.0, one / together)
+        return Cost(0.0, one / ranks)
 
-    each = {bucket: counted(bucket) for bucket in wanted}
+    each = {bucket: counted(bucket, tensor if bucket.is_image else group) for bucket in wanted}
+    # where the size of a step is given, what meets in it does not depend on how many devices compute a video together
+    alone = {bucket: counted(bucket) for bucket in wanted}
     if batching.by == "samples":
         slots, at_once = train.samples_per_step, train.micro_batch_size
-        return Batching(slots, {}, each, batching.mix, batching.tolerance, group, at_once, tensor)
+        return Batching(slots, {}, each, batching.mix, batching.tolerance, group, at_once, tensor, alone)
     most: dict[Bucket, int] = {}
     if batching.by == "time":
         if measured is None:
@@ -191,17 +193,20 @@ def make_batching(
                 f"bucket {bucket} does not fit the device's memory even alone, as `mmspeed bench buckets` measured: set "
                 "train.checkpointing: true, shard the model, or take it out of data.buckets"
             )
-        each = {bucket: measured.cost(bucket) for bucket in wanted}
+        each = alone = {bucket: measured.cost(bucket) for bucket in wanted}
+    fixed = batching.slots is not None
     budget = batching.budget
     if budget is None and batching.by != "time":
-        budget = max(cost.of(1) for cost in each.values())
+        budget = max(cost.of(1) for cost in (alone if fixed else each).values())
     sizes = {}
     for bucket in wanted:
-        size = most[bucket] if budget is None else max(1, each[bucket].fitting(budget))
+        size = most[bucket] if budget is None else max(1, (alone if fixed else each)[bucket].fitting(budget))
         limits = [most.get(bucket), batching.max_batch, train.micro_batch_size]
         sizes[bucket] = min([size, *(limit for limit in limits if limit is not None)])
     slots = batching.slots or world * batching.accumulate
-    return Batching(slots, sizes, each, batching.mix, batching.tolerance, group, tensor=tensor)
+    return Batching(
+        slots, sizes, each, batching.mix, batching.tolerance, group, tensor=tensor, alone=alone if fixed else None
+    )
 
 
 @dataclass(frozen=True)

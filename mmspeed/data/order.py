@@ -29,7 +29,8 @@ class Batching:
     A step has `slots` device batches; one of bucket b has `sizes[b]` samples and costs `costs[b]` (by pixels where it is not
     named). Of videos a group of `group` ranks computes a device batch together (the sequence-parallel ones, and of these the tensor-
     parallel ones), so their steps have slots / group of them; of images the `tensor` ranks do. A bucket without a size has steps
-    of `slots` samples.
+    of `slots` samples. With `alone`, costs on one rank, steps are the same for any group: `slots` device batches of every bucket, in the
+    order that these costs give.
     """
 
     slots: int
@@ -40,30 +41,32 @@ class Batching:
     group: int = 1
     most: int | None = None  # samples computed at a time, where not `sizes` says it: steps of so many samples
     tensor: int = 1
+    alone: Mapping[Bucket, Cost] | None = None
 
     def cost(self, bucket: Bucket) -> Cost:
         """What the order of steps goes by."""
-        return self.costs.get(bucket) or Cost(0.0, float(bucket.frames * bucket.height * bucket.width))
+        return (self.alone or self.costs).get(bucket) or _by_pixels(bucket)
 
-    def at_a_time(self, bucket: Bucket) -> int | None:
-        """The most samples that a device computes at a time; None: any number."""
-        return min(self.sizes[bucket], self.most or self.sizes[bucket]) if bucket in self.sizes else self.most
+    def lane_cost(self, bucket: Bucket) -> Cost:
+        """What each of the ranks that compute it together takes."""
+        return self.costs.get(bucket) or _by_pixels(bucket)
 
     def ranks(self, bucket: Bucket) -> int:
         """How many ranks compute a sample together."""
         return self.tensor if bucket.is_image else self.group
 
-    def lane_cost(self, bucket: Bucket) -> Cost:
-        """What the ranks that compute it together take each. Without sizes `costs` are of one rank, so that the order of steps is
-        the same for any group."""
-        cost = self.cost(bucket)
-        if bucket in self.sizes:
-            return cost
-        return Cost(cost.fixed / self.ranks(bucket), cost.each / self.ranks(bucket))
+    def at_a_time(self, bucket: Bucket) -> int | None:
+        """The most samples that a device computes at a time; None: any number."""
+        return min(self.sizes[bucket], self.most or self.sizes[bucket]) if bucket in self.sizes else self.most
 
     def supply(self, bucket: Bucket, uses: int) -> Supply:
-        slots = max(1, self.slots // self.ranks(bucket)) if bucket in self.sizes else self.slots
+        shared = bucket in self.sizes and self.alone is None
+        slots = max(1, self.slots // self.ranks(bucket)) if shared else self.slots
         return Supply(uses, self.sizes.get(bucket, 1), self.cost(bucket), slots)
+
+
+def _by_pixels(bucket: Bucket) -> Cost:
+    return Cost(0.0, float(bucket.frames * bucket.height * bucket.width))
 
 
 @dataclass(frozen=True)

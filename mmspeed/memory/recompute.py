@@ -21,9 +21,14 @@ class _Recomputed(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         run = super().forward
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or (self._reentrant and not any(map(_takes_part, args))):
             return run(*args, **kwargs)
         return checkpoint(run, *args, use_reentrant=self._reentrant, **kwargs)
+
+
+def _takes_part(value: Any) -> bool:
+    """Without one such input the reentrant way would give the parameters no gradient."""
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def recompute(block: nn.Module, around_graphs: bool = False) -> None:

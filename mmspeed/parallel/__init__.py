@@ -20,9 +20,9 @@ from mmspeed.protocol import DiffusionModel, Role
 
 from .attention import SequenceAxes
 from .data_parallel import Strategy, autocast, no_sync, replicate, shard, unwrap
-from .declared import sequence_parallel
+from .declared import sequence_axes, sequence_parallel
 from .sequence_plan import Attends, Gather, Leading, SequencePlan, Split
-from .tensor import is_split, split_layers, sum_shared_gradients
+from .tensor import check_heads, is_split, split_layers, sum_shared_gradients
 from .tokens import TokenLayout
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "Strategy",
     "TokenLayout",
     "autocast",
+    "check_layout",
     "is_split",
     "make_layout",
     "no_sync",
@@ -66,12 +67,11 @@ def make_layout(mesh: Mesh | None, parallel: ParallelConfig | None = None, ledge
     if mesh is None:
         return TokenLayout()
     parallel, ledger = parallel or ParallelConfig(), ledger or Ledger()
-    axes = {name: Axis.of(mesh.axes, name, ledger, parallel.exchange) for name in ("ring", "ulysses", "tp")}
-    ring, ulysses = axes["ring"], axes["ulysses"]
+    axes = sequence_axes(mesh.axes, window=parallel.ring_window, exchange=parallel.exchange, ledger=ledger)
     return TokenLayout(
-        axes=SequenceAxes(ring, ulysses, parallel.ring_window),
-        whole=flattened("sequence", ring, ulysses, mesh.axes),
-        tensor=axes["tp"],
+        axes=axes,
+        whole=flattened("sequence", axes.ring, axes.ulysses, mesh.axes),
+        tensor=Axis.of(mesh.axes, "tp", ledger, parallel.exchange),
         scheme=parallel.scheme,
         shard="rows" if parallel.shard == "frames" else "columns",
         text_from=parallel.shard_text,
@@ -92,8 +92,8 @@ def parallelize(
     by `ddp` only.
 
     Every rank must hand in the same parameters. `mesh` is of `mmspeed.mesh` and may be None for `none`; `layout` is of
-    `make_layout` and None for one process a sample; `compile` may name a backend. State-dict names (through `torch.distributed.checkpoint.state_dict`) are
-    those of the bare model in every strategy.
+    `make_layout` and None for one process a sample; `compile` may name a backend. State-dict names (through
+    `torch.distributed.checkpoint.state_dict`) are those of the bare model in every strategy.
     """
     layout = layout or TokenLayout()
     if layout.tensor.size > 1:  # first: what follows sees layers that are split already
@@ -137,11 +137,13 @@ def spread_tokens(model: nn.Module, layout: TokenLayout) -> None:
         raise UserError(
             f"parallel: {type(model).__name__} has no token layout; declare a plan with mmspeed.parallel.sequence_parallel"
         )
-    heads, ulysses, tp = cast(int, model.heads), layout.axes.ulysses.size, layout.tensor.size
-    exchanges_heads = layout.scheme == "ulysses" or getattr(model, "arrangement", None) == "full"
-    if exchanges_heads and heads // tp < ulysses:
-        each = "" if tp == 1 else f" (of {heads}, with parallel.tp {tp})"
-        raise UserError(
-            f"parallel.ulysses {ulysses} is more than the {heads // tp} heads of a device{each}: use ring for the rest"
-        )
+    sizes = {"ulysses": layout.axes.ulysses.size, "tp": layout.tensor.size}
+    check_layout(model, ParallelConfig(scheme=layout.scheme, **sizes))
     cast(Any, model).layout = layout
+
+
+def check_layout(model: nn.Module, parallel: ParallelConfig) -> None:
+    """Raises UserError where the heads of a model (which may be on the meta device) do not fit `ulysses` or `tp`."""
+    known = cast(Any, model)
+    crosses = parallel.scheme == "ulysses" or known.attends_over_all  # else tokens are moved, not heads
+    check_heads(known.heads, parallel.ulysses if crosses else 1, parallel.tp)

@@ -106,7 +106,7 @@ def hybrid_attention(
     Raises UserError for fewer heads than Ulysses ranks, ValueError for sizes that do not fit.
     """
     _check(q_BAND, k_BKMD, axes, q_sizes, k_sizes)
-    q_BAND, k_BKMD, v_BKMD = _autocast(q_BAND, k_BKMD, v_BKMD)
+    q_BAND, k_BKMD, v_BKMD = autocast_alike(q_BAND, k_BKMD, v_BKMD)
     if axes.ulysses.size > 1:
         heads = split_heads(q_BAND.shape[1], k_BKMD.shape[1], axes.ulysses.size)
         q_BAND, k_BKMD, v_BKMD = _heads_for_sequence(
@@ -208,17 +208,21 @@ def _local(
     backend: str,
     counter: Counter[str] | None,
 ) -> Tensor:
-    """Attention on one rank. Without queries or keys no kernel runs, and the zeros hang on all inputs, so that each has a gradient."""
+    """Attention on one rank."""
     if q_BAND.numel() == 0 or k_BAMD.numel() == 0:
-        nothing = sum(x[..., :0].sum() for x in (q_BAND, k_BAMD, v_BAMD))
-        return torch.zeros_like(q_BAND) + nothing
+        return of_nothing(q_BAND, k_BAMD, v_BAMD)
     if q_BAND.shape[1] != k_BAMD.shape[1]:
         times = q_BAND.shape[1] // k_BAMD.shape[1]
         k_BAMD, v_BAMD = (x.repeat_interleave(times, dim=1) for x in (k_BAMD, v_BAMD))
     return attention(q_BAND, k_BAMD, v_BAMD, key_mask_BM, backend=cast(Backend, backend), counter=counter)
 
 
-def _autocast(*xs: Tensor) -> tuple[Tensor, ...]:
+def of_nothing(q_BAND: Tensor, k_BKMD: Tensor, v_BKMD: Tensor) -> Tensor:
+    """Attention without queries or without keys, which kernels do not take: zeros that hang on all inputs, so that each has a gradient."""
+    return torch.zeros_like(q_BAND) + sum(x[..., :0].sum() for x in (q_BAND, k_BKMD, v_BKMD))
+
+
+def autocast_alike(*xs: Tensor) -> tuple[Tensor, ...]:
     """In the dtype that autocast would compute in: the ring's own function and the exchanges are unknown to it."""
     kind = xs[0].device.type
     if not torch.is_autocast_enabled(kind) or xs[0].dtype == torch.float64:

@@ -169,6 +169,14 @@ def _matching(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]
         raise UserError(f"sequence plan: {type(model).__name__} has no module {pattern!r}{hint}")
 
 
+def _check_argument(role: _Role, own: type[nn.Module], argument: str) -> None:
+    """Raises UserError for an argument that no call of the module can have."""
+    kinds = inspect.signature(own.forward).parameters.values()
+    names = [p.name for p in kinds if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if argument not in (*role.names, *names) and not any(p.kind is p.VAR_KEYWORD for p in kinds):
+        raise UserError(f"sequence plan: {role.where} has no argument {argument}{nearest(argument, role.names)}")
+
+
 def _roles(model: nn.Module, plan: SequencePlan, group: SplitGroup) -> dict[nn.Module, _Role]:
     roles: dict[nn.Module, _Role] = {}
 
@@ -179,7 +187,12 @@ def _roles(model: nn.Module, plan: SequencePlan, group: SplitGroup) -> dict[nn.M
     of("", model).root = True
     for pattern, inputs in plan.inputs.items():
         for name, module in _matching(model, pattern):
-            of(name, module).inputs.update(inputs)
+            role = of(name, module)
+            for argument in inputs:
+                _check_argument(role, type(module), argument)
+            role.inputs.update(inputs)
+    if plan.frames is not None:
+        _check_argument(roles[model], type(model), plan.frames[0])
     for pattern, outputs in plan.outputs.items():
         for name, module in _matching(model, pattern):
             of(name, module).outputs.update(outputs)
@@ -235,6 +248,8 @@ def sequence_parallel(
             f"sequence_parallel: no plan for {type(model).__name__}; give `plan=SequencePlan(...)`, or call "
             "mmspeed.accelerate_model, which knows plans of diffusers' models"
         )
+    if not isinstance(plan, SequencePlan):
+        raise UserError(f"sequence_parallel: the plan is a {type(plan).__name__}, not a SequencePlan")
     if not isinstance(mesh, SequenceAxes):
         mesh = sequence_axes(mesh, window=window, exchange=exchange, ledger=ledger)
     for module in model.modules():

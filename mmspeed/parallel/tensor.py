@@ -49,17 +49,24 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def check_heads(heads: int, ulysses: int, tp: int) -> None:
+    """Raises UserError where a model's heads cannot be split over `tp`, and each part exchanged over `ulysses`, processes."""
+    if heads % tp:
+        fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        raise UserError(f"parallel.tp {tp} does not divide the model's {heads} heads: use one of {fits}")
+    if heads // tp < ulysses:
+        each = "" if tp == 1 else f" (of {heads}, with parallel.tp {tp})"
+        raise UserError(
+            f"parallel.ulysses {ulysses} is more than the {heads // tp} heads of a device{each}: use ring for the rest"
+        )
+
+
 def split_layers(model: nn.Module, mesh: DeviceMesh, heads: int, roles: Mapping[str, Role]) -> None:
     """Split the linear layers that `roles` names (by patterns of module names) over a mesh of one axis, in place.
 
     Raises UserError when the heads or a layer's channels do not divide, ValueError for a pattern that names nothing.
     """
-    parts = mesh.size()
-    if heads % parts:
-        fits = [n for n in range(1, heads + 1) if heads % n == 0]
-        raise UserError(
-            f"parallel.tp {parts} does not divide the model's {heads} heads: use one of {', '.join(map(str, fits))}"
-        )
+    check_heads(heads, 1, mesh.size())
     for pattern, role in roles.items():
         names = [name for name, _ in model.named_modules() if fnmatch.fnmatchcase(name, pattern)]
         if not names:

@@ -25,7 +25,7 @@ from torch import Tensor
 from mmspeed.comm import Axis, Ledger, all_gather, all_to_all, even_sizes, reduce_scatter
 from mmspeed.graphs import outside_graphs
 
-from .attention import SequenceAxes, hybrid_attention
+from .attention import SequenceAxes, autocast_alike, hybrid_attention, of_nothing
 
 Along = Literal["T", "S"]
 Holding = Literal["whole", "rows", "columns"]
@@ -87,7 +87,7 @@ class TokenLayout:
         text_from: captions of at least so many tokens are split too.
     """
 
-    axes: SequenceAxes = field(default_factory=lambda: SequenceAxes(Axis.alone("ring"), Axis.alone("ulysses")))
+    axes: SequenceAxes = field(default_factory=SequenceAxes.alone)
     whole: Axis = field(default_factory=lambda: Axis.alone("sequence"))
     tensor: Axis = field(default_factory=lambda: Axis.alone("tp"))
     scheme: Scheme = "switch"
@@ -216,9 +216,8 @@ class Part:
         tensor = self.spread.layout.tensor
         if tensor.size == 1:
             return x_BTSE
-        if torch.is_autocast_enabled(x_BTSE.device.type):  # norms may give float32, which the next layer would round anyway
-            x_BTSE = x_BTSE.to(torch.get_autocast_dtype(x_BTSE.device.type))
-        return _gathered(x_BTSE, tensor, self.widths)
+        # norms may give float32, which the next layer would round anyway
+        return _gathered(autocast_alike(x_BTSE)[0], tensor, self.widths)
 
     def shed(self, x_BTSE: Tensor) -> Tensor:
         """The own tokens of the sum over tensor-parallel processes."""
@@ -267,7 +266,5 @@ def _joined(parts: list[Tensor], dim: int) -> Tensor:
 
 
 def _where_any(local: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """`local`, where there is something to attend; kernels take no empty tensors, and every parameter must get a gradient."""
-    if q.numel() and k.numel():
-        return local(q, k, v, mask)
-    return q + 0.0 * (k.sum() + v.sum())
+    """`local`, where there is something to attend, and to attend to."""
+    return local(q, k, v, mask) if q.numel() and k.numel() else of_nothing(q, k, v)

@@ -220,6 +220,7 @@ def test_the_cause_is_shown_and_not_its_echoes() -> None:
     echo = {"message": "mmspeed: internal error: connection closed", "known": False, "code": 1}
     line, code = explain({0: failure(1, echo, 3), 1: failure(1, mistake, 4), 2: failure(-6)})
     assert (line, code) == ("mmspeed: error: the disk is full", 1)
+    assert "process 2 was killed by SIGKILL" in explain({0: failure(1, echo, 3), 2: failure(-9), 3: failure(-15)})[0]
     assert explain({0: failure(1, echo, 6), 1: failure(1, echo, 5)})[0].startswith("[rank 1] mmspeed: internal error")
     assert "process 3 was killed by SIGKILL; often the machine ran out of memory" in explain({3: failure(-9)})[0]
     assert "process 1 ended with exit code 7" in explain({1: failure(7)})[0]

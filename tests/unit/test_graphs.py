@@ -1,0 +1,125 @@
+"""Graphs of torch.compile together with recomputation, where something in a block stays outside of graphs."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.utils
+from torch import Tensor, nn
+
+from mmspeed import rng
+from mmspeed.compute.attention import attention
+from mmspeed.graphs import MOST_GRAPHS, compile_forward, outside_graphs
+from mmspeed.memory import recompute
+from mmspeed.models import SoraDiT, SoraDiTConfig
+
+
+class Seen:
+    """A backend that counts the graphs it is given, and runs them as they are."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.graphs += 1
+        return graph.forward
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).tanh())
+
+
+def gradients(blocks: nn.ModuleList, x: Tensor) -> list[Tensor]:
+    for block in blocks:
+        x = block(x)
+    x.square().sum().backward()
+    found = [parameter.grad for parameter in blocks.parameters()]
+    blocks.zero_grad(set_to_none=True)
+    assert all(grad is not None for grad in found)
+    return found  # type: ignore[return-value]
+
+
+@pytest.fixture
+def blocks() -> nn.ModuleList:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    return nn.ModuleList(Block() for _ in range(3))
+
+
+calls: Counter[str] = Counter()
+
+
+@outside_graphs
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """As attention over several processes, which exchanges."""
+    calls["attend"] += 1
+    return attention(q, k, v, mask)
+
+
+def test_recomputation_around_graphs_with_breaks() -> None:
+    """Shapes change, so that torch makes other graphs, which keep other tensors, between a forward pass and its recomputation."""
+    torch._dynamo.reset()
+    stats = torch._dynamo.utils.counters["stats"]
+    stats.clear()
+    config = SoraDiTConfig(width=24, depth=4, heads=2, latent_channels=2, text_width=6, adaln_rank=2)
+    model = SoraDiT(config, attend)
+    for name, parameter in model.named_parameters():
+        parameter.data += 0.1 * rng.normal(parameter.shape, 0, name)
+    plain, made = copy.deepcopy(model), []
+    for block in model.blocks:
+        compile_forward(block, "aot_eager")
+        recompute(block, around_graphs=True)
+    for number, shape in enumerate(((5, 4, 6), (3, 6, 6), (5, 4, 6), (4, 2, 6), (3, 6, 6))):
+        x = rng.normal((2, 2, *shape), 0, number)
+        text, mask = rng.normal((2, 5, 6), 0, "text"), torch.arange(5) < torch.tensor([[5], [2]])
+        before = calls["attend"]
+        for one in (model, plain):
+            one.zero_grad(set_to_none=True)
+            one(x, torch.tensor([0.2, 0.7]), text, mask).square().mean().backward()
+        assert calls["attend"] - before == 3 * 2 * config.depth  # forward, and again in backward; and in `plain`
+        for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6, msg=name)
+        made.append(stats["unique_graphs"])
+    assert made[0] > 0 and made[-1] == made[-2]  # there are graphs, and no new ones for a shape that was met
+
+
+def test_a_first_block_whose_input_has_no_gradient(blocks: nn.ModuleList) -> None:
+    """Nothing before it trains: its parameters have their gradients all the same."""
+    (before, *_) = [gradients(blocks, torch.ones(2, 6))]
+    for block in blocks:
+        recompute(block, around_graphs=True)
+    for one, other in zip(gradients(blocks, torch.ones(2, 6)), before, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_copies_compute_with_their_own_parameters(blocks: nn.ModuleList) -> None:
+    seen = Seen()
+    for block in blocks:
+        compile_forward(block, seen)
+    x = torch.randn(5, 6)
+    right = blocks[0](x)
+    made, other = seen.graphs, copy.deepcopy(blocks)
+    with torch.no_grad():
+        other[0].up.weight.zero_()  # type: ignore[union-attr]
+    assert torch.equal(blocks[0](x), right) and not torch.equal(other[0](x), right)
+    assert seen.graphs == made  # blocks of a class share them
+
+
+def test_more_graphs_than_torch_allows_by_itself(blocks: nn.ModuleList) -> None:
+    """The limit is torch's for the whole process, and never lowered."""
+    config: Any = torch._dynamo.config
+    with config.patch(recompile_limit=8):
+        compile_forward(blocks[0], Seen())
+        assert config.recompile_limit == MOST_GRAPHS
+    with config.patch(recompile_limit=1000):
+        compile_forward(blocks[1], Seen())
+        assert config.recompile_limit == 1000
