@@ -195,7 +195,8 @@ def step(case: Case, world: int, groups: Groups) -> dict[str, Any]:
             mesh,
             strategy,
             layout=layout,
-            checkpointing=case.extra == "checkpointing",  # type: ignore[arg-type]
+            checkpointing=case.extra in ("checkpointing", "compiled"),  # type: ignore[arg-type]
+            compile="aot_eager" if case.extra == "compiled" else False,
         )
     optimizer = make_optimizer(model, CFG)
     grads: dict[str, np.ndarray] = {}

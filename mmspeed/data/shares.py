@@ -89,10 +89,11 @@ def lots_of(pieces: Sequence[tuple[Bucket, int]], batching: Batching) -> tuple[L
 def lanes_of(pieces: Sequence[tuple[Bucket, int]], batching: Batching) -> list[tuple[list[tuple[Bucket, int]], int]]:
     """The pieces of a step that are dealt together, with how many ranks make a lane.
 
-    Under sequence parallelism videos and images are dealt apart: in a row all ranks exchange, or none does.
+    Under sequence parallelism videos and images are dealt apart: in a row all ranks exchange, or none does. Elsewhere the same ranks
+    compute both together.
     """
-    if batching.group == 1:
-        return [(list(pieces), 1)]
+    if batching.group == batching.tensor:
+        return [(list(pieces), batching.group)]
     videos = [piece for piece in pieces if not piece[0].is_image]
     images = [piece for piece in pieces if piece[0].is_image]
     return [(part, ranks) for part, ranks in ((videos, batching.group), (images, batching.tensor)) if part]

@@ -104,7 +104,9 @@ class Traffic:
 
     def over(self, axis: str) -> Traffic:
         """The same over one axis of another name."""
-        passes = [Counter({(kind, axis): sent for (kind, _), sent in one.items()}) for one in (self.forward, self.backward)]
+        passes = [
+            Counter({(kind, axis): sent for (kind, _), sent in one.items()}) for one in (self.forward, self.backward)
+        ]
         return Traffic(*passes)
 
     @property

@@ -69,7 +69,20 @@ def test_floors_can_break(tmp_path: Path) -> None:
     ):
         (package / module).mkdir(parents=True)
         (package / module / "__init__.py").touch()
-    files = {"__init__", "__main__", "rng", "log", "protocol", "shapes", "mesh", "mixin", "graphs", "device", "errors", "version"}
+    files = {
+        "__init__",
+        "__main__",
+        "rng",
+        "log",
+        "protocol",
+        "shapes",
+        "mesh",
+        "mixin",
+        "graphs",
+        "device",
+        "errors",
+        "version",
+    }
     for module in files:
         (package / f"{module}.py").touch()
     assert lint_imports(tmp_path).returncode == 0

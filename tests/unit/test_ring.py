@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import queue
-import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import pytest
@@ -178,44 +177,6 @@ class _Due:
         return self.tensors
 
 
-class SleepingClock(Clock):
-    """Real time: a thread for each link sleeps as long as a message takes, compute sleeps in the caller."""
-
-    def __init__(self, costs: Costs, blocking: bool = False) -> None:
-        super().__init__(costs, blocking)
-        self.pools = {outer: ThreadPoolExecutor(1) for outer in (False, True)}
-        self.began = time.monotonic()
-
-    def start(self, tensors: Sequence[Tensor], hop: Hop, shapes: Shapes) -> Arriving:
-        took = self.costs.message(hop, grads=len(tensors) == 2)
-        self.sent += took
-        future = self.pools[hop.outer].submit(time.sleep, took)
-        if self.blocking:
-            future.result()
-        return _Asleep(future, list(tensors))
-
-    def compute(self, step: Step, block: Sequence[Tensor]) -> list[Tensor]:
-        time.sleep(self.costs.step(step))
-        self.computed += self.costs.step(step)
-        return [torch.zeros(1), torch.zeros(1)]
-
-    def hidden(self) -> float:
-        self.now = time.monotonic() - self.began
-        for pool in self.pools.values():
-            pool.shutdown()
-        return super().hidden()
-
-
-@dataclass
-class _Asleep:
-    future: Future[None]
-    tensors: list[Tensor]
-
-    def wait(self) -> list[Tensor]:
-        self.future.result()
-        return self.tensors
-
-
 def hidden(clock: Clock, ranks: int, window: int | None, backward: bool) -> float:
     """Every rank does the same at the same time, so one stands for all; three tensors are a block, two its gradients."""
     own = [torch.zeros(1)] * 3
@@ -254,20 +215,6 @@ def test_a_double_ring_hides_all(case: str, ranks: int) -> None:
     costs, backward = DOUBLE[case]
     assert hidden(Clock(costs), ranks, 2, backward) > 1 - 1e-9
     assert abs(hidden(Clock(costs, blocking=True), ranks, 2, backward)) < 1e-9
-
-
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("window", [None, 2])
-def test_hidden_in_real_time(window: int | None, backward: bool) -> None:
-    """Messages on threads that sleep. A busy machine only adds, so one try of ten that hides them is proof."""
-    part = 0.08
-    keys, grads = (part * 0.4, part * 0.4) if backward else (part * 0.9, 0.0)
-    outer = (part * 0.9, part * 0.9) if backward else (part * 1.8, 0.0)
-    if window and backward:
-        keys = grads = part * 0.2
-    costs = Costs(part, keys, grads, *outer)
-    assert any(hidden(SleepingClock(costs), 4, window, backward) >= 0.9 for _ in range(10))
-    assert hidden(SleepingClock(costs, blocking=True), 4, window, backward) < 0.1
 
 
 # ---- zigzag

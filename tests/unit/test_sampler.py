@@ -40,20 +40,23 @@ def names(steps: list[list[Draw]]) -> list[list[Name]]:
 
 counts = st.lists(st.integers(0, 25), min_size=4, max_size=4).filter(any)
 batchings = st.builds(
-    lambda slots, sizes, fixed, mix, group, most: Batching(
+    lambda slots, sizes, fixed, mix, group_of, most: Batching(
         slots,
         dict(zip(BUCKETS, sizes, strict=True)),
         {bucket: Cost(fixed, bucket.frames * bucket.height * bucket.width / 4096) for bucket in BUCKETS},
         mix,
         0.1,
-        group,
+        group_of[0],
         most,
+        group_of[1],
     ),
     st.integers(1, 12),
     st.tuples(st.integers(1, 20), st.integers(1, 5), st.integers(1, 5), st.integers(1, 2)),
     st.sampled_from([0.0, 3.0]),
     st.sampled_from(["same", "matched", "window"]),
-    st.sampled_from([1, 2, 3]),
+    st.sampled_from(
+        [(1, 1), (2, 1), (3, 1), (2, 2), (4, 2)]
+    ),  # ranks of a group, and how many of them are tensor-parallel
     st.none() | st.integers(1, 6),
 )
 
@@ -109,7 +112,7 @@ def test_ranks_share_a_step(sizes: list[int], batching: Batching, lanes: int, se
                 bucket = micro[0][0].sample.bucket
                 assert all(draw.sample.bucket == bucket for draw, _ in micro), "two shapes in one batch"
                 assert 1 <= len(micro) <= min(batching.sizes[bucket], batching.most or 99)
-                ranks = 1 if bucket.is_image else batching.group
+                ranks = batching.ranks(bucket)
                 assert {weight for _, weight in micro} in ({1 / ranks}, {0.0})
                 for draw, weight in micro:
                     weights[draw.name] += weight
@@ -138,6 +141,15 @@ def test_images_are_not_split_over_a_group() -> None:
     mixed = [share([*images, *videos], batching, rank, 4) for rank in range(4)]
     rows = [{micro[0][0].sample.bucket.is_image for micro in row} for row in zip(*mixed, strict=True)]
     assert rows == [{False}, {True}], "in a row all ranks exchange or none does"
+
+
+def test_tensor_parallel_ranks_meet_images_and_videos_in_one_row() -> None:
+    """4 ranks in groups of 2 without a split of tokens: one lane takes the video, the other the image, at the same time."""
+    batching = Batching(4, dict.fromkeys(BUCKETS, 1), group=2, tensor=2, mix="window")
+    image, video = (BatchSampler(make_samples(*n), batching, seed=0).draws(0)[:1] for n in ((1,), (0, 1)))
+    mixed = [share([*image, *video], batching, rank, 4) for rank in range(4)]
+    assert mixed[0] == mixed[1] != mixed[2] == mixed[3]
+    assert [[weight for _, weight in micro] for part in mixed for micro in part] == [[0.5]] * 4
 
 
 @settings(max_examples=150, deadline=None)

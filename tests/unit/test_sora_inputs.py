@@ -55,3 +55,26 @@ def test_padded_latents_do_not_count() -> None:
         assert (model(other, *rest)[seen] - model(x, *rest)[seen]).abs().max() > 1e-3
         with pytest.raises(ValueError, match="video mask"):
             model(x, *rest, real[:, :2])
+
+
+def test_a_caption_without_tokens_is_one_without_real_tokens() -> None:
+    """Nothing is attended to, so cross-attention adds nothing but its bias; and every parameter has a gradient."""
+    for arrangement in ARRANGEMENTS:
+        model = small(arrangement=arrangement)
+        x, t, text, mask = inputs()
+        none = model(x, t, text[:, :0], mask[:, :0])
+        torch.testing.assert_close(none, model(x, t, text, torch.zeros_like(mask)))
+        none.sum().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_sample_that_is_all_padding_harms_no_other() -> None:
+    for arrangement in ARRANGEMENTS:
+        model = small(arrangement=arrangement)
+        x, *rest = inputs()
+        real = torch.ones(2, 3, 4, 6, dtype=torch.bool)
+        real[1] = False
+        out = model(x, *rest, real)
+        torch.testing.assert_close(out[:1], model(x, *rest)[:1])
+        out.square().sum().backward()
+        assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
