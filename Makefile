@@ -36,7 +36,7 @@ demo: $(STAMP)
 	$(BIN)/mmspeed demo $(DEMO_ARGS)
 
 test: $(STAMP)
-	$(PYTEST) -m "not slow" -n $(JOBS) $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow" -n $(JOBS) --dist loadscope $(PYTEST_ARGS)
 
 test-slow: $(STAMP)
 	$(PYTEST) -m slow $(PYTEST_ARGS)

@@ -134,6 +134,7 @@ def test_a_wrong_gradient_is_named(checks: dict[str, SelfCheck]) -> None:
 # --- the command ---
 
 
+@pytest.mark.slow
 def test_the_command_passes_and_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(tree(tmp_path)), encoding="utf-8")

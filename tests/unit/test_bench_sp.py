@@ -19,6 +19,7 @@ ROW = Row("full, ring", 1.0, Ratio(1.2, 1.1, 1.4), Ratio(1.1, 1.0, 1.2), PARTS, 
 RESULT = SpResult(2, 1, 64, 48, 3, Ratio(1.01, 0.9, 1.1), Ratio(1.0, 1.0, 1.0), [ROW])
 
 
+@pytest.mark.slow
 def test_two_processes_send_what_the_formulas_say() -> None:
     words = ["bench", "sp", "--latent", "3x8x12", "--width", "48", "--rounds", "1", "--json"]
     done = subprocess.run(
