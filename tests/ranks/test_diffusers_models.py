@@ -252,7 +252,7 @@ def test_saved_models_are_of_the_plain_class(two: dict[str, Any]) -> None:
     [
         ("other inputs", "encoder_hidden_states, hidden_states, timestep differ between the 2 ranks"),
         ("short text", "1 tokens of 'text' for 2 ranks; this model needs 1 on every rank: pad to 2"),
-        ("processes", "does not make the 2 processes"),
+        ("processes", "does not divide the 2 processes"),
         ("tensor parallel", "parallel.tp is 2"),
         ("unknown model", "Linear: no sequence plan is known"),
         ("twice", "sequence-parallel already"),
