@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import sys
 import tempfile
 import time
@@ -88,7 +89,7 @@ def with_layout(config: Config, layout: str) -> Config:
     Raises UserError for words that are no key=value, unknown keys, values that do not fit, and too many processes or one alone.
     """
     given: dict[str, str] = {}
-    for word in layout.replace(",", " ").split():
+    for word in re.sub(r"\s*=\s*", "=", layout.replace(",", " ")).split():
         key, sign, value = word.partition("=")
         key = key.removeprefix("parallel.")
         if not (sign and key and value):
