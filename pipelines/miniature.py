@@ -19,10 +19,10 @@ from mmspeed.config import Config
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.config.schema import ModelConfig
 from mmspeed.data import Batching, Draw, Sample, draw_noise, draw_quantiles, make_batching, sample_costs
-from mmspeed.errors import UserError
 from mmspeed.models import SoraDiT, SoraDiTConfig, build_model
 from mmspeed.models.layers import initial_value, set_parameter
 from mmspeed.models.sizes import resolve_config
+from mmspeed.pipelines.trial import latent_in
 from mmspeed.protocol import Batch
 from mmspeed.shapes import Bucket, Strides
 
@@ -167,7 +167,7 @@ def miniature(config: Config, strides: Strides) -> Miniature:
     for images in (True, False):
         some = [bucket for bucket in config.buckets if bucket.is_image == images]
         if some:
-            fitting = {bucket: _latent(bucket, strides, model) for bucket in some}
+            fitting = {bucket: latent_in(bucket, strides, model) for bucket in some}
             bucket = max(some, key=lambda bucket: _awkward(fitting[bucket], model, sequence))
             small = shrunk_latent(fitting[bucket], model.patch, sequence, parallel.tp)
             latents.append(small)
@@ -180,18 +180,6 @@ def miniature(config: Config, strides: Strides) -> Miniature:
         }
     )
     return Miniature(small_config, strides, tuple(latents), tuple(shown), text_tokens, tuple(samples))
-
-
-def _latent(bucket: Bucket, strides: Strides, model: SoraDiTConfig) -> Latent:
-    try:
-        latent = strides.latent(bucket)
-    except ValueError as error:
-        raise UserError(f"bucket {bucket} does not fit the codec: {error}") from None
-    try:
-        model.grid(latent)
-    except ValueError as error:
-        raise UserError(f"bucket {bucket} does not fit the model: {error}") from None
-    return latent
 
 
 def _awkward(latent: Latent, model: SoraDiTConfig, sequence: int) -> tuple[bool, bool, int]:

@@ -23,7 +23,7 @@ from mmspeed.log import format_bytes
 from mmspeed.loop.optim import set_learning_rate
 from mmspeed.loop.step import train_step
 from mmspeed.memory import peak_bytes, resident_bytes
-from mmspeed.models import SoraDiT, build_model
+from mmspeed.models import SoraDiTConfig, build_model
 from mmspeed.models.text import text_width
 from mmspeed.models.vae import codec_geometry
 from mmspeed.pipelines.assemble import assemble, place
@@ -49,7 +49,7 @@ class Trial:
         self.text_tokens = min(COUNTED_TEXT_TOKENS, config.text.max_tokens)
         self.bare = build_model(config.model, self.channels, self.width, device="meta")
         for bucket in config.buckets:
-            _check_shape(self.bare, self.strides, bucket)
+            latent_in(bucket, self.strides, self.bare.config)
         self.costs = sample_costs(self.bare, self.strides, config.text.max_tokens)
         least = self._least_bytes()
         if limit_bytes is not None and least > limit_bytes:
@@ -163,12 +163,14 @@ def does_not_fit(state_bytes: int, limit_bytes: int) -> UserError:
     )
 
 
-def _check_shape(model: SoraDiT, strides: Strides, bucket: Bucket) -> None:
+def latent_in(bucket: Bucket, strides: Strides, model: SoraDiTConfig) -> tuple[int, int, int]:
+    """The latent (T, h, w) of a bucket. Raises UserError for a bucket that fits neither codec nor model."""
     try:
         latent = strides.latent(bucket)
     except ValueError as error:
         raise UserError(f"bucket {bucket} does not fit the codec: {error}") from None
     try:
-        model.tokens(latent)
+        model.grid(latent)
     except ValueError as error:
         raise UserError(f"bucket {bucket} does not fit the model: {error}") from None
+    return latent
