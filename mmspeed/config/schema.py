@@ -28,6 +28,7 @@ from .inputs import (
 )
 from .parallel import ParallelConfig
 from .places import is_url, mirror_folder
+from .sparse import SparseConfig
 from .training import BatchingConfig, StageConfig, TrainConfig
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "SampleConfig",
     "Section",
     "SourceConfig",
+    "SparseConfig",
     "StageConfig",
     "TextConfig",
     "TrainConfig",
@@ -73,6 +75,7 @@ class ModelConfig(Section):
     mlp_ratio: float | None = Field(None, gt=0, description="Hidden width of the MLP as a multiple of the model width.")
     patch: tuple[int, int, int] | None = Field(None, description="Latent frames, rows and columns that make one token.")
     adaln_rank: int | None = Field(None, ge=1, description="Rank of each block's own part of the timestep modulation.")
+    sparse: SparseConfig | None = Field(None, description="Sparse self-attention; null: all attention is dense.")
 
 
 class FlowConfig(Section):

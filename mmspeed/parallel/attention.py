@@ -37,6 +37,7 @@ from torch import Tensor
 from mmspeed.comm.axis import Axis
 from mmspeed.comm.exchange import all_gather, all_to_all, all_to_all_many, even_sizes
 from mmspeed.compute.attention import Backend, attention
+from mmspeed.compute.autocast import autocast_alike
 from mmspeed.errors import UserError
 from mmspeed.graphs import outside_graphs
 
@@ -220,14 +221,6 @@ def _local(
 def of_nothing(q_BAND: Tensor, k_BKMD: Tensor, v_BKMD: Tensor) -> Tensor:
     """Attention without queries or without keys, which kernels do not take: zeros that hang on all inputs, so that each has a gradient."""
     return torch.zeros_like(q_BAND) + sum(x[..., :0].sum() for x in (q_BAND, k_BKMD, v_BKMD))
-
-
-def autocast_alike(*xs: Tensor) -> tuple[Tensor, ...]:
-    """In the dtype that autocast would compute in: the ring's own function and the exchanges are unknown to it."""
-    kind = xs[0].device.type
-    if not torch.is_autocast_enabled(kind) or xs[0].dtype == torch.float64:
-        return xs
-    return tuple(x.to(torch.get_autocast_dtype(kind)) for x in xs)
 
 
 def _check(q_BAND: Tensor, k_BKMD: Tensor, axes: SequenceAxes, q_sizes: Sequence[int], k_sizes: Sequence[int]) -> None:

@@ -1,0 +1,14 @@
+"""Sparse attention that trains: a plan says which keys each group of queries keeps; one function computes with any plan.
+
+plan.py         ClusterPlan: what is kept, integers only
+kmeans.py, keep.py, clusters.py, tiles.py, patterns.py      planners, which make plans of queries and keys
+attention.py    clustered_attention(q, k, v, plan): the one function, and which kernel serves
+masked.py       the oracle, O(N^2)
+grouped.py (CPU), triton_*.py, varlen.py, flex.py (CUDA), npu.py        kernels
+module.py, controller.py        the attention of a layer, and what steers its threshold
+"""
+
+from .attention import Attended, Stats, clustered_attention
+from .plan import ClusterPlan, Means, Tail, Tiles, key_means
+
+__all__ = ["Attended", "ClusterPlan", "Means", "Stats", "Tail", "Tiles", "clustered_attention", "key_means"]

@@ -1,0 +1,124 @@
+"""The one function of sparse attention, and which kernel serves a call.
+
+"auto" takes the first that serves: a kernel that computes no more than it has to. It never takes `masked`, which computes all pairs, and
+never dense attention: a call that no kernel serves raises ValueError.
+
+Legend: B batch, A heads, N queries, M keys, D head width, K clusters of keys.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mmspeed.compute.autocast import autocast_alike
+
+from .kernels import Kernel
+from .masked import MASKED, weights
+from .plan import ClusterPlan, Means, fits, key_means
+
+TailKind = Literal["zero", "summary"]
+
+KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (MASKED,)}
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a call did. Tensors stay on the device."""
+
+    backend: str
+    kept_BA: Tensor  # share of all pairs of a query and a key that was kept
+    pairs: Tensor  # pairs that were computed, with those of means and of padding
+    weights_BANM: Tensor | None = None  # where asked for: the weight of each key, 0 at dropped ones
+    tail_weights_BANK: Tensor | None = None  # and of each mean
+
+
+class Attended(NamedTuple):
+    """What `clustered_attention` gives."""
+
+    out_BAND: Tensor
+    lse_BAN: Tensor  # natural log, float32 (float64 for float64), without a gradient; -inf where a query sees nothing
+    stats: Stats
+
+
+def clustered_attention(
+    q_BAND: Tensor,
+    k_BAMD: Tensor,
+    v_BAMD: Tensor,
+    plan: ClusterPlan,
+    *,
+    tail: TailKind = "zero",
+    means: Means | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+    counter: Counter[str] | None = None,
+    return_weights: bool = False,
+) -> Attended:
+    """Attention of every query to the keys that its cluster keeps; differentiable in queries, keys and values.
+
+    Args:
+        plan: made of (detached) queries and keys by a planner.
+        tail: what the dropped keys count for. "zero": nothing. "summary": the means of their clusters, each with the log of the number
+            of keys that it stands for, in the same softmax.
+        means: with "summary", of the plan's clusters of keys; computed from keys and values when None.
+        scale: of the scores; D ** -0.5 when None.
+        backend: "auto", or a kernel's name: see KERNELS.
+        counter: counts calls by kernel, under "sparse_<name>".
+        return_weights: also the whole matrix of weights, O(N M): for small inputs.
+
+    A query that sees no key gives 0 and no gradient. Under autocast, computes in its dtype.
+    Raises ValueError for a plan that does not fit, "summary" with a plan without a tail, and a kernel that does not serve the call.
+    """
+    q_BAND, k_BAMD, v_BAMD = autocast_alike(q_BAND, k_BAMD, v_BAMD)
+    problem = fits(plan, q_BAND, k_BAMD, v_BAMD)
+    if problem:
+        raise ValueError(problem)
+    if tail not in ("zero", "summary"):
+        raise ValueError(f"tail {tail!r} is not one of zero, summary")
+    if tail == "summary":
+        if plan.tail is None:
+            raise ValueError("tail='summary' needs a plan with clusters of keys: give the planner tail_clusters")
+        means = key_means(k_BAMD, v_BAMD, plan.tail) if means is None else means
+    else:
+        means = None
+    scale = q_BAND.shape[-1] ** -0.5 if scale is None else scale
+    kernel = choose_kernel(q_BAND, k_BAMD, v_BAMD, plan, means, backend)
+    if counter is not None:
+        counter[f"sparse_{kernel.name}"] += 1
+    out_BAND, lse_BAN = kernel.attend(q_BAND, k_BAMD, v_BAMD, plan, means, scale)
+    full, full_tail = None, None
+    if return_weights:
+        with torch.no_grad():
+            full, full_tail, _ = weights(q_BAND, k_BAMD, plan, means, scale)
+    stats = Stats(kernel.name, plan.kept_share(), kernel.pairs(plan, means is not None), full, full_tail)
+    return Attended(out_BAND, lse_BAN, stats)
+
+
+def choose_kernel(
+    q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, plan: ClusterPlan, means: Means | None, backend: str = "auto"
+) -> Kernel:
+    """The kernel that serves a call. Raises ValueError when a named one does not, or none does."""
+    if backend != "auto":
+        if backend not in KERNELS:
+            raise ValueError(f"sparse attention backend {backend!r} is not one of auto, {', '.join(KERNELS)}")
+        reason = KERNELS[backend].refuses(q_BAND, k_BAMD, v_BAMD, plan, means)
+        if reason:
+            raise ValueError(f"sparse attention backend {backend!r} does not serve {reason}")
+        return KERNELS[backend]
+    reasons = []
+    for name, kernel in KERNELS.items():
+        if kernel is MASKED:
+            continue
+        reason = kernel.refuses(q_BAND, k_BAMD, v_BAMD, plan, means)
+        if not reason:
+            return kernel
+        reasons.append(f"{name}: {reason}")
+    raise ValueError(
+        "no kernel of sparse attention serves this call"
+        + (f" ({'; '.join(reasons)})" if reasons else "")
+        + "; backend='masked' does, in O(N^2) memory"
+    )

@@ -1,0 +1,115 @@
+"""Which attention is sparse, and how."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from .inputs import Section
+
+
+class SparseConfig(Section):
+    """Sparse self-attention: each group of queries attends to a part of the keys. Images and short videos stay dense."""
+
+    planner: Literal["clusters", "tiles", "window", "skip"] = Field(
+        "clusters",
+        description="What decides which keys are kept. `clusters`: queries that are alike share the keys that matter to them. `tiles`: neighbours in space and time do. `window` and `skip`: fixed patterns, for comparison.",
+    )
+    rule: Literal["threshold", "top", "mass"] | None = Field(
+        None,
+        description="Which keys of a group are kept. `threshold`: those whose probability is above one threshold, which finds the most for a budget; set so that `keep` or `error` is met. `top`: the same share for every group. `mass`: the fewest that hold the share `mass` of the probability. Null: `threshold` for clusters, `top` for tiles.",
+    )
+    keep: float = Field(0.15, gt=0, le=1, description="Share of all pairs of a query and a key that is kept.")
+    tau: float | None = Field(
+        None,
+        ge=0,
+        description="A fixed threshold, as a multiple of 1 / keys, in place of one that is steered to `keep`; 0 keeps all.",
+    )
+    error: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Relative error of the output that the threshold is steered to, in place of `keep`; estimated on sampled queries.",
+    )
+    mass: float = Field(0.9, gt=0, le=1, description="Share of the probability that is kept, with `rule: mass`.")
+    min_keep: float = Field(0.01, ge=0, le=1, description="Least share of pairs that steering towards `error` goes to.")
+    max_keep: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Largest share of the keys that one group keeps, beside those that are always kept.",
+    )
+    tail: Literal["zero", "summary"] = Field(
+        "summary",
+        description="What dropped keys count for. `zero`: nothing. `summary`: the means of their clusters stand in for them, weighted by their number.",
+    )
+    cluster_size: int = Field(
+        128, ge=1, description="Queries of a cluster, about. Smaller ones are nearer to dense attention and slower."
+    )
+    tail_clusters: int | None = Field(
+        None, ge=1, description="Clusters of keys of the summary tail; null: one for 128 keys. Tiles are their own."
+    )
+    metric: Literal["logit", "euclid"] = Field(
+        "logit",
+        description="When queries are alike: `logit`: when their scores over the keys are; `euclid`: when they are near each other.",
+    )
+    iterations: int = Field(3, ge=0, description="k-means iterations for each plan.")
+    tile: tuple[int, int, int] = Field((4, 4, 4), description="Tokens of a tile along time, height and width.")
+    window: tuple[int, int, int] = Field(
+        (3, 3, 3), description="With `planner: window`, tiles that a tile sees along each axis; odd."
+    )
+    stride: int = Field(
+        4,
+        ge=1,
+        description="With `planner: skip`, every so many-th token meets; blocks alternate between two ways to skip.",
+    )
+    spans: Literal["all", "spatial", "temporal"] = Field(
+        "all", description="Which blocks of a factorised model; a full one has one kind."
+    )
+    dense_first: int = Field(1, ge=0, description="First blocks that stay dense.")
+    dense_last: int = Field(1, ge=0, description="Last blocks that stay dense.")
+    dense_steps: int = Field(
+        100, ge=0, description="Training steps before which all is dense; a threshold is found in the last of them."
+    )
+    ramp_steps: int = Field(0, ge=0, description="Steps after these over which the kept share falls from 1 to `keep`.")
+    min_tokens: int = Field(
+        1024, ge=1, description="Shorter sequences stay dense: planning would cost more than it saves."
+    )
+    keep_first_frame: bool = Field(False, description="Every query also keeps the tokens of the first latent frame.")
+    update_every: int = Field(
+        10,
+        ge=1,
+        description="Steps between two looks at what is kept and how large the error is, and moves of the threshold.",
+    )
+    backend: str = Field(
+        "auto",
+        description="Kernel: `auto`, or one of those that `mmspeed bench attention` lists. `masked` computes all pairs.",
+    )
+
+    @property
+    def selection(self) -> Literal["threshold", "top", "mass"]:
+        """`rule`, or the planner's own."""
+        return self.rule or ("top" if self.planner == "tiles" else "threshold")
+
+    @property
+    def steered(self) -> bool:
+        """Whether a threshold follows what is measured."""
+        return self.planner in ("clusters", "tiles") and self.selection == "threshold" and self.tau is None
+
+    @model_validator(mode="after")
+    def _fits(self) -> SparseConfig:
+        chooses = self.planner in ("clusters", "tiles")
+        if not chooses and self.rule is not None:
+            raise ValueError(f"rule goes with planner: clusters or tiles; {self.planner} is a fixed pattern")
+        if self.tau is not None and self.error is not None:
+            raise ValueError("tau fixes the threshold and error steers it: use one of them")
+        if (self.tau is not None or self.error is not None) and (not chooses or self.selection != "threshold"):
+            raise ValueError("tau and error go with rule: threshold")
+        if self.steered and self.dense_steps < 1:
+            raise ValueError("dense_steps is at least 1: the threshold is found in a dense step; or fix tau")
+        if min(self.tile) < 1 or min(self.window) < 1 or any(size % 2 == 0 for size in self.window):
+            raise ValueError("tile and window are positive, window odd")
+        if self.min_keep > self.keep:
+            raise ValueError(f"min_keep {self.min_keep} is above keep {self.keep}")
+        return self
