@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from mmspeed.compute.attention import attention
 from mmspeed.compute.rope import grid_positions
+from mmspeed.compute.sparse.module import ClusteredAttention, clustered_layers
+from mmspeed.config.sparse import SparseConfig
 from mmspeed.errors import UserError
 from mmspeed.models.layers import (
     NORM_EPS,
@@ -55,6 +57,7 @@ class SoraDiTConfig:
     patch: tuple[int, int, int] = (1, 2, 2)
     adaln_rank: int = 256
     arrangement: Literal["factorised", "full"] = "factorised"
+    sparse: SparseConfig | None = None
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
@@ -74,6 +77,10 @@ class SoraDiTConfig:
             raise UserError(f"model.arrangement {self.arrangement!r} is not one of factorised, full")
         if min(self.patch) < 1 or self.hidden < 1:
             raise UserError(f"model.patch {self.patch} and model.mlp_ratio {self.mlp_ratio} must be positive")
+        if self.sparse is not None and not any(self.is_sparse(block) for block in range(self.depth)):
+            raise UserError(
+                f"model.sparse: none of the {self.depth} blocks is sparse: lower dense_first, dense_last, or change spans"
+            )
 
     @property
     def hidden(self) -> int:
@@ -90,6 +97,21 @@ class SoraDiTConfig:
         if self.arrangement == "full":
             return "full"
         return "temporal" if block % 2 else "spatial"
+
+    def is_sparse(self, block: int) -> bool:
+        """Whether the self-attention of block number `block` is sparse, for videos that are long enough."""
+        sparse = self.sparse
+        if sparse is None or not sparse.dense_first <= block < self.depth - sparse.dense_last:
+            return False
+        return self.arrangement == "full" or sparse.spans in ("all", self.span(block))
+
+    def expected_share(self, block: int, frames: int, keys: int) -> float:
+        """Of the pairs of its self-attention, those that block number `block` computes, about: dense warm-up is left out."""
+        sparse = self.sparse
+        if sparse is None or not self.is_sparse(block) or frames == 1 or keys < sparse.min_tokens:
+            return 1.0
+        tail = sparse.tail_clusters or math.ceil(keys / 128)
+        return min(1.0, sparse.keep + (tail / keys if sparse.tail == "summary" else 0.0))
 
     def rows_and_columns(self, grid: tuple[int, int, int]) -> tuple[int, int]:
         """Tokens as blocks meet them: frames x places of a frame; one row of all where every block attends over all."""
@@ -110,12 +132,17 @@ class SoraDiTConfig:
 class SoraBlock(nn.Module):
     """Self-attention over its span, cross-attention to the caption, MLP; each adds zero at the start."""
 
-    def __init__(self, config: SoraDiTConfig, span: Span, attend: Attend) -> None:
+    def __init__(self, config: SoraDiTConfig, place: int, attend: Attend) -> None:
         super().__init__()
         width = config.width
-        self.span = span
+        self.span = config.span(place)
         self.norm_self = nn.LayerNorm(width, eps=NORM_EPS, elementwise_affine=False)
         self.self_attention = SelfAttention(width, config.heads, attend)
+        if config.is_sparse(place):
+            assert config.sparse is not None
+            self.self_attention.attend = ClusteredAttention(
+                config.sparse, way=1 if place % 2 else 0, frames=self.span != "spatial", dense=attend
+            )
         self.norm_cross = nn.LayerNorm(width, eps=NORM_EPS)
         self.cross_attention = CrossAttention(width, config.heads, attend)
         self.norm_mlp = nn.LayerNorm(width, eps=NORM_EPS, elementwise_affine=False)
@@ -171,7 +198,7 @@ class SoraDiT(nn.Module):
         self.modulation = nn.Linear(width, 6 * width)
         self.text_norm = nn.LayerNorm(config.text_width, eps=NORM_EPS)
         self.text_in = Mlp(config.text_width, width, width)
-        self.blocks = nn.ModuleList(SoraBlock(config, config.span(i), attend) for i in range(config.depth))
+        self.blocks = nn.ModuleList(SoraBlock(config, i, attend) for i in range(config.depth))
         self.final_norm = nn.LayerNorm(width, eps=NORM_EPS, elementwise_affine=False)
         self.final_modulation = nn.Linear(width, 2 * width)
         self.final = nn.Linear(width, config.patch_values)
@@ -265,8 +292,15 @@ class SoraDiT(nn.Module):
         return math.prod(self.config.grid(latent))
 
     def flops(self, latent: tuple[int, int, int], text_tokens: int) -> int:
-        """FLOPs of the forward pass of one sample: its matrix products, a multiply-add as two. Raises as `tokens`."""
+        """FLOPs of the forward pass of one sample: its matrix products, a multiply-add as two. Raises as `tokens`.
+
+        Sparse attention counts by the share of pairs that its config keeps, without planning.
+        """
         return forward_flops(self.config, latent, text_tokens)
+
+    def dense_flops(self, latent: tuple[int, int, int], text_tokens: int) -> int:
+        """`flops`, if all attention were dense."""
+        return forward_flops(replace(self.config, sparse=None), latent, text_tokens)
 
     def init_weights(self, seed: int) -> None:
         """Fill every parameter from a generator keyed by its name: the same on any device, in any sharding (law 1).
@@ -277,6 +311,8 @@ class SoraDiT(nn.Module):
             module = name.rpartition(".")[0]
             zero = any(module == part or module.endswith(f".{part}") for part in ZERO_MODULES)
             set_parameter(parameter, initial_value(name, parameter.shape, seed, zero))
+        for layer in clustered_layers(self).values():
+            layer.reset()
 
 
 def forward_flops(config: SoraDiTConfig, latent: tuple[int, int, int], text_tokens: int) -> int:
@@ -292,7 +328,10 @@ def forward_flops(config: SoraDiTConfig, latent: tuple[int, int, int], text_toke
         + 2 * n * e * config.hidden  # MLP
         + 7 * e * rank  # modulation
     )
-    spans = sum(2 * n * keys[config.span(block)] * e for block in range(config.depth))  # self-attention: scores, values
+    spans = sum(  # self-attention: scores, values
+        int(2 * n * keys[config.span(block)] * e * config.expected_share(block, t, keys[config.span(block)]))
+        for block in range(config.depth)
+    )
     ends = (
         2 * n * config.patch_values * e  # patches in and out
         + TIME_CHANNELS * e + e * e + 6 * e * e + 2 * e * e  # timestep, shared and final modulation

@@ -6,16 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mmspeed.pipelines.media import Video
+    from mmspeed.pipelines.outcome import TrainResult
     from mmspeed.pipelines.report import write_report
     from mmspeed.pipelines.text_to_video import TextToVideo
-    from mmspeed.pipelines.train import TrainPipeline, TrainResult
+    from mmspeed.pipelines.train import TrainPipeline
 
 __all__ = ["TextToVideo", "TrainPipeline", "TrainResult", "Video", "write_report"]
 
 _HOME = {
     "TextToVideo": "text_to_video",
     "TrainPipeline": "train",
-    "TrainResult": "train",
+    "TrainResult": "outcome",
     "Video": "media",
     "write_report": "report",
 }

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmspeed import rng
+from mmspeed.compute.sparse.module import warm_plans
 from mmspeed.data import pad_texts
 from mmspeed.device import Device
 from mmspeed.pipelines.objective import Objective
@@ -53,19 +54,29 @@ def generate_latents(
     try:
         for place, (text, name) in enumerate(zip(texts, names, strict=True)):
             noise_1CThw = rng.normal(shape_CThw, settings.seed, "sample", name)[None].to(device.torch_device)
-            predict = guided(_predictor(model, text, device), _predictor(model, negative, device), settings.guidance)
 
             def tell(done: int, steps: int, place: int = place) -> None:
                 if on_step is not None:
                     on_step(place * settings.steps + done, total)
 
-            latents.append(objective.sample(predict, noise_1CThw, settings.steps, settings.sampler, on_step=tell))
+            with warm_plans(model) as use:  # of sparse attention, each condition's from the step before
+                predict = guided(
+                    _predictor(model, text, device, lambda: use("text")),
+                    _predictor(model, negative, device, lambda: use("negative")),
+                    settings.guidance,
+                )
+                latents.append(objective.sample(predict, noise_1CThw, settings.steps, settings.sampler, on_step=tell))
     finally:
         model.train(was_training)
     return torch.cat(latents)
 
 
-def _predictor(model: nn.Module, text: TextEntry, device: Device) -> Predict:
-    """The model's prediction under one caption."""
+def _predictor(model: nn.Module, text: TextEntry, device: Device, before: Callable[[], None]) -> Predict:
+    """The model's prediction under one caption; `before()` is called before each."""
     text_1LD, mask_1L = (tensor.to(device.torch_device) for tensor in pad_texts([text]))
-    return lambda x_1CThw, t_1: model(x_1CThw, t_1, text_1LD, mask_1L).float()
+
+    def predict(x_1CThw: Tensor, t_1: Tensor) -> Tensor:
+        before()
+        return model(x_1CThw, t_1, text_1LD, mask_1L).float()
+
+    return predict

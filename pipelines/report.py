@@ -52,6 +52,7 @@ def write_report(run: str | Path) -> Path:
         _figure(
             _throughput_plot(steps), "Samples per second, share of the time spent waiting for data, and memory in use."
         ),
+        _attention_part(steps),
         "<h2>Samples</h2>",
         _samples(folder.samples),
         "<h2>Config</h2>",
@@ -155,6 +156,43 @@ def _quantile_part(validations: list[dict[str, Any]]) -> str:
         _png(figure),
         "Held-out loss by part of the timestep distribution: the first is near the data, the last near noise.",
     )
+
+
+def _attention_part(steps: list[dict[str, Any]]) -> str:
+    """What each sparse layer kept, how large its error was, its threshold, and the time of planning."""
+    rows = [row for row in steps if row.get("attention")]
+    if not rows:
+        return ""
+    from matplotlib.figure import Figure
+
+    names = list(dict.fromkeys(layer["layer"] for row in rows for layer in row["attention"]))
+    figure = Figure(figsize=(9.5, 5.2), layout="constrained")
+    shown = (
+        ("kept", "pairs kept, %", 100.0),
+        ("error", "error of the output, %", 100.0),
+        ("tau", "threshold x keys", 1.0),
+        ("plan_ms", "planning, ms a call", 1.0),
+    )
+    for place, (name, label, scale) in enumerate(shown, 1):
+        axis = figure.add_subplot(2, 2, place)
+        for index, layer in enumerate(names):
+            pairs = [
+                (row["step"], found[name] * scale)
+                for row in rows
+                for found in row["attention"]
+                if found["layer"] == layer and found[name] is not None
+            ]
+            color = (
+                f"#{40 + 170 * index // max(1, len(names)):02x}{95:02x}{168 - 110 * index // max(1, len(names)):02x}"
+            )
+            axis.plot([step for step, _ in pairs], [value for _, value in pairs], color=color, label=layer)
+        axis.set_title(label, fontsize=10)
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.25)
+        if place == 1 and len(names) <= 8:
+            axis.legend(frameon=False, fontsize=7)
+    caption = "Sparse attention by layer: shares of pairs, error against dense attention on sampled queries, threshold, planning."
+    return "<h2>Sparse attention</h2>" + _figure(_png(figure), caption)
 
 
 def _axes() -> tuple[Any, Any]:

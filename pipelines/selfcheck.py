@@ -45,6 +45,9 @@ def selfcheck(config: Config, layout: str) -> SelfCheck:
     started = time.monotonic()
     config = with_layout(config, layout)
     strides, told = _strides(config)
+    if config.model.sparse is not None:
+        note = "attention is dense in this check: over a ring, sparse attention plans otherwise than one process"
+        told = note if told is None else f"{told}; {note}"
     mini = miniature(config, strides)
     world = processes(config.parallel)
     log.info(f"{named(config.parallel)}: {world} processes and one, on this machine's CPU")

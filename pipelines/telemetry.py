@@ -59,14 +59,15 @@ class Telemetry:
         self._trained += now - self._mark
         self._waited, self._mark = waited_seconds, now
 
-    def rates(self) -> dict[str, Any]:
-        """Throughput since the last row, and memory now."""
-        rates = self._meter.read()
+    def rates(self, saved_flops: float = 0.0) -> dict[str, Any]:
+        """Throughput since the last row, and memory now. `saved_flops`: of those counted, what sparse attention left out."""
+        rates = self._meter.read(saved_flops)
         return {
             "samples_per_s": rates.samples_per_s,
             "tokens_per_s": rates.tokens_per_s,
             "data_wait": rates.data_wait,
             "mfu": rates.mfu,
+            "effective_mfu": rates.effective_mfu,
             "peak_tflops": self.peak_flops / 1e12,
             "peak_source": self.peak_source,
             "memory_bytes": self.device.memory_bytes(),

@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from mmspeed.compute.sparse.controller import SparsityController
 from mmspeed.config import Bucket, Config
 from mmspeed.data import number_duplicates
 from mmspeed.device import Device, parse_dtype, pick
@@ -117,7 +118,10 @@ class TextToVideo:
         model = build_model(config.model, info["latent_channels"], info["text_width"], device="meta").to_empty(
             device="cpu"
         )
-        load_weights(path, model, weights)
+        step = load_weights(path, model, weights)["step"]
+        sparsity = SparsityController.of(model)
+        if sparsity is not None:
+            sparsity.before_step(step)  # dense, if the checkpoint is of the dense steps
         model.to(chosen.torch_device).eval()
         if config.device.dtype != "float32":
             autocast(model, parse_dtype(config.device.dtype))

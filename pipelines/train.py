@@ -8,13 +8,12 @@ from __future__ import annotations
 import time
 from collections import Counter
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from mmspeed import comm
+from mmspeed.compute.sparse.controller import SparsityController
 from mmspeed.config import Config
 from mmspeed.data import (
     MEASURED_NAME,
@@ -32,45 +31,25 @@ from mmspeed.data import (
 )
 from mmspeed.device import parse_dtype, pick
 from mmspeed.errors import UserError
-from mmspeed.log import ProgressLine, format_seconds, get_logger
+from mmspeed.log import ProgressLine, get_logger
 from mmspeed.loop.checkpoint import CheckpointManager, TrainingState
 from mmspeed.loop.optim import learning_rate, set_learning_rate
 from mmspeed.loop.signals import StopSignals
+from mmspeed.loop.start import load_start
 from mmspeed.loop.step import StepResult, train_step
 from mmspeed.mesh import patient_group, process_group
-from mmspeed.models import SoraDiT, build_model
+from mmspeed.models import build_model
 from mmspeed.pipelines.assemble import assemble, place
 from mmspeed.pipelines.during import Observer
 from mmspeed.pipelines.opening import open_cache
+from mmspeed.pipelines.outcome import TrainResult
 from mmspeed.pipelines.profile import load_measured, setting_of
 from mmspeed.pipelines.run_folder import RunFolder, trim_metrics
 from mmspeed.pipelines.telemetry import Telemetry
+from mmspeed.pipelines.trial import latent_in
 from mmspeed.shapes import Strides
 
 log = get_logger("train")
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """How a run ended."""
-
-    run: Path
-    step: int
-    finished: bool  # False when it was stopped by a signal or a `stop` file
-    already: bool  # the run had been finished before
-    loss: float | None
-    seconds: float
-
-    def lines(self) -> list[str]:
-        """The summary that people read."""
-        if self.already:
-            return [
-                f"{self.run} is finished: {self.step} steps are trained.",
-                "Raise train.steps to train on, or choose another name for a new run.",
-            ]
-        state = "finished" if self.finished else "stopped and saved; the same command goes on"
-        loss = f", loss {self.loss:.4f}" if self.loss is not None else ""
-        return [f"{self.run}: {state} at step {self.step}{loss}, {format_seconds(self.seconds)}"]
 
 
 class TrainPipeline:
@@ -166,18 +145,13 @@ class TrainPipeline:
     def _build(self) -> None:
         config, encoders = self.config, self.cache.info["encoders"]
         model = build_model(config.model, encoders["vae"]["channels"], encoders["text"]["width"], device="meta")
-        self._check_patches(model)
+        for bucket in sorted(self.cache.samples.buckets()):
+            latent_in(bucket, self.strides, model.config)
         self.bare = model
         parts = assemble(config, model, self.placement, self.device)
         self.model, self.optimizer, self.ema = parts.model, parts.optimizer, parts.ema
         self.objective, self.loss_fn = parts.objective, parts.loss_fn
-
-    def _check_patches(self, model: SoraDiT) -> None:
-        for bucket in sorted(self.cache.samples.buckets()):
-            try:
-                model.tokens(self.strides.latent(bucket))
-            except ValueError as error:
-                raise UserError(f"bucket {bucket} does not fit the model: {error}") from None
+        self.sparsity = SparsityController.of(model)
 
     def _resume(self) -> int:
         """The step to go on from; 0 for a new run."""
@@ -192,6 +166,10 @@ class TrainPipeline:
         found = self.manager.latest() if self.rank == 0 else None
         name = comm.broadcast_object(found.name if found is not None else None)
         step = self.skipped = 0
+        if name is None and config.train.start_from is not None:
+            load_start(config.train.start_from, self.model)
+            if self.ema is not None:
+                self.ema.restart(self.model)
         if name is not None:
             path = self.folder.checkpoints / name
             meta = self.manager.load(path, self.model, self.optimizer, self.ema)
@@ -240,7 +218,11 @@ class TrainPipeline:
                 # 1. one optimizer step
                 rate = learning_rate(step, train)
                 set_learning_rate(self.optimizer, rate)
+                if self.sparsity is not None:
+                    self.sparsity.before_step(step)
                 result = self._step(data)
+                if self.sparsity is not None:
+                    self.sparsity.after_step(comm.all_reduce_sum)
                 epoch = self.sampler.locate(step).epoch
                 step += 1
                 # 2. a step that is not finite changed nothing, and too many end the run
@@ -257,7 +239,7 @@ class TrainPipeline:
                 line.advance(note="" if result is None else f"loss {result.loss:.4f}")
                 last = step == train.steps
                 if result is not None and (last or step % train.log_every == 0):
-                    telemetry.write(self._row(step, epoch, data, result, rate) | telemetry.rates())
+                    telemetry.write(self._row(step, epoch, data, result, rate) | self._rates(telemetry))
                 # 4. signals, checkpoint, validation: in this order, on all ranks, so that no mistake in validation costs a step
                 wish = signals.poll()
                 due = last or wish != "none" or step % config.checkpoint.every == 0
@@ -329,10 +311,17 @@ class TrainPipeline:
             samples=buckets.total(),
             tokens=sum(count * self.bare.tokens(latents[bucket]) for bucket, count in buckets.items()),
             forward_flops=sum(
-                count * self.bare.flops(latents[bucket], text_tokens) for bucket, count in buckets.items()
+                count * self.bare.dense_flops(latents[bucket], text_tokens) for bucket, count in buckets.items()
             ),
             waited_seconds=self.loader.waited_seconds,
         )
+
+    def _rates(self, telemetry: Telemetry) -> dict[str, Any]:
+        """Throughput since the last row; with sparse attention also what its layers keep."""
+        if self.sparsity is None:
+            return telemetry.rates()
+        rates = telemetry.rates(saved_flops=self.sparsity.saved_flops(comm.all_reduce_sum))
+        return rates | {"attention": [row.as_dict() for row in self.sparsity.rows]}
 
     def _all_lost(self, step: int, data: Step, telemetry: Telemetry) -> None:
         sources = [draw.sample.source for draw in data.draws]

@@ -205,3 +205,90 @@ def buckets(
         repeats=repeats,
         minutes=minutes,
     )
+
+
+@app.command(name="sparse-training")
+def sparse_training(
+    output: Annotated[
+        Path, typer.Option(help="Folder of the runs; what is trained there is not trained again.")
+    ] = Path("runs/sparse-training"),
+    steps: Annotated[int, typer.Option(min=1, help="Steps from scratch.")] = 300,
+    tune_steps: Annotated[int, typer.Option(min=1, help="Steps of fine-tuning the dense model.")] = 100,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds; each trains all variants.")] = 3,
+    keep: Annotated[float, typer.Option(help="Share of pairs that is kept.")] = 0.15,
+    variants: Annotated[
+        str | None, typer.Option(help="Of clusters+summary, clusters+zero, tiles+summary, tiles+zero.")
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option(help="Exit with 1 when the loss is further from dense attention's than it should be.")
+    ] = False,
+) -> None:
+    """Train a small model with dense and with sparse attention, and compare the loss on held-out clips."""
+    from .bench_sparse_training import VARIANTS, Setting, bench_sparse_training
+
+    chosen = tuple(variants.split(",")) if variants else tuple(VARIANTS)
+    unknown = [name for name in chosen if name not in VARIANTS]
+    if unknown:
+        raise UserError(f"--variants: {unknown[0]} is not one of {', '.join(VARIANTS)}")
+    result = bench_sparse_training(output, Setting(steps=steps, tune_steps=tune_steps, seeds=seeds, keep=keep), chosen)
+    print("\n".join(result.lines()))
+    if strict and not all(passed for passed, _ in result.verdicts()):
+        raise typer.Exit(1)
+
+
+@app.command()
+def attention(
+    run: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN", help="Measure the layers of a trained run, and suggest settings for it."),
+    ] = None,
+    tokens: Annotated[str | None, typer.Option(metavar="N,...", help="Lengths; default 4096,16384.")] = None,
+    keep: Annotated[
+        str | None, typer.Option(metavar="SHARE,...", help="Shares of pairs to keep; default 0.05,0.1,0.2.")
+    ] = None,
+    planner: Annotated[
+        str | None,
+        typer.Option(metavar="NAME,...", help="clusters, clusters-mass, clusters-top, tiles, window, skip."),
+    ] = None,
+    tail: Annotated[str | None, typer.Option(metavar="NAME,...", help="zero, summary; default both.")] = None,
+    full: Annotated[bool, typer.Option("--full", help="The whole set: up to 32,768 tokens, all planners.")] = False,
+    backend: Annotated[str, typer.Option(help="Kernel: auto, or one that the output lists.")] = "auto",
+    device: Annotated[str, typer.Option(help="Kind of device; auto takes the fastest there is.")] = "auto",
+    heads: Annotated[int, typer.Option(min=1, help="Heads; not with --run.")] = 4,
+    width: Annotated[int, typer.Option(min=6, help="Width of a head; not with --run.")] = 64,
+    cluster_size: Annotated[
+        int | None, typer.Option(min=1, help="Queries of a cluster, about; default by the length.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; medians count.")] = 3,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; not with --run.")] = "float32",
+    samples: Annotated[int, typer.Option(min=1, help="With --run: samples that the model is run on.")] = 2,
+    checkpoint: Annotated[str, typer.Option(help="With --run: latest, best or a step.")] = "latest",
+    error: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="With --run: the error that the suggestion may have.")
+    ] = 0.1,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder of attention.json; default runs/bench-attention, or the run's.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    strict: Annotated[bool, typer.Option(help="Exit with 1 when a goal is missed.")] = False,
+) -> None:
+    """Measure sparse attention against dense: error, speed, memory; on synthetic video, or with --run on a trained model."""
+    from mmspeed.data.files import write_whole
+
+    from .bench_attention import ask, bench_attention
+
+    chosen = ask(tokens, keep, planner, tail, full)
+    common = {"backend": backend, "device": device, "rounds": rounds, "cluster_size": cluster_size}
+    if run is not None:
+        if strict or tokens is not None:
+            raise UserError("--tokens and --strict are for synthetic video: leave them out beside --run")
+        from .bench_attention_run import bench_run
+
+        found = bench_run(run, chosen, samples=samples, checkpoint=checkpoint, error=error, output=output, **common)
+        print(found.to_json() if as_json else "\n".join(found.lines()))
+        return
+    result = bench_attention(chosen | common | {"heads": heads, "width": width, "dtype": dtype})
+    write_whole((output or Path("runs/bench-attention")) / "attention.json", (result.to_json() + "\n").encode())
+    print(result.to_json() if as_json else "\n".join(result.lines()))
+    if strict and not result.passed():
+        raise typer.Exit(1)

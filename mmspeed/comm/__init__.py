@@ -9,7 +9,7 @@ from .collectives import (
     broadcast_object,
     first_does,
 )
-from .exchange import Pending, all_gather, all_to_all, all_to_all_many, even_sizes, pass_on, reduce_scatter
+from .exchange import Pending, all_gather, all_to_all, all_to_all_many, even_sizes, pass_on, reduce_scatter, swap_rows
 
 __all__ = [
     "Axis",
@@ -30,4 +30,5 @@ __all__ = [
     "nbytes",
     "pass_on",
     "reduce_scatter",
+    "swap_rows",
 ]

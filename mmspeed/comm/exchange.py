@@ -12,6 +12,7 @@ the result on every rank or on none.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -114,6 +115,33 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None 
     if axis.size == 1:
         return x
     return _apply(_ReduceScatter, x, axis, dim, parts)
+
+
+@outside_graphs
+def swap_rows(x_ZE: Tensor, axis: Axis, sends: Sequence[int], comes: Sequence[int], kind: str = "rows") -> Tensor:
+    """Give each rank some rows, another number to each, and get `comes[r]` from rank r, rank by rank; no gradients.
+
+    Args:
+        x_ZE: rows (of any shape) for rank 0 first, `sends[0]` of them, then those for rank 1. Ranks may be given none.
+        kind: what the ledger counts the bytes as.
+
+    Raises ValueError for numbers of rows that do not fit.
+    """
+    if (
+        len(sends) != axis.size
+        or len(comes) != axis.size
+        or sum(sends) != len(x_ZE)
+        or sends[axis.rank] != comes[axis.rank]
+    ):
+        raise ValueError(
+            f"{axis.name}: {len(x_ZE)} rows on rank {axis.rank}, not {tuple(sends)} to go and {tuple(comes)} to come"
+        )
+    if axis.size == 1:
+        return x_ZE
+    width, received = math.prod(x_ZE.shape[1:]), x_ZE.new_empty((sum(comes), *x_ZE.shape[1:]))
+    _swap(x_ZE.contiguous().view(-1), received.view(-1), [n * width for n in sends], [n * width for n in comes], axis)
+    axis.count(kind, (sum(sends) - sends[axis.rank]) * width * x_ZE.element_size(), int(not x_ZE.is_contiguous()))
+    return received
 
 
 class Pending:

@@ -240,6 +240,8 @@ def _absolute(config: Config, base: Path) -> Config:
         "output": fix(config.output),
         "data": config.data.model_copy(update={"sources": sources, "cache": fix_cache(config.data.cache)}),
     }
+    if config.train.start_from is not None:
+        changes["train"] = config.train.model_copy(update={"start_from": fix(config.train.start_from)})
     if isinstance(config.vae, DiffusersVaeConfig):
         changes["vae"] = config.vae.model_copy(update={"pretrained": fix_pretrained(config.vae.pretrained)})
     elif isinstance(config.vae, LinearVaeConfig) and config.vae.weights:

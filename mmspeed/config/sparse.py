@@ -54,7 +54,7 @@ class SparseConfig(Section):
         "logit",
         description="When queries are alike: `logit`: when their scores over the keys are; `euclid`: when they are near each other.",
     )
-    iterations: int = Field(3, ge=0, description="k-means iterations for each plan.")
+    iterations: int = Field(3, ge=0, description="Iterations of k-means for each plan.")
     tile: tuple[int, int, int] = Field((4, 4, 4), description="Tokens of a tile along time, height and width.")
     window: tuple[int, int, int] = Field(
         (3, 3, 3), description="With `planner: window`, tiles that a tile sees along each axis; odd."

@@ -25,6 +25,10 @@ class TrainConfig(Section):
         ge=1,
         description="Most samples that one device computes at a time; null: its whole share of a step, or what `batching` says. The rest is accumulated.",
     )
+    start_from: str | None = Field(
+        None,
+        description="Run folder (its latest checkpoint) or checkpoint folder whose weights a new run begins with, the moving average where there is one; null: drawn from `seed`.",
+    )
     lr: float = Field(1e-4, gt=0, description="Peak learning rate.")
     warmup_steps: int = Field(50, ge=0, description="Steps over which the learning rate rises from 0.")
     schedule: Literal["constant", "cosine"] = Field(

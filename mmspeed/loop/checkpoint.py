@@ -135,7 +135,7 @@ def _check(folder: Path, index: dict[str, Any], wanted: dict[str, Tensor]) -> No
         raise UserError(f"checkpoint {folder} holds `{extra}`, which the model here does not have: {advice}")
 
 
-def _open(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def open_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """(meta, index) of a checkpoint; UserError when it is missing, incomplete, damaged or from a newer mmspeed."""
     if not folder.is_dir():
         raise UserError(f"there is no checkpoint {folder}")
@@ -165,7 +165,7 @@ def load(
     All ranks call it. Returns the saved `meta` with `step`. Raises UserError when the checkpoint is missing, incomplete
     or of another model.
     """
-    meta, index = _open(folder)
+    meta, index = open_checkpoint(folder)
     wanted = _prefixed("model", get_model_state_dict(model))
     if ema is not None:
         if meta["ema_updates"] is None:
@@ -192,7 +192,7 @@ def load(
 
 def load_weights(folder: Path, model: nn.Module, which: Literal["ema", "model"] = "ema") -> dict[str, Any]:
     """Load weights alone, by one process alone, in the number type that `model` has. Returns and raises as `load`."""
-    meta, index = _open(folder)
+    meta, index = open_checkpoint(folder)
     if which == "ema" and meta["ema_updates"] is None:
         raise UserError(f"checkpoint {folder} has no EMA weights: ask for the model's own")
     averaged = {name for name, _ in model.named_parameters()} if which == "ema" else set()

@@ -46,6 +46,13 @@ class EMA:
         averages, parameters = self._pairs(model)
         torch._foreach_lerp_(averages, parameters, 1 - ema_decay(self.decay, self.updates))
 
+    @torch.no_grad()
+    def restart(self, model: nn.Module) -> None:
+        """Begin anew from the model's parameters."""
+        self.updates = 0
+        for average, parameter in zip(*self._pairs(model), strict=True):
+            average.copy_(parameter)
+
     def state_dict(self) -> dict[str, Tensor]:
         """The averages under the model's names, sharing memory with this object."""
         if self._swapped:

@@ -12,17 +12,21 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mmspeed.mixin import mix_in
+from mmspeed.replay import deciders, replayed
 
 
 class _Recomputed(nn.Module):
     """Mixed in before a block's own class: its forward is checkpointed wherever gradients are taken."""
 
     _reentrant = False
+    _decides = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         run = super().forward
         if not torch.is_grad_enabled() or (self._reentrant and not any(map(_takes_part, args))):
             return run(*args, **kwargs)
+        if self._decides:
+            run = replayed(run, deciders(self))
         return checkpoint(run, *args, use_reentrant=self._reentrant, **kwargs)
 
 
@@ -40,3 +44,4 @@ def recompute(block: nn.Module, around_graphs: bool = False) -> None:
     """
     mix_in(block, _Recomputed)
     block._reentrant = around_graphs  # type: ignore[assignment]
+    block._decides = bool(deciders(block))  # type: ignore[assignment]

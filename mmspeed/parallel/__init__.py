@@ -17,6 +17,7 @@ from mmspeed.graphs import compile_forward
 from mmspeed.memory import recompute
 from mmspeed.mesh import Mesh
 from mmspeed.protocol import DiffusionModel, Role
+from mmspeed.replay import deciders
 
 from .attention import SequenceAxes
 from .data_parallel import Strategy, autocast, no_sync, replicate, shard, unwrap
@@ -102,13 +103,14 @@ def parallelize(
     exchanges = layout.tensor.size * layout.whole.size > 1
     if exchanges:  # who computes which tokens
         spread_tokens(model, layout)
-    # Recomputation is part of the graphs, block by block; but exchanges break graphs, and none is made of a block with both
+    # Recomputation is part of the graphs, block by block; but exchanges and plans break graphs, and none is made of a block with both
+    breaks = exchanges or bool(deciders(model))
     steps: list[Callable[[nn.Module], None]] = []
     if checkpointing:
-        steps.append(partial(recompute, around_graphs=bool(compile) and exchanges))
+        steps.append(partial(recompute, around_graphs=bool(compile) and breaks))
     if compile:
         graphs = partial(compile_forward, backend="inductor" if compile is True else compile)
-        steps.insert(0 if exchanges else len(steps), graphs)
+        steps.insert(0 if breaks else len(steps), graphs)
     for block in cast(DiffusionModel, model).blocks:
         for step in steps:
             step(block)

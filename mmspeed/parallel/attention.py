@@ -27,7 +27,7 @@ Legend: B batch, A heads, K heads of the keys, N queries and M keys that this ra
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -42,6 +42,9 @@ from mmspeed.errors import UserError
 from mmspeed.graphs import outside_graphs
 
 from .ring import ring_attention
+
+# queries, keys, values and the keys' mask, of whole heads, to the output
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True)
@@ -106,17 +109,12 @@ def hybrid_attention(
     Every rank makes the call, and its backward. Under autocast, computes in its dtype.
     Raises UserError for fewer heads than Ulysses ranks, ValueError for sizes that do not fit.
     """
-    _check(q_BAND, k_BKMD, axes, q_sizes, k_sizes)
     q_BAND, k_BKMD, v_BKMD = autocast_alike(q_BAND, k_BKMD, v_BKMD)
-    if axes.ulysses.size > 1:
-        heads = split_heads(q_BAND.shape[1], k_BKMD.shape[1], axes.ulysses.size)
-        q_BAND, k_BKMD, v_BKMD = _heads_for_sequence(
-            q_BAND, k_BKMD, v_BKMD, axes.ulysses, heads, axes.near(q_sizes), axes.near(k_sizes)
-        )
-        if key_mask_BM is not None:
-            key_mask_BM = _join_mask(key_mask_BM, axes.ulysses, axes.near(k_sizes))
-    if axes.ring.size > 1 or causal or scale is not None:
-        out_BAND = _ring(
+
+    def attend(q_BAND: Tensor, k_BKMD: Tensor, v_BKMD: Tensor, key_mask_BM: Tensor | None) -> Tensor:
+        if axes.ring.size == 1 and not causal and scale is None:
+            return _local(q_BAND, k_BKMD, v_BKMD, key_mask_BM, backend, counter)
+        return _ring(
             q_BAND,
             k_BKMD,
             v_BKMD,
@@ -130,11 +128,35 @@ def hybrid_attention(
             backend=backend,
             counter=counter,
         )
-    else:
-        out_BAND = _local(q_BAND, k_BKMD, v_BKMD, key_mask_BM, backend, counter)
-    if axes.ulysses.size > 1:
-        out_BAND = _sequence_for_heads(out_BAND, axes.ulysses, heads.queries, axes.near(q_sizes))
-    return out_BAND
+
+    return with_heads_exchanged(q_BAND, k_BKMD, v_BKMD, key_mask_BM, axes, q_sizes, k_sizes, attend)
+
+
+def with_heads_exchanged(
+    q_BAND: Tensor,
+    k_BKMD: Tensor,
+    v_BKMD: Tensor,
+    key_mask_BM: Tensor | None,
+    axes: SequenceAxes,
+    q_sizes: Sequence[int],
+    k_sizes: Sequence[int],
+    attend: Attend,
+) -> Tensor:
+    """`attend` by some of the heads, over the joined parts of the Ulysses ranks; its output in the parts and heads of the queries.
+
+    Arguments as those of `hybrid_attention`. Keys with fewer heads than queries may come to `attend` repeated, but not to the heads of
+    the queries.
+    """
+    _check(q_BAND, k_BKMD, axes, q_sizes, k_sizes)
+    if axes.ulysses.size == 1:
+        return attend(q_BAND, k_BKMD, v_BKMD, key_mask_BM)
+    heads = split_heads(q_BAND.shape[1], k_BKMD.shape[1], axes.ulysses.size)
+    near_q, near_k = axes.near(q_sizes), axes.near(k_sizes)
+    q_BAND, k_BKMD, v_BKMD = _heads_for_sequence(q_BAND, k_BKMD, v_BKMD, axes.ulysses, heads, near_q, near_k)
+    if key_mask_BM is not None:
+        key_mask_BM = _join_mask(key_mask_BM, axes.ulysses, near_k)
+    out_BAND = attend(q_BAND, k_BKMD, v_BKMD, key_mask_BM)
+    return _sequence_for_heads(out_BAND, axes.ulysses, heads.queries, near_q)
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,11 @@ import torch
 from torch import Tensor
 
 from mmspeed.comm import Axis, Ledger, all_gather, all_to_all, even_sizes, reduce_scatter
+from mmspeed.compute.sparse.module import ClusteredAttention
 from mmspeed.graphs import outside_graphs
 
 from .attention import SequenceAxes, autocast_alike, hybrid_attention, of_nothing
+from .sparse import sparse_attention
 
 Along = Literal["T", "S"]
 Holding = Literal["whole", "rows", "columns"]
@@ -122,7 +124,7 @@ class TokenLayout:
         else:
             holdings = {"T": self.shard, "S": self.shard}
         text_split = split and self.text_from is not None and text_tokens >= self.text_from
-        return Spread(self, pos_TSX, mask_BTS, full, holdings, text_tokens, text_split)
+        return Spread(self, pos_TSX, mask_BTS, full, image, holdings, text_tokens, text_split)
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,7 @@ class Spread:
     pos_TSX: Tensor
     mask_BTS: Tensor | None
     full: bool
+    image: bool
     holdings: dict[Along, Holding]
     text_tokens: int
     text_is_split: bool
@@ -211,6 +214,16 @@ class Part:
     tokens: tuple[int, ...]  # seen, by process of the group
     widths: tuple[int, ...]  # own columns of each tensor-parallel process
 
+    def positions_of_all(self) -> Tensor:
+        """Positions along the attended dim, where it is split: of the tokens of all processes of the group, in their order, (N, X)."""
+        pos_TSX, (group, tensor) = self.spread.pos_TSX, (self.spread.layout.whole, self.spread.layout.tensor)
+        if self.holding == "rows":
+            return pos_TSX[:, 0]
+        everyone = [
+            held_by(self.holding, self.spread.shape, group.size, place, tensor.size) for place in range(group.size)
+        ]
+        return _joined([pos_TSX[0, _slice(columns)] for held in everyone for columns in held.columns], 0)
+
     def gather(self, x_BTSE: Tensor) -> Tensor:
         """The tokens seen, from the own ones of each tensor-parallel process."""
         tensor = self.spread.layout.tensor
@@ -229,10 +242,27 @@ class Part:
 
         `local` serves where this process has all of them.
         """
+        if isinstance(local, ClusteredAttention):
+            if not self.spread.image:
+                return self._attend_sparsely(local, q_BAND, k_BAND, v_BAND, mask_BN)
+            local = local.dense
         if self.lengths is None:
             return _where_any(local, q_BAND, k_BAND, v_BAND, mask_BN)
         axes = self.spread.layout.axes
         return hybrid_attention(q_BAND, k_BAND, v_BAND, mask_BN, axes, self.lengths, self.lengths)
+
+    def _attend_sparsely(
+        self, layer: ClusteredAttention, q_BAND: Tensor, k_BAND: Tensor, v_BAND: Tensor, mask_BN: Tensor | None
+    ) -> Tensor:
+        """Sparse attention along this part's dim, over the tokens of all processes."""
+        if self.lengths is not None:
+            axes = self.spread.layout.axes
+            return sparse_attention(
+                q_BAND, k_BAND, v_BAND, mask_BN, axes, self.lengths, self.lengths, self.positions_of_all().long(), layer
+            )
+        if not q_BAND.numel():
+            return of_nothing(q_BAND, k_BAND, v_BAND)
+        return layer(q_BAND, k_BAND, v_BAND, mask_BN, self.pos_NX.long())
 
     def attend_text(
         self, local: Attend, q_BAND: Tensor, k_BALD: Tensor, v_BALD: Tensor, mask_BL: Tensor | None

@@ -1,6 +1,7 @@
 """How fast a run goes: samples and tokens per second, model FLOPs utilisation, and the share of time spent on data.
 
-MFU is that of Chowdhery et al., "PaLM" (2022): only the model's own arithmetic counts, recomputation does not.
+MFU is that of Chowdhery et al., "PaLM" (2022): only the model's own arithmetic counts, recomputation does not. Where attention is sparse,
+the arithmetic of kept pairs counts, and planning and padding do not; the effective MFU counts as if all of it had been dense.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Throughput:
     tokens_per_s: float
     data_wait: float  # share of the wall time, 0..1
     mfu: float
+    effective_mfu: float
 
 
 class Meter:
@@ -50,14 +52,16 @@ class Meter:
         self.wait_s += data_wait_s
         self.wall_s += wall_s
 
-    def read(self) -> Throughput:
-        """The rates since the last `read`; zeros when nothing was added."""
+    def read(self, saved_flops: float = 0.0) -> Throughput:
+        """The rates since the last `read`; zeros when nothing was added. `saved_flops`: of the forward FLOPs, those not computed."""
         wall = self.wall_s
+        computed = max(0.0, self.forward_flops - saved_flops)
         result = Throughput(
             samples_per_s=self.samples / wall if wall > 0 else 0.0,
             tokens_per_s=self.tokens / wall if wall > 0 else 0.0,
             data_wait=self.wait_s / wall if wall > 0 else 0.0,
-            mfu=mfu(self.forward_flops, wall, self.peak_flops, self.devices),
+            mfu=mfu(computed, wall, self.peak_flops, self.devices),
+            effective_mfu=mfu(self.forward_flops, wall, self.peak_flops, self.devices),
         )
         self._clear()
         return result

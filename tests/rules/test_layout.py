@@ -78,6 +78,7 @@ def test_floors_can_break(tmp_path: Path) -> None:
         "shapes",
         "mesh",
         "mixin",
+        "replay",
         "graphs",
         "device",
         "errors",

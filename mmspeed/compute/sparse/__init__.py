@@ -4,7 +4,8 @@ plan.py         ClusterPlan: what is kept, integers only
 kmeans.py, keep.py, clusters.py, tiles.py, patterns.py      planners, which make plans of queries and keys
 attention.py    clustered_attention(q, k, v, plan): the one function, and which kernel serves
 masked.py       the oracle, O(N^2)
-grouped.py (CPU), triton_*.py, varlen.py, flex.py (CUDA), npu.py        kernels
+grouped.py (CPU), triton_*.py, varlen.py, flex.py (CUDA), npu_kernels.py        kernels
+packed.py, coarse.py        what some of them share: gathered sequences; the means as a second part of the softmax
 module.py, controller.py        the attention of a layer, and what steers its threshold
 """
 

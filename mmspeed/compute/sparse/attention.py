@@ -17,13 +17,20 @@ from torch import Tensor
 
 from mmspeed.compute.autocast import autocast_alike
 
+from .flex import FLEX
+from .grouped import GROUPED
 from .kernels import Kernel
 from .masked import MASKED, weights
+from .npu_kernels import NPU_BLOCK, NPU_TND
 from .plan import ClusterPlan, Means, fits, key_means
+from .triton_gather import TRITON
+from .varlen import VARLEN
 
 TailKind = Literal["zero", "summary"]
 
-KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (MASKED,)}
+KERNELS: dict[str, Kernel] = {
+    kernel.name: kernel for kernel in (GROUPED, TRITON, FLEX, VARLEN, NPU_BLOCK, NPU_TND, MASKED)
+}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,148 @@
+"""What steers the sparse attentions of a model in training: when they are dense, how much they keep, and their thresholds.
+
+Everything it decides is a function of the step and of sums over all ranks, so every rank decides the same, in any layout, and after a
+resume. Thresholds live in the layers, as buffers, and so in checkpoints.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from mmspeed.config.sparse import SparseConfig
+
+from .module import ClusteredAttention, Seen, Work, clustered_layers
+from .shares import threshold
+
+Reduce = Callable[[list[float]], list[float]]  # sum over all ranks
+
+SMOOTHING = 0.3  # how far a threshold moves to where it should be, in the log
+FIRST_STEPS = 3  # sparse steps that are all watched, until the threshold is settled
+GAIN = 0.5  # of the steering towards an error: the log of the error falls about this much slower than that of the threshold
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """What the watched calls of a layer showed, over all ranks."""
+
+    layer: str
+    kept: float | None  # share of pairs
+    error: float | None  # relative, of the sampled rows; None where they were not compared
+    plan_ms: float | None  # a call
+    tau: float | None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"layer": self.layer, "kept": self.kept, "error": self.error, "plan_ms": self.plan_ms, "tau": self.tau}
+
+
+def keep_at(settings: SparseConfig, step: int) -> float:
+    """The kept share that step number `step` (from 0) aims at: 1 while dense, falling in a line over the ramp."""
+    since = step - settings.dense_steps
+    if since < 0:
+        return 1.0
+    if since >= settings.ramp_steps:
+        return settings.keep
+    return 1.0 + (settings.keep - 1.0) * (since + 1) / (settings.ramp_steps + 1)
+
+
+def watched_at(settings: SparseConfig, step: int) -> bool:
+    """Whether a step is looked at closely."""
+    since = step - settings.dense_steps
+    if since < 0:
+        return since == -1 and settings.steered
+    if since < settings.ramp_steps + FIRST_STEPS:
+        return True
+    return since % settings.update_every == 0
+
+
+def next_tau(settings: SparseConfig, tau: float, counts: Sequence[float], error: float | None, keep: float) -> float:
+    """Where the threshold goes: to what would have kept the share `keep`, or, with `settings.error`, towards that error.
+
+    NaN stands for no threshold yet, and stays where nothing was counted.
+    """
+    counts = list(counts)
+    wanted = threshold(counts, keep)
+    if wanted is None:
+        return tau
+    if math.isnan(tau) or tau <= 0 or wanted <= 0:
+        return wanted
+    if settings.error is None:
+        return math.exp(math.log(tau) + SMOOTHING * (math.log(wanted) - math.log(tau)))
+    if error is None or error <= 0:
+        return tau
+    moved = math.exp(math.log(tau) + GAIN * (math.log(settings.error) - math.log(error)))
+    least, most = threshold(counts, settings.max_keep), threshold(counts, settings.min_keep)
+    return min(max(moved, least or 0.0), most if most is not None else moved)
+
+
+class SparsityController:
+    """Steers the sparse attentions of a model through training. Every rank makes the same calls."""
+
+    def __init__(self, layers: dict[str, ClusteredAttention], settings: SparseConfig) -> None:
+        self.layers, self.settings = layers, settings
+        self.rows: list[LayerRow] = []
+        self._keep_next = settings.keep
+
+    @classmethod
+    def of(cls, model: nn.Module) -> SparsityController | None:
+        """That of a model; None where all its attention is dense."""
+        layers = clustered_layers(model)
+        return cls(layers, next(iter(layers.values())).settings) if layers else None
+
+    def before_step(self, step: int) -> None:
+        """Tell the layers how step number `step` (from 0) is computed."""
+        settings = self.settings
+        self._keep_next = keep_at(settings, max(step + 1, settings.dense_steps))
+        for layer in self.layers.values():
+            layer.phase = "dense" if step < settings.dense_steps else "sparse"
+            layer.keep_now = keep_at(settings, step)
+            layer.watching = watched_at(settings, step)
+            layer.offset = step * 7919  # other rows at every look
+
+    def after_step(self, reduce: Reduce) -> bool:
+        """Read what the layers saw, and move their thresholds. Whether the step was watched, so that `rows` is new."""
+        layers = list(self.layers.values())
+        if not layers[0].watching:
+            return False
+        sums = [_sums(layer.seen, self.settings.steered) for layer in layers]
+        total = iter(reduce([value for each in sums for value in each]))
+        self.rows = []
+        for name, layer in self.layers.items():
+            self.rows.append(self._read(name, layer, [next(total) for _ in sums[0]]))
+            layer.seen = Seen()
+        return True
+
+    def saved_flops(self, reduce: Reduce) -> float:
+        """Forward FLOPs of dense attention that were not computed since this was last asked, over all ranks.
+
+        Kept pairs and those of means count as computed; planning does not, nor do pairs that a kernel computes as padding.
+        """
+        mine = 0.0
+        for layer in self.layers.values():
+            mine += layer.work.dense_flops - float(layer.work.flops)
+            layer.work = Work()
+        return reduce([mine])[0]
+
+    def _read(self, name: str, layer: ClusteredAttention, sums: list[float]) -> LayerRow:
+        calls, everything, kept, wrong, size, seconds = sums[:6]
+        error = math.sqrt(wrong / size) if size > 0 else None
+        if self.settings.steered:
+            layer.tau.fill_(next_tau(self.settings, float(layer.tau), sums[6:], error, self._keep_next))
+        tau = float(layer.tau)
+        return LayerRow(
+            name,
+            kept / everything if everything else None,
+            error,
+            seconds / calls * 1e3 if calls else None,
+            None if math.isnan(tau) else tau,
+        )
+
+
+def _sums(seen: Seen, steered: bool) -> list[float]:
+    """What is added up over ranks."""
+    plain = [seen.calls, seen.all_pairs, seen.kept_pairs, seen.wrong, seen.size, seen.plan_seconds]
+    return [float(value) for value in plain] + (seen.shares.values() if steered else [])

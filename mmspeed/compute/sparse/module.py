@@ -1,0 +1,287 @@
+"""The sparse attention of one layer: its threshold, when it is dense, and what it saw.
+
+Legend: B batch, A heads, G = B x A, N queries, M keys, D head width, C clusters of queries, X position axes.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from mmspeed.compute.attention import attention
+from mmspeed.config.sparse import SparseConfig
+from mmspeed.graphs import outside_graphs
+from mmspeed.replay import Decides
+
+from .attention import Attended, clustered_attention
+from .clusters import plan_clusters
+from .keep import Context, Keep
+from .patterns import plan_skip, plan_window
+from .plan import ClusterPlan
+from .shares import ShareCounts
+from .tiles import plan_tiles
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+Phase = Literal["sparse", "dense"]
+T = TypeVar("T")
+
+SAMPLED_ROWS = 16  # queries of a head whose exact output the error is estimated on
+
+
+@dataclass
+class Work:
+    """Arithmetic of the calls that were sparse, in training: sums over forward passes."""
+
+    dense_flops: int = 0  # what dense attention would have computed
+    flops: Tensor | int = 0  # of kept pairs, and of those with means
+
+
+@dataclass
+class Seen:
+    """What the watched calls of a layer showed: sums. Tensors stay on the device."""
+
+    calls: int = 0
+    all_pairs: int = 0
+    kept_pairs: Tensor | int = 0
+    wrong: Tensor | float = 0.0  # squared error of the sampled rows
+    size: Tensor | float = 0.0  # and their squared size
+    plan_seconds: float = 0.0
+    shares: ShareCounts = field(default_factory=ShareCounts)
+
+
+@dataclass
+class WarmStarts:
+    """Centroids of the plans of one video at the last step of its sampling, by condition (caption, empty caption)."""
+
+    condition: str = ""
+    starts: dict[str, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+
+
+class ClusteredAttention(Decides):
+    """Self-attention in which groups of queries attend to the keys that matter to them; see `SparseConfig`.
+
+    Where `settings` steer a threshold, `tau` holds it (a buffer, in checkpoints): a `SparsityController` sets it in training, and
+    sampling uses it as it is. As long as it is not set (NaN), every sample finds its own for the share `keep`.
+
+    Args:
+        way: of a fixed pattern that alternates between blocks (Skiparse), which of its two this one has.
+        frames: whether its sequences go over several frames.
+        dense: what serves where attention is dense.
+    """
+
+    tau: Tensor
+
+    def __init__(
+        self, settings: SparseConfig, way: Literal[0, 1] = 0, frames: bool = True, dense: Attend = attention
+    ) -> None:
+        super().__init__()
+        self.settings, self.way, self.frames, self.dense = settings, way, frames, dense
+        self.phase: Phase = "sparse"
+        self.keep_now = settings.keep
+        self.watching = False
+        self.offset = 0  # of the sampled rows
+        self.work, self.seen = Work(), Seen()
+        self.counter: Counter[str] = Counter()  # calls by kernel, "dense" for dense ones
+        self.warm: WarmStarts | None = None
+        self.register_buffer("tau", torch.tensor(math.nan))
+
+    def reset(self) -> None:
+        """The threshold of a new model: the config's, or none yet."""
+        self.tau.fill_(math.nan if self.settings.tau is None else self.settings.tau)
+
+    def extra_repr(self) -> str:
+        return f"{self.settings.planner}, tail={self.settings.tail}, {self.phase}"
+
+    def is_dense(self, tokens: int) -> bool:
+        """Whether a sequence of so many tokens meets dense attention now."""
+        return self.phase == "dense" or tokens < self.settings.min_tokens
+
+    def keep(self) -> Keep:
+        """Which keys are kept now."""
+        settings = self.settings
+        if settings.selection == "mass":
+            return Keep("mass", settings.mass, at_most=settings.max_keep)
+        if settings.selection == "top":
+            return Keep("top", self.keep_now, at_most=settings.max_keep)
+        tau = float(self.tau)
+        if math.isnan(tau):
+            return Keep("fraction", self.keep_now, at_most=settings.max_keep)
+        return Keep("threshold", tau, at_most=settings.max_keep)
+
+    def context(self, key_mask_BM: Tensor | None, positions_NX: Tensor, text_M: Tensor | None = None) -> Context:
+        """What planners know of a call. Tokens of text are keys that are always kept, and queries that keep every key."""
+        always_M = positions_NX[:, 0] == 0 if self.settings.keep_first_frame and self.frames else None
+        if text_M is not None:
+            always_M = text_M if always_M is None else always_M | text_M
+        observe = self.seen.shares.add if self.watching and self.training else None
+        return Context(key_mask_BM, always_M, full_queries_N=text_M, positions_NX=positions_NX, observe=observe)
+
+    @outside_graphs
+    def forward(
+        self,
+        q_BAND: Tensor,
+        k_BAMD: Tensor,
+        v_BAMD: Tensor,
+        key_mask_BM: Tensor | None,
+        positions_NX: Tensor,
+        text_M: Tensor | None = None,
+    ) -> Tensor:
+        """Self-attention of a whole sequence: `out_BAND`.
+
+        `positions_NX` are whole numbers, frame first, -1 at text; `key_mask_BM` is bool, True at keys that count. `text_M`, where text
+        attends jointly: bool, True at its tokens, which keep all and are kept by all.
+        """
+        context = self.context(key_mask_BM, positions_NX, text_M)
+        dense, _ = self.settle(lambda: self.is_dense(q_BAND.shape[2]))
+        if dense:
+            if self.watching and self.phase == "dense" and q_BAND.shape[2] >= self.settings.min_tokens:
+                self.settle(lambda: self._calibrate(q_BAND, k_BAMD, context))
+            self.counter["dense"] += 1
+            return self.dense(q_BAND, k_BAMD, v_BAMD, key_mask_BM)
+        plan, first = self.settle(lambda: self.timed(lambda: self.plan(q_BAND, k_BAMD, self.keep(), context)))
+        attended = self.compute(q_BAND, k_BAMD, v_BAMD, plan)
+        if first:
+            self.note(plan, attended)
+            if self.watching and self.training:
+                self.compare(q_BAND, k_BAMD, v_BAMD, key_mask_BM, attended.out_BAND)
+        return attended.out_BAND
+
+    def compute(self, q: Tensor, k: Tensor, v: Tensor, plan: ClusterPlan, **given: Any) -> Attended:
+        """Attention by a plan, with this layer's tail and kernel."""
+        tail = self.settings.tail
+        return clustered_attention(
+            q, k, v, plan, tail=tail, backend=self.settings.backend, counter=self.counter, **given
+        )
+
+    def plan(self, q_BAND: Tensor, k_BAMD: Tensor, keep: Keep, context: Context) -> ClusterPlan:
+        """The plan of this layer's planner for whole sequences."""
+        settings, summary = self.settings, self.settings.tail == "summary"
+        if settings.planner == "tiles":
+            return plan_tiles(q_BAND, k_BAMD, keep, context, tile=settings.tile, tail=summary)
+        if settings.planner == "window":
+            return plan_window(q_BAND, k_BAMD, context, tile=settings.tile, window=settings.window, tail=summary)
+        clusters = self.tail_clusters(k_BAMD.shape[2])
+        if settings.planner == "skip":
+            return plan_skip(q_BAND, k_BAMD, context, stride=settings.stride, way=self.way, tail_clusters=clusters)
+        start, tail_start = self._warm_start(q_BAND, clusters)
+        plan = plan_clusters(
+            q_BAND,
+            k_BAMD,
+            keep,
+            context,
+            cluster_size=settings.cluster_size,
+            metric=settings.metric,
+            iterations=settings.iterations if start is None else 0,
+            start_GCD=start,
+            tail_clusters=clusters,
+            tail_start_GKD=tail_start,
+        )
+        if self.warm is not None and plan.centroids_GCD is not None:
+            self.warm.starts[self.warm.condition] = (plan.centroids_GCD, plan.tail_centroids_GKD)
+        return plan
+
+    def tail_clusters(self, keys: int) -> int:
+        """Clusters of keys whose means stand in for dropped keys; 0: none do."""
+        return 0 if self.settings.tail == "zero" else (self.settings.tail_clusters or max(1, math.ceil(keys / 128)))
+
+    def timed(self, plan: Callable[[], T]) -> T:
+        """`plan()`, with its time noted when this call is watched; then, on an accelerator, it is waited for."""
+        if not (self.watching and self.training):
+            return plan()
+        wait = self.tau.device.type != "cpu"
+        started = _now(wait)
+        made = plan()
+        self.seen.plan_seconds += _now(wait) - started
+        return made
+
+    def note(self, plan: ClusterPlan, attended: Attended) -> None:
+        """Count what a call computed."""
+        if not self.training:
+            return
+        work, seen, pair = self.work, self.seen, 4 * attended.out_BAND.shape[-1]
+        work.dense_flops += pair * math.prod(plan.shape)
+        work.flops = work.flops + pair * useful_pairs(plan, self.settings.tail == "summary")
+        if self.watching:
+            seen.calls += 1
+            seen.all_pairs += math.prod(plan.shape)
+            seen.kept_pairs = seen.kept_pairs + plan.kept_pairs().sum()
+
+    @torch.no_grad()
+    def compare(
+        self, q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, key_mask_BM: Tensor | None, out_BAND: Tensor
+    ) -> None:
+        """Add the error of a few rows of an output, against dense attention of these rows to all keys."""
+        rows = self.sampled_rows(q_BAND.shape[2], q_BAND.device)
+        exact = self.dense(q_BAND[:, :, rows], k_BAMD, v_BAMD, key_mask_BM)
+        self.add_error(out_BAND[:, :, rows], exact)
+
+    def sampled_rows(self, queries: int, device: torch.device) -> Tensor:
+        """Queries that the error is estimated on, spread evenly; others at other steps."""
+        count = min(SAMPLED_ROWS, queries)
+        return (torch.arange(count, device=device) * queries // count + self.offset) % queries
+
+    def add_error(self, out: Tensor, exact: Tensor) -> None:
+        """Add to the squared error and the squared size of sampled rows."""
+        self.seen.wrong = self.seen.wrong + (out.float() - exact.float()).square().sum()
+        self.seen.size = self.seen.size + exact.float().square().sum()
+
+    def _calibrate(self, q_BAND: Tensor, k_BAMD: Tensor, context: Context) -> None:
+        """Look at the shares of a plan that is not used, while attention is still dense: the threshold is found from them."""
+        if self.settings.steered and self.training:
+            self.plan(q_BAND.detach(), k_BAMD.detach(), Keep("threshold", 1.0), context)
+
+    def _warm_start(self, q_BAND: Tensor, clusters: int) -> tuple[Tensor | None, Tensor | None]:
+        """Centroids of the step before, in sampling."""
+        if self.warm is None:
+            return None, None
+        return self.warm.starts.get(self.warm.condition, (None, None))
+
+
+def useful_pairs(plan: ClusterPlan, tail: bool) -> Tensor:
+    """Pairs that the attention consists of: kept ones, and those of queries with means that stand for something."""
+    pairs = plan.kept_pairs().sum()
+    if tail and plan.tail is not None:
+        pairs = pairs + (plan.sizes() * (plan.tail.dropped_GCK > 0).sum(dim=2)).sum()
+    return pairs
+
+
+def _now(wait: bool) -> float:
+    if wait:
+        torch.accelerator.synchronize()
+    return time.perf_counter()
+
+
+def clustered_layers(model: torch.nn.Module) -> dict[str, ClusteredAttention]:
+    """The sparse attentions of a model, by the name of the module that holds them."""
+    found = {name: part for name, part in model.named_modules() if isinstance(part, ClusteredAttention)}
+    return {name.removesuffix(".attend"): part for name, part in found.items()}
+
+
+@contextmanager
+def warm_plans(model: torch.nn.Module) -> Iterator[Callable[[str], None]]:
+    """While one video is sampled: each step's clusters begin with those of the step before.
+
+    Gives a function that is told the condition (caption, empty caption) that the model is called with next.
+    """
+    layers = clustered_layers(model).values()
+    for layer in layers:
+        layer.warm = WarmStarts()
+
+    def use(condition: str) -> None:
+        for layer in layers:
+            assert layer.warm is not None
+            layer.warm.condition = condition
+
+    try:
+        yield use
+    finally:
+        for layer in layers:
+            layer.warm = None

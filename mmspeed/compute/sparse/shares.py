@@ -1,0 +1,62 @@
+"""How probability is spread over pairs, counted so that the counts of heads, samples, micro-batches and ranks add up exactly.
+
+The share of a pair is the probability that a query's cluster gives a key, times the number of keys: 1 where attention is flat. The
+threshold tau is in the same measure, so the counts tell what any tau would keep.
+
+Legend: G heads of a batch, C clusters of queries, M keys.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+LOWEST, HIGHEST = -24, 16  # log2 of the shares that are told apart
+BINS_PER_OCTAVE = 32
+BINS = (HIGHEST - LOWEST) * BINS_PER_OCTAVE
+KEYS_COUNTED = 2048  # of a head, spread evenly: a subsample is enough
+
+
+class ShareCounts:
+    """Pairs by the log of their share; integers, so that sums depend on no order."""
+
+    def __init__(self) -> None:
+        self.counts: Tensor | None = None  # int64, BINS
+
+    def add(self, share_GCM: Tensor, weight_GC: Tensor, groups: slice | None = None) -> None:
+        """Count pairs. `groups`, of which heads they are, does not matter.
+
+        `share_GCM` is +inf at keys that are always kept and negative at masked ones; `weight_GC` are the queries of each cluster.
+        """
+        step = max(1, share_GCM.shape[2] // KEYS_COUNTED)
+        share = share_GCM[:, :, step // 2 :: step]
+        place = ((share.clamp(min=2.0**LOWEST).log2() - LOWEST) * BINS_PER_OCTAVE).clamp(max=BINS - 1).long()
+        weight = weight_GC[..., None].expand_as(place) * (share >= 0)
+        if self.counts is None:
+            self.counts = torch.zeros(BINS, dtype=torch.int64, device=share.device)
+        self.counts.scatter_add_(0, place.flatten(), weight.flatten().long())
+
+    def values(self) -> list[float]:
+        """The counts, exact in float64."""
+        return [0.0] * BINS if self.counts is None else self.counts.tolist()
+
+
+def threshold(counts: list[float], keep: float) -> float | None:
+    """The tau that keeps the share `keep` of the pairs that were counted; None when none were.
+
+    Within a bin pairs are taken to be spread evenly in the log.
+    """
+    total = math.fsum(counts)
+    if total <= 0:
+        return None
+    if keep >= 1:
+        return 0.0
+    wanted, above = keep * total, 0.0
+    for place in range(BINS - 1, -1, -1):
+        if above + counts[place] >= wanted:
+            part = (wanted - above) / counts[place] if counts[place] else 0.0
+            return 2.0 ** (LOWEST + (place + 1 - part) / BINS_PER_OCTAVE)
+        above += counts[place]
+    return 0.0

@@ -1,0 +1,153 @@
+"""Rules of sparse attention: which keys a cluster keeps.
+
+Legend: B batch, A heads, G = B x A, N queries, M keys, D head width, C clusters of queries.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from mmspeed import rng
+from mmspeed.cli.bench_attention_data import make_qkv
+from mmspeed.compute.sparse import clustered_attention
+from mmspeed.compute.sparse.clusters import plan_clusters
+from mmspeed.compute.sparse.keep import Context, Keep
+from mmspeed.compute.sparse.ranks import largest, upper_quantile
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return rng.normal(shape, seed, "planners", *shape)
+
+
+def test_kept_keys_are_those_of_a_probability_above_the_threshold() -> None:
+    q, k = draw(2, 2, 70, 8) * 2, draw(2, 2, 40, 8, seed=1)
+    mask_BM = torch.ones(2, 40, dtype=torch.bool)
+    mask_BM[1, 25:] = False
+    seen: list[tuple[Tensor, Tensor]] = []
+    context = Context(key_mask_BM=mask_BM, observe=lambda share, weight, groups: seen.append((share, weight)))
+    plan = plan_clusters(q, k, Keep("threshold", 1.3), context, cluster_size=10)
+    member_GCN = torch.nn.functional.one_hot(plan.cluster_of_query(), plan.clusters).float().mT
+    centre_GCD = member_GCN @ q.flatten(0, 1) / member_GCN.sum(dim=-1, keepdim=True).clamp(min=1)
+    torch.testing.assert_close(plan.centroids_GCD[plan.sizes() > 0], centre_GCD[plan.sizes() > 0])
+    score = (centre_GCD @ k.flatten(0, 1).mT) * 8**-0.5
+    p_GCM = score.masked_fill(~mask_BM.repeat_interleave(2, 0)[:, None], -torch.inf).softmax(dim=-1)
+    share_GCM = p_GCM * mask_BM.sum(dim=1).repeat_interleave(2)[:, None, None]
+    wanted_GCM = share_GCM >= 1.3
+    wanted_GCM.scatter_(-1, share_GCM.argmax(dim=-1, keepdim=True), True)
+    busy_GC = plan.sizes() > 0
+    assert torch.equal(plan.kept_keys()[busy_GC], wanted_GCM[busy_GC])
+    share, weight = torch.cat([part for part, _ in seen]), torch.cat([part for _, part in seen])
+    assert torch.equal(weight, plan.sizes()) and (share[2:, :, 25:] == -1).all()
+    torch.testing.assert_close(share[:2][busy_GC[:2]], share_GCM[:2][busy_GC[:2]])
+    assert plan.tau_G is not None and (plan.tau_G == torch.tensor(1.3)).all()
+
+
+def test_a_lower_threshold_keeps_more_and_errs_less() -> None:
+    q, k, v = draw(1, 2, 256, 16) * 3, draw(1, 2, 256, 16, seed=1), draw(1, 2, 256, 16, seed=2)
+    dense = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    kept, errors = [], []
+    for tau in (0.0, 1e-3, 0.03, 0.3, 1.0, 3.0):
+        plan = plan_clusters(q, k, Keep("threshold", tau), cluster_size=16)
+        out = clustered_attention(q, k, v, plan, backend="masked").out_BAND
+        kept.append(float(plan.kept_share().mean()))
+        errors.append(float((out - dense).norm() / dense.norm()))
+    assert kept == sorted(kept, reverse=True) and errors == sorted(errors)
+    assert kept[0] == 1.0 and errors[0] < 1e-6 and errors[1] < 0.02 and errors[-1] > 0.2 and kept[-1] < 0.1
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("share", [0.03, 0.1, 0.5])
+def test_a_fraction_is_met_over_the_heads_of_each_sample(share: float, masked: bool) -> None:
+    sharp = torch.tensor([0.3, 1.0, 2.0, 3.0])[:, None, None]
+    q, k = draw(2, 4, 1536, 8) * sharp, draw(2, 4, 1400, 8, seed=1)
+    mask = torch.arange(1400)[None] < torch.tensor([[1400], [900]]) if masked else None
+    plan = plan_clusters(q, k, Keep("fraction", share), Context(key_mask_BM=mask), cluster_size=48)
+    seen = torch.tensor([1400, 900 if masked else 1400]) / 1400
+    kept_BA = plan.kept_share() / seen[:, None]
+    torch.testing.assert_close(kept_BA.mean(dim=1), torch.full((2,), share), atol=2e-3, rtol=0)
+    assert kept_BA.std(dim=1).min() > 0.01, "one threshold, not the same share for every head"
+    assert plan.tau_G is not None and len(plan.tau_G.unique()) == 2 and (plan.tau_G[:4] == plan.tau_G[0]).all()
+    again = plan_clusters(
+        q, k, Keep("threshold", float(plan.tau_G[0])), Context(key_mask_BM=mask), cluster_size=48
+    ).kept_share()[0]
+    torch.testing.assert_close(again, plan.kept_share()[0], atol=1e-4, rtol=0)
+
+
+def test_one_threshold_errs_less_than_a_mass_for_every_cluster_at_equal_budget() -> None:
+    """On a fixed video-like seed; also the probability that is kept is the most that any rule keeps."""
+    q, k, v, _ = make_qkv((8, 12, 16), heads=4, width=64, seed=0)
+    dense = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    def error_and_mass(keep: Keep) -> tuple[float, float, float]:
+        shares: list[Tensor] = []
+        context = Context(observe=lambda share, weight, groups: shares.append(share))
+        plan = plan_clusters(q, k, keep, context, cluster_size=64)
+        out = clustered_attention(q, k, v, plan, backend="masked").out_BAND
+        held_GC = (torch.cat(shares) * plan.kept_keys()).sum(dim=-1) / k.shape[2]
+        held = (held_GC * plan.sizes()).sum() / plan.sizes().sum()
+        return float((out - dense).norm() / dense.norm()), float(plan.kept_share().mean()), float(held)
+
+    for budget in (0.1, 0.2):
+        error, kept, held = error_and_mass(Keep("fraction", budget))
+        assert abs(kept - budget) < 2e-3
+        low, high = 0.0, 1.0
+        for _ in range(9):
+            middle = (low + high) / 2
+            plan = plan_clusters(q, k, Keep("mass", middle), cluster_size=64)
+            low, high = (middle, high) if float(plan.kept_share().mean()) < budget else (low, middle)
+        mass_error, mass_kept, mass_held = error_and_mass(Keep("mass", high))
+        top_error, top_kept, top_held = error_and_mass(Keep("top", budget))
+        assert abs(mass_kept - budget) < 3e-3 and abs(top_kept - budget) < 1e-3
+        assert error < 0.92 * mass_error and held > mass_held
+        # the heads of this set are about equally peaked, where the same share for each is as good
+        assert error < 1.05 * top_error and held > top_held
+
+
+def test_mass_and_top_are_per_cluster() -> None:
+    q, k = draw(1, 2, 200, 8) * 3, draw(1, 2, 300, 8, seed=1)
+    shares: list[Tensor] = []
+    context = Context(observe=lambda share, weight, groups: shares.append(share))
+    plan = plan_clusters(q, k, Keep("mass", 0.7), context, cluster_size=20)
+    p_GCM = torch.cat(shares) / 300
+    kept_GCM, busy_GC = plan.kept_keys(), plan.sizes() > 0
+    held_GC = (p_GCM * kept_GCM).sum(dim=-1)
+    least_GC = p_GCM.masked_fill(~kept_GCM, 2.0).amin(dim=-1)
+    assert (held_GC[busy_GC] >= 0.7 - 1e-5).all() and (held_GC - least_GC)[busy_GC].max() < 0.7 + 1e-5
+    top = plan_clusters(q, k, Keep("top", 0.1), cluster_size=20)
+    assert (top.lengths()[top.sizes() > 0] == 30).all()
+    assert ((p_GCM * top.kept_keys()).sum(-1) - p_GCM.topk(30).values.sum(-1)).abs()[busy_GC].max() < 1e-5
+
+
+def test_a_threshold_above_all_keeps_the_most_probable_key() -> None:
+    q, k = draw(1, 1, 8, 4).abs() + 0.1, -draw(1, 1, 12, 4, seed=1).abs()
+    k[0, 0, 5] = 3.0
+    plan = plan_clusters(q, k, Keep("threshold", 1e9), cluster_size=2)
+    assert set(plan.kv_index_Z.tolist()) == {5} and (plan.lengths()[plan.sizes() > 0] == 1).all()
+    k[0, 0, 5] = torch.inf
+    plan = plan_clusters(q, k, Keep("threshold", 1e9), cluster_size=2, metric="euclid")
+    assert set(plan.kv_index_Z.tolist()) == {5}
+    plan = plan_clusters(q, torch.ones(1, 1, 12, 4), Keep("threshold", 1.5), cluster_size=2)
+    assert set(plan.kv_index_Z.tolist()) == {0}, "the first of equals"
+
+
+def test_ranks_are_exact_with_ties_by_place() -> None:
+    x = torch.tensor([[1.0, 3.0, 3.0, 3.0, 0.0], [2.0, 2.0, 2.0, 2.0, 2.0], [-torch.inf, 1.0, -torch.inf, 0.0, 0.5]])
+    wanted = [[0, 1, 1, 0, 0], [1, 1, 1, 1, 0], [0, 0, 0, 0, 0]]
+    assert largest(x, torch.tensor([2, 4, 0])).int().tolist() == wanted
+    values = draw(20_000)
+    weights = (draw(20_000, seed=1).abs() * 10).long()
+    for share in (0.01, 0.3, 0.9):
+        cut = upper_quantile(values, weights, share)
+        assert abs(float(weights[values >= cut].sum() / weights.sum()) - share) < 1e-3
+    values[:4000] = torch.inf
+    assert upper_quantile(values, weights, 0.1) == torch.inf
+
+
+def test_rules_that_make_no_sense_are_refused() -> None:
+    for wrong in (("threshold", -1.0), ("fraction", 0.0), ("mass", 1.1), ("top", float("nan")), ("best", 0.5)):
+        with pytest.raises(ValueError, match="rule"):
+            Keep(*wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="at_least"):
+        Keep("top", 0.5, at_least=0)

@@ -1,0 +1,144 @@
+"""Sparse attention in a model of one's own; what is refused; how a config is given."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mmspeed
+from mmspeed.comm import Axis
+from mmspeed.config.sparse import SparseConfig
+from mmspeed.errors import UserError
+from mmspeed.models.diffusers_plans import plan_for
+from mmspeed.parallel.attention import SequenceAxes
+from mmspeed.parallel.declared import sequence_parallel
+from mmspeed.pipelines.sparsify import sparse_config
+from tests.sparse_transformers import (
+    SMALL,
+    plain_model,
+    sparse_model,
+)
+from tests.video_transformers import loss_of, make_inputs, make_model
+
+
+class Own(nn.Module):
+    """A user's model: tokens (B, T, h, w, E), and one attention of each block; with what a call of attention may have."""
+
+    def __init__(self, heads: int = 4, key_heads: int = 4, **given: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(OwnAttention(heads, key_heads, given) for _ in range(3))
+
+    def forward(self, video: Tensor) -> Tensor:
+        x = video.flatten(1, 3)
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+class OwnAttention(nn.Module):
+    def __init__(self, heads: int, key_heads: int, given: dict[str, Any]) -> None:
+        super().__init__()
+        self.given = dict(given)
+        self.times = self.given.pop("times", 1)  # calls of attention
+        self.q = nn.Linear(32, heads * 8)
+        self.kv = nn.Linear(32, 2 * key_heads * 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).unflatten(2, (-1, 8)).transpose(1, 2)
+        k, v = (part.unflatten(2, (-1, 8)).transpose(1, 2) for part in self.kv(x).chunk(2, dim=2))
+        for _ in range(self.times):
+            out = F.scaled_dot_product_attention(q, k, v, **self.given)
+        return out.transpose(1, 2).flatten(2)
+
+
+OWN: dict[str, Any] = {"attention": {"blocks.*": ("video",)}, "grid": lambda given: given["video"].shape[1:4]}
+
+
+def test_ones_own_model_declares_itself() -> None:
+    torch.manual_seed(0)
+    plain, video = Own(key_heads=2, enable_gqa=True, scale=0.7), torch.randn(2, 4, 3, 3, 32)
+    model = copy.deepcopy(plain)
+    controller = mmspeed.sparsify_model(model, SparseConfig(**{**SMALL, "tau": 0.0}), **OWN)
+    assert torch.allclose(model(video), plain(video), atol=1e-5)
+    assert dict(controller.layers["blocks.1"].counter) == {"sparse_grouped": 1}
+    chrono, inputs = make_model("chronoedit, by its own declaration", num_layers=3), make_inputs("wan")
+    wanted = loss_of(chrono, inputs)
+    made = mmspeed.sparsify_model(
+        chrono,
+        {**SMALL, "tau": 0.0},
+        attention={"blocks.*.attn1": ("video",)},
+        grid=lambda given: (given["hidden_states"].shape[2], 3, 3),
+    )
+    assert torch.allclose(loss_of(chrono, inputs), wanted, rtol=1e-5) and list(made.layers) == ["blocks.1.attn1"]
+
+
+def refused_call(match: str, changes: dict[str, Any], **declared: Any) -> None:
+    model = Own(**changes)
+    mmspeed.sparsify_model(model, {**SMALL, "keep": 0.5}, **{**OWN, **declared})
+    with pytest.raises(UserError, match=match):
+        model(torch.randn(2, 4, 3, 3, 32))
+
+
+def test_what_a_call_cannot_have_is_refused() -> None:
+    refused_call("one of keys alone", {"attn_mask": torch.ones(36, 36, dtype=torch.bool).tril()})
+    refused_call("adds a bias", {"attn_mask": torch.full((1, 1, 1, 36), 0.5)})
+    refused_call("has no dropout", {"dropout_p": 0.1})
+    refused_call("has no causal mask", {"is_causal": True})
+    refused_call("2 times, not once", {"times": 2})
+    refused_call("the video has 5 x 3 x 3", {}, grid=lambda given: (5, 3, 3))
+    refused_call("36 tokens attend as video", {}, grid=lambda given: (3, 3, 3))
+    refused_call("1 at least", {}, grid=lambda given: (4, 9))
+
+
+def test_models_that_cannot_be_made_sparse_are_refused() -> None:
+    with pytest.raises(UserError, match=r"Own is not one of WanTransformer3DModel.*attention=.*grid="):
+        mmspeed.sparsify_model(Own(), "keep=0.5")
+    with pytest.raises(UserError, match=r"Own has no module 'block.\*'"):
+        mmspeed.sparsify_model(Own(), "keep=0.5", **{**OWN, "attention": {"block.*": ("video",)}})
+    with pytest.raises(UserError, match="has the sequences"):
+        mmspeed.sparsify_model(Own(), "keep=0.5", **{**OWN, "attention": {"blocks.*": ("text",)}})
+    model, _ = sparse_model("wan")
+    with pytest.raises(UserError, match="sparse attention already"):
+        mmspeed.sparsify_model(model, "keep=0.5")
+    split = plain_model("wan")
+    two = Axis("ulysses", None, 2, 0)
+    sequence_parallel(split, SequenceAxes(Axis.alone("ring"), two), plan_for(split))
+    with pytest.raises(UserError, match="sequence parallel"):
+        mmspeed.sparsify_model(split, "keep=0.5")
+    both, _ = sparse_model("wan")
+    sequence_parallel(both, SequenceAxes(Axis.alone("ring"), two), replace(plan_for(both), inputs={}, outputs={}))
+    both._sequence_role.group.checked = True  # type: ignore[union-attr]
+    with pytest.raises(UserError, match="made sparse, then sequence parallel"):
+        both(**make_inputs("wan"))
+    hooked = plain_model("wan")
+    hooked.forward = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    with pytest.raises(UserError, match="has been replaced"):
+        mmspeed.sparsify_model(hooked, "keep=0.5")
+    unknown_size, _ = sparse_model("ltx")
+    with pytest.raises(UserError, match="num_frames, height and width"):
+        unknown_size(**{**make_inputs("ltx"), "height": None})
+
+
+def test_configs() -> None:
+    got = sparse_config("keep=0.2, planner=tiles,tile=2x4x4,tail_clusters=null,keep_first_frame=true")
+    assert got == SparseConfig(
+        keep=0.2, planner="tiles", tile=(2, 4, 4), tail_clusters=None, keep_first_frame=True
+    )  # fmt: skip
+    assert sparse_config({"keep": 0.2}) == SparseConfig(keep=0.2) and sparse_config("") == SparseConfig()
+    for wrong, match in {
+        "kep=0.2": "sparse.kep: no such key; did you mean 'keep'",
+        "keep": "has no value",
+        "keep=0.2,keep=0.3": "twice",
+        "keep=2": "sparse.keep",
+        "tau=1,error=0.1": "use one of them",
+    }.items():
+        with pytest.raises(UserError, match=match):
+            sparse_config(wrong)
+    with pytest.raises(UserError, match="config is a list"):
+        sparse_config([1])  # type: ignore[arg-type]
