@@ -1,0 +1,107 @@
+"""One line in somebody's own script: `controller = mmspeed.sparsify_model(transformer, "keep=0.2")`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+from torch import nn
+
+from mmspeed.compute.sparse.controller import SparsityController
+from mmspeed.compute.sparse.module import clustered_layers
+from mmspeed.config.schema import Config
+from mmspeed.config.sparse import SparseConfig
+from mmspeed.errors import UserError, nearest
+from mmspeed.models.diffusers_sparse import Grid, layout_for
+from mmspeed.models.sparsified import sparsify
+
+
+class ModelSparsity(SparsityController):
+    """The controller of a model whose state dict has no thresholds. They are this one's own state, a few numbers.
+
+    `accelerator.register_for_checkpointing(controller)` saves and loads them with the script's checkpoints.
+    """
+
+    def state_dict(self) -> dict[str, float | None]:
+        """The threshold of each layer, by the name of its module; None where it is not set. Can be written as JSON."""
+        values = {name: float(layer.tau) for name, layer in self.layers.items()}
+        return {name: None if math.isnan(tau) else tau for name, tau in values.items()}
+
+    def load_state_dict(self, state: Mapping[str, float | None]) -> None:
+        """Take the thresholds of `state_dict`. Raises UserError where they are those of other layers."""
+        other = sorted(set(state) ^ set(self.layers))
+        if other:
+            raise UserError(
+                f"sparse attention: the saved thresholds are those of other layers ({other[0]}); use the model, dense_first and "
+                "dense_last that they were saved with"
+            )
+        for name, layer in self.layers.items():
+            tau = state[name]
+            layer.tau.fill_(math.nan if tau is None else tau)
+
+
+def sparsify_model(
+    transformer: nn.Module,
+    config: Config | SparseConfig | Mapping[str, Any] | str = "",
+    *,
+    attention: Mapping[str, tuple[str, ...]] | None = None,
+    grid: Grid | None = None,
+) -> ModelSparsity:
+    """Make the self-attention of a video transformer sparse, in place; gives what steers it.
+
+    transformer: a diffusers model (Wan, LTX, CogVideoX, HunyuanVideo), or any with `attention` and `grid`. config: a `SparseConfig`, its
+    fields, a string like "keep=0.2,planner=clusters", or a whole config, whose `model.sparse` is used. attention: which modules attend
+    to themselves, as patterns of their names, each with its sequences in order: ("video",) or ("text", "video"). grid: a function of the
+    arguments of the model's forward, by name, that gives the video's tokens along time, height and width.
+
+    Text that takes part keeps every key, and every query keeps it. Images stay dense. In training, call `before_step(step)` and
+    `after_step(mmspeed.comm.all_reduce_sum)` of what this gives around each optimizer step; a model that only samples needs neither.
+    It comes before compilation, FSDP, DDP and hooks. Raises UserError for a model that is not known, or that cannot be made sparse.
+    """
+    settings = sparse_config(config)
+    name = type(transformer).__name__
+    if clustered_layers(transformer):
+        raise UserError(f"sparsify_model: {name} has sparse attention already")
+    for module in transformer.modules():
+        if hasattr(module, "_sequence_role") or getattr(getattr(module, "processor", None), "_parallel_config", None):
+            raise UserError(
+                f"sparsify_model: {name} is sequence parallel; foreign models are either that or sparse for now, mmspeed's own are both"
+            )
+    return ModelSparsity(sparsify(transformer, layout_for(transformer, attention, grid), settings), settings)
+
+
+def sparse_config(config: Config | SparseConfig | Mapping[str, Any] | str) -> SparseConfig:
+    """The sparse section of whatever a caller gives: a config, the section, a mapping, or "keep=0.2,tile=4x4x4"."""
+    if isinstance(config, SparseConfig):
+        return config
+    if isinstance(config, Config):
+        if config.model.sparse is None:
+            raise UserError("sparsify_model: model.sparse of the config is null, which is dense")
+        return config.model.sparse
+    given: dict[str, Any] = {}
+    if isinstance(config, str):
+        for part in filter(None, config.replace(" ", "").split(",")):
+            key, equals, value = part.partition("=")
+            if not equals or key in given:
+                raise UserError(
+                    f"sparsify_model: {part!r} in '{config}' {'is there twice' if equals else 'has no value'}"
+                )
+            sizes = re.fullmatch(r"\d+(x\d+)+", value)
+            given[key] = value.split("x") if sizes else None if value == "null" else value
+    elif isinstance(config, Mapping):
+        given = dict(config)
+    else:
+        raise UserError(f"sparsify_model: config is a {type(config).__name__}; give a mapping or 'keep=0.2'")
+    fields = tuple(SparseConfig.model_fields)
+    for key in given:
+        if key not in fields:
+            raise UserError(f"sparse.{key}: no such key{nearest(str(key), fields)}")
+    try:
+        return SparseConfig.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(("sparse", *map(str, first["loc"])))
+        raise UserError(f"{where}: {first['msg'].removeprefix('Value error, ')}") from error
