@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from mmspeed.compute.attention import attention
 from mmspeed.compute.rope import grid_positions
+from mmspeed.compute.sparse.attention import KERNELS
 from mmspeed.compute.sparse.module import ClusteredAttention, clustered_layers
 from mmspeed.config.sparse import SparseConfig
-from mmspeed.errors import UserError
+from mmspeed.errors import UserError, nearest
 from mmspeed.models.layers import (
     NORM_EPS,
     TIME_CHANNELS,
@@ -77,6 +78,11 @@ class SoraDiTConfig:
             raise UserError(f"model.arrangement {self.arrangement!r} is not one of factorised, full")
         if min(self.patch) < 1 or self.hidden < 1:
             raise UserError(f"model.patch {self.patch} and model.mlp_ratio {self.mlp_ratio} must be positive")
+        if self.sparse is not None and self.sparse.backend not in ("auto", *KERNELS):
+            raise UserError(
+                f"model.sparse.backend {self.sparse.backend!r} is not one of auto, {', '.join(KERNELS)}"
+                f"{nearest(self.sparse.backend, list(KERNELS))}"
+            )
         if self.sparse is not None and not any(self.is_sparse(block) for block in range(self.depth)):
             raise UserError(
                 f"model.sparse: none of the {self.depth} blocks is sparse: lower dense_first, dense_last, or change spans"

@@ -241,7 +241,7 @@ def sparsify(model: nn.Module, layout: SparseLayout, settings: SparseConfig) -> 
     layers = {}
     for place in chosen:
         name, module, sequences = found[place]
-        layer = ClusteredAttention(settings, way=place % 2).train(module.training)
+        layer = ClusteredAttention(settings, way=1 if (place % 2) else 0).train(module.training)
         layer.reset()
         parameter = next(module.parameters(), None)
         layer.to(parameter.device if parameter is not None else None)

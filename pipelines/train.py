@@ -39,6 +39,7 @@ from mmspeed.loop.start import load_start
 from mmspeed.loop.step import StepResult, train_step
 from mmspeed.mesh import patient_group, process_group
 from mmspeed.models import build_model
+from mmspeed.models.sparse_note import never_sparse, sparse_lines
 from mmspeed.pipelines.assemble import assemble, place
 from mmspeed.pipelines.during import Observer
 from mmspeed.pipelines.opening import open_cache
@@ -145,8 +146,11 @@ class TrainPipeline:
     def _build(self) -> None:
         config, encoders = self.config, self.cache.info["encoders"]
         model = build_model(config.model, encoders["vae"]["channels"], encoders["text"]["width"], device="meta")
-        for bucket in sorted(self.cache.samples.buckets()):
-            latent_in(bucket, self.strides, model.config)
+        latents = {b: latent_in(b, self.strides, model.config) for b in sorted(self.cache.samples.buckets())}
+        for line in sparse_lines(model, latents) if self.rank == 0 else ():
+            log.info(line)
+        if never_sparse(model, latents) and self.rank == 0:
+            log.warning("no video is long enough for sparse attention: all stays dense; lower model.sparse.min_tokens")
         self.bare = model
         parts = assemble(config, model, self.placement, self.device)
         self.model, self.optimizer, self.ema = parts.model, parts.optimizer, parts.ema

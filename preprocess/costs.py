@@ -16,6 +16,7 @@ from mmspeed.device import PEAK_FLOPS, parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.log import format_bytes, format_figure
 from mmspeed.models import build_model
+from mmspeed.models.sparse_note import sparse_lines
 from mmspeed.models.text import text_width
 from mmspeed.parallel import check_layout
 from mmspeed.preprocess.caption_lengths import CaptionLengths
@@ -59,6 +60,7 @@ class Costs:
     latent_bytes: float
     text_bytes: float
     outlook: Outlook | None
+    attention: tuple[str, ...] = ()  # what is sparse of it, in words
 
     def seconds(self, peak_flops: float) -> tuple[float, ...]:
         """Training time at `UTILISATION` of the devices' peak, for each number of devices of the outlook; all wait for the busiest."""
@@ -114,7 +116,8 @@ def estimate(
     except UserError as error:
         problems.append(f"the schedule is not known: {error}")
     parameters = sum(p.numel() for p in model.parameters())
-    return Costs(parameters, tuple(rows), latent_bytes, text, outlook), problems
+    attention = sparse_lines(model, {row.bucket: strides.latent(row.bucket) for row in rows if row.train})
+    return Costs(parameters, tuple(rows), latent_bytes, text, outlook, tuple(attention)), problems
 
 
 def peaks(config: Config) -> list[tuple[str, float]]:
@@ -198,6 +201,7 @@ def _bucket_hints(config: Config, costs: Costs) -> list[str]:
 def cost_lines(config: Config, costs: Costs) -> list[str]:
     """The estimate in words, as `mmspeed check` prints it."""
     lines = [f"model: {config.model.size}, {config.model.arrangement}, {costs.parameters / 1e6:.1f} M parameters"]
+    lines += costs.attention
     parallel = config.parallel
     if parallel.group > 1:
         parts = " x ".join(

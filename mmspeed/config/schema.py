@@ -28,7 +28,7 @@ from .inputs import (
 )
 from .parallel import ParallelConfig
 from .places import is_url, mirror_folder
-from .sparse import SparseConfig
+from .sparse import SparseConfig, planner_from_scratch
 from .training import BatchingConfig, StageConfig, TrainConfig
 
 __all__ = [
@@ -228,6 +228,17 @@ class Config(Section):
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, populate_by_name=True
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _planner(cls, tree: Any) -> Any:
+        """A run's own config names its planner, so that a resumed run keeps it."""
+        model, train = (tree.get(name) for name in ("model", "train")) if isinstance(tree, dict) else (None, None)
+        if not isinstance(model, dict) or not isinstance(model.get("sparse"), dict):
+            return tree
+        if isinstance(train, dict) and train.get("start_from") is not None:
+            return tree
+        return {**tree, "model": {**model, "sparse": planner_from_scratch(model["sparse"])}}
 
     @field_validator("data")
     @classmethod

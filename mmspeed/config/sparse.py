@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -12,9 +12,9 @@ from .inputs import Section
 class SparseConfig(Section):
     """Sparse self-attention: each group of queries attends to a part of the keys. Images and short videos stay dense."""
 
-    planner: Literal["clusters", "tiles", "window", "skip"] = Field(
-        "clusters",
-        description="What decides which keys are kept. `clusters`: queries that are alike share the keys that matter to them. `tiles`: neighbours in space and time do. `window` and `skip`: fixed patterns, for comparison.",
+    planner: Literal["clusters", "tiles", "window", "skip"] | None = Field(
+        None,
+        description="What decides which keys are kept. `clusters`: queries that are alike share the keys that matter to them. `tiles`: neighbours in space and time do. `window` and `skip`: fixed patterns, for comparison. Null: `tiles` in a run that begins from scratch, unless a key asks for clusters or a threshold; else `clusters`.",
     )
     rule: Literal["threshold", "top", "mass"] | None = Field(
         None,
@@ -88,18 +88,23 @@ class SparseConfig(Section):
     )
 
     @property
+    def grouping(self) -> Literal["clusters", "tiles", "window", "skip"]:
+        """`planner`; clusters, where nothing says otherwise."""
+        return self.planner or "clusters"
+
+    @property
     def selection(self) -> Literal["threshold", "top", "mass"]:
         """`rule`, or the planner's own."""
-        return self.rule or ("top" if self.planner == "tiles" else "threshold")
+        return self.rule or ("top" if self.grouping == "tiles" else "threshold")
 
     @property
     def steered(self) -> bool:
         """Whether a threshold follows what is measured."""
-        return self.planner in ("clusters", "tiles") and self.selection == "threshold" and self.tau is None
+        return self.grouping in ("clusters", "tiles") and self.selection == "threshold" and self.tau is None
 
     @model_validator(mode="after")
     def _fits(self) -> SparseConfig:
-        chooses = self.planner in ("clusters", "tiles")
+        chooses = self.grouping in ("clusters", "tiles")
         if not chooses and self.rule is not None:
             raise ValueError(f"rule goes with planner: clusters or tiles; {self.planner} is a fixed pattern")
         if self.tau is not None and self.error is not None:
@@ -113,3 +118,13 @@ class SparseConfig(Section):
         if self.min_keep > self.keep:
             raise ValueError(f"min_keep {self.min_keep} is above keep {self.keep}")
         return self
+
+
+# keys of the section that make sense with clusters alone, or with a threshold
+ASK_FOR_CLUSTERS = ("rule", "tau", "error", "cluster_size", "tail_clusters", "metric", "iterations")
+
+
+def planner_from_scratch(sparse: dict[str, Any]) -> dict[str, Any]:
+    """The section of a run that begins from scratch: without a planner it gets tiles, which learn better there (docs/benchmarks.md)."""
+    asked = any(sparse.get(key) is not None for key in ("planner", *ASK_FOR_CLUSTERS))
+    return sparse if asked else {**sparse, "planner": "tiles"}

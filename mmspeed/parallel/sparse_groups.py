@@ -90,7 +90,7 @@ class Grouped:
 
 def grouped(part: Part, ring: Axis, first: int) -> Grouped:
     """The groups of the config's planner; `first`: place of this rank's first token in the sequence. Every rank makes the call."""
-    planner = part.settings.planner
+    planner = part.settings.grouping
     if planner == "clusters":
         return by_clusters(part, ring)
     if planner == "skip":

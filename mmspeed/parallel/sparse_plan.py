@@ -139,7 +139,7 @@ def plan_split(
         index_Z,
         offsets,
         tail,
-        centroids_GCD=mine.sign_GCD if settings.planner == "clusters" else None,
+        centroids_GCD=mine.sign_GCD if settings.grouping == "clusters" else None,
         tau_G=tau_G if keep.rule in ("threshold", "fraction") and not mine.fixed else None,
     )
     if mine.tail is None:

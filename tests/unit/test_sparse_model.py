@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mmspeed.compute.sparse.module import clustered_layers
+from mmspeed.config import make_config
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.errors import UserError
 from mmspeed.log import read_metrics
@@ -271,3 +272,20 @@ def test_what_cannot_be_started_from(home: Path, start: str, message: str) -> No
 def test_settings_that_do_not_go_together(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SparseConfig(**fields)
+
+
+def test_the_planner_of_a_run_that_names_none(tmp_path: Path) -> None:
+    """Tiles learn better from scratch; clusters are nearer to the dense attention that a run begins with."""
+
+    def planner(*overrides: str) -> str:
+        sparse = small_config(tmp_path, *overrides).model.sparse
+        assert sparse is not None
+        return sparse.grouping
+
+    assert planner("model.sparse.keep=0.2") == "tiles" and planner("model.sparse={}") == "tiles"
+    assert planner("model.sparse.keep=0.2", "train.start_from=runs/dense") == "clusters"
+    assert planner("model.sparse.cluster_size=64") == planner("model.sparse.error=0.1") == "clusters"
+    assert planner("model.sparse.planner=skip") == "skip"
+    config = small_config(tmp_path, "model.sparse.keep=0.2")
+    again = make_config(config.model_dump(mode="json", by_alias=True), origin="test")
+    assert again.model.sparse == config.model.sparse

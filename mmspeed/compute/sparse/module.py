@@ -98,7 +98,7 @@ class ClusteredAttention(Decides):
         self.tau.fill_(math.nan if self.settings.tau is None else self.settings.tau)
 
     def extra_repr(self) -> str:
-        return f"{self.settings.planner}, tail={self.settings.tail}, {self.phase}"
+        return f"{self.settings.grouping}, tail={self.settings.tail}, {self.phase}"
 
     def is_dense(self, tokens: int) -> bool:
         """Whether a sequence of so many tokens meets dense attention now."""
@@ -164,12 +164,12 @@ class ClusteredAttention(Decides):
     def plan(self, q_BAND: Tensor, k_BAMD: Tensor, keep: Keep, context: Context) -> ClusterPlan:
         """The plan of this layer's planner for whole sequences."""
         settings, summary = self.settings, self.settings.tail == "summary"
-        if settings.planner == "tiles":
+        if settings.grouping == "tiles":
             return plan_tiles(q_BAND, k_BAMD, keep, context, tile=settings.tile, tail=summary)
-        if settings.planner == "window":
+        if settings.grouping == "window":
             return plan_window(q_BAND, k_BAMD, context, tile=settings.tile, window=settings.window, tail=summary)
         clusters = self.tail_clusters(k_BAMD.shape[2])
-        if settings.planner == "skip":
+        if settings.grouping == "skip":
             return plan_skip(q_BAND, k_BAMD, context, stride=settings.stride, way=self.way, tail_clusters=clusters)
         start, tail_start = self._warm_start(q_BAND, clusters)
         plan = plan_clusters(

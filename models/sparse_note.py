@@ -1,0 +1,52 @@
+"""What is sparse in a model, and for which videos, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mmspeed.models.sora_dit import SoraDiT
+from mmspeed.shapes import Bucket
+
+Latent = tuple[int, int, int]
+
+
+def sparse_lines(model: SoraDiT, latents: Mapping[Bucket, Latent]) -> list[str]:
+    """Which blocks attend sparsely, and the buckets that stay dense all the same; nothing for a dense model."""
+    config, sparse = model.config, model.config.sparse
+    if sparse is None:
+        return []
+    blocks = [block for block in range(config.depth) if config.is_sparse(block)]
+    aim = f"error {sparse.error:.1%}" if sparse.error is not None else f"{sparse.keep:.0%} of the pairs"
+    if sparse.tau is not None:
+        aim = f"threshold {sparse.tau:g} / keys"
+    if sparse.grouping in ("window", "skip"):
+        aim = "a fixed pattern"
+    lines = [
+        f"sparse attention: {sparse.grouping}, tail {sparse.tail}, {aim}, in {len(blocks)} of {config.depth} blocks, "
+        f"after {sparse.dense_steps} dense steps"
+    ]
+    short = {bucket: _longest(model, blocks, latent) for bucket, latent in latents.items()}
+    dense = [bucket for bucket, keys in short.items() if bucket.frames > 1 and keys < sparse.min_tokens]
+    if dense:
+        lines.append(
+            f"  dense all the same, with fewer than model.sparse.min_tokens ({sparse.min_tokens}): "
+            + ", ".join(f"{bucket} ({short[bucket]} tokens)" for bucket in dense[:4])
+            + (f" and {len(dense) - 4} more" if len(dense) > 4 else "")
+        )
+    return lines
+
+
+def never_sparse(model: SoraDiT, latents: Mapping[Bucket, Latent]) -> bool:
+    """Whether a model that asks for sparse attention meets no video that is long enough for it."""
+    config, sparse = model.config, model.config.sparse
+    blocks = [block for block in range(config.depth) if config.is_sparse(block)]
+    return sparse is not None and not any(
+        bucket.frames > 1 and _longest(model, blocks, latent) >= sparse.min_tokens for bucket, latent in latents.items()
+    )
+
+
+def _longest(model: SoraDiT, blocks: list[int], latent: Latent) -> int:
+    """Tokens of the longest sequence that a sparse block attends over."""
+    t, h, w = model.config.grid(latent)
+    tokens = {"spatial": h * w, "temporal": t, "full": t * h * w}
+    return max(tokens[model.config.span(block)] for block in blocks)
