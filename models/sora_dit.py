@@ -111,13 +111,22 @@ class SoraDiTConfig:
             return False
         return self.arrangement == "full" or sparse.spans in ("all", self.span(block))
 
+    def way(self, block: int) -> Literal[0, 1]:
+        """Of a pattern that alternates between the blocks of a span, which of its two ways block number `block` has."""
+        return 1 if (block if self.arrangement == "full" else block // 2) % 2 else 0
+
     def expected_share(self, block: int, frames: int, keys: int) -> float:
         """Of the pairs of its self-attention, those that block number `block` computes, about: dense warm-up is left out."""
         sparse = self.sparse
         if sparse is None or not self.is_sparse(block) or frames == 1 or keys < sparse.min_tokens:
             return 1.0
-        tail = sparse.tail_clusters or math.ceil(keys / 128)
-        return min(1.0, sparse.keep + (tail / keys if sparse.tail == "summary" else 0.0))
+        kept, means = sparse.keep, sparse.tail_clusters or math.ceil(keys / 128)
+        if sparse.grouping == "skip":
+            kept = 1 / sparse.stride
+        elif sparse.grouping == "window":
+            axes = {"spatial": (1, 2), "temporal": (0,), "full": (0, 1, 2)}[self.span(block)]
+            kept = min(1.0, math.prod(sparse.window[axis] * sparse.tile[axis] for axis in axes) / keys)
+        return min(1.0, kept + (means / keys if sparse.tail == "summary" else 0.0))
 
     def rows_and_columns(self, grid: tuple[int, int, int]) -> tuple[int, int]:
         """Tokens as blocks meet them: frames x places of a frame; one row of all where every block attends over all."""
@@ -147,7 +156,7 @@ class SoraBlock(nn.Module):
         if config.is_sparse(place):
             assert config.sparse is not None
             self.self_attention.attend = ClusteredAttention(
-                config.sparse, way=1 if place % 2 else 0, frames=self.span != "spatial", dense=attend
+                config.sparse, way=config.way(place), frames=self.span != "spatial", dense=attend
             )
         self.norm_cross = nn.LayerNorm(width, eps=NORM_EPS)
         self.cross_attention = CrossAttention(width, config.heads, attend)

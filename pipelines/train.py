@@ -226,7 +226,7 @@ class TrainPipeline:
                     self.sparsity.before_step(step)
                 result = self._step(data)
                 if self.sparsity is not None:
-                    self.sparsity.after_step(comm.all_reduce_sum)
+                    self.sparsity.after_step(comm.all_reduce_sum, finite=result is None or result.finite)
                 epoch = self.sampler.locate(step).epoch
                 step += 1
                 # 2. a step that is not finite changed nothing, and too many end the run

@@ -75,7 +75,8 @@ def train_step(
         losses.append(loss_B.detach())
         sums.append(loss_sum.detach())
         sources.append(batch.sources)
-        del batch
+        # a graph that has run still holds what its functions keep beside tensors, such as plans
+        del batch, loss_B, loss_sum
     if tensor is not None:
         sum_shared_gradients(model.parameters(), tensor)
     norm = clip_gradients(model, clip_norm)

@@ -59,7 +59,7 @@ def shard(model: nn.Module, mesh: Mesh, compute_dtype: torch.dtype) -> nn.Module
 def replicate(model: nn.Module) -> nn.Module:
     """DistributedDataParallel over all ranks. Every parameter must take part in every step."""
     with warnings.catch_warnings():
-        # torch 2.13 renames broadcast_buffers; the new name is unknown to 2.11, and buffers do not change in training
+        # torch 2.13 renames broadcast_buffers; the new name is unknown to 2.11, and buffers change alike on all ranks
         warnings.simplefilter("ignore", FutureWarning)
         return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
 

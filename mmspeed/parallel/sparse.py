@@ -1,7 +1,8 @@
 """Sparse self-attention of a sequence that is split over ranks.
 
     ulysses, ring    what runs
-    u, 1             all-to-all; each rank plans and computes its own heads, as one process would; all-to-all
+    u, 1             all-to-all; each rank plans and computes its own heads, as one process would; all-to-all. As long as a threshold is
+                     not set, one is found for the heads that a rank has, not for all of a sample
     1, r             each rank groups its own queries, all say which of their keys these keep (`sparse_plan`), and what is kept travels
                      (`sparse_rows`); each rank computes its plan over the table that came
     u, r             all-to-all, the ring's way, all-to-all
@@ -28,7 +29,7 @@ from mmspeed.compute.autocast import autocast_alike
 from mmspeed.compute.block_attention import block_forward, merge
 from mmspeed.compute.sparse.attention import Attended, Stats
 from mmspeed.compute.sparse.keep import Keep
-from mmspeed.compute.sparse.module import ClusteredAttention
+from mmspeed.compute.sparse.module import CALIBRATION, ClusteredAttention
 from mmspeed.compute.sparse.plan import Tail, key_means
 from mmspeed.graphs import outside_graphs
 
@@ -88,7 +89,6 @@ def _over_ring(
     def plan(keep: Keep) -> SplitPlan:
         with torch.no_grad():
             context = layer.context(key_mask_BM, positions_NX)
-            starts = (None, None) if layer.warm is None else layer.warm.starts.get(layer.warm.condition, (None, None))
             made = plan_split(
                 q_BAND.detach(),
                 k_BAMD.detach(),
@@ -99,19 +99,15 @@ def _over_ring(
                 layer.settings,
                 way=layer.way,
                 tail_clusters=layer.tail_clusters(tokens),
-                starts=starts,
+                starts=layer.warm_start(),
             )
-            if layer.warm is not None and made.plan.centroids_GCD is not None:
-                layer.warm.starts[layer.warm.condition] = (made.plan.centroids_GCD, made.tail_centroids_GKD)
+            layer.carry_over(made.plan.centroids_GCD, made.tail_centroids_GKD)
             return made
 
-    dense, _ = layer.settle(lambda: layer.is_dense(tokens))
+    dense, first = layer.settle(lambda: layer.is_dense(tokens))
     if dense:
-        looks = layer.watching and layer.phase == "dense" and tokens >= layer.settings.min_tokens
-        if (
-            looks and layer.training and layer.settings.steered
-        ):  # the threshold is found from shares of a plan that is not used
-            layer.settle(lambda: plan(Keep("threshold", 1.0)))
+        if first and layer.calibrates(tokens):
+            plan(CALIBRATION)
         layer.counter["dense"] += 1
         return ring_attention(q_BAND, k_BAMD, v_BAMD, key_mask_BM, ring, lengths, window=axes.window, outer=axes.outer)
     split, first = layer.settle(lambda: layer.timed(lambda: plan(layer.keep())))

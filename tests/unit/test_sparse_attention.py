@@ -65,11 +65,11 @@ def test_gradients_are_finite_differences(backend: str, dtype: torch.dtype, tail
     assert torch.autograd.gradcheck(attend, (q, k, v))
 
 
-@pytest.mark.parametrize(("backend", "dtype", "tail"), cases(*TOLERANCE))
+@pytest.mark.parametrize(
+    ("backend", "dtype", "tail"), [case for case in cases(*TOLERANCE) if case.values[0] != "masked"]
+)
 @pytest.mark.parametrize("name", PLANS)
 def test_kernels_equal_the_oracle(backend: str, dtype: torch.dtype, tail: str, name: str) -> None:
-    if backend == "masked":
-        pytest.skip("it is the oracle")
     plan = plan_of(name)
     tensors = qkv(plan, 16, dtype)
     got = results(tensors, plan, tail=tail, backend=backend)
@@ -221,7 +221,7 @@ def test_gradient_of_dropped_keys(backend: str, dtype: torch.dtype, tail: str) -
 # ---- T9, T10: the same bits; no NaN
 
 
-@pytest.mark.parametrize(("backend", "dtype", "tail"), cases(torch.float32, torch.float64))
+@pytest.mark.parametrize(("backend", "dtype", "tail"), cases(torch.float32, torch.float64, torch.bfloat16))
 @pytest.mark.parametrize("size", [0.0, 1e-20, 1e3, 1e6])
 def test_extreme_scores_have_no_nan(backend: str, dtype: torch.dtype, tail: str, size: float) -> None:
     plan = plan_of("empty clusters", keep=0.05)
@@ -302,9 +302,10 @@ def test_a_named_kernel_never_falls_back(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_auto_never_computes_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in serving(torch.float32, "zero"):
-        if name != "masked":
-            monkeypatch.delitem(KERNELS, name)
+    served = serving(torch.float32, "zero")
+    others = {name: kernel for name, kernel in KERNELS.items() if name == "masked" or name not in served}
+    # not item by item: those would come back in another order, which is that of preference
+    monkeypatch.setattr("mmspeed.compute.sparse.attention.KERNELS", others)
     with pytest.raises(ValueError, match="backend='masked' does, in O"):
         attended()
 

@@ -132,6 +132,58 @@ def test_arithmetic_that_was_left_out_is_counted_once() -> None:
     assert controller.saved_flops(own) == 0.0
 
 
+def test_long_and_short_sequences_weigh_by_their_pairs() -> None:
+    weight = torch.full((1, 2), 3)
+    counts = [ShareCounts() for _ in range(2)]
+    for each, keys in zip(counts, (2048, 8192), strict=True):
+        each.add(torch.ones(1, 2, keys), weight)
+        assert sum(each.values()) == 6 * keys
+
+
+def test_a_fixed_threshold_stays_whatever_weights_bring() -> None:
+    layer = layer_of(tau=1.5, dense_steps=0)
+    controller = SparsityController.of(Holder(layer))
+    assert controller is not None
+    layer.tau.fill_(7.0)  # a checkpoint of another run
+    controller.before_step(0)
+    assert float(layer.tau) == 1.5
+
+
+def test_a_step_that_is_not_finite_moves_no_threshold() -> None:
+    layer = layer_of(keep=0.2)
+    controller = SparsityController.of(Holder(layer))
+    assert controller is not None
+    q, k, v, positions = tokens()
+    for step in range(3):
+        controller.before_step(step)
+        layer(q, k, v, None, positions)
+        controller.after_step(own)
+    before = float(layer.tau)
+    controller.before_step(3)
+    layer(q * math.nan, k, v, None, positions)
+    assert not controller.after_step(own, finite=False) and float(layer.tau) == before
+    assert layer.seen.calls == 0
+    steered = SparseConfig(error=0.1)
+    counts = ShareCounts()
+    counts.add(torch.rand(1, 4, 100), torch.ones(1, 4))
+    assert next_tau(steered, 1.0, counts.values(), math.nan, 0.2) == 1.0
+
+
+def test_plans_under_autocast_are_made_of_what_kernels_get() -> None:
+    layer = layer_of(tau=1.0, dense_steps=0)
+    layer.reset()
+    q, k, v, positions = tokens()
+    plans = []
+    own_plan = layer.plan
+    layer.plan = lambda *args: plans.append(own_plan(*args)) or plans[-1]
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(q, k, v, None, positions)
+        half = [x.bfloat16() for x in (q, k, v)]
+        layer(*half, None, positions)
+    assert torch.equal(plans[0].kv_index_Z, plans[1].kv_index_Z)
+    assert torch.equal(plans[0].q_index_GN, plans[1].q_index_GN)
+
+
 class Block(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -161,6 +213,26 @@ def test_recomputation_uses_the_plan_of_the_first_pass(reentrant: bool) -> None:
     again(y, positions).square().sum().backward()
     assert torch.equal(x.grad, y.grad) and torch.equal(block.scale.grad, again.scale.grad)
     assert block.attention.work.dense_flops == again.attention.work.dense_flops  # the second pass is not counted
+
+
+def test_a_dense_pass_that_is_made_again_looks_at_nothing() -> None:
+    block = Block()
+    block.attention = layer_of(keep=0.2)
+    controller = SparsityController.of(block)
+    assert controller is not None
+    recompute(block)
+    x, positions = tokens()[0].requires_grad_(), tokens()[3]
+    controller.before_step(0)
+    out = block(x, positions)
+    seen = block.attention.seen.shares.values()
+    assert sum(seen) > 0
+    out.sum().backward()
+    assert block.attention.seen.shares.values() == seen
+    block.attention.watching = False
+    out = block(x, positions)
+    block.attention.watching = True  # whatever comes in between
+    out.sum().backward()
+    assert block.attention.seen.shares.values() == seen
 
 
 def test_a_record_replays_in_order() -> None:

@@ -110,6 +110,14 @@ def test_which_blocks_are_sparse() -> None:
         model_of(depth=2, dense_first=1, dense_last=1)
 
 
+def test_both_ways_to_skip_are_taken_by_the_blocks_of_every_span() -> None:
+    def ways(**fields: object) -> list[int]:
+        return [layer.way for layer in clustered_layers(model_of(planner="skip", tau=None, **fields)).values()]
+
+    assert ways() == [0, 1, 0, 1]
+    assert ways(arrangement="factorised") == [0, 0, 1, 1]  # spatial, temporal, spatial, temporal
+
+
 def test_images_stay_dense() -> None:
     model = model_of(min_tokens=1)
     twin = dense_twin(model)
@@ -163,6 +171,13 @@ def test_flops_count_what_is_kept() -> None:
     assert dense.flops(latent, 7) - sparse.flops(latent, 7) == pytest.approx(saved, rel=1e-6)
     image = (1, 16, 16)
     assert sparse.flops(image, 7) == dense.flops(image, 7)
+    for fields, share in (
+        ({"planner": "skip", "stride": 4}, 1 / 4),
+        ({"planner": "window", "tile": (2, 2, 2), "window": (3, 3, 1)}, 9 * 8 / tokens),
+    ):
+        fixed = build_model(ModelConfig(**{**config, "sparse": {**config["sparse"], **fields}}), 4, 8, device="meta")
+        saved = (1 - share) * layers * 4 * tokens * tokens * width
+        assert dense.flops(latent, 7) - fixed.flops(latent, 7) == pytest.approx(saved, rel=1e-6)
 
 
 # ---- runs

@@ -145,6 +145,37 @@ def test_micro_batches_are_asked_for_one_by_one_and_let_go() -> None:
     assert not lazy.waiting and result == truth[0]
 
 
+class Held:
+    """What a function keeps for its backward, beside tensors."""
+
+
+class Holds(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, loss_B: torch.Tensor, held: Held) -> torch.Tensor:
+        ctx.held = held
+        return loss_B.clone()
+
+    @staticmethod
+    def backward(ctx, dloss_B: torch.Tensor):
+        return dloss_B, None
+
+
+def test_what_a_graph_keeps_is_gone_when_the_next_forward_begins() -> None:
+    kept: list[weakref.ref[Held]] = []
+
+    def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
+        assert not any(ref() for ref in kept)
+        held = Held()
+        kept.append(weakref.ref(held))
+        return Holds.apply(flow_loss(model, batch), held)
+
+    model = ToyDiT()
+    optimizer = make_optimizer(model, TrainConfig())
+    batches = split(KEYS, 8, 0, 1, 2)
+    train_step(model, batches, loss_fn, optimizer, global_samples=7, world=1, clip_norm=None, strategy="none")
+    assert len(kept) > 1 and not any(ref() for ref in kept)
+
+
 def test_a_non_finite_sample_is_named_and_nothing_moves() -> None:
     model = ToyDiT()
     optimizer = make_optimizer(model, TrainConfig())

@@ -72,7 +72,7 @@ def next_tau(settings: SparseConfig, tau: float, counts: Sequence[float], error:
         return wanted
     if settings.error is None:
         return math.exp(math.log(tau) + SMOOTHING * (math.log(wanted) - math.log(tau)))
-    if error is None or error <= 0:
+    if error is None or not 0 < error < math.inf:
         return tau
     moved = math.exp(math.log(tau) + GAIN * (math.log(settings.error) - math.log(error)))
     least, most = threshold(counts, settings.max_keep), threshold(counts, settings.min_keep)
@@ -102,11 +102,20 @@ class SparsityController:
             layer.keep_now = keep_at(settings, step)
             layer.watching = watched_at(settings, step)
             layer.offset = step * 7919  # other rows at every look
+            if settings.tau is not None:
+                layer.reset()  # weights that a run begins with may have brought another
 
-    def after_step(self, reduce: Reduce) -> bool:
-        """Read what the layers saw, and move their thresholds. Whether the step was watched, so that `rows` is new."""
+    def after_step(self, reduce: Reduce, finite: bool = True) -> bool:
+        """Read what the layers saw, and move their thresholds. Whether the step was watched, so that `rows` is new.
+
+        A step that was not `finite`, on any rank, updates nothing, and what the layers saw in it counts for nothing.
+        """
         layers = list(self.layers.values())
         if not layers[0].watching:
+            return False
+        if not finite:
+            for layer in layers:
+                layer.seen = Seen()
             return False
         sums = [_sums(layer.seen, self.settings.steered) for layer in layers]
         total = iter(reduce([value for each in sums for value in each]))

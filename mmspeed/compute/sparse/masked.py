@@ -20,7 +20,7 @@ def tail_bias(plan: ClusterPlan, dtype: torch.dtype) -> Tensor:
     """Log of the number of keys that each mean stands for, for each query; -inf where it stands for none."""
     assert plan.tail is not None
     count_GNK = plan.tail.dropped_GCK.gather(1, plan.cluster_of_query()[..., None].expand(-1, -1, plan.tail.clusters))
-    return count_GNK.to(dtype).log().view(plan.batch, plan.heads, plan.queries, -1)
+    return count_GNK.to(dtype).log().view(plan.batch, plan.heads, plan.queries, plan.tail.clusters)
 
 
 def weights(

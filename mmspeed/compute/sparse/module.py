@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mmspeed.compute.attention import attention
+from mmspeed.compute.autocast import autocast_alike
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.graphs import outside_graphs
 from mmspeed.replay import Decides
@@ -33,6 +34,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 Phase = Literal["sparse", "dense"]
 T = TypeVar("T")
 
+CALIBRATION = Keep("threshold", 1.0)  # what it keeps is not used, the shares that it looks at are
 SAMPLED_ROWS = 16  # queries of a head whose exact output the error is estimated on
 
 
@@ -139,11 +141,13 @@ class ClusteredAttention(Decides):
         `positions_NX` are whole numbers, frame first, -1 at text; `key_mask_BM` is bool, True at keys that count. `text_M`, where text
         attends jointly: bool, True at its tokens, which keep all and are kept by all.
         """
+        # plans are made from what kernels get, as they are after the exchanges of sequence parallelism
+        q_BAND, k_BAMD, v_BAMD = autocast_alike(q_BAND, k_BAMD, v_BAMD)
         context = self.context(key_mask_BM, positions_NX, text_M)
-        dense, _ = self.settle(lambda: self.is_dense(q_BAND.shape[2]))
+        dense, first = self.settle(lambda: self.is_dense(q_BAND.shape[2]))
         if dense:
-            if self.watching and self.phase == "dense" and q_BAND.shape[2] >= self.settings.min_tokens:
-                self.settle(lambda: self._calibrate(q_BAND, k_BAMD, context))
+            if first and self.calibrates(q_BAND.shape[2]):
+                self.plan(q_BAND.detach(), k_BAMD.detach(), CALIBRATION, context)
             self.counter["dense"] += 1
             return self.dense(q_BAND, k_BAMD, v_BAMD, key_mask_BM)
         plan, first = self.settle(lambda: self.timed(lambda: self.plan(q_BAND, k_BAMD, self.keep(), context)))
@@ -171,7 +175,7 @@ class ClusteredAttention(Decides):
         clusters = self.tail_clusters(k_BAMD.shape[2])
         if settings.grouping == "skip":
             return plan_skip(q_BAND, k_BAMD, context, stride=settings.stride, way=self.way, tail_clusters=clusters)
-        start, tail_start = self._warm_start(q_BAND, clusters)
+        start, tail_start = self.warm_start()
         plan = plan_clusters(
             q_BAND,
             k_BAMD,
@@ -184,8 +188,7 @@ class ClusteredAttention(Decides):
             tail_clusters=clusters,
             tail_start_GKD=tail_start,
         )
-        if self.warm is not None and plan.centroids_GCD is not None:
-            self.warm.starts[self.warm.condition] = (plan.centroids_GCD, plan.tail_centroids_GKD)
+        self.carry_over(plan.centroids_GCD, plan.tail_centroids_GKD)
         return plan
 
     def tail_clusters(self, keys: int) -> int:
@@ -233,16 +236,19 @@ class ClusteredAttention(Decides):
         self.seen.wrong = self.seen.wrong + (out.float() - exact.float()).square().sum()
         self.seen.size = self.seen.size + exact.float().square().sum()
 
-    def _calibrate(self, q_BAND: Tensor, k_BAMD: Tensor, context: Context) -> None:
-        """Look at the shares of a plan that is not used, while attention is still dense: the threshold is found from them."""
-        if self.settings.steered and self.training:
-            self.plan(q_BAND.detach(), k_BAMD.detach(), Keep("threshold", 1.0), context)
+    def calibrates(self, tokens: int) -> bool:
+        """Whether, while attention is still dense, a plan is made that is not used: the threshold is found from its shares."""
+        looks = self.watching and self.training and self.phase == "dense"
+        return looks and self.settings.steered and tokens >= self.settings.min_tokens
 
-    def _warm_start(self, q_BAND: Tensor, clusters: int) -> tuple[Tensor | None, Tensor | None]:
-        """Centroids of the step before, in sampling."""
-        if self.warm is None:
-            return None, None
-        return self.warm.starts.get(self.warm.condition, (None, None))
+    def warm_start(self) -> tuple[Tensor | None, Tensor | None]:
+        """Centroids of queries and of keys of the step before, in sampling."""
+        return (None, None) if self.warm is None else self.warm.starts.get(self.warm.condition, (None, None))
+
+    def carry_over(self, centroids_GCD: Tensor | None, tail_centroids_GKD: Tensor | None) -> None:
+        """Keep centroids for the next step, in sampling."""
+        if self.warm is not None and centroids_GCD is not None:
+            self.warm.starts[self.warm.condition] = (centroids_GCD, tail_centroids_GKD)
 
 
 def useful_pairs(plan: ClusterPlan, tail: bool) -> Tensor:

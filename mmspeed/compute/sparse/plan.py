@@ -9,7 +9,7 @@ Z kept keys of all clusters together.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -72,11 +72,6 @@ class ClusterPlan:
     def shape(self) -> tuple[int, int, int, int]:
         """(B, A, N, M)."""
         return self.batch, self.heads, self.queries, self.keys
-
-    @property
-    def nbytes(self) -> int:
-        """Of all its tensors."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(self))
 
     def sizes(self) -> Tensor:
         """Queries of each cluster, int64."""
@@ -160,34 +155,50 @@ def fits(plan: ClusterPlan, q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor) -> s
 def key_means(k_BAMD: Tensor, v_BAMD: Tensor, tail: Tail) -> Means:
     """Means of the keys and values of each cluster, over all its keys that are not masked (kept by some cluster or not).
 
-    Summed in float32 at least. A cluster without keys has means 0 and, in every plan, drops none.
+    Summed in float32 at least, in the order of the keys on every device. A cluster without keys has means 0 and, in every plan, drops
+    none.
     """
-    wide = torch.promote_types(k_BAMD.dtype, torch.float32)
-    label_GM = tail.label_GM
-    counts_GK = torch.zeros(label_GM.shape[0], tail.clusters + 1, dtype=wide, device=label_GM.device)
-    counts_GK = counts_GK.scatter_add(1, label_GM, torch.ones_like(label_GM, dtype=wide))
-    share_GK1 = counts_GK.clamp(min=1.0).reciprocal()[:, : tail.clusters, None]
-
-    def mean(x_BAMD: Tensor) -> Tensor:
-        batch, heads, _, width = x_BAMD.shape
-        sums = torch.zeros(batch * heads, tail.clusters + 1, width, dtype=wide, device=x_BAMD.device)
-        sums = sums.scatter_add(1, label_GM[..., None].expand(-1, -1, width), x_BAMD.flatten(0, 1).to(wide))
-        return (sums[:, : tail.clusters] * share_GK1).to(x_BAMD.dtype).unflatten(0, (batch, heads))
-
-    return Means(mean(k_BAMD), mean(v_BAMD))
+    wide, shape = torch.promote_types(k_BAMD.dtype, torch.float32), k_BAMD.shape[:2]
+    rows = (x_BAMD.flatten(0, 1).to(wide) for x_BAMD in (k_BAMD, v_BAMD))
+    *sums, size_GK = _ClusterSums.apply(*rows, tail.label_GM, tail.clusters)
+    share_GK1 = size_GK.to(wide).clamp(min=1.0).reciprocal()[..., None]
+    return Means(*((sum_GKD * share_GK1).to(k_BAMD.dtype).unflatten(0, shape) for sum_GKD in sums))
 
 
-def without_tail(plan: ClusterPlan) -> ClusterPlan:
-    """The same plan, whose dropped keys count nothing."""
-    return replace(plan, tail=None)
+class _ClusterSums(torch.autograd.Function):
+    """(sums of the keys of each cluster, of their values, and their number, G K).
 
+    Bag by bag, in the order of the keys: adding in place would run in any order on accelerators.
+    """
 
-def _tensors(part: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    for each in fields(part):
-        value = getattr(part, each.name)
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, Tail | Tiles):
-            found += _tensors(value)
-    return found
+    @staticmethod
+    def forward(
+        ctx: Any, k_GMD: Tensor, v_GMD: Tensor, label_GM: Tensor, clusters: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(label_GM)
+        groups, keys, _ = k_GMD.shape
+        sorted_GM, order_GM = label_GM.sort(dim=1, stable=True)
+        numbers_GL = torch.arange(clusters + 1, device=k_GMD.device).expand(groups, -1).contiguous()
+        begin_GL = torch.searchsorted(sorted_GM, numbers_GL)  # of each cluster, and of the masked keys
+        size_GK = begin_GL.diff(dim=1)
+        ctx.mark_non_differentiable(size_GK)
+        first_G1 = torch.arange(groups, device=k_GMD.device)[:, None] * keys
+        places, bags = (order_GM + first_G1).flatten(), (begin_GL + first_G1).flatten()
+
+        def sums(x_GMD: Tensor) -> Tensor:
+            if not keys or not clusters:
+                return x_GMD.new_zeros(groups, clusters, x_GMD.shape[2])
+            sum_LD = torch.nn.functional.embedding_bag(places, x_GMD.flatten(0, 1), bags, mode="sum")
+            return sum_LD.view(groups, clusters + 1, x_GMD.shape[2])[:, :clusters]
+
+        return sums(k_GMD), sums(v_GMD), size_GK
+
+    @staticmethod
+    def backward(ctx: Any, dk_GKD: Tensor, dv_GKD: Tensor, _: Any) -> Any:
+        (label_GM,) = ctx.saved_tensors
+
+        def spread(d_GKD: Tensor) -> Tensor:
+            padded_GLD = torch.nn.functional.pad(d_GKD, (0, 0, 0, 1))  # nothing to masked keys
+            return padded_GLD.gather(1, label_GM[..., None].expand(-1, -1, padded_GLD.shape[2]))
+
+        return spread(dk_GKD), spread(dv_GKD), None, None

@@ -33,7 +33,8 @@ class ShareCounts:
         step = max(1, share_GCM.shape[2] // KEYS_COUNTED)
         share = share_GCM[:, :, step // 2 :: step]
         place = ((share.clamp(min=2.0**LOWEST).log2() - LOWEST) * BINS_PER_OCTAVE).clamp(max=BINS - 1).long()
-        weight = weight_GC[..., None].expand_as(place) * (share >= 0)
+        # each counted key stands for `step` keys, so that long and short sequences, and parts of one, weigh by their pairs
+        weight = weight_GC[..., None].expand_as(place) * (share >= 0) * step
         if self.counts is None:
             self.counts = torch.zeros(BINS, dtype=torch.int64, device=share.device)
         self.counts.scatter_add_(0, place.flatten(), weight.flatten().long())
