@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from mmspeed.compute.attention import attention
 from mmspeed.compute.rope import grid_positions
-from mmspeed.compute.sparse.attention import KERNELS
+from mmspeed.compute.sparse.attention import check_backend
 from mmspeed.compute.sparse.module import ClusteredAttention, clustered_layers
+from mmspeed.compute.sparse.plan import usual_tail_clusters
 from mmspeed.config.sparse import SparseConfig
-from mmspeed.errors import UserError, nearest
+from mmspeed.errors import UserError
 from mmspeed.models.layers import (
     NORM_EPS,
     TIME_CHANNELS,
@@ -78,11 +79,8 @@ class SoraDiTConfig:
             raise UserError(f"model.arrangement {self.arrangement!r} is not one of factorised, full")
         if min(self.patch) < 1 or self.hidden < 1:
             raise UserError(f"model.patch {self.patch} and model.mlp_ratio {self.mlp_ratio} must be positive")
-        if self.sparse is not None and self.sparse.backend not in ("auto", *KERNELS):
-            raise UserError(
-                f"model.sparse.backend {self.sparse.backend!r} is not one of auto, {', '.join(KERNELS)}"
-                f"{nearest(self.sparse.backend, list(KERNELS))}"
-            )
+        if self.sparse is not None:
+            check_backend(self.sparse.backend, "model.sparse.backend")
         if self.sparse is not None and not any(self.is_sparse(block) for block in range(self.depth)):
             raise UserError(
                 f"model.sparse: none of the {self.depth} blocks is sparse: lower dense_first, dense_last, or change spans"
@@ -120,7 +118,7 @@ class SoraDiTConfig:
         sparse = self.sparse
         if sparse is None or not self.is_sparse(block) or frames == 1 or keys < sparse.min_tokens:
             return 1.0
-        kept, means = sparse.keep, sparse.tail_clusters or math.ceil(keys / 128)
+        kept, means = sparse.keep, sparse.tail_clusters or usual_tail_clusters(keys)
         if sparse.grouping == "skip":
             kept = 1 / sparse.stride
         elif sparse.grouping == "window":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from mmspeed.config import Config
 from mmspeed.models.sora_dit import SoraDiT
 from mmspeed.shapes import Bucket
 
@@ -36,13 +37,20 @@ def sparse_lines(model: SoraDiT, latents: Mapping[Bucket, Latent]) -> list[str]:
     return lines
 
 
-def never_sparse(model: SoraDiT, latents: Mapping[Bucket, Latent]) -> bool:
-    """Whether a model that asks for sparse attention meets no video that is long enough for it."""
-    config, sparse = model.config, model.config.sparse
-    blocks = [block for block in range(config.depth) if config.is_sparse(block)]
-    return sparse is not None and not any(
-        bucket.frames > 1 and _longest(model, blocks, latent) >= sparse.min_tokens for bucket, latent in latents.items()
-    )
+def sparse_warnings(model: SoraDiT, latents: Mapping[Bucket, Latent], config: Config) -> list[str]:
+    """What keeps a run that asks for sparse attention from ever having it."""
+    shape, sparse = model.config, model.config.sparse
+    if sparse is None:
+        return []
+    told = []
+    blocks = [block for block in range(shape.depth) if shape.is_sparse(block)]
+    videos = {bucket: latent for bucket, latent in latents.items() if bucket.frames > 1}
+    if not any(_longest(model, blocks, latent) >= sparse.min_tokens for latent in videos.values()):
+        told.append("no video is long enough for sparse attention: all stays dense; lower model.sparse.min_tokens")
+    if sparse.dense_steps >= config.train.steps:
+        steps = f"model.sparse.dense_steps is {sparse.dense_steps}, train.steps {config.train.steps}"
+        told.append(f"no step will be sparse: {steps}")
+    return told
 
 
 def _longest(model: SoraDiT, blocks: list[int], latent: Latent) -> int:

@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from mmspeed.compute.rope import grid_positions
+from mmspeed.compute.sparse.attention import check_backend
 from mmspeed.compute.sparse.module import ClusteredAttention, clustered_layers
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.errors import UserError, nearest
@@ -225,6 +226,7 @@ def sparsify(model: nn.Module, layout: SparseLayout, settings: SparseConfig) -> 
     Raises UserError for a layout that does not fit the model, and where nothing would be sparse.
     """
     found = _matching(model, layout)
+    check_backend(settings.backend, "model.sparse.backend")
     chosen = range(settings.dense_first, len(found) - settings.dense_last)
     if not chosen:
         raise UserError(

@@ -25,9 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from mmspeed.config import Config, dump_config, load_config
+from mmspeed.config.schema import ModelConfig
 from mmspeed.data.files import write_whole
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
+from mmspeed.models.sizes import resolve_config
 
 # Changing one of these in the middle of a run would make its checkpoints mean something else.
 FIXED_ON_RESUME = ("seed", "model", "objective", "vae", "text")
@@ -113,10 +115,19 @@ class RunFolder:
             return []
         before, now = self.config().model_dump(by_alias=True), config.model_dump(by_alias=True)
         changed = [name for name in now if before.get(name) != now[name]]
-        fixed = [name for name in changed if name in FIXED_ON_RESUME]
+        for tree in (before, now):  # which attention is sparse is no part of the weights
+            tree["model"] = {key: value for key, value in tree["model"].items() if key != "sparse"}
+        fixed = [
+            f"{name}.{key}" if isinstance(now[name], dict) else name
+            for name in changed
+            if name in FIXED_ON_RESUME
+            for key in (now[name] if isinstance(now[name], dict) else [""])
+            if not isinstance(now[name], dict) or before[name].get(key) != now[name][key]
+        ]
         if fixed:
             raise UserError(
-                f"{self.root} was started with another {', '.join(fixed)}: choose another `name` for this run, or restore the config"
+                f"{self.root} was started with another {', '.join(fixed)}: restore the config, or choose another `name` for this run "
+                "(train.start_from begins with the weights of another)"
             )
         return changed
 
@@ -130,6 +141,23 @@ class RunFolder:
             os.replace(temporary, self.codec_weights)
         write_text(self.root / "run.json", json.dumps(info, indent=2) + "\n")
         write_text(self.config_file, dump_config(config))
+
+
+def other_shape(place: str | Path, model: ModelConfig) -> list[str]:
+    """What the weights of the run at `place` (its folder, or that of a checkpoint) were trained as, where `model` reads them otherwise.
+
+    Such weights fit by their names and sizes, and mean something else.
+    """
+    roots = (Path(place), Path(place).parent.parent)
+    found = next((root / "config.yaml" for root in roots if (root / "config.yaml").is_file()), None)
+    if found is None:
+        return []
+    here, there = (resolve_config(each, 1, 1) for each in (model, load_config(found).model))
+    return [
+        f"train.start_from: {place} was trained with model.{name} {getattr(there, name)}, here it is {getattr(here, name)}"
+        for name in ("arrangement", "heads", "patch")
+        if getattr(here, name) != getattr(there, name)
+    ]
 
 
 def sync_file(path: Path) -> None:

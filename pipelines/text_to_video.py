@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from mmspeed.compute.sparse.controller import SparsityController
+from mmspeed.compute.sparse.module import clustered_layers
 from mmspeed.config import Bucket, Config
 from mmspeed.data import number_duplicates
 from mmspeed.device import Device, parse_dtype, pick
@@ -118,6 +119,8 @@ class TextToVideo:
         model = build_model(config.model, info["latent_channels"], info["text_width"], device="meta").to_empty(
             device="cpu"
         )
+        for layer in clustered_layers(model).values():
+            layer.reset()
         step = load_weights(path, model, weights)["step"]
         sparsity = SparsityController.of(model)
         if sparsity is not None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from mmspeed import comm
 from mmspeed.compute.sparse.controller import SparsityController
+from mmspeed.compute.sparse.module import clustered_layers
 from mmspeed.config import Config
 from mmspeed.data import (
     MEASURED_NAME,
@@ -39,13 +40,13 @@ from mmspeed.loop.start import load_start
 from mmspeed.loop.step import StepResult, train_step
 from mmspeed.mesh import patient_group, process_group
 from mmspeed.models import build_model
-from mmspeed.models.sparse_note import never_sparse, sparse_lines
+from mmspeed.models.sparse_note import sparse_lines, sparse_warnings
 from mmspeed.pipelines.assemble import assemble, place
 from mmspeed.pipelines.during import Observer
 from mmspeed.pipelines.opening import open_cache
 from mmspeed.pipelines.outcome import TrainResult
 from mmspeed.pipelines.profile import load_measured, setting_of
-from mmspeed.pipelines.run_folder import RunFolder, trim_metrics
+from mmspeed.pipelines.run_folder import RunFolder, other_shape, trim_metrics
 from mmspeed.pipelines.telemetry import Telemetry
 from mmspeed.pipelines.trial import latent_in
 from mmspeed.shapes import Strides
@@ -149,13 +150,16 @@ class TrainPipeline:
         latents = {b: latent_in(b, self.strides, model.config) for b in sorted(self.cache.samples.buckets())}
         for line in sparse_lines(model, latents) if self.rank == 0 else ():
             log.info(line)
-        if never_sparse(model, latents) and self.rank == 0:
-            log.warning("no video is long enough for sparse attention: all stays dense; lower model.sparse.min_tokens")
+        if self.rank == 0:
+            for warning in sparse_warnings(model, latents, config):
+                log.warning(warning)
         self.bare = model
         parts = assemble(config, model, self.placement, self.device)
         self.model, self.optimizer, self.ema = parts.model, parts.optimizer, parts.ema
         self.objective, self.loss_fn = parts.objective, parts.loss_fn
         self.sparsity = SparsityController.of(model)
+        for layer in list(clustered_layers(model).values())[:1]:
+            layer.try_out(self.device.torch_device, self.dtype, model.config.width // model.config.heads)
 
     def _resume(self) -> int:
         """The step to go on from; 0 for a new run."""
@@ -171,6 +175,8 @@ class TrainPipeline:
         name = comm.broadcast_object(found.name if found is not None else None)
         step = self.skipped = 0
         if name is None and config.train.start_from is not None:
+            for difference in other_shape(config.train.start_from, config.model) if self.rank == 0 else ():
+                log.warning(difference)
             load_start(config.train.start_from, self.model)
             if self.ema is not None:
                 self.ema.restart(self.model)

@@ -215,7 +215,7 @@ def sparse_training(
     steps: Annotated[int, typer.Option(min=1, help="Steps from scratch.")] = 300,
     tune_steps: Annotated[int, typer.Option(min=1, help="Steps of fine-tuning the dense model.")] = 100,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds; each trains all variants.")] = 3,
-    keep: Annotated[float, typer.Option(help="Share of pairs that is kept.")] = 0.15,
+    keep: Annotated[float, typer.Option(min=0.01, max=1.0, help="Share of pairs that is kept.")] = 0.15,
     variants: Annotated[
         str | None, typer.Option(help="Of clusters+summary, clusters+zero, tiles+summary, tiles+zero.")
     ] = None,

@@ -25,7 +25,9 @@ from torch import Tensor
 
 from mmspeed import rng
 from mmspeed.compute.sparse import ClusterPlan, clustered_attention, key_means
-from mmspeed.compute.sparse.attention import KERNELS
+from mmspeed.compute.sparse.attention import KERNELS, check_backend
+from mmspeed.compute.sparse.module import ClusteredAttention
+from mmspeed.config.sparse import SparseConfig
 from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
@@ -74,8 +76,7 @@ class Asked:
                 raise UserError(f"--keep {keep:g} is not a share of the pairs: above 0, at most 1")
         if min(self.tokens) < 64:
             raise UserError(f"--tokens {min(self.tokens)} is too short: 64 at least")
-        if self.backend not in ("auto", *KERNELS):
-            raise UserError(f"--backend {self.backend} is not one of auto, {', '.join(KERNELS)}")
+        check_backend(self.backend, "--backend")
         if self.width % 2 or self.width < 6:
             raise UserError(
                 f"--width {self.width} is not even and at least 6: rotary positions turn pairs along three axes"
@@ -121,6 +122,10 @@ def bench_attention(given: Mapping[str, Any]) -> Result:
     asked.check()
     device = pick(asked.device)
     device.activate()
+    if asked.backend != "auto":
+        for planner in dict.fromkeys(name.partition("-")[0] for name in asked.planners):
+            settings = SparseConfig.model_validate({"planner": planner, "backend": asked.backend})
+            ClusteredAttention(settings).try_out(device.torch_device, parse_dtype(asked.dtype), asked.width)
     rows: list[Row] = []
     oracles, dense, kernels = {}, {}, {}
     for tokens in asked.tokens:

@@ -23,6 +23,7 @@ from mmspeed.compute.sparse import ClusterPlan
 from mmspeed.compute.sparse.clusters import plan_clusters
 from mmspeed.compute.sparse.keep import Context, Keep
 from mmspeed.compute.sparse.patterns import plan_skip, plan_window
+from mmspeed.compute.sparse.plan import usual_tail_clusters
 from mmspeed.compute.sparse.tiles import plan_tiles
 
 from .bench_attention_data import Grid
@@ -110,7 +111,7 @@ def cluster_size_of(tokens: int) -> int:
 
 def tail_clusters_of(tokens: int) -> int:
     """Clusters of keys: what a layer takes when its config does not say."""
-    return max(1, math.ceil(tokens / 128))
+    return usual_tail_clusters(tokens)
 
 
 def tile_of(grid: Grid) -> Grid:

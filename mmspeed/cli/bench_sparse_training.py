@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from mmspeed.config import Config, make_config
+from mmspeed.errors import UserError
 from mmspeed.log import get_logger
 
 from .demo import CLIPS, write_manifest
@@ -209,10 +210,14 @@ def _trial(config: Config, start: str, variant: str, seed: int) -> Trial:
     from mmspeed.log import read_metrics
     from mmspeed.pipelines import TrainPipeline
 
-    TrainPipeline(config).run()
+    if not TrainPipeline(config).run().finished:
+        raise UserError(f"stopped in {config.name}: the same command goes on")
     rows = read_metrics(config.run_dir / "metrics.jsonl")
     train = [row for row in rows if row["kind"] == "train"]
-    loss = [row for row in rows if row["kind"] == "validation"][-1]["loss"]
+    held_out = [row for row in rows if row["kind"] == "validation"]
+    if not held_out or held_out[-1]["step"] != config.train.steps:
+        raise UserError(f"{config.run_dir} is a run of other settings: choose another --output")
+    loss = held_out[-1]["loss"]
     layers = train[-1].get("attention") or []
     kept = [layer["kept"] for layer in layers if layer["kept"] is not None]
     errors = [layer["error"] for layer in layers if layer["error"] is not None]

@@ -48,7 +48,9 @@ class SparseConfig(Section):
         128, ge=1, description="Queries of a cluster, about. Smaller ones are nearer to dense attention and slower."
     )
     tail_clusters: int | None = Field(
-        None, ge=1, description="Clusters of keys of the summary tail; null: one for 128 keys. Tiles are their own."
+        None,
+        ge=1,
+        description="Clusters of keys of the summary tail; null: one for 128 keys, fewer beyond 16,384. Tiles are their own.",
     )
     metric: Literal["logit", "euclid"] = Field(
         "logit",
@@ -113,10 +115,16 @@ class SparseConfig(Section):
             raise ValueError("tau and error go with rule: threshold")
         if self.steered and self.dense_steps < 1:
             raise ValueError("dense_steps is at least 1: the threshold is found in a dense step; or fix tau")
-        if min(self.tile) < 1 or min(self.window) < 1 or any(size % 2 == 0 for size in self.window):
-            raise ValueError("tile and window are positive, window odd")
-        if self.min_keep > self.keep:
-            raise ValueError(f"min_keep {self.min_keep} is above keep {self.keep}")
+        if min(self.tile) < 1:
+            raise ValueError(f"tile {list(self.tile)} has a size below 1")
+        if min(self.window) < 1 or any(size % 2 == 0 for size in self.window):
+            raise ValueError(
+                f"window {list(self.window)} has a size that is not odd: a tile sees as many on both sides"
+            )
+        if self.max_keep < (self.min_keep if self.error is not None else self.keep):
+            raise ValueError(
+                f"max_keep {self.max_keep} caps every group below what is asked for; raise it or lower keep"
+            )
         return self
 
 

@@ -45,6 +45,7 @@ from .storage import (
     FORMAT,
     META,
     RECORD,
+    THRESHOLD,
     DamageError,
     SafetensorsReader,
     SafetensorsWriter,
@@ -55,6 +56,7 @@ from .storage import (
     step_of,
     steps_in,
     sync_folder,
+    without_new_thresholds,
     write_json,
 )
 
@@ -126,11 +128,11 @@ def _check(folder: Path, index: dict[str, Any], wanted: dict[str, Tensor]) -> No
             shapes = f"{tuple(held[name]['shape'])} in the checkpoint, {tuple(tensor.shape)} here"
             raise UserError(f"checkpoint {folder}: `{name}` is {shapes}: {advice}")
     parts = {name.split(".", 1)[0] for name in wanted}
-    stems = {
-        name.split(".", 1)[1] for name in wanted
-    }  # an average stands for its parameter when weights alone are loaded
+    # an average stands for its parameter when weights alone are loaded
+    stems = {name.split(".", 1)[1] for name in wanted}
     split = (name.split(".", 1) for name in held)
-    extra = next((f"{part}.{stem}" for part, stem in split if part in parts and stem not in stems), None)
+    unknown = (f"{part}.{stem}" for part, stem in split if part in parts and stem not in stems)
+    extra = next((name for name in unknown if not name.endswith(THRESHOLD)), None)
     if extra is not None:
         raise UserError(f"checkpoint {folder} holds `{extra}`, which the model here does not have: {advice}")
 
@@ -166,7 +168,7 @@ def load(
     or of another model.
     """
     meta, index = open_checkpoint(folder)
-    wanted = _prefixed("model", get_model_state_dict(model))
+    wanted = without_new_thresholds(_prefixed("model", get_model_state_dict(model)), index)
     if ema is not None:
         if meta["ema_updates"] is None:
             raise UserError(f"checkpoint {folder} has no EMA weights: set train.ema_decay to null, or start anew")
@@ -196,10 +198,9 @@ def load_weights(folder: Path, model: nn.Module, which: Literal["ema", "model"] 
     if which == "ema" and meta["ema_updates"] is None:
         raise UserError(f"checkpoint {folder} has no EMA weights: ask for the model's own")
     averaged = {name for name, _ in model.named_parameters()} if which == "ema" else set()
-    state = get_model_state_dict(model)
-    wanted = {
-        f"{'ema' if name in averaged else 'model'}.{name}": cast(Tensor, tensor) for name, tensor in state.items()
-    }
+    state = cast(dict[str, Tensor], get_model_state_dict(model))
+    named = {f"{'ema' if name in averaged else 'model'}.{name}": tensor for name, tensor in state.items()}
+    wanted = without_new_thresholds(named, index)
     _check(folder, index, wanted)
     with warnings.catch_warnings():  # torch warns that one process loads; here that is what is wanted
         warnings.simplefilter("ignore")
@@ -252,9 +253,8 @@ class CheckpointManager:
         tensors = _prefixed("model", get_model_state_dict(state.model))
         if state.ema is not None:
             tensors |= _prefixed("ema", state.ema.state_dict())
-        if (
-            state.optimizer is not None and state.optimizer.state
-        ):  # asking for an empty state would make torch take a step
+        # asking for an empty state would make torch take a step
+        if state.optimizer is not None and state.optimizer.state:
             tensors |= _prefixed("optimizer", get_optimizer_state_dict(state.model, state.optimizer, options=_FLAT))
         updates = state.ema.updates if state.ema is not None else None
         meta = json.loads(json.dumps({"format": FORMAT, "step": step, "ema_updates": updates, "meta": state.meta}))

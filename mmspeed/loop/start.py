@@ -14,7 +14,7 @@ from mmspeed.errors import UserError
 from mmspeed.parallel import unwrap
 
 from .checkpoint import latest, open_checkpoint
-from .storage import META, SafetensorsReader
+from .storage import META, THRESHOLD, SafetensorsReader
 
 
 def starting_checkpoint(place: str | Path) -> Path:
@@ -48,7 +48,7 @@ def load_start(place: str | Path, model: nn.Module) -> None:
             raise UserError(f"{advice}: `{name}` has the shape {tuple(tensor.shape)} here and {have} there")
     averaged = {name for name in index["tensors"] if name.startswith(f"{part}.")}
     buffers = {f"model.{name}" for name in state if name not in parameters}
-    left = sorted(name for name in averaged - set(wanted) - buffers if not name.endswith(".tau"))
+    left = sorted(name for name in averaged - set(wanted) - buffers if not name.endswith(THRESHOLD))
     if left:
         raise UserError(f"{advice}: it holds `{left[0]}`, which the model here does not have")
     wanted |= {name: state[name.removeprefix("model.")] for name in buffers if name in index["tensors"]}

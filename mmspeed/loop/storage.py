@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -32,6 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 FORMAT = 1
+THRESHOLD = ".attend.tau"  # how the names of thresholds of sparse attention end: they are no weights
 INDEX, META, RECORD = "index.json", "meta.json", "latest.json"
 
 
@@ -81,6 +83,11 @@ def sync_folder(folder: Path) -> None:
             os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def without_new_thresholds(wanted: dict[str, Tensor], index: dict[str, Any]) -> dict[str, Tensor]:
+    """`wanted` without thresholds of sparse attention that a checkpoint lacks, as one of dense attention does: they are found anew."""
+    return {name: tensor for name, tensor in wanted.items() if not name.endswith(THRESHOLD) or name in index["tensors"]}
 
 
 def _read_json(path: Path) -> Any:

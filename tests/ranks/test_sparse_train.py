@@ -22,6 +22,8 @@ SPARSE = (
     "model.sparse.dense_steps=1",
     "model.sparse.update_every=1",
     "train.batch_size=4",
+    "train.steps=4",
+    "validate.samples=0",
 )
 ULYSSES = ("parallel.ulysses=2",)
 RING = ("parallel.ring=2", "train.checkpointing=true")
@@ -47,7 +49,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("name=fsdp", "train.checkpointing=true"),
         ("name=ulysses", *ULYSSES),
         ("name=ring", *RING),
-        ("name=parts", "train.steps=3", *ULYSSES),
+        ("name=parts", "train.steps=2", *ULYSSES),
     )
     run_ranks(train, 1, str(folder), ("name=parts",))
     return folder

@@ -281,7 +281,7 @@ def test_what_cannot_be_started_from(home: Path, start: str, message: str) -> No
         ({"planner": "window", "rule": "top"}, "fixed pattern"),
         ({"planner": "tiles", "error": 0.1}, "rule: threshold"),
         ({"dense_steps": 0}, "dense_steps is at least 1"),
-        ({"window": (2, 3, 3)}, "window odd"),
+        ({"window": (2, 3, 3)}, "not odd"),
     ],
 )
 def test_settings_that_do_not_go_together(fields: dict[str, object], message: str) -> None:
@@ -304,3 +304,39 @@ def test_the_planner_of_a_run_that_names_none(tmp_path: Path) -> None:
     config = small_config(tmp_path, "model.sparse.keep=0.2")
     again = make_config(config.model_dump(mode="json", by_alias=True), origin="test")
     assert again.model.sparse == config.model.sparse
+
+
+def test_what_is_sparse_may_change_on_resume(home: Path) -> None:
+    """It is no part of the weights: thresholds come and go, and are found anew."""
+    base = ("name=changing", "model.arrangement=full", "model.depth=3")
+    TrainPipeline(small_config(home, *base, "train.steps=2")).run()  # dense
+    TrainPipeline(small_config(home, *RUN, *base, "train.steps=4")).run()
+    pipe = TextToVideo.from_run(home / "runs" / "changing", device="cpu")
+    assert all(float(layer.tau) > 0 for layer in clustered_layers(pipe.model).values())
+    TrainPipeline(small_config(home, *RUN, *base, "model.sparse.planner=tiles", "train.steps=5")).run()
+    assert TrainPipeline(small_config(home, *base, "train.steps=6")).run().finished
+    with pytest.raises(UserError, match=r"another model.depth.*start_from"):
+        TrainPipeline(small_config(home, *base[:2], "model.depth=4", "train.steps=7")).run()
+
+
+def test_a_kernel_that_does_not_serve_is_told_before_the_first_step(home: Path) -> None:
+    config = small_config(home, "name=kernel", *RUN, "model.sparse.backend=flex")
+    with pytest.raises(UserError, match=r"model.sparse.backend flex, planner clusters: .* does not serve"):
+        TrainPipeline(config).run()
+    assert not config.run_dir.joinpath("metrics.jsonl").exists()
+    with pytest.raises(UserError, match=r"not one of auto.*did you mean 'triton'"):
+        model_of(backend="tritn")
+
+
+def test_what_keeps_a_run_dense_is_told(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    late = ("model.sparse.dense_steps=9", "model.sparse.min_tokens=5000", "train.steps=1")
+    TrainPipeline(small_config(home, "name=late", *RUN, *late)).run()
+    told = caplog.text
+    assert "no video is long enough" in told and "no step will be sparse" in told
+
+
+def test_weights_of_another_arrangement_are_told(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    TrainPipeline(small_config(home, "name=wide", "model.arrangement=full", "train.steps=1")).run()
+    start = f"train.start_from={home / 'runs' / 'wide'}"
+    TrainPipeline(small_config(home, "name=read", start, "train.steps=1")).run()
+    assert "was trained with model.arrangement full, here it is factorised" in caplog.text

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mmspeed.compute.autocast import autocast_alike
+from mmspeed.errors import UserError, nearest
 
 from .flex import FLEX
 from .grouped import GROUPED
@@ -88,7 +89,9 @@ def clustered_attention(
         raise ValueError(f"tail {tail!r} is not one of zero, summary")
     if tail == "summary":
         if plan.tail is None:
-            raise ValueError("tail='summary' needs a plan with clusters of keys: give the planner tail_clusters")
+            raise ValueError(
+                "tail='summary' needs a plan with clusters of keys: give the planner tail_clusters (of tiles and windows: tail=True)"
+            )
         means = key_means(k_BAMD, v_BAMD, plan.tail) if means is None else means
     else:
         means = None
@@ -103,6 +106,12 @@ def clustered_attention(
             full, full_tail, _ = weights(q_BAND, k_BAMD, plan, means, scale)
     stats = Stats(kernel.name, plan.kept_share(), kernel.pairs(plan, means is not None), full, full_tail)
     return Attended(out_BAND, lse_BAN, stats)
+
+
+def check_backend(name: str, knob: str) -> None:
+    """Raises UserError for a name that no kernel has."""
+    if name not in ("auto", *KERNELS):
+        raise UserError(f"{knob} {name} is not one of auto, {', '.join(KERNELS)}{nearest(name, list(KERNELS))}")
 
 
 def choose_kernel(

@@ -34,9 +34,17 @@ class LayerRow:
     error: float | None  # relative, of the sampled rows; None where they were not compared
     plan_ms: float | None  # a call
     tau: float | None
+    step: int  # of training, that was looked at
 
     def as_dict(self) -> dict[str, Any]:
-        return {"layer": self.layer, "kept": self.kept, "error": self.error, "plan_ms": self.plan_ms, "tau": self.tau}
+        return {
+            "layer": self.layer,
+            "kept": self.kept,
+            "error": self.error,
+            "plan_ms": self.plan_ms,
+            "tau": self.tau,
+            "step": self.step,
+        }
 
 
 def keep_at(settings: SparseConfig, step: int) -> float:
@@ -59,7 +67,14 @@ def watched_at(settings: SparseConfig, step: int) -> bool:
     return since % settings.update_every == 0
 
 
-def next_tau(settings: SparseConfig, tau: float, counts: Sequence[float], error: float | None, keep: float) -> float:
+def next_tau(
+    settings: SparseConfig,
+    tau: float,
+    counts: Sequence[float],
+    error: float | None,
+    keep: float,
+    smoothing: float = SMOOTHING,
+) -> float:
     """Where the threshold goes: to what would have kept the share `keep`, or, with `settings.error`, towards that error.
 
     NaN stands for no threshold yet, and stays where nothing was counted.
@@ -71,7 +86,7 @@ def next_tau(settings: SparseConfig, tau: float, counts: Sequence[float], error:
     if math.isnan(tau) or tau <= 0 or wanted <= 0:
         return wanted
     if settings.error is None:
-        return math.exp(math.log(tau) + SMOOTHING * (math.log(wanted) - math.log(tau)))
+        return math.exp(math.log(tau) + smoothing * (math.log(wanted) - math.log(tau)))
     if error is None or not 0 < error < math.inf:
         return tau
     moved = math.exp(math.log(tau) + GAIN * (math.log(settings.error) - math.log(error)))
@@ -85,7 +100,7 @@ class SparsityController:
     def __init__(self, layers: dict[str, ClusteredAttention], settings: SparseConfig) -> None:
         self.layers, self.settings = layers, settings
         self.rows: list[LayerRow] = []
-        self._keep_next = settings.keep
+        self._keep_next, self._step, self._smoothing = settings.keep, 0, SMOOTHING
 
     @classmethod
     def of(cls, model: nn.Module) -> SparsityController | None:
@@ -96,7 +111,10 @@ class SparsityController:
     def before_step(self, step: int) -> None:
         """Tell the layers how step number `step` (from 0) is computed."""
         settings = self.settings
+        self._step = step + 1  # as it is told: the first is 1
         self._keep_next = keep_at(settings, max(step + 1, settings.dense_steps))
+        # while the share falls, the threshold goes all the way
+        self._smoothing = 1.0 if step < settings.dense_steps + settings.ramp_steps else SMOOTHING
         for layer in self.layers.values():
             layer.phase = "dense" if step < settings.dense_steps else "sparse"
             layer.keep_now = keep_at(settings, step)
@@ -140,7 +158,8 @@ class SparsityController:
         calls, everything, kept, wrong, size, seconds = sums[:6]
         error = math.sqrt(wrong / size) if size > 0 else None
         if self.settings.steered:
-            layer.tau.fill_(next_tau(self.settings, float(layer.tau), sums[6:], error, self._keep_next))
+            tau = next_tau(self.settings, float(layer.tau), sums[6:], error, self._keep_next, self._smoothing)
+            layer.tau.fill_(tau)
         tau = float(layer.tau)
         return LayerRow(
             name,
@@ -148,6 +167,7 @@ class SparsityController:
             error,
             seconds / calls * 1e3 if calls else None,
             None if math.isnan(tau) else tau,
+            self._step,
         )
 
 

@@ -167,6 +167,8 @@ def choose_keys(
                 _keep_mass(keep.value, x_gcM, masks, g, part)
             else:
                 torch.ge(x_gcM, tau_G[g].to(x_gcM.dtype).log()[:, None, None], out=part)
+            # a score that is not a number makes its whole row so: all keys are kept, and the output tells
+            part |= (x_gcM[..., 0].isnan() | x_gcM[..., -1].isnan())[..., None]
             seen = masks.seen(g)
             if seen is not None:
                 part &= seen

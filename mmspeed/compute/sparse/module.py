@@ -19,14 +19,15 @@ from torch import Tensor
 from mmspeed.compute.attention import attention
 from mmspeed.compute.autocast import autocast_alike
 from mmspeed.config.sparse import SparseConfig
+from mmspeed.errors import UserError
 from mmspeed.graphs import outside_graphs
 from mmspeed.replay import Decides
 
-from .attention import Attended, clustered_attention
+from .attention import Attended, choose_kernel, clustered_attention
 from .clusters import plan_clusters
 from .keep import Context, Keep
 from .patterns import plan_skip, plan_window
-from .plan import ClusterPlan
+from .plan import ClusterPlan, key_means, usual_tail_clusters
 from .shares import ShareCounts
 from .tiles import plan_tiles
 
@@ -193,7 +194,21 @@ class ClusteredAttention(Decides):
 
     def tail_clusters(self, keys: int) -> int:
         """Clusters of keys whose means stand in for dropped keys; 0: none do."""
-        return 0 if self.settings.tail == "zero" else (self.settings.tail_clusters or max(1, math.ceil(keys / 128)))
+        return 0 if self.settings.tail == "zero" else (self.settings.tail_clusters or usual_tail_clusters(keys))
+
+    def try_out(self, device: torch.device, dtype: torch.dtype, width: int) -> None:
+        """Raises UserError where the kernel that the settings name does not serve plans like this layer's on a device."""
+        settings = self.settings
+        grid = tuple(2 * size for size in settings.tile)
+        positions_NX = torch.cartesian_prod(*(torch.arange(size, device=device) for size in grid))
+        x_BAND = torch.zeros(1, 1, len(positions_NX), width, device=device, dtype=dtype)
+        x_BAND[..., 0, 0] = 1.0
+        plan = self.plan(x_BAND, x_BAND, Keep("top", 0.5), self.context(None, positions_NX))
+        means = key_means(x_BAND, x_BAND, plan.tail) if settings.tail == "summary" and plan.tail is not None else None
+        try:
+            choose_kernel(x_BAND, x_BAND, x_BAND, plan, means, settings.backend)
+        except ValueError as error:
+            raise UserError(f"model.sparse.backend {settings.backend}, planner {settings.grouping}: {error}") from None
 
     def timed(self, plan: Callable[[], T]) -> T:
         """`plan()`, with its time noted when this call is watched; then, on an accelerator, it is waited for."""

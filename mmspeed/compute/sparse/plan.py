@@ -9,6 +9,7 @@ Z kept keys of all clusters together.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,6 +151,11 @@ def fits(plan: ClusterPlan, q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor) -> s
     if plan.q_index_GN.device != q_BAND.device:
         return f"the plan is on {plan.q_index_GN.device}, the queries are on {q_BAND.device}"
     return ""
+
+
+def usual_tail_clusters(keys: int) -> int:
+    """Clusters of keys for so many keys: one for 128 up to 16,384, then with the root, so that their cost beside dense attention falls."""
+    return max(1, math.ceil(keys / 128) if keys <= 16_384 else round(math.sqrt(keys)))
 
 
 def key_means(k_BAMD: Tensor, v_BAMD: Tensor, tail: Tail) -> Means:
