@@ -109,10 +109,10 @@ def _render(key: str, field: FieldInfo, value: Any, indent: str) -> list[str]:
     """A field's lines: its sentence, then the key, switched off when `value` is None."""
     options = section_options(field)
     lines = _comment(field.description or "", indent)
-    if is_list(field) and options and value is None:
+    if options and value is None:  # a list, or a section that is left out
         for name, part in options[0].model_fields.items():
             lines += _comment(f"- {name}: {show_value(default_of(part))} ({part.description or ''})", indent)
-        return [*lines, _off(indent, key, "[]")]
+        return [*lines, _off(indent, key, "[]" if is_list(field) else "null")]
     if is_list(field) and options:
         lines.append(f"{indent}{key}:")
         for item in value:

@@ -121,7 +121,8 @@ class SparseConfig(Section):
             raise ValueError(
                 f"window {list(self.window)} has a size that is not odd: a tile sees as many on both sides"
             )
-        if self.max_keep < (self.min_keep if self.error is not None else self.keep):
+        aims = self.tau is None and self.selection != "mass"
+        if aims and self.max_keep < (self.min_keep if self.error is not None else self.keep):
             raise ValueError(
                 f"max_keep {self.max_keep} caps every group below what is asked for; raise it or lower keep"
             )
