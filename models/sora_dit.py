@@ -81,7 +81,7 @@ class SoraDiTConfig:
             raise UserError(f"model.patch {self.patch} and model.mlp_ratio {self.mlp_ratio} must be positive")
         if self.sparse is not None:
             check_backend(self.sparse.backend, "model.sparse.backend")
-        if self.sparse is not None and not any(self.is_sparse(block) for block in range(self.depth)):
+        if self.sparse is not None and not self.sparse_blocks:
             raise UserError(
                 f"model.sparse: none of the {self.depth} blocks is sparse: lower dense_first, dense_last, or change spans"
             )
@@ -113,10 +113,20 @@ class SoraDiTConfig:
         """Of a pattern that alternates between the blocks of a span, which of its two ways block number `block` has."""
         return 1 if (block if self.arrangement == "full" else block // 2) % 2 else 0
 
-    def expected_share(self, block: int, frames: int, keys: int) -> float:
+    @property
+    def sparse_blocks(self) -> list[int]:
+        """Numbers of the blocks that `is_sparse` names."""
+        return [block for block in range(self.depth) if self.is_sparse(block)]
+
+    def attended(self, block: int, grid: tuple[int, int, int]) -> int:
+        """Tokens of a sequence that block number `block` attends over, of the grid's patches (T, h, w)."""
+        t, h, w = grid
+        return {"spatial": h * w, "temporal": t, "full": t * h * w}[self.span(block)]
+
+    def expected_share(self, block: int, grid: tuple[int, int, int]) -> float:
         """Of the pairs of its self-attention, those that block number `block` computes, about: dense warm-up is left out."""
-        sparse = self.sparse
-        if sparse is None or not self.is_sparse(block) or frames == 1 or keys < sparse.min_tokens:
+        sparse, keys = self.sparse, self.attended(block, grid)
+        if sparse is None or not self.is_sparse(block) or grid[0] == 1 or keys < sparse.min_tokens:
             return 1.0
         kept, means = sparse.keep, sparse.tail_clusters or usual_tail_clusters(keys)
         if sparse.grouping == "skip":
@@ -330,9 +340,8 @@ class SoraDiT(nn.Module):
 
 def forward_flops(config: SoraDiTConfig, latent: tuple[int, int, int], text_tokens: int) -> int:
     """FLOPs of the matrix products of one sample's forward pass; biases, norms and activations are not counted."""
-    t, h, w = config.grid(latent)
-    n, e, rank, text = t * h * w, config.width, config.adaln_rank, text_tokens
-    keys = {"spatial": h * w, "temporal": t, "full": n}
+    grid = config.grid(latent)
+    n, e, rank, text = math.prod(grid), config.width, config.adaln_rank, text_tokens
     per_block = (
         4 * n * e * e  # self-attention: q k v, out
         + 2 * n * e * e  # cross-attention: q, out
@@ -342,7 +351,7 @@ def forward_flops(config: SoraDiTConfig, latent: tuple[int, int, int], text_toke
         + 7 * e * rank  # modulation
     )
     spans = sum(  # self-attention: scores, values
-        int(2 * n * keys[config.span(block)] * e * config.expected_share(block, t, keys[config.span(block)]))
+        int(2 * n * config.attended(block, grid) * e * config.expected_share(block, grid))
         for block in range(config.depth)
     )
     ends = (

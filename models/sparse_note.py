@@ -16,17 +16,16 @@ def sparse_lines(model: SoraDiT, latents: Mapping[Bucket, Latent]) -> list[str]:
     config, sparse = model.config, model.config.sparse
     if sparse is None:
         return []
-    blocks = [block for block in range(config.depth) if config.is_sparse(block)]
     aim = f"error {sparse.error:.1%}" if sparse.error is not None else f"{sparse.keep:.0%} of the pairs"
     if sparse.tau is not None:
         aim = f"threshold {sparse.tau:g} / keys"
     if sparse.grouping in ("window", "skip"):
         aim = "a fixed pattern"
     lines = [
-        f"sparse attention: {sparse.grouping}, tail {sparse.tail}, {aim}, in {len(blocks)} of {config.depth} blocks, "
+        f"sparse attention: {sparse.grouping}, tail {sparse.tail}, {aim}, in {len(config.sparse_blocks)} of {config.depth} blocks, "
         f"after {sparse.dense_steps} dense steps"
     ]
-    short = {bucket: _longest(model, blocks, latent) for bucket, latent in latents.items()}
+    short = {bucket: _longest(model, latent) for bucket, latent in latents.items()}
     dense = [bucket for bucket, keys in short.items() if bucket.frames > 1 and keys < sparse.min_tokens]
     if dense:
         lines.append(
@@ -39,13 +38,12 @@ def sparse_lines(model: SoraDiT, latents: Mapping[Bucket, Latent]) -> list[str]:
 
 def sparse_warnings(model: SoraDiT, latents: Mapping[Bucket, Latent], config: Config) -> list[str]:
     """What keeps a run that asks for sparse attention from ever having it."""
-    shape, sparse = model.config, model.config.sparse
+    sparse = model.config.sparse
     if sparse is None:
         return []
     told = []
-    blocks = [block for block in range(shape.depth) if shape.is_sparse(block)]
     videos = {bucket: latent for bucket, latent in latents.items() if bucket.frames > 1}
-    if not any(_longest(model, blocks, latent) >= sparse.min_tokens for latent in videos.values()):
+    if not any(_longest(model, latent) >= sparse.min_tokens for latent in videos.values()):
         told.append("no video is long enough for sparse attention: all stays dense; lower model.sparse.min_tokens")
     if sparse.dense_steps >= config.train.steps:
         steps = f"model.sparse.dense_steps is {sparse.dense_steps}, train.steps {config.train.steps}"
@@ -53,8 +51,7 @@ def sparse_warnings(model: SoraDiT, latents: Mapping[Bucket, Latent], config: Co
     return told
 
 
-def _longest(model: SoraDiT, blocks: list[int], latent: Latent) -> int:
+def _longest(model: SoraDiT, latent: Latent) -> int:
     """Tokens of the longest sequence that a sparse block attends over."""
-    t, h, w = model.config.grid(latent)
-    tokens = {"spatial": h * w, "temporal": t, "full": t * h * w}
-    return max(tokens[model.config.span(block)] for block in blocks)
+    grid = model.config.grid(latent)
+    return max(model.config.attended(block, grid) for block in model.config.sparse_blocks)

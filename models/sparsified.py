@@ -13,12 +13,10 @@ Legend: B batch, A heads, N queries, M keys, D head width, X position axes.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -35,6 +33,7 @@ from mmspeed.errors import UserError, nearest
 from mmspeed.graphs import outside_graphs
 from mmspeed.mixin import mix_in
 from mmspeed.models.diffusers_sparse import Grid, SparseLayout
+from mmspeed.parallel.declared import argument_names, named_like
 from mmspeed.parallel.intercept import key_mask
 from mmspeed.replay import deciders, replayed
 
@@ -239,7 +238,7 @@ def sparsify(model: nn.Module, layout: SparseLayout, settings: SparseConfig) -> 
                 f"sparsify_model: the forward of {name or type(model).__name__} has been replaced (hooks of diffusers or accelerate "
                 "do); make the model sparse first"
             )
-    calls = Calls(_argument_names(type(model)), layout.grid, type(model).__name__)
+    calls = Calls(argument_names(type(model)), layout.grid, type(model).__name__)
     layers = {}
     for place in chosen:
         name, module, sequences = found[place]
@@ -260,10 +259,8 @@ def sparsify(model: nn.Module, layout: SparseLayout, settings: SparseConfig) -> 
 def _matching(model: nn.Module, layout: SparseLayout) -> list[tuple[str, nn.Module, tuple[str, ...]]]:
     found, unused = [], set(layout.attention)
     for name, module in model.named_modules():
-        parts = name.split(".")
         for pattern, sequences in layout.attention.items():
-            wanted = pattern.split(".")
-            if len(parts) == len(wanted) and all(fnmatchcase(*pair) for pair in zip(parts, wanted, strict=True)):
+            if named_like(name, pattern):
                 found.append((name, module, tuple(sequences)))
                 unused.discard(pattern)
                 break
@@ -272,8 +269,3 @@ def _matching(model: nn.Module, layout: SparseLayout) -> list[tuple[str, nn.Modu
         hint = nearest(pattern, [name for name, _ in model.named_modules()])
         raise UserError(f"sparse attention: {type(model).__name__} has no module {pattern!r}{hint}")
     return found
-
-
-def _argument_names(own: type[nn.Module]) -> tuple[str, ...]:
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return tuple(p.name for p in list(inspect.signature(own.forward).parameters.values())[1:] if p.kind in kinds)

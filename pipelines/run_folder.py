@@ -114,16 +114,18 @@ class RunFolder:
         if not self.config_file.exists():
             return []
         before, now = self.config().model_dump(by_alias=True), config.model_dump(by_alias=True)
-        changed = [name for name in now if before.get(name) != now[name]]
-        for tree in (before, now):  # which attention is sparse is no part of the weights
-            tree["model"] = {key: value for key, value in tree["model"].items() if key != "sparse"}
-        fixed = [
-            f"{name}.{key}" if isinstance(now[name], dict) else name
-            for name in changed
-            if name in FIXED_ON_RESUME
-            for key in (now[name] if isinstance(now[name], dict) else [""])
-            if not isinstance(now[name], dict) or before[name].get(key) != now[name][key]
-        ]
+        changed = _differing(before, now)
+        for tree in (before, now):
+            del tree["model"]["sparse"]  # which attention is sparse is no part of the weights
+        fixed = []
+        for name in _differing(before, now):
+            if name in FIXED_ON_RESUME:
+                section = now[name]
+                fixed += (
+                    [f"{name}.{key}" for key in _differing(before[name], section)]
+                    if isinstance(section, dict)
+                    else [name]
+                )
         if fixed:
             raise UserError(
                 f"{self.root} was started with another {', '.join(fixed)}: restore the config, or choose another `name` for this run "
@@ -141,6 +143,11 @@ class RunFolder:
             os.replace(temporary, self.codec_weights)
         write_text(self.root / "run.json", json.dumps(info, indent=2) + "\n")
         write_text(self.config_file, dump_config(config))
+
+
+def _differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Keys whose values are not what they were."""
+    return [name for name in now if before.get(name) != now[name]]
 
 
 def other_shape(place: str | Path, model: ModelConfig) -> list[str]:

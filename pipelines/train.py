@@ -8,13 +8,13 @@ from __future__ import annotations
 import time
 from collections import Counter
 from contextlib import closing, nullcontext
+from dataclasses import asdict
 from typing import Any
 
 import torch.distributed as dist
 
 from mmspeed import comm
 from mmspeed.compute.sparse.controller import SparsityController
-from mmspeed.compute.sparse.module import clustered_layers
 from mmspeed.config import Config
 from mmspeed.data import (
     MEASURED_NAME,
@@ -158,7 +158,8 @@ class TrainPipeline:
         self.model, self.optimizer, self.ema = parts.model, parts.optimizer, parts.ema
         self.objective, self.loss_fn = parts.objective, parts.loss_fn
         self.sparsity = SparsityController.of(model)
-        for layer in list(clustered_layers(model).values())[:1]:
+        if self.sparsity is not None:
+            layer = next(iter(self.sparsity.layers.values()))
             layer.try_out(self.device.torch_device, self.dtype, model.config.width // model.config.heads)
 
     def _resume(self) -> int:
@@ -331,7 +332,7 @@ class TrainPipeline:
         if self.sparsity is None:
             return telemetry.rates()
         rates = telemetry.rates(saved_flops=self.sparsity.saved_flops(comm.all_reduce_sum))
-        return rates | {"attention": [row.as_dict() for row in self.sparsity.rows]}
+        return rates | {"attention": [asdict(row) for row in self.sparsity.rows]}
 
     def _all_lost(self, step: int, data: Step, telemetry: Telemetry) -> None:
         sources = [draw.sample.source for draw in data.draws]

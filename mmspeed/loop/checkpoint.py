@@ -60,6 +60,7 @@ from .storage import (
     write_json,
 )
 
+Which = Literal["ema", "model"]
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -130,8 +131,7 @@ def _check(folder: Path, index: dict[str, Any], wanted: dict[str, Tensor]) -> No
     parts = {name.split(".", 1)[0] for name in wanted}
     # an average stands for its parameter when weights alone are loaded
     stems = {name.split(".", 1)[1] for name in wanted}
-    split = (name.split(".", 1) for name in held)
-    unknown = (f"{part}.{stem}" for part, stem in split if part in parts and stem not in stems)
+    unknown = (name for name in held if name.split(".", 1)[0] in parts and name.split(".", 1)[1] not in stems)
     extra = next((name for name in unknown if not name.endswith(THRESHOLD)), None)
     if extra is not None:
         raise UserError(f"checkpoint {folder} holds `{extra}`, which the model here does not have: {advice}")
@@ -192,8 +192,8 @@ def load(
     return {**meta["meta"], "step": meta["step"]}
 
 
-def load_weights(folder: Path, model: nn.Module, which: Literal["ema", "model"] = "ema") -> dict[str, Any]:
-    """Load weights alone, by one process alone, in the number type that `model` has. Returns and raises as `load`."""
+def load_weights(folder: Path, model: nn.Module, which: Which = "ema", alone: bool = True) -> dict[str, Any]:
+    """Load weights alone, in the number type that `model` has, by one process `alone` or by all. Returns and raises as `load`."""
     meta, index = open_checkpoint(folder)
     if which == "ema" and meta["ema_updates"] is None:
         raise UserError(f"checkpoint {folder} has no EMA weights: ask for the model's own")
@@ -204,7 +204,7 @@ def load_weights(folder: Path, model: nn.Module, which: Literal["ema", "model"] 
     _check(folder, index, wanted)
     with warnings.catch_warnings():  # torch warns that one process loads; here that is what is wanted
         warnings.simplefilter("ignore")
-        dcp.load(cast(dict[str, Any], wanted), storage_reader=SafetensorsReader(folder, index), no_dist=True)
+        dcp.load(cast(dict[str, Any], wanted), storage_reader=SafetensorsReader(folder, index), no_dist=alone)
     return {**meta["meta"], "step": meta["step"]}
 
 

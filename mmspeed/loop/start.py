@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from mmspeed.errors import UserError
 from mmspeed.parallel import unwrap
 
-from .checkpoint import latest, open_checkpoint
-from .storage import META, THRESHOLD, SafetensorsReader
+from .checkpoint import latest, load_weights, open_checkpoint
+from .storage import META
 
 
 def starting_checkpoint(place: str | Path) -> Path:
@@ -35,25 +32,8 @@ def load_start(place: str | Path, model: nn.Module) -> None:
     there is no checkpoint, or a parameter is missing, left over or of another shape.
     """
     folder = starting_checkpoint(place)
-    meta, index = open_checkpoint(folder)
-    part = "model" if meta["ema_updates"] is None else "ema"
-    state = get_model_state_dict(model)
-    parameters = {name for name, _ in unwrap(model).named_parameters()}
-    wanted: dict[str, Any] = {f"{part}.{name}": state[name] for name in state if name in parameters}
-    advice = f"train.start_from: {folder} is of another model; compare the `model` sections"
-    for name, tensor in wanted.items():
-        held = index["tensors"].get(name)
-        if held is None or held["shape"] != list(tensor.shape):
-            have = "nothing" if held is None else f"the shape {tuple(held['shape'])}"
-            raise UserError(f"{advice}: `{name}` has the shape {tuple(tensor.shape)} here and {have} there")
-    averaged = {name for name in index["tensors"] if name.startswith(f"{part}.")}
-    buffers = {f"model.{name}" for name in state if name not in parameters}
-    left = sorted(name for name in averaged - set(wanted) - buffers if not name.endswith(THRESHOLD))
-    if left:
-        raise UserError(f"{advice}: it holds `{left[0]}`, which the model here does not have")
-    wanted |= {name: state[name.removeprefix("model.")] for name in buffers if name in index["tensors"]}
-    dcp.load(
-        cast(dict[str, Any], wanted),
-        storage_reader=SafetensorsReader(folder, index),
-        no_dist=not dist.is_initialized(),
-    )
+    try:
+        averaged = open_checkpoint(folder)[0]["ema_updates"] is not None
+        load_weights(folder, unwrap(model), "ema" if averaged else "model", alone=not dist.is_initialized())
+    except UserError as error:
+        raise UserError(f"train.start_from: {error}") from None

@@ -74,7 +74,7 @@ class _Declared(nn.Module):
         return pytree.tree_map_only(torch.Tensor, group.mark, out) if role.marks else out
 
 
-def _argument_names(own: type[nn.Module]) -> tuple[str, ...]:
+def argument_names(own: type[nn.Module]) -> tuple[str, ...]:
     """Names of the positional arguments of the first forward under the mixins that has names."""
     for base in own.__mro__:
         if "forward" in vars(base):
@@ -157,11 +157,16 @@ def _attend(role: _Role, attends: Attends, run: Any, args: tuple[Any, ...], kwar
     return out
 
 
+def named_like(name: str, pattern: str) -> bool:
+    """Whether a module's name is as a plan's pattern: `*` stands for one whole or partial name between dots."""
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(fnmatchcase(*pair) for pair in zip(parts, wanted, strict=True))
+
+
 def _matching(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
-    wanted, found = pattern.split("."), False
+    found = False
     for name, module in model.named_modules():
-        parts = name.split(".")
-        if len(parts) == len(wanted) and all(fnmatchcase(*pair) for pair in zip(parts, wanted, strict=True)):
+        if named_like(name, pattern):
             found = True
             yield name, module
     if not found:
@@ -182,7 +187,7 @@ def _roles(model: nn.Module, plan: SequencePlan, group: SplitGroup) -> dict[nn.M
 
     def of(name: str, module: nn.Module) -> _Role:
         where = f"{name} ({type(module).__name__})" if name else type(model).__name__
-        return roles.setdefault(module, _Role(group, where, _argument_names(type(module))))
+        return roles.setdefault(module, _Role(group, where, argument_names(type(module))))
 
     of("", model).root = True
     for pattern, inputs in plan.inputs.items():

@@ -18,6 +18,7 @@ from mmspeed.comm.exchange import even_sizes
 from mmspeed.compute.sparse.clusters import KeyClusters, sort_queries, tail_of_keys
 from mmspeed.compute.sparse.keep import Masks
 from mmspeed.compute.sparse.kmeans import covariance, kmeans, sorted_means, sums
+from mmspeed.compute.sparse.patterns import skip_group
 from mmspeed.compute.sparse.tiles import Tiling, tiling
 from mmspeed.config.sparse import SparseConfig
 
@@ -170,11 +171,10 @@ def by_skip(part: Part, ring: Axis, first: int) -> Grouped:
     groups, queries, _ = part.q_GND.shape
     stride, device = part.settings.stride, part.q_GND.device
 
-    def groups_of(count: int) -> Tensor:
-        place = torch.arange(first, first + count, device=device)
-        return (place if part.way == 0 else place.div(stride, rounding_mode="floor")) % stride
-
-    label_N, label_M = groups_of(queries), groups_of(part.k_GMD.shape[1])
+    label_N, label_M = (
+        skip_group(torch.arange(first, first + count, device=device), stride, part.way)
+        for count in (queries, part.k_GMD.shape[1])
+    )
     order = sort_queries(label_N.expand(groups, -1), stride)
 
     def judge(sign_1C1: Tensor, some: slice) -> Tensor:

@@ -108,3 +108,32 @@ def merge_parts(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) 
     level = torch.logaddexp(lse.masked_fill(dead, 0.0), other_lse.masked_fill(dead, 0.0))
     merged = out * (lse - level).exp()[..., None] + other_out * (other_lse - level).exp()[..., None]
     return merged, level.masked_fill(dead, -torch.inf)
+
+
+def with_means(
+    q_BAND: Tensor, out_BAND: Tensor, lse_BAN: Tensor, plan: ClusterPlan, means: Means | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp over kept keys and means, from those over kept keys. Without means, the same."""
+    if means is None:
+        return out_BAND, lse_BAN
+    merged, lse_BAN = merge_parts(out_BAND, lse_BAN, *coarse_forward(q_BAND, plan, means, scale))
+    return merged.to(q_BAND.dtype), lse_BAN
+
+
+def with_means_backward(
+    dq_BAND: Tensor,
+    dout_BAND: Tensor,
+    q_BAND: Tensor,
+    out_BAND: Tensor,
+    lse_BAN: Tensor,
+    plan: ClusterPlan,
+    means: Means | None,
+    scale: float,
+) -> tuple[Tensor, Means | None]:
+    """The queries' gradient over kept keys and means, from that over kept keys, and the means' own; output and lse are of both."""
+    if means is None:
+        return dq_BAND, None
+    delta_BAN = (dout_BAND.to(lse_BAN.dtype) * out_BAND).sum(dim=-1)
+    more, wide = coarse_backward(dout_BAND, q_BAND, lse_BAN, delta_BAN, plan, means, scale)
+    dmeans = Means(wide.k_BAKD.to(means.k_BAKD.dtype), wide.v_BAKD.to(means.v_BAKD.dtype))
+    return (more + dq_BAND).to(q_BAND.dtype), dmeans

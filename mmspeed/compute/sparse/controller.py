@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -35,16 +34,6 @@ class LayerRow:
     plan_ms: float | None  # a call
     tau: float | None
     step: int  # of training, that was looked at
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "layer": self.layer,
-            "kept": self.kept,
-            "error": self.error,
-            "plan_ms": self.plan_ms,
-            "tau": self.tau,
-            "step": self.step,
-        }
 
 
 def keep_at(settings: SparseConfig, step: int) -> float:

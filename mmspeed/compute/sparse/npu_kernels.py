@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mmspeed.compute.block_kernels import HALF
 
-from .coarse import coarse_backward, coarse_forward, merge_parts
+from .coarse import with_means, with_means_backward
 from .kernels import Gradients, Kernel, explicit
 from .packed import Batch, packed_kernel
 from .plan import ClusterPlan, Means, Tiles
@@ -145,10 +145,7 @@ def _block_forward(
     )
     out_BAND = _restored(out, plan.q_index_GN)
     lse_BAN = _restored(lse.float().reshape(*q_BAND.shape[:3], 1), plan.q_index_GN)[..., 0]
-    if means is not None:
-        merged, lse_BAN = merge_parts(out_BAND, lse_BAN, *coarse_forward(q_BAND, plan, means, scale))
-        out_BAND = merged.to(q_BAND.dtype)
-    return out_BAND, lse_BAN
+    return with_means(q_BAND, out_BAND, lse_BAN, plan, means, scale)
 
 
 def _block_backward(
@@ -167,12 +164,8 @@ def _block_backward(
     lse = _sorted(lse_BAN[..., None], plan.q_index_GN)
     inputs = (dout, q, _sorted(k_BAMD, key_GM), _sorted(v_BAMD, key_GM), out, lse, kept, shape, None, None)
     dq, dk, dv = torch.ops.npu.npu_block_sparse_attention_backward(*inputs, "BNSD", "BNSD", plan.heads, scale)
-    dq_BAND, dmeans = _restored(dq, plan.q_index_GN), None
-    if means is not None:
-        delta_BAN = (dout_BAND.to(lse_BAN.dtype) * out_BAND).sum(dim=-1)
-        more, wide = coarse_backward(dout_BAND, q_BAND, lse_BAN, delta_BAN, plan, means, scale)
-        dq_BAND = (more + dq_BAND).to(q_BAND.dtype)
-        dmeans = Means(*(x.to(k_BAMD.dtype) for x in (wide.k_BAKD, wide.v_BAKD)))
+    dq_BAND = _restored(dq, plan.q_index_GN)
+    dq_BAND, dmeans = with_means_backward(dq_BAND, dout_BAND, q_BAND, out_BAND, lse_BAN, plan, means, scale)
     return dq_BAND, _restored(dk, key_GM), _restored(dv, key_GM), dmeans
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .coarse import coarse_backward, coarse_forward, merge_parts
+from .coarse import with_means, with_means_backward
 from .kernels import Gradients, Kernel, Refuses, explicit
 from .plan import ClusterPlan, Means
 
@@ -99,10 +99,7 @@ def packed_kernel(
             part = forward_op(q[batch.query_T], k[batch.key_S], v[batch.key_S], batch, scale)
             out[batch.query_T], lse[batch.query_T] = part
         out_BAND, lse_BAN = out.view(*q_BAND.shape[:3], -1), lse.view(q_BAND.shape[:3])
-        if means is not None:
-            merged, lse_BAN = merge_parts(out_BAND, lse_BAN, *coarse_forward(q_BAND, plan, means, scale))
-            out_BAND = merged.to(q_BAND.dtype)
-        return out_BAND, lse_BAN
+        return with_means(q_BAND, out_BAND, lse_BAN, plan, means, scale)
 
     def backward(
         dout_BAND: Tensor,
@@ -124,12 +121,8 @@ def packed_kernel(
             # sorts on accelerators, and so adds in one order
             dk.index_put_((keys,), dk_part.to(wide), accumulate=True)
             dv.index_put_((keys,), dv_part.to(wide), accumulate=True)
-        dq_BAND, dmeans = dq.view(q_BAND.shape), None
-        if means is not None:
-            delta_BAN = (dout_BAND.to(wide) * out_BAND).sum(dim=-1)
-            more, wide_means = coarse_backward(dout_BAND, q_BAND, lse_BAN, delta_BAN, plan, means, scale)
-            dq_BAND = (more + dq_BAND).to(q_BAND.dtype)
-            dmeans = Means(*(x.to(k_BAMD.dtype) for x in (wide_means.k_BAKD, wide_means.v_BAKD)))
+        dq_BAND = dq.view(q_BAND.shape)
+        dq_BAND, dmeans = with_means_backward(dq_BAND, dout_BAND, q_BAND, out_BAND, lse_BAN, plan, means, scale)
         return dq_BAND, dk.view(k_BAMD.shape).to(k.dtype), dv.view(v_BAMD.shape).to(v.dtype), dmeans
 
     return Kernel(name, refuses, explicit(forward, backward))

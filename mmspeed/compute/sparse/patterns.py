@@ -87,12 +87,12 @@ def plan_skip(
         q_GND, k_GMD, masks = inputs(q_BAND, k_BAMD, context)
         groups, queries, keys, device = len(q_GND), q_GND.shape[1], k_GMD.shape[1], q_GND.device
         choosing = queries if masks.choosing is None else len(masks.choosing)
-        label_N = _skip(torch.arange(choosing, device=device), stride, way)
+        label_N = skip_group(torch.arange(choosing, device=device), stride, way)
         place_M = torch.arange(keys, device=device)
         if masks.choosing is not None and keys == queries:
             place_M = torch.full_like(place_M, -1)
             place_M[masks.choosing] = torch.arange(choosing, device=device)
-        label_M = torch.where(place_M >= 0, _skip(place_M, stride, way), -1)
+        label_M = torch.where(place_M >= 0, skip_group(place_M, stride, way), -1)
         size_C = torch.bincount(label_N, minlength=stride)
         first_M = torch.arange(keys, device=device) == 0
         tail = tail_of_keys(k_GMD, group_mask(masks), tail_clusters, iterations, subsample, tail_start_GKD)
@@ -131,5 +131,6 @@ def plan_skip(
     )
 
 
-def _skip(place: Tensor, stride: int, way: int) -> Tensor:
+def skip_group(place: Tensor, stride: int, way: int) -> Tensor:
+    """The group of the tokens at these places of a sequence, of `stride` groups."""
     return (place if way == 0 else place.div(stride, rounding_mode="floor")) % stride
