@@ -8,6 +8,7 @@ width of a latent, P values of a patch, X position axes, G rows or columns that 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mmspeed.compute.rope import apply_rope, rope_cos_sin
+from mmspeed.memory.spans import span
 from mmspeed.parallel.tokens import Attend, Part
 from mmspeed.rng import generator
 
@@ -58,6 +60,14 @@ def modulate(x_BTSE: Tensor, shift_BTSE: Tensor, scale_BTSE: Tensor) -> Tensor:
     return x_BTSE * (1 + scale_BTSE) + shift_BTSE
 
 
+Before = Callable[[Tensor], Tensor]  # what comes before a layer's first product, such as its norm
+
+
+def nothing_before(x: Tensor) -> Tensor:
+    """Of a layer whose input comes as it is."""
+    return x
+
+
 class Mlp(nn.Module):
     """Linear, GELU (tanh form), linear."""
 
@@ -66,8 +76,9 @@ class Mlp(nn.Module):
         self.up = nn.Linear(width_in, hidden)
         self.down = nn.Linear(hidden, width_out)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
+    def forward(self, x: Tensor, before: Before = nothing_before) -> Tensor:
+        hidden = span(self, "norm", lambda x: self.up(before(x)), x)
+        return span(self, "activation", lambda hidden: self.down(F.gelu(hidden, approximate="tanh")), hidden)
 
 
 class TimeEmbedder(nn.Module):
@@ -111,15 +122,16 @@ class SelfAttention(nn.Module):
         self.k_norm = HeadNorm(self.head_width)
         self.out = nn.Linear(width, width)
 
-    def forward(self, x_BTSE: Tensor, part: Part, span: Span) -> Tensor:
+    def forward(self, x_BTSE: Tensor, part: Part, along: Span, before: Before = nothing_before) -> Tensor:
         """Tokens attend along T (each column for itself) in a temporal span, else along S (each row for itself)."""
-        batch, rows, columns, _ = x_BTSE.shape
-        temporal = span == "temporal"
+        qkv_BTSE = span(self, "norm", lambda x: self.qkv(before(x)), x_BTSE)
+        batch, rows, columns, _ = qkv_BTSE.shape
+        temporal = along == "temporal"
         apart = columns if temporal else rows
-        qkv = self.qkv(x_BTSE).unflatten(-1, (-1, 3, self.head_width))  # B T S A 3 D
+        qkv = qkv_BTSE.unflatten(-1, (-1, 3, self.head_width))  # B T S A 3 D
         order = (4, 0, 2, 3, 1, 5) if temporal else (4, 0, 1, 3, 2, 5)
         q_BAND, k_BAND, v_BAND = qkv.permute(order).flatten(1, 2).unbind(0)  # B is batch x the other dim
-        cos_NH, sin_NH = rope_cos_sin(part.pos_NX[:, POSITION_AXES[span]], self.head_width)
+        cos_NH, sin_NH = rope_cos_sin(part.pos_NX[:, POSITION_AXES[along]], self.head_width)
         q_BAND = apply_rope(self.q_norm(q_BAND), cos_NH, sin_NH)
         k_BAND = apply_rope(self.k_norm(k_BAND), cos_NH, sin_NH)
         mask_BN = part.mask_BTS
@@ -142,9 +154,12 @@ class CrossAttention(nn.Module):
         self.k_norm = HeadNorm(self.head_width)
         self.out = nn.Linear(width, width)
 
-    def forward(self, x_BTSE: Tensor, text_BLE: Tensor, text_mask_BL: Tensor, part: Part) -> Tensor:
-        shape = x_BTSE.shape[1:3]
-        q_BAND = self.q(x_BTSE).flatten(1, 2).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+    def forward(
+        self, x_BTSE: Tensor, text_BLE: Tensor, text_mask_BL: Tensor, part: Part, before: Before = nothing_before
+    ) -> Tensor:
+        q_BTSE = span(self, "norm", lambda x: self.q(before(x)), x_BTSE)
+        shape = q_BTSE.shape[1:3]
+        q_BAND = q_BTSE.flatten(1, 2).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
         kv = self.kv(text_BLE).unflatten(-1, (-1, 2, self.head_width))  # B L A 2 D
         k_BALD, v_BALD = kv.permute(3, 0, 2, 1, 4).unbind(0)
         out_BAND = part.attend_text(self.attend, self.q_norm(q_BAND), self.k_norm(k_BALD), v_BALD, text_mask_BL)

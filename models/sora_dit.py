@@ -23,8 +23,10 @@ from mmspeed.compute.rope import grid_positions
 from mmspeed.compute.sparse.attention import check_backend
 from mmspeed.compute.sparse.module import ClusteredAttention, clustered_layers
 from mmspeed.compute.sparse.plan import usual_tail_clusters
+from mmspeed.config.memory import SpanName
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.errors import UserError
+from mmspeed.memory.spans import span
 from mmspeed.models.layers import (
     NORM_EPS,
     TIME_CHANNELS,
@@ -155,6 +157,8 @@ class SoraDiTConfig:
 class SoraBlock(nn.Module):
     """Self-attention over its span, cross-attention to the caption, MLP; each adds zero at the start."""
 
+    spans: ClassVar[tuple[SpanName, ...]] = ("attention", "cross_attention", "mlp", "norm", "activation")
+
     def __init__(self, config: SoraDiTConfig, place: int, attend: Attend) -> None:
         super().__init__()
         width = config.width
@@ -180,12 +184,27 @@ class SoraBlock(nn.Module):
         own = self.modulation_up(self.modulation_down(cond)).view_as(shared)
         # each (B, 1, 1, E) or (B, T, 1 or S, E)
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = (of_tokens(m, part) for m in (shared + own).unbind(-2))
-        h_BTSE = part.gather(modulate(self.norm_self(x_BTSE), shift_a, scale_a))
-        x_BTSE = x_BTSE + gate_a * part.shed(self.self_attention(h_BTSE, part, self.span))
-        h_BTSE = part.gather(self.norm_cross(x_BTSE))
-        x_BTSE = x_BTSE + part.shed(self.cross_attention(h_BTSE, text_BLE, text_mask_BL, part))
-        h_BTSE = part.gather(modulate(self.norm_mlp(x_BTSE), shift_m, scale_m))
-        return x_BTSE + gate_m * part.shed(self.mlp(h_BTSE))
+        x_BTSE = span(self, "attention", self._attend, x_BTSE, shift_a, scale_a, gate_a, part)
+        x_BTSE = span(self, "cross_attention", self._attend_text, x_BTSE, text_BLE, text_mask_BL, part)
+        return span(self, "mlp", self._compute, x_BTSE, shift_m, scale_m, gate_m, part)
+
+    def _attend(self, x_BTSE: Tensor, shift: Tensor, scale: Tensor, gate: Tensor, part: Part) -> Tensor:
+        def before(x_BTSE: Tensor) -> Tensor:
+            return part.gather(modulate(self.norm_self(x_BTSE), shift, scale))
+
+        return x_BTSE + gate * part.shed(self.self_attention(x_BTSE, part, self.span, before))
+
+    def _attend_text(self, x_BTSE: Tensor, text_BLE: Tensor, text_mask_BL: Tensor, part: Part) -> Tensor:
+        def before(x_BTSE: Tensor) -> Tensor:
+            return part.gather(self.norm_cross(x_BTSE))
+
+        return x_BTSE + part.shed(self.cross_attention(x_BTSE, text_BLE, text_mask_BL, part, before))
+
+    def _compute(self, x_BTSE: Tensor, shift: Tensor, scale: Tensor, gate: Tensor, part: Part) -> Tensor:
+        def before(x_BTSE: Tensor) -> Tensor:
+            return part.gather(modulate(self.norm_mlp(x_BTSE), shift, scale))
+
+        return x_BTSE + gate * part.shed(self.mlp(x_BTSE, before))
 
 
 def of_tokens(cond: Tensor, part: Part) -> Tensor:

@@ -35,7 +35,7 @@ from mmspeed.mixin import mix_in
 from mmspeed.models.diffusers_sparse import Grid, SparseLayout
 from mmspeed.parallel.declared import argument_names, named_like
 from mmspeed.parallel.intercept import key_mask
-from mmspeed.replay import deciders, replayed
+from mmspeed.replay import deciders, recording, replayed
 
 NAME = "mmspeed_sparse"  # of the layer in an attention module
 
@@ -118,8 +118,8 @@ class _SparseModel(nn.Module):
 
 
 def _checkpoint(checkpoint: Callable[..., Any], block: Any, *args: Any, **kwargs: Any) -> Any:
-    parts = deciders(block) if isinstance(block, nn.Module) else []
-    return checkpoint(replayed(block, parts) if parts else block, *args, **kwargs)
+    decides = isinstance(block, nn.Module) and deciders(block)
+    return checkpoint(replayed(block) if decides else block, *args, **kwargs)
 
 
 @dataclass
@@ -148,7 +148,7 @@ class _SparseSelfAttention(nn.Module):
 
 @outside_graphs  # of a compiled block, all but the attention is compiled
 def _attend(role: _Role, layer: ClusteredAttention, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if layer.record is None and torch._C._current_graph_task_id() != -1:  # in backward
+    if not recording() and torch._C._current_graph_task_id() != -1:  # in backward
         raise UserError(
             f"{role.where} is computed again in backward by a checkpoint that does not keep which keys it kept; use the model's "
             "enable_gradient_checkpointing(), or mmspeed.memory.recompute(block) after sparsify_model"

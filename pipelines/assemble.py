@@ -5,7 +5,7 @@ Legend: B samples of a micro-batch, C channels, T h w latent, L caption tokens, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,8 @@ from mmspeed.device import Device, parse_dtype
 from mmspeed.errors import UserError
 from mmspeed.loop.ema import EMA
 from mmspeed.loop.optim import make_optimizer
+from mmspeed.memory import Ways
+from mmspeed.memory.keeping import make_keeping
 from mmspeed.mesh import Mesh, make_mesh
 from mmspeed.models import SoraDiT
 from mmspeed.parallel import Strategy, TokenLayout, make_layout, parallelize, resolve_strategy
@@ -67,8 +69,14 @@ def place(config: Config, device: Device) -> Placement:
     )
 
 
-def assemble(config: Config, bare: SoraDiT, placement: Placement, device: Device) -> Assembly:
-    """Put a model that is on the meta device on its devices, with the weights of the config's seed; changed in place."""
+def assemble(
+    config: Config, bare: SoraDiT, placement: Placement, device: Device, choice: Sequence[Ways] | None = None
+) -> Assembly:
+    """Put a model that is on the meta device on its devices, with the weights of the config's seed; changed in place.
+
+    `choice`: the ways of each block's spans that were chosen under a budget of memory.
+    """
+    keeping = make_keeping(config.memory, config.train.checkpointing, len(bare.blocks), device, choice)
 
     def fill() -> None:
         bare.to_empty(device=device.torch_device)
@@ -82,7 +90,7 @@ def assemble(config: Config, bare: SoraDiT, placement: Placement, device: Device
         placement.strategy,
         layout=placement.layout,
         compute_dtype=parse_dtype(config.device.dtype),
-        checkpointing=config.train.checkpointing,
+        keeping=keeping,
         compile=config.train.compile,
     )
     if placement.strategy == "fsdp":  # memory only for this rank's shards

@@ -22,11 +22,14 @@ from mmspeed.config.training import TrainConfig
 from mmspeed.device import Device
 from mmspeed.loop.optim import make_optimizer
 from mmspeed.loop.step import train_step
+from mmspeed.memory import Keeping
 from mmspeed.mesh import Mesh, make_mesh
 from mmspeed.models import SoraDiT, SoraDiTConfig
 from mmspeed.parallel import TokenLayout, make_layout, parallelize, unwrap
 from mmspeed.protocol import Batch
 from mmspeed.shapes import Bucket
+
+RECOMPUTED = Keeping.everywhere({"block": "recompute"})
 
 MODEL = SoraDiTConfig(width=48, depth=4, heads=4, latent_channels=3, text_width=10, adaln_rank=4)
 CFG = TrainConfig(lr=1e-2, warmup_steps=0)
@@ -195,7 +198,7 @@ def step(case: Case, world: int, groups: Groups) -> dict[str, Any]:
             mesh,
             strategy,
             layout=layout,
-            checkpointing=case.extra in ("checkpointing", "compiled"),  # type: ignore[arg-type]
+            keeping=RECOMPUTED if case.extra in ("checkpointing", "compiled") else None,
             compile="aot_eager" if case.extra == "compiled" else False,
         )
     optimizer = make_optimizer(model, CFG)

@@ -36,6 +36,7 @@ FIRST_KEYS = {
     "validate": "every",
     "sample": "steps",
     "parallel": "strategy",
+    "memory": "spans",
     "device": "kind",
     "preprocess": "decode_workers",
 }

@@ -26,6 +26,7 @@ from .inputs import (
     TransformersTextConfig,
     VaeConfig,
 )
+from .memory import MemoryConfig, refused
 from .parallel import ParallelConfig
 from .places import is_url, mirror_folder
 from .sparse import SparseConfig, planner_from_scratch
@@ -43,6 +44,7 @@ __all__ = [
     "DiffusersVaeConfig",
     "FlowConfig",
     "LinearVaeConfig",
+    "MemoryConfig",
     "MiniLmTextConfig",
     "ModelConfig",
     "ObjectiveConfig",
@@ -220,6 +222,9 @@ class Config(Section):
     parallel: ParallelConfig = Field(
         default_factory=ParallelConfig, description="How the model is spread over devices."
     )
+    memory: MemoryConfig = Field(
+        default_factory=MemoryConfig, description="What training keeps in a device's memory, and where the rest is."
+    )
     device: DeviceConfig = Field(default_factory=DeviceConfig, description="What the run computes on.")
     trackers: tuple[Literal["tensorboard", "wandb", "swanlab", "trackio"], ...] = Field(
         (), description="Trackers beside `metrics.jsonl`, through accelerate; each needs its package."
@@ -269,6 +274,23 @@ class Config(Section):
             raise ValueError(f"train.batch_size goes with batching.by: samples; with {batching.by} leave it out")
         if batching.slots is not None and batching.accumulate > 1:
             raise ValueError("batching.slots and batching.accumulate both say how large a step is: use one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _memory_fits(self) -> Config:
+        train, parallel = self.train, self.parallel
+        reason = refused(
+            self.memory,
+            dtype=self.device.dtype,
+            compiles=train.compile,
+            checkpointing=train.checkpointing,
+            clips=train.clip_norm is not None,
+            accumulates=train.micro_batch_size is not None or self.batching.accumulate > 1,
+            strategy=parallel.strategy,
+            tp=parallel.tp,
+        )
+        if reason is not None:
+            raise ValueError(f"memory: {reason}")
         return self
 
     @model_validator(mode="after")

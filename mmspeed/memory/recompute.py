@@ -26,7 +26,7 @@ class _Recomputed(nn.Module):
         if not torch.is_grad_enabled() or (self._reentrant and not any(map(_takes_part, args))):
             return run(*args, **kwargs)
         if self._decides:
-            run = replayed(run, deciders(self))
+            run = replayed(run)
         return checkpoint(run, *args, use_reentrant=self._reentrant, **kwargs)
 
 
@@ -37,6 +37,8 @@ def _takes_part(value: Any) -> bool:
 
 def recompute(block: nn.Module, around_graphs: bool = False) -> None:
     """Make `block` recompute its activations in backward, in place.
+
+    For any model, and for blocks that torch.compile makes graphs of; `spans.set_ways` knows more ways, and keeps what was exchanged.
 
     `around_graphs`: what is recomputed runs as graphs of torch.compile. The second pass may find other graphs than the first, which
     keep other tensors, so torch's reentrant way is taken: it keeps none of the first pass and matches nothing. That one takes

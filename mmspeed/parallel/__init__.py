@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -14,7 +13,7 @@ from mmspeed.comm.groups import flattened
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.errors import UserError
 from mmspeed.graphs import compile_forward
-from mmspeed.memory import recompute
+from mmspeed.memory import Keeping
 from mmspeed.mesh import Mesh
 from mmspeed.protocol import DiffusionModel, Role
 from mmspeed.replay import deciders
@@ -86,15 +85,15 @@ def parallelize(
     *,
     layout: TokenLayout | None = None,
     compute_dtype: torch.dtype = torch.float32,
-    checkpointing: bool = False,
+    keeping: Keeping | None = None,
     compile: bool | str = False,
 ) -> nn.Module:
     """`model`, already on its device in float32 or on the meta device, made ready for training; changed in place, and wrapped
     by `ddp` only.
 
     Every rank must hand in the same parameters. `mesh` is of `mmspeed.mesh` and may be None for `none`; `layout` is of
-    `make_layout` and None for one process a sample; `compile` may name a backend. State-dict names (through
-    `torch.distributed.checkpoint.state_dict`) are those of the bare model in every strategy.
+    `make_layout` and None for one process a sample; `keeping` says what backward finds, None: all; `compile` may name a backend.
+    State-dict names (through `torch.distributed.checkpoint.state_dict`) are those of the bare model in every strategy.
     """
     layout = layout or TokenLayout()
     if layout.tensor.size > 1:  # first: what follows sees layers that are split already
@@ -105,15 +104,14 @@ def parallelize(
         spread_tokens(model, layout)
     # Recomputation is part of the graphs, block by block; but exchanges and plans break graphs, and none is made of a block with both
     breaks = exchanges or bool(deciders(model))
-    steps: list[Callable[[nn.Module], None]] = []
-    if checkpointing:
-        steps.append(partial(recompute, around_graphs=bool(compile) and breaks))
-    if compile:
-        graphs = partial(compile_forward, backend="inductor" if compile is True else compile)
-        steps.insert(0 if breaks else len(steps), graphs)
-    for block in cast(DiffusionModel, model).blocks:
-        for step in steps:
-            step(block)
+    backend = compile if isinstance(compile, str) else "inductor"
+    for number, block in enumerate(cast(DiffusionModel, model).blocks):
+        if compile and breaks:
+            compile_forward(block, backend=backend)
+        if keeping is not None:  # what backward finds
+            keeping.put_on(block, number, compiled=bool(compile), around_graphs=breaks)
+        if compile and not breaks:
+            compile_forward(block, backend=backend)
     if compute_dtype != torch.float32:  # around the whole model: training, validation and sampling compute alike
         autocast(model, compute_dtype)
     if strategy == "none":

@@ -21,10 +21,13 @@ from mmspeed.loop.ema import EMA
 from mmspeed.loop.optim import make_optimizer
 from mmspeed.loop.signals import StopSignals
 from mmspeed.loop.step import train_step
+from mmspeed.memory import Keeping
 from mmspeed.mesh import make_mesh
 from mmspeed.parallel import parallelize, unwrap
 from tests.spawn import run_ranks
 from tests.toy import ToyDiT, flow_loss, make_batch, split
+
+RECOMPUTED = Keeping.everywhere({"block": "recompute"})
 
 KEYS = [f"s{i}" for i in range(7)]  # a short last batch: 8 slots, one filler
 STEPS = 4
@@ -54,7 +57,7 @@ def run(
     bare = ToyDiT()
     forwards = [0]
     bare.blocks[0].up.register_forward_hook(lambda *_: forwards.__setitem__(0, forwards[0] + 1))  # type: ignore[union-attr]
-    model = parallelize(bare, mesh, strategy, checkpointing=checkpointing)
+    model = parallelize(bare, mesh, strategy, keeping=RECOMPUTED if checkpointing else None)
     optimizer = make_optimizer(model, CFG)
     grads: dict[str, np.ndarray] = {}
 
@@ -259,7 +262,7 @@ def compiled(strategy: Any, checkpointing: bool) -> Result:
     for on in (False, True):
         bare = ToyDiT(depth=10)
         names = list(bare.state_dict())
-        model = parallelize(bare, mesh, strategy, checkpointing=checkpointing, compile=on)
+        model = parallelize(bare, mesh, strategy, keeping=RECOMPUTED if checkpointing else None, compile=on)
         flow_loss(model, make_batch(KEYS)).mean().backward()
         grads.append([full(p.grad) for p in model.parameters() if p.grad is not None])
         assert list(unwrap(model).state_dict()) == names

@@ -24,6 +24,7 @@ from mmspeed.loop.checkpoint import CheckpointManager, TrainingState, load
 from mmspeed.loop.ema import EMA
 from mmspeed.loop.optim import make_optimizer
 from mmspeed.loop.step import train_step
+from mmspeed.memory import Keeping
 from mmspeed.mesh import Mesh, make_mesh
 from mmspeed.models import SoraDiT, SoraDiTConfig
 from mmspeed.models.layers import set_parameter
@@ -34,6 +35,8 @@ from mmspeed.pipelines.objective import make_objective
 from mmspeed.protocol import TextEntry
 from tests.sequence_steps import Case, Groups, build, loss_of, make_batch
 from tests.spawn import run_ranks
+
+RECOMPUTED = Keeping.everywhere({"block": "recompute"})
 
 WORLD, CPU = 4, Device("cpu", 0)
 CFG = TrainConfig(lr=1e-2, warmup_steps=0)
@@ -230,7 +233,7 @@ def broken_step(layouts: Layouts) -> dict[str, Any]:
 def copied(layouts: Layouts) -> bool:
     """A deep copy of a spread model has weights of its own and the same layout, and computes the same."""
     mesh, layout = layouts.found["ulysses"]
-    model = parallelize(SoraDiT(ODD), mesh, "none", layout=layout, checkpointing=True)
+    model = parallelize(SoraDiT(ODD), mesh, "none", layout=layout, keeping=RECOMPUTED)
     other = copy.deepcopy(model)
     x = (rng.normal((1, 3, 3, 4, 4), 0, "x"), torch.tensor([0.5]), torch.ones(1, 4, 10), torch.ones(1, 4) > 0)
     with torch.no_grad():

@@ -269,7 +269,7 @@ def run_case(case: Case) -> dict[str, Any]:
         errors.append(worst / expected.abs().max().item())
     # recomputation: rows travel, and nothing is decided again
     layer.settle = first_settle  # type: ignore[method-assign]
-    run = replayed(call, [layer])
+    run = replayed(call)
     once = run(*inputs)
     axes.ring.ledger.clear()
     twice = run(*inputs)

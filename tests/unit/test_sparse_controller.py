@@ -12,7 +12,7 @@ from mmspeed.compute.sparse.module import ClusteredAttention, clustered_layers, 
 from mmspeed.compute.sparse.shares import ShareCounts, threshold
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.memory import recompute
-from mmspeed.replay import Record, replayed
+from mmspeed.replay import Record, recording, replayed, settle
 
 
 def own(values: list[float]) -> list[float]:
@@ -207,7 +207,7 @@ def test_recomputation_uses_the_plan_of_the_first_pass(reentrant: bool) -> None:
     out = block(x, positions)
     block.attention.tau.fill_(50.0)  # a plan made now would be another
     out.square().sum().backward()
-    assert len(plans) == 1 and block.attention.record is None
+    assert len(plans) == 1 and not recording()
     again = Block()
     y = tokens()[0].requires_grad_()
     again(y, positions).square().sum().backward()
@@ -239,10 +239,10 @@ def test_a_record_replays_in_order() -> None:
     made = []
     record = Record()
     for _ in range(2):
-        record.rewind()
-        made.append([record.settle(lambda n=n: n) for n in ("a", "b")])
+        with record.in_force():
+            made.append([settle(lambda n=n: n) for n in ("a", "b")])
     assert made == [[("a", True), ("b", True)], [("a", False), ("b", False)]]
-    assert replayed(lambda: 3, [])() == 3
+    assert replayed(lambda: 3)() == 3
 
 
 def test_centroids_are_carried_over_the_steps_of_a_video() -> None:

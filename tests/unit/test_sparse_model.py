@@ -14,11 +14,14 @@ from mmspeed.config.sparse import SparseConfig
 from mmspeed.errors import UserError
 from mmspeed.log import read_metrics
 from mmspeed.loop.checkpoint import load_weights
+from mmspeed.memory import Keeping
 from mmspeed.models import SoraDiT, SoraDiTConfig, build_model
 from mmspeed.parallel import parallelize
 from mmspeed.pipelines import TextToVideo, TrainPipeline, write_report
 from mmspeed.preprocess import CacheBuilder
 from tests.runs import losses, small_config
+
+RECOMPUTED = Keeping.everywhere({"block": "recompute"})
 
 SPARSE = {
     "min_tokens": 16,
@@ -149,7 +152,7 @@ def test_padding_of_a_video_is_no_key() -> None:
 def test_checkpointing_and_graphs_change_nothing(compiled: bool) -> None:
     plain = model_of()
     other = copy.deepcopy(plain)
-    parallelize(other, None, "none", checkpointing=True, compile="aot_eager" if compiled else False)
+    parallelize(other, None, "none", keeping=RECOMPUTED, compile="aot_eager" if compiled else False)
     for each in (plain, other):
         each(*inputs()).square().sum().backward()
     for (name, parameter), twin in zip(plain.named_parameters(), other.parameters(), strict=True):

@@ -15,10 +15,13 @@ from mmspeed.config.schema import TrainConfig
 from mmspeed.errors import UserError
 from mmspeed.loop.optim import make_optimizer
 from mmspeed.loop.step import StepResult, train_step
+from mmspeed.memory import Keeping
 from mmspeed.parallel import parallelize, resolve_strategy
 from mmspeed.plan.throughput import training_flops
 from mmspeed.protocol import Batch, DiffusionModel
 from tests.toy import H, T, ToyDiT, W, flow_loss, make_batch, split
+
+RECOMPUTED = Keeping.everywhere({"block": "recompute"})
 
 KEYS = [f"s{i}" for i in range(7)]  # of 8 slots: the last is a filler
 Grads = dict[str, torch.Tensor]
@@ -84,7 +87,7 @@ def test_recomputation_is_bitwise_and_costs_a_forward() -> None:
     for on in (False, True):
         model = ToyDiT()
         names = list(model.state_dict())
-        parallelize(model, None, "none", checkpointing=on)
+        parallelize(model, None, "none", keeping=RECOMPUTED if on else None)
         assert list(model.state_dict()) == names == [n for n in names if "_checkpoint" not in n]
         with FlopCounterMode(display=False) as counter:
             _, grads[on] = step(model, split(KEYS, 8, 0, 1, 4))
@@ -99,7 +102,7 @@ def test_recomputation_is_bitwise_and_costs_a_forward() -> None:
 
 
 def test_a_copy_of_a_recomputed_model_trains_its_own_weights() -> None:
-    model = parallelize(ToyDiT(), None, "none", checkpointing=True)
+    model = parallelize(ToyDiT(), None, "none", keeping=RECOMPUTED)
     twin = copy.deepcopy(model)
     flow_loss(twin, make_batch(KEYS)).sum().backward()
     assert all(p.grad is None for p in model.parameters())
