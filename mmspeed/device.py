@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -87,6 +88,31 @@ class Device:
         if self.kind != "cpu":
             getattr(torch, self.kind).empty_cache()
 
+    def reserved_bytes(self) -> int:
+        """Bytes that the allocator has taken from the device, in use or not; on CPU those of the process."""
+        if self.kind == "cpu":
+            return self.memory_bytes()
+        return int(getattr(torch, self.kind).memory_reserved(self.index))
+
+    def record_allocations(self, on: bool) -> None:
+        """Begin, or end, to note for each block of memory the Python lines that asked for it. CPU memory is not noted."""
+        if self.kind != "cpu":
+            noted = {"enabled": "state", "context": "state", "stacks": "python"} if on else {"enabled": None}
+            getattr(torch, self.kind).memory._record_memory_history(**noted)
+
+    def allocations(self) -> list[dict[str, Any]]:
+        """The allocator's segments of this device, each with its `blocks` as noted; none on CPU."""
+        if self.kind == "cpu":
+            return []
+        segments = getattr(torch, self.kind).memory._snapshot()["segments"]
+        return [segment for segment in segments if segment.get("device", self.index) == self.index]
+
+    @property
+    def growing_segments(self) -> str:
+        """The environment variable by which the allocator keeps less memory in pieces; empty on CPU."""
+        variable = {"cuda": "PYTORCH_ALLOC_CONF", "npu": "PYTORCH_NPU_ALLOC_CONF"}.get(self.kind)
+        return "" if variable is None else f"{variable}=expandable_segments:True"
+
     def memory_bytes(self) -> int:
         """Bytes in use now: allocated tensors on an accelerator, resident memory of the process on CPU."""
         if self.kind == "cpu":
@@ -152,6 +178,16 @@ class Device:
         stream.wait_event(written)
         for tensor in tensors:
             tensor.record_stream(stream)
+
+    def swapped_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+        """A tensor of this device in the host's memory, mapped: kernels read and write it there. None where there is no such memory.
+
+        It is not for copies: values are set and read by arithmetic, as `fill_(1).mul_(values)`.
+        """
+        if self.kind != "npu":
+            return None
+        make = getattr(importlib.import_module("torch_npu"), "empty_with_swapped_memory", None)
+        return None if make is None else make(list(shape), dtype=dtype, device=self.torch_device)
 
     def peak_flops(self, dtype: torch.dtype) -> tuple[float, str]:
         """(FLOP/s, where the figure is from): the data sheet for known devices, a short matmul measurement otherwise."""

@@ -1,0 +1,116 @@
+"""Copies under a controlled clock: each takes its bytes' time, one after another in each direction, beside what computes.
+
+What a device would do to a careless caller is done here too: a target holds rubbish until its copy is done, a source is read at the end
+only, and a device tensor that was freed before raises. Use as `copies=` of what is tested; `compute` stands for the device's work.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from mmspeed.memory.host import HostBuffer
+
+RUBBISH = 0xA5
+
+
+def sleep_until(moment: float) -> None:
+    """Return at a moment of `time.perf_counter`, not before."""
+    while (left := moment - time.perf_counter()) > 0:
+        time.sleep(left)
+
+
+class _Lane:
+    """One direction. A copy ends `nbytes / bandwidth` seconds after it was asked for, or after the one before it has ended."""
+
+    def __init__(self, bandwidth: float) -> None:
+        self.bandwidth = bandwidth  # bytes per second
+        self.bytes = self.copies = 0
+        self.seconds = 0.0
+        self._free = 0.0
+        self._thread = ThreadPoolExecutor(1)
+
+    def begin(self, nbytes: int, spoil: Callable[[], None], copy: Callable[[], None]) -> _ClockJob:
+        seconds = nbytes / self.bandwidth
+        self.bytes += nbytes
+        self.copies += 1
+        self.seconds += seconds
+        self._free = end = max(self._free, time.perf_counter()) + seconds
+
+        def work() -> None:
+            spoil()
+            sleep_until(end)
+            copy()
+
+        return _ClockJob(self._thread.submit(work))
+
+
+class _ClockJob:
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        self._future.result()
+
+    def done(self) -> bool:
+        return self._future.done()
+
+
+class ControlledClock:
+    """`Copies` of a CPU whose bandwidths (bytes per second) are told. `outward` and `inward` count bytes, copies and seconds."""
+
+    def __init__(self, out_bandwidth: float, back_bandwidth: float | None = None) -> None:
+        self.outward = _Lane(out_bandwidth)
+        self.inward = _Lane(out_bandwidth if back_bandwidth is None else back_bandwidth)
+        self.computed = 0.0  # seconds
+        self.faults: list[str] = []
+
+    def compute(self, seconds: float) -> None:
+        """Work of the device that takes so long."""
+        self.computed += seconds
+        sleep_until(time.perf_counter() + seconds)
+
+    def out(self, source_Z: Tensor, target: HostBuffer) -> _ClockJob:
+        """To the host's memory."""
+        look, nbytes = self._weak(source_Z, "source"), source_Z.numel()
+
+        def spoil() -> None:
+            target.array[:nbytes] = RUBBISH
+
+        def copy() -> None:
+            np.copyto(target.array[:nbytes], look())
+
+        return self.outward.begin(nbytes, spoil, copy)
+
+    def back(self, source: HostBuffer, target_Z: Tensor) -> _ClockJob:
+        """To the device."""
+        look, nbytes = self._weak(target_Z, "target"), target_Z.numel()
+
+        def spoil() -> None:
+            look()[:] = RUBBISH
+
+        def copy() -> None:
+            np.copyto(look(), source.array[:nbytes])
+
+        return self.inward.begin(nbytes, spoil, copy)
+
+    def _weak(self, tensor_Z: Tensor, side: str) -> Callable[[], np.ndarray]:
+        """The bytes of a tensor that is not kept alive; looking raises AssertionError when it is gone."""
+        assert tensor_Z.dtype == torch.uint8 and tensor_Z.ndim == 1 and tensor_Z.is_contiguous()
+        start, nbytes = tensor_Z.storage_offset(), tensor_Z.numel()
+        weak = StorageWeakRef(tensor_Z.untyped_storage())
+
+        def look() -> np.ndarray:
+            storage = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
+            if storage is None:
+                self.faults.append(f"the {side} of a copy of {nbytes} bytes was freed before it was done")
+                raise AssertionError(self.faults[-1])
+            return torch.empty(0, dtype=torch.uint8).set_(storage, start, (nbytes,), (1,)).numpy()
+
+        return look
