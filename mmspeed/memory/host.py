@@ -6,23 +6,74 @@ is made at once, and the host's part lies outside of torch's allocator, so that 
 
 from __future__ import annotations
 
-from collections import defaultdict
+import ctypes
+from bisect import insort
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mmspeed.device import Device
+from mmspeed.device import Device, is_out_of_memory
+from mmspeed.errors import UserError
+
+ALIGNMENT = 512  # bytes; what a device's allocator aligns to
+SLAB_BYTES = 256 << 20  # the pool grows by no more at a time, but for a larger buffer
 
 
 class HostBuffer:
-    """Bytes in the host's memory."""
+    """Bytes in the host's memory: its own, or those of `slab` from byte `start` on."""
+
+    def __init__(self, nbytes: int, pinned: bool, slab: Slab | None = None, start: int = 0) -> None:
+        self.nbytes, self.slab, self.start = nbytes, slab, start
+        self.tensor: Tensor | None = None
+        if slab is not None:
+            whole = slab.memory
+            self.tensor = None if whole.tensor is None else whole.tensor[start : start + nbytes]
+            self.array: np.ndarray = whole.array[start : start + nbytes]
+        elif pinned:
+            self.tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            self.array = self.tensor.numpy()
+        else:
+            self.array = np.empty(nbytes, np.uint8)
+
+
+class Slab:
+    """Memory that buffers are cut from. `gaps`: what none of them has, (start, end) in order, not touching one another."""
 
     def __init__(self, nbytes: int, pinned: bool) -> None:
-        self.nbytes = nbytes
-        self.tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) if pinned else None
-        self.array: np.ndarray = np.empty(nbytes, np.uint8) if self.tensor is None else self.tensor.numpy()
+        self.memory = HostBuffer(nbytes, pinned)
+        self.gaps = [(0, nbytes)]
+
+    def room(self, nbytes: int) -> int | None:
+        """Bytes of the smallest gap that holds so many; None: no gap does."""
+        return min((end - start for start, end in self.gaps if end - start >= nbytes), default=None)
+
+    def take(self, nbytes: int) -> int:
+        """Where so many bytes begin now, which `room` has found."""
+        room = self.room(nbytes)
+        place = next(i for i, (start, end) in enumerate(self.gaps) if end - start == room)
+        start, end = self.gaps.pop(place)
+        if start + nbytes < end:
+            self.gaps.insert(place, (start + nbytes, end))
+        return start
+
+    def give(self, start: int, nbytes: int) -> None:
+        """Bytes are a gap again. Raises ValueError where they are one already."""
+        insort(self.gaps, (start, start + nbytes))
+        joined: list[tuple[int, int]] = []
+        for first, last in self.gaps:
+            if joined and first < joined[-1][1]:
+                raise ValueError("a buffer of a host pool was given back twice")
+            if joined and first == joined[-1][1]:
+                joined[-1] = (joined[-1][0], last)
+            else:
+                joined.append((first, last))
+        self.gaps = joined
+
+    @property
+    def idle(self) -> bool:
+        return self.gaps == [(0, self.memory.nbytes)]
 
 
 class Job(Protocol):
@@ -57,15 +108,24 @@ class _Done:
 
 
 class CpuCopies:
-    """Copies made at once, unseen by torch."""
+    """Copies made at once, unseen by torch. Raises ValueError for a buffer that is too small."""
 
     def out(self, source_Z: Tensor, target: HostBuffer) -> Job:
-        np.copyto(target.array[: source_Z.numel()], source_Z.numpy())
+        _move(source_Z, target, out=True)
         return _Done()
 
     def back(self, source: HostBuffer, target_Z: Tensor) -> Job:
-        np.copyto(target_Z.numpy(), source.array[: target_Z.numel()])
+        _move(target_Z, source, out=False)
         return _Done()
+
+
+def _move(tensor_Z: Tensor, buffer: HostBuffer, out: bool) -> None:
+    nbytes = tensor_Z.numel()
+    if nbytes > buffer.nbytes or not tensor_Z.is_contiguous() or tensor_Z.dtype != torch.uint8:
+        raise ValueError(f"{nbytes} {tensor_Z.dtype} do not go into {buffer.nbytes} bytes")
+    # by address: torch resizes no storage that numpy has ever seen
+    here, there = tensor_Z.data_ptr(), buffer.array.ctypes.data
+    ctypes.memmove(there if out else here, here if out else there, nbytes)
 
 
 class _Event:
@@ -107,26 +167,71 @@ def copies_for(device: Device) -> Copies:
 
 
 class HostPool:
-    """Buffers in the host's memory, used again by their size. `bytes` of all of them, and of those in use (`used`, `peak`)."""
+    """Buffers in the host's memory, cut from slabs that stay.
 
-    def __init__(self, device: Device) -> None:
+    Page-locked memory is dear to get, and torch rounds each piece up to a power of two: so it is asked for in such pieces, and buffers of
+    any size are cut from them. `bytes` are those of all slabs, `used` those asked for now, and `peak` the most of them.
+
+    advice: what a person whose host has no more memory is told to do.
+    """
+
+    def __init__(self, device: Device, advice: str = "swap less in memory.spans, or raise memory.swap_from") -> None:
         self._pinned = device.kind != "cpu"
-        self._free: dict[int, list[HostBuffer]] = defaultdict(list)
+        self._slabs: list[Slab] = []
+        self._advice = advice
         self.bytes = self.used = self.peak = 0
 
     def take(self, nbytes: int) -> HostBuffer:
-        """A buffer of so many bytes."""
-        free = self._free[nbytes]
-        if free:
-            buffer = free.pop()
-        else:
-            buffer = HostBuffer(nbytes, self._pinned)
-            self.bytes += nbytes
+        """A buffer of so many bytes. Raises UserError when the host's memory is full."""
+        size = _rounded(nbytes)
+        rooms = [(room, number) for number, slab in enumerate(self._slabs) if (room := slab.room(size)) is not None]
+        slab = self._slabs[min(rooms)[1]] if rooms else self._grow(size)
+        buffer = HostBuffer(nbytes, self._pinned, slab, slab.take(size))
         self.used += nbytes
         self.peak = max(self.peak, self.used)
         return buffer
 
     def give(self, buffer: HostBuffer) -> None:
-        """A buffer is no longer used; no copy from or to it is under way."""
+        """A buffer is no longer used; no copy from or to it is under way. Raises ValueError for one that was given before."""
+        assert buffer.slab is not None
+        buffer.slab.give(buffer.start, _rounded(buffer.nbytes))
         self.used -= buffer.nbytes
-        self._free[buffer.nbytes].append(buffer)
+
+    def trim(self) -> None:
+        """Give slabs that nobody uses back to the host."""
+        self._slabs = [slab for slab in self._slabs if not slab.idle]
+        self.bytes = sum(slab.memory.nbytes for slab in self._slabs)
+
+    def _grow(self, nbytes: int) -> Slab:
+        wanted = _power_of_two(max(nbytes, min(self.bytes // 4, SLAB_BYTES)))
+        slab = self._new(wanted)
+        if slab is None:
+            self.trim()
+            slab = self._new(nbytes)
+        if slab is None:
+            raise UserError(
+                f"the host's memory is full: {nbytes / 2**30:.2f} GiB more were to lie there, beside {self.used / 2**30:.2f} GiB; "
+                + self._advice
+            )
+        self._slabs.append(slab)
+        self.bytes += slab.memory.nbytes
+        return slab
+
+    def _new(self, nbytes: int) -> Slab | None:
+        # most hosts promise memory that they do not have, and end the process that uses it
+        if nbytes > Device("cpu", 0).free_memory_bytes():
+            return None
+        try:
+            return Slab(nbytes, self._pinned)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return None
+
+
+def _rounded(nbytes: int) -> int:
+    return max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
+
+
+def _power_of_two(nbytes: int) -> int:
+    return 1 << (nbytes - 1).bit_length()

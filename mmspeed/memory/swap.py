@@ -8,9 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mmspeed.device import Device
-
-from .host import Copies, HostPool, copies_for
+from .swap_group import Depot, SwapGroup
 
 
 class Group(Protocol):
@@ -33,15 +31,9 @@ class Group(Protocol):
         ...
 
 
-class Swap:
+class Swap(Depot):
     """Where a model's spans swap to. Tensors of fewer than `from_bytes` stay."""
-
-    def __init__(self, device: Device, from_bytes: int = 1 << 20, copies: Copies | None = None) -> None:
-        self.device, self.from_bytes = device, from_bytes
-        self.copies = copies or copies_for(device)
-        self.pool = HostPool(device)
-        self.moved_out = self.moved_back = 0  # bytes
 
     def group(self) -> Group:
         """A new group, for one run of a span."""
-        raise NotImplementedError
+        return SwapGroup(self)

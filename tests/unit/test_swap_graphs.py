@@ -1,0 +1,258 @@
+"""Swapping under autograd: any order of passes, failures, threads, and nothing that is left."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from mmspeed.device import Device
+from mmspeed.errors import UserError
+from mmspeed.memory.host import CpuCopies, HostBuffer, Job
+from mmspeed.memory.swap import Swap
+
+CPU = Device("cpu", 0)
+
+
+def swap_all(**given: Any) -> Swap:
+    return Swap(CPU, from_bytes=1, **given)
+
+
+class Chain(nn.Module):
+    """Layers of a matrix product and what keeps its result, each in a group of its own."""
+
+    def __init__(self, layers: int, width: int = 32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x: Tensor, swap: Swap | None = None) -> Tensor:
+        for layer in self.layers:
+            group = swap.group() if swap is not None else None
+            if group is None:
+                x = torch.tanh(layer(x)) * x
+            else:
+                with group.hooks():
+                    x = torch.tanh(layer(x)) * x
+                group.close()
+        return x
+
+    def gradients(self) -> list[Tensor]:
+        found = [parameter.grad for parameter in self.parameters()]
+        self.zero_grad()
+        return found  # type: ignore[return-value]
+
+
+def inputs(count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(16, 32, generator=generator) for _ in range(count)]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) > 0 and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_forwards_before_two_backwards(order: tuple[int, int]) -> None:
+    model, swap, batches = Chain(4), swap_all(), inputs(2)
+    sums = [model(x).sum() for x in batches]
+    for number in order:
+        sums[number].backward()
+    wanted = model.gradients()
+    sums = [model(x, swap).sum() for x in batches]
+    for number in order:
+        sums[number].backward()
+    assert same(model.gradients(), wanted)
+    assert swap.moved_out == swap.moved_back + swap.found > 0
+    assert swap.pool.used == 0
+
+
+def test_accumulation_retained_graphs_and_second_derivatives() -> None:
+    model, batches = Chain(3), inputs(3)
+
+    def gradients(swap: Swap | None) -> list[Tensor]:
+        for x in batches:
+            model(x, swap).sum().backward()
+        found = model.gradients()
+        loss = model(batches[0], swap).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        found += model.gradients()
+        x = batches[1].clone().requires_grad_()
+        (first,) = torch.autograd.grad(model(x, swap).sum(), x, create_graph=True)
+        first.square().sum().backward()
+        return [*found, *model.gradients()]
+
+    swap = swap_all()
+    assert same(gradients(swap), gradients(None))
+    gc.collect()
+    assert swap.pool.used == 0
+
+
+def test_the_pool_does_not_grow_after_the_first_step_and_copies_no_more() -> None:
+    model, swap, (x,) = Chain(4), swap_all(), inputs(1)
+    sizes, moved = [], []
+    for _ in range(4):
+        before = swap.moved_out
+        model(x, swap).sum().backward()
+        sizes.append((swap.pool.bytes, swap.pool.peak))
+        moved.append(swap.moved_out - before)
+    assert len(set(sizes)) == 1
+    # of a layer: what it is given and its tanh, but of the first, what the test holds goes too
+    assert moved == [4 * 2 * 16 * 32 * 4] * 4
+    assert not swap._parts
+    assert not swap.leaving
+
+
+def test_nothing_is_left_of_graphs_without_backward() -> None:
+    model, swap, (x,) = Chain(4), swap_all(), inputs(1)
+    groups: list[weakref.ref[Any]] = []
+    make = swap.group
+
+    def group() -> Any:
+        made = make()
+        groups.append(weakref.ref(made))
+        return made
+
+    swap.group = group  # type: ignore[method-assign]
+    result = model(x, swap)
+    assert swap.pool.used > 0
+    del result
+    assert swap.pool.used == 0  # at once: reference counts, no garbage collection
+    assert all(weak() is None for weak in groups)
+    assert not swap._parts
+    with torch.no_grad():
+        model(x, swap)
+    assert swap.pool.used == 0
+
+    def fails() -> None:
+        with swap.group().hooks():
+            torch.tanh(model(x, swap)).exp()
+            raise KeyError("in forward")
+
+    with pytest.raises(KeyError):
+        fails()
+    gc.collect()
+    assert swap.pool.used == 0
+    model(x, swap).sum().backward()
+    assert model.gradients()
+
+
+def test_results_that_an_operator_saves_are_not_kept_alive_by_themselves() -> None:
+    swap = Swap(CPU, from_bytes=1 << 20)
+    with swap.group().hooks():
+        y = torch.ones(64, requires_grad=True).exp()  # small: it stays
+    storage = StorageWeakRef(y.untyped_storage())
+    del y
+    assert storage.expired()
+
+
+def test_without_gradients_nothing_goes() -> None:
+    model, swap, (x,) = Chain(2), swap_all(), inputs(1)
+    with torch.no_grad():
+        model(x, swap)
+    assert swap.moved_out == swap.shared == 0
+
+
+def test_backward_in_another_thread() -> None:
+    """As autograd does on an accelerator, while the first thread makes the next graph."""
+    model, swap, batches = Chain(4), swap_all(), inputs(2)
+    model(batches[0]).sum().backward()
+    wanted = model.gradients()
+    loss = model(batches[0], swap).sum()
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    others = [model(batches[1], swap) for _ in range(20)]
+    thread.join()
+    assert same(model.gradients(), wanted)
+    del others, loss
+    gc.collect()
+    with swap.lock:
+        swap.tidy()
+    assert swap.pool.used == 0
+
+
+def test_a_copy_of_a_model_swaps_to_the_same_place() -> None:
+    swap = swap_all()
+    assert copy.deepcopy({"groups": swap.group})["groups"].__self__ is swap
+
+
+def test_low_precision_copies_of_parameters_are_cast_again() -> None:
+    model, swap, (x,) = Chain(2), swap_all(), inputs(1)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(x).sum()
+    loss.backward()
+    wanted = model.gradients()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(x, swap).sum()
+    loss.backward()
+    assert same(model.gradients(), wanted)
+    assert swap.recast == 32 * 32 * 2  # of the second: backward does not need the first's
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(x, swap).sum()
+    with torch.no_grad():
+        model.layers[1].weight.add_(1)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        loss.backward()
+
+
+class Broken:
+    """Copies of which one direction fails, at once or when they are waited for."""
+
+    def __init__(self, direction: str, at_once: bool) -> None:
+        self.direction, self.at_once, self.copies = direction, at_once, CpuCopies()
+
+    def _job(self, direction: str, job: Job) -> Any:
+        if direction != self.direction:
+            return job
+        if self.at_once:
+            raise OSError("the link is down")
+
+        class Failed:
+            def wait(self) -> None:
+                raise OSError("the link is down")
+
+            def done(self) -> bool:
+                return True
+
+        return Failed()
+
+    def out(self, source_Z: Tensor, target: HostBuffer) -> Any:
+        return self._job("out", self.copies.out(source_Z, target))
+
+    def back(self, source: HostBuffer, target_Z: Tensor) -> Any:
+        return self._job("back", self.copies.back(source, target_Z))
+
+
+@pytest.mark.parametrize("direction", ["out", "back"])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_copy_that_fails_is_told_and_does_not_hang(direction: str, at_once: bool) -> None:
+    model, swap, (x,) = Chain(3), swap_all(copies=Broken(direction, at_once)), inputs(1)
+    with pytest.raises(OSError, match="link is down"):
+        model(x, swap).sum().backward()
+    gc.collect()
+    assert swap.pool.used == 0
+
+
+def test_a_full_host_is_told_in_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, swap, (x,) = Chain(3), swap_all(), inputs(1)
+    monkeypatch.setattr(Device, "free_memory_bytes", lambda self: 100)
+    with pytest.raises(UserError, match=r"host's memory is full.*memory\.spans"):
+        model(x, swap)
+    monkeypatch.undo()
+    model(x, swap).sum().backward()
+    assert swap.moved_out > 0
+
+
+def test_tensors_of_numpy_go_too() -> None:
+    swap = swap_all()
+    array = np.arange(64, dtype=np.float32)
+    assert torch.equal(swap.group().store(torch.from_numpy(array))(), torch.arange(64.0))

@@ -1,0 +1,218 @@
+"""Swapping in the blocks of a real model: equal to plain, with the bytes that were to be moved."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mmspeed.config.memory import Way
+from mmspeed.device import Device
+from mmspeed.memory.region import matmul_operators
+from mmspeed.memory.spans import set_ways
+from mmspeed.memory.swap import Swap
+from mmspeed.models.sora_dit import SoraDiT, SoraDiTConfig
+from mmspeed.parallel import parallelize
+
+CPU = Device("cpu", 0)
+FROM = 1 << 13  # bytes
+BRANCHES = ("attention", "cross_attention", "mlp")
+WAYS: list[dict[str, Way]] = [
+    {"block": "swap"},
+    {"block": "swap_cheap"},
+    dict.fromkeys(BRANCHES, "swap"),
+    dict.fromkeys(BRANCHES, "swap_cheap"),
+    {"attention": "swap", "cross_attention": "swap_cheap", "mlp": "recompute"},
+]
+
+
+class Matmuls(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self._operators = 0, matmul_operators()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in self._operators
+        return func(*args, **(kwargs or {}))
+
+
+class Noting:
+    """A group that keeps all, and notes the memory of what it was told to store: each storage once."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def store(self, tensor: Tensor) -> Callable[[], Tensor]:
+        root = tensor if tensor._base is None else tensor._base
+        made = root.grad_fn is not None and root.grad_fn.name() == "ToCopyBackward0"
+        cast = made and isinstance(getattr(root.grad_fn.next_functions[0][0], "variable", None), nn.Parameter)  # type: ignore[union-attr]
+        reach = 1 + sum(
+            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )  # in numbers
+        if not isinstance(root, nn.Parameter) and not cast and reach * tensor.element_size() >= FROM:
+            storage = tensor.untyped_storage()
+            self.seen[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        kept = tensor.detach()
+        return lambda: kept
+
+    def close(self) -> None: ...
+
+    def fetch(self) -> None: ...
+
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        return torch.autograd.graph.saved_tensors_hooks(self.store, lambda give: give())
+
+
+@dataclass
+class Step:
+    gradients: dict[str, Tensor]
+    activations: int  # bytes after forward, by torch's own count
+    peak: int
+    matmuls: int
+
+
+@dataclass
+class Stage:
+    arrangement: str
+    dtype: torch.dtype
+    ways: dict[str, Way] = field(default_factory=dict)
+    groups: Callable[[], Any] | None = None
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(0)
+        config = SoraDiTConfig(
+            width=96, depth=3, heads=6, latent_channels=8, text_width=32, adaln_rank=8, arrangement=self.arrangement  # type: ignore[arg-type]
+        )  # fmt: skip
+        self.model = SoraDiT(config)
+        for parameter in self.model.parameters():
+            if parameter.ndim >= 2 and not parameter.any():
+                nn.init.normal_(parameter, std=0.02)
+        for block in self.model.blocks:
+            set_ways(block, self.ways, self.groups)
+        parallelize(self.model, None, "none", compute_dtype=self.dtype)
+        random = torch.Generator().manual_seed(1)
+        self.batch = (
+            torch.randn(1, 8, 3, 16, 16, generator=random), torch.rand(1, generator=random), torch.randn(1, 12, 32, generator=random),
+            torch.ones(1, 12, dtype=torch.bool),
+        )  # fmt: skip
+
+    def loss(self) -> Tensor:
+        return self.model(*self.batch).square().mean()
+
+    def gradients(self) -> dict[str, Tensor]:
+        found = {
+            name: parameter.grad for name, parameter in self.model.named_parameters() if parameter.grad is not None
+        }
+        self.model.zero_grad()
+        return found
+
+    def step(self) -> Step:
+        tracker, matmuls = MemTracker(), Matmuls()
+        tracker.track_external(self.model)
+        with matmuls, tracker:
+            loss = self.loss()
+            now = {str(getattr(key, "name", key)): size for key, size in self._of(tracker, "current").items()}
+            loss.backward()
+            peak = self._of(tracker, "peak")
+        return Step(self.gradients(), now["ACT"], sum(peak.values()), matmuls.count)
+
+    @staticmethod
+    def _of(tracker: MemTracker, moment: str) -> dict[Any, int]:
+        return tracker.get_tracker_snapshot(moment)[torch.device("cpu")]  # type: ignore[arg-type]
+
+
+@cache
+def plain(arrangement: str, dtype: torch.dtype) -> Step:
+    return Stage(arrangement, dtype).step()
+
+
+def noted(arrangement: str, dtype: torch.dtype, ways: dict[str, Way]) -> int:
+    """Bytes of all storages that spans of these ways store, over all groups, each storage once."""
+    alive: list[Noting] = []
+
+    def group() -> Noting:
+        alive.append(Noting())
+        return alive[-1]
+
+    stage = Stage(arrangement, dtype, ways, group)
+    loss = stage.loss()
+    found = sum({key: size for noting in alive for key, (_, size) in noting.seen.items()}.values())
+    assert loss.isfinite()
+    return found
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and len(one) > 20 and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("ways", WAYS, ids=lambda ways: ",".join(f"{name}:{way}" for name, way in ways.items()))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("arrangement", ["factorised", "full"])
+def test_gradients_are_bitwise_those_of_plain(arrangement: str, dtype: torch.dtype, ways: dict[str, Way]) -> None:
+    base, swap = plain(arrangement, dtype), Swap(CPU, FROM)
+    stage = Stage(arrangement, dtype, ways, swap.group)
+    step = stage.step()
+    assert same(step.gradients, base.gradients)
+    assert swap.moved_out == noted(arrangement, dtype, ways) == swap.pool.peak
+    assert swap.moved_out >= swap.moved_back > 0.8 * swap.moved_out  # what is on the device still does not come
+    assert swap.pool.used == 0
+    assert step.peak < base.peak
+    if "recompute" not in ways.values():
+        assert step.activations <= 0.3 * base.activations
+        assert step.matmuls == base.matmuls
+    if dtype == torch.bfloat16 and ways == {"block": "swap"}:
+        weights = sum(
+            p.numel() for b in stage.model.blocks for p in b.parameters() if p.ndim >= 2 and p.numel() * 2 >= FROM
+        )
+        assert 0.8 * weights * 2 <= swap.recast <= weights * 2
+
+
+def test_steps_take_the_same_memory_again_and_leave_nothing() -> None:
+    swap = Swap(CPU, FROM)
+    stage = Stage("factorised", torch.float32, {"block": "swap"}, swap.group)
+    pools = []
+    for _ in range(4):
+        stage.loss().backward()
+        pools.append((swap.pool.bytes, swap.pool.peak, swap.pool.used))
+    assert len(set(pools)) == 1
+    assert pools[0][2] == 0
+    with torch.no_grad():
+        before = swap.moved_out
+        stage.loss()
+        assert swap.moved_out == before
+    loss = stage.loss()
+    assert swap.pool.used > 0
+    del loss
+    gc.collect()
+    assert swap.pool.used == 0
+
+
+@pytest.mark.parametrize("ways", [{"block": "swap"}, {"block": "swap_cheap"}], ids=["swap", "swap_cheap"])
+def test_several_graphs_at_a_time_in_any_order(ways: dict[str, Way]) -> None:
+    swap = Swap(CPU, FROM)
+    stages = [Stage("factorised", torch.float32), Stage("factorised", torch.float32, ways, swap.group)]
+    found = []
+    for stage in stages:
+        losses = [stage.loss() * factor for factor in (1, 2, 3)]
+        for number in (1, 0, 2):
+            losses[number].backward()
+        found.append(stage.gradients())
+    assert same(*found)
+    assert swap.pool.used == 0
+
+
+def test_blocks_share_the_caption_and_a_span_its_projection() -> None:
+    swap = Swap(CPU, from_bytes=1 << 11)
+    stage = Stage("full", torch.float32, {"block": "swap_cheap"}, swap.group)
+    stage.loss().backward()
+    text = 12 * 96 * 4  # bytes of the caption that each of three blocks is given
+    assert swap.shared >= 2 * text
