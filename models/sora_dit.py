@@ -11,7 +11,7 @@ frame, or one row of all), L caption tokens, D text width, E model width, P valu
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -344,15 +344,16 @@ class SoraDiT(nn.Module):
         """`flops`, if all attention were dense."""
         return forward_flops(replace(self.config, sparse=None), latent, text_tokens)
 
-    def init_weights(self, seed: int) -> None:
+    def init_weights(self, seed: int, put: Callable[[nn.Parameter, Tensor], None] = set_parameter) -> None:
         """Fill every parameter from a generator keyed by its name: the same on any device, in any sharding (law 1).
 
-        Works on parameters of any dtype, after `to_empty`, and on parameters sharded by `fully_shard`.
+        Works on parameters of any dtype, after `to_empty`, and on parameters sharded by `fully_shard`. `put(parameter, value)` takes
+        each whole value, float32 on the CPU: where weights lie apart from the parameters, it brings them there.
         """
         for name, parameter in self.named_parameters():
             module = name.rpartition(".")[0]
             zero = any(module == part or module.endswith(f".{part}") for part in ZERO_MODULES)
-            set_parameter(parameter, initial_value(name, parameter.shape, seed, zero))
+            put(parameter, initial_value(name, parameter.shape, seed, zero))
         for layer in clustered_layers(self).values():
             layer.reset()
 

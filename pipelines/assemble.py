@@ -11,18 +11,20 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from mmspeed.config import Config
+from mmspeed.config.memory import parse_bytes
 from mmspeed.device import Device, parse_dtype
 from mmspeed.errors import UserError
 from mmspeed.loop.ema import EMA
-from mmspeed.loop.optim import make_optimizer
+from mmspeed.loop.optim import AnyOptimizer, make_optimizer
 from mmspeed.memory import Ways
 from mmspeed.memory.keeping import make_keeping
+from mmspeed.memory.tiered import TieredOptimizer
 from mmspeed.mesh import Mesh, make_mesh
 from mmspeed.models import SoraDiT
-from mmspeed.parallel import Strategy, TokenLayout, make_layout, parallelize, resolve_strategy
+from mmspeed.models.layers import own_part, set_parameter
+from mmspeed.parallel import Strategy, TokenLayout, is_half, make_half, make_layout, parallelize, resolve_strategy
 from mmspeed.pipelines.objective import Objective, make_objective
 from mmspeed.protocol import Batch
 
@@ -34,7 +36,7 @@ class Assembly:
     """What a run trains with."""
 
     model: nn.Module  # as `parallelize` made it
-    optimizer: Optimizer
+    optimizer: AnyOptimizer
     ema: EMA | None
     objective: Objective
     loss_fn: LossFn
@@ -77,13 +79,10 @@ def assemble(
     `choice`: the ways of each block's spans that were chosen under a budget of memory.
     """
     keeping = make_keeping(config.memory, config.train.checkpointing, len(bare.blocks), device, choice)
-
-    def fill() -> None:
-        bare.to_empty(device=device.torch_device)
-        bare.init_weights(config.seed)  # drawn by name (law 1)
-
+    if config.memory.master != "parameters":  # float32 weights are the optimizer's
+        make_half(bare)
     if placement.strategy != "fsdp":
-        fill()
+        bare.to_empty(device=device.torch_device)
     model = parallelize(
         bare,
         placement.mesh,
@@ -94,11 +93,27 @@ def assemble(
         compile=config.train.compile,
     )
     if placement.strategy == "fsdp":  # memory only for this rank's shards
-        fill()
-    optimizer = make_optimizer(model, config.train)
-    ema = EMA(model, config.train.ema_decay) if config.train.ema_decay is not None else None
+        bare.to_empty(device=device.torch_device)
+    optimizer = make_optimizer(model, config.train, config.memory, device)
+    bare.init_weights(config.seed, weight_setter(model, optimizer))  # drawn by name (law 1)
+    ema = make_ema(model, optimizer, config, device) if config.train.ema_decay is not None else None
     objective = make_objective(config.objective)
     return Assembly(model, optimizer, ema, objective, make_loss(objective, device))
+
+
+def weight_setter(model: nn.Module, optimizer: AnyOptimizer) -> Callable[[nn.Parameter, Tensor], None]:
+    """What brings a whole float32 value where a parameter's weights are: into the parameter, or to the optimizer."""
+    if not isinstance(optimizer, TieredOptimizer) or not is_half(model):
+        return set_parameter
+    return lambda parameter, value: optimizer.set_master(parameter, own_part(parameter, value))
+
+
+def make_ema(model: nn.Module, optimizer: AnyOptimizer, config: Config, device: Device) -> EMA:
+    """The moving average of a model's float32 weights, which are the optimizer's where the parameters are bfloat16."""
+    memory = config.memory
+    assert config.train.ema_decay is not None
+    host = device if memory.ema == "host" else None
+    return EMA(model, config.train.ema_decay, optimizer, host, parse_bytes(memory.bucket))
 
 
 def make_loss(objective: Objective, device: Device) -> LossFn:

@@ -21,9 +21,10 @@ import torch
 from safetensors.numpy import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from mmspeed import comm
-from mmspeed.config import make_config
+from mmspeed.config import Config, make_config
 from mmspeed.data import count_present, draw_quantiles, share
 from mmspeed.data.order import Batching
 from mmspeed.device import Device
@@ -93,12 +94,23 @@ class Found:
         return cls(steps=list(steps.values()), **content)
 
 
+def with_plain_optimizer(config: Config) -> Config:
+    """The config with float32 parameters that AdamW updates after backward: layouts are compared by gradients, which that leaves whole."""
+    memory = {"master": "parameters", "states": "device", "release_gradients": False, "ema": "device"}
+    return config.model_copy(
+        update={
+            "memory": config.memory.model_copy(update=memory),
+            "train": config.train.model_copy(update={"optimizer": "adamw"}),
+        }
+    )
+
+
 def examine(mini: Miniature, change: Callable[[TokenLayout], TokenLayout] | None = None) -> Found:
     """One step of each kind over all ranks of the process group; a collective call. Rank 0 has the gradients.
 
     It is training's own way, but that the learning rate is 0. `change` puts another token layout in place (tests break it so).
     """
-    device, config = Device("cpu", 0), mini.config
+    device, config = Device("cpu", 0), with_plain_optimizer(mini.config)
     placement = place(config, device)
     if change is not None:
         placement = replace(placement, layout=change(placement.layout))
@@ -127,6 +139,7 @@ def _step(
     draws, ledger, clip = mini.draws(kind), placement.layout.ledger, mini.config.train.clip_norm
     batches = [mini.batch(part) for part in share(draws, batching, rank, world)]
     grads: Arrays = {}
+    assert isinstance(parts.optimizer, Optimizer)
     hook = parts.optimizer.register_step_pre_hook(lambda *_: grads.update(whole_gradients(unwrap(parts.model))))
     before = ledger.copy()
     result = train_step(

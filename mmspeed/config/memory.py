@@ -137,6 +137,7 @@ def refused(
     accumulates: bool,
     strategy: str,
     tp: int,
+    skips: bool = False,
 ) -> str | None:
     """Why a memory section does not go with the rest of a config, in a sentence; None where it does."""
     if checkpointing and (memory.spans or memory.chooses):
@@ -160,6 +161,8 @@ def refused(
             return "release_gradients updates weights before all gradients are there, so it needs train.clip_norm: null"
         if accumulates:
             return "release_gradients needs one micro-batch a step"
+        if skips:
+            return "release_gradients has updated some weights when a later gradient is not finite, so no step can be skipped: it needs train.skip_non_finite: 0"
         if strategy == "ddp" or tp > 1:
             return "release_gradients goes with parallel.strategy: none or fsdp, and without tp: elsewhere gradients are whole after backward only"
     return None

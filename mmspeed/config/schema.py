@@ -288,6 +288,7 @@ class Config(Section):
             accumulates=train.micro_batch_size is not None or self.batching.accumulate > 1,
             strategy=parallel.strategy,
             tp=parallel.tp,
+            skips=train.skip_non_finite > 0,
         )
         if reason is not None:
             raise ValueError(f"memory: {reason}")

@@ -16,52 +16,52 @@ import json
 import math
 import shutil
 import threading
-import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.optim import Optimizer
 
 from mmspeed.comm import all_reduce_max, barrier
 from mmspeed.errors import UserError
-from mmspeed.log import get_logger
 
 from .ema import EMA
+from .loading import Which, best, latest, load, load_weights, open_checkpoint, prefixed, recorded
+from .optim import AnyOptimizer
+from .states import states_to_save, weights_to_save
 from .storage import (
     FORMAT,
     META,
     RECORD,
-    THRESHOLD,
     DamageError,
-    SafetensorsReader,
     SafetensorsWriter,
-    read_index,
-    read_meta,
     read_record,
     step_name,
     step_of,
     steps_in,
     sync_folder,
-    without_new_thresholds,
     write_json,
 )
 
-Which = Literal["ema", "model"]
-_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+__all__ = [
+    "CheckpointManager",
+    "TrainingState",
+    "Which",
+    "best",
+    "latest",
+    "load",
+    "load_weights",
+    "open_checkpoint",
+    "recorded",
+    "step_name",
+    "steps_in",
+]
 
 
 @dataclass
@@ -69,143 +69,9 @@ class TrainingState:
     """What a checkpoint holds. `meta` is JSON: epoch position, config, data fingerprint, and so on."""
 
     model: nn.Module
-    optimizer: Optimizer | None = None
+    optimizer: AnyOptimizer | None = None
     ema: EMA | None = None
     meta: dict[str, Any] = field(default_factory=dict)
-
-
-# ---- which checkpoints there are ----
-
-
-def recorded(folder: Path) -> list[dict[str, Any]]:
-    """`{"step", "loss"}` of each checkpoint in `folder`, in the order they were written; `loss` may be None.
-
-    Whole checkpoints that a kill kept from being recorded come last, by step; so do all, with a warning, when the
-    record is damaged.
-    """
-    entries: list[dict[str, Any]] = []
-    try:
-        entries = read_record(folder)
-    except DamageError as error:
-        get_logger(__name__).warning(
-            f"{folder} {error}; going by the names of the folders there, the recorded validation losses are lost"
-        )
-    known = {entry["step"] for entry in entries}
-    found = steps_in(folder)
-    entries += [{"step": step, "loss": None} for step in found if step not in known]
-    return [entry for entry in entries if entry["step"] in found]
-
-
-def latest(folder: Path) -> Path | None:
-    """The checkpoint written last, or None. Warns of folders that are passed over because they are not whole."""
-    for path in sorted(folder.glob("step-*")):
-        if path.is_dir() and step_of(path) is not None and not (path / META).is_file():
-            get_logger(__name__).warning(f"checkpoint {path} is left out: it is incomplete, it has no {META}")
-    entries = recorded(folder)
-    return folder / step_name(entries[-1]["step"]) if entries else None
-
-
-def best(folder: Path) -> Path | None:
-    """The checkpoint with the lowest validation loss, or None when none has a loss."""
-    scored = [entry for entry in recorded(folder) if entry["loss"] is not None]
-    return folder / step_name(min(scored, key=lambda entry: entry["loss"])["step"]) if scored else None
-
-
-# ---- loading ----
-
-
-def _prefixed(prefix: str, tensors: dict[str, Any]) -> dict[str, Tensor]:
-    return {f"{prefix}.{name}": tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
-
-
-def _check(folder: Path, index: dict[str, Any], wanted: dict[str, Tensor]) -> None:
-    """Raise UserError at the first tensor that the checkpoint and `wanted` do not share in name and shape."""
-    held = index["tensors"]
-    advice = "the checkpoint is of another model; compare the `model` section of its run's config"
-    for name, tensor in wanted.items():
-        if name not in held:
-            raise UserError(f"checkpoint {folder} has no tensor `{name}`: {advice}")
-        if held[name]["shape"] != list(tensor.shape):
-            shapes = f"{tuple(held[name]['shape'])} in the checkpoint, {tuple(tensor.shape)} here"
-            raise UserError(f"checkpoint {folder}: `{name}` is {shapes}: {advice}")
-    parts = {name.split(".", 1)[0] for name in wanted}
-    # an average stands for its parameter when weights alone are loaded
-    stems = {name.split(".", 1)[1] for name in wanted}
-    unknown = (name for name in held if name.split(".", 1)[0] in parts and name.split(".", 1)[1] not in stems)
-    extra = next((name for name in unknown if not name.endswith(THRESHOLD)), None)
-    if extra is not None:
-        raise UserError(f"checkpoint {folder} holds `{extra}`, which the model here does not have: {advice}")
-
-
-def open_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(meta, index) of a checkpoint; UserError when it is missing, incomplete, damaged or from a newer mmspeed."""
-    if not folder.is_dir():
-        raise UserError(f"there is no checkpoint {folder}")
-    try:
-        meta = read_meta(folder)
-        index = read_index(folder) if meta["format"] <= FORMAT else {}
-    except DamageError as error:
-        others = [entry["step"] for entry in recorded(folder.parent) if step_name(entry["step"]) != folder.name]
-        onward = f"go on from step {others[-1]}" if others else "start anew"
-        raise UserError(f"checkpoint {folder} {error}; copy it again, or delete that folder to {onward}") from None
-    if meta["format"] > FORMAT:
-        raise UserError(
-            f"checkpoint {folder} has format {meta['format']}; this mmspeed reads up to {FORMAT}: update mmspeed"
-        )
-    return meta, index
-
-
-def load(
-    folder: Path,
-    model: nn.Module,
-    optimizer: Optimizer | None = None,
-    ema: EMA | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> dict[str, Any]:
-    """Load a checkpoint into what is given, in place, whatever the ranks and strategy that wrote it.
-
-    All ranks call it. Returns the saved `meta` with `step`. Raises UserError when the checkpoint is missing, incomplete
-    or of another model.
-    """
-    meta, index = open_checkpoint(folder)
-    wanted = without_new_thresholds(_prefixed("model", get_model_state_dict(model)), index)
-    if ema is not None:
-        if meta["ema_updates"] is None:
-            raise UserError(f"checkpoint {folder} has no EMA weights: set train.ema_decay to null, or start anew")
-        wanted |= _prefixed("ema", ema.state_dict())
-    moments: dict[str, Any] = {}
-    if optimizer is not None and any(name.startswith("optimizer.") for name in index["tensors"]):
-        moments = dict(get_optimizer_state_dict(model, optimizer, options=_FLAT))
-        wanted |= _prefixed("optimizer", moments)
-    _check(folder, index, wanted)
-    dcp.load(
-        cast(dict[str, Any], wanted),
-        storage_reader=SafetensorsReader(folder, index),
-        process_group=group,
-        no_dist=not dist.is_initialized(),
-    )
-    if optimizer is not None and moments:
-        moments |= {name: wanted[f"optimizer.{name}"] for name, value in moments.items() if isinstance(value, Tensor)}
-        set_optimizer_state_dict(model, optimizer, moments, options=_FLAT)
-    if ema is not None:
-        ema.updates = meta["ema_updates"]
-    return {**meta["meta"], "step": meta["step"]}
-
-
-def load_weights(folder: Path, model: nn.Module, which: Which = "ema", alone: bool = True) -> dict[str, Any]:
-    """Load weights alone, in the number type that `model` has, by one process `alone` or by all. Returns and raises as `load`."""
-    meta, index = open_checkpoint(folder)
-    if which == "ema" and meta["ema_updates"] is None:
-        raise UserError(f"checkpoint {folder} has no EMA weights: ask for the model's own")
-    averaged = {name for name, _ in model.named_parameters()} if which == "ema" else set()
-    state = cast(dict[str, Tensor], get_model_state_dict(model))
-    named = {f"{'ema' if name in averaged else 'model'}.{name}": tensor for name, tensor in state.items()}
-    wanted = without_new_thresholds(named, index)
-    _check(folder, index, wanted)
-    with warnings.catch_warnings():  # torch warns that one process loads; here that is what is wanted
-        warnings.simplefilter("ignore")
-        dcp.load(cast(dict[str, Any], wanted), storage_reader=SafetensorsReader(folder, index), no_dist=alone)
-    return {**meta["meta"], "step": meta["step"]}
 
 
 # ---- saving ----
@@ -250,12 +116,11 @@ class CheckpointManager:
         Waits first for the write before this one. Raises UserError when that one (or, blocking, this one) failed.
         """
         self.wait()
-        tensors = _prefixed("model", get_model_state_dict(state.model))
+        tensors = prefixed("model", weights_to_save(state.model, state.optimizer))
         if state.ema is not None:
-            tensors |= _prefixed("ema", state.ema.state_dict())
-        # asking for an empty state would make torch take a step
-        if state.optimizer is not None and state.optimizer.state:
-            tensors |= _prefixed("optimizer", get_optimizer_state_dict(state.model, state.optimizer, options=_FLAT))
+            tensors |= prefixed("ema", state.ema.state_dict())
+        if state.optimizer is not None:
+            tensors |= prefixed("optimizer", states_to_save(state.model, state.optimizer))
         updates = state.ema.updates if state.ema is not None else None
         meta = json.loads(json.dumps({"format": FORMAT, "step": step, "ema_updates": updates, "meta": state.meta}))
         temporary = self.folder / f".tmp-{step_name(step)}"
@@ -312,7 +177,7 @@ class CheckpointManager:
         return best(self.folder)
 
     def load(
-        self, folder: Path, model: nn.Module, optimizer: Optimizer | None = None, ema: EMA | None = None
+        self, folder: Path, model: nn.Module, optimizer: AnyOptimizer | None = None, ema: EMA | None = None
     ) -> dict[str, Any]:
         """`load`, after the write under way, and with `folder` safe from removal."""
         self.wait()

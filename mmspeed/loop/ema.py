@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from mmspeed.device import Device
+from mmspeed.memory.tiered import TieredOptimizer
 from mmspeed.parallel import unwrap
+
+from .host_average import HostAverages
+from .states import has_masters, laid_out, local, named_masters
 
 
 def ema_decay(decay: float, updates: int) -> float:
@@ -17,53 +22,97 @@ def ema_decay(decay: float, updates: int) -> float:
     return min(decay, (1 + updates) / (10 + updates))
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 class EMA:
-    """The average of a model's parameters. Make it after `parallelize`: it takes over the parameters' sharding.
+    """The average of a model's float32 weights. Make it after `parallelize`: it takes over the parameters' sharding.
 
-    `tensors` maps the bare model's parameter names to the averages; `updates` counts them.
+    `optimizer` is whose weights they are, where the model's parameters are roundings of them. `host`: the averages lie in the memory of
+    that device's host, and visit it in buckets of `bucket_bytes`. `tensors` maps the bare model's parameter names to the averages;
+    `updates` counts them.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        decay: float,
+        optimizer: Any = None,
+        host: Device | None = None,
+        bucket_bytes: int = 1 << 26,
+    ) -> None:
         self.decay = decay
         self.updates = 0
-        self.tensors: dict[str, Tensor] = {n: p.detach().clone() for n, p in unwrap(model).named_parameters()}
+        self.optimizer: TieredOptimizer | None = optimizer if has_masters(model, optimizer) else None
         self._swapped = False
-
-    def _pairs(self, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+        self._kept: dict[str, Tensor] = {}
         parameters = dict(unwrap(model).named_parameters())
-        return [_local(t) for t in self.tensors.values()], [_local(parameters[n].detach()) for n in self.tensors]
+        if self.optimizer is None:
+            names = list(parameters)
+        else:  # in the order in which its buckets come
+            names = [name for name, _, _ in named_masters(model, self.optimizer)]
+        self._host: HostAverages | None = None
+        if host is not None:
+            self._host = HostAverages([local(parameters[name]) for name in names], bucket_bytes, host)
+            self.tensors = {n: laid_out(parameters[n], t) for n, t in zip(names, self._host.tensors(), strict=True)}
+        elif self.optimizer is not None:
+            self.tensors = {
+                n: laid_out(parameters[n], torch.empty_like(local(parameters[n]), dtype=torch.float32)) for n in names
+            }
+        else:
+            self.tensors = {n: p.detach().clone() for n, p in parameters.items()}
+        if self._host is not None or self.optimizer is not None:
+            self.restart(model)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the averages lie in the host's memory."""
+        return self._host is not None
+
+    def _weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """(name, this process's part) of each weight, in the order of `tensors`; what one yields may be gone with the next."""
+        if self.optimizer is not None:
+            yield from ((name, values) for name, _, values in named_masters(model, self.optimizer))
+        else:
+            parameters = dict(unwrap(model).named_parameters())
+            yield from ((name, local(parameters[name].detach())) for name in self.tensors)
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
-        """Move the averages towards the model's parameters. Call after each optimizer step that was taken."""
+        """Move the averages towards the model's weights. Call after each optimizer step that was taken."""
         if self._swapped:
             raise RuntimeError("the moving average was updated while it is swapped into the model")
         self.updates += 1
-        averages, parameters = self._pairs(model)
-        torch._foreach_lerp_(averages, parameters, 1 - ema_decay(self.decay, self.updates))
+        weight = 1 - ema_decay(self.decay, self.updates)
+        if self._host is not None:
+            self._host.lerp((values for _, values in self._weights(model)), weight)
+        elif self.optimizer is not None:
+            for name, values in self._weights(model):
+                torch._foreach_lerp_([local(self.tensors[name])], [values], weight)
+        else:
+            weights = [values for _, values in self._weights(model)]
+            torch._foreach_lerp_([local(t) for t in self.tensors.values()], weights, weight)
 
     @torch.no_grad()
     def restart(self, model: nn.Module) -> None:
-        """Begin anew from the model's parameters."""
+        """Begin anew from the model's weights."""
         self.updates = 0
-        for average, parameter in zip(*self._pairs(model), strict=True):
-            average.copy_(parameter)
+        if self._host is not None:
+            self._host.settle()
+        for name, values in self._weights(model):
+            local(self.tensors[name]).copy_(values)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The averages under the model's names, sharing memory with this object."""
         if self._swapped:
             raise RuntimeError("the moving average was read while it is swapped into the model")
+        if self._host is not None:
+            self._host.settle()
         return dict(self.tensors)
 
     @contextmanager
     def swap(self, model: nn.Module) -> Iterator[None]:
         """Inside, the model holds the averages (and this object the weights); afterwards both are back, bit for bit.
 
-        Values are exchanged one tensor at a time, so the cost is one tensor of memory.
+        Values are exchanged one tensor at a time, so the cost is one tensor of memory. Where the parameters are bfloat16, their bits are
+        kept beside: the weights that they are roundings of stay as they are.
         """
         if self._swapped:
             raise RuntimeError("the moving average is already swapped into the model")
@@ -75,8 +124,17 @@ class EMA:
 
     @torch.no_grad()
     def _exchange(self, model: nn.Module) -> None:
-        for average, parameter in zip(*self._pairs(model), strict=True):
-            kept = parameter.clone()
-            parameter.copy_(average)
-            average.copy_(kept)
+        if self._host is not None:
+            self._host.settle()
+        for name, parameter in unwrap(model).named_parameters():
+            average, own = local(self.tensors[name]), local(parameter.detach())
+            if self.optimizer is None:
+                kept = own.clone()
+                own.copy_(average)
+                average.copy_(kept)
+            elif self._swapped:
+                own.copy_(self._kept.pop(name))
+            else:
+                self._kept[name] = own.clone()
+                own.copy_(average)
         self._swapped = not self._swapped

@@ -10,7 +10,8 @@ from torch import nn
 from mmspeed.errors import UserError
 from mmspeed.parallel import unwrap
 
-from .checkpoint import latest, load_weights, open_checkpoint
+from .loading import latest, load_weights, open_checkpoint
+from .optim import AnyOptimizer
 from .storage import META
 
 
@@ -25,8 +26,10 @@ def starting_checkpoint(place: str | Path) -> Path:
     return found
 
 
-def load_start(place: str | Path, model: nn.Module) -> None:
+def load_start(place: str | Path, model: nn.Module, optimizer: AnyOptimizer | None = None) -> None:
     """Fill a model's parameters from a checkpoint, whatever its layout; its moving average where it has one.
+
+    `optimizer` takes them where the float32 weights are its own.
 
     All ranks call it. Thresholds of sparse attention come with it, where both models have them; they need not. Raises UserError when
     there is no checkpoint, or a parameter is missing, left over or of another shape.
@@ -34,6 +37,7 @@ def load_start(place: str | Path, model: nn.Module) -> None:
     folder = starting_checkpoint(place)
     try:
         averaged = open_checkpoint(folder)[0]["ema_updates"] is not None
-        load_weights(folder, unwrap(model), "ema" if averaged else "model", alone=not dist.is_initialized())
+        which, alone = "ema" if averaged else "model", not dist.is_initialized()
+        load_weights(folder, unwrap(model), which, alone, optimizer)  # type: ignore[arg-type]
     except UserError as error:
         raise UserError(f"train.start_from: {error}") from None

@@ -15,11 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from torch.optim import Optimizer
 
 from mmspeed.comm import Axis, all_gather_objects, all_reduce_sum
+from mmspeed.errors import UserError
 from mmspeed.parallel import Strategy, is_split, no_sync, sum_shared_gradients
 from mmspeed.protocol import Batch
+
+from .optim import AnyOptimizer
+from .release import ReleasingOptimizer
 
 LossFunction = Callable[[nn.Module, Batch], Tensor]  # -> loss_B, float32, one number a sample
 
@@ -46,7 +49,7 @@ def train_step(
     model: nn.Module,
     batches: MicroBatches,
     loss_fn: LossFunction,
-    optimizer: Optimizer,
+    optimizer: AnyOptimizer,
     *,
     global_samples: int,
     world: int,
@@ -59,9 +62,13 @@ def train_step(
 
     `global_samples` is the number of real samples (weight 1) of all `world` ranks; all bring equally many
     micro-batches. Of a micro-batch nothing but its samples' losses and sources is kept when the next one is asked for.
-    A loss or gradient that is not finite on any rank leaves parameters and optimizer untouched on all.
+    A loss or gradient that is not finite on any rank leaves parameters and optimizer untouched on all; with an optimizer that updates
+    in backward it raises UserError.
     `tensor` is the tensor-parallel axis, where there is one. `group` is for small CPU collectives. The device is waited for once.
     """
+    releasing = optimizer if isinstance(optimizer, ReleasingOptimizer) else None
+    if releasing is not None:
+        releasing.begin(len(batches))
     engine = world // (tensor.size if tensor is not None else 1)  # ranks that the engines average over
     losses: list[Tensor] = []
     sums: list[Tensor] = []
@@ -79,17 +86,30 @@ def train_step(
         del batch, loss_B, loss_sum
     if tensor is not None:
         sum_shared_gradients(model.parameters(), tensor)
-    norm = clip_gradients(model, clip_norm)
-    mine, grad_norm = torch.stack([torch.stack(sums).sum(), norm]).tolist()  # the wait for the device
+    loss_sum = torch.stack(sums).sum()
+    if releasing is None:
+        mine, grad_norm = torch.stack([loss_sum, clip_gradients(model, clip_norm)]).tolist()  # the wait for the device
+    else:
+        mine, grad_norm = loss_sum.item(), releasing.gradient_norm(group)
     broken = not (math.isfinite(mine) and math.isfinite(grad_norm))
     total, broken_ranks = all_reduce_sum([mine, float(broken)], group)
     bad: list[str] = []
     if broken_ranks:
         bad = sorted({name for names in all_gather_objects(non_finite(losses, sources), group) for name in names})
+        if releasing is not None:
+            raise _partly_applied(total / global_samples, grad_norm, bad)
     else:
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return StepResult(total / global_samples, grad_norm, not broken_ranks, bad)
+
+
+def _partly_applied(loss: float, grad_norm: float, bad: Sequence[str]) -> UserError:
+    samples = ", ".join(bad[:8]) or "none alone (the gradient overflowed)"
+    return UserError(
+        f"loss {loss}, gradient norm {grad_norm}; samples with a non-finite loss: {samples}. With memory.release_gradients a part of this "
+        "step was applied: lower train.lr or look at these samples, and start again, which goes on from the last checkpoint"
+    )
 
 
 def clip_gradients(model: nn.Module, clip_norm: float | None) -> Tensor:

@@ -19,7 +19,17 @@ from mmspeed.protocol import DiffusionModel, Role
 from mmspeed.replay import deciders
 
 from .attention import SequenceAxes
-from .data_parallel import Strategy, autocast, no_sync, replicate, shard, unwrap
+from .data_parallel import (
+    Strategy,
+    autocast,
+    is_half,
+    make_half,
+    no_sync,
+    replicate,
+    shard,
+    take_float32_gradients,
+    unwrap,
+)
 from .declared import sequence_axes, sequence_parallel
 from .sequence_plan import Attends, Gather, Leading, SequencePlan, Split
 from .tensor import check_heads, is_split, split_layers, sum_shared_gradients
@@ -36,7 +46,9 @@ __all__ = [
     "TokenLayout",
     "autocast",
     "check_layout",
+    "is_half",
     "is_split",
+    "make_half",
     "make_layout",
     "no_sync",
     "parallelize",
@@ -44,6 +56,7 @@ __all__ = [
     "sequence_parallel",
     "spread_tokens",
     "sum_shared_gradients",
+    "take_float32_gradients",
     "unwrap",
 ]
 
@@ -88,8 +101,8 @@ def parallelize(
     keeping: Keeping | None = None,
     compile: bool | str = False,
 ) -> nn.Module:
-    """`model`, already on its device in float32 or on the meta device, made ready for training; changed in place, and wrapped
-    by `ddp` only.
+    """`model`, already on its device in float32 (or bfloat16, by `make_half`) or on the meta device, made ready for training;
+    changed in place, and wrapped by `ddp` only.
 
     Every rank must hand in the same parameters. `mesh` is of `mmspeed.mesh` and may be None for `none`; `layout` is of
     `make_layout` and None for one process a sample; `keeping` says what backward finds, None: all; `compile` may name a backend.
@@ -118,7 +131,8 @@ def parallelize(
         return model
     if mesh is None:
         raise ValueError(f"strategy {strategy} needs a device mesh")
-    return shard(model, mesh, compute_dtype) if strategy == "fsdp" else replicate(model)
+    # replicas of bfloat16 parameters come from the sharding engine, over `dp_replicate`: the other sums their gradients in bfloat16
+    return shard(model, mesh, compute_dtype) if strategy == "fsdp" or is_half(model) else replicate(model)
 
 
 def _tensor_parts(model: nn.Module, strategy: Strategy, mesh: Mesh) -> tuple[int, Mapping[str, Role]]:

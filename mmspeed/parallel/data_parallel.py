@@ -53,7 +53,42 @@ def shard(model: nn.Module, mesh: Mesh, compute_dtype: torch.dtype) -> nn.Module
     # The root is resharded too (not torch's default): after an evaluation its gathered parameters would otherwise
     # stay, and hide what an EMA swap or a loaded checkpoint writes into the shards.
     fully_shard(model, mesh=data_mesh, mp_policy=policy, reshard_after_forward=True)
+    if is_half(model):
+        _keep_sums_in_float32(model)
     return model
+
+
+def make_half(model: nn.Module) -> None:
+    """Make a model's parameters bfloat16, in place; buffers stay. On the meta device or before there is anything in them."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(parameter.detach().to(torch.bfloat16), parameter.requires_grad))
+
+
+def is_half(model: nn.Module) -> bool:
+    """Whether a model's parameters are bfloat16."""
+    return any(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
+
+
+def take_float32_gradients(model: nn.Module) -> None:
+    """Let bfloat16 parameters have float32 gradients, so that micro-batches are not summed in 8 bits. Before the first backward."""
+    for parameter in model.parameters():
+        if parameter.dtype == torch.bfloat16:
+            parameter.grad_dtype = torch.float32
+
+
+def _keep_sums_in_float32(model: nn.Module) -> None:
+    """The sharding engine would round the sums of gradients over ranks to the parameters' dtype, which it looks up at the first forward."""
+    states = [cast(Any, module)._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+
+    def before(*_: Any) -> None:
+        for state in states:
+            # torch 2.13 can have several groups of parameters a module, 2.11 has one
+            groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+            for group in filter(None, groups):
+                group._orig_dtype = torch.float32
+
+    model.register_forward_pre_hook(before)  # comes after the engine's own
 
 
 def replicate(model: nn.Module) -> nn.Module:
@@ -72,8 +107,8 @@ def unwrap(model: nn.Module) -> nn.Module:
 @contextmanager
 def no_sync(model: nn.Module, strategy: Strategy, last: bool) -> Iterator[None]:
     """Around forward and backward of one micro-batch: gradients are exchanged only with the `last` one of a step."""
-    if strategy == "fsdp":
-        cast(FSDPModule, model).set_requires_gradient_sync(last)
-    waiting = strategy == "ddp" and not last
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+    waiting = isinstance(model, DistributedDataParallel) and not last
     with cast(DistributedDataParallel, model).no_sync() if waiting else nullcontext():
         yield

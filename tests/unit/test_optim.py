@@ -10,12 +10,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+from mmspeed.config.memory import MemoryConfig
 from mmspeed.config.schema import TrainConfig
+from mmspeed.errors import UserError
+from mmspeed.loop.checkpoint import CheckpointManager, TrainingState, load
 from mmspeed.loop.ema import EMA, ema_decay
 from mmspeed.loop.optim import learning_rate, make_optimizer, set_learning_rate
 from mmspeed.loop.signals import StopSignals
+from mmspeed.loop.states import states_to_save
+from mmspeed.memory.tiered import TieredOptimizer
+from mmspeed.parallel import make_half
 from mmspeed.plan.throughput import Meter, mfu, training_flops
+from tests.tiers import TIERS
 from tests.toy import ToyDiT
 
 
@@ -61,6 +69,109 @@ def test_learning_rate_at_known_steps() -> None:
     optimizer = make_optimizer(ToyDiT(), cfg)
     set_learning_rate(optimizer, 0.125)
     assert [g["lr"] for g in optimizer.param_groups] == [0.125, 0.125]
+
+
+def test_muon_has_the_matrices_of_blocks_and_adamw_the_rest() -> None:
+    """Bitwise torch's own two optimizers, each over its part."""
+    cfg = TrainConfig(optimizer="muon", lr=1e-2, weight_decay=0.1)
+    model, twin = ToyDiT(), ToyDiT()
+    one = make_optimizer(model, cfg)
+    hidden = [p for p in twin.blocks.parameters() if p.ndim == 2]
+    others = [p for p in twin.parameters() if p.ndim >= 2 and not any(p is h for h in hidden)]
+    two = [
+        torch.optim.Muon(hidden, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=1e-2, betas=cfg.betas, weight_decay=0.1, foreach=True),
+        torch.optim.AdamW([p for p in twin.parameters() if p.ndim < 2], lr=1e-2, betas=cfg.betas, weight_decay=0.0),
+    ]
+    assert len(hidden) == 6 and len(others) == 3
+    for step in range(3):
+        set_learning_rate(one, 1e-2 / (step + 1))
+        for optimizer in two:
+            set_learning_rate(optimizer, 1e-2 / (step + 1))
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
+            q.grad = p.grad.clone()
+        for optimizer in (one, *two):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+    assert isinstance(one, torch.optim.Optimizer)
+    assert sum("momentum_buffer" in state for state in one.state.values()) == 6
+
+
+def test_updates_of_muon_are_as_large_as_those_of_adamw() -> None:
+    """So that `lr` means the same."""
+    moved = []
+    for name in ("adamw", "muon"):
+        model = ToyDiT(width=64)
+        before = model.blocks[0].up.weight.detach().clone()  # type: ignore[union-attr,index,operator]
+        optimizer = make_optimizer(model, TrainConfig(optimizer=name, lr=1e-2))  # type: ignore[arg-type]
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(1))
+        optimizer.step()
+        moved.append((model.blocks[0].up.weight.detach() - before).square().mean().sqrt().item())  # type: ignore[union-attr,index,operator]
+    assert 0.1 * moved[0] < moved[1] < moved[0]  # it aims at 0.2 of AdamW's first, as AdamW's later ones are
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="pip install torchao"):
+        make_optimizer(ToyDiT(), TrainConfig(optimizer="adamw8bit"))
+
+
+@pytest.mark.parametrize("tier", ["plain", "split", "host"])
+def test_moments_of_8_bits(tmp_path: Path, tier: str) -> None:
+    """A quarter of the bytes; what a checkpoint holds is float32, goes back to the same codes, and into plain AdamW."""
+    pytest.importorskip("torchao")
+    memory = MemoryConfig(**({"bucket": 32768} | TIERS[tier]))
+
+    def fresh(name: str, memory: MemoryConfig) -> TrainingState:
+        torch.manual_seed(0)
+        model: nn.Module = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))  # whole blocks of 256
+        if memory.master != "parameters":
+            make_half(model)
+        return TrainingState(model, make_optimizer(model, TrainConfig(optimizer=name, lr=1e-3), memory))  # type: ignore[arg-type]
+
+    def step(state: TrainingState, seed: int) -> None:
+        assert state.optimizer is not None
+        for p in state.model.parameters():
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed))
+        set_learning_rate(state.optimizer, 1e-3)
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+
+    state, plain = (
+        fresh("adamw8bit", memory),
+        fresh("adamw", MemoryConfig(states="host" if tier == "host" else "device")),
+    )
+    assert isinstance(state.optimizer, TieredOptimizer)
+    for seed in range(2):
+        step(state, seed)
+        step(plain, seed)
+    held = state.optimizer.host_bytes() if tier == "host" else state.optimizer.device_bytes()
+    numbers = sum(p.numel() for p in state.model.parameters())
+    assert held["states"] < 2.6 * numbers  # 2 bytes, scales, and small tensors in float32
+    saved = states_to_save(state.model, state.optimizer)
+    truth = states_to_save(plain.model, plain.optimizer)  # type: ignore[arg-type]
+    assert saved.keys() == truth.keys() and {t.dtype for t in saved.values()} == {torch.float32}
+    name = "state.0.weight.exp_avg"
+    gap = (saved[name] - truth[name]).norm() / truth[name].norm()
+    assert 1e-4 < gap < 2e-2  # rounded to 8 bits
+
+    CheckpointManager(tmp_path).save(2, state, blocking=True)
+    other = fresh("adamw8bit", MemoryConfig())
+    load(tmp_path / "step-00000002", other.model, other.optimizer)
+    again = states_to_save(other.model, other.optimizer)  # type: ignore[arg-type]
+    for (
+        key,
+        value,
+    ) in saved.items():  # the codes are the same; a scale that is found by division may be off by its last bit
+        torch.testing.assert_close(again[key], value, rtol=2.5e-7, atol=0)
+    assert isinstance(other.optimizer, TieredOptimizer)
+    kinds = {type(t).__name__ for p in other.model.parameters() for t in other.optimizer.state_of(p).values()}
+    assert "OptimState8bit" in kinds
+    load(tmp_path / "step-00000002", plain.model, plain.optimizer)
+    step(plain, 3)
 
 
 def test_ema_follows_the_formula_and_swaps_bitwise() -> None:

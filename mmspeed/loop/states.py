@@ -1,0 +1,151 @@
+"""What a checkpoint holds of a model and its optimizer, the same wherever weights and states lie: float32, by the names of parameters.
+
+Weights are the optimizer's (the model may have them rounded), states those of its inner optimizer. What lies in the host's memory, or
+exists for a moment only, is copied there, bucket by bucket, and laid out as its parameter is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from mmspeed.memory.tiered import TieredOptimizer
+from mmspeed.parallel import is_half, unwrap
+
+from .eight_bit import packed, unpacked
+from .optim import AnyOptimizer, state_names
+
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's part of a DTensor; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def laid_out(parameter: Tensor, value: Tensor) -> Tensor:
+    """`value`, this process's part, as a tensor that is spread as `parameter` is; it shares memory with `value`, wherever that is."""
+    if not isinstance(parameter, DTensor):
+        return value
+    if value.device.type == "cpu" and value.storage_offset():
+        value = torch.from_numpy(
+            value.numpy()
+        )  # a DTensor in the host's memory that begins inside of other memory cannot be copied
+    # not DTensor.from_local, which would bring a value in the host's memory to the mesh's devices
+    meta = TensorMeta(parameter.shape, parameter.stride(), value.dtype)
+    spec = DTensorSpec(parameter.device_mesh, parameter.placements, meta)
+    return DTensor(value, spec, requires_grad=False)  # type: ignore[call-arg]
+
+
+def has_masters(model: nn.Module, optimizer: Any) -> bool:
+    """Whether the float32 weights are the optimizer's, and the model's parameters roundings of them."""
+    return isinstance(optimizer, TieredOptimizer) and is_half(model)
+
+
+def named_masters(model: nn.Module, optimizer: TieredOptimizer) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+    """(name, parameter, this process's float32 values), in the optimizer's order; one bucket is in memory at a time."""
+    names = {parameter: name for name, parameter in unwrap(model).named_parameters()}
+    for parameter, values in optimizer.masters():
+        yield names[parameter], parameter, values
+
+
+# ---- weights ----
+
+
+def weights_to_save(model: nn.Module, optimizer: AnyOptimizer | None) -> dict[str, Tensor]:
+    """The float32 weights and the buffers, by name."""
+    found = cast(dict[str, Tensor], get_model_state_dict(model))
+    if isinstance(optimizer, TieredOptimizer) and has_masters(model, optimizer):
+        for name, parameter, values in named_masters(model, optimizer):
+            found[name] = laid_out(parameter, values.detach().to("cpu", copy=True))
+    return found
+
+
+def room_for_weights(model: nn.Module, optimizer: AnyOptimizer | None) -> dict[str, Tensor]:
+    """Tensors to read weights and buffers into; `take_weights` brings them where they belong."""
+    found = cast(dict[str, Tensor], get_model_state_dict(model))
+    if has_masters(model, optimizer):
+        for name, parameter in unwrap(model).named_parameters():
+            found[name] = laid_out(parameter, torch.empty(local(parameter).shape, dtype=torch.float32))
+    return found
+
+
+def take_weights(model: nn.Module, optimizer: AnyOptimizer | None, found: dict[str, Tensor]) -> None:
+    """Write what was read into `room_for_weights`; nothing is left to do where that was the model itself."""
+    if isinstance(optimizer, TieredOptimizer) and has_masters(model, optimizer):
+        for name, parameter in unwrap(model).named_parameters():
+            optimizer.set_master(parameter, local(found.pop(name)).to(local(parameter).device))
+
+
+# ---- states of the optimizer ----
+
+
+def states_to_save(model: nn.Module, optimizer: AnyOptimizer) -> dict[str, Tensor]:
+    """The optimizer's states, `state.<parameter>.<name>`; none before the first step."""
+    if not isinstance(optimizer, TieredOptimizer):
+        # asking for an empty state would make torch take a step
+        return _tensors(get_optimizer_state_dict(model, optimizer, options=_FLAT)) if optimizer.state else {}
+    found: dict[str, Tensor] = {}
+    for name, parameter in unwrap(model).named_parameters():
+        for key, value in optimizer.state_of(parameter).items():
+            if key == "step":
+                found[f"state.{name}.{key}"] = torch.as_tensor(value, dtype=torch.float32)
+            elif isinstance(value, Tensor):
+                found[f"state.{name}.{key}"] = laid_out(parameter, unpacked(value))
+    return found
+
+
+class StatesRoom:
+    """Tensors to read an optimizer's states into, by their names (`tensors`); `take` brings them where they belong."""
+
+    def __init__(self, model: nn.Module, optimizer: AnyOptimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+        if isinstance(optimizer, TieredOptimizer):
+            self.tensors = dict(self._made(optimizer))
+        else:
+            self._all = dict(get_optimizer_state_dict(model, optimizer, options=_FLAT))
+            self.tensors = _tensors(self._all)
+
+    def _made(self, optimizer: TieredOptimizer) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter, group in _with_groups(self._model, optimizer):
+            for key in state_names(group):
+                shape = torch.Size() if key == "step" else local(parameter).shape
+                value = torch.empty(shape, dtype=torch.float32)
+                yield f"state.{name}.{key}", value if key == "step" else laid_out(parameter, value)
+
+    def take(self) -> None:
+        """Write what was read into the optimizer."""
+        optimizer = self._optimizer
+        if not isinstance(optimizer, TieredOptimizer):
+            set_optimizer_state_dict(self._model, optimizer, cast(Any, self._all | self.tensors), options=_FLAT)
+            return
+        for name, parameter, group in _with_groups(self._model, optimizer):
+            read = {key: local(self.tensors.pop(f"state.{name}.{key}")) for key in state_names(group)}
+            if group.get("eight_bit"):
+                device = local(parameter).device
+                read = {key: packed(key, value.to(device)) if key != "step" else value for key, value in read.items()}
+            optimizer.load_state_of(parameter, read)
+
+
+def _with_groups(model: nn.Module, optimizer: TieredOptimizer) -> Iterator[tuple[str, nn.Parameter, dict[str, Any]]]:
+    """(name, parameter, its group), in the optimizer's order, which is that of its buckets."""
+    names = {parameter: name for name, parameter in unwrap(model).named_parameters()}
+    parameters = (parameter for bucket in optimizer.buckets for parameter in bucket)
+    for group in optimizer.param_groups:
+        for _, parameter in zip(group["params"], parameters, strict=False):
+            yield names[parameter], parameter, group
+
+
+def _tensors(found: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: value for name, value in found.items() if isinstance(value, Tensor)}

@@ -1,0 +1,371 @@
+"""Tiers of the optimizer over ranks: against one process in the same tier, against each other bit for bit, and checkpoints between them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mmspeed import rng
+from mmspeed.config.memory import MemoryConfig
+from mmspeed.config.parallel import ParallelConfig
+from mmspeed.config.training import TrainConfig
+from mmspeed.errors import UserError
+from mmspeed.loop.checkpoint import CheckpointManager, TrainingState, load, step_name
+from mmspeed.loop.ema import EMA
+from mmspeed.loop.optim import make_optimizer
+from mmspeed.loop.release import ReleasingOptimizer
+from mmspeed.loop.step import train_step
+from mmspeed.mesh import make_mesh
+from mmspeed.models import SoraDiT, SoraDiTConfig
+from mmspeed.models.layers import own_part, set_parameter
+from mmspeed.parallel import is_half, make_half, make_layout, parallelize
+from tests.sequence_steps import Case, loss_of, make_batch
+from tests.spawn import run_ranks
+from tests.tiers import BUCKET, CPU, HALF, TIERS, TRAIN, everything, losses, parameters, state_of, steps, whole
+from tests.toy import ToyDiT, flow_loss
+from tests.toy import make_batch as make_toy_batch
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+Arrays = dict[str, np.ndarray]
+# strategy, replicas of two ranks, micro-batch
+LAYOUTS: dict[str, tuple[Any, int, int]] = {
+    "fsdp": ("fsdp", 1, 8),
+    "fsdp, accumulated": ("fsdp", 1, 1),
+    "ddp": ("ddp", 2, 8),
+    "ddp, accumulated": ("ddp", 2, 1),
+}
+# of 90 hidden units 45 a tensor-parallel rank, of these 23 and 22 a shard
+ODD = SoraDiTConfig(width=36, depth=2, heads=2, latent_channels=3, text_width=10, adaln_rank=3, mlp_ratio=2.5)
+
+
+def arrays(tensors: dict[str, Tensor]) -> Arrays:
+    return {name: tensor.float().numpy().copy() for name, tensor in tensors.items()}
+
+
+def same(a: Arrays, b: Arrays) -> list[str]:
+    """Names that differ."""
+    return sorted(n for n in a.keys() | b.keys() if n not in a or n not in b or not np.array_equal(a[n], b[n]))
+
+
+def of_tier(tier: str, layout: str) -> dict[str, Any]:
+    """Three steps; the state after the first and the last."""
+    strategy, replicate, micro = LAYOUTS[layout]
+    state = state_of(tier, strategy, replicate=replicate)
+    first = steps(state, range(1), strategy, micro)
+    begun = arrays(everything(state))
+    results = first + steps(state, range(1, 3), strategy, micro)
+    return {
+        "losses": losses(results),
+        "norms": [result.grad_norm for result in results],
+        "first": begun,
+        "all": arrays(everything(state)),
+        "parameters": arrays(parameters(state.model)),
+        "grads": {str(p.grad_dtype) for p in state.model.parameters()} if is_half(state.model) else set(),
+    }
+
+
+def released(tier: str) -> dict[str, Any]:
+    """Three sharded steps whose weights are updated in backward, and the most gradients there at one time, of all."""
+    state = state_of(tier, "fsdp", release_gradients=True)
+    assert isinstance(state.optimizer, ReleasingOptimizer)
+    most = [0.0]
+
+    sharded: list[Any] = list(state.model.parameters())
+    numbers = sum(p.to_local().numel() for p in sharded)
+
+    def count(_: Any) -> None:
+        there = sum(p.grad.to_local().numel() for p in sharded if p.grad is not None)
+        most[0] = max(most[0], there / numbers)
+
+    for parameter in sharded:
+        parameter.register_post_accumulate_grad_hook(count)
+    results = steps(state, range(3), "fsdp", clip=None)
+    plain = state_of(tier, "fsdp")
+    wanted = steps(plain, range(3), "fsdp", clip=None)
+    return {
+        "losses": [losses(results), losses(wanted)],
+        "norms": [[result.grad_norm for result in some] for some in (results, wanted)],
+        "differ": same(arrays(everything(state)), arrays(everything(plain))),
+        "most": most[0],
+    }
+
+
+def broken_in_backward() -> tuple[str, list[bool]]:
+    """One rank meets a NaN while weights are updated in backward."""
+    state = state_of("plain", "fsdp", release_gradients=True)
+    batch = make_toy_batch([f"s{dist.get_rank()}"])
+    if dist.get_rank() == 1:
+        batch.latents_BCThw[0] = float("nan")
+    before = parameters(state.model)
+    assert state.optimizer is not None
+    try:
+        train_step(
+            state.model, [batch], flow_loss, state.optimizer,
+            global_samples=2, world=2, clip_norm=None, strategy="fsdp",
+        )  # fmt: skip
+    except UserError as error:
+        return str(error), [torch.isfinite(p).all().item() for p in parameters(state.model).values()]
+    return "", [torch.equal(before[n], p) for n, p in parameters(state.model).items()]
+
+
+def muon() -> dict[str, Any]:
+    """Refused over shards; replicas train alike, with float32 and with bfloat16 parameters."""
+    found: dict[str, Any] = {}
+    try:
+        state_of("plain", "fsdp", optimizer="muon")
+    except UserError as error:
+        found["refused"] = str(error)
+    for tier in ("plain", "split", "host"):
+        state = state_of(tier, "ddp", replicate=2, optimizer="muon")
+        found[tier] = losses(steps(state, range(3), "ddp")), arrays(everything(state))
+    return found
+
+
+def forward_gaps() -> dict[str, float]:
+    """How far outputs from bfloat16 parameters are from those of float32 parameters of the same values, in shards and on one process."""
+    case, found = Case(1, 1, "switch", masked=True), {}
+    batch = make_batch(case, [0, 1], 1.0)
+
+    def loss(half: bool, strategy: Any) -> Tensor:
+        model = SoraDiT(ODD)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_((parameter + 0.1 * rng.normal(parameter.shape, 0, name)).bfloat16())
+        if half:
+            make_half(model)
+        mesh = make_mesh(CPU, 1, -1) if strategy == "fsdp" else None
+        spread = parallelize(model, mesh, strategy, compute_dtype=torch.bfloat16)
+        return loss_of(case, spread, batch).detach()
+
+    right = loss(False, "fsdp")
+    for name, half, strategy in (("half, fsdp", True, "fsdp"), ("half, none", True, "none"), ("none", False, "none")):
+        found[name] = ((loss(half, strategy) - right).abs().max() / right.abs().max()).item()
+    return found
+
+
+# -- tensor parallelism
+
+
+def odd_state(tier: str, mesh: Any, layout: Any, seed: int = 0) -> TrainingState:
+    config = MemoryConfig(**({"bucket": 4 * BUCKET} | TIERS[tier]))
+    model = SoraDiT(ODD)
+    if tier in HALF:
+        make_half(model)
+    strategy = "fsdp" if mesh is not None else "none"
+    dtype = torch.bfloat16 if tier in HALF else torch.float32
+    spread = parallelize(model, mesh, strategy, layout=layout, compute_dtype=dtype)  # type: ignore[arg-type]
+    optimizer: Any = make_optimizer(spread, TrainConfig(**TRAIN), config, CPU)
+    values = {name: p.detach() for name, p in SoraDiT(ODD).named_parameters()}
+    for name, parameter in spread.named_parameters():
+        value = values[name] + 0.1 * rng.normal(parameter.shape, seed, name)
+        if tier in HALF:
+            optimizer.set_master(parameter, own_part(parameter, value))
+        else:
+            set_parameter(parameter, value)
+    return TrainingState(spread, optimizer, EMA(spread, 0.9, optimizer, CPU if tier == "host" else None, BUCKET))
+
+
+def odd_steps(state: TrainingState, layout: Any) -> list[float]:
+    case, strategy = Case(1, 1, "switch", masked=True), "none" if layout is None else "fsdp"
+    found = []
+    assert state.optimizer is not None and state.ema is not None
+    tp = 1 if layout is None else 2
+    for _ in range(2):
+        result = train_step(
+            state.model,
+            [make_batch(case, [0, 1], 1 / tp)],
+            lambda model, batch: loss_of(case, model, batch),
+            state.optimizer,
+            global_samples=2,
+            world=tp,
+            clip_norm=1.0,
+            strategy=strategy,  # type: ignore[arg-type]
+            tensor=None if layout is None else layout.tensor,
+        )
+        state.ema.update(state.model)
+        found.append(result.loss)
+    return found
+
+
+def over_tensors(folder: str | None) -> dict[str, Any]:
+    mesh = layout = None
+    if folder is not None:
+        mesh = make_mesh(CPU, 1, 1, 1, 1, 2)
+        layout = make_layout(mesh, ParallelConfig(tp=2))
+    found: dict[str, Any] = {}
+    for tier in TIERS:
+        state = odd_state(tier, mesh, layout)
+        found[tier] = odd_steps(state, layout), arrays(everything(state))
+        if folder is not None and tier == "host":
+            CheckpointManager(Path(folder) / "tp").save(2, state, blocking=True)
+    return found
+
+
+# -- checkpoints
+
+
+def checkpoints(folder: str) -> dict[str, Any]:
+    """Load what one process wrote; write what one process loads."""
+    found: dict[str, Any] = {}
+    for tier, strategy, replicate in (
+        ("split", "fsdp", 1),
+        ("plain", "fsdp", 1),
+        ("float32", "ddp", 2),
+        ("host", "fsdp", 2),
+    ):
+        state = state_of(tier, strategy, seed=1, replicate=replicate)
+        load(Path(folder) / "one" / step_name(2), state.model, state.optimizer, state.ema)
+        found[f"{tier} {strategy} {replicate}"] = arrays(everything(state))
+        manager = CheckpointManager(Path(folder) / f"{tier}-{strategy}-{replicate}")
+        again = losses(steps(state, range(2, 3), strategy))
+        manager.save(3, state, blocking=True)
+        found[f"{tier} {strategy} {replicate} on"] = again, arrays(everything(state))
+    return found
+
+
+def work(folder: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    return {
+        "tiers": {(tier, layout): of_tier(tier, layout) for tier in TIERS for layout in LAYOUTS},
+        "released": {tier: released(tier) for tier in ("plain", "host", "states")},
+        "broken": broken_in_backward(),
+        "muon": muon(),
+        "gaps": forward_gaps(),
+        "tensor": over_tensors(folder),
+        "checkpoints": checkpoints(folder),
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tiers")
+
+
+@pytest.fixture(scope="module")
+def one(folder: Path) -> Arrays:
+    """What one process wrote at step 2."""
+    state = state_of("host")
+    steps(state, range(2))
+    CheckpointManager(folder / "one").save(2, state, blocking=True)
+    return arrays(everything(state))
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path, one: Arrays) -> list[dict[str, Any]]:
+    return run_ranks(work, 2, str(folder))
+
+
+def gap(found: Arrays, truth: Arrays, kind: str) -> float:
+    """The largest relative distance of the tensors of a kind."""
+    names = [name for name in truth if name.endswith(kind)]
+    assert names
+    return max(float(np.linalg.norm(found[n] - truth[n]) / (np.linalg.norm(truth[n]) + 1e-12)) for n in names)
+
+
+def test_ranks_in_a_tier_are_one_process_in_that_tier(two: list[dict[str, Any]]) -> None:
+    for tier in TIERS:
+        alone = state_of(tier)
+        result = steps(alone, range(1))[0]
+        truth = arrays(everything(alone))
+        # of bfloat16 a product's sum over samples is rounded once a rank, to 8 bits, and sums cancel
+        close = 2e-2 if tier in HALF else 1e-5
+        for rank in two:
+            for layout in LAYOUTS:
+                found = rank["tiers"][tier, layout]
+                assert found["losses"][0] == pytest.approx(result.loss, rel=close / 10), (tier, layout)
+                assert found["norms"][0] == pytest.approx(result.grad_norm, rel=close / 2), (tier, layout)
+                assert gap(found["first"], truth, ".exp_avg") < close, (tier, layout)
+                if tier in HALF:
+                    assert found["grads"] == {"torch.float32"}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tiers_over_ranks_are_bitwise_one_another(two: list[dict[str, Any]], layout: str) -> None:
+    for rank in two:
+        for family in (("plain", "states"), HALF):
+            first = rank["tiers"][family[0], layout]
+            for tier in family[1:]:
+                other = rank["tiers"][tier, layout]
+                assert other["losses"] == first["losses"] and other["norms"] == first["norms"]
+                assert same(other["all"], first["all"]) == [] and same(other["parameters"], first["parameters"]) == []
+            assert len(set(first["losses"])) == 3
+    assert two[0]["tiers"]["split", layout]["losses"] == two[1]["tiers"]["split", layout]["losses"]
+
+
+def test_shards_are_updated_in_backward_bit_for_bit(two: list[dict[str, Any]]) -> None:
+    for rank in two:
+        for tier, found in rank["released"].items():
+            assert found["losses"][0] == found["losses"][1] and found["differ"] == [], tier
+            assert found["norms"][0] == pytest.approx(found["norms"][1], rel=1e-6), tier
+            assert found["most"] < 0.75, tier  # a block is a quarter, and vectors of all blocks share a bucket
+
+
+def test_a_nan_in_backward_ends_the_run_on_all_ranks(two: list[dict[str, Any]]) -> None:
+    for rank in two:
+        message, finite = rank["broken"]
+        assert "a part of this step was applied" in message and "s1.mp4" in message and all(finite)
+
+
+def test_muon_takes_whole_matrices(two: list[dict[str, Any]]) -> None:
+    for tier in ("plain", "split", "host"):
+        alone = state_of(tier, optimizer="muon")
+        truth = losses(steps(alone, range(3)))
+        for rank in two:
+            assert rank["muon"][tier][0] == pytest.approx(truth, rel=1e-2 if tier in HALF else 1e-4), tier
+            assert "optimizer.state.blocks.0.up.weight.momentum_buffer" in rank["muon"][tier][1]
+    for rank in two:
+        assert "muon needs whole matrices" in rank["muon"]["refused"]
+        assert rank["muon"]["split"][0] == rank["muon"]["host"][0]
+        assert same(rank["muon"]["split"][1], rank["muon"]["host"][1]) == []
+
+
+def test_bfloat16_parameters_compute_as_shards_in_bfloat16_do(two: list[dict[str, Any]]) -> None:
+    for rank in two:
+        gaps = rank["gaps"]
+        assert gaps["half, fsdp"] == gaps["half, none"] == 0.0
+        assert gaps["none"] < 1e-2  # there captions are normed in float32
+
+
+def test_tensor_parallel_tiers(two: list[dict[str, Any]], folder: Path) -> None:
+    alone = over_tensors(None)
+    for rank in two:
+        for family in (("plain", "states"), HALF):
+            first = rank["tensor"][family[0]]
+            for tier in family[1:]:
+                assert rank["tensor"][tier][0] == first[0] and same(rank["tensor"][tier][1], first[1]) == [], tier
+        for tier, (found, tensors) in rank["tensor"].items():
+            assert found == pytest.approx(alone[tier][0], rel=1e-2 if tier in HALF else 1e-5), tier
+            assert gap(tensors, alone[tier][1], ".exp_avg") < (5e-2 if tier in HALF else 1e-4), tier
+    for tier in ("plain", "split"):
+        state = odd_state(tier, None, None, seed=1)
+        load(folder / "tp" / step_name(2), state.model, state.optimizer, state.ema)
+        assert same(arrays(everything(state)), two[0]["tensor"]["host"][1]) == []
+
+
+def test_checkpoints_go_between_ranks_and_tiers_bit_for_bit(
+    two: list[dict[str, Any]], folder: Path, one: Arrays
+) -> None:
+    for rank in two:
+        loaded = {name: found for name, found in rank["checkpoints"].items() if not name.endswith(" on")}
+        assert len(loaded) == 4
+        for name, found in loaded.items():
+            assert same(found, one) == [], name
+    for name in loaded:
+        for tier in ("plain", "split", "host"):
+            state = state_of(tier, seed=1)
+            load(folder / name.replace(" ", "-") / step_name(3), state.model, state.optimizer, state.ema)
+            assert same(arrays(everything(state)), two[0]["checkpoints"][f"{name} on"][1]) == [], (name, tier)
+
+
+def test_toys_have_a_vector_and_a_matrix_in_each_bucket() -> None:
+    """The tests above would miss much with one bucket."""
+    state: Any = state_of("split")
+    assert len(state.optimizer.buckets) > 4
+    assert whole(next(ToyDiT().parameters())).dtype == torch.float32
