@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mmspeed.compute.rope import apply_rope, rope_cos_sin
+from mmspeed.memory.chunked import in_chunks
 from mmspeed.memory.spans import span
 from mmspeed.parallel.tokens import Attend, Part
 from mmspeed.rng import generator
@@ -68,6 +69,11 @@ def nothing_before(x: Tensor) -> Tensor:
     return x
 
 
+def gelu(x: Tensor) -> Tensor:
+    """In the tanh form."""
+    return F.gelu(x, approximate="tanh")
+
+
 class Mlp(nn.Module):
     """Linear, GELU (tanh form), linear."""
 
@@ -75,10 +81,17 @@ class Mlp(nn.Module):
         super().__init__()
         self.up = nn.Linear(width_in, hidden)
         self.down = nn.Linear(hidden, width_out)
+        self.token_chunk: int | None = None  # tokens of all samples that are computed at a time; None: all
 
     def forward(self, x: Tensor, before: Before = nothing_before) -> Tensor:
-        hidden = span(self, "norm", lambda x: self.up(before(x)), x)
-        return span(self, "activation", lambda hidden: self.down(F.gelu(hidden, approximate="tanh")), hidden)
+        if self.token_chunk is not None:
+            x = before(x)
+            return in_chunks(self._compute, x.flatten(0, -2), 0, self.token_chunk).unflatten(0, x.shape[:-1])
+        hidden = span(self, "norm", self.up, x, before=before)
+        return span(self, "activation", self.down, hidden, before=gelu)
+
+    def _compute(self, x: Tensor) -> Tensor:
+        return self.down(gelu(self.up(x)))
 
 
 class TimeEmbedder(nn.Module):
@@ -124,7 +137,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, x_BTSE: Tensor, part: Part, along: Span, before: Before = nothing_before) -> Tensor:
         """Tokens attend along T (each column for itself) in a temporal span, else along S (each row for itself)."""
-        qkv_BTSE = span(self, "norm", lambda x: self.qkv(before(x)), x_BTSE)
+        qkv_BTSE = span(self, "norm", self.qkv, x_BTSE, before=before)
         batch, rows, columns, _ = qkv_BTSE.shape
         temporal = along == "temporal"
         apart = columns if temporal else rows
@@ -157,7 +170,7 @@ class CrossAttention(nn.Module):
     def forward(
         self, x_BTSE: Tensor, text_BLE: Tensor, text_mask_BL: Tensor, part: Part, before: Before = nothing_before
     ) -> Tensor:
-        q_BTSE = span(self, "norm", lambda x: self.q(before(x)), x_BTSE)
+        q_BTSE = span(self, "norm", self.q, x_BTSE, before=before)
         shape = q_BTSE.shape[1:3]
         q_BAND = q_BTSE.flatten(1, 2).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
         kv = self.kv(text_BLE).unflatten(-1, (-1, 2, self.head_width))  # B L A 2 D
@@ -179,10 +192,16 @@ def initial_value(name: str, shape: torch.Size, seed: int, zero: bool) -> Tensor
     return torch.empty(shape).uniform_(-bound, bound, generator=generator(seed, "init", name))
 
 
+def own_part(parameter: nn.Parameter, value: Tensor) -> Tensor:
+    """Of a whole value, the part that this process holds of a parameter, on its device; without communication."""
+    value = value.to(parameter.device)
+    if not isinstance(parameter, DTensor):
+        return value
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
+
+
 @torch.no_grad()
 def set_parameter(parameter: nn.Parameter, value: Tensor) -> None:
     """Copy a whole value into a parameter; a sharded parameter takes its own part, without communication."""
-    value = value.to(parameter.device)
-    if isinstance(parameter, DTensor):
-        value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    parameter.copy_(value)
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local.copy_(own_part(parameter, value))

@@ -10,6 +10,7 @@ from typing import Any
 
 from mmspeed.config import dump_config
 from mmspeed.log import format_bytes, format_seconds, read_metrics
+from mmspeed.pipelines import memory_report
 from mmspeed.pipelines.run_folder import RunFolder, write_text
 from mmspeed.version import __version__
 
@@ -52,6 +53,7 @@ def write_report(run: str | Path) -> Path:
         _figure(
             _throughput_plot(steps), "Samples per second, share of the time spent waiting for data, and memory in use."
         ),
+        memory_report.page_part(folder.root, lambda figure, caption: _figure(_png(figure), caption)),
         _attention_part(steps),
         "<h2>Samples</h2>",
         _samples(folder.samples),

@@ -47,9 +47,10 @@ def describe(error: BaseException) -> Failure:
         return Failure(f"error: {error}")
     if isinstance(error, KeyboardInterrupt):
         return Failure("interrupted", 130)
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+    if _out_of_memory(error):
         return Failure(
-            "error: out of memory; lower train.micro_batch_size, set train.checkpointing: true, or use smaller buckets"
+            "error: out of memory; lower train.micro_batch_size, set memory.fraction: 0.9 (what backward needs is then recomputed or "
+            "swapped as far as it must be) or memory.states: host, or use smaller buckets; in sampling set vae.tiling: true"
             f"\n  {_first_line(error)}"
         )
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("mmspeed"):
@@ -85,6 +86,14 @@ def _write_error_file(failure: Failure) -> None:
             json.dump(content, file)
     except OSError:
         print(failure.line(), file=sys.stderr, flush=True)
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError) or not isinstance(error, RuntimeError):
+        return isinstance(error, MemoryError)
+    from mmspeed.device import is_out_of_memory  # brings torch, which such errors come from
+
+    return is_out_of_memory(error)
 
 
 def _first_line(error: BaseException) -> str:

@@ -52,9 +52,12 @@ class Keeping:
     def put_on(self, block: nn.Module, number: int, compiled: bool = False, around_graphs: bool = False) -> None:
         """Tell block `number` its ways, in place. `compiled`: torch.compile makes graphs of it; `around_graphs`: see `recompute`.
 
-        Raises UserError for a span that the block does not name, and for another way than `block: recompute` of a compiled block.
+        Raises UserError for a span that the block does not name, for `mlp_chunk` where there is no such MLP, and for another way than
+        `block: recompute` of a compiled block.
         """
         ways = {name: way for name, way in self.of(number).items() if way != "save"}
+        if self.mlp_chunk is not None:
+            self._chunk(block)
         known = ("block", *getattr(block, "spans", ()))
         unknown = next((name for name in ways if name not in known), None)
         if unknown is not None:
@@ -65,6 +68,14 @@ class Keeping:
             recompute(block, around_graphs)
         elif ways:
             set_ways(block, ways, self.groups, exchange_again=self.exchange_again)
+
+    def _chunk(self, block: nn.Module) -> None:
+        """Let a block's MLPs compute in parts."""
+        parts = [part for part in block.modules() if hasattr(part, "token_chunk")]
+        if not parts:
+            raise UserError(f"memory.mlp_chunk: {type(block).__name__} has no MLP that computes in parts; leave it out")
+        for part in parts:
+            part.token_chunk = self.mlp_chunk  # type: ignore[assignment]
 
 
 def count_ways(keeping: Iterable[Ways]) -> dict[str, int]:

@@ -15,14 +15,19 @@ from mmspeed.device import Device
 MEMORY_EVENT = "[memory]"
 
 
-def resident_bytes(tensors: Iterable[Tensor], optimizer: Optimizer) -> int:
-    """Bytes of tensors and of an optimizer's state, as this process holds them; what shares memory is counted once."""
-    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+def local_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of tensors, of DTensors those of this process; what shares memory is counted once."""
     storages = {}
-    for tensor in [*tensors, *states]:
+    for tensor in tensors:
         storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().untyped_storage()
         storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
+
+
+def resident_bytes(tensors: Iterable[Tensor], optimizer: Optimizer) -> int:
+    """Bytes of tensors and of an optimizer's state, as this process holds them; what shares memory is counted once."""
+    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return local_bytes([*tensors, *states])
 
 
 def peak_bytes(device: Device, resident: int, work: Callable[[], object]) -> int:

@@ -1,0 +1,132 @@
+"""MLPs in parts, and the memory report, on sharded and split models: four ranks.
+
+Each layout is compared with itself without parts; that it is equal to one process is shown elsewhere. Gradients of weights are sums over
+the parts in another order: a few of float32's last bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from mmspeed import rng
+from mmspeed.config.parallel import ParallelConfig
+from mmspeed.device import Device
+from mmspeed.memory import Keeping, peak_bytes
+from mmspeed.memory.count import MatmulCount
+from mmspeed.memory.report import CATEGORIES, MemoryReport, measure_step
+from mmspeed.mesh import make_mesh
+from mmspeed.models import SoraDiT, SoraDiTConfig
+from mmspeed.parallel import make_layout, parallelize, sum_shared_gradients
+from tests.spawn import run_ranks
+
+CPU = Device("cpu", 0)
+MODEL: dict[str, Any] = {"width": 96, "depth": 2, "heads": 4, "latent_channels": 4, "text_width": 16, "adaln_rank": 8}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "fsdp": {},
+    "tp": {"tp": 2},
+    "sequence": {"ulysses": 2, "ring": 2},
+    "all": {"ulysses": 2, "tp": 2},
+}
+WORLD, CHUNK = 4, 50
+TOKENS = 2 * 4 * 16 * 16
+PARTS = {
+    "fsdp": TOKENS // CHUNK + 1,
+    "tp": TOKENS // CHUNK + 1,
+    "sequence": TOKENS // 4 // CHUNK + 1,
+    "all": TOKENS // 2 // CHUNK + 1,
+}
+
+
+def step(name: str, keeping: Keeping | None) -> tuple[dict[str, Tensor], int, int]:
+    """Gradients, bytes that the layout exchanged, and matrix products."""
+    sizes = LAYOUTS[name]
+    mesh = make_mesh(CPU, **sizes)
+    layout = make_layout(mesh, ParallelConfig(scheme="ulysses", **sizes))
+    model = SoraDiT(SoraDiTConfig(**MODEL))
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            parameter += 0.1 * rng.normal(parameter.shape, 1, "perturb", key)
+    model = parallelize(model, mesh, "fsdp", layout=layout, keeping=keeping)  # type: ignore[assignment]
+    inputs = (
+        rng.normal((2, 4, 4, 32, 32), 0, "latent"),
+        torch.tensor([0.2, 0.7]),
+        rng.normal((2, 8, 16), 0, "text"),
+        torch.ones(2, 8, dtype=torch.bool),
+    )
+
+    def work() -> None:
+        model(*inputs).square().mean().backward()
+        sum_shared_gradients(model.parameters(), layout.tensor)
+
+    with MatmulCount() as count:
+        work()
+    grads = {
+        key: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).clone()
+        for key, p in model.named_parameters()
+        if p.grad is not None
+    }
+    return grads, layout.ledger.total(), count.total
+
+
+def compare() -> dict[tuple[str, str], tuple[float, int, int]]:
+    """Of each layout and ways, against the same without parts: the largest difference of a gradient, bytes and products beyond."""
+    found = {}
+    for name in LAYOUTS:
+        plain, sent, products = step(name, None)
+        for ways in ({}, {"block": "recompute"}):
+            again = step(name, Keeping((ways,))) if ways else (plain, sent, products)  # type: ignore[arg-type]
+            grads, sent_in_parts, smaller = step(name, Keeping((ways,), mlp_chunk=CHUNK))  # type: ignore[arg-type]
+            assert grads.keys() == plain.keys()
+            worst = max(float((grads[key] - v).abs().max() / v.abs().max()) for key, v in plain.items())
+            found[name, "".join(ways)] = (worst, sent_in_parts - again[1], smaller - again[2])
+    return found
+
+
+@pytest.fixture(scope="module")
+def compared() -> list[dict[tuple[str, str], tuple[float, int, int]]]:
+    return run_ranks(compare, WORLD)
+
+
+@pytest.mark.parametrize("name", list(LAYOUTS))
+@pytest.mark.parametrize("ways", ["", "block"])
+def test_parts_give_the_same_gradients_and_exchange_nothing_more(compared: Any, name: str, ways: str) -> None:
+    for rank in compared:
+        difference, exchanged, products = rank[name, ways]
+        assert difference < 1e-5
+        assert exchanged == 0
+        assert products >= MODEL["depth"] * (
+            6 * (PARTS[name] - 1) + PARTS[name]
+        )  # of each part, and its first one again
+
+
+def reported() -> tuple[MemoryReport, int, int]:
+    """The report of a sharded step, bytes of this rank's shards, and torch's own count of the peak."""
+    model = parallelize(SoraDiT(SoraDiTConfig(**MODEL)), make_mesh(CPU), "fsdp")
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    inputs = (torch.randn(2, 4, 4, 16, 16), torch.tensor([0.2, 0.7]), torch.randn(2, 8, 16), torch.ones(2, 8).bool())
+
+    def work() -> None:
+        model(*inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    work()
+    shards = sum(p.to_local().nbytes for p in model.parameters())  # type: ignore[attr-defined]
+    counted = peak_bytes(CPU, 3 * shards, work)
+    return measure_step(model, optimizer, work, device=CPU, setting="shards"), shards, counted
+
+
+def test_a_sharded_steps_report_tells_shards_and_what_was_gathered() -> None:
+    """Collectives' buffers are seen by the allocator alone."""
+    for report, shards, counted in run_ranks(reported, WORLD):
+        assert list(report.categories) == list(CATEGORIES)
+        assert shards <= report.categories["parameters"] < 4 * shards + 1
+        assert 2 * shards <= report.categories["optimizer"] < 2.01 * shards
+        assert abs(report.peak - counted) < 0.06 * counted, (report, counted)
+        kept = [layer.kept for layer in report.layers if layer.name.startswith("blocks.")]
+        assert len(kept) == 2 and min(kept) > 0
