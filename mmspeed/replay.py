@@ -73,6 +73,15 @@ def kept(kind: Kind, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ..
     return make() if record is None else record.kept(kind, make)
 
 
+def offered(offers: bool, kind: Kind, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """`kept` where `offers`, else `make()`.
+
+    offers: whether the caller of the autograd function records gradients. What is made without may be made in the first pass alone, such
+    as a plan; then it has no place among the results of both passes. Exchanges of gradients are never offered.
+    """
+    return kept(kind, make) if offers else make()
+
+
 class Decides(nn.Module):
     """A module that decides something in its forward, by `settle`."""
 

@@ -30,6 +30,8 @@ from mmspeed.protocol import Batch
 from mmspeed.shapes import Bucket
 
 RECOMPUTED = Keeping.everywhere({"block": "recompute"})
+EXCHANGED_AGAIN = Keeping.everywhere({"block": "recompute"}, exchange_again=True)
+KEEPINGS = {"checkpointing": RECOMPUTED, "compiled": RECOMPUTED, "exchange again": EXCHANGED_AGAIN}
 
 MODEL = SoraDiTConfig(width=48, depth=4, heads=4, latent_channels=3, text_width=10, adaln_rank=4)
 CFG = TrainConfig(lr=1e-2, warmup_steps=0)
@@ -91,7 +93,7 @@ def cases(world: int) -> list[Case]:
         found += [
             Case(u, r, model, "few frames", "fsdp", 2),
             Case(u, r, model, "image", "fsdp", 2),
-            Case(u, r, model, "odd", "fsdp", 2, masked=True, times="frames", text="split", extra="checkpointing"),
+            Case(u, r, model, "odd", "fsdp", 2, masked=True, times="frames", text="split", extra="exchange again"),
         ]
     if n == 4:
         found.append(Case(1, 4, "full", extra="window"))
@@ -198,7 +200,7 @@ def step(case: Case, world: int, groups: Groups) -> dict[str, Any]:
             mesh,
             strategy,
             layout=layout,
-            keeping=RECOMPUTED if case.extra in ("checkpointing", "compiled") else None,
+            keeping=KEEPINGS.get(case.extra),
             compile="aot_eager" if case.extra == "compiled" else False,
         )
     optimizer = make_optimizer(model, CFG)

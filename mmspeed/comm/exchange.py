@@ -6,6 +6,9 @@ rank 0 is to get, then rank 1's, and so on, each part in the order of the dims t
 none where the parts already lie so. Which order travels depends on arguments that all ranks share and never on a rank's own strides,
 which may differ where a dim has size 0 or 1.
 
+What came is offered to whoever recomputes (`mmspeed.replay.kept`), so that a second pass need not exchange again. An exchange of
+gradients, or one that is made while no gradient is recorded, is not: it may be made in the first pass alone.
+
 All ranks of the axis make the same calls in the same order, those with empty parts too, forward and backward: a loss must depend on
 the result on every rank or on none.
 """
@@ -22,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmspeed.graphs import outside_graphs
+from mmspeed.replay import offered
 
 from .axis import Axis, nbytes
 from .packing import Sizes, even_sizes, laid_out, landing, layout, lengths_of, pack, unpack
@@ -206,12 +210,12 @@ def _exchange(
     xs: Sequence[Tensor],
 ) -> list[Tensor]:
     plan = _Plan(axis, scatter_dim, gather_dim, scatter, gather, wire)
-    return list(_AllToAll.apply(plan, (wire,) * len(xs), *xs))
+    return list(_AllToAll.apply(plan, (wire,) * len(xs), torch.is_grad_enabled(), *xs))
 
 
 @outside_graphs
 def _apply(function: type[torch.autograd.Function], x: Tensor, axis: Axis, dim: int, sizes: Sizes) -> Tensor:
-    result: Tensor = function.apply(x, axis, dim, sizes)
+    result: Tensor = function.apply(x, axis, dim, sizes, torch.is_grad_enabled())
     return result
 
 
@@ -232,73 +236,85 @@ class _Plan:
 
 
 class _AllToAll(torch.autograd.Function):
-    """`layouts`: the order of each result's dims in memory; this rank's own affair, unlike the plan."""
+    """`layouts`: the order of each result's dims in memory; this rank's own affair, unlike the plan. `offers`: see the head of the file."""
 
     @staticmethod
-    def forward(ctx: Any, plan: _Plan, layouts: tuple[Sizes, ...], *xs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, plan: _Plan, layouts: tuple[Sizes, ...], offers: bool, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.plan, ctx.layouts = plan, tuple(layout(x) for x in xs)
-        axis, sent = plan.axis, pack(xs, plan.scatter_dim, plan.scatter, plan.wire)
-        shapes = []
-        for x, scatter, gather in zip(xs, plan.scatter, plan.gather, strict=True):
-            shape = list(x.shape)
-            shape[plan.scatter_dim], shape[plan.gather_dim] = scatter[axis.rank], sum(gather)
-            shapes.append(shape)
-        comes = lengths_of(shapes, plan.gather_dim, plan.gather)
-        results, flat, unpacks = landing(sent.flat, shapes, plan.gather_dim, plan.wire, layouts)
-        _swap(sent.flat, flat, sent.lengths, comes, axis)
-        if unpacks:
-            unpack(flat, results, plan.gather_dim, plan.gather, plan.wire)
-        axis.count("all_to_all", sent.bytes_to_others(axis.rank), sent.copies, unpacks)
-        return tuple(results)
+        return offered(offers, "exchange", lambda: _all_to_all(plan, layouts, xs))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, None, *_AllToAll.apply(ctx.plan.back(), ctx.layouts, *grads)
+        return None, None, None, *_AllToAll.apply(ctx.plan.back(), ctx.layouts, False, *grads)
+
+
+def _all_to_all(plan: _Plan, layouts: tuple[Sizes, ...], xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    axis, sent = plan.axis, pack(xs, plan.scatter_dim, plan.scatter, plan.wire)
+    shapes = []
+    for x, scatter, gather in zip(xs, plan.scatter, plan.gather, strict=True):
+        shape = list(x.shape)
+        shape[plan.scatter_dim], shape[plan.gather_dim] = scatter[axis.rank], sum(gather)
+        shapes.append(shape)
+    comes = lengths_of(shapes, plan.gather_dim, plan.gather)
+    results, flat, unpacks = landing(sent.flat, shapes, plan.gather_dim, plan.wire, layouts)
+    _swap(sent.flat, flat, sent.lengths, comes, axis)
+    if unpacks:
+        unpack(flat, results, plan.gather_dim, plan.gather, plan.wire)
+    axis.count("all_to_all", sent.bytes_to_others(axis.rank), sent.copies, unpacks)
+    return tuple(results)
 
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: Sizes) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: Sizes, offers: bool) -> Tensor:
         ctx.back = axis, dim, sizes
-        mine, wire = x.contiguous().view(-1), tuple(range(x.dim()))
-        shape = [*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]]
-        results, flat, unpacks = landing(x, [shape], dim, wire, [wire])
-        if axis.exchange == "collective" and len(set(sizes)) == 1:
-            _ALL_GATHER(flat, mine, group=axis.group)
-        else:
-            parts = flat.split(lengths_of([shape], dim, [sizes]))
-            parts[axis.rank].copy_(mine)
-            others = [place for place in range(axis.size) if place != axis.rank]
-            _finish(_between([(place, mine) for place in others], [(place, parts[place]) for place in others], axis))
-        if unpacks:
-            unpack(flat, results, dim, [sizes], wire)
-        axis.count("all_gather", (axis.size - 1) * nbytes(mine), int(not x.is_contiguous()), unpacks)
-        return results[0]
+        return offered(offers, "exchange", lambda: (_gather(x, axis, dim, sizes),))[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _ReduceScatter.apply(grads[0], *ctx.back), None, None, None
+        return _ReduceScatter.apply(grads[0], *ctx.back, False), None, None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: Sizes) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: Sizes, offers: bool) -> Tensor:
         ctx.back = axis, dim, sizes
-        sent = pack([x], dim, [sizes], tuple(range(x.dim())))
-        shape = [*x.shape[:dim], sizes[axis.rank], *x.shape[dim + 1 :]]
-        if axis.exchange == "collective" and len(set(sizes)) == 1:
-            result = x.new_empty(shape)
-            _REDUCE_SCATTER(result.view(-1), sent.flat, group=axis.group)
-        else:
-            parts = x.new_empty([axis.size, *shape])
-            _swap(sent.flat, parts.view(-1), sent.lengths, [parts.numel() // axis.size] * axis.size, axis)
-            result = parts.sum(0, dtype=x.dtype)
-        axis.count("reduce_scatter", sent.bytes_to_others(axis.rank), sent.copies, 0)
-        return result
+        return offered(offers, "exchange", lambda: (_sum_and_scatter(x, axis, dim, sizes),))[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _AllGather.apply(grads[0], *ctx.back), None, None, None
+        return _AllGather.apply(grads[0], *ctx.back, False), None, None, None, None
+
+
+def _gather(x: Tensor, axis: Axis, dim: int, sizes: Sizes) -> Tensor:
+    mine, wire = x.contiguous().view(-1), tuple(range(x.dim()))
+    shape = [*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]]
+    results, flat, unpacks = landing(x, [shape], dim, wire, [wire])
+    if axis.exchange == "collective" and len(set(sizes)) == 1:
+        _ALL_GATHER(flat, mine, group=axis.group)
+    else:
+        parts = flat.split(lengths_of([shape], dim, [sizes]))
+        parts[axis.rank].copy_(mine)
+        others = [place for place in range(axis.size) if place != axis.rank]
+        _finish(_between([(place, mine) for place in others], [(place, parts[place]) for place in others], axis))
+    if unpacks:
+        unpack(flat, results, dim, [sizes], wire)
+    axis.count("all_gather", (axis.size - 1) * nbytes(mine), int(not x.is_contiguous()), unpacks)
+    return results[0]
+
+
+def _sum_and_scatter(x: Tensor, axis: Axis, dim: int, sizes: Sizes) -> Tensor:
+    sent = pack([x], dim, [sizes], tuple(range(x.dim())))
+    shape = [*x.shape[:dim], sizes[axis.rank], *x.shape[dim + 1 :]]
+    if axis.exchange == "collective" and len(set(sizes)) == 1:
+        result = x.new_empty(shape)
+        _REDUCE_SCATTER(result.view(-1), sent.flat, group=axis.group)
+    else:
+        parts = x.new_empty([axis.size, *shape])
+        _swap(sent.flat, parts.view(-1), sent.lengths, [parts.numel() // axis.size] * axis.size, axis)
+        result = parts.sum(0, dtype=x.dtype)
+    axis.count("reduce_scatter", sent.bytes_to_others(axis.rank), sent.copies, 0)
+    return result
 
 
 def _swap(flat: Tensor, received: Tensor, sends: list[int], comes: list[int], axis: Axis) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -43,7 +43,14 @@ _ATTENTION_NAMES = (
 
 def _overloads(names: tuple[str, ...]) -> set[Any]:
     packets = [getattr(torch.ops.aten, name, None) for name in names]
-    return {getattr(packet, overload) for packet in packets if packet is not None for overload in packet.overloads()}
+    found = {getattr(packet, overload) for packet in packets if packet is not None for overload in packet.overloads()}
+    # those that write to a given tensor cannot be replaced by their result
+    return {overload for overload in found if not overload._schema.is_mutable}
+
+
+def matmul_operators() -> set[Any]:
+    """The operators that count as matrix products."""
+    return _overloads(_MATMUL_NAMES)
 
 
 @dataclass(frozen=True)
@@ -68,21 +75,29 @@ class Policy:
         return kept
 
 
+@dataclass(frozen=True)
+class _Held:
+    """What gives a kept tensor back."""
+
+    give: Callable[[], Tensor]
+
+
 class _Pass(Record):
     """What one region keeps of its first pass. Results are given up as the second pass takes them."""
 
     def __init__(self, policy: Policy, fates: dict[Any, Fate], group: Group | None) -> None:
         super().__init__()
         self.policy, self.fates, self.group = policy, fates, group
-        self.results: deque[Any] = deque()
+        self.results: deque[tuple[Any, Any]] = deque()  # of what, and held
         self.second = False
-        self.aside = False  # inside of a result that is kept as a whole
+        self.aside = False  # inside of what is kept, or computed again, as a whole
+        self.within = False  # inside of what is kept as a whole
 
-    def put(self, fate: Fate, result: Any) -> None:
-        def hold(tensor: Tensor) -> Callable[[], Tensor]:
+    def put(self, what: Any, fate: Fate, result: Any) -> None:
+        def hold(tensor: Tensor) -> _Held:
             tensor = tensor.detach()  # what autograd gets is another object
             if fate == "swap" and self.group is not None:
-                return self.group.store(tensor)
+                return _Held(self.group.store(tensor))
             version = tensor._version
 
             def unchanged() -> Tensor:
@@ -92,55 +107,88 @@ class _Pass(Record):
                     )
                 return tensor
 
-            return unchanged
+            return _Held(unchanged)
 
-        self.results.append(tree_map_only(Tensor, hold, result))
+        with _counting_changes():
+            self.results.append((what, tree_map_only(Tensor, hold, result)))
 
-    def take(self) -> Any:
+    def take(self, what: Any) -> Any:
         if not self.results:
             raise RuntimeError(
                 "a region keeps its results for one backward pass: a second one (retain_graph) finds none, and so does a second pass "
                 "that computes other operations than the first"
             )
-        return tree_map_only(_HELD, lambda give: give(), self.results.popleft())
+        of_first, held = self.results.popleft()
+        if of_first != what:
+            raise RuntimeError(f"the second pass of a region computes {what} where the first computed {of_first}")
+        return tree_map_only(_Held, lambda one: one.give(), held)
 
     def kept(self, kind: Kind, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        fate: Fate = getattr(self.policy, kind)
-        if fate == "recompute" or self.aside:
+        if self.within:
             return make()
+        fate: Fate = getattr(self.policy, kind)
+        if fate == "recompute":
+            with self._apart(within=False):  # its own operations are not kept one by one
+                return make()
         if self.second:
-            return tuple(self.take())
-        self.aside = True
-        try:
+            return tuple(self.take(kind))
+        with self._apart(within=True):
             made = make()
-        finally:
-            self.aside = False
-        self.put(fate, made)
+        self.put(kind, fate, made)
         return made
 
     @contextmanager
-    def first_pass(self) -> Iterator[None]:
+    def _apart(self, within: bool) -> Iterator[None]:
+        before, self.aside, self.within = (self.aside, self.within), True, within
         try:
-            with self.in_force(), _Operations(self) if self.fates else nullcontext():
-                yield
-        finally:
-            if self.group is not None:
-                self.group.close()
-
-    @contextmanager
-    def second_pass(self) -> Iterator[None]:
-        self.second = True
-        if self.group is not None:
-            self.group.fetch()
-        with self.in_force(), _Operations(self) if self.fates else nullcontext():
             yield
+        finally:
+            self.aside, self.within = before
 
 
-_HELD = type(lambda: None)
+def _counting_changes() -> AbstractContextManager[None]:
+    """Inside, `detach` shares the count of changes in place, as it does outside of a dispatch mode."""
+    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)  # type: ignore[return-value]
+
+
+class _Phase:
+    """The first or the second pass of a region. May be entered again: autograd does so for a graph that it was told to retain."""
+
+    def __init__(self, record: _Pass, second: bool) -> None:
+        self.record, self.second = record, second
+        self.open = ExitStack()
+
+    def __enter__(self) -> None:
+        record = self.record
+        record.second = self.second
+        with ExitStack() as opened:
+            if record.group is not None:
+                if self.second:
+                    record.group.fetch()
+                else:
+                    opened.callback(record.group.close)
+            opened.enter_context(record.in_force())
+            if record.fates:
+                opened.enter_context(_Operations(record))
+            self.open = opened.pop_all()
+
+    def __exit__(self, *error: Any) -> None:
+        self.open.close()
+        if self.second:  # it stopped when backward had all that it needs
+            self.record.results.clear()
 
 
 class _Operations(TorchDispatchMode):
-    """Sees every operation of a pass: in the first it holds results, in the second it gives them in place of computing."""
+    """Sees every operation of a pass: in the first it holds results, in the second it gives them in place of computing.
+
+    Only operations whose gradient is recorded: others, such as those of a plan that is replayed, may come in the first pass alone.
+    """
+
+    supports_higher_order_operators = True  # they are computed again, as all that no fate names
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # what a kernel of torch.compile does inside is no operation of ours; torch would else not use the kernel
 
     def __init__(self, record: _Pass) -> None:
         super().__init__()
@@ -148,13 +196,13 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         record = self.record
-        fate = None if record.aside else record.fates.get(func)
+        fate = None if record.aside or not torch.is_grad_enabled() else record.fates.get(func)
         if fate is None:
             return func(*args, **(kwargs or {}))
         if record.second:
-            return record.take()
+            return record.take(func)
         result = func(*args, **(kwargs or {}))
-        record.put(fate, result)
+        record.put(func, fate, result)
         return result
 
 
@@ -180,6 +228,6 @@ def run_region(
             *args,
             use_reentrant=False,
             preserve_rng_state=rng,
-            context_fn=lambda: (record.first_pass(), record.second_pass()),
+            context_fn=lambda: (_Phase(record, second=False), _Phase(record, second=True)),
             **kwargs,
         )

@@ -18,6 +18,7 @@ from mmspeed.config.memory import Way
 from mmspeed.mixin import mix_in
 from mmspeed.replay import recording
 
+from .discard import discarded
 from .region import Fate, Policy, run_region
 from .swap import Group
 
@@ -40,24 +41,42 @@ class Course:
     fates: dict[Any, Fate]
     groups: Callable[[], Group] | None
     rng: bool
+    exchange_again: bool = False
 
-    def run(self, run: Callable[..., T], *args: Any) -> T:
+    def __deepcopy__(self, memo: Any) -> Course:
+        return self  # nothing in it changes; a copy of a model swaps to the same place
+
+    def run(self, run: Callable[..., T], *args: Any, before: Callable[..., Any] | None = None) -> T:
+        if self.way == "discard":
+            if before is None:
+                raise ValueError("only a span that says what comes before its product can be discard")
+            return cast(T, discarded(before, cast(Any, run), *args, exchange_again=self.exchange_again))
+        if before is not None:
+            run = _joined(before, run)
         group = self.groups() if self.groups is not None else None
         if self.policy is None:
             assert group is not None
-            with group.hooks():
-                result = run(*args)
-            group.close()
-            return result
+            try:
+                with group.hooks():
+                    return run(*args)
+            finally:
+                group.close()
         return cast(T, run_region(run, *args, policy=self.policy, fates=self.fates, group=group, rng=self.rng))
 
 
-def span(owner: nn.Module, name: str, run: Callable[..., T], *args: Any) -> T:
-    """`run(*args)`, as the way of the span `name` says; inside of another span that is not saved, as it stands."""
+def span(owner: nn.Module, name: str, run: Callable[..., T], *args: Any, before: Callable[..., Any] | None = None) -> T:
+    """`run(*args)`, as the way of the span `name` says; inside of another span that is not saved, as it stands.
+
+    before: `run(before(*args))`, where the span is what comes before a matrix product.
+    """
     course: Course | None = getattr(owner, "_courses", {}).get(name)
     if course is None or not torch.is_grad_enabled() or recording():
-        return run(*args)
-    return course.run(run, *args)
+        return run(*args) if before is None else run(before(*args))
+    return course.run(run, *args, before=before)
+
+
+def _joined(before: Callable[..., Any], run: Callable[..., T]) -> Callable[..., T]:
+    return lambda *args: run(before(*args))
 
 
 def course_of(
@@ -69,10 +88,12 @@ def course_of(
     policy = POLICIES.get(way)
     if policy is not None and exchange_again:
         policy = replace(policy, exchange="recompute")
-    swaps = policy is None or policy.swaps
+    swaps = way != "discard" and (policy is None or policy.swaps)
     if swaps and groups is None:
         raise ValueError(f"the way {way} needs somewhere to swap to")
-    return Course(way, policy, policy.fates() if policy is not None else {}, groups if swaps else None, rng)
+    return Course(
+        way, policy, policy.fates() if policy is not None else {}, groups if swaps else None, rng, exchange_again
+    )
 
 
 def set_ways(

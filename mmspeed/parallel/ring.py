@@ -1,7 +1,8 @@
 """Ring attention: queries stay, keys and values go round (`parallel.ring_steps`); each rank merges what its queries see in each block.
 
 Outputs are merged by their log-sum-exp in float32, and gradients summed in float32 (float64 for float64). The backward pass runs the ring
-again with the final output and log-sum-exp; the gradients of keys and values travel with their block.
+again with the final output and log-sum-exp; the gradients of keys and values travel with their block. Both results are offered to whoever
+recomputes (`mmspeed.replay.kept`), as an exchange.
 
 Bytes that a rank sends per call, e the element size, f = max(e, 4), for even M (uneven: the sum over the blocks that it passes on):
 
@@ -28,6 +29,7 @@ from torch.autograd.function import once_differentiable
 from mmspeed.comm.axis import Axis
 from mmspeed.comm.exchange import pass_on
 from mmspeed.compute.block_attention import block_backward, block_forward, merge
+from mmspeed.replay import offered
 
 from .ring_steps import Arriving, Hop, Link, Shapes, Step, backward_steps, forward_steps, run_backward, run_forward
 from .zigzag import Piece, causal_pieces, cut_rows, zigzag_lengths
@@ -80,7 +82,7 @@ def ring_attention(
         if tuple(k_lengths) != zigzag_lengths(total, axis.size) or q_BAND.shape[2] != k_BKMD.shape[2]:
             raise ValueError(f"causal ring: queries and keys of {tuple(k_lengths)} are not in zigzag order")
     ring = _Ring(axis.rank, tuple(k_lengths), AxisLink(axis, outer), total, window, scale, backend, counter)
-    result: Tensor = _RingAttention.apply(ring, q_BAND, k_BKMD, v_BKMD, key_mask_BM)
+    result: Tensor = _RingAttention.apply(ring, torch.is_grad_enabled(), q_BAND, k_BKMD, v_BKMD, key_mask_BM)
     return result
 
 
@@ -124,26 +126,13 @@ class _Ring:
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, ring: _Ring, q_BAND: Tensor, k_BKMD: Tensor, v_BKMD: Tensor, key_mask_BM: Tensor | None
+        ctx: Any, ring: _Ring, offers: bool, q_BAND: Tensor, k_BKMD: Tensor, v_BKMD: Tensor, key_mask_BM: Tensor | None
     ) -> Tensor:
         own = [k_BKMD.contiguous(), v_BKMD.contiguous()] + ([] if key_mask_BM is None else [key_mask_BM.contiguous()])
-        wide = torch.promote_types(q_BAND.dtype, torch.float32)
-        out_BAND = q_BAND.new_zeros(q_BAND.shape, dtype=wide)
-        lse_BAN = q_BAND.new_full(q_BAND.shape[:3], -torch.inf, dtype=wide)
-
-        def attend(step: Step, block: Sequence[Tensor]) -> None:
-            for piece in ring.pieces(step, q_BAND.shape[2], 0):
-                rows = slice(piece.q_start, piece.q_stop)
-                k, v, mask = _keys(block, piece)
-                out, lse = block_forward(q_BAND[:, :, rows], k, v, mask, **ring.options(piece))
-                out, lse = merge(out_BAND[:, :, rows], lse_BAN[:, :, rows], out, lse)
-                out_BAND[:, :, rows], lse_BAN[:, :, rows] = out, lse
-
-        steps = forward_steps(ring.rank, len(ring.lengths), ring.window)
-        run_forward(steps, ring.rank, own, ring.link, ring.shapes(k_BKMD, key_mask_BM is not None), attend)
-        ctx.ring, out = ring, out_BAND.to(q_BAND.dtype)
-        ctx.save_for_backward(q_BAND, *own[:2], key_mask_BM, out, lse_BAN)
-        return out
+        ctx.ring = ring
+        out_BAND, lse_BAN = offered(offers, "exchange", lambda: _attend_forward(ring, q_BAND, own))
+        ctx.save_for_backward(q_BAND, *own[:2], key_mask_BM, out_BAND, lse_BAN)
+        return out_BAND
 
     @staticmethod
     @once_differentiable
@@ -170,7 +159,26 @@ class _RingAttention(torch.autograd.Function):
         steps = backward_steps(ring.rank, len(ring.lengths), ring.window)
         shapes, grad_shapes = ring.shapes(k_BKMD, key_mask_BM is not None), ring.shapes(k_BKMD, False)
         dk, dv = run_backward(steps, ring.rank, own, ring.link, shapes, attend, grad_shapes)
-        return None, dq_BAND.to(q_BAND.dtype), dk.to(k_BKMD.dtype), dv.to(v_BKMD.dtype), None
+        return None, None, dq_BAND.to(q_BAND.dtype), dk.to(k_BKMD.dtype), dv.to(v_BKMD.dtype), None
+
+
+def _attend_forward(ring: _Ring, q_BAND: Tensor, own: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """(out_BAND, lse_BAN) over the blocks of all ranks; `own`: keys, values and key mask of this one."""
+    wide = torch.promote_types(q_BAND.dtype, torch.float32)
+    out_BAND = q_BAND.new_zeros(q_BAND.shape, dtype=wide)
+    lse_BAN = q_BAND.new_full(q_BAND.shape[:3], -torch.inf, dtype=wide)
+
+    def attend(step: Step, block: Sequence[Tensor]) -> None:
+        for piece in ring.pieces(step, q_BAND.shape[2], 0):
+            rows = slice(piece.q_start, piece.q_stop)
+            k, v, mask = _keys(block, piece)
+            out, lse = block_forward(q_BAND[:, :, rows], k, v, mask, **ring.options(piece))
+            out, lse = merge(out_BAND[:, :, rows], lse_BAN[:, :, rows], out, lse)
+            out_BAND[:, :, rows], lse_BAN[:, :, rows] = out, lse
+
+    steps = forward_steps(ring.rank, len(ring.lengths), ring.window)
+    run_forward(steps, ring.rank, own, ring.link, ring.shapes(own[0], len(own) == 3), attend)
+    return out_BAND.to(q_BAND.dtype), lse_BAN
 
 
 def first_rows(queries: int, element_size: int, causal: bool = False) -> int:

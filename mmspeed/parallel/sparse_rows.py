@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 from mmspeed.comm.axis import Axis
 from mmspeed.comm.exchange import all_gather, reduce_scatter, swap_rows
 from mmspeed.compute.sparse.plan import Means
+from mmspeed.replay import offered
 
 
 @dataclass(frozen=True)
@@ -112,11 +113,29 @@ def fetch(
 
     `means` are of this rank's clusters of keys, `mean_sizes` how many each rank has. Every rank makes the call, and its backward.
     """
+    how = rows, axis, tuple(mean_sizes), torch.is_grad_enabled()
     if means is None:
-        k, v = _Fetch.apply(rows, axis, tuple(mean_sizes), k_BAMD, v_BAMD, None, None)
+        k, v = _Fetch.apply(*how, k_BAMD, v_BAMD, None, None)
         return k, v, None
-    k, v, mean_k, mean_v = _Fetch.apply(rows, axis, tuple(mean_sizes), k_BAMD, v_BAMD, means.k_BAKD, means.v_BAKD)
+    k, v, mean_k, mean_v = _Fetch.apply(*how, k_BAMD, v_BAMD, means.k_BAKD, means.v_BAKD)
     return k, v, Means(mean_k, mean_v)
+
+
+def _fetched(
+    rows: Rows, axis: Axis, mean_sizes: tuple[int, ...], k_BAMD: Tensor, v_BAMD: Tensor, means: Means | None
+) -> tuple[Tensor, ...]:
+    """Tables of keys and values, and the means of all ranks where there are means."""
+    batch, heads, width = *k_BAMD.shape[:2], k_BAMD.shape[3]
+    sent_ZE = torch.cat([x.flatten(0, 2).index_select(0, rows.row_Z) for x in (k_BAMD, v_BAMD)], dim=1)
+    came_ZE = swap_rows(sent_ZE, axis, rows.sends, rows.comes)
+    tables = []
+    for part_ZD in came_ZE.split([width, v_BAMD.shape[3]], dim=1):
+        table = part_ZD.new_zeros(batch * heads * rows.table, part_ZD.shape[1])
+        tables.append(table.index_copy_(0, rows.place_Z, part_ZD).view(batch, heads, rows.table, -1))
+    if means is None:
+        return tuple(tables)
+    both = all_gather(torch.cat((means.k_BAKD, means.v_BAKD), dim=3), axis, 2, mean_sizes)
+    return *tables, both[..., :width].contiguous(), both[..., width:].contiguous()
 
 
 class _Fetch(torch.autograd.Function):
@@ -128,6 +147,7 @@ class _Fetch(torch.autograd.Function):
         rows: Rows,
         axis: Axis,
         mean_sizes: tuple[int, ...],
+        offers: bool,
         k_BAMD: Tensor,
         v_BAMD: Tensor,
         mean_k: Tensor | None,
@@ -136,17 +156,8 @@ class _Fetch(torch.autograd.Function):
         ctx.how = rows, axis, mean_sizes, (k_BAMD.shape, v_BAMD.shape)
         # so that a rank without queries, which saves nothing else, also makes a checkpointed pass again before it goes back
         ctx.save_for_backward(rows.row_Z)
-        batch, heads, width = *k_BAMD.shape[:2], k_BAMD.shape[3]
-        sent_ZE = torch.cat([x.flatten(0, 2).index_select(0, rows.row_Z) for x in (k_BAMD, v_BAMD)], dim=1)
-        came_ZE = swap_rows(sent_ZE, axis, rows.sends, rows.comes)
-        tables = []
-        for part_ZD in came_ZE.split([width, v_BAMD.shape[3]], dim=1):
-            table = part_ZD.new_zeros(batch * heads * rows.table, part_ZD.shape[1])
-            tables.append(table.index_copy_(0, rows.place_Z, part_ZD).view(batch, heads, rows.table, -1))
-        if mean_k is None or mean_v is None:
-            return tuple(tables)
-        both = all_gather(torch.cat((mean_k, mean_v), dim=3), axis, 2, mean_sizes)
-        return *tables, both[..., :width].contiguous(), both[..., width:].contiguous()
+        means = None if mean_k is None or mean_v is None else Means(mean_k, mean_v)
+        return offered(offers, "exchange", lambda: _fetched(rows, axis, mean_sizes, k_BAMD, v_BAMD, means))
 
     @staticmethod
     @once_differentiable
@@ -165,7 +176,7 @@ class _Fetch(torch.autograd.Function):
             part.to(dk_BATD.dtype).view(shape) for part, shape in zip(sum_ME.split(widths, 1), shapes, strict=True)
         )
         if not dmeans:
-            return None, None, None, dk, dv, None, None
+            return None, None, None, None, dk, dv, None, None
         both = reduce_scatter(torch.cat(dmeans, dim=3).to(wide), axis, 2, mean_sizes)
         dmean_k, dmean_v = (part.to(dmeans[0].dtype) for part in both.split(widths, dim=3))
-        return None, None, None, dk, dv, dmean_k, dmean_v
+        return None, None, None, None, dk, dv, dmean_k, dmean_v

@@ -11,8 +11,9 @@ The numbers are those that the ledger of `mmspeed.comm` counts when the same lay
     the prediction                    after the last block                           all_gather and reduce_scatter, sequence and tp
     gradients of shared parameters    once a step                                    all_reduce, tp
 
-Gradients of an exchange go the other way round, so the sizes of what is sent change places; a block that is recomputed makes its
-forward exchanges a second time. Gradients that data parallelism sums are the engine's own and are not here.
+Gradients of an exchange go the other way round, so the sizes of what is sent change places. A block that is recomputed keeps what it got;
+with `memory.exchange_again`, or where it is compiled, it makes its forward exchanges a second time. Gradients that data parallelism
+sums are the engine's own and are not here.
 
 Legend: B batch, T S rows and columns of tokens (frames x places of a frame; 1 x all where every block attends over all), E model
 width, D head width, P values of a token's prediction, e bytes of a number, n ranks that share a sequence, m tensor-parallel ranks.
@@ -121,7 +122,7 @@ def step_traffic(
     """A step of one micro-batch.
 
     Args:
-        recomputed: numbers of the blocks that make their forward pass again.
+        recomputed: numbers of the blocks that make the exchanges of their forward pass again.
         shared_gradients: bytes that this rank holds of gradients that are not split over `tp` (`gradient_traffic`).
     """
     whole = ends_traffic(work, parallel, place)

@@ -75,7 +75,7 @@ def clustered_attention(
         means: with "summary", of the plan's clusters of keys; computed from keys and values when None.
         scale: of the scores; D ** -0.5 when None.
         backend: "auto", or a kernel's name: see KERNELS.
-        counter: counts calls by kernel, under "sparse_<name>".
+        counter: counts runs by kernel, under "sparse_<name>"; a second pass that kept its results runs none.
         return_weights: also the whole matrix of weights, O(N M): for small inputs.
 
     A query that sees no key gives 0 and no gradient. Under autocast, computes in its dtype.
@@ -97,9 +97,12 @@ def clustered_attention(
         means = None
     scale = q_BAND.shape[-1] ** -0.5 if scale is None else scale
     kernel = choose_kernel(q_BAND, k_BAMD, v_BAMD, plan, means, backend)
-    if counter is not None:
-        counter[f"sparse_{kernel.name}"] += 1
-    out_BAND, lse_BAN = kernel.attend(q_BAND, k_BAMD, v_BAMD, plan, means, scale)
+
+    def ran() -> None:
+        if counter is not None:
+            counter[f"sparse_{kernel.name}"] += 1
+
+    out_BAND, lse_BAN = kernel.attend(q_BAND, k_BAMD, v_BAMD, plan, means, scale, ran)
     full, full_tail = None, None
     if return_weights:
         with torch.no_grad():

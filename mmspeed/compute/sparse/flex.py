@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from mmspeed.compute.block_kernels import HALF
 
 from .coarse import coarse, merge_parts
-from .kernels import Kernel
+from .kernels import Kernel, nobody
 from .plan import ClusterPlan, Means, Tiles
 
 BLOCK = 128
@@ -131,8 +132,15 @@ def _compiled() -> Any:
 
 
 def _attend(
-    q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, plan: ClusterPlan, means: Means | None, scale: float
+    q_BAND: Tensor,
+    k_BAMD: Tensor,
+    v_BAMD: Tensor,
+    plan: ClusterPlan,
+    means: Means | None,
+    scale: float,
+    ran: Callable[[], object] = nobody,
 ) -> tuple[Tensor, Tensor]:
+    ran()
     assert plan.tiles is not None
     queries = filled(plan.q_offsets_GC, plan.q_index_GN)
     keys = filled(plan.tiles.key_offsets_R[None], plan.tiles.key_index_M[None])

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from mmspeed.replay import offered
 
 from .plan import ClusterPlan, Means
 
@@ -33,24 +35,60 @@ def kept_and_means(plan: ClusterPlan, tail: bool) -> Tensor:
     return pairs
 
 
+def nobody() -> None:
+    """Of a caller that does not count."""
+
+
+class Attend(Protocol):
+    """A kernel with its gradients. `ran` is called when it computes, which a second pass that kept the results need not."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: ClusterPlan,
+        means: Means | None,
+        scale: float,
+        ran: Callable[[], object] = nobody,
+        /,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
 @dataclass(frozen=True)
 class Kernel:
-    """A way to compute a plan. `attend` has gradients in queries, keys, values and means; its log-sum-exp need not."""
+    """A way to compute a plan. `attend` has gradients in queries, keys, values and means; its log-sum-exp need not.
+
+    A kernel that computes its own gradients (`explicit`) offers its results to whoever recomputes. Of others, whose gradients are
+    autograd's, a second pass computes the attention again: of `masked` but for the matrix products that it kept.
+    """
 
     name: str
     refuses: Refuses
-    attend: Forward
+    attend: Attend
     pairs: Pairs = kept_and_means
 
 
-def explicit(forward: Forward, backward: Backward) -> Forward:
+def explicit(forward: Forward, backward: Backward) -> Attend:
     """`attend` of a kernel that computes its own gradients."""
 
     def attend(
-        q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, plan: ClusterPlan, means: Means | None, scale: float
+        q_BAND: Tensor,
+        k_BAMD: Tensor,
+        v_BAMD: Tensor,
+        plan: ClusterPlan,
+        means: Means | None,
+        scale: float,
+        ran: Callable[[], object] = nobody,
     ) -> tuple[Tensor, Tensor]:
         both = (None, None) if means is None else (means.k_BAKD, means.v_BAKD)
-        out_BAND, lse_BAN = _Explicit.apply(q_BAND, k_BAMD, v_BAMD, *both, plan, scale, forward, backward)
+
+        def compute(*given: Any) -> tuple[Tensor, Tensor]:
+            ran()
+            return forward(*given)
+
+        offers = torch.is_grad_enabled()
+        out_BAND, lse_BAN = _Explicit.apply(q_BAND, k_BAMD, v_BAMD, *both, plan, scale, compute, backward, offers)
         return out_BAND, lse_BAN
 
     return attend
@@ -69,9 +107,11 @@ class _Explicit(torch.autograd.Function):
         scale: float,
         forward: Forward,
         backward: Backward,
+        offers: bool,
     ) -> tuple[Tensor, Tensor]:
         means = None if mean_k is None or mean_v is None else Means(mean_k, mean_v)
-        out_BAND, lse_BAN = forward(q_BAND, k_BAMD, v_BAMD, plan, means, scale)
+        given = q_BAND, k_BAMD, v_BAMD, plan, means, scale
+        out_BAND, lse_BAN = offered(offers, "attention", lambda: forward(*given))
         ctx.save_for_backward(q_BAND, k_BAMD, v_BAMD, mean_k, mean_v, out_BAND, lse_BAN)
         ctx.plan, ctx.scale, ctx.gradients = plan, scale, backward
         ctx.mark_non_differentiable(lse_BAN)
@@ -83,4 +123,4 @@ class _Explicit(torch.autograd.Function):
         means = None if mean_k is None else Means(mean_k, mean_v)
         dq, dk, dv, dmeans = ctx.gradients(dout_BAND, q, k, v, out, lse, ctx.plan, means, ctx.scale)
         both = (None, None) if dmeans is None else (dmeans.k_BAKD, dmeans.v_BAKD)
-        return dq, dk, dv, *both, None, None, None, None
+        return dq, dk, dv, *both, None, None, None, None, None

@@ -5,10 +5,12 @@ Legend: B batch, A heads, G = B x A, N queries, M keys, D head width, C clusters
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from .kernels import Kernel
+from .kernels import Kernel, nobody
 from .plan import ClusterPlan, Means
 
 
@@ -44,8 +46,15 @@ def weights(
 
 
 def _attend(
-    q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, plan: ClusterPlan, means: Means | None, scale: float
+    q_BAND: Tensor,
+    k_BAMD: Tensor,
+    v_BAMD: Tensor,
+    plan: ClusterPlan,
+    means: Means | None,
+    scale: float,
+    ran: Callable[[], object] = nobody,
 ) -> tuple[Tensor, Tensor]:
+    ran()
     with torch.autocast(q_BAND.device.type, enabled=False):
         fine_BANM, coarse_BANK, lse_BAN = weights(q_BAND, k_BAMD, plan, means, scale)
         out_BAND = fine_BANM @ v_BAMD.to(fine_BANM.dtype)

@@ -1,0 +1,212 @@
+"""Ways of spans where a model is spread over devices: the gradients of the plain step to the bit, and no exchange more than it makes.
+
+What the ledger counts, by exchange and axis, and what the sharding engine does, by operator, are those of the plain step, however much is
+computed again; with `exchange_again` the exchanges of the forward pass are made once more, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor.debug import CommDebugMode
+
+from mmspeed.compute.sparse.module import clustered_layers
+from mmspeed.config.parallel import ParallelConfig
+from mmspeed.device import Device
+from mmspeed.memory.swap import Swap
+from mmspeed.mesh import make_mesh
+from mmspeed.parallel import TokenLayout, make_layout, parallelize, unwrap
+from mmspeed.parallel.tensor import sum_shared_gradients
+from tests.memory_ways import BRANCHES, LARGE, SMALL, Step, Ways, keeping_of, make_inputs, make_model, name_of, run_step
+from tests.spawn import run_ranks
+
+WAYS: list[Any] = [
+    *({"block": way} for way in LARGE),
+    *(dict.fromkeys(BRANCHES, way) for way in ("recompute", "swap_cheap")),
+    *({"norm": way, "activation": way} for way in SMALL),
+    {"attention": "swap_cheap", "cross_attention": "recompute", "activation": "discard"},
+]
+AGAIN: list[Any] = [{"block": "recompute"}, {"block": "recompute_cheap"}, {"block": "swap_cheap"}, {"norm": "discard"}]
+# strategy, arrangement, parallel, more
+CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "fsdp": ("fsdp", "factorised", {}, {}),
+    "fsdp bfloat16": ("fsdp", "full", {}, {"dtype": torch.bfloat16}),
+    "ddp": ("ddp", "factorised", {}, {}),
+    "tp": ("fsdp", "factorised", {"tp": 2}, {"masked": True}),
+    "ulysses": ("fsdp", "full", {"ulysses": 2}, {"masked": True}),
+    "ring": ("fsdp", "full", {"ring": 2}, {"masked": True}),
+    "switch": ("fsdp", "factorised", {"ulysses": 2}, {"frames": True}),
+    "heads": ("ddp", "factorised", {"ulysses": 2, "scheme": "ulysses"}, {"masked": True}),
+    "point to point": ("fsdp", "full", {"ulysses": 2, "exchange": "point_to_point"}, {}),
+    "sparse ring": ("fsdp", "full", {"ring": 2}, {"sparse": {"backend": "auto"}}),
+    "sparse ulysses": ("fsdp", "full", {"ulysses": 2}, {"sparse": {}}),
+}
+FOUR: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "hybrid": ("fsdp", "full", {"ulysses": 2, "ring": 2}, {"masked": True}),
+    "tp and ulysses": ("fsdp", "factorised", {"ulysses": 2, "tp": 2}, {}),
+    "tp and ring": ("fsdp", "full", {"ring": 2, "tp": 2}, {"masked": True}),
+    # three frames on four ranks: one has none
+    "uneven": ("fsdp", "factorised", {"ulysses": 4, "scheme": "ulysses"}, {"latent": (3, 6, 10)}),
+}
+
+
+class Bench:
+    """A case's meshes, made once, and its steps."""
+
+    def __init__(self, case: tuple[str, str, dict[str, Any], dict[str, Any]]) -> None:
+        self.strategy, self.arrangement, self.parallel, self.more = case
+        config = ParallelConfig(**self.parallel)
+        shard = 1 if self.strategy == "ddp" else -1
+        self.mesh = make_mesh(Device("cpu", 0), -1 if shard == 1 else 1, shard, config.ring, config.ulysses, config.tp)
+        spread = config.ring * config.ulysses * config.tp > 1
+        self.layout = make_layout(self.mesh, config) if spread else TokenLayout()
+        given = {key: value for key, value in self.more.items() if key in ("masked", "frames", "latent")}
+        self.inputs = make_inputs(**given)
+
+    def step(self, ways: Ways, again: bool = False) -> dict[str, Any]:
+        swap, sparse = Swap(Device("cpu", 0), 1 << 10), self.more.get("sparse")
+        model = make_model(self.arrangement, sparse is not None, **(sparse or {}))
+        counters = [layer.counter for layer in clustered_layers(model).values()]
+        ready = parallelize(
+            model,
+            self.mesh,
+            self.strategy,  # type: ignore[arg-type]
+            layout=self.layout,
+            compute_dtype=self.more.get("dtype", torch.float32),
+            keeping=keeping_of(ways, swap, exchange_again=again),
+        )
+        before, engine = self.layout.ledger.copy(), CommDebugMode()
+        with engine:
+            found: Step = run_step(ready, self.inputs, swap)
+        sent = dict(+Counter(self.layout.ledger.since(before).bytes))
+        sum_shared_gradients(unwrap(ready).parameters(), self.layout.tensor)
+        grads = {name: grad.numpy() for name, grad in found.grads.items()}
+        return {
+            "loss": found.loss,
+            "grads": grads,
+            "sent": {" ".join(kind): count for kind, count in sent.items()},
+            "engine": {str(operator): count for operator, count in engine.get_comm_counts().items()},
+            "products": (found.forward, found.backward),
+            "moved": found.moved,
+            "kernels": [dict(counter) for counter in counters],
+        }
+
+
+def differs(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    names = [name for name, grad in wanted["grads"].items() if (found["grads"][name] != grad).any()]
+    wrong = [] if found["loss"] == wanted["loss"] else ["loss"]
+    wrong += ["names"] if found["grads"].keys() != wanted["grads"].keys() else []
+    return wrong + names
+
+
+def forward_alone(bench: Bench, ways: Ways) -> dict[str, int]:
+    """What exchanges a forward pass makes within the blocks: all of it, less what lies between and after them."""
+    torch.set_grad_enabled(False)
+    try:
+        layout = bench.layout
+        sparse = bench.more.get("sparse")
+        model = make_model(bench.arrangement, sparse is not None, **(sparse or {}))
+        ready = parallelize(
+            model, bench.mesh, bench.strategy, layout=layout, compute_dtype=bench.more.get("dtype", torch.float32)
+        )  # type: ignore[arg-type]
+        within: Counter[Any] = Counter()
+        marks: list[Any] = []
+        for block in unwrap(ready).blocks:  # type: ignore[union-attr]
+            block.register_forward_pre_hook(lambda *_: marks.append(layout.ledger.copy()))
+            block.register_forward_hook(lambda *_: within.update(layout.ledger.since(marks.pop()).bytes))
+        ready(*bench.inputs)
+    finally:
+        torch.set_grad_enabled(True)
+    return {" ".join(kind): count for kind, count in (+within).items()}
+
+
+def measure(names: list[str], four: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in names:
+        bench = Bench((FOUR if four else CASES)[name])
+        plain = bench.step({})
+        rows = []
+        for ways in WAYS:
+            step = bench.step(ways)
+            rows.append(
+                (
+                    name_of(ways),
+                    differs(step, plain),
+                    {k: step[k] for k in ("sent", "engine", "products", "moved", "kernels")},
+                )
+            )
+        again = []
+        if bench.layout.ledger.total() and "sparse" not in bench.more:
+            for ways in AGAIN:
+                step = bench.step(ways, again=True)
+                again.append((name_of(ways), differs(step, plain), step["sent"]))
+        found[name] = {
+            "plain": {k: plain[k] for k in ("sent", "engine", "products", "kernels")},
+            "rows": rows,
+            "again": again,
+            "forward": forward_alone(bench, {}) if again else {},
+        }
+    dist.barrier()
+    return found
+
+
+def check(ranks: list[dict[str, Any]]) -> None:
+    wrong = []
+    for rank, of_rank in enumerate(ranks):
+        for case, found in of_rank.items():
+            plain = found["plain"]
+            for ways, other, step in found["rows"]:
+                where = f"rank {rank}, {case}, {ways}"
+                if other:
+                    wrong.append(f"{where}: other gradients of {other[:3]}")
+                if step["sent"] != plain["sent"] or step["engine"] != plain["engine"]:
+                    wrong.append(
+                        f"{where}: sent {step['sent']} {step['engine']}, plain {plain['sent']} {plain['engine']}"
+                    )
+                if (step["moved"] > 0) != ("swap" in ways):
+                    wrong.append(f"{where}: {step['moved']} bytes to the host")
+                extra = step["products"][1] - plain["products"][1]
+                if ("recompute" in ways.replace("recompute_cheap", "") and "norm" not in ways) != (
+                    extra > 0
+                ) or extra < 0:
+                    wrong.append(f"{where}: {extra} products more")
+                if "recompute" not in ways.replace("recompute_cheap", "") and step["kernels"] != plain["kernels"]:
+                    wrong.append(f"{where}: kernels {step['kernels']}, plain {plain['kernels']}")
+            for ways, other, sent in found["again"]:
+                more = {kind: sent[kind] - plain["sent"].get(kind, 0) for kind in sent}
+                more = {kind: count for kind, count in more.items() if count}
+                wanted = found["forward"]
+                if "norm" in ways:  # what is gathered between a norm and its product: all gathers of tensor parallelism
+                    wanted = {kind: count for kind, count in wanted.items() if kind == "all_gather tp"}
+                if other or more != wanted:
+                    wrong.append(f"rank {rank}, {case}, {ways}, again: {other[:3]}, {more} more, not {wanted}")
+    assert not wrong, "\n".join(wrong[:20])
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["fsdp", "fsdp bfloat16", "ddp"],
+        ["tp", "switch", "heads"],
+        ["ulysses", "ring", "point to point"],
+        ["sparse ring", "sparse ulysses"],
+    ],
+    ids=" ".join,
+)
+def test_no_exchange_is_made_again_on_two_ranks(names: list[str]) -> None:
+    ranks = run_ranks(measure, 2, names, False)
+    check(ranks)
+    assert all(
+        of_rank[name]["plain"]["sent"] or name in ("fsdp", "fsdp bfloat16", "ddp")
+        for of_rank in ranks
+        for name in names
+    )
+
+
+@pytest.mark.parametrize("names", [["hybrid", "tp and ulysses"], ["tp and ring", "uneven"]], ids=" ".join)
+def test_no_exchange_is_made_again_on_four_ranks(names: list[str]) -> None:
+    check(run_ranks(measure, 4, names, True))
