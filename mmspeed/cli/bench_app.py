@@ -292,3 +292,70 @@ def attention(
     print(result.to_json() if as_json else "\n".join(result.lines()))
     if strict and not result.passed():
         raise typer.Exit(1)
+
+
+@app.command()
+def memory(
+    config: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[CONFIG]", help="YAML file of a run: where the memory of its step goes, by category and layer."
+        ),
+    ] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to override.")] = None,
+    full: Annotated[
+        bool,
+        typer.Option(
+            "--full",
+            help="8 blocks of the model of 0.7 B, factorised and full, float32 and bfloat16: half an hour on 2 cores.",
+        ),
+    ] = False,
+    only: Annotated[
+        str | None, typer.Option(metavar="PART,...", help="Of ways, optimizer, budget; default all.")
+    ] = None,
+    arrangement: Annotated[str | None, typer.Option(help="factorised or full; default both.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; default both.")] = None,
+    latent: Annotated[str, typer.Option(metavar="TxHxW", help="Latent of the sample.")] = "5x32x32",
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; medians count.")] = 3,
+    device: Annotated[str, typer.Option(help="Kind of device; auto takes the fastest there is.")] = "auto",
+    grown: Annotated[bool, typer.Option(help="Start a process for each way, to see how it grows.")] = True,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder that memory.json goes to; default runs/bench-memory, or the run's.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    strict: Annotated[bool, typer.Option(help="Exit with 1 when a goal is missed.")] = False,
+) -> None:
+    """Measure what each way to save memory gives and costs; or, with CONFIG, where the memory of its training step goes."""
+    import json
+
+    from mmspeed import log
+    from mmspeed.data.files import write_whole
+
+    if config is not None:
+        if full or only or arrangement or dtype or strict:
+            raise UserError(
+                "--full, --only, --arrangement, --dtype and --strict are for the built-in models: leave them out beside CONFIG"
+            )
+        from .bench_memory_run import report_config
+
+        report = report_config(config, overrides or (), output)
+        if log.rank() == 0:
+            print(json.dumps(report.to_json(), indent=2) if as_json else "\n".join(report.lines()))
+        return
+    from .bench_memory_all import bench_memory
+
+    result = bench_memory(
+        full=full,
+        only=only,
+        arrangement=arrangement,
+        dtype=dtype,
+        latent=latent,
+        rounds=rounds,
+        device=device,
+        grown=grown,
+        shown=not as_json,
+    )
+    write_whole((output or Path("runs/bench-memory")) / "memory.json", (result.to_json() + "\n").encode())
+    print(result.to_json() if as_json else "\n".join(result.verdict_lines()))
+    if strict and not result.passed():
+        raise typer.Exit(1)

@@ -1,0 +1,302 @@
+"""The bench of memory: what each way of keeping activations takes, and what it costs, alone and together.
+
+A step is forward, loss and backward of one made-up sample. Of each way: bytes that are there after the forward pass and were not
+before; the peak; bytes in the host's memory; matrix products of the backward pass; time, as the median over rounds of the ratio to a
+plain step of the same round on the same weights; by how much the process grows, measured in a process of its own; and whether every
+gradient has the same bits as without the way.
+
+Legend: T h w latent.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from mmspeed import rng
+from mmspeed.config.memory import Way
+from mmspeed.device import Device, parse_dtype, pick
+from mmspeed.log import format_bytes
+from mmspeed.memory import peak_bytes, set_ways
+from mmspeed.memory.count import MatmulCount
+from mmspeed.memory.report import kept_bytes
+from mmspeed.memory.swap import Swap
+from mmspeed.models.sora_dit import SoraDiT, SoraDiTConfig, count_parameters
+from mmspeed.parallel import autocast
+
+CHANNELS, TEXT_WIDTH, TEXT_TOKENS = 16, 64, 32
+KEPT_GOAL, MATMUL_GOAL = 0.30, 0.03  # of swap_cheap: share of plain's bytes, added share of matrix products
+BRANCHES = ("attention", "cross_attention", "mlp")
+
+# What is measured: a name, and the ways of every block.
+ROWS: tuple[tuple[str, dict[str, Way]], ...] = (
+    ("plain", {}),
+    ("norm: recompute", {"norm": "recompute"}),
+    ("norm: discard", {"norm": "discard"}),
+    ("activation: recompute", {"activation": "recompute"}),
+    ("activation: discard", {"activation": "discard"}),
+    ("mlp: recompute", {"mlp": "recompute"}),
+    ("attention: recompute", {"attention": "recompute"}),
+    ("cross_attention: recompute", {"cross_attention": "recompute"}),
+    ("block: recompute", {"block": "recompute"}),
+    ("block: recompute_cheap", {"block": "recompute_cheap"}),
+    ("attention: swap", {"attention": "swap"}),
+    ("block: swap", {"block": "swap"}),
+    ("block: swap_cheap", {"block": "swap_cheap"}),
+    ("norm + activation: recompute", {"norm": "recompute", "activation": "recompute"}),
+    ("each branch: swap_cheap", dict.fromkeys(BRANCHES, "swap_cheap")),
+    ("attention: swap_cheap, mlp: recompute_cheap", {"attention": "swap_cheap", "mlp": "recompute_cheap"}),
+    (
+        "attention: swap, mlp: recompute, cross: cheap",
+        {"attention": "swap", "mlp": "recompute", "cross_attention": "recompute_cheap"},
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is measured on."""
+
+    arrangement: Literal["factorised", "full"] = "factorised"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    width: int = 384
+    heads: int = 6
+    rank: int = 64
+    depth: int = 8
+    latent: tuple[int, int, int] = (5, 32, 32)
+    rounds: int = 3
+    device: str = "auto"
+    sizes: bool = True  # whether processes are started to see how they grow
+
+    @classmethod
+    def full_size(cls, **given: Any) -> Setting:
+        """The model of 0.7 billion parameters (XL/2), cut to 8 of its 28 blocks."""
+        return cls(**{"width": 1152, "heads": 16, "rank": 256, "latent": (5, 32, 32), **given})
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was found of a way."""
+
+    name: str
+    ways: dict[str, Way]
+    kept: int
+    peak: int
+    host: int
+    forward_matmuls: int
+    backward_matmuls: int
+    time: float  # of a step, as a ratio to the plain one's
+    seconds: float
+    equal: bool
+    grown: int | None = None  # bytes by which a process grows in its first step
+
+
+@dataclass(frozen=True)
+class Found:
+    """All rows of a setting; the first is plain."""
+
+    setting: Setting
+    parameters: int
+    tokens: int
+    device: str
+    rows: tuple[Row, ...]
+
+    def verdicts(self) -> list[tuple[bool, str]]:
+        """What was asked for, and whether it is so."""
+        plain, swapped = self.rows[0], [row for row in self.rows if row.name == "block: swap_cheap"]
+        wrong = [row.name for row in self.rows if not row.equal]
+        told = [(not wrong, "gradients bitwise equal to plain" + (f", but for {', '.join(wrong)}" if wrong else ""))]
+        for row in swapped:
+            kept, added = row.kept / plain.kept, added_matmuls(row, plain)
+            good = kept <= KEPT_GOAL and added <= MATMUL_GOAL
+            told.append(
+                (
+                    good,
+                    f"{row.name}: {kept:.1%} of plain's bytes after forward (goal {KEPT_GOAL:.0%}), {added:+.1%} matrix products "
+                    f"(goal {MATMUL_GOAL:.0%})",
+                )
+            )
+        return told
+
+    def passed(self) -> bool:
+        return all(passed for passed, _ in self.verdicts())
+
+    def lines(self) -> list[str]:
+        setting, plain = self.setting, self.rows[0]
+        shape = "x".join(map(str, setting.latent))
+        lines = [
+            f"{setting.arrangement}, {setting.dtype}, width {setting.width}, {setting.depth} blocks, {self.parameters / 1e6:.0f} M "
+            f"parameters, latent {shape}: {self.tokens} tokens; {self.device}, {torch.get_num_threads()} threads",
+            f"{'way':<46} {'kept':>9} {'':>6} {'peak':>9} {'':>6} {'host':>9} {'matmuls':>9} {'time':>6} {'grown':>9}  equal",
+        ]
+        for row in self.rows:
+            grown = "" if row.grown is None else format_bytes(row.grown)
+            lines.append(
+                f"{row.name:<46} {format_bytes(row.kept):>9} {row.kept / plain.kept:>6.1%} {format_bytes(row.peak):>9} "
+                f"{row.peak / plain.peak:>6.1%} {format_bytes(row.host):>9} {added_matmuls(row, plain):>+9.1%} {row.time:>6.2f} "
+                f"{grown:>9}  {'bitwise' if row.equal else 'NO'}"
+            )
+        return lines + [f"{'PASSED' if passed else 'FAILED'}: {text}" for passed, text in self.verdicts()]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "verdicts": [{"passed": passed, "text": text} for passed, text in self.verdicts()]}
+
+
+def added_matmuls(row: Row, plain: Row) -> float:
+    """Matrix products of a step more than plain's, as a share."""
+    both = plain.forward_matmuls + plain.backward_matmuls
+    return (row.forward_matmuls + row.backward_matmuls) / both - 1
+
+
+class Stage:
+    """A model, its input, and its steps with any ways."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.device = pick(setting.device)
+        self.device.activate()
+        config = SoraDiTConfig(
+            width=setting.width,
+            depth=setting.depth,
+            heads=setting.heads,
+            latent_channels=CHANNELS,
+            text_width=TEXT_WIDTH,
+            adaln_rank=setting.rank,
+            arrangement=setting.arrangement,
+        )
+        self.model = SoraDiT(config).to(self.device.torch_device)
+        fill_zeros(self.model)
+        dtype = parse_dtype(setting.dtype)
+        if dtype != torch.float32:
+            autocast(self.model, dtype)
+        made = [
+            rng.normal((1, CHANNELS, *setting.latent), 0, "bench", "latent"),
+            torch.full((1,), 0.5),
+            rng.normal((1, TEXT_TOKENS, TEXT_WIDTH), 0, "bench", "text"),
+            torch.ones(1, TEXT_TOKENS, dtype=torch.bool),
+        ]
+        self.inputs = [x.to(self.device.torch_device) for x in made]
+        self.swap = Swap(self.device)
+
+    @property
+    def tokens(self) -> int:
+        return self.model.tokens(self.setting.latent)
+
+    def use(self, ways: Mapping[str, Way]) -> None:
+        """From now on, steps keep what `ways` say."""
+        for block in self.model.blocks:
+            set_ways(block, dict(ways), self.swap.group)
+
+    def forward(self) -> Tensor:
+        out: Tensor = self.model(*self.inputs)
+        return out.float().square().mean()
+
+    def step(self) -> None:
+        self.forward().backward()
+        self.model.zero_grad(set_to_none=True)
+
+    def gradients(self) -> list[Tensor]:
+        self.forward().backward()
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        self.model.zero_grad(set_to_none=True)
+        return grads
+
+    def seconds(self) -> float:
+        self.device.synchronize()
+        start = time.perf_counter()
+        self.step()
+        self.device.synchronize()
+        return time.perf_counter() - start
+
+    def matmuls(self) -> tuple[int, int]:
+        """Matrix products of forward and of backward."""
+        with MatmulCount() as count:
+            loss = self.forward()
+            forward = count.total
+            loss.backward()
+        self.model.zero_grad(set_to_none=True)
+        return forward, count.total - forward
+
+
+def fill_zeros(model: nn.Module) -> None:
+    """Small random numbers in place of matrices that start at zero: else most gradients are zero whatever is kept."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1 and not parameter.detach().any():
+            with torch.no_grad():
+                parameter.copy_(0.02 * rng.normal(tuple(parameter.shape), 0, "bench", name))
+
+
+def measure(
+    setting: Setting,
+    rows: Sequence[tuple[str, dict[str, Way]]] = ROWS,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Found:
+    """Measure every way; the first of `rows` is plain."""
+    stage = Stage(setting)
+    truth = stage.gradients()
+    found = []
+    for name, ways in rows:
+        progress(name)
+        stage.use(ways)
+        grads = stage.gradients()
+        equal = len(grads) == len(truth) and all(map(torch.equal, grads, truth))
+        del grads
+        gc.collect()
+        before = stage.swap.moved_out
+        kept = kept_bytes(stage.device, stage.model, stage.forward, stage.inputs)
+        host = stage.swap.moved_out - before
+        resident = sum(p.numel() * p.element_size() for p in stage.model.parameters())
+        peak = peak_bytes(stage.device, resident, stage.step)
+        forward, backward = stage.matmuls()
+        grown = grown_bytes(setting, ways) if setting.sizes else None
+        found.append(Row(name, ways, kept, peak, host, forward, backward, 1.0, 0.0, equal, grown))
+    ratios: list[list[float]] = [[] for _ in rows]
+    seconds: list[list[float]] = [[] for _ in rows]
+    for turn in range(setting.rounds):
+        progress(f"round {turn + 1} of {setting.rounds}")
+        taken = []
+        for _, ways in rows:
+            stage.use(ways)
+            stage.step()  # a way's first step fills its pool
+            taken.append(stage.seconds())
+        for place, one in enumerate(taken):
+            ratios[place].append(one / taken[0])
+            seconds[place].append(one)
+    timed = tuple(
+        replace(row, time=statistics.median(ratio), seconds=statistics.median(each))
+        for row, ratio, each in zip(found, ratios, seconds, strict=True)
+    )
+    return Found(setting, count_parameters(stage.model), stage.tokens, stage.device.name, timed)
+
+
+def grown_bytes(setting: Setting, ways: Mapping[str, Way]) -> int:
+    """By how much a new process grows when it takes its first steps; on an accelerator that is its host's memory."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_grow, (setting, dict(ways), torch.get_num_threads()))
+
+
+def _grow(setting: Setting, ways: dict[str, Way], threads: int) -> int:
+    torch.set_num_threads(threads)
+    stage = Stage(setting)
+    stage.use(ways)
+    before = Device("cpu", 0).memory_bytes()
+    stage.step()
+    stage.step()
+    scale = 1 if sys.platform == "darwin" else 1024
+    return max(0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale - before)
+
+
+def to_json(found: Sequence[Found]) -> str:
+    """All settings' figures."""
+    return json.dumps([each.to_dict() for each in found], indent=2)
