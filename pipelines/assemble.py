@@ -105,7 +105,14 @@ def weight_setter(model: nn.Module, optimizer: AnyOptimizer) -> Callable[[nn.Par
     """What brings a whole float32 value where a parameter's weights are: into the parameter, or to the optimizer."""
     if not isinstance(optimizer, TieredOptimizer) or not is_half(model):
         return set_parameter
-    return lambda parameter, value: optimizer.set_master(parameter, own_part(parameter, value))
+
+    def put(parameter: nn.Parameter, value: Tensor) -> None:
+        if optimizer.has(parameter):
+            optimizer.set_master(parameter, own_part(parameter, value))
+        else:  # it does not train
+            set_parameter(parameter, value)
+
+    return put
 
 
 def make_ema(model: nn.Module, optimizer: AnyOptimizer, config: Config, device: Device) -> EMA:

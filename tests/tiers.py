@@ -21,10 +21,9 @@ from mmspeed.loop.ema import EMA
 from mmspeed.loop.optim import make_optimizer
 from mmspeed.loop.states import states_to_save, weights_to_save
 from mmspeed.loop.step import StepResult, train_step
-from mmspeed.memory.tiered import TieredOptimizer
 from mmspeed.mesh import Mesh, make_mesh
-from mmspeed.models.layers import own_part, set_parameter
 from mmspeed.parallel import make_half, parallelize, unwrap
+from mmspeed.pipelines.assemble import weight_setter
 from tests.toy import ToyDiT, flow_loss, split
 
 KEYS = [f"s{i}" for i in range(7)]  # of 8 slots: the last is a filler
@@ -44,23 +43,28 @@ HALF = ("float32", "split", "host")
 
 
 def state_of(
-    tier: str, strategy: Any = "none", seed: int = 0, replicate: int = 1, optimizer: str = "adamw", **memory: Any
+    tier: str,
+    strategy: Any = "none",
+    seed: int = 0,
+    replicate: int = 1,
+    optimizer: str = "adamw",
+    fixed: Sequence[str] = (),
+    **memory: Any,
 ) -> TrainingState:
-    """A toy in training in a tier, as `assemble` makes a model; its weights are those of the toy's seed."""
+    """A toy in training in a tier, as `assemble` makes a model; its weights are those of the toy's seed. `fixed` do not train."""
     config = MemoryConfig(**({"bucket": BUCKET} | TIERS[tier] | memory))
     mesh: Mesh | None = make_mesh(CPU, replicate, -1) if dist.is_initialized() else None
     bare, values = ToyDiT(), ToyDiT(seed=seed)
+    for name in fixed:
+        bare.get_parameter(name).requires_grad_(False)
     half = config.master != "parameters"
     if half:
         make_half(bare)
     model = parallelize(bare, mesh, strategy, compute_dtype=torch.bfloat16 if half else torch.float32)
     made = make_optimizer(model, TrainConfig(optimizer=optimizer, **TRAIN), config, CPU)  # type: ignore[arg-type]
+    put = weight_setter(model, made)
     for parameter, value in zip(unwrap(model).parameters(), values.parameters(), strict=True):
-        if half:
-            assert isinstance(made, TieredOptimizer)
-            made.set_master(parameter, own_part(parameter, value.detach()))
-        else:
-            set_parameter(parameter, value.detach())
+        put(parameter, value.detach())
     ema = EMA(model, 0.9, made, CPU if config.ema == "host" else None, BUCKET)
     return TrainingState(model, made, ema)
 

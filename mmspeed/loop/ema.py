@@ -48,6 +48,9 @@ class EMA:
             names = list(parameters)
         else:  # in the order in which its buckets come
             names = [name for name, _, _ in named_masters(model, self.optimizer)]
+        trained = set(names)
+        self._fixed = [name for name in parameters if name not in trained]
+        names += self._fixed
         self._host: HostAverages | None = None
         if host is not None:
             self._host = HostAverages([local(parameters[name]) for name in names], bucket_bytes, host)
@@ -69,7 +72,9 @@ class EMA:
     def _weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """(name, this process's part) of each weight, in the order of `tensors`; what one yields may be gone with the next."""
         if self.optimizer is not None:
+            parameters = dict(unwrap(model).named_parameters())
             yield from ((name, values) for name, _, values in named_masters(model, self.optimizer))
+            yield from ((name, local(parameters[name].detach()).float()) for name in self._fixed)
         else:
             parameters = dict(unwrap(model).named_parameters())
             yield from ((name, local(parameters[name].detach())) for name in self.tensors)

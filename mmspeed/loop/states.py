@@ -75,17 +75,21 @@ def weights_to_save(model: nn.Module, optimizer: AnyOptimizer | None) -> dict[st
 def room_for_weights(model: nn.Module, optimizer: AnyOptimizer | None) -> dict[str, Tensor]:
     """Tensors to read weights and buffers into; `take_weights` brings them where they belong."""
     found = cast(dict[str, Tensor], get_model_state_dict(model))
-    if has_masters(model, optimizer):
-        for name, parameter in unwrap(model).named_parameters():
-            found[name] = laid_out(parameter, torch.empty(local(parameter).shape, dtype=torch.float32))
+    for name, parameter in _with_masters(model, optimizer):
+        found[name] = laid_out(parameter, torch.empty(local(parameter).shape, dtype=torch.float32))
     return found
 
 
 def take_weights(model: nn.Module, optimizer: AnyOptimizer | None, found: dict[str, Tensor]) -> None:
     """Write what was read into `room_for_weights`; nothing is left to do where that was the model itself."""
+    for name, parameter in _with_masters(model, optimizer):
+        cast(TieredOptimizer, optimizer).set_master(parameter, local(found.pop(name)).to(local(parameter).device))
+
+
+def _with_masters(model: nn.Module, optimizer: AnyOptimizer | None) -> Iterator[tuple[str, nn.Parameter]]:
+    """(name, parameter) of those whose float32 weights are the optimizer's."""
     if isinstance(optimizer, TieredOptimizer) and has_masters(model, optimizer):
-        for name, parameter in unwrap(model).named_parameters():
-            optimizer.set_master(parameter, local(found.pop(name)).to(local(parameter).device))
+        yield from ((name, p) for name, p in unwrap(model).named_parameters() if optimizer.has(p))
 
 
 # ---- states of the optimizer ----
@@ -98,7 +102,7 @@ def states_to_save(model: nn.Module, optimizer: AnyOptimizer) -> dict[str, Tenso
         return _tensors(get_optimizer_state_dict(model, optimizer, options=_FLAT)) if optimizer.state else {}
     found: dict[str, Tensor] = {}
     for name, parameter in unwrap(model).named_parameters():
-        for key, value in optimizer.state_of(parameter).items():
+        for key, value in optimizer.state_of(parameter).items() if optimizer.has(parameter) else ():
             if key == "step":
                 found[f"state.{name}.{key}"] = torch.as_tensor(value, dtype=torch.float32)
             elif isinstance(value, Tensor):

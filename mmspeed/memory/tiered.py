@@ -149,7 +149,7 @@ class TieredOptimizer:
     @torch.no_grad()
     def step_bucket(self, bucket: int) -> None:
         """Update one bucket's parameters that have gradients. After the last bucket of a step, `finish` is called."""
-        if bucket in self._stepped:
+        if bucket in self._stepped or self._loading is not None:
             self.finish()
         self.prefetch(bucket)
         masters, states = self._masters[bucket], self._states[bucket]
@@ -231,6 +231,10 @@ class TieredOptimizer:
 
     # ---- what is in it ----
 
+    def has(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter is updated here; those that do not train are not."""
+        return parameter in self._where
+
     @torch.no_grad()
     def masters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """(model parameter, this process's part of its float32 values, until the next is asked for). One bucket is in memory at a time."""
@@ -284,9 +288,16 @@ class TieredOptimizer:
                 local = local_part(value) if isinstance(value, DTensor) else value
                 self.inner.state[m][key] = transform(local, partial(Tensor.to, device=where, copy=True))
 
+    def _finish_if_whole(self) -> None:
+        if self._failure is None:
+            self.finish()
+
     def device_bytes(self) -> dict[str, int]:
-        """Bytes on this device now, of `parameters`, `master` (float32 masters, or what bfloat16 lacks) and `states`."""
-        self.finish()
+        """Bytes on this device now, of `parameters`, `master` (float32 masters, or what bfloat16 lacks) and `states`.
+
+        After a step that failed too: a bucket that is on its way may then count twice.
+        """
+        self._finish_if_whole()
         storages = [local_part(p).untyped_storage() for p in self._where]
         return {
             "parameters": sum({s.data_ptr(): s.nbytes() for s in storages if s.nbytes()}.values()),
@@ -296,7 +307,7 @@ class TieredOptimizer:
 
     def host_bytes(self) -> dict[str, int]:
         """As `device_bytes`, in the host's memory."""
-        self.finish()
+        self._finish_if_whole()
         return {
             "parameters": 0,
             "master": sum(box.host_bytes() for box in self._masters),

@@ -59,10 +59,14 @@ def shard(model: nn.Module, mesh: Mesh, compute_dtype: torch.dtype) -> nn.Module
 
 
 def make_half(model: nn.Module) -> None:
-    """Make a model's parameters bfloat16, in place; buffers stay. On the meta device or before there is anything in them."""
+    """Make the parameters that train bfloat16, in place; others, of which no optimizer has float32 weights, and buffers stay.
+
+    On the meta device or before there is anything in them.
+    """
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            setattr(module, name, nn.Parameter(parameter.detach().to(torch.bfloat16), parameter.requires_grad))
+            if parameter.requires_grad:
+                setattr(module, name, nn.Parameter(parameter.detach().to(torch.bfloat16)))
 
 
 def is_half(model: nn.Module) -> bool:
@@ -86,6 +90,10 @@ def _keep_sums_in_float32(model: nn.Module) -> None:
             # torch 2.13 can have several groups of parameters a module, 2.11 has one
             groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
             for group in filter(None, groups):
+                if not hasattr(group, "_orig_dtype"):
+                    raise RuntimeError(
+                        f"torch {torch.__version__} rounds sums of gradients elsewhere: mmspeed does not know it"
+                    )
                 group._orig_dtype = torch.float32
 
     model.register_forward_pre_hook(before)  # comes after the engine's own

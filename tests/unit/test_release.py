@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from mmspeed.config.memory import MemoryConfig
 from mmspeed.config.training import TrainConfig
 from mmspeed.errors import UserError
-from mmspeed.loop.checkpoint import TrainingState
+from mmspeed.loop.checkpoint import CheckpointManager, TrainingState, load, step_name
 from mmspeed.loop.optim import make_optimizer
 from mmspeed.loop.release import ReleasingOptimizer, squared_norm
 from mmspeed.loop.step import train_step
@@ -146,6 +147,20 @@ def test_parameters_without_a_gradient_do_not_hold_up_their_bucket() -> None:
         found.append((everything(state), result.loss))
         assert result.grad_norm > 0 and "optimizer.state.leave.weight.exp_avg" not in found[-1][0]
     assert differing(found[0][0], found[1][0]) == [] and found[0][1] == found[1][1]
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path, tier: str) -> None:
+    """The first bucket to be updated in backward is the one whose states were loaded last."""
+    state = state_of(tier, release_gradients=True)
+    steps(state, range(2), clip=None)
+    CheckpointManager(tmp_path).save(2, state, blocking=True)
+    other = state_of(tier, seed=1, release_gradients=True)
+    load(tmp_path / step_name(2), other.model, other.optimizer, other.ema)
+    found, wanted = (steps(each, range(2, 4), clip=None) for each in (other, state))
+    assert losses(found) == losses(wanted)
+    assert differing(everything(other), everything(state)) == []
 
 
 def test_the_norm_of_gradients() -> None:

@@ -305,3 +305,5 @@ def test_an_optimizer_that_fails_leaves_groups_whole() -> None:
     assert len(ours.param_groups[0]["params"]) == COUNT
     with pytest.raises(UserError):
         ours.step()
+    # what is held can be told, as a report on full memory does
+    assert ours.device_bytes()["parameters"] == 2 * SIDE * SIDE * COUNT and ours.host_bytes()["states"] == 0

@@ -17,6 +17,7 @@ from mmspeed.config.training import TrainConfig
 from mmspeed.errors import UserError
 from mmspeed.log import read_metrics
 from mmspeed.loop.checkpoint import CheckpointManager, TrainingState, load, load_weights, step_name
+from mmspeed.loop.host_average import HostAverages
 from mmspeed.loop.optim import learning_rate, make_adamw, make_groups, make_optimizer, set_learning_rate
 from mmspeed.loop.start import load_start
 from mmspeed.loop.step import train_step
@@ -173,6 +174,44 @@ def test_another_optimizer_is_told(tmp_path: Path) -> None:
                 load(tmp_path / str(number) / step_name(1), other.model, other.optimizer, other.ema)
 
 
+FIXED = ("text.weight", "blocks.1.norm.weight", "blocks.1.norm.bias")
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_weights_that_do_not_train_stay_float32_and_go_to_any_tier(tmp_path: Path, tier: str) -> None:
+    state = state_of(tier, fixed=FIXED)
+    steps(state, range(2))
+    first, weights = dict(ToyDiT().named_parameters()), parameters(state.model)
+    assert all(torch.equal(weights[name], first[name]) and weights[name].dtype == torch.float32 for name in FIXED)
+    assert (
+        state.ema is not None
+        and differing({n: state.ema.tensors[n] for n in FIXED}, {n: first[n] for n in FIXED}) == []
+    )
+    with state.ema.swap(state.model):
+        pass
+    assert differing(parameters(state.model), weights) == []
+    CheckpointManager(tmp_path).save(2, state, blocking=True)
+    for target in TIERS:
+        other = state_of(target, seed=1, fixed=FIXED)
+        load(tmp_path / step_name(2), other.model, other.optimizer, other.ema)
+        assert differing(everything(other), everything(state)) == []
+        assert differing(*({name: parameters(each.model)[name] for name in FIXED} for each in (other, state))) == []
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_checkpoint_that_is_written_meanwhile_is_of_its_own_step(tmp_path: Path, tier: str) -> None:
+    """The next steps change states and averages in place, in the host's memory too."""
+    state, manager = state_of(tier), CheckpointManager(tmp_path)
+    steps(state, range(2))
+    then = everything(state)
+    manager.save(2, state)
+    steps(state, range(2, 5))
+    manager.wait()
+    other = state_of(tier, seed=1)
+    load(tmp_path / step_name(2), other.model, other.optimizer, other.ema)
+    assert differing(everything(other), then) == [] and differing(everything(state), then) != []
+
+
 # -- averages
 
 
@@ -213,6 +252,16 @@ def test_averages_in_the_hosts_memory_take_none_of_the_device() -> None:
     numbers = sum(p.numel() for p in state.model.parameters())
     assert 4 * numbers <= state.ema._host.nbytes < 4 * (numbers + 32 * len(list(state.model.parameters())))
     assert len(state.ema._host._parcels) > 3
+
+
+def test_averages_of_which_this_process_has_no_part() -> None:
+    """As the last rank has of a short vector that lies behind a large matrix."""
+    averages = HostAverages([torch.empty(100), torch.empty(0), torch.empty(0)], 64, CPU)
+    whole = averages.tensors()
+    whole[0].zero_()
+    averages.lerp([torch.ones(100), torch.empty(0), torch.empty(0)], 0.5)
+    averages.settle()
+    assert whole[0].eq(0.5).all() and [t.numel() for t in averages.tensors()] == [100, 0, 0]
 
 
 # -- other optimizers
