@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from mmspeed import comm, rng
 from mmspeed.config import Config
+from mmspeed.config.memory import MemoryConfig
 from mmspeed.data import MEASURED_NAME, Measured, SampleCosts
 from mmspeed.data.batch_sizes import Measurement, line_slope
 from mmspeed.device import Device, pick
@@ -36,6 +37,7 @@ ACCELERATOR_SHARE, HOST_SHARE = 0.9, 0.6  # of a device's whole memory; of what 
 # What the figures of another run may differ in: it is told, and they are used all the same.
 TOLD = ("parallel.strategy", "devices", "device.name")
 UNUSED = ("torch",)  # written down for people
+UNMEASURED = ("empty_cache", "snapshot")  # of the memory section: nothing of a step's time and memory hangs on them
 
 # -- what figures depend on -------------------------------------------------------------------------------------------
 
@@ -58,6 +60,14 @@ def setting_of(
         **{f"parallel.{name}": getattr(config.parallel, name) for name in ("ring", "ulysses", "tp", "scheme", "shard")},
         "torch": torch.__version__,
     }
+    usual = MemoryConfig().model_dump(mode="json")
+    memory = config.memory.model_dump(mode="json")
+    # what is as usual is left out, so that older measurements hold
+    setting |= {
+        f"memory.{key}": value for key, value in memory.items() if value != usual[key] and key not in UNMEASURED
+    }
+    if config.train.optimizer != "adamw":
+        setting["train.optimizer"] = config.train.optimizer
     if strategy == "fsdp":
         setting |= {
             "parallel.dp_replicate": config.parallel.dp_replicate,
@@ -194,6 +204,10 @@ def profile(
     begun. A collective call where a launcher started several processes. Raises UserError for a bucket that fits neither codec
     nor model, a folder that cannot be written to, or when no bucket fits.
     """
+    if config.memory.chooses:
+        raise UserError(
+            "memory's budget chooses ways for given batches, and this measures batches in given ways: tell memory.spans instead of a budget"
+        )
     device = pick(config.device.kind)
     device.activate()
     with process_group(device):

@@ -5,6 +5,7 @@ runs/my-run/
   run.json             what sampling needs to know: latent channels, strides, text width, encoder fingerprints
   codec.safetensors    the linear codec's weights (only with `vae: {kind: linear}`)
   metrics.jsonl        one row every `train.log_every` steps, one for each validation
+  memory.json          the ways that were chosen under `memory.budget`, what was expected and what was measured
   prompts.safetensors  the encoded validation prompts
   checkpoints/         loop/checkpoint.py
   samples/             videos sampled during training

@@ -17,18 +17,11 @@ from mmspeed import comm
 from mmspeed.compute.sparse.controller import SparsityController
 from mmspeed.config import Config
 from mmspeed.data import (
-    MEASURED_NAME,
-    BatchSampler,
     FirstEpoch,
-    Loader,
     Maker,
-    Measured,
     Step,
     count_present,
     imbalance,
-    make_batching,
-    make_stages,
-    sample_costs,
 )
 from mmspeed.device import parse_dtype, pick
 from mmspeed.errors import UserError
@@ -43,9 +36,11 @@ from mmspeed.models import build_model
 from mmspeed.models.sparse_note import sparse_lines, sparse_warnings
 from mmspeed.pipelines.assemble import assemble, place
 from mmspeed.pipelines.during import Observer
+from mmspeed.pipelines.memory_care import MemoryCare
+from mmspeed.pipelines.memory_choice import ways_under_budget
 from mmspeed.pipelines.opening import open_cache
+from mmspeed.pipelines.order import batching_of, make_order
 from mmspeed.pipelines.outcome import TrainResult
-from mmspeed.pipelines.profile import load_measured, setting_of
 from mmspeed.pipelines.run_folder import RunFolder, other_shape, trim_metrics
 from mmspeed.pipelines.telemetry import Telemetry
 from mmspeed.pipelines.trial import latent_in
@@ -78,7 +73,6 @@ class TrainPipeline:
         self._join()
         self._open_data()
         self._build()
-        self._make_order()
         step = self._resume()
         if step >= self.config.train.steps:
             self.manager.wait()
@@ -109,52 +103,21 @@ class TrainPipeline:
         self.cache, self.whole = open_cache(config, self.maker, self.device, self.rank, self.world, self.group)
         self.strides = Strides(*self.cache.info["encoders"]["vae"]["strides"])
 
-    def _make_order(self) -> None:
-        """What meets in which step, and this rank's share of it."""
-        config = self.config
-        train = self.cache.split("train")
-        batching = make_batching(
-            config.batching,
-            config.train,
-            train.buckets(),
-            sample_costs(self.bare, self.strides, config.text.max_tokens),
-            self.world,
-            config.parallel,
-            measured=self._measured() if config.batching.by == "time" else None,
-        )
-        stages = make_stages(config.data, config.curriculum)
-        self.sampler = BatchSampler(train, batching, seed=config.seed, stages=stages)
-        self.loader = Loader(
-            self.cache,
-            self.sampler,
-            rank=self.rank,
-            world=self.world,
-            seed=config.seed,
-            caption_dropout=config.train.caption_dropout,
-            prefetch=config.train.prefetch,
-            workers=config.train.loader_workers,
-            device=self.device,
-        )
-
-    def _measured(self) -> Measured:
-        """What `mmspeed bench buckets` left in the run's folder."""
-        setting = setting_of(self.config, self.bare, self.strides, self.device, self.strategy, self.world)
-        measured, told = load_measured(self.folder.root / MEASURED_NAME, setting)
-        if told and self.rank == 0:
-            log.warning(told)
-        return measured
-
     def _build(self) -> None:
+        """The model without weights, the order of the steps, the choice of what is kept for backward, and the model with its weights."""
         config, encoders = self.config, self.cache.info["encoders"]
         model = build_model(config.model, encoders["vae"]["channels"], encoders["text"]["width"], device="meta")
+        self.bare = model
         latents = {b: latent_in(b, self.strides, model.config) for b in sorted(self.cache.samples.buckets())}
         for line in sparse_lines(model, latents) if self.rank == 0 else ():
             log.info(line)
-        if self.rank == 0:
-            for warning in sparse_warnings(model, latents, config):
-                log.warning(warning)
-        self.bare = model
-        parts = assemble(config, model, self.placement, self.device)
+        for warning in sparse_warnings(model, latents, config) if self.rank == 0 else ():
+            log.warning(warning)
+        setting = (config, self.cache, model, self.strides, self.device, self.strategy, self.world, self.rank)
+        batching, costs = batching_of(*setting)
+        self.sampler, self.loader = make_order(config, self.cache, batching, self.device, self.world, self.rank)
+        choice = ways_under_budget(*setting, batching, costs, self.placement.lanes)
+        parts = assemble(config, model, self.placement, self.device, choice)
         self.model, self.optimizer, self.ema = parts.model, parts.optimizer, parts.ema
         self.objective, self.loss_fn = parts.objective, parts.loss_fn
         self.sparsity = SparsityController.of(model)
@@ -178,7 +141,7 @@ class TrainPipeline:
         if name is None and config.train.start_from is not None:
             for difference in other_shape(config.train.start_from, config.model) if self.rank == 0 else ():
                 log.warning(difference)
-            load_start(config.train.start_from, self.model)
+            load_start(config.train.start_from, self.model, self.optimizer)
             if self.ema is not None:
                 self.ema.restart(self.model)
         if name is not None:
@@ -221,6 +184,7 @@ class TrainPipeline:
         loss, stopped = None, False
         telemetry.resume_clock()
         with (
+            MemoryCare(config, self.device, self.folder.root, self.model, self.optimizer, self.ema) as care,
             StopSignals(self.folder.root) as signals,
             ProgressLine("train", train.steps, "step", start=step) as line,
             closing(self.loader.steps(step, train.steps)) as steps,
@@ -245,6 +209,7 @@ class TrainPipeline:
                         self.ema.update(self.model)
                 else:
                     self._non_finite(step, result, telemetry)
+                care.after_step(step)
                 # 3. what is told
                 self._count(data, telemetry)
                 line.advance(note="" if result is None else f"loss {result.loss:.4f}")
@@ -257,7 +222,8 @@ class TrainPipeline:
                 if due:
                     self._save(step, blocking=last or wish == "stop")
                 if last or step % config.validate_.every == 0:
-                    best = self._observe(observer, step, telemetry)
+                    with care.around_validation():
+                        best = self._observe(observer, step, telemetry)
                     if best and not due:
                         self._save(step, blocking=False)
                 self.manager.poll()

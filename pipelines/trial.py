@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from mmspeed import comm, rng
 from mmspeed.config import Config
@@ -22,7 +24,10 @@ from mmspeed.errors import UserError
 from mmspeed.log import format_bytes
 from mmspeed.loop.optim import set_learning_rate
 from mmspeed.loop.step import train_step
-from mmspeed.memory import peak_bytes, resident_bytes
+from mmspeed.memory import Ways, peak_bytes, resident_bytes
+from mmspeed.memory.options import static_bytes
+from mmspeed.memory.peak import local_bytes
+from mmspeed.memory.tiered import TieredOptimizer
 from mmspeed.models import SoraDiTConfig, build_model
 from mmspeed.models.text import text_width
 from mmspeed.models.vae import codec_geometry
@@ -35,26 +40,52 @@ RATE = 1e-6  # learning rate of the steps: weights move, so that no product is o
 Found = TypeVar("Found")
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """What a codec and a text encoder give."""
+
+    channels: int
+    strides: Strides
+    text_width: int
+
+
 class Trial:
     """Training steps of made-up samples of a config's model, on every device of the world alike."""
 
-    def __init__(self, config: Config, device: Device, limit_bytes: int | None = None) -> None:
-        """Raises UserError for a bucket that fits neither codec nor model, and when the model alone is over the limit."""
+    def __init__(
+        self,
+        config: Config,
+        device: Device,
+        limit_bytes: int | None = None,
+        *,
+        choice: Sequence[Ways] | None = None,
+        blocks: Sequence[int] | None = None,
+        text_tokens: int = COUNTED_TEXT_TOKENS,
+        given: Inputs | None = None,
+    ) -> None:
+        """Raises UserError for a bucket that fits neither codec nor model, and when the model alone is over the limit.
+
+        choice: as for `assemble`. blocks: of the model's, only these. text_tokens: of the longest caption, as far as the config
+        allows. given: None asks the config's codec and text encoder.
+        """
         self.config, self.device = config, device
         self.world = dist.get_world_size()
         self.placement = place(config, device)
         self.strategy = self.placement.strategy
-        self.channels, self.strides = codec_geometry(config.vae)
-        self.width = text_width(config.text)
-        self.text_tokens = min(COUNTED_TEXT_TOKENS, config.text.max_tokens)
+        if given is None:
+            given = Inputs(*codec_geometry(config.vae), text_width(config.text))
+        self.channels, self.strides, self.width = given.channels, given.strides, given.text_width
+        self.text_tokens = min(text_tokens, config.text.max_tokens)
         self.bare = build_model(config.model, self.channels, self.width, device="meta")
+        if blocks is not None:
+            self.bare.blocks = nn.ModuleList(self.bare.blocks[block] for block in blocks)
         for bucket in config.buckets:
             latent_in(bucket, self.strides, self.bare.config)
         self.costs = sample_costs(self.bare, self.strides, config.text.max_tokens)
         least = self._least_bytes()
         if limit_bytes is not None and least > limit_bytes:
             raise does_not_fit(least, limit_bytes)
-        self.parts = assemble(config, self.bare, self.placement, device)
+        self.parts = assemble(config, self.bare, self.placement, device, choice)
         set_learning_rate(self.parts.optimizer, RATE)
 
     @property
@@ -65,23 +96,29 @@ class Trial:
     @property
     def state_bytes(self) -> int:
         """What stays in memory between steps, once there was one: weights, optimizer's and average's state."""
-        ema = [] if self.parts.ema is None else list(self.parts.ema.tensors.values())
-        return resident_bytes([*self.parts.model.parameters(), *ema], self.parts.optimizer)
+        ema, optimizer = self.parts.ema, self.parts.optimizer
+        averages = list(ema.tensors.values()) if ema is not None and not ema.on_host else []
+        if isinstance(optimizer, TieredOptimizer):
+            held = optimizer.device_bytes()
+            return held["parameters"] + held["master"] + held["states"] + local_bytes(averages)
+        return resident_bytes([*self.parts.model.parameters(), *averages], optimizer)
 
     def _least_bytes(self) -> int:
-        """What weights, gradients, the optimizer's two moments and the average take in float32; 0 where they are sharded."""
-        copies = 4 if self.config.train.ema_decay is None else 5
-        return 0 if self.strategy == "fsdp" else copies * 4 * sum(p.numel() for p in self.bare.parameters())
+        """What weights, gradients, the optimizer's states and the average take on the device; 0 where they are sharded."""
+        train, numbers = self.config.train, sum(p.numel() for p in self.bare.parameters())
+        average = train.ema_decay is not None
+        static = static_bytes(numbers, self.config.memory, average=average, optimizer=train.optimizer)
+        return 0 if self.strategy == "fsdp" else static.between + static.gradients
 
-    def run(self, bucket: Bucket, batch: int) -> None:
-        """One optimizer step of `batch` samples on each device."""
+    def run(self, bucket: Bucket, batch: int, micro_batches: int = 1) -> None:
+        """One optimizer step of `batch` samples at a time on each device."""
         parts = self.parts
         result = train_step(
             parts.model,
-            [self._batch(bucket, batch)],
+            [self.batch(bucket, batch)] * micro_batches,
             parts.loss_fn,
             parts.optimizer,
-            global_samples=batch * self.world,
+            global_samples=batch * micro_batches * self.world,
             world=self.world,
             clip_norm=self.config.train.clip_norm,
             strategy=self.strategy,
@@ -94,18 +131,18 @@ class Trial:
         if parts.ema is not None:
             parts.ema.update(parts.model)
 
-    def seconds(self, bucket: Bucket, batch: int) -> float:
+    def seconds(self, bucket: Bucket, batch: int, micro_batches: int = 1) -> float:
         """Time of one step, until the device has done it; of the slowest process."""
         comm.barrier()
         self.device.synchronize()
         start = time.perf_counter()
-        self.run(bucket, batch)
+        self.run(bucket, batch, micro_batches)
         self.device.synchronize()
         return comm.all_reduce_max([time.perf_counter() - start])[0]
 
-    def peak(self, bucket: Bucket, batch: int) -> int:
+    def peak(self, bucket: Bucket, batch: int, micro_batches: int = 1) -> int:
         """Bytes in use at the peak of one step, on the device that has most."""
-        peak = peak_bytes(self.device, self.state_bytes, lambda: self.run(bucket, batch))
+        peak = peak_bytes(self.device, self.state_bytes, lambda: self.run(bucket, batch, micro_batches))
         return int(comm.all_reduce_max([float(peak)])[0])
 
     def probe(self, bucket: Bucket, batch: int) -> Measurement | None:
@@ -133,7 +170,7 @@ class Trial:
         self.device.empty_cache()
         return None
 
-    def _batch(self, bucket: Bucket, batch: int) -> Batch:
+    def batch(self, bucket: Bucket, batch: int) -> Batch:
         """Random latents with captions of half to all of the usual length, on the device."""
         seed, shape = self.config.seed, (self.channels, *self.strides.latent(bucket))
         lengths_B = torch.tensor([self.text_tokens - i % 4 * (self.text_tokens // 8) for i in range(batch)])

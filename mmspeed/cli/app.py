@@ -183,12 +183,15 @@ def check(
 
     from mmspeed.preprocess import check as check_data
 
-    report = check_data(
-        load_config(config, overrides or ()), report_file, suggest_buckets, None if ranks is None else numbers_of(ranks)
-    )
+    from .check_memory import memory_lines
+
+    made = load_config(config, overrides or ())
+    report = check_data(made, report_file, suggest_buckets, None if ranks is None else numbers_of(ranks))
     report.print(Console())
     if report.problems:
         raise typer.Exit(1)
+    for line in memory_lines(made):
+        print(line)
 
 
 @app.command()

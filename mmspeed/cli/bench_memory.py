@@ -96,8 +96,8 @@ class Row:
     host: int
     forward_matmuls: int
     backward_matmuls: int
-    time: float  # of a step, as a ratio to the plain one's
-    seconds: float
+    time: float | None  # of a step, as a ratio to the plain one's; None: not timed
+    seconds: float | None
     equal: bool
     grown: int | None = None  # bytes by which a process grows in its first step
 
@@ -142,9 +142,10 @@ class Found:
         ]
         for row in self.rows:
             grown = "" if row.grown is None else format_bytes(row.grown)
+            taken = "" if row.time is None else f"{row.time:.2f}"
             lines.append(
                 f"{row.name:<46} {format_bytes(row.kept):>9} {row.kept / plain.kept:>6.1%} {format_bytes(row.peak):>9} "
-                f"{row.peak / plain.peak:>6.1%} {format_bytes(row.host):>9} {added_matmuls(row, plain):>+9.1%} {row.time:>6.2f} "
+                f"{row.peak / plain.peak:>6.1%} {format_bytes(row.host):>9} {added_matmuls(row, plain):>+9.1%} {taken:>6} "
                 f"{grown:>9}  {'bitwise' if row.equal else 'NO'}"
             )
         return lines + [f"{'PASSED' if passed else 'FAILED'}: {text}" for passed, text in self.verdicts()]
@@ -206,12 +207,6 @@ class Stage:
         self.forward().backward()
         self.model.zero_grad(set_to_none=True)
 
-    def gradients(self) -> list[Tensor]:
-        self.forward().backward()
-        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-        self.model.zero_grad(set_to_none=True)
-        return grads
-
     def seconds(self) -> float:
         self.device.synchronize()
         start = time.perf_counter()
@@ -219,14 +214,15 @@ class Stage:
         self.device.synchronize()
         return time.perf_counter() - start
 
-    def matmuls(self) -> tuple[int, int]:
-        """Matrix products of forward and of backward."""
+    def counted(self) -> tuple[int, int, list[Tensor]]:
+        """Matrix products of forward and of backward, and the gradients."""
         with MatmulCount() as count:
             loss = self.forward()
             forward = count.total
             loss.backward()
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
         self.model.zero_grad(set_to_none=True)
-        return forward, count.total - forward
+        return forward, count.total - forward, grads
 
 
 def fill_zeros(model: nn.Module) -> None:
@@ -244,12 +240,12 @@ def measure(
 ) -> Found:
     """Measure every way; the first of `rows` is plain."""
     stage = Stage(setting)
-    truth = stage.gradients()
+    _, _, truth = stage.counted()
     found = []
     for name, ways in rows:
         progress(name)
         stage.use(ways)
-        grads = stage.gradients()
+        forward, backward, grads = stage.counted()
         equal = len(grads) == len(truth) and all(map(torch.equal, grads, truth))
         del grads
         gc.collect()
@@ -258,9 +254,8 @@ def measure(
         host = stage.swap.moved_out - before
         resident = sum(p.numel() * p.element_size() for p in stage.model.parameters())
         peak = peak_bytes(stage.device, resident, stage.step)
-        forward, backward = stage.matmuls()
         grown = grown_bytes(setting, ways) if setting.sizes else None
-        found.append(Row(name, ways, kept, peak, host, forward, backward, 1.0, 0.0, equal, grown))
+        found.append(Row(name, ways, kept, peak, host, forward, backward, None, None, equal, grown))
     ratios: list[list[float]] = [[] for _ in rows]
     seconds: list[list[float]] = [[] for _ in rows]
     for turn in range(setting.rounds):
@@ -274,7 +269,7 @@ def measure(
             ratios[place].append(one / taken[0])
             seconds[place].append(one)
     timed = tuple(
-        replace(row, time=statistics.median(ratio), seconds=statistics.median(each))
+        replace(row, time=statistics.median(ratio), seconds=statistics.median(each)) if ratio else row
         for row, ratio, each in zip(found, ratios, seconds, strict=True)
     )
     return Found(setting, count_parameters(stage.model), stage.tokens, stage.device.name, timed)

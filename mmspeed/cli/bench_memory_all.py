@@ -81,7 +81,7 @@ def bench_memory(
                 show(result.ways[-1].lines())
     if "optimizer" in parts:
         size = tiers.Size(1152, 8, 16, 256) if full else tiers.Size()
-        result.optimizer = tiers.measure_tiers(size, rounds=rounds, device=device, progress=tell)
+        result.optimizer = tiers.measure_tiers(size, rounds=max(1, rounds), device=device, progress=tell)
         show(tiers.lines(result.optimizer))
     if "budget" in parts:
         for each in arrangements:

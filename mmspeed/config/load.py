@@ -142,7 +142,7 @@ def _describe(error: ValidationError) -> str:
     problems = [problem for problem in problems if problem["type"] != "too_short" or problem["loc"] not in within]
     lines = []
     for problem in problems:
-        loc = [part for part in problem["loc"] if part not in _TAGS]
+        loc = [part for part in problem["loc"] if part not in _TAGS and part != "[key]"]
         where = ".".join(str(part) for part in loc)
         if problem["type"] == "extra_forbidden":
             lines.append(f"unknown key '{where}'{_suggest(loc, problem['loc'])}")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from .inputs import Section
 
@@ -26,11 +27,11 @@ _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
 
 
 def parse_bytes(text: str | int) -> int:
-    """Bytes of "60GiB", "512 MiB", "80GB" or a whole number. Raises ValueError for anything else."""
+    """Bytes of "60GiB", "512 MiB", "80GB", "1e9" or a whole number. Raises ValueError for anything else."""
     if isinstance(text, int):
         return text
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
-    if found is None or (found[3] and not found[2]):
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\+?\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
+    if found is None or (found[3] and not found[2]) or not math.isfinite(float(found[1]) * 1024**4):
         raise ValueError(f"'{text}' is no number of bytes: write it like 60GiB, 512MiB or 80GB")
     number, unit = float(found[1]), found[2].upper()
     factor = _UNITS[unit] if found[3] else 1000 ** " KMGT".index(unit or " ")
@@ -89,11 +90,24 @@ class MemoryConfig(Section):
         True, description="When a device's memory runs out, write the allocator's record into the run's folder."
     )
 
-    @field_validator("budget", "swap_from", "bucket")
+    @field_validator("budget", "swap_from", "bucket", mode="before")
     @classmethod
-    def _bytes(cls, value: str | int | None) -> str | int | None:
-        if value is not None and parse_bytes(value) < 0:
+    def _bytes(cls, value: object, info: ValidationInfo) -> object:
+        if value is None and info.field_name == "budget":
+            return None
+        if isinstance(value, float) and value.is_integer():  # YAML's 1.0e9
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, str | int):
+            raise ValueError("is no whole number of bytes: write it like 60GiB, 512MiB or 80GB")
+        if parse_bytes(value) < 0:
             raise ValueError("bytes are not negative")
+        return value
+
+    @field_validator("fraction", mode="before")
+    @classmethod
+    def _share(cls, value: object) -> object:
+        if isinstance(value, bool):
+            raise ValueError("must be a share, such as 0.9")
         return value
 
     @model_validator(mode="after")
@@ -101,7 +115,7 @@ class MemoryConfig(Section):
         if self.budget is not None and self.fraction is not None:
             raise ValueError("budget and fraction both say how much memory training may take: use one of them")
         if self.budget is not None and parse_bytes(self.budget) == 0:
-            raise ValueError("budget 0 leaves no memory")
+            raise ValueError("budget 0 leaves no memory: write it like 60GiB, or null for none")
         if self.spans and self.chooses:
             raise ValueError("with a budget or a fraction the ways of spans are chosen: leave `spans` out")
         told = [name for name, way in self.spans.items() if way != "save"]
@@ -149,9 +163,12 @@ def refused(
         return "with train.compile, `block: recompute` is the only way of a span beside `save`: compiled blocks choose themselves what they keep"
     if memory.mlp_chunk is not None and compiles:
         return "mlp_chunk is not for compiled blocks: leave train.compile or mlp_chunk out"
-    if memory.mlp_chunk is not None and (
-        memory.chooses
-        or (told not in ({}, {"block": "recompute"}) and {"mlp", "norm", "activation", "block"} & told.keys())
+    if memory.mlp_chunk is not None and memory.chooses:
+        return "mlp_chunk recomputes the MLP part by part, and a budget chooses whether it is recomputed: leave mlp_chunk or the budget out"
+    if (
+        memory.mlp_chunk is not None
+        and told not in ({}, {"block": "recompute"})
+        and {"mlp", "norm", "activation", "block"} & told.keys()
     ):
         return "mlp_chunk recomputes the MLP part by part: it goes with `block: recompute` and with ways of the attentions alone"
     if memory.master != "parameters" and dtype != "bfloat16":

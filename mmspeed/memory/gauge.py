@@ -1,0 +1,214 @@
+"""Measuring a piece of work: the bytes that it leaves and has at its peak, and the time that it takes. On a device, or from shapes alone.
+
+From shapes, tensors are torch's fake ones: every operation tells what it would return, and nothing is computed. Bytes are then those of
+all tensors that are alive, which is exact but for what an operation takes for itself while it runs. Time is that of the roofline model
+(Williams et al., 2009): an operation takes as long as its arithmetic or its memory traffic, whichever is longer.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from mmspeed.device import Device
+
+from .peak import MEMORY_EVENT
+
+Work = Callable[[], object]
+_DEVICE = torch.ops.prim.device.default
+
+
+class Gauge(Protocol):
+    """Who measures."""
+
+    @property
+    def spent(self) -> float | None:
+        """Seconds of all sections so far, where they tell the time."""
+        ...
+
+    def section(self, work: Work) -> tuple[int, int]:
+        """(bytes that `work` leaves beyond what was there, bytes at its peak beyond what was there)."""
+        ...
+
+    def seconds(self, works: Sequence[tuple[Work, Work]], rounds: int) -> list[float]:
+        """The time of each work, as a median over rounds. Each comes with what is done before it, which is not timed."""
+        ...
+
+
+class DeviceGauge:
+    """Measures on a device: by the allocator's count, and by a clock."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    @property
+    def spent(self) -> None:
+        return None
+
+    def section(self, work: Work) -> tuple[int, int]:
+        if self.device.kind == "cpu":
+            return _on_cpu(work)
+        self.device.synchronize()
+        before = self.device.memory_bytes()
+        self.device.reset_peak_memory()
+        work()
+        self.device.synchronize()
+        return self.device.memory_bytes() - before, self.device.peak_memory_bytes() - before
+
+    def seconds(self, works: Sequence[tuple[Work, Work]], rounds: int) -> list[float]:
+        """Medians over rounds; each round goes through all works, so that what disturbs the machine meets all alike."""
+        taken: list[list[float]] = [[] for _ in works]
+        for turn in range(rounds + 1):
+            for place, (prepare, work) in enumerate(works):
+                prepare()
+                self.device.synchronize()
+                began = time.perf_counter()
+                work()
+                self.device.synchronize()
+                if turn:  # the first chooses kernels and fills the allocator's cache
+                    taken[place].append(time.perf_counter() - began)
+        return [statistics.median(each) for each in taken]
+
+
+def _on_cpu(work: Work) -> tuple[int, int]:
+    """As `peak_bytes` counts, which tells the peak only."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as recorded:
+        work()
+    assert recorded.kineto_results is not None
+    events = [event for event in recorded.kineto_results.events() if event.name() == MEMORY_EVENT]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return held, peak
+
+
+class ShapeGauge:
+    """Measures fake tensors. Use it inside of a `FakeTensorMode`.
+
+    flops: operations a second of a device, a multiply-add as two. bandwidth: bytes a second of its memory.
+    """
+
+    def __init__(self, flops: float, bandwidth: float) -> None:
+        self._count, self._roofline = StorageCount(), Roofline(flops, bandwidth)
+
+    @property
+    def spent(self) -> float:
+        return self._roofline.seconds
+
+    def section(self, work: Work) -> tuple[int, int]:
+        count = self._count
+        before = count.begin()
+        with self._roofline, count:
+            work()
+        return count.now() - before, count.peak - before
+
+    def seconds(self, works: Sequence[tuple[Work, Work]], rounds: int) -> list[float]:
+        found = []
+        for prepare, work in works:
+            prepare()
+            before = self.spent
+            self.section(work)
+            found.append(self.spent - before)
+        return found
+
+
+class StorageCount(TorchDispatchMode):
+    """Bytes of all storages that were made inside and are alive, now and at the peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._alive: dict[
+            int, Any
+        ] = {}  # weak pointers by themselves: such an address is not given twice while one is held
+        self.peak = 0
+
+    def begin(self) -> int:
+        """Start the peak anew; the bytes that are alive."""
+        self.peak = self.now()
+        return self.peak
+
+    def now(self) -> int:
+        """Bytes alive."""
+        total = 0
+        for pointer in list(self._alive):
+            storage = torch.UntypedStorage._new_with_weak_ptr(pointer)
+            if storage is None:
+                torch.UntypedStorage._free_weak_ref(pointer)
+                del self._alive[pointer]
+            else:
+                total += storage.nbytes()
+        return total
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is not _DEVICE:  # fake tensors are asked for theirs all the time
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, Tensor):
+                    self._see(tensor.untyped_storage())
+            self.peak = max(self.peak, self.now())
+        return result
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        pointer: Any = storage._weak_ref()
+        if pointer in self._alive:
+            torch.UntypedStorage._free_weak_ref(pointer)  # it counts its weak references: one is enough
+        else:
+            self._alive[pointer] = None
+
+
+class Roofline(TorchDispatchMode):
+    """Inside, adds up the `seconds` that operations would take, the `flops` of matrix products and attention, and `bytes` of traffic."""
+
+    def __init__(self, flops: float, bandwidth: float) -> None:
+        super().__init__()
+        self._flops, self._bandwidth = flops, bandwidth
+        self.seconds, self.flops, self.bytes = 0.0, 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func is _DEVICE:
+            return result
+        read = {_place(tensor): tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
+        made = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
+        writes = func._schema.is_mutable
+        if not made or (not writes and all(_place(tensor) in read for tensor in made)):
+            return result  # a view, or nothing
+        traffic = sum(map(_nbytes, [*read.values(), *made]))
+        flops = operations(func, args, kwargs, result)
+        self.flops += flops
+        self.bytes += traffic
+        self.seconds += max(flops / self._flops, traffic / self._bandwidth)
+        return result
+
+
+def operations(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """FLOPs of a matrix product or of attention; 0 of others, whose time is that of memory."""
+    name = str(func._overloadpacket)
+    if name.startswith("aten._scaled_dot_product_flash_attention_for_cpu"):  # torch's list has the accelerators' only
+        backward = name.endswith("backward")
+        q_BAND, k_BAMD, v_BAMD = args[1:4] if backward else args[:3]
+        pairs = q_BAND.shape[0] * q_BAND.shape[1] * q_BAND.shape[2] * k_BAMD.shape[2]
+        return (5 if backward else 2) * pairs * (k_BAMD.shape[3] + v_BAMD.shape[3])
+    count = flop_registry.get(func._overloadpacket)
+    return int(count(*args, **kwargs, out_val=result)) if count is not None else 0
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """Bytes that are read or written: what is expanded lies in memory once."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

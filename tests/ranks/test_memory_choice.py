@@ -1,0 +1,68 @@
+"""A budget on two processes: both take the same choice, whatever their clocks say, and what it takes is that of the fuller one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmspeed.preprocess import CacheBuilder
+from tests.runs import losses, small_config
+from tests.spawn import run_ranks
+
+LAYOUTS = {
+    "fsdp": ("parallel.strategy=fsdp", "train.batch_size=8"),
+    "ddp": ("parallel.strategy=ddp", "train.batch_size=8"),
+    "ulysses": ("parallel.strategy=fsdp", "parallel.ulysses=2", "train.batch_size=4"),
+}
+
+
+def train(folder: str, overrides: tuple[str, ...]) -> Any:
+    """What each block was told in the run, and what was written down."""
+    from mmspeed.pipelines import TrainPipeline
+    from mmspeed.pipelines.memory_choice import MEMORY_NAME
+
+    pipeline = TrainPipeline(small_config(Path(folder), *overrides))
+    pipeline.run()
+    told = [
+        {name: course.way for name, course in getattr(block, "_courses", {}).items()} for block in pipeline.bare.blocks
+    ]
+    path = pipeline.folder.root / MEMORY_NAME
+    return [told, json.loads(path.read_text()) if path.exists() else None]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("memory-ranks")
+    CacheBuilder(small_config(folder)).run()
+    return folder
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_two_processes_agree_and_learn_the_same(home: Path, layout: str) -> None:
+    given = ("model.depth=8", "train.steps=2", *LAYOUTS[layout])  # blocks enough to matter
+    run_ranks(train, 2, str(home), (f"name={layout}-plain", *given))
+    # all fits: nothing is told; and the figures say what less there may be
+    [(told, found), _] = run_ranks(train, 2, str(home), (f"name={layout}-roomy", "memory.budget=1GB", *given))
+    assert not any(told) and found["measured"]["peak_bytes"] <= 10**9
+    peak, least = found["measured"]["peak_bytes"], found["least_bytes"]
+    assert found["plain"]["expected_peak_bytes"] == pytest.approx(peak, rel=0.2)
+    budget = (peak + least) // 2
+    first, second = run_ranks(train, 2, str(home), (f"name={layout}-tight", f"memory.budget={budget}", *given))
+    assert first == second
+    told, found = first
+    assert any(told) and told == found["blocks"]
+    assert found["measured"]["peak_bytes"] <= budget
+    plain = losses(small_config(home, f"name={layout}-plain"))
+    assert (
+        losses(small_config(home, f"name={layout}-tight"))
+        == plain
+        == losses(small_config(home, f"name={layout}-roomy"))
+    )
+
+
+def test_a_budget_for_none_is_told_by_all(home: Path) -> None:
+    with pytest.raises(AssertionError, match=r"more than the budget of 100\.0 kB"):
+        run_ranks(train, 2, str(home), ("name=small", "memory.budget=100KB", "parallel.strategy=fsdp"))
