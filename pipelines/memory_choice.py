@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from mmspeed import comm
 from mmspeed.config import Config
@@ -235,8 +235,11 @@ def settle(figures: StepFigures, budget: int, tried: Tried) -> Choice:
 def too_small(budget: int, least: int, figures: StepFigures) -> UserError:
     """What to say of a budget in which nothing fits."""
     static = figures.static
+    wanted, there = format_bytes(least), format_bytes(budget)
+    if wanted == there:
+        wanted, there = f"{least:,} bytes", f"{budget:,}"
     return UserError(
-        f"memory: a step takes at least {format_bytes(least)}, more than the budget of {format_bytes(budget)}; weights, optimizer and "
+        f"memory: a step takes at least {wanted}, more than the budget of {there}; weights, optimizer and "
         f"gradients are {format_bytes(static.between + static.gradients)} of it. Raise the budget, put memory.master, memory.states or "
         "memory.ema on the host, use parallel.strategy: fsdp or a split of the video (parallel.ulysses), or take smaller batches or buckets"
     )
@@ -276,15 +279,22 @@ def write_choice(path: Path, choice: Choice, figures: StepFigures, setting: Mapp
     write_text(path, json.dumps(found, indent=1) + "\n")
 
 
-def read_choice(path: Path, setting: Mapping[str, Any]) -> Choice | None:
-    """The choice of a run that was made for this setting; None where there is none, or for another."""
+def read_choice(path: Path, setting: Mapping[str, Any], blocks: int) -> Choice | None:
+    """The choice of a run that was made for this setting; None where there is none, or for another, or (with a warning) it is damaged."""
+    if not path.exists():
+        return None
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
+        if "setting" not in found and "report" in found:  # of `mmspeed bench memory` alone
+            return None
         if found["setting"] != json.loads(json.dumps(setting)):
             return None
         expected, measured = found["expected"], found["measured"]
+        ways = tuple(MemoryConfig(spans=each).spans for each in found["blocks"])
+        if len(ways) != blocks:
+            raise ValueError(f"ways of {len(ways)} blocks")
         return Choice(
-            tuple(found["blocks"]),
+            cast(tuple[Ways, ...], ways),
             found["budget_bytes"],
             expected["peak_bytes"],
             measured["peak_bytes"],
@@ -292,7 +302,11 @@ def read_choice(path: Path, setting: Mapping[str, Any]) -> Choice | None:
             expected["added_share"],
             measured["step_seconds"],
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        told = str(error).splitlines()[0]
+        log.warning(
+            f"memory: {path} is damaged ({type(error).__name__}: {told}): the ways are measured and chosen again"
+        )
         return None
 
 
@@ -311,7 +325,7 @@ def choose_ways(
     All ranks take rank 0's. Raises UserError where nothing fits.
     """
     path = folder / MEMORY_NAME
-    before = read_choice(path, setting) if rank == 0 else None
+    before = read_choice(path, setting, len(bare.blocks)) if rank == 0 else None
     found = comm.broadcast_object(None if before is None else asdict(before))
     if found is not None:
         if rank == 0:

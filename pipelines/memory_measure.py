@@ -22,7 +22,7 @@ from mmspeed import comm
 from mmspeed.memory import set_ways
 from mmspeed.memory.budget import Option
 from mmspeed.memory.gauge import Gauge, Work
-from mmspeed.memory.options import StepFigures, combinations, front, single_ways, static_bytes, swaps
+from mmspeed.memory.options import StepFigures, combinations, front, least_bytes, single_ways, static_bytes, swaps
 from mmspeed.memory.swap import Swap
 
 MOST_OPTIONS = 16  # of a kind whose bytes are measured
@@ -210,6 +210,8 @@ class Bench:
         wanted = front(every, self.most)
         if self.with_swap:  # the last block takes one of these
             wanted += front([one for one in every if not swaps(one.ways)], self.most // 2)
+        for some in (every, [one for one in every if not swaps(one.ways)]):
+            wanted += least_bytes(some)
         plain, known = singles[0], {tuple(one.ways.items()): one for one in singles}
         found = {tuple(plain.ways.items()): plain}
         for one in wanted:

@@ -9,7 +9,7 @@ Legend: B samples, C channels, T h w latent, L caption tokens, D text width.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -92,6 +92,9 @@ class MemoryPlan:
         for kind, options in enumerate(figures.options):
             here = [words for words, of in zip(taken, figures.kinds, strict=True) if of == kind]
             plain = figures.plain_seconds[kind]
+            if len(figures.options) > 1:
+                numbers = [number for number, of in enumerate(figures.kinds) if of == kind]
+                lines.append(f"  of blocks {_listed(numbers)}")
             lines += [_row(option, plain, here.count(words_of(option.ways))) for option in options]
         speeds = self.speeds
         lines.append(
@@ -99,6 +102,12 @@ class MemoryPlan:
             f"{speeds.host / 1e9:.0f} GB/s from the host; training measures it"
         )
         return lines
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    """Numbers in words: the first ones, and how many there are."""
+    shown = ", ".join(map(str, numbers[:4]))
+    return shown if len(numbers) <= 4 else f"{shown}, ... ({len(numbers)})"
 
 
 def _row(option: Option, plain: float, taken: int) -> str:

@@ -85,6 +85,20 @@ def front(options: Sequence[Option], most: int | None = None, *, peaks: bool = F
     return [left[place] for place in sorted(places)]
 
 
+def least_bytes(options: Sequence[Option]) -> list[Option]:
+    """Those that no other is better than by bytes kept and at the peak, whatever their time: what fits at all hangs on them alone."""
+    left: list[Option] = []
+    for option in sorted(options, key=lambda option: (option.kept, _peak(option), option.seconds)):
+        if not left or _peak(option) < _peak(left[-1]):
+            left.append(option)
+    return left
+
+
+def _peak(option: Option) -> int:
+    """Bytes above `kept`, in forward or in backward."""
+    return max(option.forward, option.backward)
+
+
 # -- what a step takes -------------------------------------------------------------------------------------------------
 
 STATE_BYTES = {"adamw": 8.0, "adamw8bit": 2.1, "muon": 4.5}  # a parameter; of muon about, since some have two moments
