@@ -3,13 +3,13 @@
 #   PYTHON     interpreter that makes the virtual environment (3.10 to 3.12)
 #   VENV       folder of the virtual environment
 #   TORCH      what pip is asked for first; on a machine without CUDA name your index's CPU build
-#   JOBS       test processes; 0: one, which is fastest on few cores
+#   JOBS       test processes, as many as there are cores; 0: one
 #   DEMO_ARGS, BENCH_ARGS, PYTEST_ARGS   more arguments, such as DEMO_ARGS=--short
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
-JOBS ?= 0
+JOBS ?= 2
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 PYTEST_ARGS ?=

@@ -207,6 +207,10 @@ def test_no_exchange_is_made_again_on_two_ranks(names: list[str]) -> None:
     )
 
 
-@pytest.mark.parametrize("names", [["hybrid", "tp and ulysses"], ["tp and ring", "uneven"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "names",
+    [["hybrid", "tp and ulysses"], pytest.param(["tp and ring", "uneven"], marks=pytest.mark.slow)],
+    ids=" ".join,
+)
 def test_no_exchange_is_made_again_on_four_ranks(names: list[str]) -> None:
     check(run_ranks(measure, 4, names, True))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from mmspeed.memory.host import HostBuffer
+from mmspeed.memory.host import CpuCopies, HostBuffer
 
 RUBBISH = 0xA5
 
@@ -114,3 +114,50 @@ class ControlledClock:
             return torch.empty(0, dtype=torch.uint8).set_(storage, start, (nbytes,), (1,)).numpy()
 
         return look
+
+
+class Reckoned:
+    """Copies on a clock that is reckoned and not waited for, so that a busy machine changes nothing. `now`: the computation's time."""
+
+    def __init__(self, out_bandwidth: float, back_bandwidth: float | None = None) -> None:
+        self.bandwidth = {"out": out_bandwidth, "back": back_bandwidth or out_bandwidth}
+        self.now = 0.0
+        self.seconds = {"out": 0.0, "back": 0.0, "compute": 0.0}
+        self._free = {"out": 0.0, "back": 0.0}
+
+    @property
+    def copying(self) -> float:
+        """Seconds of all copies."""
+        return self.seconds["out"] + self.seconds["back"]
+
+    def compute(self, seconds: float) -> None:
+        """Work of the device that takes so long."""
+        self.now += seconds
+        self.seconds["compute"] += seconds
+
+    def _job(self, direction: str, nbytes: int) -> _ReckonedJob:
+        seconds = nbytes / self.bandwidth[direction]
+        self.seconds[direction] += seconds
+        self._free[direction] = max(self._free[direction], self.now) + seconds
+        return _ReckonedJob(self, self._free[direction])
+
+    def out(self, source_Z: Tensor, target: HostBuffer) -> _ReckonedJob:
+        """To the host's memory."""
+        CpuCopies().out(source_Z, target)
+        return self._job("out", source_Z.numel())
+
+    def back(self, source: HostBuffer, target_Z: Tensor) -> _ReckonedJob:
+        """To the device."""
+        CpuCopies().back(source, target_Z)
+        return self._job("back", target_Z.numel())
+
+
+class _ReckonedJob:
+    def __init__(self, clock: Reckoned, end: float) -> None:
+        self._clock, self._end = clock, end
+
+    def wait(self) -> None:
+        self._clock.now = max(self._clock.now, self._end)
+
+    def done(self) -> bool:
+        return self._clock.now >= self._end

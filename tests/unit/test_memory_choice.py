@@ -21,7 +21,7 @@ from mmspeed.memory import set_ways
 from mmspeed.memory.budget import Option
 from mmspeed.memory.count import MatmulCount
 from mmspeed.memory.gauge import DeviceGauge, ShapeGauge
-from mmspeed.memory.options import combinations, front, least_bytes, single_ways, static_bytes
+from mmspeed.memory.options import combinations, front, single_ways, static_bytes
 from mmspeed.memory.swap import Swap
 from mmspeed.mesh import process_group
 from mmspeed.models import SoraDiT, build_model
@@ -32,7 +32,6 @@ from mmspeed.pipelines.memory_choice import (
     Tried,
     budget_bytes,
     measured_figures,
-    read_choice,
     settle,
 )
 from mmspeed.pipelines.memory_measure import Bench, Call, capture
@@ -130,45 +129,6 @@ def test_shapes_tell_what_is_measured(tmp_path: Path, dtype: str, monkeypatch: p
                 assert least * peak <= same.kept + same.backward <= 1.05 * peak, one.ways
     assert together >= 17 * len(real.options)
     assert any(one.host for options in shapes.options for one in options)
-
-
-def test_the_least_of_bytes_is_always_an_option() -> None:
-    """However slow it was measured to be: else a budget that fits would be refused by the clock's noise."""
-    slow = Option(5, 3, 4, seconds=9.0)
-    options = [Option(10, 1, 8), Option(4, 9, 9, seconds=0.1), slow, Option(6, 2, 5, seconds=0.2)]
-    assert slow not in front([*options, Option(5, 9, 9, seconds=0.05)])
-    assert least_bytes(options) == [options[1], slow]
-
-
-def test_a_damaged_choice_is_told_and_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    good = {
-        "setting": {"a": 1},
-        "blocks": [{"block": "recompute"}, {}],
-        "budget_bytes": 9,
-        "expected": {"peak_bytes": 8, "added_seconds": 0.0, "added_share": 0.0},
-        "measured": {"peak_bytes": 7, "step_seconds": 1.0},
-    }
-    path = tmp_path / MEMORY_NAME
-    assert read_choice(path, {"a": 1}, 2) is None
-    path.write_text(json.dumps(good))
-    found = read_choice(path, {"a": 1}, 2)
-    assert found is not None and found.ways == ({"block": "recompute"}, {}) and found.measured_peak == 7
-    assert read_choice(path, {"a": 2}, 2) is None and not caplog.records
-    wrong: list[Any] = [
-        good | {"blocks": [{"block": "nonsense"}, {}]},
-        good | {"blocks": [{}]},
-        [],
-        None,
-        {"setting": {"a": 1}},
-    ]
-    for damaged in [json.dumps(each) for each in wrong] + ["{"]:
-        caplog.clear()
-        path.write_text(damaged)
-        assert read_choice(path, {"a": 1}, 2) is None
-        assert "is damaged" in caplog.text and "chosen again" in caplog.text
-    caplog.clear()
-    path.write_text(json.dumps({"report": {}}))
-    assert read_choice(path, {"a": 1}, 2) is None and not caplog.records
 
 
 def test_a_roofline_counts_as_the_model_does(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from mmspeed.memory.host import CpuCopies, HostBuffer
 from mmspeed.memory.swap import Swap
 from mmspeed.memory.swap_group import SwapGroup
 
-from .clock import ControlledClock
+from .clock import ControlledClock, Reckoned
 
 CPU = Device("cpu", 0)
 LAYERS, COMPUTE = 9, 0.024  # seconds of a layer, forward as backward
@@ -56,39 +56,6 @@ def step(x: Tensor, swap: Swap | None, compute: Callable[[], None], parts: int, 
     y.sum().backward()
     assert leaf.grad is not None
     return leaf.grad
-
-
-class Reckoned:
-    """Copies on a clock that is reckoned and not waited for, so that a busy machine changes nothing. `now`: the computation's time."""
-
-    def __init__(self, bandwidth: float) -> None:
-        self.bandwidth, self.now, self.copying = bandwidth, 0.0, 0.0
-        self._free = {"out": 0.0, "back": 0.0}
-
-    def compute(self, seconds: float) -> None:
-        self.now += seconds
-
-    def _job(self, direction: str, nbytes: int) -> Any:
-        clock, seconds = self, nbytes / self.bandwidth
-        self.copying += seconds
-        self._free[direction] = end = max(self._free[direction], self.now) + seconds
-
-        class Ends:
-            def wait(self) -> None:
-                clock.now = max(clock.now, end)
-
-            def done(self) -> bool:
-                return clock.now >= end
-
-        return Ends()
-
-    def out(self, source_Z: Tensor, target: HostBuffer) -> Any:
-        CpuCopies().out(source_Z, target)
-        return self._job("out", source_Z.numel())
-
-    def back(self, source: HostBuffer, target_Z: Tensor) -> Any:
-        CpuCopies().back(source, target_Z)
-        return self._job("back", target_Z.numel())
 
 
 def exposed(parts: int, share: float, keep_last: bool = True) -> float:
@@ -142,6 +109,7 @@ def timed(parts: int, share: float) -> tuple[float, float]:
     return swapping - plain, clock.outward.seconds + clock.inward.seconds
 
 
+@pytest.mark.slow  # of a quiet machine: the reckoned clock above says the same on any
 def test_swapping_hides_95_percent_behind_the_computation_as_time_passes() -> None:
     tries = []
     for _ in range(8):
@@ -153,6 +121,7 @@ def test_swapping_hides_95_percent_behind_the_computation_as_time_passes() -> No
     assert min(tries) <= 0.05, tries
 
 
+@pytest.mark.slow
 def test_without_prefetch_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SwapGroup, "_prefetch", lambda self: None)
     shares = [added / copying for added, copying in (timed(parts=1, share=0.8) for _ in range(2))]

@@ -1,0 +1,52 @@
+"""What a choice hangs on: the options it is made of, and the file that it is written to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmspeed.memory.budget import Option
+from mmspeed.memory.options import front, least_bytes
+from mmspeed.pipelines.memory_choice import MEMORY_NAME, read_choice
+
+
+def test_the_least_of_bytes_is_always_an_option() -> None:
+    """However slow it was measured to be: else a budget that fits would be refused by the clock's noise."""
+    slow = Option(5, 3, 4, seconds=9.0)
+    options = [Option(10, 1, 8), Option(4, 9, 9, seconds=0.1), slow, Option(6, 2, 5, seconds=0.2)]
+    assert slow not in front([*options, Option(5, 9, 9, seconds=0.05)])
+    assert least_bytes(options) == [options[1], slow]
+
+
+def test_a_damaged_choice_is_told_and_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    good = {
+        "setting": {"a": 1},
+        "blocks": [{"block": "recompute"}, {}],
+        "budget_bytes": 9,
+        "expected": {"peak_bytes": 8, "added_seconds": 0.0, "added_share": 0.0},
+        "measured": {"peak_bytes": 7, "step_seconds": 1.0},
+    }
+    path = tmp_path / MEMORY_NAME
+    assert read_choice(path, {"a": 1}, 2) is None
+    path.write_text(json.dumps(good))
+    found = read_choice(path, {"a": 1}, 2)
+    assert found is not None and found.ways == ({"block": "recompute"}, {}) and found.measured_peak == 7
+    assert read_choice(path, {"a": 2}, 2) is None and not caplog.records
+    wrong: list[Any] = [
+        good | {"blocks": [{"block": "nonsense"}, {}]},
+        good | {"blocks": [{}]},
+        [],
+        None,
+        {"setting": {"a": 1}},
+    ]
+    for damaged in [json.dumps(each) for each in wrong] + ["{"]:
+        caplog.clear()
+        path.write_text(damaged)
+        assert read_choice(path, {"a": 1}, 2) is None
+        assert "is damaged" in caplog.text and "chosen again" in caplog.text
+    caplog.clear()
+    path.write_text(json.dumps({"report": {}}))
+    assert read_choice(path, {"a": 1}, 2) is None and not caplog.records
