@@ -195,7 +195,7 @@ class TrainPipeline:
                 set_learning_rate(self.optimizer, rate)
                 if self.sparsity is not None:
                     self.sparsity.before_step(step)
-                result = self._step(data)
+                result = self._step(step + 1, data)
                 if self.sparsity is not None:
                     self.sparsity.after_step(comm.all_reduce_sum, finite=result is None or result.finite)
                 epoch = self.sampler.locate(step).epoch
@@ -262,22 +262,25 @@ class TrainPipeline:
             row |= {"memory_before": first.freed[0], "memory_after": first.freed[1]}
         telemetry.write(row)
 
-    def _step(self, data: Step) -> StepResult | None:
+    def _step(self, number: int, data: Step) -> StepResult | None:
         """One update; None when every sample of the step is lost."""
         present = count_present(data.draws)
         if not present:
             return None
-        return train_step(
-            self.model,
-            data.batches,
-            self.loss_fn,
-            self.optimizer,
-            global_samples=present,
-            world=self.world,
-            clip_norm=self.config.train.clip_norm,
-            strategy=self.strategy,
-            tensor=self.placement.layout.tensor,
-        )
+        try:
+            return train_step(
+                self.model,
+                data.batches,
+                self.loss_fn,
+                self.optimizer,
+                global_samples=present,
+                world=self.world,
+                clip_norm=self.config.train.clip_norm,
+                strategy=self.strategy,
+                tensor=self.placement.layout.tensor,
+            )
+        except UserError as error:
+            raise UserError(f"step {number}: {error}") from error
 
     def _count(self, data: Step, telemetry: Telemetry) -> None:
         """One step is done: what it computed on all devices. Captions count as the longest that this rank met."""

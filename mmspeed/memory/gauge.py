@@ -7,7 +7,6 @@ all tensors that are alive, which is exact but for what an operation takes for i
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from mmspeed.device import Device
 
-from .peak import MEMORY_EVENT
+from .peak import added_on_cpu
 
 Work = Callable[[], object]
 _DEVICE = torch.ops.prim.device.default
@@ -56,7 +55,7 @@ class DeviceGauge:
 
     def section(self, work: Work) -> tuple[int, int]:
         if self.device.kind == "cpu":
-            return _on_cpu(work)
+            return added_on_cpu(work)
         self.device.synchronize()
         before = self.device.memory_bytes()
         self.device.reset_peak_memory()
@@ -77,20 +76,6 @@ class DeviceGauge:
                 if turn:  # the first chooses kernels and fills the allocator's cache
                     taken[place].append(time.perf_counter() - began)
         return [statistics.median(each) for each in taken]
-
-
-def _on_cpu(work: Work) -> tuple[int, int]:
-    """As `peak_bytes` counts, which tells the peak only."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as recorded:
-        work()
-    assert recorded.kineto_results is not None
-    events = [event for event in recorded.kineto_results.events() if event.name() == MEMORY_EVENT]
-    held = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return held, peak
 
 
 class ShapeGauge:

@@ -37,7 +37,7 @@ def peak_bytes(device: Device, resident: int, work: Callable[[], object]) -> int
     releases, one by one as its profiler records them: exact and repeatable, which the size of a process is not.
     """
     if device.kind == "cpu":
-        return resident + _added_on_cpu(work)
+        return resident + added_on_cpu(work)[1]
     device.synchronize()
     device.reset_peak_memory()
     work()
@@ -45,7 +45,8 @@ def peak_bytes(device: Device, resident: int, work: Callable[[], object]) -> int
     return device.peak_memory_bytes()
 
 
-def _added_on_cpu(work: Callable[[], object]) -> int:
+def added_on_cpu(work: Callable[[], object]) -> tuple[int, int]:
+    """(bytes of the CPU that `work` leaves allocated beyond what was there, the same at its peak), as `peak_bytes` counts."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else some versions tell of each start and stop
     with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as recorded:
         work()
@@ -55,4 +56,4 @@ def _added_on_cpu(work: Callable[[], object]) -> int:
     for event in sorted(events, key=lambda event: event.start_ns()):
         held += event.nbytes()
         peak = max(peak, held)
-    return peak
+    return held, peak

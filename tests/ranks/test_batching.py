@@ -135,11 +135,11 @@ def train_some(folder: str, overrides: tuple[str, ...], stop_at: int | None) -> 
     written: list[dict[str, Any]] = []
 
     class Written(TrainPipeline):
-        def _step(self, data: Step) -> StepResult | None:
+        def _step(self, number: int, data: Step) -> StepResult | None:
             written.append({"step": [draw.name for draw in data.draws], "epoch": data.draws[0].epoch, "drawn": {}})
             if stop_at is not None and len(written) == stop_at:
                 (self.folder.root / "stop").touch()
-            return super()._step(data)
+            return super()._step(number, data)
 
         def _build(self) -> None:
             super()._build()
