@@ -50,7 +50,7 @@ def bench_memory(
     only: str | None,
     arrangement: str | None,
     dtype: str | None,
-    latent: str,
+    latent: str | None,
     rounds: int,
     device: str,
     grown: bool,
@@ -60,7 +60,7 @@ def bench_memory(
     parts = _one_of("--only", only, PARTS)
     arrangements = cast(Any, _one_of("--arrangement", arrangement, ARRANGEMENTS))
     dtypes = cast(Any, _one_of("--dtype", dtype, DTYPES))
-    shape = parse_latent(latent)
+    shape = parse_latent(latent or ("5x16x16" if full else "5x32x32"))
     result = Result()
 
     def tell(text: str) -> None:
