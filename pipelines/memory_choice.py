@@ -11,6 +11,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -21,7 +22,7 @@ from mmspeed.config.memory import MemoryConfig, parse_bytes
 from mmspeed.data import Batching, DatasetCache, SampleCosts
 from mmspeed.device import Device
 from mmspeed.errors import UserError
-from mmspeed.log import format_bytes, get_logger
+from mmspeed.log import ProgressLine, format_bytes, get_logger
 from mmspeed.memory import Ways, set_ways
 from mmspeed.memory.gauge import DeviceGauge
 from mmspeed.memory.options import StepFigures, kinds_of, runs_of, words_of
@@ -136,12 +137,14 @@ def measured_figures(
     memory = config.memory.model_copy(update={"budget": None, "fraction": None, "release_gradients": False})
     train = config.train.model_copy(update={"ema_decay": None})
     plain = config.model_copy(update={"memory": memory, "train": train})
+    running = ExitStack()
     try:
         given: dict[str, Any] = {"text_tokens": config.text.max_tokens, "given": inputs}
         steps = Trial(plain, device, choice=[{}] * len(wanted), blocks=wanted, **given)
         swap = Swap(device, parse_bytes(memory.swap_from))
         swapping = device.kind != "cpu" if with_swap is None else with_swap
-        bench = Bench(DeviceGauge(device), swap, swapping, memory.exchange_again)
+        line = running.enter_context(ProgressLine("measure memory", None, "run"))
+        bench = Bench(DeviceGauge(device), swap, swapping, memory.exchange_again, progress=line.advance)
         return step_figures(
             bench,
             unwrap(steps.parts.model),
@@ -156,6 +159,7 @@ def measured_figures(
             keep_last=config.memory.keep_last,
         )
     finally:
+        running.close()
         steps = bench = None  # type: ignore[assignment]
         gc.collect()
         device.empty_cache()

@@ -137,6 +137,7 @@ class Bench:
     with_swap: bool
     exchange_again: bool = False
     most: int = MOST_OPTIONS
+    progress: Callable[[], None] = lambda: None  # called before each run
     # what swapping so many bytes out and back adds to a block of so many seconds, where that is not measured
     swap_seconds: Callable[[int, float], float] | None = None
 
@@ -147,6 +148,7 @@ class Bench:
 
     def weigh(self, call: Call, ways: Any) -> Option:
         """The bytes of a block in some ways; `seconds` is not measured."""
+        self.progress()
         self.tell([call], ways)
         left: list[Tensor] = []
 
@@ -172,6 +174,7 @@ class Bench:
         """Seconds of forward and backward of one block in each of some ways; of several blocks in a row, so that prefetching shows."""
 
         def prepare(each: Any) -> None:
+            self.progress()
             self.tell(chain, each)
             for call in chain:
                 call.clear()
