@@ -55,7 +55,9 @@ def kill_often(base: Path, root: Path, command: Callable[[], object], check: Cal
     length, moments, killed = time.monotonic() - started, random.Random(0), 0
     for _ in range(KILLS):
         copy()
-        killed += run_and_kill(command, moments.uniform(0.05, 1.0) * length)
+        landed = run_and_kill(command, moments.uniform(0.05, 1.0) * length)
+        killed += landed
+        length *= 1.0 if landed else 0.7  # the first run may have met a busy machine
         check()
         command()
         check()
