@@ -1,0 +1,78 @@
+"""`mmspeed bench memory`: its parts on tiny models, and the report of a config's own step."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mmspeed.cli.app import run
+from mmspeed.cli.bench_memory import ROWS, Found, Setting, measure
+from mmspeed.cli.bench_memory_all import bench_memory
+from mmspeed.cli.bench_memory_budget import measure_budgets
+from mmspeed.cli.bench_memory_tiers import Size, lines, measure_tiers
+from mmspeed.config import dump_config
+from mmspeed.errors import UserError
+from tests.runs import small_config
+
+TINY = Setting(width=96, heads=4, rank=8, depth=2, latent=(5, 16, 16), rounds=1, device="cpu", sizes=False)
+
+
+@pytest.fixture(scope="module")
+def found() -> Found:
+    wanted = ("plain", "block: recompute", "block: swap", "block: swap_cheap")
+    return measure(TINY, [row for row in ROWS if row[0] in wanted])
+
+
+def test_ways_are_told_with_what_they_give_and_cost(found: Found) -> None:
+    plain, again, swapped, cheap = found.rows
+    assert all(row.equal for row in found.rows) and plain.time == 1.0
+    assert again.kept < 0.2 * plain.kept and again.backward_matmuls > plain.backward_matmuls
+    assert cheap.backward_matmuls == swapped.backward_matmuls == plain.backward_matmuls
+    assert plain.host == again.host == 0
+    text = "\n".join(found.lines())
+    assert "320 tokens" in text and "bitwise" in text and "PASSED: gradients" in text
+
+
+def test_a_way_that_changes_a_gradient_fails(found: Found) -> None:
+    plain, *_, cheap = found.rows
+    assert not replace(found, rows=(plain, replace(cheap, equal=False))).passed()
+    assert not replace(found, rows=(plain, replace(cheap, kept=plain.kept))).passed()
+    assert replace(found, rows=(plain, replace(cheap, kept=plain.kept // 4))).passed()
+
+
+def test_tiers_have_the_bytes_they_are_meant_to_have() -> None:
+    rows = measure_tiers(Size(width=192, depth=2, heads=6, rank=16), rounds=1, device="cpu", bucket="1MiB")
+    assert [round(row.device) for row in rows] == [12, 4, 14, 12, 4, 2]
+    assert [row.equal for row in rows] == [None, True, None, True, True, True]
+    assert all(row.passed() for row in rows) and lines(rows)[-1].startswith("PASSED")
+
+
+def test_a_budget_is_kept_to_or_told() -> None:
+    found = measure_budgets("full", "cpu", shares=(0.5, 0.001))
+    half, none = found.rows
+    assert half.passed() and half.measured is not None and half.measured <= half.budget and half.ways
+    assert none.measured is None and "at least" in str(none.told) and not found.passed()
+    assert "FAILED" in found.lines()[-1]
+
+
+def test_the_step_of_a_config_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = small_config(tmp_path, "memory.spans={block: recompute}")
+    path = tmp_path / "run.yaml"
+    path.write_text(dump_config(config))
+    assert run(["bench", "memory", str(path), "--output", str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr().out
+    assert "at the peak" in shown and "kept for backward" in shown and "optimizer" in shown
+    written = json.loads((tmp_path / "out" / "memory.json").read_text())["report"]
+    assert sum(written["categories"].values()) == written["peak"] > 0
+    assert (tmp_path / "out" / "memory.png").read_bytes().startswith(b"\x89PNG")
+    assert run(["bench", "memory", str(path), "--full"]) == 1
+    assert "leave them out beside CONFIG" in capsys.readouterr().err
+
+
+def test_a_part_that_there_is_not() -> None:
+    given = {"full": False, "arrangement": None, "dtype": None, "latent": None, "rounds": 1, "device": "cpu"}
+    with pytest.raises(UserError, match="--only: speed is not one of ways, optimizer, budget"):
+        bench_memory(only="speed", grown=False, shown=False, **given)  # type: ignore[arg-type]
