@@ -203,15 +203,25 @@ def settle(figures: StepFigures, budget: int, tried: Tried) -> Choice:
     target, best, smallest = budget, None, figures.smallest()
     told: list[dict[str, Any]] = []
     seen: list[list[int]] = []
-    for _ in range(TRIES):
+    over: list[list[int]] = []  # that took more than the budget
+    for turn in range(TRIES + 1):
         chosen = figures.choose(target) or smallest
+        while chosen in over and chosen != smallest:  # it took more than was expected of it
+            target = min(target, figures.peak(chosen)) - 1
+            chosen = figures.choose(target) or smallest
+        if turn == TRIES:
+            if best is not None:
+                break
+            chosen = smallest
         if chosen in seen:
             break
         seen.append(chosen)
         peak, expected, seconds = tried.peak(figures.ways(chosen)), figures.peak(chosen), figures.seconds(chosen)
         told.append({"aimed_at": target, "expected_bytes": expected, "measured_bytes": peak, "added_seconds": seconds})
         left = budget - peak if peak is not None else -budget // 10
-        if peak is not None and left >= 0 and (best is None or seconds < best[2]):
+        if left < 0:
+            over.append(chosen)
+        elif peak is not None and (best is None or seconds < best[2]):
             best = (chosen, peak, seconds)
         if (left >= 0 and (seconds == 0 or left < NEAR * budget)) or (left < 0 and chosen == smallest):
             break
