@@ -13,12 +13,13 @@ from __future__ import annotations
 import gc
 import json
 import multiprocessing
-import resource
+import re
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -286,10 +287,25 @@ def _grow(setting: Setting, ways: dict[str, Way], threads: int) -> int:
     stage = Stage(setting)
     stage.use(ways)
     before = Device("cpu", 0).memory_bytes()
+    forget_peak()
     stage.step()
     stage.step()
-    scale = 1 if sys.platform == "darwin" else 1024
-    return max(0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale - before)
+    return max(0, peak_resident_bytes() - before)
+
+
+def forget_peak() -> None:
+    """Begin the count of `peak_resident_bytes` anew, where the system can (Linux)."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_resident_bytes() -> int:
+    """The most memory of this process; on Linux its own alone, which the usual count is not: a child begins with its parent's."""
+    with suppress(OSError):
+        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        if found is not None:
+            return int(found[1]) * 1024
+    return Device("cpu", 0).peak_memory_bytes()
 
 
 def to_json(found: Sequence[Found]) -> str:

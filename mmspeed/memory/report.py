@@ -285,7 +285,10 @@ def kept_bytes(device: Device, model: nn.Module, forward: Callable[[], object], 
         before = tracker.get_tracker_snapshot().get(device.torch_device, {}).get("Total", 0)
         result = forward()
         after = tracker.get_tracker_snapshot().get(device.torch_device, {}).get("Total", 0)
-    del result
+    if isinstance(result, Tensor) and result.requires_grad:
+        # the tracker's hooks hold a graph until a backward pass went through it
+        weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        torch.autograd.grad(result.sum(), weights, allow_unused=True)
     return int(after - before)
 
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mmspeed.cli.app import run
-from mmspeed.cli.bench_memory import ROWS, Found, Setting, measure
+from mmspeed.cli.bench_memory import ROWS, Found, Setting, Stage, grown_bytes, measure
 from mmspeed.cli.bench_memory_all import bench_memory
 from mmspeed.cli.bench_memory_budget import measure_budgets
 from mmspeed.cli.bench_memory_tiers import Size, lines, measure_tiers
 from mmspeed.config import dump_config
 from mmspeed.errors import UserError
+from mmspeed.memory.report import kept_bytes
 from tests.runs import small_config
 
 TINY = Setting(width=96, heads=4, rank=8, depth=2, latent=(5, 16, 16), rounds=1, device="cpu", sizes=False)
@@ -34,6 +38,28 @@ def test_ways_are_told_with_what_they_give_and_cost(found: Found) -> None:
     assert plain.host == again.host == 0
     text = "\n".join(found.lines())
     assert "320 tokens" in text and "bitwise" in text and "PASSED: gradients" in text
+
+
+def test_a_process_that_keeps_less_grows_less() -> None:
+    large = replace(TINY, latent=(5, 32, 32), depth=6)
+    plain, again = grown_bytes(large, {}), grown_bytes(large, {"block": "recompute"})
+    assert 0 < again < 0.7 * plain
+
+
+def test_what_is_measured_is_let_go() -> None:
+    stage = Stage(TINY)
+    seen = []
+
+    def forward() -> Any:
+        out = stage.model.blocks[0].register_forward_hook(lambda module, args, out: seen.append(weakref.ref(out)))
+        loss = stage.forward()
+        out.remove()
+        return loss
+
+    assert kept_bytes(stage.device, stage.model, forward, stage.inputs) > 1e6
+    gc.collect()
+    assert len(seen) == 1 and seen[0]() is None
+    assert all(parameter.grad is None for parameter in stage.model.parameters())
 
 
 def test_a_way_that_changes_a_gradient_fails(found: Found) -> None:
