@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -361,8 +361,7 @@ def choose_ways(
         for line in choice.lines():
             log.info(line)
         log.info(f"memory: chosen for {step.bucket} x {step.batch} in {time.monotonic() - began:.1f} s")
-    choice_ = comm.broadcast_object([dict(ways) for ways in choice.ways])
-    return Choice(tuple(choice_), *list(vars(choice).values())[1:])
+    return replace(choice, ways=tuple(comm.broadcast_object([dict(ways) for ways in choice.ways])))
 
 
 def ways_under_budget(

@@ -15,7 +15,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from mmspeed import comm
@@ -24,6 +23,7 @@ from mmspeed.memory.budget import Option
 from mmspeed.memory.gauge import Gauge, Work
 from mmspeed.memory.options import StepFigures, combinations, front, least_bytes, single_ways, static_bytes, swaps
 from mmspeed.memory.swap import Swap
+from mmspeed.parallel.tensor import local
 
 MOST_OPTIONS = 16  # of a kind whose bytes are measured
 ROUNDS = 3  # timed runs of each single way
@@ -297,7 +297,7 @@ def step_figures(
 
 def numbers_of(parameter: Tensor) -> int:
     """Numbers in a parameter, of a split one those of this device."""
-    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()
+    return local(parameter).numel()
 
 
 def key_of(block: nn.Module) -> tuple[object, ...]:

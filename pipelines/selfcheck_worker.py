@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from safetensors.numpy import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -31,6 +31,7 @@ from mmspeed.device import Device
 from mmspeed.loop.optim import set_learning_rate
 from mmspeed.loop.step import train_step
 from mmspeed.parallel import TokenLayout, unwrap
+from mmspeed.parallel.tensor import local
 from mmspeed.pipelines.assemble import Assembly, Placement, assemble, place
 from mmspeed.pipelines.children import ERROR, follow_parent, write_error
 from mmspeed.pipelines.miniature import Miniature, miniature
@@ -121,7 +122,7 @@ def examine(mini: Miniature, change: Callable[[TokenLayout], TokenLayout] | None
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     batching = mini.batching(bare, world)
     steps = [_step(mini, kind, parts, placement, batching, rank, world) for kind in mini.kinds]
-    own = sum(_local(p).numel() for p in unwrap(parts.model).parameters())
+    own = sum(local(p).numel() for p in unwrap(parts.model).parameters())
     times, problems = _times(mini, parts, batching, rank, world)
     return Found(
         steps=steps,
@@ -251,10 +252,6 @@ def _met(batch: Batch) -> Met:
         digest.update(tensor.contiguous().numpy().tobytes())
     names = ["/".join(map(str, name)) for name in batch.names]
     return Met(batch.bucket.is_image, names, batch.weights_B.tolist(), digest.hexdigest())
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def main() -> None:

@@ -22,16 +22,12 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from mmspeed.memory.tiered import TieredOptimizer
 from mmspeed.parallel import is_half, unwrap
+from mmspeed.parallel.tensor import local
 
 from .eight_bit import packed, unpacked
 from .optim import AnyOptimizer, state_names
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This process's part of a DTensor; any other tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def laid_out(parameter: Tensor, value: Tensor) -> Tensor:

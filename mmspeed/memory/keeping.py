@@ -44,11 +44,6 @@ class Keeping:
     def of(self, block: int) -> Ways:
         return self.ways[block] if len(self.ways) > 1 else self.ways[0]
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether every block saves all."""
-        return all(way == "save" for ways in self.ways for way in ways.values())
-
     def put_on(self, block: nn.Module, number: int, compiled: bool = False, around_graphs: bool = False) -> None:
         """Tell block `number` its ways, in place. `compiled`: torch.compile makes graphs of it; `around_graphs`: see `recompute`.
 
