@@ -17,6 +17,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -278,8 +279,10 @@ def measure(
 
 def grown_bytes(setting: Setting, ways: Mapping[str, Way]) -> int:
     """By how much a new process grows when it takes its first steps; on an accelerator that is its host's memory."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_grow, (setting, dict(ways), torch.get_num_threads()))
+    with ProcessPoolExecutor(
+        1, multiprocessing.get_context("spawn")
+    ) as pool:  # a Pool would start a dying process for ever
+        return pool.submit(_grow, setting, dict(ways), torch.get_num_threads()).result()
 
 
 def _grow(setting: Setting, ways: dict[str, Way], threads: int) -> int:
