@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.spawn import start_server
+
 # before torch is imported anywhere: many small tests on few cores are fastest with one thread each
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # libraries read it when they are imported
 
 # a busy machine is no failure
 settings.register_profile("mmspeed", deadline=None)
@@ -24,6 +27,13 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test may ask the network for weights; a test that would need them fails."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("TRANSFORMERS_OFFLINE", "1")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _server(request: pytest.FixtureRequest) -> None:
+    """The server of ranks starts first: whoever else starts one would not have it import what ranks need."""
+    if any("ranks" in item.path.parts for item in request.session.items):
+        start_server()
 
 
 @pytest.fixture(scope="session")

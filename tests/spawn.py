@@ -1,4 +1,4 @@
-"""Run a function on N spawned gloo processes and bring its results, or its failure, home."""
+"""Run a function on N new gloo processes and bring its results, or its failure, home."""
 
 from __future__ import annotations
 
@@ -8,16 +8,29 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+# What nearly all ranks import, once in the server that they are forked from: it would be seconds of each.
+PRELOAD = ["torch.distributed.fsdp", "torch.distributed.tensor", "mmspeed.models", "mmspeed.pipelines.train", "pytest"]
 
-def _enter(connection: Connection, rank: int, world: int, store: str, function: Callable[..., Any], args: Any) -> None:
+
+def _enter(
+    connection: Connection,
+    rank: int,
+    world: int,
+    store: str,
+    environment: dict[str, str],
+    function: Callable[..., Any],
+    args: Any,
+) -> None:
     import torch
     import torch.distributed as dist
 
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    os.environ.clear()
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
@@ -29,18 +42,27 @@ def _enter(connection: Connection, rank: int, world: int, store: str, function: 
     connection.close()
 
 
+def start_server() -> None:
+    """Start the process that ranks are forked from, where there is none; its imports go on beside."""
+    mp.set_forkserver_preload(PRELOAD)
+    forkserver.ensure_running()
+
+
 def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float = 300.0) -> list[Any]:
     """`function(*args)` on `world` processes of one gloo group; the results in rank order.
 
     The function stands at a module's top level; arguments and results are plain Python or NumPy. The first failure ends all
     ranks and is raised here as an AssertionError with the rank's own traceback.
     """
-    context = mp.get_context("spawn")
+    start_server()
+    context = mp.get_context("forkserver")
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         pipes = [context.Pipe(duplex=False) for _ in range(world)]
         processes = [
-            context.Process(target=_enter, args=(pipes[r][1], r, world, store, function, args), daemon=True)
+            context.Process(
+                target=_enter, args=(pipes[r][1], r, world, store, dict(os.environ), function, args), daemon=True
+            )
             for r in range(world)
         ]
         for process, (_, sender) in zip(processes, pipes, strict=True):
