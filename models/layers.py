@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mmspeed.compute.rope import apply_rope, rope_cos_sin
-from mmspeed.memory.chunked import in_chunks
+from mmspeed.memory.chunked import chunked_mlp, in_chunks
 from mmspeed.memory.spans import span
+from mmspeed.parallel.tensor import applied
 from mmspeed.parallel.tokens import Attend, Part
 from mmspeed.rng import generator
 
@@ -82,16 +83,19 @@ class Mlp(nn.Module):
         self.up = nn.Linear(width_in, hidden)
         self.down = nn.Linear(hidden, width_out)
         self.token_chunk: int | None = None  # tokens of all samples that are computed at a time; None: all
+        self.exact_chunks = True  # with the gradients of the whole, for two more products
 
     def forward(self, x: Tensor, before: Before = nothing_before) -> Tensor:
         if self.token_chunk is not None:
             x = before(x)
-            return in_chunks(self._compute, x.flatten(0, -2), 0, self.token_chunk).unflatten(0, x.shape[:-1])
+            return self._in_parts(x.flatten(0, -2), self.token_chunk).unflatten(0, x.shape[:-1])
         hidden = span(self, "norm", self.up, x, before=before)
         return span(self, "activation", self.down, hidden, before=gelu)
 
-    def _compute(self, x: Tensor) -> Tensor:
-        return self.down(gelu(self.up(x)))
+    def _in_parts(self, x_NE: Tensor, size: int) -> Tensor:
+        if self.exact_chunks:
+            return chunked_mlp(x_NE, applied(self.up), gelu, applied(self.down), size)
+        return in_chunks(lambda x_PE: self.down(gelu(self.up(x_PE))), x_NE, 0, size)
 
 
 class TimeEmbedder(nn.Module):

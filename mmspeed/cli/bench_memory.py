@@ -16,10 +16,10 @@ import multiprocessing
 import re
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +34,7 @@ from mmspeed.memory import peak_bytes, set_ways
 from mmspeed.memory.count import MatmulCount
 from mmspeed.memory.report import kept_bytes
 from mmspeed.memory.swap import Swap
+from mmspeed.models.layers import Mlp
 from mmspeed.models.sora_dit import SoraDiT, SoraDiTConfig, count_parameters
 from mmspeed.parallel import autocast
 
@@ -41,28 +42,42 @@ CHANNELS, TEXT_WIDTH, TEXT_TOKENS = 16, 64, 32
 KEPT_GOAL, MATMUL_GOAL = 0.30, 0.03  # of swap_cheap: share of plain's bytes, added share of matrix products
 BRANCHES = ("attention", "cross_attention", "mlp")
 
-# What is measured: a name, and the ways of every block.
-ROWS: tuple[tuple[str, dict[str, Way]], ...] = (
-    ("plain", {}),
-    ("norm: recompute", {"norm": "recompute"}),
-    ("norm: discard", {"norm": "discard"}),
-    ("activation: recompute", {"activation": "recompute"}),
-    ("activation: discard", {"activation": "discard"}),
-    ("mlp: recompute", {"mlp": "recompute"}),
-    ("attention: recompute", {"attention": "recompute"}),
-    ("cross_attention: recompute", {"cross_attention": "recompute"}),
-    ("block: recompute", {"block": "recompute"}),
-    ("block: recompute_cheap", {"block": "recompute_cheap"}),
-    ("attention: swap", {"attention": "swap"}),
-    ("block: swap", {"block": "swap"}),
-    ("block: swap_cheap", {"block": "swap_cheap"}),
-    ("norm + activation: recompute", {"norm": "recompute", "activation": "recompute"}),
-    ("each branch: swap_cheap", dict.fromkeys(BRANCHES, "swap_cheap")),
-    ("attention: swap_cheap, mlp: recompute_cheap", {"attention": "swap_cheap", "mlp": "recompute_cheap"}),
-    (
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured: the ways of every block, and how its MLPs compute."""
+
+    name: str
+    ways: dict[str, Way] = field(default_factory=dict)
+    mlp_parts: int | None = None  # into how many parts the tokens are split
+    mlp_exact: bool = True
+
+
+CASES = (
+    Case("plain"),
+    Case("norm: recompute", {"norm": "recompute"}),
+    Case("norm: discard", {"norm": "discard"}),
+    Case("activation: recompute", {"activation": "recompute"}),
+    Case("activation: discard", {"activation": "discard"}),
+    Case("mlp: recompute", {"mlp": "recompute"}),
+    Case("attention: recompute", {"attention": "recompute"}),
+    Case("cross_attention: recompute", {"cross_attention": "recompute"}),
+    Case("block: recompute", {"block": "recompute"}),
+    Case("block: recompute_cheap", {"block": "recompute_cheap"}),
+    Case("attention: swap", {"attention": "swap"}),
+    Case("block: swap", {"block": "swap"}),
+    Case("block: swap_cheap", {"block": "swap_cheap"}),
+    Case("norm + activation: recompute", {"norm": "recompute", "activation": "recompute"}),
+    Case("each branch: swap_cheap", dict.fromkeys(BRANCHES, "swap_cheap")),
+    Case("attention: swap_cheap, mlp: recompute_cheap", {"attention": "swap_cheap", "mlp": "recompute_cheap"}),
+    Case(
         "attention: swap, mlp: recompute, cross: cheap",
         {"attention": "swap", "mlp": "recompute", "cross_attention": "recompute_cheap"},
     ),
+    Case("mlp in 4 parts", {}, 4),
+    Case("mlp in 4 parts, not exact", {}, 4, False),
+    Case("attention: swap_cheap, mlp in 4 parts", {"attention": "swap_cheap"}, 4),
+    Case("block: recompute, mlp in 4 parts", {"block": "recompute"}, 4),
 )
 
 
@@ -91,17 +106,21 @@ class Setting:
 class Row:
     """What was found of a way."""
 
-    name: str
-    ways: dict[str, Way]
+    case: Case
     kept: int
     peak: int
     host: int
     forward_matmuls: int
     backward_matmuls: int
+    work: int  # floating-point operations of both
     time: float | None  # of a step, as a ratio to the plain one's; None: not timed
     seconds: float | None
     equal: bool
     grown: int | None = None  # bytes by which a process grows in its first step
+
+    @property
+    def name(self) -> str:
+        return self.case.name
 
 
 @dataclass(frozen=True)
@@ -117,7 +136,7 @@ class Found:
     def verdicts(self) -> list[tuple[bool, str]]:
         """What was asked for, and whether it is so."""
         plain, swapped = self.rows[0], [row for row in self.rows if row.name == "block: swap_cheap"]
-        wrong = [row.name for row in self.rows if not row.equal]
+        wrong = [row.name for row in self.rows if not row.equal and row.case.mlp_exact]
         told = [(not wrong, "gradients bitwise equal to plain" + (f", but for {', '.join(wrong)}" if wrong else ""))]
         for row in swapped:
             kept, added = row.kept / plain.kept, added_matmuls(row, plain)
@@ -157,9 +176,12 @@ class Found:
 
 
 def added_matmuls(row: Row, plain: Row) -> float:
-    """Matrix products of a step more than plain's, as a share."""
+    """Matrix products of a step more than plain's, as a share of their operations; their number may not grow more where none is cut."""
+    added = row.work / plain.work - 1
+    if row.case.mlp_parts is not None:
+        return added
     both = plain.forward_matmuls + plain.backward_matmuls
-    return (row.forward_matmuls + row.backward_matmuls) / both - 1
+    return max(added, (row.forward_matmuls + row.backward_matmuls) / both - 1)
 
 
 class Stage:
@@ -196,10 +218,14 @@ class Stage:
     def tokens(self) -> int:
         return self.model.tokens(self.setting.latent)
 
-    def use(self, ways: Mapping[str, Way]) -> None:
-        """From now on, steps keep what `ways` say."""
+    def use(self, case: Case) -> None:
+        """From now on, steps keep what `case` says."""
         for block in self.model.blocks:
-            set_ways(block, dict(ways), self.swap.group)
+            set_ways(block, case.ways, self.swap.group)
+            for part in block.modules():
+                if isinstance(part, Mlp):
+                    part.token_chunk = None if case.mlp_parts is None else -(-self.tokens // case.mlp_parts)
+                    part.exact_chunks = case.mlp_exact
 
     def forward(self) -> Tensor:
         out: Tensor = self.model(*self.inputs)
@@ -216,15 +242,15 @@ class Stage:
         self.device.synchronize()
         return time.perf_counter() - start
 
-    def counted(self) -> tuple[int, int, list[Tensor]]:
-        """Matrix products of forward and of backward, and the gradients."""
+    def counted(self) -> tuple[int, int, int, list[Tensor]]:
+        """Matrix products of forward and of backward, operations of both, and the gradients."""
         with MatmulCount() as count:
             loss = self.forward()
             forward = count.total
             loss.backward()
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
         self.model.zero_grad(set_to_none=True)
-        return forward, count.total - forward, grads
+        return forward, count.total - forward, count.work, grads
 
 
 def fill_zeros(model: nn.Module) -> None:
@@ -237,17 +263,17 @@ def fill_zeros(model: nn.Module) -> None:
 
 def measure(
     setting: Setting,
-    rows: Sequence[tuple[str, dict[str, Way]]] = ROWS,
+    cases: Sequence[Case] = CASES,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Found:
-    """Measure every way; the first of `rows` is plain."""
+    """Measure every case; the first is plain."""
     stage = Stage(setting)
-    _, _, truth = stage.counted()
+    *_, truth = stage.counted()
     found = []
-    for name, ways in rows:
-        progress(name)
-        stage.use(ways)
-        forward, backward, grads = stage.counted()
+    for case in cases:
+        progress(case.name)
+        stage.use(case)
+        forward, backward, work, grads = stage.counted()
         equal = len(grads) == len(truth) and all(map(torch.equal, grads, truth))
         del grads
         gc.collect()
@@ -256,15 +282,15 @@ def measure(
         host = stage.swap.moved_out - before
         resident = sum(p.numel() * p.element_size() for p in stage.model.parameters())
         peak = peak_bytes(stage.device, resident, stage.step)
-        grown = grown_bytes(setting, ways) if setting.sizes else None
-        found.append(Row(name, ways, kept, peak, host, forward, backward, None, None, equal, grown))
-    ratios: list[list[float]] = [[] for _ in rows]
-    seconds: list[list[float]] = [[] for _ in rows]
+        grown = grown_bytes(setting, case) if setting.sizes else None
+        found.append(Row(case, kept, peak, host, forward, backward, work, None, None, equal, grown))
+    ratios: list[list[float]] = [[] for _ in cases]
+    seconds: list[list[float]] = [[] for _ in cases]
     for turn in range(setting.rounds):
         progress(f"round {turn + 1} of {setting.rounds}")
         taken = []
-        for _, ways in rows:
-            stage.use(ways)
+        for case in cases:
+            stage.use(case)
             stage.step()  # a way's first step fills its pool
             taken.append(stage.seconds())
         for place, one in enumerate(taken):
@@ -277,18 +303,18 @@ def measure(
     return Found(setting, count_parameters(stage.model), stage.tokens, stage.device.name, timed)
 
 
-def grown_bytes(setting: Setting, ways: Mapping[str, Way]) -> int:
+def grown_bytes(setting: Setting, case: Case) -> int:
     """By how much a new process grows when it takes its first steps; on an accelerator that is its host's memory."""
     with ProcessPoolExecutor(
         1, multiprocessing.get_context("spawn")
     ) as pool:  # a Pool would start a dying process for ever
-        return pool.submit(_grow, setting, dict(ways), torch.get_num_threads()).result()
+        return pool.submit(_grow, setting, case, torch.get_num_threads()).result()
 
 
-def _grow(setting: Setting, ways: dict[str, Way], threads: int) -> int:
+def _grow(setting: Setting, case: Case, threads: int) -> int:
     torch.set_num_threads(threads)
     stage = Stage(setting)
-    stage.use(ways)
+    stage.use(case)
     before = Device("cpu", 0).memory_bytes()
     forget_peak()
     stage.step()

@@ -81,6 +81,10 @@ class MemoryConfig(Section):
         ge=1,
         description="Tokens of all samples of a micro-batch that an MLP computes at a time; each part is computed again in backward. Null: all at once.",
     )
+    mlp_exact: bool = Field(
+        True,
+        description="With `mlp_chunk`, whether gradients are those of the whole MLP to the bit (9 matrix products in place of 6), or its weights' are sums over the parts (7 in place of 6).",
+    )
     empty_cache: int | None = Field(
         None,
         ge=1,

@@ -6,16 +6,21 @@ from collections import Counter
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from .region import matmul_operators
 
 
 class MatmulCount(TorchDispatchMode):
-    """Inside, counts the matrix products that are computed, by operator. Those that a region gives back are not."""
+    """Inside, counts the matrix products that are computed, by operator. Those that a region gives back are not.
+
+    `work` is their floating-point operations, where torch knows the operator's.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: Counter[str] = Counter()
+        self.work = 0
         self._operators = matmul_operators()
 
     @property
@@ -23,6 +28,9 @@ class MatmulCount(TorchDispatchMode):
         return sum(self.calls.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
         if func in self._operators:
             self.calls[str(func)] += 1
-        return func(*args, **(kwargs or {}))
+            count = flop_registry.get(func.overloadpacket)
+            self.work += count(*args, **(kwargs or {}), out_val=out) if count is not None else 0
+        return out

@@ -28,12 +28,14 @@ class Keeping:
         groups: makes a place to swap to for each run of a span that swaps; of `Swap.group`.
         exchange_again: whether recomputation exchanges between devices again.
         mlp_chunk: tokens that an MLP computes at a time; None: all.
+        mlp_exact: whether its gradients are then bitwise those of the whole MLP.
     """
 
     ways: tuple[Ways, ...] = field(default_factory=lambda: ({},))
     groups: Callable[[], Group] | None = None
     exchange_again: bool = False
     mlp_chunk: int | None = None
+    mlp_exact: bool = True
 
     @classmethod
     def everywhere(cls, ways: Ways, blocks: int = 1, keep_last: bool = False, **given: Any) -> Keeping:
@@ -71,6 +73,7 @@ class Keeping:
             raise UserError(f"memory.mlp_chunk: {type(block).__name__} has no MLP that computes in parts; leave it out")
         for part in parts:
             part.token_chunk = self.mlp_chunk  # type: ignore[assignment]
+            part.exact_chunks = self.mlp_exact  # type: ignore[assignment]
 
 
 def count_ways(keeping: Iterable[Ways]) -> dict[str, int]:
@@ -90,7 +93,7 @@ def make_keeping(
     checkpointing: `train.checkpointing`, short for `block: recompute`. choice: the ways of each block that were chosen under a budget.
     """
     swap = Swap(device, parse_bytes(memory.swap_from))
-    given = {"groups": swap.group, "exchange_again": memory.exchange_again, "mlp_chunk": memory.mlp_chunk}
+    given = {"groups": swap.group, **memory.model_dump(include={"exchange_again", "mlp_chunk", "mlp_exact"})}
     if choice is not None:
         return Keeping(tuple(choice), **given)  # type: ignore[arg-type]
     spans: dict[str, Way] = {"block": "recompute"}

@@ -37,11 +37,16 @@ class _Split(nn.Module):
     _bias_share: float
 
     def forward(self, x: Tensor) -> Tensor:
-        linear = cast(nn.Linear, self)
-        bias = local(linear.bias) if linear.bias is not None else None
-        if bias is not None and self._bias_share != 1.0:
-            bias = bias * self._bias_share  # every process adds a part: their outputs are summed
-        return F.linear(x, local(linear.weight), bias)
+        return F.linear(x, *applied(cast(nn.Linear, self)))
+
+
+def applied(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """The weight and the bias that this process computes a linear layer with, split or not."""
+    bias = local(layer.bias) if layer.bias is not None else None
+    share = getattr(layer, "_bias_share", 1.0)
+    if bias is not None and share != 1.0:
+        bias = bias * share  # every process adds a part: their outputs are summed
+    return local(layer.weight), bias
 
 
 def local(tensor: Tensor) -> Tensor:
