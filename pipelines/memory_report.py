@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from mmspeed.errors import UserError
 from mmspeed.log import format_bytes
 from mmspeed.memory.peak import local_bytes
-from mmspeed.memory.report import CATEGORIES, MemoryReport, host_pools, measure_step
+from mmspeed.memory.report import CATEGORIES, MemoryReport, host_pools
 from mmspeed.parallel import unwrap
 from mmspeed.pipelines.assemble import Assembly
 from mmspeed.pipelines.trial import Trial
@@ -38,6 +38,8 @@ def measure_report(trial: Trial, bucket: Bucket, batch: int) -> MemoryReport:
 
     Collective: every process of the run calls it. Raises UserError with `train.compile`.
     """
+    from mmspeed.memory.tracked import measure_step  # imports much
+
     if trial.config.train.compile:
         raise UserError("the memory of compiled blocks cannot be told apart: measure with train.compile: false")
     parts = trial.parts

@@ -32,8 +32,8 @@ from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.log import format_bytes
 from mmspeed.memory import peak_bytes, set_ways
 from mmspeed.memory.count import MatmulCount
-from mmspeed.memory.report import kept_bytes
 from mmspeed.memory.swap import Swap
+from mmspeed.memory.tracked import kept_bytes
 from mmspeed.models.layers import Mlp
 from mmspeed.models.sora_dit import SoraDiT, SoraDiTConfig, count_parameters
 from mmspeed.parallel import autocast

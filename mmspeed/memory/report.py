@@ -1,30 +1,19 @@
-"""What takes a device's memory during one training step: by category at the peak, and by layer.
-
-By torch's MemTracker, which sees every tensor that an operation returns, on any device. It does not see what an operation takes for
-itself while it runs; `counted_peak`, the allocator's own figure, has that too.
-"""
+"""What takes a device's memory during one training step: by category at the peak, and by layer. `tracked` measures it."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
-from torch.distributed._tools.mod_tracker import ModTracker
+from torch import nn
 from torch.optim import Optimizer
 
-from mmspeed.device import Device
 from mmspeed.log import format_bytes
 
 from .host import HostPool
 from .peak import local_bytes
-
-AT_THE_END = "end of forward"  # what is freed or made after the last layer, such as autocast's copies of weights
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "average", "activations", "temporary")
 MEANING = {
@@ -110,161 +99,6 @@ def runs_of(layers: Iterable[Layer]) -> list[tuple[str, int]]:
     ]
 
 
-class _Modules(ModTracker):
-    """Does not wait for the gradients of all inputs of a module to say that it is done: it would hold them, and measure itself."""
-
-    def _fw_pre_hook(self, mod: nn.Module, input: Any) -> None:
-        super()._fw_pre_hook(mod, ())
-
-
-class _Tracker(MemTracker):
-    """Knows beside the bytes in which phase and module the peak is, and what the forward pass had left when each layer began."""
-
-    def __init__(self, model: nn.Module, device: Device) -> None:
-        super().__init__()
-        self._mod_tracker = _Modules()
-        self.device = device.torch_device
-        self.model = model
-        self.names = weakref.WeakKeyDictionary({part: name for name, part in model.named_modules()})
-        self.layers = {part: name for name, part in layers_of(model)}
-        self.begun: list[tuple[str, int]] = []  # layers in the order in which they ran, and activations then
-        self.ended = self.left = 0  # activations after the last layer, and after the model
-        self.latest: nn.Module | None = None  # of the modules that backward has come to
-        self.phase, self.module = "forward", ""
-        self._behind = False  # whether backward has begun
-
-    def own(self, optimizer: Any) -> None:
-        """Count what an optimizer holds on the device: its states, and weights that are not the model's."""
-        inner = optimizer if isinstance(optimizer, Optimizer) else optimizer.inner
-        self.track_external(inner)
-        for group in inner.param_groups:
-            for weight in group["params"]:
-                if weight.device == self.device:
-                    super()._track(_MemRefType.OPT, weight)  # known ones stay what they are
-
-    def bytes_of(self, kind: _MemRefType | str, at: str = "current") -> int:
-        return int(self.get_tracker_snapshot(at).get(self.device, {}).get(kind, 0))
-
-    def _now(self) -> str:
-        if self._mod_tracker.is_bw:
-            return "backward"
-        if len(self._mod_tracker.parents) > 1:
-            return "forward"
-        return "update" if self._behind else "loss" if self.begun else "batch"
-
-    def _track(self, reftype: Any, t: Tensor) -> None:
-        self._behind = self._behind or self._mod_tracker.is_bw
-        if reftype == _MemRefType.ACT and self._behind:
-            reftype = _MemRefType.TEMP  # computed again, or in the update
-        super()._track(reftype, t)
-
-    def _update_peak_stats(self, peak_state: Any) -> None:
-        before = self._peak_mem.get(self.device, 0)
-        super()._update_peak_stats(peak_state)
-        if self._peak_mem.get(self.device, 0) > before:
-            self.phase = self._now()
-            self.module = self._at_work()
-
-    def _at_work(self) -> str:
-        """The innermost module that is running, by its name; of backward the one that it came to last."""
-        part = self.latest
-        if self.phase == "forward":
-            known = {stats.mod_fqn: part for part, stats in self.memory_tracking.items()}
-            active = sorted((name for name in self._mod_tracker.parents if name in known), key=lambda n: n.count("."))
-            part = known[active[-1]] if active else None
-        elif self.phase != "backward":
-            part = None
-        return "" if part is None else self.names.get(part, "")
-
-    def _pre_fw_hook(self, module: nn.Module, inputs: Any) -> None:
-        if module in self.layers and not self._mod_tracker.is_bw:
-            self.begun.append((self.layers[module], self.bytes_of(_MemRefType.ACT)))
-        if self._mod_tracker.is_bw:
-            self.latest = module
-        super()._pre_fw_hook(module, inputs)
-
-    def _post_fw_hook(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        super()._post_fw_hook(module, inputs, outputs)
-        if self._mod_tracker.is_bw:
-            return
-        if self.begun and self.layers.get(module) == self.begun[-1][0]:
-            self.ended = self.bytes_of(_MemRefType.ACT)
-        if module is self.model:
-            self.left = self.bytes_of(_MemRefType.ACT)
-
-    def _pre_bw_hook(self, module: nn.Module, args: Any) -> None:
-        if not self._lies_in(self.latest, module):  # what ends a module is told before it
-            self.latest = module
-        if module in self.layers:  # sharded parameters get their gradients without the hooks that would tell of it
-            for parameter in self.model.parameters():
-                if parameter.grad is not None:
-                    self._update_and_maybe_create_winfos(parameter.grad, _MemRefType.GRAD)
-        super()._pre_bw_hook(module, args)
-
-    def _lies_in(self, inner: nn.Module | None, outer: nn.Module) -> bool:
-        return inner is not None and f"{self.names.get(inner, '')}.".startswith(f"{self.names.get(outer, '')}.")
-
-    def kept(self) -> tuple[Layer, ...]:
-        """What each layer left behind, in the order of their first runs."""
-        starts = [*self.begun, (AT_THE_END, self.ended), ("", self.left)]
-        kept: dict[str, int] = {}
-        for (name, before), (_, after) in pairwise(starts):
-            kept[name] = kept.get(name, 0) + after - before
-        return tuple(Layer(name, count) for name, count in kept.items())
-
-
-def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The parts of a model that a report tells apart: its children, and the members of its lists."""
-    found: list[tuple[str, nn.Module]] = []
-    for name, part in model.named_children():
-        listed = isinstance(part, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
-        found += [(f"{name}.{inner}", each) for inner, each in part.named_children()] if listed else [(name, part)]
-    return found
-
-
-def measure_step(
-    model: nn.Module,
-    optimizer: Any,
-    work: Callable[[], object],
-    *,
-    device: Device,
-    setting: str,
-    average: Iterable[Tensor] = (),
-    host: Callable[[], Mapping[str, int]] = dict,
-    counted_peak: int | None = None,
-) -> MemoryReport:
-    """The memory of `work`, one step with one forward pass, after a first one that made the optimizer's states.
-
-    Args:
-        model: without a wrapper around it, so that its layers have their own names. Blocks that torch.compile made graphs of are not seen.
-        optimizer: of torch, or a tiered one, which tells its bytes by `device_bytes`.
-        average: the moving average's tensors, as far as they are on the device.
-        host: asked after the step, what of it is in the host's memory.
-    """
-    tracker = _Tracker(model, device)
-    tracker.track_external(model, *average)
-    tracker.own(optimizer)
-    held = optimizer_bytes(optimizer)
-    unseen = max(0, held - tracker.bytes_of(_MemRefType.OPT))  # the 16 bits that bfloat16 weights lack
-    with tracker:
-        work()
-    at_peak = {kind: tracker.bytes_of(kind, "peak") for kind in _MemRefType}
-    optimizing = min(at_peak[_MemRefType.OPT], held - unseen)
-    categories = {
-        "parameters": at_peak[_MemRefType.PARAM] + at_peak[_MemRefType.BUFFER],
-        "gradients": at_peak[_MemRefType.GRAD],
-        "optimizer": optimizing + unseen,
-        "average": at_peak[_MemRefType.OTH],
-        "activations": at_peak[_MemRefType.ACT],
-        "temporary": at_peak[_MemRefType.TEMP] + at_peak[_MemRefType.OPT] - optimizing,
-    }
-    in_host = {name: count for name, count in host().items() if count}
-    peak, layers = sum(categories.values()), tracker.kept()
-    return MemoryReport(
-        device.name, setting, peak, tracker.phase, tracker.module, categories, in_host, layers, counted_peak
-    )
-
-
 def optimizer_bytes(optimizer: Any) -> int:
     """What an optimizer holds on the device between steps, beside the parameters; a tiered one tells it by `device_bytes`."""
     if isinstance(optimizer, Optimizer):
@@ -272,24 +106,6 @@ def optimizer_bytes(optimizer: Any) -> int:
         return local_bytes(value for state in states for value in state.values() if torch.is_tensor(value))
     held = optimizer.device_bytes()
     return int(held["master"] + held["states"])
-
-
-def kept_bytes(device: Device, model: nn.Module, forward: Callable[[], object], inputs: Iterable[Tensor] = ()) -> int:
-    """Bytes of the device that are in use after `forward` and were not before, while its result is held.
-
-    inputs: tensors that are there before; else what forward keeps of them counts.
-    """
-    tracker = MemTracker()
-    tracker.track_external(model, *inputs)
-    with tracker:
-        before = tracker.get_tracker_snapshot().get(device.torch_device, {}).get("Total", 0)
-        result = forward()
-        after = tracker.get_tracker_snapshot().get(device.torch_device, {}).get("Total", 0)
-    if isinstance(result, Tensor) and result.requires_grad:
-        # the tracker's hooks hold a graph until a backward pass went through it
-        weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        torch.autograd.grad(result.sum(), weights, allow_unused=True)
-    return int(after - before)
 
 
 def host_pools(model: nn.Module) -> list[HostPool]:

@@ -18,7 +18,8 @@ from mmspeed.config.parallel import ParallelConfig
 from mmspeed.device import Device
 from mmspeed.memory import Keeping, peak_bytes
 from mmspeed.memory.count import MatmulCount
-from mmspeed.memory.report import CATEGORIES, MemoryReport, measure_step
+from mmspeed.memory.report import CATEGORIES, MemoryReport
+from mmspeed.memory.tracked import measure_step
 from mmspeed.mesh import make_mesh
 from mmspeed.models import SoraDiT, SoraDiTConfig
 from mmspeed.parallel import make_layout, parallelize, sum_shared_gradients

@@ -18,7 +18,7 @@ from mmspeed.cli.bench_memory_budget import measure_budgets
 from mmspeed.cli.bench_memory_tiers import Size, lines, measure_tiers
 from mmspeed.config import dump_config
 from mmspeed.errors import UserError
-from mmspeed.memory.report import kept_bytes
+from mmspeed.memory.tracked import kept_bytes
 from tests.runs import small_config
 
 TINY = Setting(width=96, heads=4, rank=8, depth=2, latent=(5, 16, 16), rounds=1, device="cpu", sizes=False)

@@ -18,7 +18,7 @@ from mmspeed.errors import UserError
 from mmspeed.memory import Keeping, peak_bytes
 from mmspeed.memory.chunked import UNITS, chunked_cross_entropy, chunked_mlp, in_chunks
 from mmspeed.memory.count import MatmulCount
-from mmspeed.memory.report import kept_bytes
+from mmspeed.memory.tracked import kept_bytes
 from mmspeed.models.layers import Mlp, gelu
 from mmspeed.models.sora_dit import SoraDiT, SoraDiTConfig
 from mmspeed.parallel import parallelize

@@ -13,7 +13,8 @@ from mmspeed.config import Config, dump_config
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.memory import set_ways
-from mmspeed.memory.report import AT_THE_END, CATEGORIES, Layer, MemoryReport, kept_bytes, layers_of, runs_of
+from mmspeed.memory.report import CATEGORIES, Layer, MemoryReport, runs_of
+from mmspeed.memory.tracked import AT_THE_END, kept_bytes, layers_of
 from mmspeed.mesh import process_group
 from mmspeed.models.layers import Mlp
 from mmspeed.pipelines.memory_report import measure_report, page_part, report_figure
