@@ -57,7 +57,7 @@ def test_a_damaged_shard_that_one_rank_meets_ends_all_with_its_message(tmp_path:
     assert "damaged" in done.stderr and str(shard.name) in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_saves_and_is_no_failure(tmp_path: Path, number: signal.Signals) -> None:
     config = small_config(tmp_path, "train.steps=100000", "checkpoint.every=100000", "validate.every=100000")
     CacheBuilder(config).run()

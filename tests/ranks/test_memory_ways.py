@@ -30,6 +30,8 @@ WAYS: list[Any] = [
     *({"norm": way, "activation": way} for way in SMALL),
     {"attention": "swap_cheap", "cross_attention": "recompute", "activation": "discard"},
 ]
+# enough for each layout in every run: whole blocks, branches, both small ones, and a mix; all ways are tried with `slow`
+FEW: list[Any] = [{"block": "recompute"}, dict.fromkeys(BRANCHES, "swap_cheap"), WAYS[-2], WAYS[-1]]
 AGAIN: list[Any] = [{"block": "recompute"}, {"block": "recompute_cheap"}, {"block": "swap_cheap"}, {"norm": "discard"}]
 # strategy, arrangement, parallel, more
 CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
@@ -124,13 +126,13 @@ def forward_alone(bench: Bench, ways: Ways) -> dict[str, int]:
     return {" ".join(kind): count for kind, count in (+within).items()}
 
 
-def measure(names: list[str], four: bool) -> dict[str, Any]:
+def measure(names: list[str], four: bool, every: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in names:
         bench = Bench((FOUR if four else CASES)[name])
         plain = bench.step({})
         rows = []
-        for ways in WAYS:
+        for ways in WAYS if every else FEW:
             step = bench.step(ways)
             rows.append(
                 (
@@ -141,7 +143,7 @@ def measure(names: list[str], four: bool) -> dict[str, Any]:
             )
         again = []
         if bench.layout.ledger.total() and "sparse" not in bench.more:
-            for ways in AGAIN:
+            for ways in AGAIN if every else AGAIN[-2:]:
                 step = bench.step(ways, again=True)
                 again.append((name_of(ways), differs(step, plain), step["sent"]))
         found[name] = {
@@ -197,8 +199,9 @@ def check(ranks: list[dict[str, Any]]) -> None:
     ],
     ids=" ".join,
 )
-def test_no_exchange_is_made_again_on_two_ranks(names: list[str]) -> None:
-    ranks = run_ranks(measure, 2, names, False)
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["few", "every"])
+def test_no_exchange_is_made_again_on_two_ranks(names: list[str], every: bool) -> None:
+    ranks = run_ranks(measure, 2, names, False, every)
     check(ranks)
     assert all(
         of_rank[name]["plain"]["sent"] or name in ("fsdp", "fsdp bfloat16", "ddp")
@@ -212,5 +215,6 @@ def test_no_exchange_is_made_again_on_two_ranks(names: list[str]) -> None:
     [["hybrid", "tp and ulysses"], pytest.param(["tp and ring", "uneven"], marks=pytest.mark.slow)],
     ids=" ".join,
 )
-def test_no_exchange_is_made_again_on_four_ranks(names: list[str]) -> None:
-    check(run_ranks(measure, 4, names, True))
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["few", "every"])
+def test_no_exchange_is_made_again_on_four_ranks(names: list[str], every: bool) -> None:
+    check(run_ranks(measure, 4, names, True, every))

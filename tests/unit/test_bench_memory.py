@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
+from mmspeed.cli import bench_memory_budget
 from mmspeed.cli.app import run
 from mmspeed.cli.bench_memory import CASES, Found, Setting, Stage, grown_bytes, measure
 from mmspeed.cli.bench_memory_all import bench_memory
 from mmspeed.cli.bench_memory_budget import measure_budgets
 from mmspeed.cli.bench_memory_tiers import Size, lines, measure_tiers
-from mmspeed.config import dump_config
+from mmspeed.config import Config, dump_config, make_config
 from mmspeed.errors import UserError
 from mmspeed.memory.tracked import kept_bytes
 from tests.runs import small_config
@@ -49,7 +50,7 @@ def test_ways_are_told_with_what_they_give_and_cost(found: Found) -> None:
 
 
 def test_a_process_that_keeps_less_grows_less() -> None:
-    large = replace(TINY, latent=(5, 32, 32), depth=12, rounds=0)
+    large = replace(TINY, latent=(5, 32, 32), depth=8, rounds=0)
     plain, again = measure(large, [case for case in CASES if case.name in ("plain", "block: recompute")]).rows
     grown = [grown_bytes(large, row.case) for row in (plain, again)]
     # what a process grows by has a part that no way touches: gradients, one block's work, the allocator's own
@@ -86,7 +87,13 @@ def test_tiers_have_the_bytes_they_are_meant_to_have() -> None:
     assert all(row.passed() for row in rows) and lines(rows)[-1].startswith("PASSED")
 
 
-def test_a_budget_is_kept_to_or_told() -> None:
+def test_a_budget_is_kept_to_or_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def small(*given: Any) -> Config:
+        overrides = ["model.depth=6", "data.buckets=[{frames: 17, height: 128, width: 128}]"]
+        return make_config(setting(*given).model_dump(mode="json"), overrides, origin="test")
+
+    setting = bench_memory_budget.setting
+    monkeypatch.setattr(bench_memory_budget, "setting", small)
     found = measure_budgets("full", "cpu", shares=(0.5, 0.001))
     half, none = found.rows
     assert half.passed() and half.measured is not None and half.measured <= half.budget and half.ways

@@ -103,7 +103,7 @@ def test_figures_of_branches_add_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_shapes_tell_what_is_measured(tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes kept are the same to the byte; peaks but for what operations take for themselves."""
     alone = lambda options, *_: [one for one in options if len(one.ways) < 2]  # noqa: E731  # whatever the clock says
