@@ -34,7 +34,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "all": {"ulysses": 2, "tp": 2},
 }
 WORLD, CHUNK = 4, 50
-TOKENS = 2 * 4 * 16 * 16
+TOKENS = 2 * 4 * 8 * 8
 PARTS = {
     "fsdp": TOKENS // CHUNK + 1,
     "tp": TOKENS // CHUNK + 1,
@@ -54,7 +54,7 @@ def step(name: str, keeping: Keeping | None) -> tuple[dict[str, Tensor], int, in
             parameter += 0.1 * rng.normal(parameter.shape, 1, "perturb", key)
     model = parallelize(model, mesh, "fsdp", layout=layout, keeping=keeping)  # type: ignore[assignment]
     inputs = (
-        rng.normal((2, 4, 4, 32, 32), 0, "latent"),
+        rng.normal((2, 4, 4, 16, 16), 0, "latent"),
         torch.tensor([0.2, 0.7]),
         rng.normal((2, 8, 16), 0, "text"),
         torch.ones(2, 8, dtype=torch.bool),
