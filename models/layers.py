@@ -83,7 +83,8 @@ class Mlp(nn.Module):
         self.up = nn.Linear(width_in, hidden)
         self.down = nn.Linear(hidden, width_out)
         self.token_chunk: int | None = None  # tokens of all samples that are computed at a time; None: all
-        self.exact_chunks = True  # with the gradients of the whole, for two more products
+        # with the gradients of the whole, for two more products; `up` and `down` are then read, not called
+        self.exact_chunks = True
 
     def forward(self, x: Tensor, before: Before = nothing_before) -> Tensor:
         if self.token_chunk is not None:

@@ -22,6 +22,7 @@ from mmspeed.config import Config
 from mmspeed.config.memory import parse_bytes
 from mmspeed.data import make_batching, sample_costs
 from mmspeed.device import Device, parse_dtype, pick
+from mmspeed.errors import UserError
 from mmspeed.log import format_bytes
 from mmspeed.memory.budget import Option
 from mmspeed.memory.gauge import ShapeGauge
@@ -137,8 +138,10 @@ def plan_memory(
         world: None: as many devices as compute one video together.
         inputs: None: asks the config's codec and text encoder.
 
-    Raises UserError for a bucket that fits neither codec nor model, and as `text_width`.
+    Raises UserError for a bucket that fits neither codec nor model, for `memory.mlp_chunk`, and as `text_width`.
     """
+    if config.memory.mlp_chunk is not None:
+        raise UserError("a plan chooses how MLPs are computed, and memory.mlp_chunk says it: leave mlp_chunk out")
     parallel, speeds = config.parallel, speeds or Speeds()
     world = world or parallel.group
     if inputs is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import signal
 import tempfile
 import time
 import traceback
@@ -15,6 +16,8 @@ from typing import Any
 
 # What nearly all ranks import, once in the server that they are forked from: it would be seconds of each.
 PRELOAD = ["torch.distributed.fsdp", "torch.distributed.tensor", "mmspeed.models", "mmspeed.pipelines.train", "pytest"]
+
+STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
 def _enter(
@@ -29,6 +32,7 @@ def _enter(
     import torch
     import torch.distributed as dist
 
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     os.environ.clear()
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     torch.set_num_threads(1)
@@ -43,9 +47,16 @@ def _enter(
 
 
 def start_server() -> None:
-    """Start the process that ranks are forked from, where there is none; its imports go on beside."""
+    """Start the process that ranks are forked from, where there is none; its imports go on beside.
+
+    There is one in a process, and workers of the loader come from it too: it blocks what theirs blocks.
+    """
     mp.set_forkserver_preload(PRELOAD)
-    forkserver.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float = 300.0) -> list[Any]:

@@ -83,7 +83,7 @@ class MemoryConfig(Section):
     )
     mlp_exact: bool = Field(
         True,
-        description="With `mlp_chunk`, whether gradients are those of the whole MLP to the bit (9 matrix products in place of 6), or its weights' are sums over the parts (7 in place of 6).",
+        description="With `mlp_chunk`, whether gradients are those of the whole MLP, each number summed in the same order (9 matrix products in place of 6), or its weights' are sums over the parts (7 in place of 6).",
     )
     empty_cache: int | None = Field(
         None,
@@ -165,6 +165,8 @@ def refused(
     told = {name: way for name, way in memory.spans.items() if way != "save"}
     if compiles and told not in ({}, {"block": "recompute"}):
         return "with train.compile, `block: recompute` is the only way of a span beside `save`: compiled blocks choose themselves what they keep"
+    if memory.mlp_chunk is None and not memory.mlp_exact:
+        return "mlp_exact says how an MLP in parts computes: set mlp_chunk, or leave mlp_exact out"
     if memory.mlp_chunk is not None and compiles:
         return "mlp_chunk is not for compiled blocks: leave train.compile or mlp_chunk out"
     if memory.mlp_chunk is not None and memory.chooses:

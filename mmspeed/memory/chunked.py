@@ -16,7 +16,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 Linear = tuple[Tensor, Tensor | None]  # the weight (out, in) and the bias of a linear layer
-UNITS = 64  # a part has a multiple of so many hidden units: kernels sum narrow matrices in another order
+# Parts are multiples of these: kernels sum the last few rows or columns of a matrix, and narrow ones, in another order.
+ROWS, UNITS = 16, 64
 
 
 def in_chunks(run: Callable[[Tensor], Tensor], x: Tensor, dim: int, size: int) -> Tensor:
@@ -28,7 +29,7 @@ def in_chunks(run: Callable[[Tensor], Tensor], x: Tensor, dim: int, size: int) -
     """
     if size < 1:
         raise ValueError(f"a part has at least one place, not {size}")
-    parts = _parts(x, size, dim)
+    parts = x.split(size, dim)
     with _casts_apart():
         if torch.is_grad_enabled():
             done = [checkpoint(run, part, use_reentrant=False, preserve_rng_state=False) for part in parts]
@@ -37,29 +38,42 @@ def in_chunks(run: Callable[[Tensor], Tensor], x: Tensor, dim: int, size: int) -
     return done[0] if len(done) == 1 else torch.cat(done, dim)
 
 
-def _parts(x: Tensor, size: int, dim: int = 0) -> tuple[Tensor, ...]:
-    """Parts of at most `size` places that differ by one at most: kernels sum the few rows of a small rest in another order."""
-    return x.tensor_split(max(1, -(-x.shape[dim] // size)), dim)
+def _even_parts(whole: int, size: int, multiple: int) -> list[int]:
+    """The sizes of even parts of about `size`: multiples of `multiple`, with the rest in the last, which is not smaller than that."""
+    parts = max(1, -(-whole // size))
+    each = -(-whole // (parts * multiple)) * multiple or multiple
+    full, rest = divmod(whole, each)
+    if full and rest < multiple:
+        return [each] * (full - 1) + [each + rest]
+    return [each] * full + [rest]
+
+
+def _parts(x_NE: Tensor, size: int) -> tuple[Tensor, ...]:
+    return x_NE.split(_even_parts(len(x_NE), size, ROWS))
 
 
 def chunked_mlp(x_NE: Tensor, up: Linear, act: Callable[[Tensor], Tensor], down: Linear, size: int) -> Tensor:
     """`linear(act(linear(x, up)), down)` whose hidden layer exists for about `size` of its N tokens at a time, forward and backward.
 
     Every number is a sum over the same terms as of the whole MLP, so that results and gradients are bitwise its own wherever a matrix
-    product's rows and columns do not depend on how many are computed together (seen of CPU kernels from 16 rows a thread on; an
-    accelerator's library may choose another kernel for another shape). Backward goes over parts of the tokens for the gradient of x, and
-    over parts of the hidden units for those of the weights, which are sums over all tokens: it computes the first product twice again and
-    the hidden layer's gradient once more, 9 products in all where the plain MLP has 6 and `in_chunks` 7. `act` treats each number apart.
+    product's rows and columns do not depend on how many are computed together: seen of one CPU thread for all widths E and M that are
+    multiples of 16, and of two for nearly all; else the last bits may differ. An accelerator's library may choose another kernel for
+    another shape. Backward goes over parts of the tokens for the gradient of x, and over parts of the
+    hidden units, 64 or more, for those of the weights, which are sums over all tokens: it computes the first product twice again and the
+    hidden layer's gradient once more, 9 products in all where the plain MLP has 6 and `in_chunks` 7. `act` treats each number apart.
 
     Differentiable once. Raises ValueError for a size below 1, and for tokens of another dtype than the weights without autocast.
     """
     if size < 1:
         raise ValueError(f"a part has at least one place, not {size}")
-    kind = x_NE.device.type
-    if torch.is_autocast_enabled(kind):
+    kind, weights = x_NE.device.type, [each for each in (*up, *down) if each is not None]
+    wide = torch.float64 in {each.dtype for each in (x_NE, *weights)}  # which autocast leaves alone
+    if not wide and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         x_NE = x_NE.to(torch.get_autocast_dtype(kind))
-    elif x_NE.dtype != up[0].dtype:
-        raise ValueError(f"tokens of {x_NE.dtype} do not go with weights of {up[0].dtype}")
+    else:
+        other = next((each.dtype for each in weights if each.dtype != x_NE.dtype), None)
+        if other is not None:
+            raise ValueError(f"tokens of {x_NE.dtype} do not go with weights of {other}")
     out: Tensor = _ChunkedMlp.apply(x_NE, *up, *down, act, size)
     return out
 
@@ -99,6 +113,7 @@ class _ChunkedMlp(torch.autograd.Function):
             for x_PE, grad_PE, out_PE in zip(*pieces, strict=True):
                 hidden_PM = F.linear(x_PE, up_ME, up_M)
                 out_PE.copy_(_through(ctx.act, hidden_PM, grad_PE @ down_EM) @ up_ME)
+                del hidden_PM  # before the next one is made
         if wants_up or wants_up_bias or wants_down:
             for units in _unit_parts(len(up_ME), len(x_NE), ctx.size):
                 hidden_NQ = F.linear(x_NE, up_ME[units], None if up_M is None else up_M[units])
@@ -110,6 +125,8 @@ class _ChunkedMlp(torch.autograd.Function):
                         grad_up[units] = grad_NQ.t() @ x_NE
                     if grad_up_bias is not None:
                         grad_up_bias[units] = grad_NQ.sum(0)
+                    del grad_NQ
+                del hidden_NQ
         return grad_x, grad_up, grad_up_bias, grad_down, grad_NE.sum(0) if wants_down_bias else None, None, None
 
 
@@ -127,10 +144,10 @@ def _through(act: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> Tensor
 
 def _unit_parts(units: int, tokens: int, size: int) -> Iterator[slice]:
     """Parts of the hidden units that are, for all tokens, about as many numbers as all units of `size` tokens."""
-    wanted = -(-units * min(size, tokens) // max(1, tokens))
-    width = max(1, -(-wanted // UNITS)) * UNITS
-    for start in range(0, units, width):
-        yield slice(start, min(start + width, units))
+    start = 0
+    for width in _even_parts(units, max(1, units * min(size, tokens) // max(1, tokens)), UNITS):
+        yield slice(start, start + width)
+        start += width
 
 
 @contextmanager
