@@ -32,9 +32,9 @@ from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.log import format_bytes
 from mmspeed.memory import peak_bytes, set_ways
 from mmspeed.memory.count import MatmulCount
+from mmspeed.memory.keeping import set_chunks
 from mmspeed.memory.swap import Swap
 from mmspeed.memory.tracked import kept_bytes
-from mmspeed.models.layers import Mlp
 from mmspeed.models.sora_dit import SoraDiT, SoraDiTConfig, count_parameters
 from mmspeed.parallel import autocast
 
@@ -220,12 +220,10 @@ class Stage:
 
     def use(self, case: Case) -> None:
         """From now on, steps keep what `case` says."""
+        chunk = None if case.mlp_parts is None else -(-self.tokens // case.mlp_parts)
         for block in self.model.blocks:
             set_ways(block, case.ways, self.swap.group)
-            for part in block.modules():
-                if isinstance(part, Mlp):
-                    part.token_chunk = None if case.mlp_parts is None else -(-self.tokens // case.mlp_parts)
-                    part.exact_chunks = case.mlp_exact
+            set_chunks(block, chunk, case.mlp_exact)
 
     def forward(self) -> Tensor:
         out: Tensor = self.model(*self.inputs)

@@ -6,8 +6,8 @@ from collections import Counter
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
+from .gauge import operations
 from .region import matmul_operators
 
 
@@ -31,6 +31,5 @@ class MatmulCount(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func in self._operators:
             self.calls[str(func)] += 1
-            count = flop_registry.get(func.overloadpacket)
-            self.work += count(*args, **(kwargs or {}), out_val=out) if count is not None else 0
+            self.work += operations(func, args, kwargs or {}, out)
         return out

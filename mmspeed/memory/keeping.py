@@ -53,8 +53,8 @@ class Keeping:
         `block: recompute` of a compiled block.
         """
         ways = {name: way for name, way in self.of(number).items() if way != "save"}
-        if self.mlp_chunk is not None:
-            self._chunk(block)
+        if self.mlp_chunk is not None and not set_chunks(block, self.mlp_chunk, self.mlp_exact):
+            raise UserError(f"memory.mlp_chunk: {type(block).__name__} has no MLP that computes in parts; leave it out")
         known = ("block", *getattr(block, "spans", ()))
         unknown = next((name for name in ways if name not in known), None)
         if unknown is not None:
@@ -66,14 +66,13 @@ class Keeping:
         elif ways:
             set_ways(block, ways, self.groups, exchange_again=self.exchange_again)
 
-    def _chunk(self, block: nn.Module) -> None:
-        """Let a block's MLPs compute in parts."""
-        parts = [part for part in block.modules() if hasattr(part, "token_chunk")]
-        if not parts:
-            raise UserError(f"memory.mlp_chunk: {type(block).__name__} has no MLP that computes in parts; leave it out")
-        for part in parts:
-            part.token_chunk = self.mlp_chunk  # type: ignore[assignment]
-            part.exact_chunks = self.mlp_exact  # type: ignore[assignment]
+
+def set_chunks(block: nn.Module, tokens: int | None, exact: bool = True) -> bool:
+    """Let a block's MLPs compute so many tokens at a time, None: all of them; whether it has an MLP that can."""
+    parts: list[Any] = [part for part in block.modules() if hasattr(part, "token_chunk")]
+    for part in parts:
+        part.token_chunk, part.exact_chunks = tokens, exact
+    return bool(parts)
 
 
 def count_ways(keeping: Iterable[Ways]) -> dict[str, int]:
