@@ -9,7 +9,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,7 @@ def start_server() -> None:
     There is one in a process, and workers of the loader come from it too: it blocks what theirs blocks.
     """
     mp.set_forkserver_preload(PRELOAD)
+    resource_tracker.ensure_running()  # which the server would start first, and that opens what is closed next
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
         forkserver.ensure_running()
