@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mmspeed import log
 from mmspeed.config import load_config
+from mmspeed.config.memory import parse_bytes
 from mmspeed.config.training import BatchingConfig, TrainConfig
 from mmspeed.data import Measured, make_batching
 from mmspeed.data.batch_sizes import line_slope
 from mmspeed.errors import UserError
 from mmspeed.pipelines.profile import Profile, profile
 from mmspeed.shapes import Bucket
-
-UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
 def profile_buckets(
@@ -52,15 +50,23 @@ def profile_buckets(
 
 def parse_memory(text: str) -> float:
     """A share (up to 1) or bytes. Raises UserError for what is neither."""
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(%|[a-z]*)\s*", text.lower())
-    if match is None or (match[2] != "%" and match[2] not in UNITS) or not float(match[1]):
+    number, percent = text.strip().removesuffix("%"), text.strip().endswith("%")
+    share: float | None
+    try:
+        share = float(number) / (100 if percent else 1)
+    except ValueError:  # with a unit
+        share = None
+    if share is not None and 0 < share <= 1:
+        return share
+    if percent and share is not None:
+        raise UserError(f"--memory-limit {text}: a share is more than 0% and at most 100%")
+    try:
+        limit = parse_bytes(text)
+    except ValueError:
+        limit = 0
+    if not limit:
         raise UserError(f"--memory-limit {text}: use bytes, such as 70GB or 64GiB, or a share, such as 80%")
-    value = float(match[1])
-    if match[2] == "%":
-        if value > 100:
-            raise UserError(f"--memory-limit {text}: a share is at most 100%")
-        return value / 100
-    return value * UNITS[match[2]]
+    return limit
 
 
 def lines(found: Profile) -> list[str]:

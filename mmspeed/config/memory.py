@@ -155,6 +155,7 @@ def refused(
     accumulates: bool,
     strategy: str,
     tp: int,
+    averages: bool,
     skips: bool = False,
 ) -> str | None:
     """Why a memory section does not go with the rest of a config, in a sentence; None where it does."""
@@ -165,6 +166,8 @@ def refused(
     told = {name: way for name, way in memory.spans.items() if way != "save"}
     if compiles and told not in ({}, {"block": "recompute"}):
         return "with train.compile, `block: recompute` is the only way of a span beside `save`: compiled blocks choose themselves what they keep"
+    if memory.ema == "host" and not averages:
+        return "ema says where the moving average of the weights is, and train.ema_decay: null makes none: leave one of them out"
     if memory.mlp_chunk is None and not memory.mlp_exact:
         return "mlp_exact says how an MLP in parts computes: set mlp_chunk, or leave mlp_exact out"
     if memory.mlp_chunk is not None and compiles:

@@ -288,6 +288,7 @@ class Config(Section):
             accumulates=train.micro_batch_size is not None or self.batching.accumulate > 1,
             strategy=parallel.strategy,
             tp=parallel.tp,
+            averages=train.ema_decay is not None,
             skips=train.skip_non_finite > 0,
         )
         if reason is not None:

@@ -317,7 +317,7 @@ def test_a_block_without_such_an_mlp_is_refused_by_name() -> None:
 def test_what_does_not_go_with_parts_is_refused_in_a_sentence() -> None:
     rest: dict[str, Any] = {
         "dtype": "float32", "compiles": False, "checkpointing": False, "clips": True, "accumulates": False, "strategy": "none",
-        "tp": 1,
+        "tp": 1, "averages": True,
     }  # fmt: skip
     for ways, fine in (
         ({"mlp": "recompute"}, False),
@@ -328,3 +328,4 @@ def test_what_does_not_go_with_parts_is_refused_in_a_sentence() -> None:
         assert (found is None) == fine
         assert fine or "mlp_chunk" in str(found)
     assert "set mlp_chunk" in str(refused(MemoryConfig(mlp_exact=False), **rest))
+    assert "train.ema_decay" in str(refused(MemoryConfig(ema="host"), **rest | {"averages": False}))
