@@ -18,7 +18,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # one thread for each test process: small tensors, several processes
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# tests start many processes: each would compile the sources anew where nothing may be written beside them
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: help demo test test-slow lint bench docs clean venv
 

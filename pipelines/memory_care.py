@@ -74,8 +74,9 @@ class MemoryCare:
         try:
             yield
         finally:
-            gc.collect()
-            self.device.empty_cache()
+            if self.device.kind != "cpu":  # whose allocator keeps nothing to give back
+                gc.collect()
+                self.device.empty_cache()
 
     def held(self) -> dict[str, int]:
         """Bytes that are held now, by category; on CPU `activations` are all that the process has beside what is known."""

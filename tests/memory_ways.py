@@ -113,8 +113,9 @@ class Step:
     moved: int  # bytes that went to the host
 
 
-def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+def own(tensor: Tensor) -> Tensor:
+    """What this process holds of it."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def keeping_of(ways: Ways, swap: Swap | None = None, **given: Any) -> Keeping:
@@ -140,7 +141,7 @@ def run_step(model: nn.Module, inputs: list[Tensor], swap: Swap | None = None, t
             peak = sum(
                 n for kind, n in tracker.get_tracker_snapshot("peak")[torch.device("cpu")].items() if kind != "Total"
             )
-    grads = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    grads = {name: own(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     return Step(loss.item(), grads, forward, count.total - forward, kept, peak, 0 if swap is None else swap.moved_out)
 
 

@@ -84,7 +84,7 @@ def launch(config: Config, folder: Path, count: int, seconds: float = 120.0) -> 
     return [json.loads(file.read_text()) for file in files]
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_launched_processes_make_the_same_bytes_as_one(one: Config, tmp_path: Path, count: int) -> None:
     made = another(one, tmp_path)
     reports = launch(made, tmp_path, count)

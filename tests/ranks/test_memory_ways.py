@@ -30,8 +30,8 @@ WAYS: list[Any] = [
     *({"norm": way, "activation": way} for way in SMALL),
     {"attention": "swap_cheap", "cross_attention": "recompute", "activation": "discard"},
 ]
-# enough for each layout in every run: whole blocks, branches, both small ones, and a mix; all ways are tried with `slow`
-FEW: list[Any] = [{"block": "recompute"}, dict.fromkeys(BRANCHES, "swap_cheap"), WAYS[-2], WAYS[-1]]
+# enough in every run: whole blocks, branches, and a mix with both small ones; all ways and all layouts are tried with `slow`
+FEW: list[Any] = [{"block": "recompute"}, dict.fromkeys(BRANCHES, "swap_cheap"), WAYS[-1]]
 AGAIN: list[Any] = [{"block": "recompute"}, {"block": "recompute_cheap"}, {"block": "swap_cheap"}, {"norm": "discard"}]
 # strategy, arrangement, parallel, more
 CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
@@ -189,17 +189,21 @@ def check(ranks: list[dict[str, Any]]) -> None:
     assert not wrong, "\n".join(wrong[:20])
 
 
+SLOW = pytest.mark.slow
+EVERY = pytest.mark.parametrize("every", [False, pytest.param(True, marks=SLOW)], ids=["few", "every"])
+
+
 @pytest.mark.parametrize(
     "names",
     [
-        ["fsdp", "fsdp bfloat16", "ddp"],
-        ["tp", "switch", "heads"],
-        ["ulysses", "ring", "point to point"],
-        ["sparse ring", "sparse ulysses"],
+        ["fsdp bfloat16", "tp"],
+        ["ring", "sparse ulysses"],
+        pytest.param(["fsdp", "ddp", "switch", "heads"], marks=SLOW),
+        pytest.param(["ulysses", "point to point", "sparse ring"], marks=SLOW),
     ],
     ids=" ".join,
 )
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["few", "every"])
+@EVERY
 def test_no_exchange_is_made_again_on_two_ranks(names: list[str], every: bool) -> None:
     ranks = run_ranks(measure, 2, names, False, every)
     check(ranks)
@@ -212,9 +216,9 @@ def test_no_exchange_is_made_again_on_two_ranks(names: list[str], every: bool) -
 
 @pytest.mark.parametrize(
     "names",
-    [["hybrid", "tp and ulysses"], pytest.param(["tp and ring", "uneven"], marks=pytest.mark.slow)],
+    [["hybrid"], *(pytest.param(names, marks=SLOW) for names in (["tp and ulysses"], ["tp and ring", "uneven"]))],
     ids=" ".join,
 )
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["few", "every"])
+@EVERY
 def test_no_exchange_is_made_again_on_four_ranks(names: list[str], every: bool) -> None:
     check(run_ranks(measure, 4, names, True, every))

@@ -20,7 +20,7 @@ from tests.caches import tar_bytes
 from tests.forks import ended, fork, kill, ranks, wait
 from tests.runs import losses, small_config
 
-MOMENTS = [6, pytest.param(50, marks=pytest.mark.slow)]
+MOMENTS = [3, pytest.param(50, marks=pytest.mark.slow)]
 SMALL_SHARDS = "preprocess.shard_mb=0.004"  # a few latents in a shard, and a caption: many shards are sealed on the way
 
 

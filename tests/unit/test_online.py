@@ -159,7 +159,7 @@ def staged_config(folder: Path) -> Config:
         "buckets": [{"frames": 5, "height": 32, "width": width} for width in (48, 32)],
         "buckets_per_clip": 2,
     }
-    tree["train"] |= {"batch_size": None, "steps": 40}
+    tree["train"] |= {"batch_size": None, "steps": 24}
     tree["batching"] = {"by": "tokens", "mix": "window", "accumulate": 3}
     return make_config(tree, [STAGES], origin="test")
 
