@@ -88,7 +88,9 @@ def compare() -> dict[tuple[str, str, bool], tuple[float, int, int]]:
                 keeping = Keeping((ways,), mlp_chunk=CHUNK, mlp_exact=exact)  # type: ignore[arg-type]
                 grads, sent_in_parts, smaller = step(name, keeping)
                 assert grads.keys() == plain.keys()
-                worst = max(float((grads[key] - v).abs().max() / v.abs().max()) for key, v in plain.items() if v.numel())
+                worst = max(
+                    float((grads[key] - v).abs().max() / v.abs().max()) for key, v in plain.items() if v.numel()
+                )
                 found[name, "".join(ways), exact] = (worst, sent_in_parts - again[1], smaller - again[2])
     return found
 

@@ -28,7 +28,12 @@ Found = list[list[dict[str, Any]]]
 
 @pytest.fixture(
     scope="module",
-    params=[(2, 8), (4, 11), pytest.param((2, 1), marks=pytest.mark.slow), pytest.param((4, 1), marks=pytest.mark.slow)],
+    params=[
+        (2, 8),
+        (4, 11),
+        pytest.param((2, 1), marks=pytest.mark.slow),
+        pytest.param((4, 1), marks=pytest.mark.slow),
+    ],
     ids=["2 ranks, some", "4 ranks, some", "2 ranks, all", "4 ranks, all"],
 )
 def ranks(request: pytest.FixtureRequest) -> Found:

@@ -47,6 +47,7 @@ def weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
     return dict(pipe.model.named_parameters())
 
 
+@pytest.mark.slow
 def test_one_two_and_four_ranks_end_with_the_same_parameters(home: Path) -> None:
     """Batches of 3: over 4 ranks one rank always has a filler. Steps of Adam are about 1e-3, rounding is 1e-7."""
     for world in (1, 2, 4):
