@@ -59,6 +59,7 @@ def test_every_file_of_a_zoo_of_media_is_accounted_for(tmp_path: Path) -> None:
     assert len(zoo) >= 25
     config = make_config(
         {
+            "output": str(tmp_path / "runs"),
             "data": {
                 "sources": [{"path": str(tmp_path / "zoo")}],
                 "cache": str(tmp_path / "cache"),
