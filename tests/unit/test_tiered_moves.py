@@ -46,15 +46,15 @@ def give_gradients(groups: list[dict[str, Any]]) -> None:
         p.grad = torch.full_like(p, 0.5)
 
 
-def alive_bytes() -> int:
-    """Of all storages that tensors of this process hold, however they are held."""
+def alive() -> dict[int, torch.UntypedStorage]:
+    """All storages that tensors of this process hold, however they are held, by their place."""
     gc.collect()
-    found: dict[int, int] = {}
+    found: dict[int, torch.UntypedStorage] = {}
     for thing in gc.get_objects():
         if isinstance(thing, Tensor) and thing.device.type == "cpu" and type(thing) in (Tensor, nn.Parameter):
             tensors = [thing] if thing.grad is None else [thing, thing.grad]
-            found |= {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(found.values())
+            found |= {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
+    return found
 
 
 TABLE = [  # bytes per parameter on the device, in the host's memory
@@ -69,7 +69,7 @@ TABLE = [  # bytes per parameter on the device, in the host's memory
 
 @pytest.mark.parametrize(("master", "states", "device", "host"), TABLE)
 def test_bytes_per_parameter_between_steps(master: str, states: str, device: int, host: int) -> None:
-    before = alive_bytes()
+    before = alive()  # held: what other tests have left does not go meanwhile, and nothing new is in its place
     groups = squares(torch.float32 if master == "parameters" else torch.bfloat16)
     ours = tiered(groups, adamw, master, states, bucket_bytes=BUCKET)
     for _ in range(3):
@@ -82,7 +82,8 @@ def test_bytes_per_parameter_between_steps(master: str, states: str, device: int
     own = STEP_COUNTS + 4 * (
         COUNT if master in ("split", "host") else 0
     )  # what stands for absent masters: 4 bytes each
-    assert device * NUMEL <= alive_bytes() - before <= device * NUMEL + own
+    new = sum(storage.nbytes() for place, storage in alive().items() if place not in before)
+    assert device * NUMEL <= new <= device * NUMEL + own
     assert told["parameters"] == (4 if master == "parameters" else 2) * NUMEL
     assert told["master"] == {"parameters": 0, "float32": 4, "split": 2, "host": 0}[master] * NUMEL
 
