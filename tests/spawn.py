@@ -9,15 +9,13 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 # What nearly all ranks import, once in the server that they are forked from: it would be seconds of each.
 PRELOAD = ["torch.distributed.fsdp", "torch.distributed.tensor", "mmspeed.models", "mmspeed.pipelines.train", "pytest"]
-
-STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
 def _enter(
@@ -31,6 +29,8 @@ def _enter(
 ) -> None:
     import torch
     import torch.distributed as dist
+
+    from mmspeed.data.feed import STOPS
 
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     os.environ.clear()
@@ -51,13 +51,11 @@ def start_server() -> None:
 
     There is one in a process, and workers of the loader come from it too: it blocks what theirs blocks.
     """
+    from mmspeed.data.feed import stops_blocked  # not before the tests have set what torch reads when it is imported
+
     mp.set_forkserver_preload(PRELOAD)
-    resource_tracker.ensure_running()  # which the server would start first, and that opens what is closed next
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
-    try:
+    with stops_blocked():
         forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float = 300.0) -> list[Any]:

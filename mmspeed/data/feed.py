@@ -17,6 +17,7 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
@@ -33,7 +34,7 @@ Item = TypeVar("Item")
 Job = TypeVar("Job")
 Tag = TypeVar("Tag")
 
-_STOPS = {signal.SIGINT, signal.SIGTERM}  # what asks a training process to save and stop; its workers must outlive that
+STOPS = {signal.SIGINT, signal.SIGTERM}  # what asks a training process to save and stop; its workers must outlive that
 
 
 def read_ahead(source: Iterator[Item], depth: int) -> Generator[Item, None, None]:
@@ -174,10 +175,17 @@ def _start(order: Iterator[Any], read: Callable[[Any], Any], workers: int, each:
             multiprocessing_context=context,
             generator=torch.Generator(),  # the process's own stays as it was
         )
-    resource_tracker.ensure_running()  # it would open what is closed next
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)  # workers inherit it, and so meet no signal unprepared
-    try:
+    with stops_blocked():
         return iter(loader)
+
+
+@contextmanager
+def stops_blocked() -> Iterator[None]:
+    """Blocks `STOPS` in this thread: processes that are started meanwhile inherit it, and so meet no signal unprepared."""
+    resource_tracker.ensure_running()  # it would open what is closed next
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    try:
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -188,7 +196,7 @@ def _as_it_is(item: Any) -> Any:
 
 def _begin(number: int) -> None:
     """What a worker does first."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     threading.Thread(target=_end_with_parent, name="mmspeed-parent", daemon=True).start()
 
 

@@ -34,7 +34,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "sequence": {"ulysses": 2, "ring": 2},
     "all": {"ulysses": 2, "tp": 2},
 }
-# a layout with its ways; each is a dozen steps of four processes
+# the ways of a layout in each run; both of all with `slow`
 WAYS: dict[str, list[dict[str, str]]] = {"fsdp": [{}], "tp": [RECOMPUTED], "sequence": [{}], "all": [RECOMPUTED]}
 WORLD, CHUNK = 4, 50
 TOKENS = 2 * 4 * 8 * 8
@@ -77,12 +77,12 @@ def step(name: str, keeping: Keeping | None) -> tuple[dict[str, Tensor], int, in
     return grads, layout.ledger.total(), count.total
 
 
-def compare() -> dict[tuple[str, str, bool], tuple[float, int, int]]:
+def compare(every: bool) -> dict[tuple[str, str, bool], tuple[float, int, int]]:
     """Of each layout and ways, against the same without parts: the largest difference of a gradient, bytes and products beyond."""
     found = {}
     for name in LAYOUTS:
         plain, sent, products = step(name, None)
-        for ways in WAYS[name]:
+        for ways in [{}, RECOMPUTED] if every else WAYS[name]:
             again = step(name, Keeping((ways,))) if ways else (plain, sent, products)  # type: ignore[arg-type]
             for exact in (True, False):
                 keeping = Keeping((ways,), mlp_chunk=CHUNK, mlp_exact=exact)  # type: ignore[arg-type]
@@ -95,24 +95,21 @@ def compare() -> dict[tuple[str, str, bool], tuple[float, int, int]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def compared() -> list[dict[tuple[str, str, bool], tuple[float, int, int]]]:
-    return run_ranks(compare, WORLD)
+@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "every"])
+def compared(request: pytest.FixtureRequest) -> list[dict[tuple[str, str, bool], tuple[float, int, int]]]:
+    return run_ranks(compare, WORLD, request.param)
 
 
-@pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize(("name", "ways"), [(name, "".join(ways)) for name in LAYOUTS for ways in WAYS[name]])
-def test_parts_give_the_same_gradients_and_exchange_nothing_more(
-    compared: Any, name: str, ways: str, exact: bool
-) -> None:
-    more = PARTS[name] - 1
+def test_parts_give_the_same_gradients_and_exchange_nothing_more(compared: Any) -> None:
     for rank in compared:
-        difference, exchanged, products = rank[name, ways, exact]
-        assert difference <= (0 if exact else 1e-5)
-        assert exchanged == 0
-        # of each part; its first one again, or that and one of backward, and four of each part of the units
-        least = 6 * more + PARTS[name] if not exact else 4 * more
-        assert products >= MODEL["depth"] * least
+        assert {(name, exact) for name, _, exact in rank} == {(n, e) for n in LAYOUTS for e in (True, False)}
+        for (name, ways, exact), (difference, exchanged, products) in rank.items():
+            more, where = PARTS[name] - 1, (name, ways, exact, difference)
+            assert difference <= (0 if exact else 1e-5), where
+            assert exchanged == 0, where
+            # of each part; its first one again, or that and one of backward, and four of each part of the units
+            least = 6 * more + PARTS[name] if not exact else 4 * more
+            assert products >= MODEL["depth"] * least, where
 
 
 def reported() -> tuple[MemoryReport, int, int]:

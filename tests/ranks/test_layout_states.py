@@ -145,7 +145,7 @@ def changed_on_the_way(source: str, target: str, layouts: Layouts, folder: Path)
 # -- half precision
 
 
-def half_errors() -> dict[str, float]:
+def half_errors(every: bool) -> dict[str, float]:
     """Relative error of the gradients in bfloat16 against float32 on one process: of one process, and of layouts."""
     groups, found = Groups(), {}
 
@@ -166,11 +166,12 @@ def half_errors() -> dict[str, float]:
         plain = Case(1, 1, kind, masked=True)
         right = gradients(plain, torch.float32)
         found[f"{kind} alone"] = ((gradients(plain, torch.bfloat16) - right).norm() / right.norm()).item()
-        ulysses, ring, tp = (2, 2, 1) if kind == "switch" else (1, 2, 2)
-        case = Case(ulysses, ring, "ulysses" if kind == "switch" else kind, masked=True)
-        parallel = ParallelConfig(ring=ring, ulysses=ulysses, tp=tp, shard_text=2, scheme="ulysses")
-        half = gradients(case, torch.bfloat16, *groups.of(1, -1, parallel))
-        found[f"{kind} {ulysses} x {ring} x {tp}"] = ((half - right).norm() / right.norm()).item()
+        degrees = [(2, 2, 1), (1, 2, 2)]
+        for ulysses, ring, tp in degrees if every else degrees[kind == "full" :][:1]:
+            case = Case(ulysses, ring, "ulysses" if kind == "switch" else kind, masked=True)
+            parallel = ParallelConfig(ring=ring, ulysses=ulysses, tp=tp, shard_text=2, scheme="ulysses")
+            half = gradients(case, torch.bfloat16, *groups.of(1, -1, parallel))
+            found[f"{kind} {ulysses} x {ring} x {tp}"] = ((half - right).norm() / right.norm()).item()
     return found
 
 
@@ -251,12 +252,12 @@ def copied(layouts: Layouts) -> bool:
         return changed and torch.equal(model(*x), twin(*x)) and other.layout is layout
 
 
-def all_of_it(folder: str) -> dict[str, Any]:
+def all_of_it(folder: str, every: bool) -> dict[str, Any]:
     layouts = Layouts()
     found: dict[str, Any] = {"weights": {name: misplaced(layouts.fresh(name, 0)[0], name, layouts) for name in LAYOUTS}}
-    ways = [("tp", "shards"), ("tp in replicas", "tp and ring")]
+    ways = [("tp", "shards"), ("tp in replicas", "tp and ring"), *([("shards", "tp")] if every else [])]
     found["ways"] = {way: changed_on_the_way(*way, layouts, Path(folder) / str(n)) for n, way in enumerate(ways)}
-    found["half"] = half_errors()
+    found["half"] = half_errors(every)
     found["samples"] = sample_gaps(layouts)
     found["broken"] = broken_step(layouts)
     found["copied"] = copied(layouts)
@@ -266,9 +267,9 @@ def all_of_it(folder: str) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(all_of_it, WORLD, str(tmp_path_factory.mktemp("states")))
+@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "every"])
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(all_of_it, WORLD, str(tmp_path_factory.mktemp("states")), request.param)
 
 
 def test_first_weights_are_those_of_one_process_bit_for_bit(results: list[dict[str, Any]]) -> None:

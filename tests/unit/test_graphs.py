@@ -89,11 +89,11 @@ class Small(nn.Module):
 
 
 def small_inputs(number: int) -> tuple[Tensor, ...]:
-    return (rng.normal((2, (7, 4)[number % 2], 6), 0, number).requires_grad_(),)
+    return (rng.normal((2, (7, 4, 5, 4)[number], 6), 0, number).requires_grad_(),)
 
 
 def full_inputs(number: int) -> tuple[Tensor, ...]:
-    x = rng.normal((2, 2, *((5, 4, 6), (3, 6, 6))[number % 2]), 0, number)
+    x = rng.normal((2, 2, *((5, 4, 6), (3, 6, 6), (4, 2, 6), (3, 6, 6))[number]), 0, number)
     return x, torch.tensor([0.2, 0.7]), rng.normal((2, 5, 6), 0, "text"), torch.arange(5) < torch.tensor([[5], [2]])
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.spawn import STOPS
+from mmspeed.data.feed import STOPS
 
 SCRIPT = """
 from multiprocessing import forkserver
