@@ -32,8 +32,25 @@ class Bucket:
     def is_image(self) -> bool:
         return self.frames == 1
 
+    @property
+    def splits(self) -> bool:
+        """Whether a sequence-parallel group computes a sample together: a video, not an image."""
+        return self.frames != 1
+
+    @property
+    def numbers(self) -> int:
+        """Pixels of a sample."""
+        return self.frames * self.height * self.width
+
     def __str__(self) -> str:
         return f"{self.frames}x{self.height}x{self.width}"
+
+
+def as_bucket(shape: object) -> Bucket:
+    """The bucket that a shape class of the video task is. Raises TypeError for one of another task."""
+    if not isinstance(shape, Bucket):
+        raise TypeError(f"{shape} is no bucket of videos")
+    return shape
 
 
 @dataclass(frozen=True)

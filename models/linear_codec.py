@@ -24,7 +24,7 @@ from mmspeed import rng
 from mmspeed.data.files import write_whole
 from mmspeed.data.seal import BLANK, is_sealed, seal
 from mmspeed.errors import UserError
-from mmspeed.protocol import Posterior
+from mmspeed.protocols import Posterior
 from mmspeed.shapes import Bucket, Strides
 
 STRIDES = Strides(temporal=4, spatial=8)

@@ -42,8 +42,9 @@ from mmspeed.models.layers import (
     unpatchify,
 )
 from mmspeed.parallel.tokens import Attend, Part, TokenLayout
-from mmspeed.protocol import Role
+from mmspeed.protocols import Role, Work
 
+ELEMENTWISE = 60  # operations a token and channel of a block: three norms, modulation, rotary positions, GELU, gates
 # Modules whose weights start at zero: the prediction, the modulation (so all gates), and what cross-attention adds.
 ZERO_MODULES = ("final", "final_modulation", "modulation", "modulation_up", "cross_attention.out")
 
@@ -213,7 +214,7 @@ def of_tokens(cond: Tensor, part: Part) -> Tensor:
 
 
 class SoraDiT(nn.Module):
-    """The diffusion transformer; satisfies `mmspeed.protocol.DiffusionModel`.
+    """The diffusion transformer; satisfies `mmspeed.protocols.DiffusionModel`.
 
     It is made with the weights of seed 0, except on the meta device: there call `to_empty` and `init_weights` later.
     `attend` is what all its attention goes through. `layout` says which tokens this process computes: all of them, unless a
@@ -344,6 +345,10 @@ class SoraDiT(nn.Module):
         """`flops`, if all attention were dense."""
         return forward_flops(replace(self.config, sparse=None), latent, text_tokens)
 
+    def work(self, latent: tuple[int, int, int], text_tokens: int) -> Work:
+        """Work of the forward pass of one sample by kind, if all attention were dense. Raises as `tokens`."""
+        return forward_work(replace(self.config, sparse=None), latent, text_tokens)
+
     def init_weights(self, seed: int, put: Callable[[nn.Parameter, Tensor], None] = set_parameter) -> None:
         """Fill every parameter from a generator keyed by its name: the same on any device, in any sharding (law 1).
 
@@ -360,17 +365,21 @@ class SoraDiT(nn.Module):
 
 def forward_flops(config: SoraDiTConfig, latent: tuple[int, int, int], text_tokens: int) -> int:
     """FLOPs of the matrix products of one sample's forward pass; biases, norms and activations are not counted."""
+    return int(forward_work(config, latent, text_tokens).matmul)
+
+
+def forward_work(config: SoraDiTConfig, latent: tuple[int, int, int], text_tokens: int) -> Work:
+    """Work of one sample's forward pass by kind; element-wise work is about 60 operations a token and channel of a block."""
     grid = config.grid(latent)
     n, e, rank, text = math.prod(grid), config.width, config.adaln_rank, text_tokens
     per_block = (
         4 * n * e * e  # self-attention: q k v, out
         + 2 * n * e * e  # cross-attention: q, out
         + 2 * text * e * e  # cross-attention: k v
-        + 2 * n * text * e  # cross-attention: scores, values
         + 2 * n * e * config.hidden  # MLP
         + 7 * e * rank  # modulation
     )
-    spans = sum(  # self-attention: scores, values
+    scores = config.depth * 2 * n * text * e + sum(  # scores and values of cross-attention and self-attention
         int(2 * n * config.attended(block, grid) * e * config.expected_share(block, grid))
         for block in range(config.depth)
     )
@@ -379,7 +388,8 @@ def forward_flops(config: SoraDiTConfig, latent: tuple[int, int, int], text_toke
         + TIME_CHANNELS * e + e * e + 6 * e * e + 2 * e * e  # timestep, shared and final modulation
         + text * (config.text_width * e + e * e)  # caption projection
     )  # fmt: skip
-    return 2 * (config.depth * per_block + spans + ends)
+    elementwise = ELEMENTWISE * config.depth * n * e
+    return Work(float(2 * (config.depth * per_block + ends)), float(2 * scores), float(elementwise))
 
 
 def count_parameters(model: nn.Module) -> int:

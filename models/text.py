@@ -28,7 +28,7 @@ from mmspeed.models.weights import (
     weight_files,
     weight_patterns,
 )
-from mmspeed.protocol import TextEntry
+from mmspeed.protocols import TextEntry
 
 KEY = "text.pretrained"
 STEM = "model"

@@ -31,7 +31,7 @@ from mmspeed.models.weights import (
     weight_files,
     weight_patterns,
 )
-from mmspeed.protocol import Posterior, VideoCodec
+from mmspeed.protocols import Posterior, VideoCodec
 from mmspeed.shapes import Bucket, Strides
 
 KEY = "vae.pretrained"

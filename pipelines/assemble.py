@@ -1,45 +1,48 @@
-"""From a model without weights to all that a training step needs, and the way of one micro-batch through it.
-
-Legend: B samples of a micro-batch, C channels, T h w latent, L caption tokens, D text width.
-"""
+"""From models without weights to all that a training step needs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mmspeed.config import Config
+from mmspeed.config import RunConfig
 from mmspeed.config.memory import parse_bytes
 from mmspeed.device import Device, parse_dtype
 from mmspeed.errors import UserError
 from mmspeed.loop.ema import EMA
 from mmspeed.loop.optim import AnyOptimizer, make_optimizer
+from mmspeed.loop.runner import SequentialRunner
+from mmspeed.loop.step import Learner
 from mmspeed.memory import Ways
 from mmspeed.memory.keeping import make_keeping
 from mmspeed.memory.tiered import TieredOptimizer
 from mmspeed.mesh import Mesh, make_mesh
-from mmspeed.models import SoraDiT
 from mmspeed.models.layers import own_part, set_parameter
 from mmspeed.parallel import Strategy, TokenLayout, is_half, make_half, make_layout, parallelize, resolve_strategy
-from mmspeed.pipelines.objective import Objective, make_objective
-from mmspeed.protocol import Batch
-
-LossFn = Callable[[nn.Module, Batch], Tensor]
+from mmspeed.protocols import InitializesWeights, RunPlace, Task, TrainableModel, Update, check_model
 
 
 @dataclass(frozen=True)
 class Assembly:
-    """What a run trains with."""
+    """What a run trains with. `models` by role, as `parallelize` made them; a learner for each update of a step."""
 
-    model: nn.Module  # as `parallelize` made it
-    optimizer: AnyOptimizer
+    models: Mapping[str, nn.Module]
+    learners: Sequence[Learner]
     ema: EMA | None
-    objective: Objective
-    loss_fn: LossFn
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that learns by the first update; its state is what checkpoints hold."""
+        return self.models[self.learners[0].update.roles[0]]
+
+    @property
+    def optimizer(self) -> AnyOptimizer:
+        """The optimizer of the first update."""
+        return self.learners[0].optimizer
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,14 @@ class Placement:
     lanes: int
     first: bool  # whether it is its group's first
 
+    def at(self, device: Device, folder: Path) -> RunPlace:
+        """The place of this process, for a task."""
+        return RunPlace(
+            device, dist.get_rank(), dist.get_world_size(), self.strategy, self.lanes, self.lane, self.first, folder
+        )
 
-def place(config: Config, device: Device) -> Placement:
+
+def place(config: RunConfig, device: Device) -> Placement:
     """The config's layout over the processes of this run; a collective call. Raises UserError where it does not fit them."""
     parallel, rank, world = config.parallel, dist.get_rank(), dist.get_world_size()
     strategy = resolve_strategy(parallel.strategy, world)
@@ -72,16 +81,71 @@ def place(config: Config, device: Device) -> Placement:
 
 
 def assemble(
-    config: Config, bare: SoraDiT, placement: Placement, device: Device, choice: Sequence[Ways] | None = None
+    config: RunConfig,
+    task: Task,
+    bare: Mapping[str, nn.Module],
+    placement: Placement,
+    device: Device,
+    choice: Sequence[Ways] | None = None,
 ) -> Assembly:
-    """Put a model that is on the meta device on its devices, with the weights of the config's seed; changed in place.
+    """Put models on their devices, changed in place, and make what each update of a step needs.
 
-    `choice`: the ways of each block's spans that were chosen under a budget of memory.
+    A model that comes on the meta device gets the weights of the config's seed; another keeps those that it came with. Models that no
+    update trains are frozen. `choice`: the activation policies of each block that were chosen under a budget of memory. Raises
+    UserError for a model that lacks part of `TrainableModel`, and for several models that learn.
     """
-    keeping = make_keeping(config.memory, config.train.checkpointing, len(bare.blocks), device, choice)
-    if config.memory.master != "parameters":  # float32 weights are the optimizer's
+    updates = task.updates()
+    learning = {role for update in updates for role in update.roles}
+    if len(learning) != 1 or any(update.roles != updates[0].roles for update in updates):
+        raise UserError(
+            f"the task {task.name} trains {', '.join(sorted(learning))}: a run keeps the state of one model"
+        )
+    models = {
+        role: _placed(config, task, model, placement, device, role in learning, choice) for role, model in bare.items()
+    }
+    (role,) = learning
+    optimizer = make_optimizer(models[role], config.train, config.memory, device)
+    _fill(bare[role], config.seed, weight_setter(models[role], optimizer))
+    for other in bare.keys() - learning:
+        _fill(bare[other], config.seed, set_parameter)
+    ema = make_ema(models[role], optimizer, config, device) if config.train.ema_decay is not None else None
+    learners = [learner(update, models, placement.strategy, optimizer, device) for update in updates]
+    return Assembly(models, learners, ema)
+
+
+def learner(
+    update: Update, models: Mapping[str, nn.Module], strategy: Strategy, optimizer: AnyOptimizer, device: Device
+) -> Learner:
+    """What drives an update: micro-batches one after another."""
+    runner = SequentialRunner([models[role] for role in update.roles], strategy)
+    return Learner(update, runner, optimizer, device.torch_device)
+
+
+def _placed(
+    config: RunConfig,
+    task: Task,
+    bare: nn.Module,
+    placement: Placement,
+    device: Device,
+    learns: bool,
+    choice: Sequence[Ways] | None,
+) -> nn.Module:
+    """A model on its devices, as the config's layout and number types want it; without weights if it came so."""
+    check_model(bare, TrainableModel, task.name)
+    assert isinstance(bare, TrainableModel)
+    empty = any(parameter.is_meta for parameter in bare.parameters())
+    if empty and not isinstance(bare, InitializesWeights):
+        raise UserError(f"{type(bare).__name__} came without weights and has no init_weights to make them")
+    keeping = None
+    if learns:
+        keeping = make_keeping(config.memory, config.train.checkpointing, len(bare.blocks), device, choice)
+    else:
+        bare.requires_grad_(False).eval()
+    if learns and config.memory.master != "parameters":  # float32 weights are the optimizer's
         make_half(bare)
-    if placement.strategy != "fsdp":
+    if not empty:
+        bare.to(device.torch_device)
+    elif placement.strategy != "fsdp":
         bare.to_empty(device=device.torch_device)
     model = parallelize(
         bare,
@@ -90,15 +154,17 @@ def assemble(
         layout=placement.layout,
         compute_dtype=parse_dtype(config.device.dtype),
         keeping=keeping,
-        compile=config.train.compile,
+        compile=config.train.compile if learns else False,
     )
-    if placement.strategy == "fsdp":  # memory only for this rank's shards
+    if empty and placement.strategy == "fsdp":  # memory only for this rank's shards
         bare.to_empty(device=device.torch_device)
-    optimizer = make_optimizer(model, config.train, config.memory, device)
-    bare.init_weights(config.seed, weight_setter(model, optimizer))  # drawn by name (law 1)
-    ema = make_ema(model, optimizer, config, device) if config.train.ema_decay is not None else None
-    objective = make_objective(config.objective)
-    return Assembly(model, optimizer, ema, objective, make_loss(objective, device))
+    return model
+
+
+def _fill(bare: nn.Module, seed: int, put: Callable[[nn.Parameter, Tensor], None]) -> None:
+    """Give a model the weights of a seed, drawn by name (law 1), where it can make them; others came with theirs."""
+    if isinstance(bare, InitializesWeights):
+        bare.init_weights(seed, put)
 
 
 def weight_setter(model: nn.Module, optimizer: AnyOptimizer) -> Callable[[nn.Parameter, Tensor], None]:
@@ -115,23 +181,9 @@ def weight_setter(model: nn.Module, optimizer: AnyOptimizer) -> Callable[[nn.Par
     return put
 
 
-def make_ema(model: nn.Module, optimizer: AnyOptimizer, config: Config, device: Device) -> EMA:
+def make_ema(model: nn.Module, optimizer: AnyOptimizer, config: RunConfig, device: Device) -> EMA:
     """The moving average of a model's float32 weights, which are the optimizer's where the parameters are bfloat16."""
     memory = config.memory
     assert config.train.ema_decay is not None
     host = device if memory.ema == "host" else None
     return EMA(model, config.train.ema_decay, optimizer, host, parse_bytes(memory.bucket))
-
-
-def make_loss(objective: Objective, device: Device) -> LossFn:
-    """The loss of each sample of a micro-batch (B,), float32, with the noise and the timestep that the loader drew for it."""
-
-    def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
-        batch = batch.to(device.torch_device, torch.float32)
-        assert batch.noise_BCThw is not None and batch.u_B is not None
-        t_B = objective.time_from_quantile(batch.u_B).float()  # worked with on the CPU; the model gets it on its device
-        x_BCThw, target_BCThw = objective.training_pair(batch.latents_BCThw, batch.noise_BCThw, t_B)
-        prediction_BCThw = model(x_BCThw, device.to_device(t_B), batch.text_BLD, batch.text_mask_BL)
-        return objective.sample_loss(prediction_BCThw, target_BCThw, t_B)
-
-    return loss_fn

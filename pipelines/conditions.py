@@ -13,7 +13,7 @@ from mmspeed.config.schema import TextConfig
 from mmspeed.device import Device
 from mmspeed.models.text import load_text_encoder, text_identity
 from mmspeed.pipelines.run_folder import sync_file
-from mmspeed.protocol import TextEntry
+from mmspeed.protocols import TextEntry
 
 
 def encode_prompts(prompts: list[str], config: TextConfig, device: Device) -> list[TextEntry]:

@@ -17,7 +17,7 @@ from mmspeed.data import pad_texts
 from mmspeed.device import Device
 from mmspeed.pipelines.objective import Objective
 from mmspeed.pipelines.samplers import Predict, guided
-from mmspeed.protocol import TextEntry
+from mmspeed.protocols import TextEntry
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from mmspeed.config import Config
+from mmspeed.config import RunConfig
 from mmspeed.device import Device, is_out_of_memory
 from mmspeed.errors import UserError
 from mmspeed.log import format_bytes, get_logger
+from mmspeed.loop.callbacks import BaseCallback, StepOutcome
 from mmspeed.loop.ema import EMA
 from mmspeed.memory.peak import local_bytes
 from mmspeed.memory.report import optimizer_bytes
@@ -31,7 +32,7 @@ GROUPS = 50  # of blocks that are written down
 log = get_logger("memory")
 
 
-class MemoryCare:
+class MemoryCare(BaseCallback):
     """Around the training loop. When memory runs out inside, the error says which key of the config gives some back.
 
     With `memory.snapshot` on an accelerator each block of memory is noted with the Python lines that asked for it, and what was held
@@ -39,7 +40,7 @@ class MemoryCare:
     """
 
     def __init__(
-        self, config: Config, device: Device, folder: Path, model: nn.Module, optimizer: Any, ema: EMA | None
+        self, config: RunConfig, device: Device, folder: Path, model: nn.Module, optimizer: Any, ema: EMA | None
     ) -> None:
         self.config, self.device, self.folder = config, device, folder
         self.model, self.optimizer, self.ema = model, optimizer, ema
@@ -61,10 +62,10 @@ class MemoryCare:
             if self._notes:
                 self.device.record_allocations(False)
 
-    def after_step(self, step: int) -> None:
-        """Gives unused memory back to the device every `memory.empty_cache` steps; `step` counts from 1."""
+    def after_step(self, outcome: StepOutcome) -> None:
+        """Gives unused memory back to the device every `memory.empty_cache` steps."""
         every = self.config.memory.empty_cache
-        if every is not None and step % every == 0:
+        if every is not None and outcome.step % every == 0:
             self.device.empty_cache()
 
     @contextmanager
@@ -111,7 +112,7 @@ class MemoryCare:
         return f"what was held, and the lines that asked for it: {path}"
 
 
-def advise(held: Mapping[str, int], config: Config, *, world: int = 1, growing_segments: str = "") -> list[str]:
+def advise(held: Mapping[str, int], config: RunConfig, *, world: int = 1, growing_segments: str = "") -> list[str]:
     """Which keys of the config would give memory back, in sentences, those that give most first; never none.
 
     Args:
@@ -141,7 +142,7 @@ def advise(held: Mapping[str, int], config: Config, *, world: int = 1, growing_s
     return told or ["use smaller buckets, a smaller model, or more devices"]
 
 
-def _less_activations(config: Config, count: int, world: int) -> list[str]:
+def _less_activations(config: RunConfig, count: int, world: int) -> list[str]:
     memory, told = config.memory, []
     size = format_bytes(count)
     ways = {name for name, way in memory.spans.items() if way != "save"}
@@ -165,7 +166,7 @@ def _less_activations(config: Config, count: int, world: int) -> list[str]:
     return told or [f"activations take {size}: use smaller buckets"]
 
 
-def _fewer_samples(config: Config, world: int) -> list[str]:
+def _fewer_samples(config: RunConfig, world: int) -> list[str]:
     train, lanes = config.train, max(1, world // config.parallel.group)
     if config.batching.by != "samples":
         return ["lower batching.budget, and raise batching.accumulate for the same step"]
@@ -177,7 +178,7 @@ def _fewer_samples(config: Config, world: int) -> list[str]:
     ]
 
 
-def _less_optimizer(config: Config, count: int, world: int) -> list[str]:
+def _less_optimizer(config: RunConfig, count: int, world: int) -> list[str]:
     told = []
     if config.memory.states == "device":
         told.append(f"optimizer states take {format_bytes(count)}: set memory.states: host")
@@ -188,7 +189,7 @@ def _less_optimizer(config: Config, count: int, world: int) -> list[str]:
     return told + _shard(config, world)
 
 
-def _less_parameters(config: Config, count: int, world: int) -> list[str]:
+def _less_parameters(config: RunConfig, count: int, world: int) -> list[str]:
     told = _shard(config, world)
     if config.memory.master == "parameters" and config.device.dtype == "bfloat16":
         told.append(
@@ -199,13 +200,13 @@ def _less_parameters(config: Config, count: int, world: int) -> list[str]:
     return told or ["the weights alone take most: use a smaller model or more devices"]
 
 
-def _less_average(config: Config, count: int, world: int) -> list[str]:
+def _less_average(config: RunConfig, count: int, world: int) -> list[str]:
     if config.memory.ema == "device":
         return [f"the moving average takes {format_bytes(count)}: set memory.ema: host"]
     return []
 
 
-def _shard(config: Config, world: int) -> list[str]:
+def _shard(config: RunConfig, world: int) -> list[str]:
     if world == 1:
         return ["shard weights and states over more devices (--nproc, with parallel.strategy: fsdp)"]
     if config.parallel.strategy in ("ddp", "none"):

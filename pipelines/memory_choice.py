@@ -13,13 +13,16 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+from torch import Tensor
+
 from mmspeed import comm
-from mmspeed.config import Config
+from mmspeed.config import RunConfig
 from mmspeed.config.memory import MemoryConfig, parse_bytes
-from mmspeed.data import Batching, DatasetCache, SampleCosts
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, format_bytes, get_logger
@@ -27,28 +30,17 @@ from mmspeed.memory import Ways, set_ways
 from mmspeed.memory.gauge import DeviceGauge
 from mmspeed.memory.options import StepFigures, kinds_of, runs_of, words_of
 from mmspeed.memory.swap import Swap
-from mmspeed.models import SoraDiT
-from mmspeed.parallel import Strategy, unwrap
 from mmspeed.pipelines.memory_measure import Bench, key_of, step_figures
 from mmspeed.pipelines.profile import UNMEASURED, setting_of
 from mmspeed.pipelines.run_folder import write_text
-from mmspeed.pipelines.trial import Inputs, Trial
-from mmspeed.shapes import Bucket, Strides
+from mmspeed.pipelines.trial import Trial, learning_model
+from mmspeed.protocols import Batch, MicroBatchSize, Models, RunPlace, Task
 
 MEMORY_NAME = "memory.json"
 TRIES = 5  # real steps that are taken to verify a choice
 NEAR = 0.03  # a choice that leaves less of the budget unused is not made again
 
 log = get_logger("train")
-
-
-@dataclass(frozen=True)
-class Step:
-    """The step that a choice is made for: the micro-batch with the most tokens."""
-
-    bucket: Bucket
-    batch: int  # samples
-    accumulates: bool
 
 
 @dataclass(frozen=True)
@@ -92,45 +84,27 @@ def budget_bytes(memory: MemoryConfig, device: Device) -> int:
     return -int(comm.all_reduce_max([-float(own)])[0])
 
 
-def largest_step(config: Config, batching: Batching, costs: SampleCosts, buckets: Sequence[Bucket], lanes: int) -> Step:
-    """The bucket whose micro-batch has most tokens, and that micro-batch."""
-
-    def of(bucket: Bucket) -> tuple[int, bool]:
-        share = -(-batching.slots // lanes)  # of a step of so many samples on each group of devices
-        most = batching.at_a_time(bucket)
-        if bucket not in batching.sizes:
-            return min(share, most or share), share > (most or share)
-        return most or 1, batching.slots > lanes
-
-    found = {bucket: of(bucket) for bucket in buckets}
-    bucket = max(sorted(found), key=lambda bucket: costs.tokens(bucket) * found[bucket][0])
-    return Step(bucket, found[bucket][0], any(more for _, more in found.values()))
-
-
-def full_setting(
-    config: Config, bare: SoraDiT, strides: Strides, device: Device, strategy: Strategy, world: int, step: Step
-) -> dict[str, Any]:
+def full_setting(config: RunConfig, task: Task, place: RunPlace, step: MicroBatchSize) -> dict[str, Any]:
     """All that a choice depends on, in JSON's types."""
     memory = {f"memory.{k}": v for k, v in config.memory.model_dump(mode="json").items() if k not in UNMEASURED}
     train = {"train.optimizer": config.train.optimizer, "train.ema": config.train.ema_decay is not None}
-    setting = setting_of(config, bare, strides, device, strategy, world) | memory | train
-    setting |= {"bucket": str(step.bucket), "micro_batch": step.batch, "accumulates": step.accumulates}
-    setting["text.max_tokens"] = config.text.max_tokens
-    return setting
+    setting = setting_of(config, task.setting(), place) | memory | train
+    setting |= {"bucket": str(step.shape), "micro_batch": step.items, "accumulates": step.accumulates}
+    longest = task.longest_text()
+    return setting if longest is None else setting | {"text.max_tokens": longest}
 
 
 # -- choosing ---------------------------------------------------------------------------------------------------------
 
 
 def measured_figures(
-    config: Config, bare: SoraDiT, device: Device, step: Step, inputs: Inputs, with_swap: bool | None = None
+    config: RunConfig, task: Task, device: Device, step: MicroBatchSize, with_swap: bool | None = None
 ) -> StepFigures:
     """The figures of a config's step, from a model of two blocks of each kind that is freed afterwards. A collective call.
 
-    bare: the model, on the meta device. with_swap: whether ways that swap
-    are options; None: on all but a CPU, where the host's memory is the device's.
+    with_swap: whether policies that swap are options; None: on all but a CPU, where the host's memory is the device's.
     """
-    kinds, members = kinds_of([key_of(block) for block in bare.blocks])
+    kinds, members = kinds_of([key_of(block) for block in learning_model(task, task.build()).blocks])
     wanted = sorted(block for blocks in members for block in blocks[:2])
     chosen = [[wanted.index(block) for block in blocks[:2]] for blocks in members]
     # how the optimizer steps is no part of what is measured here
@@ -139,17 +113,16 @@ def measured_figures(
     plain = config.model_copy(update={"memory": memory, "train": train})
     running = ExitStack()
     try:
-        given: dict[str, Any] = {"text_tokens": config.text.max_tokens, "given": inputs}
-        steps = Trial(plain, device, choice=[{}] * len(wanted), blocks=wanted, **given)
+        steps = Trial(plain, task, device, choice=[{}] * len(wanted), blocks=wanted, text_tokens=task.longest_text())
         swap = Swap(device, parse_bytes(memory.swap_from))
         swapping = device.kind != "cpu" if with_swap is None else with_swap
         line = running.enter_context(ProgressLine("measure memory", None, "run"))
         bench = Bench(DeviceGauge(device), swap, swapping, memory.exchange_again, progress=line.advance)
         return step_figures(
             bench,
-            unwrap(steps.parts.model),
-            lambda: steps.batch(step.bucket, step.batch),
-            lambda batch: steps.parts.loss_fn(unwrap(steps.parts.model), batch).sum(),
+            steps.model,
+            lambda: steps.batch(step.shape, step.items),
+            partial(_loss, task, steps.bare),
             kinds,
             chosen,
             memory=config.memory,
@@ -165,21 +138,30 @@ def measured_figures(
         device.empty_cache()
 
 
+def _loss(task: Task, models: Models, batch: Batch) -> Tensor:
+    """The sum of a batch's losses that train, by models without what engines wrap around them."""
+    terms = task.updates()[0].loss(models, batch)
+    sums = [term.loss_I.sum() for term in terms.values() if term.trains]
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+
+
 class Tried:
     """A config's whole model, of which real steps are taken in one choice after another."""
 
-    def __init__(self, config: Config, device: Device, step: Step, inputs: Inputs, ways: Sequence[Ways]) -> None:
+    def __init__(
+        self, config: RunConfig, task: Task, device: Device, step: MicroBatchSize, ways: Sequence[Ways]
+    ) -> None:
         memory = config.memory.model_copy(update={"budget": None, "fraction": None})
         self.memory = memory
-        self._step = (step.bucket, step.batch, 2 if step.accumulates else 1)
+        self._step = (step.shape, step.items, 2 if step.accumulates else 1)
         plain = config.model_copy(update={"memory": memory})
-        self.steps = Trial(plain, device, choice=list(ways), text_tokens=config.text.max_tokens, given=inputs)
+        self.steps = Trial(plain, task, device, choice=list(ways), text_tokens=task.longest_text())
         self.swap = Swap(device, parse_bytes(memory.swap_from))
         self._ran = False
 
     def peak(self, ways: Sequence[Ways]) -> int | None:
         """Bytes at the peak of a step; None where memory ran out. A collective call."""
-        for block, own in zip(self.steps.bare.blocks, ways, strict=True):
+        for block, own in zip(self.steps.model.blocks, ways, strict=True):
             set_ways(block, own, self.swap.group, exchange_again=self.memory.exchange_again)
 
         def work() -> int:
@@ -325,11 +307,10 @@ def read_choice(path: Path, setting: Mapping[str, Any], blocks: int) -> Choice |
 
 
 def choose_ways(
-    config: Config,
-    bare: SoraDiT,
+    config: RunConfig,
+    task: Task,
     device: Device,
-    step: Step,
-    inputs: Inputs,
+    step: MicroBatchSize,
     folder: Path,
     setting: Mapping[str, Any],
     rank: int,
@@ -338,8 +319,8 @@ def choose_ways(
 
     All ranks take rank 0's. Raises UserError where nothing fits.
     """
-    path = folder / MEMORY_NAME
-    before = read_choice(path, setting, len(bare.blocks)) if rank == 0 else None
+    path, blocks = folder / MEMORY_NAME, len(learning_model(task, task.build()).blocks)
+    before = read_choice(path, setting, blocks) if rank == 0 else None
     found = comm.broadcast_object(None if before is None else asdict(before))
     if found is not None:
         if rank == 0:
@@ -347,9 +328,9 @@ def choose_ways(
         return Choice(**{**found, "ways": tuple(found["ways"]), "tries": ()})
     began = time.monotonic()
     budget = budget_bytes(config.memory, device)
-    figures = measured_figures(config, bare, device, step, inputs)
+    figures = measured_figures(config, task, device, step)
     first = figures.choose(budget)
-    tried = Tried(config, device, step, inputs, figures.ways(first or figures.smallest()))
+    tried = Tried(config, task, device, step, figures.ways(first or figures.smallest()))
     try:
         choice = settle(figures, budget, tried)
     finally:
@@ -360,24 +341,12 @@ def choose_ways(
     if rank == 0:
         for line in choice.lines():
             log.info(line)
-        log.info(f"memory: chosen for {step.bucket} x {step.batch} in {time.monotonic() - began:.1f} s")
+        log.info(f"memory: chosen for {step.shape} x {step.items} in {time.monotonic() - began:.1f} s")
     return replace(choice, ways=tuple(comm.broadcast_object([dict(ways) for ways in choice.ways])))
 
 
-def ways_under_budget(
-    config: Config,
-    cache: DatasetCache,
-    bare: SoraDiT,
-    strides: Strides,
-    device: Device,
-    strategy: Strategy,
-    world: int,
-    rank: int,
-    batching: Batching,
-    costs: SampleCosts,
-    lanes: int,
-) -> list[Ways] | None:
-    """The ways of each block for a run of `lanes` groups of devices; None without a budget. A collective call."""
+def ways_under_budget(config: RunConfig, task: Task, place: RunPlace) -> list[Ways] | None:
+    """The ways of each block for a run; None without a budget. A collective call."""
     if not config.memory.chooses:
         return None
     if config.batching.by == "time":
@@ -385,9 +354,6 @@ def ways_under_budget(
             "batching.by: time goes by steps that were measured with given ways, and memory's budget chooses them for given batches: tell "
             "memory.spans instead of a budget, or use batching.by: tokens or flops"
         )
-    encoders = cache.info["encoders"]
-    inputs = Inputs(encoders["vae"]["channels"], strides, encoders["text"]["width"])
-    step = largest_step(config, batching, costs, sorted(cache.split("train").buckets()), lanes)
-    setting = full_setting(config, bare, strides, device, strategy, world, step)
-    choice = choose_ways(config, bare, device, step, inputs, config.run_dir, setting, rank)
-    return list(choice.ways)
+    step = task.largest_micro_batch(place)
+    setting = full_setting(config, task, place, step)
+    return list(choose_ways(config, task, place.device, step, config.run_dir, setting, place.rank).ways)

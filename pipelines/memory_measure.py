@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from mmspeed import comm
+from mmspeed.compute.sparse.module import clustered_layers
 from mmspeed.memory import set_ways
 from mmspeed.memory.budget import Option
 from mmspeed.memory.gauge import Gauge, Work
 from mmspeed.memory.options import StepFigures, combinations, front, least_bytes, single_ways, static_bytes, swaps
 from mmspeed.memory.swap import Swap
 from mmspeed.parallel.tensor import local
+from mmspeed.protocols import NamesRegions, SpansBlock, TrainableModel
 
 MOST_OPTIONS = 16  # of a kind whose bytes are measured
 ROUNDS = 3  # timed runs of each single way
@@ -49,7 +51,8 @@ class Through(nn.Module):
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
-        self.span = getattr(block, "span", None)
+        if isinstance(block, SpansBlock):
+            self.span = block.span
 
     def forward(self, x: Tensor, *others: Any, **named: Any) -> Tensor:
         return cast(Tensor, _Pass.apply(x, *others, *named.values()))
@@ -195,7 +198,8 @@ class Bench:
 
         The chain are blocks of that kind. Time is that of each way of each span alone, which adds up; bytes are those of each option.
         """
-        spans = getattr(chain[0].block, "spans", ())
+        first = chain[0].block
+        spans = first.spans if isinstance(first, NamesRegions) else ()
         ways = single_ways(spans, self.with_swap)
         self.weigh(chain[0], {})  # the first run makes what libraries keep for good
         spent, singles = [self.gauge.spent], []
@@ -224,7 +228,7 @@ class Bench:
         rest = [one for key, one in found.items() if key]
         return [plain, *rest], seconds[0]
 
-    def ends(self, model: Any, batch: Callable[[], Any], loss: Callable[[Any], Tensor]) -> tuple[int, int]:
+    def ends(self, model: TrainableModel, batch: Callable[[], Any], loss: Callable[[Any], Tensor]) -> tuple[int, int]:
         """(bytes kept outside of the blocks, bytes above them at the peak) of a forward and backward pass of a batch."""
         held: dict[str, Any] = {}
 
@@ -243,7 +247,7 @@ class Bench:
 
 
 @contextmanager
-def without_blocks(model: Any) -> Iterator[None]:
+def without_blocks(model: TrainableModel) -> Iterator[None]:
     """Inside, a model's blocks do nothing."""
     blocks = model.blocks
     model.blocks = nn.ModuleList(Through(block) for block in blocks)
@@ -255,7 +259,7 @@ def without_blocks(model: Any) -> Iterator[None]:
 
 def step_figures(
     bench: Bench,
-    model: Any,
+    model: TrainableModel,
     batch: Callable[[], Any],
     loss: Callable[[Any], Tensor],
     kinds: tuple[int, ...],
@@ -301,8 +305,7 @@ def numbers_of(parameter: Tensor) -> int:
 
 
 def key_of(block: nn.Module) -> tuple[object, ...]:
-    """What tells blocks apart that take different memory or time: class, span, sparse or dense attention, number of parameters."""
-    attend = getattr(getattr(block, "self_attention", None), "attend", None)
-    sparse = type(attend).__name__ if isinstance(attend, nn.Module) else ""
+    """What tells blocks apart that take different memory or time: class, span, kinds of attention, number of parameters."""
+    attention = tuple(sorted({type(layer).__name__ for layer in clustered_layers(block).values()}))
     numbers = sum(parameter.numel() for parameter in block.parameters())
-    return type(block).__name__, getattr(block, "span", None), sparse, numbers
+    return type(block).__name__, block.span if isinstance(block, SpansBlock) else None, attention, numbers

@@ -2,8 +2,6 @@
 
 Bytes are those of all tensors that a step has, counted on torch's fake tensors; what operations take for themselves is not seen. Time is
 that of the roofline model. A layout over several devices is estimated by division.
-
-Legend: B samples, C channels, T h w latent, L caption tokens, D text width.
 """
 
 from __future__ import annotations
@@ -18,9 +16,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from mmspeed.config import Config
+from mmspeed.config import RunConfig
 from mmspeed.config.memory import parse_bytes
-from mmspeed.data import make_batching, sample_costs
 from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.log import format_bytes
@@ -29,17 +26,14 @@ from mmspeed.memory.gauge import ShapeGauge
 from mmspeed.memory.looks import Look, kept, part_of_storage
 from mmspeed.memory.options import StepFigures, kinds_of, runs_of, static_bytes, words_of
 from mmspeed.memory.swap import Group, Swap
-from mmspeed.models import build_model
-from mmspeed.models.text import text_width
-from mmspeed.models.vae import codec_geometry
 from mmspeed.parallel import autocast, make_half
-from mmspeed.pipelines.memory_choice import Step, budget_bytes, largest_step
+from mmspeed.pipelines.memory_choice import budget_bytes
 from mmspeed.pipelines.memory_measure import Bench, key_of, step_figures
-from mmspeed.pipelines.trial import Inputs
+from mmspeed.pipelines.tasks import make_task
+from mmspeed.pipelines.trial import learning_model
+from mmspeed.protocols import MicroBatchSize, RunPlace, Task
 
 FEW_OPTIONS = 8  # of a kind of block: fake tensors are slow
-
-Batch = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -60,7 +54,7 @@ class Speeds:
 class MemoryPlan:
     """A step's memory, and the choice under a budget where there is one."""
 
-    step: Step
+    step: MicroBatchSize
     figures: StepFigures
     speeds: Speeds
     budget: int | None
@@ -71,7 +65,7 @@ class MemoryPlan:
         figures, static = self.figures, self.figures.static
         activations = figures.plain_peak() - static.between - static.gradients
         lines = [
-            f"memory of a step of {self.step.bucket} x {self.step.batch}, estimated from shapes: "
+            f"memory of a step of {self.step.shape} x {self.step.items}, estimated from shapes: "
             f"{format_bytes(figures.plain_peak())} with all saved (weights, optimizer, average {format_bytes(static.between)}, gradients "
             f"{format_bytes(static.gradients)}, activations about {format_bytes(max(0, activations))}); "
             f"least {format_bytes(figures.least())}"
@@ -121,48 +115,53 @@ def _row(option: Option, plain: float, taken: int) -> str:
 
 
 def plan_memory(
-    config: Config,
+    config: RunConfig,
     *,
-    step: Step | None = None,
+    task: Task | None = None,
+    step: MicroBatchSize | None = None,
     budget: int | None = None,
     world: int | None = None,
     speeds: Speeds | None = None,
-    inputs: Inputs | None = None,
     with_swap: bool = True,
 ) -> MemoryPlan:
     """What a config's step takes on one of `world` devices, and what is chosen under `budget` bytes.
 
     Args:
+        task: None: the one that the config names, opened without data.
         step: None: the largest of the config's.
         budget: None: the config's, which may be none; a fraction is one of this machine's device.
-        world: None: as many devices as compute one video together.
-        inputs: None: asks the config's codec and text encoder.
+        world: None: as many devices as compute one item together.
 
-    Raises UserError for a bucket that fits neither codec nor model, for `memory.mlp_chunk`, and as `text_width`.
+    Raises UserError for a shape class that does not fit the model, for `memory.mlp_chunk`, and as `Task.open_without_data`.
     """
     if config.memory.mlp_chunk is not None:
         raise UserError("a plan chooses how MLPs are computed, and memory.mlp_chunk says it: leave mlp_chunk out")
     parallel, speeds = config.parallel, speeds or Speeds()
     world = world or parallel.group
-    if inputs is None:
-        inputs = Inputs(*codec_geometry(config.vae), text_width(config.text))
+    if task is None:
+        task = make_task(config)
+        task.open_without_data()
     if step is None:
-        step = _largest(config, inputs, world)
-    figures = shape_figures(config, step, inputs, speeds, with_swap)
+        place = RunPlace(Device("cpu", 0), world=world, groups=max(1, world // parallel.group))
+        step = task.largest_micro_batch(place)
+    figures = shape_figures(config, task, step, speeds, with_swap)
     figures = spread(figures, config, world)
     if budget is None and config.memory.chooses:
         budget = budget_bytes(config.memory, pick(config.device.kind))
     return MemoryPlan(step, figures, speeds, budget, None if budget is None else figures.choose(budget))
 
 
-def shape_figures(config: Config, step: Step, inputs: Inputs, speeds: Speeds, with_swap: bool = True) -> StepFigures:
+def shape_figures(
+    config: RunConfig, task: Task, step: MicroBatchSize, speeds: Speeds, with_swap: bool = True
+) -> StepFigures:
     """The figures of a step on one device that computes all of it."""
     memory, host = config.memory, Device("cpu", 0)
-    bare = build_model(config.model, inputs.channels, inputs.text_width, device="meta")
-    kinds, members = kinds_of([key_of(block) for block in bare.blocks])
-    bare.blocks = nn.ModuleList(bare.blocks[blocks[0]] for blocks in members)
-    latent, length = inputs.strides.latent(step.bucket), config.text.max_tokens
-    bare.config.grid(latent)
+    role = task.updates()[0].roles[0]
+    bare = task.build()[role]
+    model = learning_model(task, {role: bare})
+    kinds, members = kinds_of([key_of(block) for block in model.blocks])
+    model.blocks = nn.ModuleList(model.blocks[blocks[0]] for blocks in members)
+    task.shapes()
     if memory.master != "parameters":
         make_half(bare)
     with FakeTensorMode():
@@ -170,25 +169,13 @@ def shape_figures(config: Config, step: Step, inputs: Inputs, speeds: Speeds, wi
         dtype = parse_dtype(config.device.dtype)
         if dtype != torch.float32:
             autocast(bare, dtype)
-
-        def batch() -> Batch:
-            shape_BCThw = (step.batch, inputs.channels, *latent)
-            text_BLD = torch.empty(step.batch, length, inputs.text_width)
-            mask_BL = torch.ones(step.batch, length, dtype=torch.bool)
-            return torch.empty(shape_BCThw), torch.empty(shape_BCThw), torch.empty(step.batch), text_BLD, mask_BL
-
-        def loss(made: Batch) -> Tensor:
-            data_BCThw, noise_BCThw, t_B, text_BLD, mask_BL = made
-            target_BCThw = noise_BCThw - data_BCThw
-            prediction_BCThw = bare(data_BCThw + noise_BCThw, t_B, text_BLD, mask_BL)
-            return (prediction_BCThw - target_BCThw).square().mean()
-
+        batch, loss = task.sketch(bare, step.shape, step.items)
         swap = ShapeSwap(host, parse_bytes(memory.swap_from))
         gauge = ShapeGauge(speeds.flops, speeds.memory)
         bench = Bench(gauge, swap, with_swap, memory.exchange_again, most=FEW_OPTIONS, swap_seconds=speeds.swap_seconds)
         return step_figures(
             bench,
-            bare,
+            model,
             batch,
             loss,
             kinds,
@@ -201,7 +188,7 @@ def shape_figures(config: Config, step: Step, inputs: Inputs, speeds: Speeds, wi
         )
 
 
-def spread(figures: StepFigures, config: Config, world: int) -> StepFigures:
+def spread(figures: StepFigures, config: RunConfig, world: int) -> StepFigures:
     """The figures of one of `world` devices, by division: activations over those that compute a video together, weights over shards."""
     parallel, memory = config.parallel, config.memory
     sharded = parallel.strategy == "fsdp" or (parallel.strategy == "auto" and world > 1)
@@ -237,16 +224,6 @@ def spread(figures: StepFigures, config: Config, world: int) -> StepFigures:
         gradients=tuple(part(own, shards) for own in figures.gradients),
         plain_seconds=tuple(seconds / group for seconds in figures.plain_seconds),
     )
-
-
-def _largest(config: Config, inputs: Inputs, world: int) -> Step:
-    bare = build_model(config.model, inputs.channels, inputs.text_width, device="meta")
-    costs = sample_costs(bare, inputs.strides, config.text.max_tokens)
-    batching = config.batching
-    if batching.by == "time":  # nothing is measured here
-        batching = batching.model_copy(update={"by": "tokens", "budget": None})
-    made = make_batching(batching, config.train, config.buckets, costs, world, config.parallel)
-    return largest_step(config, made, costs, config.buckets, max(1, world // config.parallel.group))
 
 
 def _without_values(model: nn.Module) -> None:

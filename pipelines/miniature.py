@@ -16,14 +16,13 @@ from torch import nn
 
 from mmspeed import rng
 from mmspeed.config import Config
-from mmspeed.config.parallel import ParallelConfig
 from mmspeed.config.schema import ModelConfig
 from mmspeed.data import Batching, Draw, Sample, draw_noise, draw_quantiles, make_batching, sample_costs
-from mmspeed.models import SoraDiT, SoraDiTConfig, build_model
+from mmspeed.models import SoraDiTConfig
 from mmspeed.models.layers import initial_value, set_parameter
 from mmspeed.models.sizes import resolve_config
 from mmspeed.pipelines.trial import latent_in
-from mmspeed.protocol import Batch
+from mmspeed.protocols import Batch
 from mmspeed.shapes import Bucket, Strides
 
 CHANNELS, TEXT_WIDTH, HEAD_WIDTH, RANK = 4, 16, 12, 8
@@ -73,6 +72,7 @@ def shrunk_model(model: SoraDiTConfig, tensor: int) -> ModelConfig:
 class Miniature:
     """A small run. `latents` are one image's, one video's or both; `shown` names what they were made of."""
 
+    video: VideoTask
     config: Config  # with the model and parallel sections of the small run
     strides: Strides
     latents: tuple[Latent, ...]
@@ -86,28 +86,41 @@ class Miniature:
         kinds = tuple("images" if latent[0] == 1 else "videos" for latent in self.latents)
         return (*kinds, "mixed") if len(kinds) > 1 else kinds
 
-    def alone(self) -> Miniature:
-        """The same samples and model on one process."""
-        return replace(self, config=self.config.model_copy(update={"parallel": ParallelConfig()}))
+    def with_config(self, config: Config) -> Miniature:
+        """The same samples and model under another config."""
+        return replace(self, config=config)
 
-    def exact(self) -> Miniature:
-        """The same on one process in float32."""
-        device = self.config.device.model_copy(update={"dtype": "float32"})
-        return replace(self, config=self.alone().config.model_copy(update={"device": device}))
+    @property
+    def about(self) -> list[str]:
+        """The shapes that are compared."""
+        return list(self.shown)
 
-    def model(self) -> SoraDiT:
-        """The model without weights."""
-        return build_model(self.config.model, CHANNELS, TEXT_WIDTH, device="meta")
+    def task(self) -> VideoTask:
+        """The task of the small run."""
+        return self.video.with_config(self.config).use(Inputs(CHANNELS, self.strides, TEXT_WIDTH))
 
-    def batching(self, bare: SoraDiT, world: int) -> Batching:
+    def batching(self, world: int) -> Batching:
         """The config's batching of the small samples. Budgets are of large ones, so the costliest bucket sets it."""
         batching = self.config.batching
         if batching.by != "samples":
             by = "tokens" if batching.by == "time" else batching.by  # nothing is measured here
             batching = batching.model_copy(update={"by": by, "budget": None})
-        costs = sample_costs(bare, self.strides, self.text_tokens)
+        costs = sample_costs(diffusion_model(self.task().bare), self.strides, self.text_tokens)
         buckets = [self.bucket(latent) for latent in self.latents]
         return make_batching(batching, self.config.train, buckets, costs, world, self.config.parallel)
+
+    def step(self, kind: str, place: RunPlace) -> StepData:
+        """The step of a kind, with this rank's micro-batches."""
+        draws = self.draws(kind)
+        parts = share(draws, self.batching(place.world), place.rank, place.world)
+        batches = [self.batch(part) for part in parts]
+        pending = iter(batches)
+        return StepData(
+            divisors={"samples": float(len(draws))},
+            batches=Batches(len(batches), None, lambda: next(pending)),
+            items=[Item(*draw.name, draw.sample.source, draw.sample.bucket.name) for draw in draws],
+            counts=Counter(draw.sample.bucket for draw in draws),
+        )
 
     def bucket(self, latent: Latent) -> Bucket:
         """The pixel shape that a latent would come from."""
@@ -150,12 +163,17 @@ class Miniature:
                 value = value + OFF_START * rng.normal(parameter.shape, seed, "off start", name)
             set_parameter(parameter, value)
 
+    def problems(self, place: RunPlace) -> tuple[list[str], list[float]]:
+        """What is wrong with the times of many draws, and the smallest and the largest. A collective call."""
+        return _times(self, self.batching(place.world), place.rank, place.world)
 
-def miniature(config: Config, strides: Strides) -> Miniature:
-    """The small run of a config, at the layout that its parallel section names with numbers only.
+
+def miniature(video: VideoTask, strides: Strides) -> Miniature:
+    """The small run of a task's config, at the layout that its parallel section names with numbers only.
 
     Raises UserError for a bucket that fits neither codec nor model, and as `resolve_config`.
     """
+    config = video.config
     parallel = config.parallel
     model = resolve_config(config.model, CHANNELS, TEXT_WIDTH)
     sequence, lanes = parallel.ring * parallel.ulysses, parallel.dp_replicate * parallel.dp_shard
@@ -179,7 +197,7 @@ def miniature(config: Config, strides: Strides) -> Miniature:
             "parallel": parallel.model_copy(update={"shard_text": threshold}),
         }
     )
-    return Miniature(small_config, strides, tuple(latents), tuple(shown), text_tokens, tuple(samples))
+    return Miniature(video, small_config, strides, tuple(latents), tuple(shown), text_tokens, tuple(samples))
 
 
 def _awkward(latent: Latent, model: SoraDiTConfig, sequence: int) -> tuple[bool, bool, int]:

@@ -10,7 +10,7 @@ import os
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from mmspeed import comm, rng
-from mmspeed.config import Config
+from mmspeed.config import RunConfig
 from mmspeed.config.memory import MemoryConfig
 from mmspeed.data import MEASURED_NAME, Measured, SampleCosts
 from mmspeed.data.batch_sizes import Measurement, line_slope
@@ -27,10 +27,9 @@ from mmspeed.device import Device, pick
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine
 from mmspeed.mesh import process_group
-from mmspeed.models import SoraDiT
-from mmspeed.parallel import Strategy
+from mmspeed.pipelines.tasks import make_task
 from mmspeed.pipelines.trial import Trial, does_not_fit
-from mmspeed.shapes import Bucket, Strides
+from mmspeed.protocols import RunPlace, ShapeClass, Task
 
 ACCELERATOR_SHARE, HOST_SHARE = 0.9, 0.6  # of a device's whole memory; of what a host has free, which others use too
 
@@ -42,21 +41,17 @@ UNMEASURED = ("empty_cache", "snapshot")  # of the memory section: nothing of a 
 # -- what figures depend on -------------------------------------------------------------------------------------------
 
 
-def setting_of(
-    config: Config, model: SoraDiT, strides: Strides, device: Device, strategy: Strategy, world: int
-) -> dict[str, Any]:
-    """All that a step's time and memory depend on beside bucket and batch, flat, in JSON's types."""
-    sizes = {f"model.{name}": value for name, value in asdict(model.config).items()}
+def setting_of(config: RunConfig, task: Mapping[str, Any], place: RunPlace) -> dict[str, Any]:
+    """All that a step's time and memory depend on beside shape and batch, flat, in JSON's types; `task`: what the task says of it."""
     setting = {
-        **{name: list(value) if isinstance(value, tuple) else value for name, value in sizes.items()},
-        "vae.strides": [strides.temporal, strides.spatial],
+        **task,
         "device.dtype": config.device.dtype,
         "train.checkpointing": config.train.checkpointing,
         "train.compile": config.train.compile,
-        "device.kind": device.kind,
-        "device.name": device.name,
-        "devices": world,
-        "parallel.strategy": strategy,
+        "device.kind": place.device.kind,
+        "device.name": place.device.name,
+        "devices": place.world,
+        "parallel.strategy": place.strategy,
         **{f"parallel.{name}": getattr(config.parallel, name) for name in ("ring", "ulysses", "tp", "scheme", "shard")},
         "torch": torch.__version__,
     }
@@ -68,7 +63,7 @@ def setting_of(
     }
     if config.train.optimizer != "adamw":
         setting["train.optimizer"] = config.train.optimizer
-    if strategy == "fsdp":
+    if place.strategy == "fsdp":
         setting |= {
             "parallel.dp_replicate": config.parallel.dp_replicate,
             "parallel.dp_shard": config.parallel.dp_shard,
@@ -179,26 +174,27 @@ class Profile:
 
     path: Path  # of buckets.json
     measured: Measured
-    config: Config
+    config: RunConfig
     costs: SampleCosts
     state_bytes: int
     counted: str  # what the figures of memory count
     world: int
-    untried: tuple[Bucket, ...] = ()  # judged by smaller buckets, since trying them might have harmed others
+    untried: tuple[ShapeClass, ...] = ()  # judged by smaller buckets, since trying them might have harmed others
     rounds: int = 0  # timed steps of each batch
 
 
 def profile(
-    config: Config,
+    config: RunConfig,
     folder: Path | None = None,
     *,
+    task: Task | None = None,
     memory: float | None = None,
     seconds: float = 30.0,
     most: int | None = None,
     repeats: int = 5,
     minutes: float = 10.0,
 ) -> Profile:
-    """Measure every bucket of a config, and write `buckets.json` into its run's folder, or into `folder`.
+    """Measure every shape class of a task, and write `buckets.json` into its run's folder, or into `folder`.
 
     `memory` is a share of the device's memory or a number of bytes; after `minutes` no larger batch and no further round is
     begun. A collective call where a launcher started several processes. Raises UserError for a bucket that fits neither codec
@@ -216,18 +212,30 @@ def profile(
         comm.first_does(lambda: _check_folder(path.parent), rank)
         limits = Limits(memory_limit(device, memory), seconds, most, repeats, minutes)
         limits = replace(limits, memory_bytes=-int(comm.all_reduce_max([-float(limits.memory_bytes)])[0]))
-        steps = Trial(config, device, limits.memory_bytes)
+        task = task or make_task(config)
+        task.open_without_data()
+        steps = Trial(config, task, device, limits.memory_bytes)
         began = time.monotonic()
         found, untried = explore(steps, limits, began)
         rows, found, rounds = timed(steps, found, limits, began)
         too_large = {bucket: tried.too_large for bucket, tried in found.items() if tried.too_large is not None}
-        setting = setting_of(config, steps.bare, steps.strides, device, steps.strategy, steps.world)
+        setting = setting_of(config, task.setting(), steps.place)
         measured = Measured(tuple(rows), limits.memory_bytes, setting, too_large)
         if all(row.peak_bytes > limits.memory_bytes for row in rows):
             raise does_not_fit(steps.state_bytes, limits.memory_bytes)
         comm.first_does(lambda: measured.save(path), rank)
         counted = "allocator's count on CPU" if device.kind == "cpu" else "allocator's peak on the device"
-        return Profile(path, measured, config, steps.costs, steps.state_bytes, counted, steps.world, untried, rounds)
+        return Profile(
+            path,
+            measured,
+            config,
+            SampleCosts(task.tokens, task.cost),
+            steps.state_bytes,
+            counted,
+            steps.world,
+            untried,
+            rounds,
+        )
 
 
 def out_of_time(began: float, minutes: float) -> bool:
@@ -235,12 +243,12 @@ def out_of_time(began: float, minutes: float) -> bool:
     return comm.all_reduce_max([time.monotonic() - began])[0] > 60 * minutes
 
 
-def explore(steps: Trial, limits: Limits, began: float) -> tuple[dict[Bucket, Tried], tuple[Bucket, ...]]:
+def explore(steps: Trial, limits: Limits, began: float) -> tuple[dict[ShapeClass, Tried], tuple[ShapeClass, ...]]:
     """The batches of each bucket, each measured once: one more of every bucket in turn. And the buckets that were not tried.
 
     Every bucket has its batch of 1; when half of the time is over, no larger batch is tried.
     """
-    found = {bucket: Tried() for bucket in sorted(steps.config.buckets, key=steps.costs.tokens)}
+    found = {bucket: Tried() for bucket in sorted(steps.task.shapes(), key=steps.task.tokens)}
     untried, going = [], list(found)
     with ProgressLine("find batches", None, "step") as line:
         while going:
@@ -266,26 +274,26 @@ def explore(steps: Trial, limits: Limits, began: float) -> tuple[dict[Bucket, Tr
     return found, tuple(untried)
 
 
-def _too_large_alone(bucket: Bucket, steps: Trial, found: Mapping[Bucket, Tried], limits: Limits) -> bool:
+def _too_large_alone(bucket: ShapeClass, steps: Trial, found: Mapping[ShapeClass, Tried], limits: Limits) -> bool:
     """Whether one sample would be over the limit, by the tokens of smaller buckets' samples."""
     ones = [tried.rows[0] for tried in found.values() if tried.rows]
     if not ones:
         return False
-    state, tokens = steps.state_bytes, steps.costs.tokens
+    state, tokens = steps.state_bytes, steps.task.tokens
     each = min((row.peak_bytes - state) / tokens(row.bucket) for row in ones)
     return state + each * tokens(bucket) > limits.memory_bytes
 
 
 def timed(
-    steps: Trial, found: Mapping[Bucket, Tried], limits: Limits, began: float
-) -> tuple[list[Measurement], dict[Bucket, Tried], int]:
+    steps: Trial, found: Mapping[ShapeClass, Tried], limits: Limits, began: float
+) -> tuple[list[Measurement], dict[ShapeClass, Tried], int]:
     """The measurements with the median time of the rounds there is time for, what was found of the buckets then, and the rounds.
 
     Each round goes through all batches of all buckets in an order of its own, so that what disturbs the machine meets all alike.
     """
     found = dict(found)
     order = [row for tried in found.values() for row in tried.rows]
-    taken: dict[tuple[Bucket, int], list[float]] = {}
+    taken: dict[tuple[ShapeClass, int], list[float]] = {}
     rounds = 0
     with ProgressLine("time batches", len(order) * limits.repeats, "step") as line:
         for turn in range(limits.repeats):
@@ -310,7 +318,7 @@ def timed(
     return rows, found, rounds
 
 
-def _warm_seconds(steps: Trial, bucket: Bucket, batch: int) -> float:
+def _warm_seconds(steps: Trial, bucket: ShapeClass, batch: int) -> float:
     """Time of a step; on an accelerator the second of two, since the first gives back the memory of another shape."""
     if steps.device.kind != "cpu":
         steps.run(bucket, batch)

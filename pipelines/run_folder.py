@@ -19,21 +19,18 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmspeed.config import Config, dump_config, load_config
+from mmspeed.config import Config, RunConfig, dump_config, load_config
 from mmspeed.config.schema import ModelConfig
 from mmspeed.data.files import write_whole
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
 from mmspeed.models.sizes import resolve_config
-
-# Changing one of these in the middle of a run would make its checkpoints mean something else.
-FIXED_ON_RESUME = ("seed", "model", "objective", "vae", "text")
 
 
 @dataclass(frozen=True)
@@ -110,17 +107,18 @@ class RunFolder:
         except (OSError, ValueError) as error:
             raise UserError(f"{path} cannot be read ({error}); start the training again to write it anew") from None
 
-    def check_same(self, config: Config) -> list[str]:
-        """Sections that differ from the run's own config. Raises UserError when one of FIXED_ON_RESUME does."""
+    def check_same(self, config: RunConfig) -> list[str]:
+        """Sections that differ from the run's own config. Raises UserError when one of `fixed_on_resume` does."""
         if not self.config_file.exists():
             return []
-        before, now = self.config().model_dump(by_alias=True), config.model_dump(by_alias=True)
+        before, now = load_config(self.config_file).model_dump(by_alias=True), config.model_dump(by_alias=True)
         changed = _differing(before, now)
-        for tree in (before, now):
-            del tree["model"]["sparse"]  # which attention is sparse is no part of the weights
+        for section, key in config.free_on_resume:
+            for tree in (before, now):
+                tree.get(section, {}).pop(key, None)
         fixed = []
         for name in _differing(before, now):
-            if name in FIXED_ON_RESUME:
+            if name in config.fixed_on_resume:
                 section = now[name]
                 fixed += (
                     [f"{name}.{key}" for key in _differing(before[name], section)]
@@ -134,14 +132,14 @@ class RunFolder:
             )
         return changed
 
-    def write_start(self, config: Config, info: dict[str, Any], codec_weights: Path | None) -> None:
-        """Write config.yaml, run.json and the codec's weights, each whole or not at all."""
+    def write_start(self, config: RunConfig, info: dict[str, Any], files: Mapping[str, Path]) -> None:
+        """Write config.yaml, run.json and copies of `files` (by their names here), each whole or not at all."""
         self.root.mkdir(parents=True, exist_ok=True)
-        if codec_weights is not None:
-            temporary = self.codec_weights.with_suffix(".tmp")
-            shutil.copyfile(codec_weights, temporary)
+        for name, source in files.items():
+            temporary = (self.root / name).with_suffix(".tmp")
+            shutil.copyfile(source, temporary)
             sync_file(temporary)
-            os.replace(temporary, self.codec_weights)
+            os.replace(temporary, self.root / name)
         write_text(self.root / "run.json", json.dumps(info, indent=2) + "\n")
         write_text(self.config_file, dump_config(config))
 

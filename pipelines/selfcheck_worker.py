@@ -35,7 +35,7 @@ from mmspeed.parallel.tensor import local
 from mmspeed.pipelines.assemble import Assembly, Placement, assemble, place
 from mmspeed.pipelines.children import ERROR, follow_parent, write_error
 from mmspeed.pipelines.miniature import Miniature, miniature
-from mmspeed.protocol import Batch
+from mmspeed.protocols import Batch
 from mmspeed.shapes import Strides
 
 Arrays = dict[str, "np.ndarray[Any, Any]"]
@@ -247,11 +247,14 @@ def _times(
 
 def _met(batch: Batch) -> Met:
     digest = hashlib.sha256()
-    for tensor in [*(batch.movable()[name] for name in sorted(batch.movable()) if name != "weights_B"), batch.u_B]:
+    for tensor in [
+        *(batch.movable()[name] for name in sorted(batch.movable()) if name != "weights_B"),
+        batch["quantiles"],
+    ]:
         assert tensor is not None
         digest.update(tensor.contiguous().numpy().tobytes())
     names = ["/".join(map(str, name)) for name in batch.names]
-    return Met(batch.bucket.is_image, names, batch.weights_B.tolist(), digest.hexdigest())
+    return Met(batch.bucket.is_image, names, batch.weights_I.tolist(), digest.hexdigest())
 
 
 def main() -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from mmspeed.config import Config
+from mmspeed.config import RunConfig
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.log import MetricsLog
+from mmspeed.loop.callbacks import BaseCallback, Sparsity, StepOutcome
 from mmspeed.plan.throughput import Meter
+from mmspeed.protocols import Data, Task
 
 
 class Telemetry:
@@ -21,7 +24,7 @@ class Telemetry:
     """
 
     def __init__(
-        self, config: Config, folder: Path, device: Device, world: int, enabled: bool, peak: tuple[float, str]
+        self, config: RunConfig, folder: Path, device: Device, world: int, enabled: bool, peak: tuple[float, str]
     ):
         self.device, self.enabled = device, enabled
         self.peak_flops, self.peak_source = peak
@@ -88,7 +91,7 @@ class Telemetry:
             tracker.log(numbers, step=row["step"])
 
 
-def make_trackers(config: Config, folder: Path) -> list[Any]:
+def make_trackers(config: RunConfig, folder: Path) -> list[Any]:
     """The config's trackers, started. Raises UserError for one whose package is not installed."""
     if not config.trackers:
         return []
@@ -109,3 +112,22 @@ def make_trackers(config: Config, folder: Path) -> list[Any]:
             tracker.start()
         made.append(tracker)
     return made
+
+
+class TelemetryCallback(BaseCallback):
+    """Counts what each step computed, and tells throughput since the last row."""
+
+    def __init__(self, telemetry: Telemetry, task: Task, data: Data, sparsity: Sequence[Sparsity]) -> None:
+        self.telemetry, self.task, self.data, self.sparsity = telemetry, task, data, sparsity
+
+    def after_step(self, outcome: StepOutcome) -> None:
+        usage = self.task.usage(outcome.data)
+        self.telemetry.count_step(
+            samples=usage.items,
+            tokens=usage.tokens,
+            forward_flops=usage.forward.matmul,
+            waited_seconds=self.data.waited_seconds,
+        )
+
+    def row(self) -> dict[str, Any]:
+        return self.telemetry.rates(saved_flops=sum(one.saved_flops() for one in self.sparsity))

@@ -23,14 +23,14 @@ from mmspeed.pipelines.generate import SampleSettings, generate_latents
 from mmspeed.pipelines.media import Video, from_model_range
 from mmspeed.pipelines.objective import make_objective
 from mmspeed.pipelines.run_folder import RunFolder
-from mmspeed.protocol import VideoCodec
+from mmspeed.protocols import DiffusionModel, VideoCodec
 from mmspeed.shapes import Strides
 
 
 def video_shape(
     config: Config,
     strides: Strides,
-    model: SoraDiT,
+    model: DiffusionModel,
     frames: int | None = None,
     height: int | None = None,
     width: int | None = None,

@@ -1,363 +1,305 @@
-"""`TrainPipeline`: cache -> batch -> objective -> model -> loss, handed to the loop's step.
+"""`TrainPipeline`: the order of a run of training, for every task.
 
-The order of a run stands in `TrainPipeline.run`, the way of one micro-batch in `assemble.make_loss`.
+Set-up stands in `_run`, the loop in `_train`, the callbacks around each step in `_callbacks`; one step is
+`mmspeed.loop.step.train_step`.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from contextlib import closing, nullcontext
-from dataclasses import asdict
+from collections.abc import Mapping
+from contextlib import ExitStack, closing, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
 from mmspeed import comm
-from mmspeed.compute.sparse.controller import SparsityController
-from mmspeed.config import Config
-from mmspeed.data import (
-    FirstEpoch,
-    Maker,
-    Step,
-    count_present,
-    imbalance,
-)
-from mmspeed.device import parse_dtype, pick
+from mmspeed.config import RunConfig
+from mmspeed.data import Maker
+from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, get_logger
+from mmspeed.loop.callbacks import Averages, Callback, LearningRate, Sparsity, StepOutcome
 from mmspeed.loop.checkpoint import CheckpointManager, TrainingState
-from mmspeed.loop.optim import learning_rate, set_learning_rate
 from mmspeed.loop.signals import StopSignals
 from mmspeed.loop.start import load_start
 from mmspeed.loop.step import StepResult, train_step
-from mmspeed.mesh import patient_group, process_group
-from mmspeed.models import build_model
-from mmspeed.models.sparse_note import sparse_lines, sparse_warnings
-from mmspeed.pipelines.assemble import assemble, place
-from mmspeed.pipelines.during import Observer
+from mmspeed.mesh import process_group
+from mmspeed.pipelines.assemble import Assembly, Placement, assemble, place
+from mmspeed.pipelines.during import Validator
 from mmspeed.pipelines.memory_care import MemoryCare
 from mmspeed.pipelines.memory_choice import ways_under_budget
-from mmspeed.pipelines.opening import open_cache
-from mmspeed.pipelines.order import batching_of, make_order
 from mmspeed.pipelines.outcome import TrainResult
-from mmspeed.pipelines.run_folder import RunFolder, other_shape, trim_metrics
-from mmspeed.pipelines.telemetry import Telemetry
-from mmspeed.pipelines.trial import latent_in
-from mmspeed.shapes import Strides
+from mmspeed.pipelines.run_folder import RunFolder, trim_metrics
+from mmspeed.pipelines.tasks import make_task
+from mmspeed.pipelines.telemetry import Telemetry, TelemetryCallback
+from mmspeed.protocols import Data, RunPlace, StepData, Task
 
 log = get_logger("train")
 
 
-class TrainPipeline:
-    """Trains a config's model from its cache, or goes on with a run that was stopped.
+@dataclass
+class Run:
+    """A run that is ready for its first step."""
 
-    With a `maker` (`mmspeed.preprocess.OnlineBuilder`) a cache that is missing or not whole is completed during the first epoch;
-    without one it is an error. `run()` raises UserError for that, for a run of that name with another model, a non-finite loss,
-    a full disk.
+    task: Task
+    placement: Placement
+    place: RunPlace
+    data: Data
+    parts: Assembly
+    manager: CheckpointManager
+    step: int = 0  # from which it goes on
+    skipped: int = 0  # steps left out so far, since something in them was not finite
+
+
+class TrainPipeline:
+    """Trains a config's model, or goes on with a run that was stopped.
+
+    `task`: what is trained; None: the one that the config names. With a `maker` (`mmspeed.preprocess.OnlineBuilder`) a cache that is
+    missing or not whole is completed during the first epoch; without one it is an error. `run()` raises UserError for that, for a run of
+    that name with another model, a non-finite loss, a full disk.
     """
 
-    def __init__(self, config: Config, maker: Maker | None = None) -> None:
-        self.config, self.maker = config, maker
+    def __init__(self, config: RunConfig, maker: Maker | None = None, task: Task | None = None) -> None:
+        self.config = config
+        self.task = task or make_task(config, maker)
         self.folder = RunFolder(config.run_dir)
-        self.dtype = parse_dtype(config.device.dtype)
 
     def run(self) -> TrainResult:
-        self.device = pick(self.config.device.kind)
-        self.device.activate()
-        with process_group(self.device), self.folder.locked() if dist.get_rank() == 0 else nullcontext():
-            return self._run()
+        """Train to the end, or until the run is asked to stop."""
+        device = pick(self.config.device.kind)
+        device.activate()
+        with process_group(device), self.folder.locked() if dist.get_rank() == 0 else nullcontext():
+            return self._run(device)
 
-    def _run(self) -> TrainResult:
-        started = time.monotonic()
-        self._join()
-        self._open_data()
-        self._build()
-        step = self._resume()
-        if step >= self.config.train.steps:
-            self.manager.wait()
-            return TrainResult(self.folder.root, step, True, True, None, 0.0)
-        with Telemetry(
-            self.config, self.folder.root, self.device, self.world, self.rank == 0, self._peak()
-        ) as telemetry:
+    def _run(self, device: Device) -> TrainResult:
+        started, config = time.monotonic(), self.config
+        # 1. devices, data, models, and what is kept for backward
+        placement = place(config, device)
+        where = placement.at(device, self.folder.root)
+        self.task.open(where)
+        self._tell_notes(where)
+        data = self.task.data(where)
+        choice = ways_under_budget(config, self.task, where)
+        parts = assemble(config, self.task, self.task.build(), placement, device, choice)
+        self.task.prepare(parts.models, where)
+        # 2. the state of a run that was stopped
+        manager = CheckpointManager(
+            self.folder.checkpoints, keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best
+        )
+        run = Run(self.task, placement, where, data, parts, manager)
+        self._resume(run)
+        if run.step >= config.train.steps:
+            manager.wait()
+            return TrainResult(self.folder.root, run.step, True, True, None, 0.0)
+        # 3. the steps
+        peak = self._peak(device)
+        with Telemetry(config, self.folder.root, device, where.world, where.rank == 0, peak) as telemetry:
             try:
-                step, stopped, loss = self._train(step, telemetry)
+                stopped, loss = self._train(run, telemetry)
             except UserError:
-                self.manager.wait()  # all ranks are here: let the checkpoint under way become whole
+                manager.wait()  # all ranks are here: let the checkpoint under way become whole
                 raise
             finally:
-                if self.loader.first_epoch is not None:
-                    self.loader.first_epoch.close()
-        return TrainResult(self.folder.root, step, not stopped, False, loss, time.monotonic() - started)
+                data.close()
+        return TrainResult(self.folder.root, run.step, not stopped, False, loss, time.monotonic() - started)
 
     # -- set-up ---------------------------------------------------------------------------------------------------
 
-    def _join(self) -> None:
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.placement = place(self.config, self.device)
-        self.strategy = self.placement.strategy
-
-    def _open_data(self) -> None:
-        config = self.config
-        self.group = patient_group() if self.maker is not None else None
-        self.cache, self.whole = open_cache(config, self.maker, self.device, self.rank, self.world, self.group)
-        self.strides = Strides(*self.cache.info["encoders"]["vae"]["strides"])
-
-    def _build(self) -> None:
-        """The model without weights, the order of the steps, the choice of what is kept for backward, and the model with its weights."""
-        config, encoders = self.config, self.cache.info["encoders"]
-        model = build_model(config.model, encoders["vae"]["channels"], encoders["text"]["width"], device="meta")
-        self.bare = model
-        latents = {b: latent_in(b, self.strides, model.config) for b in sorted(self.cache.samples.buckets())}
-        for line in sparse_lines(model, latents) if self.rank == 0 else ():
+    def _tell_notes(self, where: RunPlace) -> None:
+        lines, warnings = self.task.notes() if where.rank == 0 else ([], [])
+        for line in lines:
             log.info(line)
-        for warning in sparse_warnings(model, latents, config) if self.rank == 0 else ():
+        for warning in warnings:
             log.warning(warning)
-        setting = (config, self.cache, model, self.strides, self.device, self.strategy, self.world, self.rank)
-        batching, costs = batching_of(*setting)
-        self.sampler, self.loader = make_order(config, self.cache, batching, self.device, self.world, self.rank)
-        choice = ways_under_budget(*setting, batching, costs, self.placement.lanes)
-        parts = assemble(config, model, self.placement, self.device, choice)
-        self.model, self.optimizer, self.ema = parts.model, parts.optimizer, parts.ema
-        self.objective, self.loss_fn = parts.objective, parts.loss_fn
-        self.sparsity = SparsityController.of(model)
-        if self.sparsity is not None:
-            layer = next(iter(self.sparsity.layers.values()))
-            layer.try_out(self.device.torch_device, self.dtype, model.config.width // model.config.heads)
 
-    def _resume(self) -> int:
-        """The step to go on from; 0 for a new run."""
-        config = self.config
-        self.manager = CheckpointManager(
-            self.folder.checkpoints,
-            keep_last=config.checkpoint.keep_last,
-            keep_best=config.checkpoint.keep_best,
-        )
+    def _resume(self, run: Run) -> None:
+        """Go on from the newest checkpoint, or begin: with the weights that train.start_from names, if it does."""
+        config, parts, where = self.config, run.parts, run.place
         changed = self.folder.check_same(config)
         # rank 0 looks: another node's view of the folder may be older
-        found = self.manager.latest() if self.rank == 0 else None
+        found = run.manager.latest() if where.rank == 0 else None
         name = comm.broadcast_object(found.name if found is not None else None)
-        step = self.skipped = 0
         if name is None and config.train.start_from is not None:
-            for difference in other_shape(config.train.start_from, config.model) if self.rank == 0 else ():
+            for difference in run.task.compare_start(config.train.start_from) if where.rank == 0 else ():
                 log.warning(difference)
-            load_start(config.train.start_from, self.model, self.optimizer)
-            if self.ema is not None:
-                self.ema.restart(self.model)
+            load_start(config.train.start_from, parts.model, parts.optimizer)
+            if parts.ema is not None:
+                parts.ema.restart(parts.model)
         if name is not None:
             path = self.folder.checkpoints / name
-            meta = self.manager.load(path, self.model, self.optimizer, self.ema)
-            step, self.skipped = int(meta["step"]), int(meta["skipped"])
-            if changed and self.rank == 0:
-                log.info(f"going on from step {step}; changed since it was saved: {', '.join(changed)}")
+            meta = run.manager.load(path, parts.model, parts.optimizer, parts.ema)
+            run.step, run.skipped = int(meta["step"]), int(meta["skipped"])
+            if changed and where.rank == 0:
+                log.info(f"going on from step {run.step}; changed since it was saved: {', '.join(changed)}")
             if "order" not in meta:
                 raise UserError(
                     f"{path} is of an earlier mmspeed, which wrote no place in the order: choose another `name`"
                 )
-            told = self.sampler.resume(meta["order"])
-            if told is not None and self.rank == 0 and step < config.train.steps:
-                log.warning(f"step {step}: {told}")
-        if self.rank == 0 and step < config.train.steps:
-            self.folder.write_start(config, self._info(), config.codec_weights)
-            trim_metrics(self.folder.metrics, step)
+            message = run.data.resume(meta["order"])
+            if message is not None and where.rank == 0 and run.step < config.train.steps:
+                log.warning(f"step {run.step}: {message}")
+        if where.rank == 0 and run.step < config.train.steps:
+            parameters = sum(p.numel() for p in parts.model.parameters())
+            info = {**run.task.info(), "parameters": parameters, "data": run.data.fingerprint}
+            self.folder.write_start(config, info, run.task.files())
+            trim_metrics(self.folder.metrics, run.step)
         comm.barrier()
-        return step
 
-    def _info(self) -> dict[str, Any]:
-        encoders = self.cache.info["encoders"]
-        return {
-            "latent_channels": encoders["vae"]["channels"],
-            "strides": encoders["vae"]["strides"],
-            "text_width": encoders["text"]["width"],
-            "encoders": encoders,
-            "parameters": sum(p.numel() for p in self.model.parameters()),
-            "data": self.sampler.fingerprint,
-        }
+    def _callbacks(self, run: Run, telemetry: Telemetry, memory: MemoryCare) -> list[Callback]:
+        """What happens around each step, in this order on all ranks."""
+        parts, config = run.parts, self.config
+        sparsity = Sparsity.of(parts.model, comm.all_reduce_sum)
+        averages = [] if parts.ema is None else [Averages(parts.ema, parts.model)]
+        return [
+            LearningRate(config.train, [learner.optimizer for learner in parts.learners]),
+            *sparsity,
+            *averages,
+            memory,
+            TelemetryCallback(telemetry, run.task, run.data, sparsity),
+        ]
 
     # -- the loop -------------------------------------------------------------------------------------------------
 
-    def _train(self, step: int, telemetry: Telemetry) -> tuple[int, bool, float | None]:
-        """From `step` to the end. Returns (step reached, stopped early, last loss)."""
-        config, train = self.config, self.config.train
-        observer = Observer(self)
-        self._prepare_first_epoch(step, observer)
+    def _train(self, run: Run, telemetry: Telemetry) -> tuple[bool, float | None]:
+        """From `run.step` to the end. Returns (stopped early, last loss)."""
+        config, train, parts = self.config, self.config.train, run.parts
+        validator = Validator(run.task, parts, run.data, run.place)
         loss, stopped = None, False
-        telemetry.resume_clock()
-        with (
-            MemoryCare(config, self.device, self.folder.root, self.model, self.optimizer, self.ema) as care,
-            StopSignals(self.folder.root) as signals,
-            ProgressLine("train", train.steps, "step", start=step) as line,
-            closing(self.loader.steps(step, train.steps)) as steps,
-        ):
-            for data in steps:
+        with ExitStack() as stack:
+            batches = run.data.steps(run.step, train.steps)
+            telemetry.resume_clock()
+            memory = stack.enter_context(
+                MemoryCare(config, run.place.device, self.folder.root, parts.model, parts.optimizer, parts.ema)
+            )
+            signals = stack.enter_context(StopSignals(self.folder.root))
+            line = stack.enter_context(ProgressLine("train", train.steps, "step", start=run.step))
+            callbacks = self._callbacks(run, telemetry, memory)
+            for data in stack.enter_context(closing(batches)):
                 # 1. one optimizer step
-                rate = learning_rate(step, train)
-                set_learning_rate(self.optimizer, rate)
-                if self.sparsity is not None:
-                    self.sparsity.before_step(step)
-                result = self._step(step + 1, data)
-                if self.sparsity is not None:
-                    self.sparsity.after_step(comm.all_reduce_sum, finite=result is None or result.finite)
-                epoch = self.sampler.locate(step).epoch
-                step += 1
+                for callback in callbacks:
+                    callback.before_step(run.step)
+                result = self._step(run, data)
+                outcome = StepOutcome(run.step + 1, run.data.locate(run.step).epoch, data, result)
+                run.step += 1
+                for callback in callbacks:
+                    callback.after_step(outcome)
                 # 2. a step that is not finite changed nothing, and too many end the run
                 if result is None:
-                    self._all_lost(step, data, telemetry)
+                    self._all_lost(run, data, telemetry)
                 elif result.finite:
                     loss = result.loss
-                    if self.ema is not None:
-                        self.ema.update(self.model)
                 else:
-                    self._non_finite(step, result, telemetry)
-                care.after_step(step)
+                    self._non_finite(run, result, telemetry)
                 # 3. what is told
-                self._count(data, telemetry)
                 line.advance(note="" if result is None else f"loss {result.loss:.4f}")
-                last = step == train.steps
-                if result is not None and (last or step % train.log_every == 0):
-                    telemetry.write(self._row(step, epoch, data, result, rate) | self._rates(telemetry))
+                last = run.step == train.steps
+                if result is not None and (last or run.step % train.log_every == 0):
+                    fields = [callback.row() for callback in callbacks]
+                    telemetry.write(self._row(run, outcome, result, fields))
                 # 4. signals, checkpoint, validation: in this order, on all ranks, so that no mistake in validation costs a step
                 wish = signals.poll()
-                due = last or wish != "none" or step % config.checkpoint.every == 0
+                due = last or wish != "none" or run.step % config.checkpoint.every == 0
                 if due:
-                    self._save(step, blocking=last or wish == "stop")
-                if last or step % config.validate_.every == 0:
-                    with care.around_validation():
-                        best = self._observe(observer, step, telemetry)
+                    self._save(run, blocking=last or wish == "stop")
+                if last or run.step % config.validate_.every == 0:
+                    with memory.around_validation():
+                        best = self._validate(run, validator, telemetry)
                     if best and not due:
-                        self._save(step, blocking=False)
-                self.manager.poll()
+                        self._save(run, blocking=False)
+                run.manager.poll()
                 telemetry.resume_clock()
                 if wish == "stop" and not last:
                     stopped = True
                     break
-        self._end_first_epoch(step, telemetry)
-        self.manager.wait()
-        return step, stopped, loss
+        summary = run.data.summary()
+        if summary is not None:
+            telemetry.write({**summary, "step": run.step})
+        run.manager.wait()
+        return stopped, loss
 
-    def _prepare_first_epoch(self, step: int, observer: Observer) -> None:
-        """Hand the loader what completes the cache, when it is not whole."""
-        if self.whole:
-            return
-        assert self.maker is not None
-        self.loader.first_epoch = FirstEpoch(
-            self.cache,
-            self.sampler,
-            self.maker,
-            self.rank,
-            self.world,
-            start=step,
-            stop=self.config.train.steps,
-            held_out=list(observer.samples),
-            group=self.group,
-        )
-
-    def _end_first_epoch(self, step: int, telemetry: Telemetry) -> None:
-        """Tell what the first epoch made, when this run made it; one that was broken off is stored as far as it came."""
-        first = self.loader.first_epoch
-        if first is None:
-            return
-        row: dict[str, Any] = {"kind": "cache", "step": step, "entries": first.made, "lost": len(first.lost)}
-        if first.freed is not None:
-            row |= {"memory_before": first.freed[0], "memory_after": first.freed[1]}
-        telemetry.write(row)
-
-    def _step(self, number: int, data: Step) -> StepResult | None:
-        """One update; None when every sample of the step is lost."""
-        present = count_present(data.draws)
-        if not present:
+    def _step(self, run: Run, data: StepData) -> StepResult | None:
+        """The updates of one step; None when every item of it is lost."""
+        if not data.counts:
             return None
         try:
             return train_step(
-                self.model,
+                run.parts.models,
+                run.parts.learners,
                 data.batches,
-                self.loss_fn,
-                self.optimizer,
-                global_samples=present,
-                world=self.world,
+                data.divisors,
                 clip_norm=self.config.train.clip_norm,
-                strategy=self.strategy,
-                tensor=self.placement.layout.tensor,
+                tensor=run.placement.layout.tensor,
             )
         except UserError as error:
-            raise UserError(f"step {number}: {error}") from error
+            raise UserError(f"step {run.step + 1}: {error}") from error
 
-    def _count(self, data: Step, telemetry: Telemetry) -> None:
-        """One step is done: what it computed on all devices. Captions count as the longest that this rank met."""
-        buckets = Counter(draw.sample.bucket for draw in data.draws if not draw.sample.lost)
-        latents = {bucket: self.strides.latent(bucket) for bucket in buckets}
-        text_tokens = data.batches.text_tokens
-        telemetry.count_step(
-            samples=buckets.total(),
-            tokens=sum(count * self.bare.tokens(latents[bucket]) for bucket, count in buckets.items()),
-            forward_flops=sum(
-                count * self.bare.dense_flops(latents[bucket], text_tokens) for bucket, count in buckets.items()
-            ),
-            waited_seconds=self.loader.waited_seconds,
-        )
-
-    def _rates(self, telemetry: Telemetry) -> dict[str, Any]:
-        """Throughput since the last row; with sparse attention also what its layers keep."""
-        if self.sparsity is None:
-            return telemetry.rates()
-        rates = telemetry.rates(saved_flops=self.sparsity.saved_flops(comm.all_reduce_sum))
-        return rates | {"attention": [asdict(row) for row in self.sparsity.rows]}
-
-    def _all_lost(self, step: int, data: Step, telemetry: Telemetry) -> None:
-        sources = [draw.sample.source for draw in data.draws]
-        log.warning(
-            f"step {step} has no sample: {', '.join(sources[:4])} failed (see rejects in {self.config.cache_root})"
-        )
-        telemetry.write({"kind": "lost", "step": step, "samples": sources})
-
-    def _row(self, step: int, epoch: int, data: Step, result: StepResult, rate: float) -> dict[str, Any]:
-        return {
+    def _row(self, run: Run, outcome: StepOutcome, result: StepResult, fields: list[dict[str, Any]]) -> dict[str, Any]:
+        """A row of metrics.jsonl: the step's numbers, what the task says of its data, and what the callbacks add."""
+        row: dict[str, Any] = {
             "kind": "train",
-            "step": step,
-            "epoch": epoch,
+            "step": outcome.step,
+            "epoch": outcome.epoch,
             "loss": result.loss,
             "grad_norm": result.grad_norm,
-            "lr": rate,
-            "samples": count_present(data.draws),
-            "bucket": "+".join(str(bucket) for bucket in sorted({draw.sample.bucket for draw in data.draws})),
-            "imbalance": imbalance(data.draws, self.sampler.batching, self.world),
-            "skipped_steps": self.skipped,
+            **run.task.describe(outcome.data),
+            "imbalance": outcome.data.imbalance,
+            "skipped_steps": run.skipped,
         }
+        if len(result.terms) > 1:
+            row["terms"] = dict(result.terms)
+        for more in fields:
+            row |= more
+        return row
 
-    def _observe(self, observer: Observer, step: int, telemetry: Telemetry) -> bool:
+    def _all_lost(self, run: Run, data: StepData, telemetry: Telemetry) -> None:
+        sources = [item.source for item in data.items]
+        where = self.folder.root / "metrics.jsonl"
+        log.warning(f"step {run.step} has no sample: {', '.join(sources[:4])} failed (all are listed in {where})")
+        telemetry.write({"kind": "lost", "step": run.step, "samples": sources})
+
+    def _validate(self, run: Run, validator: Validator, telemetry: Telemetry) -> bool:
         """Validate and sample; whether the held-out loss is the lowest so far, so that this step is worth a checkpoint."""
-        row = observer.observe(step)
+        row: Mapping[str, Any] = validator.validate(run.step)
         if row:
-            telemetry.write(row)
+            telemetry.write(dict(row))
         loss = row.get("loss")
         if loss is None:
             return False
         # rank 0 decides: saving takes all ranks, and another node's view of the record may be older
-        return bool(comm.broadcast_object(self.manager.mark_best(step, loss) and self.config.checkpoint.keep_best))
+        return bool(comm.broadcast_object(run.manager.mark_best(run.step, loss) and self.config.checkpoint.keep_best))
 
-    def _save(self, step: int, blocking: bool) -> None:
-        meta = {"step": step, "order": self.sampler.state(step), "skipped": self.skipped, "world": self.world}
-        self.manager.save(
-            step,
-            TrainingState(self.model, self.optimizer, self.ema, meta),
+    def _save(self, run: Run, blocking: bool) -> None:
+        meta = {
+            "step": run.step,
+            "order": run.data.state(run.step),
+            "skipped": run.skipped,
+            "world": run.place.world,
+        }
+        parts = run.parts
+        run.manager.save(
+            run.step,
+            TrainingState(parts.model, parts.optimizer, parts.ema, meta),
             blocking=blocking or not self.config.checkpoint.asynchronous,
         )
 
-    def _peak(self) -> tuple[float, str]:
+    def _peak(self, device: Device) -> tuple[float, str]:
         """(peak FLOP/s of one device, where the figure is from), the same on all ranks."""
         if self.config.device.peak_tflops is not None:
             return self.config.device.peak_tflops * 1e12, "device.peak_tflops in the config"
-        flops, source = comm.broadcast_object(list(self.device.peak_flops(self.dtype)) if self.rank == 0 else None)
+        dtype = parse_dtype(self.config.device.dtype)
+        flops, source = comm.broadcast_object(list(device.peak_flops(dtype)) if dist.get_rank() == 0 else None)
         return flops, source
 
-    def _non_finite(self, step: int, result: StepResult, telemetry: Telemetry) -> None:
+    def _non_finite(self, run: Run, result: StepResult, telemetry: Telemetry) -> None:
         """Write down a step that was left out. Raises UserError when there are more than train.skip_non_finite."""
-        self.skipped += 1
+        run.skipped += 1
         samples = ", ".join(result.bad[:8]) or "none alone (the gradient overflowed)"
-        message = f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}; samples with a non-finite loss: {samples}"
-        telemetry.write({"kind": "non_finite", "step": step, "loss": result.loss, "samples": result.bad})
-        if self.skipped > self.config.train.skip_non_finite:
+        message = f"step {run.step}: loss {result.loss}, gradient norm {result.grad_norm}; samples with a non-finite loss: {samples}"
+        telemetry.write({"kind": "non_finite", "step": run.step, "loss": result.loss, "samples": result.bad})
+        if run.skipped > self.config.train.skip_non_finite:
             raise UserError(
                 f"{message}. Nothing was updated. Lower train.lr, look at these samples, or allow skips with train.skip_non_finite."
             )
-        log.warning(f"{message}; the step is skipped ({self.skipped} of {self.config.train.skip_non_finite})")
+        log.warning(f"{message}; the step is skipped ({run.skipped} of {self.config.train.skip_non_finite})")

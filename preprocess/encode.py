@@ -27,7 +27,7 @@ from mmspeed.preprocess.keys import latent_parts, text_parts
 from mmspeed.preprocess.reasons import Reason, Rejected
 from mmspeed.preprocess.select import Clip
 from mmspeed.preprocess.transform import to_model_range
-from mmspeed.protocol import Posterior, TextEntry, VideoCodec
+from mmspeed.protocols import Posterior, TextEntry, VideoCodec
 from mmspeed.shapes import Strides
 
 Item = TypeVar("Item")

@@ -25,7 +25,7 @@ from mmspeed.errors import UserError
 from mmspeed.models.vae import load_codec
 from mmspeed.preprocess.pool import DecodePool, Failed, Frames, Selected
 from mmspeed.preprocess.sources import list_sources
-from mmspeed.protocol import VideoCodec
+from mmspeed.protocols import VideoCodec
 
 COLUMNS = 8  # frames shown, at most
 MOST_LATENTS = 4  # of a sample with several windows or crops

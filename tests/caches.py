@@ -19,7 +19,7 @@ from mmspeed.data import (
     write_rejects,
     write_samples,
 )
-from mmspeed.protocol import TextEntry
+from mmspeed.protocols import TextEntry
 from mmspeed.shapes import Bucket
 
 BUCKET = Bucket(5, 16, 32)

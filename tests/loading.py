@@ -18,7 +18,7 @@ from mmspeed.data import (
     write_info,
     write_samples,
 )
-from mmspeed.protocol import Batch, TextEntry
+from mmspeed.protocols import Batch, TextEntry
 from mmspeed.shapes import Bucket
 
 VIDEO, IMAGE = Bucket(5, 16, 32), Bucket(1, 16, 16)
@@ -66,9 +66,9 @@ def by_name(batches: list[Batch]) -> dict[tuple[str, int, int], tuple[torch.Tens
     found = {}
     for batch in batches:
         for row, name in enumerate(batch.names):
-            if batch.weights_B[row] > 0:
+            if batch.weights_I[row] > 0:
                 assert name not in found
-                found[name] = (batch.latents_BCThw[row], batch.text_BLD[row][batch.text_mask_BL[row]])
+                found[name] = (batch["latents"][row], batch["text"][row][batch["text_mask"][row]])
     return found
 
 

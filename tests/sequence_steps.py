@@ -25,7 +25,7 @@ from mmspeed.memory import Keeping
 from mmspeed.mesh import Mesh, make_mesh
 from mmspeed.models import SoraDiT, SoraDiTConfig
 from mmspeed.parallel import TokenLayout, make_layout, parallelize, unwrap
-from mmspeed.protocol import Batch
+from mmspeed.protocols import Batch
 from mmspeed.shapes import Bucket
 
 RECOMPUTED = Keeping.everywhere({"block": "recompute"})
@@ -131,14 +131,14 @@ def make_batch(case: Case, places: list[int], weight: float) -> Batch:
 
 def loss_of(case: Case, model: nn.Module, batch: Batch) -> Tensor:
     """Rectified flow; with times of frames the first latent frame is given (t = 0) and not part of the loss."""
-    assert batch.noise_BCThw is not None and batch.u_B is not None
-    batch_size, _, frames, height, width = batch.latents_BCThw.shape
-    t = batch.u_B.float()
+    assert batch["noise"] is not None and batch["quantiles"] is not None
+    batch_size, _, frames, height, width = batch["latents"].shape
+    t = batch["quantiles"].float()
     if case.times == "frames":
         t = t[:, None].repeat(1, frames)
         t[:, 0] = 0.0
     mix = t.view(batch_size, 1, -1, 1, 1)
-    x = (1 - mix) * batch.latents_BCThw + mix * batch.noise_BCThw
+    x = (1 - mix) * batch["latents"] + mix * batch["noise"]
     counts = torch.ones(batch_size, frames, height, width, dtype=torch.bool)
     if case.masked:  # the last frames of one sample are padding, the last columns of another
         for place, name in enumerate(batch.names):
@@ -146,9 +146,9 @@ def loss_of(case: Case, model: nn.Module, batch: Batch) -> Tensor:
                 counts[place, -(frames // 2) :] = False
             if name[0] == "1":
                 counts[place, :, :, -2:] = False
-    args = (x, t, batch.text_BLD, batch.text_mask_BL)
+    args = (x, t, batch["text"], batch["text_mask"])
     out = model(*args, counts) if case.masked else model(*args)
-    error = (out - (batch.noise_BCThw - batch.latents_BCThw)).square()
+    error = (out - (batch["noise"] - batch["latents"])).square()
     return (error * counts[:, None]).mean(dim=(1, 2, 3, 4))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mmspeed import rng
-from mmspeed.protocol import Batch
+from mmspeed.protocols import Batch
 from mmspeed.shapes import Bucket
 
 C, T, H, W, L, D = 3, 2, 2, 3, 4, 5
@@ -91,6 +91,6 @@ def flow_loss(model: nn.Module, batch: Batch) -> Tensor:
     noise = torch.stack([rng.normal((C, T, H, W), 0, "noise", *name) for name in batch.names])
     t_B = torch.tensor([rng.uniform(0, "time", *name) for name in batch.names])
     mix = t_B[:, None, None, None, None]
-    x_BCThw = (1 - mix) * batch.latents_BCThw + mix * noise
-    out = model(x_BCThw, t_B, batch.text_BLD, batch.text_mask_BL)
-    return ((out.float() - (noise - batch.latents_BCThw)) ** 2).mean(dim=(1, 2, 3, 4))
+    x_BCThw = (1 - mix) * batch["latents"] + mix * noise
+    out = model(x_BCThw, t_B, batch["text"], batch["text_mask"])
+    return ((out.float() - (noise - batch["latents"])) ** 2).mean(dim=(1, 2, 3, 4))

@@ -227,7 +227,7 @@ def look(model: SoraDiT, folder: RunFolder, samples: Sequence[Sample], asked: As
     for number, sample in enumerate(samples):
         batch = assemble(cache, [(Draw(sample, 0, 0), 1.0)], seed=config.seed, caption_dropout=0.0)
         batch = batch.to(device.torch_device, torch.float32)
-        latents = batch.latents_BCThw
+        latents = batch["latents"]
         for one in looks:
             one.grid = model.config.grid(tuple(latents.shape[2:]))  # type: ignore[arg-type]
         for level in LEVELS:
@@ -236,7 +236,7 @@ def look(model: SoraDiT, folder: RunFolder, samples: Sequence[Sample], asked: As
             t_B = torch.tensor([level])
             x_t, _ = objective.training_pair(latents, noise, t_B)
             with torch.no_grad():
-                model(x_t.float(), device.to_device(t_B), batch.text_BLD, batch.text_mask_BL)
+                model(x_t.float(), device.to_device(t_B), batch["text"], batch["text_mask"])
     return looks
 
 

@@ -30,7 +30,7 @@ from mmspeed.data import (
     write_samples,
 )
 from mmspeed.data.keys import digest
-from mmspeed.protocol import TextEntry
+from mmspeed.protocols import TextEntry
 from mmspeed.rng import normal
 from mmspeed.shapes import Bucket
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from mmspeed.config.docs import REQUIRED, default_of, is_list, kind_of, section_options, show_type, show_value
+from mmspeed.config.load import sections
 from mmspeed.config.schema import Config
 from mmspeed.data.files import write_whole
 from mmspeed.errors import UserError
@@ -97,8 +98,8 @@ def template(name: str, source: str) -> str:
         "#   mmspeed preprocess FILE   encode the data once, into the cache",
         "#   mmspeed train FILE        train from the cache",
     ]
-    for key, field in Config.model_fields.items():
-        lines += ["", *_render(field.alias or key, field, values.get(field.alias or key), "")]
+    for key, field in sections(Config):
+        lines += ["", *_render(key, field, values.get(key), "")]
     return "\n".join(lines) + "\n"
 
 

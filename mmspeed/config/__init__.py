@@ -1,6 +1,17 @@
 """Configuration: YAML to pydantic, unknown keys forbidden, dotted overrides."""
 
-from .load import all_fields, dump_config, load_config, make_config
-from .schema import Bucket, Config
+from .load import all_fields, dump_config, load_config, load_run_config, make_config, make_run_config, sections
+from .schema import Bucket, Config, RunConfig
 
-__all__ = ["Bucket", "Config", "all_fields", "dump_config", "load_config", "make_config"]
+__all__ = [
+    "Bucket",
+    "Config",
+    "RunConfig",
+    "all_fields",
+    "dump_config",
+    "load_config",
+    "load_run_config",
+    "make_config",
+    "make_run_config",
+    "sections",
+]

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from .load import _models_of
+from .load import _models_of, sections
 from .schema import Config
 
 REQUIRED = object()  # the default of a field that has none
@@ -135,8 +135,8 @@ def show_default(field: FieldInfo) -> str:
 def generate() -> str:
     """The text of `docs/config.md`."""
     parts = [HEADER]
-    parts.append(_table("Top level", "", "The sections, and what belongs to none of them.", Config.model_fields))
-    for name, field in Config.model_fields.items():
+    parts.append(_table("Top level", "", "The sections, and what belongs to none of them.", dict(sections(Config))))
+    for name, field in sections(Config):
         parts += _sections(field.alias or name, field)
     return "\n".join(parts)
 

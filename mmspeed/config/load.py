@@ -14,12 +14,12 @@ from pydantic import BaseModel, ValidationError
 
 from mmspeed.errors import UserError, nearest
 
-from .places import is_url
-from .schema import Config, DiffusersVaeConfig, LinearVaeConfig, TransformersTextConfig
+from .schema import Config, RunConfig
+from .tasks import CONFIGS, config_class
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The resolved config of a YAML file.
+def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The resolved config of a YAML file, of any task.
 
     `overrides` are `train.lr=1e-4` strings whose value is YAML. Relative paths in the file are taken from its folder, those in
     overrides too. Raises UserError for a missing or unreadable file, an unknown key (with the nearest real one) or a bad value.
@@ -39,33 +39,60 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise UserError(
             f"{path}: a config is a mapping of sections (data:, train:, ...), this file holds {_kind(tree)}"
         )
-    return make_config(tree, overrides, base=path.resolve().parent, origin=str(path))
+    return make_run_config(tree, overrides, base=path.resolve().parent, origin=str(path))
 
 
-def make_config(
+def make_run_config(
     tree: Mapping[str, Any], overrides: Sequence[str] = (), base: Path | None = None, origin: str = "config"
-) -> Config:
-    """The checked config of a mapping, as `load_config`; paths are made absolute against `base` when it is given."""
+) -> RunConfig:
+    """The checked config of a mapping, as `load_run_config`; paths are made absolute against `base` when it is given."""
     try:
         own: dict[str, Any] = json.loads(json.dumps(tree, default=str))  # a copy that is ours, of plain types
     except (TypeError, ValueError, RecursionError) as error:  # keys that are dates, anchors that hold themselves
         raise UserError(f"{origin}: keys are words, and no section holds itself ({error})") from None
     for override in overrides:
         _apply_override(own, override)
-    for section, kind in _DEFAULT_KINDS.items():
-        if isinstance(own.get(section), dict):
-            own[section].setdefault("kind", kind)
+    kind = config_class(own.get("task", "video"), origin)
+    for section, default in _DEFAULT_KINDS.items():
+        if section in kind.model_fields and isinstance(own.get(section), dict):
+            own[section].setdefault("kind", default)
     try:
-        config = Config.model_validate(own)
+        config = kind.model_validate(own)
     except ValidationError as error:
-        raise UserError(f"{origin}: {_describe(error)}") from None
-    return _absolute(config, base) if base is not None else config
+        raise UserError(f"{origin}: {_describe(error, kind)}") from None
+    return config.absolute(base) if base is not None else config
 
 
-def dump_config(config: Config) -> str:
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """As `load_run_config`, of the video task. Raises UserError for a config of another."""
+    return _video(load_run_config(path, overrides), str(path))
+
+
+def make_config(
+    tree: Mapping[str, Any], overrides: Sequence[str] = (), base: Path | None = None, origin: str = "config"
+) -> Config:
+    """As `make_run_config`, of the video task. Raises UserError for a config of another."""
+    return _video(make_run_config(tree, overrides, base, origin), origin)
+
+
+def _video(config: RunConfig, origin: str) -> Config:
+    if not isinstance(config, Config):
+        raise UserError(f"{origin}: this is for the video task, and the config is of the task {config.task}")
+    return config
+
+
+def dump_config(config: RunConfig) -> str:
     """The whole resolved config as YAML, loadable again."""
     tree = config.model_dump(mode="json", by_alias=True)
-    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    ordered = {name: tree[name] for name, _ in sections(type(config))}
+    return yaml.dump(ordered, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def sections(kind: type[BaseModel]) -> list[tuple[str, Any]]:
+    """(key, field) of a config's sections in the order in which people read them."""
+    order = {key: place for place, key in enumerate(kind.order)} if issubclass(kind, RunConfig) else {}
+    keyed = [(field.alias or name, field) for name, field in kind.model_fields.items()]
+    return sorted(keyed, key=lambda row: order.get(row[0], len(order)))
 
 
 class _Loader(yaml.SafeLoader):
@@ -134,7 +161,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
             node = node[part]
 
 
-def _describe(error: ValidationError) -> str:
+def _describe(error: ValidationError, kind: type[RunConfig]) -> str:
     """The first mistake in one line, and how many more there are."""
     problems = error.errors()
     within = {problem["loc"][: depth + 1] for problem in problems for depth in range(len(problem["loc"]) - 1)}
@@ -145,7 +172,7 @@ def _describe(error: ValidationError) -> str:
         loc = [part for part in problem["loc"] if part not in _TAGS and part != "[key]"]
         where = ".".join(str(part) for part in loc)
         if problem["type"] == "extra_forbidden":
-            lines.append(f"unknown key '{where}'{_suggest(loc, problem['loc'])}")
+            lines.append(f"unknown key '{where}'{_suggest(loc, problem['loc'], kind)}")
         elif problem["type"] == "missing":
             lines.append(f"'{where}' is missing")
         elif problem["type"].startswith("union_tag"):
@@ -173,17 +200,26 @@ _DEFAULT_KINDS = {"vae": "linear", "text": "minilm", "objective": "flow"}
 _TAGS = {"linear", "diffusers", "minilm", "transformers", "flow", "ddpm"}
 
 
-def _suggest(loc: list[Any], full_loc: tuple[Any, ...]) -> str:
-    """The nearest real key in the same section, else the nearest in the whole tree."""
-    section = _section_at(Config, [part for part in full_loc[:-1] if not isinstance(part, int)])
+def _suggest(loc: list[Any], full_loc: tuple[Any, ...], kind: type[RunConfig]) -> str:
+    """The task that the key is of, the nearest real key in the same section, or the nearest in the whole tree."""
+    if len(loc) == 1:
+        for task in CONFIGS:
+            other = config_class(task)
+            if other is not kind and any(loc[0] == (f.alias or name) for name, f in other.model_fields.items()):
+                return f", which is a section of the task {task}; this config is of the task {_task_of(kind)}"
+    section = _section_at(kind, [part for part in full_loc[:-1] if not isinstance(part, int)])
     key = str(loc[-1])
     if section is not None:
         hint = nearest(key, [f.alias or name for name, f in section.model_fields.items()])
         if hint:
             return hint
-    everywhere = {path.rsplit(".", 1)[-1]: path for path, _ in all_fields()}
+    everywhere = {path.rsplit(".", 1)[-1]: path for path, _ in all_fields(kind)}
     hint = nearest(key, list(everywhere))
     return hint.replace(f"'{hint.split(chr(39))[1]}'", f"'{everywhere[hint.split(chr(39))[1]]}'") if hint else ""
+
+
+def _task_of(kind: type[RunConfig]) -> str:
+    return next((task for task in CONFIGS if config_class(task) is kind), kind.__name__)
 
 
 def _models_of(annotation: Any) -> list[type[BaseModel]]:
@@ -212,8 +248,8 @@ def _section_at(model: type[BaseModel], loc: list[Any]) -> type[BaseModel] | Non
 def all_fields(model: type[BaseModel] = Config, prefix: str = "") -> list[tuple[str, Any]]:
     """Every (dotted path, pydantic field) of the tree, depth first. Lists show as `[]`, unions as `(kind)`."""
     rows: list[tuple[str, Any]] = []
-    for name, field in model.model_fields.items():
-        path = f"{prefix}{field.alias or name}"
+    for key, field in sections(model):
+        path = f"{prefix}{key}"
         rows.append((path, field))
         options = _models_of(field.annotation)
         many = typing.get_origin(field.annotation) is tuple
@@ -221,31 +257,3 @@ def all_fields(model: type[BaseModel] = Config, prefix: str = "") -> list[tuple[
             tag = f"({typing.get_args(option.model_fields['kind'].annotation)[0]})" if len(options) > 1 else ""
             rows += all_fields(option, f"{path}{'[]' if many else ''}{tag}.")
     return rows
-
-
-def _absolute(config: Config, base: Path) -> Config:
-    """`config` with every relative path taken from `base`; hub ids stay as they are."""
-
-    def fix(path: str) -> str:
-        return str(base / Path(path).expanduser())
-
-    def fix_cache(place: str) -> str:
-        return place if is_url(place) else fix(place)
-
-    def fix_pretrained(name: str) -> str:
-        return fix(name) if (base / Path(name).expanduser()).exists() or name.startswith((".", "~", "/")) else name
-
-    sources = tuple(s.model_copy(update={"path": fix(s.path)}) for s in config.data.sources)
-    changes: dict[str, Any] = {
-        "output": fix(config.output),
-        "data": config.data.model_copy(update={"sources": sources, "cache": fix_cache(config.data.cache)}),
-    }
-    if config.train.start_from is not None:
-        changes["train"] = config.train.model_copy(update={"start_from": fix(config.train.start_from)})
-    if isinstance(config.vae, DiffusersVaeConfig):
-        changes["vae"] = config.vae.model_copy(update={"pretrained": fix_pretrained(config.vae.pretrained)})
-    elif isinstance(config.vae, LinearVaeConfig) and config.vae.weights:
-        changes["vae"] = config.vae.model_copy(update={"weights": fix(config.vae.weights)})
-    if isinstance(config.text, TransformersTextConfig):
-        changes["text"] = config.text.model_copy(update={"pretrained": fix_pretrained(config.text.pretrained)})
-    return config.model_copy(update=changes)

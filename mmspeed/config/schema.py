@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
@@ -50,6 +50,7 @@ __all__ = [
     "ObjectiveConfig",
     "ParallelConfig",
     "PreprocessConfig",
+    "RunConfig",
     "SampleConfig",
     "Section",
     "SourceConfig",
@@ -182,9 +183,17 @@ class DeviceConfig(Section):
     )
 
 
-class Config(Section):
-    """A whole run."""
+class RunConfig(Section):
+    """The sections that every task shares."""
 
+    # sections that a run may not change when it goes on, since its checkpoints would mean something else
+    fixed_on_resume: ClassVar[tuple[str, ...]] = ("seed", "task")
+    # and (section, key) pairs that are free all the same
+    free_on_resume: ClassVar[tuple[tuple[str, str], ...]] = ()
+    # the order in which people read them; those that are not named come last
+    order: ClassVar[tuple[str, ...]] = ()
+
+    task: str = Field("video", description="What is trained: `video`.")
     name: str = Field(
         "run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run; its folder is `output`/`name`."
     )
@@ -192,25 +201,10 @@ class Config(Section):
         "runs", description="Folder that run folders are made in. Relative paths are taken from the config file."
     )
     seed: int = Field(0, ge=0, description="Seed that every random draw is derived from.")
-    data: DataConfig = Field(description="What is trained on, and how it is cut.")
-    vae: VaeConfig = Field(
-        default_factory=lambda: LinearVaeConfig(kind="linear"),
-        description="The video codec whose latents are trained on.",
-    )
-    text: TextConfig = Field(default_factory=lambda: MiniLmTextConfig(kind="minilm"), description="The text encoder.")
-    preprocess: PreprocessConfig = Field(default_factory=PreprocessConfig, description="How the cache is made.")
-    model: ModelConfig = Field(default_factory=ModelConfig, description="The diffusion transformer.")
-    objective: ObjectiveConfig = Field(
-        default_factory=lambda: FlowConfig(kind="flow"), description="What the model learns to predict."
-    )
     train: TrainConfig = Field(default_factory=TrainConfig, description="The loop.")
     batching: BatchingConfig = Field(
         default_factory=BatchingConfig,
         description="How many samples of each bucket make a step, and which buckets meet in one.",
-    )
-    curriculum: tuple[StageConfig, ...] = Field(
-        (),
-        description="Stages of training one after another, such as images, then short videos, then long ones; empty: one stage of everything.",
     )
     checkpoint: CheckpointConfig = Field(
         default_factory=CheckpointConfig, description="When the state of a run is written."
@@ -218,7 +212,6 @@ class Config(Section):
     validate_: ValidateConfig = Field(
         default_factory=ValidateConfig, alias="validate", description="Held-out loss and sample videos during training."
     )
-    sample: SampleConfig = Field(default_factory=SampleConfig, description="Defaults of sampling.")
     parallel: ParallelConfig = Field(
         default_factory=ParallelConfig, description="How the model is spread over devices."
     )
@@ -234,28 +227,8 @@ class Config(Section):
         extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, populate_by_name=True
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _planner(cls, tree: Any) -> Any:
-        """A run's own config names its planner, so that a resumed run keeps it."""
-        model, train = (tree.get(name) for name in ("model", "train")) if isinstance(tree, dict) else (None, None)
-        if not isinstance(model, dict) or not isinstance(model.get("sparse"), dict):
-            return tree
-        if isinstance(train, dict) and train.get("start_from") is not None:
-            return tree
-        return {**tree, "model": {**model, "sparse": planner_from_scratch(model["sparse"])}}
-
-    @field_validator("data")
-    @classmethod
-    def _distinct_buckets(cls, data: DataConfig) -> DataConfig:
-        buckets = [b.bucket() for b in data.buckets]
-        twice = next((b for b in buckets if buckets.count(b) > 1), None)
-        if twice is not None:
-            raise ValueError(f"bucket {twice} is listed twice")
-        return data
-
     @model_validator(mode="after")
-    def _batching_fits(self) -> Config:
+    def _batching_fits(self) -> RunConfig:
         batching = self.batching
         if batching.by == "samples":
             others = [
@@ -277,7 +250,7 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _memory_fits(self) -> Config:
+    def _memory_fits(self) -> RunConfig:
         train, parallel = self.train, self.parallel
         reason = refused(
             self.memory,
@@ -294,6 +267,72 @@ class Config(Section):
         if reason is not None:
             raise ValueError(f"memory: {reason}")
         return self
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder of the run."""
+        return Path(self.output) / self.name
+
+    def absolute(self, base: Path) -> RunConfig:
+        """The config with every relative path taken from `base`."""
+        changes: dict[str, Any] = {"output": joined(base, self.output)}
+        if self.train.start_from is not None:
+            changes["train"] = self.train.model_copy(update={"start_from": joined(base, self.train.start_from)})
+        return self.model_copy(update=changes)
+
+
+def joined(base: Path, path: str) -> str:
+    """`path` taken from `base`, with the home folder filled in."""
+    return str(base / Path(path).expanduser())
+
+
+class Config(RunConfig):
+    """A whole run of the video task."""
+
+    fixed_on_resume: ClassVar[tuple[str, ...]] = ("seed", "task", "model", "objective", "vae", "text")
+    free_on_resume: ClassVar[tuple[tuple[str, str], ...]] = (("model", "sparse"),)  # no part of the weights
+    order: ClassVar[tuple[str, ...]] = (
+        "task", "name", "output", "seed", "data", "vae", "text", "preprocess", "model", "objective", "train", "batching", "curriculum",
+        "checkpoint", "validate", "sample", "parallel", "memory", "device", "trackers",
+    )  # fmt: skip
+
+    task: Literal["video"] = Field("video", description="What is trained: videos, with their captions.")
+    data: DataConfig = Field(description="What is trained on, and how it is cut.")
+    vae: VaeConfig = Field(
+        default_factory=lambda: LinearVaeConfig(kind="linear"),
+        description="The video codec whose latents are trained on.",
+    )
+    text: TextConfig = Field(default_factory=lambda: MiniLmTextConfig(kind="minilm"), description="The text encoder.")
+    preprocess: PreprocessConfig = Field(default_factory=PreprocessConfig, description="How the cache is made.")
+    model: ModelConfig = Field(default_factory=ModelConfig, description="The diffusion transformer.")
+    objective: ObjectiveConfig = Field(
+        default_factory=lambda: FlowConfig(kind="flow"), description="What the model learns to predict."
+    )
+    curriculum: tuple[StageConfig, ...] = Field(
+        (),
+        description="Stages of training one after another, such as images, then short videos, then long ones; empty: one stage of everything.",
+    )
+    sample: SampleConfig = Field(default_factory=SampleConfig, description="Defaults of sampling.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _planner(cls, tree: Any) -> Any:
+        """A run's own config names its planner, so that a resumed run keeps it."""
+        model, train = (tree.get(name) for name in ("model", "train")) if isinstance(tree, dict) else (None, None)
+        if not isinstance(model, dict) or not isinstance(model.get("sparse"), dict):
+            return tree
+        if isinstance(train, dict) and train.get("start_from") is not None:
+            return tree
+        return {**tree, "model": {**model, "sparse": planner_from_scratch(model["sparse"])}}
+
+    @field_validator("data")
+    @classmethod
+    def _distinct_buckets(cls, data: DataConfig) -> DataConfig:
+        buckets = [b.bucket() for b in data.buckets]
+        twice = next((b for b in buckets if buckets.count(b) > 1), None)
+        if twice is not None:
+            raise ValueError(f"bucket {twice} is listed twice")
+        return data
 
     @model_validator(mode="after")
     def _stages_fit(self) -> Config:
@@ -326,10 +365,25 @@ class Config(Section):
             )
         return self
 
-    @property
-    def run_dir(self) -> Path:
-        """Folder of the run."""
-        return Path(self.output) / self.name
+    def absolute(self, base: Path) -> Config:
+        """The config with every relative path taken from `base`; hub ids and URLs stay as they are."""
+
+        def pretrained(name: str) -> str:
+            own = name.startswith((".", "~", "/")) or (base / Path(name).expanduser()).exists()
+            return joined(base, name) if own else name
+
+        data, vae, text = self.data, self.vae, self.text
+        sources = tuple(source.model_copy(update={"path": joined(base, source.path)}) for source in data.sources)
+        cache = data.cache if is_url(data.cache) else joined(base, data.cache)
+        changes: dict[str, Any] = {"data": data.model_copy(update={"sources": sources, "cache": cache})}
+        if isinstance(vae, DiffusersVaeConfig):
+            changes["vae"] = vae.model_copy(update={"pretrained": pretrained(vae.pretrained)})
+        elif isinstance(vae, LinearVaeConfig) and vae.weights:
+            changes["vae"] = vae.model_copy(update={"weights": joined(base, vae.weights)})
+        if isinstance(text, TransformersTextConfig):
+            changes["text"] = text.model_copy(update={"pretrained": pretrained(text.pretrained)})
+        shared = super().absolute(base)
+        return self.model_copy(update={"output": shared.output, "train": shared.train, **changes})
 
     @property
     def cache_dir(self) -> Path:

@@ -11,14 +11,8 @@ from .batch_sizes import (
     sample_costs,
 )
 from .cache import DatasetCache
-from .compiled import compile_index
-from .deal import Cost, Lot, deal, load_of
-from .feed import read_ahead
-from .forecast import Forecast, forecast
-from .keys import canonical_json, entry_key, number_duplicates, sample_key
-from .loader import (
-    Loader,
-    Step,
+from .collate import (
+    VideoCollate,
     assemble,
     choose_text,
     draw_latent,
@@ -26,7 +20,14 @@ from .loader import (
     draw_quantiles,
     first_frame,
     pad_texts,
+    video_batch,
 )
+from .compiled import compile_index
+from .deal import Cost, Lot, deal, load_of
+from .feed import read_ahead
+from .forecast import Forecast, forecast
+from .keys import canonical_json, entry_key, number_duplicates, sample_key
+from .loader import Loader
 from .mapped import SampleTable
 from .online import FirstEpoch, Made, Maker, Task
 from .order import Batching, Order, Place, Position, Stage
@@ -75,8 +76,8 @@ __all__ = [
     "SampleCosts",
     "SampleTable",
     "Stage",
-    "Step",
     "Task",
+    "VideoCollate",
     "assemble",
     "canonical_json",
     "choose_text",
@@ -104,6 +105,7 @@ __all__ = [
     "sample_key",
     "share",
     "text_tensors",
+    "video_batch",
     "write_info",
     "write_rejects",
     "write_samples",

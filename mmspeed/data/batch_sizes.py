@@ -14,8 +14,8 @@ from mmspeed.config.inputs import DataConfig
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.config.training import BatchingConfig, StageConfig, TrainConfig
 from mmspeed.errors import UserError
-from mmspeed.protocol import DiffusionModel
-from mmspeed.shapes import Bucket, Strides
+from mmspeed.protocols import DiffusionModel, ShapeClass
+from mmspeed.shapes import Bucket, Strides, as_bucket
 
 from .deal import Cost
 from .files import write_whole
@@ -31,7 +31,7 @@ MEASURED_NAME = "buckets.json"  # in the folder of a run
 class Measurement:
     """One training step of one device: `batch` samples of a bucket, seconds (median), and the peak of memory in bytes."""
 
-    bucket: Bucket
+    bucket: ShapeClass
     batch: int
     seconds: float
     peak_bytes: int
@@ -59,9 +59,11 @@ class Measured:
     rows: tuple[Measurement, ...]
     limit_bytes: int  # of device memory, that no batch may exceed
     setting: Mapping[str, Any] = field(default_factory=dict)
-    too_large: Mapping[Bucket, int] = field(default_factory=dict)  # the smallest batch that memory ran out at, if any
+    too_large: Mapping[ShapeClass, int] = field(
+        default_factory=dict
+    )  # the smallest batch that memory ran out at, if any
 
-    def cost(self, bucket: Bucket) -> Cost:
+    def cost(self, bucket: ShapeClass) -> Cost:
         """Seconds of n samples: a line through the measured points (least relative errors); through zero where there is one.
 
         Also through zero where the best line would cut the axis below it, which no step can; by the largest batch alone where
@@ -79,12 +81,12 @@ class Measured:
             return Cost(0.0, float(seconds[largest] / batches[largest]))
         return through_zero if fixed < 0 else Cost(fixed, each)
 
-    def misfit(self, bucket: Bucket) -> float:
+    def misfit(self, bucket: ShapeClass) -> float:
         """The largest deviation of a measured time from `cost`, as a share of the measured one."""
         cost = self.cost(bucket)
         return max(abs(cost.of(row.batch) / row.seconds - 1) for row in self._of(bucket))
 
-    def most(self, bucket: Bucket) -> int:
+    def most(self, bucket: ShapeClass) -> int:
         """The most samples whose peak of memory stays in the limit; 0 where one does not.
 
         Between two measured batches of which the larger is over the limit, by the line through them. Beyond the largest, by
@@ -144,7 +146,7 @@ class Measured:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path} is not as `mmspeed bench buckets` writes it ({error}): run it again") from None
 
-    def _of(self, bucket: Bucket) -> list[Measurement]:
+    def _of(self, bucket: ShapeClass) -> list[Measurement]:
         rows = [row for row in self.rows if row.bucket == bucket]
         if not rows:
             raise UserError(f"bucket {bucket} was not measured: run `mmspeed bench buckets CONFIG` again")
@@ -154,7 +156,7 @@ class Measured:
 def make_batching(
     batching: BatchingConfig,
     train: TrainConfig,
-    buckets: Iterable[Bucket],
+    buckets: Iterable[ShapeClass],
     costs: SampleCosts,
     world: int,
     parallel: ParallelConfig | None = None,
@@ -173,17 +175,17 @@ def make_batching(
     wanted = sorted(set(buckets))
     group, tensor = (parallel.group, parallel.tp) if parallel is not None else (1, 1)
 
-    def counted(bucket: Bucket, ranks: int = 1) -> Cost:
+    def counted(bucket: ShapeClass, ranks: int = 1) -> Cost:
         one = costs.tokens(bucket) if batching.by == "tokens" else costs.flops(bucket) / 1e12
         return Cost(0.0, one / ranks)
 
-    each = {bucket: counted(bucket, tensor if bucket.is_image else group) for bucket in wanted}
+    each = {bucket: counted(bucket, group if bucket.splits else tensor) for bucket in wanted}
     # where the size of a step is given, what meets in it does not depend on how many devices compute a video together
     alone = {bucket: counted(bucket) for bucket in wanted}
     if batching.by == "samples":
         slots, at_once = train.samples_per_step, train.micro_batch_size
         return Batching(slots, {}, each, batching.mix, batching.tolerance, group, at_once, tensor, alone)
-    most: dict[Bucket, int] = {}
+    most: dict[ShapeClass, int] = {}
     if batching.by == "time":
         if measured is None:
             raise ValueError("batching by time needs measurements")
@@ -213,16 +215,16 @@ def make_batching(
 class SampleCosts:
     """What one sample of a bucket costs by the model's own count."""
 
-    tokens: Callable[[Bucket], int]
-    flops: Callable[[Bucket], float]  # of forward and backward
+    tokens: Callable[[ShapeClass], int]
+    flops: Callable[[ShapeClass], float]  # of forward and backward
 
 
 def sample_costs(model: DiffusionModel, strides: Strides, max_text_tokens: int) -> SampleCosts:
     """The costs of a model, which may be on the meta device."""
     text = min(COUNTED_TEXT_TOKENS, max_text_tokens)
     return SampleCosts(
-        tokens=lambda bucket: model.tokens(strides.latent(bucket)),
-        flops=lambda bucket: 3.0 * model.flops(strides.latent(bucket), text),
+        tokens=lambda bucket: model.tokens(strides.latent(as_bucket(bucket))),
+        flops=lambda bucket: 3.0 * model.flops(strides.latent(as_bucket(bucket)), text),
     )
 
 

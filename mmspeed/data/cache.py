@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mmspeed.config.places import is_url
 from mmspeed.errors import UserError
-from mmspeed.protocol import TextEntry
+from mmspeed.protocols import TextEntry
 
 from .compiled import Array
 from .files import ReaderLock

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from mmspeed.device import Device
 from mmspeed.errors import UserError
-from mmspeed.protocol import Batch
+from mmspeed.protocols import Batch
 
 Item = TypeVar("Item")
 Job = TypeVar("Job")

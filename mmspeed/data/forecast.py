@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mmspeed.shapes import Bucket
+from mmspeed.protocols import ShapeClass
 
 from .order import Batching
 from .schedule import Array, Plan
@@ -58,11 +58,11 @@ class Forecast:
 
 def forecast(
     plan: Plan,
-    buckets: Sequence[Bucket],
+    buckets: Sequence[ShapeClass],
     batching: Batching,
     world: int,
     uses: int,
-    tokens: Callable[[Bucket], int],
+    tokens: Callable[[ShapeClass], int],
 ) -> Forecast:
     """An epoch's figures. `buckets` says what the plan's numbers mean, `uses` how many an epoch should have.
 
@@ -94,7 +94,7 @@ def forecast(
 
 
 def _figures(
-    pieces: list[tuple[Bucket, int]], batching: Batching, world: int, tokens: Callable[[Bucket], int]
+    pieces: list[tuple[ShapeClass, int]], batching: Batching, world: int, tokens: Callable[[ShapeClass], int]
 ) -> tuple[float, ...]:
     """Of one step: slowest, busiest and mean cost of a rank, samples, micro-batches of a rank, idle ones, buckets, tokens."""
     load = step_load(pieces, batching, world)

@@ -154,7 +154,7 @@ class SampleTable(Sequence[Sample]):
             found = {bucket: places[np.argsort(self._rows[places])] for bucket, places in found.items()}
         return {bucket: found[bucket] for bucket in sorted(found)}
 
-    def by_group(self) -> dict[tuple[Bucket, str], Array]:
+    def by_group(self) -> dict[tuple[ShapeClass, str], Array]:
         """As `by_bucket`, for each bucket and data set that has samples, in the order of the buckets and then of the names."""
         found = {}
         for bucket, places in self.by_bucket().items():

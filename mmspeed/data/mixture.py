@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mmspeed.protocols import ShapeClass
 from mmspeed.rng import generator
-from mmspeed.shapes import Bucket
 
 Array = npt.NDArray[Any]
 
@@ -71,7 +71,7 @@ def uses_of(sizes: Sequence[int], rate: float) -> list[int]:
 class Pool:
     """Samples of one bucket and data set: their places among all samples, and how many uses an epoch makes of them."""
 
-    bucket: Bucket
+    bucket: ShapeClass
     dataset: str
     places: Array
     uses: int

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mmspeed.errors import UserError
+from mmspeed.protocols import ShapeClass
 from mmspeed.rng import generator
-from mmspeed.shapes import Bucket
 
 from .deal import Cost
 from .mixture import Pool, rates, uses_of
@@ -26,7 +26,7 @@ from .schedule import Array, Division, Mix, Plan, Supply, divide, shuffle
 class Batching:
     """How many samples of each bucket make a step. Nothing in it is of a rank; `slots` may be chosen by the world size.
 
-    A step has `slots` device batches; one of bucket b has `sizes[b]` samples and costs `costs[b]` (by pixels where it is not
+    A step has `slots` device batches; one of bucket b has `sizes[b]` samples and costs `costs[b]` (by its size where it is not
     named). Of videos a group of `group` ranks computes a device batch together (the sequence-parallel ones, and of these the tensor-
     parallel ones), so their steps have slots / group of them; of images the `tensor` ranks do. A bucket without a size has steps
     of `slots` samples. With `alone`, costs on one rank, steps are the same for any group: `slots` device batches of every bucket, in the
@@ -34,39 +34,39 @@ class Batching:
     """
 
     slots: int
-    sizes: Mapping[Bucket, int] = field(default_factory=dict)
-    costs: Mapping[Bucket, Cost] = field(default_factory=dict)
+    sizes: Mapping[ShapeClass, int] = field(default_factory=dict)
+    costs: Mapping[ShapeClass, Cost] = field(default_factory=dict)
     mix: Mix = "same"
     tolerance: float = 0.02
     group: int = 1
     most: int | None = None  # samples computed at a time, where not `sizes` says it: steps of so many samples
     tensor: int = 1
-    alone: Mapping[Bucket, Cost] | None = None
+    alone: Mapping[ShapeClass, Cost] | None = None
 
-    def cost(self, bucket: Bucket) -> Cost:
+    def cost(self, bucket: ShapeClass) -> Cost:
         """What the order of steps goes by."""
-        return (self.alone or self.costs).get(bucket) or _by_pixels(bucket)
+        return (self.alone or self.costs).get(bucket) or _by_size(bucket)
 
-    def lane_cost(self, bucket: Bucket) -> Cost:
+    def lane_cost(self, bucket: ShapeClass) -> Cost:
         """What each of the ranks that compute it together takes."""
-        return self.costs.get(bucket) or _by_pixels(bucket)
+        return self.costs.get(bucket) or _by_size(bucket)
 
-    def ranks(self, bucket: Bucket) -> int:
+    def ranks(self, bucket: ShapeClass) -> int:
         """How many ranks compute a sample together."""
-        return self.tensor if bucket.is_image else self.group
+        return self.group if bucket.splits else self.tensor
 
-    def at_a_time(self, bucket: Bucket) -> int | None:
+    def at_a_time(self, bucket: ShapeClass) -> int | None:
         """The most samples that a device computes at a time; None: any number."""
         return min(self.sizes[bucket], self.most or self.sizes[bucket]) if bucket in self.sizes else self.most
 
-    def supply(self, bucket: Bucket, uses: int) -> Supply:
+    def supply(self, bucket: ShapeClass, uses: int) -> Supply:
         shared = bucket in self.sizes and self.alone is None
         slots = max(1, self.slots // self.ranks(bucket)) if shared else self.slots
         return Supply(uses, self.sizes.get(bucket, 1), self.cost(bucket), slots)
 
 
-def _by_pixels(bucket: Bucket) -> Cost:
-    return Cost(0.0, float(bucket.frames * bucket.height * bucket.width))
+def _by_size(bucket: ShapeClass) -> Cost:
+    return Cost(0.0, float(bucket.numbers))
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Stage:
     """
 
     steps: int | None = None
-    takes: Callable[[Bucket], bool] = lambda bucket: True
+    takes: Callable[[ShapeClass], bool] = lambda bucket: True
     repeats: Mapping[str, int] | int = 1
     weights: Mapping[str, float] | None = None
     temperature: float | None = None
@@ -114,7 +114,7 @@ class _Run:
 
 
 MOST_USES = 10**9  # of an epoch: its order takes 8 bytes a use
-Groups = Mapping[tuple[Bucket, str], Array]
+Groups = Mapping[tuple[ShapeClass, str], Array]
 
 
 class Order:
@@ -180,7 +180,7 @@ class Order:
         """How many samples a stage meets sooner or later."""
         return sum(len(pool.places) for pools in self.pools[stage].values() for pool in pools)
 
-    def whole_epoch(self, stage: int = 0, epoch: int = 0) -> tuple[Plan, list[Bucket]]:
+    def whole_epoch(self, stage: int = 0, epoch: int = 0) -> tuple[Plan, list[ShapeClass]]:
         """The steps of a whole epoch of a stage, and what its buckets' numbers mean."""
         return self._plan(stage, epoch, ()), self._buckets(stage)
 
@@ -217,7 +217,7 @@ class Order:
                 step = end
         return runs
 
-    def pieces(self, step: int) -> list[tuple[Bucket, int, int]]:
+    def pieces(self, step: int) -> list[tuple[ShapeClass, int, int]]:
         """(bucket, first use, uses) of an optimizer step, buckets in order; uses are counted through the epoch."""
         run, place = self._run(step), self.locate(step)
         buckets = self._buckets(place.stage)
@@ -226,7 +226,7 @@ class Order:
             (buckets[number], start + run.used.get(buckets[number].name, 0), count) for number, start, count in found
         ]
 
-    def _buckets(self, stage: int) -> list[Bucket]:
+    def _buckets(self, stage: int) -> list[ShapeClass]:
         return list(self.pools[stage])
 
     def _divide(self, stage: int, used: tuple[tuple[str, int], ...]) -> Division:
@@ -255,7 +255,7 @@ def _frozen(used: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
     return tuple(sorted((name, count) for name, count in used.items() if count))
 
 
-def _sizes(groups: Mapping[tuple[Bucket, str], Array]) -> dict[str, int]:
+def _sizes(groups: Mapping[tuple[ShapeClass, str], Array]) -> dict[str, int]:
     """How many samples each bucket has, by its name."""
     sizes: dict[str, int] = {}
     for (bucket, _), places in groups.items():
@@ -263,9 +263,9 @@ def _sizes(groups: Mapping[tuple[Bucket, str], Array]) -> dict[str, int]:
     return sizes
 
 
-def _pools(stage: Stage, groups: Mapping[tuple[Bucket, str], Array]) -> dict[Bucket, list[Pool]]:
+def _pools(stage: Stage, groups: Mapping[tuple[ShapeClass, str], Array]) -> dict[ShapeClass, list[Pool]]:
     """What an epoch of a stage uses, by bucket."""
-    taken: dict[str, dict[Bucket, Array]] = {}
+    taken: dict[str, dict[ShapeClass, Array]] = {}
     for (bucket, dataset), places in groups.items():
         if stage.takes(bucket):
             taken.setdefault(dataset, {})[bucket] = places
@@ -277,7 +277,7 @@ def _pools(stage: Stage, groups: Mapping[tuple[Bucket, str], Array]) -> dict[Buc
         for (bucket, places), uses in zip(of.items(), uses_of([*map(len, of.values())], rate[dataset]), strict=True)
         if uses
     ]
-    found: dict[Bucket, list[Pool]] = {}
+    found: dict[ShapeClass, list[Pool]] = {}
     for pool in sorted(pools, key=lambda pool: (pool.bucket, pool.dataset)):
         found.setdefault(pool.bucket, []).append(pool)
     return found

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mmspeed.errors import UserError
-from mmspeed.shapes import Bucket
+from mmspeed.protocols import ShapeClass
 
 from .keys import KEY_LENGTH, canonical_json
 from .mapped import SampleTable
@@ -83,7 +83,7 @@ class BatchSampler(Order):
             ]
         return found
 
-    def _make_uses(self, stage: int, epoch: int) -> dict[Bucket, Uses]:
+    def _make_uses(self, stage: int, epoch: int) -> dict[ShapeClass, Uses]:
         return {bucket: Uses(pools, epoch, self.seed) for bucket, pools in self.pools[stage].items()}
 
     @functools.cached_property
@@ -155,8 +155,9 @@ class BatchSampler(Order):
 
     def _changes(self, before: Mapping[str, int], keys: str) -> str:
         now = self.sizes
+        shown = {bucket.name: str(bucket) for pools in self.pools for bucket in pools}
         changed = [
-            f"bucket {Bucket.parse(name)}: {before.get(name, 0):,} samples, now {now.get(name, 0):,}"
+            f"bucket {shown.get(name, name)}: {before.get(name, 0):,} samples, now {now.get(name, 0):,}"
             for name in sorted({*before, *now})
             if before.get(name) != now.get(name)
         ]
@@ -184,9 +185,9 @@ def _in_order(samples: Sequence[Sample]) -> list[Sample]:
     return ordered
 
 
-def _grouped(samples: Sequence[Sample]) -> dict[tuple[Bucket, str], Array]:
+def _grouped(samples: Sequence[Sample]) -> dict[tuple[ShapeClass, str], Array]:
     """The places of the samples of each bucket and data set, in order."""
-    places: dict[tuple[Bucket, str], list[int]] = {}
+    places: dict[tuple[ShapeClass, str], list[int]] = {}
     for place, sample in enumerate(samples):
         places.setdefault((sample.bucket, sample.dataset), []).append(place)
     return {group: np.array(places[group]) for group in sorted(places)}

@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from mmspeed.shapes import Bucket
+from mmspeed.protocols import ShapeClass
 
 from .deal import Load, Lot, Rows, deal, load_of
 from .order import Batching
@@ -70,7 +70,7 @@ def imbalance(draws: Sequence[Draw], batching: Batching, world: int) -> float:
     return step_load(sorted(counts.items()), batching, world).imbalance
 
 
-def step_load(pieces: Sequence[tuple[Bucket, int]], batching: Batching, world: int) -> Load:
+def step_load(pieces: Sequence[tuple[ShapeClass, int]], batching: Batching, world: int) -> Load:
     """What a step of so many samples of each bucket costs a rank; kinds of lanes come one after another. `idle` counts ranks."""
     slowest = busiest = mean = 0.0
     rows = idle = 0
@@ -81,12 +81,14 @@ def step_load(pieces: Sequence[tuple[Bucket, int]], batching: Batching, world: i
     return Load(slowest, busiest, mean, rows, idle)
 
 
-def lots_of(pieces: Sequence[tuple[Bucket, int]], batching: Batching) -> tuple[Lot, ...]:
+def lots_of(pieces: Sequence[tuple[ShapeClass, int]], batching: Batching) -> tuple[Lot, ...]:
     """So many samples of each bucket, as dealing takes them."""
     return tuple(Lot(count, batching.lane_cost(bucket), batching.at_a_time(bucket)) for bucket, count in pieces)
 
 
-def lanes_of(pieces: Sequence[tuple[Bucket, int]], batching: Batching) -> list[tuple[list[tuple[Bucket, int]], int]]:
+def lanes_of(
+    pieces: Sequence[tuple[ShapeClass, int]], batching: Batching
+) -> list[tuple[list[tuple[ShapeClass, int]], int]]:
     """The pieces of a step that are dealt together, with how many ranks make a lane.
 
     Under sequence parallelism videos and images are dealt apart: in a row all ranks exchange, or none does. Elsewhere the same ranks
@@ -94,8 +96,8 @@ def lanes_of(pieces: Sequence[tuple[Bucket, int]], batching: Batching) -> list[t
     """
     if batching.group == batching.tensor:
         return [(list(pieces), batching.group)]
-    videos = [piece for piece in pieces if not piece[0].is_image]
-    images = [piece for piece in pieces if piece[0].is_image]
+    videos = [piece for piece in pieces if piece[0].splits]
+    images = [piece for piece in pieces if not piece[0].splits]
     return [(part, ranks) for part, ranks in ((videos, batching.group), (images, batching.tensor)) if part]
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
-from mmspeed.protocol import TextEntry
+from mmspeed.protocols import TextEntry
 from mmspeed.shapes import Bucket
 
 from .files import TEMP_SUFFIX, ReaderLock, abandoned, disk_errors

@@ -17,7 +17,7 @@ from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.memory.tiered import TieredOptimizer
 from mmspeed.parallel import is_half, is_split, take_float32_gradients, unwrap
-from mmspeed.protocol import DiffusionModel
+from mmspeed.protocols import DiffusionModel
 
 from .release import ReleasingOptimizer
 

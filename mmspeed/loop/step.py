@@ -1,107 +1,163 @@
 """One optimizer step: the same numbers on any number of ranks and for any cut into micro-batches (law 2).
 
-Legend: B samples of a micro-batch.
+Legend: I items of a micro-batch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from mmspeed.comm import Axis, all_gather_objects, all_reduce_sum
 from mmspeed.errors import UserError
-from mmspeed.parallel import Strategy, is_split, no_sync, sum_shared_gradients
-from mmspeed.protocol import Batch
+from mmspeed.parallel import sum_shared_gradients
+from mmspeed.protocols import Divisors, MicroBatches, Models, Update
 
+from .gradients import clip_gradients
 from .optim import AnyOptimizer
 from .release import ReleasingOptimizer
-
-LossFunction = Callable[[nn.Module, Batch], Tensor]  # -> loss_B, float32, one number a sample
-
-
-class MicroBatches(Protocol):
-    """A step's micro-batches on this rank: their number is known before they are; they are gone through once, in order."""
-
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Iterator[Batch]: ...
+from .runner import Runner, RunRecord
 
 
 @dataclass(frozen=True)
 class StepResult:
     """What a step did, the same on every rank."""
 
-    loss: float  # mean over the real samples of all ranks
+    loss: float  # sum of the terms that train, each over its divisor
     grad_norm: float  # global, before clipping
     finite: bool  # False: nothing was updated
-    bad: list[str] = field(default_factory=list)  # sources of the samples whose loss was not finite
+    bad: list[str] = field(default_factory=list)  # sources of the items whose loss was not finite
+    terms: Mapping[str, float] = field(default_factory=dict)  # each over its divisor
+
+
+@dataclass(frozen=True)
+class Learner:
+    """One update of a step, and what it needs: who drives its micro-batches, and who applies its gradients."""
+
+    update: Update
+    runner: Runner
+    optimizer: AnyOptimizer
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
 def train_step(
-    model: nn.Module,
+    models: Models,
+    learners: Sequence[Learner],
     batches: MicroBatches,
-    loss_fn: LossFunction,
-    optimizer: AnyOptimizer,
+    divisors: Divisors,
     *,
-    global_samples: int,
-    world: int,
     clip_norm: float | None,
-    strategy: Strategy,
     tensor: Axis | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> StepResult:
-    """Forward and backward of this rank's micro-batches, then one update by the mean gradient of `global_samples`.
+    """The updates of one step, in order. With several the micro-batches are kept, and the result names the terms of all.
 
-    `global_samples` is the number of real samples (weight 1) of all `world` ranks; all bring equally many
-    micro-batches. Of a micro-batch nothing but its samples' losses and sources is kept when the next one is asked for.
-    A loss or gradient that is not finite on any rank leaves parameters and optimizer untouched on all; with an optimizer that updates
-    in backward it raises UserError.
-    `tensor` is the tensor-parallel axis, where there is one. `group` is for small CPU collectives. The device is waited for once.
+    The loss and the gradient norm are those of the first update. Raises UserError as `apply_update`.
     """
+    kept: MicroBatches = batches if len(learners) == 1 else list(batches)
+    results = [
+        apply_update(models, learner, kept, divisors, clip_norm=clip_norm, tensor=tensor, group=group)
+        for learner in learners
+    ]
+    first = results[0]
+    if len(results) == 1:
+        return first
+    terms = {
+        f"{learner.update.name}.{name}": value
+        for learner, result in zip(learners, results, strict=True)
+        for name, value in result.terms.items()
+    }
+    bad = sorted({source for result in results for source in result.bad})
+    return StepResult(first.loss, first.grad_norm, all(result.finite for result in results), bad, terms)
+
+
+def apply_update(
+    models: Models,
+    learner: Learner,
+    batches: MicroBatches,
+    divisors: Divisors,
+    *,
+    clip_norm: float | None,
+    tensor: Axis | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> StepResult:
+    """Forward and backward of this rank's micro-batches, then one update by the gradients of all ranks.
+
+    All ranks bring equally many micro-batches. A loss or gradient that is not finite on any rank leaves parameters and optimizer
+    untouched on all; with an optimizer that updates in backward it raises UserError. A divisor that is known only afterwards (None) costs
+    a scaling of the gradients, which clipping takes along. `tensor` is the tensor-parallel axis, where there is one. `group` is for small
+    CPU collectives. The device is waited for once. Raises UserError for a divisor that is not positive.
+    """
+    update, optimizer = learner.update, learner.optimizer
     releasing = optimizer if isinstance(optimizer, ReleasingOptimizer) else None
     if releasing is not None:
         releasing.begin(len(batches))
-    engine = world // (tensor.size if tensor is not None else 1)  # ranks that the engines average over
-    losses: list[Tensor] = []
-    sums: list[Tensor] = []
-    sources: list[list[str]] = []
-    for batch in batches:  # no enumerate: it would hold on to a batch while the next is waited for
-        with no_sync(model, strategy, last=len(losses) == len(batches) - 1):
-            loss_B = loss_fn(model, batch)
-            # the engines average over ranks: times their number makes it the sum, over `global_samples` the mean
-            loss_sum = (loss_B * batch.weights_B.to(loss_B.device)).sum()
-            (loss_sum * (engine / global_samples)).backward()
-        losses.append(loss_B.detach())
-        sums.append(loss_sum.detach())
-        sources.append(batch.sources)
-        # a graph that has run still holds what its functions keep beside tensors, such as plans
-        del batch, loss_B, loss_sum
+    scales = {name: 1.0 if value is None else 1 / _positive(name, value) for name, value in divisors.items()}
+    record = learner.runner.run(
+        lambda batch: update.loss(models, batch.to(learner.device, torch.float32)), batches, scales
+    )
+    learning = [models[role] for role in update.roles]
     if tensor is not None:
-        sum_shared_gradients(model.parameters(), tensor)
-    loss_sum = torch.stack(sums).sum()
+        for model in learning:
+            sum_shared_gradients(model.parameters(), tensor)
+    late = _late_divisor(record, divisors, group, releasing)
+    names = list(record.divisors)
+    sums = [record.total(name) for name in names]
     if releasing is None:
-        mine, grad_norm = torch.stack([loss_sum, clip_gradients(model, clip_norm)]).tolist()  # the wait for the device
+        if late is not None:
+            norm = clip_gradients(learning, clip_norm, 1 / late)
+        else:
+            norm = clip_gradients(learning, clip_norm)
+        *mine, grad_norm = torch.stack([*sums, norm]).tolist()  # the wait for the device
     else:
-        mine, grad_norm = loss_sum.item(), releasing.gradient_norm(group)
-    broken = not (math.isfinite(mine) and math.isfinite(grad_norm))
-    total, broken_ranks = all_reduce_sum([mine, float(broken)], group)
+        mine, grad_norm = torch.stack(sums).tolist(), releasing.gradient_norm(group)
+    broken = not (all(map(math.isfinite, mine)) and math.isfinite(grad_norm))
+    *totals, broken_ranks = all_reduce_sum([*mine, float(broken)], group)
+    known = {name: late if value is None else value for name, value in divisors.items()}
+    terms = {name: total / _number(known[record.divisors[name]]) for name, total in zip(names, totals, strict=True)}
+    loss = sum(value for name, value in terms.items() if name in record.trained)
     bad: list[str] = []
     if broken_ranks:
-        bad = sorted({name for names in all_gather_objects(non_finite(losses, sources), group) for name in names})
+        bad = sorted({name for names in all_gather_objects(non_finite(record), group) for name in names})
         if releasing is not None:
-            raise _partly_applied(total / global_samples, grad_norm, bad)
+            raise _partly_applied(loss, grad_norm, bad)
     else:
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(total / global_samples, grad_norm, not broken_ranks, bad)
+    return StepResult(loss, grad_norm, not broken_ranks, bad, terms)
+
+
+def _positive(name: str, value: float) -> float:
+    if not value > 0 or not math.isfinite(value):
+        raise UserError(f"the step's divisor '{name}' is {value:g}: it has no item that counts, so it has no mean")
+    return value
+
+
+def _number(value: float | None) -> float:
+    assert value is not None
+    return value
+
+
+def _late_divisor(
+    record: RunRecord, divisors: Divisors, group: dist.ProcessGroup | None, releasing: ReleasingOptimizer | None
+) -> float | None:
+    """The sum of the weights of all ranks, where the divisor of the terms that train is not known beforehand; else None.
+
+    Raises UserError where gradients are applied before it is known, where terms have several divisors, or where it is 0.
+    """
+    used = {record.divisors[name] for name in record.trained}
+    late = sorted(name for name in record.divisors.values() if divisors[name] is None)
+    if not late:
+        return None
+    if releasing is not None:
+        raise UserError("memory.release_gradients needs a divisor that is known before a step, and this task has none")
+    if used != {late[0]} or len(set(late)) > 1:
+        raise UserError(f"the divisor '{late[0]}' is known after the step only, so all terms of the loss must have it")
+    return _positive(late[0], all_reduce_sum([record.weight(late[0]).item()], group)[0])
 
 
 def _partly_applied(loss: float, grad_norm: float, bad: Sequence[str]) -> UserError:
@@ -112,25 +168,11 @@ def _partly_applied(loss: float, grad_norm: float, bad: Sequence[str]) -> UserEr
     )
 
 
-def clip_gradients(model: nn.Module, clip_norm: float | None) -> Tensor:
-    """The norm of all gradients over all shards, a scalar on the device; those above `clip_norm` are scaled down."""
-    parameters = [p for p in model.parameters() if p.grad is not None]
-    # weights that tensor parallelism splits lie on another mesh than the rest, and torch computes with one mesh at a time
-    kinds = [kind for split in (False, True) if (kind := [p for p in parameters if is_split(p) == split])]
-    norms = [get_total_norm([p.grad for p in kind if p.grad is not None]) for kind in kinds]
-    wholes = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    norm = wholes[0] if len(wholes) == 1 else torch.stack(wholes).square().sum().sqrt()
-    if clip_norm is not None:
-        for kind in kinds:
-            clip_grads_with_norm_(kind, clip_norm, norm)
-    return norm
-
-
-def non_finite(losses: Sequence[Tensor], sources: Sequence[list[str]]) -> list[str]:
-    """Sources of the samples whose loss is not finite; both arguments hold one entry a micro-batch."""
-    return [
-        source
-        for loss_B, names in zip(losses, sources, strict=True)
-        for source, fine in zip(names, torch.isfinite(loss_B).tolist(), strict=True)
-        if not fine
-    ]
+def non_finite(record: RunRecord) -> list[str]:
+    """Sources of the items with a loss that is not finite."""
+    found: list[str] = []
+    for losses, sources in zip(record.losses, record.sources, strict=True):
+        for loss_I in losses.values():
+            finite: Sequence[bool] = torch.isfinite(loss_I).tolist()
+            found += [source for source, fine in zip(sources, finite, strict=True) if not fine]
+    return list(dict.fromkeys(found))

@@ -15,7 +15,7 @@ from mmspeed.errors import UserError
 from mmspeed.graphs import compile_forward
 from mmspeed.memory import Keeping
 from mmspeed.mesh import Mesh
-from mmspeed.protocol import DiffusionModel, Role
+from mmspeed.protocols import DiffusionModel, Role
 from mmspeed.replay import deciders
 
 from .attention import SequenceAxes

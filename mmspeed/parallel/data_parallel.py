@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mmspeed.mesh import Mesh
 from mmspeed.mixin import mix_in
-from mmspeed.protocol import DiffusionModel
+from mmspeed.protocols import DiffusionModel
 
 Strategy = Literal["none", "ddp", "fsdp"]
 

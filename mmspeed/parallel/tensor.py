@@ -28,7 +28,7 @@ from mmspeed.comm import Axis
 from mmspeed.comm.axis import nbytes
 from mmspeed.errors import UserError
 from mmspeed.mixin import mix_in
-from mmspeed.protocol import Role
+from mmspeed.protocols import Role
 
 
 class _Split(nn.Module):

@@ -129,7 +129,7 @@ def train_some(folder: str, overrides: tuple[str, ...], stop_at: int | None) -> 
     from mmspeed.data import Step
     from mmspeed.loop.step import StepResult
     from mmspeed.pipelines import TrainPipeline
-    from mmspeed.protocol import Batch
+    from mmspeed.protocols import Batch
 
     config = mixed_config(Path(folder), *overrides)
     written: list[dict[str, Any]] = []
@@ -147,10 +147,10 @@ def train_some(folder: str, overrides: tuple[str, ...], stop_at: int | None) -> 
 
             def loss_fn(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
                 for place, name in enumerate(batch.names):
-                    if batch.weights_B[place]:
-                        assert batch.noise_BCThw is not None and batch.u_B is not None
-                        tensors = (batch.latents_BCThw[place], batch.noise_BCThw[place], batch.u_B[place])
-                        text = batch.text_BLD[place][batch.text_mask_BL[place]]
+                    if batch.weights_I[place]:
+                        assert batch["noise"] is not None and batch["quantiles"] is not None
+                        tensors = (batch["latents"][place], batch["noise"][place], batch["quantiles"][place])
+                        text = batch["text"][place][batch["text_mask"][place]]
                         written[-1]["drawn"][name] = digest(b"".join(t.numpy().tobytes() for t in (*tensors, text)))
                 return inner(model, batch)
 

@@ -95,7 +95,7 @@ def guard(strategy: Any, world: int, rank: int) -> Result:
     call = {"global_samples": 7, "world": world, "clip_norm": 1.0, "strategy": strategy}
     batches = split(KEYS, 8, rank, world, 1)
     if rank == world - 1:
-        batches[0].latents_BCThw[0] = float("nan")
+        batches[0]["latents"][0] = float("nan")
     bad = train_step(model, batches, flow_loss, optimizer, **call)  # type: ignore[arg-type]
     still = all(np.array_equal(full(p), b) for p, b in zip(model.parameters(), before, strict=True))
     good = train_step(model, split(KEYS, 8, rank, world, 1), flow_loss, optimizer, **call)  # type: ignore[arg-type]
@@ -133,7 +133,7 @@ def half(rank: int, world: int) -> Result:
     model.blocks[0].up.register_forward_pre_hook(lambda m, args: dtypes.append(m.weight.dtype))  # type: ignore[index, union-attr]
     model.blocks[0].up.register_forward_hook(lambda m, args, out: dtypes.append(out.dtype))  # type: ignore[index, union-attr]
     batch = split(KEYS, 8, rank, world, 8 // world)[0]
-    (flow_loss(model, batch) * batch.weights_B * world / 7).sum().backward()
+    (flow_loss(model, batch) * batch.weights_I * world / 7).sum().backward()
     grads = {n: full(p.grad) for n, p in model.named_parameters() if p.grad is not None}
     return {
         "dtypes": [str(d) for d in dtypes],

@@ -32,7 +32,7 @@ from mmspeed.models.sora_dit import on_meta
 from mmspeed.parallel import TokenLayout, make_layout, parallelize, sum_shared_gradients
 from mmspeed.pipelines.generate import SampleSettings, generate_latents
 from mmspeed.pipelines.objective import make_objective
-from mmspeed.protocol import TextEntry
+from mmspeed.protocols import TextEntry
 from tests.sequence_steps import Case, Groups, build, loss_of, make_batch
 from tests.spawn import run_ranks
 

@@ -65,7 +65,7 @@ def one_group(folder: str) -> tuple[int, int, list[str]]:
     sampler = BatchSampler(cache.split("train"), Batching(3, group=2), seed=0)
     first = FirstEpoch(cache, sampler, builder, rank, 2, start=0, stop=100)
     loader = Loader(cache, sampler, rank=rank, world=2, first_epoch=first)
-    read = [digest(b.latents_BCThw.numpy().tobytes()) for step in loader.steps(0, 6) for b in step.batches]
+    read = [digest(b["latents"].numpy().tobytes()) for step in loader.steps(0, 6) for b in step.batches]
     assert not first.active
     return first.made_here, first.made, read
 

@@ -148,5 +148,5 @@ def test_a_group_meets_the_same_draws_and_times_fill_their_range(tmp_path: Path)
 
 
 def drawn(batch: Any) -> str:
-    tensors = (batch.latents_BCThw, batch.noise_BCThw, batch.u_B, batch.text_BLD, batch.text_mask_BL)
+    tensors = (batch["latents"], batch["noise"], batch["quantiles"], batch["text"], batch["text_mask"])
     return digest(b"".join(t.numpy().tobytes() for t in tensors))

@@ -102,7 +102,7 @@ def broken_in_backward() -> tuple[str, list[bool]]:
     state = state_of("plain", "fsdp", release_gradients=True)
     batch = make_toy_batch([f"s{dist.get_rank()}"])
     if dist.get_rank() == 1:
-        batch.latents_BCThw[0] = float("nan")
+        batch["latents"][0] = float("nan")
     before = parameters(state.model)
     assert state.optimizer is not None
     try:

@@ -27,7 +27,7 @@ from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.preprocess import OnlineBuilder
-from mmspeed.protocol import Batch
+from mmspeed.protocols import Batch
 from tests.loading import make_cache
 from tests.runs import losses, small_config
 
@@ -330,7 +330,10 @@ def test_on_the_cpu_nothing_is_copied(tmp_path: Path) -> None:
     assert threads() == ["mmspeed-read-ahead"]  # none that copies
     moved = batch.to(CPU.torch_device, torch.float32)
     assert moved.movable().keys() == batch.movable().keys() >= {"latents_BCThw", "noise_BCThw", "pooled_BD"}
-    assert all(tensor is vars(batch)[name] for name, tensor in moved.movable().items()) and moved.u_B is batch.u_B
+    assert (
+        all(tensor is vars(batch)[name] for name, tensor in moved.movable().items())
+        and moved["quantiles"] is batch["quantiles"]
+    )
     steps.close()
 
 
@@ -361,5 +364,5 @@ def test_batches_are_pinned_where_there_is_an_accelerator(tmp_path: Path) -> Non
             pin_memory(batch)  # torch's own way finds `Batch.pin_memory`
         return
     pinned = pin_memory(batch)
-    assert isinstance(pinned, Batch) and pinned.u_B is batch.u_B
+    assert isinstance(pinned, Batch) and pinned["quantiles"] is batch["quantiles"]
     assert all(tensor.is_pinned() for tensor in pinned.movable().values()) and same([pinned], [batch])

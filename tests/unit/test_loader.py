@@ -25,7 +25,7 @@ from mmspeed.data import (
 )
 from mmspeed.data.tables import read_samples
 from mmspeed.errors import UserError
-from mmspeed.protocol import Batch
+from mmspeed.protocols import Batch
 from tests.loading import IMAGE, VIDEO, WIDTH, assert_same, by_name, draw_of, embeds_of, make_cache, mean_of
 
 # -- assemble -----------------------------------------------------------------------------------------------------
@@ -35,12 +35,12 @@ def test_padding_and_mask(tmp_path: Path) -> None:
     cache = make_cache(tmp_path)
     draws = [(draw_of(cache, f"{number}.mp4"), 1.0) for number in range(7)]
     batch = assemble(cache, draws, seed=0, caption_dropout=0.0)
-    assert batch.latents_BCThw.shape == (7, 4, 2, 2, 4) and batch.latents_BCThw.dtype == torch.float32
+    assert batch["latents"].shape == (7, 4, 2, 2, 4) and batch["latents"].dtype == torch.float32
     assert batch.bucket == VIDEO and batch.sources[3] == "3.mp4" and batch.names[3] == draws[3][0].name
-    lengths = batch.text_mask_BL.sum(1)
-    assert batch.text_mask_BL.dtype == torch.bool and batch.text_BLD.shape == (7, int(lengths.max()), WIDTH)
+    lengths = batch["text_mask"].sum(1)
+    assert batch["text_mask"].dtype == torch.bool and batch["text"].shape == (7, int(lengths.max()), WIDTH)
     assert len(set(lengths.tolist())) > 1  # several captions were chosen, so there is padding to look at
-    for text_LD, mask_L, length in zip(batch.text_BLD, batch.text_mask_BL, lengths, strict=True):
+    for text_LD, mask_L, length in zip(batch["text"], batch["text_mask"], lengths, strict=True):
         assert torch.equal(text_LD[mask_L], embeds_of("v" * (int(length) - 1)))
         assert mask_L[: int(length)].all() and not text_LD[~mask_L].any()
 
@@ -48,42 +48,42 @@ def test_padding_and_mask(tmp_path: Path) -> None:
 def test_posterior_is_drawn_anew_each_epoch_and_by_name(tmp_path: Path) -> None:
     cache = make_cache(tmp_path, logvar=-2.0)
     draws = [draw_of(cache, "0.mp4", epoch, repeat) for epoch, repeat in ((0, 0), (1, 0), (0, 1))]
-    latents = [assemble(cache, [(draw, 1.0)], 5, 0.0).latents_BCThw[0] for draw in draws]
+    latents = [assemble(cache, [(draw, 1.0)], 5, 0.0)["latents"][0] for draw in draws]
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(latents, 2))
     mean = mean_of(0, VIDEO)
     for draw, latent in zip(draws, latents, strict=True):
         noise = rng.normal(mean.shape, 5, "posterior", *draw.name)
         assert torch.allclose(latent, mean + torch.e**-1 * noise, atol=1e-6)
-    again = assemble(cache, [(draw, 1.0) for draw in draws[::-1]], 5, 0.0).latents_BCThw.flip(0)
+    again = assemble(cache, [(draw, 1.0) for draw in draws[::-1]], 5, 0.0)["latents"].flip(0)
     assert torch.equal(again, torch.stack(latents))
-    assert not torch.equal(assemble(cache, [(draws[0], 1.0)], 6, 0.0).latents_BCThw[0], latents[0])
+    assert not torch.equal(assemble(cache, [(draws[0], 1.0)], 6, 0.0)["latents"][0], latents[0])
 
 
 def test_a_deterministic_latent_is_its_mean(tmp_path: Path) -> None:
     cache = make_cache(tmp_path)
     batch = assemble(cache, [(draw_of(cache, "8.mp4", epoch), 1.0) for epoch in (0, 1)], 0, 0.0)
     expected = mean_of(8, IMAGE).bfloat16().float()
-    assert torch.equal(batch.latents_BCThw, torch.stack([expected, expected]))
-    assert batch.text_mask_BL.shape == (2, 1)  # no caption: the empty one
-    assert torch.equal(batch.text_BLD[0], embeds_of(""))
+    assert torch.equal(batch["latents"], torch.stack([expected, expected]))
+    assert batch["text_mask"].shape == (2, 1)  # no caption: the empty one
+    assert torch.equal(batch["text"][0], embeds_of(""))
 
 
 def test_caption_dropout_is_the_stored_empty_caption(tmp_path: Path) -> None:
     cache = make_cache(tmp_path)
     batch = assemble(cache, [(draw_of(cache, "0.mp4", epoch), 1.0) for epoch in range(4)], 0, caption_dropout=1.0)
-    assert batch.text_mask_BL.tolist() == [[True]] * 4
-    assert torch.equal(batch.text_BLD[2], cache.null_text().embeds_LD)
+    assert batch["text_mask"].tolist() == [[True]] * 4
+    assert torch.equal(batch["text"][2], cache.null_text().embeds_LD)
 
 
 def test_a_dropped_caption_takes_its_mask_and_pooled_vector_along(tmp_path: Path) -> None:
     cache = make_cache(tmp_path)
     draws = [(draw_of(cache, f"{number % 7}.mp4", number // 7), 1.0) for number in range(28)]
     batch = assemble(cache, draws, seed=0, caption_dropout=0.5)
-    null, lengths = cache.null_text(), batch.text_mask_BL.sum(1)
-    assert batch.pooled_BD is not None and null.pooled_D is not None
-    dropped = [torch.equal(pooled_D, null.pooled_D) for pooled_D in batch.pooled_BD]
+    null, lengths = cache.null_text(), batch["text_mask"].sum(1)
+    assert batch["text_pooled"] is not None and null.pooled_D is not None
+    dropped = [torch.equal(pooled_D, null.pooled_D) for pooled_D in batch["text_pooled"]]
     assert 5 < sum(dropped) < 23
-    for text_LD, pooled_D, length, is_null in zip(batch.text_BLD, batch.pooled_BD, lengths, dropped, strict=True):
+    for text_LD, pooled_D, length, is_null in zip(batch["text"], batch["text_pooled"], lengths, dropped, strict=True):
         assert is_null == (int(length) == 1) == torch.equal(text_LD[:1], null.embeds_LD)
         assert torch.equal(pooled_D, text_LD[0] * 2)
 
@@ -110,16 +110,20 @@ def test_noise_and_time_come_with_the_batch_where_they_are_wanted(tmp_path: Path
     cache = make_cache(tmp_path)
     draws = [(draw_of(cache, "0.mp4", epoch), 1.0) for epoch in range(3)]
     plain, batch = (assemble(cache, draws, 5, 0.0, noise=noise) for noise in (False, True))
-    assert plain.noise_BCThw is None and plain.u_B is None and "u_B" not in plain.movable()
-    assert batch.noise_BCThw is not None and batch.u_B is not None
-    assert torch.equal(batch.noise_BCThw, draw_noise(batch.names, (4, 2, 2, 4), 5))
-    assert torch.equal(batch.u_B, draw_quantiles(batch.names, 5)) and batch.u_B.dtype == torch.float64
+    assert plain["noise"] is None and plain["quantiles"] is None and "u_B" not in plain.movable()
+    assert batch["noise"] is not None and batch["quantiles"] is not None
+    assert torch.equal(batch["noise"], draw_noise(batch.names, (4, 2, 2, 4), 5))
+    assert torch.equal(batch["quantiles"], draw_quantiles(batch.names, 5)) and batch["quantiles"].dtype == torch.float64
     for row, (draw, _) in enumerate(draws):
-        assert torch.equal(batch.noise_BCThw[row], rng.normal((4, 2, 2, 4), 5, "noise", *draw.name))
-        assert batch.u_B[row].item() == rng.uniform(5, "timestep", *draw.name)
+        assert torch.equal(batch["noise"][row], rng.normal((4, 2, 2, 4), 5, "noise", *draw.name))
+        assert batch["quantiles"][row].item() == rng.uniform(5, "timestep", *draw.name)
     half = batch.to(torch.device("cpu"), torch.bfloat16)
-    assert half.noise_BCThw is not None and half.noise_BCThw.dtype == half.text_BLD.dtype == torch.bfloat16
-    assert half.u_B is batch.u_B and half.weights_B is batch.weights_B and half.text_mask_BL is batch.text_mask_BL
+    assert half["noise"] is not None and half["noise"].dtype == half["text"].dtype == torch.bfloat16
+    assert (
+        half["quantiles"] is batch["quantiles"]
+        and half.weights_I is batch.weights_I
+        and half["text_mask"] is batch["text_mask"]
+    )
 
 
 # -- loader -------------------------------------------------------------------------------------------------------
@@ -152,7 +156,7 @@ def test_fillers_carry_no_weight(tmp_path: Path) -> None:
     cache = make_cache(tmp_path, videos=1, images=0)
     sampler = BatchSampler(cache.samples, 4, seed=0)
     (batch,) = next(Loader(cache, sampler, rank=2, world=3).steps(0, 1)).batches
-    assert batch.weights_B.tolist() == [0.0] and batch.size == 1
+    assert batch.weights_I.tolist() == [0.0] and batch.size == 1
 
 
 def test_lost_samples_keep_their_place_and_are_not_read(tmp_path: Path) -> None:

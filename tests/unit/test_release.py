@@ -19,7 +19,7 @@ from mmspeed.loop.release import ReleasingOptimizer, squared_norm
 from mmspeed.loop.step import train_step
 from mmspeed.memory import peak_bytes
 from mmspeed.parallel import parallelize
-from mmspeed.protocol import Batch
+from mmspeed.protocols import Batch
 from tests.tiers import BUCKET, CPU, HALF, TIERS, differing, everything, losses, parameters, state_of, steps
 from tests.toy import ToyDiT, flow_loss, make_batch
 
@@ -128,7 +128,7 @@ def test_what_is_not_finite_stops_the_updates_there_and_ends_the_run(tier: str) 
 def test_a_sample_that_is_not_finite_is_named_and_changes_nothing() -> None:
     state = state_of("split", release_gradients=True)
     before, batch = parameters(state.model), make_batch(["a", "b"])
-    batch.latents_BCThw[1] = float("nan")
+    batch["latents"][1] = float("nan")
     with pytest.raises(UserError, match=r"samples with a non-finite loss: b\.mp4"):
         one_step(state, [batch])
     assert differing(parameters(state.model), before) == []
@@ -140,7 +140,7 @@ def test_parameters_without_a_gradient_do_not_hold_up_their_bucket() -> None:
         state = state_of("states", release_gradients=on)
 
         def partly(model: nn.Module, batch: Batch) -> Tensor:
-            x_BNE = model.enter(batch.latents_BCThw.flatten(2).transpose(1, 2))  # type: ignore[operator,union-attr]
+            x_BNE = model.enter(batch["latents"].flatten(2).transpose(1, 2))  # type: ignore[operator,union-attr]
             return x_BNE.square().mean(dim=(1, 2))
 
         result = one_step(state, [make_batch(["a", "b"])], partly)

@@ -83,7 +83,7 @@ def test_training_batches_are_the_same(tmp_path: Path, memory: Any) -> None:
             [batch for step in Loader(cache, sampler, seed=1, prefetch=2).steps(0, 6) for batch in step.batches]
         )
     for one, other in zip(*runs, strict=True):
-        assert torch.equal(one.latents_BCThw, other.latents_BCThw) and one.names == other.names
+        assert torch.equal(one["latents"], other["latents"]) and one.names == other.names
 
 
 def test_what_changed_is_fetched_again(tmp_path: Path, memory: Any) -> None:

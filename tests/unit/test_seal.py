@@ -13,7 +13,7 @@ from mmspeed.data import CacheWriter, DatasetCache, text_tensors
 from mmspeed.data.seal import BLANK, is_sealed, seal
 from mmspeed.data.sealed_files import seal_file, sealed_file
 from mmspeed.data.verify import verify
-from mmspeed.protocol import TextEntry
+from mmspeed.protocols import TextEntry
 from tests.caches import build, entry_key, finish
 
 FALSE = (BLANK[:-64] + "0123456789abcdef" * 4).encode()

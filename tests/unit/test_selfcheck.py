@@ -79,9 +79,9 @@ def test_samples_are_those_of_their_names(config: Config) -> None:
     draws = mini.draws("mixed")
     assert [draw.sample.bucket.is_image for draw in draws] == [True] * 3 + [False] * 3
     batch, one = mini.batch([(draw, 1.0) for draw in draws[3:]]), mini.batch([(draws[4], 1.0)])
-    assert batch.noise_BCThw is not None and one.noise_BCThw is not None
-    assert batch.noise_BCThw[1].equal(one.noise_BCThw[0]) and batch.latents_BCThw[1].equal(one.latents_BCThw[0])
-    assert not batch.text_mask_BL.all() and batch.text_mask_BL.any(1).all()  # padding, and real tokens, in each
+    assert batch["noise"] is not None and one["noise"] is not None
+    assert batch["noise"][1].equal(one["noise"][0]) and batch["latents"][1].equal(one["latents"][0])
+    assert not batch["text_mask"].all() and batch["text_mask"].any(1).all()  # padding, and real tokens, in each
 
 
 # --- layouts in words ---

@@ -28,7 +28,7 @@ from mmspeed.models.layers import initial_value, patchify, timestep_embedding, u
 from mmspeed.models.sizes import parameter_table, resolve_config
 from mmspeed.models.sora_dit import ZERO_MODULES, count_parameters, on_meta
 from mmspeed.parallel.tokens import Attend
-from mmspeed.protocol import DiffusionModel
+from mmspeed.protocols import DiffusionModel
 
 SMALL = SoraDiTConfig(width=48, depth=4, heads=4, latent_channels=3, text_width=10, adaln_rank=4)
 ARRANGEMENTS = ("factorised", "full")

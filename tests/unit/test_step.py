@@ -18,7 +18,7 @@ from mmspeed.loop.step import StepResult, train_step
 from mmspeed.memory import Keeping
 from mmspeed.parallel import parallelize, resolve_strategy
 from mmspeed.plan.throughput import training_flops
-from mmspeed.protocol import Batch, DiffusionModel
+from mmspeed.protocols import Batch, DiffusionModel
 from tests.toy import H, T, ToyDiT, W, flow_loss, make_batch, split
 
 RECOMPUTED = Keeping.everywhere({"block": "recompute"})
@@ -42,7 +42,7 @@ def step(model: nn.Module, batches: list[Batch], clip: float | None = None) -> t
     optimizer.register_step_pre_hook(
         lambda *_: grads.update({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
     )
-    samples = int(sum(b.weights_B.sum().item() for b in batches))
+    samples = int(sum(b.weights_I.sum().item() for b in batches))
     result = train_step(
         model, batches, flow_loss, optimizer, global_samples=samples, world=1, clip_norm=clip, strategy="none"
     )
@@ -184,7 +184,7 @@ def test_a_non_finite_sample_is_named_and_nothing_moves() -> None:
     optimizer = make_optimizer(model, TrainConfig())
     before = {n: t.clone() for n, t in model.state_dict().items()}
     batches = split(KEYS, 8, 0, 1, 4)
-    batches[0].latents_BCThw[2] = float("nan")
+    batches[0]["latents"][2] = float("nan")
     call = {"global_samples": 7, "world": 1, "clip_norm": 1.0, "strategy": "none"}
     result = train_step(model, batches, flow_loss, optimizer, **call)  # type: ignore[arg-type]
     assert not result.finite and result.bad == ["s2.mp4"]

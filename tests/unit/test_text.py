@@ -22,7 +22,7 @@ from mmspeed.config.schema import MiniLmTextConfig, TransformersTextConfig
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.models.text import TransformersEncoder, load_text_encoder, text_identity
-from mmspeed.protocol import TextEntry
+from mmspeed.protocols import TextEntry
 from tests.tiny_models import SENTENCES, save_tiny_text_encoder
 
 CPU = Device("cpu", 0)

@@ -73,7 +73,7 @@ def test_bfloat16_parameters_are_those_of_a_plain_loop(trained: Any) -> None:
         for keys in (["s0", "s1", "s2", "s3"], ["s4", "s5", "s6"]):
             model.zero_grad()
             batch = make_batch(keys, epoch, fillers=4 - len(keys))
-            (flow_loss(model, batch) * batch.weights_B).sum().mul(1 / 7).backward()
+            (flow_loss(model, batch) * batch.weights_I).sum().mul(1 / 7).backward()
             for parameter, master in master_of.items():
                 assert parameter.grad is not None and master.grad is not None
                 master.grad += parameter.grad.float()
@@ -310,7 +310,7 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
         steps(state, range(1))
         before, weights = everything(state), parameters(state.model)
         batch = make_batch(["a"])
-        batch.latents_BCThw[0] = float("nan")
+        batch["latents"][0] = float("nan")
         assert state.optimizer is not None
         result = train_step(
             state.model, [batch], flow_loss, state.optimizer,

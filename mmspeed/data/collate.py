@@ -1,0 +1,208 @@
+"""From uses of samples to a batch of videos: reads the cache, draws what an epoch draws (noise and timesteps too), pads captions.
+
+No encoder and no video is touched here. Legend: B batch, C channels, T h w latent, L caption tokens, D text width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspeed.errors import UserError
+from mmspeed.protocols import Batch, BatchShape, Item, NumberRule, TextEntry
+from mmspeed.rng import normal, uniform
+from mmspeed.shapes import Bucket, Strides
+
+from .cache import DatasetCache
+from .sampler import Draw
+from .tables import Sample
+
+# Quantiles of times are worked with on the CPU in float64; all other numbers take the number type of the computation.
+RULES: dict[str, NumberRule] = {
+    "latents": "compute",
+    "text": "compute",
+    "text_pooled": "compute",
+    "noise": "compute",
+    "text_mask": "keep",
+    "quantiles": "host",
+}
+
+Name = tuple[str, int, int]
+
+
+def draw_latent(stored: dict[str, Tensor], seed: int, name: Name) -> Tensor:
+    """A latent (C, T, h, w) in float32: the stored mean, or a draw from the stored posterior that `name` determines."""
+    mean_CThw = stored["mean"].float()
+    if "logvar" not in stored:
+        return mean_CThw
+    noise_CThw = normal(mean_CThw.shape, seed, "posterior", *name)
+    return mean_CThw + torch.exp(0.5 * stored["logvar"].float()) * noise_CThw
+
+
+def first_frame(stored: dict[str, Tensor]) -> Tensor:
+    """The latent (C, 1, h, w), float32, of a clip's first frame alone: what image-to-video training is conditioned on.
+
+    It is the entry's own first latent frame, since a causal codec sees nothing but the first frame there; for codecs that
+    see more, `preprocess.first_frame` stores it apart.
+    """
+    return (stored["first"] if "first" in stored else stored["mean"][:, :1]).float()
+
+
+def choose_latent(sample: Sample, seed: int, name: Name) -> str:
+    """The key of the latent that this use of a sample meets: one of its windows and crops, drawn evenly."""
+    if len(sample.latent_keys) == 1:
+        return sample.latent_keys[0]
+    return sample.latent_keys[int(uniform(seed, "variant", *name) * len(sample.latent_keys))]
+
+
+def choose_text(sample: Sample, seed: int, name: Name, caption_dropout: float) -> str | None:
+    """The key of the caption that this use of a sample meets; None stands for the empty caption.
+
+    One of several captions is drawn evenly. The dropout is a draw of its own, so changing its rate changes no choice.
+    """
+    if not sample.text_keys or uniform(seed, "caption_dropout", *name) < caption_dropout:
+        return None
+    return sample.text_keys[int(uniform(seed, "caption", *name) * len(sample.text_keys))]
+
+
+def pad_texts(texts: Sequence[TextEntry]) -> tuple[Tensor, Tensor]:
+    """Captions (B, L, D) in float32, padded with zeros to the longest, and the mask (B, L), True at real tokens."""
+    lengths_B = torch.tensor([text.embeds_LD.shape[0] for text in texts])
+    text_BLD = torch.nn.utils.rnn.pad_sequence([text.embeds_LD.float() for text in texts], batch_first=True)
+    mask_BL = torch.arange(text_BLD.shape[1])[None, :] < lengths_B[:, None]
+    return text_BLD, mask_BL
+
+
+def draw_noise(names: Sequence[Name], shape_CThw: tuple[int, ...], seed: int) -> Tensor:
+    """Standard normal noise (B, C, T, h, w), float32 on the CPU, of samples named (key, epoch, repeat) (law 1)."""
+    return torch.stack([normal(shape_CThw, seed, "noise", *name) for name in names])
+
+
+def draw_quantiles(names: Sequence[Name], seed: int) -> Tensor:
+    """Where in the training distribution of times each sample stands: (B,), float64 in [0, 1), on the CPU (law 1)."""
+    return torch.tensor([uniform(seed, "timestep", *name) for name in names], dtype=torch.float64)
+
+
+def video_batch(
+    *,
+    latents_BCThw: Tensor,
+    text_BLD: Tensor,
+    text_mask_BL: Tensor,
+    weights_B: Tensor,
+    names: Sequence[Name],
+    bucket: Bucket,
+    sources: Sequence[str],
+    pooled_BD: Tensor | None = None,
+    noise_BCThw: Tensor | None = None,
+    u_B: Tensor | None = None,
+) -> Batch:
+    """The batch of samples of one bucket.
+
+    Args:
+        text_mask_BL: bool, True at real tokens.
+        weights_B: 1 for samples, 0 for fillers that keep ranks in step.
+        names: (sample key, epoch, repeat) of each sample.
+        pooled_BD: each caption's pooled vector, where the text encoder has one.
+        noise_BCThw: what training mixes in, drawn by name; None where none was asked for.
+        u_B: float64 in [0, 1), the quantile of each sample's time.
+    """
+    optional = {"text_pooled": pooled_BD, "noise": noise_BCThw, "quantiles": u_B}
+    tensors = {"latents": latents_BCThw, "text": text_BLD, "text_mask": text_mask_BL}
+    tensors |= {name: tensor for name, tensor in optional.items() if tensor is not None}
+    quantiles: list[float | None] = [None] * len(names) if u_B is None else u_B.tolist()
+    items = [
+        Item(*name, source=source, shape=bucket.name, quantile=quantile)
+        for name, source, quantile in zip(names, sources, quantiles, strict=True)
+    ]
+    return Batch(tensors, items, weights_B, bucket, RULES)
+
+
+def assemble(
+    cache: DatasetCache,
+    draws: Sequence[tuple[Draw, float]],
+    seed: int,
+    caption_dropout: float,
+    noise: bool = False,
+) -> Batch:
+    """The batch of (draw, weight) pairs of one bucket; each is as it would be in any other company.
+
+    With `noise` it carries what training draws by name, so that this is not drawn where the model waits for it.
+
+    No draw may be of a lost sample; `share` puts others in their place. Raises UserError when an entry is missing or
+    damaged, or when latents of the bucket differ in shape.
+    """
+    latents, texts = [], []
+    for draw, _ in draws:
+        latent_key = choose_latent(draw.sample, seed, draw.name)
+        latents.append(draw_latent(cache.latent(latent_key), seed, draw.name))
+        text_key = choose_text(draw.sample, seed, draw.name, caption_dropout)
+        texts.append(cache.null_text() if text_key is None else cache.text(text_key))
+    for latent_CThw, (draw, _) in zip(latents, draws, strict=True):
+        if latent_CThw.shape != latents[0].shape:
+            raise UserError(
+                f"cache {cache.location}: the latent of {draw.sample.source} has shape "
+                f"{tuple(latent_CThw.shape)}, others of its bucket {tuple(latents[0].shape)}; "
+                "run mmspeed preprocess again"
+            )
+    text_BLD, mask_BL = pad_texts(texts)
+    pooled = [text.pooled_D for text in texts if text.pooled_D is not None]
+    names = [draw.name for draw, _ in draws]
+    return video_batch(
+        latents_BCThw=torch.stack(latents),
+        text_BLD=text_BLD,
+        text_mask_BL=mask_BL,
+        weights_B=torch.tensor([weight for _, weight in draws], dtype=torch.float32),
+        names=names,
+        bucket=draws[0][0].sample.bucket,
+        sources=[draw.sample.source for draw, _ in draws],
+        pooled_BD=torch.stack(pooled).float() if len(pooled) == len(texts) else None,
+        noise_BCThw=draw_noise(names, tuple(latents[0].shape), seed) if noise else None,
+        u_B=draw_quantiles(names, seed) if noise else None,
+    )
+
+
+class VideoCollate:
+    """Reads the batch of (draw, weight) pairs. In another process it opens the cache again, when it first reads, so that errors arrive."""
+
+    def __init__(self, cache: DatasetCache, seed: int, caption_dropout: float) -> None:
+        self._cache: DatasetCache | None = cache
+        self._opening = cache.__reduce__()
+        self._seed, self._caption_dropout = seed, caption_dropout
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_cache": None}
+
+    @property
+    def cache(self) -> DatasetCache:
+        """The cache that it reads."""
+        if self._cache is None:
+            kind, arguments = self._opening
+            self._cache = kind(*arguments)
+        return self._cache
+
+    def __call__(self, draws: Sequence[tuple[Draw, float]]) -> Batch:
+        """The batch. Raises UserError as `assemble`."""
+        return assemble(self.cache, draws, self._seed, self._caption_dropout, noise=True)
+
+    def shape(self, draws: Sequence[tuple[Draw, float]]) -> BatchShape:
+        """The shapes of a batch's tensors, from the index of the cache alone."""
+        encoders, bucket = self.cache.info["encoders"], draws[0][0].sample.bucket
+        latent = (encoders["vae"]["channels"], *Strides(*encoders["vae"]["strides"]).latent(bucket))
+        count, length = len(draws), max(self._text_tokens(draw) for draw, _ in draws)
+        tensors = {
+            "latents": (count, *latent),
+            "noise": (count, *latent),
+            "text": (count, length, encoders["text"]["width"]),
+            "text_mask": (count, length),
+            "quantiles": (count,),
+        }
+        return BatchShape(bucket, count, tensors)
+
+    def _text_tokens(self, draw: Draw) -> int:
+        key = choose_text(draw.sample, self._seed, draw.name, self._caption_dropout)
+        if key is None:
+            return self.cache.entry(self.cache.null_key, "null").tokens
+        return self.cache.entry(key, "texts").tokens

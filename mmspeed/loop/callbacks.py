@@ -1,0 +1,120 @@
+"""Callbacks: what happens around each optimizer step, in one order on all ranks.
+
+A callback sees steps and numbers, no domain. The order of a run's callbacks stands in `pipelines/train.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from torch import nn
+
+from mmspeed.compute.sparse.controller import SparsityController
+from mmspeed.config.training import TrainConfig
+from mmspeed.protocols import StepData
+
+from .ema import EMA
+from .optim import AnyOptimizer, learning_rate, set_learning_rate
+from .step import StepResult
+
+SumOverRanks = Callable[[list[float]], list[float]]
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """A step that was taken: `step` counts from 1; `result` is None when every item of the step is lost."""
+
+    step: int
+    epoch: int
+    data: StepData
+    result: StepResult | None
+
+    @property
+    def applied(self) -> bool:
+        """Whether the weights changed."""
+        return self.result is not None and self.result.finite
+
+
+class Callback(Protocol):
+    """Something that happens around each step, on all ranks."""
+
+    def before_step(self, step: int) -> None:
+        """Before optimizer step number `step`, from 0."""
+        ...
+
+    def after_step(self, outcome: StepOutcome) -> None:
+        """After it."""
+        ...
+
+    def row(self) -> dict[str, Any]:
+        """Fields for the next row of metrics.jsonl. A collective call."""
+        ...
+
+
+class BaseCallback:
+    """A callback that does nothing."""
+
+    def before_step(self, step: int) -> None:
+        """Do nothing."""
+
+    def after_step(self, outcome: StepOutcome) -> None:
+        """Do nothing."""
+
+    def row(self) -> dict[str, Any]:
+        """No fields."""
+        return {}
+
+
+class LearningRate(BaseCallback):
+    """Sets the learning rate of every optimizer before each step."""
+
+    def __init__(self, config: TrainConfig, optimizers: Sequence[AnyOptimizer]) -> None:
+        self.config, self.optimizers = config, optimizers
+        self.rate = 0.0
+
+    def before_step(self, step: int) -> None:
+        self.rate = learning_rate(step, self.config)
+        for optimizer in self.optimizers:
+            set_learning_rate(optimizer, self.rate)
+
+    def row(self) -> dict[str, Any]:
+        return {"lr": self.rate}
+
+
+class Sparsity(BaseCallback):
+    """Steers the thresholds of sparse attention. `saved_flops` are those left out since it was last asked."""
+
+    def __init__(self, controller: SparsityController, sum_over_ranks: SumOverRanks) -> None:
+        self.controller, self.sum = controller, sum_over_ranks
+
+    @classmethod
+    def of(cls, model: nn.Module, sum_over_ranks: SumOverRanks) -> list[Sparsity]:
+        """The callback of a model with sparse attention; none for one whose attention is all dense."""
+        controller = SparsityController.of(model)
+        return [] if controller is None else [cls(controller, sum_over_ranks)]
+
+    def before_step(self, step: int) -> None:
+        self.controller.before_step(step)
+
+    def after_step(self, outcome: StepOutcome) -> None:
+        self.controller.after_step(self.sum, finite=outcome.result is None or outcome.result.finite)
+
+    def saved_flops(self) -> float:
+        """Operations that attention left out since the last call, of all ranks. A collective call."""
+        return self.controller.saved_flops(self.sum)
+
+    def row(self) -> dict[str, Any]:
+        return {"attention": [asdict(row) for row in self.controller.rows]}
+
+
+class Averages(BaseCallback):
+    """Moves the averages of the weights after each step that changed them."""
+
+    def __init__(self, ema: EMA, model: nn.Module) -> None:
+        self.ema, self.model = ema, model
+
+    def after_step(self, outcome: StepOutcome) -> None:
+        if outcome.applied:
+            self.ema.update(self.model)

@@ -1,0 +1,138 @@
+"""Batches: tensors by name, and the items that they are of.
+
+Legend: I items of a micro-batch (samples, packs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from .shapes import ShapeClass
+
+# What happens to the numbers of a tensor on its way to the model: "compute" takes the number type of the computation, "keep" moves
+# and never rounds (masks, token ids, weights), "host" stays on the CPU as it is (quantiles of times, lengths).
+NumberRule = Literal["compute", "keep", "host"]
+
+
+@dataclass(frozen=True)
+class Item:
+    """Names one use of a sample: what its random draws are keyed by, and what messages and metrics say of it."""
+
+    sample: str  # key
+    epoch: int = 0
+    repeat: int = 0  # of the epoch's uses of this sample
+    source: str = ""  # for messages
+    shape: str = ""  # name of its shape class
+    quantile: float | None = None  # place in the training distribution of times, where the task has one
+
+    @property
+    def name(self) -> tuple[str, int, int]:
+        """The names that every random draw of this use is keyed by (law 1)."""
+        return self.sample, self.epoch, self.repeat
+
+
+@dataclass
+class Batch:
+    """A micro-batch: items of one shape class.
+
+    `tensors` may hold any number of latents, texts, masks and conditions under any names. One without a rule in `rules` is moved and
+    never rounded.
+    """
+
+    tensors: dict[str, Tensor]
+    items: list[Item]
+    weights_I: Tensor  # over all ranks an item's weights sum to 1; 0 for fillers that keep ranks in step
+    shape: ShapeClass
+    rules: Mapping[str, NumberRule] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    @property
+    def size(self) -> int:
+        """Number of items, fillers included."""
+        return len(self.items)
+
+    @property
+    def names(self) -> list[tuple[str, int, int]]:
+        """Names of the items' draws."""
+        return [item.name for item in self.items]
+
+    @property
+    def sources(self) -> list[str]:
+        """Sources of the items, for messages."""
+        return [item.source for item in self.items]
+
+    def to(self, device: torch.device, dtype: torch.dtype, non_blocking: bool = False) -> Batch:
+        """The batch on `device`, each tensor by its rule; what is so already is not copied.
+
+        With `non_blocking` the copies may still be under way when this returns.
+        """
+
+        def move(name: str, tensor: Tensor) -> Tensor:
+            rounded = self.rules.get(name) == "compute" and tensor.is_floating_point()
+            return tensor.to(device, dtype if rounded else tensor.dtype, non_blocking=non_blocking)
+
+        return self._each(move, self.weights_I.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Batch:
+        """The batch in page-locked memory, from which an accelerator copies beside its computation."""
+        return self._each(lambda _, tensor: tensor.pin_memory(), self.weights_I.pin_memory())
+
+    def movable(self) -> dict[str, Tensor]:
+        """The tensors that go to the device, by name."""
+        moved = {name: tensor for name, tensor in self.tensors.items() if self.rules.get(name) != "host"}
+        return {**moved, "weights": self.weights_I}
+
+    def _each(self, change: Callable[[str, Tensor], Tensor], weights_I: Tensor) -> Batch:
+        tensors = {
+            name: tensor if self.rules.get(name) == "host" else change(name, tensor)
+            for name, tensor in self.tensors.items()
+        }
+        return replace(self, tensors=tensors, weights_I=weights_I)
+
+
+class MicroBatches(Protocol):
+    """A step's micro-batches on this rank: their number is known before they are; they are gone through once, in order."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+
+class TrackedBatches(MicroBatches, Protocol):
+    """Micro-batches that remember the sizes of those that were handed out."""
+
+    @property
+    def extents(self) -> Mapping[str, tuple[int, ...]]:
+        """The largest size along each dim of each tensor, so far."""
+        ...
+
+
+@dataclass(frozen=True)
+class Term:
+    """One named part of a loss, item by item.
+
+    A step's value of it is the sum over all items of all ranks of `loss_I * weight_I`, divided by the step's divisor of the name
+    `divisor`. The losses of all terms that train add up to what is differentiated.
+    """
+
+    loss_I: Tensor  # float32
+    weight_I: Tensor
+    divisor: str = "samples"
+    trains: bool = True  # False: logged alone
+
+    def total(self) -> Tensor:
+        """The weighted sum over the items, a scalar on the device of the losses."""
+        return (self.loss_I * self.weight_I.to(self.loss_I.device)).sum()
+
+
+Terms = Mapping[str, Term]

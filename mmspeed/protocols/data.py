@@ -1,0 +1,95 @@
+"""Training data, as the trainer meets it: a row of optimizer steps, each of micro-batches.
+
+The same interface serves videos in buckets, packed documents and pairs of preferences. Nothing in it depends on a rank but the
+micro-batches themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from .batch import Item, TrackedBatches
+from .shapes import ShapeClass
+
+# Sum of the weights of all items of all ranks, by name; None where it is known only after the forward passes of a step.
+Divisors = Mapping[str, "float | None"]
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """The shapes of a micro-batch's tensors, known before it exists."""
+
+    shape: ShapeClass
+    items: int
+    tensors: Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class StepData:
+    """One optimizer step.
+
+    Args:
+        divisors: what its terms are divided by, the same on every rank.
+        batches: this rank's micro-batches; none when no item is there.
+        items: the step's items over all ranks, lost ones included.
+        counts: items of each shape class over all ranks, lost ones left out.
+        tokens: real tokens of these, where the data knows them; None: the task counts by shape.
+        imbalance: greatest over mean cost across ranks; 1 at best.
+    """
+
+    divisors: Divisors
+    batches: TrackedBatches
+    items: Sequence[Item]
+    counts: Mapping[ShapeClass, int]
+    tokens: int | None = None
+    imbalance: float = 1.0
+
+
+class Location(Protocol):
+    """The place of a step in the order of training."""
+
+    @property
+    def epoch(self) -> int:
+        """Epochs before this one, through all stages."""
+        ...
+
+
+class Data(Protocol):
+    """The order of training, and this rank's share of each step."""
+
+    waited_seconds: float  # for which the trainer stood still for data, so far
+
+    @property
+    def fingerprint(self) -> str:
+        """The name of all that is trained on."""
+        ...
+
+    def steps(self, start: int, stop: int) -> Generator[StepData, None, None]:
+        """The optimizer steps in [start, stop), counted from the start of training. Closing it ends threads and processes."""
+        ...
+
+    def shapes(self, step: int) -> list[BatchShape]:
+        """The shapes of this rank's micro-batches of a step, before any of them is read."""
+        ...
+
+    def locate(self, step: int) -> Location:
+        """The place of an optimizer step."""
+        ...
+
+    def state(self, step: int) -> dict[str, Any]:
+        """The state that a checkpoint taken before `step` holds, in JSON's types; it is the same on any number of ranks."""
+        ...
+
+    def resume(self, state: Mapping[str, Any]) -> str | None:
+        """Go on from a checkpoint's state, before the first step is asked for. Returns a message for people, if there is one."""
+        ...
+
+    def summary(self) -> dict[str, Any] | None:
+        """The last row of metrics.jsonl about the data, with its `kind`; None when there is nothing to say."""
+        ...
+
+    def close(self) -> None:
+        """End what the data started, such as an epoch that is being encoded; what it has made is stored."""
+        ...

@@ -1,0 +1,116 @@
+"""Models, as the core meets them. A model names no axis of the mesh.
+
+Legend: B batch, C channels, T h w latent, L caption tokens, D text width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from mmspeed.errors import UserError
+
+# The part of a linear layer in its model. "column": each row of its weight makes a channel of its own (heads, hidden units);
+# "row": its inputs are such channels. Between a column layer and its row layer channels never mix.
+Role = Literal["column", "row"]
+PutWeight = Callable[[nn.Parameter, Tensor], None]  # brings a whole float32 value to where a parameter's weights are
+
+
+@runtime_checkable
+class TrainableModel(Protocol):
+    """All that every model declares to the core, beside being a torch module."""
+
+    blocks: nn.ModuleList  # sharded, recomputed, compiled and measured one by one
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """All parameters."""
+        ...
+
+    def modules(self) -> Iterator[nn.Module]:
+        """All modules."""
+        ...
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Free all gradients."""
+        ...
+
+
+@runtime_checkable
+class InitializesWeights(Protocol):
+    """A model that can be made without memory and filled later, by the names of its parameters (law 1)."""
+
+    def init_weights(self, seed: int, put: PutWeight = ...) -> None:
+        """Fill every parameter from a generator keyed by its name; `put` takes each whole value, float32 on the CPU."""
+        ...
+
+
+@runtime_checkable
+class DeclaresRoles(Protocol):
+    """A model whose linear layers tensor parallelism may split."""
+
+    roles: Mapping[str, Role]  # by patterns of names
+
+    @property
+    def heads(self) -> int:
+        """Attention heads, over all processes."""
+        ...
+
+
+class DiffusionModel(TrainableModel, Protocol):
+    """All that the video task asks of a diffusion transformer."""
+
+    def tokens(self, latent: tuple[int, int, int]) -> int:
+        """Tokens of one sample whose latent is (T, h, w). Raises ValueError for a latent that does not fit the model."""
+        ...
+
+    def flops(self, latent: tuple[int, int, int], text_tokens: int) -> int:
+        """Floating-point operations of the forward pass of one sample (a multiply-add counts as two)."""
+        ...
+
+    def forward(self, x_BCThw: Tensor, t: Tensor, text_BLD: Tensor, text_mask_BL: Tensor) -> Tensor:
+        """The prediction, of the shape of `x_BCThw`. `t` (B,) is in [0, 1]: 0 data, 1 noise."""
+        ...
+
+
+@runtime_checkable
+class CountsDenseFlops(Protocol):
+    """A model whose attention may be sparse, and which knows what it would cost if it were not."""
+
+    def dense_flops(self, latent: tuple[int, int, int], text_tokens: int) -> int:
+        """`flops`, if all attention were dense."""
+        ...
+
+
+@runtime_checkable
+class NamesRegions(Protocol):
+    """A block that names the parts of its forward pass of which a memory policy can be set apart from the rest."""
+
+    spans: Sequence[str]
+
+
+@runtime_checkable
+class SpansBlock(Protocol):
+    """A block that says along which tokens it attends; its model reads that of whatever stands in a block's place."""
+
+    span: str
+
+
+def check_model(model: nn.Module, protocol: type, task: str) -> None:
+    """Raises UserError that names what `model` lacks of a protocol."""
+    lacking = sorted(name for name in protocol_members(protocol) if not hasattr(model, name))
+    if lacking:
+        raise UserError(
+            f"{type(model).__name__} cannot be trained by the task {task}: it lacks {', '.join(lacking)} "
+            f"(see mmspeed.protocols.{protocol.__name__})"
+        )
+
+
+def protocol_members(protocol: type) -> set[str]:
+    """Names of all members that a protocol declares, those of its bases included."""
+    members: set[str] = set()
+    for base in protocol.__mro__:
+        if getattr(base, "_is_protocol", False) and base is not Protocol:
+            members |= {name for name in (*vars(base), *vars(base).get("__annotations__", ())) if name[0] != "_"}
+    return members

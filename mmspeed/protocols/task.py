@@ -1,0 +1,269 @@
+"""Tasks: all that a trainer must know of a domain (video, language, preferences).
+
+The trainer, the order of steps, checkpoints, budgets, self-checks and planners know tasks and no domain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from mmspeed.device import Device
+
+from .batch import Batch, Terms
+from .data import Data, Divisors, StepData
+from .model import PutWeight
+from .shapes import ShapeClass
+
+Models = Mapping[str, nn.Module]  # by role: "model", and such as "reference", "reward", "critic"
+LossFunction = Callable[[Models, Batch], Terms]
+
+
+@dataclass(frozen=True)
+class RunPlace:
+    """The place of this process in a run; made from the mesh.
+
+    Args:
+        device: what it computes on.
+        rank, world: of all processes.
+        strategy: how data-parallel ranks share the model: none, ddp or fsdp.
+        groups, group: how many groups of ranks compute items of their own, and the number of this rank's.
+        leads: whether it speaks for its group; the others of the group know the same.
+        folder: of the run.
+    """
+
+    device: Device
+    rank: int = 0
+    world: int = 1
+    strategy: str = "none"
+    groups: int = 1
+    group: int = 0
+    leads: bool = True
+    folder: Path = field(default_factory=Path)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Floating-point operations by kind; a multiply-add counts as two."""
+
+    products: float = 0.0  # matrix products of linear layers
+    attention: float = 0.0  # scores and values
+    elementwise: float = 0.0
+
+    @property
+    def matmul(self) -> float:
+        """Operations in matrix products, those of attention included: what MFU counts."""
+        return self.products + self.attention
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.products + other.products, self.attention + other.attention, self.elementwise + other.elementwise
+        )
+
+    def __mul__(self, times: float) -> Work:
+        return Work(self.products * times, self.attention * times, self.elementwise * times)
+
+
+@dataclass(frozen=True)
+class StepUsage:
+    """What a step computed on all devices: items, real tokens, and the work of its forward passes."""
+
+    items: int
+    tokens: int
+    forward: Work
+
+
+@dataclass(frozen=True)
+class MicroBatchSize:
+    """The size of micro-batches of a shape class, and whether a step has several of them on a device."""
+
+    shape: ShapeClass
+    items: int
+    accumulates: bool
+
+
+@dataclass(frozen=True)
+class Update:
+    """One update of a step: the roles that learn by it, and their loss.
+
+    A step takes its updates in order, each with an optimizer of its own. Models of other roles are there, and do not learn.
+    """
+
+    loss: LossFunction
+    roles: tuple[str, ...] = ("model",)
+    name: str = "model"
+
+
+class Validation(Protocol):
+    """What is looked at while a run trains."""
+
+    def measure(self, models: Models) -> Terms:
+        """The terms of held-out items on this rank, each with its divisor's value known to `divisors`; empty without such items."""
+        ...
+
+    def row(self, values: Mapping[str, float]) -> dict[str, Any]:
+        """The fields of metrics.jsonl, of the values that all ranks' terms come to; `loss` decides which checkpoint is best."""
+        ...
+
+    def divisors(self) -> Divisors:
+        """The divisors of the terms of `measure`."""
+        ...
+
+    def sample(self, models: Models, step: int) -> None:
+        """Write samples of the present weights into the run's folder; nothing where none are asked for."""
+        ...
+
+
+class Task(Protocol):
+    """A domain. Made from a config; methods before `open` need no data."""
+
+    name: str
+
+    def open(self, place: RunPlace) -> None:
+        """Open the data that the config names: its sizes are needed to build models. A collective call.
+
+        Raises UserError when there is none, or it was made for something else.
+        """
+        ...
+
+    def open_without_data(self) -> None:
+        """Take sizes from the config's encoders instead of stored data, for measuring and checking."""
+        ...
+
+    # -- models -----------------------------------------------------------------------------------------------------------
+
+    def build(self) -> dict[str, nn.Module]:
+        """The models by role: on the meta device if they can fill themselves later (`InitializesWeights`), else with their weights."""
+        ...
+
+    def updates(self) -> Sequence[Update]:
+        """The updates of a step, in order."""
+        ...
+
+    def prepare(self, models: Models, place: RunPlace) -> None:
+        """Try out on the device what the models will call, before the first step. Raises UserError where it does not work."""
+        ...
+
+    def notes(self) -> tuple[list[str], list[str]]:
+        """(lines, warnings) that a run begins with."""
+        ...
+
+    # -- data -------------------------------------------------------------------------------------------------------------
+
+    def data(self, place: RunPlace) -> Data:
+        """The order of the run's steps, and this rank's share of them."""
+        ...
+
+    def shapes(self) -> Sequence[ShapeClass]:
+        """The shape classes that the run may meet, in order. Raises UserError for one that does not fit the models."""
+        ...
+
+    def synthetic_batch(self, shape: ShapeClass, items: int, place: RunPlace, tokens: int | None = None) -> Batch:
+        """A made-up batch on the device, as training meets it; `tokens` of the longest text beside it, where there is one."""
+        ...
+
+    def longest_text(self) -> int | None:
+        """Tokens of the longest text beside an item; None where there is no text beside it."""
+        ...
+
+    def sketch(
+        self, model: nn.Module, shape: ShapeClass, items: int
+    ) -> tuple[Callable[[], Any], Callable[[Any], Tensor]]:
+        """(a function that makes a batch, the loss of one) with the tensors of a step, for counting bytes of fake tensors."""
+        ...
+
+    def synthetic_divisors(self, batch: Batch, batches: int) -> Divisors:
+        """The divisors of a step of `batches` such batches, over all ranks."""
+        ...
+
+    def largest_micro_batch(self, place: RunPlace) -> MicroBatchSize:
+        """The micro-batch with the most tokens that a run at this place meets."""
+        ...
+
+    # -- work -------------------------------------------------------------------------------------------------------------
+
+    def tokens(self, shape: ShapeClass) -> int:
+        """Tokens of one item, as the model counts them."""
+        ...
+
+    def work(self, shape: ShapeClass, text_tokens: int | None = None) -> Work:
+        """Work of the forward pass of one item; `text_tokens` of a text beside it, where there is one (None: the usual)."""
+        ...
+
+    def cost(self, shape: ShapeClass) -> float:
+        """The cost of training on one item, in FLOPs: what batches are balanced by."""
+        ...
+
+    def usage(self, step: StepData) -> StepUsage:
+        """What a step computed; asked after it."""
+        ...
+
+    # -- looking at a run --------------------------------------------------------------------------------------------------
+
+    def describe(self, step: StepData) -> dict[str, Any]:
+        """The fields of metrics.jsonl that say what a step met."""
+        ...
+
+    def validation(self, models: Models, data: Data, place: RunPlace) -> Validation | None:
+        """What is looked at while the run trains; None where nothing is."""
+        ...
+
+    def info(self) -> dict[str, Any]:
+        """What run.json says of the data and encoders, so that the run can be used without them."""
+        ...
+
+    def files(self) -> Mapping[str, Path]:
+        """Files that the run's folder gets copies of, by their names there."""
+        ...
+
+    def compare_start(self, start: str) -> list[str]:
+        """Differences between the model of `start` (a run or a checkpoint) and this one's that its weights do not show."""
+        ...
+
+    def setting(self) -> dict[str, Any]:
+        """All that a step's time and memory depend on beside shape, batch, device and layout; flat, in JSON's types."""
+        ...
+
+    def export(self, models: Models) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors by name, one at a time, from any layout. A collective call."""
+        ...
+
+    # -- checking ---------------------------------------------------------------------------------------------------------
+
+    def shrunk(self) -> CheckTask:
+        """The task made small: the same layout of heads and sequences, sizes that a laptop computes in a moment."""
+        ...
+
+
+class CheckTask(Protocol):
+    """A task made small, with made-up items, for comparing layouts."""
+
+    @property
+    def about(self) -> list[str]:
+        """Lines that say what is compared."""
+        ...
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of steps, such as images, videos, mixed."""
+        ...
+
+    def task(self) -> Task:
+        """The small task."""
+        ...
+
+    def step(self, kind: str, place: RunPlace) -> StepData:
+        """The step of a kind; the micro-batches are this rank's."""
+        ...
+
+    def fill(self, model: nn.Module, put: PutWeight) -> None:
+        """Give every parameter a value off its start: the zeros of a fresh model would hide most gradients."""
+        ...
+
+    def problems(self, models: Models, place: RunPlace) -> tuple[list[str], dict[str, Any]]:
+        """What is wrong with the task's own draws, such as uneven times, and facts for the report."""
+        ...

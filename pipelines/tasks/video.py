@@ -1,0 +1,479 @@
+"""The video task: latents and captions from a cache, a diffusion transformer, a flow or ddpm objective.
+
+Legend: B samples of a micro-batch, C channels, T h w latent, L caption tokens, D text width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mmspeed import rng
+from mmspeed.compute.sparse.module import clustered_layers
+from mmspeed.config import Config
+from mmspeed.config.schema import ModelConfig
+from mmspeed.data import (
+    MEASURED_NAME,
+    Batching,
+    BatchSampler,
+    DatasetCache,
+    FirstEpoch,
+    Loader,
+    Maker,
+    Place,
+    Sample,
+    SampleCosts,
+    make_batching,
+    make_stages,
+    sample_costs,
+    video_batch,
+)
+from mmspeed.data.batch_sizes import COUNTED_TEXT_TOKENS
+from mmspeed.device import parse_dtype
+from mmspeed.errors import UserError
+from mmspeed.log import get_logger
+from mmspeed.loop.states import whole_tensors
+from mmspeed.mesh import patient_group
+from mmspeed.models import SoraDiT, build_model
+from mmspeed.models.sparse_note import sparse_lines, sparse_warnings
+from mmspeed.models.text import text_width
+from mmspeed.models.vae import codec_geometry
+from mmspeed.pipelines.objective import Objective, make_objective
+from mmspeed.pipelines.opening import open_cache
+from mmspeed.pipelines.profile import load_measured, setting_of
+from mmspeed.pipelines.run_folder import other_shape
+from mmspeed.pipelines.validate import VideoValidation
+from mmspeed.protocols import (
+    Batch,
+    BatchShape,
+    CheckTask,
+    CountsDenseFlops,
+    Data,
+    DiffusionModel,
+    Divisors,
+    MicroBatchSize,
+    Models,
+    RunPlace,
+    ShapeClass,
+    StepData,
+    StepUsage,
+    Term,
+    Terms,
+    Update,
+    Validation,
+    Work,
+    check_model,
+)
+from mmspeed.shapes import Bucket, Strides, as_bucket
+
+log = get_logger("train")
+
+BuildModel = Callable[[ModelConfig, int, int, str], nn.Module]  # (section, latent channels, text width, device)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Sizes of what a codec and a text encoder give."""
+
+    channels: int
+    strides: Strides
+    text_width: int
+
+
+def diffusion_model(model: nn.Module) -> DiffusionModel:
+    """The module as a diffusion model. Raises UserError that names what it lacks."""
+    check_model(model, DiffusionModel, "video")
+    return cast(DiffusionModel, model)
+
+
+class VideoTask:
+    """Trains diffusion transformers on cached latents and captions.
+
+    With a `maker` (`mmspeed.preprocess.OnlineBuilder`) an incomplete cache is completed during the first epoch. `build` makes the model of
+    a config section; the default is the registry of `mmspeed.models`.
+    """
+
+    name = "video"
+
+    def __init__(self, config: Config, maker: Maker | None = None, build: BuildModel = build_model) -> None:
+        self.config, self.maker, self._build = config, maker, build
+        self.objective: Objective = make_objective(config.objective)
+        self._inputs: Inputs | None = None
+        self._cache: DatasetCache | None = None
+        self.whole = True
+        self.group: dist.ProcessGroup | None = None
+
+    # -- data that is there ---------------------------------------------------------------------------------------------
+
+    def open(self, place: RunPlace) -> None:
+        """Open the config's cache. Raises UserError when it cannot be used and there is no maker."""
+        self.group = patient_group() if self.maker is not None else None
+        self._cache, self.whole = open_cache(self.config, self.maker, place.device, place.rank, place.world, self.group)
+        encoders = self._cache.info["encoders"]
+        self.use(Inputs(encoders["vae"]["channels"], Strides(*encoders["vae"]["strides"]), encoders["text"]["width"]))
+
+    def open_without_data(self) -> None:
+        """Ask the config's codec and text encoder for their sizes. Raises UserError where they are not at hand."""
+        if self._inputs is None:
+            self.use(Inputs(*codec_geometry(self.config.vae), text_width(self.config.text)))
+
+    def use(self, inputs: Inputs) -> VideoTask:
+        """Take these sizes; returns the task."""
+        self._inputs = inputs
+        return self
+
+    def with_config(self, config: Config) -> VideoTask:
+        """The task of another config over the same data and sizes."""
+        other = VideoTask(config, self.maker, self._build)
+        other._inputs, other._cache, other.whole, other.group = self._inputs, self._cache, self.whole, self.group
+        return other
+
+    @property
+    def inputs(self) -> Inputs:
+        """Sizes of latents and captions."""
+        if self._inputs is None:
+            raise RuntimeError("a task is opened before it is asked for sizes")
+        return self._inputs
+
+    @property
+    def cache(self) -> DatasetCache:
+        """The opened cache."""
+        if self._cache is None:
+            raise RuntimeError("this task was opened without data")
+        return self._cache
+
+    # -- models ---------------------------------------------------------------------------------------------------------
+
+    def build(self) -> dict[str, nn.Module]:
+        """The model, under the role "model". Raises UserError for one that is no diffusion model."""
+        return {"model": self._make()}
+
+    def _make(self) -> nn.Module:
+        model = self._build(self.config.model, self.inputs.channels, self.inputs.text_width, "meta")
+        diffusion_model(model)
+        return model
+
+    @cached_property
+    def bare(self) -> nn.Module:
+        """A model that counts, and is never computed with."""
+        return self._make()
+
+    def updates(self) -> Sequence[Update]:
+        """One update, of the model by the objective's loss."""
+        return (Update(self.loss),)
+
+    def loss(self, models: Models, batch: Batch) -> Terms:
+        """The loss of each sample (B,), float32, with the noise and the timestep that were drawn for it when it was read."""
+        latents_BCThw = batch["latents"]
+        device = latents_BCThw.device
+        t_B = self.objective.time_from_quantile(batch["quantiles"]).float()  # worked with on the CPU
+        x_BCThw, target_BCThw = self.objective.training_pair(latents_BCThw, batch["noise"], t_B)
+        prediction_BCThw = models["model"](x_BCThw, t_B.to(device), batch["text"], batch["text_mask"])
+        loss_B = self.objective.sample_loss(prediction_BCThw, target_BCThw, t_B)
+        return {"loss": Term(loss_B, batch.weights_I)}
+
+    def prepare(self, models: Models, place: RunPlace) -> None:
+        """Try out the kernel of sparse attention. Raises UserError where it does not serve this device."""
+        layers = clustered_layers(models["model"])
+        bare = self.bare
+        if layers and isinstance(bare, SoraDiT):
+            layer = next(iter(layers.values()))
+            width = bare.config.width // bare.config.heads
+            layer.try_out(place.device.torch_device, parse_dtype(self.config.device.dtype), width)
+
+    def notes(self) -> tuple[list[str], list[str]]:
+        """Lines and warnings about what is sparse."""
+        latents = {bucket: self.latent(bucket) for bucket in sorted(self.cache.samples.buckets())}
+        if not isinstance(self.bare, SoraDiT):
+            return [], []
+        return sparse_lines(self.bare, latents), sparse_warnings(self.bare, latents, self.config)
+
+    def compare_start(self, start: str) -> list[str]:
+        """Differences between the model of `start` (a run or a checkpoint) and this one's that its weights do not show."""
+        return other_shape(start, self.config.model)
+
+    # -- data -----------------------------------------------------------------------------------------------------------
+
+    def data(self, place: RunPlace) -> VideoData:
+        """The order of the run's steps, and this rank's share of them."""
+        config, cache = self.config, self.cache
+        batching = self.batching(place, tell=True)
+        sampler = BatchSampler(
+            cache.split("train"), batching, seed=config.seed, stages=make_stages(config.data, config.curriculum)
+        )
+        loader = Loader(
+            cache,
+            sampler,
+            rank=place.rank,
+            world=place.world,
+            seed=config.seed,
+            caption_dropout=config.train.caption_dropout,
+            prefetch=config.train.prefetch,
+            workers=config.train.loader_workers,
+            device=place.device,
+        )
+        return VideoData(self, sampler, loader)
+
+    def batching(self, place: RunPlace, tell: bool = False) -> Batching:
+        """How many samples of each bucket make a step: of the cache's training samples, or of the config's buckets without one."""
+        config, measured = self.config, None
+        batching = config.batching
+        if batching.by == "time" and self._cache is not None:  # what `mmspeed bench buckets` left in the run's folder
+            setting = setting_of(config, self.setting(), place)
+            measured, message = load_measured(config.run_dir / MEASURED_NAME, setting)
+            if message and tell and place.rank == 0:
+                log.warning(message)
+        elif batching.by == "time":  # nothing is measured here
+            batching = batching.model_copy(update={"by": "tokens", "budget": None})
+        return make_batching(
+            batching, config.train, self.buckets(), self.costs, place.world, config.parallel, measured=measured
+        )
+
+    def buckets(self) -> list[Bucket]:
+        """The buckets of the training samples; without a cache those of the config, in their order."""
+        if self._cache is not None:
+            return sorted(as_bucket(bucket) for bucket in self._cache.split("train").buckets())
+        return list(self.config.buckets)
+
+    def shapes(self) -> Sequence[ShapeClass]:
+        """The config's buckets. Raises UserError for one that fits neither codec nor model."""
+        for bucket in self.config.buckets:
+            self.latent(bucket)
+        return self.config.buckets
+
+    def latent(self, shape: ShapeClass) -> tuple[int, int, int]:
+        """The latent (T, h, w) of a bucket. Raises UserError for one that fits neither codec nor model."""
+        bucket = as_bucket(shape)
+        try:
+            latent = self.inputs.strides.latent(bucket)
+        except ValueError as error:
+            raise UserError(f"bucket {bucket} does not fit the codec: {error}") from None
+        try:
+            diffusion_model(self.bare).tokens(latent)
+        except ValueError as error:
+            raise UserError(f"bucket {bucket} does not fit the model: {error}") from None
+        return latent
+
+    def synthetic_batch(self, shape: ShapeClass, items: int, place: RunPlace, tokens: int | None = None) -> Batch:
+        """Random latents with captions of half to all of `tokens` (None: the usual number), on the device."""
+        seed, latent = self.config.seed, (self.inputs.channels, *self.latent(shape))
+        length = min(COUNTED_TEXT_TOKENS if tokens is None else tokens, self.config.text.max_tokens)
+        lengths_B = torch.tensor([length - i % 4 * (length // 8) for i in range(items)])
+
+        def alike(name: str, *size: int) -> Tensor:
+            return rng.normal(size, seed, "profile", name).expand(items, *size).contiguous()
+
+        batch = video_batch(
+            latents_BCThw=alike("latents", *latent),
+            text_BLD=alike("text", length, self.inputs.text_width),
+            text_mask_BL=torch.arange(length) < lengths_B[:, None],
+            weights_B=torch.ones(items),
+            names=[("profile", 0, i) for i in range(items)],
+            bucket=as_bucket(shape),
+            sources=["profile"] * items,
+            noise_BCThw=alike("noise", *latent),
+            u_B=(torch.arange(items, dtype=torch.float64) + 0.5) / items,
+        )
+        return batch.to(place.device.torch_device, torch.float32)
+
+    def longest_text(self) -> int | None:
+        """The longest caption that the text encoder gives."""
+        return self.config.text.max_tokens
+
+    def sketch(
+        self, model: nn.Module, shape: ShapeClass, items: int
+    ) -> tuple[Callable[[], Any], Callable[[Any], Tensor]]:
+        """A batch of empty tensors, and the mean squared error of the velocity."""
+        channels, width, length = self.inputs.channels, self.inputs.text_width, self.config.text.max_tokens
+        shape_BCThw = (items, channels, *self.latent(shape))
+
+        def batch() -> tuple[Tensor, ...]:
+            text_BLD, mask_BL = torch.empty(items, length, width), torch.ones(items, length, dtype=torch.bool)
+            return torch.empty(shape_BCThw), torch.empty(shape_BCThw), torch.empty(items), text_BLD, mask_BL
+
+        def loss(made: tuple[Tensor, ...]) -> Tensor:
+            data_BCThw, noise_BCThw, t_B, text_BLD, mask_BL = made
+            target_BCThw = noise_BCThw - data_BCThw
+            prediction_BCThw: Tensor = model(data_BCThw + noise_BCThw, t_B, text_BLD, mask_BL)
+            return (prediction_BCThw - target_BCThw).square().mean()
+
+        return batch, loss
+
+    def synthetic_divisors(self, batch: Batch, batches: int) -> Divisors:
+        """The number of samples."""
+        return {"samples": float(batch.size * batches)}
+
+    def largest_micro_batch(self, place: RunPlace) -> MicroBatchSize:
+        """The bucket whose micro-batch has most tokens, and that micro-batch."""
+        batching, groups = self.batching(place), place.groups
+
+        def size(bucket: Bucket) -> tuple[int, bool]:
+            share = -(-batching.slots // groups)  # of a step of so many samples on each group of devices
+            most = batching.at_a_time(bucket)
+            if bucket not in batching.sizes:
+                return min(share, most or share), share > (most or share)
+            return most or 1, batching.slots > groups
+
+        sizes = {bucket: size(bucket) for bucket in self.buckets()}
+        bucket = max(sorted(sizes), key=lambda bucket: self.tokens(bucket) * sizes[bucket][0])
+        return MicroBatchSize(bucket, sizes[bucket][0], any(more for _, more in sizes.values()))
+
+    # -- work -----------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def costs(self) -> SampleCosts:
+        """Tokens and FLOPs of a sample of each bucket."""
+        return sample_costs(diffusion_model(self.bare), self.inputs.strides, self.config.text.max_tokens)
+
+    def tokens(self, shape: ShapeClass) -> int:
+        """Tokens of a sample."""
+        return self.costs.tokens(shape)
+
+    def cost(self, shape: ShapeClass) -> float:
+        """FLOPs of forward and backward of a sample."""
+        return self.costs.flops(shape)
+
+    def work(self, shape: ShapeClass, text_tokens: int | None = None) -> Work:
+        """Work of a sample's forward pass, as if all attention were dense."""
+        latent = self.inputs.strides.latent(as_bucket(shape))
+        length = min(COUNTED_TEXT_TOKENS, self.config.text.max_tokens) if text_tokens is None else text_tokens
+        bare = self.bare
+        if isinstance(bare, SoraDiT):
+            return bare.work(latent, length)
+        if isinstance(bare, CountsDenseFlops):
+            return Work(products=float(bare.dense_flops(latent, length)))
+        return Work(products=float(diffusion_model(bare).flops(latent, length)))
+
+    def usage(self, step: StepData) -> StepUsage:
+        """What a step computed. Captions count as the longest that this rank met."""
+        length = step.batches.extents.get("text_mask", (0, 0))[1]
+        forward = Work()
+        for shape, count in step.counts.items():
+            forward = forward + self.work(shape, length) * count
+        tokens = sum(count * self.tokens(shape) for shape, count in step.counts.items())
+        return StepUsage(sum(step.counts.values()), tokens, forward)
+
+    # -- looking at a run -----------------------------------------------------------------------------------------------
+
+    def describe(self, step: StepData) -> dict[str, Any]:
+        """Samples and buckets of a step."""
+        return {
+            "samples": sum(step.counts.values()),
+            "bucket": "+".join(str(bucket) for bucket in sorted(map(as_bucket, step.counts))),
+        }
+
+    @cached_property
+    def held_out(self) -> list[Sample]:
+        """The samples that validation reads."""
+        return [sample for sample in self.cache.split("val")[: self.config.validate_.samples] if not sample.lost]
+
+    def validation(self, models: Models, data: Data, place: RunPlace) -> Validation | None:
+        """Held-out loss and sampled videos; None where neither is asked for."""
+        lost = data.lost if isinstance(data, VideoData) else set[str]
+        held_out, bare = self.held_out, diffusion_model(self.bare)
+        validation = VideoValidation(self.config, self.cache, held_out, bare, self.objective, lost, place)
+        return validation or None
+
+    def info(self) -> dict[str, Any]:
+        """Sizes and fingerprints of the encoders."""
+        encoders = self.cache.info["encoders"]
+        return {
+            "latent_channels": encoders["vae"]["channels"],
+            "strides": encoders["vae"]["strides"],
+            "text_width": encoders["text"]["width"],
+            "encoders": encoders,
+        }
+
+    def files(self) -> Mapping[str, Path]:
+        """The weights of a codec that was fitted here."""
+        weights = self.config.codec_weights
+        return {} if weights is None else {"codec.safetensors": weights}
+
+    def setting(self) -> dict[str, Any]:
+        """The model's sizes and the codec's strides."""
+        strides, bare = self.inputs.strides, self.bare
+        sizes = asdict(bare.config) if isinstance(bare, SoraDiT) else self.config.model.model_dump(mode="json")
+        named = {f"model.{name}": list(value) if isinstance(value, tuple) else value for name, value in sizes.items()}
+        return {**named, "vae.strides": [strides.temporal, strides.spatial]}
+
+    def export(self, models: Models) -> Iterator[tuple[str, Tensor]]:
+        """The model's parameters and saved buffers, whole, one at a time."""
+        return whole_tensors(models["model"])
+
+    def shrunk(self) -> CheckTask:
+        """The task made small for comparing layouts."""
+        from mmspeed.pipelines.miniature import miniature
+
+        return miniature(self)
+
+
+class VideoData:
+    """The order of a video run, its loader, and the first epoch that completes its cache."""
+
+    def __init__(self, task: VideoTask, sampler: BatchSampler, loader: Loader) -> None:
+        self.task, self.sampler, self.loader = task, sampler, loader
+
+    @property
+    def waited_seconds(self) -> float:
+        return self.loader.waited_seconds
+
+    @property
+    def fingerprint(self) -> str:
+        return self.sampler.fingerprint
+
+    def steps(self, start: int, stop: int) -> Generator[StepData, None, None]:
+        """The optimizer steps; what an incomplete cache lacks is made on the way."""
+        task = self.task
+        if not task.whole and self.loader.first_epoch is None:
+            assert task.maker is not None
+            self.loader.first_epoch = FirstEpoch(
+                task.cache,
+                self.sampler,
+                task.maker,
+                self.loader.rank,
+                self.loader.world,
+                start=start,
+                stop=stop,
+                held_out=task.held_out,
+                group=task.group,
+            )
+        return self.loader.steps(start, stop)
+
+    def shapes(self, step: int) -> list[BatchShape]:
+        return self.loader.shapes(step)
+
+    def locate(self, step: int) -> Place:
+        return self.sampler.locate(step)
+
+    def state(self, step: int) -> dict[str, Any]:
+        return self.sampler.state(step)
+
+    def resume(self, state: Mapping[str, Any]) -> str | None:
+        return self.sampler.resume(state)
+
+    def lost(self) -> set[str]:
+        """Keys of the samples that were lost in this run's first epoch."""
+        first = self.loader.first_epoch
+        return first.lost if first is not None else set()
+
+    def summary(self) -> dict[str, Any] | None:
+        """What the first epoch made, as a row of metrics.jsonl; None when the cache was whole."""
+        first = self.loader.first_epoch
+        if first is None:
+            return None
+        row: dict[str, Any] = {"kind": "cache", "entries": first.made, "lost": len(first.lost)}
+        if first.freed is not None:
+            row |= {"memory_before": first.freed[0], "memory_after": first.freed[1]}
+        return row
+
+    def close(self) -> None:
+        """Store what a first epoch that was broken off has made."""
+        if self.loader.first_epoch is not None:
+            self.loader.first_epoch.close()
