@@ -17,7 +17,7 @@ from mmspeed.memory.report import CATEGORIES, MemoryReport, host_pools
 from mmspeed.parallel import unwrap
 from mmspeed.pipelines.assemble import Assembly
 from mmspeed.pipelines.trial import Trial
-from mmspeed.shapes import Bucket
+from mmspeed.protocols import ShapeClass
 
 MEMORY_FILE = "memory.json"  # in a run's folder; the report is under "report"
 
@@ -33,7 +33,7 @@ COLORS = {
 BYTES = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
 
 
-def measure_report(trial: Trial, bucket: Bucket, batch: int) -> MemoryReport:
+def measure_report(trial: Trial, bucket: ShapeClass, batch: int) -> MemoryReport:
     """The memory of one training step of `batch` samples on this process's device, after a first step that makes the states.
 
     Collective: every process of the run calls it. Raises UserError with `train.compile`.

@@ -175,6 +175,7 @@ class Profile:
     path: Path  # of buckets.json
     measured: Measured
     config: RunConfig
+    shapes: Sequence[ShapeClass]
     costs: SampleCosts
     state_bytes: int
     counted: str  # what the figures of memory count
@@ -229,6 +230,7 @@ def profile(
             path,
             measured,
             config,
+            task.shapes(),
             SampleCosts(task.tokens, task.cost),
             steps.state_bytes,
             counted,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mmspeed.config import Bucket, Config
+from mmspeed.config import Config
 from mmspeed.data import Batching, Forecast, Measured, Order, SampleCosts, deal, forecast, make_batching, make_stages
 from mmspeed.data.deal import Lot
 from mmspeed.data.mixture import Pool, over_largest
@@ -21,6 +21,7 @@ from mmspeed.data.order import Stage
 from mmspeed.data.schedule import Plan
 from mmspeed.errors import UserError
 from mmspeed.preprocess.caption_lengths import CaptionLengths
+from mmspeed.protocols import ShapeClass
 
 Array = npt.NDArray[Any]
 WORLDS = (1, 8, 64)  # devices that are shown when nothing is said
@@ -32,7 +33,7 @@ UNITS = {"samples": "TFLOP", "tokens": "tokens", "flops": "TFLOP", "time": "s"} 
 class BucketOutlook:
     """A bucket in an epoch of a stage. Tuples have an entry for each number of devices."""
 
-    bucket: Bucket
+    bucket: ShapeClass
     samples: int
     uses: int  # of samples, in an epoch
     tokens: int  # of a sample
@@ -135,7 +136,7 @@ def usual_worlds(config: Config) -> tuple[int, ...]:
 
 def foresee(
     config: Config,
-    groups: Mapping[tuple[Bucket, str], int],
+    groups: Mapping[tuple[ShapeClass, str], int],
     costs: SampleCosts,
     worlds: Sequence[int] | None = None,
     measured: Measured | None = None,
@@ -245,7 +246,7 @@ def _epoch(
     )
 
 
-def full_step(batching: Batching, bucket: Bucket, uses: int, world: int) -> tuple[int, int]:
+def full_step(batching: Batching, bucket: ShapeClass, uses: int, world: int) -> tuple[int, int]:
     """Samples of a step of one bucket alone (fewer where it has not so many uses), and the most that a device computes together."""
     count = min(uses, batching.supply(bucket, uses).step)
     lanes = world // batching.ranks(bucket)

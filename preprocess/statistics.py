@@ -264,9 +264,11 @@ class DataStatistics:
             found[bucket] += count
         return dict(found)
 
-    def samples_by_group(self, split: str) -> dict[tuple[Bucket, str], int]:
+    def samples_by_group(self, split: str) -> dict[tuple[ShapeClass, str], int]:
         """Samples of a split by (bucket, data set), in order."""
-        found = {(Bucket.parse(name), of): n for (name, part, of), n in self.groups.items() if part == split}
+        found: dict[tuple[ShapeClass, str], int] = {
+            (Bucket.parse(name), of): n for (name, part, of), n in self.groups.items() if part == split
+        }
         return dict(sorted(found.items()))
 
     def buckets(self) -> dict[Bucket, BucketUse]:

@@ -14,7 +14,7 @@ from mmspeed.data import Measured, make_batching
 from mmspeed.data.batch_sizes import line_slope
 from mmspeed.errors import UserError
 from mmspeed.pipelines.profile import Profile, profile
-from mmspeed.shapes import Bucket
+from mmspeed.protocols import ShapeClass
 
 
 def profile_buckets(
@@ -100,7 +100,7 @@ def lines(found: Profile) -> list[str]:
     return result
 
 
-def suggested_budget(measured: Measured, buckets: Sequence[Bucket]) -> float:
+def suggested_budget(measured: Measured, buckets: Sequence[ShapeClass]) -> float:
     """The most seconds that device batches of all buckets can take alike; at least what one sample of any takes."""
     full = min(measured.cost(bucket).of(measured.most(bucket)) for bucket in buckets)
     one = max(measured.cost(bucket).of(1) for bucket in buckets)
@@ -113,8 +113,8 @@ def _ceil(value: float) -> float:
     return float(f"{math.ceil(value / step) * step:.3g}")
 
 
-def _buckets(found: Profile) -> list[Bucket]:
-    return sorted(found.config.buckets)
+def _buckets(found: Profile) -> list[ShapeClass]:
+    return sorted(found.shapes)
 
 
 def _steps_table(found: Profile) -> list[str]:
@@ -137,7 +137,7 @@ def _steps_table(found: Profile) -> list[str]:
     return table(["bucket", "tokens", "batch", "s/step", "samples/s", "tokens/s", "peak memory"], rows)
 
 
-def _batches_table(found: Profile, buckets: Sequence[Bucket]) -> list[str]:
+def _batches_table(found: Profile, buckets: Sequence[ShapeClass]) -> list[str]:
     """What the line says of each bucket, and the batches that different rules make of it."""
     measured, config = found.measured, found.config
     own = config.batching if config.batching.by == "time" else BatchingConfig(by="time")
@@ -181,7 +181,7 @@ def _batches_table(found: Profile, buckets: Sequence[Bucket]) -> list[str]:
     return [*table(head, rows), *notes]
 
 
-def _more(measured: Measured, bucket: Bucket) -> bool:
+def _more(measured: Measured, bucket: ShapeClass) -> bool:
     """Whether `most` is bound by what was measured, and not by memory."""
     rows = sorted((row for row in measured.rows if row.bucket == bucket), key=lambda row: row.batch)
     if bucket in measured.too_large or rows[-1].peak_bytes > measured.limit_bytes:
@@ -189,7 +189,9 @@ def _more(measured: Measured, bucket: Bucket) -> bool:
     return line_slope(rows) is None or measured.most(bucket) == 2 * rows[-1].batch - 1
 
 
-def _sizes(found: Profile, rule: BatchingConfig, train: TrainConfig, buckets: Sequence[Bucket]) -> Mapping[Bucket, int]:
+def _sizes(
+    found: Profile, rule: BatchingConfig, train: TrainConfig, buckets: Sequence[ShapeClass]
+) -> Mapping[ShapeClass, int]:
     return make_batching(rule, train, buckets, found.costs, found.world, measured=found.measured).sizes
 
 

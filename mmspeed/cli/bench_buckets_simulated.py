@@ -29,6 +29,7 @@ from mmspeed.data.schedule import Array, Plan
 from mmspeed.data.shares import lanes_of, lots_of
 from mmspeed.errors import UserError
 from mmspeed.log import progress
+from mmspeed.protocols import ShapeClass
 from mmspeed.rng import generator
 from mmspeed.shapes import Bucket, Strides
 
@@ -218,7 +219,7 @@ def _jobs(
     return jobs
 
 
-def grouped(counts: Mapping[Bucket, int]) -> dict[tuple[Bucket, str], Array]:
+def grouped(counts: Mapping[Bucket, int]) -> dict[tuple[ShapeClass, str], Array]:
     """Samples numbered through the buckets."""
     ends = np.cumsum(list(counts.values()))
     return {
@@ -227,7 +228,7 @@ def grouped(counts: Mapping[Bucket, int]) -> dict[tuple[Bucket, str], Array]:
     }
 
 
-def sample_of_use(order: Order, seed: int) -> dict[Bucket, Array]:
+def sample_of_use(order: Order, seed: int) -> dict[ShapeClass, Array]:
     """The sample of each use in an epoch's order, asked of `Uses` one by one. It depends on no batching and no world size."""
     return {
         bucket: np.array([place for place, _ in Uses(pools, 0, seed)[0 : sum(pool.uses for pool in pools)]])
@@ -240,10 +241,10 @@ def sample_of_use(order: Order, seed: int) -> dict[Bucket, Array]:
 
 def our_row(
     rule: str,
-    counts: Mapping[Bucket, int],
+    counts: Mapping[ShapeClass, int],
     batching: Batching,
-    tokens: Mapping[Bucket, int],
-    met: Mapping[Bucket, Array],
+    tokens: Mapping[ShapeClass, int],
+    met: Mapping[ShapeClass, Array],
     world: int,
     seed: int,
 ) -> Row:
@@ -276,7 +277,7 @@ def our_row(
     )
 
 
-def steps_of_uses(plan: Plan, buckets: Sequence[Bucket], uses: Sequence[int]) -> dict[Bucket, Array]:
+def steps_of_uses(plan: Plan, buckets: Sequence[ShapeClass], uses: Sequence[int]) -> dict[ShapeClass, Array]:
     """For each use of each bucket, how many steps of the plan hold it: once, if the plan is right."""
     found = {}
     for number, bucket in enumerate(buckets):
@@ -288,7 +289,7 @@ def steps_of_uses(plan: Plan, buckets: Sequence[Bucket], uses: Sequence[int]) ->
     return found
 
 
-def count_dealing(plan: Plan, buckets: Sequence[Bucket], batching: Batching, world: int) -> tuple[int, int]:
+def count_dealing(plan: Plan, buckets: Sequence[ShapeClass], batching: Batching, world: int) -> tuple[int, int]:
     """Samples of all steps that dealing gives to no rank, and to several. Steps of one make are dealt alike."""
     makes = Counter(tuple((bucket, count) for bucket, _, count in plan.pieces(step)) for step in range(plan.steps))
     none = several = 0
@@ -307,9 +308,9 @@ def count_dealing(plan: Plan, buckets: Sequence[Bucket], batching: Batching, wor
 
 def dealt_out_row(
     rule: str,
-    counts: Mapping[Bucket, int],
-    sizes: Mapping[Bucket, int],
-    each: Mapping[Bucket, float],
+    counts: Mapping[ShapeClass, int],
+    sizes: Mapping[ShapeClass, int],
+    each: Mapping[ShapeClass, float],
     world: int,
     seed: int,
 ) -> Row:
@@ -331,9 +332,9 @@ def dealt_out_row(
 
 def same_shape_row(
     rule: str,
-    counts: Mapping[Bucket, int],
-    sizes: Mapping[Bucket, int],
-    each: Mapping[Bucket, float],
+    counts: Mapping[ShapeClass, int],
+    sizes: Mapping[ShapeClass, int],
+    each: Mapping[ShapeClass, float],
     world: int,
     seed: int,
 ) -> Row:

@@ -64,14 +64,14 @@ class BatchBuffer:
         sizes = (2 * int(np.prod(shape_CThw)), TEXT_LENGTHS[1] * TEXT_WIDTH)
         self.memory = np.zeros(BATCH * sum(sizes), np.float32)
         latents, texts = np.split(self.memory, [BATCH * sizes[0]])
-        self["latents"] = latents.reshape(BATCH, 2, *shape_CThw)
-        self["text"] = texts.reshape(BATCH, TEXT_LENGTHS[1], TEXT_WIDTH)
+        self.latents_BCThw = latents.reshape(BATCH, 2, *shape_CThw)
+        self.text_BLD = texts.reshape(BATCH, TEXT_LENGTHS[1], TEXT_WIDTH)
 
     def put(self, slot: int, sample: Numbers) -> None:
         """Copy a sample into its place."""
-        np.copyto(self["latents"][slot, 0], sample.mean_CThw)
-        np.copyto(self["latents"][slot, 1], sample.logvar_CThw)
-        np.copyto(self["text"][slot, : len(sample.embeds_LD)], sample.embeds_LD)
+        np.copyto(self.latents_BCThw[slot, 0], sample.mean_CThw)
+        np.copyto(self.latents_BCThw[slot, 1], sample.logvar_CThw)
+        np.copyto(self.text_BLD[slot, : len(sample.embeds_LD)], sample.embeds_LD)
 
 
 @dataclass(frozen=True)

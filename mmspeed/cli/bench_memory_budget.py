@@ -12,9 +12,9 @@ from mmspeed.errors import UserError
 from mmspeed.log import format_bytes
 from mmspeed.memory.keeping import count_ways
 from mmspeed.mesh import process_group
-from mmspeed.models import build_model
-from mmspeed.pipelines.memory_choice import Step, Tried, measured_figures, settle
-from mmspeed.pipelines.trial import Inputs
+from mmspeed.pipelines.memory_choice import Tried, measured_figures, settle
+from mmspeed.pipelines.tasks.video import Inputs, VideoTask
+from mmspeed.protocols import MicroBatchSize
 from mmspeed.shapes import Strides
 
 SHARES = (1.0, 0.6, 0.3, 0.15)  # budgets, of the plain step's peak
@@ -106,13 +106,13 @@ def measure_budgets(
     config = setting(arrangement, device, full)
     where = pick(device)
     where.activate()
-    step = Step(config.buckets[0], 1, False)
+    step = MicroBatchSize(config.buckets[0], 1, False)
+    task = VideoTask(config).use(INPUTS)
     with process_group(where):
-        bare = build_model(config.model, INPUTS.channels, INPUTS.text_width, device="meta")
         progress("one block of each kind")
-        figures = measured_figures(config, bare, where, step, INPUTS)
+        figures = measured_figures(config, task, where, step)
         plain: list[dict[str, Any]] = [{} for _ in figures.kinds]
-        tried = Tried(config, where, step, INPUTS, plain)
+        tried = Tried(config, task, where, step, plain)
         peak = tried.peak(plain)
         if peak is None:
             raise UserError("bench memory: a plain step does not fit into this device's memory; leave out --full")
@@ -132,7 +132,7 @@ def measure_budgets(
             rows.append(
                 Row(share, budget, choice.expected_peak, choice.measured_peak, expected, seconds / plain_seconds, ways)
             )
-        tokens = bare.tokens(INPUTS.strides.latent(step.bucket))
+        tokens = task.tokens(step.shape)
         about = (
             f"{arrangement}, float32, width {config.model.width}, {len(plain)} blocks, {tokens} tokens; {where.name}"
         )

@@ -16,6 +16,7 @@ from mmspeed.memory.report import MemoryReport
 from mmspeed.mesh import process_group
 from mmspeed.pipelines.memory_choice import MEMORY_NAME
 from mmspeed.pipelines.memory_report import measure_report, report_figure
+from mmspeed.pipelines.tasks import make_task
 from mmspeed.pipelines.trial import Trial
 
 
@@ -33,8 +34,10 @@ def report_config(config_path: Path, overrides: Sequence[str] = (), output: Path
         rank, world = dist.get_rank(), dist.get_world_size()
         known = _read(folder / MEMORY_NAME)
         choice = known.get("blocks") if config.memory.chooses else None
-        trial = Trial(config, device, choice=comm.broadcast_object(choice))
-        bucket = max(config.buckets, key=trial.costs.tokens)
+        task = make_task(config)
+        task.open_without_data()
+        trial = Trial(config, task, device, choice=comm.broadcast_object(choice))
+        bucket = max(task.shapes(), key=task.tokens)
         share = -(-config.train.samples_per_step // world)
         batch = min(share, config.train.micro_batch_size or share)
         report = measure_report(trial, bucket, batch)

@@ -11,7 +11,7 @@ import json
 import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from mmspeed.config import Config, make_config
 from mmspeed.errors import UserError
@@ -242,11 +242,10 @@ def _with_dense_attention(config: Config) -> float:
     from mmspeed.device import pick
     from mmspeed.loop.checkpoint import latest, load_weights
     from mmspeed.models import build_model
-    from mmspeed.parallel import TokenLayout
-    from mmspeed.pipelines.assemble import Placement
     from mmspeed.pipelines.objective import make_objective
     from mmspeed.pipelines.run_folder import RunFolder
-    from mmspeed.pipelines.validate import held_out_loss
+    from mmspeed.pipelines.validate import held_out_losses
+    from mmspeed.protocols import RunPlace
 
     folder = RunFolder.open(config.run_dir)
     info, path = folder.info(), latest(folder.checkpoints)
@@ -257,19 +256,16 @@ def _with_dense_attention(config: Config) -> float:
         layer.phase = "dense"
     cache = DatasetCache(config.cache_root)
     samples = [sample for sample in cache.split("val")[: config.validate_.samples] if not sample.lost]
-    alone = Placement("none", cast(Any, None), TokenLayout(), 0, 1, True)
-    loss = held_out_loss(
+    losses_QB, _ = held_out_losses(
         model,
         cache,
         samples,
         make_objective(config.objective),
         config.validate_.quantiles,
         config.seed,
-        pick("cpu"),
-        alone,
+        RunPlace(pick("cpu")),
     )
-    assert loss is not None
-    return loss.mean
+    return losses_QB.mean().item()
 
 
 def _tokens(config: Config) -> int:

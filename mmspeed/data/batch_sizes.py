@@ -137,7 +137,9 @@ class Measured:
             )
             if not rows or any(row.batch < 1 or not row.seconds > 0 for row in rows):
                 raise ValueError("no measurements, or impossible ones")
-            too_large = {Bucket.parse(name): int(batch) for name, batch in content["too_large"].items()}
+            too_large: dict[ShapeClass, int] = {
+                Bucket.parse(name): int(batch) for name, batch in content["too_large"].items()
+            }
             return cls(rows, int(content["limit_bytes"]), dict(content["setting"]), too_large)
         except FileNotFoundError:
             raise UserError(
@@ -241,5 +243,10 @@ def make_stages(data: DataConfig, curriculum: Sequence[StageConfig]) -> list[Sta
     stages = []
     for stage in curriculum or [StageConfig()]:
         own = stage.weights if stage.weights is not None else weights or None
-        stages.append(Stage(stage.steps, stage.takes, repeats, own, data.temperature if own is None else None))
+        stages.append(Stage(stage.steps, _taker(stage), repeats, own, data.temperature if own is None else None))
     return stages
+
+
+def _taker(stage: StageConfig) -> Callable[[ShapeClass], bool]:
+    """Whether a stage takes a bucket."""
+    return lambda shape: stage.takes(as_bucket(shape))

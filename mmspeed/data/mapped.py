@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
+from mmspeed.protocols import ShapeClass
 from mmspeed.shapes import Bucket
 
 from .compiled import (
@@ -156,7 +157,7 @@ class SampleTable(Sequence[Sample]):
 
     def by_group(self) -> dict[tuple[ShapeClass, str], Array]:
         """As `by_bucket`, for each bucket and data set that has samples, in the order of the buckets and then of the names."""
-        found = {}
+        found: dict[tuple[ShapeClass, str], Array] = {}
         for bucket, places in self.by_bucket().items():
             codes = self._number["dataset"][places if self._rows is None else self._rows[places]]
             if not 0 <= int(codes.min()) <= int(codes.max()) < len(self._datasets):
