@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import av
 import torch
 import yaml
 from safetensors import safe_open
@@ -77,11 +78,12 @@ def _bucket(frames: int, height: int, width: int) -> dict[str, int]:
     return {"frames": frames, "height": height, "width": width}
 
 
-# Data sets, each with a cache of its own: of 8 clips one is held out, so that steps of 3 and 4 samples are not all full.
+# Data sets, each with a cache of its own: of 8 clips one is held out, so that the steps of an epoch are not equally full.
+CLIPS, PICTURES = 8, 7
 DATA: dict[str, Tree] = {
-    "small": {"data.buckets": [_bucket(5, 32, 48)]},
-    "long": {"data.buckets": [_bucket(13, 64, 96)]},
-    "mixed": {"data.buckets": [_bucket(1, 32, 48), _bucket(5, 32, 48)], "data.buckets_per_clip": 2},
+    "small": {"data.sources": [{"path": "../clips.jsonl"}], "data.buckets": [_bucket(5, 32, 48)]},
+    "long": {"data.sources": [{"path": "../clips.jsonl"}], "data.buckets": [_bucket(13, 64, 96)]},
+    "mixed": {"data.sources": [{"path": "../mixed.jsonl"}], "data.buckets": [_bucket(1, 32, 48), _bucket(5, 32, 48)]},
 }
 
 
@@ -284,7 +286,7 @@ def read_record(run: Path) -> Record:
     for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         if row["kind"] == "train":
-            numbers |= {f"step {row['step']} {name}": row[name] for name in ("loss", "grad_norm")}
+            numbers |= {f"step {row['step']} {name}": row[name] for name in ("loss", "grad_norm", "samples")}
         elif row["kind"] == "validation":
             numbers[f"step {row['step']} held-out loss"] = row["loss"]
     newest = json.loads((run / "checkpoints" / "latest.json").read_text(encoding="utf-8"))["latest"]
@@ -363,12 +365,11 @@ class Side:
             raise FailedError(f"the {self.name} code ended with {ended.returncode}: {end}")
         return ended.stdout
 
-    def write(self, name: str, manifest: Path, data: str, changes: Tree, cache: str | None = None) -> Path:
+    def write(self, name: str, data: str, changes: Tree, cache: str | None = None) -> Path:
         """The config file of a run called `name`; `cache` is another folder than the data set's."""
         own: Tree = {
             "name": name,
             "output": "runs",
-            "data.sources": [{"path": str(manifest)}],
             "data.cache": cache or f"cache-{data}",
         }
         tree = {**BASE, **DATA[data], **own, **changes}
@@ -376,15 +377,15 @@ class Side:
         path.write_text(yaml.safe_dump(nested(translated(tree, self.keys, self.values))), encoding="utf-8")
         return path
 
-    def preprocess(self, data: str, manifest: Path, cache: str) -> Path:
+    def preprocess(self, data: str, cache: str) -> Path:
         """The folder of a data set's cache, built now."""
-        self.call("-m", "mmspeed", "preprocess", str(self.write(f"data-{cache}", manifest, data, {}, cache)))
+        self.call("-m", "mmspeed", "preprocess", str(self.write(f"data-{cache}", data, {}, cache)))
         return self.folder / cache
 
-    def train(self, name: str, manifest: Path) -> Record:
+    def train(self, name: str) -> Record:
         """What a run of configuration `name` computed."""
         case = CASES[name]
-        config = self.write(name, manifest, case.data, case.changes)
+        config = self.write(name, case.data, case.changes)
         several = ["--nproc", str(case.processes)] if case.processes > 1 else []
         self.call("-m", "mmspeed", "train", str(config), *several)
         try:
@@ -405,13 +406,24 @@ def make_side(name: str, checkout: Path, home: Path) -> Side:
     return side
 
 
-def write_manifest(clips: Path, path: Path, count: int = 8) -> Path:
-    """A manifest of the first demo clips; the first is held out."""
-    rows = [json.loads(line) for line in (clips / "metadata.jsonl").read_text(encoding="utf-8").splitlines()][:count]
+def write_manifests(clips: Path, home: Path) -> None:
+    """`clips.jsonl` of the first demo clips, of which the first is held out, and `mixed.jsonl` with pictures of others beside them."""
+    lines = (clips / "metadata.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines[: CLIPS + PICTURES]]
     for number, row in enumerate(rows):
         row |= {"video": str(clips / row["video"]), "split": "val" if number == 0 else "train"}
+    write_rows(home / "clips.jsonl", rows[:CLIPS])
+    for row in rows[CLIPS:]:
+        picture = home / f"{Path(row['video']).stem}.png"
+        with av.open(row["video"]) as video:
+            next(video.decode(video=0)).to_image().save(picture)
+        row["video"] = str(picture)
+    write_rows(home / "mixed.jsonl", rows)
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write a file of JSON lines."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
 
 
 @contextmanager
@@ -448,19 +460,16 @@ class Outcome:
 HEADER = f"{'configuration':<24} {'processes':>9}  bitwise equal"
 
 
-def compare_runs(old: Side, new: Side, names: Sequence[str], manifest: Path, jobs: int) -> Iterator[Outcome]:
+def compare_runs(old: Side, new: Side, names: Sequence[str], jobs: int) -> Iterator[Outcome]:
     """An outcome for each configuration, in their order; `jobs` commands run at a time."""
     with ThreadPoolExecutor(jobs) as pool:
         wanted = {OWN_CACHE if name == CACHE else CASES[name].data for name in names}
-        caches = {data: pool.submit(old.preprocess, data, manifest, f"cache-{data}") for data in sorted(wanted)}
-        own = pool.submit(new.preprocess, OWN_CACHE, manifest, "cache-own") if CACHE in names else None
+        caches = {data: pool.submit(old.preprocess, data, f"cache-{data}") for data in sorted(wanted)}
+        own = pool.submit(new.preprocess, OWN_CACHE, "cache-own") if CACHE in names else None
         for cache in caches.values():
             shutil.copytree(cache.result(), new.folder / cache.result().name)
         runs = {
-            (name, side.name): pool.submit(side.train, name, manifest)
-            for name in names
-            for side in (old, new)
-            if name != CACHE
+            (name, side.name): pool.submit(side.train, name) for name in names for side in (old, new) if name != CACHE
         }
         for name in names:
             if own is not None and name == CACHE:
@@ -519,11 +528,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             with old_checkout(given.old, home) as checkout:
                 old, new = make_side("old", checkout, home), make_side("new", given.new, home)
-                manifest = write_manifest(
-                    checkout.resolve() / "mmspeed" / "assets" / "demo-clips", home / "clips.jsonl"
-                )
+                write_manifests(checkout.resolve() / "mmspeed" / "assets" / "demo-clips", home)
                 print(HEADER, flush=True)
-                for outcome in compare_runs(old, new, names, manifest, given.jobs):
+                for outcome in compare_runs(old, new, names, given.jobs):
                     outcomes.append(outcome)
                     print(outcome.line(), flush=True)
         except FailedError as error:
