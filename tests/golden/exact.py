@@ -72,12 +72,12 @@ class Side:
     keys: Mapping[str, str]
     values: Mapping[str, Mapping[Any, Any]]
 
-    def call(self, *arguments: str) -> str:
-        """Standard output of `python ARGUMENTS` with this checkout's mmspeed. Raises FailedError."""
+    def call(self, *arguments: str, folder: Path | None = None) -> str:
+        """Standard output of `python ARGUMENTS` in `folder` (else the side's) with this checkout's mmspeed. Raises FailedError."""
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
         environment = {**os.environ, **threads, "PYTHONPATH": str(self.checkout)}
         ended = subprocess.run(
-            [sys.executable, *arguments], cwd=self.folder, env=environment, capture_output=True, text=True
+            [sys.executable, *arguments], cwd=folder or self.folder, env=environment, capture_output=True, text=True
         )
         if ended.returncode:
             end = " | ".join((ended.stdout + ended.stderr).strip().splitlines()[-4:])
