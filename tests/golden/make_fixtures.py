@@ -122,7 +122,7 @@ def make(old: Side, clips: Path) -> dict[str, Any]:
 def keep(home: Path, expected: dict[str, Any]) -> None:
     """Put what was made in the place of the fixture."""
     shutil.rmtree(FIXTURE, ignore_errors=True)
-    shutil.copytree(home, FIXTURE, ignore=shutil.ignore_patterns("videos", ".lock", "*.html", "*-data.json"))
+    shutil.copytree(home, FIXTURE, ignore=shutil.ignore_patterns("videos", "*.lock", ".lock", "*.html", "*-data.json"))
     (FIXTURE / "expected.json").write_text(json.dumps(expected, indent=1) + "\n", encoding="utf-8")
 
 
