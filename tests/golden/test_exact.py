@@ -1,0 +1,201 @@
+"""The exact witness sees one bit: its comparing functions on small made-up records, and its tables of new names."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.golden import exact
+from tests.golden.exact_cases import CASES, DATA, QUICK, nested, translated
+from tests.golden.exact_records import (
+    Record,
+    difference,
+    digest,
+    entries_difference,
+    read_entries,
+    read_record,
+    read_tensors,
+    renamed,
+)
+
+NAME = "optimizer.state.blocks.0.mlp.up.weight.exp_avg"
+
+
+def record() -> Record:
+    numbers: dict[str, float | None] = {}
+    for step in (1, 2):
+        numbers |= {f"step {step} loss": 1.5 + step / 3, f"step {step} grad_norm": 0.1 * step}
+    return Record(numbers, {NAME: torch.linspace(-1, 1, 12).view(3, 4), "model.patch_in.bias": torch.arange(3.0)})
+
+
+def with_tensor(name: str, tensor: torch.Tensor) -> Record:
+    made = record()
+    return replace(made, tensors={**made.tensors, name: tensor})
+
+
+def test_equal_records() -> None:
+    assert difference(record(), record(), {}) is None
+
+
+def test_one_bit_of_a_number_shows_with_both_values() -> None:
+    other = record()
+    loss = other.numbers["step 2 loss"]
+    assert loss is not None
+    other.numbers["step 2 loss"] = math.nextafter(loss, 3.0)
+    found = difference(record(), other, {})
+    assert found is not None and found.startswith("step 2 loss: ")
+    assert loss.hex() in found and math.nextafter(loss, 3.0).hex() in found
+
+
+def test_the_sign_of_zero_and_a_missing_number_show() -> None:
+    signs = [replace(record(), numbers={"step 1 loss": zero}) for zero in (0.0, -0.0)]
+    assert "0x0.0p+0 (0.0) against -0x0.0p+0" in (difference(signs[0], signs[1], {}) or "")
+    missing = replace(record(), numbers={**record().numbers, "step 1 grad_norm": None})
+    assert (difference(record(), missing, {}) or "").startswith("step 1 grad_norm: ")
+
+
+@pytest.mark.parametrize("longer", ["old", "new"])
+def test_another_number_of_steps_shows(longer: str) -> None:
+    more = replace(record(), numbers={**record().numbers, "step 3 loss": 1.0})
+    pair = (more, record()) if longer == "old" else (record(), more)
+    assert difference(*pair, {}) == f"step 3 loss: only the {longer} run has it"
+
+
+def test_one_bit_of_a_tensor_shows_with_its_place_and_both_values() -> None:
+    tensor = record().tensors[NAME].clone()
+    before = tensor[2, 1].item()
+    tensor.view(torch.int32)[2, 1] ^= 1
+    found = difference(record(), with_tensor(NAME, tensor), {})
+    assert found == f"{NAME}: 1 of 12 numbers, at 9: {before.hex()} against {tensor[2, 1].item().hex()}"
+
+
+def test_a_tensor_that_is_not_there_or_of_another_kind_shows() -> None:
+    shorter = replace(record(), tensors={NAME: record().tensors[NAME]})
+    assert difference(record(), shorter, {}) == "model.patch_in.bias: only the old run has it"
+    assert difference(shorter, record(), {}) == "model.patch_in.bias: only the new run has it"
+    half = with_tensor(NAME, record().tensors[NAME].bfloat16())
+    assert f"{NAME}: torch.float32 [3, 4] against torch.bfloat16 [3, 4]" == difference(record(), half, {})
+    flat = with_tensor(NAME, record().tensors[NAME].view(12))
+    assert f"{NAME}: torch.float32 [3, 4] against torch.float32 [12]" == difference(record(), flat, {})
+    both = replace(shorter, tensors={NAME: record().tensors[NAME] + 1})
+    assert (difference(record(), both, {}) or "").endswith("; 2 of 2 tensors differ")
+
+
+def test_not_a_number_equals_itself() -> None:
+    nan = with_tensor("model.patch_in.bias", torch.tensor([math.nan, 0.0, 1.0]))
+    assert difference(nan, nan, {}) is None
+
+
+def test_renamed_tensors_are_compared_under_their_new_names() -> None:
+    table = {"mlp.up": "feed_forward.inner"}
+    new = NAME.replace("mlp.up", "feed_forward.inner")
+    assert renamed(NAME, table) == new
+    assert renamed("model.mlp.upper.weight", table) == "model.mlp.upper.weight"  # whole words only
+    made = record()
+    moved = replace(made, tensors={new: made.tensors[NAME], "model.patch_in.bias": made.tensors["model.patch_in.bias"]})
+    assert difference(made, moved, table) is None
+    assert difference(made, moved, {}) is not None
+
+
+def test_digests_tell_types_shapes_and_bits_apart() -> None:
+    tensor = torch.zeros(4)
+    others = [tensor.bfloat16(), tensor.view(2, 2), -tensor, torch.zeros(8, dtype=torch.bfloat16)]
+    assert len({digest(one) for one in (tensor, *others)}) == 5 and digest(tensor) == digest(torch.zeros(4))
+    assert digest(torch.tensor(1.0)) == digest(torch.tensor(1.0))  # no dims
+
+
+# ---- files ----
+
+
+def write_checkpoint(folder: Path, chunks: list[list[int]]) -> torch.Tensor:
+    """A checkpoint of one tensor [4, 2] whose rows two ranks hold; `chunks`: [first row, rows] of each."""
+    whole, entries = torch.arange(8.0).view(4, 2), []
+    folder.mkdir(parents=True)
+    for number, (first, rows) in enumerate(chunks):
+        save_file({"model.w": whole[first : first + rows].clone()}, folder / f"shard-{number}.safetensors")
+        entries.append({"file": f"shard-{number}.safetensors", "offsets": [first, 0], "shape": [rows, 2]})
+    index = {"tensors": {"model.w": {"shape": [4, 2], "dtype": "float32", "chunks": entries}}}
+    (folder / "index.json").write_text(json.dumps(index))
+    return whole
+
+
+def test_parts_of_ranks_are_put_together(tmp_path: Path) -> None:
+    for name, chunks in (("one", [[0, 4]]), ("two", [[2, 2], [0, 2]])):
+        whole = write_checkpoint(tmp_path / name, chunks)
+        assert digest(read_tensors(tmp_path / name)["model.w"]) == digest(whole)
+    write_checkpoint(tmp_path / "lacking", [[0, 3]])
+    with pytest.raises(ValueError, match=r"model\.w is not whole"):
+        read_tensors(tmp_path / "lacking")
+
+
+def test_a_run_folder_is_read(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "checkpoints" / "step-2", [[0, 4]])
+    (tmp_path / "checkpoints" / "latest.json").write_text('{"latest": "step-2"}')
+    rows = [
+        {"kind": "train", "step": 1, "loss": 0.1, "grad_norm": None, "samples": 3},
+        {"kind": "cache", "step": 1},
+        {"kind": "validation", "step": 1, "loss": 0.3},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = read_record(tmp_path)
+    assert found.numbers == {
+        "step 1 loss": 0.1,
+        "step 1 grad_norm": None,
+        "step 1 samples": 3,
+        "step 1 held-out loss": 0.3,
+    }
+    assert found.digests()["numbers"]["step 1 loss"] == (0.1).hex() and list(found.tensors) == ["model.w"]
+
+
+def write_cache(folder: Path, payload: bytes) -> Path:
+    (folder / "texts").mkdir(parents=True)
+    with tarfile.open(folder / "texts" / "000000.tar", "w") as tar:
+        member = tarfile.TarInfo("ab.safetensors")
+        member.size = len(payload)
+        tar.addfile(member, io.BytesIO(payload))
+    return folder
+
+
+def test_entries_of_caches(tmp_path: Path) -> None:
+    entries = [
+        read_entries(write_cache(tmp_path / name, payload)) for name, payload in (("a", b"1"), ("b", b"1"), ("c", b"2"))
+    ]
+    assert entries_difference(entries[0], entries[1]) is None
+    assert (entries_difference(entries[0], entries[2]) or "").startswith("texts/000000.tar:ab.safetensors: ")
+    assert "not there" in (entries_difference(entries[0], {}) or "")
+    assert entries_difference({}, {}) == "no entries"
+
+
+# ---- configurations ----
+
+
+def test_old_keys_are_translated_by_their_longest_beginning() -> None:
+    tree = {"memory.spans.mlp": "swap", "memory.budget": 1, "train.checkpointing": True, "train.checkpoints": True}
+    keys = {"memory": "room", "memory.spans": "room.activations", "train.checkpointing": "room.activations.block"}
+    values = {"train.checkpointing": {True: "recompute"}, "memory.spans.mlp": {"swap": "offload"}}
+    assert translated(tree, keys, values) == {
+        "room.activations.mlp": "offload",
+        "room.budget": 1,
+        "room.activations.block": "recompute",
+        "train.checkpoints": True,
+    }
+    assert nested({"a.b": 1, "a.c.d": [2], "e": None}) == {"a": {"b": 1, "c": {"d": [2]}}, "e": None}
+
+
+def test_there_are_12_on_one_process_and_4_on_two() -> None:
+    processes = [case.processes for case in CASES.values()]
+    assert (processes.count(1), processes.count(2)) == (12, 4)
+    assert set(QUICK) <= CASES.keys() and {case.data for case in CASES.values()} <= DATA.keys()
+
+
+def test_a_checkout_that_python_does_not_find_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(exact.FailedError, match="is not in the old checkout"):
+        exact.make_side("old", tmp_path, tmp_path)
