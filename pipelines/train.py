@@ -274,7 +274,6 @@ class TrainPipeline:
                 self.loss_fn,
                 self.optimizer,
                 global_samples=present,
-                world=self.world,
                 clip_norm=self.config.train.clip_norm,
                 strategy=self.strategy,
                 tensor=self.placement.layout.tensor,

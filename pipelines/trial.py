@@ -119,7 +119,6 @@ class Trial:
             parts.loss_fn,
             parts.optimizer,
             global_samples=batch * micro_batches * self.world,
-            world=self.world,
             clip_norm=self.config.train.clip_norm,
             strategy=self.strategy,
             tensor=self.placement.layout.tensor,

@@ -231,7 +231,7 @@ def step(case: Case, world: int, groups: Groups) -> dict[str, Any]:
         ]
     result = train_step(
         model, batches, lambda m, b: loss_of(case, m, b), optimizer,
-        global_samples=SAMPLES, world=world, clip_norm=0.5, strategy=strategy,  # type: ignore[arg-type]
+        global_samples=SAMPLES, clip_norm=0.5, strategy=strategy,  # type: ignore[arg-type]
         tensor=layout.tensor, group=None if world > 1 else groups.alone,
     )  # fmt: skip
     return {

@@ -80,7 +80,7 @@ def steps(
         batches = split(KEYS, 8, rank, world, min(micro, 8 // world), epoch)
         result = train_step(
             state.model, batches, flow_loss, state.optimizer,
-            global_samples=7, world=world, clip_norm=clip, strategy=strategy,
+            global_samples=7, clip_norm=clip, strategy=strategy,
         )  # fmt: skip
         results.append(result)
         state.ema.update(state.model)

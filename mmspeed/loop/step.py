@@ -52,7 +52,6 @@ def train_step(
     optimizer: AnyOptimizer,
     *,
     global_samples: int,
-    world: int,
     clip_norm: float | None,
     strategy: Strategy,
     tensor: Axis | None = None,
@@ -60,7 +59,7 @@ def train_step(
 ) -> StepResult:
     """Forward and backward of this rank's micro-batches, then one update by the mean gradient of `global_samples`.
 
-    `global_samples` is the number of real samples (weight 1) of all `world` ranks; all bring equally many
+    `global_samples` is the number of real samples (weight 1) of all ranks; all bring equally many
     micro-batches. Of a micro-batch nothing but its samples' losses and sources is kept when the next one is asked for.
     A loss or gradient that is not finite on any rank leaves parameters and optimizer untouched on all; with an optimizer that updates
     in backward it raises UserError.
@@ -69,16 +68,15 @@ def train_step(
     releasing = optimizer if isinstance(optimizer, ReleasingOptimizer) else None
     if releasing is not None:
         releasing.begin(len(batches))
-    engine = world // (tensor.size if tensor is not None else 1)  # ranks that the engines average over
     losses: list[Tensor] = []
     sums: list[Tensor] = []
     sources: list[list[str]] = []
     for batch in batches:  # no enumerate: it would hold on to a batch while the next is waited for
         with no_sync(model, strategy, last=len(losses) == len(batches) - 1):
             loss_B = loss_fn(model, batch)
-            # the engines average over ranks: times their number makes it the sum, over `global_samples` the mean
+            # the engines sum over ranks: their sums of this are the mean's gradients
             loss_sum = (loss_B * batch.weights_B.to(loss_B.device)).sum()
-            (loss_sum * (engine / global_samples)).backward()
+            (loss_sum * (1 / global_samples)).backward()
         losses.append(loss_B.detach())
         sums.append(loss_sum.detach())
         sources.append(batch.sources)

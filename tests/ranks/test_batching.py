@@ -101,7 +101,7 @@ def gradients(folder: str, group: int, strategy: str) -> dict[str, Any]:
         batches = [assemble(cache, part, 0, 0.3, noise=True) for part in parts]
         result = train_step(
             wrapped, batches, loss_fn, optimizer,
-            global_samples=len(draws), world=world, clip_norm=None, strategy=strategy,  # type: ignore[arg-type]
+            global_samples=len(draws), clip_norm=None, strategy=strategy,  # type: ignore[arg-type]
         )  # fmt: skip
         told.append((result.loss, result.grad_norm))
     return {"told": told, "grads": grads}

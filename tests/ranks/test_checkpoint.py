@@ -43,7 +43,7 @@ def train(state: TrainingState, strategy: Any, steps: range) -> list[float]:
         batches = split(KEYS, 8, rank, world, 8 // world, epoch)
         result = train_step(
             state.model, batches, flow_loss, state.optimizer,  # type: ignore[arg-type]
-            global_samples=7, world=world, clip_norm=1.0, strategy=strategy,
+            global_samples=7, clip_norm=1.0, strategy=strategy,
         )  # fmt: skip
         state.ema.update(state.model)  # type: ignore[union-attr]
         losses.append(result.loss)

@@ -154,9 +154,7 @@ def half_errors(every: bool) -> dict[str, float]:
     ) -> Tensor:
         strategy = "none" if mesh is None else "fsdp"
         model = parallelize(build(case), mesh, strategy, layout=layout, compute_dtype=dtype)  # type: ignore[arg-type]
-        tp = layout.tensor.size if layout is not None else 1
-        engine = 1 if mesh is None else WORLD // tp
-        loss = loss_of(case, model, make_batch(case, [0, 1, 2], 1.0)).mean() * engine / (1 if mesh is None else WORLD)
+        loss = loss_of(case, model, make_batch(case, [0, 1, 2], 1.0)).mean() / (1 if mesh is None else WORLD)
         loss.backward()
         if layout is not None:
             sum_shared_gradients(model.parameters(), layout.tensor)
@@ -231,7 +229,7 @@ def broken_step(layouts: Layouts) -> dict[str, Any]:
     hooks: list[Any] = []
     result = train_step(
         model, [make_batch(case, [dist.get_rank() // 2], 0.5)], loss, optimizer,
-        global_samples=2, world=WORLD, clip_norm=1.0, strategy="fsdp", tensor=layout.tensor,
+        global_samples=2, clip_norm=1.0, strategy="fsdp", tensor=layout.tensor,
     )  # fmt: skip
     hooks[0].remove()
     same = all(torch.equal(a, whole(p)) for a, p in zip(before, model.parameters(), strict=True))

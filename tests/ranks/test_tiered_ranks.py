@@ -108,7 +108,7 @@ def broken_in_backward() -> tuple[str, list[bool]]:
     try:
         train_step(
             state.model, [batch], flow_loss, state.optimizer,
-            global_samples=2, world=2, clip_norm=None, strategy="fsdp",
+            global_samples=2, clip_norm=None, strategy="fsdp",
         )  # fmt: skip
     except UserError as error:
         return str(error), [torch.isfinite(p).all().item() for p in parameters(state.model).values()]
@@ -184,7 +184,6 @@ def odd_steps(state: TrainingState, layout: Any) -> list[float]:
             lambda model, batch: loss_of(case, model, batch),
             state.optimizer,
             global_samples=2,
-            world=tp,
             clip_norm=1.0,
             strategy=strategy,  # type: ignore[arg-type]
             tensor=None if layout is None else layout.tensor,

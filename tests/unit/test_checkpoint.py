@@ -37,7 +37,7 @@ def train(state: TrainingState, steps: range) -> list[float]:
     for epoch in steps:
         result = train_step(
             state.model, split(KEYS, 8, 0, 1, 4, epoch), flow_loss, state.optimizer,  # type: ignore[arg-type]
-            global_samples=7, world=1, clip_norm=1.0, strategy="none",
+            global_samples=7, clip_norm=1.0, strategy="none",
         )  # fmt: skip
         state.ema.update(state.model)  # type: ignore[union-attr]
         losses.append(result.loss)

@@ -26,9 +26,7 @@ from tests.toy import ToyDiT, flow_loss, make_batch
 
 def one_step(state: TrainingState, batches: list[Batch], loss: Any = flow_loss) -> Any:
     assert state.optimizer is not None
-    return train_step(
-        state.model, batches, loss, state.optimizer, global_samples=2, world=1, clip_norm=None, strategy="none"
-    )
+    return train_step(state.model, batches, loss, state.optimizer, global_samples=2, clip_norm=None, strategy="none")
 
 
 @pytest.mark.parametrize("tier", TIERS)

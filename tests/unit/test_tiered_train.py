@@ -314,7 +314,7 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
         assert state.optimizer is not None
         result = train_step(
             state.model, [batch], flow_loss, state.optimizer,
-            global_samples=1, world=1, clip_norm=1.0, strategy="none",
+            global_samples=1, clip_norm=1.0, strategy="none",
         )  # fmt: skip
         assert not result.finite and result.bad == ["a.mp4"]
         assert differing(everything(state), before) == [] and differing(parameters(state.model), weights) == []
