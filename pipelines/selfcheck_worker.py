@@ -149,7 +149,6 @@ def _step(
         parts.loss_fn,
         parts.optimizer,
         global_samples=count_present(draws),
-        world=world,
         clip_norm=clip,
         strategy=placement.strategy,
         tensor=placement.layout.tensor,

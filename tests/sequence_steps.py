@@ -19,14 +19,15 @@ from torch.distributed.tensor import DTensor
 from mmspeed import rng
 from mmspeed.comm import Ledger
 from mmspeed.config.parallel import ParallelConfig
+from mmspeed.data import video_batch
 from mmspeed.device import Device
-from mmspeed.loop.step import train_step
 from mmspeed.memory import Keeping
 from mmspeed.mesh import Mesh, make_mesh
 from mmspeed.models import SoraDiT, SoraDiTConfig
 from mmspeed.parallel import TokenLayout, make_layout, parallelize, unwrap
 from mmspeed.protocols import Batch
 from mmspeed.shapes import Bucket
+from tests.steps import train_step
 
 RECOMPUTED = Keeping.everywhere({"block": "recompute"})
 EXCHANGED_AGAIN = Keeping.everywhere({"block": "recompute"}, exchange_again=True)
@@ -116,7 +117,7 @@ def make_batch(case: Case, places: list[int], weight: float) -> Batch:
     """Samples of a step by their number; the same on any rank."""
     shape = (3, *LATENTS[case.latent])
     lengths = [7, 2, 5]  # of 7 caption tokens
-    return Batch(
+    return video_batch(
         latents_BCThw=torch.stack([rng.normal(shape, 0, "latent", p) for p in places]),
         text_BLD=torch.stack([rng.normal((7, 10), 0, "text", p) for p in places]),
         text_mask_BL=torch.stack([torch.arange(7) < lengths[p] for p in places]),
@@ -231,7 +232,7 @@ def step(case: Case, world: int, groups: Groups) -> dict[str, Any]:
         ]
     result = train_step(
         model, batches, lambda m, b: loss_of(case, m, b), optimizer,
-        global_samples=SAMPLES, world=world, clip_norm=0.5, strategy=strategy,  # type: ignore[arg-type]
+        global_samples=SAMPLES, clip_norm=0.5, strategy=strategy,  # type: ignore[arg-type]
         tensor=layout.tensor, group=None if world > 1 else groups.alone,
     )  # fmt: skip
     return {

@@ -20,10 +20,11 @@ from mmspeed.loop.checkpoint import TrainingState
 from mmspeed.loop.ema import EMA
 from mmspeed.loop.optim import make_optimizer
 from mmspeed.loop.states import states_to_save, weights_to_save
-from mmspeed.loop.step import StepResult, train_step
+from mmspeed.loop.step import StepResult
 from mmspeed.mesh import Mesh, make_mesh
 from mmspeed.parallel import make_half, parallelize, unwrap
 from mmspeed.pipelines.assemble import weight_setter
+from tests.steps import train_step
 from tests.toy import ToyDiT, flow_loss, split
 
 KEYS = [f"s{i}" for i in range(7)]  # of 8 slots: the last is a filler
@@ -80,7 +81,7 @@ def steps(
         batches = split(KEYS, 8, rank, world, min(micro, 8 // world), epoch)
         result = train_step(
             state.model, batches, flow_loss, state.optimizer,
-            global_samples=7, world=world, clip_norm=clip, strategy=strategy,
+            global_samples=7, clip_norm=clip, strategy=strategy,
         )  # fmt: skip
         results.append(result)
         state.ema.update(state.model)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mmspeed import rng
+from mmspeed.data import video_batch
 from mmspeed.protocols import Batch
 from mmspeed.shapes import Bucket
 
@@ -64,7 +65,7 @@ class ToyDiT(nn.Module):
 def make_batch(keys: list[str], epoch: int = 0, fillers: int = 0) -> Batch:
     """Samples drawn by their keys; the last `fillers` repeat the first sample with weight 0."""
     names = keys + [keys[0] if keys else "filler"] * fillers
-    return Batch(
+    return video_batch(
         latents_BCThw=torch.stack([rng.normal((C, T, H, W), 0, "latent", k) for k in names]),
         text_BLD=torch.stack([rng.normal((L, D), 0, "text", k) for k in names]),
         text_mask_BL=torch.tensor([[True, True, len(k) % 2 == 0, False] for k in names]),

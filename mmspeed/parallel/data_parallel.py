@@ -1,7 +1,7 @@
 """Data parallelism: sharded (FSDP2, after ZeRO: Rajbhandari et al., 2020), hybrid-sharded, and replicated (DDP).
 
-Both engines average gradients over all ranks; `mmspeed.loop.step` scales losses so that this becomes the mean over
-samples.
+Both engines sum gradients over the ranks that hold a parameter, and divide by nothing: `mmspeed.loop.step` divides the loss,
+by a number that every rank knows before its first forward. So parameters on another mesh than the rest need no factor of their own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, cast
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -43,7 +44,7 @@ def autocast(model: nn.Module, dtype: torch.dtype) -> None:
 def shard(model: nn.Module, mesh: Mesh, compute_dtype: torch.dtype) -> nn.Module:
     """`fully_shard` on each block, then on the root; replicas of the sharded model where `dp_replicate` > 1.
 
-    Parameters travel in `compute_dtype`, gradients are summed in float32. Inputs are not cast: the root would round
+    Parameters travel in `compute_dtype`, gradients are summed in float32, over both axes. Inputs are not cast: the root would round
     timesteps to `compute_dtype` too; autocast casts what the matrix products need.
     """
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -53,9 +54,32 @@ def shard(model: nn.Module, mesh: Mesh, compute_dtype: torch.dtype) -> nn.Module
     # The root is resharded too (not torch's default): after an evaluation its gathered parameters would otherwise
     # stay, and hide what an EMA swap or a loaded checkpoint writes into the shards.
     fully_shard(model, mesh=data_mesh, mp_policy=policy, reshard_after_forward=True)
+    sum_gradients(model)
     if is_half(model):
         _keep_sums_in_float32(model)
     return model
+
+
+class _Undivided:
+    """The divisor of a sum: equal to 1, and what is divided by it is returned as it is.
+
+    By the number 1.0 torch divides where a group has one shard (replicas of bfloat16 parameters): a pass over all gradients
+    and as much memory again.
+    """
+
+    def __rtruediv__(self, gradient: Tensor) -> Tensor:
+        return gradient
+
+    def __eq__(self, other: object) -> bool:
+        return other == 1
+
+
+def sum_gradients(model: nn.Module) -> None:
+    """Make the sharding engine sum gradients over the mesh of each module that `fully_shard` was called on; without it, it averages."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # neither call reaches the modules within
+            module.set_gradient_divide_factor(cast(float, _Undivided()))
+            module.set_force_sum_reduction_for_comms(True)  # else a factor travels with the sum, which gloo cannot do
 
 
 def make_half(model: nn.Module) -> None:
@@ -100,11 +124,20 @@ def _keep_sums_in_float32(model: nn.Module) -> None:
 
 
 def replicate(model: nn.Module) -> nn.Module:
-    """DistributedDataParallel over all ranks. Every parameter must take part in every step."""
+    """DistributedDataParallel over all ranks, which sums gradients. Every parameter must take part in every step."""
     with warnings.catch_warnings():
         # torch 2.13 renames broadcast_buffers; the new name is unknown to 2.11, and buffers change alike on all ranks
         warnings.simplefilter("ignore", FutureWarning)
-        return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+        replicas = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+    # without a hook it averages; a lambda, since torch refuses annotations that are strings
+    replicas.register_comm_hook(replicas.process_group, lambda group, bucket: _summed(group, bucket))
+    return replicas
+
+
+def _summed(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """The sum of a bucket of gradients over a group, in the bucket's own memory."""
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    return work.get_future().then(lambda reduced: reduced.value()[0])
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -7,7 +7,7 @@ parts are gathered. A sequence may be one of several: text and video tokens that
 since attention sees keys as a set, every rank's [text part, video part] is as good as any order.
 
 Gradients: a gather's backward is a reduce-scatter sum, a split's backward a slice, nothing is scaled. Each rank's loss counts,
-so parameter gradients averaged over ranks (DDP, FSDP) are those of the mean of the ranks' losses.
+so parameter gradients summed over ranks are those of the sum of the ranks' losses; averaged (plain DDP, FSDP), of their mean.
 
 Classes are changed by mixins, not wrapped and not patched: state-dict names stay and deep copies work.
 """

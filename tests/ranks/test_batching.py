@@ -62,12 +62,12 @@ def gradients(folder: str, group: int, strategy: str) -> dict[str, Any]:
     """Losses and gradients of a few mixed steps, whose composition is that of groups of 2 in any world."""
     from mmspeed.device import Device
     from mmspeed.loop.optim import make_optimizer
-    from mmspeed.loop.step import train_step
     from mmspeed.mesh import make_mesh
     from mmspeed.models import build_model
     from mmspeed.parallel import parallelize, unwrap
     from mmspeed.pipelines.assemble import make_loss
     from mmspeed.pipelines.objective import make_objective
+    from tests.steps import train_step
 
     config = mixed_config(Path(folder))
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -101,7 +101,7 @@ def gradients(folder: str, group: int, strategy: str) -> dict[str, Any]:
         batches = [assemble(cache, part, 0, 0.3, noise=True) for part in parts]
         result = train_step(
             wrapped, batches, loss_fn, optimizer,
-            global_samples=len(draws), world=world, clip_norm=None, strategy=strategy,  # type: ignore[arg-type]
+            global_samples=len(draws), clip_norm=None, strategy=strategy,  # type: ignore[arg-type]
         )  # fmt: skip
         told.append((result.loss, result.grad_norm))
     return {"told": told, "grads": grads}

@@ -20,10 +20,10 @@ from mmspeed.errors import UserError
 from mmspeed.loop.checkpoint import CheckpointManager, TrainingState, load, load_weights, step_name
 from mmspeed.loop.ema import EMA
 from mmspeed.loop.optim import make_optimizer
-from mmspeed.loop.step import train_step
 from mmspeed.mesh import make_mesh
 from mmspeed.parallel import parallelize, unwrap
 from tests.spawn import run_ranks
+from tests.steps import train_step
 from tests.toy import ToyDiT, flow_loss, split
 
 KEYS = [f"s{i}" for i in range(7)]
@@ -43,7 +43,7 @@ def train(state: TrainingState, strategy: Any, steps: range) -> list[float]:
         batches = split(KEYS, 8, rank, world, 8 // world, epoch)
         result = train_step(
             state.model, batches, flow_loss, state.optimizer,  # type: ignore[arg-type]
-            global_samples=7, world=world, clip_norm=1.0, strategy=strategy,
+            global_samples=7, clip_norm=1.0, strategy=strategy,
         )  # fmt: skip
         state.ema.update(state.model)  # type: ignore[union-attr]
         losses.append(result.loss)

@@ -20,11 +20,11 @@ from mmspeed.device import Device
 from mmspeed.loop.ema import EMA
 from mmspeed.loop.optim import make_optimizer
 from mmspeed.loop.signals import StopSignals
-from mmspeed.loop.step import train_step
 from mmspeed.memory import Keeping
 from mmspeed.mesh import make_mesh
 from mmspeed.parallel import parallelize, unwrap
 from tests.spawn import run_ranks
+from tests.steps import train_step
 from tests.toy import ToyDiT, flow_loss, make_batch, split
 
 RECOMPUTED = Keeping.everywhere({"block": "recompute"})
@@ -69,7 +69,7 @@ def run(
     results = [
         train_step(
             model, split(KEYS, 8, rank, world, min(micro, 8 // world), epoch), flow_loss, optimizer,
-            global_samples=7, world=world, clip_norm=None, strategy=strategy,
+            global_samples=7, clip_norm=None, strategy=strategy,
         )
         for epoch in range(STEPS)
     ]  # fmt: skip
@@ -92,7 +92,7 @@ def guard(strategy: Any, world: int, rank: int) -> Result:
     model = parallelize(ToyDiT(), make_mesh(Device("cpu", 0), 1, -1), strategy)
     optimizer = make_optimizer(model, CFG)
     before = [full(p) for p in model.parameters()]
-    call = {"global_samples": 7, "world": world, "clip_norm": 1.0, "strategy": strategy}
+    call = {"global_samples": 7, "clip_norm": 1.0, "strategy": strategy}
     batches = split(KEYS, 8, rank, world, 1)
     if rank == world - 1:
         batches[0]["latents"][0] = float("nan")
@@ -133,7 +133,7 @@ def half(rank: int, world: int) -> Result:
     model.blocks[0].up.register_forward_pre_hook(lambda m, args: dtypes.append(m.weight.dtype))  # type: ignore[index, union-attr]
     model.blocks[0].up.register_forward_hook(lambda m, args, out: dtypes.append(out.dtype))  # type: ignore[index, union-attr]
     batch = split(KEYS, 8, rank, world, 8 // world)[0]
-    (flow_loss(model, batch) * batch.weights_I * world / 7).sum().backward()
+    (flow_loss(model, batch) * batch.weights_I / 7).sum().backward()
     grads = {n: full(p.grad) for n, p in model.named_parameters() if p.grad is not None}
     return {
         "dtypes": [str(d) for d in dtypes],

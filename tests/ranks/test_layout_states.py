@@ -23,7 +23,6 @@ from mmspeed.device import Device
 from mmspeed.loop.checkpoint import CheckpointManager, TrainingState, load
 from mmspeed.loop.ema import EMA
 from mmspeed.loop.optim import make_optimizer
-from mmspeed.loop.step import train_step
 from mmspeed.memory import Keeping
 from mmspeed.mesh import Mesh, make_mesh
 from mmspeed.models import SoraDiT, SoraDiTConfig
@@ -35,6 +34,7 @@ from mmspeed.pipelines.objective import make_objective
 from mmspeed.protocols import TextEntry
 from tests.sequence_steps import Case, Groups, build, loss_of, make_batch
 from tests.spawn import run_ranks
+from tests.steps import train_step
 
 RECOMPUTED = Keeping.everywhere({"block": "recompute"})
 
@@ -154,9 +154,7 @@ def half_errors(every: bool) -> dict[str, float]:
     ) -> Tensor:
         strategy = "none" if mesh is None else "fsdp"
         model = parallelize(build(case), mesh, strategy, layout=layout, compute_dtype=dtype)  # type: ignore[arg-type]
-        tp = layout.tensor.size if layout is not None else 1
-        engine = 1 if mesh is None else WORLD // tp
-        loss = loss_of(case, model, make_batch(case, [0, 1, 2], 1.0)).mean() * engine / (1 if mesh is None else WORLD)
+        loss = loss_of(case, model, make_batch(case, [0, 1, 2], 1.0)).mean() / (1 if mesh is None else WORLD)
         loss.backward()
         if layout is not None:
             sum_shared_gradients(model.parameters(), layout.tensor)
@@ -231,7 +229,7 @@ def broken_step(layouts: Layouts) -> dict[str, Any]:
     hooks: list[Any] = []
     result = train_step(
         model, [make_batch(case, [dist.get_rank() // 2], 0.5)], loss, optimizer,
-        global_samples=2, world=WORLD, clip_norm=1.0, strategy="fsdp", tensor=layout.tensor,
+        global_samples=2, clip_norm=1.0, strategy="fsdp", tensor=layout.tensor,
     )  # fmt: skip
     hooks[0].remove()
     same = all(torch.equal(a, whole(p)) for a, p in zip(before, model.parameters(), strict=True))

@@ -20,13 +20,13 @@ from mmspeed.loop.checkpoint import CheckpointManager, TrainingState, load, step
 from mmspeed.loop.ema import EMA
 from mmspeed.loop.optim import make_optimizer
 from mmspeed.loop.release import ReleasingOptimizer
-from mmspeed.loop.step import train_step
 from mmspeed.mesh import make_mesh
 from mmspeed.models import SoraDiT, SoraDiTConfig
 from mmspeed.models.layers import own_part, set_parameter
 from mmspeed.parallel import is_half, make_half, make_layout, parallelize
 from tests.sequence_steps import Case, loss_of, make_batch
 from tests.spawn import run_ranks
+from tests.steps import train_step
 from tests.tiers import BUCKET, CPU, HALF, TIERS, TRAIN, everything, losses, parameters, state_of, steps, whole
 from tests.toy import ToyDiT, flow_loss
 from tests.toy import make_batch as make_toy_batch
@@ -108,7 +108,7 @@ def broken_in_backward() -> tuple[str, list[bool]]:
     try:
         train_step(
             state.model, [batch], flow_loss, state.optimizer,
-            global_samples=2, world=2, clip_norm=None, strategy="fsdp",
+            global_samples=2, clip_norm=None, strategy="fsdp",
         )  # fmt: skip
     except UserError as error:
         return str(error), [torch.isfinite(p).all().item() for p in parameters(state.model).values()]
@@ -184,7 +184,6 @@ def odd_steps(state: TrainingState, layout: Any) -> list[float]:
             lambda model, batch: loss_of(case, model, batch),
             state.optimizer,
             global_samples=2,
-            world=tp,
             clip_norm=1.0,
             strategy=strategy,  # type: ignore[arg-type]
             tensor=None if layout is None else layout.tensor,

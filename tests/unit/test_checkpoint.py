@@ -19,7 +19,7 @@ from mmspeed.errors import UserError
 from mmspeed.loop.checkpoint import CheckpointManager, TrainingState, load, load_weights, step_name
 from mmspeed.loop.ema import EMA
 from mmspeed.loop.optim import make_optimizer
-from mmspeed.loop.step import train_step
+from tests.steps import train_step
 from tests.toy import ToyDiT, flow_loss, split
 
 KEYS = [f"s{i}" for i in range(7)]
@@ -37,7 +37,7 @@ def train(state: TrainingState, steps: range) -> list[float]:
     for epoch in steps:
         result = train_step(
             state.model, split(KEYS, 8, 0, 1, 4, epoch), flow_loss, state.optimizer,  # type: ignore[arg-type]
-            global_samples=7, world=1, clip_norm=1.0, strategy="none",
+            global_samples=7, clip_norm=1.0, strategy="none",
         )  # fmt: skip
         state.ema.update(state.model)  # type: ignore[union-attr]
         losses.append(result.loss)

@@ -16,19 +16,17 @@ from mmspeed.errors import UserError
 from mmspeed.loop.checkpoint import CheckpointManager, TrainingState, load, step_name
 from mmspeed.loop.optim import make_optimizer
 from mmspeed.loop.release import ReleasingOptimizer, squared_norm
-from mmspeed.loop.step import train_step
 from mmspeed.memory import peak_bytes
 from mmspeed.parallel import parallelize
 from mmspeed.protocols import Batch
+from tests.steps import train_step
 from tests.tiers import BUCKET, CPU, HALF, TIERS, differing, everything, losses, parameters, state_of, steps
 from tests.toy import ToyDiT, flow_loss, make_batch
 
 
 def one_step(state: TrainingState, batches: list[Batch], loss: Any = flow_loss) -> Any:
     assert state.optimizer is not None
-    return train_step(
-        state.model, batches, loss, state.optimizer, global_samples=2, world=1, clip_norm=None, strategy="none"
-    )
+    return train_step(state.model, batches, loss, state.optimizer, global_samples=2, clip_norm=None, strategy="none")
 
 
 @pytest.mark.parametrize("tier", TIERS)

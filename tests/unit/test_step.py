@@ -14,11 +14,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from mmspeed.config.schema import TrainConfig
 from mmspeed.errors import UserError
 from mmspeed.loop.optim import make_optimizer
-from mmspeed.loop.step import StepResult, train_step
+from mmspeed.loop.step import StepResult
 from mmspeed.memory import Keeping
 from mmspeed.parallel import parallelize, resolve_strategy
 from mmspeed.plan.throughput import training_flops
 from mmspeed.protocols import Batch, DiffusionModel
+from tests.steps import train_step
 from tests.toy import H, T, ToyDiT, W, flow_loss, make_batch, split
 
 RECOMPUTED = Keeping.everywhere({"block": "recompute"})
@@ -43,9 +44,7 @@ def step(model: nn.Module, batches: list[Batch], clip: float | None = None) -> t
         lambda *_: grads.update({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
     )
     samples = int(sum(b.weights_I.sum().item() for b in batches))
-    result = train_step(
-        model, batches, flow_loss, optimizer, global_samples=samples, world=1, clip_norm=clip, strategy="none"
-    )
+    result = train_step(model, batches, flow_loss, optimizer, global_samples=samples, clip_norm=clip, strategy="none")
     return result, grads
 
 
@@ -144,7 +143,7 @@ def test_micro_batches_are_asked_for_one_by_one_and_let_go() -> None:
     lazy = Lazy(split(KEYS, 8, 0, 1, 2))
     model = ToyDiT()
     optimizer = make_optimizer(model, TrainConfig())
-    result = train_step(model, lazy, flow_loss, optimizer, global_samples=7, world=1, clip_norm=None, strategy="none")
+    result = train_step(model, lazy, flow_loss, optimizer, global_samples=7, clip_norm=None, strategy="none")
     assert not lazy.waiting and result == truth[0]
 
 
@@ -175,7 +174,7 @@ def test_what_a_graph_keeps_is_gone_when_the_next_forward_begins() -> None:
     model = ToyDiT()
     optimizer = make_optimizer(model, TrainConfig())
     batches = split(KEYS, 8, 0, 1, 2)
-    train_step(model, batches, loss_fn, optimizer, global_samples=7, world=1, clip_norm=None, strategy="none")
+    train_step(model, batches, loss_fn, optimizer, global_samples=7, clip_norm=None, strategy="none")
     assert len(kept) > 1 and not any(ref() for ref in kept)
 
 
@@ -185,7 +184,7 @@ def test_a_non_finite_sample_is_named_and_nothing_moves() -> None:
     before = {n: t.clone() for n, t in model.state_dict().items()}
     batches = split(KEYS, 8, 0, 1, 4)
     batches[0]["latents"][2] = float("nan")
-    call = {"global_samples": 7, "world": 1, "clip_norm": 1.0, "strategy": "none"}
+    call = {"global_samples": 7, "clip_norm": 1.0, "strategy": "none"}
     result = train_step(model, batches, flow_loss, optimizer, **call)  # type: ignore[arg-type]
     assert not result.finite and result.bad == ["s2.mp4"]
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())

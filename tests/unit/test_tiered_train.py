@@ -20,13 +20,13 @@ from mmspeed.loop.checkpoint import CheckpointManager, TrainingState, load, load
 from mmspeed.loop.host_average import HostAverages
 from mmspeed.loop.optim import learning_rate, make_adamw, make_groups, make_optimizer, set_learning_rate
 from mmspeed.loop.start import load_start
-from mmspeed.loop.step import train_step
 from mmspeed.memory.split_bits import rounded
 from mmspeed.memory.tiered import TieredOptimizer
 from mmspeed.parallel import autocast, is_half, make_half
 from mmspeed.pipelines.train import TrainPipeline
 from mmspeed.preprocess import CacheBuilder
 from tests.runs import small_config
+from tests.steps import train_step
 from tests.tiers import CPU, HALF, TIERS, TRAIN, differing, everything, losses, parameters, state_of, steps
 from tests.toy import ToyDiT, flow_loss, make_batch
 
@@ -314,7 +314,7 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
         assert state.optimizer is not None
         result = train_step(
             state.model, [batch], flow_loss, state.optimizer,
-            global_samples=1, world=1, clip_norm=1.0, strategy="none",
+            global_samples=1, clip_norm=1.0, strategy="none",
         )  # fmt: skip
         assert not result.finite and result.bad == ["a.mp4"]
         assert differing(everything(state), before) == [] and differing(parameters(state.model), weights) == []
