@@ -21,13 +21,13 @@ import pytest
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from mmspeed.data import Batching, BatchSampler, DatasetCache, Draw, Loader, Step, read_ahead
+from mmspeed.data import Batching, BatchSampler, DatasetCache, Draw, Loader, read_ahead
 from mmspeed.data.feed import in_workers, on_device
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.preprocess import OnlineBuilder
-from mmspeed.protocols import Batch
+from mmspeed.protocols import Batch, StepData
 from tests.loading import make_cache
 from tests.runs import losses, small_config
 
@@ -272,7 +272,7 @@ def test_workers_outlive_signals_and_end_with_the_generator(tmp_path: Path) -> N
         for worker in workers:
             os.kill(worker.pid, number)
     for _ in range(8):
-        assert isinstance(next(steps), Step)
+        assert isinstance(next(steps), StepData)
     steps.close()
     assert not any(worker.is_running() for worker in workers)
     assert threads() == [] and multiprocessing.active_children() == []
@@ -329,9 +329,9 @@ def test_on_the_cpu_nothing_is_copied(tmp_path: Path) -> None:
     (batch,) = next(steps).batches
     assert threads() == ["mmspeed-read-ahead"]  # none that copies
     moved = batch.to(CPU.torch_device, torch.float32)
-    assert moved.movable().keys() == batch.movable().keys() >= {"latents_BCThw", "noise_BCThw", "pooled_BD"}
+    assert moved.movable().keys() == batch.movable().keys() >= {"latents", "noise", "text_pooled"}
     assert (
-        all(tensor is vars(batch)[name] for name, tensor in moved.movable().items())
+        all(tensor is batch.movable()[name] for name, tensor in moved.movable().items())
         and moved["quantiles"] is batch["quantiles"]
     )
     steps.close()

@@ -36,7 +36,7 @@ def test_padding_and_mask(tmp_path: Path) -> None:
     draws = [(draw_of(cache, f"{number}.mp4"), 1.0) for number in range(7)]
     batch = assemble(cache, draws, seed=0, caption_dropout=0.0)
     assert batch["latents"].shape == (7, 4, 2, 2, 4) and batch["latents"].dtype == torch.float32
-    assert batch.bucket == VIDEO and batch.sources[3] == "3.mp4" and batch.names[3] == draws[3][0].name
+    assert batch.shape == VIDEO and batch.sources[3] == "3.mp4" and batch.names[3] == draws[3][0].name
     lengths = batch["text_mask"].sum(1)
     assert batch["text_mask"].dtype == torch.bool and batch["text"].shape == (7, int(lengths.max()), WIDTH)
     assert len(set(lengths.tolist())) > 1  # several captions were chosen, so there is padding to look at
@@ -171,10 +171,10 @@ def test_lost_samples_keep_their_place_and_are_not_read(tmp_path: Path) -> None:
     lengths, counts = [], []
     loader = Loader(cache, sampler, seed=3, prefetch=1)
     for place, step in enumerate(loader.steps(0, sampler.steps_per_epoch)):
-        assert [draw.name for draw in step.draws] == [draw.name for draw in order.draws(place)]
-        present = {draw.name for draw in step.draws if draw.sample.key not in lost}
+        assert [item.name for item in step.items] == [draw.name for draw in order.draws(place)]
+        present = {item.name for item in step.items if item.sample not in lost}
         lengths.append(len(step.batches))
-        counts.append((count_present(step.draws), len(step.draws)))
+        counts.append((sum(step.counts.values()), len(step.items)))
         assert set(by_name(list(step.batches))) == present and counts[-1][0] == len(present)
         assert bool(lengths[-1]) == bool(present)
     assert 0 in lengths and any(0 < some < every for some, every in counts)
@@ -185,13 +185,13 @@ def test_a_step_hands_out_its_micro_batches_once(tmp_path: Path) -> None:
     sampler = BatchSampler(cache.samples, Batching(4, most=1), seed=1)
     steps = Loader(cache, sampler, prefetch=2).steps(0, 3)
     first = next(steps)
-    assert len(first.batches) == len(first.draws) > 2
-    assert next(iter(first.batches)).names == [first.draws[0].name]
+    assert len(first.batches) == len(first.items) > 2
+    assert next(iter(first.batches)).names == [first.items[0].name]
     with pytest.raises(RuntimeError, match="once"):
         next(iter(first.batches))
     second = next(steps)  # what is left of the first is passed over
-    assert [batch.names[0] for batch in second.batches] == [draw.name for draw in second.draws]
-    assert len(second.batches) == len(second.draws)
+    assert [batch.names[0] for batch in second.batches] == [item.name for item in second.items]
+    assert len(second.batches) == len(second.items)
     assert second.batches.text_tokens > 0
 
 
