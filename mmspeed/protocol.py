@@ -5,9 +5,9 @@ Legend: B batch, C channels, F H W pixels, T h w latent, L caption tokens, D tex
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +100,25 @@ class DiffusionModel(Protocol):
 
     def forward(self, x_BCThw: Tensor, t: Tensor, text_BLD: Tensor, text_mask_BL: Tensor) -> Tensor:
         """The prediction, of the shape of `x_BCThw`. `t` (B,) is in [0, 1]: 0 data, 1 noise."""
+        ...
+
+
+# What becomes of a buffer that a run changes: "averaged": the moving average follows it too, and validation meets the average;
+# "kept": validation meets it as it is.
+StateRule = Literal["averaged", "kept"]
+
+
+@runtime_checkable
+class DeclaredState(Protocol):
+    """A module some of whose buffers belong to the state of a run, though no gradient trains them: a threshold, a router's bias.
+
+    Checkpoints hold them whether they are persistent or not, and so restore them in every layout. Every process has the whole of each,
+    and all change it alike. One that a checkpoint lacks, as a checkpoint of before it was declared, stays as the model has it.
+    """
+
+    @property
+    def state_buffers(self) -> Mapping[str, StateRule]:
+        """The rule of each such buffer, by its name in this module. Averaged ones are float32."""
         ...
 
 
