@@ -132,7 +132,7 @@ def test_nothing_changes_where_everything_trains(tmp_path: Path) -> None:
 
 
 def test_another_base_is_refused(trained: tuple[TrainingState, Path], tmp_path: Path) -> None:
-    state, saved = trained
+    _, saved = trained
     meta = json.loads((saved / "meta.json").read_text())
     assert meta["frozen"] == frozen_fingerprint(AdaptedDiT()) and meta["state"] == STATE
     other = state_of(base=1)
