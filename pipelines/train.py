@@ -22,6 +22,7 @@ from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, get_logger
 from mmspeed.loop.callbacks import Averages, Callback, LearningRate, Sparsity, StepOutcome
 from mmspeed.loop.checkpoint import CheckpointManager, TrainingState
+from mmspeed.loop.frozen import frozen_fingerprint, frozen_names
 from mmspeed.loop.signals import StopSignals
 from mmspeed.loop.start import load_start
 from mmspeed.loop.step import StepResult, train_step
@@ -121,10 +122,11 @@ class TrainPipeline:
         # rank 0 looks: another node's view of the folder may be older
         found = run.manager.latest() if where.rank == 0 else None
         name = comm.broadcast_object(found.name if found is not None else None)
-        if name is None and config.train.start_from is not None:
-            for difference in run.task.compare_start(config.train.start_from) if where.rank == 0 else ():
+        start = config.train.start_from
+        if start is not None and (name is None or frozen_names(parts.model)):  # checkpoints hold no frozen weights
+            for difference in run.task.compare_start(start) if where.rank == 0 and name is None else ():
                 log.warning(difference)
-            load_start(config.train.start_from, parts.model, parts.optimizer)
+            load_start(start, parts.model, parts.optimizer)
             if parts.ema is not None:
                 parts.ema.restart(parts.model)
         if name is not None:
@@ -140,9 +142,12 @@ class TrainPipeline:
             message = run.data.resume(meta["order"])
             if message is not None and where.rank == 0 and run.step < config.train.steps:
                 log.warning(f"step {run.step}: {message}")
+        base = frozen_fingerprint(parts.model)  # a collective call
         if where.rank == 0 and run.step < config.train.steps:
             parameters = sum(p.numel() for p in parts.model.parameters())
             info = {**run.task.info(), "parameters": parameters, "data": run.data.fingerprint}
+            if base is not None:
+                info["frozen"] = base
             self.folder.write_start(config, info, run.task.files())
             trim_metrics(self.folder.metrics, run.step)
         comm.barrier()

@@ -3,9 +3,9 @@
     checkpoints/
       latest.json               the checkpoints in the order they were written, with validation losses
       step-00000123/
-        meta.json               step and whatever else is no tensor
+        meta.json               step and whatever else is no tensor; the fingerprint of weights that do not train (frozen.py)
         index.json              which tensor lies where (storage.py)
-        shard-*.safetensors     `model.*`, `ema.*` and `optimizer.*`, by parameter names
+        shard-*.safetensors     `model.*`, `ema.*` and `optimizer.*`, by names of parameters and buffers (states.py)
 
 A checkpoint is written into `.tmp-step-00000123` and renamed when every rank has finished; all ranks share the folder.
 """
@@ -32,13 +32,16 @@ from mmspeed.comm import all_reduce_max, barrier
 from mmspeed.errors import UserError
 
 from .ema import EMA
+from .frozen import frozen_fingerprint
 from .loading import Which, best, latest, load, load_weights, open_checkpoint, prefixed, recorded
 from .optim import AnyOptimizer
-from .states import states_to_save, weights_to_save
+from .states import declared_state, states_to_save, weights_to_save
 from .storage import (
     FORMAT,
+    FROZEN,
     META,
     RECORD,
+    STATE,
     DamageError,
     SafetensorsWriter,
     read_record,
@@ -103,6 +106,7 @@ class CheckpointManager:
         self._pending: _Pending | None = None
         self._losses: dict[int, float] = {}
         self._in_use: int | None = None
+        self._base: tuple[nn.Module, str | None] | None = None  # a model and the fingerprint of its frozen weights
         self._lock = threading.Lock()  # the record is changed by the training thread and by the writing one
         if self._lead:
             folder.mkdir(parents=True, exist_ok=True)
@@ -122,7 +126,11 @@ class CheckpointManager:
         if state.optimizer is not None:
             tensors |= prefixed("optimizer", states_to_save(state.model, state.optimizer))
         updates = state.ema.updates if state.ema is not None else None
-        meta = json.loads(json.dumps({"format": FORMAT, "step": step, "ema_updates": updates, "meta": state.meta}))
+        meta: dict[str, Any] = {"format": FORMAT, "step": step, "ema_updates": updates, "meta": state.meta}
+        frozen, rules = self._frozen(state.model), declared_state(state.model)
+        meta |= {FROZEN: frozen} if frozen is not None else {}
+        meta |= {STATE: rules} if rules else {}
+        meta = json.loads(json.dumps(meta))
         temporary = self.folder / f".tmp-{step_name(step)}"
         writer = SafetensorsWriter(temporary, tensors, partial(self._commit, step, temporary, meta))
         future = dcp.async_save(cast(dict[str, Any], tensors), storage_writer=writer, process_group=self.group)
@@ -183,7 +191,14 @@ class CheckpointManager:
         self.wait()
         if folder.parent == self.folder and step_of(folder) is not None:
             self._in_use = step_of(folder)  # kept until another is loaded: a rollback returns to it
+        self._base = None  # an older checkpoint holds frozen weights too, and brings its own
         return load(folder, model, optimizer, ema, self.group)
+
+    def _frozen(self, model: nn.Module) -> str | None:
+        """The fingerprint of a model's frozen weights, taken once: nothing changes them."""
+        if self._base is None or self._base[0] is not model:
+            self._base = (model, frozen_fingerprint(model, self.group))
+        return self._base[1]
 
     def _commit(self, step: int, temporary: Path, meta: dict[str, Any]) -> None:
         """Called on rank 0 by the writer, when all ranks' files are on disk."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from mmspeed.memory.tiered import TieredOptimizer
 from mmspeed.parallel import unwrap
 
 from .host_average import HostAverages
-from .states import has_masters, laid_out, local, named_masters
+from .states import declared_state, has_masters, laid_out, local, named_masters
 
 
 def ema_decay(decay: float, updates: int) -> float:
@@ -23,11 +23,13 @@ def ema_decay(decay: float, updates: int) -> float:
 
 
 class EMA:
-    """The average of a model's float32 weights. Make it after `parallelize`: it takes over the parameters' sharding.
+    """The average of a model's float32 weights that train, and of the buffers that it declares as averaged.
+
+    Make it after `parallelize`: it takes over the parameters' sharding.
 
     `optimizer` is whose weights they are, where the model's parameters are roundings of them. `host`: the averages lie in the memory of
-    that device's host, and visit it in buckets of `bucket_bytes`. `tensors` maps the bare model's parameter names to the averages;
-    `updates` counts them.
+    that device's host, and visit it in buckets of `bucket_bytes`. `tensors` maps the bare model's names to the averages; `updates` counts
+    them.
     """
 
     def __init__(
@@ -43,24 +45,26 @@ class EMA:
         self.optimizer: TieredOptimizer | None = optimizer if has_masters(model, optimizer) else None
         self._swapped = False
         self._kept: dict[str, Tensor] = {}
-        parameters = dict(unwrap(model).named_parameters())
-        if self.optimizer is None:
-            names = list(parameters)
-        else:  # in the order in which its buckets come
-            names = [name for name, _, _ in named_masters(model, self.optimizer)]
-        trained = set(names)
-        self._fixed = [name for name in parameters if name not in trained]
-        names += self._fixed
+        self._state = [name for name, rule in declared_state(model).items() if rule == "averaged"]
+        averaged = self._averaged(model)
+        for name in self._state:
+            if averaged[name].dtype != torch.float32:
+                raise ValueError(f"`{name}` is {averaged[name].dtype}; a buffer that is averaged is float32")
+        if self.optimizer is not None:  # in the order in which its buckets come
+            trained = [name for name, _, _ in named_masters(model, self.optimizer)]
+            averaged = {name: averaged[name] for name in [*trained, *self._state]}
         self._host: HostAverages | None = None
         if host is not None:
-            self._host = HostAverages([local(parameters[name]) for name in names], bucket_bytes, host)
-            self.tensors = {n: laid_out(parameters[n], t) for n, t in zip(names, self._host.tensors(), strict=True)}
+            self._host = HostAverages([local(tensor) for tensor in averaged.values()], bucket_bytes, host)
+            pairs = zip(averaged.items(), self._host.tensors(), strict=True)
+            self.tensors = {name: laid_out(tensor, average) for (name, tensor), average in pairs}
         elif self.optimizer is not None:
             self.tensors = {
-                n: laid_out(parameters[n], torch.empty_like(local(parameters[n]), dtype=torch.float32)) for n in names
+                name: laid_out(tensor, torch.empty_like(local(tensor), dtype=torch.float32))
+                for name, tensor in averaged.items()
             }
         else:
-            self.tensors = {n: p.detach().clone() for n, p in parameters.items()}
+            self.tensors = {name: tensor.detach().clone() for name, tensor in averaged.items()}
         if self._host is not None or self.optimizer is not None:
             self.restart(model)
 
@@ -69,15 +73,20 @@ class EMA:
         """Whether the averages lie in the host's memory."""
         return self._host is not None
 
+    def _averaged(self, model: nn.Module) -> dict[str, Tensor]:
+        """The parameters that train, then the buffers that are averaged, by name."""
+        bare = unwrap(model)
+        trained = {name: parameter for name, parameter in bare.named_parameters() if parameter.requires_grad}
+        return trained | {name: bare.get_buffer(name) for name in self._state}
+
     def _weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """(name, this process's part) of each weight, in the order of `tensors`; what one yields may be gone with the next."""
         if self.optimizer is not None:
-            parameters = dict(unwrap(model).named_parameters())
             yield from ((name, values) for name, _, values in named_masters(model, self.optimizer))
-            yield from ((name, local(parameters[name].detach()).float()) for name in self._fixed)
+            yield from ((name, unwrap(model).get_buffer(name)) for name in self._state)
         else:
-            parameters = dict(unwrap(model).named_parameters())
-            yield from ((name, local(parameters[name].detach())) for name in self.tensors)
+            averaged = self._averaged(model)
+            yield from ((name, local(averaged[name].detach())) for name in self.tensors)
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
@@ -94,6 +103,12 @@ class EMA:
         else:
             weights = [values for _, values in self._weights(model)]
             torch._foreach_lerp_([local(t) for t in self.tensors.values()], weights, weight)
+
+    @torch.no_grad()
+    def begin_state(self, model: nn.Module, names: Collection[str]) -> None:
+        """Begin the averages of some buffers anew: of those that a checkpoint has no averages of."""
+        for name in names:
+            self.tensors[name].copy_(unwrap(model).get_buffer(name))
 
     @torch.no_grad()
     def restart(self, model: nn.Module) -> None:
@@ -131,9 +146,9 @@ class EMA:
     def _exchange(self, model: nn.Module) -> None:
         if self._host is not None:
             self._host.settle()
-        for name, parameter in unwrap(model).named_parameters():
-            average, own = local(self.tensors[name]), local(parameter.detach())
-            if self.optimizer is None:
+        for name, tensor in self._averaged(model).items():
+            average, own = local(self.tensors[name]), local(tensor.detach())
+            if self.optimizer is None or name in self._state:
                 kept = own.clone()
                 own.copy_(average)
                 average.copy_(kept)

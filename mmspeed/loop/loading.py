@@ -12,13 +12,17 @@ from torch import Tensor, nn
 
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
+from mmspeed.parallel import unwrap
 
 from .ema import EMA
+from .frozen import fingerprint, frozen_names
 from .optim import AnyOptimizer
-from .states import StatesRoom, room_for_weights, take_weights
+from .states import StatesRoom, declared_state, room_for_weights, take_weights
 from .storage import (
     FORMAT,
+    FROZEN,
     META,
+    STATE,
     THRESHOLD,
     DamageError,
     SafetensorsReader,
@@ -28,7 +32,6 @@ from .storage import (
     step_name,
     step_of,
     steps_in,
-    without_new_thresholds,
 )
 
 Which = Literal["ema", "model"]
@@ -78,18 +81,18 @@ def prefixed(prefix: str, tensors: dict[str, Any]) -> dict[str, Tensor]:
     return {f"{prefix}.{name}": tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
 
 
-def _check(folder: Path, index: dict[str, Any], wanted: dict[str, Tensor]) -> None:
-    """Raise UserError at the first tensor that the checkpoint and `wanted` do not share in name and shape."""
+def _check(folder: Path, meta: dict[str, Any], index: dict[str, Any], wanted: dict[str, Tensor]) -> None:
+    """Raise UserError at the first tensor that the checkpoint and `wanted` do not share in name and shape; state may be one's alone."""
     held = index["tensors"]
     for name, tensor in wanted.items():
         if name not in held:
-            raise UserError(f"checkpoint {folder} has no tensor `{name}`: {_advice(name)}")
+            raise UserError(f"checkpoint {folder} has no tensor `{name}`: {_advice(name, FROZEN in meta)}")
         if held[name]["shape"] != list(tensor.shape):
             shapes = f"{tuple(held[name]['shape'])} in the checkpoint, {tuple(tensor.shape)} here"
             raise UserError(f"checkpoint {folder}: `{name}` is {shapes}: {_advice(name)}")
     parts = {name.split(".", 1)[0] for name in wanted}
     # an average stands for its parameter when weights alone are loaded
-    stems = {name.split(".", 1)[1] for name in wanted}
+    stems = {name.split(".", 1)[1] for name in wanted} | meta.get(STATE, {}).keys()
     unknown = (name for name in held if name.split(".", 1)[0] in parts and name.split(".", 1)[1] not in stems)
     extra = next((name for name in unknown if not name.endswith(THRESHOLD)), None)
     if extra is not None:
@@ -97,9 +100,27 @@ def _check(folder: Path, index: dict[str, Any], wanted: dict[str, Tensor]) -> No
         raise UserError(f"checkpoint {folder} holds `{extra}`, which the {owner} here does not have: {_advice(extra)}")
 
 
-def _advice(name: str) -> str:
+def _check_base(
+    folder: Path,
+    meta: dict[str, Any],
+    model: nn.Module,
+    names: list[str],
+    alone: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Raise UserError where the parameters that a checkpoint does not hold are not those that were frozen when it was written."""
+    if fingerprint(model, names, alone, group) != meta[FROZEN]:
+        raise UserError(
+            f"checkpoint {folder} was trained on another base: the {len(names)} tensors here that it does not hold, such as "
+            f"`{names[0]}`, are not the weights that were frozen then. Begin from the same base, in the same number type"
+        )
+
+
+def _advice(name: str, has_base: bool = False) -> str:
     if name.startswith("optimizer."):
         return "the checkpoint is of another train.optimizer: restore it, or begin a new run with train.start_from"
+    if has_base:
+        return "it did not train when the checkpoint was written; let the same parameters train, or begin a new run"
     return "the checkpoint is of another model; compare the `model` section of its run's config"
 
 
@@ -130,12 +151,15 @@ def load(
 ) -> dict[str, Any]:
     """Load a checkpoint into what is given, in place, whatever the ranks, strategy and tiers of memory that wrote it.
 
-    All ranks call it. Returns the saved `meta` with `step`. Raises UserError when the checkpoint is missing, incomplete
-    or of another model or optimizer.
+    Parameters that do not train stay as they are where the checkpoint has none of them; then they must be those that it was trained on.
+
+    All ranks call it. Returns the saved `meta` with `step`. Raises UserError when the checkpoint is missing, incomplete,
+    of another model or optimizer, or of another base.
     """
     meta, index = open_checkpoint(folder)
     weights = room_for_weights(model, optimizer)
-    wanted = without_new_thresholds(prefixed("model", weights), index)
+    base = [name for name in frozen_names(model) if f"model.{name}" not in index["tensors"]] if FROZEN in meta else []
+    wanted = prefixed("model", {name: tensor for name, tensor in weights.items() if name not in base})
     if ema is not None:
         if meta["ema_updates"] is None:
             raise UserError(f"checkpoint {folder} has no EMA weights: set train.ema_decay to null, or start anew")
@@ -144,7 +168,12 @@ def load(
     if optimizer is not None and any(name.startswith("optimizer.") for name in index["tensors"]):
         states = StatesRoom(model, optimizer)
         wanted |= prefixed("optimizer", states.tensors)
-    _check(folder, index, wanted)
+    state = declared_state(model)
+    lacking = {name for name in wanted if name.split(".", 1)[1] in state and name not in index["tensors"]}
+    wanted = {name: tensor for name, tensor in wanted.items() if name not in lacking}
+    _check(folder, meta, index, wanted)
+    if base:
+        _check_base(folder, meta, model, base, group=group)
     dcp.load(
         cast(dict[str, Any], wanted),
         storage_reader=SafetensorsReader(folder, index),
@@ -157,6 +186,7 @@ def load(
         states.take()
     if ema is not None:
         ema.updates = meta["ema_updates"]
+        ema.begin_state(model, [name.removeprefix("ema.") for name in lacking if name.startswith("ema.")])
     return {**meta["meta"], "step": meta["step"]}
 
 
@@ -169,18 +199,30 @@ def load_weights(
 ) -> dict[str, Any]:
     """Load weights alone, in the number type that `model` has, by one process `alone` or by all. Returns and raises as `load`.
 
-    `optimizer` is that of a model in training: where the float32 weights are its own, they are loaded there.
+    `optimizer` is that of a model in training: where the float32 weights are its own, they are loaded there. Parameters that the
+    checkpoint has no values of, since they did not train, stay as they are and must be those that it was trained on.
     """
     meta, index = open_checkpoint(folder)
     if which == "ema" and meta["ema_updates"] is None:
         raise UserError(f"checkpoint {folder} has no EMA weights: ask for the model's own")
-    averaged = {name for name, _ in model.named_parameters()} if which == "ema" else set()
-    state = room_for_weights(model, optimizer)
-    named = {f"{'ema' if name in averaged else 'model'}.{name}": tensor for name, tensor in state.items()}
-    wanted = without_new_thresholds(named, index)
-    _check(folder, index, wanted)
+    held, state = index["tensors"], declared_state(model)
+    averaged = {name for name, _ in unwrap(model).named_parameters()}
+    parameters = {name for name, _ in unwrap(model).named_parameters(remove_duplicate=False)}
+    weights = room_for_weights(model, optimizer)
+    wanted = {}
+    base = []  # of which the checkpoint has a fingerprint alone
+    for name, tensor in weights.items():
+        average = f"ema.{name}"
+        key = average if which == "ema" and (name in averaged or average in held) else f"model.{name}"
+        if key not in held and name in parameters and FROZEN in meta:
+            base.append(name)
+        elif key in held or name not in state:
+            wanted[key] = tensor
+    if base:
+        _check_base(folder, meta, model, base, alone)
+    _check(folder, meta, index, wanted)
     with warnings.catch_warnings():  # torch warns that one process loads; here that is what is wanted
         warnings.simplefilter("ignore")
         dcp.load(cast(dict[str, Any], wanted), storage_reader=SafetensorsReader(folder, index), no_dist=alone)
-    take_weights(model, optimizer, state)
+    take_weights(model, optimizer, weights)
     return {**meta["meta"], "step": meta["step"]}

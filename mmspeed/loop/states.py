@@ -1,5 +1,8 @@
 """What a checkpoint holds of a model and its optimizer, the same wherever weights and states lie: float32, by the names of parameters.
 
+It holds what a run changes: the parameters that train, persistent buffers, declared state (`protocol.DeclaredState`), states of the
+optimizer. Of parameters that do not train there is a fingerprint in its stead (frozen.py).
+
 Weights are the optimizer's (the model may have them rounded), states those of its inner optimizer. What lies in the host's memory, or
 exists for a moment only, is copied there, bucket by bucket, and laid out as its parameter is.
 """
@@ -23,6 +26,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from mmspeed.memory.tiered import TieredOptimizer
 from mmspeed.parallel import is_half, unwrap
 from mmspeed.parallel.tensor import local
+from mmspeed.protocols import DeclaredState, StateRule
 
 from .eight_bit import packed, unpacked
 from .optim import AnyOptimizer, state_names
@@ -56,12 +60,36 @@ def named_masters(model: nn.Module, optimizer: TieredOptimizer) -> Iterator[tupl
         yield names[parameter], parameter, values
 
 
-# ---- weights ----
+# ---- weights and state that is no parameter ----
+
+
+def declared_state(model: nn.Module) -> dict[str, StateRule]:
+    """The rule of each buffer that a module of `model` declares, by its name in the bare model.
+
+    Raises ValueError for a declared name that is no buffer.
+    """
+    rules: dict[str, StateRule] = {}
+    for prefix, module in unwrap(model).named_modules():
+        for name, rule in module.state_buffers.items() if isinstance(module, DeclaredState) else ():
+            if name not in dict(module.named_buffers()):
+                raise ValueError(f"{type(module).__name__} declares the state `{name}`, which is none of its buffers")
+            rules[f"{prefix}.{name}" if prefix else name] = rule
+    return rules
+
+
+def _weights_and_state(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters, the persistent buffers and the declared ones, by name."""
+    found = cast(dict[str, Tensor], get_model_state_dict(model))
+    buffers = dict(unwrap(model).named_buffers())
+    return found | {name: buffers[name] for name in declared_state(model)}
 
 
 def weights_to_save(model: nn.Module, optimizer: AnyOptimizer | None) -> dict[str, Tensor]:
-    """The float32 weights and the buffers, by name."""
-    found = cast(dict[str, Tensor], get_model_state_dict(model))
+    """The float32 weights that train, the persistent buffers and the declared state, by name."""
+    found = _weights_and_state(model)
+    for name, parameter in unwrap(model).named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad:
+            del found[name]
     if isinstance(optimizer, TieredOptimizer) and has_masters(model, optimizer):
         for name, parameter, values in named_masters(model, optimizer):
             found[name] = laid_out(parameter, values.detach().to("cpu", copy=True))
@@ -69,8 +97,8 @@ def weights_to_save(model: nn.Module, optimizer: AnyOptimizer | None) -> dict[st
 
 
 def room_for_weights(model: nn.Module, optimizer: AnyOptimizer | None) -> dict[str, Tensor]:
-    """Tensors to read weights and buffers into; `take_weights` brings them where they belong."""
-    found = cast(dict[str, Tensor], get_model_state_dict(model))
+    """Tensors to read weights, frozen ones too, and state into; `take_weights` brings them where they belong."""
+    found = _weights_and_state(model)
     for name, parameter in _with_masters(model, optimizer):
         found[name] = laid_out(parameter, torch.empty(local(parameter).shape, dtype=torch.float32))
     return found

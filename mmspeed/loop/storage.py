@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -33,8 +32,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 FORMAT = 1
-THRESHOLD = ".attend.tau"  # how the names of thresholds of sparse attention end: they are no weights
+THRESHOLD = ".attend.tau"  # ends the names of the only state that checkpoints without a STATE hold: thresholds of sparse attention
 INDEX, META, RECORD = "index.json", "meta.json", "latest.json"
+FROZEN, STATE = "frozen", "state"  # in META, where there is any: the base's fingerprint, the rules of declared state
 
 
 class DamageError(Exception):
@@ -85,11 +85,6 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def without_new_thresholds(wanted: dict[str, Tensor], index: dict[str, Any]) -> dict[str, Tensor]:
-    """`wanted` without thresholds of sparse attention that a checkpoint lacks, as one of dense attention does: they are found anew."""
-    return {name: tensor for name, tensor in wanted.items() if not name.endswith(THRESHOLD) or name in index["tensors"]}
-
-
 def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -123,7 +118,9 @@ def read_meta(folder: Path) -> dict[str, Any]:
     match meta:
         case {"format": int(version)} if version > FORMAT:
             return dict(meta)
-        case {"format": int(), "step": int(), "ema_updates": int() | None, "meta": dict()}:
+        case {"format": int(), "step": int(), "ema_updates": int() | None, "meta": dict()} if isinstance(
+            meta.get(FROZEN, ""), str
+        ) and isinstance(meta.get(STATE, {}), dict):
             return dict(meta)
     raise DamageError(f"is damaged: {META} lacks what every checkpoint tells (format, step, ema_updates, meta)")
 

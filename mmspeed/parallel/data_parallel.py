@@ -94,14 +94,14 @@ def make_half(model: nn.Module) -> None:
 
 
 def is_half(model: nn.Module) -> bool:
-    """Whether a model's parameters are bfloat16."""
-    return any(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
+    """Whether the parameters that train are bfloat16; a frozen base may be of any number type."""
+    return any(parameter.dtype == torch.bfloat16 for parameter in model.parameters() if parameter.requires_grad)
 
 
 def take_float32_gradients(model: nn.Module) -> None:
     """Let bfloat16 parameters have float32 gradients, so that micro-batches are not summed in 8 bits. Before the first backward."""
     for parameter in model.parameters():
-        if parameter.dtype == torch.bfloat16:
+        if parameter.requires_grad and parameter.dtype == torch.bfloat16:
             parameter.grad_dtype = torch.float32
 
 

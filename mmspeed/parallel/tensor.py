@@ -92,7 +92,8 @@ def _split_layer(layer: nn.Linear, mesh: DeviceMesh, role: Role, name: str) -> N
 
     def part(whole: Tensor, along: int) -> nn.Parameter:
         own = whole.detach().chunk(parts, along)[place].clone()
-        return nn.Parameter(DTensor.from_local(own, mesh, [Shard(along)], run_check=False))
+        split = DTensor.from_local(own, mesh, [Shard(along)], run_check=False)
+        return nn.Parameter(split, requires_grad=whole.requires_grad)
 
     layer.weight = part(layer.weight, dim)
     if layer.bias is not None and role == "column":

@@ -5,6 +5,7 @@ from .codecs import Posterior, TextEncoder, TextEntry, VideoCodec
 from .data import BatchShape, Data, Divisors, Location, StepData
 from .model import (
     CountsDenseFlops,
+    DeclaredState,
     DeclaresRoles,
     DiffusionModel,
     InitializesWeights,
@@ -12,6 +13,7 @@ from .model import (
     PutWeight,
     Role,
     SpansBlock,
+    StateRule,
     TrainableModel,
     check_model,
 )
@@ -35,6 +37,7 @@ __all__ = [
     "CheckTask",
     "CountsDenseFlops",
     "Data",
+    "DeclaredState",
     "DeclaresRoles",
     "DiffusionModel",
     "Divisors",
@@ -53,6 +56,7 @@ __all__ = [
     "RunPlace",
     "ShapeClass",
     "SpansBlock",
+    "StateRule",
     "StepData",
     "StepUsage",
     "Task",

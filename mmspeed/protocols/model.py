@@ -58,6 +58,25 @@ class DeclaresRoles(Protocol):
         ...
 
 
+# What becomes of a buffer that a run changes: "averaged": the moving average follows it too, and validation meets the average;
+# "kept": validation meets it as it is.
+StateRule = Literal["averaged", "kept"]
+
+
+@runtime_checkable
+class DeclaredState(Protocol):
+    """A module some of whose buffers belong to the state of a run, though no gradient trains them: a threshold, a router's bias.
+
+    Checkpoints hold them whether they are persistent or not, and so restore them in every layout. Every process has the whole of each,
+    and all change it alike. One that a checkpoint lacks, as a checkpoint of before it was declared, stays as the model has it.
+    """
+
+    @property
+    def state_buffers(self) -> Mapping[str, StateRule]:
+        """The rule of each such buffer, by its name in this module. Averaged ones are float32."""
+        ...
+
+
 class DiffusionModel(TrainableModel, Protocol):
     """All that the video task asks of a diffusion transformer."""
 

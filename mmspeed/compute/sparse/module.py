@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from mmspeed.compute.autocast import autocast_alike
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.errors import UserError
 from mmspeed.graphs import outside_graphs
+from mmspeed.protocols import StateRule
 from mmspeed.replay import Decides
 
 from .attention import Attended, choose_kernel, clustered_attention
@@ -71,8 +72,8 @@ class WarmStarts:
 class ClusteredAttention(Decides):
     """Self-attention in which groups of queries attend to the keys that matter to them; see `SparseConfig`.
 
-    Where `settings` steer a threshold, `tau` holds it (a buffer, in checkpoints): a `SparsityController` sets it in training, and
-    sampling uses it as it is. As long as it is not set (NaN), every sample finds its own for the share `keep`.
+    Where `settings` steer a threshold, `tau` holds it (a buffer, declared as state of the run): a `SparsityController` sets it in
+    training, and sampling uses it as it is. As long as it is not set (NaN), every sample finds its own for the share `keep`.
 
     Args:
         way: of a fixed pattern that alternates between blocks (Skiparse), which of its two this one has.
@@ -81,6 +82,7 @@ class ClusteredAttention(Decides):
     """
 
     tau: Tensor
+    state_buffers: ClassVar[Mapping[str, StateRule]] = {"tau": "kept"}
 
     def __init__(
         self, settings: SparseConfig, way: Literal[0, 1] = 0, frames: bool = True, dense: Attend = attention
