@@ -26,7 +26,7 @@ from torch import Tensor
 from mmspeed.graphs import outside_graphs
 from mmspeed.replay import FirstHalf, begin, complete
 
-from .messages import Move, Underway
+from .messages import Move, Underway, wait_all
 from .packing import Sizes, layout
 
 
@@ -37,7 +37,7 @@ class _Link:
 
 
 class PendingExchange:
-    """An exchange between its halves. Holds what is sent; until `finish`, the tensors that were handed in must not change."""
+    """An exchange between its halves, to be finished. Holds what is sent; until then the tensors that were handed in must not change."""
 
     _link: _Link
     _move: Move
@@ -50,6 +50,7 @@ class PendingExchange:
         self._results = None if results is None else list(results)  # of an axis of one rank: nothing is under way
         self._underway: Underway | None = None
         self._watched: list[tuple[Tensor, int]] = []  # tensors that travel from where they lie, and their versions
+        self._again = False  # in a pass that is made again
 
     @classmethod
     def _of(cls, move: Move, layouts: Sequence[Sizes], xs: Sequence[Tensor], offers: bool) -> PendingExchange:
@@ -58,8 +59,14 @@ class PendingExchange:
         pending._move, pending._link, pending._records = move, _Link(), torch.is_grad_enabled()
         pending._layouts_back = tuple(layout(x) for x in xs)
         pending._half, issues = begin("exchange") if offers else (None, True)
+        pending._again = pending._half is not None and pending._half.whole
         pending._token = _Start.apply(pending, tuple(layouts), issues, *xs)
         return pending
+
+    def __del__(self) -> None:
+        # a second pass stops when backward has what it needs, perhaps between the halves: memory must outlive its messages
+        if self._again and self._underway is not None:
+            wait_all(self._underway.works)
 
     def _issue(self, layouts: Sequence[Sizes], xs: Sequence[Tensor]) -> None:
         self._underway = self._move.begin(xs, layouts)

@@ -262,6 +262,21 @@ def test_halves_in_two_regions() -> None:
     assert torch.equal(found, wanted) and counts_around == counts == [1, 1]
 
 
+def test_a_second_pass_that_stops_between_the_halves_waits_for_what_it_issued() -> None:
+    axis, group = make_axis()
+
+    def run(x: Tensor) -> Tensor:
+        pending = comm.start_all_to_all(torch.tanh(x), axis, 1, 0)
+        beside = torch.sigmoid(x).exp().sum()  # backward needs nothing that comes after
+        return finish(pending) + beside
+
+    wanted, *counts = gradient(run, group)
+    assert counts == [1, 1]
+    for policy, again in ((KEEPS, 0), (AGAIN, 1)):
+        found, *counts = gradient(lambda x, policy=policy: region(run, x, policy=policy), group)  # all are waited for
+        assert torch.equal(found, wanted) and counts == [1, 1 + again]
+
+
 def test_a_start_that_is_discarded_and_finished_outside() -> None:
     axis, group = make_axis()
     x = make_x()
