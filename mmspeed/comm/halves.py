@@ -45,12 +45,12 @@ class PendingExchange:
     _token: Tensor
     _layouts_back: tuple[Sizes, ...]
     _records: bool
+    _underway: Underway | None = None
+    _again = False  # in a pass that is made again
 
     def __init__(self, results: Sequence[Tensor] | None = None) -> None:
         self._results = None if results is None else list(results)  # of an axis of one rank: nothing is under way
-        self._underway: Underway | None = None
         self._watched: list[tuple[Tensor, int]] = []  # tensors that travel from where they lie, and their versions
-        self._again = False  # in a pass that is made again
 
     @classmethod
     def _of(cls, move: Move, layouts: Sequence[Sizes], xs: Sequence[Tensor], offers: bool) -> PendingExchange:
