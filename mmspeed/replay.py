@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from torch import Tensor, nn
@@ -22,18 +23,34 @@ Kind = Literal["matmul", "attention", "exchange"]  # of what is dear to make aga
 _CURRENT: ContextVar[Record | None] = ContextVar("mmspeed_record", default=None)
 
 
+@dataclass(eq=False)
+class FirstHalf:
+    """The first half of a result that is made in two. `whole`: the second half was made in the same first pass, of the same record."""
+
+    whole: bool = False
+
+
 class Record:
     """The decisions of one forward pass, in their order. By itself it keeps no results."""
 
     def __init__(self) -> None:
         self._made: list[Any] = []
         self._place = 0
+        self._deciding = False
+        self._begun: list[FirstHalf] = []
+        self._next = 0
 
     def settle(self, make: Callable[[], T]) -> tuple[T, bool]:
-        """The decision at this place, and whether it was made just now."""
+        """The decision at this place, and whether it was made just now. One that is a part of another is not recorded by itself."""
+        if self._deciding:
+            return make(), True
         first = self._place == len(self._made)
         if first:
-            self._made.append(make())
+            self._deciding = True
+            try:
+                self._made.append(make())
+            finally:
+                self._deciding = False
         self._place += 1
         return self._made[self._place - 1], first
 
@@ -41,10 +58,27 @@ class Record:
         """Results that are dear to make again."""
         return make()
 
+    def holds(self, kind: Kind) -> bool:
+        """Whether later passes are given the results of this kind that the first one made."""
+        return False
+
+    def begin(self, kind: Kind) -> tuple[FirstHalf, bool]:
+        """The first half at this place, and whether this pass is to make it: a later one does where it makes the second half again."""
+        first = self._next == len(self._begun)
+        if first:
+            self._begun.append(FirstHalf())
+        half = self._begun[self._next]
+        self._next += 1
+        return half, first or (half.whole and not self.holds(kind))
+
+    def began(self, half: FirstHalf) -> bool:
+        """Whether this record has the first half."""
+        return any(half is one for one in self._begun)
+
     @contextmanager
     def in_force(self) -> Iterator[None]:
-        """A pass begins: inside, `settle` and `kept` come here."""
-        self._place = 0
+        """A pass begins: inside, `settle`, `kept` and `begin` come here."""
+        self._place = self._next = 0
         token = _CURRENT.set(self)
         try:
             yield
@@ -80,6 +114,33 @@ def offered(offers: bool, kind: Kind, make: Callable[[], tuple[Tensor, ...]]) ->
     as a plan; then it has no place among the results of both passes. Exchanges of gradients are never offered.
     """
     return kept(kind, make) if offers else make()
+
+
+def begin(kind: Kind) -> tuple[FirstHalf, bool]:
+    """The first half of a result that is made in two, and whether it is to be made. Called as `kept` is, with `complete` for the second.
+
+    It is not made again where the results are held, nor where the second half lies outside of what is made again.
+    """
+    record = _CURRENT.get()
+    return (FirstHalf(), True) if record is None else record.begin(kind)
+
+
+def complete(kind: Kind, half: FirstHalf | None, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """`kept`, of the second half of a result; `make()` alone for a first half that was not offered (None).
+
+    Raises RuntimeError where a pass that holds no such results would make the second half again without the first.
+    """
+    record = _CURRENT.get()
+    if half is None or record is None:
+        return make()
+    if record.began(half):
+        half.whole = True
+    elif not record.holds(kind):
+        raise RuntimeError(
+            f"an {kind} that was started before a recomputed region is finished inside it, and the region computes each {kind} again: "
+            "start it inside, or keep its results"
+        )
+    return record.kept(kind, make)
 
 
 class Decides(nn.Module):

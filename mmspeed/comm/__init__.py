@@ -9,13 +9,32 @@ from .collectives import (
     broadcast_object,
     first_does,
 )
-from .exchange import Pending, all_gather, all_to_all, all_to_all_many, even_sizes, pass_on, reduce_scatter, swap_rows
+from .exchange import (
+    Pending,
+    RowCounts,
+    all_gather,
+    all_to_all,
+    all_to_all_many,
+    even_sizes,
+    pass_on,
+    reduce_scatter,
+    row_counts,
+    start_all_gather,
+    start_all_to_all,
+    start_all_to_all_many,
+    start_reduce_scatter,
+    start_rows,
+    swap_rows,
+)
+from .halves import PendingExchange, finish, finish_all
 
 __all__ = [
     "Axis",
     "Exchange",
     "Ledger",
     "Pending",
+    "PendingExchange",
+    "RowCounts",
     "all_gather",
     "all_gather_objects",
     "all_reduce_max",
@@ -25,10 +44,18 @@ __all__ = [
     "barrier",
     "broadcast_object",
     "even_sizes",
+    "finish",
+    "finish_all",
     "first_does",
     "ledger",
     "nbytes",
     "pass_on",
     "reduce_scatter",
+    "row_counts",
+    "start_all_gather",
+    "start_all_to_all",
+    "start_all_to_all_many",
+    "start_reduce_scatter",
+    "start_rows",
     "swap_rows",
 ]

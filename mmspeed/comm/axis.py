@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -13,51 +14,69 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 Exchange = Literal["collective", "point_to_point"]
+Link = Literal["inner", "outer"]  # within a node, between nodes
 
 
 class Ledger:
     """Bytes that this rank sends to others, calls, and copies, by kind and axis. Made by whoever wants to count, and passed along.
 
     `copies` are passes over a tensor to bring its parts into the order in which they travel (`pack`), or those that came into
-    the order of the result (`unpack`), by (kind, axis, side); an exchange makes one at most on each side.
+    the order of the result (`unpack`), by (kind, axis, side); an exchange makes one at most on each side. `by_link` are the same bytes
+    by (kind, axis, link), "inner" to ranks of the same node and "outer" to those of others (`Axis.nodes`).
     """
 
     def __init__(self) -> None:
         self.bytes: Counter[tuple[str, str]] = Counter()  # (kind, axis)
         self.calls: Counter[tuple[str, str]] = Counter()
         self.copies: Counter[tuple[str, str, str]] = Counter()  # (kind, axis, "pack" or "unpack")
+        self.by_link: Counter[tuple[str, str, Link]] = Counter()  # (kind, axis, link)
         self._watchers: list[tuple[frozenset[str], Ledger]] = []
 
     def add(
-        self, kind: str, axis: str, sent: int, packs: int = 0, unpacks: int = 0, belongs_to: str | None = None
+        self,
+        kind: str,
+        axis: str,
+        sent: int,
+        packs: int = 0,
+        unpacks: int = 0,
+        belongs_to: str | None = None,
+        outer: int = 0,
     ) -> None:
         """Count a call that sends so many bytes and makes so many copies before and after, under the name `axis`.
 
-        `belongs_to`: the axis whose block (`ledger`) counts it too, when that has another name.
+        `belongs_to`: the axis whose block (`ledger`) counts it too, when that has another name. `outer`: bytes to other nodes.
         """
         self.bytes[kind, axis] += sent
         self.calls[kind, axis] += 1
+        links: tuple[tuple[Link, int], ...] = (("inner", sent - outer), ("outer", outer))
+        for link, of_link in links:
+            if of_link:
+                self.by_link[kind, axis, link] += of_link
         for side, copies in (("pack", packs), ("unpack", unpacks)):
             if copies:
                 self.copies[kind, axis, side] += copies
         for names, watcher in self._watchers:
             if (belongs_to or axis) in names:
-                watcher.add(kind, axis, sent, packs, unpacks)
+                watcher.add(kind, axis, sent, packs, unpacks, outer=outer)
 
-    def total(self, axis: str | None = None, kind: str | None = None) -> int:
-        """Bytes sent over an axis, or over all; of a kind, or of all."""
-        return sum(count for (what, of), count in self.bytes.items() if axis in (None, of) and kind in (None, what))
+    def total(self, axis: str | None = None, kind: str | None = None, link: Link | None = None) -> int:
+        """Bytes sent over an axis, or over all; of a kind, or of all; over a link, or over both."""
+        return sum(
+            count
+            for (what, of, over), count in self.by_link.items()
+            if axis in (None, of) and kind in (None, what) and link in (None, over)
+        )
 
     def clear(self) -> None:
         """Begin anew."""
-        for counter in (self.bytes, self.calls, self.copies):
+        for counter in (self.bytes, self.calls, self.copies, self.by_link):
             counter.clear()
 
     def since(self, before: Ledger) -> Ledger:
         """What was counted after `before`, a copy, was taken."""
         rest = Ledger()
         rest.bytes, rest.calls = self.bytes - before.bytes, self.calls - before.calls
-        rest.copies = self.copies - before.copies
+        rest.copies, rest.by_link = self.copies - before.copies, self.by_link - before.by_link
         return rest
 
     def copy(self) -> Ledger:
@@ -85,7 +104,10 @@ def ledger(*axes: Axis) -> Iterator[Ledger]:
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis. `exchange` says how exchanges are made: by the backend's collective, or by sends and receives between pairs."""
+    """One axis. `exchange` says how exchanges are made: by the backend's collective, or by sends and receives between pairs.
+
+    `nodes`: the node of each place; empty: all are on one node.
+    """
 
     name: str
     group: dist.ProcessGroup | None
@@ -93,13 +115,22 @@ class Axis:
     rank: int
     ledger: Ledger = field(default_factory=Ledger)
     exchange: Exchange = "collective"
+    nodes: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, mesh: DeviceMesh, name: str, ledger: Ledger | None = None, exchange: Exchange = "collective") -> Axis:
-        """The axis `name` of a mesh."""
+    def of(
+        cls,
+        mesh: DeviceMesh,
+        name: str,
+        ledger: Ledger | None = None,
+        exchange: Exchange = "collective",
+        nodes: Sequence[int] | None = None,
+    ) -> Axis:
+        """The axis `name` of a mesh. `nodes`: the node of each rank of the run; None: `launched_nodes`."""
         part = mesh[name]
-        counted = Ledger() if ledger is None else ledger
-        return cls(name, part.get_group(), part.size(), part.get_local_rank(), counted, exchange)
+        counted, ranks = Ledger() if ledger is None else ledger, part.mesh.tolist()
+        places = nodes_of(ranks, nodes)
+        return cls(name, part.get_group(), part.size(), part.get_local_rank(), counted, exchange, places)
 
     @classmethod
     def alone(cls, name: str) -> Axis:
@@ -110,10 +141,40 @@ class Axis:
         """The global rank of a place on this axis; places are counted round."""
         return dist.get_global_rank(self.group, place % self.size) if self.group is not None else 0
 
-    def count(self, kind: str, sent: int, packs: int = 0, unpacks: int = 0, name: str | None = None) -> None:
-        """Write into the ledger, under the axis's name or another; nothing for an axis of one rank."""
-        if self.size > 1:
-            self.ledger.add(kind, name or self.name, sent, packs, unpacks, belongs_to=self.name)
+    def others(self) -> list[int]:
+        """The places of the other ranks."""
+        return [place for place in range(self.size) if place != self.rank]
+
+    def count(
+        self, kind: str, sent: int | Sequence[int], packs: int = 0, unpacks: int = 0, name: str | None = None
+    ) -> None:
+        """Write into the ledger, under the axis's name or another; nothing for an axis of one rank.
+
+        `sent`: bytes for each place, of which those for this rank do not travel; one number goes to the next place, as on a ring.
+        """
+        if self.size == 1:
+            return
+        if isinstance(sent, int):
+            sent = [sent if place == (self.rank + 1) % self.size else 0 for place in range(self.size)]
+        far = [self.nodes[place] != self.nodes[self.rank] for place in range(self.size)] if self.nodes else None
+        outer = sum(sent[place] for place in self.others() if far[place]) if far else 0
+        total = sum(sent[place] for place in self.others())
+        self.ledger.add(kind, name or self.name, total, packs, unpacks, belongs_to=self.name, outer=outer)
+
+
+def launched_nodes(world: int) -> tuple[int, ...]:
+    """The node of each rank of a run, by the launcher's LOCAL_WORLD_SIZE; one node without it, or where it does not divide `world`."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    return tuple(rank // local if local > 0 and world % local == 0 else 0 for rank in range(world))
+
+
+def nodes_of(ranks: Sequence[int], nodes: Sequence[int] | None) -> tuple[int, ...]:
+    """The nodes of some ranks of the run, from those of all; None: `launched_nodes`. Raises ValueError for a map of another length."""
+    world = dist.get_world_size()
+    if nodes is not None and len(nodes) != world:
+        raise ValueError(f"a map of {len(nodes)} ranks to nodes, but the run has {world}")
+    known = launched_nodes(world) if nodes is None else nodes
+    return tuple(known[rank] for rank in ranks)
 
 
 def nbytes(tensor: torch.Tensor) -> int:

@@ -6,33 +6,27 @@ rank 0 is to get, then rank 1's, and so on, each part in the order of the dims t
 none where the parts already lie so. Which order travels depends on arguments that all ranks share and never on a rank's own strides,
 which may differ where a dim has size 0 or 1.
 
-What came is offered to whoever recomputes (`mmspeed.replay.kept`), so that a second pass need not exchange again. An exchange of
-gradients, or one that is made while no gradient is recorded, is not: it may be made in the first pass alone.
-
-All ranks of the axis make the same calls in the same order, those with empty parts too, forward and backward: a loss must depend on
-the result on every rank or on none.
+Each exchange is the finish of its start (`halves`); `start_all_to_all` and its kin give the first half by itself, and what is issued
+before `finish` overlaps with the messages. The same rules hold for both: what came is offered to whoever recomputes, and all ranks of the
+axis make the same calls in the same order.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mmspeed.graphs import outside_graphs
-from mmspeed.replay import offered
+from mmspeed.replay import settle
 
 from .axis import Axis, nbytes
-from .packing import Sizes, even_sizes, laid_out, landing, layout, lengths_of, pack, unpack
-
-# newer torch has these under other names, and warns of the old ones
-_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from .halves import PendingExchange, finish, finish_all, start
+from .messages import AllGather, AllToAll, ReduceScatter, Rows, between, wait_all
+from .packing import Sizes, even_sizes, laid_out
 
 
 def all_to_all(
@@ -55,8 +49,21 @@ def all_to_all(
 
     Raises ValueError for dims and sizes that do not fit `x`.
     """
+    return finish(start_all_to_all(x, axis, scatter_dim, gather_dim, scatter_sizes, gather_sizes, order))
+
+
+def start_all_to_all(
+    x: Tensor,
+    axis: Axis,
+    scatter_dim: int,
+    gather_dim: int,
+    scatter_sizes: Sequence[int] | None = None,
+    gather_sizes: Sequence[int] | None = None,
+    order: Sequence[int] | None = None,
+) -> PendingExchange:
+    """The first half of `all_to_all`; `finish` is the second."""
     each = None if scatter_sizes is None else [scatter_sizes]
-    return all_to_all_many([x], axis, scatter_dim, gather_dim, each, gather_sizes, order)[0]
+    return start_all_to_all_many([x], axis, scatter_dim, gather_dim, each, gather_sizes, order)
 
 
 def all_to_all_many(
@@ -74,7 +81,21 @@ def all_to_all_many(
     """
     if not xs:
         return []
-    if len({(x.dim(), x.dtype, x.device) for x in xs}) > 1:
+    started = start_all_to_all_many(xs, axis, scatter_dim, gather_dim, scatter_sizes_each, gather_sizes, order)
+    return finish_all(started)
+
+
+def start_all_to_all_many(
+    xs: Sequence[Tensor],
+    axis: Axis,
+    scatter_dim: int,
+    gather_dim: int,
+    scatter_sizes_each: Sequence[Sequence[int] | None] | None = None,
+    gather_sizes: Sequence[int] | None = None,
+    order: Sequence[int] | None = None,
+) -> PendingExchange:
+    """The first half of `all_to_all_many`, of one tensor or more; `finish_all` is the second."""
+    if len({(x.dim(), x.dtype, x.device) for x in xs}) != 1:
         raise ValueError("tensors of one exchange have the same number of dims, number type and device")
     dims = xs[0].dim()
     scatter_dim, gather_dim = _dim(scatter_dim, dims), _dim(gather_dim, dims)
@@ -90,8 +111,8 @@ def all_to_all_many(
     gather = tuple(_shared(gather_sizes, x, gather_dim, axis) for x in xs)
     wire = _order(order, dims)
     if axis.size == 1:
-        return [laid_out(x, wire) for x in xs] if order is not None else list(xs)
-    return _exchange(axis, scatter_dim, gather_dim, scatter, gather, wire, xs)
+        return PendingExchange([laid_out(x, wire) for x in xs] if order is not None else xs)
+    return start(AllToAll(axis, scatter_dim, gather_dim, scatter, gather, wire), (wire,) * len(xs), xs)
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
@@ -99,11 +120,14 @@ def all_gather(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = No
 
     `sizes`: what each rank holds of `dim`; None: as much as this rank. Raises ValueError for sizes that do not fit.
     """
+    return finish(start_all_gather(x, axis, dim, sizes))
+
+
+def start_all_gather(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = None) -> PendingExchange:
+    """The first half of `all_gather`; `finish` is the second."""
     dim = _dim(dim, x.dim())
     parts = _shared(sizes, x, dim, axis)
-    if axis.size == 1:
-        return x
-    return _apply(_AllGather, x, axis, dim, parts)
+    return PendingExchange([x]) if axis.size == 1 else start(AllGather(axis, dim, parts), [_natural(x)], [x])
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
@@ -112,18 +136,68 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None 
     `sizes`: what each rank gets of `dim`; None: even sizes. Uneven ones, and `point_to_point`, are made from parts: an all-to-all and
     a local sum. Raises ValueError for sizes that do not fit, and for truth values.
     """
+    return finish(start_reduce_scatter(x, axis, dim, sizes))
+
+
+def start_reduce_scatter(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = None) -> PendingExchange:
+    """The first half of `reduce_scatter`; `finish` is the second."""
     dim = _dim(dim, x.dim())
     if x.dtype == torch.bool:
         raise ValueError("truth values cannot be added up: make numbers of them")
     parts = _whole(even_sizes(x.shape[dim], axis.size) if sizes is None else sizes, x, dim, axis)
-    if axis.size == 1:
-        return x
-    return _apply(_ReduceScatter, x, axis, dim, parts)
+    return PendingExchange([x]) if axis.size == 1 else start(ReduceScatter(axis, dim, parts), [_natural(x)], [x])
+
+
+@dataclass(frozen=True)
+class RowCounts:
+    """Rows that this rank sends to each rank of an axis, and rows that come from each; any may be 0."""
+
+    sends: tuple[int, ...]
+    comes: tuple[int, ...]
+
+    def back(self) -> RowCounts:
+        """The counts of the same rows on their return."""
+        return RowCounts(self.comes, self.sends)
 
 
 @outside_graphs
+def row_counts(sends_R: Tensor, axis: Axis) -> RowCounts:
+    """Row counts known at run time: `sends_R` (whole numbers, one for each rank) are exchanged, in a message of 8 bytes a rank.
+
+    The host reads them, as sizes of messages must be known there; so call it before, not between, the halves of another exchange. A pass
+    that is made again (`mmspeed.replay`) gets the counts of the first. Raises ValueError for another number of counts.
+    """
+    if sends_R.shape != (axis.size,) or sends_R.is_floating_point():
+        raise ValueError(f"{axis.name}: counts for {axis.size} ranks are whole numbers of shape ({axis.size},)")
+
+    def exchanged() -> RowCounts:
+        ones = [1] * axis.size
+        with torch.no_grad():
+            counts = sends_R.detach().long()
+            sends, comes = torch.stack((counts, swap_rows(counts, axis, ones, ones, "counts"))).tolist()
+        return RowCounts(tuple(sends), tuple(comes))
+
+    return settle(exchanged)[0]
+
+
+def start_rows(x_ZE: Tensor, axis: Axis, counts: RowCounts, kind: str = "rows") -> PendingExchange:
+    """The first half of `swap_rows`, by counts from the host or from `row_counts`; `finish` is the second."""
+    sends, comes = counts.sends, counts.comes
+    if (
+        len(sends) != axis.size
+        or len(comes) != axis.size
+        or min(*sends, *comes) < 0
+        or sum(sends) != len(x_ZE)
+        or sends[axis.rank] != comes[axis.rank]
+    ):
+        raise ValueError(f"{axis.name}: {len(x_ZE)} rows on rank {axis.rank}, not {sends} to go and {comes} to come")
+    if axis.size == 1:
+        return PendingExchange([x_ZE])
+    return start(Rows(axis, sends, comes, kind), [_natural(x_ZE)], [x_ZE])
+
+
 def swap_rows(x_ZE: Tensor, axis: Axis, sends: Sequence[int], comes: Sequence[int], kind: str = "rows") -> Tensor:
-    """Give each rank some rows, another number to each, and get `comes[r]` from rank r, rank by rank; no gradients.
+    """Give each rank some rows, another number to each, and get `comes[r]` from rank r, rank by rank. Backward: the same, back.
 
     Args:
         x_ZE: rows (of any shape) for rank 0 first, `sends[0]` of them, then those for rank 1. Ranks may be given none.
@@ -131,21 +205,7 @@ def swap_rows(x_ZE: Tensor, axis: Axis, sends: Sequence[int], comes: Sequence[in
 
     Raises ValueError for numbers of rows that do not fit.
     """
-    if (
-        len(sends) != axis.size
-        or len(comes) != axis.size
-        or sum(sends) != len(x_ZE)
-        or sends[axis.rank] != comes[axis.rank]
-    ):
-        raise ValueError(
-            f"{axis.name}: {len(x_ZE)} rows on rank {axis.rank}, not {tuple(sends)} to go and {tuple(comes)} to come"
-        )
-    if axis.size == 1:
-        return x_ZE
-    width, received = math.prod(x_ZE.shape[1:]), x_ZE.new_empty((sum(comes), *x_ZE.shape[1:]))
-    _swap(x_ZE.contiguous().view(-1), received.view(-1), [n * width for n in sends], [n * width for n in comes], axis)
-    axis.count(kind, (sum(sends) - sends[axis.rank]) * width * x_ZE.element_size(), int(not x_ZE.is_contiguous()))
-    return received
+    return finish(start_rows(x_ZE, axis, RowCounts(tuple(sends), tuple(comes)), kind))
 
 
 class Pending:
@@ -157,8 +217,7 @@ class Pending:
     @outside_graphs
     def wait(self) -> list[Tensor]:
         """What came, once it is here; on an accelerator the current queue of work waits, not the caller. May be asked again."""
-        for work in self._works:
-            work.wait()
+        wait_all(self._works)
         self._works, self._sent = [], []
         return self._received
 
@@ -195,150 +254,9 @@ def pass_on(
     sent = [tensor.detach().contiguous() for tensor in tensors]
     packs = sum(not tensor.is_contiguous() for tensor in tensors)
     received = [tensor.new_empty(shape) for tensor, shape in zip(sent, expected, strict=True)]
-    axis.count(kind, sum(map(nbytes, sent)), packs, 0, name)
-    return Pending(received, _between([(to, tensor) for tensor in sent], [(source, t) for t in received], axis), sent)
-
-
-@outside_graphs
-def _exchange(
-    axis: Axis,
-    scatter_dim: int,
-    gather_dim: int,
-    scatter: tuple[Sizes, ...],
-    gather: tuple[Sizes, ...],
-    wire: Sizes,
-    xs: Sequence[Tensor],
-) -> list[Tensor]:
-    plan = _Plan(axis, scatter_dim, gather_dim, scatter, gather, wire)
-    return list(_AllToAll.apply(plan, (wire,) * len(xs), torch.is_grad_enabled(), *xs))
-
-
-@outside_graphs
-def _apply(function: type[torch.autograd.Function], x: Tensor, axis: Axis, dim: int, sizes: Sizes) -> Tensor:
-    result: Tensor = function.apply(x, axis, dim, sizes, torch.is_grad_enabled())
-    return result
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """An all-to-all of k tensors, in words that all ranks share. `wire` is the order of the dims on the way."""
-
-    axis: Axis
-    scatter_dim: int
-    gather_dim: int
-    scatter: tuple[Sizes, ...]  # (k) of (n)
-    gather: tuple[Sizes, ...]  # (k) of (n)
-    wire: Sizes
-
-    def back(self) -> _Plan:
-        """The way of the gradients: what is copied on one side here is copied on the other side there."""
-        return _Plan(self.axis, self.gather_dim, self.scatter_dim, self.gather, self.scatter, self.wire)
-
-
-class _AllToAll(torch.autograd.Function):
-    """`layouts`: the order of each result's dims in memory; this rank's own affair, unlike the plan. `offers`: see the head of the file."""
-
-    @staticmethod
-    def forward(ctx: Any, plan: _Plan, layouts: tuple[Sizes, ...], offers: bool, *xs: Tensor) -> tuple[Tensor, ...]:
-        ctx.plan, ctx.layouts = plan, tuple(layout(x) for x in xs)
-        return offered(offers, "exchange", lambda: _all_to_all(plan, layouts, xs))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, None, None, *_AllToAll.apply(ctx.plan.back(), ctx.layouts, False, *grads)
-
-
-def _all_to_all(plan: _Plan, layouts: tuple[Sizes, ...], xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    axis, sent = plan.axis, pack(xs, plan.scatter_dim, plan.scatter, plan.wire)
-    shapes = []
-    for x, scatter, gather in zip(xs, plan.scatter, plan.gather, strict=True):
-        shape = list(x.shape)
-        shape[plan.scatter_dim], shape[plan.gather_dim] = scatter[axis.rank], sum(gather)
-        shapes.append(shape)
-    comes = lengths_of(shapes, plan.gather_dim, plan.gather)
-    results, flat, unpacks = landing(sent.flat, shapes, plan.gather_dim, plan.wire, layouts)
-    _swap(sent.flat, flat, sent.lengths, comes, axis)
-    if unpacks:
-        unpack(flat, results, plan.gather_dim, plan.gather, plan.wire)
-    axis.count("all_to_all", sent.bytes_to_others(axis.rank), sent.copies, unpacks)
-    return tuple(results)
-
-
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: Sizes, offers: bool) -> Tensor:
-        ctx.back = axis, dim, sizes
-        return offered(offers, "exchange", lambda: (_gather(x, axis, dim, sizes),))[0]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _ReduceScatter.apply(grads[0], *ctx.back, False), None, None, None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: Sizes, offers: bool) -> Tensor:
-        ctx.back = axis, dim, sizes
-        return offered(offers, "exchange", lambda: (_sum_and_scatter(x, axis, dim, sizes),))[0]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _AllGather.apply(grads[0], *ctx.back, False), None, None, None, None
-
-
-def _gather(x: Tensor, axis: Axis, dim: int, sizes: Sizes) -> Tensor:
-    mine, wire = x.contiguous().view(-1), tuple(range(x.dim()))
-    shape = [*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]]
-    results, flat, unpacks = landing(x, [shape], dim, wire, [wire])
-    if axis.exchange == "collective" and len(set(sizes)) == 1:
-        _ALL_GATHER(flat, mine, group=axis.group)
-    else:
-        parts = flat.split(lengths_of([shape], dim, [sizes]))
-        parts[axis.rank].copy_(mine)
-        others = [place for place in range(axis.size) if place != axis.rank]
-        _finish(_between([(place, mine) for place in others], [(place, parts[place]) for place in others], axis))
-    if unpacks:
-        unpack(flat, results, dim, [sizes], wire)
-    axis.count("all_gather", (axis.size - 1) * nbytes(mine), int(not x.is_contiguous()), unpacks)
-    return results[0]
-
-
-def _sum_and_scatter(x: Tensor, axis: Axis, dim: int, sizes: Sizes) -> Tensor:
-    sent = pack([x], dim, [sizes], tuple(range(x.dim())))
-    shape = [*x.shape[:dim], sizes[axis.rank], *x.shape[dim + 1 :]]
-    if axis.exchange == "collective" and len(set(sizes)) == 1:
-        result = x.new_empty(shape)
-        _REDUCE_SCATTER(result.view(-1), sent.flat, group=axis.group)
-    else:
-        parts = x.new_empty([axis.size, *shape])
-        _swap(sent.flat, parts.view(-1), sent.lengths, [parts.numel() // axis.size] * axis.size, axis)
-        result = parts.sum(0, dtype=x.dtype)
-    axis.count("reduce_scatter", sent.bytes_to_others(axis.rank), sent.copies, 0)
-    return result
-
-
-def _swap(flat: Tensor, received: Tensor, sends: list[int], comes: list[int], axis: Axis) -> None:
-    """Give each rank its part of the flat buffer, and receive from each, rank by rank."""
-    if axis.exchange == "collective":
-        dist.all_to_all_single(received, flat, comes, sends, group=axis.group)
-        return
-    to, source = flat.split(sends), received.split(comes)
-    others = [place for place in range(axis.size) if place != axis.rank]
-    works = _between([(place, to[place]) for place in others], [(place, source[place]) for place in others], axis)
-    source[axis.rank].copy_(to[axis.rank])
-    _finish(works)
-
-
-def _between(sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]], axis: Axis) -> list[Any]:
-    """Begin to send to, and to receive from, places of the axis. Empty tensors travel too, so that no rank stays away."""
-    ops = [dist.P2POp(dist.isend, tensor, axis.peer(place), axis.group) for place, tensor in sends]
-    ops += [dist.P2POp(dist.irecv, tensor, axis.peer(place), axis.group) for place, tensor in receives]
-    return list(dist.batch_isend_irecv(ops)) if ops else []
-
-
-def _finish(works: list[Any]) -> None:
-    for work in works:
-        work.wait()
+    bytes_to = [sum(map(nbytes, sent)) if place == to else 0 for place in range(axis.size)]
+    axis.count(kind, bytes_to, packs, 0, name)
+    return Pending(received, between([(to, tensor) for tensor in sent], [(source, t) for t in received], axis), sent)
 
 
 def _order(order: Sequence[int] | None, dims: int) -> Sizes:
@@ -346,6 +264,10 @@ def _order(order: Sequence[int] | None, dims: int) -> Sizes:
     if sorted(chosen) != list(range(dims)):
         raise ValueError(f"order {order} does not name each of {dims} dims once")
     return chosen
+
+
+def _natural(x: Tensor) -> Sizes:
+    return tuple(range(x.dim()))
 
 
 def _dim(dim: int, dims: int) -> int:

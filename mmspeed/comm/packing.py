@@ -34,8 +34,9 @@ class Packed:
     lengths: list[int]
     copies: int
 
-    def bytes_to_others(self, rank: int) -> int:
-        return (self.flat.numel() - self.lengths[rank]) * self.flat.element_size()
+    def bytes_to_each(self) -> list[int]:
+        """Bytes for each rank, this one included."""
+        return [length * self.flat.element_size() for length in self.lengths]
 
 
 def pack(xs: Sequence[Tensor], dim: int, sizes_each: Sequence[Sizes], wire: Sizes) -> Packed:

@@ -176,8 +176,11 @@ class _Exchanges(Record):
         super().__init__()
         self.again, self.results, self.second = again, list[tuple[Tensor, ...]](), False
 
+    def holds(self, kind: Kind) -> bool:
+        return kind == "exchange" and not self.again
+
     def kept(self, kind: Kind, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        if kind != "exchange" or self.again:
+        if not self.holds(kind):
             return make()
         if self.second:
             return self.results.pop(0)

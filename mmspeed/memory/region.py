@@ -123,6 +123,9 @@ class _Pass(Record):
             raise RuntimeError(f"the second pass of a region computes {what} where the first computed {of_first}")
         return tree_map_only(_Held, lambda one: one.give(), held)
 
+    def holds(self, kind: Kind) -> bool:
+        return getattr(self.policy, kind) != "recompute"
+
     def kept(self, kind: Kind, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         if self.within:
             return make()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -72,19 +72,25 @@ def resolve_strategy(strategy: str, world: int) -> Strategy:
     return cast(Strategy, strategy)
 
 
-def make_layout(mesh: Mesh | None, parallel: ParallelConfig | None = None, ledger: Ledger | None = None) -> TokenLayout:
+def make_layout(
+    mesh: Mesh | None,
+    parallel: ParallelConfig | None = None,
+    ledger: Ledger | None = None,
+    nodes: Sequence[int] | None = None,
+) -> TokenLayout:
     """How the tokens of a forward pass are spread over a mesh; all on one process without one.
 
+    `nodes`: the node of each rank, for the ledger's bytes by link; None: by the launcher's LOCAL_WORLD_SIZE.
     Makes process groups: every process of the run must call it.
     """
     if mesh is None:
         return TokenLayout()
     parallel, ledger = parallel or ParallelConfig(), ledger or Ledger()
-    axes = sequence_axes(mesh.axes, window=parallel.ring_window, exchange=parallel.exchange, ledger=ledger)
+    axes = sequence_axes(mesh.axes, window=parallel.ring_window, exchange=parallel.exchange, ledger=ledger, nodes=nodes)
     return TokenLayout(
         axes=axes,
-        whole=flattened("sequence", axes.ring, axes.ulysses, mesh.axes),
-        tensor=Axis.of(mesh.axes, "tp", ledger, parallel.exchange),
+        whole=flattened("sequence", axes.ring, axes.ulysses, mesh.axes, nodes),
+        tensor=Axis.of(mesh.axes, "tp", ledger, parallel.exchange, nodes),
         scheme=parallel.scheme,
         shard="rows" if parallel.shard == "frames" else "columns",
         text_from=parallel.shard_text,

@@ -35,7 +35,14 @@ import torch
 from torch import Tensor
 
 from mmspeed.comm.axis import Axis
-from mmspeed.comm.exchange import all_gather, all_to_all, all_to_all_many, even_sizes
+from mmspeed.comm.exchange import (
+    all_to_all,
+    even_sizes,
+    start_all_gather,
+    start_all_to_all,
+    start_all_to_all_many,
+)
+from mmspeed.comm.halves import finish, finish_all
 from mmspeed.compute.attention import Backend, attention
 from mmspeed.compute.autocast import autocast_alike
 from mmspeed.errors import UserError
@@ -152,10 +159,8 @@ def with_heads_exchanged(
         return attend(q_BAND, k_BKMD, v_BKMD, key_mask_BM)
     heads = split_heads(q_BAND.shape[1], k_BKMD.shape[1], axes.ulysses.size)
     near_q, near_k = axes.near(q_sizes), axes.near(k_sizes)
-    q_BAND, k_BKMD, v_BKMD = _heads_for_sequence(q_BAND, k_BKMD, v_BKMD, axes.ulysses, heads, near_q, near_k)
-    if key_mask_BM is not None:
-        key_mask_BM = _join_mask(key_mask_BM, axes.ulysses, near_k)
-    out_BAND = attend(q_BAND, k_BKMD, v_BKMD, key_mask_BM)
+    joined = _heads_for_sequence(q_BAND, k_BKMD, v_BKMD, key_mask_BM, axes.ulysses, heads, near_q, near_k)
+    out_BAND = attend(*joined)
     return _sequence_for_heads(out_BAND, axes.ulysses, heads.queries, near_q)
 
 
@@ -193,31 +198,34 @@ def _heads_for_sequence(
     q_BAND: Tensor,
     k_BKMD: Tensor,
     v_BKMD: Tensor,
+    key_mask_BM: Tensor | None,
     ulysses: Axis,
     heads: HeadSplit,
     q_sizes: tuple[int, ...],
     k_sizes: tuple[int, ...],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """From all heads of this rank's part to this rank's heads of the joined parts; one message where queries and keys are split alike."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """From all heads of this rank's part to this rank's heads of the joined parts, and the joined mask; all under way together.
+
+    One message where queries and keys are split alike.
+    """
     if heads.key_heads != k_BKMD.shape[1]:
         k_BKMD, v_BKMD = (x.repeat_interleave(heads.key_heads // x.shape[1], dim=1) for x in (k_BKMD, v_BKMD))
     keys = [heads.keys, heads.keys]
     if q_sizes == k_sizes:
-        q, k, v = all_to_all_many([q_BAND, k_BKMD, v_BKMD], ulysses, 1, 2, [heads.queries, *keys], q_sizes)
-        return q, k, v
-    q = all_to_all(q_BAND, ulysses, 1, 2, heads.queries, q_sizes)
-    k, v = all_to_all_many([k_BKMD, v_BKMD], ulysses, 1, 2, keys, k_sizes)
-    return q, k, v
+        started = [start_all_to_all_many([q_BAND, k_BKMD, v_BKMD], ulysses, 1, 2, [heads.queries, *keys], q_sizes)]
+    else:
+        started = [
+            start_all_to_all(q_BAND, ulysses, 1, 2, heads.queries, q_sizes),
+            start_all_to_all_many([k_BKMD, v_BKMD], ulysses, 1, 2, keys, k_sizes),
+        ]
+    mask = None if key_mask_BM is None else start_all_gather(key_mask_BM, ulysses, 1, k_sizes)
+    q, k, v = (x for pending in started for x in finish_all(pending))
+    return q, k, v, None if mask is None else finish(mask)
 
 
 @outside_graphs
 def _sequence_for_heads(out_BAND: Tensor, ulysses: Axis, heads: tuple[int, ...], q_sizes: tuple[int, ...]) -> Tensor:
     return all_to_all(out_BAND, ulysses, 2, 1, q_sizes, heads)
-
-
-@outside_graphs
-def _join_mask(key_mask_BM: Tensor, ulysses: Axis, k_sizes: tuple[int, ...]) -> Tensor:
-    return all_gather(key_mask_BM, ulysses, 1, k_sizes)
 
 
 _ring = outside_graphs(ring_attention)

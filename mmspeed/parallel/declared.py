@@ -210,9 +210,14 @@ def _roles(model: nn.Module, plan: SequencePlan, group: SplitGroup) -> dict[nn.M
 
 
 def sequence_axes(
-    mesh: DeviceMesh, *, window: int | None = None, exchange: Exchange = "collective", ledger: Ledger | None = None
+    mesh: DeviceMesh,
+    *,
+    window: int | None = None,
+    exchange: Exchange = "collective",
+    ledger: Ledger | None = None,
+    nodes: Sequence[int] | None = None,
 ) -> SequenceAxes:
-    """The axes `ring` and `ulysses` of a mesh; one that the mesh lacks has one rank.
+    """The axes `ring` and `ulysses` of a mesh; one that the mesh lacks has one rank. `nodes`: as in `Axis.of`.
 
     With `window`, a mesh of all processes: hops between windows get a process group of their own.
     """
@@ -221,7 +226,8 @@ def sequence_axes(
     if not {"ring", "ulysses"} & set(present):
         raise UserError(f"sequence_parallel: the mesh has the axes {list(present)}; one must be named ring or ulysses")
     ring, ulysses = (
-        Axis.of(mesh, name, ledger, exchange) if name in present else Axis.alone(name) for name in ("ring", "ulysses")
+        Axis.of(mesh, name, ledger, exchange, nodes) if name in present else Axis.alone(name)
+        for name in ("ring", "ulysses")
     )
     outer = None
     if window is not None and window < ring.size:

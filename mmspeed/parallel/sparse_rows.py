@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mmspeed.comm.axis import Axis
-from mmspeed.comm.exchange import all_gather, reduce_scatter, swap_rows
+from mmspeed.comm.exchange import RowCounts, start_all_gather, start_reduce_scatter, start_rows, swap_rows
+from mmspeed.comm.halves import finish
 from mmspeed.compute.sparse.plan import Means
 from mmspeed.replay import offered
 
@@ -39,6 +40,11 @@ class Rows:
     row_Z: Tensor  # int64: those for rank 0 first, ascending for each rank
     place_Z: Tensor  # int64: where what comes lies, from rank 0 first
     table: int  # T
+
+    @property
+    def counts(self) -> RowCounts:
+        """What goes to, and comes from, each rank."""
+        return RowCounts(self.sends, self.comes)
 
 
 def pack_bits(kept_GCM: Tensor) -> Tensor:
@@ -127,14 +133,17 @@ def _fetched(
     """Tables of keys and values, and the means of all ranks where there are means."""
     batch, heads, width = *k_BAMD.shape[:2], k_BAMD.shape[3]
     sent_ZE = torch.cat([x.flatten(0, 2).index_select(0, rows.row_Z) for x in (k_BAMD, v_BAMD)], dim=1)
-    came_ZE = swap_rows(sent_ZE, axis, rows.sends, rows.comes)
+    pending, pending_means = start_rows(sent_ZE, axis, rows.counts), None
+    if means is not None:  # travels beside the rows
+        pending_means = start_all_gather(torch.cat((means.k_BAKD, means.v_BAKD), dim=3), axis, 2, mean_sizes)
+    came_ZE = finish(pending)
     tables = []
     for part_ZD in came_ZE.split([width, v_BAMD.shape[3]], dim=1):
         table = part_ZD.new_zeros(batch * heads * rows.table, part_ZD.shape[1])
         tables.append(table.index_copy_(0, rows.place_Z, part_ZD).view(batch, heads, rows.table, -1))
-    if means is None:
+    if pending_means is None:
         return tuple(tables)
-    both = all_gather(torch.cat((means.k_BAKD, means.v_BAKD), dim=3), axis, 2, mean_sizes)
+    both = finish(pending_means)
     return *tables, both[..., :width].contiguous(), both[..., width:].contiguous()
 
 
@@ -166,7 +175,10 @@ class _Fetch(torch.autograd.Function):
         (row_Z,) = ctx.saved_tensors
         wide = torch.promote_types(dk_BATD.dtype, torch.float32)
         sent_ZE = torch.cat([x.flatten(0, 2).index_select(0, rows.place_Z) for x in (dk_BATD, dv_BATD)], dim=1)
-        came_ZE = swap_rows(sent_ZE, axis, rows.comes, rows.sends)
+        pending, pending_means = start_rows(sent_ZE, axis, rows.counts.back()), None
+        if dmeans:  # travel beside the rows
+            pending_means = start_reduce_scatter(torch.cat(dmeans, dim=3).to(wide), axis, 2, mean_sizes)
+        came_ZE = finish(pending)
         widths = [shape[3] for shape in shapes]
         sum_ME = came_ZE.new_zeros(shapes[0][:3].numel(), sum(widths), dtype=wide)
         # rank by rank: a rank has asked for a row once, so each sum is made in one order
@@ -175,8 +187,8 @@ class _Fetch(torch.autograd.Function):
         dk, dv = (
             part.to(dk_BATD.dtype).view(shape) for part, shape in zip(sum_ME.split(widths, 1), shapes, strict=True)
         )
-        if not dmeans:
+        if pending_means is None:
             return None, None, None, None, dk, dv, None, None
-        both = reduce_scatter(torch.cat(dmeans, dim=3).to(wide), axis, 2, mean_sizes)
+        both = finish(pending_means)
         dmean_k, dmean_v = (part.to(dmeans[0].dtype) for part in both.split(widths, dim=3))
         return None, None, None, None, dk, dv, dmean_k, dmean_v

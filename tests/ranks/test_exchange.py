@@ -6,15 +6,18 @@ import itertools
 import traceback
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmspeed import comm
-from mmspeed.comm import Axis, Exchange, even_sizes
+from mmspeed.comm import Axis, Exchange, RowCounts, even_sizes, finish, finish_all, messages
+from mmspeed.comm.groups import flattened
 from tests.spawn import run_ranks
 
 WORLDS = (2, 4)
@@ -297,6 +300,124 @@ def _case_pass_on_while_exchanging(axis: Axis) -> None:
     assert hop.wait()[0].tolist() == [(r - 1) % n] * 3
 
 
+def _routed(axis: Axis, seed: int) -> list[list[int]]:
+    """Rows from each rank to each: uneven, some none, and rank 1 sends none at all."""
+    counts = torch.randint(0, 4, (axis.size, axis.size), generator=torch.Generator().manual_seed(seed))
+    counts[1] = 0
+    counts[0, axis.size - 1] = 0
+    return counts.tolist()
+
+
+def _case_halves(axis: Axis) -> None:
+    """Two exchanges under way, with work between: the bits, gradients, bytes and copies of whole exchanges."""
+    n, r = axis.size, axis.rank
+    sequence, hidden = even_sizes(2 * n + 1, n), even_sizes(n + 2, n)
+    x = _part(_noise(2, 2 * n + 1, n + 2, seed=5), sequence, 1, r).requires_grad_()
+
+    def whole() -> Tensor:
+        y, z = comm.all_to_all(x, axis, 2, 1, hidden, sequence, SBH), comm.all_gather(x.sin(), axis, 1, sequence)
+        beside = torch.tanh(x).sum()
+        return beside * comm.reduce_scatter(z, axis, 1, sequence).sum() + (y * y).sum()
+
+    def halves() -> Tensor:
+        y = comm.start_all_to_all(x, axis, 2, 1, hidden, sequence, SBH)
+        z = comm.start_all_gather(x.sin(), axis, 1, sequence)
+        beside = torch.tanh(x).sum()
+        (came,) = finish_all(y)
+        summed = comm.start_reduce_scatter(finish(z), axis, 1, sequence)
+        return beside * finish(summed).sum() + (came * came).sum()
+
+    found = []
+    for run in (whole, halves):
+        with comm.ledger(axis) as counted:
+            y = run()
+            found.append((y.detach(), *torch.autograd.grad(y, x), counted.bytes, counted.calls, counted.copies))
+    assert found[0][2:] == found[1][2:] and torch.equal(found[0][0], found[1][0])
+    torch.testing.assert_close(found[0][1], found[1][1])  # parts of a gradient may be added up in another order
+
+
+def _case_rows_of_run_time(axis: Axis) -> None:
+    """Rows go where a routing decision says, with gradients, also to and from ranks that have none."""
+    n, r = axis.size, axis.rank
+    routed = _routed(axis, 8)
+    sent = [_noise(sum(routed[rank]), 2, 3, seed=20 + rank) for rank in range(n)]
+    with comm.ledger(axis) as counted:
+        counts = comm.row_counts(torch.tensor(routed[r]), axis)
+    assert counts == RowCounts(tuple(routed[r]), tuple(row[r] for row in routed))
+    assert counted.bytes == {("counts", "a"): 8 * (n - 1)} and counted.calls == {("counts", "a"): 1}
+    x = sent[r].clone().requires_grad_()
+    with comm.ledger(axis) as counted:
+        y = finish(comm.start_rows(x, axis, counts))
+        assert torch.equal(y, torch.cat([sent[rank].split(routed[rank])[r] for rank in range(n)]))
+        home = finish(comm.start_rows(y * y, axis, counts.back()))
+        assert torch.equal(home, sent[r].square())
+        (grad,) = torch.autograd.grad((home * sent[r]).sum(), x, create_graph=True)
+        assert torch.equal(grad, 2 * sent[r].square())
+        torch.testing.assert_close(torch.autograd.grad(grad.sum(), x)[0], 2 * sent[r])
+    row, there, back = 8 * 2 * 3, sum(counts.sends) - counts.sends[r], sum(counts.comes) - counts.comes[r]
+    # there, home, and both gradients; the gradient of the gradient goes all four ways again, less the last home
+    assert counted.calls["rows", "a"] >= 4 and counted.bytes["rows", "a"] >= 2 * row * (there + back)
+
+
+def _case_one_order(axis: Axis) -> None:
+    """All ranks issue the same messages in the same order, forward and backward, also one that has nothing to send."""
+    r, routed = axis.rank, _routed(axis, 9)
+    issued: list[str] = []
+
+    def noted(name: str) -> Any:
+        real = getattr(messages, name)
+
+        def issue(*args: Any, **kwargs: Any) -> Any:
+            issued.append(name)
+            return real(*args, **kwargs)
+
+        return mock.patch.object(messages, name, issue)
+
+    weight = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    with noted("_swap"), noted("_ALL_GATHER"), noted("_REDUCE_SCATTER"), noted("between"):
+        x = _noise(sum(routed[r]), 3, seed=r).requires_grad_()
+        for _ in range(2):
+            counts = comm.row_counts(torch.tensor(routed[r]), axis)
+            pending = comm.start_rows(x * weight, axis, counts)
+            gathered = comm.start_all_gather(weight.sin(), axis, 0)
+            beside = torch.tanh(x).sum()
+            y = finish(pending).exp()
+            x = finish(comm.start_rows(y, axis, counts.back())) * finish(gathered).sum() + beside
+        there = len(issued)
+        x.square().sum().backward()
+    everyone = comm.all_gather_objects(issued)
+    assert all(of_rank == issued for of_rank in everyone)
+    assert len(issued) - there >= 6 and weight.grad is not None
+    if r == 1:
+        assert x.numel() == 0 and not weight.grad.isnan().any()
+
+
+def _case_links(axis: Axis) -> None:
+    """Bytes by link, by a map of ranks to nodes: ranks 0 and 1 on one node, the others on one each."""
+    n, r = axis.size, axis.rank
+    nodes = [0, 0, *range(1, n - 1)]
+    mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("a",))
+    one = Axis.of(mesh, "a", exchange=axis.exchange, nodes=nodes)
+    assert one.nodes == tuple(nodes) and Axis.of(mesh, "a").nodes == (0,) * n
+    routed = _routed(axis, 10)
+    x = torch.zeros(sum(routed[r]), 2)
+    comm.swap_rows(x, one, routed[r], [row[r] for row in routed])
+    near = sum(routed[r][place] for place in range(n) if place != r and nodes[place] == nodes[r])
+    far = sum(routed[r][place] for place in range(n) if nodes[place] != nodes[r])
+    assert one.ledger.by_link["rows", "a", "inner"] == 8 * near and one.ledger.by_link["rows", "a", "outer"] == 8 * far
+    comm.pass_on([x.new_zeros(3)], one, r + 1, r - 1).wait()
+    crosses = nodes[(r + 1) % n] != nodes[r]
+    assert one.ledger.by_link["ring", "a", "outer" if crosses else "inner"] == 12
+    assert one.ledger.bytes == {("rows", "a"): 8 * (near + far), ("ring", "a"): 12}
+    with pytest.raises(ValueError, match="a map of 1 ranks"):
+        Axis.of(mesh, "a", nodes=[0])
+    if n == 4:
+        square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        outer, inner = (Axis.of(square, name, nodes=nodes) for name in ("outer", "inner"))
+        assert inner.nodes == ((0, 0) if r < 2 else (1, 2)) and outer.nodes == ((0, 1) if r % 2 == 0 else (0, 2))
+        assert flattened("both", outer, inner, square, nodes).nodes == tuple(nodes)
+
+
 def _case_compiled(axis: Axis) -> None:
     """A compiled function that exchanges computes, and counts, what it does uncompiled."""
     n, r = axis.size, axis.rank
@@ -331,6 +452,10 @@ CASES: tuple[Callable[[Axis], None], ...] = (
     _case_copies,
     _case_pass_on,
     _case_pass_on_while_exchanging,
+    _case_halves,
+    _case_rows_of_run_time,
+    _case_one_order,
+    _case_links,
     _case_compiled,
 )
 

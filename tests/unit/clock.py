@@ -7,8 +7,9 @@ only, and a device tensor that was freed before raises. Use as `copies=` of what
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import torch
@@ -161,3 +162,59 @@ class _ReckonedJob:
 
     def done(self) -> bool:
         return self._clock.now >= self._end
+
+
+class ReckonedGroup:
+    """The process group of an axis whose ranks all hold what this one holds; messages take their time on the clock, beside what computes.
+
+    A receiving buffer holds NaN until its message is waited for, and what is sent is read no earlier. `events` has what was issued,
+    computed and waited for, in this order; any other question to a message is a wait of the host.
+    """
+
+    def __init__(self, bandwidth: float, size: int, rank: int = 0) -> None:
+        self.clock, self.size, self.rank = Reckoned(bandwidth), size, rank
+        self.events: list[str] = []
+        self.host_waits = 0
+
+    def compute(self, seconds: float) -> None:
+        """Work of the device that takes so long."""
+        self.events.append("compute")
+        self.clock.compute(seconds)
+
+    def _issue(self, output: Tensor, whole: Tensor, arrives: Callable[[], Tensor]) -> _ReckonedWork:
+        """`whole`: the one of both buffers that has parts of all ranks."""
+        self.events.append("issue")
+        if output.is_floating_point():
+            output.fill_(torch.nan)
+        job = self.clock._job("out", whole.numel() * whole.element_size() * (self.size - 1) // self.size)
+        return _ReckonedWork(self, job, lambda: output.copy_(arrives()))
+
+    def all_to_all_single(
+        self, output: Tensor, sent: Tensor, comes: Sequence[int], sends: Sequence[int], _: Any
+    ) -> _ReckonedWork:
+        assert list(comes) == [sends[self.rank]] * self.size
+        return self._issue(output, sent, lambda: torch.cat([sent.split(list(sends))[self.rank]] * self.size))
+
+    def all_gather_single(self, output: Tensor, sent: Tensor, _: Any) -> _ReckonedWork:
+        return self._issue(output, output, lambda: torch.cat([sent] * self.size))
+
+    def reduce_scatter_single(self, output: Tensor, sent: Tensor, _: Any) -> _ReckonedWork:
+        return self._issue(output, sent, lambda: sent.chunk(self.size)[self.rank] * self.size)
+
+    # as older torch names them
+    alltoall_base, _allgather_base, _reduce_scatter_base = all_to_all_single, all_gather_single, reduce_scatter_single
+
+
+class _ReckonedWork:
+    def __init__(self, group: ReckonedGroup, job: _ReckonedJob, arrive: Callable[[], object]) -> None:
+        self._group, self._job, self._arrive = group, job, arrive
+
+    def wait(self) -> None:
+        """Order what is computed from now on behind the message."""
+        self._group.events.append("wait")
+        self._job.wait()
+        self._arrive()
+
+    def __getattr__(self, name: str) -> Any:
+        self._group.host_waits += 1
+        raise AssertionError(f"the host asks a message for {name}")

@@ -1,0 +1,156 @@
+"""Exchanges in two halves that gradients go back through: what is issued between start and finish runs while messages travel.
+
+`start_...` packs and issues; `finish` waits, unpacks, and gives the results. Each is a function of autograd: the backward of finish
+starts the exchange of the gradients and the backward of start finishes it. Autograd goes back first through what was made last, so
+what was issued between the halves in forward lies between them in backward too. From one half to the other goes an empty tensor, the
+token, which carries the edge of the graph and nothing else.
+
+What came is offered at finish to whoever recomputes (`mmspeed.replay`); where it is held, neither half issues anything in the second pass.
+An exchange of gradients, or one that is made while no gradient is recorded, is not offered: it may be made in the first pass alone.
+
+On an accelerator messages travel on the process group's own stream and neither half makes the host wait; both halves belong on one
+stream. On the CPU finish blocks until the messages are here.
+
+All ranks of the axis start the same exchanges in the same order, and finish them in the same order, those with empty parts too, forward
+and backward: a loss must depend on the result on every rank or on none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspeed.graphs import outside_graphs
+from mmspeed.replay import FirstHalf, begin, complete
+
+from .messages import Move, Underway, wait_all
+from .packing import Sizes, layout
+
+
+class _Link:
+    """Between the two halves in the graph: in backward the exchange of the gradients goes from finish to start."""
+
+    back: PendingExchange | None = None
+
+
+class PendingExchange:
+    """An exchange between its halves, to be finished. Holds what is sent; until then the tensors that were handed in must not change."""
+
+    _link: _Link
+    _move: Move
+    _half: FirstHalf | None
+    _token: Tensor
+    _layouts_back: tuple[Sizes, ...]
+    _records: bool
+    _underway: Underway | None = None
+    _again = False  # in a pass that is made again
+
+    def __init__(self, results: Sequence[Tensor] | None = None) -> None:
+        self._results = None if results is None else list(results)  # of an axis of one rank: nothing is under way
+        self._watched: list[tuple[Tensor, int]] = []  # tensors that travel from where they lie, and their versions
+
+    @classmethod
+    def _of(cls, move: Move, layouts: Sequence[Sizes], xs: Sequence[Tensor], offers: bool) -> PendingExchange:
+        """Start a move. `offers`: see the head of the file."""
+        pending = cls()
+        pending._move, pending._link, pending._records = move, _Link(), torch.is_grad_enabled()
+        pending._layouts_back = tuple(layout(x) for x in xs)
+        pending._half, issues = begin("exchange") if offers else (None, True)
+        pending._again = pending._half is not None and pending._half.whole
+        pending._token = _Start.apply(pending, tuple(layouts), issues, *xs)
+        return pending
+
+    def __del__(self) -> None:
+        # a second pass stops when backward has what it needs, perhaps between the halves: memory must outlive its messages
+        if self._again and self._underway is not None:
+            wait_all(self._underway.works)
+
+    def _issue(self, layouts: Sequence[Sizes], xs: Sequence[Tensor]) -> None:
+        self._underway = self._move.begin(xs, layouts)
+        sent = self._underway.sent.untyped_storage()._cdata
+        in_place = [x for x in xs if not x.is_inference() and x.untyped_storage()._cdata == sent]
+        self._watched = [(x, x._version) for x in in_place]
+
+    def _complete(self) -> tuple[Tensor, ...]:
+        if self._underway is None:
+            raise RuntimeError(
+                "an exchange is finished once: this one was finished before, or its finish is made again (recomputed) and its start is not"
+            )
+        if any(x._version != version for x, version in self._watched):
+            raise RuntimeError("a tensor was changed in place between start and finish of its exchange")
+        underway, self._underway, self._watched = self._underway, None, []
+        return underway.complete()
+
+
+def start(move: Move, layouts: Sequence[Sizes], xs: Sequence[Tensor]) -> PendingExchange:
+    """Start a move. `layouts`: the order of each result's dims in memory."""
+    return _started(move, layouts, xs)
+
+
+@outside_graphs
+def _started(move: Move, layouts: Sequence[Sizes], xs: Sequence[Tensor]) -> PendingExchange:
+    return PendingExchange._of(move, layouts, xs, offers=torch.is_grad_enabled())
+
+
+def finish(pending: PendingExchange) -> Tensor:
+    """The result of an exchange of one tensor, once it is here.
+
+    Raises RuntimeError where gradients are recorded at one half only, for an exchange that was finished before, for a tensor that
+    was changed meanwhile, and in a recomputed region that keeps no exchanges and did not start this one. Raises ValueError for
+    an exchange of several tensors.
+    """
+    results = finish_all(pending)
+    if len(results) != 1:
+        raise ValueError(f"an exchange of {len(results)} tensors: use finish_all")
+    return results[0]
+
+
+def finish_all(pending: PendingExchange) -> list[Tensor]:
+    """The results of an exchange of several tensors. Raises RuntimeError as `finish` does."""
+    return pending._results if pending._results is not None else _finished(pending)
+
+
+@outside_graphs
+def _finished(pending: PendingExchange) -> list[Tensor]:
+    if pending._records != torch.is_grad_enabled():
+        raise RuntimeError(
+            "start and finish of an exchange must both record gradients, or neither: is one of them in a reentrant checkpoint, or "
+            "under no_grad?"
+        )
+    return list(_Finish.apply(pending, pending._token))
+
+
+class _Start(torch.autograd.Function):
+    """Tensors to a token."""
+
+    @staticmethod
+    def forward(ctx: Any, pending: PendingExchange, layouts: tuple[Sizes, ...], issues: bool, *xs: Tensor) -> Tensor:
+        ctx.link = pending._link  # not `pending`, which has the token
+        if issues:
+            pending._issue(layouts, xs)
+        return xs[0].new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *token: Tensor) -> Any:
+        pending, ctx.link.back = ctx.link.back, None
+        if pending is None:
+            raise RuntimeError("the gradient of an exchange that was started came otherwise than through its finish")
+        return None, None, None, *_Finish.apply(pending, *token)
+
+
+class _Finish(torch.autograd.Function):
+    """A token to results."""
+
+    @staticmethod
+    def forward(ctx: Any, pending: PendingExchange, token: Tensor) -> tuple[Tensor, ...]:
+        ctx.link, ctx.move, ctx.layouts = pending._link, pending._move, pending._layouts_back
+        return complete("exchange", pending._half, pending._complete)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        back = PendingExchange._of(ctx.move.back(), ctx.layouts, grads, offers=False)
+        ctx.link.back = back
+        return None, back._token

@@ -1,0 +1,186 @@
+"""Messages of an exchange: packed and handed to the backend in one step, waited for and unpacked in another.
+
+A move says in words that all ranks share what goes where; `begin` issues it and counts it, `Underway.complete` gives the results, and
+`back` is the move of the gradients. Nothing here records gradients: `halves` does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from .axis import Axis, nbytes
+from .packing import Sizes, landing, lengths_of, pack, unpack
+
+# newer torch has these under other names, and warns of the old ones
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class Underway:
+    """An issued exchange. `sent` must neither change nor be freed before `complete`."""
+
+    works: list[Any]  # of torch.distributed; on an accelerator `wait` orders the current stream, and the host goes on
+    sent: Tensor
+    land: Callable[[], tuple[Tensor, ...]]
+
+    def complete(self) -> tuple[Tensor, ...]:
+        """Wait for the messages and return the results."""
+        wait_all(self.works)
+        return self.land()
+
+
+class Move(Protocol):
+    """An exchange in words that all ranks of its axis share."""
+
+    def begin(self, xs: Sequence[Tensor], layouts: Sequence[Sizes]) -> Underway:
+        """Issue it without waiting. `layouts`: the order of each result's dims in memory, this rank's own affair."""
+        ...
+
+    def back(self) -> Move:
+        """The move of the gradients."""
+        ...
+
+
+@dataclass(frozen=True)
+class AllToAll:
+    """Of k tensors in one message. `wire` is the order of the dims on the way."""
+
+    axis: Axis
+    scatter_dim: int
+    gather_dim: int
+    scatter: tuple[Sizes, ...]  # (k) of (n)
+    gather: tuple[Sizes, ...]  # (k) of (n)
+    wire: Sizes
+
+    def back(self) -> AllToAll:
+        """The move of the gradients: a copy that is made before here is made after there."""
+        return AllToAll(self.axis, self.gather_dim, self.scatter_dim, self.gather, self.scatter, self.wire)
+
+    def begin(self, xs: Sequence[Tensor], layouts: Sequence[Sizes]) -> Underway:
+        axis, sent = self.axis, pack(xs, self.scatter_dim, self.scatter, self.wire)
+        shapes = []
+        for x, scatter, gather in zip(xs, self.scatter, self.gather, strict=True):
+            shape = list(x.shape)
+            shape[self.scatter_dim], shape[self.gather_dim] = scatter[axis.rank], sum(gather)
+            shapes.append(shape)
+        comes = lengths_of(shapes, self.gather_dim, self.gather)
+        results, flat, unpacks = landing(sent.flat, shapes, self.gather_dim, self.wire, layouts)
+        works = _swap(sent.flat, flat, sent.lengths, comes, axis)
+        axis.count("all_to_all", sent.bytes_to_each(), sent.copies, unpacks)
+
+        def land() -> tuple[Tensor, ...]:
+            if unpacks:
+                unpack(flat, results, self.gather_dim, self.gather, self.wire)
+            return tuple(results)
+
+        return Underway(works, sent.flat, land)
+
+
+@dataclass(frozen=True)
+class AllGather:
+    axis: Axis
+    dim: int
+    sizes: Sizes
+
+    def back(self) -> ReduceScatter:
+        """The move of the gradients."""
+        return ReduceScatter(self.axis, self.dim, self.sizes)
+
+    def begin(self, xs: Sequence[Tensor], layouts: Sequence[Sizes]) -> Underway:
+        (x,), axis, dim, sizes = xs, self.axis, self.dim, self.sizes
+        mine, wire = x.contiguous().view(-1), tuple(range(x.dim()))
+        shape = [*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]]
+        results, flat, unpacks = landing(x, [shape], dim, wire, [wire])
+        if axis.exchange == "collective" and len(set(sizes)) == 1:
+            works = [_ALL_GATHER(flat, mine, group=axis.group, async_op=True)]
+        else:
+            parts = flat.split(lengths_of([shape], dim, [sizes]))
+            others = axis.others()
+            works = between([(place, mine) for place in others], [(place, parts[place]) for place in others], axis)
+            parts[axis.rank].copy_(mine)
+        axis.count("all_gather", [nbytes(mine)] * axis.size, int(not x.is_contiguous()), unpacks)
+
+        def land() -> tuple[Tensor, ...]:
+            if unpacks:
+                unpack(flat, results, dim, [sizes], wire)
+            return (results[0],)
+
+        return Underway(works, mine, land)
+
+
+@dataclass(frozen=True)
+class ReduceScatter:
+    """Uneven ones, and those of an axis without collectives, are an all-to-all and a local sum."""
+
+    axis: Axis
+    dim: int
+    sizes: Sizes
+
+    def back(self) -> AllGather:
+        """The move of the gradients."""
+        return AllGather(self.axis, self.dim, self.sizes)
+
+    def begin(self, xs: Sequence[Tensor], layouts: Sequence[Sizes]) -> Underway:
+        (x,), axis, dim, sizes = xs, self.axis, self.dim, self.sizes
+        sent = pack([x], dim, [sizes], tuple(range(x.dim())))
+        shape = [*x.shape[:dim], sizes[axis.rank], *x.shape[dim + 1 :]]
+        axis.count("reduce_scatter", sent.bytes_to_each(), sent.copies, 0)
+        if axis.exchange == "collective" and len(set(sizes)) == 1:
+            result = x.new_empty(shape)
+            work = _REDUCE_SCATTER(result.view(-1), sent.flat, group=axis.group, async_op=True)
+            return Underway([work], sent.flat, lambda: (result,))
+        parts = x.new_empty([axis.size, *shape])
+        works = _swap(sent.flat, parts.view(-1), sent.lengths, [parts.numel() // axis.size] * axis.size, axis)
+        return Underway(works, sent.flat, lambda: (parts.sum(0, dtype=x.dtype),))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Of x_ZE, `sends[r]` rows to each rank r, which sends `comes[r]`. `kind`: what the ledger counts the bytes as."""
+
+    axis: Axis
+    sends: Sizes
+    comes: Sizes
+    kind: str
+
+    def back(self) -> Rows:
+        """The move of the gradients."""
+        return Rows(self.axis, self.comes, self.sends, self.kind)
+
+    def begin(self, xs: Sequence[Tensor], layouts: Sequence[Sizes]) -> Underway:
+        (x_ZE,), axis = xs, self.axis
+        width, received = math.prod(x_ZE.shape[1:]), x_ZE.new_empty((sum(self.comes), *x_ZE.shape[1:]))
+        flat, lengths = x_ZE.contiguous().view(-1), [n * width for n in self.sends]
+        works = _swap(flat, received.view(-1), lengths, [n * width for n in self.comes], axis)
+        axis.count(self.kind, [n * x_ZE.element_size() for n in lengths], int(not x_ZE.is_contiguous()))
+        return Underway(works, flat, lambda: (received,))
+
+
+def _swap(flat: Tensor, received: Tensor, sends: list[int], comes: list[int], axis: Axis) -> list[Any]:
+    """Begin to give each rank its part of the flat buffer, and to receive from each, rank by rank."""
+    if axis.exchange == "collective":
+        return [dist.all_to_all_single(received, flat, comes, sends, group=axis.group, async_op=True)]
+    to, source, others = flat.split(sends), received.split(comes), axis.others()
+    works = between([(place, to[place]) for place in others], [(place, source[place]) for place in others], axis)
+    source[axis.rank].copy_(to[axis.rank])
+    return works
+
+
+def between(sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]], axis: Axis) -> list[Any]:
+    """Begin to send to, and to receive from, places of the axis. Empty tensors travel too, so that no rank stays away."""
+    ops = [dist.P2POp(dist.isend, tensor, axis.peer(place), axis.group) for place, tensor in sends]
+    ops += [dist.P2POp(dist.irecv, tensor, axis.peer(place), axis.group) for place, tensor in receives]
+    return list(dist.batch_isend_irecv(ops)) if ops else []
+
+
+def wait_all(works: Sequence[Any]) -> None:
+    """Wait for messages in the order in which they were issued."""
+    for work in works:
+        work.wait()
