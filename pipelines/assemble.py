@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mmspeed.axes import Reader
 from mmspeed.config import Config
 from mmspeed.config.memory import parse_bytes
 from mmspeed.device import Device, parse_dtype
-from mmspeed.errors import UserError
 from mmspeed.loop.ema import EMA
 from mmspeed.loop.optim import AnyOptimizer, make_optimizer
 from mmspeed.memory import Ways
@@ -49,26 +49,17 @@ class Placement:
     strategy: Strategy
     mesh: Mesh
     layout: TokenLayout
-    lane: int  # this process's group of those that compute a video together
-    lanes: int
-    first: bool  # whether it is its group's first
+    reader: Reader  # the videos that this process reads: its group of those that compute a video together
+    first: bool  # True for the one of the group that speaks for it
 
 
 def place(config: Config, device: Device) -> Placement:
     """The config's layout over the processes of this run; a collective call. Raises UserError where it does not fit them."""
-    parallel, rank, world = config.parallel, dist.get_rank(), dist.get_world_size()
+    parallel, world = config.parallel, dist.get_world_size()
     strategy = resolve_strategy(parallel.strategy, world)
-    if world % parallel.group:
-        raise UserError(
-            f"parallel: ring {parallel.ring} x ulysses {parallel.ulysses} x tp {parallel.tp} does not divide the {world} "
-            f"processes of this run; change one, or --nproc"
-        )
-    replicate, shard = (parallel.dp_replicate, parallel.dp_shard) if strategy == "fsdp" else (-1, 1)
-    mesh = make_mesh(device, replicate, shard, parallel.ring, parallel.ulysses, parallel.tp)
-    layout = make_layout(mesh, parallel)
-    return Placement(
-        strategy, mesh, layout, rank // parallel.group, world // parallel.group, rank % parallel.group == 0
-    )
+    parallel.check_world(world)
+    mesh = make_mesh(device, **parallel.sizes(sharded=strategy == "fsdp"))
+    return Placement(strategy, mesh, make_layout(mesh, parallel), mesh.reader(), mesh.first_of_group)
 
 
 def assemble(
@@ -94,7 +85,7 @@ def assemble(
     )
     if placement.strategy == "fsdp":  # memory only for this rank's shards
         bare.to_empty(device=device.torch_device)
-    optimizer = make_optimizer(model, config.train, config.memory, device)
+    optimizer = make_optimizer(model, config.train, config.memory, device, placement.mesh)
     bare.init_weights(config.seed, weight_setter(model, optimizer))  # drawn by name (law 1)
     ema = make_ema(model, optimizer, config, device) if config.train.ema_decay is not None else None
     objective = make_objective(config.objective)

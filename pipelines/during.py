@@ -109,6 +109,6 @@ class Observer:
             write_text(folder / f"{index:03d}.txt", prompt)
         if kept:
             sheet = contact_sheet([v for _, _, v in kept], [p for _, p, _ in kept])
-            lanes, lane = pipeline.placement.lanes, pipeline.placement.lane
-            name = "contact-sheet.png" if lanes == 1 else f"contact-sheet-{lane}.png"
+            reader = pipeline.placement.reader
+            name = "contact-sheet.png" if reader.count == 1 else f"contact-sheet-{reader.index}.png"
             save_image(sheet, folder / name)

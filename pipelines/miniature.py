@@ -158,7 +158,7 @@ def miniature(config: Config, strides: Strides) -> Miniature:
     """
     parallel = config.parallel
     model = resolve_config(config.model, CHANNELS, TEXT_WIDTH)
-    sequence, lanes = parallel.ring * parallel.ulysses, parallel.dp_replicate * parallel.dp_shard
+    sequence, lanes = parallel.sequence, math.prod(parallel.sizes().values()) // parallel.group
     text_tokens = max(SHORTEST_CAPTION, 2 * sequence + 1)
     threshold = parallel.shard_text
     if threshold is not None:  # captions are split here if they may be there

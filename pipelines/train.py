@@ -115,8 +115,9 @@ class TrainPipeline:
             log.warning(warning)
         setting = (config, self.cache, model, self.strides, self.device, self.strategy, self.world, self.rank)
         batching, costs = batching_of(*setting)
-        self.sampler, self.loader = make_order(config, self.cache, batching, self.device, self.world, self.rank)
-        choice = ways_under_budget(*setting, batching, costs, self.placement.lanes)
+        dealt = self.placement.mesh.in_stage
+        self.sampler, self.loader = make_order(config, self.cache, batching, self.device, dealt.count, dealt.index)
+        choice = ways_under_budget(*setting, batching, costs, self.placement.reader.count)
         parts = assemble(config, model, self.placement, self.device, choice)
         self.model, self.optimizer, self.ema = parts.model, parts.optimizer, parts.ema
         self.objective, self.loss_fn = parts.objective, parts.loss_fn

@@ -36,7 +36,7 @@ def shares(items: list[Item], placement: Placement) -> list[tuple[Item, bool]]:
     """
     if not items:
         return []
-    lane, lanes = placement.lane, placement.lanes
+    lane, lanes = placement.reader.index, placement.reader.count
     rounds = -(-len(items) // lanes)
     return [
         (items[index], True) if index < len(items) else (items[-1], False)

@@ -237,6 +237,7 @@ def _trial(config: Config, start: str, variant: str, seed: int) -> Trial:
 
 def _with_dense_attention(config: Config) -> float:
     """The held-out loss of a run's weights, its sparse attention replaced by dense."""
+    from mmspeed.axes import Reader
     from mmspeed.compute.sparse.module import clustered_layers
     from mmspeed.data import DatasetCache
     from mmspeed.device import pick
@@ -257,7 +258,7 @@ def _with_dense_attention(config: Config) -> float:
         layer.phase = "dense"
     cache = DatasetCache(config.cache_root)
     samples = [sample for sample in cache.split("val")[: config.validate_.samples] if not sample.lost]
-    alone = Placement("none", cast(Any, None), TokenLayout(), 0, 1, True)
+    alone = Placement("none", cast(Any, None), TokenLayout(), Reader(0, 1), True)
     loss = held_out_loss(
         model,
         cache,

@@ -13,14 +13,13 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from mmspeed.comm import Axis, all_gather_objects, all_reduce_sum
 from mmspeed.errors import UserError
-from mmspeed.parallel import Strategy, is_split, no_sync, sum_shared_gradients
+from mmspeed.parallel import Strategy, no_sync, sum_shared_gradients
 from mmspeed.protocol import Batch
 
+from .gradients import clip_gradients, non_finite
 from .optim import AnyOptimizer
 from .release import ReleasingOptimizer
 
@@ -110,27 +109,3 @@ def _partly_applied(loss: float, grad_norm: float, bad: Sequence[str]) -> UserEr
         f"loss {loss}, gradient norm {grad_norm}; samples with a non-finite loss: {samples}. With memory.release_gradients a part of this "
         "step was applied: lower train.lr or look at these samples, and start again, which goes on from the last checkpoint there is"
     )
-
-
-def clip_gradients(model: nn.Module, clip_norm: float | None) -> Tensor:
-    """The norm of all gradients over all shards, a scalar on the device; those above `clip_norm` are scaled down."""
-    parameters = [p for p in model.parameters() if p.grad is not None]
-    # weights that tensor parallelism splits lie on another mesh than the rest, and torch computes with one mesh at a time
-    kinds = [kind for split in (False, True) if (kind := [p for p in parameters if is_split(p) == split])]
-    norms = [get_total_norm([p.grad for p in kind if p.grad is not None]) for kind in kinds]
-    wholes = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    norm = wholes[0] if len(wholes) == 1 else torch.stack(wholes).square().sum().sqrt()
-    if clip_norm is not None:
-        for kind in kinds:
-            clip_grads_with_norm_(kind, clip_norm, norm)
-    return norm
-
-
-def non_finite(losses: Sequence[Tensor], sources: Sequence[list[str]]) -> list[str]:
-    """Sources of the samples whose loss is not finite; both arguments hold one entry a micro-batch."""
-    return [
-        source
-        for loss_B, names in zip(losses, sources, strict=True)
-        for source, fine in zip(names, torch.isfinite(loss_B).tolist(), strict=True)
-        if not fine
-    ]
