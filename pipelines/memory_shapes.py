@@ -205,9 +205,8 @@ def spread(figures: StepFigures, config: Config, world: int) -> StepFigures:
     """The figures of one of `world` devices, by division: activations over those that compute a video together, weights over shards."""
     parallel, memory = config.parallel, config.memory
     sharded = parallel.strategy == "fsdp" or (parallel.strategy == "auto" and world > 1)
-    replicas = max(1, parallel.dp_replicate)
     shards = (
-        max(1, world // replicas) if sharded else 1
+        max(1, world // parallel.replicas) if sharded else 1
     )  # over the devices of a video too; tensor-parallel parts are parts of shards
     group = parallel.group
     if group == shards == 1:
@@ -226,7 +225,13 @@ def spread(figures: StepFigures, config: Config, world: int) -> StepFigures:
     )
     gathered = 0
     if sharded:  # the weights of the block that computes, and of the next one
-        gathered = 2 * max(figures.gradients) // (4 if config.device.dtype == "float32" else 2) * 4 // parallel.tp
+        gathered = (
+            2
+            * max(figures.gradients)
+            // (4 if config.device.dtype == "float32" else 2)
+            * 4
+            // parallel.together(split=False)
+        )
     return replace(
         figures,
         static=static,

@@ -169,13 +169,13 @@ def miniature(config: Config, strides: Strides) -> Miniature:
         if some:
             fitting = {bucket: latent_in(bucket, strides, model) for bucket in some}
             bucket = max(some, key=lambda bucket: _awkward(fitting[bucket], model, sequence))
-            small = shrunk_latent(fitting[bucket], model.patch, sequence, parallel.tp)
+            small = shrunk_latent(fitting[bucket], model.patch, sequence, parallel.together(split=False))
             latents.append(small)
             shown.append(f"{bucket} (latent {_sizes(fitting[bucket])}) as {_sizes(small)}")
             samples.append(3 if images else lanes + 2)  # numbers that lanes seldom divide
     small_config = config.model_copy(
         update={
-            "model": shrunk_model(model, parallel.tp),
+            "model": shrunk_model(model, parallel.together(split=False)),
             "parallel": parallel.model_copy(update={"shard_text": threshold}),
         }
     )

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from mmspeed import comm, rng
+from mmspeed.axes import ITEMS
 from mmspeed.config import Config
 from mmspeed.config.memory import MemoryConfig
 from mmspeed.data import MEASURED_NAME, Measured, SampleCosts
@@ -47,6 +48,7 @@ def setting_of(
 ) -> dict[str, Any]:
     """All that a step's time and memory depend on beside bucket and batch, flat, in JSON's types."""
     sizes = {f"model.{name}": value for name, value in asdict(model.config).items()}
+    axes = config.parallel.sizes()
     setting = {
         **{name: list(value) if isinstance(value, tuple) else value for name, value in sizes.items()},
         "vae.strides": [strides.temporal, strides.spatial],
@@ -57,7 +59,9 @@ def setting_of(
         "device.name": device.name,
         "devices": world,
         "parallel.strategy": strategy,
-        **{f"parallel.{name}": getattr(config.parallel, name) for name in ("ring", "ulysses", "tp", "scheme", "shard")},
+        **{f"parallel.{axis}": size for axis, size in axes.items() if axis not in ITEMS},
+        "parallel.scheme": config.parallel.scheme,
+        "parallel.shard": config.parallel.shard,
         "torch": torch.__version__,
     }
     usual = MemoryConfig().model_dump(mode="json")
@@ -69,10 +73,7 @@ def setting_of(
     if config.train.optimizer != "adamw":
         setting["train.optimizer"] = config.train.optimizer
     if strategy == "fsdp":
-        setting |= {
-            "parallel.dp_replicate": config.parallel.dp_replicate,
-            "parallel.dp_shard": config.parallel.dp_shard,
-        }
+        setting |= {f"parallel.{axis}": size for axis, size in axes.items() if axis in ITEMS}
     return setting
 
 

@@ -85,6 +85,11 @@ class ParallelConfig(Section):
         """Devices that compute together a sample whose tokens are split over the group, or one whose tokens are not."""
         return self.sequence * self.tp if split else self.tp
 
+    @property
+    def replicas(self) -> int:
+        """Replicas of the sharded model; 1 where the number of processes decides."""
+        return max(1, self.dp_replicate)
+
     def sizes(self, sharded: bool = True) -> dict[str, int]:
         """The size of each axis, as `mmspeed.mesh.make_mesh` takes them; without `sharded` what is left are replicas."""
         found = {axis: int(getattr(self, axis)) for axis in AXES}
