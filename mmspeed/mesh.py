@@ -1,8 +1,7 @@
-"""The device mesh: named axes, made once, handed on as an argument.
+"""The device mesh: the processes of a run in the views of `mmspeed.axes`, made once, handed on as an argument.
 
-Axes, outermost first: `dp_replicate` (every rank holds all parameters) and `dp_shard` (parameters, gradients and optimizer state
-are split), which both split the batch; `ring` and `ulysses`, which split the tokens of a video; `tp`, which splits weight matrices.
-Devices that talk most stand nearest to each other.
+For each parameter there is one fact, `layout_of`: which axes hold parts of it, and which hold replicas. Norms, clipping, groups of an
+optimizer and gradient release read it, and name no axis.
 """
 
 from __future__ import annotations
@@ -10,17 +9,17 @@ from __future__ import annotations
 import datetime
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
+from .axes import DENSE, EXPERT, STAGES, STORAGE, AxisName, MeshTable, Reader, mesh_table
 from .device import Device
-from .errors import UserError
-
-AXES = ("dp_replicate", "dp_shard", "ring", "ulysses", "tp")
 
 
 @contextmanager
@@ -55,38 +54,119 @@ def patient_group(days: float = 30.0) -> dist.ProcessGroup | None:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The devices of a run, named twice: by what they compute, and by what they hold.
+    """The devices of a run by what they compute (`dense`), and by what they hold (`storage`; `expert`, where experts are split).
 
-    `axes` has the axes of `AXES`. `storage` has `dp_replicate`, `shard` and `tp`: parameters are split over `shard`, which is
-    dp_shard x ring x ulysses. Rank by rank the two are the same.
+    Rank by rank the views are the same devices. `rank` is this process's.
     """
 
-    axes: DeviceMesh
+    table: MeshTable
+    rank: int
+    dense: DeviceMesh
     storage: DeviceMesh
+    expert: DeviceMesh | None = None  # None: experts lie on `storage`, as all parameters do
 
-    def size(self, axis: str) -> int:
-        """Devices along an axis of `axes`."""
-        return self.axes[axis].size()
+    def size(self, axis: AxisName | str) -> int:
+        """Devices along an axis of any view."""
+        return self.table.sizes[AxisName(axis)]
+
+    def reader(self, split: bool = True) -> Reader:
+        """What this process reads of items whose tokens are split over a group of ranks, or of items that are not split."""
+        return self.table.reader(self.rank, split)
+
+    @property
+    def in_stage(self) -> Reader:
+        """This process's number among those of its pipeline stage, over which the items of a step are dealt."""
+        return self.table.in_stage(self.rank)
+
+    @property
+    def knows_loss(self) -> bool:
+        """True on the last pipeline stage."""
+        return self.table.knows_loss(self.rank)
+
+    @property
+    def first_of_group(self) -> bool:
+        """True for the one process, of those that compute an item together, that speaks for all."""
+        return self.table.first_of_group(self.rank)
+
+    def submesh(self, *axes: AxisName) -> DeviceMesh:
+        """Of the view that holds parameters with these axes, the part that has no others. Raises ValueError where no view has them all."""
+        views = ((STORAGE, self.storage), (EXPERT, self.expert))
+        view = next((held for names, held in views if held is not None and set(axes) <= set(names)), None)
+        if view is None:
+            raise ValueError(f"no view of this mesh holds parameters along {', '.join(axes)}")
+        return view[tuple(axis.value for axis in axes)]
+
+    def copies(self, layout: ParameterLayout) -> int:
+        """The number of processes that hold the same part of a parameter."""
+        return math.prod(self.table.shape(layout.replicas))
+
+    def across_stages(self) -> list[dist.ProcessGroup]:
+        """Groups over which sums of one stage's parameters become those of all; none without pipeline stages."""
+        return [self.dense.get_group(axis.value) for axis in STAGES if self.size(axis) > 1]
 
 
 def make_mesh(
-    device: Device, dp_replicate: int = 1, dp_shard: int = -1, ring: int = 1, ulysses: int = 1, tp: int = 1
+    device: Device,
+    dp_replicate: int = 1,
+    dp_shard: int = -1,
+    ring: int = 1,
+    ulysses: int = 1,
+    tp: int = 1,
+    *,
+    pp: int = 1,
+    ep: int = 1,
+    ep_inner: int | None = None,
+    etp: int = 1,
 ) -> Mesh:
-    """The mesh of this world. One of dp_replicate and dp_shard may be -1: it takes what the others leave.
+    """The mesh of this world; a collective call. One of dp_replicate and dp_shard may be -1: it takes what the others leave.
 
-    Raises UserError when the product of the axes is not the world size.
+    Raises UserError where `mesh_table` does.
     """
     world = dist.get_world_size()
-    sizes = dict(zip(AXES, (dp_replicate, dp_shard, ring, ulysses, tp), strict=True))
-    free = [axis for axis, size in sizes.items() if size == -1]
-    if len(free) > 1:
-        raise UserError("parallel: only one of dp_replicate and dp_shard may be -1")
-    known = math.prod(sizes.values()) * (-1 if free else 1)
-    if free and known > 0 and world % known == 0:
-        sizes[free[0]] = world // known
-    elif free or known != world:
-        shown = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "one device"
-        raise UserError(f"parallel: {shown} does not make the {world} processes of this run; change one, or --nproc")
-    axes = init_device_mesh(device.kind, tuple(sizes.values()), mesh_dim_names=AXES)
-    held = (sizes["dp_replicate"], sizes["dp_shard"] * ring * ulysses, tp)
-    return Mesh(axes, init_device_mesh(device.kind, held, mesh_dim_names=("dp_replicate", "shard", "tp")))
+    table = mesh_table(world, dp_replicate, dp_shard, ring, ulysses, tp, pp=pp, ep=ep, ep_inner=ep_inner, etp=etp)
+
+    def view(axes: tuple[AxisName, ...]) -> DeviceMesh:
+        names = tuple(axis.value for axis in axes)
+        return init_device_mesh(device.kind, table.shape(axes), mesh_dim_names=names)
+
+    expert = view(EXPERT) if ep * etp > 1 else None
+    return Mesh(table, dist.get_rank(), view(DENSE), view(STORAGE), expert)
+
+
+@dataclass(frozen=True)
+class ParameterLayout:
+    """The axes that hold different parts of a parameter, and those that hold replicas of them, which met different items or tokens."""
+
+    parts: tuple[AxisName, ...]
+    replicas: tuple[AxisName, ...]
+
+
+def layout_of(parameter: Tensor) -> ParameterLayout:
+    """The layout of a parameter, which lies on the view that its mesh is of: axes of that view that do not split it replicate it.
+
+    A parameter that is no DTensor lies on the storage view, whole. Axes of one device hold no parts.
+    """
+    spread = _spread(parameter)
+    view = EXPERT if any(axis not in STORAGE for axis in spread) else STORAGE
+    parts = tuple(axis for axis in view if spread.get(axis, False))
+    return ParameterLayout(parts, tuple(axis for axis in view if axis not in (*parts, *STAGES)))
+
+
+def _spread(parameter: Tensor) -> dict[AxisName, bool]:
+    """The axes of a parameter's own mesh: True where they split it."""
+    if not isinstance(parameter, DTensor):
+        return {}
+    mesh = parameter.device_mesh
+    names = [AxisName(name) for name in mesh.mesh_dim_names or ()]
+    return {
+        name: not at.is_replicate() and mesh.size(dim) > 1
+        for dim, (name, at) in enumerate(zip(names, parameter.placements, strict=True))
+    }
+
+
+def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters in lists of one mesh each, of fewest axes first, since torch computes with tensors of one mesh at a time."""
+    lists: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        lists.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    return [lists[mesh] for mesh in sorted(lists, key=lambda mesh: 0 if mesh is None else mesh.ndim)]

@@ -46,7 +46,7 @@ def accelerate_model(
             f"parallel.tp is {parallel.tp}: {type(transformer).__name__} does not declare the roles of its weights; use ring "
             "and ulysses, or diffusers' TensorParallelConfig"
         )
-    degree = parallel.ring * parallel.ulysses
+    degree = parallel.sequence
     if degree == 1:
         return transformer
     if not dist.is_initialized():
@@ -58,15 +58,13 @@ def accelerate_model(
         plan = getattr(transformer, "sequence_plan", None) or plan_for(transformer)
     kind = next((parameter.device.type for parameter in transformer.parameters()), "cpu")
     world = dist.get_world_size()
-    if world % (parallel.ring * parallel.ulysses):
+    if world % degree:
         raise UserError(
-            f"accelerate_model: ring {parallel.ring} x ulysses {parallel.ulysses} does not divide the {world} processes there are"
+            f"accelerate_model: {parallel.group_in_words()} does not divide the {world} processes there are"
         )
-    mesh = make_mesh(
-        Device(kind, 0), parallel.dp_replicate, parallel.dp_shard, ring=parallel.ring, ulysses=parallel.ulysses
-    )
+    mesh = make_mesh(Device(kind, 0), **parallel.sizes())
     sequence_parallel(
-        transformer, mesh.axes, plan, window=parallel.ring_window, exchange=parallel.exchange, ledger=ledger
+        transformer, mesh.dense, plan, window=parallel.ring_window, exchange=parallel.exchange, ledger=ledger
     )
     return transformer
 

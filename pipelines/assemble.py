@@ -9,6 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mmspeed.axes import Reader
 from mmspeed.config import RunConfig
 from mmspeed.config.memory import parse_bytes
 from mmspeed.device import Device, parse_dtype
@@ -52,32 +53,33 @@ class Placement:
     strategy: Strategy
     mesh: Mesh
     layout: TokenLayout
-    lane: int  # this process's group of those that compute a video together
-    lanes: int
-    first: bool  # whether it is its group's first
+    reader: Reader  # the items that this process reads: its group of those that compute an item together
+    first: bool  # True for the one of the group that speaks for it
 
     def at(self, device: Device, folder: Path) -> RunPlace:
         """The place of this process, for a task."""
+        stage = self.mesh.in_stage
         return RunPlace(
-            device, dist.get_rank(), dist.get_world_size(), self.strategy, self.lanes, self.lane, self.first, folder
+            device,
+            rank=dist.get_rank(),
+            world=dist.get_world_size(),
+            strategy=self.strategy,
+            groups=self.reader.count,
+            group=self.reader.index,
+            leads=self.first,
+            dealt=stage.count,
+            number=stage.index,
+            folder=folder,
         )
 
 
 def place(config: RunConfig, device: Device) -> Placement:
     """The config's layout over the processes of this run; a collective call. Raises UserError where it does not fit them."""
-    parallel, rank, world = config.parallel, dist.get_rank(), dist.get_world_size()
+    parallel, world = config.parallel, dist.get_world_size()
     strategy = resolve_strategy(parallel.strategy, world)
-    if world % parallel.group:
-        raise UserError(
-            f"parallel: ring {parallel.ring} x ulysses {parallel.ulysses} x tp {parallel.tp} does not divide the {world} "
-            f"processes of this run; change one, or --nproc"
-        )
-    replicate, shard = (parallel.dp_replicate, parallel.dp_shard) if strategy == "fsdp" else (-1, 1)
-    mesh = make_mesh(device, replicate, shard, parallel.ring, parallel.ulysses, parallel.tp)
-    layout = make_layout(mesh, parallel)
-    return Placement(
-        strategy, mesh, layout, rank // parallel.group, world // parallel.group, rank % parallel.group == 0
-    )
+    parallel.check_world(world)
+    mesh = make_mesh(device, **parallel.sizes(sharded=strategy == "fsdp"))
+    return Placement(strategy, mesh, make_layout(mesh, parallel), mesh.reader(), mesh.first_of_group)
 
 
 def assemble(
@@ -104,7 +106,7 @@ def assemble(
         role: _placed(config, task, model, placement, device, role in learning, choice) for role, model in bare.items()
     }
     (role,) = learning
-    optimizer = make_optimizer(models[role], config.train, config.memory, device)
+    optimizer = make_optimizer(models[role], config.train, config.memory, device, placement.mesh)
     _fill(bare[role], config.seed, weight_setter(models[role], optimizer))
     for other in bare.keys() - learning:
         _fill(bare[other], config.seed, set_parameter)

@@ -142,7 +142,7 @@ def plan_memory(
         task = make_task(config)
         task.open_without_data()
     if step is None:
-        place = RunPlace(Device("cpu", 0), world=world, groups=max(1, world // parallel.group))
+        place = RunPlace(Device("cpu", 0), world=world, dealt=world, groups=max(1, world // parallel.group))
         step = task.largest_micro_batch(place)
     figures = shape_figures(config, task, step, speeds, with_swap)
     figures = spread(figures, config, world)
@@ -192,9 +192,8 @@ def spread(figures: StepFigures, config: RunConfig, world: int) -> StepFigures:
     """The figures of one of `world` devices, by division: activations over those that compute a video together, weights over shards."""
     parallel, memory = config.parallel, config.memory
     sharded = parallel.strategy == "fsdp" or (parallel.strategy == "auto" and world > 1)
-    replicas = max(1, parallel.dp_replicate)
     shards = (
-        max(1, world // replicas) if sharded else 1
+        max(1, world // parallel.replicas) if sharded else 1
     )  # over the devices of a video too; tensor-parallel parts are parts of shards
     group = parallel.group
     if group == shards == 1:
@@ -213,7 +212,13 @@ def spread(figures: StepFigures, config: RunConfig, world: int) -> StepFigures:
     )
     gathered = 0
     if sharded:  # the weights of the block that computes, and of the next one
-        gathered = 2 * max(figures.gradients) // (4 if config.device.dtype == "float32" else 2) * 4 // parallel.tp
+        gathered = (
+            2
+            * max(figures.gradients)
+            // (4 if config.device.dtype == "float32" else 2)
+            * 4
+            // parallel.together(split=False)
+        )
     return replace(
         figures,
         static=static,

@@ -176,7 +176,7 @@ def miniature(video: VideoTask, strides: Strides) -> Miniature:
     config = video.config
     parallel = config.parallel
     model = resolve_config(config.model, CHANNELS, TEXT_WIDTH)
-    sequence, lanes = parallel.ring * parallel.ulysses, parallel.dp_replicate * parallel.dp_shard
+    sequence, lanes = parallel.sequence, math.prod(parallel.sizes().values()) // parallel.group
     text_tokens = max(SHORTEST_CAPTION, 2 * sequence + 1)
     threshold = parallel.shard_text
     if threshold is not None:  # captions are split here if they may be there
@@ -187,13 +187,13 @@ def miniature(video: VideoTask, strides: Strides) -> Miniature:
         if some:
             fitting = {bucket: latent_in(bucket, strides, model) for bucket in some}
             bucket = max(some, key=lambda bucket: _awkward(fitting[bucket], model, sequence))
-            small = shrunk_latent(fitting[bucket], model.patch, sequence, parallel.tp)
+            small = shrunk_latent(fitting[bucket], model.patch, sequence, parallel.together(split=False))
             latents.append(small)
             shown.append(f"{bucket} (latent {_sizes(fitting[bucket])}) as {_sizes(small)}")
             samples.append(3 if images else lanes + 2)  # numbers that lanes seldom divide
     small_config = config.model_copy(
         update={
-            "model": shrunk_model(model, parallel.tp),
+            "model": shrunk_model(model, parallel.together(split=False)),
             "parallel": parallel.model_copy(update={"shard_text": threshold}),
         }
     )

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from mmspeed import comm, rng
+from mmspeed.axes import ITEMS
 from mmspeed.config import RunConfig
 from mmspeed.config.memory import MemoryConfig
 from mmspeed.data import MEASURED_NAME, Measured, SampleCosts
@@ -43,6 +44,7 @@ UNMEASURED = ("empty_cache", "snapshot")  # of the memory section: nothing of a 
 
 def setting_of(config: RunConfig, task: Mapping[str, Any], place: RunPlace) -> dict[str, Any]:
     """All that a step's time and memory depend on beside shape and batch, flat, in JSON's types; `task`: what the task says of it."""
+    axes = config.parallel.sizes()
     setting = {
         **task,
         "device.dtype": config.device.dtype,
@@ -52,7 +54,9 @@ def setting_of(config: RunConfig, task: Mapping[str, Any], place: RunPlace) -> d
         "device.name": place.device.name,
         "devices": place.world,
         "parallel.strategy": place.strategy,
-        **{f"parallel.{name}": getattr(config.parallel, name) for name in ("ring", "ulysses", "tp", "scheme", "shard")},
+        **{f"parallel.{axis}": size for axis, size in axes.items() if axis not in ITEMS},
+        "parallel.scheme": config.parallel.scheme,
+        "parallel.shard": config.parallel.shard,
         "torch": torch.__version__,
     }
     usual = MemoryConfig().model_dump(mode="json")
@@ -64,10 +68,7 @@ def setting_of(config: RunConfig, task: Mapping[str, Any], place: RunPlace) -> d
     if config.train.optimizer != "adamw":
         setting["train.optimizer"] = config.train.optimizer
     if place.strategy == "fsdp":
-        setting |= {
-            "parallel.dp_replicate": config.parallel.dp_replicate,
-            "parallel.dp_shard": config.parallel.dp_shard,
-        }
+        setting |= {f"parallel.{axis}": size for axis, size in axes.items() if axis in ITEMS}
     return setting
 
 

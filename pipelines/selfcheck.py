@@ -18,12 +18,13 @@ from pathlib import Path
 import yaml
 
 from mmspeed.config import Config, make_config
+from mmspeed.config.parallel import AXES
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
 from mmspeed.models.vae import codec_geometry
 from mmspeed.pipelines.children import Child, run_children
 from mmspeed.pipelines.miniature import miniature
-from mmspeed.pipelines.selfcheck_verdict import AXES, SelfCheck, compare, named, processes
+from mmspeed.pipelines.selfcheck_verdict import SelfCheck, compare, named, processes
 from mmspeed.pipelines.selfcheck_worker import Found
 from mmspeed.shapes import Strides
 
@@ -103,8 +104,7 @@ def with_layout(config: Config, layout: str) -> Config:
     dump = config.model_dump(mode="json", by_alias=True)
     dump["parallel"].update(dict.fromkeys(AXES, 1), ring_window=None)
     changed = make_config(dump, [f"parallel.{key}={value}" for key, value in given.items()], origin="--parallel")
-    for axis in AXES:
-        size = getattr(changed.parallel, axis)
+    for axis, size in changed.parallel.sizes().items():
         if size < 1 or isinstance(yaml.safe_load(given.get(axis, "1")), bool):
             raise UserError(
                 f"--parallel: {axis} is {given[axis]}; write a number from 1 on, as nothing else says how many"

@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mmspeed.config.parallel import ParallelConfig
+from mmspeed.config.parallel import AXES, ParallelConfig
 from mmspeed.log import format_bytes, format_seconds
 from mmspeed.pipelines.miniature import HEAD_WIDTH, Miniature
 from mmspeed.pipelines.selfcheck_worker import Arrays, Found, StepFound
 
-AXES = ("dp_replicate", "dp_shard", "ring", "ulysses", "tp")
 WORST = 5  # gradients that are shown
 # A smaller gradient is compared with so much of the largest: it may be nothing but rounding, as that of queries over one frame is.
 LEAST = 1e-2
@@ -134,13 +133,13 @@ class SelfCheck:
 
 def processes(parallel: ParallelConfig) -> int:
     """The product of the axes."""
-    return math.prod(getattr(parallel, axis) for axis in AXES)
+    return math.prod(parallel.sizes().values())
 
 
 def named(parallel: ParallelConfig) -> str:
     """A layout in words: the axes above 1, and what else is not as by default."""
     default = ParallelConfig()
-    axes = [f"{axis}={getattr(parallel, axis)}" for axis in AXES if getattr(parallel, axis) > 1]
+    axes = [f"{axis}={size}" for axis, size in parallel.sizes().items() if size > 1]
     others = [
         f"{name}={value}"
         for name, value in parallel.model_dump().items()

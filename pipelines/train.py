@@ -236,6 +236,7 @@ class TrainPipeline:
                 data.divisors,
                 clip_norm=self.config.train.clip_norm,
                 tensor=run.placement.layout.tensor,
+                mesh=run.placement.mesh,
             )
         except UserError as error:
             raise UserError(f"step {run.step + 1}: {error}") from error

@@ -104,6 +104,7 @@ class Trial:
             self.task.synthetic_divisors(batch, micro_batches * self.world),
             clip_norm=self.config.train.clip_norm,
             tensor=self.placement.layout.tensor,
+            mesh=self.placement.mesh,
         )
         if not result.finite:
             raise UserError(

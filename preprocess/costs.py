@@ -204,10 +204,10 @@ def cost_lines(config: Config, costs: Costs) -> list[str]:
     lines += costs.attention
     parallel = config.parallel
     if parallel.group > 1:
-        parts = " x ".join(
-            f"{axis} {size}" for axis in ("ring", "ulysses", "tp") if (size := getattr(parallel, axis)) > 1
+        lines.append(
+            f"layout: {parallel.group} devices compute a video together ({parallel.group_in_words()}), "
+            f"and {parallel.together(split=False)} an image"
         )
-        lines.append(f"layout: {parallel.group} devices compute a video together ({parts}), and {parallel.tp} an image")
     lines += [
         f"  bucket {row.bucket}: {row.tokens} tokens, {format_figure(row.flops / 1e9)} GFLOP forward and backward for a sample"
         for row in costs.buckets

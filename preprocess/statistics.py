@@ -22,6 +22,7 @@ from mmspeed.preprocess.reasons import Reason, Rejected, Rejection
 from mmspeed.preprocess.select import Clip
 from mmspeed.preprocess.source import Kind, Source
 from mmspeed.preprocess.windows import windows_that_fit
+from mmspeed.protocols import ShapeClass
 
 EXAMPLES = 5  # rejected sources kept for each reason
 SHOWN_SOURCES = 24  # sources kept for thumbnails

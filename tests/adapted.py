@@ -24,11 +24,11 @@ from mmspeed.loop.checkpoint import TrainingState
 from mmspeed.loop.ema import EMA
 from mmspeed.loop.optim import make_optimizer
 from mmspeed.loop.states import states_to_save, weights_to_save
-from mmspeed.loop.step import train_step
 from mmspeed.mesh import make_mesh
 from mmspeed.parallel import make_half, parallelize, unwrap
 from mmspeed.pipelines.assemble import weight_setter
 from mmspeed.protocols import StateRule
+from tests.steps import train_step
 from tests.toy import ToyDiT, flow_loss, split
 
 KEYS = [f"s{i}" for i in range(7)]  # of 8 slots: the last is a filler

@@ -62,7 +62,7 @@ def state_of(
     if half:
         make_half(bare)
     model = parallelize(bare, mesh, strategy, compute_dtype=torch.bfloat16 if half else torch.float32)
-    made = make_optimizer(model, TrainConfig(optimizer=optimizer, **TRAIN), config, CPU)  # type: ignore[arg-type]
+    made = make_optimizer(model, TrainConfig(optimizer=optimizer, **TRAIN), config, CPU, mesh)  # type: ignore[arg-type]
     put = weight_setter(model, made)
     for parameter, value in zip(unwrap(model).parameters(), values.parameters(), strict=True):
         put(parameter, value.detach())

@@ -219,7 +219,7 @@ def _jobs(
     return jobs
 
 
-def grouped(counts: Mapping[Bucket, int]) -> dict[tuple[ShapeClass, str], Array]:
+def grouped(counts: Mapping[Any, int]) -> dict[tuple[ShapeClass, str], Array]:
     """Samples numbered through the buckets."""
     ends = np.cumsum(list(counts.values()))
     return {

@@ -6,6 +6,9 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from mmspeed.axes import DENSE, ITEMS, AxisName
+from mmspeed.errors import UserError
+
 from .inputs import Section
 
 
@@ -69,6 +72,39 @@ class ParallelConfig(Section):
         return self
 
     @property
+    def sequence(self) -> int:
+        """Devices that share the tokens of a video."""
+        return self.ring * self.ulysses
+
+    @property
     def group(self) -> int:
         """Devices that compute one video together."""
-        return self.ring * self.ulysses * self.tp
+        return self.together(split=True)
+
+    def together(self, split: bool) -> int:
+        """Devices that compute together a sample whose tokens are split over the group, or one whose tokens are not."""
+        return self.sequence * self.tp if split else self.tp
+
+    @property
+    def replicas(self) -> int:
+        """Replicas of the sharded model; 1 where the number of processes decides."""
+        return max(1, self.dp_replicate)
+
+    def sizes(self, sharded: bool = True) -> dict[str, int]:
+        """The size of each axis, as `mmspeed.mesh.make_mesh` takes them; without `sharded` what is left are replicas."""
+        found = {axis: int(getattr(self, axis)) for axis in AXES}
+        return found if sharded else found | {AxisName.DP_REPLICATE.value: -1, AxisName.DP_SHARD.value: 1}
+
+    def group_in_words(self) -> str:
+        """The axes along which devices compute one sample together, such as "ring 2 x tp 2"."""
+        return " x ".join(f"{axis} {n}" for axis, n in self.sizes().items() if axis not in ITEMS and n > 1)
+
+    def check_world(self, world: int) -> None:
+        """Raises UserError where groups of devices do not divide the processes of a run."""
+        if world % self.group:
+            raise UserError(
+                f"parallel: {self.group_in_words()} does not divide the {world} processes of this run; change one, or --nproc"
+            )
+
+
+AXES = tuple(name for name in ParallelConfig.model_fields if name in DENSE)  # the axes that users give

@@ -175,7 +175,7 @@ def make_batching(
         measured: for `by: time`.
     """
     wanted = sorted(set(buckets))
-    group, tensor = (parallel.group, parallel.tp) if parallel is not None else (1, 1)
+    group, tensor = (parallel.together(True), parallel.together(False)) if parallel is not None else (1, 1)
 
     def counted(bucket: ShapeClass, ranks: int = 1) -> Cost:
         one = costs.tokens(bucket) if batching.by == "tokens" else costs.flops(bucket) / 1e12

@@ -1,36 +1,75 @@
-"""The norm of all gradients over all shards, and clipping by it."""
+"""The gradients of a step as a whole: their norm over all shards, and clipping."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from mmspeed.parallel import is_split
+from mmspeed.mesh import Mesh, by_mesh, layout_of
+from mmspeed.parallel.tensor import local
+
+CLIP_EPS = 1e-6  # as torch has it in clip_grads_with_norm_
 
 
-def clip_gradients(models: Sequence[nn.Module], clip_norm: float | None, scale: float | None = None) -> Tensor:
-    """The norm of all gradients over all shards, a scalar on the device; those above `clip_norm` are scaled down.
+def total_norm(parameters: Iterable[nn.Parameter], mesh: Mesh | None = None) -> Tensor:
+    """The norm of the gradients of all processes, a scalar on the device; a collective call.
 
-    With `scale` gradients are multiplied by it too, and the norm is that of the products.
+    Squares are summed over the axes that hold parts of a parameter, and over the pipeline stages of `mesh`, and counted once over replicas.
     """
-    parameters = [p for model in models for p in model.parameters() if p.grad is not None]
-    # weights that tensor parallelism splits lie on another mesh than the rest, and torch computes with one mesh at a time
-    kinds = [kind for split in (False, True) if (kind := [p for p in parameters if is_split(p) == split])]
+    kinds = by_mesh(p for p in parameters if p.grad is not None)
     norms = [get_total_norm([p.grad for p in kind if p.grad is not None]) for kind in kinds]
     wholes = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     norm = wholes[0] if len(wholes) == 1 else torch.stack(wholes).square().sum().sqrt()
+    for group in mesh.across_stages() if mesh is not None else ():
+        square = norm.square()
+        dist.all_reduce(square, group=group)
+        norm = square.sqrt()
+    return norm
+
+
+def clip_gradients(
+    models: Sequence[nn.Module], clip_norm: float | None, mesh: Mesh | None = None, scale: float | None = None
+) -> Tensor:
+    """The norm of all gradients (`total_norm`); those above `clip_norm` are scaled down.
+
+    With `scale`, gradients are multiplied by it in the same pass, and the norm is that of the products.
+    """
+    parameters = [p for model in models for p in model.parameters() if p.grad is not None]
+    norm = total_norm(parameters, mesh)
     if scale is not None:
         norm = norm * scale
         factor = torch.full_like(norm, scale)
         if clip_norm is not None:
-            factor = factor * (clip_norm / (norm + 1e-6)).clamp(max=1.0)
-        for kind in kinds:
-            torch._foreach_mul_([p.grad for p in kind if p.grad is not None], factor)
+            factor = factor * (clip_norm / (norm + CLIP_EPS)).clamp(max=1.0)
+        for kind in by_mesh(parameters):
+            torch._foreach_mul_([local(p.grad) for p in kind if p.grad is not None], factor)
     elif clip_norm is not None:
-        for kind in kinds:
+        for kind in by_mesh(parameters):
             clip_grads_with_norm_(kind, clip_norm, norm)
     return norm
+
+
+@torch.no_grad()
+def squared_norm(parameters: Iterable[nn.Parameter], mesh: Mesh | None = None) -> float:
+    """The squared norm of this process's part of gradients; of what several processes of `mesh` hold, an equal share.
+
+    So its sum over all processes is the squared norm of the whole gradients. None: one process.
+    Raises ValueError for shards without a mesh.
+    """
+    total: Tensor | None = None
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is None:
+            continue
+        if mesh is None and isinstance(grad, DTensor):
+            raise ValueError("the norm of sharded gradients needs the mesh, which knows their replicas")
+        copies = mesh.copies(layout_of(parameter)) if mesh is not None else 1
+        own = grad.to_local() if isinstance(grad, DTensor) else grad
+        square = torch.linalg.vector_norm(own, dtype=torch.float32).double().square() / copies
+        total = square if total is None else total + square
+    return total.item() if total is not None else 0.0

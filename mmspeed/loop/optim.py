@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Muon, Optimizer
 
 from mmspeed.config.memory import MemoryConfig, parse_bytes
@@ -16,7 +17,8 @@ from mmspeed.config.training import TrainConfig
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.memory.tiered import TieredOptimizer
-from mmspeed.parallel import is_half, is_split, take_float32_gradients, unwrap
+from mmspeed.mesh import Mesh, by_mesh, layout_of
+from mmspeed.parallel import is_half, take_float32_gradients, unwrap
 from mmspeed.protocols import DiffusionModel
 
 from .release import ReleasingOptimizer
@@ -26,12 +28,17 @@ Groups = list[dict[str, Any]]
 
 
 def make_optimizer(
-    model: nn.Module, cfg: TrainConfig, memory: MemoryConfig | None = None, device: Device | None = None
+    model: nn.Module,
+    cfg: TrainConfig,
+    memory: MemoryConfig | None = None,
+    device: Device | None = None,
+    mesh: Mesh | None = None,
 ) -> AnyOptimizer:
     """The config's optimizer over the parameters that train; weight decay on matrices only.
 
     Make it after `parallelize`: sharding replaces the parameters. With `memory` its weights and states lie where that says, on
-    `device`. Raises UserError for muon over parts of matrices, and where a package is missing.
+    `device`; `mesh` is the one that the model was parallelized over, None without.
+    Raises UserError for muon over parts of matrices, and where a package is missing.
     """
     memory, device = memory or MemoryConfig(), device or Device("cpu", 0)
     groups = make_groups(model, cfg)
@@ -46,7 +53,7 @@ def make_optimizer(
     sharded = any(isinstance(p, DTensor) for group in groups for p in group["params"])
     if not memory.tiered and cfg.optimizer != "adamw8bit" and not (cfg.optimizer == "muon" and sharded):
         return make(groups, cfg)
-    kind = ReleasingOptimizer if memory.release_gradients else TieredOptimizer
+    kind = partial(ReleasingOptimizer, mesh=mesh) if memory.release_gradients else TieredOptimizer
     return kind(
         groups,
         lambda inner: make(inner, cfg),
@@ -66,8 +73,7 @@ def make_groups(model: nn.Module, cfg: TrainConfig) -> Groups:
             id(p) for block in cast(DiffusionModel, unwrap(model)).blocks for p in block.parameters() if p.ndim == 2
         }
     groups: Groups = []
-    for split in (False, True):  # apart: torch's foreach kernels take tensors of one mesh
-        some = [p for p in parameters if is_split(p) == split]
+    for some in by_mesh(parameters):  # apart: torch's foreach kernels take tensors of one mesh
         groups += [
             {"params": [p for p in some if id(p) in hidden], "weight_decay": cfg.weight_decay, "use": "muon"},
             {"params": [p for p in some if p.ndim >= 2 and id(p) not in hidden], "weight_decay": cfg.weight_decay},
@@ -121,10 +127,7 @@ def state_names(group: dict[str, Any]) -> tuple[str, ...]:
 def _check_whole(groups: Groups) -> None:
     """Raises UserError where this process has a part of a matrix that Muon updates."""
     for parameter in (p for group in groups if group.get("use") == "muon" for p in group["params"]):
-        if isinstance(parameter, DTensor) and any(
-            isinstance(placement, Shard) and parameter.device_mesh.size(dim) > 1
-            for dim, placement in enumerate(parameter.placements)
-        ):
+        if layout_of(parameter).parts:
             raise UserError(
                 "train.optimizer: muon needs whole matrices, and here each device has a part: use parallel.strategy: ddp "
                 "without ring, ulysses and tp, or train.optimizer: adamw"

@@ -9,25 +9,27 @@ import math
 from collections import Counter
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch import nn
 
 from mmspeed.comm import all_reduce_sum
 from mmspeed.errors import UserError
 from mmspeed.memory.tiered import TieredOptimizer
+from mmspeed.mesh import Mesh
+
+from .gradients import squared_norm
 
 
 class ReleasingOptimizer(TieredOptimizer):
     """A tiered optimizer that updates a bucket as soon as backward has made all its gradients.
 
     For each step: `begin`, backward, `gradient_norm`, `step` (for what got no gradient in backward). The first gradient that is not
-    finite stops the updates on this process: what was updated before it stays so.
+    finite stops the updates on this process: what was updated before it stays so. `mesh`: the processes that share the parameters.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, mesh: Mesh | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._mesh = mesh
         self._bucket_of: dict[nn.Parameter, int] = {p: i for i, bucket in enumerate(self.buckets) for p in bucket}
         self._begun = self._broken = False
         self._waiting: Counter[int] = Counter()
@@ -49,7 +51,7 @@ class ReleasingOptimizer(TieredOptimizer):
     def gradient_norm(self, group: dist.ProcessGroup | None = None) -> float:
         """The norm of all gradients of the step over all shards. All processes call it, after backward, before `step`."""
         for number in self._left():  # what took no part in this step's loss may leave a bucket waiting
-            self._squares += squared_norm(self.buckets[number])
+            self._squares += squared_norm(self.buckets[number], self._mesh)
         return math.sqrt(all_reduce_sum([self._squares], group)[0])
 
     def step(self) -> None:
@@ -72,28 +74,11 @@ class ReleasingOptimizer(TieredOptimizer):
         self._waiting[number] -= 1
         if self._waiting[number]:
             return
-        squares = squared_norm(
-            self.buckets[number]
-        )  # waits for the device: nothing may be updated by what is not finite
+        # waits for the device: nothing may be updated by what is not finite
+        squares = squared_norm(self.buckets[number], self._mesh)
         self._squares += squares
         self._broken = self._broken or not math.isfinite(squares)
         if not self._broken:
             self.step_bucket(number)
         for other in self.buckets[number]:
             other.grad = None
-
-
-@torch.no_grad()
-def squared_norm(parameters: list[nn.Parameter]) -> float:
-    """The squared norm of this process's part of gradients; of what several processes hold, an equal share."""
-    total: Tensor | None = None
-    for parameter in parameters:
-        grad, copies = parameter.grad, 1
-        if grad is None:
-            continue
-        if isinstance(grad, DTensor):
-            sizes = [grad.device_mesh.size(dim) for dim, at in enumerate(grad.placements) if isinstance(at, Replicate)]
-            grad, copies = grad.to_local(), math.prod(sizes)
-        square = torch.linalg.vector_norm(grad, dtype=torch.float32).double().square() / copies
-        total = square if total is None else total + square
-    return total.item() if total is not None else 0.0

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from mmspeed.comm import Axis, all_gather_objects, all_reduce_sum
 from mmspeed.errors import UserError
+from mmspeed.mesh import Mesh
 from mmspeed.parallel import sum_shared_gradients
 from mmspeed.protocols import Divisors, MicroBatches, Models, Update
 
@@ -52,6 +53,7 @@ def train_step(
     *,
     clip_norm: float | None,
     tensor: Axis | None = None,
+    mesh: Mesh | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> StepResult:
     """The updates of one step, in order. With several the micro-batches are kept, and the result names the terms of all.
@@ -60,7 +62,7 @@ def train_step(
     """
     kept: MicroBatches = batches if len(learners) == 1 else list(batches)
     results = [
-        apply_update(models, learner, kept, divisors, clip_norm=clip_norm, tensor=tensor, group=group)
+        apply_update(models, learner, kept, divisors, clip_norm=clip_norm, tensor=tensor, mesh=mesh, group=group)
         for learner in learners
     ]
     first = results[0]
@@ -83,13 +85,14 @@ def apply_update(
     *,
     clip_norm: float | None,
     tensor: Axis | None = None,
+    mesh: Mesh | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> StepResult:
     """Forward and backward of this rank's micro-batches, then one update by the gradients of all ranks.
 
     All ranks bring equally many micro-batches. A loss or gradient that is not finite on any rank leaves parameters and optimizer
     untouched on all; with an optimizer that updates in backward it raises UserError. A divisor that is known only afterwards (None) costs
-    a scaling of the gradients, which clipping takes along. `tensor` is the tensor-parallel axis, where there is one. `group` is for small
+    a scaling of the gradients, which clipping takes along. `tensor` is the tensor-parallel axis, where there is one, `mesh` that of the models. `group` is for small
     CPU collectives. The device is waited for once. Raises UserError for a divisor that is not positive.
     """
     update, optimizer = learner.update, learner.optimizer
@@ -108,10 +111,7 @@ def apply_update(
     names = list(record.divisors)
     sums = [record.total(name) for name in names]
     if releasing is None:
-        if late is not None:
-            norm = clip_gradients(learning, clip_norm, 1 / late)
-        else:
-            norm = clip_gradients(learning, clip_norm)
+        norm = clip_gradients(learning, clip_norm, mesh, None if late is None else 1 / late)
         *mine, grad_norm = torch.stack([*sums, norm]).tolist()  # the wait for the device
     else:
         mine, grad_norm = torch.stack(sums).tolist(), releasing.gradient_norm(group)

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from mmspeed.axes import AxisName
 from mmspeed.comm import Axis, Ledger
 from mmspeed.comm.groups import flattened
 from mmspeed.config.parallel import ParallelConfig
@@ -32,7 +33,7 @@ from .data_parallel import (
 )
 from .declared import sequence_axes, sequence_parallel
 from .sequence_plan import Attends, Gather, Leading, SequencePlan, Split
-from .tensor import check_heads, is_split, split_layers, sum_shared_gradients
+from .tensor import check_heads, split_layers, sum_shared_gradients
 from .tokens import TokenLayout
 
 __all__ = [
@@ -47,7 +48,6 @@ __all__ = [
     "autocast",
     "check_layout",
     "is_half",
-    "is_split",
     "make_half",
     "make_layout",
     "no_sync",
@@ -86,11 +86,13 @@ def make_layout(
     if mesh is None:
         return TokenLayout()
     parallel, ledger = parallel or ParallelConfig(), ledger or Ledger()
-    axes = sequence_axes(mesh.axes, window=parallel.ring_window, exchange=parallel.exchange, ledger=ledger, nodes=nodes)
+    axes = sequence_axes(
+        mesh.dense, window=parallel.ring_window, exchange=parallel.exchange, ledger=ledger, nodes=nodes
+    )
     return TokenLayout(
         axes=axes,
-        whole=flattened("sequence", axes.ring, axes.ulysses, mesh.axes, nodes),
-        tensor=Axis.of(mesh.axes, "tp", ledger, parallel.exchange, nodes),
+        whole=flattened("sequence", axes.ring, axes.ulysses, mesh.dense, nodes),
+        tensor=Axis.of(mesh.dense, AxisName.TP.value, ledger, parallel.exchange, nodes),
         scheme=parallel.scheme,
         shard="rows" if parallel.shard == "frames" else "columns",
         text_from=parallel.shard_text,
@@ -117,7 +119,7 @@ def parallelize(
     layout = layout or TokenLayout()
     if layout.tensor.size > 1:  # first: what follows sees layers that are split already
         assert mesh is not None
-        split_layers(model, mesh.storage["tp"], *_tensor_parts(model, strategy, mesh))
+        split_layers(model, mesh.submesh(AxisName.TP), *_tensor_parts(model, strategy, mesh))
     exchanges = layout.tensor.size * layout.whole.size > 1
     if exchanges:  # who computes which tokens
         spread_tokens(model, layout)
@@ -143,7 +145,7 @@ def parallelize(
 
 def _tensor_parts(model: nn.Module, strategy: Strategy, mesh: Mesh) -> tuple[int, Mapping[str, Role]]:
     """The heads and roles of a model that tensor parallelism takes. Raises UserError where it cannot."""
-    if strategy == "ddp" or (strategy == "none" and mesh.storage.size() > mesh.size("tp")):
+    if strategy == "ddp" or (strategy == "none" and mesh.storage.size() > mesh.size(AxisName.TP)):
         raise UserError("parallel.tp goes with parallel.strategy: fsdp")
     roles = getattr(model, "roles", None)
     if not roles:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from mmspeed.axes import AxisName
 from mmspeed.mesh import Mesh
 from mmspeed.mixin import mix_in
 from mmspeed.protocols import DiffusionModel
@@ -48,7 +49,8 @@ def shard(model: nn.Module, mesh: Mesh, compute_dtype: torch.dtype) -> nn.Module
     timesteps to `compute_dtype` too; autocast casts what the matrix products need.
     """
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    data_mesh = mesh.storage["dp_replicate", "shard"] if mesh.size("dp_replicate") > 1 else mesh.storage["shard"]
+    axes = (AxisName.DP_REPLICATE, AxisName.SHARD) if mesh.size(AxisName.DP_REPLICATE) > 1 else (AxisName.SHARD,)
+    data_mesh = mesh.submesh(*axes)
     for block in cast(DiffusionModel, model).blocks:
         fully_shard(block, mesh=data_mesh, mp_policy=policy)
     # The root is resharded too (not torch's default): after an evaluation its gathered parameters would otherwise

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Shard
 from mmspeed.comm import Axis
 from mmspeed.comm.axis import nbytes
 from mmspeed.errors import UserError
+from mmspeed.mesh import layout_of
 from mmspeed.mixin import mix_in
 from mmspeed.protocols import Role
 
@@ -102,12 +103,6 @@ def _split_layer(layer: nn.Linear, mesh: DeviceMesh, role: Role, name: str) -> N
     cast(Any, layer)._bias_share = 1.0 if role == "column" else 1.0 / parts
 
 
-def is_split(parameter: Tensor) -> bool:
-    """Whether the tensor-parallel processes hold different parts of it."""
-    mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-    return mesh is not None and mesh.mesh_dim_names is not None and "tp" in mesh.mesh_dim_names
-
-
 @torch.no_grad()
 def sum_shared_gradients(parameters: Iterable[nn.Parameter], tensor: Axis) -> None:
     """Sum over the tensor-parallel axis the gradients of the parameters that all its processes hold, in one exchange a dtype.
@@ -116,7 +111,7 @@ def sum_shared_gradients(parameters: Iterable[nn.Parameter], tensor: Axis) -> No
     """
     if tensor.size == 1:
         return
-    grads = [local(p.grad) for p in parameters if p.grad is not None and not is_split(p)]
+    grads = [local(p.grad) for p in parameters if p.grad is not None and tensor.name in layout_of(p).replicas]
     for dtype in sorted({grad.dtype for grad in grads}, key=str):
         some = [grad for grad in grads if grad.dtype == dtype]
         flat = torch.cat([grad.reshape(-1) for grad in some])

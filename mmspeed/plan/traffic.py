@@ -319,7 +319,7 @@ def _turn(work: Work, parallel: ParallelConfig, place: Place, from_rows: bool) -
 
 def _group(parallel: ParallelConfig) -> int:
     """Ranks that share a sequence."""
-    return parallel.ring * parallel.ulysses
+    return parallel.sequence
 
 
 def _rank(place: Place, parallel: ParallelConfig) -> int:

@@ -33,6 +33,7 @@ class RunPlace:
         strategy: how data-parallel ranks share the model: none, ddp or fsdp.
         groups, group: how many groups of ranks compute items of their own, and the number of this rank's.
         leads: whether it speaks for its group; the others of the group know the same.
+        dealt, number: over how many ranks the items of a step are dealt (those of a pipeline stage), and this rank's number.
         folder: of the run.
     """
 
@@ -43,6 +44,8 @@ class RunPlace:
     groups: int = 1
     group: int = 0
     leads: bool = True
+    dealt: int = 1
+    number: int = 0
     folder: Path = field(default_factory=Path)
 
 

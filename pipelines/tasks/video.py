@@ -211,8 +211,8 @@ class VideoTask:
         loader = Loader(
             cache,
             sampler,
-            rank=place.rank,
-            world=place.world,
+            rank=place.number,
+            world=place.dealt,
             seed=config.seed,
             caption_dropout=config.train.caption_dropout,
             prefetch=config.train.prefetch,
@@ -233,7 +233,7 @@ class VideoTask:
         elif batching.by == "time":  # nothing is measured here
             batching = batching.model_copy(update={"by": "tokens", "budget": None})
         return make_batching(
-            batching, config.train, self.buckets(), self.costs, place.world, config.parallel, measured=measured
+            batching, config.train, self.buckets(), self.costs, place.dealt, config.parallel, measured=measured
         )
 
     def buckets(self) -> list[Bucket]:

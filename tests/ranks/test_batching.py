@@ -65,8 +65,7 @@ def gradients(folder: str, group: int, strategy: str) -> dict[str, Any]:
     from mmspeed.mesh import make_mesh
     from mmspeed.models import build_model
     from mmspeed.parallel import parallelize, unwrap
-    from mmspeed.pipelines.assemble import make_loss
-    from mmspeed.pipelines.objective import make_objective
+    from mmspeed.pipelines.tasks.video import VideoTask
     from tests.steps import train_step
 
     config = mixed_config(Path(folder))
@@ -82,7 +81,11 @@ def gradients(folder: str, group: int, strategy: str) -> dict[str, Any]:
     mesh = make_mesh(Device("cpu", 0), 1 if strategy == "fsdp" else world, -1 if strategy == "fsdp" else 1)
     wrapped = parallelize(model, mesh, strategy)  # type: ignore[arg-type]
     optimizer = make_optimizer(wrapped, config.train.model_copy(update={"warmup_steps": 0}))
-    loss_fn = make_loss(make_objective(config.objective), Device("cpu", 0))
+    task = VideoTask(config)
+
+    def loss_fn(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        return task.loss({"model": model}, batch)["loss"].loss_I
+
     grads: list[dict[str, np.ndarray]] = []
 
     def keep(*_: Any) -> None:
@@ -126,37 +129,32 @@ def test_groups_and_images_take_the_step_of_one_process(home: Path, world: int, 
 
 def train_some(folder: str, overrides: tuple[str, ...], stop_at: int | None) -> list[dict[str, Any]]:
     """Train, writing down what meets in every step, and what was drawn for each use; `stop_at` a step stops there and saves."""
-    from mmspeed.data import Step
     from mmspeed.loop.step import StepResult
     from mmspeed.pipelines import TrainPipeline
-    from mmspeed.protocols import Batch
+    from mmspeed.pipelines.tasks.video import VideoTask
+    from mmspeed.pipelines.train import Run
+    from mmspeed.protocols import Models, StepData, Terms
 
     config = mixed_config(Path(folder), *overrides)
     written: list[dict[str, Any]] = []
 
     class Written(TrainPipeline):
-        def _step(self, number: int, data: Step) -> StepResult | None:
-            written.append({"step": [draw.name for draw in data.draws], "epoch": data.draws[0].epoch, "drawn": {}})
+        def _step(self, run: Run, data: StepData) -> StepResult | None:
+            written.append({"step": [item.name for item in data.items], "epoch": data.items[0].epoch, "drawn": {}})
             if stop_at is not None and len(written) == stop_at:
                 (self.folder.root / "stop").touch()
-            return super()._step(number, data)
+            return super()._step(run, data)
 
-        def _build(self) -> None:
-            super()._build()
-            inner = self.loss_fn
+    class WrittenTask(VideoTask):
+        def loss(self, models: Models, batch: Batch) -> Terms:
+            for place, name in enumerate(batch.names):
+                if batch.weights_I[place]:
+                    tensors = (batch["latents"][place], batch["noise"][place], batch["quantiles"][place])
+                    text = batch["text"][place][batch["text_mask"][place]]
+                    written[-1]["drawn"][name] = digest(b"".join(t.numpy().tobytes() for t in (*tensors, text)))
+            return super().loss(models, batch)
 
-            def loss_fn(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-                for place, name in enumerate(batch.names):
-                    if batch.weights_I[place]:
-                        assert batch["noise"] is not None and batch["quantiles"] is not None
-                        tensors = (batch["latents"][place], batch["noise"][place], batch["quantiles"][place])
-                        text = batch["text"][place][batch["text_mask"][place]]
-                        written[-1]["drawn"][name] = digest(b"".join(t.numpy().tobytes() for t in (*tensors, text)))
-                return inner(model, batch)
-
-            self.loss_fn = loss_fn
-
-    Written(config).run()
+    Written(config, task=WrittenTask(config)).run()
     return written
 
 

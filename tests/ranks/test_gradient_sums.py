@@ -27,7 +27,7 @@ from mmspeed import rng
 from mmspeed.comm import Axis, all_gather, reduce_scatter
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.device import Device
-from mmspeed.loop.step import clip_gradients, train_step
+from mmspeed.loop.gradients import clip_gradients
 from mmspeed.mesh import Mesh, make_mesh
 from mmspeed.parallel import (
     TokenLayout,
@@ -47,6 +47,7 @@ from tests.sequence_steps import build as build_sora
 from tests.sequence_steps import loss_of as sora_loss
 from tests.sequence_steps import make_batch as sora_batch
 from tests.spawn import run_ranks
+from tests.steps import train_step
 from tests.toy import ToyDiT, flow_loss, split
 
 KEYS = [f"s{i}" for i in range(7)]  # of 8 slots; 1 / 7 is rounded
@@ -186,7 +187,7 @@ class Bench:
                     (loss * (engine / self.samples)).backward()
                 losses.append(loss.detach())
             sum_shared_gradients(model.parameters(), self.layout.tensor)
-            norm = clip_gradients(model, None).item()
+            norm = clip_gradients([model], None).item()
         total = torch.stack(losses).sum().double()
         dist.all_reduce(total)
         return fingerprint(gradients(model), total.item() / self.samples, norm)

@@ -10,6 +10,7 @@ from mmspeed.config import Config
 from mmspeed.data import DatasetCache
 from mmspeed.preprocess import CacheBuilder
 from tests.caches import tar_bytes
+from tests.ranks.test_sequence_train import WatchedTask
 from tests.runs import losses, small_config
 from tests.spawn import run_ranks
 
@@ -20,9 +21,9 @@ def train(folder: str, overrides: tuple[str, ...]) -> dict[str, int]:
     from mmspeed.preprocess import OnlineBuilder
 
     config = small_config(Path(folder), *overrides)
-    pipeline = TrainPipeline(config, OnlineBuilder(config))
-    pipeline.run()
-    first = pipeline.loader.first_epoch
+    task = WatchedTask(config, OnlineBuilder(config))
+    TrainPipeline(config, task=task).run()
+    first = task.made.loader.first_epoch
     return {"here": first.made_here, "all": first.made} if first is not None else {"here": 0, "all": 0}
 
 

@@ -11,11 +11,13 @@ import pytest
 
 from mmspeed.config import Config
 from mmspeed.data import BatchSampler, DatasetCache, assemble, make_batching, sample_costs, share
+from mmspeed.data.collate import draw_quantiles
 from mmspeed.data.keys import digest
-from mmspeed.data.loader import draw_quantiles
 from mmspeed.models import build_model
 from mmspeed.pipelines.report import read_metrics
+from mmspeed.pipelines.tasks.video import VideoData, VideoTask
 from mmspeed.preprocess import CacheBuilder, OnlineBuilder
+from mmspeed.protocols import RunPlace
 from mmspeed.shapes import Strides
 from tests.ranks.test_batching import mixed_config
 from tests.runs import losses, small_config
@@ -87,15 +89,26 @@ def test_images_and_videos_of_one_step(tmp_path: Path) -> None:
         assert losses(mixed_config(tmp_path, f"name={name}", *fixed)) == pytest.approx(expected, **TOLERANCE), name
 
 
+class WatchedTask(VideoTask):
+    """Keeps the data that it made."""
+
+    made: VideoData
+
+    def data(self, place: RunPlace) -> VideoData:
+        self.made = super().data(place)
+        return self.made
+
+
 def made_online(folder: str, overrides: tuple[str, ...]) -> tuple[int, int]:
     """Train on a cache that is not there; entries that this rank made, and all."""
     from mmspeed.pipelines import TrainPipeline
 
     config = small_config(Path(folder), *overrides)
-    pipeline = TrainPipeline(config, OnlineBuilder(config))
-    pipeline.run()
-    assert pipeline.loader.first_epoch is not None
-    return pipeline.loader.first_epoch.made_here, pipeline.loader.first_epoch.made
+    task = WatchedTask(config, OnlineBuilder(config))
+    TrainPipeline(config, task=task).run()
+    first = task.made.loader.first_epoch
+    assert first is not None
+    return first.made_here, first.made
 
 
 @pytest.mark.parametrize("layout", [ULYSSES, pytest.param(TENSOR, marks=pytest.mark.slow)], ids=["ulysses", "tp"])

@@ -76,6 +76,7 @@ def test_floors_can_break(tmp_path: Path) -> None:
         "log",
         "protocol",
         "shapes",
+        "axes",
         "mesh",
         "mixin",
         "replay",

@@ -98,11 +98,17 @@ def loaded(cache: DatasetCache, start: int = 0, stop: int = 10, **options: Any) 
 def same(a: list[Batch], b: list[Batch]) -> bool:
     """Bit for bit, in every field."""
 
-    def equal(x: Any, y: Any) -> bool:
-        return torch.equal(x, y) and x.dtype == y.dtype if isinstance(x, torch.Tensor) else x == y
+    def equal(x: torch.Tensor, y: torch.Tensor) -> bool:
+        return torch.equal(x, y) and x.dtype == y.dtype
+
+    def whole(batch: Batch) -> dict[str, torch.Tensor]:
+        return {**batch.tensors, "weights": batch.weights_I}
 
     return len(a) == len(b) and all(
-        equal(x, vars(other)[name]) for one, other in zip(a, b, strict=True) for name, x in vars(one).items()
+        (one.items, one.shape, one.rules, whole(one).keys())
+        == (other.items, other.shape, other.rules, whole(other).keys())
+        and all(equal(x, whole(other)[name]) for name, x in whole(one).items())
+        for one, other in zip(a, b, strict=True)
     )
 
 

@@ -18,7 +18,6 @@ from mmspeed.data import (
     Loader,
     assemble,
     choose_text,
-    count_present,
     draw_noise,
     draw_quantiles,
     write_samples,
@@ -110,7 +109,7 @@ def test_noise_and_time_come_with_the_batch_where_they_are_wanted(tmp_path: Path
     cache = make_cache(tmp_path)
     draws = [(draw_of(cache, "0.mp4", epoch), 1.0) for epoch in range(3)]
     plain, batch = (assemble(cache, draws, 5, 0.0, noise=noise) for noise in (False, True))
-    assert plain["noise"] is None and plain["quantiles"] is None and "u_B" not in plain.movable()
+    assert "noise" not in plain and "quantiles" not in plain
     assert batch["noise"] is not None and batch["quantiles"] is not None
     assert torch.equal(batch["noise"], draw_noise(batch.names, (4, 2, 2, 4), 5))
     assert torch.equal(batch["quantiles"], draw_quantiles(batch.names, 5)) and batch["quantiles"].dtype == torch.float64
@@ -192,7 +191,7 @@ def test_a_step_hands_out_its_micro_batches_once(tmp_path: Path) -> None:
     second = next(steps)  # what is left of the first is passed over
     assert [batch.names[0] for batch in second.batches] == [item.name for item in second.items]
     assert len(second.batches) == len(second.items)
-    assert second.batches.text_tokens > 0
+    assert second.batches.extents["text_mask"][1] > 0
 
 
 def test_the_wait_within_a_step_is_counted(tmp_path: Path) -> None:

@@ -1,0 +1,164 @@
+"""The axes of the device mesh and the views of it: one table for all arithmetic of ranks, without processes.
+
+Every view is the same ranks 0 .. world - 1 in the same order, cut into axes in another way; outermost axis first. Pipeline stages are
+outermost, for they talk least; ranks that talk most stand nearest to each other.
+
+| view    | axes                                                | says                                                         |
+| ------- | --------------------------------------------------- | ------------------------------------------------------------ |
+| dense   | pp, dp_replicate, dp_shard, ring, ulysses, tp       | who computes what: items, tokens, channels                   |
+| storage | pp, dp_replicate, shard, tp                         | who holds what; shard is dp_shard x ring x ulysses           |
+| expert  | pp, dp_replicate, edp, ep_outer, ep_inner, etp      | who holds which experts; edp x ep x etp is shard x tp        |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from .errors import UserError
+
+
+class AxisName(str, Enum):
+    """An axis. It is the string that process groups, ledgers and files know it by."""
+
+    PP = "pp"  # pipeline stages: each has layers of its own
+    DP_REPLICATE = "dp_replicate"  # every rank holds all parameters
+    DP_SHARD = "dp_shard"  # parameters, gradients and optimizer state are split; so are the items
+    RING = "ring"  # the tokens of an item are split
+    ULYSSES = "ulysses"  # so they are here, and exchanged for heads
+    TP = "tp"  # weight matrices are split
+    SHARD = "shard"  # all ranks that parameters are sharded over
+    EDP = "edp"  # ranks with the same experts, which other items' tokens come to; they shard them
+    EP_OUTER = "ep_outer"  # experts are split, between nodes
+    EP_INNER = "ep_inner"  # experts are split, within a node
+    ETP = "etp"  # the matrices of an expert are split
+
+    __str__ = str.__str__
+
+
+DENSE = (AxisName.PP, AxisName.DP_REPLICATE, AxisName.DP_SHARD, AxisName.RING, AxisName.ULYSSES, AxisName.TP)
+STORAGE = (AxisName.PP, AxisName.DP_REPLICATE, AxisName.SHARD, AxisName.TP)
+EXPERT = (
+    AxisName.PP,
+    AxisName.DP_REPLICATE,
+    AxisName.EDP,
+    AxisName.EP_OUTER,
+    AxisName.EP_INNER,
+    AxisName.ETP,
+)
+STAGES = (AxisName.PP,)  # axes whose ranks hold other parameters altogether
+ITEMS = (AxisName.DP_REPLICATE, AxisName.DP_SHARD)  # ranks along these always read other items
+TOKENS = (AxisName.RING, AxisName.ULYSSES)  # ranks along these share an item that is split; else each reads its own
+
+
+@dataclass(frozen=True)
+class Reader:
+    """The items that a rank reads: share `index` of `count`; ranks with one index read the same."""
+
+    index: int
+    count: int
+
+
+@dataclass(frozen=True)
+class MeshTable:
+    """The size of every axis of every view, and what follows from it for a rank."""
+
+    sizes: Mapping[AxisName, int]
+
+    def shape(self, view: tuple[AxisName, ...]) -> tuple[int, ...]:
+        """The sizes of a view's axes, outermost first."""
+        return tuple(self.sizes[axis] for axis in view)
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.shape(DENSE))
+
+    def place(self, rank: int, view: tuple[AxisName, ...] = DENSE) -> dict[AxisName, int]:
+        """A rank's place on each axis of a view. Raises ValueError for a rank outside the world."""
+        if not 0 <= rank < self.world:
+            raise ValueError(f"rank {rank} is not one of {self.world}")
+        places = {}
+        for axis in reversed(view):
+            rank, places[axis] = divmod(rank, self.sizes[axis])
+        return places
+
+    def along(self, rank: int, axes: tuple[AxisName, ...], view: tuple[AxisName, ...] = DENSE) -> tuple[int, int]:
+        """A rank's place along several axes of a view as one, and their size."""
+        places, index = self.place(rank, view), 0
+        for axis in axes:
+            index = index * self.sizes[axis] + places[axis]
+        return index, math.prod(self.shape(axes))
+
+    def peers(self, rank: int, axes: tuple[AxisName, ...], view: tuple[AxisName, ...] = DENSE) -> list[int]:
+        """The ranks that differ from a rank by their places on `axes` alone, itself among them, in order."""
+        own = self.place(rank, view)
+        others = [(other, self.place(other, view)) for other in range(self.world)]
+        return [other for other, at in others if all(at[axis] == own[axis] for axis in view if axis not in axes)]
+
+    def reader(self, rank: int, split: bool = True) -> Reader:
+        """What a rank reads of items whose tokens are split over a group of ranks, or of items that are not split."""
+        return Reader(*self.along(rank, ITEMS if split else ITEMS + TOKENS))
+
+    def in_stage(self, rank: int) -> Reader:
+        """A rank's number among the ranks of its pipeline stage, over which the items of a step are dealt."""
+        return Reader(*self.along(rank, tuple(axis for axis in DENSE if axis not in STAGES)))
+
+    def knows_loss(self, rank: int) -> bool:
+        """True for ranks of the last pipeline stage."""
+        index, count = self.along(rank, STAGES)
+        return index == count - 1
+
+    def first_of_group(self, rank: int) -> bool:
+        """True for the one rank, of those that compute an item together, that knows the loss and speaks for all."""
+        apart = (*STAGES, *ITEMS)
+        index, _ = self.along(rank, tuple(axis for axis in DENSE if axis not in apart))
+        return index == 0 and self.knows_loss(rank)
+
+
+def mesh_table(
+    world: int,
+    dp_replicate: int = 1,
+    dp_shard: int = -1,
+    ring: int = 1,
+    ulysses: int = 1,
+    tp: int = 1,
+    *,
+    pp: int = 1,
+    ep: int = 1,
+    ep_inner: int | None = None,
+    etp: int = 1,
+) -> MeshTable:
+    """The table of a world. One of dp_replicate and dp_shard may be -1: it takes what the others leave.
+
+    `ep` ranks share the experts, groups of `ep_inner` of them (all, when None) within a node; each expert's matrices are split over
+    `etp`. Raises UserError when the product of the axes is not the world size, or the ranks of a replica are no multiple of ep x etp.
+    """
+    sizes = dict(zip(DENSE, (pp, dp_replicate, dp_shard, ring, ulysses, tp), strict=True))
+    free = [axis for axis, size in sizes.items() if size == -1]
+    if len(free) > 1:
+        raise UserError("parallel: only one of dp_replicate and dp_shard may be -1")
+    known = math.prod(sizes.values()) * (-1 if free else 1)
+    if free and known > 0 and world % known == 0:
+        sizes[free[0]] = world // known
+    elif free or known != world:
+        shown = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "one device"
+        raise UserError(f"parallel: {shown} does not make the {world} processes of this run; change one, or --nproc")
+    shard = math.prod(sizes[axis] for axis in (AxisName.DP_SHARD, *TOKENS))
+    inner = ep if ep_inner is None else ep_inner
+    if min(ep, inner, etp) < 1 or ep % inner:
+        raise UserError(f"parallel: ep {ep}, ep_inner {inner} and etp {etp} must be at least 1, and ep_inner divide ep")
+    if shard * tp % (ep * etp):
+        raise UserError(
+            f"parallel: ep {ep} x etp {etp} does not divide the {shard * tp} devices that share one copy of the parameters; "
+            "lower one, or raise dp_shard"
+        )
+    experts = {
+        AxisName.EDP: shard * tp // (ep * etp),
+        AxisName.EP_OUTER: ep // inner,
+        AxisName.EP_INNER: inner,
+        AxisName.ETP: etp,
+    }
+    return MeshTable({**sizes, AxisName.SHARD: shard, **experts})

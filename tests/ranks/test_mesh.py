@@ -1,0 +1,161 @@
+"""Gradients of dense, tensor-parallel and expert parameters, and of pipeline stages: norm and clipping are those of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from mmspeed import rng
+from mmspeed.axes import EXPERT, AxisName
+from mmspeed.comm import Axis, all_reduce_sum
+from mmspeed.device import Device
+from mmspeed.loop.gradients import clip_gradients, squared_norm
+from mmspeed.mesh import Mesh, layout_of, make_mesh
+from mmspeed.parallel import sum_shared_gradients
+from tests.spawn import run_ranks
+
+WORLD, CLIP = 4, 0.5
+SHAPES = {"norm": (12,), "column": (8, 6), "experts": (4, 6, 8)}
+LAYOUTS: dict[str, dict[str, int]] = {
+    "experts over all": {"ep": 4},
+    "experts over nodes": {"ep": 4, "ep_inner": 2},
+    "sharded experts": {"ep": 2},
+    "replicas": {"dp_replicate": 2, "ep": 2},
+    "experts over tp": {"tp": 2, "ep": 2},
+    "tp inside experts": {"tp": 2, "ep": 2, "etp": 2},
+    "stages": {"pp": 2, "ep": 2},
+    "dense": {"ring": 2, "tp": 2},
+}
+EP = (AxisName.EP_OUTER, AxisName.EP_INNER)
+
+
+def gradient(name: str, stage: int) -> Tensor:
+    return rng.normal(SHAPES[name], 0, name, stage)
+
+
+def spread(mesh: Mesh, value: Tensor, at: dict[AxisName, Placement]) -> Tensor:
+    """This process's part of a whole tensor, by the placements on axes of the view that has them all."""
+    return distribute_tensor(value, mesh.submesh(*at), list(at.values()), src_data_rank=None)
+
+
+def placements(mesh: Mesh, sharded_experts: bool) -> dict[str, dict[AxisName, Placement]]:
+    """Where the parameters lie: as FSDP, tensor and expert parallelism lay them."""
+    replicas: dict[AxisName, Placement] = {}
+    if mesh.size(AxisName.DP_REPLICATE) > 1:
+        replicas = {AxisName.DP_REPLICATE: Replicate()}
+    dense = {**replicas, AxisName.SHARD: Shard(0)}
+    column = {**dense, AxisName.TP: Shard(1)} if mesh.size(AxisName.TP) > 1 else dense
+    experts = dense
+    if mesh.expert is not None:
+        experts = {**replicas, AxisName.EDP: Shard(1) if sharded_experts else Replicate()}
+        experts |= {axis: Shard(0) for axis in EP}
+        experts |= {AxisName.ETP: Shard(2)} if mesh.size(AxisName.ETP) > 1 else {}
+    return {"norm": dense, "column": column, "experts": experts}
+
+
+def norms(name: str, sharded_experts: bool) -> dict[str, Any]:
+    """Both norms of a layout, the gradients after clipping, and where parameters lie. Stages have parameters of their own."""
+    mesh = make_mesh(Device("cpu", 0), **LAYOUTS[name])
+    stage = mesh.table.place(mesh.rank)[AxisName.PP]
+    model = nn.Module()
+    for key, at in placements(mesh, sharded_experts).items():
+        whole = gradient(key, stage)
+        parameter = nn.Parameter(spread(mesh, torch.zeros_like(whole), at))
+        parameter.grad = spread(mesh, whole, at)
+        model.register_parameter(key, parameter)
+    share = squared_norm(model.parameters(), mesh)
+    found: dict[str, Any] = {
+        "layouts": {key: layout_of(p) for key, p in model.named_parameters()},
+        "own": sum(p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor)),
+        "by shares": all_reduce_sum([share])[0] ** 0.5,
+        "norm": clip_gradients([model], CLIP, mesh).item(),
+        "stage": stage,
+    }
+    grads = {key: p.grad for key, p in model.named_parameters()}
+    found["clipped"] = {key: g.full_tensor().numpy() for key, g in grads.items() if isinstance(g, DTensor)}
+    return found
+
+
+def shared_sums() -> dict[str, Any]:
+    """What is summed over tensor-parallel ranks: what they replicate on the storage view; experts lie on another."""
+    mesh = make_mesh(Device("cpu", 0), tp=2, ep=2)
+    tensor = Axis.of(mesh.dense, AxisName.TP.value)
+    cases = placements(mesh, True)
+    parameters = {key: nn.Parameter(spread(mesh, torch.zeros(SHAPES[key]), at)) for key, at in cases.items()}
+    for parameter in parameters.values():
+        assert isinstance(parameter, DTensor)
+        parameter.grad = parameter.detach() + 1
+    sum_shared_gradients(parameters.values(), tensor)
+    return {key: p.grad.to_local().unique().tolist() for key, p in parameters.items() if isinstance(p.grad, DTensor)}
+
+
+def engine_layout() -> tuple[Any, tuple[int, ...], bool]:
+    """The layout that the sharding engine gives to experts which are split already; it sums over the replicas of these alone."""
+    mesh = make_mesh(Device("cpu", 0), ep=2)
+    whole = gradient("experts", 0)
+    experts = nn.Module()
+    experts.register_parameter("weight", nn.Parameter(spread(mesh, whole, {AxisName.EP_INNER: Shard(0)})))
+    fully_shard(experts, mesh=mesh.submesh(AxisName.EDP))
+    weight = experts.get_parameter("weight")
+    assert isinstance(weight, DTensor)
+    return layout_of(weight), tuple(weight.to_local().shape), torch.equal(weight.full_tensor(), whole)
+
+
+def all_of_it() -> dict[str, Any]:
+    found: dict[str, Any] = {
+        f"{name}, {'sharded' if sharded else 'whole'}": norms(name, sharded)
+        for name in LAYOUTS
+        for sharded in (True, False)
+    }
+    return {"norms": found, "sums": shared_sums(), "engine": engine_layout(), "rank": dist.get_rank()}
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    return run_ranks(all_of_it, WORLD)
+
+
+def test_norms_and_clipping_are_those_of_one_process(results: list[dict[str, Any]]) -> None:
+    for case in results[0]["norms"]:
+        stages = range(2 if case.startswith("stages") else 1)
+        whole = {(key, stage): gradient(key, stage) for key in SHAPES for stage in stages}
+        truth = torch.cat([value.flatten() for value in whole.values()]).double().norm().item()
+        for result in results:
+            found = result["norms"][case]
+            # a few roundings of float32 (6e-8): sums of 252 squares in another order, and a square root
+            assert found["norm"] == pytest.approx(truth, rel=1e-6), case
+            assert found["by shares"] == pytest.approx(truth, rel=1e-6), case
+            for key, clipped in found["clipped"].items():
+                torch.testing.assert_close(
+                    torch.from_numpy(clipped), whole[key, found["stage"]] * (CLIP / truth), rtol=1e-5, atol=0
+                )
+
+
+def test_experts_lie_on_their_view_and_are_split(results: list[dict[str, Any]]) -> None:
+    found = results[0]["norms"]
+    assert found["experts over all, whole"]["layouts"]["experts"].parts == (AxisName.EP_INNER,)
+    assert found["experts over nodes, whole"]["layouts"]["experts"].parts == EP
+    assert found["sharded experts, sharded"]["layouts"]["experts"].parts == (AxisName.EDP, AxisName.EP_INNER)
+    assert found["tp inside experts, whole"]["layouts"]["experts"].parts == (AxisName.EP_INNER, AxisName.ETP)
+    assert found["experts over tp, whole"]["layouts"]["experts"].replicas == tuple(
+        axis for axis in EXPERT if axis not in (AxisName.PP, AxisName.EP_INNER)
+    )
+    assert found["dense, whole"]["layouts"]["experts"].parts == (AxisName.SHARD,)
+    assert found["experts over all, whole"]["own"] == (12 + 8 * 6 + 4 * 6 * 8) // 4
+    assert found["sharded experts, whole"]["own"] == (12 + 8 * 6) // 4 + 4 * 6 * 8 // 2
+
+
+def test_tensor_parallel_ranks_sum_what_they_replicate_and_no_experts(results: list[dict[str, Any]]) -> None:
+    assert [result["sums"] for result in results] == [{"norm": [2.0], "column": [1.0], "experts": [1.0]}] * WORLD
+
+
+def test_the_sharding_engine_shards_experts_over_their_replicas(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        layout, shape, same = result["engine"]
+        assert layout.parts == (AxisName.EDP, AxisName.EP_INNER) and shape == (1, 6, 8) and same

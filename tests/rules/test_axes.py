@@ -1,0 +1,60 @@
+"""Axes of the device mesh are named where they are made, chosen and applied; everything else reads a parameter's layout or the mesh."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from mmspeed.axes import DENSE, EXPERT, AxisName
+
+from .sources import CODE, name, python_files, syntax
+
+# "shard" is left out: it is the name of a file in a cache too, and of a key of the config
+NAMES = {axis.value for axis in (*DENSE, *EXPERT)}
+HOMES = re.compile(
+    r"mmspeed/(axes|mesh)\.py"  # the table
+    r"|mmspeed/(config|parallel|comm|plan)/.*"  # keys; where axes are applied; the ledger and what is expected of it
+    r"|mmspeed/(cli/bench_\w+|bench/\w+)\.py"  # benches compare layouts
+    r"|pipelines/(.*/)?(accelerate|(selfcheck_)?verdict)\.py"  # users are told of keys that do not fit, or what crosses an axis
+)
+
+
+def axes_named(tree: ast.Module) -> list[str]:
+    """Axes that are strings, attributes (of a config, or of AxisName) or keywords, with their lines."""
+    found = []
+    for node in ast.walk(tree):
+        word: object = None
+        if isinstance(node, ast.Constant):
+            word = node.value
+        elif isinstance(node, ast.Attribute):
+            enum = isinstance(node.value, ast.Name) and node.value.id == AxisName.__name__
+            word = node.attr.lower() if enum else node.attr
+        elif isinstance(node, ast.keyword):
+            word = node.arg
+        if isinstance(word, str) and word in NAMES:
+            found.append(f"line {node.lineno}: {word}")  # type: ignore[attr-defined]
+    return found
+
+
+@pytest.mark.parametrize("path", python_files(*CODE), ids=name)
+def test_axes_are_named_in_their_homes_alone(path: Path) -> None:
+    if not HOMES.fullmatch(name(path)):
+        assert axes_named(syntax(path)) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "count"),
+    [
+        ('mesh["tp"]', 1),
+        ("parallel.ring * parallel.ulysses", 2),
+        ("make_mesh(device, ring=2, pp=2)", 2),
+        ("mesh.size(AxisName.EP_INNER)", 1),
+        ("layout_of(parameter).parts", 0),
+        ('"a ring of ranks"', 0),
+    ],
+)
+def test_names_of_axes_are_seen(code: str, count: int) -> None:
+    assert len(axes_named(ast.parse(code))) == count
