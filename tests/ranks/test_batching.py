@@ -20,6 +20,7 @@ from mmspeed.config import Config, make_config
 from mmspeed.data import Batching, BatchSampler, DatasetCache, assemble, share
 from mmspeed.data.keys import digest
 from mmspeed.preprocess import CacheBuilder
+from mmspeed.protocols import Batch
 from tests.media import write_image
 from tests.runs import losses, small_tree
 from tests.spawn import run_ranks
