@@ -92,17 +92,18 @@ def budget_bytes(memory: MemoryConfig, device: Device) -> int:
     return -int(comm.all_reduce_max([-float(own)])[0])
 
 
+def usual_batch(batching: Batching, bucket: Bucket, lanes: int) -> tuple[int, bool]:
+    """The samples of a micro-batch of a bucket on one of so many lanes, and whether a step has several of them."""
+    share = -(-batching.slots // lanes)  # of a step of so many samples on each group of devices
+    most = batching.at_a_time(bucket)
+    if bucket not in batching.sizes:
+        return min(share, most or share), share > (most or share)
+    return most or 1, batching.slots > lanes
+
+
 def largest_step(config: Config, batching: Batching, costs: SampleCosts, buckets: Sequence[Bucket], lanes: int) -> Step:
     """The bucket whose micro-batch has most tokens, and that micro-batch."""
-
-    def of(bucket: Bucket) -> tuple[int, bool]:
-        share = -(-batching.slots // lanes)  # of a step of so many samples on each group of devices
-        most = batching.at_a_time(bucket)
-        if bucket not in batching.sizes:
-            return min(share, most or share), share > (most or share)
-        return most or 1, batching.slots > lanes
-
-    found = {bucket: of(bucket) for bucket in buckets}
+    found = {bucket: usual_batch(batching, bucket, lanes) for bucket in buckets}
     bucket = max(sorted(found), key=lambda bucket: costs.tokens(bucket) * found[bucket][0])
     return Step(bucket, found[bucket][0], any(more for _, more in found.values()))
 

@@ -37,7 +37,8 @@ from mmspeed.models.sparse_note import sparse_lines, sparse_warnings
 from mmspeed.pipelines.assemble import assemble, place
 from mmspeed.pipelines.during import Observer
 from mmspeed.pipelines.memory_care import MemoryCare
-from mmspeed.pipelines.memory_choice import ways_under_budget
+from mmspeed.pipelines.memory_choice import usual_batch, ways_under_budget
+from mmspeed.pipelines.mlp_trials import MlpTrials
 from mmspeed.pipelines.opening import open_cache
 from mmspeed.pipelines.order import batching_of, make_order
 from mmspeed.pipelines.outcome import TrainResult
@@ -119,7 +120,9 @@ class TrainPipeline:
         choice = ways_under_budget(*setting, batching, costs, self.placement.lanes)
         parts = assemble(config, model, self.placement, self.device, choice)
         self.model, self.optimizer, self.ema = parts.model, parts.optimizer, parts.ema
-        self.objective, self.loss_fn = parts.objective, parts.loss_fn
+        self.objective = parts.objective
+        self.mlp_trials = MlpTrials(model, self.placement.layout, self.dtype, self.device, self.rank == 0)
+        self.loss_fn = self.mlp_trials.watching(parts.loss_fn)
         self.sparsity = SparsityController.of(model)
         if self.sparsity is not None:
             layer = next(iter(self.sparsity.layers.values()))
@@ -181,6 +184,7 @@ class TrainPipeline:
         config, train = self.config, self.config.train
         observer = Observer(self)
         self._prepare_first_epoch(step, observer)
+        self._try_mlps()
         loss, stopped = None, False
         telemetry.resume_clock()
         with (
@@ -234,6 +238,15 @@ class TrainPipeline:
         self._end_first_epoch(step, telemetry)
         self.manager.wait()
         return step, stopped, loss
+
+    def _try_mlps(self) -> None:
+        """Compare MLPs in parts with whole ones on this device, for the micro-batches that this run usually has."""
+        model, batching, lanes = self.bare.config, self.sampler.batching, self.placement.lanes
+        usual = [
+            (latent_in(bucket, self.strides, model), usual_batch(batching, bucket, lanes)[0])
+            for bucket in sorted(self.cache.split("train").buckets())
+        ]
+        self.mlp_trials.before_steps(usual)
 
     def _prepare_first_epoch(self, step: int, observer: Observer) -> None:
         """Hand the loader what completes the cache, when it is not whole."""
