@@ -31,7 +31,7 @@ from mmspeed.errors import UserError
 from mmspeed.log import progress
 from mmspeed.protocols import ShapeClass
 from mmspeed.rng import generator
-from mmspeed.shapes import Bucket, Strides
+from mmspeed.shapes import Strides
 
 from .bench_web_video import DataSet, hand_size, make_data_set
 

@@ -83,7 +83,7 @@ class MemoryConfig(Section):
     )
     mlp_exact: bool = Field(
         True,
-        description="With `mlp_chunk`, whether gradients are those of the whole MLP, each number summed in the same order (9 matrix products in place of 6), or its weights' are sums over the parts (7 in place of 6).",
+        description="With `mlp_chunk`, whether each number of the gradients is a sum over the terms of the whole MLP (9 matrix products in place of 6), or its weights' are sums over the parts (7 in place of 6). Whether the bits are the whole MLP's too is tried on the device before the first step, and written to the log.",
     )
     empty_cache: int | None = Field(
         None,

@@ -55,10 +55,11 @@ def _parts(x_NE: Tensor, size: int) -> tuple[Tensor, ...]:
 def chunked_mlp(x_NE: Tensor, up: Linear, act: Callable[[Tensor], Tensor], down: Linear, size: int) -> Tensor:
     """`linear(act(linear(x, up)), down)` whose hidden layer exists for about `size` of its N tokens at a time, forward and backward.
 
-    Every number is a sum over the same terms as of the whole MLP, so that results and gradients are bitwise its own wherever a matrix
-    product's rows and columns do not depend on how many are computed together: seen of one CPU thread for all widths E and M that are
-    multiples of 16, and of two for nearly all; else the last bits may differ. An accelerator's library may choose another kernel for
-    another shape. Backward goes over parts of the tokens for the gradient of x, and over parts of the
+    Every number is a sum over the same terms as of the whole MLP, so that results and gradients differ by rounding alone: where a library
+    sums the rows and columns of products of these shapes in one order however many there are, the bits are the whole MLP's too. That is a
+    fact of a device, its library and its threads, not of this function: `chunked_trial` measures it.
+
+    Backward goes over parts of the tokens for the gradient of x, and over parts of the
     hidden units, 64 or more, for those of the weights, which are sums over all tokens: it computes the first product twice again and the
     hidden layer's gradient once more, 9 products in all where the plain MLP has 6 and `in_chunks` 7. `act` treats each number apart.
 

@@ -28,7 +28,7 @@ class Keeping:
         groups: makes a place to swap to for each run of a span that swaps; of `Swap.group`.
         exchange_again: whether recomputation exchanges between devices again.
         mlp_chunk: tokens that an MLP computes at a time; None: all.
-        mlp_exact: whether its gradients are then bitwise those of the whole MLP.
+        mlp_exact: whether each number of its gradients is then the whole MLP's sum, not one over the parts.
     """
 
     ways: tuple[Ways, ...] = field(default_factory=lambda: ({},))

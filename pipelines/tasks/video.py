@@ -45,6 +45,8 @@ from mmspeed.models import SoraDiT, build_model
 from mmspeed.models.sparse_note import sparse_lines, sparse_warnings
 from mmspeed.models.text import text_width
 from mmspeed.models.vae import codec_geometry
+from mmspeed.parallel import unwrap
+from mmspeed.pipelines.mlp_trials import MlpTrials
 from mmspeed.pipelines.objective import Objective, make_objective
 from mmspeed.pipelines.opening import open_cache
 from mmspeed.pipelines.profile import load_measured, setting_of
@@ -109,6 +111,7 @@ class VideoTask:
         self._cache: DatasetCache | None = None
         self.whole = True
         self.group: dist.ProcessGroup | None = None
+        self._mlp_trials: MlpTrials | None = None
 
     # -- data that is there ---------------------------------------------------------------------------------------------
 
@@ -171,6 +174,8 @@ class VideoTask:
 
     def loss(self, models: Models, batch: Batch) -> Terms:
         """The loss of each sample (B,), float32, with the noise and the timestep that were drawn for it when it was read."""
+        if self._mlp_trials is not None:
+            self._mlp_trials.meet(batch)
         latents_BCThw = batch["latents"]
         device = latents_BCThw.device
         t_B = self.objective.time_from_quantile(batch["quantiles"]).float()  # worked with on the CPU
@@ -180,13 +185,20 @@ class VideoTask:
         return {"loss": Term(loss_B, batch.weights_I)}
 
     def prepare(self, models: Models, place: RunPlace) -> None:
-        """Try out the kernel of sparse attention. Raises UserError where it does not serve this device."""
+        """Try out the kernel of sparse attention and MLPs in parts. Raises UserError where the kernel does not serve this device."""
         layers = clustered_layers(models["model"])
         bare = self.bare
         if layers and isinstance(bare, SoraDiT):
             layer = next(iter(layers.values()))
             width = bare.config.width // bare.config.heads
             layer.try_out(place.device.torch_device, parse_dtype(self.config.device.dtype), width)
+        model = unwrap(models["model"])
+        if isinstance(model, SoraDiT):
+            dtype = parse_dtype(self.config.device.dtype)
+            self._mlp_trials = MlpTrials(model, model.layout, dtype, place.device, place.rank == 0)
+            batching = self.batching(place)
+            sizes = {bucket: self._usual_batch(batching, bucket, place.groups)[0] for bucket in self.buckets()}
+            self._mlp_trials.before_steps((self.latent(bucket), size) for bucket, size in sizes.items())
 
     def notes(self) -> tuple[list[str], list[str]]:
         """Lines and warnings about what is sparse."""
@@ -312,18 +324,19 @@ class VideoTask:
 
     def largest_micro_batch(self, place: RunPlace) -> MicroBatchSize:
         """The bucket whose micro-batch has most tokens, and that micro-batch."""
-        batching, groups = self.batching(place), place.groups
-
-        def size(bucket: Bucket) -> tuple[int, bool]:
-            share = -(-batching.slots // groups)  # of a step of so many samples on each group of devices
-            most = batching.at_a_time(bucket)
-            if bucket not in batching.sizes:
-                return min(share, most or share), share > (most or share)
-            return most or 1, batching.slots > groups
-
-        sizes = {bucket: size(bucket) for bucket in self.buckets()}
+        batching = self.batching(place)
+        sizes = {bucket: self._usual_batch(batching, bucket, place.groups) for bucket in self.buckets()}
         bucket = max(sorted(sizes), key=lambda bucket: self.tokens(bucket) * sizes[bucket][0])
         return MicroBatchSize(bucket, sizes[bucket][0], any(more for _, more in sizes.values()))
+
+    @staticmethod
+    def _usual_batch(batching: Batching, bucket: Bucket, groups: int) -> tuple[int, bool]:
+        """The samples of a micro-batch of a bucket, and whether a step has several of them on a device."""
+        share = -(-batching.slots // groups)  # of a step of so many samples on each group of devices
+        most = batching.at_a_time(bucket)
+        if bucket not in batching.sizes:
+            return min(share, most or share), share > (most or share)
+        return most or 1, batching.slots > groups
 
     # -- work -----------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,8 @@
-"""Computing in parts: equal to computing at once, and never all of it there."""
+"""Computing in parts: equal to computing at once, and never all of it there.
+
+Close everywhere; to the bit where this machine computes the products that are cut with the bits of the whole ones, which it is asked
+first (`tests.machine`).
+"""
 
 from __future__ import annotations
 
@@ -21,6 +25,7 @@ from mmspeed.memory.tracked import kept_bytes
 from mmspeed.models.layers import Mlp, gelu
 from mmspeed.models.sora_dit import SoraDiT, SoraDiTConfig
 from mmspeed.parallel import parallelize
+from tests.machine import parts_have_the_bits_of_the_whole
 
 CPU = Device("cpu", 0)
 WIDTH, TOKENS = 64, 1000
@@ -43,6 +48,22 @@ def make_mlp(chunk: int | None, exact: bool = True, bias: bool = True) -> tuple[
     return mlp, x.requires_grad_()
 
 
+def alike(*sizes: int, bias: bool = True) -> bool:
+    """Whether this machine gives the products of `make_mlp`, cut into parts of these sizes, the bits of the whole ones."""
+    mlp, x = make_mlp(None, bias=bias)
+    with torch.no_grad():
+        grad = gradient_of(mlp(x))
+    return all(parts_have_the_bits_of_the_whole(mlp, x, grad, size) for size in sizes)
+
+
+def gradient_of(out: Tensor) -> Tensor:
+    """Of the result, in `run`'s loss."""
+    with torch.enable_grad():
+        out = out.detach().requires_grad_()
+        (grad,) = torch.autograd.grad(out.float().square().mean(), out)
+    return grad
+
+
 def run(mlp: Mlp, x: Tensor) -> tuple[Tensor, dict[str, Tensor | None]]:
     out = mlp(x)
     out.float().square().mean().backward()
@@ -59,25 +80,33 @@ def same(got: Any, wanted: Any) -> bool:
     )
 
 
+def assert_close(got: Any, wanted: Any, within: float = 4e-6) -> None:
+    """Of `run`. In another order, a float32 sum over n terms differs by about sqrt(n) x 2^-23 of its size: 4e-6 for 1000 tokens. In
+    bfloat16 a hidden unit that is rounded the other way is 2^-8 off, and so may be what is made of it: 1e-2."""
+    assert close(got[0], wanted[0], within) and got[1].keys() == wanted[1].keys()
+    for name, value in wanted[1].items():
+        assert (got[1][name] is None) == (value is None), name
+        assert value is None or close(got[1][name], value, within), name
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("chunk", [33, 256, 500, 999, 1000, 5000])
-def test_an_mlp_in_parts_is_the_mlp_to_the_bit(chunk: int, bias: bool, dtype: torch.dtype | None, threads: int) -> None:
+def test_an_mlp_in_parts_is_the_mlp(chunk: int, bias: bool, dtype: torch.dtype | None, threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
             plain, grads = run(*make_mlp(None, bias=bias))
             got, chunked = run(*make_mlp(chunk, bias=bias))
+            bitwise = alike(chunk, bias=bias)
     finally:
         torch.set_num_threads(before)
     assert got.dtype == plain.dtype
-    if threads == 1:
+    if bitwise:
         assert torch.equal(got, plain) and same(chunked, grads)
-    within = 4e-6 if dtype is None else 1e-2  # how a library shares rows among threads is its own affair
-    assert close(got, plain, within)
-    assert all(value is None or close(chunked[name], value, within) for name, value in grads.items())  # type: ignore[arg-type]
+    assert_close((got, chunked), (plain, grads), 4e-6 if dtype is None else 1e-2)
 
 
 @pytest.mark.parametrize(
@@ -89,17 +118,22 @@ def test_what_is_frozen_has_no_gradient_and_the_rest_has_its_own(frozen: tuple[s
         mlp, x = make_mlp(chunk)
         for name in frozen:
             mlp.get_parameter(name).requires_grad_(False)
-        found.append(run(mlp, x)[1])
-    assert same(found[1], found[0])
-    assert [name for name, grad in found[1].items() if grad is None] == [n for n in found[1] if n in frozen]
+        found.append(run(mlp, x))
+    assert_close(found[1], found[0])
+    if alike(100):
+        assert same(found[1][1], found[0][1])
+    assert [name for name, grad in found[1][1].items() if grad is None] == [n for n in found[1][1] if n in frozen]
 
 
 def test_without_a_gradient_of_its_input() -> None:
     found = []
     for chunk in (None, 100):
         mlp, x = make_mlp(chunk)
-        found.append(run(mlp, x.detach())[1])
-    assert found[1]["x"] is None and same(found[1], found[0])
+        found.append(run(mlp, x.detach()))
+    assert found[1][1]["x"] is None
+    assert_close(found[1], found[0])
+    if alike(100):
+        assert same(found[1][1], found[0][1])
 
 
 @settings(max_examples=40)
@@ -130,17 +164,21 @@ def test_parts_of_any_size_are_the_mlp(tokens: int, size: int, width: int, units
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize(("width", "units"), [(192, 512), (96, 336), (48, 176), (160, 80)])
 @pytest.mark.parametrize("tokens", [300, 1017])
-def test_bitwise_for_widths_of_16(tokens: int, width: int, units: int, dtype: torch.dtype | None) -> None:
-    """Other widths differ in float32's last bits: kernels sum the last few columns in an order of their own."""
-    found = []
+def test_widths_of_16(tokens: int, width: int, units: int, dtype: torch.dtype | None) -> None:
+    """Of other widths, also libraries that treat all rows of these alike sum the last few columns in an order of their own."""
+    found, bitwise = [], []
     for chunk in (None, 64, 100, 200, 299):
         torch.manual_seed(1)
         mlp, x = Mlp(width, units, width), torch.randn(tokens, width, requires_grad=True)
         mlp.token_chunk = chunk
         with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
             found.append(run(mlp, x))
-    for out, grads in found[1:]:
-        assert torch.equal(out, found[0][0]) and same(grads, found[0][1])
+            grad = gradient_of(found[0][0])
+            bitwise.append(chunk is None or parts_have_the_bits_of_the_whole(mlp, x, grad, chunk))
+    for (out, grads), alike_here in zip(found[1:], bitwise[1:], strict=True):
+        assert_close((out, grads), found[0], 4e-6 if dtype is None else 1e-2)
+        if alike_here:
+            assert torch.equal(out, found[0][0]) and same(grads, found[0][1])
 
 
 @given(whole=st.integers(0, 5000), size=st.integers(1, 6000), multiple=st.sampled_from([16, 64]))
@@ -241,7 +279,10 @@ def test_without_gradients_parts_are_computed_once(exact: bool) -> None:
     with torch.no_grad(), MatmulCount() as count:
         got = mlp(x)
     assert count.total == 2 * 4
-    assert torch.equal(got, make_mlp(None)[0](x))
+    whole = make_mlp(None)[0](x)
+    assert close(got, whole, 4e-6)
+    if alike(300):
+        assert torch.equal(got, whole)
 
 
 def test_parts_along_another_dim_and_refused_sizes() -> None:
@@ -278,6 +319,17 @@ def step(keeping: Keeping | None, dtype: torch.dtype = torch.float32) -> tuple[T
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, model
 
 
+def parts_of_blocks_have_the_bits_of_the_whole(dtype: torch.dtype) -> bool:
+    """Asks the machine with the shapes of `step`'s MLPs: all tokens of both samples, parts of 20."""
+    mlp = SoraDiT(SoraDiTConfig(**CONFIG)).blocks[0].mlp
+    assert isinstance(mlp, Mlp)
+    g = torch.Generator().manual_seed(5)
+    tokens = 2 * SoraDiT(SoraDiTConfig(**CONFIG)).tokens((3, 8, 8))
+    given = [(torch.randn(tokens, 192, generator=g), torch.randn(tokens, 192, generator=g)) for _ in range(4)]
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+        return all(parts_have_the_bits_of_the_whole(mlp, x, grad, 20) for x, grad in given)
+
+
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("ways", [{}, {"block": "recompute"}, {"attention": "recompute_cheap"}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -289,7 +341,7 @@ def test_a_model_with_its_mlps_in_parts(ways: dict[str, Any], dtype: torch.dtype
         part.token_chunk == 20 for part in model.modules() if isinstance(part, Mlp) and part is not model.text_in
     )
     assert all(value.abs().max() > 0 for value in plain.values())
-    if exact:
+    if exact and parts_of_blocks_have_the_bits_of_the_whole(dtype):
         assert torch.equal(loss, plain_loss) and same(grads, plain)
     within = 2e-5 if dtype == torch.float32 else 1e-2
     assert close(loss, plain_loss, within)
