@@ -105,7 +105,7 @@ def steps(state: TrainingState, epochs: range, strategy: Any = "none") -> list[t
         batches = split(KEYS, 8, rank, world, 8 // world, epoch)
         result = train_step(
             state.model, batches, flow_loss, state.optimizer,
-            global_samples=7, world=world, clip_norm=1.0, strategy=strategy,
+            global_samples=7, clip_norm=1.0, strategy=strategy,
         )  # fmt: skip
         for number, block in enumerate(blocks(state.model)):
             block.bias += 0.01 * (epoch + 1) * (number + 1)
