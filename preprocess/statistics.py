@@ -23,6 +23,7 @@ from mmspeed.preprocess.select import Clip
 from mmspeed.preprocess.source import Kind, Source
 from mmspeed.preprocess.windows import windows_that_fit
 from mmspeed.protocols import ShapeClass
+from mmspeed.shapes import as_bucket
 
 EXAMPLES = 5  # rejected sources kept for each reason
 SHOWN_SOURCES = 24  # sources kept for thumbnails
@@ -262,7 +263,7 @@ class DataStatistics:
         """Samples of a split by bucket, in the order of the buckets."""
         found: Counter[Bucket] = Counter()
         for (bucket, _), count in self.samples_by_group(split).items():
-            found[bucket] += count
+            found[as_bucket(bucket)] += count
         return dict(found)
 
     def samples_by_group(self, split: str) -> dict[tuple[ShapeClass, str], int]:
