@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mmspeed.config import Config
-from mmspeed.models.sora_dit import SoraDiT
+from mmspeed.models.sora.model import SoraDiT
 from mmspeed.shapes import Bucket
 
 Latent = tuple[int, int, int]

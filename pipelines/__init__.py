@@ -5,20 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mmspeed.pipelines.media import Video
-    from mmspeed.pipelines.outcome import TrainResult
-    from mmspeed.pipelines.report import write_report
-    from mmspeed.pipelines.text_to_video import TextToVideo
-    from mmspeed.pipelines.train import TrainPipeline
+    from mmspeed.pipelines.inference.media import Video
+    from mmspeed.pipelines.inference.text_to_video import TextToVideo
+    from mmspeed.pipelines.report.run_page import write_report
+    from mmspeed.pipelines.run.result import TrainResult
+    from mmspeed.pipelines.training.trainer import TrainPipeline
 
 __all__ = ["TextToVideo", "TrainPipeline", "TrainResult", "Video", "write_report"]
 
 _HOME = {
-    "TextToVideo": "text_to_video",
-    "TrainPipeline": "train",
-    "TrainResult": "outcome",
-    "Video": "media",
-    "write_report": "report",
+    "TextToVideo": "inference.text_to_video",
+    "TrainPipeline": "training.trainer",
+    "TrainResult": "run.result",
+    "Video": "inference.media",
+    "write_report": "report.run_page",
 }
 
 

@@ -15,8 +15,8 @@ from mmspeed.config.schema import Config
 from mmspeed.device import Device
 from mmspeed.errors import UserError, nearest
 from mmspeed.mesh import make_mesh
-from mmspeed.models.diffusers_plans import plan_for
-from mmspeed.parallel.declared import SequencePlan, sequence_parallel
+from mmspeed.models.diffusers.plans import plan_for
+from mmspeed.parallel.declared.apply import SequencePlan, sequence_parallel
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -14,8 +14,8 @@ from mmspeed.device import Device
 from mmspeed.log import get_logger
 from mmspeed.memory.chunked_trial import MlpShape, MlpTrial, trial_line, try_mlp_in_parts
 from mmspeed.models import SoraDiT
-from mmspeed.models.layers import Mlp, gelu
-from mmspeed.models.sora_dit import SoraBlock
+from mmspeed.models.sora.layers import Mlp, gelu
+from mmspeed.models.sora.model import SoraBlock
 from mmspeed.parallel import TokenLayout
 from mmspeed.protocols import Batch
 

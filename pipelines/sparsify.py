@@ -15,8 +15,8 @@ from mmspeed.compute.sparse.module import clustered_layers
 from mmspeed.config.schema import Config
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.errors import UserError, nearest
-from mmspeed.models.diffusers_sparse import Grid, layout_for
-from mmspeed.models.sparsified import sparsify
+from mmspeed.models.diffusers.sparse import Grid, layout_for
+from mmspeed.models.diffusers.sparsified import sparsify
 
 
 class ModelSparsity(SparsityController):

@@ -5,14 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mmspeed.preprocess.build import CacheBuilder
-    from mmspeed.preprocess.checking import check
-    from mmspeed.preprocess.online import OnlineBuilder
-    from mmspeed.preprocess.report import BuildReport
+    from mmspeed.preprocess.build.offline import CacheBuilder
+    from mmspeed.preprocess.build.online import OnlineBuilder
+    from mmspeed.preprocess.records.build_report import BuildReport
+    from mmspeed.preprocess.report.check import check
 
 __all__ = ["BuildReport", "CacheBuilder", "OnlineBuilder", "check"]
 
-_HOME = {"CacheBuilder": "build", "BuildReport": "report", "OnlineBuilder": "online", "check": "checking"}
+_HOME = {
+    "CacheBuilder": "build.offline",
+    "BuildReport": "records.build_report",
+    "OnlineBuilder": "build.online",
+    "check": "report.check",
+}
 
 
 def __getattr__(name: str) -> Any:

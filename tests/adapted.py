@@ -20,13 +20,13 @@ from mmspeed.config.memory import MemoryConfig
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.config.training import TrainConfig
 from mmspeed.device import Device
-from mmspeed.loop.checkpoint import TrainingState
-from mmspeed.loop.ema import EMA
-from mmspeed.loop.optim import make_optimizer
-from mmspeed.loop.states import states_to_save, weights_to_save
+from mmspeed.loop.averages import EMA
+from mmspeed.loop.checkpoint.manager import TrainingState
+from mmspeed.loop.checkpoint.state import states_to_save, weights_to_save
+from mmspeed.loop.optimizers.build import make_optimizer
 from mmspeed.mesh import make_mesh
 from mmspeed.parallel import make_half, parallelize, unwrap
-from mmspeed.pipelines.assemble import weight_setter
+from mmspeed.pipelines.run.build import weight_setter
 from mmspeed.protocols import StateRule
 from tests.steps import train_step
 from tests.toy import ToyDiT, flow_loss, split

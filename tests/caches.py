@@ -7,18 +7,10 @@ from pathlib import Path
 
 import torch
 
-from mmspeed.data import (
-    CacheWriter,
-    Sample,
-    entry_key,
-    latent_tensors,
-    number_duplicates,
-    sample_key,
-    text_tensors,
-    write_info,
-    write_rejects,
-    write_samples,
-)
+from mmspeed.data import CacheWriter, Sample
+from mmspeed.data.cache.keys import entry_key, number_duplicates, sample_key
+from mmspeed.data.cache.tables import write_info, write_rejects, write_samples
+from mmspeed.data.cache.writer import latent_tensors, text_tensors
 from mmspeed.protocols import TextEntry
 from mmspeed.shapes import Bucket
 

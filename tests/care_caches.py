@@ -8,20 +8,11 @@ from pathlib import Path
 
 import torch
 
-from mmspeed.data import (
-    CacheWriter,
-    DatasetCache,
-    Sample,
-    entry_key,
-    number_duplicates,
-    sample_key,
-    write_info,
-    write_rejects,
-    write_samples,
-)
-from mmspeed.data.keys import digest
+from mmspeed.data import CacheWriter, DatasetCache, Sample
+from mmspeed.data.cache.keys import digest, entry_key, number_duplicates, sample_key
+from mmspeed.data.cache.tables import write_info, write_rejects, write_samples
 from mmspeed.errors import UserError
-from mmspeed.models.linear_codec import LinearCodec
+from mmspeed.models.codecs.linear import LinearCodec
 from tests.caches import BUCKET, add_latent, add_text, latent_parts
 
 CODEC = "codec/linear-4.safetensors"

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mmspeed.preprocess.decode import Cut, stream
-from mmspeed.preprocess.probe import Probe
-from mmspeed.preprocess.reasons import Rejected
-from mmspeed.preprocess.source import Source
-from mmspeed.preprocess.worker import DecodeWorker
+from mmspeed.preprocess.decoding.decode import Cut, stream
+from mmspeed.preprocess.decoding.probe import Probe
+from mmspeed.preprocess.decoding.worker import DecodeWorker
+from mmspeed.preprocess.sources.rejections import Rejected
+from mmspeed.preprocess.sources.source import Source
 
 LIMITS = (10**9, 8192 * 8192)
 FASTSTART = {"movflags": "faststart"}

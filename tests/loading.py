@@ -6,18 +6,10 @@ from pathlib import Path
 
 import torch
 
-from mmspeed.data import (
-    CacheWriter,
-    DatasetCache,
-    Draw,
-    Sample,
-    entry_key,
-    latent_tensors,
-    sample_key,
-    text_tensors,
-    write_info,
-    write_samples,
-)
+from mmspeed.data import CacheWriter, DatasetCache, Draw, Sample
+from mmspeed.data.cache.keys import entry_key, sample_key
+from mmspeed.data.cache.tables import write_info, write_samples
+from mmspeed.data.cache.writer import latent_tensors, text_tensors
 from mmspeed.protocols import Batch, TextEntry
 from mmspeed.shapes import Bucket
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmspeed.memory.chunked import ROWS, UNITS, _even_parts
-from mmspeed.models.layers import Mlp, gelu
+from mmspeed.models.sora.layers import Mlp, gelu
 
 MM, ADDMM, SUM = torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.sum.dim_IntList
 

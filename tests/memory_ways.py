@@ -17,8 +17,8 @@ from mmspeed.config.memory import MemoryConfig, Way
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.device import Device
 from mmspeed.memory import Keeping
-from mmspeed.memory.count import MatmulCount
-from mmspeed.memory.swap import Swap
+from mmspeed.memory.offload.swap import Swap
+from mmspeed.memory.planning.count import MatmulCount
 from mmspeed.models import SoraDiT, SoraDiTConfig
 from mmspeed.parallel import parallelize
 

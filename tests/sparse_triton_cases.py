@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from mmspeed import rng
-from mmspeed.compute.sparse import ClusterPlan, Means, clustered_attention, key_means, triton_gather
+from mmspeed.compute.sparse import ClusterPlan, Means, clustered_attention, key_means
+from mmspeed.compute.sparse.kernels import triton_gather
 from tests.sparse_plans import random_plan
 
 # name: (B, A, N, M, D, options of the plan, dtype)
@@ -123,7 +124,7 @@ def compile_for(capability: int, dtype: str, width: int, block: int) -> dict[str
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    from mmspeed.compute.sparse import triton_backward, triton_forward
+    from mmspeed.compute.sparse.kernels import triton_backward, triton_forward
 
     q = torch.empty(1, 1, 1, width, dtype=getattr(torch, dtype))
     launch = triton_gather.shape_for(q.to("meta"), block).launch(BLOCK_Q=block, BLOCK_K=triton_gather.KEY_BLOCK)

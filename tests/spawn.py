@@ -15,7 +15,13 @@ from pathlib import Path
 from typing import Any
 
 # What nearly all ranks import, once in the server that they are forked from: it would be seconds of each.
-PRELOAD = ["torch.distributed.fsdp", "torch.distributed.tensor", "mmspeed.models", "mmspeed.pipelines.train", "pytest"]
+PRELOAD = [
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "mmspeed.models",
+    "mmspeed.pipelines.training.trainer",
+    "pytest",
+]
 
 
 def _enter(
@@ -30,7 +36,7 @@ def _enter(
     import torch
     import torch.distributed as dist
 
-    from mmspeed.data.feed import STOPS
+    from mmspeed.data.loading.prefetch import STOPS
 
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     os.environ.clear()
@@ -51,7 +57,9 @@ def start_server() -> None:
 
     There is one in a process, and workers of the loader come from it too: it blocks what theirs blocks.
     """
-    from mmspeed.data.feed import stops_blocked  # not before the tests have set what torch reads when it is imported
+    from mmspeed.data.loading.prefetch import (
+        stops_blocked,  # not before the tests have set what torch reads when it is imported
+    )
 
     mp.set_forkserver_preload(PRELOAD)
     with stops_blocked():

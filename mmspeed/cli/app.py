@@ -222,7 +222,7 @@ def preprocess(
     workers = ray_workers(ray, alone=shard is None and not nproc and "RANK" not in os.environ)
     resolved = _resolve(context, "preprocess", config, overrides, nproc, print_config)
     if ray is not None:
-        from mmspeed.preprocess.on_ray import build_on_ray
+        from mmspeed.preprocess.build.ray import build_on_ray
 
         _print_lines(build_on_ray(resolved, workers).lines())
         return
@@ -270,7 +270,7 @@ def sample(
     """Make videos from text with a trained run. What is not given is taken from the run's config."""
     paths = output_paths(out, len(prompt))
     from mmspeed.pipelines import TextToVideo
-    from mmspeed.pipelines.media import check_output, contact_sheet, save_image
+    from mmspeed.pipelines.inference.media import check_output, contact_sheet, save_image
 
     pipe = TextToVideo.from_run(run_folder, checkpoint=checkpoint, weights=weights.value, device=device)
     for path in paths:

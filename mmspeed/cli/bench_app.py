@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,23 @@ from mmspeed.errors import UserError
 app = typer.Typer(help="Measure that the main job works, and how well.", no_args_is_help=True)
 
 
+def from_checkout(command: str) -> None:
+    """Put the repository's root first among the places of imports, so that `tests.claims` is found.
+
+    Raises UserError in an installed package, which has no such folder.
+    """
+    import mmspeed
+
+    root = Path(mmspeed.__file__).resolve().parent.parent
+    if not (root / "tests" / "claims").is_dir() or not (root / "pyproject.toml").is_file():
+        raise UserError(
+            f"`mmspeed bench {command}` proves a claim of the documentation and runs from a checkout of the repository: "
+            "clone it, `pip install -e .` there, and run the command again"
+        )
+    if sys.path[:1] != [str(root)]:
+        sys.path.insert(0, str(root))
+
+
 @app.command()
 def overfit(
     output: Annotated[Path, typer.Option(help="Folder that the measurement writes to.")] = Path("runs/overfit"),
@@ -20,7 +38,8 @@ def overfit(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to override.")] = None,
 ) -> None:
     """Train a tiny model on four demo clips and see whether each caption brings its own back; exit with 1 if not."""
-    from .bench import overfit as run_overfit
+    from_checkout("overfit")
+    from tests.claims.overfit import overfit as run_overfit
 
     result = run_overfit(output, arrangement, objective, tuple(overrides or ()))
     print("\n".join(result.lines()))
@@ -45,9 +64,10 @@ def loader(
     """Compare how fast samples are read from the cache, from .pt, Parquet and safetensors files, warm and cold."""
     import json
 
-    from mmspeed.data.files import write_whole
+    from mmspeed.data.cache.files import write_whole
 
-    from .bench_loader import SHAPES, bench_loader, results_json
+    from_checkout("loader")
+    from tests.claims.loader import SHAPES, bench_loader, results_json
 
     results = bench_loader(output, bucket_latent or SHAPES, samples, rounds)
     text = json.dumps(results_json(results, rounds), indent=2)
@@ -66,7 +86,8 @@ def index(
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
     """Open the index of a large cache and look things up in it; exit with 1 when it takes over 2 s or 100 MB."""
-    from .bench_index import bench_index, report
+    from_checkout("index")
+    from tests.claims.index import bench_index, report
 
     result = bench_index(rows, output)
     print(report(result, as_json))
@@ -86,7 +107,8 @@ def preprocess(
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
     """See whether preprocess keeps its slowest stage busy, the encoder or the decoders; exit with 1 if not."""
-    from .bench_preprocess import bench_preprocess
+    from_checkout("preprocess")
+    from tests.claims.preprocess import bench_preprocess
 
     result = bench_preprocess(output, videos, rounds, cores, vae_width)
     print(result.to_json() if as_json else "\n".join(result.lines()))
@@ -112,7 +134,7 @@ def comm(
         debug = bool((context.obj or {}).get("debug"))
         raise typer.Exit(launch.launch(["bench", "comm", *words, *(["--json"] if as_json else [])], ranks, debug))
     launch.follow_launcher()
-    from .bench_comm import bench_comm
+    from mmspeed.bench.comm import bench_comm
 
     result = bench_comm(megabytes, rounds)
     if log.rank() == 0:
@@ -132,6 +154,7 @@ def sp(
     strict: Annotated[bool, typer.Option(help="Exit with 1 too when degree 1 is not free.")] = False,
 ) -> None:
     """Measure sequence parallelism on CPU processes; exit with 1 when bytes are not those of the formulas."""
+    from_checkout("sp")
     from mmspeed import log
 
     from . import launch
@@ -142,7 +165,8 @@ def sp(
         debug = bool((context.obj or {}).get("debug"))
         raise typer.Exit(launch.launch(["bench", "sp", *words, *flags], ranks, debug))
     launch.follow_launcher()
-    from .bench_sp import bench_sp, parse_latent
+    from mmspeed.bench.latents import parse_latent
+    from tests.claims.sp import bench_sp
 
     result = bench_sp(parse_latent(latent), width, rounds)
     if log.rank() == 0:
@@ -185,7 +209,8 @@ def buckets(
     if simulate:
         if config is not None:
             raise UserError(f"--simulate makes its own data set: leave out {config}")
-        from .bench_buckets_simulated import simulate_buckets
+        from_checkout("buckets --simulate")
+        from tests.claims.buckets_simulated import simulate_buckets
 
         result = simulate_buckets(clips, ranks, seed, output)
         print("\n".join(result.lines()))
@@ -194,7 +219,7 @@ def buckets(
         return
     if config is None:
         raise UserError("which buckets? Name a CONFIG, or give --simulate")
-    from .bench_buckets import profile_buckets
+    from mmspeed.bench.buckets import profile_buckets
 
     profile_buckets(
         config,
@@ -224,7 +249,8 @@ def sparse_training(
     ] = False,
 ) -> None:
     """Train a small model with dense and with sparse attention, and compare the loss on held-out clips."""
-    from .bench_sparse_training import VARIANTS, Setting, bench_sparse_training
+    from_checkout("sparse-training")
+    from tests.claims.sparse_training import VARIANTS, Setting, bench_sparse_training
 
     chosen = tuple(variants.split(",")) if variants else tuple(VARIANTS)
     unknown = [name for name in chosen if name not in VARIANTS]
@@ -273,16 +299,15 @@ def attention(
     strict: Annotated[bool, typer.Option(help="Exit with 1 when a goal is missed.")] = False,
 ) -> None:
     """Measure sparse attention against dense: error, speed, memory; on synthetic video, or with --run on a trained model."""
-    from mmspeed.data.files import write_whole
-
-    from .bench_attention import ask, bench_attention
+    from mmspeed.bench.attention import ask, bench_attention
+    from mmspeed.data.cache.files import write_whole
 
     chosen = ask(tokens, keep, planner, tail, full)
     common = {"backend": backend, "device": device, "rounds": rounds, "cluster_size": cluster_size}
     if run is not None:
         if strict or tokens is not None:
             raise UserError("--tokens and --strict are for synthetic video: leave them out beside --run")
-        from .bench_attention_run import bench_run
+        from mmspeed.bench.attention_run import bench_run
 
         found = bench_run(run, chosen, samples=samples, checkpoint=checkpoint, error=error, output=output, **common)
         print(found.to_json() if as_json else "\n".join(found.lines()))
@@ -331,20 +356,20 @@ def memory(
     import json
 
     from mmspeed import log
-    from mmspeed.data.files import write_whole
+    from mmspeed.data.cache.files import write_whole
 
     if config is not None:
         if full or only or arrangement or dtype or strict:
             raise UserError(
                 "--full, --only, --arrangement, --dtype and --strict are for the built-in models: leave them out beside CONFIG"
             )
-        from .bench_memory_run import report_config
+        from mmspeed.bench.memory_run import report_config
 
         report = report_config(config, overrides or (), output)
         if log.rank() == 0:
             print(json.dumps(report.to_json(), indent=2) if as_json else "\n".join(report.lines()))
         return
-    from .bench_memory_all import bench_memory
+    from mmspeed.bench.memory_all import bench_memory
 
     result = bench_memory(
         full=full,

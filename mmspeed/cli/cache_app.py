@@ -26,7 +26,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs."
 @app.command()
 def stat(cache: CacheFolder, as_json: AsJson = False) -> None:
     """Say what the cache holds: entries, samples, buckets, sizes, encoders, disk, and what is odd."""
-    from mmspeed.data.census import census
+    from mmspeed.data.maintenance.stats import census
 
     facts = census(cache)
     print(json.dumps(facts, indent=2, ensure_ascii=False) if as_json else "\n".join(cache_text.stat_lines(facts)))
@@ -41,8 +41,8 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Read every byte and compare it with what was written; exit with 1 when something is damaged."""
-    from mmspeed.data.mend import mend
-    from mmspeed.data.verify import verify
+    from mmspeed.data.maintenance.repair import mend
+    from mmspeed.data.maintenance.verify import verify
 
     report = mend(cache) if repair else None
     findings = report.found if report is not None else verify(cache)
@@ -69,9 +69,9 @@ def prune(
     ] = None,
 ) -> None:
     """Remove entries that no sample names, second copies, and what killed writers left. Not while anything uses the cache."""
-    from mmspeed.data.care import plan_prune
-    from mmspeed.data.care import prune as remove
-    from mmspeed.data.tables import read_info
+    from mmspeed.data.cache.tables import read_info
+    from mmspeed.data.maintenance.prune_pack import plan_prune
+    from mmspeed.data.maintenance.prune_pack import prune as remove
 
     read_info(cache)
     plan = plan_prune(cache, keep_codec or [])
@@ -92,8 +92,8 @@ def pack(
     shard_mb: Annotated[float, typer.Option("--shard-mb", min=0.001, help="Size of the new shards.")] = 256.0,
 ) -> None:
     """Merge small shards into large ones; entries keep their bytes. Not while anything uses the cache."""
-    from mmspeed.data.care import pack as merge_shards
-    from mmspeed.data.tables import read_info
+    from mmspeed.data.cache.tables import read_info
+    from mmspeed.data.maintenance.prune_pack import pack as merge_shards
 
     read_info(cache)
     report = merge_shards(cache, int(shard_mb * 1e6))
@@ -109,7 +109,7 @@ def merge(
     ],
 ) -> None:
     """Bring caches that were built on several machines together. Their encoders and settings must be the same."""
-    from mmspeed.data.merge import merge as bring_together
+    from mmspeed.data.maintenance.merge import merge as bring_together
 
     report = bring_together(into, sources)
     print(
@@ -149,7 +149,7 @@ def show(
     if as_json or not has_picture(known):
         print(json.dumps(known, indent=2, ensure_ascii=False))
         return
-    from mmspeed.preprocess.show import draw_entry
+    from mmspeed.preprocess.report.show import draw_entry
 
     path = output or Path(f"{key}.png")
     try:

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 from mmspeed.log import format_bytes
 
 if TYPE_CHECKING:
-    from mmspeed.data.verify import Findings
+    from mmspeed.data.maintenance.verify import Findings
 
 _BAR = 30  # characters of the longest bar
 
 
 def stat_lines(facts: Mapping[str, Any]) -> list[str]:
     """The lines of `stat`."""
-    from mmspeed.data.census import should_pack
+    from mmspeed.data.maintenance.stats import should_pack
 
     lines = [f"cache {facts['root']}, made by mmspeed {facts['mmspeed']}, schema {facts['schema']}"]
     lines.append(f"  samples: {', '.join(f'{n} {split}' for split, n in facts['samples'].items()) or 'none'}")

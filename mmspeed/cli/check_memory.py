@@ -12,6 +12,6 @@ def memory_lines(config: Config) -> list[str]:
     """The step's memory and what the budget would choose; nothing without one. Raises UserError as `plan_memory`."""
     if not config.memory.chooses:
         return []
-    from mmspeed.pipelines.memory_shapes import plan_memory
+    from mmspeed.pipelines.tuning.memory_estimate import plan_memory
 
     return plan_memory(config, with_swap=config.device.kind != "cpu").lines()

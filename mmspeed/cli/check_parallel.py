@@ -16,7 +16,7 @@ def check_parallel(config: Config, layout: str, others: Mapping[str, object]) ->
     given = next((name for name, value in others.items() if value is not None), None)
     if given is not None:
         raise UserError(f"--parallel checks a layout and reads no data set: not with {given}")
-    from mmspeed.pipelines.selfcheck import selfcheck
+    from mmspeed.pipelines.selfcheck.run import selfcheck
 
     result = selfcheck(config, layout)
     print("\n".join(result.lines()))

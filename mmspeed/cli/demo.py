@@ -74,7 +74,7 @@ def run_demo(output: str | Path = "mmspeed-demo", short: bool = False) -> list[P
     A second run goes on from what is there: nothing is encoded again, and a finished training says so.
     """
     from mmspeed.pipelines import TextToVideo, TrainPipeline, write_report
-    from mmspeed.pipelines.media import contact_sheet, save_image
+    from mmspeed.pipelines.inference.media import contact_sheet, save_image
     from mmspeed.preprocess import CacheBuilder
 
     started = time.monotonic()

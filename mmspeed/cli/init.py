@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from mmspeed.config.docs import REQUIRED, default_of, is_list, kind_of, section_options, show_type, show_value
 from mmspeed.config.load import sections
 from mmspeed.config.schema import Config
-from mmspeed.data.files import write_whole
+from mmspeed.data.cache.files import write_whole
 from mmspeed.errors import UserError
 from mmspeed.version import __version__
 

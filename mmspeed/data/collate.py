@@ -16,9 +16,9 @@ from mmspeed.protocols import Batch, BatchShape, Item, NumberRule, TextEntry
 from mmspeed.rng import normal, uniform
 from mmspeed.shapes import Bucket, Strides
 
-from .cache import DatasetCache
-from .sampler import Draw
-from .tables import Sample
+from .cache.reader import DatasetCache
+from .cache.tables import Sample
+from .sampling.sampler import Draw
 
 # Quantiles of times are worked with on the CPU in float64; all other numbers take the number type of the computation.
 RULES: dict[str, NumberRule] = {

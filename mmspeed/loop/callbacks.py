@@ -1,6 +1,6 @@
 """Callbacks: what happens around each optimizer step, in one order on all ranks.
 
-A callback sees steps and numbers, no domain. The order of a run's callbacks stands in `pipelines/train.py`.
+A callback sees steps and numbers, no domain. The order of a run's callbacks stands in `pipelines/training/trainer.py`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from mmspeed.compute.sparse.controller import SparsityController
 from mmspeed.config.training import TrainConfig
 from mmspeed.protocols import StepData
 
-from .ema import EMA
-from .optim import AnyOptimizer, learning_rate, set_learning_rate
+from .averages import EMA
+from .optimizers.build import AnyOptimizer, learning_rate, set_learning_rate
 from .step import StepResult
 
 SumOverRanks = Callable[[list[float]], list[float]]

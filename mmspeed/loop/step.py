@@ -19,8 +19,8 @@ from mmspeed.parallel import sum_shared_gradients
 from mmspeed.protocols import Divisors, MicroBatches, Models, Update
 
 from .gradients import clip_gradients
-from .optim import AnyOptimizer
-from .release import ReleasingOptimizer
+from .optimizers.build import AnyOptimizer
+from .optimizers.gradient_release import ReleasingOptimizer
 from .runner import Runner, RunRecord
 
 

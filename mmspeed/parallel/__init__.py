@@ -19,7 +19,6 @@ from mmspeed.mesh import Mesh
 from mmspeed.protocols import DiffusionModel, Role
 from mmspeed.replay import deciders
 
-from .attention import SequenceAxes
 from .data_parallel import (
     Strategy,
     autocast,
@@ -31,8 +30,9 @@ from .data_parallel import (
     take_float32_gradients,
     unwrap,
 )
-from .declared import sequence_axes, sequence_parallel
-from .sequence_plan import Attends, Gather, Leading, SequencePlan, Split
+from .declared.apply import sequence_axes, sequence_parallel
+from .declared.plan import Attends, Gather, Leading, SequencePlan, Split
+from .sequence.hybrid_attention import SequenceAxes
 from .tensor import check_heads, split_layers, sum_shared_gradients
 from .tokens import TokenLayout
 

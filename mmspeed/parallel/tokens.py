@@ -26,8 +26,8 @@ from mmspeed.comm import Axis, Ledger, all_gather, all_to_all, even_sizes, reduc
 from mmspeed.compute.sparse.module import ClusteredAttention
 from mmspeed.graphs import outside_graphs
 
-from .attention import SequenceAxes, autocast_alike, hybrid_attention, of_nothing
-from .sparse import sparse_attention
+from .sequence.hybrid_attention import SequenceAxes, autocast_alike, hybrid_attention, of_nothing
+from .sparse.attention import sparse_attention
 
 Along = Literal["T", "S"]
 Holding = Literal["whole", "rows", "columns"]

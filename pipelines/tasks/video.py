@@ -19,39 +19,34 @@ from mmspeed import rng
 from mmspeed.compute.sparse.module import clustered_layers
 from mmspeed.config import Config
 from mmspeed.config.schema import ModelConfig
-from mmspeed.data import (
+from mmspeed.data import Batching, BatchSampler, DatasetCache, FirstEpoch, Loader, Sample
+from mmspeed.data.collate import video_batch
+from mmspeed.data.loading.first_epoch import Maker
+from mmspeed.data.sampling.batch_sizes import (
+    COUNTED_TEXT_TOKENS,
     MEASURED_NAME,
-    Batching,
-    BatchSampler,
-    DatasetCache,
-    FirstEpoch,
-    Loader,
-    Maker,
-    Place,
-    Sample,
     SampleCosts,
     make_batching,
     make_stages,
     sample_costs,
-    video_batch,
 )
-from mmspeed.data.batch_sizes import COUNTED_TEXT_TOKENS
+from mmspeed.data.sampling.order import Place
 from mmspeed.device import parse_dtype
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
-from mmspeed.loop.states import whole_tensors
+from mmspeed.loop.checkpoint.state import whole_tensors
 from mmspeed.mesh import patient_group
 from mmspeed.models import SoraDiT, build_model
+from mmspeed.models.codecs.vae import codec_geometry
 from mmspeed.models.sparse_note import sparse_lines, sparse_warnings
-from mmspeed.models.text import text_width
-from mmspeed.models.vae import codec_geometry
+from mmspeed.models.text.encoders import text_width
 from mmspeed.parallel import unwrap
+from mmspeed.pipelines.diffusion.objective import Objective, make_objective
 from mmspeed.pipelines.mlp_trials import MlpTrials
-from mmspeed.pipelines.objective import Objective, make_objective
-from mmspeed.pipelines.opening import open_cache
-from mmspeed.pipelines.profile import load_measured, setting_of
-from mmspeed.pipelines.run_folder import other_shape
-from mmspeed.pipelines.validate import VideoValidation
+from mmspeed.pipelines.run.run_folder import other_shape
+from mmspeed.pipelines.training.held_out_loss import VideoValidation
+from mmspeed.pipelines.training.open_cache import open_cache
+from mmspeed.pipelines.tuning.profile import load_measured, setting_of
 from mmspeed.protocols import (
     Batch,
     BatchShape,
@@ -422,7 +417,7 @@ class VideoTask:
 
     def shrunk(self) -> CheckTask:
         """The task made small for comparing layouts."""
-        from mmspeed.pipelines.miniature import miniature
+        from mmspeed.pipelines.selfcheck.shrink import miniature
 
         return miniature(self)
 

@@ -17,8 +17,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from mmspeed.config import Config, make_config
-from mmspeed.data import Batching, BatchSampler, DatasetCache, assemble, share
-from mmspeed.data.keys import digest
+from mmspeed.data import Batching, BatchSampler, DatasetCache
+from mmspeed.data.cache.keys import digest
+from mmspeed.data.collate import assemble
+from mmspeed.data.sampling.rank_batches import share
 from mmspeed.preprocess import CacheBuilder
 from mmspeed.protocols import Batch
 from tests.media import write_image
@@ -62,7 +64,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def gradients(folder: str, group: int, strategy: str) -> dict[str, Any]:
     """Losses and gradients of a few mixed steps, whose composition is that of groups of 2 in any world."""
     from mmspeed.device import Device
-    from mmspeed.loop.optim import make_optimizer
+    from mmspeed.loop.optimizers.build import make_optimizer
     from mmspeed.mesh import make_mesh
     from mmspeed.models import build_model
     from mmspeed.parallel import parallelize, unwrap
@@ -133,7 +135,7 @@ def train_some(folder: str, overrides: tuple[str, ...], stop_at: int | None) -> 
     from mmspeed.loop.step import StepResult
     from mmspeed.pipelines import TrainPipeline
     from mmspeed.pipelines.tasks.video import VideoTask
-    from mmspeed.pipelines.train import Run
+    from mmspeed.pipelines.training.trainer import Run
     from mmspeed.protocols import Models, StepData, Terms
 
     config = mixed_config(Path(folder), *overrides)

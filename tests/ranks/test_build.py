@@ -17,8 +17,8 @@ from mmspeed.config.schema import SourceConfig
 from mmspeed.data import DatasetCache
 from mmspeed.errors import UserError
 from mmspeed.preprocess import BuildReport, CacheBuilder
-from mmspeed.preprocess.parts import Part, Share, read_part, write_part
-from mmspeed.preprocess.plan import Row
+from mmspeed.preprocess.build.coordination import Part, Share, read_part, write_part
+from mmspeed.preprocess.records.sample_table import Row
 from tests.caches import tar_bytes
 from tests.forks import ended, fork, kill, ranks, wait
 from tests.runs import small_config

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from mmspeed.config.schema import TrainConfig
 from mmspeed.device import Device
 from mmspeed.errors import UserError
-from mmspeed.loop.checkpoint import CheckpointManager, TrainingState, load, load_weights, step_name
-from mmspeed.loop.ema import EMA
-from mmspeed.loop.optim import make_optimizer
+from mmspeed.loop.averages import EMA
+from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState, load, load_weights, step_name
+from mmspeed.loop.optimizers.build import make_optimizer
 from mmspeed.mesh import make_mesh
 from mmspeed.parallel import parallelize, unwrap
 from tests.spawn import run_ranks

@@ -18,12 +18,12 @@ from mmspeed import rng
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.device import Device
 from mmspeed.memory import Keeping, peak_bytes
-from mmspeed.memory.count import MatmulCount
-from mmspeed.memory.report import CATEGORIES, MemoryReport
-from mmspeed.memory.tracked import measure_step
+from mmspeed.memory.planning.count import MatmulCount
+from mmspeed.memory.planning.report import CATEGORIES, MemoryReport
+from mmspeed.memory.planning.tracked import measure_step
 from mmspeed.mesh import make_mesh
 from mmspeed.models import SoraDiT, SoraDiTConfig
-from mmspeed.models.layers import Mlp
+from mmspeed.models.sora.layers import Mlp
 from mmspeed.parallel import make_layout, parallelize, sum_shared_gradients
 from tests.machine import parts_have_the_bits_of_the_whole
 from tests.spawn import run_ranks

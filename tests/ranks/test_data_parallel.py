@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from mmspeed.config.schema import TrainConfig
 from mmspeed.device import Device
-from mmspeed.loop.ema import EMA
-from mmspeed.loop.optim import make_optimizer
+from mmspeed.loop.averages import EMA
+from mmspeed.loop.optimizers.build import make_optimizer
 from mmspeed.loop.signals import StopSignals
 from mmspeed.memory import Keeping
 from mmspeed.mesh import make_mesh

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from mmspeed.comm import Ledger
 from mmspeed.errors import UserError
 from mmspeed.memory import recompute
-from mmspeed.parallel.declared import Attends, Gather, SequencePlan, Split, sequence_axes, sequence_parallel
+from mmspeed.parallel.declared.apply import Attends, Gather, SequencePlan, Split, sequence_axes, sequence_parallel
 from tests.spawn import run_ranks
 
 TOLERANCE = 1e-5  # relative to a gradient's largest entry; sums over keys and ranks are taken in another order

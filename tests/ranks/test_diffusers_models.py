@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from mmspeed.comm import Ledger
 from mmspeed.errors import UserError
-from mmspeed.models.diffusers_plans import plan_for
-from mmspeed.parallel.declared import sequence_parallel
+from mmspeed.models.diffusers.plans import plan_for
+from mmspeed.parallel.declared.apply import sequence_parallel
 from tests.spawn import run_ranks
 from tests.video_transformers import CASES, loss_of, make_inputs, make_model
 

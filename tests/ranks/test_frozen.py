@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.errors import UserError
-from mmspeed.loop.checkpoint import CheckpointManager, load, step_name
+from mmspeed.loop.checkpoint.manager import CheckpointManager, load, step_name
 from mmspeed.loop.frozen import fingerprint, frozen_fingerprint
 from mmspeed.mesh import make_mesh
 from mmspeed.models import SoraDiT, SoraDiTConfig

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from mmspeed import rng
 from mmspeed.comm.axis import Axis, Ledger
 from mmspeed.errors import UserError
-from mmspeed.parallel.attention import SequenceAxes, hybrid_attention, split_heads
-from mmspeed.parallel.zigzag import zigzag_lengths, zigzag_order
+from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes, hybrid_attention, split_heads
+from mmspeed.parallel.sequence.zigzag import zigzag_lengths, zigzag_order
 from tests.spawn import run_ranks
 
 BATCH, WIDTH = 3, 8

@@ -20,17 +20,17 @@ from mmspeed.config.parallel import ParallelConfig
 from mmspeed.config.schema import FlowConfig
 from mmspeed.config.training import TrainConfig
 from mmspeed.device import Device
-from mmspeed.loop.checkpoint import CheckpointManager, TrainingState, load
-from mmspeed.loop.ema import EMA
-from mmspeed.loop.optim import make_optimizer
+from mmspeed.loop.averages import EMA
+from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState, load
+from mmspeed.loop.optimizers.build import make_optimizer
 from mmspeed.memory import Keeping
 from mmspeed.mesh import Mesh, make_mesh
 from mmspeed.models import SoraDiT, SoraDiTConfig
-from mmspeed.models.layers import set_parameter
-from mmspeed.models.sora_dit import on_meta
+from mmspeed.models.sora.layers import set_parameter
+from mmspeed.models.sora.model import on_meta
 from mmspeed.parallel import TokenLayout, make_layout, parallelize, sum_shared_gradients
-from mmspeed.pipelines.generate import SampleSettings, generate_latents
-from mmspeed.pipelines.objective import make_objective
+from mmspeed.pipelines.diffusion.objective import make_objective
+from mmspeed.pipelines.inference.generate import SampleSettings, generate_latents
 from mmspeed.protocols import TextEntry
 from tests.sequence_steps import Case, Groups, build, loss_of, make_batch
 from tests.spawn import run_ranks

@@ -22,7 +22,7 @@ LAYOUTS = {
 def train(folder: str, overrides: tuple[str, ...]) -> Any:
     """What each block was told in the run, and what was written down."""
     from mmspeed.pipelines import TrainPipeline
-    from mmspeed.pipelines.memory_choice import MEMORY_NAME
+    from mmspeed.pipelines.tuning.memory_search import MEMORY_NAME
 
     pipeline = TrainPipeline(small_config(Path(folder), *overrides))
     pipeline.run()

@@ -55,7 +55,7 @@ def one_group(folder: str) -> tuple[int, int, list[str]]:
     import torch.distributed as dist
 
     from mmspeed.data import Batching, BatchSampler, FirstEpoch, Loader
-    from mmspeed.data.keys import digest
+    from mmspeed.data.cache.keys import digest
     from mmspeed.device import pick
     from mmspeed.preprocess import OnlineBuilder
 

@@ -13,7 +13,7 @@ from tests.spawn import run_ranks
 def _measure(folder: str, rank_folder: str, strategy: str) -> list[Any]:
     import os
 
-    from mmspeed.pipelines.profile import profile
+    from mmspeed.pipelines.tuning.profile import profile
     from tests.runs import small_config
 
     config = small_config(Path(folder) / os.environ["RANK"], f"parallel.strategy={strategy}", f"output={rank_folder}")

@@ -14,7 +14,7 @@ import pytest
 from mmspeed.config import Config
 from mmspeed.errors import UserError
 from mmspeed.preprocess import CacheBuilder
-from mmspeed.preprocess.on_ray import build_on_ray
+from mmspeed.preprocess.build.ray import build_on_ray
 from tests.caches import tar_bytes
 from tests.ranks.test_build import another, assert_same, one  # noqa: F401 (a fixture)
 from tests.runs import small_config

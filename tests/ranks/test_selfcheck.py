@@ -16,10 +16,10 @@ from mmspeed.device import Device
 from mmspeed.mesh import process_group
 from mmspeed.parallel import TokenLayout
 from mmspeed.parallel.tokens import Part, Spread
-from mmspeed.pipelines.miniature import Miniature, miniature
-from mmspeed.pipelines.selfcheck import with_layout
-from mmspeed.pipelines.selfcheck_verdict import SelfCheck, compare
-from mmspeed.pipelines.selfcheck_worker import Found, examine
+from mmspeed.pipelines.selfcheck.run import with_layout
+from mmspeed.pipelines.selfcheck.shrink import Miniature, miniature
+from mmspeed.pipelines.selfcheck.verdict import SelfCheck, compare
+from mmspeed.pipelines.selfcheck.worker import Found, examine
 from mmspeed.shapes import Strides
 from tests.runs import small_tree
 from tests.spawn import run_ranks

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from mmspeed.config.parallel import ParallelConfig
-from mmspeed.models.sora_dit import SoraDiT, SoraDiTConfig, on_meta
+from mmspeed.models.sora.model import SoraDiT, SoraDiTConfig, on_meta
 from mmspeed.plan.traffic import Sent, Work, gradient_traffic, places, step_traffic
 from tests.sequence_steps import LATENTS, MODEL, SAMPLES, Case, work
 from tests.spawn import run_ranks

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from mmspeed.config import Config
-from mmspeed.data import BatchSampler, DatasetCache, assemble, make_batching, sample_costs, share
-from mmspeed.data.collate import draw_quantiles
-from mmspeed.data.keys import digest
+from mmspeed.data import BatchSampler, DatasetCache
+from mmspeed.data.cache.keys import digest
+from mmspeed.data.collate import assemble, draw_quantiles
+from mmspeed.data.sampling.batch_sizes import make_batching, sample_costs
+from mmspeed.data.sampling.rank_batches import share
 from mmspeed.models import build_model
-from mmspeed.pipelines.report import read_metrics
+from mmspeed.pipelines.report.run_page import read_metrics
 from mmspeed.pipelines.tasks.video import VideoData, VideoTask
 from mmspeed.preprocess import CacheBuilder, OnlineBuilder
 from mmspeed.protocols import RunPlace

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from mmspeed.compute.attention import attention
+from mmspeed.compute.sparse.mass_histogram import threshold
 from mmspeed.compute.sparse.module import Seen, WarmStarts
-from mmspeed.compute.sparse.shares import threshold
-from mmspeed.parallel.sparse import sparse_attention
+from mmspeed.parallel.sparse.attention import sparse_attention
 from mmspeed.replay import replayed
 from tests.ranks.test_sparse_parallel import EMPTY, TOKENS, Case, axes_of, layer_of, mesh_of, positions, whole
 from tests.spawn import run_ranks

@@ -18,9 +18,9 @@ from mmspeed.comm.axis import Axis, Ledger
 from mmspeed.compute.sparse import ClusterPlan, Tail, clustered_attention
 from mmspeed.compute.sparse.module import ClusteredAttention
 from mmspeed.config.sparse import SparseConfig
-from mmspeed.parallel.attention import SequenceAxes, split_heads
-from mmspeed.parallel.sparse import sparse_attention
-from mmspeed.parallel.sparse_plan import SplitPlan
+from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes, split_heads
+from mmspeed.parallel.sparse.attention import sparse_attention
+from mmspeed.parallel.sparse.plan import SplitPlan
 from mmspeed.replay import replayed
 from tests.spawn import run_ranks
 

@@ -31,7 +31,7 @@ def text_files() -> list[Path]:
     for path in sorted(ROOT.rglob("*")):
         inside = path.relative_to(ROOT).parts
         hidden = any(part.startswith(".") and part not in (".ci", ".gitignore") for part in inside)
-        made = any(part in NOT_OURS or part.endswith(".egg-info") for part in inside)
+        made = inside[0] in NOT_OURS or any(part == "__pycache__" or part.endswith(".egg-info") for part in inside)
         linked = inside[0] == "mmspeed" and len(inside) > 1 and inside[1] in LINKS
         if not hidden and not made and not linked and path.is_file() and path.suffix in TEXT_ENDINGS:
             found.append(path)

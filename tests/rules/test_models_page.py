@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mmspeed.models.sizes import SIZES, parameter_table
+from mmspeed.models.sora.sizes import SIZES, parameter_table
 
 
 @pytest.mark.parametrize("column", ["factorised", "full"])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from mmspeed.memory.host import CpuCopies, HostBuffer
+from mmspeed.memory.offload.copies import CpuCopies, HostBuffer
 
 RUBBISH = 0xA5
 

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from mmspeed import rng
 from mmspeed.__main__ import main
-from mmspeed.cli.bench_attention import ask, bench_attention, relative_error
-from mmspeed.cli.bench_attention_data import GAINS, make_qkv, oracle_share
-from mmspeed.cli.bench_attention_plans import grid_of, method, window_of
-from mmspeed.cli.bench_attention_run import bench_run
-from mmspeed.cli.bench_attention_suggest import Layer, Point, fewest_dense, suggest
-from mmspeed.cli.bench_attention_verdicts import Row, Speed, error_at, verdicts
+from mmspeed.bench.attention import ask, bench_attention, relative_error
+from mmspeed.bench.attention_data import GAINS, make_qkv, oracle_share
+from mmspeed.bench.attention_plans import grid_of, method, window_of
+from mmspeed.bench.attention_run import bench_run
+from mmspeed.bench.attention_suggest import Layer, Point, fewest_dense, suggest
+from mmspeed.bench.attention_verdicts import Row, Speed, error_at, verdicts
 from mmspeed.compute.sparse import clustered_attention
 from mmspeed.config import Config, make_config
 from mmspeed.config.sparse import SparseConfig

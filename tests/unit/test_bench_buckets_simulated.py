@@ -11,7 +11,17 @@ import numpy as np
 import pytest
 
 from mmspeed.__main__ import main
-from mmspeed.cli.bench_buckets_simulated import (
+from mmspeed.data import Batching
+from mmspeed.data.sampling.assignment import Cost, deal
+from mmspeed.data.sampling.order import Order
+from mmspeed.data.sampling.rank_batches import lots_of
+from mmspeed.data.sampling.schedule import Plan
+from mmspeed.errors import UserError
+from mmspeed.preprocess.decoding.transform import rank_buckets
+from mmspeed.preprocess.decoding.windows import covers
+from mmspeed.preprocess.sources.rejections import Rejected
+from mmspeed.shapes import Bucket
+from tests.claims.buckets_simulated import (
     OURS,
     SAME,
     Row,
@@ -28,7 +38,7 @@ from mmspeed.cli.bench_buckets_simulated import (
     sample_of_use,
     steps_of_uses,
 )
-from mmspeed.cli.bench_web_video import (
+from tests.claims.web_video import (
     CLASSES,
     FPS,
     FRAMES,
@@ -44,14 +54,6 @@ from mmspeed.cli.bench_web_video import (
     make_data_set,
     probe_of,
 )
-from mmspeed.data import Batching, Cost, Order, deal
-from mmspeed.data.schedule import Plan
-from mmspeed.data.shares import lots_of
-from mmspeed.errors import UserError
-from mmspeed.preprocess.reasons import Rejected
-from mmspeed.preprocess.transform import rank_buckets
-from mmspeed.preprocess.windows import covers
-from mmspeed.shapes import Bucket
 
 LARGE, MIDDLE, SMALL = Bucket(129, 576, 1024), Bucket(33, 480, 848), Bucket(1, 192, 336)
 COUNTS = {LARGE: 101, MIDDLE: 230, SMALL: 1007}

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from mmspeed.__main__ import main
-from mmspeed.cli.bench_comm import BATCH, HIDDEN, CommResult, Row, bench_comm
+from mmspeed.bench.comm import BATCH, HIDDEN, CommResult, Row, bench_comm
 from mmspeed.errors import UserError
 
 ROW = Row("all-gather, SBH", "point_to_point", 100, 100, True, 0, 1, 1, 0.5, 200.0, 1.25)

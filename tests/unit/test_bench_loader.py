@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from mmspeed.__main__ import main
-from mmspeed.cli.bench_formats import Numbers, contents, files_of, make_samples, ours_reader, write_others, write_ours
-from mmspeed.cli.bench_loader import (
+from mmspeed.data import DatasetCache
+from mmspeed.errors import UserError
+from tests.claims.formats import Numbers, contents, files_of, make_samples, ours_reader, write_others, write_ours
+from tests.claims.loader import (
     FIRST,
     LATER,
     RAW,
@@ -28,8 +30,6 @@ from mmspeed.cli.bench_loader import (
     samples_for,
     verdict,
 )
-from mmspeed.data import DatasetCache
-from mmspeed.errors import UserError
 
 SHAPE = "4x2x3x5"
 OTHERS = [
@@ -171,8 +171,8 @@ def test_strict_exits_with_one_when_not_fast_enough(tmp_path: Path, monkeypatch:
         "--rounds",
         "1",
     ]
-    monkeypatch.setattr("mmspeed.cli.bench_loader.TIMES", 1e9)
-    monkeypatch.setattr("mmspeed.cli.bench_loader.SHARE", 1e9)
+    monkeypatch.setattr("tests.claims.loader.TIMES", 1e9)
+    monkeypatch.setattr("tests.claims.loader.SHARE", 1e9)
     assert main(command) == 0
     assert main([*command, "--strict"]) == 1
 

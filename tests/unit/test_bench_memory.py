@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from mmspeed.cli import bench_memory_budget
+from mmspeed.bench import memory_budget
+from mmspeed.bench.memory import CASES, Found, Setting, Stage, grown_bytes, measure
+from mmspeed.bench.memory_all import bench_memory
+from mmspeed.bench.memory_budget import measure_budgets
+from mmspeed.bench.memory_tiers import Size, lines, measure_tiers
 from mmspeed.cli.app import run
-from mmspeed.cli.bench_memory import CASES, Found, Setting, Stage, grown_bytes, measure
-from mmspeed.cli.bench_memory_all import bench_memory
-from mmspeed.cli.bench_memory_budget import measure_budgets
-from mmspeed.cli.bench_memory_tiers import Size, lines, measure_tiers
 from mmspeed.config import Config, dump_config, make_config
 from mmspeed.errors import UserError
-from mmspeed.memory.tracked import kept_bytes
+from mmspeed.memory.planning.tracked import kept_bytes
 from tests.runs import small_config
 
 TINY = Setting(width=96, heads=4, rank=8, depth=2, latent=(5, 16, 16), rounds=1, device="cpu", sizes=False)
@@ -99,8 +99,8 @@ def test_a_budget_is_kept_to_or_told(monkeypatch: pytest.MonkeyPatch) -> None:
         overrides = ["model.depth=6", "data.buckets=[{frames: 17, height: 128, width: 128}]"]
         return make_config(setting(*given).model_dump(mode="json"), overrides, origin="test")
 
-    setting = bench_memory_budget.setting
-    monkeypatch.setattr(bench_memory_budget, "setting", small)
+    setting = memory_budget.setting
+    monkeypatch.setattr(memory_budget, "setting", small)
     found = measure_budgets("full", "cpu", shares=(0.5, 0.001))
     half, none = found.rows
     assert half.passed() and half.measured is not None and half.measured <= half.budget and half.ways

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from mmspeed.cli.app import ray_workers
-from mmspeed.cli.bench_decoding import FRAMES, bare_ways, clips_of, make_clips, start_seconds
-from mmspeed.cli.bench_preprocess import (
+from mmspeed.errors import UserError
+from mmspeed.preprocess.build.ray import import_ray
+from tests.claims.decoding import FRAMES, bare_ways, clips_of, make_clips, start_seconds
+from tests.claims.preprocess import (
     DecoderSpeed,
     EncoderBusy,
     PreprocessResult,
@@ -19,8 +21,6 @@ from mmspeed.cli.bench_preprocess import (
     encoder_busy,
     made_up_captions,
 )
-from mmspeed.errors import UserError
-from mmspeed.preprocess.on_ray import import_ray
 
 
 @pytest.mark.slow

@@ -11,8 +11,9 @@ from dataclasses import replace
 import pytest
 
 from mmspeed.__main__ import main
-from mmspeed.cli.bench_sp import DEPTH, Parts, Ratio, Row, SpResult, bench_sp, parse_latent, parts_of, schemes
+from mmspeed.bench.latents import parse_latent
 from mmspeed.errors import UserError
+from tests.claims.sp import DEPTH, Parts, Ratio, Row, SpResult, bench_sp, parts_of, schemes
 
 PARTS = Parts(0.5, 0.1, 0.1, 0.1, 0.1, 0.1, 0.02)
 ROW = Row("full, ring", 1.0, Ratio(1.2, 1.1, 1.4), Ratio(1.1, 1.0, 1.2), PARTS, 100, 100, True, 0.51)

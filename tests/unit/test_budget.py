@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmspeed.memory.budget import Option, choose, least_room, peak_of
+from mmspeed.memory.planning.knapsack import Option, choose, least_room, peak_of
 
 options = st.builds(
     Option,

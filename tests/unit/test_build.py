@@ -17,23 +17,24 @@ import torch
 import webdataset
 
 from mmspeed.config import Bucket, dump_config, make_config
-from mmspeed.data import CacheWriter, DatasetCache, first_frame
+from mmspeed.data import CacheWriter, DatasetCache
+from mmspeed.data.collate import first_frame
 from mmspeed.device import Device, pick
 from mmspeed.errors import UserError
-from mmspeed.models.linear_codec import LinearCodec
-from mmspeed.models.vae import load_codec
+from mmspeed.models.codecs.linear import LinearCodec
+from mmspeed.models.codecs.vae import load_codec
 from mmspeed.pipelines import TextToVideo, TrainPipeline
 from mmspeed.preprocess import BuildReport, CacheBuilder, check
-from mmspeed.preprocess.background import BackgroundWriter
-from mmspeed.preprocess.encode import Encoders
-from mmspeed.preprocess.latents import LatentStage
-from mmspeed.preprocess.pool import DecodePool, Failed, Finished, Frames, Selected
-from mmspeed.preprocess.probe import Probe
-from mmspeed.preprocess.reasons import Reason, Rejected
-from mmspeed.preprocess.select import Clip
-from mmspeed.preprocess.source import Source
-from mmspeed.preprocess.sources import list_sources
-from mmspeed.preprocess.transform import to_model_range
+from mmspeed.preprocess.decoding.clips import Clip
+from mmspeed.preprocess.decoding.pool import DecodePool, Failed, Finished, Frames, Selected
+from mmspeed.preprocess.decoding.probe import Probe
+from mmspeed.preprocess.decoding.transform import to_model_range
+from mmspeed.preprocess.encoding.async_writer import BackgroundWriter
+from mmspeed.preprocess.encoding.encode import Encoders
+from mmspeed.preprocess.encoding.latent_stage import LatentStage
+from mmspeed.preprocess.sources.discover import list_sources
+from mmspeed.preprocess.sources.rejections import Reason, Rejected
+from mmspeed.preprocess.sources.source import Source
 from tests.media import ZOO_BUCKETS, ZOO_FPS, make_zoo
 from tests.runs import small_config, small_tree
 from tests.tiny_models import save_tiny_text_encoder, save_tiny_vae

@@ -19,19 +19,9 @@ import webdataset
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmspeed.data import (
-    SCHEMA_VERSION,
-    CacheWriter,
-    DatasetCache,
-    canonical_json,
-    entry_key,
-    number_duplicates,
-    read_info,
-    sample_key,
-    write_info,
-    write_samples,
-)
-from mmspeed.data.tables import index_path
+from mmspeed.data import CacheWriter, DatasetCache
+from mmspeed.data.cache.keys import canonical_json, entry_key, number_duplicates, sample_key
+from mmspeed.data.cache.tables import SCHEMA_VERSION, index_path, read_info, write_info, write_samples
 from mmspeed.errors import UserError
 from tests.caches import BUCKET, FOLDER, add_latent, add_text, build, finish, latent, latent_parts, tar_bytes
 

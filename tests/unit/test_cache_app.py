@@ -9,8 +9,8 @@ import pytest
 
 from mmspeed.__main__ import main
 from mmspeed.data import CacheWriter, DatasetCache
-from mmspeed.data.blocks import trusted_rows
-from mmspeed.data.census import histogram, should_pack
+from mmspeed.data.cache.payloads import trusted_rows
+from mmspeed.data.maintenance.stats import histogram, should_pack
 from tests.caches import FOLDER, add_latent
 from tests.care_caches import CODEC, build_whole
 

@@ -17,15 +17,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmspeed.data import (
-    CacheWriter,
-    DatasetCache,
-    entry_key,
-    repair,
-)
-from mmspeed.data.files import READERS_LOCK, TempFile, write_whole
-from mmspeed.data.keys import KeySet
-from mmspeed.data.tables import index_path
+from mmspeed.data import CacheWriter, DatasetCache
+from mmspeed.data.cache.files import READERS_LOCK, TempFile, write_whole
+from mmspeed.data.cache.keys import KeySet, entry_key
+from mmspeed.data.cache.tables import index_path
+from mmspeed.data.cache.writer import repair
 from mmspeed.errors import UserError
 from tests.caches import FOLDER, add_latent, build, finish, latent, latent_parts, tar_bytes
 

@@ -9,19 +9,28 @@ from pathlib import Path
 
 import pytest
 
-from mmspeed.data import CacheWriter, DatasetCache, Sample, entry_key, read_info, sample_key, write_info, write_samples
-from mmspeed.data.blocks import trusted_rows
-from mmspeed.data.care import blocks_of, pack, plan_prune, prune, publish
-from mmspeed.data.census import census
-from mmspeed.data.files import TempFile
-from mmspeed.data.mend import mend
-from mmspeed.data.merge import MergeReport as Report
-from mmspeed.data.merge import merge, unite_samples
-from mmspeed.data.seal import BLANK, is_sealed, seal
-from mmspeed.data.tables import index_files, index_path, read_rejects, shard_of_index
-from mmspeed.data.verify import Findings, verify
+from mmspeed.data import CacheWriter, DatasetCache, Sample
+from mmspeed.data.cache.checksum import BLANK, is_sealed, seal
+from mmspeed.data.cache.files import TempFile
+from mmspeed.data.cache.keys import entry_key, sample_key
+from mmspeed.data.cache.payloads import trusted_rows
+from mmspeed.data.cache.tables import (
+    index_files,
+    index_path,
+    read_info,
+    read_rejects,
+    shard_of_index,
+    write_info,
+    write_samples,
+)
+from mmspeed.data.maintenance.merge import MergeReport as Report
+from mmspeed.data.maintenance.merge import merge, unite_samples
+from mmspeed.data.maintenance.prune_pack import blocks_of, pack, plan_prune, prune, publish
+from mmspeed.data.maintenance.repair import mend
+from mmspeed.data.maintenance.stats import census
+from mmspeed.data.maintenance.verify import Findings, verify
 from mmspeed.errors import UserError
-from mmspeed.models.linear_codec import LinearCodec
+from mmspeed.models.codecs.linear import LinearCodec
 from tests.caches import BUCKET, FOLDER, add_latent, add_text, tar_bytes
 from tests.care_caches import CODEC, build_whole, codec, contents
 
@@ -81,8 +90,8 @@ def test_damage_of_a_shard(root: Path, harm: Callable[[Path], None], said: str) 
 
 def test_an_entry_that_no_row_lists_is_found(root: Path) -> None:
     """Index, size and digest are all of one mind, but a member of the tar is in no row."""
-    from mmspeed.data.shards import shard_sha256
-    from mmspeed.data.tables import write_index
+    from mmspeed.data.cache.shards import shard_sha256
+    from mmspeed.data.cache.tables import write_index
 
     shard = f"{FOLDER}/000000.tar"
     rows = trusted_rows(root, shard)

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from mmspeed.data import CacheWriter
-from mmspeed.data.blocks import trusted_rows
-from mmspeed.data.care import pack, prune
-from mmspeed.data.census import census
-from mmspeed.data.mend import mend
-from mmspeed.data.merge import merge
-from mmspeed.data.tables import index_files
-from mmspeed.data.verify import verify
+from mmspeed.data.cache.payloads import trusted_rows
+from mmspeed.data.cache.tables import index_files
+from mmspeed.data.maintenance.merge import merge
+from mmspeed.data.maintenance.prune_pack import pack, prune
+from mmspeed.data.maintenance.repair import mend
+from mmspeed.data.maintenance.stats import census
+from mmspeed.data.maintenance.verify import verify
 from tests.caches import FOLDER, add_latent, tar_bytes
 from tests.care_caches import build_whole, contents
 
@@ -145,7 +145,7 @@ def test_repair(tmp_path: Path, base: Path, kills: int) -> None:
 
 
 def shard_of(path: Path) -> str:
-    from mmspeed.data.tables import shard_of_index
+    from mmspeed.data.cache.tables import shard_of_index
 
     return shard_of_index(path)
 

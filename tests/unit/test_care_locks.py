@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from mmspeed.data import CacheWriter, DatasetCache
-from mmspeed.data.care import care_lock, pack, prune
-from mmspeed.data.mend import mend
+from mmspeed.data.maintenance.prune_pack import care_lock, pack, prune
+from mmspeed.data.maintenance.repair import mend
 from mmspeed.errors import UserError
 from tests.caches import build
 

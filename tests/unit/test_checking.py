@@ -13,9 +13,10 @@ from mmspeed.cli.app import run
 from mmspeed.config import Config, dump_config, make_config
 from mmspeed.data import DatasetCache
 from mmspeed.errors import UserError
-from mmspeed.preprocess import CacheBuilder, check, compare
-from mmspeed.preprocess.checking import stale_reasons
-from mmspeed.preprocess.page import default_path
+from mmspeed.preprocess import CacheBuilder, check
+from mmspeed.preprocess.records import stale_entries
+from mmspeed.preprocess.report.check import stale_reasons
+from mmspeed.preprocess.report.page import default_path
 from tests.media import ZOO_BUCKETS, ZOO_FPS, make_zoo
 from tests.runs import small_config
 from tests.unit.test_page import Reader
@@ -173,7 +174,7 @@ def test_stale_reasons_take_the_nearest_and_say_when_not_all_were_compared(
     unused = [{"content": "a", "codec": "old", "fps": 9}, {"content": "a", "codec": "old", "fps": 8}]
     assert stale_reasons(missing, unused, "content") == Counter({"codec": 1})
     CacheBuilder(small_config(tmp_path)).run()
-    monkeypatch.setattr(compare, "EXAMINED", 3)
+    monkeypatch.setattr(stale_entries, "EXAMINED", 3)
     assert "stale: 3, made with another fps, frames (of 3 compared)" in text_of(small_config(tmp_path, "data.fps=12"))
     assert len(DatasetCache(small_config(tmp_path).cache_dir).samples) == 8
 

@@ -16,9 +16,9 @@ from torch import nn
 
 from mmspeed.config.schema import TrainConfig
 from mmspeed.errors import UserError
-from mmspeed.loop.checkpoint import CheckpointManager, TrainingState, load, load_weights, step_name
-from mmspeed.loop.ema import EMA
-from mmspeed.loop.optim import make_optimizer
+from mmspeed.loop.averages import EMA
+from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState, load, load_weights, step_name
+from mmspeed.loop.optimizers.build import make_optimizer
 from tests.steps import train_step
 from tests.toy import ToyDiT, flow_loss, split
 

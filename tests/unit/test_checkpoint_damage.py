@@ -11,7 +11,16 @@ import pytest
 
 from mmspeed.errors import UserError
 from mmspeed.log import read_metrics
-from mmspeed.loop.checkpoint import CheckpointManager, TrainingState, best, latest, load, recorded, step_name, steps_in
+from mmspeed.loop.checkpoint.manager import (
+    CheckpointManager,
+    TrainingState,
+    best,
+    latest,
+    load,
+    recorded,
+    step_name,
+    steps_in,
+)
 from tests.toy import ToyDiT
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -20,10 +20,10 @@ from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.memory import Keeping, peak_bytes
 from mmspeed.memory.chunked import UNITS, _even_parts, chunked_mlp, in_chunks
-from mmspeed.memory.count import MatmulCount
-from mmspeed.memory.tracked import kept_bytes
-from mmspeed.models.layers import Mlp, gelu
-from mmspeed.models.sora_dit import SoraDiT, SoraDiTConfig
+from mmspeed.memory.planning.count import MatmulCount
+from mmspeed.memory.planning.tracked import kept_bytes
+from mmspeed.models.sora.layers import Mlp, gelu
+from mmspeed.models.sora.model import SoraDiT, SoraDiTConfig
 from mmspeed.parallel import parallelize
 from tests.machine import parts_have_the_bits_of_the_whole
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from mmspeed.device import Device
 from mmspeed.memory import peak_bytes
 from mmspeed.memory.chunked import chunked_cross_entropy
-from mmspeed.memory.count import MatmulCount
+from mmspeed.memory.planning.count import MatmulCount
 
 CPU = Device("cpu", 0)
 

@@ -11,7 +11,7 @@ import torch
 
 from mmspeed.memory import chunked_trial
 from mmspeed.memory.chunked_trial import MlpShape, MlpTrial, trial_line, try_mlp_in_parts
-from mmspeed.models.layers import gelu
+from mmspeed.models.sora.layers import gelu
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.preprocess import CacheBuilder
 from tests.machine import Machine

@@ -17,18 +17,18 @@ import pytest
 
 from mmspeed.config import Config
 from mmspeed.config.schema import DataConfig
-from mmspeed.data import DatasetCache, Sample, write_info
-from mmspeed.data.care import plan_prune
-from mmspeed.data.census import census
-from mmspeed.data.compiled import FACTS, SAMPLES_SCHEMA, Facts, _write, list_index
-from mmspeed.data.merge import MergeReport, merge, unite_samples
-from mmspeed.data.tables import SAMPLES_FILE, OldSamplesError, parquet_bytes, read_info, sample_schema
-from mmspeed.data.verify import verify
+from mmspeed.data import DatasetCache, Sample
+from mmspeed.data.cache.index import FACTS, SAMPLES_SCHEMA, Facts, _write, list_index
+from mmspeed.data.cache.tables import SAMPLES_FILE, OldSamplesError, parquet_bytes, read_info, sample_schema, write_info
+from mmspeed.data.maintenance.merge import MergeReport, merge, unite_samples
+from mmspeed.data.maintenance.prune_pack import plan_prune
+from mmspeed.data.maintenance.stats import census
+from mmspeed.data.maintenance.verify import verify
 from mmspeed.errors import UserError
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.opening import check_cache
+from mmspeed.pipelines.training.open_cache import check_cache
 from mmspeed.preprocess import CacheBuilder, OnlineBuilder
-from mmspeed.preprocess.sources import list_sources
+from mmspeed.preprocess.sources.discover import list_sources
 from tests.caches import BUCKET, tar_bytes
 from tests.care_caches import build_whole
 from tests.media import write_tar

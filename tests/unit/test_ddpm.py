@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from mmspeed import rng
 from mmspeed.config.schema import DdpmConfig
-from mmspeed.data import draw_noise, draw_quantiles
-from mmspeed.pipelines import ddpm
-from mmspeed.pipelines.objective import DdpmObjective, make_objective
+from mmspeed.data.collate import draw_noise, draw_quantiles
+from mmspeed.pipelines.diffusion import ddpm
+from mmspeed.pipelines.diffusion.objective import DdpmObjective, make_objective
 
 SHAPE = (4, 3, 2, 4, 5)
 SCHEDULES = ["linear", "scaled_linear", "cosine"]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmspeed.data.deal import MOST, Cost, Lot, deal, load_of
+from mmspeed.data.sampling.assignment import MOST, Cost, Lot, deal, load_of
 
 costs = st.builds(Cost, st.sampled_from([0.0, 0.5]), st.sampled_from([1.0, 1.7, 3.0, 8.0]))
 lots = st.lists(st.builds(Lot, st.integers(1, 30), costs, st.none() | st.integers(1, 9)), min_size=1, max_size=4).map(

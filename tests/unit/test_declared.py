@@ -18,12 +18,12 @@ from mmspeed.comm import Axis
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.config.schema import Config
 from mmspeed.errors import UserError
-from mmspeed.models.diffusers_plans import PLANS, converted, plan_for
-from mmspeed.parallel.attention import SequenceAxes
-from mmspeed.parallel.declared import Leading, SequencePlan, Split, _part, sequence_parallel
-from mmspeed.parallel.intercept import key_mask
-from mmspeed.parallel.split_group import Record, SplitGroup
-from mmspeed.parallel.zigzag import zigzag_order
+from mmspeed.models.diffusers.plans import PLANS, converted, plan_for
+from mmspeed.parallel.declared.apply import Leading, SequencePlan, Split, _part, sequence_parallel
+from mmspeed.parallel.declared.attention_hook import key_mask
+from mmspeed.parallel.declared.split_group import Record, SplitGroup
+from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes
+from mmspeed.parallel.sequence.zigzag import zigzag_order
 from mmspeed.pipelines.accelerate import parallel_config
 from tests.video_transformers import CASES, make_model
 

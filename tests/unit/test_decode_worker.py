@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mmspeed.preprocess.decode import Cut
-from mmspeed.preprocess.reasons import Reason, Rejected
-from mmspeed.preprocess.worker import DecodeWorker, StoppedError
+from mmspeed.preprocess.decoding.decode import Cut
+from mmspeed.preprocess.decoding.worker import DecodeWorker, StoppedError
+from mmspeed.preprocess.sources.rejections import Reason, Rejected
 from tests.decoding import COLOURED, LIMITS, read, rejection, source_of, whole
 from tests.media import Expect, corners_of, make_zoo, number_of, write_video
 
@@ -34,7 +34,7 @@ def worker() -> Iterator[DecodeWorker]:
 
 
 def test_the_decoder_process_imports_no_torch() -> None:
-    code = "import sys, mmspeed.preprocess.decode_worker; print('torch' in sys.modules)"
+    code = "import sys, mmspeed.preprocess.decoding.decode_worker; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
@@ -146,8 +146,8 @@ def crash_while_busy(pid: int) -> None:
 def test_the_process_ends_with_its_parent(zoo: tuple[Path, dict[str, Expect]]) -> None:
     code = (
         "import sys, os\n"
-        "from mmspeed.preprocess.worker import DecodeWorker\n"
-        "from mmspeed.preprocess.source import Source\n"
+        "from mmspeed.preprocess.decoding.worker import DecodeWorker\n"
+        "from mmspeed.preprocess.sources.source import Source\n"
         "worker = DecodeWorker()\n"
         "worker.open(Source('x', sys.argv[1], None, None, 'video', (), 'train'), 10**9, 10**9, 20)\n"
         "print(worker.pid, flush=True)\n"

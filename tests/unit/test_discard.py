@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from mmspeed.memory.count import MatmulCount
-from mmspeed.memory.discard import Discard, discarded
-from mmspeed.memory.spans import course_of, set_ways, span
+from mmspeed.memory.planning.count import MatmulCount
+from mmspeed.memory.recompute.discard import Discard, discarded
+from mmspeed.memory.recompute.spans import course_of, set_ways, span
 from mmspeed.replay import kept, recording
 from tests.memory_ways import Step, assert_same, make_inputs, make_model, step_of
 

@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from mmspeed.config import Bucket, Config
-from mmspeed.data import CacheWriter, text_tensors
+from mmspeed.data import CacheWriter
+from mmspeed.data.cache.writer import text_tensors
 from mmspeed.device import Device
 from mmspeed.errors import UserError
-from mmspeed.models.text import load_text_encoder
-from mmspeed.preprocess.background import BackgroundWriter
-from mmspeed.preprocess.encode import (
+from mmspeed.models.text.encoders import load_text_encoder
+from mmspeed.preprocess.decoding.clips import Clip
+from mmspeed.preprocess.encoding.async_writer import BackgroundWriter
+from mmspeed.preprocess.encoding.encode import (
     Encoders,
     TrustedBatches,
     encode_latents,
@@ -25,9 +27,8 @@ from mmspeed.preprocess.encode import (
     latent_entry,
     text_entry,
 )
-from mmspeed.preprocess.reasons import Reason, Rejected
-from mmspeed.preprocess.select import Clip
-from mmspeed.preprocess.source import Source
+from mmspeed.preprocess.sources.rejections import Reason, Rejected
+from mmspeed.preprocess.sources.source import Source
 from tests.runs import small_config
 from tests.tiny_models import SENTENCES, save_tiny_text_encoder, save_tiny_vae
 

@@ -21,8 +21,8 @@ import pytest
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from mmspeed.data import Batching, BatchSampler, DatasetCache, Draw, Loader, read_ahead
-from mmspeed.data.feed import in_workers, on_device
+from mmspeed.data import Batching, BatchSampler, DatasetCache, Draw, Loader
+from mmspeed.data.loading.prefetch import in_workers, on_device, read_ahead
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.pipelines import TrainPipeline

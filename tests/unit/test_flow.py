@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from mmspeed import rng
 from mmspeed.config.schema import FlowConfig
-from mmspeed.data import draw_noise, draw_quantiles
-from mmspeed.pipelines import flow
-from mmspeed.pipelines.objective import FlowObjective, make_objective
+from mmspeed.data.collate import draw_noise, draw_quantiles
+from mmspeed.pipelines.diffusion import flow
+from mmspeed.pipelines.diffusion.objective import FlowObjective, make_objective
 
 SHAPE = (3, 4, 2, 5, 6)
 NAMES = [("a.mp4", 0, 0), ("b.mp4", 0, 0), ("a.mp4", 1, 0), ("a.mp4", 0, 1)]

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from mmspeed import comm
 from mmspeed.comm import Axis, Ledger, RowCounts, finish, finish_all
 from mmspeed.comm.axis import launched_nodes
-from mmspeed.memory.discard import Discard, discarded
-from mmspeed.memory.recompute import recompute
-from mmspeed.memory.region import Policy, run_region
+from mmspeed.memory.recompute.block_checkpoint import recompute
+from mmspeed.memory.recompute.discard import Discard, discarded
+from mmspeed.memory.recompute.region import Policy, run_region
 from mmspeed.replay import Decides, Record
 
 from .clock import ReckonedGroup

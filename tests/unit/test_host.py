@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmspeed.device import Device
 from mmspeed.errors import UserError
-from mmspeed.memory import host
-from mmspeed.memory.host import ALIGNMENT, CpuCopies, HostBuffer, HostPool, Slab, StreamCopies, copies_for
+from mmspeed.memory.offload import copies as host
+from mmspeed.memory.offload.copies import ALIGNMENT, CpuCopies, HostBuffer, HostPool, Slab, StreamCopies, copies_for
 
 CPU = Device("cpu", 0)
 

@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmspeed.errors import UserError
-from mmspeed.preprocess.pickles import is_pickle
-from mmspeed.preprocess.reasons import Reason, Rejection
-from mmspeed.preprocess.tars import read_headers
+from mmspeed.preprocess.sources.pickles import is_pickle
+from mmspeed.preprocess.sources.rejections import Reason, Rejection
+from mmspeed.preprocess.sources.tars import read_headers
 from tests.media import write_tar
 from tests.unit.test_hostile_texts import listed_apart
 from tests.unit.test_sources import accounted, captions, listed, media, reasons

@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmspeed.errors import UserError
-from mmspeed.preprocess import parquet_rows
-from mmspeed.preprocess.captions import MAX_CAPTION_BYTES, MAX_CAPTIONS, clean_caption
-from mmspeed.preprocess.reasons import Reason
+from mmspeed.preprocess.sources import parquet_rows
+from mmspeed.preprocess.sources.captions import MAX_CAPTION_BYTES, MAX_CAPTIONS, clean_caption
+from mmspeed.preprocess.sources.rejections import Reason
 from tests.unit.test_sources import accounted, captions, listed, media, reasons
 
 # -- how much memory a listing takes ----------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ def listed_apart(path: Path) -> tuple[str, float]:
 
 _READ = """
 import resource, subprocess, sys
-subprocess.run([sys.executable, "-m", "mmspeed.preprocess.parquet_rows", *sys.argv[1:]], stdout=subprocess.DEVNULL)
+subprocess.run([sys.executable, "-m", "mmspeed.preprocess.sources.parquet_rows", *sys.argv[1:]], stdout=subprocess.DEVNULL)
 print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
 """
 

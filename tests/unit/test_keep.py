@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 from mmspeed.config.schema import DataConfig
 from mmspeed.data import DatasetCache
 from mmspeed.errors import UserError
-from mmspeed.pipelines.opening import check_cache
+from mmspeed.pipelines.training.open_cache import check_cache
 from mmspeed.preprocess import CacheBuilder, check
-from mmspeed.preprocess.bucket_use import BucketUse, use_of
-from mmspeed.preprocess.page import default_path
-from mmspeed.preprocess.probe import Probe
-from mmspeed.preprocess.reasons import Reason, Rejected
-from mmspeed.preprocess.select import Clip, kept_buckets, select_clips
-from mmspeed.preprocess.source import Source, content_id
-from mmspeed.preprocess.transform import rank_buckets
+from mmspeed.preprocess.decoding.clips import Clip, kept_buckets, select_clips
+from mmspeed.preprocess.decoding.probe import Probe
+from mmspeed.preprocess.decoding.transform import rank_buckets
+from mmspeed.preprocess.records.bucket_use import BucketUse, use_of
+from mmspeed.preprocess.report.page import default_path
+from mmspeed.preprocess.sources.rejections import Reason, Rejected
+from mmspeed.preprocess.sources.source import Source, content_id
 from mmspeed.shapes import Bucket
 from tests.runs import small_config
 from tests.unit.test_page import Reader

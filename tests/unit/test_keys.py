@@ -15,11 +15,13 @@ import pytest
 import safetensors.torch
 
 from mmspeed.config import Bucket, Config, make_config
-from mmspeed.data import DatasetCache, entry_key
-from mmspeed.preprocess import CacheBuilder, check, keys
-from mmspeed.preprocess.keys import latent_parts, text_parts
-from mmspeed.preprocess.select import Clip
-from mmspeed.preprocess.source import Source, content_id
+from mmspeed.data import DatasetCache
+from mmspeed.data.cache.keys import entry_key
+from mmspeed.preprocess import CacheBuilder, check
+from mmspeed.preprocess.decoding.clips import Clip
+from mmspeed.preprocess.records import keys
+from mmspeed.preprocess.records.keys import latent_parts, text_parts
+from mmspeed.preprocess.sources.source import Source, content_id
 from tests.runs import CLIPS
 from tests.tiny_models import save_tiny_text_encoder, save_tiny_vae
 

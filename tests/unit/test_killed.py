@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mmspeed.config import Config, dump_config
-from mmspeed.data.files import READERS_LOCK
+from mmspeed.data.cache.files import READERS_LOCK
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.preprocess import CacheBuilder
 from tests.caches import tar_bytes

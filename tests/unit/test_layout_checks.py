@@ -8,12 +8,13 @@ import pytest
 
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.config.training import BatchingConfig, TrainConfig
-from mmspeed.data import BatchSampler, SampleCosts, make_batching
+from mmspeed.data import BatchSampler
+from mmspeed.data.sampling.batch_sizes import SampleCosts, make_batching
 from mmspeed.errors import UserError
 from mmspeed.models import SoraDiT, SoraDiTConfig
 from mmspeed.parallel import SequencePlan, Split, check_layout, sequence_parallel
-from mmspeed.parallel.attention import SequenceAxes
-from mmspeed.preprocess.outlook import foresee
+from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes
+from mmspeed.preprocess.report.schedule_preview import foresee
 from mmspeed.shapes import Bucket
 from tests.runs import small_config
 from tests.unit.test_sampler import BUCKETS, make_samples

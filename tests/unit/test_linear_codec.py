@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mmspeed import rng
 from mmspeed.errors import UserError
-from mmspeed.models.linear_codec import LinearCodec, cut_patches, join_patches
+from mmspeed.models.codecs.linear import LinearCodec, cut_patches, join_patches
 
 CLIPS = Path(__file__).parents[2] / "mmspeed" / "assets" / "demo-clips" / "videos"
 

@@ -17,22 +17,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmspeed.data import (
-    BatchSampler,
-    CacheWriter,
-    DatasetCache,
-    Entry,
-    Sample,
-    SampleTable,
-    compile_index,
-    number_duplicates,
-    write_info,
-    write_samples,
-)
-from mmspeed.data.mapped import open_tables
-from mmspeed.data.seal import is_sealed
-from mmspeed.data.store import LocalStore
-from mmspeed.data.tables import index_path, read_samples, write_index
+from mmspeed.data import BatchSampler, CacheWriter, DatasetCache, Entry, Sample
+from mmspeed.data.cache.checksum import is_sealed
+from mmspeed.data.cache.index import compile_index
+from mmspeed.data.cache.index_reader import SampleTable, open_tables
+from mmspeed.data.cache.keys import number_duplicates
+from mmspeed.data.cache.store import LocalStore
+from mmspeed.data.cache.tables import index_path, read_samples, write_index, write_info, write_samples
 from mmspeed.errors import UserError
 from mmspeed.shapes import Bucket
 from tests.caches import BUCKET, FOLDER, add_latent, build, finish, latent

@@ -18,8 +18,16 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mmspeed.errors import UserError
-from mmspeed.pipelines import media
-from mmspeed.pipelines.media import Video, contact_sheet, evenly_spaced, from_model_range, psnr, read_video, save_image
+from mmspeed.pipelines.inference import media
+from mmspeed.pipelines.inference.media import (
+    Video,
+    contact_sheet,
+    evenly_spaced,
+    from_model_range,
+    psnr,
+    read_video,
+    save_image,
+)
 
 COLOURS = [(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0), (255, 255, 255), (0, 0, 0), (200, 100, 50)]
 

@@ -14,8 +14,8 @@ from mmspeed.cli.failures import describe
 from mmspeed.config import Config
 from mmspeed.device import Device
 from mmspeed.errors import UserError
-from mmspeed.loop.ema import EMA
-from mmspeed.pipelines.memory_care import MemoryCare, advise, summed_blocks
+from mmspeed.loop.averages import EMA
+from mmspeed.pipelines.training.oom_advice import MemoryCare, advise, summed_blocks
 from tests.runs import small_config
 
 GB = 10**9

@@ -18,26 +18,19 @@ from mmspeed.config.memory import MemoryConfig
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.memory import set_ways
-from mmspeed.memory.budget import Option
-from mmspeed.memory.count import MatmulCount
-from mmspeed.memory.gauge import DeviceGauge, ShapeGauge
-from mmspeed.memory.options import combinations, front, single_ways, static_bytes
-from mmspeed.memory.swap import Swap
+from mmspeed.memory.offload.swap import Swap
+from mmspeed.memory.planning.count import MatmulCount
+from mmspeed.memory.planning.knapsack import Option
+from mmspeed.memory.planning.measure import DeviceGauge, ShapeGauge
+from mmspeed.memory.planning.options import combinations, front, single_ways, static_bytes
 from mmspeed.mesh import process_group
 from mmspeed.models import SoraDiT, build_model
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.memory_choice import (
-    MEMORY_NAME,
-    Step,
-    Tried,
-    budget_bytes,
-    measured_figures,
-    settle,
-)
-from mmspeed.pipelines.memory_measure import Bench, Call, capture
-from mmspeed.pipelines.memory_shapes import Speeds, plan_memory, shape_figures, spread
-from mmspeed.pipelines.profile import profile
-from mmspeed.pipelines.trial import Inputs, Trial
+from mmspeed.pipelines.tuning.memory_estimate import Speeds, plan_memory, shape_figures, spread
+from mmspeed.pipelines.tuning.memory_measure import Bench, Call, capture
+from mmspeed.pipelines.tuning.memory_search import MEMORY_NAME, Step, Tried, budget_bytes, measured_figures, settle
+from mmspeed.pipelines.tuning.profile import profile
+from mmspeed.pipelines.tuning.synthetic_step import Inputs, Trial
 from mmspeed.preprocess import CacheBuilder
 from mmspeed.shapes import Strides
 from tests.runs import losses, small_config, small_tree
@@ -107,7 +100,7 @@ def test_figures_of_branches_add_up(tmp_path: Path) -> None:
 def test_shapes_tell_what_is_measured(tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes kept are the same to the byte; peaks but for what operations take for themselves."""
     alone = lambda options, *_: [one for one in options if len(one.ways) < 2]  # noqa: E731  # whatever the clock says
-    monkeypatch.setattr("mmspeed.pipelines.memory_measure.front", alone)
+    monkeypatch.setattr("mmspeed.pipelines.tuning.memory_measure.front", alone)
     kinds = "factorised" if dtype == "float32" else "full"
     config = config_of(tmp_path, f"device.dtype={dtype}", "memory.swap_from=16KiB", f"model.arrangement={kinds}")
     step = Step(config.buckets[0], 1, False)
@@ -332,7 +325,9 @@ def test_a_run_under_a_budget_learns_the_same_and_goes_on(home: Path, monkeypatc
     assert len(found["blocks"]) == len(plain.figures.kinds) and found["options"] and found["tries"]
     written = path.stat().st_mtime_ns
     with monkeypatch.context() as patch:  # on resume nothing is measured
-        patch.setattr("mmspeed.pipelines.memory_choice.measured_figures", lambda *_: pytest.fail("measured again"))
+        patch.setattr(
+            "mmspeed.pipelines.tuning.memory_search.measured_figures", lambda *_: pytest.fail("measured again")
+        )
         TrainPipeline(small_config(home, "name=chosen", budget)).run()
     assert path.stat().st_mtime_ns == written
     assert losses(small_config(home, "name=chosen")) == losses(small_config(home, "name=plain"))

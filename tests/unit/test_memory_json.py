@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import pytest
 
-from mmspeed.memory.budget import Option
-from mmspeed.memory.options import Static, StepFigures, front, least_bytes
-from mmspeed.pipelines.memory_choice import MEMORY_NAME, read_choice, settle
+from mmspeed.memory.planning.knapsack import Option
+from mmspeed.memory.planning.options import Static, StepFigures, front, least_bytes
+from mmspeed.pipelines.tuning.memory_search import MEMORY_NAME, read_choice, settle
 
 
 def test_the_least_of_bytes_is_always_an_option() -> None:

@@ -13,13 +13,13 @@ from mmspeed.config import Config, dump_config
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.memory import set_ways
-from mmspeed.memory.report import CATEGORIES, Layer, MemoryReport, runs_of
-from mmspeed.memory.tracked import AT_THE_END, kept_bytes, layers_of
+from mmspeed.memory.planning.report import CATEGORIES, Layer, MemoryReport, runs_of
+from mmspeed.memory.planning.tracked import AT_THE_END, kept_bytes, layers_of
 from mmspeed.mesh import process_group
-from mmspeed.models.layers import Mlp
-from mmspeed.pipelines.memory_report import measure_report, page_part, report_figure
-from mmspeed.pipelines.report import write_report
-from mmspeed.pipelines.trial import Trial
+from mmspeed.models.sora.layers import Mlp
+from mmspeed.pipelines.report.memory_page import measure_report, page_part, report_figure
+from mmspeed.pipelines.report.run_page import write_report
+from mmspeed.pipelines.tuning.synthetic_step import Trial
 from mmspeed.shapes import Bucket
 from tests.runs import small_config
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmspeed.data.mixture import Pool, Uses, rates, uses_of
+from mmspeed.data.sampling.mixture import Pool, Uses, rates, uses_of
 from mmspeed.shapes import Bucket
 
 BUCKET = Bucket(17, 64, 96)

@@ -14,7 +14,8 @@ import pytest
 import yaml
 
 from mmspeed.config import Config, dump_config, make_config
-from mmspeed.data import BatchSampler, DatasetCache, Draw, FirstEpoch, Stage
+from mmspeed.data import BatchSampler, DatasetCache, Draw, FirstEpoch
+from mmspeed.data.sampling.order import Stage
 from mmspeed.device import pick
 from mmspeed.errors import UserError
 from mmspeed.log import read_metrics

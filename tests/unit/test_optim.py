@@ -15,12 +15,12 @@ from torch import nn
 from mmspeed.config.memory import MemoryConfig
 from mmspeed.config.schema import TrainConfig
 from mmspeed.errors import UserError
-from mmspeed.loop.checkpoint import CheckpointManager, TrainingState, load
-from mmspeed.loop.ema import EMA, ema_decay
-from mmspeed.loop.optim import learning_rate, make_optimizer, set_learning_rate
+from mmspeed.loop.averages import EMA, ema_decay
+from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState, load
+from mmspeed.loop.checkpoint.state import states_to_save
+from mmspeed.loop.optimizers.build import learning_rate, make_optimizer, set_learning_rate
 from mmspeed.loop.signals import StopSignals
-from mmspeed.loop.states import states_to_save
-from mmspeed.memory.tiered import TieredOptimizer
+from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
 from mmspeed.parallel import make_half
 from mmspeed.plan.throughput import Meter, mfu, training_flops
 from tests.tiers import TIERS

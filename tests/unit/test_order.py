@@ -11,11 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmspeed.data import Batching, BatchSampler, Cost, Order, Stage, forecast
-from mmspeed.data.deal import load_of
-from mmspeed.data.keys import digest
-from mmspeed.data.schedule import Supply, divide, shuffle
-from mmspeed.data.shares import lots_of
+from mmspeed.data import Batching, BatchSampler
+from mmspeed.data.cache.keys import digest
+from mmspeed.data.sampling.assignment import Cost, load_of
+from mmspeed.data.sampling.forecast import forecast
+from mmspeed.data.sampling.order import Order, Stage
+from mmspeed.data.sampling.rank_batches import lots_of
+from mmspeed.data.sampling.schedule import Supply, divide, shuffle
 from mmspeed.errors import UserError
 from mmspeed.rng import generator
 from mmspeed.shapes import Bucket

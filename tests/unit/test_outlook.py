@@ -13,17 +13,18 @@ from hypothesis import strategies as st
 
 from mmspeed.cli.app import numbers_of, run
 from mmspeed.config import Bucket, Config, dump_config
-from mmspeed.data import Order, SampleCosts, deal, make_batching, make_stages
-from mmspeed.data.deal import Lot
+from mmspeed.data.sampling.assignment import Lot, deal
+from mmspeed.data.sampling.batch_sizes import SampleCosts, make_batching, make_stages
+from mmspeed.data.sampling.order import Order
 from mmspeed.errors import UserError
 from mmspeed.preprocess import check
-from mmspeed.preprocess.caption_lengths import CaptionLengths
-from mmspeed.preprocess.costs import estimate, hints
-from mmspeed.preprocess.outlook import POINTS, Outlook, foresee
-from mmspeed.preprocess.outlook_text import outlook_hints, outlook_lines, stage_tables, training_table
-from mmspeed.preprocess.page_html import DataPage, render
-from mmspeed.preprocess.page_outlook import schedule_section
-from mmspeed.preprocess.statistics import DataStatistics
+from mmspeed.preprocess.records.caption_lengths import CaptionLengths
+from mmspeed.preprocess.records.statistics import DataStatistics
+from mmspeed.preprocess.report.costs import estimate, hints
+from mmspeed.preprocess.report.page_html import DataPage, render
+from mmspeed.preprocess.report.page_schedule import schedule_section
+from mmspeed.preprocess.report.schedule_preview import POINTS, Outlook, foresee
+from mmspeed.preprocess.report.schedule_text import outlook_hints, outlook_lines, stage_tables, training_table
 from mmspeed.shapes import Strides
 from tests.runs import small_config
 from tests.unit.test_page import Reader

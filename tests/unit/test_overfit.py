@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mmspeed.cli.bench import overfit
+from tests.claims.overfit import overfit
 
 
 @pytest.mark.slow

@@ -18,17 +18,17 @@ from PIL import Image
 from mmspeed.config import Bucket, Config
 from mmspeed.errors import UserError
 from mmspeed.log import format_figure
-from mmspeed.preprocess.charts import bars, foreign
-from mmspeed.preprocess.compare import SectionState
-from mmspeed.preprocess.costs import estimate, hints
-from mmspeed.preprocess.listing import Listing
-from mmspeed.preprocess.page import default_path, thumbnail_jpeg, write_page
-from mmspeed.preprocess.page_html import PAGE_BYTES, CacheState, DataPage, render
-from mmspeed.preprocess.probe import Probe
-from mmspeed.preprocess.reasons import Reason, Rejection
-from mmspeed.preprocess.select import Clip
-from mmspeed.preprocess.source import Kind, Source
-from mmspeed.preprocess.statistics import EXAMPLES, SHOWN_SOURCES, Counts, DataStatistics, Histogram, covered
+from mmspeed.preprocess.decoding.clips import Clip
+from mmspeed.preprocess.decoding.probe import Probe
+from mmspeed.preprocess.records.stale_entries import SectionState
+from mmspeed.preprocess.records.statistics import EXAMPLES, SHOWN_SOURCES, Counts, DataStatistics, Histogram, covered
+from mmspeed.preprocess.report.charts import bars, foreign
+from mmspeed.preprocess.report.costs import estimate, hints
+from mmspeed.preprocess.report.page import default_path, thumbnail_jpeg, write_page
+from mmspeed.preprocess.report.page_html import PAGE_BYTES, CacheState, DataPage, render
+from mmspeed.preprocess.sources.listing import Listing
+from mmspeed.preprocess.sources.rejections import Reason, Rejection
+from mmspeed.preprocess.sources.source import Kind, Source
 from mmspeed.shapes import Strides
 from tests.runs import small_config
 

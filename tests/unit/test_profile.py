@@ -14,20 +14,19 @@ import torch.distributed as dist
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from mmspeed.bench.buckets import lines, parse_memory, suggested_budget, table
 from mmspeed.cli.app import run
-from mmspeed.cli.bench_buckets import lines, parse_memory, suggested_budget, table
 from mmspeed.config import Config, dump_config
 from mmspeed.config.training import BatchingConfig, TrainConfig
-from mmspeed.data import MEASURED_NAME, Measured, make_batching
-from mmspeed.data.batch_sizes import Measurement, SampleCosts
+from mmspeed.data.sampling.batch_sizes import MEASURED_NAME, Measured, Measurement, SampleCosts, make_batching
 from mmspeed.device import Device, is_out_of_memory
 from mmspeed.errors import UserError
 from mmspeed.log import read_metrics
 from mmspeed.memory import peak_bytes
 from mmspeed.mesh import process_group
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.profile import Limits, Profile, Tried, load_measured, memory_limit, next_batch, profile
-from mmspeed.pipelines.trial import Trial
+from mmspeed.pipelines.tuning.profile import Limits, Profile, Tried, load_measured, memory_limit, next_batch, profile
+from mmspeed.pipelines.tuning.synthetic_step import Trial
 from mmspeed.preprocess import CacheBuilder
 from mmspeed.shapes import Bucket
 from tests.runs import small_config

@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.memory import Keeping
-from mmspeed.memory.count import MatmulCount
-from mmspeed.memory.region import Policy, run_region
-from mmspeed.memory.spans import course_of, set_ways, span
-from mmspeed.memory.swap import Swap
+from mmspeed.memory.offload.swap import Swap
+from mmspeed.memory.planning.count import MatmulCount
+from mmspeed.memory.recompute.region import Policy, run_region
+from mmspeed.memory.recompute.spans import course_of, set_ways, span
 from mmspeed.parallel import parallelize
 from mmspeed.replay import kept, recording
 from tests.memory_ways import LARGE, make_inputs, make_model

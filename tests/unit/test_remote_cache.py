@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from mmspeed.config import make_config
-from mmspeed.data import BatchSampler, CacheWriter, DatasetCache, Loader, compile_index
+from mmspeed.data import BatchSampler, CacheWriter, DatasetCache, Loader
+from mmspeed.data.cache.index import compile_index
 from mmspeed.errors import UserError
 from tests.caches import FOLDER, add_latent, build, finish, latent
 

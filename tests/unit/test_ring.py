@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mmspeed.comm.axis import Axis
-from mmspeed.parallel.ring import first_rows, ring_attention
-from mmspeed.parallel.ring_steps import (
+from mmspeed.parallel.sequence.ring import first_rows, ring_attention
+from mmspeed.parallel.sequence.ring_schedule import (
     Arriving,
     Hop,
     Shapes,
@@ -26,7 +26,7 @@ from mmspeed.parallel.ring_steps import (
     run_backward,
     run_forward,
 )
-from mmspeed.parallel.zigzag import Piece, causal_pieces, cut_rows, zigzag_lengths, zigzag_order
+from mmspeed.parallel.sequence.zigzag import Piece, causal_pieces, cut_rows, zigzag_lengths, zigzag_order
 
 RINGS = [(ranks, window) for ranks in range(1, 9) for window in range(1, ranks + 1) if ranks % window == 0]
 

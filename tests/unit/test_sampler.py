@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmspeed.data import Batching, BatchSampler, Cost, Draw, Sample, Stage, count_present, share
-from mmspeed.data.shares import meeting
+from mmspeed.data import Batching, BatchSampler, Draw, Sample
+from mmspeed.data.sampling.assignment import Cost
+from mmspeed.data.sampling.order import Stage
+from mmspeed.data.sampling.rank_batches import count_present, meeting, share
 from mmspeed.errors import UserError
 from mmspeed.shapes import Bucket
 

@@ -20,9 +20,9 @@ from torch import Tensor
 from mmspeed import rng
 from mmspeed.config.schema import DdpmConfig, FlowConfig
 from mmspeed.errors import UserError
-from mmspeed.pipelines import samplers
-from mmspeed.pipelines.flow import euler_times, per_sample
-from mmspeed.pipelines.objective import DdpmObjective, FlowObjective, Objective, make_objective
+from mmspeed.pipelines.diffusion import samplers
+from mmspeed.pipelines.diffusion.flow import euler_times, per_sample
+from mmspeed.pipelines.diffusion.objective import DdpmObjective, FlowObjective, Objective, make_objective
 
 SHAPE = (2, 3, 2, 4, 5)
 MEAN, STD = 1.5, 0.3

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmspeed.preprocess.decode import Cut, stream
-from mmspeed.preprocess.probe import probe
-from mmspeed.preprocess.scaling import Box, resize
+from mmspeed.preprocess.decoding.decode import Cut, stream
+from mmspeed.preprocess.decoding.probe import probe
+from mmspeed.preprocess.decoding.scaling import Box, resize
 from tests import media
 from tests.decoding import COLOURED, LIMITS, decode, source_of, whole
 from tests.media import corners_of, number_of, write_video

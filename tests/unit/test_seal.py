@@ -9,10 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmspeed.data import CacheWriter, DatasetCache, text_tensors
-from mmspeed.data.seal import BLANK, is_sealed, seal
-from mmspeed.data.sealed_files import seal_file, sealed_file
-from mmspeed.data.verify import verify
+from mmspeed.data import CacheWriter, DatasetCache
+from mmspeed.data.cache.checksum import BLANK, is_sealed, seal
+from mmspeed.data.cache.checksummed_files import seal_file, sealed_file
+from mmspeed.data.cache.writer import text_tensors
+from mmspeed.data.maintenance.verify import verify
 from mmspeed.protocols import TextEntry
 from tests.caches import build, entry_key, finish
 

@@ -12,11 +12,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mmspeed.config.schema import DataConfig
-from mmspeed.preprocess.probe import Probe, probe
-from mmspeed.preprocess.reasons import Reason, Rejected
-from mmspeed.preprocess.select import select_clips
-from mmspeed.preprocess.source import Source
-from mmspeed.preprocess.windows import choose_frames, choose_windows, covers, windows_that_fit
+from mmspeed.preprocess.decoding.clips import select_clips
+from mmspeed.preprocess.decoding.probe import Probe, probe
+from mmspeed.preprocess.decoding.windows import choose_frames, choose_windows, covers, windows_that_fit
+from mmspeed.preprocess.sources.rejections import Reason, Rejected
+from mmspeed.preprocess.sources.source import Source
 from tests.media import write_image, write_video
 
 

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from mmspeed.__main__ import main
 from mmspeed.config import Config
 from mmspeed.errors import UserError
-from mmspeed.models.sizes import resolve_config
-from mmspeed.pipelines.children import Child, run_children
-from mmspeed.pipelines.miniature import Miniature, miniature, shrunk_latent, shrunk_size
-from mmspeed.pipelines.selfcheck import with_layout
-from mmspeed.pipelines.selfcheck_verdict import compare, expected, gaps_of, named
-from mmspeed.pipelines.selfcheck_worker import Found, Met, StepFound, disagreements, other_gradients, uneven
+from mmspeed.models.sora.sizes import resolve_config
+from mmspeed.pipelines.selfcheck.children import Child, run_children
+from mmspeed.pipelines.selfcheck.run import with_layout
+from mmspeed.pipelines.selfcheck.shrink import Miniature, miniature, shrunk_latent, shrunk_size
+from mmspeed.pipelines.selfcheck.verdict import compare, expected, gaps_of, named
+from mmspeed.pipelines.selfcheck.worker import Found, Met, StepFound, disagreements, other_gradients, uneven
 from mmspeed.shapes import Strides
 from tests.runs import small_config
 
@@ -288,7 +288,7 @@ def gone(pid: Path) -> bool:
         ("sys.exit(3)", "b failed: it ended with exit code 3"),
         ("1 / 0", "b failed: it ended with exit code 1; ZeroDivisionError"),
         (
-            "from mmspeed.errors import UserError; from mmspeed.pipelines.children import write_error\n"
+            "from mmspeed.errors import UserError; from mmspeed.pipelines.selfcheck.children import write_error\n"
             "write_error(job['error'], UserError('parallel.tp 3 is odd'), 'trace'); sys.exit(1)",
             "parallel.tp 3 is odd",
         ),
@@ -305,11 +305,11 @@ def test_a_child_that_dies_is_told_and_ends_the_others(tmp_path: Path, code: str
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
 def test_children_end_with_their_parent(tmp_path: Path, sign: signal.Signals) -> None:
     pids = [tmp_path / "a", tmp_path / "b"]
-    follow = "from mmspeed.pipelines.children import follow_parent; follow_parent()\n"
+    follow = "from mmspeed.pipelines.selfcheck.children import follow_parent; follow_parent()\n"
     started = "open(job['pid'] + '.on', 'w')\ntime.sleep(600)"
     jobs = [[pid.name, SLEEPER + follow + started, {"pid": str(pid)}] for pid in pids]
     parent = (
-        "import sys, json; from mmspeed.pipelines.children import Child, run_children\n"
+        "import sys, json; from mmspeed.pipelines.selfcheck.children import Child, run_children\n"
         "run_children([Child(n, [sys.executable, '-c', c], j) for n, c, j in json.loads(sys.argv[1])], 1)"
     )
     process = subprocess.Popen([sys.executable, "-c", parent, json.dumps(jobs)], stderr=subprocess.DEVNULL)

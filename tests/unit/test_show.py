@@ -14,8 +14,8 @@ from mmspeed.__main__ import main
 from mmspeed.data import DatasetCache
 from mmspeed.errors import UserError
 from mmspeed.preprocess import CacheBuilder
-from mmspeed.preprocess.show import _codec as codec_of
-from mmspeed.preprocess.show import (
+from mmspeed.preprocess.report.show import _codec as codec_of
+from mmspeed.preprocess.report.show import (
     _psnr,
     contact_sheet,
     decode_latent,

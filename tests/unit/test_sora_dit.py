@@ -24,9 +24,9 @@ from mmspeed.compute.attention import attention
 from mmspeed.config.schema import ModelConfig
 from mmspeed.errors import UserError
 from mmspeed.models import SIZES, SoraDiT, SoraDiTConfig, build_model
-from mmspeed.models.layers import initial_value, patchify, timestep_embedding, unpatchify
-from mmspeed.models.sizes import parameter_table, resolve_config
-from mmspeed.models.sora_dit import ZERO_MODULES, count_parameters, on_meta
+from mmspeed.models.sora.layers import initial_value, patchify, timestep_embedding, unpatchify
+from mmspeed.models.sora.model import ZERO_MODULES, count_parameters, on_meta
+from mmspeed.models.sora.sizes import parameter_table, resolve_config
 from mmspeed.parallel.tokens import Attend
 from mmspeed.protocols import DiffusionModel
 

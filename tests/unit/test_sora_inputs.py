@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mmspeed import rng
 from mmspeed.compute.rope import grid_positions
-from mmspeed.models.layers import Span
+from mmspeed.models.sora.layers import Span
 from mmspeed.parallel.tokens import TokenLayout
 from tests.unit.test_sora_dit import ARRANGEMENTS, SMALL, inputs, small
 

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from mmspeed.config.schema import DataConfig
 from mmspeed.errors import UserError
-from mmspeed.preprocess.captions import clean_caption
-from mmspeed.preprocess.reasons import Reason, Rejected
-from mmspeed.preprocess.sources import Listing, content_id, list_sources
+from mmspeed.preprocess.sources.captions import clean_caption
+from mmspeed.preprocess.sources.discover import Listing, content_id, list_sources
+from mmspeed.preprocess.sources.rejections import Reason, Rejected
 from tests.media import write_hostile_tar, write_tar
 
 BUCKETS = [{"frames": 9, "height": 32, "width": 48}]

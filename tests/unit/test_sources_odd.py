@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmspeed.errors import UserError
-from mmspeed.preprocess.reasons import Reason, readable
+from mmspeed.preprocess.sources.rejections import Reason, readable
 from tests.media import write_tar
 from tests.unit.test_sources import accounted, captions, listed, media, reasons
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from mmspeed import rng
 from mmspeed.compute.sparse import Attended, ClusterPlan, Tail, clustered_attention, key_means
 from mmspeed.compute.sparse.attention import KERNELS, choose_kernel
-from mmspeed.compute.sparse.kernels import Kernel
+from mmspeed.compute.sparse.kernels.kernel import Kernel
 from tests.sparse_plans import PLANS, TOLERANCE, alike, all_kept, error, gradients, plan_of, qkv, random_plan, results
 
 TAILS = ("zero", "summary")

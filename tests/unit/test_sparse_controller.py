@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmspeed.compute.sparse.controller import SparsityController, keep_at, next_tau, watched_at
+from mmspeed.compute.sparse.mass_histogram import ShareCounts, threshold
 from mmspeed.compute.sparse.module import ClusteredAttention, clustered_layers, warm_plans
-from mmspeed.compute.sparse.shares import ShareCounts, threshold
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.memory import recompute
 from mmspeed.replay import Record, recording, replayed, settle

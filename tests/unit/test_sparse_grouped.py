@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mmspeed.compute.sparse import clustered_attention, grouped
+from mmspeed.compute.sparse import clustered_attention
+from mmspeed.compute.sparse.kernels import grouped
 from tests.sparse_plans import PLANS, TOLERANCE, alike, error, plan_of, qkv, random_plan, results
 
 TAILS = ("zero", "summary")

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from mmspeed import rng
-from mmspeed.cli.bench_attention_data import make_qkv
+from mmspeed.bench.attention_data import make_qkv
 from mmspeed.compute.sparse import clustered_attention
-from mmspeed.compute.sparse.clusters import plan_clusters
-from mmspeed.compute.sparse.keep import Context, Keep
-from mmspeed.compute.sparse.ranks import largest, upper_quantile
+from mmspeed.compute.sparse.planners.clusters import plan_clusters
+from mmspeed.compute.sparse.planners.selection import Context, Keep
+from mmspeed.compute.sparse.planners.topk import largest, upper_quantile
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:

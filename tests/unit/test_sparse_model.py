@@ -13,7 +13,7 @@ from mmspeed.config import make_config
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.errors import UserError
 from mmspeed.log import read_metrics
-from mmspeed.loop.checkpoint import load_weights
+from mmspeed.loop.checkpoint.manager import load_weights
 from mmspeed.memory import Keeping
 from mmspeed.models import SoraDiT, SoraDiTConfig, build_model
 from mmspeed.parallel import parallelize

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from mmspeed import rng
-from mmspeed.compute.sparse import ClusterPlan, Means, clustered_attention, key_means, npu_kernels, packed
-from mmspeed.compute.sparse.keep import Context, Keep
-from mmspeed.compute.sparse.tiles import plan_tiles
+from mmspeed.compute.sparse import ClusterPlan, Means, clustered_attention, key_means
+from mmspeed.compute.sparse.kernels import npu_kernels, packed
+from mmspeed.compute.sparse.planners.selection import Context, Keep
+from mmspeed.compute.sparse.planners.tiles import plan_tiles
 from tests.packed_attention import packed_backward, packed_forward
 from tests.sparse_plans import random_plan
 

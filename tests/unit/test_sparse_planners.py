@@ -15,12 +15,12 @@ from torch import Tensor
 
 from mmspeed import rng
 from mmspeed.compute.sparse import ClusterPlan
-from mmspeed.compute.sparse.clusters import plan_clusters
-from mmspeed.compute.sparse.keep import Context, Keep
-from mmspeed.compute.sparse.kmeans import covariance, kmeans, spread
-from mmspeed.compute.sparse.patterns import plan_skip, plan_window
-from mmspeed.compute.sparse.ranks import largest
-from mmspeed.compute.sparse.tiles import plan_tiles, tiling
+from mmspeed.compute.sparse.planners.clusters import plan_clusters
+from mmspeed.compute.sparse.planners.kmeans import covariance, kmeans, spread
+from mmspeed.compute.sparse.planners.patterns import plan_skip, plan_window
+from mmspeed.compute.sparse.planners.selection import Context, Keep
+from mmspeed.compute.sparse.planners.tiles import plan_tiles, tiling
+from mmspeed.compute.sparse.planners.topk import largest
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from mmspeed import rng
 from mmspeed.comm import Axis, swap_rows
-from mmspeed.compute.sparse.keep import Context, Keep
+from mmspeed.compute.sparse.planners.selection import Context, Keep
 from mmspeed.config.sparse import SparseConfig
-from mmspeed.parallel.attention import SequenceAxes
-from mmspeed.parallel.sparse_plan import plan_split
-from mmspeed.parallel.sparse_rows import lists_of, pack_bits, unpack_bits
-from mmspeed.parallel.sparse_select import count_shares, heaviest, threshold_of
+from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes
+from mmspeed.parallel.sparse.exchange import lists_of, pack_bits, unpack_bits
+from mmspeed.parallel.sparse.plan import plan_split
+from mmspeed.parallel.sparse.select import count_shares, heaviest, threshold_of
 from mmspeed.parallel.tokens import TokenLayout
 
 ALONE = Axis.alone("ring")

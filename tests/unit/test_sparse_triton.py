@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from mmspeed.compute.sparse import triton_gather
+from mmspeed.compute.sparse.kernels import triton_gather
 from tests.sparse_plans import random_plan
 from tests.sparse_triton_cases import CASES
 

@@ -19,7 +19,7 @@ from mmspeed.comm import all_reduce_sum
 from mmspeed.compute.sparse.module import ClusteredAttention, clustered_layers, warm_plans
 from mmspeed.compute.sparse.plan import ClusterPlan
 from mmspeed.errors import UserError
-from mmspeed.memory.recompute import recompute
+from mmspeed.memory.recompute.block_checkpoint import recompute
 from tests.sparse_transformers import (
     CASES,
     JOINT,

@@ -15,9 +15,9 @@ import mmspeed
 from mmspeed.comm import Axis
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.errors import UserError
-from mmspeed.models.diffusers_plans import plan_for
-from mmspeed.parallel.attention import SequenceAxes
-from mmspeed.parallel.declared import sequence_parallel
+from mmspeed.models.diffusers.plans import plan_for
+from mmspeed.parallel.declared.apply import sequence_parallel
+from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes
 from mmspeed.pipelines.sparsify import sparse_config
 from tests.sparse_transformers import (
     SMALL,

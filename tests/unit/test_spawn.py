@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mmspeed.data.feed import STOPS
+from mmspeed.data.loading.prefetch import STOPS
 
 SCRIPT = """
 from multiprocessing import forkserver

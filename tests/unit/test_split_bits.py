@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mmspeed.memory.split_bits import _exchange_nans, join, rounded, split
+from mmspeed.memory.optimizer.split_bits import _exchange_nans, join, rounded, split
 
 
 def values_of(bits: np.ndarray) -> Tensor:
@@ -94,7 +94,7 @@ def test_rounds_to_the_nearest_and_ties_away_from_zero() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 5, 6, 7, 23])
 def test_parts_are_made_one_after_another(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmspeed.memory.split_bits.CPU_CHUNK", 6)
+    monkeypatch.setattr("mmspeed.memory.optimizer.split_bits.CPU_CHUNK", 6)
     values_Z = torch.randn(count, generator=torch.Generator().manual_seed(count))
     hi_Z, back_Z = there_and_back(values_Z)
     assert same_bits(back_Z, values_Z)

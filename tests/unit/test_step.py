@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mmspeed.config.schema import TrainConfig
 from mmspeed.errors import UserError
-from mmspeed.loop.optim import make_optimizer
+from mmspeed.loop.optimizers.build import make_optimizer
 from mmspeed.loop.step import StepResult
 from mmspeed.memory import Keeping
 from mmspeed.parallel import parallelize, resolve_strategy

@@ -21,13 +21,13 @@ from mmspeed.cli.app import run
 from mmspeed.config import Config, make_config
 from mmspeed.errors import UserError
 from mmspeed.preprocess import check
-from mmspeed.preprocess.bucket_search import kept_by, on_a_line, search
-from mmspeed.preprocess.probe import Probe
-from mmspeed.preprocess.reasons import Rejected
-from mmspeed.preprocess.source_shapes import Cells, SourceShapes
-from mmspeed.preprocess.suggest import Grid, Outcome, suggest
-from mmspeed.preprocess.transform import rank_buckets
-from mmspeed.preprocess.windows import covers, frames_available
+from mmspeed.preprocess.decoding.probe import Probe
+from mmspeed.preprocess.decoding.transform import rank_buckets
+from mmspeed.preprocess.decoding.windows import covers, frames_available
+from mmspeed.preprocess.records.source_shapes import Cells, SourceShapes
+from mmspeed.preprocess.report.bucket_search import kept_by, on_a_line, search
+from mmspeed.preprocess.report.suggest import Grid, Outcome, suggest
+from mmspeed.preprocess.sources.rejections import Rejected
 from mmspeed.shapes import Bucket
 from tests.media import write_image, write_video
 from tests.runs import small_tree

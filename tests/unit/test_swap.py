@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mmspeed.device import Device
-from mmspeed.memory.swap import Swap
+from mmspeed.memory.offload.swap import Swap
 
 CPU = Device("cpu", 0)
 DTYPES = (

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from mmspeed.device import Device
-from mmspeed.memory.host import CpuCopies, HostBuffer
-from mmspeed.memory.swap import Swap
-from mmspeed.memory.swap_group import SwapGroup
+from mmspeed.memory.offload.copies import CpuCopies, HostBuffer
+from mmspeed.memory.offload.swap import Swap
+from mmspeed.memory.offload.swap_group import SwapGroup
 
 from .clock import ControlledClock, Reckoned
 

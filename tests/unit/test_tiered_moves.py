@@ -14,8 +14,8 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from mmspeed.errors import UserError
 from mmspeed.memory import peak_bytes
-from mmspeed.memory.host import CpuCopies, HostBuffer, Job
-from mmspeed.memory.tiered import TieredOptimizer
+from mmspeed.memory.offload.copies import CpuCopies, HostBuffer, Job
+from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
 from tests.unit.clock import ControlledClock, Reckoned
 from tests.unit.tiered_cases import (
     CPU,

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from mmspeed.device import Device
-from mmspeed.memory.tiered_states import transform
+from mmspeed.memory.optimizer.states import transform
 from tests.unit.clock import ControlledClock
 from tests.unit.tiered_cases import (
     MATRICES,

@@ -16,15 +16,15 @@ from mmspeed.config.memory import MemoryConfig
 from mmspeed.config.training import TrainConfig
 from mmspeed.errors import UserError
 from mmspeed.log import read_metrics
-from mmspeed.loop.checkpoint import CheckpointManager, TrainingState, load, load_weights, step_name
-from mmspeed.loop.host_average import HostAverages
-from mmspeed.loop.optim import learning_rate, make_adamw, make_groups, make_optimizer, set_learning_rate
-from mmspeed.loop.start import load_start
-from mmspeed.memory.split_bits import rounded
-from mmspeed.memory.tiered import TieredOptimizer
-from mmspeed.models.layers import set_parameter
+from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState, load, load_weights, step_name
+from mmspeed.loop.host_averages import HostAverages
+from mmspeed.loop.optimizers.build import learning_rate, make_adamw, make_groups, make_optimizer, set_learning_rate
+from mmspeed.loop.warm_start import load_start
+from mmspeed.memory.optimizer.split_bits import rounded
+from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
+from mmspeed.models.sora.layers import set_parameter
 from mmspeed.parallel import autocast, is_half, make_half
-from mmspeed.pipelines.train import TrainPipeline
+from mmspeed.pipelines.training.trainer import TrainPipeline
 from mmspeed.preprocess import CacheBuilder
 from tests.runs import small_config
 from tests.steps import train_step

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mmspeed.comm import Axis, even_sizes
-from mmspeed.parallel.attention import SequenceAxes
+from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes
 from mmspeed.parallel.tokens import Part, Spread, TokenLayout, held_by, split_range
 
 sizes = st.integers(0, 13)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmspeed.config.parallel import ParallelConfig
-from mmspeed.parallel.ring_steps import backward_steps, forward_steps
+from mmspeed.parallel.sequence.ring_schedule import backward_steps, forward_steps
 from mmspeed.plan.traffic import (
     Place,
     Traffic,

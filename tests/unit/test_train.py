@@ -20,8 +20,8 @@ from mmspeed.config import Config, dump_config
 from mmspeed.errors import UserError
 from mmspeed.log import read_metrics
 from mmspeed.pipelines import TextToVideo, TrainPipeline, write_report
-from mmspeed.pipelines.media import read_video
-from mmspeed.pipelines.run_folder import RunFolder
+from mmspeed.pipelines.inference.media import read_video
+from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.preprocess import CacheBuilder
 from tests.runs import losses, small_config, small_tree
 

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmspeed.preprocess.probe import Probe
-from mmspeed.preprocess.reasons import Reason, Rejected
-from mmspeed.preprocess.transform import crop_box, crop_boxes, kept_fraction, rank_buckets, to_model_range
+from mmspeed.preprocess.decoding.probe import Probe
+from mmspeed.preprocess.decoding.transform import crop_box, crop_boxes, kept_fraction, rank_buckets, to_model_range
+from mmspeed.preprocess.sources.rejections import Reason, Rejected
 from mmspeed.shapes import Bucket
 
 BUCKETS = (Bucket(49, 180, 320), Bucket(17, 180, 320), Bucket(17, 320, 180), Bucket(17, 360, 640), Bucket(1, 256, 256))

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from mmspeed import rng
 from mmspeed.config.schema import DiffusersVaeConfig, LinearVaeConfig
-from mmspeed.data import first_frame
+from mmspeed.data.collate import first_frame
 from mmspeed.device import Device
 from mmspeed.errors import UserError
-from mmspeed.models.linear_codec import LinearCodec
-from mmspeed.models.vae import DiffusersCodec, codec_identity, load_codec
+from mmspeed.models.codecs.linear import LinearCodec
+from mmspeed.models.codecs.vae import DiffusersCodec, codec_identity, load_codec
 from mmspeed.models.weights import fingerprint, weight_files
 from tests.tiny_models import VAES, save_tiny_vae
 
@@ -238,7 +238,7 @@ def test_tiling_and_slicing_reach_the_class(folders: Callable[[str], Path]) -> N
 
 
 def test_cosmos_has_statistics_for_each_latent_frame(tmp_path: Path) -> None:
-    from mmspeed.models.vae import latent_affine
+    from mmspeed.models.codecs.vae import latent_affine
 
     mean, std = torch.arange(12.0), torch.arange(1.0, 13.0)
     vae = _cosmos(latents_mean=mean.tolist(), latents_std=std.tolist())

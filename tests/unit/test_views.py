@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmspeed.cli.bench_index import _key, make_index
-from mmspeed.data import mapped
-from mmspeed.data.mapped import open_tables, try_open
-from mmspeed.data.views import tensors_of
+from mmspeed.data.cache import index_reader
+from mmspeed.data.cache.index_reader import open_tables, try_open
+from mmspeed.data.cache.tensor_views import tensors_of
 from mmspeed.errors import UserError
 from tests.caches import build
+from tests.claims.index import _key, make_index
 
 
 @settings(max_examples=200, deadline=None)
@@ -60,7 +60,7 @@ def test_damage_that_no_seal_shows_leads_to_the_clear_error(
 ) -> None:
     build(tmp_path, count=8, shard_bytes=4000)
     open_tables(tmp_path)
-    monkeypatch.setattr(mapped, "_CHECKED_BYTES", 0)  # as for files too large to be read whole each time
+    monkeypatch.setattr(index_reader, "_CHECKED_BYTES", 0)  # as for files too large to be read whole each time
     folder, draw = tmp_path / "index", random.Random(0)
     good = (folder / name).read_bytes()
     refused = 0

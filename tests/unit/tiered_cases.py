@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from mmspeed.device import Device
-from mmspeed.memory.split_bits import rounded
-from mmspeed.memory.tiered import TieredOptimizer
+from mmspeed.memory.optimizer.split_bits import rounded
+from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
 
 Make = Callable[[list[dict[str, Any]]], Optimizer]
 

@@ -1,12 +1,11 @@
 """Sparse attention that trains: a plan says which keys each group of queries keeps; one function computes with any plan.
 
 plan.py         ClusterPlan: what is kept, integers only
-kmeans.py, keep.py, clusters.py, tiles.py, patterns.py      planners, which make plans of queries and keys
+planners/       plans of queries and keys: clusters.py, tiles.py, patterns.py; of kmeans.py, selection.py (the rules), csr.py, topk.py
 attention.py    clustered_attention(q, k, v, plan): the one function, and which kernel serves
-masked.py       the oracle, O(N^2)
-grouped.py (CPU), triton_*.py, varlen.py, flex.py (CUDA), npu_kernels.py        kernels
-packed.py, coarse.py        what some of them share: gathered sequences; the means as a second part of the softmax
-module.py, controller.py        the attention of a layer, and what steers its threshold
+kernels/        masked.py (the oracle, O(N^2)), grouped.py (CPU), triton_*.py, varlen.py, flex.py (CUDA), npu_kernels.py;
+                packed.py, tail.py: what some of them share, gathered sequences, and the means as a second part of the softmax
+module.py, controller.py        the attention of a layer, and what steers its threshold; mass_histogram.py: what it steers by
 """
 
 from .attention import Attended, Stats, clustered_attention

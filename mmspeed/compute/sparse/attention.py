@@ -18,14 +18,14 @@ from torch import Tensor
 from mmspeed.compute.autocast import autocast_alike
 from mmspeed.errors import UserError, nearest
 
-from .flex import FLEX
-from .grouped import GROUPED
-from .kernels import Kernel
-from .masked import MASKED, weights
-from .npu_kernels import NPU_BLOCK, NPU_TND
+from .kernels.flex import FLEX
+from .kernels.grouped import GROUPED
+from .kernels.kernel import Kernel
+from .kernels.masked import MASKED, weights
+from .kernels.npu_kernels import NPU_BLOCK, NPU_TND
+from .kernels.triton_gather import TRITON
+from .kernels.varlen import VARLEN
 from .plan import ClusterPlan, Means, fits, key_means
-from .triton_gather import TRITON
-from .varlen import VARLEN
 
 TailKind = Literal["zero", "summary"]
 

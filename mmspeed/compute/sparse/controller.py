@@ -14,8 +14,8 @@ from torch import nn
 
 from mmspeed.config.sparse import SparseConfig
 
+from .mass_histogram import threshold
 from .module import ClusteredAttention, Seen, Work, clustered_layers
-from .shares import threshold
 
 Reduce = Callable[[list[float]], list[float]]  # sum over all ranks
 

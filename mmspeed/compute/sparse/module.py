@@ -25,12 +25,12 @@ from mmspeed.protocols import StateRule
 from mmspeed.replay import Decides
 
 from .attention import Attended, choose_kernel, clustered_attention
-from .clusters import plan_clusters
-from .keep import Context, Keep
-from .patterns import plan_skip, plan_window
+from .mass_histogram import ShareCounts
 from .plan import ClusterPlan, key_means, usual_tail_clusters
-from .shares import ShareCounts
-from .tiles import plan_tiles
+from .planners.clusters import plan_clusters
+from .planners.patterns import plan_skip, plan_window
+from .planners.selection import Context, Keep
+from .planners.tiles import plan_tiles
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 Phase = Literal["sparse", "dense"]

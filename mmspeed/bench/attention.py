@@ -1,0 +1,391 @@
+"""The bench of sparse attention: how far it is from dense attention, and how much faster, planning included.
+
+Every case and dense attention are measured in turns, round by round, and a ratio is made within its round, so that a machine that gets
+slower meanwhile does not matter; medians count. On a CPU the ratio of processors' time comes beside that of the clock: other work on the
+machine disturbs it less.
+
+Legend: B batch, A heads, N tokens, D head width, X position axes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mmspeed import rng
+from mmspeed.compute.sparse import ClusterPlan, clustered_attention, key_means
+from mmspeed.compute.sparse.attention import KERNELS, check_backend
+from mmspeed.compute.sparse.module import ClusteredAttention
+from mmspeed.config.sparse import SparseConfig
+from mmspeed.device import Device, parse_dtype, pick
+from mmspeed.errors import UserError
+from mmspeed.log import get_logger
+from mmspeed.memory.planning.peak import peak_bytes
+
+from .attention_data import make_qkv, oracle_share
+from .attention_plans import PLANNERS, TAILS, Method, grid_of, mass_for, method
+from .attention_verdicts import Result, Row, Speed
+
+log = get_logger("bench")
+
+TOKENS, KEEPS = (4_096, 16_384), (0.05, 0.1, 0.2)
+FULL_TOKENS, FULL_KEEPS = (4_096, 16_384, 32_768), (0.03, 0.05, 0.1, 0.2, 0.3)
+FULL_PLANNERS = ("clusters", "tiles", "window", "skip")
+RULES_AT, RULES_KEEP = 4_096, 0.1  # where ways to choose keys for the same clusters are compared
+WARM = 1
+
+Inputs = tuple[Tensor, Tensor, Tensor]
+Taken = tuple[float, float]  # seconds, processors' seconds of all threads
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What to measure. Beside `clusters`, other rules for the same clusters are measured at `RULES_AT` tokens."""
+
+    tokens: tuple[int, ...] = TOKENS
+    keeps: tuple[float, ...] = KEEPS
+    planners: tuple[str, ...] = ("clusters", "tiles")
+    tails: tuple[str, ...] = TAILS
+    backend: str = "auto"
+    device: str = "auto"
+    heads: int = 4
+    width: int = 64
+    rounds: int = 3
+    dtype: str = "float32"
+    cluster_size: int | None = None
+
+    def check(self) -> None:
+        """Raises UserError for what cannot be measured."""
+        for option, values, known in (("planner", self.planners, PLANNERS), ("tail", self.tails, TAILS)):
+            for value in values:
+                if value not in known:
+                    raise UserError(f"--{option} {value} is not one of {', '.join(known)}")
+        for keep in self.keeps:
+            if not 0 < keep <= 1:
+                raise UserError(f"--keep {keep:g} is not a share of the pairs: above 0, at most 1")
+        if min(self.tokens) < 64:
+            raise UserError(f"--tokens {min(self.tokens)} is too short: 64 at least")
+        check_backend(self.backend, "--backend")
+        if self.width % 2 or self.width < 6:
+            raise UserError(
+                f"--width {self.width} is not even and at least 6: rotary positions turn pairs along three axes"
+            )
+
+    def methods(self, tokens: int) -> list[Method]:
+        """What is measured at a length."""
+        grid = grid_of(tokens)
+        planners = self.planners
+        found = [
+            method(planner, tail, keep, grid, self.cluster_size)
+            for keep in self.keeps
+            for planner in planners
+            for tail in self.tails
+        ]
+        if tokens == RULES_AT and RULES_KEEP in self.keeps and "clusters" in planners and "zero" in self.tails:
+            others = [rule for rule in ("clusters-mass", "clusters-top") if rule not in planners]
+            found += [method(planner, "zero", RULES_KEEP, grid, self.cluster_size) for planner in others]
+        return found
+
+
+def ask(tokens: str | None, keep: str | None, planner: str | None, tail: str | None, full: bool) -> dict[str, Any]:
+    """Fields of `Asked` of the words of a command line. Raises UserError for what is no number."""
+    whole = {"tokens": FULL_TOKENS, "keeps": FULL_KEEPS, "planners": FULL_PLANNERS}
+    found: dict[str, Any] = whole if full else {}
+    try:
+        if tokens is not None:
+            found["tokens"] = tuple(int(word) for word in tokens.split(","))
+        if keep is not None:
+            found["keeps"] = tuple(float(word) for word in keep.split(","))
+    except ValueError as error:
+        raise UserError(f"--tokens and --keep are numbers with commas between them: {error}") from None
+    if planner is not None:
+        found["planners"] = tuple(word.strip() for word in planner.split(","))
+    if tail is not None:
+        found["tails"] = tuple(word.strip() for word in tail.split(","))
+    return found
+
+
+def bench_attention(given: Mapping[str, Any]) -> Result:
+    """Measure; `given` are fields of `Asked`. Raises UserError for what cannot be measured here."""
+    asked = Asked(**given)
+    asked.check()
+    device = pick(asked.device)
+    device.activate()
+    if asked.backend != "auto":
+        for planner in dict.fromkeys(name.partition("-")[0] for name in asked.planners):
+            settings = SparseConfig.model_validate({"planner": planner, "backend": asked.backend})
+            ClusteredAttention(settings).try_out(device.torch_device, parse_dtype(asked.dtype), asked.width)
+    rows: list[Row] = []
+    oracles, dense, kernels = {}, {}, {}
+    for tokens in asked.tokens:
+        length = synthetic(asked, device, tokens)
+        oracles[tokens] = [float(share) for share in oracle_share(length.q, length.k)]
+        rows += length.run(asked.methods(tokens), asked.rounds)
+        dense[tokens] = length.dense_seconds
+        kernels = length.kernels(asked.methods(tokens)[0])
+    return Result(
+        rows=rows,
+        oracle=oracles,
+        dense=dense,
+        kernels=kernels,
+        device=device.kind,
+        device_name=device.name,
+        threads=torch.get_num_threads(),
+        load=os.getloadavg()[0],
+        heads=asked.heads,
+        width=asked.width,
+        dtype=asked.dtype,
+        rounds=asked.rounds,
+    )
+
+
+def synthetic(asked: Asked, device: Device, tokens: int) -> Length:
+    """Synthetic video of a length, and the same video under other noise."""
+    dtype, grid = parse_dtype(asked.dtype), grid_of(tokens)
+    q, k, v, positions_NX = make_qkv(grid, asked.heads, asked.width)
+    other = make_qkv(grid, asked.heads, asked.width, look=1)[:2]
+    q, k, v, other_q, other_k = (x.to(device.torch_device, dtype) for x in (q, k, v, *other))
+    return Length(q, k, v, positions_NX.to(device.torch_device), device, asked.backend, (other_q, other_k))
+
+
+class Length:
+    """Queries, keys and values of one length, and all that is measured on them.
+
+    `other`: queries and keys whose clusters warm plans begin with; those of the same video under other noise, as in sampling.
+    """
+
+    def __init__(
+        self,
+        q_BAND: Tensor,
+        k_BAND: Tensor,
+        v_BAND: Tensor,
+        positions_NX: Tensor,
+        device: Device,
+        backend: str = "auto",
+        other: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        self.q, self.k, self.v, self.positions = q_BAND, k_BAND, v_BAND, positions_NX
+        self.device, self.backend, self.other = device, backend, other or (q_BAND, k_BAND)
+        self.tokens = q_BAND.shape[2]
+        self.dout = rng.normal(v_BAND.shape, 0, "bench attention", "gradient").to(v_BAND)
+        self.dense_backend = fastest_dense(q_BAND, k_BAND, v_BAND, self.dout, device)
+        self.dense_seconds = {"forward": math.nan, "both": math.nan}
+
+    def run(self, methods: Sequence[Method], rounds: int) -> list[Row]:
+        """A row for each method, measured round by round."""
+        cases = [_Case(self, chosen) for chosen in methods]
+        exact = self.dense(backward=True)
+        log.info(f"{self.tokens:,} tokens: {len(cases)} cases, {rounds} rounds")
+        for case in cases:
+            case.look(exact)
+        del exact
+        dense_peak = peak_extra_bytes(self.device, lambda: self.dense(backward=True))
+        dense: dict[str, list[Taken]] = {"forward": [], "both": []}
+        for _ in range(rounds):
+            dense["forward"].append(self.taken(lambda: self.dense(backward=False)))
+            dense["both"].append(self.taken(lambda: self.dense(backward=True)))
+            for case in cases:
+                case.measure()
+        self.dense_seconds = {name: statistics.median(t[0] for t in times) for name, times in dense.items()}
+        return [case.row(dense, dense_peak) for case in cases]
+
+    def leaves(self) -> Inputs:
+        return _leaves(self.q, self.k, self.v)
+
+    def dense(self, backward: bool) -> list[Tensor]:
+        """[out] of dense attention, or [out, dq, dk, dv]."""
+        with self.dense_backend():
+            if not backward:
+                with torch.no_grad():
+                    return [F.scaled_dot_product_attention(self.q, self.k, self.v)]
+            leaves = self.leaves()
+            out = F.scaled_dot_product_attention(leaves[0], leaves[1], leaves[2])
+            return [out.detach(), *torch.autograd.grad(out, leaves, self.dout)]
+
+    def taken(self, work: Callable[[], Any]) -> Taken:
+        """Time of `work`, all of it done."""
+        self.device.synchronize()
+        started, used = time.perf_counter(), time.process_time()
+        work()
+        self.device.synchronize()
+        return time.perf_counter() - started, time.process_time() - used
+
+    def kernels(self, chosen: Method) -> dict[str, str]:
+        """Why a kernel does not serve here, by name; empty where it does."""
+        plan = chosen.plan(self.q, self.k, self.positions)
+        means = None if plan.tail is None else key_means(self.k, self.v, plan.tail)
+        return {name: kernel.refuses(self.q, self.k, self.v, plan, means) for name, kernel in KERNELS.items()}
+
+
+class _Case:
+    """One method at one length."""
+
+    def __init__(self, length: Length, chosen: Method) -> None:
+        self.length = length
+        if chosen.planner == "clusters-mass":
+            chosen = replace(chosen, mass=mass_for(chosen, length.q, length.k, length.positions))
+        self.method = chosen
+        self.start: ClusterPlan | None = None
+        self.times: dict[str, list[Taken]] = {"cold": [], "warm": [], "forward": [], "both": []}
+
+    def look(self, exact: Sequence[Tensor]) -> None:
+        """What does not depend on time: errors, kept share, memory. It also warms up all that is timed."""
+        length, q, k = self.length, self.length.q, self.length.k
+        plan = self.plan()
+        stats, found = self.sparse(backward=True)
+        self.errors = [relative_error(mine, truth) for mine, truth in zip(found, exact, strict=True)]
+        self.kept, self.pairs, self.backend = float(stats.kept_BA.mean()), int(stats.pairs), stats.backend
+        self.warm_error: float | None = None
+        if self.method.clustered:
+            # where a warm start is used, in sampling, it is the same video with other noise
+            self.start = self.method.plan(length.other[0], length.other[1], length.positions)
+            warm = self.method.plan(q, k, length.positions, self.start)
+            with torch.no_grad():
+                out = clustered_attention(q, k, length.v, warm, tail=self.tail, backend=length.backend).out_BAND
+            self.warm_error = relative_error(out, exact[0])
+            del warm, out
+        del stats, found
+        if length.device.kind == "cpu":
+            gathered = gathered_bytes(plan, self.tail == "summary", q.shape[-1], q.element_size())
+            del plan
+            with one_thread():
+                self.peak = peak_extra_bytes(length.device, lambda: self.sparse(backward=True))
+            self.peak += (torch.get_num_threads() - 1) * gathered
+        else:
+            del plan
+            self.peak = peak_extra_bytes(length.device, lambda: self.sparse(backward=True))
+
+    @property
+    def tail(self) -> Any:
+        return self.method.tail
+
+    def plan(self, start: ClusterPlan | None = None) -> ClusterPlan:
+        return self.method.plan(self.length.q, self.length.k, self.length.positions, start)
+
+    def sparse(self, backward: bool) -> tuple[Any, list[Tensor]]:
+        """(stats, [out]) or (stats, [out, dq, dk, dv]), planning included."""
+        length = self.length
+        q, k, v = leaves = length.leaves() if backward else (length.q, length.k, length.v)
+        with nullcontext() if backward else torch.no_grad():
+            plan = self.plan()
+            out, _, stats = clustered_attention(q, k, v, plan, tail=self.tail, backend=length.backend)
+        if not backward:
+            return stats, [out]
+        return stats, [out.detach(), *torch.autograd.grad(out, leaves, length.dout)]
+
+    def measure(self) -> None:
+        """One round."""
+        taken = self.length.taken
+        self.times["forward"].append(taken(lambda: self.sparse(backward=False)))
+        self.times["both"].append(taken(lambda: self.sparse(backward=True)))
+        self.times["cold"].append(taken(self.plan))
+        if self.start is not None:
+            self.times["warm"].append(taken(lambda: self.plan(self.start)))
+
+    def row(self, dense: dict[str, list[Taken]], dense_peak: int) -> Row:
+        on_cpu = self.length.device.kind == "cpu"
+        median = {name: statistics.median(t[0] for t in times) if times else None for name, times in self.times.items()}
+        speeds = {name: speed(dense[name], self.times[name], on_cpu) for name in ("forward", "both")}
+        assert median["cold"] is not None and median["both"] is not None
+        compute = max(median["both"] - median["cold"], 1e-9)
+        dense_both = statistics.median(t[0] for t in dense["both"])
+        return Row(
+            tokens=self.length.tokens,
+            keep=self.method.keep,
+            planner=self.method.planner,
+            tail=self.method.tail,
+            cluster_size=self.method.cluster_size if self.method.clustered else math.prod(self.method.tile),
+            kept=self.kept,
+            pairs=self.pairs,
+            backend=self.backend,
+            error=self.errors[0],
+            gradient_errors=(self.errors[1], self.errors[2], self.errors[3]),
+            warm_error=self.warm_error,
+            plan_seconds=median["cold"],
+            warm_seconds=median["warm"],
+            both_seconds=median["both"],
+            forward=speeds["forward"],
+            both=speeds["both"],
+            peak_bytes=self.peak,
+            dense_peak_bytes=dense_peak,
+            throughput=self.kept * dense_both / compute,
+        )
+
+
+def speed(dense: Sequence[Taken], sparse: Sequence[Taken], cpu: bool) -> Speed:
+    """How many times faster, round by round: the median of the ratios."""
+
+    def ratio(which: int) -> float:
+        return statistics.median(a[which] / max(b[which], 1e-9) for a, b in zip(dense, sparse, strict=True))
+
+    return Speed(ratio(0), ratio(1) if cpu else None)
+
+
+def relative_error(found: Tensor, exact: Tensor) -> float:
+    """|found - exact| / |exact| in the L2 norm."""
+    found, exact = found.detach().float(), exact.detach().float()
+    return float((found - exact).norm() / exact.norm().clamp(min=1e-30))
+
+
+def _leaves(*tensors: Tensor) -> Inputs:
+    q, k, v = (x.detach().requires_grad_() for x in tensors)
+    return q, k, v
+
+
+def fastest_dense(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, device: Device) -> Callable[[], Any]:
+    """A context in which dense attention takes its fastest operator of this device, forward and backward together."""
+    if device.kind == "cpu":
+        return nullcontext
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    best: tuple[float, Callable[[], Any]] = (math.inf, nullcontext)
+    for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+        leaves = _leaves(q, k, v)
+        try:
+            for turn in range(WARM + 2):
+                device.synchronize()
+                started = time.perf_counter()
+                with sdpa_kernel(backend):
+                    torch.autograd.grad(F.scaled_dot_product_attention(leaves[0], leaves[1], leaves[2]), leaves, dout)
+                device.synchronize()
+                taken = time.perf_counter() - started
+                if turn >= WARM and taken < best[0]:
+                    best = (taken, partial(sdpa_kernel, backend))
+        except RuntimeError:  # it does not take this width or dtype
+            continue
+    return best[1]
+
+
+def peak_extra_bytes(device: Device, work: Callable[[], Any]) -> int:
+    """The most memory in use at one time during `work` beyond what was in use before."""
+    device.synchronize()
+    before = 0 if device.kind == "cpu" else device.memory_bytes()
+    return peak_bytes(device, 0, work) - before
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """torch's count of allocations on a CPU sees one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def gathered_bytes(plan: ClusterPlan, tail: bool, width: int, element_size: int) -> int:
+    """What one more thread of a CPU holds at most: keys and values that a cluster keeps, gathered, and their gradients."""
+    rows = int(plan.lengths().max()) + (plan.tail.clusters if tail and plan.tail is not None else 0)
+    return 4 * rows * width * element_size

@@ -1,0 +1,160 @@
+"""The planners that the bench of sparse attention compares, by name, each asked to keep a share of the pairs.
+
+clusters         content clusters, one threshold over all of them (the document's rule)
+clusters-mass    the same clusters, the same cumulative probability for each (as in Sparse-VideoGen 2)
+clusters-top     the same clusters, the same number of keys for each
+tiles            tiles of the grid, the same number of tiles for each (as in VSA)
+window           tiles, those around
+skip             every so many-th token (Skiparse)
+
+Legend: B batch, A heads, G = B x A, N tokens, D head width, C clusters of queries, K clusters of keys, X position axes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from mmspeed.compute.sparse import ClusterPlan
+from mmspeed.compute.sparse.plan import usual_tail_clusters
+from mmspeed.compute.sparse.planners.clusters import plan_clusters
+from mmspeed.compute.sparse.planners.patterns import plan_skip, plan_window
+from mmspeed.compute.sparse.planners.selection import Context, Keep
+from mmspeed.compute.sparse.planners.tiles import plan_tiles
+
+from .attention_data import Grid
+
+PLANNERS = ("clusters", "clusters-mass", "clusters-top", "tiles", "window", "skip")
+TAILS = ("zero", "summary")
+MASS_ROUNDS = 7  # halvings of the interval that the cumulative probability is looked for in
+
+
+@dataclass(frozen=True)
+class Method:
+    """A planner, its tail and how much it is asked to keep. Tiles and windows are in tokens and in tiles along (t, h, w)."""
+
+    planner: str
+    tail: str
+    keep: float
+    cluster_size: int
+    tail_clusters: int
+    tile: Grid
+    window: Grid = (1, 1, 1)
+    mass: float = 0.9
+
+    @property
+    def clustered(self) -> bool:
+        """Whether a plan can begin with the clusters of another one."""
+        return self.planner.startswith("clusters")
+
+    def rule(self) -> Keep:
+        """Which keys a group keeps."""
+        if self.planner == "clusters":
+            return Keep("fraction", self.keep)
+        if self.planner == "clusters-mass":
+            return Keep("mass", self.mass)
+        return Keep("top", self.keep)
+
+    def plan(
+        self, q_BAND: Tensor, k_BAND: Tensor, positions_NX: Tensor, start: ClusterPlan | None = None
+    ) -> ClusterPlan:
+        """A plan; with `start`, one whose clusters are those around the centroids of another plan."""
+        context = Context(positions_NX=positions_NX)
+        summary = self.tail == "summary"
+        if self.planner == "tiles":
+            return plan_tiles(q_BAND, k_BAND, self.rule(), context, tile=self.tile, tail=summary)
+        if self.planner == "window":
+            return plan_window(q_BAND, k_BAND, context, tile=self.tile, window=self.window, tail=summary)
+        tail_clusters = self.tail_clusters if summary else 0
+        if self.planner == "skip":
+            stride = max(1, round(1 / self.keep))
+            return plan_skip(q_BAND, k_BAND, context, stride=stride, way=0, tail_clusters=tail_clusters)
+        return plan_clusters(
+            q_BAND,
+            k_BAND,
+            self.rule(),
+            context,
+            cluster_size=self.cluster_size,
+            iterations=3 if start is None else 0,
+            start_GCD=None if start is None else start.centroids_GCD,
+            tail_clusters=tail_clusters,
+            tail_start_GKD=None if start is None else start.tail_centroids_GKD,
+        )
+
+
+def grid_of(tokens: int) -> Grid:
+    """The grid (t, h, w), t <= h <= w, of so many tokens that is nearest to a cube: 16384 is 16 x 32 x 32."""
+    best: Grid = (1, 1, tokens)
+    for t in range(1, round(tokens ** (1 / 3)) + 1):
+        if tokens % t:
+            continue
+        rest = tokens // t
+        h = next(h for h in range(math.isqrt(rest), 0, -1) if rest % h == 0)
+        if h >= t and _surface((t, h, rest // h)) < _surface(best):
+            best = (t, h, rest // h)
+    return best
+
+
+def _surface(grid: Grid) -> int:
+    t, h, w = grid
+    return t * h + h * w + t * w
+
+
+def cluster_size_of(tokens: int) -> int:
+    """Queries of a cluster: those of the study at its lengths."""
+    return 256 if tokens >= 16_384 else 128 if tokens >= 2_048 else 32
+
+
+def tail_clusters_of(tokens: int) -> int:
+    """Clusters of keys: what a layer takes when its config does not say."""
+    return usual_tail_clusters(tokens)
+
+
+def tile_of(grid: Grid) -> Grid:
+    """4 x 4 x 4 tokens, or what is there of them."""
+    return tuple(min(4, size) for size in grid)  # type: ignore[return-value]
+
+
+def window_of(grid: Grid, tile: Grid, keep: float) -> Grid:
+    """The odd numbers of tiles along (t, h, w) of which a query sees the share of tiles nearest to `keep`.
+
+    Among those within about a tenth of the nearest, the one that is most alike along all axes.
+    """
+    tiles = [-(-size // edge) for size, edge in zip(grid, tile, strict=True)]
+    sizes = [range(1, count + 1 + (count % 2 == 0), 2) for count in tiles]
+
+    def miss(window: tuple[int, ...]) -> tuple[int, int]:
+        shares = [min(1.0, size / count) for size, count in zip(window, tiles, strict=True)]
+        return round(5 * abs(math.log(math.prod(shares) / keep))), max(window) - min(window)
+
+    return min(product(*sizes), key=miss)  # type: ignore[return-value]
+
+
+def method(planner: str, tail: str, keep: float, grid: Grid, cluster_size: int | None = None) -> Method:
+    """A planner with the sizes that fit a grid."""
+    tokens, tile = math.prod(grid), tile_of(grid)
+    return Method(
+        planner=planner,
+        tail=tail,
+        keep=keep,
+        cluster_size=cluster_size or cluster_size_of(tokens),
+        tail_clusters=tail_clusters_of(tokens),
+        tile=tile,
+        window=window_of(grid, tile, keep),
+    )
+
+
+@torch.no_grad()
+def mass_for(chosen: Method, q_BAND: Tensor, k_BAND: Tensor, positions_NX: Tensor) -> float:
+    """The cumulative probability for which `clusters-mass` keeps the share that it is asked for, by halving."""
+    low, high = 0.0, 1.0
+    for _ in range(MASS_ROUNDS):
+        mass = (low + high) / 2
+        tried = replace(chosen, mass=mass, tail="zero")
+        kept = float(tried.plan(q_BAND, k_BAND, positions_NX).kept_share().mean())
+        low, high = (mass, high) if kept < chosen.keep else (low, mass)
+    return (low + high) / 2

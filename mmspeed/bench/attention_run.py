@@ -1,0 +1,293 @@
+"""`mmspeed bench attention --run`: what sparse attention would do to the layers of a trained model.
+
+The model runs densely on a few samples at a few noise levels. In every self-attention, each method computes the same queries, keys and
+values, and its output is compared. Speed is measured on the tensors of a middle block.
+
+Legend: B sequences, A heads, N tokens of a sequence, D head width, X position axes, T h w grid of tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspeed import rng
+from mmspeed.compute.attention import attention
+from mmspeed.compute.rope import grid_positions
+from mmspeed.compute.sparse import clustered_attention
+from mmspeed.data import DatasetCache, Draw, Sample
+from mmspeed.data.cache.files import write_whole
+from mmspeed.data.collate import assemble
+from mmspeed.device import Device, parse_dtype, pick
+from mmspeed.errors import UserError
+from mmspeed.log import get_logger
+from mmspeed.loop.checkpoint.manager import load_weights
+from mmspeed.models import SoraDiT, build_model
+from mmspeed.models.sora.model import SoraBlock
+from mmspeed.parallel import autocast
+from mmspeed.pipelines.diffusion.objective import make_objective
+from mmspeed.pipelines.inference.text_to_video import find_checkpoint
+from mmspeed.pipelines.run.run_folder import RunFolder
+
+from .attention import FULL_PLANNERS, Asked, Length
+from .attention_data import Grid, oracle_share
+from .attention_plans import Method, method
+from .attention_suggest import Choice, Layer, Point, RunResult, suggest
+
+log = get_logger("bench")
+
+LEVELS = (0.2, 0.6, 0.9)
+LEAST_TOKENS = 128  # of a sequence; of shorter ones nothing can be saved
+SEQUENCES = 2  # that are looked at of a span of many short ones
+
+
+def bench_run(
+    run: Path,
+    given: Mapping[str, Any],
+    *,
+    samples: int = 2,
+    checkpoint: str = "latest",
+    error: float = 0.1,
+    output: Path | None = None,
+    **common: Any,
+) -> RunResult:
+    """Measure the layers of a run, write attention.json and attention.png, and suggest settings.
+
+    Args:
+        given, common: fields of `Asked`; lengths, heads and width are the run's own.
+        error: the most that the suggestion may have in any sparse layer.
+
+    Raises UserError when the run has no checkpoint or no cache to take samples from.
+    """
+    asked = Asked(**{"planners": FULL_PLANNERS, **given, **common})
+    asked.check()
+    folder = RunFolder.open(run)
+    device = pick(asked.device)
+    device.activate()
+    path = find_checkpoint(folder, checkpoint)
+    chosen = choose_samples(folder, samples)
+    model = load_model(folder, path, device)
+    looks = look(model, folder, chosen, asked, device)
+    layers = [each.layer() for each in looks if each.sums]
+    config = model.config
+    timings, notes = time_spans(looks, asked, device), short_notes(looks)
+
+    def extra(choice: Choice) -> dict[str, Any]:
+        return sizes(next(each for each in looks if each.sums and choice.spans in ("all", each.span)), choice, asked)
+
+    root = output or folder.root
+    result = RunResult(
+        run=str(run),
+        checkpoint=path.name,
+        device_name=device.name,
+        samples=[sample.key for sample in chosen],
+        levels=list(LEVELS),
+        layers=layers,
+        timings=timings,
+        notes=notes,
+        suggestion=suggest(layers, timings, config.depth, error, extra),
+        written=[str(root / name) for name in (("attention.json", "attention.png") if layers else ("attention.json",))],
+    )
+    write_whole(root / "attention.json", (result.to_json() + "\n").encode())
+    if layers:
+        from .attention_plot import plot
+
+        write_whole(root / "attention.png", plot(layers))
+    return result
+
+
+def choose_samples(folder: RunFolder, count: int) -> list[Sample]:
+    """Videos of the run's cache, the longest first; held-out ones, where there are any. Raises UserError where there are none."""
+    config = folder.config()
+    try:
+        cache = DatasetCache(config.cache_root)
+    except UserError as error:
+        raise UserError(
+            f"{folder.root}: the samples that its model is run on come from its cache, which cannot be read: {error}"
+        ) from None
+    for split in ("val", "train"):
+        videos = [sample for sample in cache.split(split) if not sample.lost and not sample.bucket.is_image]
+        if videos:
+            return sorted(videos, key=lambda sample: (-sample.tokens, sample.key))[:count]
+    raise UserError(f"{config.cache_root} holds no video: attention over images stays dense")
+
+
+def load_model(folder: RunFolder, path: Path, device: Device) -> SoraDiT:
+    """The run's model with its moving average, where it has one."""
+    config, info = folder.config(), folder.info()
+    model = build_model(config.model, info["latent_channels"], info["text_width"], device="meta").to_empty(device="cpu")
+    load_weights(path, model, "model" if config.train.ema_decay is None else "ema")
+    model.to(device.torch_device).eval()
+    if config.device.dtype != "float32":
+        autocast(model, parse_dtype(config.device.dtype))
+    return model
+
+
+@dataclass
+class Sums:
+    """Of a method in a layer, by head."""
+
+    wrong: Tensor
+    kept: Tensor
+
+
+@dataclass
+class Look:
+    """The self-attention of one block: dense attention, which the methods are compared with on the way."""
+
+    block: int
+    span: str
+    asked: Asked
+    grid: Grid = (0, 0, 0)  # of the sample that is under way
+    timed: bool = False  # whether the tensors of the next call are kept for timing
+    calls: int = 0
+    size: Tensor | None = None
+    entropy: Tensor | None = None
+    mass_share: Tensor | None = None
+    tokens: int = 0
+    sums: dict[tuple[str, str, float], Sums] = field(default_factory=dict)
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor] | None = None  # q, k, v, positions
+
+    def span_grid(self) -> Grid:
+        """The tokens that a query sees."""
+        t, h, w = self.grid
+        return {"full": (t, h, w), "spatial": (1, h, w), "temporal": (t, 1, 1)}[self.span]  # type: ignore[return-value]
+
+    def methods(self) -> list[Method]:
+        asked = self.asked
+        return [
+            method(planner, tail, keep, self.span_grid(), asked.cluster_size)
+            for planner in asked.planners
+            for tail in asked.tails
+            for keep in asked.keeps
+        ]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, key_mask_BM: Tensor | None) -> Tensor:
+        """Dense attention."""
+        out = attention(q, k, v, key_mask_BM)
+        self.tokens = max(self.tokens, q.shape[2])
+        if q.shape[2] >= LEAST_TOKENS:
+            some = torch.linspace(0, len(q) - 1, min(SEQUENCES, len(q)), device=q.device).long()
+            q, k, v = (x[some].to(out.dtype) for x in (q, k, v))
+            self.compare(q, k, v, out[some])
+        return out
+
+    @torch.no_grad()
+    def compare(self, q: Tensor, k: Tensor, v: Tensor, exact: Tensor) -> None:
+        """Add the error of every method."""
+        positions = grid_positions(self.span_grid(), q.device)
+        for chosen in self.methods():
+            plan = chosen.plan(q, k, positions)
+            tail: Any = chosen.tail
+            out = clustered_attention(q, k, v, plan, tail=tail, backend=self.asked.backend).out_BAND
+            key = (chosen.planner, chosen.tail, chosen.keep)
+            zeros = torch.zeros(q.shape[1], dtype=torch.float64)
+            sums = self.sums.setdefault(key, Sums(zeros, zeros.clone()))
+            sums.wrong += _squares(out.float() - exact.float())
+            sums.kept += plan.kept_share().mean(dim=0).double().cpu()
+        self.size = _squares(exact.float()) + (0 if self.size is None else self.size)
+        self.entropy = _entropy(q, k) + (0 if self.entropy is None else self.entropy)
+        self.mass_share = oracle_share(q, k).cpu() + (0 if self.mass_share is None else self.mass_share)
+        self.calls += 1
+        if self.timed:
+            self.tensors, self.timed = (q, k, v, positions), False
+
+    def layer(self) -> Layer:
+        """Means over the calls."""
+        assert self.size is not None and self.entropy is not None and self.mass_share is not None
+        points = []
+        for (planner, tail, keep), sums in self.sums.items():
+            errors = (sums.wrong / self.size.clamp(min=1e-30)).sqrt()
+            whole = math.sqrt(float(sums.wrong.sum()) / max(float(self.size.sum()), 1e-30))
+            kept = sums.kept / self.calls
+            points.append(Point(planner, tail, keep, kept.tolist(), errors.tolist(), whole))
+        entropy, share = (self.entropy / self.calls).tolist(), (self.mass_share / self.calls).tolist()
+        return Layer(self.block, self.span, self.tokens, entropy, share, points)
+
+
+def look(model: SoraDiT, folder: RunFolder, samples: Sequence[Sample], asked: Asked, device: Device) -> list[Look]:
+    """Run the model on the samples at every noise level, each block watched."""
+    config = folder.config()
+    cache, objective = DatasetCache(config.cache_root), make_objective(config.objective)
+    looks = []
+    for place, block in enumerate(model.blocks):
+        assert isinstance(block, SoraBlock)
+        one = Look(place, block.span, asked)
+        del block.self_attention.attend  # it may be a module
+        block.self_attention.attend = one
+        looks.append(one)
+    for span in dict.fromkeys(one.span for one in looks):
+        of_span = [one for one in looks if one.span == span]
+        of_span[len(of_span) // 2].timed = True
+    for number, sample in enumerate(samples):
+        batch = assemble(cache, [(Draw(sample, 0, 0), 1.0)], seed=config.seed, caption_dropout=0.0)
+        batch = batch.to(device.torch_device, torch.float32)
+        latents = batch["latents"]
+        for one in looks:
+            one.grid = model.config.grid(tuple(latents.shape[2:]))  # type: ignore[arg-type]
+        for level in LEVELS:
+            log.info(f"sample {number + 1} of {len(samples)} ({sample.bucket}), noise {level:g}")
+            noise = rng.normal(latents.shape[1:], config.seed, "bench attention", sample.key, level)[None].to(latents)
+            t_B = torch.tensor([level])
+            x_t, _ = objective.training_pair(latents, noise, t_B)
+            with torch.no_grad():
+                model(x_t.float(), device.to_device(t_B), batch["text"], batch["text_mask"])
+    return looks
+
+
+def time_spans(looks: Sequence[Look], asked: Asked, device: Device) -> dict[str, Any]:
+    """Rows of each span that is long enough."""
+    found = {}
+    for one in looks:
+        if one.tensors is not None:
+            q, k, v, positions = one.tensors
+            found[one.span] = Length(q, k, v, positions, device, asked.backend).run(one.methods(), asked.rounds)
+            one.tensors = None
+    return found
+
+
+def short_notes(looks: Sequence[Look]) -> list[str]:
+    """About spans that were left out."""
+    notes = {}
+    for one in looks:
+        if not one.sums:
+            what = {"full": "attention", "spatial": "attention within frames", "temporal": "attention along time"}[
+                one.span
+            ]
+            notes[one.span] = (
+                f"{what} sees {one.tokens:,} tokens: too few for sparse attention, which begins to pay at several thousand"
+            )
+    return list(notes.values())
+
+
+def sizes(one: Look, choice: Choice, asked: Asked) -> dict[str, Any]:
+    """Further settings of the planner."""
+    chosen = method(*choice.method, choice.keep, one.span_grid(), asked.cluster_size)
+    planner = choice.method[0]
+    if planner == "skip":
+        return {"stride": max(1, round(1 / choice.keep))}
+    if planner in ("tiles", "window"):
+        window = {"window": list(chosen.window)} if planner == "window" else {}
+        return {"tile": list(chosen.tile), **window}
+    return {"cluster_size": chosen.cluster_size}
+
+
+def _squares(x_BAND: Tensor) -> Tensor:
+    """By head, on the host."""
+    return x_BAND.square().sum(dim=(0, 2, 3)).double().cpu()
+
+
+def _entropy(q_BAND: Tensor, k_BAND: Tensor, queries: int = 256) -> Tensor:
+    """By head, the mean entropy of some queries' attention, by that of an even one."""
+    some = torch.linspace(0, q_BAND.shape[2] - 1, min(queries, q_BAND.shape[2]), device=q_BAND.device).long()
+    total = torch.zeros(q_BAND.shape[1])
+    for q_AND, k_AND in zip(q_BAND[:, :, some].float(), k_BAND.float(), strict=True):
+        p_ANM = ((q_AND * q_AND.shape[-1] ** -0.5) @ k_AND.mT).softmax(dim=-1)
+        total += torch.special.entr(p_ANM).sum(dim=-1).mean(dim=-1).cpu()
+    return total / len(q_BAND) / math.log(k_BAND.shape[2])

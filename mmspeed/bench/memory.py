@@ -1,0 +1,359 @@
+"""The bench of memory: what each way of keeping activations takes, and what it costs, alone and together.
+
+A step is forward, loss and backward of one made-up sample. Of each way: bytes that are there after the forward pass and were not
+before; the peak; bytes in the host's memory; matrix products of the backward pass; time, as the median over rounds of the ratio to a
+plain step of the same round on the same weights; by how much the process grows, measured in a process of its own; and whether every
+gradient has the same bits as without the way. Of MLPs in parts the products have other shapes, so that a library may sum them in another
+order: these must be close, and have the same bits on some devices only.
+
+Legend: T h w latent.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import re
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from mmspeed import rng
+from mmspeed.config.memory import Way
+from mmspeed.device import Device, parse_dtype, pick
+from mmspeed.log import format_bytes
+from mmspeed.memory import peak_bytes, set_ways
+from mmspeed.memory.offload.swap import Swap
+from mmspeed.memory.planning.count import MatmulCount
+from mmspeed.memory.planning.tracked import kept_bytes
+from mmspeed.memory.recompute.policy import set_chunks
+from mmspeed.models.sora.model import SoraDiT, SoraDiTConfig, count_parameters
+from mmspeed.parallel import autocast
+
+CHANNELS, TEXT_WIDTH, TEXT_TOKENS = 16, 64, 32
+KEPT_GOAL, MATMUL_GOAL = 0.30, 0.03  # of swap_cheap: share of plain's bytes, added share of matrix products
+# of MLPs in parts, the share of a gradient's largest value that another order of its sums explains: sums of up to 10^4 terms, 100 x 2^-23,
+# with room of a factor of ten for eight blocks; roundings to bfloat16, 2^-8, with room of a factor of eight
+CLOSE = {"float32": 1e-4, "bfloat16": 3e-2}
+BRANCHES = ("attention", "cross_attention", "mlp")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured: the ways of every block, and how its MLPs compute."""
+
+    name: str
+    ways: dict[str, Way] = field(default_factory=dict)
+    mlp_parts: int | None = None  # into how many parts the tokens are split
+    mlp_exact: bool = True
+
+
+CASES = (
+    Case("plain"),
+    Case("norm: recompute", {"norm": "recompute"}),
+    Case("norm: discard", {"norm": "discard"}),
+    Case("activation: recompute", {"activation": "recompute"}),
+    Case("activation: discard", {"activation": "discard"}),
+    Case("mlp: recompute", {"mlp": "recompute"}),
+    Case("attention: recompute", {"attention": "recompute"}),
+    Case("cross_attention: recompute", {"cross_attention": "recompute"}),
+    Case("block: recompute", {"block": "recompute"}),
+    Case("block: recompute_cheap", {"block": "recompute_cheap"}),
+    Case("attention: swap", {"attention": "swap"}),
+    Case("block: swap", {"block": "swap"}),
+    Case("block: swap_cheap", {"block": "swap_cheap"}),
+    Case("norm + activation: recompute", {"norm": "recompute", "activation": "recompute"}),
+    Case("each branch: swap_cheap", dict.fromkeys(BRANCHES, "swap_cheap")),
+    Case("attention: swap_cheap, mlp: recompute_cheap", {"attention": "swap_cheap", "mlp": "recompute_cheap"}),
+    Case(
+        "attention: swap, mlp: recompute, cross: cheap",
+        {"attention": "swap", "mlp": "recompute", "cross_attention": "recompute_cheap"},
+    ),
+    Case("mlp in 4 parts", {}, 4),
+    Case("mlp in 4 parts, not exact", {}, 4, False),
+    Case("attention: swap_cheap, mlp in 4 parts", {"attention": "swap_cheap"}, 4),
+    Case("block: recompute, mlp in 4 parts", {"block": "recompute"}, 4),
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is measured on."""
+
+    arrangement: Literal["factorised", "full"] = "factorised"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    width: int = 384
+    heads: int = 6
+    rank: int = 64
+    depth: int = 8
+    latent: tuple[int, int, int] = (5, 32, 32)
+    rounds: int = 3
+    device: str = "auto"
+    sizes: bool = True  # whether processes are started to see how they grow
+
+    @classmethod
+    def full_size(cls, **given: Any) -> Setting:
+        """The model of 0.7 billion parameters (XL/2), cut to 8 of its 28 blocks."""
+        return cls(**{"width": 1152, "heads": 16, "rank": 256, "latent": (5, 32, 32), **given})
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was found of a way."""
+
+    case: Case
+    kept: int
+    peak: int
+    host: int
+    forward_matmuls: int
+    backward_matmuls: int
+    work: int  # floating-point operations of both
+    time: float | None  # of a step, as a ratio to the plain one's; None: not timed
+    seconds: float | None
+    equal: bool
+    distance: float = 0.0  # of gradients from plain's: the largest, as a share of the gradient's largest value
+    grown: int | None = None  # bytes by which a process grows in its first step
+
+    @property
+    def name(self) -> str:
+        return self.case.name
+
+
+@dataclass(frozen=True)
+class Found:
+    """All rows of a setting; the first is plain."""
+
+    setting: Setting
+    parameters: int
+    tokens: int
+    device: str
+    rows: tuple[Row, ...]
+
+    def verdicts(self) -> list[tuple[bool, str]]:
+        """What was asked for, and whether it is so."""
+        plain, swapped = self.rows[0], [row for row in self.rows if row.name == "block: swap_cheap"]
+        wrong = [row.name for row in self.rows if not row.equal and row.case.mlp_parts is None]
+        told = [(not wrong, "gradients bitwise equal to plain" + (f", but for {', '.join(wrong)}" if wrong else ""))]
+        parts = [row for row in self.rows if row.case.mlp_parts is not None]
+        if parts:
+            far, bitwise = max(row.distance for row in parts), sum(row.equal for row in parts)
+            close = CLOSE[self.setting.dtype]
+            text = f"MLPs in parts: gradients within {far:.0e} of plain (goal {close:.0e}), {bitwise} of {len(parts)} ways bitwise"
+            told.append((far <= close, text))
+        for row in swapped:
+            kept, added = row.kept / plain.kept, added_matmuls(row, plain)
+            good = kept <= KEPT_GOAL and added <= MATMUL_GOAL
+            told.append(
+                (
+                    good,
+                    f"{row.name}: {kept:.1%} of plain's bytes after forward (goal {KEPT_GOAL:.0%}), {added:+.1%} matrix products "
+                    f"(goal {MATMUL_GOAL:.0%})",
+                )
+            )
+        return told
+
+    def passed(self) -> bool:
+        return all(passed for passed, _ in self.verdicts())
+
+    def lines(self) -> list[str]:
+        setting, plain = self.setting, self.rows[0]
+        shape = "x".join(map(str, setting.latent))
+        lines = [
+            f"{setting.arrangement}, {setting.dtype}, width {setting.width}, {setting.depth} blocks, {self.parameters / 1e6:.0f} M "
+            f"parameters, latent {shape}: {self.tokens} tokens; {self.device}, {torch.get_num_threads()} threads",
+            f"{'way':<46} {'kept':>9} {'':>6} {'peak':>9} {'':>6} {'host':>9} {'matmuls':>9} {'time':>6} {'grown':>9}  equal",
+        ]
+        for row in self.rows:
+            grown = "" if row.grown is None else format_bytes(row.grown)
+            taken = "" if row.time is None else f"{row.time:.2f}"
+            lines.append(
+                f"{row.name:<46} {format_bytes(row.kept):>9} {row.kept / plain.kept:>6.1%} {format_bytes(row.peak):>9} "
+                f"{row.peak / plain.peak:>6.1%} {format_bytes(row.host):>9} {added_matmuls(row, plain):>+9.1%} {taken:>6} "
+                f"{grown:>9}  {'bitwise' if row.equal else f'{row.distance:.0e}'}"
+            )
+        return lines + [f"{'PASSED' if passed else 'FAILED'}: {text}" for passed, text in self.verdicts()]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "verdicts": [{"passed": passed, "text": text} for passed, text in self.verdicts()]}
+
+
+def added_matmuls(row: Row, plain: Row) -> float:
+    """Matrix products of a step more than plain's, as a share of their operations; their number may not grow more where none is cut."""
+    added = row.work / plain.work - 1
+    if row.case.mlp_parts is not None:
+        return added
+    both = plain.forward_matmuls + plain.backward_matmuls
+    return max(added, (row.forward_matmuls + row.backward_matmuls) / both - 1)
+
+
+class Stage:
+    """A model, its input, and its steps with any ways."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.device = pick(setting.device)
+        self.device.activate()
+        config = SoraDiTConfig(
+            width=setting.width,
+            depth=setting.depth,
+            heads=setting.heads,
+            latent_channels=CHANNELS,
+            text_width=TEXT_WIDTH,
+            adaln_rank=setting.rank,
+            arrangement=setting.arrangement,
+        )
+        self.model = SoraDiT(config).to(self.device.torch_device)
+        fill_zeros(self.model)
+        dtype = parse_dtype(setting.dtype)
+        if dtype != torch.float32:
+            autocast(self.model, dtype)
+        made = [
+            rng.normal((1, CHANNELS, *setting.latent), 0, "bench", "latent"),
+            torch.full((1,), 0.5),
+            rng.normal((1, TEXT_TOKENS, TEXT_WIDTH), 0, "bench", "text"),
+            torch.ones(1, TEXT_TOKENS, dtype=torch.bool),
+        ]
+        self.inputs = [x.to(self.device.torch_device) for x in made]
+        self.swap = Swap(self.device)
+
+    @property
+    def tokens(self) -> int:
+        return self.model.tokens(self.setting.latent)
+
+    def use(self, case: Case) -> None:
+        """From now on, steps keep what `case` says."""
+        chunk = None if case.mlp_parts is None else -(-self.tokens // case.mlp_parts)
+        for block in self.model.blocks:
+            set_ways(block, case.ways, self.swap.group)
+            set_chunks(block, chunk, case.mlp_exact)
+
+    def forward(self) -> Tensor:
+        out: Tensor = self.model(*self.inputs)
+        return out.float().square().mean()
+
+    def step(self) -> None:
+        self.forward().backward()
+        self.model.zero_grad(set_to_none=True)
+
+    def seconds(self) -> float:
+        self.device.synchronize()
+        start = time.perf_counter()
+        self.step()
+        self.device.synchronize()
+        return time.perf_counter() - start
+
+    def counted(self) -> tuple[int, int, int, list[Tensor]]:
+        """Matrix products of forward and of backward, operations of both, and the gradients."""
+        with MatmulCount() as count:
+            loss = self.forward()
+            forward = count.total
+            loss.backward()
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        self.model.zero_grad(set_to_none=True)
+        return forward, count.total - forward, count.work, grads
+
+
+def largest_distance(grads: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
+    """The largest difference of a gradient from the true one, as a share of that one's largest value; infinite where one is missing."""
+    if len(grads) != len(truth):
+        return float("inf")
+    return max(float((g - t).abs().max() / t.abs().max()) for g, t in zip(grads, truth, strict=True) if t.any())
+
+
+def fill_zeros(model: nn.Module) -> None:
+    """Small random numbers in place of matrices that start at zero: else most gradients are zero whatever is kept."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1 and not parameter.detach().any():
+            with torch.no_grad():
+                parameter.copy_(0.02 * rng.normal(tuple(parameter.shape), 0, "bench", name))
+
+
+def measure(
+    setting: Setting,
+    cases: Sequence[Case] = CASES,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Found:
+    """Measure every case; the first is plain."""
+    stage = Stage(setting)
+    *_, truth = stage.counted()
+    found = []
+    for case in cases:
+        progress(case.name)
+        stage.use(case)
+        forward, backward, work, grads = stage.counted()
+        equal = len(grads) == len(truth) and all(map(torch.equal, grads, truth))
+        distance = 0.0 if equal else largest_distance(grads, truth)
+        del grads
+        gc.collect()
+        before = stage.swap.moved_out
+        kept = kept_bytes(stage.device, stage.model, stage.forward, stage.inputs)
+        host = stage.swap.moved_out - before
+        resident = sum(p.numel() * p.element_size() for p in stage.model.parameters())
+        peak = peak_bytes(stage.device, resident, stage.step)
+        grown = grown_bytes(setting, case) if setting.sizes else None
+        found.append(Row(case, kept, peak, host, forward, backward, work, None, None, equal, distance, grown))
+    ratios: list[list[float]] = [[] for _ in cases]
+    seconds: list[list[float]] = [[] for _ in cases]
+    for turn in range(setting.rounds):
+        progress(f"round {turn + 1} of {setting.rounds}")
+        taken = []
+        for case in cases:
+            stage.use(case)
+            stage.step()  # a way's first step fills its pool
+            taken.append(stage.seconds())
+        for place, one in enumerate(taken):
+            ratios[place].append(one / taken[0])
+            seconds[place].append(one)
+    timed = tuple(
+        replace(row, time=statistics.median(ratio), seconds=statistics.median(each)) if ratio else row
+        for row, ratio, each in zip(found, ratios, seconds, strict=True)
+    )
+    return Found(setting, count_parameters(stage.model), stage.tokens, stage.device.name, timed)
+
+
+def grown_bytes(setting: Setting, case: Case) -> int:
+    """By how much a new process grows when it takes its first steps; on an accelerator that is its host's memory."""
+    with ProcessPoolExecutor(
+        1, multiprocessing.get_context("spawn")
+    ) as pool:  # a Pool would start a dying process for ever
+        return pool.submit(_grow, setting, case, torch.get_num_threads()).result()
+
+
+def _grow(setting: Setting, case: Case, threads: int) -> int:
+    torch.set_num_threads(threads)
+    stage = Stage(setting)
+    stage.use(case)
+    before = Device("cpu", 0).memory_bytes()
+    forget_peak()
+    stage.step()
+    stage.step()
+    return max(0, peak_resident_bytes() - before)
+
+
+def forget_peak() -> None:
+    """Begin the count of `peak_resident_bytes` anew, where the system can (Linux)."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_resident_bytes() -> int:
+    """The most memory of this process; on Linux its own alone, which the usual count is not: a child begins with its parent's."""
+    with suppress(OSError):
+        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        if found is not None:
+            return int(found[1]) * 1024
+    return Device("cpu", 0).peak_memory_bytes()
+
+
+def to_json(found: Sequence[Found]) -> str:
+    """All settings' figures."""
+    return json.dumps([each.to_dict() for each in found], indent=2)

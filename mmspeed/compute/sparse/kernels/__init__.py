@@ -1,0 +1,1 @@
+"""Kernels: attention over the pairs that a plan keeps, for each kind of device."""

@@ -1,0 +1,125 @@
+"""What a kernel of sparse attention is, and the autograd function around those that compute their own gradients.
+
+Legend: B batch, A heads, N queries, M keys, D head width, K clusters of keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mmspeed.compute.sparse.plan import ClusterPlan, Means
+from mmspeed.replay import offered
+
+# why a kernel does not serve a call, or nothing
+Refuses = Callable[[Tensor, Tensor, Tensor, ClusterPlan, "Means | None"], str]
+# (q, k, v, plan, means, scale) -> out_BAND in the dtype of the queries, lse_BAN in float32 (float64 for float64)
+Forward = Callable[[Tensor, Tensor, Tensor, ClusterPlan, "Means | None", float], tuple[Tensor, Tensor]]
+# (dout, q, k, v, out, lse, plan, means, scale) -> dq, dk, dv, and dmeans where there are means
+Gradients = tuple[Tensor, Tensor, Tensor, "Means | None"]
+Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, ClusterPlan, "Means | None", float], Gradients]
+# pairs of a query and a key (or a mean) that the kernel computes for a plan, those of padding with them: an int64 scalar
+Pairs = Callable[[ClusterPlan, bool], Tensor]
+
+
+def kept_and_means(plan: ClusterPlan, tail: bool) -> Tensor:
+    """Pairs of a kernel that pads nothing: the kept ones, and every query with every cluster of keys."""
+    pairs = plan.kept_pairs().sum()
+    if tail and plan.tail is not None:
+        pairs = pairs + plan.batch * plan.heads * plan.queries * plan.tail.clusters
+    return pairs
+
+
+def nobody() -> None:
+    """Of a caller that does not count."""
+
+
+class Attend(Protocol):
+    """A kernel with its gradients. `ran` is called when it computes, which a second pass that kept the results need not."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: ClusterPlan,
+        means: Means | None,
+        scale: float,
+        ran: Callable[[], object] = nobody,
+        /,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A way to compute a plan. `attend` has gradients in queries, keys, values and means; its log-sum-exp need not.
+
+    A kernel that computes its own gradients (`explicit`) offers its results to whoever recomputes. Of others, whose gradients are
+    autograd's, a second pass computes the attention again: of `masked` but for the matrix products that it kept.
+    """
+
+    name: str
+    refuses: Refuses
+    attend: Attend
+    pairs: Pairs = kept_and_means
+
+
+def explicit(forward: Forward, backward: Backward) -> Attend:
+    """`attend` of a kernel that computes its own gradients."""
+
+    def attend(
+        q_BAND: Tensor,
+        k_BAMD: Tensor,
+        v_BAMD: Tensor,
+        plan: ClusterPlan,
+        means: Means | None,
+        scale: float,
+        ran: Callable[[], object] = nobody,
+    ) -> tuple[Tensor, Tensor]:
+        both = (None, None) if means is None else (means.k_BAKD, means.v_BAKD)
+
+        def compute(*given: Any) -> tuple[Tensor, Tensor]:
+            ran()
+            return forward(*given)
+
+        offers = torch.is_grad_enabled()
+        out_BAND, lse_BAN = _Explicit.apply(q_BAND, k_BAMD, v_BAMD, *both, plan, scale, compute, backward, offers)
+        return out_BAND, lse_BAN
+
+    return attend
+
+
+class _Explicit(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_BAND: Tensor,
+        k_BAMD: Tensor,
+        v_BAMD: Tensor,
+        mean_k: Tensor | None,
+        mean_v: Tensor | None,
+        plan: ClusterPlan,
+        scale: float,
+        forward: Forward,
+        backward: Backward,
+        offers: bool,
+    ) -> tuple[Tensor, Tensor]:
+        means = None if mean_k is None or mean_v is None else Means(mean_k, mean_v)
+        given = q_BAND, k_BAMD, v_BAMD, plan, means, scale
+        out_BAND, lse_BAN = offered(offers, "attention", lambda: forward(*given))
+        ctx.save_for_backward(q_BAND, k_BAMD, v_BAMD, mean_k, mean_v, out_BAND, lse_BAN)
+        ctx.plan, ctx.scale, ctx.gradients = plan, scale, backward
+        ctx.mark_non_differentiable(lse_BAN)
+        return out_BAND, lse_BAN
+
+    @staticmethod
+    def backward(ctx: Any, dout_BAND: Tensor, _: Any) -> Any:
+        q, k, v, mean_k, mean_v, out, lse = ctx.saved_tensors
+        means = None if mean_k is None else Means(mean_k, mean_v)
+        dq, dk, dv, dmeans = ctx.gradients(dout_BAND, q, k, v, out, lse, ctx.plan, means, ctx.scale)
+        both = (None, None) if dmeans is None else (dmeans.k_BAKD, dmeans.v_BAKD)
+        return dq, dk, dv, *both, None, None, None, None, None

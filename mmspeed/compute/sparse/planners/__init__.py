@@ -1,0 +1,1 @@
+"""Planners: which keys each group of queries keeps."""

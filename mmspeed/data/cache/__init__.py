@@ -1,0 +1,1 @@
+"""The dataset cache on disk: tables, shards, index, checksums, local or remote."""

@@ -1,0 +1,54 @@
+"""The linear codec's file in a cache, seen from below the models: whether it is the one that the latents were made with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import yaml
+
+from .checksum import is_sealed
+
+
+def codec_facts(path: Path) -> dict[str, str]:
+    """What stands in the header of a codec's file. Raises ValueError unless the file is exactly as it was written."""
+    if not is_sealed(path.read_bytes()):
+        raise ValueError("is not as it was written")
+    try:
+        with safetensors.safe_open(path, framework="np") as file:
+            return dict(file.metadata() or {})
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"cannot be read: {error}") from None
+
+
+def own_codec(info: dict[str, Any]) -> str | None:
+    """Where a cache with this cache.json keeps the codec that was fitted for it; None when its codec lies elsewhere."""
+    vae = info.get("encoders", {}).get("vae", {})
+    if vae.get("kind") != "linear" or "config" not in info:
+        return None
+    try:
+        config = yaml.safe_load(info["config"]) if isinstance(info["config"], str) else info["config"]
+        named = config["vae"].get("weights")
+    except (yaml.YAMLError, KeyError, TypeError, AttributeError):
+        return None
+    return None if named else f"codec/linear-{vae.get('channels')}.safetensors"
+
+
+def codec_problems(root: Path, info: dict[str, Any]) -> list[tuple[str, str]]:
+    """(file, what is wrong) of each codec file that is damaged, missing, or another than the latents were made with."""
+    own = own_codec(info)
+    names = {f"codec/{path.name}" for path in (root / "codec").glob("[!.]*.safetensors")} | ({own} if own else set())
+    problems = []
+    for name in sorted(names):
+        try:
+            made_with = codec_facts(root / name).get("fingerprint")
+            if name == own and made_with != info["encoders"]["vae"].get("fingerprint"):
+                problems.append((name, "is another codec than the one that cache.json records"))
+        except FileNotFoundError:
+            problems.append((name, "is missing"))
+        except OSError as error:
+            problems.append((name, f"cannot be read: {error.strerror}"))
+        except ValueError as error:
+            problems.append((name, str(error)))
+    return problems

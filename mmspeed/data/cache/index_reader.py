@@ -1,0 +1,354 @@
+"""The compiled index, mapped: entries found by binary search, samples made one at a time. Processes share its pages.
+
+Nothing is read when it is opened but the columns' description, so ten million rows open as fast as ten. Numbers of rows and
+places are checked where they are used: damage ends in a UserError, and what it would lead to is caught by a payload's checksum.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+import pyarrow as pa
+
+from mmspeed.errors import UserError
+from mmspeed.log import get_logger
+from mmspeed.protocols import ShapeClass
+from mmspeed.shapes import Bucket
+
+from .checksummed_files import sealed_file
+from .index import (
+    ENTRIES_NAME,
+    ENTRIES_SCHEMA,
+    FACTS,
+    KEY_BYTES,
+    SAMPLES_NAME,
+    SAMPLES_SCHEMA,
+    Array,
+    Facts,
+    Listing,
+    compile_index,
+    compile_lock,
+    fits,
+    list_index,
+)
+from .keys import is_key
+from .tables import SECTIONS, SPLITS, Sample
+
+_CHECKED_BYTES = 1 << 25  # a compiled file up to this size has its seal looked at when it is opened
+_STEP = 4096  # rows turned into Python objects at a time
+
+
+class Place(NamedTuple):
+    """Where an entry's payload lies, and what it is checked against."""
+
+    shard: str
+    offset: int
+    size: int
+    checksum: bytes
+
+
+class EntryTable:
+    """The entries: rows by key."""
+
+    def __init__(self, path: Path, batch: pa.RecordBatch, facts: Facts) -> None:
+        self._path, self._batch, self._facts = path, batch, facts
+        columns = {name: _numbers(batch, name) for name in ("prefix", "shard", "offset", "bytes")}
+        self._shard, self._offset, self._bytes = columns["shard"], columns["offset"], columns["bytes"]
+        self._key, self._checksum = (_content(batch.column(name).buffers()[1]) for name in ("key", "checksum"))
+        self._sections = {
+            name: (start, columns["prefix"][start:stop]) for name, (start, stop) in facts.sections.items()
+        }
+        self.duplicates, self.shards = facts.duplicates, facts.shards
+
+    def __len__(self) -> int:
+        return self._batch.num_rows
+
+    def row(self, section: str, key: str) -> int | None:
+        """The row of an entry; None when there is none."""
+        if not is_key(key):
+            return None
+        wanted = bytes.fromhex(key)
+        prefix = np.uint64(int.from_bytes(wanted[:8], "big"))
+        start, prefixes = self._sections[section]
+        place = int(np.searchsorted(prefixes, prefix))
+        while place < len(prefixes) and prefixes[place] == prefix:
+            row = start + place
+            if self._key[row * KEY_BYTES : (row + 1) * KEY_BYTES] == wanted:
+                return row
+            place += 1
+        return None
+
+    def place(self, row: int) -> Place:
+        """Where the payload of a row lies. Raises UserError when the row makes no sense."""
+        shard, offset, size = int(self._shard[row]), int(self._offset[row]), int(self._bytes[row])
+        if not 0 <= shard < len(self._facts.shards) or offset < 0 or size < 0:
+            raise damaged_index(self._path)
+        checksum = bytes(self._checksum[row * KEY_BYTES : (row + 1) * KEY_BYTES])
+        return Place(self._facts.shards[shard], offset, size, checksum)
+
+    def count(self, section: str) -> int:
+        """Entries of a section."""
+        return len(self._sections[section][1])
+
+    def keys(self, section: str) -> Iterator[str]:
+        """The keys of a section, in order."""
+        start, prefixes = self._sections[section]
+        for row in range(start, start + len(prefixes)):
+            yield self._key[row * KEY_BYTES : (row + 1) * KEY_BYTES].hex()
+
+
+class SampleTable(Sequence[Sample]):
+    """The samples, or some of them, in the order of their keys; a `Sample` is made when it is asked for."""
+
+    def __init__(self, path: Path, batch: pa.RecordBatch, facts: Facts, rows: Array | None = None) -> None:
+        self._path, self._batch, self._facts, self._rows = path, batch, facts, rows
+        self._number = {name: _numbers(batch, name) for name in ("split", "bucket", "dataset", "tokens", "lost")}
+        self.null_key, self.lacking, self.lacking_source = facts.null_key, facts.lacking, facts.lacking_source
+        self._buckets = [Bucket.parse(name) for name in facts.buckets]
+        self._datasets = facts.datasets
+
+    def __len__(self) -> int:
+        return self._batch.num_rows if self._rows is None else len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> SampleTable: ...
+    def __getitem__(self, index: int | slice) -> Sample | SampleTable:
+        if isinstance(index, slice):
+            return self._part(self._all()[index])
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"there are {len(self)} samples, not {index}")
+        index += len(self) if index < 0 else 0
+        return self._samples(np.array([index if self._rows is None else self._rows[index]]))[0]
+
+    def __iter__(self) -> Iterator[Sample]:
+        for start in range(0, len(self), _STEP):
+            yield from self._samples(self._all(start, start + _STEP))
+
+    def split(self, name: str) -> SampleTable:
+        """The samples of one split."""
+        rows = np.flatnonzero(self._number["split"] == SPLITS.index(name)).astype(_row_type(self._batch.num_rows))
+        if self._rows is not None:
+            rows = self._rows[np.isin(self._rows, rows)]
+        return self if len(rows) == len(self) else self._part(rows)
+
+    def buckets(self) -> list[Bucket]:
+        """The buckets that the samples are in, in order."""
+        return list(self.by_bucket())
+
+    def by_bucket(self) -> dict[Bucket, Array]:
+        """For each bucket, in order, the places of its samples in this sequence, by the samples' keys."""
+        codes = self._number["bucket"] if self._rows is None else self._number["bucket"][self._rows]
+        if len(codes) and not 0 <= int(codes.min()) <= int(codes.max()) < len(self._buckets):
+            raise damaged_index(self._path)
+        kind = _row_type(len(self))
+        found = {self._buckets[code]: np.flatnonzero(codes == code).astype(kind) for code in np.unique(codes).tolist()}
+        if self._rows is not None and (np.diff(self._rows.astype(np.int64)) < 0).any():  # such as samples[::-1]
+            found = {bucket: places[np.argsort(self._rows[places])] for bucket, places in found.items()}
+        return {bucket: found[bucket] for bucket in sorted(found)}
+
+    def by_group(self) -> dict[tuple[ShapeClass, str], Array]:
+        """As `by_bucket`, for each bucket and data set that has samples, in the order of the buckets and then of the names."""
+        found: dict[tuple[ShapeClass, str], Array] = {}
+        for bucket, places in self.by_bucket().items():
+            codes = self._number["dataset"][places if self._rows is None else self._rows[places]]
+            if not 0 <= int(codes.min()) <= int(codes.max()) < len(self._datasets):
+                raise damaged_index(self._path)
+            present = np.flatnonzero(np.bincount(codes)).tolist()
+            for code in sorted(present, key=lambda code: self._datasets[code]):
+                found[bucket, self._datasets[code]] = places[codes == code]
+        return found
+
+    def sorted_keys(self) -> Iterator[list[str]]:
+        """The keys in order, some at a time."""
+        rows = None if self._rows is None else np.sort(self._rows)
+        for start in range(0, len(self), 16 * _STEP):
+            part = slice(start, min(start + 16 * _STEP, len(self)))
+            taken = np.arange(part.start, part.stop) if rows is None else rows[part]
+            yield self._texts("key", taken)
+
+    def _part(self, rows: Array) -> SampleTable:
+        return SampleTable(self._path, self._batch, self._facts, rows)
+
+    def _all(self, start: int = 0, stop: int | None = None) -> Array:
+        """The rows of places [start, stop)."""
+        stop = len(self) if stop is None else min(stop, len(self))
+        if self._rows is not None:
+            return self._rows[start:stop]
+        return np.arange(start, stop, dtype=_row_type(len(self)))
+
+    def _samples(self, rows: Array) -> list[Sample]:
+        columns: list[list[Any]] = [self._texts(name, rows) for name in ("key", "source", "content_id")]
+        columns += [self._keys(name, rows) for name in ("latent_keys", "text_keys")]
+        columns += [self._number[name][rows].tolist() for name in ("split", "bucket", "dataset", "tokens", "lost")]
+        samples = []
+        splits, buckets, datasets = len(SPLITS), len(self._buckets), len(self._datasets)
+        for key, source, content_id, latents, texts, split, bucket, dataset, tokens, lost in zip(*columns, strict=True):
+            if not (0 <= split < splits and 0 <= bucket < buckets and 0 <= dataset < datasets):
+                raise damaged_index(self._path)
+            named = (
+                SPLITS[split],
+                self._buckets[bucket],
+                source,
+                tokens,
+                content_id,
+                bool(lost),
+                self._datasets[dataset],
+            )
+            samples.append(Sample(key, latents, texts, *named))
+        return samples
+
+    def _texts(self, name: str, rows: Array) -> list[str]:
+        _, offsets, data = self._batch.column(name).buffers()
+        try:
+            return [bytes(part).decode() for part in self._parts(offsets, data, 1, rows)]
+        except UnicodeDecodeError:
+            raise damaged_index(self._path) from None
+
+    def _keys(self, name: str, rows: Array) -> list[tuple[str, ...]]:
+        _, offsets, _, data = self._batch.column(name).buffers()
+        found = (bytes(part).hex() for part in self._parts(offsets, data, KEY_BYTES, rows))
+        width = 2 * KEY_BYTES
+        return [tuple(text[at : at + width] for at in range(0, len(text), width)) for text in found]
+
+    def _parts(self, offsets: pa.Buffer, data: pa.Buffer | None, width: int, rows: Array) -> Iterator[memoryview]:
+        """For each row, items [offsets[row], offsets[row + 1]) of `width` bytes."""
+        ends, content = np.frombuffer(offsets, np.int64, self._batch.num_rows + 1), _content(data)
+        index = rows.astype(np.int64)
+        for start, stop in zip(ends[index].tolist(), ends[index + 1].tolist(), strict=True):
+            if not 0 <= start <= stop <= len(content) // width:
+                raise damaged_index(self._path)
+            yield content[start * width : stop * width]
+
+
+@dataclass(frozen=True)
+class Tables:
+    """A compiled index that is open."""
+
+    entries: EntryTable
+    samples: SampleTable
+
+
+def open_tables(root: Path) -> Tables:
+    """The compiled index of a cache's folder; made first when it is absent, damaged, or older than the Parquet files.
+
+    Of several processes that open a cache at once one makes it and the others wait. Where the folder cannot be written to,
+    each makes one of its own, without a name. Raises UserError when the Parquet files are damaged.
+    """
+    folder = root / "index"
+    if (tables := try_open(folder, list_index(root))) is not None:
+        return tables
+    with compile_lock(root) as writable:
+        if writable:
+            if (tables := try_open(folder, list_index(root))) is None:
+                compile_index(root)
+                tables = try_open(folder, None)
+        else:
+            with tempfile.TemporaryDirectory(prefix="mmspeed-") as name:
+                compile_index(root, Path(name))
+                tables = try_open(Path(name), None)
+    if tables is None:
+        raise damaged_index(folder / ENTRIES_NAME)
+    return tables
+
+
+def try_open(folder: Path, listing: Listing | None, stamped: bool = True) -> Tables | None:
+    """The compiled index in `folder`; None when it is absent, damaged, or not of the Parquet files listed.
+
+    With `stamped` false the Parquet files' times do not matter.
+    """
+    opened = []
+    for name, schema in ((ENTRIES_NAME, ENTRIES_SCHEMA), (SAMPLES_NAME, SAMPLES_SCHEMA)):
+        path = folder / name
+        if not path.exists():
+            return None
+        try:
+            if (mapped := _map(path, schema)) is None:
+                return None
+            batch, facts = mapped
+        except (pa.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
+            get_logger("data").warning("the compiled index %s is damaged (%s): it is made anew", path, error)
+            return None
+        if listing is not None:
+            known = replace(listing, stamps=facts.stamps) if not stamped else listing
+            if (facts.files, facts.stamps) != (known.files, known.stamps):
+                return None
+        opened.append((path, batch, facts))
+    try:
+        return Tables(EntryTable(*opened[0]), SampleTable(*opened[1]))
+    except (ValueError, TypeError, KeyError) as error:
+        get_logger("data").warning("the compiled index in %s is damaged (%s): it is made anew", folder, error)
+        return None
+
+
+def damaged_index(path: Path) -> UserError:
+    """What to do about a compiled index that does not make sense."""
+    return UserError(
+        f"the compiled index {path} is damaged; delete {path.parent}/*.arrow: it is made anew from the Parquet files beside it"
+    )
+
+
+def _map(path: Path, schema: pa.Schema) -> tuple[pa.RecordBatch, Facts] | None:
+    """The one batch of a compiled file, as views of its mapping; None when it is of another version.
+
+    Raises ValueError and Arrow's errors for anything else.
+    """
+    if path.stat().st_size <= _CHECKED_BYTES and not sealed_file(path):
+        raise ValueError("not as it was written")
+    with pa.ipc.open_file(pa.memory_map(str(path))) as reader:
+        fitting = fits(reader.schema, schema)
+        if fitting is None:
+            return None
+        if reader.num_record_batches != 1 or not fitting:
+            raise ValueError("another table")
+        batch, metadata = reader.get_batch(0), reader.schema.metadata or {}
+    batch.validate()
+    facts = Facts(**json.loads(metadata[FACTS]))
+    for name in schema.names:
+        column = batch.column(name)
+        if column.null_count or column.offset or len(column) != batch.num_rows:
+            raise ValueError(f"a column {name} of another form")
+        wanted = (column.type.bit_width // 8) * len(column) if _fixed(column.type) else 8 * (len(column) + 1)
+        if len(column) and (column.buffers()[1] is None or column.buffers()[1].size < wanted):
+            raise ValueError(f"a column {name} that is cut off")
+    if "prefix" in schema.names:
+        bounds = list(itertools.chain.from_iterable(facts.sections[section] for section in SECTIONS))
+        if (
+            len(bounds) != 2 * len(SECTIONS)
+            or bounds != sorted(bounds)
+            or bounds[0] != 0
+            or bounds[-1] != batch.num_rows
+        ):
+            raise ValueError("sections that do not add up")
+    return batch, facts
+
+
+def _numbers(batch: pa.RecordBatch, name: str) -> Array:
+    """A column of numbers as a view."""
+    column = batch.column(name)
+    if not len(column):
+        return np.empty(0, np.dtype(str(column.type)))
+    return np.frombuffer(column.buffers()[1], np.dtype(str(column.type)), len(column))
+
+
+def _fixed(kind: pa.DataType) -> bool:
+    """Whether a column has one buffer of values; those of strings and lists begin with 64-bit offsets."""
+    return not (pa.types.is_large_string(kind) or pa.types.is_large_list(kind))
+
+
+def _content(buffer: pa.Buffer | None) -> memoryview:
+    """A buffer's bytes."""
+    return memoryview(buffer if buffer is not None else b"").cast("B")
+
+
+def _row_type(rows: int) -> type[np.signedinteger[Any]]:
+    """The narrowest type that numbers so many rows: ten million of them are 40 MB a process."""
+    return np.int32 if rows < 1 << 31 else np.int64

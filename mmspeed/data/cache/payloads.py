@@ -1,0 +1,148 @@
+"""Entries as they lie in shards: their bytes, compared with the rows of an index, or found by the shard's own word.
+
+Nothing in a file is believed before its seal or digest is right, so damaged bytes reach no parser that might choke on them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tarfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import pyarrow as pa
+import safetensors
+
+from mmspeed.errors import UserError
+
+from .checksum import is_sealed
+from .keys import canonical_json, digest, is_key
+from .tables import Entry, entry_schema, index_path, old_samples, read_table
+
+_BLOCK = tarfile.BLOCKSIZE
+# what damaged files make readers raise
+BROKEN: tuple[type[Exception], ...] = (
+    *(OSError, UserError, ValueError, KeyError, TypeError, tarfile.TarError),
+    *(pa.ArrowException, safetensors.SafetensorError),
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a shard holds of one entry, as it lies there, and the end of it."""
+
+    payload: bytes
+    sidecar: bytes
+    end: int
+
+
+class DamagedError(Exception):
+    """An entry's bytes are not what the index says."""
+
+
+def read_block(file: BinaryIO, entry: Entry) -> Block:
+    """An entry's payload and sidecar, compared with its row. Raises DamagedError, OSError."""
+    size = os.fstat(file.fileno()).st_size
+    if entry.offset + entry.bytes > size:
+        raise DamagedError(f"the shard ends after {max(0, size - entry.offset)} of {entry.bytes} bytes")
+    if _header(file, entry.offset - _BLOCK) != (f"{entry.key}.safetensors", entry.bytes):
+        raise DamagedError("its header in the tar is another")
+    payload = pread(file, entry.bytes, entry.offset)
+    if digest(payload) != entry.checksum:
+        raise DamagedError("its checksum differs")
+    start = entry.offset + padded(entry.bytes)
+    name, length = _header(file, start)
+    if name != f"{entry.key}.json":
+        raise DamagedError("its sidecar is missing")
+    sidecar = pread(file, length, start + _BLOCK)
+    if (what := _differs(sidecar, entry)) is not None:
+        raise DamagedError(what)
+    return Block(payload, sidecar, start + _BLOCK + padded(length))
+
+
+def _differs(sidecar: bytes, entry: Entry) -> str | None:
+    try:
+        said = json.loads(sidecar)
+        said |= {"frames": tuple(said["frames"]), "meta": canonical_json(said["meta"])}
+    except (ValueError, KeyError, TypeError):
+        return "its sidecar cannot be read"
+    row = asdict(entry)
+    names = [n for n in row if n not in ("shard", "offset", "bytes", "source") and said.get(n) != row[n]]
+    return f"its sidecar differs from the index in {', '.join(names)}" if names else None
+
+
+def _header(file: BinaryIO, at: int) -> tuple[str, int]:
+    """Name and length of the tar member whose header lies at `at`; of none: ("", 0)."""
+    try:
+        info = tarfile.TarInfo.frombuf(pread(file, _BLOCK, at), "utf-8", "strict") if at >= 0 else None
+    except (tarfile.TarError, ValueError):
+        return "", 0
+    return (info.name, info.size) if info is not None and info.isreg() else ("", 0)
+
+
+def pread(file: BinaryIO, count: int, at: int) -> bytes:
+    """The bytes of a file from `at` on; fewer where it ends."""
+    parts: list[bytes] = []
+    while count > 0 and (part := os.pread(file.fileno(), count, at)):
+        parts.append(part)
+        count, at = count - len(part), at + len(part)
+    return b"".join(parts)
+
+
+def padded(count: int) -> int:
+    """Bytes that a tar member of `count` bytes takes, without its header."""
+    return count + -count % _BLOCK
+
+
+def trusted_rows(root: Path, shard: str) -> list[Entry]:
+    """The rows of a shard's index, by their offset. Raises one of BROKEN unless the index is exactly as it was written."""
+    path = index_path(root, shard)
+    rows = sealed_table(path, entry_schema()).to_pylist()
+    entries = [Entry(**{**row, "frames": tuple(row["frames"])}) for row in rows]
+    if any(entry.shard != shard or entry.section != shard.split("/")[0] for entry in entries):
+        raise ValueError("it lists the entries of another shard")
+    return sorted(entries, key=lambda entry: entry.offset)
+
+
+def salvage(root: Path, shard: str) -> Iterator[tuple[Entry, Block]]:
+    """The whole entries that a shard holds by its own word, without an index. Raises OSError."""
+    with open(root / shard, "rb") as file:
+        at, size = 0, os.fstat(file.fileno()).st_size
+        while at < size:
+            found = _own_word(file, shard, at, size)
+            if found is not None:
+                yield found
+            at = found[1].end if found is not None else at + _BLOCK
+
+
+def _own_word(file: BinaryIO, shard: str, at: int, size: int) -> tuple[Entry, Block] | None:
+    """The entry whose header lies at `at`, by its sidecar; None when there is none that is whole."""
+    name, length = _header(file, at)
+    key = name.removesuffix(".safetensors")
+    if key == name or not is_key(key) or at + _BLOCK + length > size:
+        return None
+    start = at + _BLOCK + padded(length)
+    try:
+        said = json.loads(pread(file, _header(file, start)[1], start + _BLOCK))
+        said |= {"frames": tuple(said["frames"]), "meta": canonical_json(said["meta"])}
+        entry = Entry(**said, shard=shard, offset=at + _BLOCK, bytes=length, source=None)
+        if entry.section != shard.split("/")[0]:
+            return None
+        return entry, read_block(file, entry)
+    except DamagedError:
+        return None
+    except BROKEN:
+        return None
+
+
+def sealed_table(path: Path, schema: pa.Schema) -> pa.Table:
+    """A table, once its seal is found right. Raises one of BROKEN."""
+    if not is_sealed(path.read_bytes()):
+        raise ValueError("is not as it was written")
+    table = read_table(path)
+    if table.schema.names != schema.names or table.schema.types != schema.types:
+        raise old_samples(path, table.schema) or ValueError("is another table")
+    return table

@@ -1,0 +1,285 @@
+"""Reading a cache: entries by key, as views of mapped shards or fetched from a remote store, each checked when it is first met.
+
+Legend: C channels, T h w latent; L caption tokens, D text width.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from torch import Tensor
+
+from mmspeed.config.places import is_url
+from mmspeed.errors import UserError
+from mmspeed.protocols import TextEntry
+
+from .files import ReaderLock
+from .index import Array
+from .index_reader import EntryTable, Place, SampleTable, Tables, damaged_index, open_tables
+from .remote import RemoteStore
+from .store import LocalStore, ShortError, Store
+from .tables import SECTIONS, SPLITS, Entry, entry_schema, index_path, read_info, read_rejects, read_table
+from .tensor_views import tensors_of
+
+_SHARD_TABLES = 32
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """The index as it was when it was opened, and which rows' payloads this process has found whole since."""
+
+    entries: EntryTable
+    samples: SampleTable
+    seen: Array
+
+
+class DatasetCache:
+    """A finished cache, for training. Threads, forked and spawned processes may share one.
+
+    Tensors are views of a private mapping: nothing is copied, and to write into one changes a copy of its pages in this process
+    alone, which later reads of that entry would meet. So who changes a tensor in place clones it first.
+
+    Args:
+        root: folder of the cache, or a URL that fsspec opens.
+        verify: check each payload against its checksum the first time that this process reads it.
+        partial: the samples may name entries that are not there yet; see `has`, `overlay`, `refresh` and `complete`.
+        local_cache: of a remote cache, the folder for what is fetched; None: $MMSPEED_CACHE, else `~/.cache/mmspeed`.
+        local_bytes: of a remote cache, bytes of payloads that are kept there.
+
+    Raises UserError when the cache is missing, unfinished, damaged, of another schema, or lacks entries that its samples name.
+    """
+
+    info: dict[str, Any]  # cache.json
+    root: Path  # the folder that holds its tables
+    location: str  # the folder or URL, for people
+
+    def __init__(
+        self,
+        root: Path | str,
+        verify: bool = True,
+        partial: bool = False,
+        local_cache: str | Path | None = None,
+        local_bytes: int = 64_000_000_000,
+    ) -> None:
+        self._arguments = (root, verify, partial, local_cache, local_bytes)
+        self.verify, self.partial, self.location = verify, partial, str(root)
+        self.remote = RemoteStore(str(root), local_cache, local_bytes) if is_url(root) else None
+        self.root = self.remote.folder if self.remote is not None else Path(root)
+        self._store: Store = self.remote or LocalStore(self.root)
+        self._overlay: dict[tuple[str, str], Entry] = {}
+        # No method of ours in it: a circle would keep the readers' lock until the garbage is collected.
+        read_rows = functools.partial(_read_rows, self.root, self.remote)
+        self._rows_of = functools.lru_cache(maxsize=_SHARD_TABLES)(read_rows)
+        if self.remote is None:
+            self.info = read_info(self.root)
+            self._lock = ReaderLock(self.root)  # prune, pack and repair wait for us
+        self.refresh()
+
+    def __reduce__(self) -> tuple[type[DatasetCache], tuple[Any, ...]]:
+        """A spawned process opens the cache anew: mappings do not travel."""
+        return type(self), self._arguments
+
+    # -- what is there ----------------------------------------------------------------------------------------------
+
+    @property
+    def samples(self) -> SampleTable:
+        """The samples in the order of their keys; a `Sample` is made when it is asked for."""
+        return self._opened.samples
+
+    @property
+    def duplicates(self) -> int:
+        """Entries that lie in a second shard too, because two writers made them at once; harmless."""
+        return self._opened.entries.duplicates
+
+    def split(self, name: str) -> SampleTable:
+        """The samples of split `train` or `val`."""
+        if name not in SPLITS:
+            raise ValueError(f"split {name!r} is not one of {SPLITS}")
+        return self.samples.split(name)
+
+    def keys(self, section: str) -> set[str]:
+        """The keys of all entries of a section, also of those that no sample of today names."""
+        return {*self._opened.entries.keys(section), *(key for name, key in self._overlay if name == section)}
+
+    def has(self, section: str, key: str) -> bool:
+        """Whether an entry is there to be read."""
+        return (section, key) in self._overlay or self._opened.entries.row(section, key) is not None
+
+    def entry(self, key: str, section: str | None = None) -> Entry:
+        """The whole row of an entry, from its shard's table. Raises UserError when the cache does not have it."""
+        for name in SECTIONS if section is None else (section,):
+            if (name, key) in self._overlay:
+                return self._overlay[name, key]
+            row = self._opened.entries.row(name, key)
+            if row is not None:
+                table, rows = self._rows_of(self._opened.entries.place(row).shard)
+                if (name, key) not in rows:
+                    raise damaged_index(self.root / "index" / "entries.arrow")
+                return _entry(table, rows[name, key])
+        raise self._no_entry(key, section)
+
+    def entries(self) -> Iterator[Entry]:
+        """The whole rows of all entries, each once, shard by shard."""
+        opened = self._opened
+        for shard in opened.entries.shards:
+            table, rows = self._rows_of(shard)
+            for (section, key), number in rows.items():
+                row = opened.entries.row(section, key)
+                if row is not None and opened.entries.place(row).shard == shard:
+                    yield _entry(table, number)
+
+    @property
+    def null_key(self) -> str:
+        """The key of the samples' empty caption. Raises UserError when there is none, or it is unknown which."""
+        if self.samples.null_key is not None:
+            return self.samples.null_key
+        keys = self.keys("null")
+        if len(keys) == 1:
+            return keys.pop()
+        found = "holds no" if not keys else f"does not say which of {len(keys)} is its"
+        raise UserError(f"cache {self.location} {found} encoding of the empty caption; run mmspeed preprocess again")
+
+    def rejects(self) -> list[dict[str, str]]:
+        """The sources that were not encoded: path, reason, detail."""
+        return read_rejects(self.root)
+
+    # -- reading ----------------------------------------------------------------------------------------------------
+
+    def latent(self, key: str) -> dict[str, Tensor]:
+        """`mean` (C, T, h, w) and, when a posterior is stored, `logvar` of the same shape, as they are stored."""
+        return self._tensors("latents", key)
+
+    def text(self, key: str) -> TextEntry:
+        """An encoded caption, (L, D) without padding, in the stored number type."""
+        return self._text("texts", key)
+
+    def null_text(self) -> TextEntry:
+        """The encoding of the empty caption, which stands in for a dropped one."""
+        return self._text("null", self.null_key)
+
+    def _text(self, section: str, key: str) -> TextEntry:
+        tensors = self._tensors(section, key)
+        if "embeds" not in tensors:
+            raise UserError(f"cache {self.location}: entry {key} holds no caption; run mmspeed preprocess again")
+        return TextEntry(embeds_LD=tensors["embeds"], pooled_D=tensors.get("pooled"))
+
+    def _tensors(self, section: str, key: str) -> dict[str, Tensor]:
+        """The tensors of an entry, as views of its payload."""
+        place, payload = self._payload(section, key)
+        try:
+            return tensors_of(payload)
+        except (ValueError, RuntimeError, OverflowError) as error:
+            raise self._damaged(key, place) from error
+
+    def _payload(self, section: str, key: str) -> tuple[Place, memoryview]:
+        """An entry's bytes, checked, and where they lie."""
+        opened, told = self._opened, self._overlay.get((section, key))
+        if told is not None:
+            place = Place(told.shard, told.offset, told.bytes, bytes.fromhex(told.checksum))
+            try:
+                return place, self._view(section, key, place, self.verify)
+            except FileNotFoundError:  # the shard was sealed since, and has another name
+                self.refresh()
+                opened = self._opened
+        row = opened.entries.row(section, key)
+        if row is None and self.partial:  # another command may have made it since
+            self.refresh()
+            opened = self._opened
+            row = opened.entries.row(section, key)
+        if row is None:
+            raise self._no_entry(key, section)
+        place = opened.entries.place(row)
+        try:
+            payload = self._view(section, key, place, self.verify and not opened.seen[row])
+        except FileNotFoundError:
+            raise UserError(
+                f"cache {self.location}: shard {place.shard} is missing; run mmspeed preprocess again"
+            ) from None
+        opened.seen[row] = True
+        return place, payload
+
+    def _view(self, section: str, key: str, place: Place, check: bool) -> memoryview:
+        try:
+            payload = self._store.view(section, key, place)
+            if not check or _whole(payload, place):
+                return payload
+            anew = self._store.again(section, key, place)
+            if anew is not None and _whole(anew, place):
+                return anew
+        except ShortError:
+            pass
+        except FileNotFoundError:
+            raise
+        except (OSError, OverflowError) as error:
+            raise UserError(f"cache {self.location}: shard {place.shard} cannot be read ({error})") from error
+        raise self._damaged(key, place)
+
+    # -- entries that come while the cache is open --------------------------------------------------------------------
+
+    def overlay(self, entries: Iterable[Entry]) -> None:
+        """Make entries known that no index lists yet; their `shard` is the path of a file in progress, from `root`."""
+        self._overlay.update({(entry.section, entry.key): entry for entry in entries})
+
+    def refresh(self) -> None:
+        """Look again at what is indexed and what the samples are. Views handed out before stay as they are."""
+        tables = self._open_tables()
+        lacking = tables.samples.lacking
+        if lacking and not self.partial:
+            raise UserError(
+                f"cache {self.location}: {lacking} of {len(tables.samples)} samples have no stored encoding "
+                f"(such as {tables.samples.lacking_source}); run mmspeed preprocess again"
+            )
+        gone = {shard for shard in {e.shard for e in self._overlay.values()} if not (self.root / shard).exists()}
+        self._overlay = {where: entry for where, entry in self._overlay.items() if entry.shard not in gone}
+        self._rows_of.cache_clear()
+        self._opened = _Opened(tables.entries, tables.samples, np.zeros(len(tables.entries), bool))
+
+    def complete(self) -> None:
+        """What was partial is whole now: look again, and raise UserError if an entry is still lacking."""
+        self.partial, self._overlay = False, {}
+        self._arguments = (*self._arguments[:2], False, *self._arguments[3:])
+        self.info = read_info(self.root)
+        self.refresh()
+
+    def _open_tables(self) -> Tables:
+        if self.remote is None:
+            return open_tables(self.root)
+        tables = self.remote.open_tables()
+        self.info = read_info(self.root)
+        return tables
+
+    def _no_entry(self, key: str, section: str | None) -> UserError:
+        where = f"cache {self.location}" + (f", {section}" if section else "")
+        return UserError(f"{where}: no entry {key}; run mmspeed preprocess again")
+
+    def _damaged(self, key: str, place: Place) -> UserError:
+        return UserError(
+            f"cache {self.location}: shard {place.shard} is damaged at entry {key}; "
+            "delete that file and run mmspeed preprocess again: it remakes only that shard's entries"
+        )
+
+
+def _read_rows(root: Path, remote: RemoteStore | None, shard: str) -> tuple[pa.Table, dict[tuple[str, str], int]]:
+    """The table of a shard's entries, and the row of each."""
+    path = index_path(root, shard)
+    if remote is not None:
+        path = remote.table(path.relative_to(root).as_posix())
+    table = read_table(path, entry_schema())
+    names = zip(table["section"].to_pylist(), table["key"].to_pylist(), strict=True)
+    return table, {name: row for row, name in enumerate(names)}
+
+
+def _entry(table: pa.Table, row: int) -> Entry:
+    fields = table.slice(row, 1).to_pylist()[0]
+    return Entry(**{**fields, "frames": tuple(fields["frames"])})
+
+
+def _whole(payload: memoryview, place: Place) -> bool:
+    return hashlib.sha256(payload).digest()[: len(place.checksum)] == place.checksum

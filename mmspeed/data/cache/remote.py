@@ -1,0 +1,283 @@
+"""A cache behind a URL (s3://, http://, anything that fsspec opens): its tables are copied here, its payloads fetched when they are
+asked for, by range, and kept in a local folder that many processes may share.
+
+    <folder>/cache.json, index/, rejects/, codec/     copies; `remote.json` says of which remote files
+    <folder>/payloads/<two digits>/<section>-<key>-<checksum>
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import mmap
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import fsspec
+
+from mmspeed.config.places import mirror_folder
+from mmspeed.errors import UserError
+from mmspeed.log import get_logger
+
+from .files import TEMP_SUFFIX, disk_errors, write_whole
+from .index import ENTRIES_NAME, SAMPLES_NAME, Listing, compile_index, digest_of_files
+from .index_reader import Place, Tables, damaged_index, try_open
+from .store import ShortError
+
+Result = TypeVar("Result")
+_TRIES = 3
+_TAGS = ("ETag", "etag", "md5", "mtime", "LastModified", "last_modified", "created")
+_MANIFEST = "remote.json"
+
+
+class RemoteStore:
+    """What a remote cache's reader asks for, from the local folder or over the network.
+
+    Args:
+        url: of the cache.
+        folder: local folder that the cache's own folder is made in; None: see `mirror_folder`.
+        limit: bytes of payloads kept; beyond it those unused for longest are deleted.
+
+    Attributes:
+        requests, fetched_bytes: payloads asked for over the network, and their bytes; `hits`: payloads found here.
+    """
+
+    def __init__(self, url: str, folder: str | Path | None = None, limit: int = 64_000_000_000) -> None:
+        self.url, self.limit = url.rstrip("/"), limit
+        self.folder = mirror_folder(url, folder)
+        self.requests = self.fetched_bytes = self.hits = 0
+        self._used: int | None = None  # bytes of payloads kept, as far as this process knows
+        self._fresh = 0  # bytes kept since the folder was last looked through
+        self._told = False  # that nothing can be kept
+        self._opened: tuple[int, Any, str] | None = None
+
+    # -- tables -----------------------------------------------------------------------------------------------------
+
+    def open_tables(self) -> Tables:
+        """The index of the remote cache as it is now. Raises UserError when there is none, or it cannot be reached."""
+        described = self._list("cache.json")
+        if not described:
+            raise UserError(f"no dataset cache at {self.url}; build one in a folder and copy it there")
+        remote = self._list("index")
+        parquet = {name: row for name, row in remote.items() if name.endswith(".parquet")}
+        files = digest_of_files([[name.split("/")[-1], row[0]] for name, row in parquet.items()])
+        listing = Listing(files, "")
+        with self._lock(), disk_errors(self.folder):
+            known = self._manifest()
+            for name, row in {**described, **self._list("rejects"), **self._list("codec")}.items():
+                self._copy(name, row, known)
+            same = known.get("index") == [digest_of_files([[name, *row] for name, row in parquet.items()])]
+            tables = try_open(self.folder / "index", listing, stamped=False) if same else None
+            tables = tables or self._copy_index(remote, parquet, listing, known)
+            known["index"] = [digest_of_files([[name, *row] for name, row in parquet.items()])]
+            self._remember(known)
+        return tables
+
+    def table(self, name: str) -> Path:
+        """The local copy of a table of the index, such as `index/texts-000000.parquet`."""
+        row = self._list("index").get(name)
+        if row is None:
+            raise UserError(f"cache {self.url} has no {name} any more; open it anew")
+        with self._lock(), disk_errors(self.folder):
+            known = self._manifest()
+            self._copy(name, row, known)
+            self._remember(known)
+        return self.folder / name
+
+    def _copy_index(
+        self, remote: dict[str, list[Any]], parquet: dict[str, list[Any]], listing: Listing, known: dict[str, list[Any]]
+    ) -> Tables:
+        """The compiled index of the remote cache, where it is up to date; else one made here of its Parquet files."""
+        compiled = [f"index/{name}" for name in (ENTRIES_NAME, SAMPLES_NAME)]
+        if all(name in remote for name in compiled):
+            for name in compiled:
+                self._copy(name, remote[name], known)
+            if (tables := try_open(self.folder / "index", listing, stamped=False)) is not None:
+                return tables
+        for name, row in parquet.items():
+            self._copy(name, row, known)
+        for path in (self.folder / "index").glob("[!.]*.parquet"):
+            if f"index/{path.name}" not in parquet:
+                path.unlink(missing_ok=True)
+        for name in compiled:
+            known.pop(name, None)
+        compile_index(self.folder)
+        if (tables := try_open(self.folder / "index", listing, stamped=False)) is None:
+            raise damaged_index(self.folder / "index" / ENTRIES_NAME)
+        return tables
+
+    def _list(self, name: str) -> dict[str, list[Any]]:
+        """The files in a folder of the remote cache (or the one file), with size and a tag that changes with the content."""
+
+        def ask() -> list[dict[str, Any]]:
+            filesystem, root = self._filesystem()
+            filesystem.invalidate_cache()
+            try:
+                path = f"{root}/{name}"
+                found = [filesystem.info(path)] if "." in name else filesystem.ls(path, detail=True)
+            except FileNotFoundError:
+                return []
+            return [row for row in found if row.get("type") != "directory"]
+
+        folder = "" if "." in name else f"{name}/"
+        rows = self._try(ask, f"cannot list {name} of the cache {self.url}")
+        listed = {f"{folder}{row['name'].rstrip('/').split('/')[-1]}": row for row in rows}
+        return {
+            name: [row.get("size"), next((str(row[tag]) for tag in _TAGS if row.get(tag)), "")]
+            for name, row in listed.items()
+            if not name.split("/")[-1].startswith(".")
+        }
+
+    def _copy(self, name: str, row: list[Any], known: dict[str, list[Any]]) -> None:
+        """Copy one file here unless the copy is of the same remote file."""
+        path = self.folder / name
+        if known.get(name) == row and path.exists():
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temp = path.parent / f".{os.getpid()}-{secrets.token_hex(6)}{TEMP_SUFFIX}"
+
+        def copy() -> None:
+            filesystem, root = self._filesystem()
+            filesystem.get_file(f"{root}/{name}", str(temp))
+
+        try:
+            self._try(copy, f"cannot fetch {name} of the cache {self.url}")
+            os.replace(temp, path)
+        finally:
+            temp.unlink(missing_ok=True)
+        known[name] = row
+
+    def _manifest(self) -> dict[str, list[Any]]:
+        try:
+            known = json.loads((self.folder / _MANIFEST).read_text(encoding="utf-8"))
+            return known if isinstance(known, dict) else {}
+        except (OSError, ValueError):
+            return {}
+
+    def _remember(self, known: dict[str, list[Any]]) -> None:
+        if known != self._manifest():
+            write_whole(self.folder / _MANIFEST, json.dumps(known, indent=1, sort_keys=True).encode())
+
+    @contextmanager
+    def _lock(self) -> Iterator[None]:
+        """Inside the block no other process changes the local folder's tables, or clears out payloads."""
+        with disk_errors(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            fd = os.open(self.folder / ".mirror.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        try:
+            with suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
+
+    # -- payloads ---------------------------------------------------------------------------------------------------
+
+    def view(self, section: str, key: str, place: Place) -> memoryview:
+        """A payload, mapped from the local folder; fetched into it first when it is not there."""
+        path = self._path(section, key, place)
+        try:
+            found = _map(path, place.size)
+            os.utime(path)
+            self.hits += 1
+            return found
+        except (OSError, ShortError):
+            return self.again(section, key, place)
+
+    def again(self, section: str, key: str, place: Place) -> memoryview:
+        """A payload, fetched; kept when its checksum is right, and else handed out for the caller to refuse."""
+        payload = self._try(lambda: self._range(place), f"cannot fetch {section} {key} of the cache {self.url}")
+        if hashlib.sha256(payload).digest()[: len(place.checksum)] == place.checksum:
+            self._keep(self._path(section, key, place), payload)
+        return memoryview(bytearray(payload))
+
+    def _range(self, place: Place) -> bytes:
+        filesystem, root = self._filesystem()
+        self.requests += 1
+        payload: bytes = filesystem.cat_file(f"{root}/{place.shard}", place.offset, place.offset + place.size)
+        if len(payload) != place.size:
+            raise OSError(f"{len(payload)} of {place.size} bytes of {place.shard}")
+        self.fetched_bytes += len(payload)
+        return payload
+
+    def _path(self, section: str, key: str, place: Place) -> Path:
+        return self.folder / "payloads" / key[:2] / f"{section}-{key}-{place.checksum.hex()}"
+
+    def _keep(self, path: Path, payload: bytes) -> None:
+        """Write a payload, whole or absent. Not durably: a payload that a crash damages is noticed and fetched again."""
+        if len(payload) > self.limit:
+            return
+        temp = path.parent / f".{os.getpid()}-{secrets.token_hex(6)}{TEMP_SUFFIX}"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temp.write_bytes(payload)
+            os.replace(temp, path)
+        except OSError as error:
+            if not self._told:
+                get_logger("data").warning("payloads are not kept in %s: %s", self.folder, error)
+            self._told = True
+            return
+        finally:
+            temp.unlink(missing_ok=True)
+        self._fresh += len(payload)
+        if self._used is not None:
+            self._used += len(payload)
+        # Others write here too, so the folder is looked through again after some bytes.
+        if self._used is None or self._used > self.limit or self._fresh > self.limit // 16:
+            self._clear_out()
+
+    def _clear_out(self) -> None:
+        """Delete the payloads that were unused for longest, down to 15 / 16 of the limit when it is passed."""
+        with self._lock():
+            files = []
+            for path in (self.folder / "payloads").glob("*/*"):
+                with suppress(FileNotFoundError):
+                    found = path.stat()
+                    files.append((found.st_mtime_ns, found.st_size, path))
+            self._used, self._fresh = sum(size for _, size, _ in files), 0
+            if self._used <= self.limit:
+                return
+            for _, size, path in sorted(files):
+                if self._used <= self.limit - self.limit // 16:
+                    return
+                path.unlink(missing_ok=True)
+                self._used -= size
+
+    # -- network ----------------------------------------------------------------------------------------------------
+
+    def _filesystem(self) -> tuple[Any, str]:
+        """fsspec's file system and the cache's path on it, of this process: connections do not survive a fork."""
+        if self._opened is None or self._opened[0] != os.getpid():
+            filesystem, root = fsspec.core.url_to_fs(self.url)
+            self._opened = os.getpid(), filesystem, root.rstrip("/")
+        return self._opened[1], self._opened[2]
+
+    def _try(self, action: Callable[[], Result], what: str) -> Result:
+        """What `action` returns, after at most three tries. Raises UserError."""
+        for number in range(_TRIES):
+            try:
+                return action()
+            except Exception as error:  # every store raises its own kinds
+                last = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                final = isinstance(error, ImportError | FileNotFoundError | PermissionError)
+                if final or number + 1 == _TRIES:
+                    raise UserError(f"{what} ({last}); is the address right, and can this machine reach it?") from error
+                time.sleep(0.1 * 4**number)
+        raise AssertionError
+
+
+def _map(path: Path, size: int) -> memoryview:
+    """A file of `size` bytes, mapped privately. Raises OSError, ShortError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if os.fstat(fd).st_size != size or not size:
+            raise ShortError
+        return memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY))
+    finally:
+        os.close(fd)

@@ -1,0 +1,78 @@
+"""Where payloads lie, and how their bytes are reached: mapped shards in a folder (here), or a remote store (remote.py)."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from .index_reader import Place
+
+_MAPPINGS = 128
+
+
+class ShortError(Exception):
+    """A shard ends before the entry does."""
+
+
+class Store(Protocol):
+    """What a cache reads payloads from."""
+
+    def view(self, section: str, key: str, place: Place) -> memoryview:
+        """The bytes of a payload. Raises FileNotFoundError without its shard, ShortError when that is cut off."""
+        ...
+
+    def again(self, section: str, key: str, place: Place) -> memoryview | None:
+        """The bytes anew after they were found damaged; None where there is no other place to take them from."""
+        ...
+
+
+class LocalStore:
+    """The shards of a folder, each mapped once a process and shared with others; a payload is a view of the mapping.
+
+    Mappings are private: to write into a view changes a copy of that page, in this process alone. A mapping that is dropped
+    here lives on as long as a view of it does.
+
+    Args:
+        root: the folder that shards are named relative to.
+        mappings: how many are kept; beyond it the one that was unused for longest is dropped.
+    """
+
+    def __init__(self, root: Path, mappings: int = _MAPPINGS) -> None:
+        self.root, self._limit = root, mappings
+        self._maps: dict[str, mmap.mmap] = {}  # the last used is last; single steps on it are safe between threads
+        self.mapped = 0  # mappings made so far
+
+    def view(self, section: str, key: str, place: Place) -> memoryview:
+        end = place.offset + place.size
+        mapping = self._maps.pop(place.shard, None)
+        if mapping is None or len(mapping) < end:  # a shard in progress grows
+            mapping = self._map(self.root / place.shard)
+        self._maps[place.shard] = mapping
+        while len(self._maps) > self._limit:
+            with suppress(KeyError, StopIteration, RuntimeError):
+                self._maps.pop(next(iter(self._maps)))
+        # The file's own size counts: to touch a page that was cut off since would end the process.
+        if min(len(mapping), mapping.size()) < end:
+            raise ShortError
+        return memoryview(mapping)[place.offset : end]
+
+    def again(self, section: str, key: str, place: Place) -> memoryview | None:
+        return None
+
+    def _map(self, path: Path) -> mmap.mmap:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self.mapped += 1
+            mapping = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
+            # Cold reads then come in large pages: half of the processor's work (`mmspeed bench loader`, small latents).
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                with suppress(OSError):  # a kernel without them
+                    mapping.madvise(mmap.MADV_HUGEPAGE)
+            return mapping
+        except ValueError:  # nothing in it
+            raise ShortError from None
+        finally:
+            os.close(fd)

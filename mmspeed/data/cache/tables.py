@@ -1,0 +1,289 @@
+"""The tables of a cache: entries (immutable, one a shard), samples and rejects (replaced whole), and `cache.json`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mmspeed.errors import UserError
+from mmspeed.shapes import Bucket
+from mmspeed.version import __version__
+
+from .checksum import BLANK, is_sealed, seal
+from .checksummed_files import sealed_file
+from .files import write_whole
+
+SCHEMA_VERSION = 2
+SECTIONS = ("latents", "texts", "null")
+SPLITS = ("train", "val")
+SAMPLES_FILE = Path("index/samples.parquet")
+_REJECTS = Path("rejects/rejects.parquet")
+NULL_KEY = b"mmspeed.null_key"  # metadata of the table of samples
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A row of the entries' index: one encoded clip, image or caption, and where its bytes lie."""
+
+    key: str
+    section: str
+    shard: str  # path of the tar, relative to the cache
+    offset: int  # of the safetensors payload in the tar
+    bytes: int
+    checksum: str  # first 32 hexadecimal digits of the payload's SHA-256
+    bucket: str | None
+    tokens: int
+    content_id: str
+    frames: tuple[int, ...]  # frames taken from the source
+    fps: float | None
+    source: str | None  # None after a repair: file names are no part of what an entry is made from
+    meta: str  # JSON of what the key was made from
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One sample of the data set: which latents, which captions (none: the empty caption), and which split it is in.
+
+    Of several latents (windows or crops of one clip, all of one bucket) each use draws one. A sample whose source failed after
+    the order of training was made is `lost`: it keeps its place in the order, with weight 0. `dataset` is the name of the data
+    set that its source belongs to, one of the config's `data.dataset_names`.
+    """
+
+    key: str
+    latent_keys: tuple[str, ...]
+    text_keys: tuple[str, ...]
+    split: str
+    bucket: Bucket
+    source: str
+    tokens: int = 0
+    content_id: str = ""
+    lost: bool = False
+    dataset: str = ""
+
+
+class Rejection(NamedTuple):
+    """One source that was not encoded, and why."""
+
+    path: str
+    reason: str
+    detail: str = ""
+
+
+def entry_schema() -> pa.Schema:
+    """Columns of `index/<shard>.parquet`."""
+    return pa.schema(
+        {
+            "key": pa.string(),
+            "section": pa.string(),
+            "shard": pa.string(),
+            "offset": pa.int64(),
+            "bytes": pa.int64(),
+            "checksum": pa.string(),
+            "bucket": pa.string(),
+            "tokens": pa.int64(),
+            "content_id": pa.string(),
+            "frames": pa.list_(pa.int32()),
+            "fps": pa.float64(),
+            "source": pa.string(),
+            "meta": pa.string(),
+        }
+    )
+
+
+def sample_schema() -> pa.Schema:
+    """Columns of `index/samples.parquet`."""
+    return pa.schema(
+        {
+            "key": pa.string(),
+            "latent_keys": pa.list_(pa.string()),
+            "text_keys": pa.list_(pa.string()),
+            "split": pa.string(),
+            "bucket": pa.string(),
+            "source": pa.string(),
+            "tokens": pa.int64(),
+            "content_id": pa.string(),
+            "lost": pa.bool_(),
+            "dataset": pa.string(),
+            "captions": pa.int32(),
+        }
+    )
+
+
+def parquet_bytes(
+    rows: Sequence[Mapping[str, Any]], schema: pa.Schema, facts: Mapping[str, str] | None = None
+) -> bytes:
+    """Rows as the bytes of a sealed Parquet file, with `facts` in its footer."""
+    sink = pa.BufferOutputStream()
+    with pq.ParquetWriter(sink, schema, compression="zstd") as writer:
+        writer.write_table(pa.Table.from_pylist(list(rows), schema=schema))
+        writer.add_key_value_metadata({**(facts or {}), "mmspeed.seal": BLANK})
+    return seal(sink.getvalue().to_pybytes())
+
+
+def read_facts(path: Path) -> dict[str, str]:
+    """What stands in the footer of a Parquet file of the cache. Raises UserError when it is damaged."""
+    try:
+        metadata = pq.read_metadata(path, memory_map=True).metadata or {}
+        return {name.decode(): value.decode() for name, value in metadata.items() if name.startswith(b"mmspeed.")}
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise _damaged(path, error) from error
+
+
+def read_table(path: Path, schema: pa.Schema | None = None) -> pa.Table:
+    """A Parquet file of the cache, or those columns of it. Raises UserError unless it is exactly as it was written.
+
+    The seal is looked at first, so no parser meets damaged bytes.
+    """
+    try:
+        if not sealed_file(path):
+            raise ValueError("not as it was written")
+        if schema is not None and (old := old_samples(path, pq.read_schema(path, memory_map=True))):
+            raise old
+        names = None if schema is None else schema.names
+        table = pq.read_table(path, memory_map=True, columns=names, partitioning=None)
+        if schema is not None and (table.schema.names != schema.names or table.schema.types != schema.types):
+            raise ValueError(f"its columns are {', '.join(table.schema.names)}")
+        return table
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise _damaged(path, error) from error
+
+
+def read_columns(path: Path, names: Iterable[str]) -> Iterator[pa.ChunkedArray]:
+    """Columns of a Parquet file one by one, for a table that should not be in memory as a whole. Raises as `read_table`."""
+    try:
+        if not sealed_file(path):
+            raise ValueError("not as it was written")
+        with pq.ParquetFile(path, memory_map=True) as file:
+            if old := old_samples(path, file.schema_arrow):
+                raise old
+            for name in names:
+                yield file.read(columns=[name])[name]
+    except (pa.ArrowException, OSError, ValueError, KeyError) as error:
+        raise _damaged(path, error) from error
+
+
+class OldSamplesError(UserError):
+    """The table of samples is whole, and from before samples named their data set."""
+
+
+def old_samples(path: Path, schema: pa.Schema) -> OldSamplesError | None:
+    """What to say when a whole table at `path` is a table of samples without the column of data sets; else None."""
+    if path.name != SAMPLES_FILE.name or "dataset" in schema.names:
+        return None
+    return OldSamplesError(
+        f"cache {path.parent.parent} was made before samples named their data set; run `mmspeed preprocess` again: "
+        "it writes the table of samples anew and encodes nothing again"
+    )
+
+
+def _damaged(path: Path, error: Exception) -> UserError:
+    return UserError(f"cache table {path} is damaged ({error}); delete it and run mmspeed preprocess again")
+
+
+def index_path(root: Path, shard: str) -> Path:
+    """Where the entries of a shard are listed, such as `index/texts-000000.parquet` for `texts/000000.tar`."""
+    return root / "index" / (shard.removesuffix(".tar").replace("/", "-") + ".parquet")
+
+
+def shard_of_index(path: Path) -> str:
+    """The shard, relative to the cache, whose entries an index file lists."""
+    return path.stem.replace("-", "/") + ".tar"
+
+
+def index_files(root: Path) -> list[Path]:
+    """The entries' index files, in the order of their shards."""
+    return sorted(path for path in (root / "index").glob("[!.]*.parquet") if path != root / SAMPLES_FILE)
+
+
+def write_index(root: Path, shard: str, entries: Sequence[Entry], size: int, sha256: str, replace: bool = True) -> bool:
+    """Write the index of one closed shard; with `replace` false one that exists stays. Whether ours was written.
+
+    `size` and `sha256` are the shard's bytes and their digest, by which `verify` notices every change of it.
+    """
+    rows = [dataclasses.asdict(entry) for entry in entries]
+    facts = {"mmspeed.shard_bytes": str(size), "mmspeed.shard_sha256": sha256}
+    return write_whole(index_path(root, shard), parquet_bytes(rows, entry_schema(), facts), replace=replace)
+
+
+def write_samples(root: Path | str, samples: Iterable[Sample], null_key: str | None = None) -> None:
+    """Replace the table of samples, whole; rows are ordered by key, so that it does not depend on who made them.
+
+    `null_key` is the entry of the empty caption that belongs to these samples' texts; it must be given when the cache
+    holds empty captions of several encoders. Raises ValueError when two samples have one key or a split is unknown.
+    """
+    ordered = sorted(samples, key=lambda sample: sample.key)
+    for before, sample in zip([None, *ordered], ordered, strict=False):
+        if before is not None and before.key == sample.key:
+            raise ValueError(f"two samples have the key {sample.key}; number_duplicates makes keys distinct")
+        if sample.split not in SPLITS:
+            raise ValueError(f"sample {sample.key}: split is {sample.split!r}, not one of {SPLITS}")
+    rows = [{**vars(sample), "bucket": sample.bucket.name, "captions": len(sample.text_keys)} for sample in ordered]
+    schema = sample_schema().with_metadata({NULL_KEY: null_key} if null_key else None)
+    write_whole(Path(root) / SAMPLES_FILE, parquet_bytes(rows, schema))
+
+
+def read_samples(root: Path) -> tuple[list[Sample], str | None]:
+    """The samples of the last preprocess, ordered by key, and the key of their empty caption when it was given."""
+    path = root / SAMPLES_FILE
+    if not path.exists():
+        raise UserError(f"cache {root} lists no samples yet; run mmspeed preprocess to its end")
+    table = read_table(path, sample_schema())
+    null_key = (table.schema.metadata or {}).get(NULL_KEY)
+    samples = []
+    for row in table.drop_columns(["captions"]).to_pylist():
+        row["bucket"] = Bucket.parse(row["bucket"])
+        row["latent_keys"], row["text_keys"] = tuple(row["latent_keys"]), tuple(row["text_keys"])
+        samples.append(Sample(**row))
+    return samples, null_key.decode() if null_key else None
+
+
+def write_rejects(root: Path | str, rejections: Iterable[tuple[str, str, str]]) -> None:
+    """Replace the list of rejected sources: (path, reason, detail) of each."""
+    schema = pa.schema({name: pa.string() for name in Rejection._fields})
+    rows = [Rejection(*rejection)._asdict() for rejection in sorted(rejections)]
+    write_whole(Path(root) / _REJECTS, parquet_bytes(rows, schema))
+
+
+def read_rejects(root: Path) -> list[dict[str, str]]:
+    """The rejected sources, as dicts with path, reason and detail."""
+    paths = sorted((root / _REJECTS.parent).glob("[!.]*.parquet"))
+    return [row for path in paths for row in read_table(path).to_pylist()]
+
+
+def write_info(root: Path | str, info: Mapping[str, Any]) -> None:
+    """Replace `cache.json`: what the cache was made with (encoders, fps, number types), and its schema and version."""
+    content = {**info, "schema": SCHEMA_VERSION, "mmspeed": __version__, "seal": BLANK}
+    text = json.dumps(content, indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False)
+    write_whole(Path(root) / "cache.json", seal((text + "\n").encode()))
+
+
+def read_info(root: Path | str) -> dict[str, Any]:
+    """The content of `cache.json`. Raises UserError when there is no cache, or it has another schema."""
+    path = Path(root) / "cache.json"
+    if not path.exists():
+        raise UserError(f"no dataset cache at {root}; run mmspeed preprocess first")
+    try:
+        data = path.read_bytes()
+        info = json.loads(data)
+        schema = info["schema"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(
+            f"{path} is no description of a cache ({error!r}); delete it and run mmspeed preprocess"
+        ) from error
+    if schema != SCHEMA_VERSION:
+        made = info.get("mmspeed", "of unknown version")
+        raise UserError(
+            f"cache {root} has schema {schema} (made by mmspeed {made}), this mmspeed reads {SCHEMA_VERSION}; "
+            "name another folder under data.cache and run mmspeed preprocess"
+        )
+    if not is_sealed(data):
+        raise UserError(
+            f"{path} is not as it was written; delete it and run mmspeed preprocess: nothing is encoded again"
+        )
+    return info

@@ -1,0 +1,248 @@
+"""The first epoch on an incomplete cache: what a step lacks is made before the step, every entry by one process, once.
+
+Preprocess does the making (`Maker`); here stands who makes what, and when. That is a function of the order of training alone, so
+the ranks agree without asking. What they tell each other before every step is where new entries lie, and which samples
+are lost because their source failed. Between processes the entries themselves travel through the cache's files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch.distributed as dist
+
+from mmspeed import comm
+from mmspeed.data.cache.reader import DatasetCache
+from mmspeed.data.cache.tables import Entry, Sample
+from mmspeed.data.sampling.rank_batches import meeting
+from mmspeed.data.sampling.sampler import BatchSampler, Draw
+from mmspeed.device import Device
+from mmspeed.errors import UserError
+from mmspeed.log import ProgressLine, format_bytes, get_logger
+
+log = get_logger("data")
+
+_PART = 256  # samples that are made between two talks of the ranks, where no step asks for them
+
+
+@dataclass
+class Made:
+    """What a maker did: where new entries lie, entries that have moved since they were told, and samples that are lost."""
+
+    entries: list[Entry] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)  # keys of samples
+    rejections: list[tuple[str, str, str]] = field(default_factory=list)  # (source, reason, detail) of what was lost
+
+
+@dataclass(frozen=True)
+class Task:
+    """Sources and captions (keys of texts) that one rank makes before one step."""
+
+    sources: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
+
+
+class Maker(Protocol):
+    """What makes entries: preprocess, seen from training. All its files are in the cache's own format."""
+
+    def plan(self, device: Device, rank: int, world: int, group: dist.ProcessGroup | None) -> None:
+        """Look at every source and write the tables of the samples that there will be. A collective call.
+
+        Raises UserError when there is nothing to train on.
+        """
+        ...
+
+    def start(self, cache: DatasetCache, tasks: Sequence[Task]) -> None:
+        """Make ready for this rank's tasks in their order: decoding may run ahead."""
+        ...
+
+    def make(self, task: Task) -> Made:
+        """Encode one task and store it. Entries that other ranks may read are durable when this returns."""
+        ...
+
+    def told(self) -> None:
+        """All ranks know of everything that `make` has returned, and have read all that they need of earlier steps."""
+        ...
+
+    def close(self) -> None:
+        """Store everything for good, and end child processes. The cache may be left incomplete."""
+        ...
+
+    def conclude(self, lost: Sequence[str], rejections: Sequence[tuple[str, str, str]]) -> None:
+        """Write the tables of a complete cache; rank 0 is asked to."""
+        ...
+
+    def free(self) -> tuple[int, int]:
+        """Drop the encoders. Bytes of device memory in use (on the CPU: of the process) before and after."""
+        ...
+
+
+class Owners:
+    """Who makes what: each thing before its first use, by a rank that uses it, in turn among those that do.
+
+    Several ranks meet a sample under sequence or tensor parallelism.
+    """
+
+    def __init__(self) -> None:
+        self.by_thing: dict[str, tuple[int, int]] = {}  # (step, rank), in the order of first uses
+        self._turns: dict[tuple[int, ...], int] = {}
+
+    def used(self, thing: str, step: int, ranks: tuple[int, ...]) -> None:
+        """A thing that lacks is used; the uses come in the order of training."""
+        if thing not in self.by_thing:
+            turn = self._turns[ranks] = self._turns.get(ranks, -1) + 1
+            self.by_thing[thing] = step, ranks[turn % len(ranks)]
+
+
+class FirstEpoch:
+    """Steers a maker through the rest of the first epoch, on every rank alike.
+
+    Args:
+        cache: opened with `partial=True`; learns of new entries here, and is whole after `finish`.
+        sampler: the order of training.
+        maker: makes this rank's share.
+        rank: this process among all of `group`.
+        world: how many processes share the batches.
+        start: the first step that is trained now.
+        stop: the step at which training ends; no entry is made for steps beyond it.
+        held_out: samples that validation reads; made before the first step.
+        group: process group for the talk between ranks, with a long time-out; None for one process.
+    """
+
+    def __init__(
+        self,
+        cache: DatasetCache,
+        sampler: BatchSampler,
+        maker: Maker,
+        rank: int,
+        world: int,
+        start: int,
+        stop: int,
+        held_out: Sequence[Sample] = (),
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.cache, self.sampler, self.maker = cache, sampler, maker
+        self.rank, self.world, self.group = rank, world, group
+        self.active = True
+        self.freed: tuple[int, int] | None = None  # bytes of device memory before and after the encoders went
+        self.made = self.made_here = 0  # entries, of all ranks and of this one
+        self.lost = {sample.key for sample in cache.samples if sample.lost}
+        self.rejections: list[tuple[str, str, str]] = []
+        self._next = start
+        last = min(stop, sampler.first_pass)
+        self._tasks = self._plan(held_out, range(start, last))
+        maker.start(cache, [self._tasks[step] for step in sorted(self._tasks)])
+
+    def provide(self, step: int) -> None:
+        """Make what `step` lacks; afterwards every rank can read it. A collective call.
+
+        With the first step of the second epoch the cache becomes whole, and the encoders go.
+        """
+        if not self.active:
+            return
+        if step >= self.sampler.first_pass:
+            self.finish()
+            return
+        if step < self._next:
+            raise ValueError(f"step {step} was provided for already")
+        self._next = step + 1
+        self._share(self._tasks.pop(step, Task()))
+
+    def mark(self, draws: Sequence[Draw]) -> list[Draw]:
+        """The draws, with those samples marked lost whose source has failed."""
+        return [
+            replace(draw, sample=replace(draw.sample, lost=True)) if draw.sample.key in self.lost else draw
+            for draw in draws
+        ]
+
+    def finish(self) -> None:
+        """Make all that is left, write the tables of a complete cache, free the encoders. A collective call."""
+        if not self.active:
+            return
+        left = self._plan([sample for sample in self.cache.samples if sample.key not in self.lost], range(0))
+        self.maker.start(self.cache, list(left.values()))
+        with ProgressLine("cache", len(left), "part") as line:
+            for task in left.values():
+                self._share(task)
+                line.advance()
+        self.maker.close()
+        comm.barrier(self.group)  # every shard is sealed and indexed
+        comm.first_does(lambda: self.maker.conclude(sorted(self.lost), self.rejections), self.rank, self.group)
+        self.cache.complete()
+        self.active = False
+        before, after = self.freed = self.maker.free()
+        log.info(
+            f"the cache is complete: {self.made} entries were made in the first epoch, {len(self.lost)} samples are lost; "
+            f"encoders freed: {format_bytes(before)} in use before, {format_bytes(after)} after"
+        )
+
+    def close(self) -> None:
+        """Store what was made; the next run goes on from there."""
+        if self.active:
+            self.maker.close()
+            self.active = False
+
+    def _plan(self, first: Sequence[Sample], steps: range) -> dict[int, Task]:
+        """This rank's tasks by step: `first` with the first step (in parts without steps), then the uses of `steps` in order."""
+        sources, texts = Owners(), Owners()
+        for step, ranks, sample in self._uses(first, steps):
+            if self._lacks_latent(sample):
+                sources.used(sample.source, step, ranks)
+            for key in sample.text_keys:
+                if not self.cache.has("texts", key):
+                    texts.used(key, step, ranks)
+        by_step: dict[int, tuple[list[str], list[str]]] = {}
+        for place, owners in enumerate((sources, texts)):
+            for thing, (step, rank) in owners.by_thing.items():
+                lists = by_step.setdefault(step, ([], []))
+                if rank == self.rank:
+                    lists[place].append(thing)
+        return {step: Task(tuple(names), tuple(keys)) for step, (names, keys) in sorted(by_step.items())}
+
+    def _uses(self, first: Sequence[Sample], steps: range) -> Iterable[tuple[int, tuple[int, ...], Sample]]:
+        """(step, ranks, sample) of `first` and of the draws of `steps`; a stage is left when all its samples were met."""
+        for position, sample in enumerate(first):
+            yield steps.start if steps else position // _PART, (position % self.world,), sample
+        stage, met, there = -1, set[str](), 0
+        for step in steps:
+            if self.sampler.stage_at(step) != stage:
+                stage, met = self.sampler.stage_at(step), set()
+                there = self.sampler.samples_of(stage)
+            if len(met) == there:
+                continue
+            for draw, ranks in meeting(self.sampler.draws(step), self.sampler.batching, self.world):
+                if draw.sample.key not in met and draw.sample.key not in self.lost:
+                    yield step, ranks, draw.sample
+                met.add(draw.sample.key)
+
+    def _lacks_latent(self, sample: Sample) -> bool:
+        return any(not self.cache.has("latents", key) for key in sample.latent_keys)
+
+    def _share(self, task: Task) -> None:
+        """Make a task, and tell all ranks; a UserError of one rank is raised on all."""
+        made, problem = Made(), None
+        try:
+            made = self.maker.make(task)
+        except UserError as error:
+            problem = str(error)
+        rows = [[e.section, e.key, e.shard, e.offset, e.bytes, e.checksum, e.tokens] for e in made.entries]
+        told = comm.all_gather_objects([rows, made.lost, made.rejections, problem], self.group)
+        problems = [part[3] for part in told if part[3] is not None]
+        if problems:
+            raise UserError(problems[0])
+        for rank, (rows, lost, rejections, _) in enumerate(told):
+            entries = [_entry(*row) for row in rows]
+            new = sum(not self.cache.has(entry.section, entry.key) for entry in entries)
+            self.made += new
+            self.made_here += new if rank == self.rank else 0
+            self.cache.overlay(entries)
+            self.lost.update(lost)
+            self.rejections += [(source, reason, detail) for source, reason, detail in rejections]
+        self.maker.told()
+
+
+def _entry(section: str, key: str, shard: str, offset: int, size: int, checksum: str, tokens: int) -> Entry:
+    """The part of an entry's row that reading takes."""
+    return Entry(key, section, shard, offset, size, checksum, None, tokens, "", (), None, None, "{}")

@@ -1,0 +1,231 @@
+"""A rank's batches of any range of steps, read ahead of the one who asks for them.
+
+How that is done ahead, in a thread or in processes, stands in `prefetch.py`; how samples become a batch is the task's (`Collate`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
+from typing import Protocol
+
+from mmspeed.data.cache.reader import DatasetCache
+from mmspeed.data.collate import VideoCollate
+from mmspeed.data.sampling.rank_batches import count_present, imbalance, share
+from mmspeed.data.sampling.sampler import BatchSampler, Draw
+from mmspeed.device import Device
+from mmspeed.protocols import Batch, BatchShape, Item, StepData
+
+from .first_epoch import FirstEpoch
+from .prefetch import in_workers, on_device, read_ahead
+
+Part = list[tuple[Draw, float]]  # a micro-batch before it is read
+
+
+class Collate(Protocol):
+    """Makes the batch of (draw, weight) pairs of one shape class; it travels to other processes."""
+
+    def __call__(self, draws: Part, /) -> Batch:
+        """The batch, padded. Each item is what it would be in any other batch."""
+        ...
+
+    def shape(self, draws: Part, /) -> BatchShape:
+        """The shapes of the batch's tensors, without reading them."""
+        ...
+
+
+class Batches:
+    """A step's micro-batches on this rank: their number is known, each is read when its turn comes, and handed out once."""
+
+    def __init__(self, count: int, first: Batch | None, pull: Callable[[], Batch | None]) -> None:
+        self._count = self._left = count
+        self._first, self._pull = first, pull
+        self._started = False
+        self._extents: dict[str, tuple[int, ...]] = {}
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Batch]:
+        if self._started:
+            raise RuntimeError("the micro-batches of a step are handed out once")
+        self._started = True
+        return self._hand_out()
+
+    def _hand_out(self) -> Iterator[Batch]:
+        while self._left:
+            yield self._next()  # no name for it here, which would keep it in memory
+
+    def _next(self) -> Batch:
+        self._left -= 1
+        batch, self._first = self._first or self._pull(), None
+        assert batch is not None
+        for name, tensor in batch.tensors.items():
+            before = self._extents.get(name, tuple(tensor.shape))
+            self._extents[name] = tuple(map(max, before, tensor.shape))
+        return batch
+
+    @property
+    def extents(self) -> dict[str, tuple[int, ...]]:
+        """The largest size along each dim of each tensor, of the batches handed out so far."""
+        return dict(self._extents)
+
+    def drop(self) -> None:
+        """Pass over those that nobody asked for."""
+        while self._left:
+            self._next()
+
+
+_Tag = tuple[list[Draw], int]  # of a micro-batch: its step's draws, and how many micro-batches the step has
+_Source = Generator[tuple[_Tag, Batch | None], None, None]
+
+
+class _Reader:
+    """Reads a micro-batch; None for a step that has none."""
+
+    def __init__(self, collate: Collate) -> None:
+        self.collate = collate
+
+    def __call__(self, part: Part) -> Batch | None:
+        return self.collate(part) if part else None
+
+
+class Loader:
+    """A rank's batches of any range of steps.
+
+    Args:
+        cache, sampler: where samples lie, and in which order they come.
+        rank, world: this rank among those that split the batch.
+        seed, caption_dropout: of the draws that are made when a sample is read.
+        prefetch: micro-batches in memory ahead of the one that was asked for, by a thread; 0: read when asked for.
+        first_epoch: makes what an incomplete cache lacks; may be set later, before `steps`.
+        workers: processes that read, beside the thread. Each has one micro-batch under way at least, and one waits here
+            (two where there is an accelerator), even if `prefetch` is less.
+        collate: makes batches; None: those of the video task, from `cache`.
+        device: where an accelerator's batches are brought to, one ahead; on the CPU, or without it, they stay as they were read.
+    """
+
+    def __init__(
+        self,
+        cache: DatasetCache,
+        sampler: BatchSampler,
+        rank: int = 0,
+        world: int = 1,
+        seed: int = 0,
+        caption_dropout: float = 0.0,
+        prefetch: int = 0,
+        first_epoch: FirstEpoch | None = None,
+        workers: int = 0,
+        device: Device | None = None,
+        collate: Collate | None = None,
+    ) -> None:
+        self.cache, self.sampler = cache, sampler
+        self.rank, self.world = rank, world
+        self.seed, self.caption_dropout, self.prefetch = seed, caption_dropout, prefetch
+        self.first_epoch, self.workers, self.device = first_epoch, workers, device
+        self.collate: Collate = collate or VideoCollate(cache, seed, caption_dropout)
+        self.waited_seconds = 0.0  # time the consumer stood still for data, over all steps so far
+
+    def steps(self, start: int, stop: int) -> Generator[StepData, None, None]:
+        """The optimizer steps in [start, stop), counted from the start of training, with the micro-batches of each.
+
+        A step's micro-batches are there until the next step is asked for. While a first epoch is being made, they are read
+        when they are asked for, as all ranks make it together then. An error while reading ahead is raised here, at the
+        micro-batch it belongs to. Closing the generator ends the thread and the processes.
+        """
+        while start < stop and self.first_epoch is not None and self.first_epoch.active:
+            began = time.perf_counter()
+            self.first_epoch.provide(start)
+            self.waited_seconds += time.perf_counter() - began
+            yield from self._grouped(self._read(self._jobs(range(start, start + 1))))
+            start += 1
+        if self.first_epoch is not None and start >= self.sampler.first_pass:
+            self.first_epoch.finish()
+        source = self._source(self._jobs(range(start, stop)))
+        try:
+            yield from self._grouped(source)
+        finally:
+            source.close()
+
+    def _grouped(self, source: _Source) -> Generator[StepData, None, None]:
+        """A stream of micro-batches by their steps."""
+        while (first := self._pull(source)) is not None:
+            (draws, count), batch = first
+            batches = Batches(count, batch, lambda: _batch(self._pull(source)))
+            del first, batch  # it is the consumer's alone, and gone when the consumer is done with it
+            yield self._step(draws, batches)
+            batches.drop()
+
+    def _step(self, draws: list[Draw], batches: Batches) -> StepData:
+        """A step's data: its divisor is the number of its samples that are there."""
+        there = [draw for draw in draws if not draw.sample.lost]
+        return StepData(
+            divisors={"samples": float(len(there))},
+            batches=batches,
+            items=[Item(*draw.name, draw.sample.source, draw.sample.bucket.name) for draw in draws],
+            counts=Counter(draw.sample.bucket for draw in there),
+            imbalance=imbalance(draws, self.sampler.batching, self.world),
+        )
+
+    def shapes(self, step: int) -> list[BatchShape]:
+        """The shapes of this rank's micro-batches of a step, before any of them is read."""
+        return [self.collate.shape(part) for part in self._parts(step)[1]]
+
+    def _pull(self, source: _Source) -> tuple[_Tag, Batch | None] | None:
+        """The next micro-batch, None at the end, and the time that this takes."""
+        began = time.perf_counter()
+        try:
+            return next(source, None)
+        finally:
+            self.waited_seconds += time.perf_counter() - began
+
+    # -- what is read, and where ------------------------------------------------------------------------------------
+
+    def _parts(self, step: int) -> tuple[list[Draw], list[Part]]:
+        """A step's draws over all ranks, and this rank's micro-batches; none of these when all samples are lost."""
+        draws = self.sampler.draws(step)
+        if self.first_epoch is not None:
+            draws = self.first_epoch.mark(draws)
+        if not count_present(draws):
+            return draws, []
+        return draws, share(draws, self.sampler.batching, self.rank, self.world)
+
+    def _jobs(self, steps: range) -> Iterator[tuple[_Tag, Part]]:
+        """The parts of all steps in their order; an empty one for a step that has none."""
+        for step in steps:
+            draws, parts = self._parts(step)
+            for part in parts or [[]]:
+                yield (draws, len(parts)), part
+
+    def _read(self, jobs: Iterator[tuple[_Tag, Part]], pin: bool = False) -> _Source:
+        """The micro-batches of `jobs`, read when they are asked for."""
+        read = _Reader(self.collate)
+        for tag, part in jobs:
+            yield tag, (_pinned(read(part)) if pin else read(part))
+
+    def _source(self, jobs: Iterator[tuple[_Tag, Part]]) -> _Source:
+        """The micro-batches of `jobs`, read and copied ahead."""
+        copied = self.device is not None and self.device.kind != "cpu" and (self.prefetch >= 2 or self.workers > 0)
+        ahead = self.prefetch - copied  # the copy on the device is one of them
+        source: _Source
+        if self.workers:
+            read = _Reader(self.collate)
+            each = max(1, (ahead - 1) // self.workers)  # the one that the thread has taken is one of them too
+            finish = _pinned if copied else None
+            source = read_ahead(in_workers(jobs, read, self.workers, each, finish), 1)
+        else:
+            source = self._read(jobs, pin=copied)
+            source = read_ahead(source, ahead) if ahead else source
+        if copied:
+            assert self.device is not None
+            return on_device(source, self.device)
+        return source
+
+
+def _batch(item: tuple[_Tag, Batch | None] | None) -> Batch | None:
+    return None if item is None else item[1]
+
+
+def _pinned(batch: Batch | None) -> Batch | None:
+    return None if batch is None else batch.pin_memory()

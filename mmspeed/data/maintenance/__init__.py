@@ -1,0 +1,1 @@
+"""Care of a cache: verify, repair, merge, prune, pack, statistics."""

@@ -1,0 +1,220 @@
+"""Caches that were built on several machines, made one: what the other has and this one lacks is copied, byte for byte."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmspeed.data.cache.codec_file import codec_facts, own_codec
+from mmspeed.data.cache.files import write_whole
+from mmspeed.data.cache.keys import number_duplicates
+from mmspeed.data.cache.shards import shard_sha256
+from mmspeed.data.cache.tables import (
+    Sample,
+    index_files,
+    index_path,
+    read_facts,
+    read_info,
+    read_rejects,
+    read_samples,
+    shard_of_index,
+    write_index,
+    write_info,
+    write_rejects,
+    write_samples,
+)
+from mmspeed.data.cache.writer import repair
+from mmspeed.errors import UserError
+from mmspeed.log import progress
+
+from .prune_pack import blocks_of, care_lock, forget_compiled, publish, rows_of
+
+_MUST_AGREE = ("encoders", "latent_dtype", "text_dtype", "encoding_version", "fps")
+_OWN = ("mmspeed", "schema", "seal", "build")  # written by write_info, or of one build only
+_NUMBER = re.compile(r"^([0-9a-f]{32})-[0-9]+$")
+
+
+@dataclass
+class MergeReport:
+    """What a merge brought."""
+
+    linked: int = 0  # shards taken whole, sharing their bytes on the disk
+    copied: int = 0  # entries copied into new shards
+    present: int = 0  # entries that were there already
+    samples: int = 0  # of the merged cache
+    split_conflicts: int = 0  # samples that the caches put into different splits: the first cache's word counts
+
+
+@dataclass(frozen=True)
+class _Contents:
+    root: Path
+    info: dict[str, Any]
+    samples: list[Sample]
+    null_key: str | None
+
+
+def merge(into: Path, sources: Sequence[Path], shard_bytes: int = 256_000_000) -> MergeReport:
+    """Bring all entries, samples and rejects of `sources` into the cache `into`, which is made when there is none.
+
+    Data sets of one name are one. Killed in between, the same command goes on. Raises UserError in one line when the caches do not
+    fit each other.
+    """
+    given = [_open(root) for root in sources]
+    for one in given:
+        if one.root.resolve() == into.resolve():
+            raise UserError(f"{one.root} cannot be merged into itself")
+    own = _open(into) if (into / "cache.json").exists() else None
+    parts = ([own] if own else []) + given
+    made_for = _check_fit(parts)
+    into.mkdir(parents=True, exist_ok=True)
+    report = MergeReport()
+    with care_lock(into):
+        repair(into)
+        _bring_codec(into, parts)
+        known = {(e.section, e.key) for path in index_files(into) for e in rows_of(into, shard_of_index(path))}
+        for one in given:
+            with care_lock(one.root) if os.access(one.root, os.W_OK) else nullcontext():
+                _bring_entries(into, one.root, known, shard_bytes, report)
+        rejects = {(r["path"], r["reason"], r["detail"]) for one in parts for r in read_rejects(one.root)}
+        samples = unite_samples([one.samples for one in parts], report)
+        write_rejects(into, rejects)
+        info = {name: value for name, value in parts[0].info.items() if name not in _OWN}
+        write_info(into, info | ({"made_for": made_for} if made_for is not None else {}))
+        write_samples(into, samples, null_key=next((one.null_key for one in parts if one.null_key), None))
+        forget_compiled(into)
+    return report
+
+
+def _open(root: Path) -> _Contents:
+    info = read_info(root)
+    samples, null_key = read_samples(root)
+    return _Contents(root, info, samples, null_key)
+
+
+def _check_fit(parts: Sequence[_Contents]) -> Any:
+    """The `made_for` of the merged cache. Raises UserError when the caches were made in different ways."""
+    first = parts[0]
+    made_for = first.info.get("made_for")
+    for other in parts[1:]:
+        names = [name for name in _MUST_AGREE if first.info.get(name) != other.info.get(name)]
+        if names:
+            details = "; ".join(_difference(name, first.info.get(name), other.info.get(name)) for name in names)
+            raise UserError(f"{other.root} does not fit {first.root}: {details}")
+        if first.null_key and other.null_key and first.null_key != other.null_key:
+            raise UserError(f"{other.root} does not fit {first.root}: their empty captions are encoded differently")
+        theirs = other.info.get("made_for")
+        if made_for is not None and theirs is not None:
+            names = sorted(n for n in made_for.keys() | theirs.keys() if made_for.get(n) != theirs.get(n))
+            if set(names) - {"sources"}:
+                raise UserError(
+                    f"{other.root} does not fit {first.root}: made with other data settings ({', '.join(names)})"
+                )
+            _check_names(first.root, made_for.get("sources", []), other.root, theirs.get("sources", []))
+            more = [source for source in theirs.get("sources", []) if source not in made_for.get("sources", [])]
+            made_for = {**made_for, "sources": [*made_for.get("sources", []), *more]} if more else made_for
+    return made_for
+
+
+def _check_names(here: Path, ours: Sequence[dict[str, Any]], there: Path, theirs: Sequence[dict[str, Any]]) -> None:
+    """Raises UserError when data sets of one name were read in different ways: no config can say that both are meant."""
+    known = {source["name"]: source for source in ours if "name" in source}
+    for source in theirs:
+        mine = known.get(source.get("name"), source)
+        names = sorted(n for n in mine.keys() | source.keys() if mine.get(n) != source.get(n))
+        if names:
+            raise UserError(
+                f"{there} does not fit {here}: both have a data set named {source['name']}, of other sources ({', '.join(names)}); "
+                "give them names of their own (data.sources: name) and run `mmspeed preprocess` again: nothing is encoded again"
+            )
+
+
+def _difference(name: str, ours: Any, theirs: Any) -> str:
+    """Which of two values differ, such as `encoders.vae.fingerprint 3f2a... and 77b0...`."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        inner = [n for n in sorted(ours.keys() | theirs.keys()) if ours.get(n) != theirs.get(n)]
+        return "; ".join(_difference(f"{name}.{n}", ours.get(n), theirs.get(n)) for n in inner)
+    return f"{name} {str(ours)[:16]} and {str(theirs)[:16]}"
+
+
+def _bring_codec(into: Path, parts: Sequence[_Contents]) -> None:
+    """Copy the codec that the latents were made with when `into` has none."""
+    name = own_codec(parts[0].info)
+    if name is None or (into / name).exists():
+        return
+    for one in parts:
+        with suppress(OSError, ValueError):
+            if codec_facts(one.root / name).get("fingerprint") == one.info["encoders"]["vae"].get("fingerprint"):
+                write_whole(into / name, (one.root / name).read_bytes(), replace=False)
+                return
+    raise UserError(f"none of the caches has its codec {name} whole: put a copy there first")
+
+
+def _bring_entries(into: Path, root: Path, known: set[tuple[str, str]], shard_bytes: int, report: MergeReport) -> None:
+    """Copy what is not in `known`; shards of which nothing is known are taken whole where the disk can share them."""
+    for path in progress(index_files(root), f"merge {root.name}", unit="shard"):
+        shard = shard_of_index(path)
+        rows = rows_of(root, shard)
+        new = [entry for entry in rows if (entry.section, entry.key) not in known]
+        report.present += len(rows) - len(new)
+        known |= {(entry.section, entry.key) for entry in new}
+        if not new:
+            continue
+        if len(new) == len(rows) and _link_whole(into, root, shard):
+            report.linked += 1
+            continue
+        publish(into, str(Path(shard).parent), blocks_of(root, new))
+        report.copied += len(new)
+
+
+def _link_whole(into: Path, root: Path, shard: str) -> bool:
+    """Give a whole shard a name in `into` too; False where the file system cannot, or the shard is not as it was written."""
+    facts, source = read_facts(index_path(root, shard)), root / shard
+    try:
+        if shard_sha256(source) != facts.get("mmspeed.shard_sha256"):
+            return False
+    except OSError:
+        return False
+    folder = into / Path(shard).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    number = max((int(p.stem) for p in folder.glob("*.tar") if p.stem.isdigit()), default=-1) + 1
+    while True:
+        target = folder / f"{number:06d}.tar"
+        try:
+            os.link(source, target)
+            break
+        except FileExistsError:
+            number += 1
+        except OSError:
+            return False
+    name = target.relative_to(into).as_posix()
+    rows = [dataclasses.replace(entry, shard=name) for entry in rows_of(root, shard)]
+    write_index(into, name, rows, source.stat().st_size, facts["mmspeed.shard_sha256"])
+    return True
+
+
+def unite_samples(tables: Iterable[Sequence[Sample]], report: MergeReport) -> list[Sample]:
+    """The samples of several caches: the same content of the same source once; keys are numbered as in one build.
+
+    Data sets of one name are one data set. What two caches have in data sets of different names is in both: two samples.
+    """
+    united: dict[tuple[str, str, str], Sample] = {}
+    for samples in tables:
+        for sample in samples:
+            base = match[1] if (match := _NUMBER.match(sample.key)) else sample.key
+            which = base, sample.source, sample.dataset
+            before = united.get(which)
+            if before is None:
+                united[which] = dataclasses.replace(sample, key=base)
+                continue
+            report.split_conflicts += before.split != sample.split
+            united[which] = dataclasses.replace(before, lost=before.lost and sample.lost)
+    ordered = sorted(united.values(), key=lambda sample: (sample.source, sample.key, sample.dataset))
+    keys = number_duplicates(sample.key for sample in ordered)
+    report.samples = len(ordered)
+    return [dataclasses.replace(sample, key=key) for sample, key in zip(ordered, keys, strict=True)]

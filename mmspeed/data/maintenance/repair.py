@@ -1,0 +1,139 @@
+"""`mmspeed cache verify --repair`: what is damaged goes, what is whole stays, and what must be made anew is said."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mmspeed.data.cache.payloads import BROKEN, DamagedError, read_block, salvage, trusted_rows
+from mmspeed.data.cache.shards import shard_sha256
+from mmspeed.data.cache.tables import SECTIONS, Entry, index_files, shard_of_index, write_index
+from mmspeed.log import progress
+
+from .prune_pack import blocks_of, care_lock, drop_shard, forget_compiled, publish, remove_leftovers
+from .verify import NULL, PARTS, SAMPLES, Findings, verify
+
+_REMAKE = "run `mmspeed preprocess` with the cache's config: it makes what is missing and nothing else"
+_CODEC = (
+    "put a copy of the codec's file back (it stands in any copy of this cache) before the next `mmspeed preprocess`: "
+    "without it a new codec is fitted, and every latent is made anew"
+)
+
+
+@dataclass
+class MendReport:
+    """What a repair did."""
+
+    found: Findings
+    lost: list[str] = field(default_factory=list)  # entries that are gone: section, key and, when known, source
+    done: list[str] = field(default_factory=list)
+    todo: list[str] = field(default_factory=list)  # what only its owner can do
+
+    def ask(self, what: str) -> None:
+        """Add to `todo`, once."""
+        if what not in self.todo:
+            self.todo.append(what)
+
+
+def mend(root: Path | str) -> MendReport:
+    """Verify a cache and drop what is damaged. Raises UserError while a writer or another care command is at it."""
+    root = Path(root)
+    findings = verify(root)  # before the lock: it says so when there is no cache
+    with care_lock(root):
+        report = MendReport(findings)
+        report.done += [f"removed {name}, which a killed writer left" for name in remove_leftovers(root)]
+        bad = sorted({shard for damage in findings.damage if (shard := _shard_of(root, damage.path)) is not None})
+        stored = _keys_of_others(root, set(bad))
+        for shard in progress(bad, "repair", unit="shard") if bad else ():
+            _mend_shard(root, shard, stored, report)
+        for path in sorted({damage.path for damage in findings.damage}):
+            _mend_file(root, path, report)
+        if bad:
+            forget_compiled(root)
+            report.ask(_REMAKE)
+        return report
+
+
+def _shard_of(root: Path, path: str) -> str | None:
+    """The shard that a damaged file is, or lists; None for other files."""
+    if path.endswith(".tar") and path.split("/")[0] in SECTIONS:
+        return path
+    return shard_of_index(root / path) if root / path in index_files(root) else None
+
+
+def _keys_of_others(root: Path, bad: set[str]) -> set[tuple[str, str]]:
+    """Section and key of the entries that stand in whole shards."""
+    whole = [shard for path in index_files(root) if (shard := shard_of_index(path)) not in bad]
+    return {(entry.section, entry.key) for shard in whole for entry in trusted_rows(root, shard)} if bad else set()
+
+
+def _mend_shard(root: Path, shard: str, stored: set[tuple[str, str]], report: MendReport) -> None:
+    """Keep the whole entries of a shard, in a new one where bytes are damaged, and drop the rest."""
+    kept, lost, by_index = _sort_out(root, shard)
+    report.lost += [f"{e.section} {e.key}{f' ({e.source})' if e.source else ''}" for e in lost]
+    fresh = [entry for entry in kept if (entry.section, entry.key) not in stored]
+    if not by_index and len(fresh) == len(kept) and _tiles(root, shard, kept):
+        path = root / shard
+        write_index(root, shard, kept, path.stat().st_size, shard_sha256(path))
+        report.done.append(f"listed the {len(kept)} entries of {shard} anew")
+    else:
+        new = publish(root, str(Path(shard).parent), blocks_of(root, fresh))
+        drop_shard(root, shard)
+        report.done.append(f"dropped {shard}" + (f"; its {len(fresh)} whole entries are in {new} now" if new else ""))
+    stored |= {(entry.section, entry.key) for entry in kept}
+
+
+def _sort_out(root: Path, shard: str) -> tuple[list[Entry], list[Entry], bool]:
+    """The whole and the damaged entries of a shard, and whether its index knows them (else the shard's own word counts)."""
+    try:
+        rows = trusted_rows(root, shard)
+    except BROKEN:
+        try:
+            return [entry for entry, _ in salvage(root, shard)], [], False
+        except OSError:
+            return [], [], False
+    kept: list[Entry] = []
+    lost: list[Entry] = []
+    try:
+        with open(root / shard, "rb") as file:
+            for entry in rows:
+                try:
+                    read_block(file, entry)
+                    kept.append(entry)
+                except (DamagedError, OSError):
+                    lost.append(entry)
+    except OSError:
+        return [], rows, True
+    return kept, lost, True
+
+
+def _tiles(root: Path, shard: str, entries: list[Entry]) -> bool:
+    """Whether these entries are all that a shard holds, from its first byte to the end mark."""
+    at, end = 0, bytes(1024)
+    with open(root / shard, "rb") as file:
+        for entry in entries:
+            if entry.offset - 512 != at:
+                return False
+            at = read_block(file, entry).end
+        size = os.fstat(file.fileno()).st_size
+        return bool(entries) and at == size - len(end) and os.pread(file.fileno(), len(end), at) == end
+
+
+def _mend_file(root: Path, path: str, report: MendReport) -> None:
+    """Take away a damaged file that is no shard and no shard's index."""
+    if path in (SAMPLES, NULL):
+        report.ask(_REMAKE)
+    elif path.startswith("codec/"):
+        if (root / path).exists():
+            os.replace(root / path, root / f"{path}.damaged")
+            report.done.append(f"set {path} aside as {path}.damaged")
+        report.ask(_CODEC)
+    elif path.endswith(".arrow"):
+        forget_compiled(root)
+        report.done.append("removed the compiled index; it is made anew when the cache is opened")
+    elif path == "cache.json" or path.startswith(("rejects/", f"{PARTS}/")) or path == "index/samples.parquet":
+        if (root / path).exists():
+            (root / path).unlink()
+            report.done.append(f"removed {path}")
+        report.ask(_REMAKE)

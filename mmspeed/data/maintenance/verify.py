@@ -1,0 +1,300 @@
+"""Whether every byte of a cache is what was written, and every table agrees with the files: reads all, changes nothing.
+
+Nothing in a file is believed before its seal or digest is right, so damaged bytes reach no parser that might choke on them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tarfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from mmspeed.data.cache.checksum import is_sealed
+from mmspeed.data.cache.checksummed_files import sealed_file
+from mmspeed.data.cache.codec_file import codec_problems
+from mmspeed.data.cache.files import TEMP_SUFFIX, held
+from mmspeed.data.cache.index import ENTRIES_NAME, ENTRIES_SCHEMA, SAMPLES_NAME, SAMPLES_SCHEMA, fits
+from mmspeed.data.cache.payloads import BROKEN, DamagedError, padded, pread, read_block, sealed_table, trusted_rows
+from mmspeed.data.cache.shards import shard_sha256
+from mmspeed.data.cache.tables import (
+    SCHEMA_VERSION,
+    SECTIONS,
+    Entry,
+    OldSamplesError,
+    Rejection,
+    entry_schema,
+    index_files,
+    index_path,
+    read_facts,
+    read_info,
+    read_samples,
+    sample_schema,
+    shard_of_index,
+)
+from mmspeed.errors import UserError
+from mmspeed.log import progress
+
+_BLOCK = tarfile.BLOCKSIZE
+_END = bytes(2 * _BLOCK)
+_KNOWN = {"cache.json", "report.html"}
+PARTS = "parts"  # folder of what the processes of a build leave for each other
+SAMPLES, NULL = "samples", "null"  # paths of damage that is no file's: entries that are named and not there
+
+
+@dataclass(frozen=True)
+class Damage:
+    """One thing that is wrong: in a file (relative to the cache) or in one entry of it."""
+
+    path: str
+    what: str
+    section: str = ""
+    key: str = ""
+    source: str = ""
+
+    def __str__(self) -> str:
+        entry = f"{self.section} {self.key}{f' ({self.source})' if self.source else ''}: " if self.key else ""
+        return f"{self.path}: {entry}{self.what}"
+
+
+@dataclass
+class Findings:
+    """What `verify` found. Only `damage` means that something is wrong."""
+
+    damage: list[Damage] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # such as: not finished, no compiled index yet
+    foreign: list[str] = field(default_factory=list)  # files that are no part of a cache
+    live: list[str] = field(default_factory=list)  # files that writers hold at this moment
+    left: list[str] = field(default_factory=list)  # temporary files of writers that are gone
+    entries: int = 0
+    lacking: int = 0  # samples whose entries are not all there
+
+    @property
+    def whole(self) -> int:
+        """Entries in which nothing is wrong."""
+        return self.entries - len({(d.path, d.key) for d in self.damage if d.key})
+
+
+def verify(root: Path | str) -> Findings:
+    """Read every byte of a cache and compare it with what was written. Raises UserError when there is no cache, or an older one."""
+    root = Path(root)
+    findings = Findings()
+    info = _check_info(root, findings)
+    indexed = {shard_of_index(path) for path in index_files(root)}
+    lying = {path.relative_to(root).as_posix() for section in SECTIONS for path in (root / section).rglob("[!.]*.tar")}
+    shards = sorted(indexed | lying)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:  # hashing and reading let go of the interpreter
+        for part in progress(
+            threads.map(lambda shard: _check_shard(root, shard), shards), "verify", len(shards), "shard"
+        ):
+            findings.damage += part.damage
+            findings.live += part.live
+            findings.entries += part.entries
+    _check_tables(root, info, findings)
+    findings.damage += [Damage(path, what) for path, what in codec_problems(root, info)]
+    _check_compiled(root, findings)
+    _check_parts(root, findings)
+    _check_others(root, shards, findings)
+    return findings
+
+
+# -- shards ---------------------------------------------------------------------------------------------------------
+
+
+def _check_shard(root: Path, shard: str) -> Findings:
+    part, path, index = Findings(), root / shard, index_path(root, shard).relative_to(root).as_posix()
+    try:
+        if not (root / index).exists():
+            if path.exists() and held(path):
+                part.live.append(shard)
+            elif path.exists():
+                part.damage.append(Damage(shard, "no index lists its entries"))
+            return part
+        rows = trusted_rows(root, shard)
+        facts = read_facts(root / index)
+    except BROKEN as error:
+        part.damage.append(Damage(index, _first_line(error)))
+        return part
+    part.entries = len(rows)
+    try:
+        part.damage += _compare(path, shard, rows, facts)
+    except FileNotFoundError:
+        part.damage += [Damage(shard, "the shard is missing")]
+        part.damage += [Damage(shard, "gone with its shard", e.section, e.key, e.source or "") for e in rows]
+    except BROKEN as error:
+        part.damage.append(Damage(shard, _first_line(error)))
+    return part
+
+
+def _compare(path: Path, shard: str, rows: list[Entry], facts: dict[str, str]) -> list[Damage]:
+    """What differs between a shard, the rows of its index and the digest that was taken of it."""
+    damage: list[Damage] = []
+    size, at, gaps = path.stat().st_size, 0, 0
+    with open(path, "rb") as file:
+        for entry in rows:
+            gaps += entry.offset - _BLOCK != at
+            at = entry.offset + padded(entry.bytes) + 2 * _BLOCK
+            try:
+                at = read_block(file, entry).end
+            except (DamagedError, OSError) as error:
+                at = max(at, entry.offset)
+                damage.append(Damage(shard, _first_line(error), entry.section, entry.key, entry.source or ""))
+        tail = pread(file, len(_END), size - len(_END)) if size >= len(_END) else b""
+    if str(size) != facts.get("mmspeed.shard_bytes"):
+        damage.append(Damage(shard, f"has {size} bytes, not {facts.get('mmspeed.shard_bytes', 'as its index says')}"))
+    elif not damage and (gaps or tail != _END or at != size - len(_END)):
+        damage.append(Damage(shard, "holds something that its index does not list"))
+    elif not damage and shard_sha256(path) != facts.get("mmspeed.shard_sha256"):
+        damage.append(Damage(shard, "bytes between its entries have changed"))
+    return damage
+
+
+# -- tables and the rest --------------------------------------------------------------------------------------------
+
+
+def _check_info(root: Path, findings: Findings) -> dict[str, Any]:
+    """The content of cache.json; empty when it is missing or damaged."""
+    path = root / "cache.json"
+    if not path.exists():
+        if not (root / "index").is_dir() and not any((root / section).is_dir() for section in SECTIONS):
+            raise UserError(f"no dataset cache at {root}; run mmspeed preprocess first")
+        return {}
+    try:
+        data = path.read_bytes()
+        if _is_description(data):
+            return read_info(root)
+        findings.damage.append(Damage("cache.json", "is not as it was written"))
+    except OSError as error:
+        findings.damage.append(Damage("cache.json", _first_line(error)))
+    return {}
+
+
+def _is_description(data: bytes) -> bool:
+    """Whether it is a whole cache.json: sealed, or from before there were seals."""
+    try:
+        info = json.loads(data)
+        return is_sealed(data) if "seal" in info else int(info["schema"]) < SCHEMA_VERSION
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def _check_tables(root: Path, info: dict[str, Any], findings: Findings) -> None:
+    """Samples and rejects: there when cache.json is, as they were written, and samples name entries that exist."""
+    described, samples = (root / "cache.json").exists(), Path("index/samples.parquet")
+    if not described and not (root / samples).exists():
+        findings.notes.append(
+            "cache.json and the table of samples are not there yet: preprocess has not come to its end"
+        )
+        return
+    if not described:
+        findings.damage.append(Damage("cache.json", "is missing"))
+    rejects = {"rejects/rejects.parquet", *(f"rejects/{p.name}" for p in (root / "rejects").glob("[!.]*.parquet"))}
+    for name in sorted(rejects):
+        try:
+            sealed_table(root / name, pa.schema({column: pa.string() for column in Rejection._fields}))
+        except BROKEN as error:
+            findings.damage.append(Damage(name, _first_line(error)))
+    try:
+        sealed_table(root / samples, sample_schema())
+        _check_samples(root, findings)
+    except OldSamplesError as error:
+        findings.notes.append(str(error))
+    except BROKEN as error:
+        findings.damage.append(Damage(samples.as_posix(), _first_line(error)))
+
+
+def _check_samples(root: Path, findings: Findings) -> None:
+    rows, null_key = read_samples(root)
+    stored = stored_keys(root)
+    latents, texts = stored["latents"], stored["texts"]
+    named = [s for s in rows if not s.lost]
+    lacking = [s for s in named if not (latents.issuperset(s.latent_keys) and texts.issuperset(s.text_keys))]
+    findings.lacking = len(lacking)
+    if lacking:
+        what = (
+            f"not whole yet: {len(lacking)} of {len(rows)} samples have no stored encoding, such as {lacking[0].source}"
+        )
+        findings.notes.append(f"{what}; `mmspeed preprocess` makes them, or the first epoch of `mmspeed train`")
+    if null_key not in stored["null"] if null_key else len(stored["null"]) != 1:
+        findings.damage.append(Damage(NULL, "the encoding of the samples' empty caption is not there"))
+
+
+def stored_keys(root: Path) -> dict[str, set[str]]:
+    """The keys of all entries by section, of the indexes that can be read and whose shard is there."""
+    keys: dict[str, set[str]] = {section: set() for section in SECTIONS}
+    for path in index_files(root):
+        shard = shard_of_index(path)
+        try:
+            table = sealed_table(path, entry_schema())
+        except BROKEN:
+            continue
+        if (root / shard).exists():
+            keys.setdefault(shard.split("/")[0], set()).update(table["key"].to_pylist())
+    return keys
+
+
+def _check_compiled(root: Path, findings: Findings) -> None:
+    """The derived index: both files or none, as they were written. An older one is no damage: readers see that themselves."""
+    paths = {root / "index" / ENTRIES_NAME: ENTRIES_SCHEMA, root / "index" / SAMPLES_NAME: SAMPLES_SCHEMA}
+    if not any(path.exists() for path in paths):
+        return
+    for path, schema in paths.items():
+        try:
+            shard_sha256(path)  # an unreadable place of the disk shows here as an error; in a mapping it would kill us
+            with pa.memory_map(str(path)) as file:
+                whole = sealed_file(path) and fits(pa.ipc.open_file(file).schema, schema) is not False
+            what = "" if whole else "is not as it was written"
+        except BROKEN as error:
+            what = _first_line(error)
+        if what:
+            what += "; it is derived from the Parquet files, and --repair lets it be made anew"
+            findings.damage.append(Damage(path.relative_to(root).as_posix(), what))
+
+
+def _check_parts(root: Path, findings: Findings) -> None:
+    """What a build that has not come to its end has left for the processes that are still to come."""
+    paths = unfinished_parts(root)
+    for path in paths:
+        try:
+            what = "" if is_sealed(path.read_bytes()) else "is not as it was written"
+        except OSError as error:
+            what = _first_line(error)
+        if what:
+            findings.damage.append(Damage(path.relative_to(root).as_posix(), what))
+    if paths:
+        findings.notes.append(f"a build has not come to its end: {len(paths)} of its processes' parts are in {PARTS}/")
+
+
+def unfinished_parts(root: Path) -> list[Path]:
+    """The tables of a build that has not come to its end."""
+    return sorted((root / PARTS).rglob("[!.]*.parquet"))
+
+
+def _check_others(root: Path, shards: list[str], findings: Findings) -> None:
+    """Files that belong to nothing, and temporary ones."""
+    for path in sorted(p for p in root.rglob("*") if not p.is_dir()):
+        name, parts = path.relative_to(root).as_posix(), path.relative_to(root).parts
+        if path.name.startswith(".") and path.name.endswith(TEMP_SUFFIX):
+            (findings.live if held(path) else findings.left).append(name)
+        elif not (
+            name in shards
+            or name in _KNOWN
+            or path.suffix == ".lock"
+            or (parts[0] in ("index", "rejects") and len(parts) == 2 and path.suffix in (".parquet", ".arrow"))
+            or (parts[0] == "codec" and path.suffix == ".safetensors")
+            or (parts[0] == PARTS and path.suffix in (".parquet", ".json"))
+        ):
+            findings.foreign.append(name)
+
+
+def _first_line(error: BaseException) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "is missing"
+    if isinstance(error, OSError):
+        return f"cannot be read: {error.strerror or error}"
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,283 @@
+"""The order of training as numbers: which buckets meet in which step, where a step stands, and where a run goes on.
+
+Training is a row of stages (one, without a curriculum), each of epochs. Every use of an epoch is in exactly one of its steps;
+nothing is dropped, and nothing is drawn twice to fill up. Each bucket's uses are met in a random order from the first to the
+last, so a place in an epoch is how many of each bucket are behind it: a few numbers, from which any other batching goes on.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from mmspeed.errors import UserError
+from mmspeed.protocols import ShapeClass
+from mmspeed.rng import generator
+
+from .assignment import Cost
+from .mixture import Pool, rates, uses_of
+from .schedule import Array, Division, Mix, Plan, Supply, divide, shuffle
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How many samples of each bucket make a step. Nothing in it is of a rank; `slots` may be chosen by the world size.
+
+    A step has `slots` device batches; one of bucket b has `sizes[b]` samples and costs `costs[b]` (by its size where it is not
+    named). Of videos a group of `group` ranks computes a device batch together (the sequence-parallel ones, and of these the tensor-
+    parallel ones), so their steps have slots / group of them; of images the `tensor` ranks do. A bucket without a size has steps
+    of `slots` samples. With `alone`, costs on one rank, steps are the same for any group: `slots` device batches of every bucket, in the
+    order that these costs give.
+    """
+
+    slots: int
+    sizes: Mapping[ShapeClass, int] = field(default_factory=dict)
+    costs: Mapping[ShapeClass, Cost] = field(default_factory=dict)
+    mix: Mix = "same"
+    tolerance: float = 0.02
+    group: int = 1
+    most: int | None = None  # samples computed at a time, where not `sizes` says it: steps of so many samples
+    tensor: int = 1
+    alone: Mapping[ShapeClass, Cost] | None = None
+
+    def cost(self, bucket: ShapeClass) -> Cost:
+        """What the order of steps goes by."""
+        return (self.alone or self.costs).get(bucket) or _by_size(bucket)
+
+    def lane_cost(self, bucket: ShapeClass) -> Cost:
+        """What each of the ranks that compute it together takes."""
+        return self.costs.get(bucket) or _by_size(bucket)
+
+    def ranks(self, bucket: ShapeClass) -> int:
+        """How many ranks compute a sample together."""
+        return self.group if bucket.splits else self.tensor
+
+    def at_a_time(self, bucket: ShapeClass) -> int | None:
+        """The most samples that a device computes at a time; None: any number."""
+        return min(self.sizes[bucket], self.most or self.sizes[bucket]) if bucket in self.sizes else self.most
+
+    def supply(self, bucket: ShapeClass, uses: int) -> Supply:
+        shared = bucket in self.sizes and self.alone is None
+        slots = max(1, self.slots // self.ranks(bucket)) if shared else self.slots
+        return Supply(uses, self.sizes.get(bucket, 1), self.cost(bucket), slots)
+
+
+def _by_size(bucket: ShapeClass) -> Cost:
+    return Cost(0.0, float(bucket.numbers))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of training: how many steps (the last has all that come), which buckets, and how often an epoch uses the data sets.
+
+    `repeats`, `weights` and `temperature` are those of `mmspeed.data.sampling.mixture.rates`, over what the stage takes.
+    """
+
+    steps: int | None = None
+    takes: Callable[[ShapeClass], bool] = lambda bucket: True
+    repeats: Mapping[str, int] | int = 1
+    weights: Mapping[str, float] | None = None
+    temperature: float | None = None
+
+
+@dataclass(frozen=True)
+class Position:
+    """A place in the order of training: at `step`, so many uses of each bucket (by name) are behind in this epoch of this stage."""
+
+    step: int = 0
+    stage: int = 0
+    epoch: int = 0
+    used: Mapping[str, int] = field(default_factory=dict)
+
+
+class Place(NamedTuple):
+    """Where a step stands: epochs are counted through all stages."""
+
+    stage: int
+    epoch: int
+    at: int
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Epochs of a stage that have the same uses: `first` to its end, each of `length` steps, from step `begin` to `end`."""
+
+    stage: int
+    begin: int
+    end: int | None
+    epoch: int
+    length: int
+    used: Mapping[str, int]
+
+
+MOST_USES = 10**9  # of an epoch: its order takes 8 bytes a use
+Groups = Mapping[tuple[ShapeClass, str], Array]
+
+
+class Order:
+    """What `BatchSampler` knows without any sample.
+
+    Args:
+        groups: the places of the samples of each (bucket, data set) among all samples.
+        batching: what a step is.
+        seed: seed of the order.
+        stages: parts of training; none: one part of everything.
+
+    Raises UserError when there are no samples for a stage.
+    """
+
+    def __init__(self, groups: Groups, batching: Batching, seed: int, stages: Sequence[Stage] = ()) -> None:
+        if batching.slots < 1:
+            raise ValueError(f"a step of {batching.slots}: use at least 1")
+        self.batching, self.seed = batching, seed
+        self.sizes = _sizes(groups)
+        self.stages = tuple(stages) or (Stage(),)
+        self.pools = [_pools(stage, groups) for stage in self.stages]
+        for number, pools in enumerate(self.pools, start=1):
+            if not pools:
+                raise UserError(
+                    f"curriculum: stage {number} meets no training sample; `mmspeed check` shows how many each bucket has"
+                )
+            if self.uses(number - 1) > MOST_USES:
+                raise UserError(
+                    f"an epoch would use samples {self.uses(number - 1):,} times, more than {MOST_USES:,}: lower the repeats"
+                )
+        self.origin = Position()
+        # read-ahead may be an epoch further than training
+        self._plan = functools.lru_cache(maxsize=2)(self._make_plan)
+        self._division = functools.lru_cache(maxsize=8)(self._divide)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of every whole epoch of the first stage."""
+        return self._division(0, ()).steps
+
+    def locate(self, step: int) -> Place:
+        """Where an optimizer step stands. Raises IndexError for one before the origin, or after the last stage."""
+        run = self._run(step)
+        turn, index = divmod(step - run.begin, run.length)
+        return Place(run.stage, run.epoch + turn, index)
+
+    def position(self, step: int) -> Position:
+        """What goes into a checkpoint taken before `step`."""
+        run = self._run(step)
+        place = self.locate(step)
+        buckets = self._buckets(place.stage)
+        behind = self._plan(place.stage, place.epoch, _frozen(run.used)).used(place.at, len(buckets))
+        used = {
+            bucket.name: count + run.used.get(bucket.name, 0) for bucket, count in zip(buckets, behind, strict=True)
+        }
+        return Position(step, place.stage, place.epoch, {name: count for name, count in used.items() if count})
+
+    def uses(self, stage: int = 0) -> int:
+        """Uses of samples in an epoch of a stage."""
+        return sum(pool.uses for pools in self.pools[stage].values() for pool in pools)
+
+    def samples_of(self, stage: int) -> int:
+        """How many samples a stage meets sooner or later."""
+        return sum(len(pool.places) for pools in self.pools[stage].values() for pool in pools)
+
+    def whole_epoch(self, stage: int = 0, epoch: int = 0) -> tuple[Plan, list[ShapeClass]]:
+        """The steps of a whole epoch of a stage, and what its buckets' numbers mean."""
+        return self._plan(stage, epoch, ()), self._buckets(stage)
+
+    @property
+    def first_pass(self) -> int:
+        """The step by which every stage's first epoch has ended: what no later step needs was needed by then."""
+        run = next(run for run in self._runs if run.stage == len(self.stages) - 1)
+        return run.begin + run.length
+
+    def _run(self, step: int) -> _Run:
+        if step >= self.origin.step:
+            for run in self._runs:
+                if run.end is None or step < run.end:
+                    return run
+        raise IndexError(f"there is no step {step}: the order begins at {self.origin.step}")
+
+    @functools.cached_property
+    def _runs(self) -> list[_Run]:
+        """The runs from the origin on: what is left of its epoch, then the whole epochs of its stage and of those that follow."""
+        starts = [0, *itertools.accumulate(stage.steps or 0 for stage in self.stages)]
+        runs, step, epoch, used = [], self.origin.step, self.origin.epoch, self.origin.used
+        for number in range(self.origin.stage, len(self.stages)):
+            end = None if number == len(self.stages) - 1 else starts[number + 1]
+            if any(used.values()):
+                length = self._division(number, _frozen(used)).steps
+                close = step + length if end is None else min(end, step + length)
+                runs.append(_Run(number, step, close, epoch, length, used))
+                step, epoch, used = close, epoch + 1, {}
+            length = self._division(number, ()).steps
+            if end is None or step < end:
+                runs.append(_Run(number, step, end, epoch, length, {}))
+            if end is not None and step < end:
+                epoch += -(-(end - step) // length)
+                step = end
+        return runs
+
+    def pieces(self, step: int) -> list[tuple[ShapeClass, int, int]]:
+        """(bucket, first use, uses) of an optimizer step, buckets in order; uses are counted through the epoch."""
+        run, place = self._run(step), self.locate(step)
+        buckets = self._buckets(place.stage)
+        found = self._plan(place.stage, place.epoch, _frozen(run.used)).pieces(place.at)
+        return [
+            (buckets[number], start + run.used.get(buckets[number].name, 0), count) for number, start, count in found
+        ]
+
+    def _buckets(self, stage: int) -> list[ShapeClass]:
+        return list(self.pools[stage])
+
+    def _divide(self, stage: int, used: tuple[tuple[str, int], ...]) -> Division:
+        behind, batching = dict(used), self.batching
+        supplies = [
+            batching.supply(bucket, sum(pool.uses for pool in pools) - behind.get(bucket.name, 0))
+            for bucket, pools in self.pools[stage].items()
+        ]
+        return divide(supplies, batching.mix, batching.tolerance)
+
+    def _make_plan(self, stage: int, epoch: int, used: tuple[tuple[str, int], ...]) -> Plan:
+        return shuffle(self._division(stage, used), generator(self.seed, "step_order", epoch))
+
+    def start_from(self, origin: Position) -> None:
+        """Let the order begin at a position: what is behind it in its epoch does not come again."""
+        self.origin = origin
+        self.__dict__.pop("_runs", None)
+
+    def stage_at(self, step: int) -> int:
+        """The stage of an optimizer step."""
+        ends = itertools.accumulate(stage.steps or 0 for stage in self.stages[:-1])
+        return next((number for number, end in enumerate(ends) if step < end), len(self.stages) - 1)
+
+
+def _frozen(used: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    return tuple(sorted((name, count) for name, count in used.items() if count))
+
+
+def _sizes(groups: Mapping[tuple[ShapeClass, str], Array]) -> dict[str, int]:
+    """How many samples each bucket has, by its name."""
+    sizes: dict[str, int] = {}
+    for (bucket, _), places in groups.items():
+        sizes[bucket.name] = sizes.get(bucket.name, 0) + len(places)
+    return sizes
+
+
+def _pools(stage: Stage, groups: Mapping[tuple[ShapeClass, str], Array]) -> dict[ShapeClass, list[Pool]]:
+    """What an epoch of a stage uses, by bucket."""
+    taken: dict[str, dict[ShapeClass, Array]] = {}
+    for (bucket, dataset), places in groups.items():
+        if stage.takes(bucket):
+            taken.setdefault(dataset, {})[bucket] = places
+    sizes = {dataset: sum(map(len, of.values())) for dataset, of in taken.items()}
+    rate = rates(sizes, stage.repeats, stage.weights, stage.temperature)
+    pools = [
+        Pool(bucket, dataset, places, uses)
+        for dataset, of in taken.items()
+        for (bucket, places), uses in zip(of.items(), uses_of([*map(len, of.values())], rate[dataset]), strict=True)
+        if uses
+    ]
+    found: dict[ShapeClass, list[Pool]] = {}
+    for pool in sorted(pools, key=lambda pool: (pool.bucket, pool.dataset)):
+        found.setdefault(pool.bucket, []).append(pool)
+    return found

@@ -1,0 +1,114 @@
+"""A rank's share of a step: its micro-batches, with the weights that make each draw count once over all ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from mmspeed.protocols import ShapeClass
+
+from .assignment import Load, Lot, Rows, deal, load_of
+from .order import Batching
+from .sampler import Draw
+
+Micro = list[tuple[Draw, float]]
+
+
+def count_present(draws: Sequence[Draw]) -> int:
+    """How many draws of a step are not lost: what its mean loss is taken over."""
+    return sum(not draw.sample.lost for draw in draws)
+
+
+def share(draws: Sequence[Draw], batching: Batching, rank: int, world: int) -> list[Micro]:
+    """A rank's part of one step, cut into micro-batches of (draw, weight), each of one bucket.
+
+    Every rank gets the same number of micro-batches, and none is empty: where nothing is left for a rank it repeats a draw of
+    the cheapest bucket with weight 0, so that all ranks meet in every collective. Over all ranks the weights of each draw
+    sum to 1; but in the place of a draw whose sample is lost stands a present one, with weight 0. The ranks of a group have the same
+    videos, with weight 1 / group each; images are of each rank's own, or of tensor-parallel ranks together.
+
+    Raises ValueError for an empty step, one that is lost as a whole, or a rank outside the world.
+    """
+    if not draws or not 0 <= rank < world or world % batching.group:
+        raise ValueError(
+            f"no micro-batches of {len(draws)} draws for rank {rank} of {world}, groups of {batching.group}"
+        )
+    found = []
+    dealt = list(_dealt(draws, batching, world))
+    fillers = [_filler(lots, batching) for lots, _, _ in dealt]
+    anything = next((filler for filler in fillers if filler is not None), None)
+    if anything is None:
+        raise ValueError("no draw of this step is there")
+    for (lots, rows, ranks), filler in zip(dealt, fillers, strict=True):
+        for row in rows:
+            cell = row[rank // ranks]
+            own = [] if cell is None else lots[cell.lot][cell.start : cell.stop]
+            there = [draw for draw in own if not draw.sample.lost]
+            if there:
+                found.append([(there[0], 0.0) if draw.sample.lost else (draw, 1.0 / ranks) for draw in own])
+            else:
+                found.append([(filler or anything, 0.0)])
+    return found
+
+
+def meeting(draws: Sequence[Draw], batching: Batching, world: int) -> list[tuple[Draw, tuple[int, ...]]]:
+    """Each draw of a step, with the ranks that meet it."""
+    return [
+        (draw, tuple(range(lane * ranks, (lane + 1) * ranks)))
+        for lots, rows, ranks in _dealt(draws, batching, world)
+        for row in rows
+        for lane, cell in enumerate(row)
+        if cell is not None
+        for draw in lots[cell.lot][cell.start : cell.stop]
+    ]
+
+
+def imbalance(draws: Sequence[Draw], batching: Batching, world: int) -> float:
+    """Greatest over mean cost across ranks of one step, where ranks meet in every micro-batch; 1 at best."""
+    counts = Counter(draw.sample.bucket for draw in draws)
+    return step_load(sorted(counts.items()), batching, world).imbalance
+
+
+def step_load(pieces: Sequence[tuple[ShapeClass, int]], batching: Batching, world: int) -> Load:
+    """What a step of so many samples of each bucket costs a rank; kinds of lanes come one after another. `idle` counts ranks."""
+    slowest = busiest = mean = 0.0
+    rows = idle = 0
+    for part, ranks in lanes_of(pieces, batching):
+        load = load_of(lots_of(part, batching), world // ranks)
+        slowest, busiest, mean = slowest + load.slowest, busiest + load.busiest, mean + load.mean
+        rows, idle = rows + load.rows, idle + load.idle * ranks
+    return Load(slowest, busiest, mean, rows, idle)
+
+
+def lots_of(pieces: Sequence[tuple[ShapeClass, int]], batching: Batching) -> tuple[Lot, ...]:
+    """So many samples of each bucket, as dealing takes them."""
+    return tuple(Lot(count, batching.lane_cost(bucket), batching.at_a_time(bucket)) for bucket, count in pieces)
+
+
+def lanes_of(
+    pieces: Sequence[tuple[ShapeClass, int]], batching: Batching
+) -> list[tuple[list[tuple[ShapeClass, int]], int]]:
+    """The pieces of a step that are dealt together, with how many ranks make a lane.
+
+    Under sequence parallelism videos and images are dealt apart: in a row all ranks exchange, or none does. Elsewhere the same ranks
+    compute both together.
+    """
+    if batching.group == batching.tensor:
+        return [(list(pieces), batching.group)]
+    videos = [piece for piece in pieces if piece[0].splits]
+    images = [piece for piece in pieces if not piece[0].splits]
+    return [(part, ranks) for part, ranks in ((videos, batching.group), (images, batching.tensor)) if part]
+
+
+def _dealt(draws: Sequence[Draw], batching: Batching, world: int) -> Iterator[tuple[list[list[Draw]], Rows, int]]:
+    """For each kind of lanes: the draws of each lot, the cells, and the ranks of a lane."""
+    by_bucket = {bucket: list(group) for bucket, group in itertools.groupby(draws, key=lambda draw: draw.sample.bucket)}
+    for pieces, ranks in lanes_of([(b, len(group)) for b, group in by_bucket.items()], batching):
+        yield [by_bucket[bucket] for bucket, _ in pieces], deal(lots_of(pieces, batching), world // ranks), ranks
+
+
+def _filler(lots: Sequence[Sequence[Draw]], batching: Batching) -> Draw | None:
+    """A present draw of the cheapest bucket; of those that are dealt together, as a row is of videos or of images on all ranks."""
+    there = [next((draw for draw in lot if not draw.sample.lost), None) for lot in lots]
+    return min(filter(None, there), key=lambda draw: batching.cost(draw.sample.bucket).of(1), default=None)

@@ -1,0 +1,193 @@
+"""Which samples meet in which optimizer step: a function of samples, batching, seed and step, of no rank and no world size."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from mmspeed.data.cache.index_reader import SampleTable
+from mmspeed.data.cache.keys import KEY_LENGTH, canonical_json
+from mmspeed.data.cache.tables import Sample
+from mmspeed.errors import UserError
+from mmspeed.protocols import ShapeClass
+
+from .mixture import Uses
+from .order import Batching, Order, Position, Stage
+from .schedule import Array
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One use of a sample: the `repeat`-th time in an epoch."""
+
+    sample: Sample
+    epoch: int
+    repeat: int
+
+    @property
+    def name(self) -> tuple[str, int, int]:
+        """What every random draw of this use is keyed by (law 1)."""
+        return self.sample.key, self.epoch, self.repeat
+
+
+class BatchSampler(Order):
+    """The order of training, with the samples in it.
+
+    Args:
+        samples: the training split; their order does not matter.
+        batching: what a step is; a number: so many samples of any bucket.
+        seed: seed of the order.
+        repeats: uses of each sample in an epoch.
+        stages: parts of training, in place of `repeats`; none: one part of everything.
+
+    Raises UserError when there are no samples, or none for a stage.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        batching: Batching | int,
+        seed: int,
+        repeats: int = 1,
+        stages: Sequence[Stage] = (),
+    ) -> None:
+        if not samples:
+            raise UserError(
+                "the data set has no training samples; `mmspeed check` tells why sources are rejected, "
+                "and data.val_fraction how many are held out"
+            )
+        self.samples = samples if isinstance(samples, SampleTable) else _in_order(samples)
+        # Places in `samples`, not objects: there may be many millions.
+        groups = self.samples.by_group() if isinstance(self.samples, SampleTable) else _grouped(self.samples)
+        super().__init__(
+            groups,
+            Batching(batching) if isinstance(batching, int) else batching,
+            seed,
+            stages or [Stage(repeats=repeats)],
+        )
+        self._uses = functools.lru_cache(maxsize=2)(self._make_uses)  # read-ahead may be an epoch further than training
+
+    def draws(self, step: int) -> list[Draw]:
+        """The draws of one optimizer step over all devices, those of one bucket together, buckets in order."""
+        place, found = self.locate(step), []
+        uses = self._uses(place.stage, place.epoch)
+        for bucket, start, count in self.pieces(step):
+            found += [
+                Draw(self.samples[where], place.epoch, repeat) for where, repeat in uses[bucket][start : start + count]
+            ]
+        return found
+
+    def _make_uses(self, stage: int, epoch: int) -> dict[ShapeClass, Uses]:
+        return {bucket: Uses(pools, epoch, self.seed) for bucket, pools in self.pools[stage].items()}
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Names the samples."""
+        result, between = hashlib.sha256(b"["), b""
+        for keys in self._sorted_keys():
+            result.update(between + canonical_json(keys)[1:-1].encode())
+            between = b","
+        return result.hexdigest()[:KEY_LENGTH]
+
+    def data_fingerprint(self, stage: int) -> str:
+        """Names the samples and how often an epoch of a stage uses them: what `Position.used` counts."""
+        return _digest([self.fingerprint, self._uses_of(stage)])
+
+    @functools.cached_property
+    def order_fingerprint(self) -> str:
+        """Names what divides the uses of all stages into steps."""
+        batching = self.batching
+        rows = [
+            [bucket.name, batching.sizes.get(bucket), asdict(batching.cost(bucket)), batching.supply(bucket, 0).slots]
+            for bucket in sorted({bucket for pools in self.pools for bucket in pools})
+        ]
+        stages = [[stage.steps, self._uses_of(number)] for number, stage in enumerate(self.stages)]
+        stages[-1][0] = None  # the last has all steps that come, whatever it says
+        return _digest([batching.mix, batching.tolerance, rows, stages])
+
+    def _uses_of(self, stage: int) -> list[list[Any]]:
+        """How often an epoch of a stage uses what."""
+        return [
+            [pool.bucket.name, pool.dataset, len(pool.places), pool.uses]
+            for pools in self.pools[stage].values()
+            for pool in pools
+        ]
+
+    def state(self, step: int) -> dict[str, Any]:
+        """What a checkpoint taken before `step` holds, in JSON's types; of no world size."""
+        return {
+            "data": self.data_fingerprint(self.stage_at(step)),
+            "order": self.order_fingerprint,
+            "origin": asdict(self.origin),
+            "position": asdict(self.position(step)),
+            "samples": self.sizes,
+            "keys": self.fingerprint,
+        }
+
+    def resume(self, state: Mapping[str, Any]) -> str | None:
+        """Go on from a checkpoint's state, before the first step is asked for. Returns what is worth telling.
+
+        With the same data, batching and curriculum the order is that of the run that was stopped. With another batching (or
+        another world size that it was chosen by), or other stages before or after this one, exactly the uses that are left of
+        the epoch come, in other company. With other data, or in another stage, a new epoch begins.
+        """
+        position = Position(**state["position"])
+        stage = self.stage_at(position.step)
+        if state["data"] != self.data_fingerprint(stage):
+            self.start_from(Position(position.step, stage, position.epoch + 1))
+            return f"the training data changed since the checkpoint ({self._changes(state['samples'], state['keys'])}): a new epoch begins"
+        if state["order"] != self.order_fingerprint:
+            self.start_from(replace(position, stage=stage))
+            total = self.uses(stage)
+            left = total - sum(position.used.values())
+            return (
+                f"batches or stages are made in another way than before the checkpoint: the {left:,} of {total:,} uses that "
+                f"are left of epoch {position.epoch} come in new company"
+            )
+        self.start_from(Position(**state["origin"]))
+        return None
+
+    def _changes(self, before: Mapping[str, int], keys: str) -> str:
+        now = self.sizes
+        shown = {bucket.name: str(bucket) for pools in self.pools for bucket in pools}
+        changed = [
+            f"bucket {shown.get(name, name)}: {before.get(name, 0):,} samples, now {now.get(name, 0):,}"
+            for name in sorted({*before, *now})
+            if before.get(name) != now.get(name)
+        ]
+        return "; ".join(changed[:4]) + (f" and {len(changed) - 4} buckets more" if len(changed) > 4 else "") or (
+            "other samples, or other captions of them"
+            if keys != self.fingerprint
+            else "other repeats or shares of the data sets, or another curriculum"
+        )
+
+    def _sorted_keys(self) -> Iterable[list[str]]:
+        if isinstance(self.samples, SampleTable):
+            return self.samples.sorted_keys()
+        return [[sample.key for sample in self.samples]]
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(canonical_json(content).encode()).hexdigest()[:KEY_LENGTH]
+
+
+def _in_order(samples: Sequence[Sample]) -> list[Sample]:
+    """Samples by their keys. Raises ValueError when two have the same."""
+    ordered = sorted(samples, key=lambda sample: sample.key)
+    if any(before.key == sample.key for before, sample in itertools.pairwise(ordered)):
+        raise ValueError("samples must have distinct keys; number_duplicates makes them so")
+    return ordered
+
+
+def _grouped(samples: Sequence[Sample]) -> dict[tuple[ShapeClass, str], Array]:
+    """The places of the samples of each bucket and data set, in order."""
+    places: dict[tuple[ShapeClass, str], list[int]] = {}
+    for place, sample in enumerate(samples):
+        places.setdefault((sample.bucket, sample.dataset), []).append(place)
+    return {group: np.array(places[group]) for group in sorted(places)}

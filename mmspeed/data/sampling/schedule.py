@@ -1,0 +1,235 @@
+"""Which buckets meet in which step of an epoch, and how many samples of each. Pure functions of counts and costs.
+
+A step has `slots` device batches. Most hold full device batches of one bucket (or of several that cost the same). What is left of
+each bucket goes into the tail: from the costliest bucket down, its last device batches are joined by as many samples of cheaper
+buckets a slot as cost the same, so that no device waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .assignment import Cost
+
+Array = npt.NDArray[Any]
+Mix = Literal["same", "matched", "window"]
+_WORTH = 0.5  # of a slot's cost: what cheaper samples must come to, to share a tail step without matching
+
+
+@dataclass(frozen=True)
+class Supply:
+    """A bucket's part of an epoch."""
+
+    uses: int
+    batch: int  # samples of a device batch
+    cost: Cost
+    slots: int  # device batches of a step: of sequence-parallel groups for videos, of ranks for images
+
+    @property
+    def step(self) -> int:
+        """Samples of a step that holds this bucket alone."""
+        return self.slots * self.batch
+
+
+@dataclass(frozen=True)
+class Division:
+    """An epoch divided into steps, before they are shuffled: no random number is in it, so every epoch has as many steps."""
+
+    classes: tuple[
+        tuple[tuple[int, int, int], ...], ...
+    ]  # of (bucket, slots, samples a slot); a step draws its slots from one
+    slots: tuple[int, ...]  # of a step of each class
+    tail: tuple[dict[int, int], ...]  # samples of each bucket in each step of the tail
+
+    @property
+    def steps(self) -> int:
+        full = sum(
+            sum(part[1] for part in parts) // slots for parts, slots in zip(self.classes, self.slots, strict=True)
+        )
+        return full + len(self.tail)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The steps of an epoch in their order, as pieces: so many uses of one bucket, from so far in its order."""
+
+    offsets: Array  # (steps + 1): the pieces of step i are [offsets[i], offsets[i + 1])
+    bucket: Array
+    count: Array
+    start: Array
+
+    @property
+    def steps(self) -> int:
+        return len(self.offsets) - 1
+
+    def pieces(self, step: int) -> list[tuple[int, int, int]]:
+        """(bucket, start, count) of each piece of a step."""
+        part = slice(int(self.offsets[step]), int(self.offsets[step + 1]))
+        return list(zip(*(column[part].tolist() for column in (self.bucket, self.start, self.count)), strict=True))
+
+    def used(self, step: int, buckets: int) -> list[int]:
+        """Uses of each bucket in the steps before `step`."""
+        part = slice(0, int(self.offsets[step]))
+        return np.bincount(self.bucket[part], weights=self.count[part], minlength=buckets).astype(np.int64).tolist()
+
+
+def divide(supplies: Sequence[Supply], mix: Mix = "same", tolerance: float = 0.02) -> Division:
+    """Full steps and the tail. Every use is in exactly one of them."""
+    classes: list[list[list[int]]] = []
+    rest = [supply.uses for supply in supplies]
+    for members in _classes(supplies, mix, tolerance):
+        slots = supplies[members[0][0]].slots
+        parts = [[bucket, supplies[bucket].uses // size, size] for bucket, size in members]
+        spare = sum(part[1] for part in parts) % slots
+        for part in sorted(parts, key=lambda part: -part[1]):  # from the fullest, so that every bucket stays in
+            less = min(spare, part[1])
+            part[1], spare = part[1] - less, spare - less
+        for bucket, count, size in parts:
+            rest[bucket] -= count * size
+        classes.append(parts)
+    tail: list[dict[int, int]] = []
+    for slots in sorted({supply.slots for supply in supplies}):
+        alike = [bucket for bucket, supply in enumerate(supplies) if supply.slots == slots]
+        tail += _tail(supplies, alike, rest, classes, tolerance)
+    return Division(
+        tuple(tuple((part[0], part[1], part[2]) for part in parts) for parts in classes),
+        tuple(supplies[parts[0][0]].slots for parts in classes),
+        tuple(tail),
+    )
+
+
+def shuffle(division: Division, generator: torch.Generator) -> Plan:
+    """The steps of one epoch in a random order; within a class, which slots meet is random too."""
+    steps, buckets, counts, made = [], [], [], 0
+    for parts, slots in zip(division.classes, division.slots, strict=True):
+        number = sum(part[1] for part in parts) // slots
+        if not number:
+            continue
+        if len(parts) == 1:
+            row, place, often = np.arange(number), np.zeros(number, np.int64), np.full(number, slots)
+        else:
+            drawn = np.repeat(np.arange(len(parts)), [part[1] for part in parts])
+            drawn = drawn[torch.randperm(len(drawn), generator=generator).numpy()]
+            met, often = np.unique(np.arange(len(drawn)) // slots * len(parts) + drawn, return_counts=True)
+            row, place = np.divmod(met, len(parts))
+        steps.append(made + row)
+        buckets.append(np.array([part[0] for part in parts])[place])
+        counts.append(often * np.array([part[2] for part in parts])[place])
+        made += number
+    for step in division.tail:
+        steps.append(np.full(len(step), made))
+        buckets.append(np.array(list(step)))
+        counts.append(np.array(list(step.values())))
+        made += 1
+    return _ordered(np.concatenate(steps), np.concatenate(buckets), np.concatenate(counts), made, generator)
+
+
+def _ordered(step: Array, bucket: Array, count: Array, steps: int, generator: torch.Generator) -> Plan:
+    """Pieces in the order of their shuffled steps, with their starts in their buckets' orders."""
+    step = torch.randperm(steps, generator=generator).numpy()[step]
+    order = np.lexsort((bucket, step))
+    step, bucket, count = step[order], bucket[order], count[order]
+    by_bucket = np.argsort(bucket, kind="stable")
+    before = np.cumsum(count[by_bucket]) - count[by_bucket]
+    start = np.empty_like(before)
+    start[by_bucket] = before - before[np.searchsorted(bucket[by_bucket], bucket[by_bucket])]
+    return Plan(np.searchsorted(step, np.arange(steps + 1)), bucket, count, start)
+
+
+def _classes(supplies: Sequence[Supply], mix: Mix, tolerance: float) -> list[list[tuple[int, int]]]:
+    """Groups of (bucket, samples a slot) whose slots may meet in a step: they cost the same, or `mix` does not mind."""
+    left = [bucket for bucket, supply in enumerate(supplies) if supply.uses]
+    left.sort(key=lambda bucket: (-supplies[bucket].cost.each, bucket))
+    classes = []
+    while left:
+        lead = supplies[left[0]]
+        if mix == "same":
+            members = [(left[0], lead.batch)]
+        elif mix == "window":
+            members = [(bucket, supplies[bucket].batch) for bucket in left if supplies[bucket].slots == lead.slots]
+        else:
+            members = _matching(supplies, left, lead, lead.cost.of(lead.batch), 1 - tolerance)
+        classes.append(members)
+        taken = {bucket for bucket, _ in members}
+        left = [bucket for bucket in left if bucket not in taken]
+    return classes
+
+
+def _matching(
+    supplies: Sequence[Supply], buckets: Sequence[int], lead: Supply, target: float, least: float
+) -> list[tuple[int, int]]:
+    """(bucket, samples a slot) of those that come to `least` to 1 of `target`, the nearest first."""
+    found = []
+    for bucket in buckets:
+        supply = supplies[bucket]
+        size = min(supply.batch, supply.cost.fitting(target))
+        share = supply.cost.of(size) / target
+        if size and supply.slots == lead.slots and share >= least:
+            found.append((-round(share, 9), supply.cost.each, bucket, size))
+    return [(bucket, size) for _, _, bucket, size in sorted(found)]
+
+
+def _tail(
+    supplies: Sequence[Supply],
+    alike: list[int],
+    rest: list[int],
+    classes: list[list[list[int]]],
+    tolerance: float,
+) -> list[dict[int, int]]:
+    """Steps of what is left of the buckets `alike`; `rest` and `classes` are changed: full steps may be given back to fill up."""
+    own = {part[0]: part for parts in classes for part in parts}
+    order = sorted(set(alike) & set(own), key=lambda bucket: (-supplies[bucket].cost.each, bucket))
+    steps = []
+    for place, lead in enumerate(order):
+        while rest[lead]:
+            supply = supplies[lead]
+            size = min(supply.batch, rest[lead])
+            step = {lead: min(rest[lead], supply.slots * size)}
+            rest[lead] -= step[lead]
+            free = supply.slots - -(-step[lead] // size)
+            target = supply.cost.of(size)
+            cheaper = order[place + 1 :]
+            alike_cost = _matching(supplies, cheaper, supply, target, 1 - tolerance)
+            for give_back in (False, True):
+                for bucket, most in alike_cost:
+                    free = _fill(step, rest, bucket, most, free)
+                    if give_back and free and own[bucket][1] >= supply.slots:
+                        own[bucket][1] -= supply.slots
+                        rest[bucket] += supply.slots * own[bucket][2]
+                        free = _fill(step, rest, bucket, most, free)
+            for bucket, most in _matching(supplies, cheaper, supply, target, _WORTH):
+                free = _fill(step, rest, bucket, most, free)
+            if len(step) == 1 and own[lead][1] >= supply.slots:
+                steps += _spread(step, lead, supply, own[lead])
+            else:
+                steps.append(step)
+    return steps
+
+
+def _fill(step: dict[int, int], rest: list[int], bucket: int, size: int, free: int) -> int:
+    """Put what is left of a bucket into free slots of a step, `size` samples each; returns the slots that stay free."""
+    taken = min(rest[bucket], free * size)
+    if not taken:
+        return free
+    rest[bucket] -= taken
+    step[bucket] = step.get(bucket, 0) + taken
+    return free - -(-taken // size)
+
+
+def _spread(step: dict[int, int], lead: int, supply: Supply, own: list[int]) -> list[dict[int, int]]:
+    """A last step of one bucket alone; with a full step of its own it is spread anew, where that leaves fewer slots behind.
+
+    Of t whole samples a slot and a remainder r, t + 1 go to every slot of one step, and the others lack one at most in slots
+    of as many as there can be.
+    """
+    whole, over = divmod(step[lead], supply.slots)
+    if not over or own[2] != supply.batch or whole >= supply.batch - 1:
+        return [step]
+    own[1] -= supply.slots
+    return [{lead: supply.slots * (whole + 1)}, {lead: supply.slots * (supply.batch - 1) + over}]

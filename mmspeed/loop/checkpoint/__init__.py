@@ -1,0 +1,1 @@
+"""Checkpoints: saved, found and loaded in any layout of ranks."""

@@ -1,0 +1,228 @@
+"""Reading checkpoints: which there are, and what is in them, into any model, on any number of ranks."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from mmspeed.errors import UserError
+from mmspeed.log import get_logger
+from mmspeed.loop.averages import EMA
+from mmspeed.loop.frozen import fingerprint, frozen_names
+from mmspeed.loop.optimizers.build import AnyOptimizer
+from mmspeed.parallel import unwrap
+
+from .state import StatesRoom, declared_state, room_for_weights, take_weights
+from .storage import (
+    FORMAT,
+    FROZEN,
+    META,
+    STATE,
+    THRESHOLD,
+    DamageError,
+    SafetensorsReader,
+    read_index,
+    read_meta,
+    read_record,
+    step_name,
+    step_of,
+    steps_in,
+)
+
+Which = Literal["ema", "model"]
+
+# ---- which there are ----
+
+
+def recorded(folder: Path) -> list[dict[str, Any]]:
+    """`{"step", "loss"}` of each checkpoint in `folder`, in the order they were written; `loss` may be None.
+
+    Whole checkpoints that a kill kept from being recorded come last, by step; so do all, with a warning, when the
+    record is damaged.
+    """
+    entries: list[dict[str, Any]] = []
+    try:
+        entries = read_record(folder)
+    except DamageError as error:
+        get_logger(__name__).warning(
+            f"{folder} {error}; going by the names of the folders there, the recorded validation losses are lost"
+        )
+    known = {entry["step"] for entry in entries}
+    found = steps_in(folder)
+    entries += [{"step": step, "loss": None} for step in found if step not in known]
+    return [entry for entry in entries if entry["step"] in found]
+
+
+def latest(folder: Path) -> Path | None:
+    """The checkpoint written last, or None. Warns of folders that are passed over because they are not whole."""
+    for path in sorted(folder.glob("step-*")):
+        if path.is_dir() and step_of(path) is not None and not (path / META).is_file():
+            get_logger(__name__).warning(f"checkpoint {path} is left out: it is incomplete, it has no {META}")
+    entries = recorded(folder)
+    return folder / step_name(entries[-1]["step"]) if entries else None
+
+
+def best(folder: Path) -> Path | None:
+    """The checkpoint with the lowest validation loss, or None when none has a loss."""
+    scored = [entry for entry in recorded(folder) if entry["loss"] is not None]
+    return folder / step_name(min(scored, key=lambda entry: entry["loss"])["step"]) if scored else None
+
+
+# ---- what is in them ----
+
+
+def prefixed(prefix: str, tensors: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a dict, by names that begin with `prefix`."""
+    return {f"{prefix}.{name}": tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+
+
+def _check(folder: Path, meta: dict[str, Any], index: dict[str, Any], wanted: dict[str, Tensor]) -> None:
+    """Raise UserError at the first tensor that the checkpoint and `wanted` do not share in name and shape; state may be one's alone."""
+    held = index["tensors"]
+    for name, tensor in wanted.items():
+        if name not in held:
+            raise UserError(f"checkpoint {folder} has no tensor `{name}`: {_advice(name, FROZEN in meta)}")
+        if held[name]["shape"] != list(tensor.shape):
+            shapes = f"{tuple(held[name]['shape'])} in the checkpoint, {tuple(tensor.shape)} here"
+            raise UserError(f"checkpoint {folder}: `{name}` is {shapes}: {_advice(name)}")
+    parts = {name.split(".", 1)[0] for name in wanted}
+    # an average stands for its parameter when weights alone are loaded
+    stems = {name.split(".", 1)[1] for name in wanted} | meta.get(STATE, {}).keys()
+    unknown = (name for name in held if name.split(".", 1)[0] in parts and name.split(".", 1)[1] not in stems)
+    extra = next((name for name in unknown if not name.endswith(THRESHOLD)), None)
+    if extra is not None:
+        owner = "optimizer" if extra.startswith("optimizer.") else "model"
+        raise UserError(f"checkpoint {folder} holds `{extra}`, which the {owner} here does not have: {_advice(extra)}")
+
+
+def _check_base(
+    folder: Path,
+    meta: dict[str, Any],
+    model: nn.Module,
+    names: list[str],
+    alone: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Raise UserError where the parameters that a checkpoint does not hold are not those that were frozen when it was written."""
+    if fingerprint(model, names, alone, group) != meta[FROZEN]:
+        raise UserError(
+            f"checkpoint {folder} was trained on another base: the {len(names)} tensors here that it does not hold, such as "
+            f"`{names[0]}`, are not the weights that were frozen then. Begin from the same base, in the same number type"
+        )
+
+
+def _advice(name: str, has_base: bool = False) -> str:
+    if name.startswith("optimizer."):
+        return "the checkpoint is of another train.optimizer: restore it, or begin a new run with train.start_from"
+    if has_base:
+        return "it did not train when the checkpoint was written; let the same parameters train, or begin a new run"
+    return "the checkpoint is of another model; compare the `model` section of its run's config"
+
+
+def open_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(meta, index) of a checkpoint; UserError when it is missing, incomplete, damaged or from a newer mmspeed."""
+    if not folder.is_dir():
+        raise UserError(f"there is no checkpoint {folder}")
+    try:
+        meta = read_meta(folder)
+        index = read_index(folder) if meta["format"] <= FORMAT else {}
+    except DamageError as error:
+        others = [entry["step"] for entry in recorded(folder.parent) if step_name(entry["step"]) != folder.name]
+        onward = f"go on from step {others[-1]}" if others else "start anew"
+        raise UserError(f"checkpoint {folder} {error}; copy it again, or delete that folder to {onward}") from None
+    if meta["format"] > FORMAT:
+        raise UserError(
+            f"checkpoint {folder} has format {meta['format']}; this mmspeed reads up to {FORMAT}: update mmspeed"
+        )
+    return meta, index
+
+
+def load(
+    folder: Path,
+    model: nn.Module,
+    optimizer: AnyOptimizer | None = None,
+    ema: EMA | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Load a checkpoint into what is given, in place, whatever the ranks, strategy and tiers of memory that wrote it.
+
+    Parameters that do not train stay as they are where the checkpoint has none of them; then they must be those that it was trained on.
+
+    All ranks call it. Returns the saved `meta` with `step`. Raises UserError when the checkpoint is missing, incomplete,
+    of another model or optimizer, or of another base.
+    """
+    meta, index = open_checkpoint(folder)
+    weights = room_for_weights(model, optimizer)
+    base = [name for name in frozen_names(model) if f"model.{name}" not in index["tensors"]] if FROZEN in meta else []
+    wanted = prefixed("model", {name: tensor for name, tensor in weights.items() if name not in base})
+    if ema is not None:
+        if meta["ema_updates"] is None:
+            raise UserError(f"checkpoint {folder} has no EMA weights: set train.ema_decay to null, or start anew")
+        wanted |= prefixed("ema", ema.state_dict())
+    states: StatesRoom | None = None
+    if optimizer is not None and any(name.startswith("optimizer.") for name in index["tensors"]):
+        states = StatesRoom(model, optimizer)
+        wanted |= prefixed("optimizer", states.tensors)
+    state = declared_state(model)
+    lacking = {name for name in wanted if name.split(".", 1)[1] in state and name not in index["tensors"]}
+    wanted = {name: tensor for name, tensor in wanted.items() if name not in lacking}
+    _check(folder, meta, index, wanted)
+    if base:
+        _check_base(folder, meta, model, base, group=group)
+    dcp.load(
+        cast(dict[str, Any], wanted),
+        storage_reader=SafetensorsReader(folder, index),
+        process_group=group,
+        no_dist=not dist.is_initialized(),
+    )
+    del wanted  # so that each tensor goes when it is where it belongs
+    take_weights(model, optimizer, weights)
+    if states is not None:
+        states.take()
+    if ema is not None:
+        ema.updates = meta["ema_updates"]
+        ema.begin_state(model, [name.removeprefix("ema.") for name in lacking if name.startswith("ema.")])
+    return {**meta["meta"], "step": meta["step"]}
+
+
+def load_weights(
+    folder: Path,
+    model: nn.Module,
+    which: Which = "ema",
+    alone: bool = True,
+    optimizer: AnyOptimizer | None = None,
+) -> dict[str, Any]:
+    """Load weights alone, in the number type that `model` has, by one process `alone` or by all. Returns and raises as `load`.
+
+    `optimizer` is that of a model in training: where the float32 weights are its own, they are loaded there. Parameters that the
+    checkpoint has no values of, since they did not train, stay as they are and must be those that it was trained on.
+    """
+    meta, index = open_checkpoint(folder)
+    if which == "ema" and meta["ema_updates"] is None:
+        raise UserError(f"checkpoint {folder} has no EMA weights: ask for the model's own")
+    held, state = index["tensors"], declared_state(model)
+    averaged = {name for name, _ in unwrap(model).named_parameters()}
+    parameters = {name for name, _ in unwrap(model).named_parameters(remove_duplicate=False)}
+    weights = room_for_weights(model, optimizer)
+    wanted = {}
+    base = []  # of which the checkpoint has a fingerprint alone
+    for name, tensor in weights.items():
+        average = f"ema.{name}"
+        key = average if which == "ema" and (name in averaged or average in held) else f"model.{name}"
+        if key not in held and name in parameters and FROZEN in meta:
+            base.append(name)
+        elif key in held or name not in state:
+            wanted[key] = tensor
+    if base:
+        _check_base(folder, meta, model, base, alone)
+    _check(folder, meta, index, wanted)
+    with warnings.catch_warnings():  # torch warns that one process loads; here that is what is wanted
+        warnings.simplefilter("ignore")
+        dcp.load(cast(dict[str, Any], wanted), storage_reader=SafetensorsReader(folder, index), no_dist=alone)
+    take_weights(model, optimizer, weights)
+    return {**meta["meta"], "step": meta["step"]}

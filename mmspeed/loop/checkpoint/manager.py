@@ -1,0 +1,280 @@
+"""Checkpoints: the whole state of a run, written while it goes on, loadable on any number of ranks and in any strategy.
+
+    checkpoints/
+      latest.json               the checkpoints in the order they were written, with validation losses
+      step-00000123/
+        meta.json               step and whatever else is no tensor; the fingerprint of weights that do not train (frozen.py)
+        index.json              which tensor lies where (storage.py)
+        shard-*.safetensors     `model.*`, `ema.*` and `optimizer.*`, by names of parameters and buffers (state.py)
+
+A checkpoint is written into `.tmp-step-00000123` and renamed when every rank has finished; all ranks share the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from mmspeed.comm import all_reduce_max, barrier
+from mmspeed.errors import UserError
+from mmspeed.loop.averages import EMA
+from mmspeed.loop.frozen import frozen_fingerprint
+from mmspeed.loop.optimizers.build import AnyOptimizer
+
+from .load import Which, best, latest, load, load_weights, open_checkpoint, prefixed, recorded
+from .state import declared_state, states_to_save, weights_to_save
+from .storage import (
+    FORMAT,
+    FROZEN,
+    META,
+    RECORD,
+    STATE,
+    DamageError,
+    SafetensorsWriter,
+    read_record,
+    step_name,
+    step_of,
+    steps_in,
+    sync_folder,
+    write_json,
+)
+
+__all__ = [
+    "CheckpointManager",
+    "TrainingState",
+    "Which",
+    "best",
+    "latest",
+    "load",
+    "load_weights",
+    "open_checkpoint",
+    "recorded",
+    "step_name",
+    "steps_in",
+]
+
+
+@dataclass
+class TrainingState:
+    """What a checkpoint holds. `meta` is JSON: epoch position, config, data fingerprint, and so on."""
+
+    model: nn.Module
+    optimizer: AnyOptimizer | None = None
+    ema: EMA | None = None
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
+# ---- saving ----
+
+
+@dataclass
+class _Pending:
+    step: int
+    temporary: Path
+    future: Future[Any]
+
+
+class CheckpointManager:
+    """Writes and keeps the checkpoints of one run. Made and called by all ranks together.
+
+    At most one write is under way. It fails as a whole: the error is raised on every rank by the next `save`, `poll` or
+    `wait`, and what was there before is untouched. `group` must be a CPU group that nothing else uses, because the writing
+    thread talks over it while training goes on; None makes one.
+    """
+
+    def __init__(
+        self, folder: Path, *, keep_last: int = 2, keep_best: bool = True, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self.folder, self.keep_last, self.keep_best = folder, keep_last, keep_best
+        if group is None and dist.is_initialized():
+            group = dist.new_group(backend="gloo")
+        self.group = group
+        self._lead = not dist.is_initialized() or dist.get_rank() == 0
+        self._pending: _Pending | None = None
+        self._losses: dict[int, float] = {}
+        self._in_use: int | None = None
+        self._base: tuple[nn.Module, str | None] | None = None  # a model and the fingerprint of its frozen weights
+        self._lock = threading.Lock()  # the record is changed by the training thread and by the writing one
+        if self._lead:
+            folder.mkdir(parents=True, exist_ok=True)
+            _clean(folder)
+            _mend_record(folder)
+        barrier(group)
+
+    def save(self, step: int, state: TrainingState, *, blocking: bool = False) -> None:
+        """Copy the state aside and write it in the background; `blocking` waits until it is on disk.
+
+        Waits first for the write before this one. Raises UserError when that one (or, blocking, this one) failed.
+        """
+        self.wait()
+        tensors = prefixed("model", weights_to_save(state.model, state.optimizer))
+        if state.ema is not None:
+            tensors |= prefixed("ema", state.ema.state_dict())
+        if state.optimizer is not None:
+            tensors |= prefixed("optimizer", states_to_save(state.model, state.optimizer))
+        updates = state.ema.updates if state.ema is not None else None
+        meta: dict[str, Any] = {"format": FORMAT, "step": step, "ema_updates": updates, "meta": state.meta}
+        frozen, rules = self._frozen(state.model), declared_state(state.model)
+        meta |= {FROZEN: frozen} if frozen is not None else {}
+        meta |= {STATE: rules} if rules else {}
+        meta = json.loads(json.dumps(meta))
+        temporary = self.folder / f".tmp-{step_name(step)}"
+        writer = SafetensorsWriter(temporary, tensors, partial(self._commit, step, temporary, meta))
+        future = dcp.async_save(cast(dict[str, Any], tensors), storage_writer=writer, process_group=self.group)
+        self._pending = _Pending(step, temporary, cast("Future[Any]", future))
+        if blocking:
+            self.wait()
+
+    def wait(self) -> int | None:
+        """Wait for the write under way; returns its step, or None without one. Raises UserError when it failed."""
+        if self._pending is None:
+            return None
+        pending, self._pending = self._pending, None
+        try:
+            pending.future.result()
+        except (Exception, CheckpointException) as error:
+            if self._lead:
+                shutil.rmtree(pending.temporary, ignore_errors=True)
+            raise _explain(self.folder, pending.step, error) from error
+        return pending.step
+
+    def poll(self, group: dist.ProcessGroup | None = None) -> int | None:
+        """As `wait`, but returns None at once when the write is not finished on every rank.
+
+        `group` is a CPU group of the training thread; it is used only while a write is under way.
+        """
+        if self._pending is None or all_reduce_max([float(not self._pending.future.done())], group)[0]:
+            return None
+        return self.wait()
+
+    def mark_best(self, step: int, loss: float) -> bool:
+        """Tell a step's validation loss, before or after its checkpoint is written; whether it is the lowest so far.
+
+        A loss that is not finite is never the best, and is not recorded.
+        """
+        if not math.isfinite(loss):
+            return False
+        before = [
+            entry["loss"] for entry in recorded(self.folder) if entry["loss"] is not None and entry["step"] != step
+        ]
+        lowest = min([*before, *(other for at, other in self._losses.items() if at != step)], default=math.inf)
+        self._losses[step] = loss
+        if self._lead:
+            self._update_record(None)
+        return loss < lowest
+
+    def latest(self) -> Path | None:
+        """The checkpoint written last, or None."""
+        return latest(self.folder)
+
+    def best(self) -> Path | None:
+        """The checkpoint with the lowest validation loss, or None."""
+        return best(self.folder)
+
+    def load(
+        self, folder: Path, model: nn.Module, optimizer: AnyOptimizer | None = None, ema: EMA | None = None
+    ) -> dict[str, Any]:
+        """`load`, after the write under way, and with `folder` safe from removal."""
+        self.wait()
+        if folder.parent == self.folder and step_of(folder) is not None:
+            self._in_use = step_of(folder)  # kept until another is loaded: a rollback returns to it
+        self._base = None  # an older checkpoint holds frozen weights too, and brings its own
+        return load(folder, model, optimizer, ema, self.group)
+
+    def _frozen(self, model: nn.Module) -> str | None:
+        """The fingerprint of a model's frozen weights, taken once: nothing changes them."""
+        if self._base is None or self._base[0] is not model:
+            self._base = (model, frozen_fingerprint(model, self.group))
+        return self._base[1]
+
+    def _commit(self, step: int, temporary: Path, meta: dict[str, Any]) -> None:
+        """Called on rank 0 by the writer, when all ranks' files are on disk."""
+        write_json(temporary / META, meta)
+        sync_folder(temporary)
+        target = self.folder / step_name(step)
+        former = self.folder / f".old-{target.name}"
+        if target.exists():
+            target.rename(former)
+        temporary.rename(target)
+        sync_folder(self.folder)
+        shutil.rmtree(former, ignore_errors=True)
+        self._update_record(step)
+
+    def _update_record(self, written: int | None) -> None:
+        """Record losses and the step just written, then remove what need not be kept."""
+        with self._lock:
+            entries = [entry for entry in recorded(self.folder) if entry["step"] != written]
+            if written is not None:
+                entries.append({"step": written, "loss": None})
+            for entry in entries:
+                entry["loss"] = self._losses.get(entry["step"], entry["loss"])
+            kept = {entry["step"] for entry in entries[-self.keep_last :]} | {self._in_use}
+            scored = [entry for entry in entries if entry["loss"] is not None]
+            if self.keep_best and scored:
+                kept.add(min(scored, key=lambda entry: entry["loss"])["step"])
+            entries, gone = _split(entries, lambda entry: entry["step"] in kept)
+            _write_record(self.folder, entries)
+            for entry in gone:
+                _remove(self.folder / step_name(entry["step"]))
+
+
+def _write_record(folder: Path, entries: list[dict[str, Any]]) -> None:
+    newest = step_name(entries[-1]["step"]) if entries else None
+    write_json(folder / RECORD, {"latest": newest, "checkpoints": entries})
+    sync_folder(folder)
+
+
+def _mend_record(folder: Path) -> None:
+    """Write a damaged record anew, so that the warning comes once."""
+    try:
+        read_record(folder)
+    except DamageError:
+        _write_record(folder, recorded(folder))
+
+
+def _split(items: list[Any], keep: Callable[[Any], bool]) -> tuple[list[Any], list[Any]]:
+    return [item for item in items if keep(item)], [item for item in items if not keep(item)]
+
+
+def _remove(checkpoint: Path) -> None:
+    """Remove a checkpoint so that a kill half-way leaves no part of it under its name."""
+    doomed = checkpoint.with_name(f".tmp-{checkpoint.name}.gone")
+    checkpoint.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _clean(folder: Path) -> None:
+    """Remove what a killed run left half-written; put back a checkpoint whose replacement was not finished."""
+    for left in folder.glob(".tmp-*"):
+        shutil.rmtree(left, ignore_errors=True)
+    for former in folder.glob(".old-*"):
+        target = folder / former.name.removeprefix(".old-")
+        if target.exists():
+            shutil.rmtree(former, ignore_errors=True)
+        else:
+            former.rename(target)
+
+
+def _explain(folder: Path, step: int, error: BaseException) -> Exception:
+    """The error of a failed write as a UserError where the file system is to blame, else as it is."""
+    causes = [wrapped[0] for wrapped in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+    blamed = next((cause for cause in causes if isinstance(cause, OSError)), None)
+    if blamed is None:
+        return RuntimeError(f"checkpoint of step {step} could not be written to {folder}: {causes[0]!r}")
+    return UserError(
+        f"checkpoint of step {step} could not be written to {folder}: {blamed.strerror or blamed}; "
+        "earlier checkpoints are untouched. Free space or mend the folder, then start the run again"
+    )

@@ -1,0 +1,188 @@
+"""What a checkpoint holds of a model and its optimizer, the same wherever weights and states lie: float32, by the names of parameters.
+
+It holds what a run changes: the parameters that train, persistent buffers, declared state (`protocol.DeclaredState`), states of the
+optimizer. Of parameters that do not train there is a fingerprint in its stead (frozen.py).
+
+Weights are the optimizer's (the model may have them rounded), states those of its inner optimizer. What lies in the host's memory, or
+exists for a moment only, is copied there, bucket by bucket, and laid out as its parameter is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from mmspeed.loop.optimizers.build import AnyOptimizer, state_names
+from mmspeed.loop.optimizers.eight_bit import packed, unpacked
+from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
+from mmspeed.parallel import is_half, unwrap
+from mmspeed.parallel.tensor import local
+from mmspeed.protocols import DeclaredState, StateRule
+
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def laid_out(parameter: Tensor, value: Tensor) -> Tensor:
+    """`value`, this process's part, as a tensor that is spread as `parameter` is; it shares memory with `value`, wherever that is."""
+    if not isinstance(parameter, DTensor):
+        return value
+    if value.device.type == "cpu" and value.storage_offset():
+        value = torch.from_numpy(
+            value.numpy()
+        )  # a DTensor in the host's memory that begins inside of other memory cannot be copied
+    # not DTensor.from_local, which would bring a value in the host's memory to the mesh's devices
+    meta = TensorMeta(parameter.shape, parameter.stride(), value.dtype)
+    spec = DTensorSpec(parameter.device_mesh, parameter.placements, meta)
+    return DTensor(value, spec, requires_grad=False)  # type: ignore[call-arg]
+
+
+def has_masters(model: nn.Module, optimizer: Any) -> bool:
+    """Whether the float32 weights are the optimizer's, and the model's parameters roundings of them."""
+    return isinstance(optimizer, TieredOptimizer) and is_half(model)
+
+
+def named_masters(model: nn.Module, optimizer: TieredOptimizer) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+    """(name, parameter, this process's float32 values), in the optimizer's order; one bucket is in memory at a time."""
+    names = {parameter: name for name, parameter in unwrap(model).named_parameters()}
+    for parameter, values in optimizer.masters():
+        yield names[parameter], parameter, values
+
+
+# ---- weights and state that is no parameter ----
+
+
+def declared_state(model: nn.Module) -> dict[str, StateRule]:
+    """The rule of each buffer that a module of `model` declares, by its name in the bare model.
+
+    Raises ValueError for a declared name that is no buffer.
+    """
+    rules: dict[str, StateRule] = {}
+    for prefix, module in unwrap(model).named_modules():
+        for name, rule in module.state_buffers.items() if isinstance(module, DeclaredState) else ():
+            if name not in dict(module.named_buffers()):
+                raise ValueError(f"{type(module).__name__} declares the state `{name}`, which is none of its buffers")
+            rules[f"{prefix}.{name}" if prefix else name] = rule
+    return rules
+
+
+def _weights_and_state(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters, the persistent buffers and the declared ones, by name."""
+    found = cast(dict[str, Tensor], get_model_state_dict(model))
+    buffers = dict(unwrap(model).named_buffers())
+    return found | {name: buffers[name] for name in declared_state(model)}
+
+
+def weights_to_save(model: nn.Module, optimizer: AnyOptimizer | None) -> dict[str, Tensor]:
+    """The float32 weights that train, the persistent buffers and the declared state, by name."""
+    found = _weights_and_state(model)
+    for name, parameter in unwrap(model).named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad:
+            del found[name]
+    if isinstance(optimizer, TieredOptimizer) and has_masters(model, optimizer):
+        for name, parameter, values in named_masters(model, optimizer):
+            found[name] = laid_out(parameter, values.detach().to("cpu", copy=True))
+    return found
+
+
+def room_for_weights(model: nn.Module, optimizer: AnyOptimizer | None) -> dict[str, Tensor]:
+    """Tensors to read weights, frozen ones too, and state into; `take_weights` brings them where they belong."""
+    found = _weights_and_state(model)
+    for name, parameter in _with_masters(model, optimizer):
+        found[name] = laid_out(parameter, torch.empty(local(parameter).shape, dtype=torch.float32))
+    return found
+
+
+def take_weights(model: nn.Module, optimizer: AnyOptimizer | None, found: dict[str, Tensor]) -> None:
+    """Write what was read into `room_for_weights`; nothing is left to do where that was the model itself."""
+    for name, parameter in _with_masters(model, optimizer):
+        cast(TieredOptimizer, optimizer).set_master(parameter, local(found.pop(name)).to(local(parameter).device))
+
+
+def _with_masters(model: nn.Module, optimizer: AnyOptimizer | None) -> Iterator[tuple[str, nn.Parameter]]:
+    """(name, parameter) of those whose float32 weights are the optimizer's."""
+    if isinstance(optimizer, TieredOptimizer) and has_masters(model, optimizer):
+        yield from ((name, p) for name, p in unwrap(model).named_parameters() if optimizer.has(p))
+
+
+# ---- states of the optimizer ----
+
+
+def states_to_save(model: nn.Module, optimizer: AnyOptimizer) -> dict[str, Tensor]:
+    """The optimizer's states, `state.<parameter>.<name>`; none before the first step."""
+    if not isinstance(optimizer, TieredOptimizer):
+        # asking for an empty state would make torch take a step
+        return _tensors(get_optimizer_state_dict(model, optimizer, options=_FLAT)) if optimizer.state else {}
+    found: dict[str, Tensor] = {}
+    for name, parameter in unwrap(model).named_parameters():
+        for key, value in optimizer.state_of(parameter).items() if optimizer.has(parameter) else ():
+            if key == "step":
+                found[f"state.{name}.{key}"] = torch.as_tensor(value, dtype=torch.float32)
+            elif isinstance(value, Tensor):
+                found[f"state.{name}.{key}"] = laid_out(parameter, unpacked(value))
+    return found
+
+
+class StatesRoom:
+    """Tensors to read an optimizer's states into, by their names (`tensors`); `take` brings them where they belong."""
+
+    def __init__(self, model: nn.Module, optimizer: AnyOptimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+        if isinstance(optimizer, TieredOptimizer):
+            self.tensors = dict(self._made(optimizer))
+        else:
+            self._all = dict(get_optimizer_state_dict(model, optimizer, options=_FLAT))
+            self.tensors = _tensors(self._all)
+
+    def _made(self, optimizer: TieredOptimizer) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter, group in _with_groups(self._model, optimizer):
+            for key in state_names(group):
+                shape = torch.Size() if key == "step" else local(parameter).shape
+                value = torch.empty(shape, dtype=torch.float32)
+                yield f"state.{name}.{key}", value if key == "step" else laid_out(parameter, value)
+
+    def take(self) -> None:
+        """Write what was read into the optimizer."""
+        optimizer = self._optimizer
+        if not isinstance(optimizer, TieredOptimizer):
+            set_optimizer_state_dict(self._model, optimizer, cast(Any, self._all | self.tensors), options=_FLAT)
+            return
+        for name, parameter, group in _with_groups(self._model, optimizer):
+            read = {key: local(self.tensors.pop(f"state.{name}.{key}")) for key in state_names(group)}
+            if group.get("eight_bit"):
+                device = local(parameter).device
+                read = {key: packed(key, value.to(device)) if key != "step" else value for key, value in read.items()}
+            optimizer.load_state_of(parameter, read)
+
+
+def _with_groups(model: nn.Module, optimizer: TieredOptimizer) -> Iterator[tuple[str, nn.Parameter, dict[str, Any]]]:
+    """(name, parameter, its group), in the optimizer's order, which is that of its buckets."""
+    names = {parameter: name for name, parameter in unwrap(model).named_parameters()}
+    parameters = (parameter for bucket in optimizer.buckets for parameter in bucket)
+    for group in optimizer.param_groups:
+        for _, parameter in zip(group["params"], parameters, strict=False):
+            yield names[parameter], parameter, group
+
+
+def _tensors(found: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+
+def whole_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter and saved buffer of a model, whole, on the CPU, one at a time; from any layout. A collective call."""
+    bare = unwrap(model)
+    buffers = {name for name, _ in bare.named_buffers()}
+    saved = bare.state_dict().keys()
+    for name, tensor in (*bare.named_parameters(), *((n, b) for n, b in bare.named_buffers() if n in saved & buffers)):
+        value = tensor.detach()
+        yield name, (value.full_tensor() if isinstance(value, DTensor) else value).cpu()

@@ -1,0 +1,78 @@
+"""Averages that lie in the host's memory, and visit the device bucket by bucket when they are updated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from mmspeed.device import Device
+from mmspeed.memory.offload.copies import Copies, HostPool, copies_for
+from mmspeed.memory.offload.host_buffers import Parcel, Place, lay_out
+
+
+class HostAverages:
+    """float32 tensors in the host's memory, in the order in which their values come."""
+
+    def __init__(
+        self, shapes: Iterable[Tensor], bucket_bytes: int, device: Device, copies: Copies | None = None
+    ) -> None:
+        """Room for tensors of the shapes of `shapes`, in buckets of about `bucket_bytes`; values are unknown.
+
+        Raises UserError when the host's memory is full.
+        """
+        copies = copies or copies_for(device)
+        pool = HostPool(device, "leave the moving average on the device: memory.ema")
+        self._parcels: list[tuple[Parcel, list[Place]]] = []
+        for some in _bucketed(shapes, bucket_bytes):
+            places, size = lay_out(some)
+            parcel = Parcel(device, copies=copies, pool=pool)
+            parcel.resize(4 * size)
+            self._parcels.append((parcel, places))
+
+    def tensors(self) -> list[Tensor]:
+        """The averages, in the host's memory; they share it with this object. Nothing may be updated while they are written to."""
+        return [place.of(parcel.on_host().view(torch.float32)) for parcel, places in self._parcels for place in places]
+
+    def lerp(self, values: Iterable[Tensor], weight: float) -> None:
+        """Move each average towards its value: the next bucket comes and the last one leaves while one is updated."""
+        coming = iter(values)
+        for number, (parcel, places) in enumerate(self._parcels):
+            parcel.fetch()
+            if number + 1 < len(self._parcels):
+                self._parcels[number + 1][0].fetch()
+            bytes_Z = parcel.here()
+            if bytes_Z is None:  # this process has no part of these
+                bytes_Z = torch.empty(0, dtype=torch.uint8, device=parcel.device.torch_device)
+            flat_Z = bytes_Z.view(torch.float32)
+            for place, value in zip(places, islice(coming, len(places)), strict=True):
+                torch._foreach_lerp_([place.of(flat_Z)], [value], weight)
+            parcel.send(bytes_Z)
+            if number:
+                self._parcels[number - 1][0].settle()
+        if self._parcels:
+            self._parcels[-1][0].settle()
+
+    def settle(self) -> None:
+        """Wait until nothing is on its way to the host, so that `tensors` can be read and written there."""
+        for parcel, _ in self._parcels:
+            parcel.on_host()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the host's memory."""
+        return sum(parcel.nbytes for parcel, _ in self._parcels)
+
+
+def _bucketed(tensors: Iterable[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
+    """Tensors in order, in groups of at most `bucket_bytes` of float32, or one."""
+    some: list[Tensor] = []
+    for tensor in tensors:
+        if some and 4 * sum(t.numel() for t in [*some, tensor]) > bucket_bytes:
+            yield some
+            some = []
+        some.append(tensor)
+    if some:
+        yield some

@@ -1,0 +1,1 @@
+"""Optimizers: how they are built, and those that update during backward."""

@@ -1,0 +1,142 @@
+"""Tensors packed flat, and bytes that lie in the host's memory and visit the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmspeed.device import Device
+
+from .copies import Copies, HostBuffer, HostPool, Job
+
+ALIGNMENT = 128  # bytes; where vectorised kernels like tensors to begin
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies in a flat one: from `start`, `length` of its elements. With a dtype, the flat one holds bytes."""
+
+    start: int
+    length: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype | None = None
+
+    def of(self, flat_Z: Tensor) -> Tensor:
+        """The tensor, a view of the flat one."""
+        piece_Z = flat_Z[self.start : self.start + self.length]
+        return (piece_Z if self.dtype is None else piece_Z.view(self.dtype)).as_strided(self.shape, self.stride)
+
+
+def _up(number: int, step: int) -> int:
+    return -(-number // step) * step
+
+
+def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """The tensor's own order of dims, without gaps."""
+    return torch.empty_like(tensor, device="meta").stride()
+
+
+def lay_out(tensors: Iterable[Tensor]) -> tuple[list[Place], int]:
+    """Places one after another in a flat tensor of elements, and that one's number of elements."""
+    places, total = [], 0
+    for tensor in tensors:
+        places.append(Place(total, tensor.numel(), tuple(tensor.shape), _dense_stride(tensor)))
+        total = _up(total + tensor.numel(), ALIGNMENT // 4)
+    return places, places[-1].start + places[-1].length if places else 0
+
+
+def lay_out_bytes(tensors: Iterable[Tensor]) -> tuple[list[Place], int]:
+    """As `lay_out`, for tensors of several dtypes in a flat tensor of bytes."""
+    places, end = [], 0
+    for tensor in tensors:
+        start = _up(end, ALIGNMENT)
+        end = start + tensor.numel() * tensor.element_size()
+        places.append(Place(start, end - start, tuple(tensor.shape), _dense_stride(tensor), tensor.dtype))
+    return places, end
+
+
+class Parcel:
+    """Bytes that lie in the host's memory, and visit the device as one flat uint8 tensor: `fetch`, `here`, then `send` or `forget`.
+
+    Many parcels share a pool, which gets page-locked memory in large pieces.
+    """
+
+    def __init__(self, device: Device, copies: Copies, pool: HostPool | None = None) -> None:
+        self.device, self.copies, self.pool = device, copies, pool or HostPool(device)
+        self.buffer: HostBuffer | None = None
+        self._flat_Z: Tensor | None = None
+        self._coming: Job | None = None
+        self._going: tuple[Job, Tensor] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.buffer is None else self.buffer.nbytes
+
+    @property
+    def device_bytes(self) -> int:
+        """Of what is on the device now, on its way included."""
+        going = 0 if self._going is None else self._going[1].numel()
+        return going + (0 if self._flat_Z is None else self._flat_Z.numel())
+
+    def resize(self, nbytes: int) -> None:
+        """Have so many bytes, of unknown values. Raises UserError when the host's memory is full."""
+        if nbytes == self.nbytes:
+            return
+        self._finish()
+        if self.buffer is not None:
+            self.pool.give(self.buffer)
+            self.buffer = None
+        if nbytes:
+            self.buffer = self.pool.take(nbytes)
+
+    def fetch(self) -> None:
+        """Begin to copy to the device, unless it is there."""
+        if self._flat_Z is None and self.buffer is not None:
+            self.settle()
+            flat_Z = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device.torch_device)
+            self._coming = self.copies.back(self.buffer, flat_Z)
+            self._flat_Z = flat_Z
+
+    def here(self) -> Tensor | None:
+        """The bytes on the device; None where there are none. Call `fetch` before."""
+        job, self._coming = self._coming, None
+        if job is not None:
+            try:
+                job.wait()
+            except BaseException:
+                self._flat_Z = None
+                raise
+        return self._flat_Z
+
+    def send(self, flat_Z: Tensor) -> None:
+        """Begin to copy bytes from the device, which are then no longer there."""
+        self.here()
+        self._flat_Z = None
+        if self.buffer is not None:
+            self._going = (self.copies.out(flat_Z, self.buffer), flat_Z)
+
+    def forget(self) -> None:
+        """What is on the device was not changed: let it go."""
+        self.here()
+        self._flat_Z = None
+
+    def settle(self) -> None:
+        """Free the device's memory when what was sent has left. The device waits for it, this thread on a CPU only."""
+        if self._going is not None:
+            self._going[0].wait()
+            self._going = None
+
+    def _finish(self) -> None:
+        """Wait until no copy is under way: this thread too."""
+        self.forget()
+        self.settle()
+        self.device.synchronize()
+
+    def on_host(self) -> Tensor:
+        """The host's bytes, as a flat uint8 tensor of the CPU. Nothing is on its way."""
+        self._finish()
+        return torch.empty(0, dtype=torch.uint8) if self.buffer is None else torch.from_numpy(self.buffer.array)

@@ -1,0 +1,132 @@
+"""How a tensor looks into its memory, whether it was changed meanwhile, and which tensors need no copy to come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from .copies import ALIGNMENT
+
+CHANGED = "a tensor that backward needs was changed in place after a span that swaps had stored it"
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a tensor looks into its storage; `offset` in bytes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    conjugate: bool
+    negative: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Look:
+        offset = int(tensor.storage_offset()) * tensor.element_size()
+        return cls(tensor.dtype, tuple(tensor.shape), tensor.stride(), offset, tensor.is_conj(), tensor.is_neg())
+
+    def into(self, memory_Z: Tensor, start: int = 0) -> Tensor:
+        """The same look into flat bytes, which begin at byte `start` of the storage."""
+        offset = memory_Z.storage_offset() + self.offset - start
+        looking = torch.empty(0, dtype=self.dtype, device=memory_Z.device)
+        # no view in autograd's sense: it may be the result of an operator
+        looking.set_(memory_Z.untyped_storage(), offset // self.dtype.itemsize, self.shape, self.strides)  # type: ignore[call-overload]
+        looking = looking.conj() if self.conjugate else looking
+        return torch._neg_view(looking) if self.negative else looking
+
+    def reach(self) -> tuple[int, int]:
+        """The first byte of the storage that it sees and the one after the last; of a tensor that is not empty."""
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return self.offset, self.offset + (last + 1) * self.dtype.itemsize
+
+
+def part_of_storage(look: Look, nbytes: int) -> tuple[int, int]:
+    """What is copied for a tensor, (start, end) in bytes: all of a storage of `nbytes` if it sees half of it, else what it sees.
+
+    It begins where the device's memory is aligned, so that kernels meet the same alignment as before.
+    """
+    start, end = look.reach()
+    return (0, nbytes) if 2 * (end - start) >= nbytes else (start // ALIGNMENT * ALIGNMENT, end)
+
+
+def flat_bytes(storage: torch.UntypedStorage, start: int, end: int) -> Tensor:
+    """Bytes of a storage as a tensor (end - start,)."""
+    flat_Z = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return flat_Z.set_(storage, start, (end - start,), (1,))  # type: ignore[call-overload,no-any-return]
+
+
+class Witness:
+    """Notices that a tensor is changed in place, as autograd does, without holding its memory."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._counts = tensor.detach()  # has the same version counter, and keeps it with other data
+        self._counts.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self.version = tensor._version
+
+    @property
+    def changed(self) -> bool:
+        return self._counts._version != self.version
+
+    def check(self) -> None:
+        """Raises RuntimeError for a tensor that was changed."""
+        if self.changed:
+            raise RuntimeError(CHANGED)
+
+
+def kept(tensor: Tensor) -> Callable[[], Tensor]:
+    """Gives a tensor that stays where it is. Raises RuntimeError if it was changed in place meanwhile."""
+    if not tensor.is_leaf:
+        tensor = tensor.detach()  # a node must not hold its own result: nothing would free the two
+    version = -1 if tensor.is_inference() else tensor._version
+
+    def give() -> Tensor:
+        if version >= 0 and tensor._version != version:
+            raise RuntimeError(CHANGED)
+        return tensor
+
+    return give
+
+
+def cast_of_parameter(tensor: Tensor) -> nn.Parameter | None:
+    """The parameter whose copy in another dtype `tensor` is, or looks into, as autocast makes it; None for all others."""
+    copy: Tensor = tensor if tensor._base is None else tensor._base
+    if copy.grad_fn is None or copy.grad_fn.name() != "ToCopyBackward0":
+        return None
+    source = getattr(copy.grad_fn.next_functions[0][0], "variable", None)
+    if type(source) is not nn.Parameter or copy.device != source.device or copy._version:
+        return None
+    same = (source.shape, source.stride()) == (copy.shape, copy.stride())
+    return source if same and copy.untyped_storage().nbytes() == copy.numel() * copy.element_size() else None
+
+
+def looks_into_parameter(tensor: Tensor) -> bool:
+    """Whether a tensor sees the memory of a parameter that is a DTensor: this process's part of it, as layers compute with it."""
+    node = tensor.grad_fn
+    for _ in range(4):  # a few views
+        if node is None or len(node.next_functions) != 1:
+            return False
+        node = node.next_functions[0][0]
+        parameter = getattr(node, "variable", None)
+        if isinstance(parameter, DTensor):
+            with torch.no_grad():
+                local = parameter.to_local()
+            return local.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+    return False
+
+
+def cast_again(tensor: Tensor, source: nn.Parameter) -> Callable[[], Tensor]:
+    """Gives what `cast_of_parameter` found by casting the parameter again."""
+    look, copied, parameter = Look.of(tensor), Witness(tensor), Witness(source)
+
+    def give() -> Tensor:
+        copied.check()
+        parameter.check()
+        with torch.no_grad():
+            return look.into(source.detach().to(look.dtype))
+
+    return give

@@ -1,0 +1,344 @@
+"""What one run of a span keeps in the host's memory, and when it goes and comes.
+
+What is copied are parts of storages, not tensors: many saved tensors look into the same memory (queries, keys and values of one projection;
+a tensor that two operators save), which goes out once and comes back once. A part lives as long as somebody may ask for it, so its place
+in the host's memory is free again when its graph is gone, however that came.
+
+Forward: a part's copy out begins as it is stored, and the device's memory is held until it is done, at the latest until the next group but
+one is closed. Backward: the first tensor that is asked of a group begins the copies of all of them; while they are taken, those of the
+group before come.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from mmspeed.device import Device
+
+from .copies import Copies, HostBuffer, HostPool, Job, copies_for
+from .storage_view import (
+    Look,
+    Witness,
+    cast_again,
+    cast_of_parameter,
+    flat_bytes,
+    kept,
+    looks_into_parameter,
+    part_of_storage,
+)
+
+OPEN_GROUPS = 2  # whose copies out may be under way: the one that was closed last, and the one before
+
+
+@dataclass
+class Leaving:
+    """What nobody will ask for any more, held until copies from and to it are done."""
+
+    jobs: list[Job]
+    memory_Z: Tensor | None = None
+    buffer: HostBuffer | None = None
+    storage: int | None = None  # of the part that it was
+
+
+def _at_end(owner: object, depot: Depot, what: Leaving) -> weakref.finalize:
+    end = weakref.finalize(owner, depot.leave, what)
+    end.atexit = False  # the process takes all memory with it
+    return end
+
+
+class Arrival:
+    """A part that is on the device, or will be when `job` is done; `memory_Z` are its bytes."""
+
+    def __init__(self, depot: Depot, memory_Z: Tensor, job: Job | None = None) -> None:
+        self.memory_Z, self._job = memory_Z, job
+        # if nobody asks, a copy may still write there
+        self._unasked = None if job is None else _at_end(self, depot, Leaving([job], memory_Z))
+
+    def wait(self) -> None:
+        """What is queued on the device from now on finds it."""
+        if self._job is not None and self._unasked is not None:
+            self._job.wait()
+            self._unasked.detach()
+
+
+class Part:
+    """Bytes of a storage that lie in the host's memory. Made under the depot's lock."""
+
+    def __init__(self, depot: Depot, tensor: Tensor, start: int, end: int) -> None:
+        storage = tensor.untyped_storage()
+        self.depot, self.start, self.end = depot, start, end
+        self.witness = Witness(tensor)
+        self._storage = StorageWeakRef(storage)  # as long as it is there, no other storage has the same `_cdata`
+        self._arrival: weakref.ref[Arrival] | None = None
+        self._buffer = depot.pool.take(end - start)
+        # the device's memory is held until the copy out is done
+        self._lying = Leaving([], flat_bytes(storage, start, end), self._buffer, storage._cdata)
+        _at_end(self, depot, self._lying)
+        self._out = depot.copies.out(self._lying.memory_Z, self._buffer)  # type: ignore[arg-type]
+        self._lying.jobs.append(self._out)
+        depot.moved_out += end - start
+        self.let_go_if_done()
+
+    def serves(self, start: int, end: int, version: int) -> bool:
+        """Whether bytes of the same storage, seen by a tensor of a version, are those of this part."""
+        return self.start <= start and end <= self.end and version == self.witness.version and not self.witness.changed
+
+    def let_go_if_done(self) -> bool:
+        """Whether the device's memory is no longer held for the copy out."""
+        if self._lying.memory_Z is not None and self._out.done():
+            self.let_go()
+        return self._lying.memory_Z is None
+
+    def let_go(self) -> None:
+        """Wait for the copy out, and hold the device's memory no longer. Raises what the copy raised."""
+        self._out.wait()
+        self._lying.memory_Z = None
+
+    def load(self) -> Arrival:
+        """Begin the copy back, if the part is not on the device. Under the depot's lock."""
+        arrival = None if self._arrival is None else self._arrival()
+        if arrival is None:
+            depot, nbytes = self.depot, self.end - self.start
+            there_Z = self._still_there()
+            if there_Z is None:
+                memory_Z = torch.empty(nbytes, dtype=torch.uint8, device=depot.device.torch_device)
+                job = depot.copies.back(self._buffer, memory_Z)
+                self._lying.jobs[1:] = [job]
+                depot.moved_back += nbytes
+                arrival = Arrival(depot, memory_Z, job)
+            else:
+                depot.found += nbytes
+                arrival = Arrival(depot, there_Z)
+            self._arrival = weakref.ref(arrival)
+        return arrival
+
+    def _still_there(self) -> Tensor | None:
+        """The bytes, if somebody else holds the storage, or the copy out is under way."""
+        if self.witness.changed:
+            return None
+        memory_Z = self._lying.memory_Z  # another thread may let it go
+        if memory_Z is not None:
+            return memory_Z
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        if storage is None or storage.nbytes() < self.end:
+            return None
+        return flat_bytes(storage, self.start, self.end)
+
+
+class Depot:
+    """What lies in the host's memory for all groups of a model: parts of storages, the copies of them, and counts in bytes.
+
+    moved_out, moved_back: copied. shared: of stored tensors whose part was there already. found: of parts that were asked for while they
+    were still on the device. recast: of low-precision copies of parameters, which are cast again. kept_small: of tensors below
+    `from_bytes`, which stay.
+    """
+
+    def __init__(self, device: Device, from_bytes: int = 1 << 20, copies: Copies | None = None) -> None:
+        self.device, self.from_bytes = device, from_bytes
+        self.copies = copies or copies_for(device)
+        self.pool = HostPool(device)
+        self.moved_out = self.moved_back = self.shared = self.found = self.recast = self.kept_small = 0
+        self.lock = threading.Lock()  # backward runs in threads of autograd's
+        self.leaving: deque[Leaving] = deque()  # filled by finalizers, which wait for no lock
+        self.newest: weakref.ref[SwapGroup] | None = None
+        self._parts: dict[int, list[weakref.ref[Part]]] = {}  # by storage
+        self._outgoing: deque[weakref.ref[Part]] = deque()
+        self._closed: deque[weakref.ref[SwapGroup]] = deque()
+
+    def stays(self, tensor: Tensor) -> bool:
+        """Whether a tensor is kept as it is: a parameter or a view of one, a leaf that wants a gradient, one that is small, not of the
+        device, of no plain memory, or of a sub-class (such as DTensor)."""
+        roots = [tensor] if tensor._base is None else [tensor, tensor._base]
+        if any(type(root) is not Tensor or (root.is_leaf and root.requires_grad) for root in roots):
+            return True
+        if looks_into_parameter(tensor):
+            return True
+        plain = tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_inference()
+        if not plain or tensor.is_nested or tensor.device != self.device.torch_device or tensor.numel() == 0:
+            return True
+        start, end = Look.of(tensor).reach()
+        if end - start < self.from_bytes:
+            self.kept_small += end - start
+            return True
+        return tensor.untyped_storage().nbytes() < end  # was freed on purpose, and somebody will restore it
+
+    def part(self, tensor: Tensor) -> Part:
+        """The part that a tensor looks into, on its way out from now on if it was not yet. Under the lock."""
+        storage = tensor.untyped_storage()
+        start, end = part_of_storage(Look.of(tensor), storage.nbytes())
+        for weak in self._parts.get(storage._cdata, ()):
+            part = weak()
+            if part is not None and part.serves(start, end, tensor._version):
+                self.shared += end - start
+                return part
+        part = Part(self, tensor, start, end)
+        self._parts.setdefault(storage._cdata, []).append(weakref.ref(part))
+        if not part.let_go_if_done():
+            self._outgoing.append(weakref.ref(part))
+        return part
+
+    def closed(self, group: SwapGroup) -> SwapGroup | None:
+        """A group is closed; the one whose copies out must be done now. Under the lock."""
+        self._closed.append(weakref.ref(group))
+        return self._closed.popleft()() if len(self._closed) > OPEN_GROUPS else None
+
+    def tidy(self) -> None:
+        """Hold nothing longer than copies need it. Under the lock."""
+        while self._outgoing and ((part := self._outgoing[0]()) is None or part.let_go_if_done()):
+            self._outgoing.popleft()
+        self._free()
+
+    def leave(self, what: Leaving) -> None:
+        """Nobody will ask for something any more. For finalizers, which may come at any time, inside of the lock too."""
+        self.leaving.append(what)
+        if self.lock.acquire(blocking=False):
+            try:
+                self._free()
+            finally:
+                self.lock.release()
+
+    def _free(self) -> None:
+        for _ in range(len(self.leaving)):
+            left = self.leaving.popleft()
+            if not all(job.done() for job in left.jobs):
+                self.leaving.append(left)
+                continue
+            if left.buffer is not None:
+                self.pool.give(left.buffer)
+            if left.storage is not None:
+                parts = [weak for weak in self._parts.pop(left.storage, ()) if weak() is not None]
+                if parts:
+                    self._parts[left.storage] = parts
+
+    def __deepcopy__(self, memo: object) -> Depot:
+        """A copy of a model swaps to the same place."""
+        return self
+
+
+class Held:
+    """A stored tensor."""
+
+    def __init__(self, group: SwapGroup, place: int, part: Part, tensor: Tensor) -> None:
+        self.group, self.place, self.part = group, place, part
+        self.look, self.witness = Look.of(tensor), Witness(tensor)
+        start, end = self.look.reach()
+        self.nbytes = end - start
+        self.arrival: Arrival | None = None
+        self.given = False  # in this backward
+
+    def load(self) -> Arrival:
+        """Begin to copy it back. Under the depot's lock."""
+        if self.arrival is None:
+            self.arrival = self.part.load()
+        return self.arrival
+
+    def give(self) -> Tensor:
+        """The tensor, on its device. Any number of times; from the second on it comes alone."""
+        self.witness.check()
+        with torch.no_grad():
+            arrival = self.group.ask(self)
+            arrival.wait()
+            return self.look.into(arrival.memory_Z, self.part.start)
+
+
+class SwapGroup:
+    """What one run of a span keeps in the host's memory; a `Group`. Only who may ask for its tensors holds it."""
+
+    def __init__(self, depot: Depot) -> None:
+        self.depot = depot
+        self._held: list[weakref.ref[Held]] = []
+        self._before: Callable[[], SwapGroup | None] = lambda: None
+        self._nbytes = 0
+        self._begun = self._forward = False
+        self._given = 0  # of those stored, since it was begun
+
+    def store(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Begin to copy a tensor out; the result gives it back. Raises UserError when the host's memory is full."""
+        depot = self.depot
+        with torch.no_grad(), depot.lock:
+            if depot.stays(tensor):
+                return kept(tensor)
+            source = cast_of_parameter(tensor)
+            if source is not None:
+                depot.recast += tensor.numel() * tensor.element_size()
+                return cast_again(tensor, source)
+            depot.tidy()
+            held = Held(self, len(self._held), depot.part(tensor), tensor)
+            if not self._held:  # a group that keeps nothing would break the chain
+                self._before = depot.newest or self._before
+                depot.newest = weakref.ref(self)
+            self._held.append(weakref.ref(held))
+            self._nbytes += held.nbytes
+
+        def give() -> Tensor:
+            return held.give()
+
+        return give
+
+    def close(self) -> None:
+        """The span's forward is done."""
+        with self.depot.lock:
+            self.depot.tidy()
+            old = self.depot.closed(self)
+        if old is not None:
+            for held in old._alive():
+                held.part.let_go()
+
+    def fetch(self) -> None:
+        """Begin to copy the tensors back, in their order, and then those of the group before."""
+        with torch.no_grad(), self.depot.lock:
+            self._fetch(forward=True)
+
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Inside, all that autograd saves is stored."""
+        return torch.autograd.graph.saved_tensors_hooks(self.store, lambda give: give())
+
+    def ask(self, held: Held) -> Arrival:
+        """A tensor is needed now: it is on its way. Who loaded it for the sake of `held` holds it no longer."""
+        with self.depot.lock:
+            # a second pass asks for the first, backward for the last
+            self._fetch(forward=2 * held.place < len(self._held))
+            arrival, held.arrival = held.load(), None
+            self._given += not held.given
+            held.given = True
+            self._prefetch()
+            if self._given == len(self._held):  # a second backward (retain_graph) begins anew
+                self._begun, self._given = False, 0
+                for other in self._alive():
+                    other.given = False
+            self.depot.tidy()  # not before: what the last groups of forward stored may be on the device still
+        return arrival
+
+    def _fetch(self, forward: bool) -> None:
+        if not self._begun:
+            self._begun, self._forward = True, forward
+            self._load(forward)
+            self._prefetch()
+
+    def _prefetch(self) -> None:
+        """Load the group before: all of it where a second pass takes all of this one at once; else as much as is no longer waited
+        for here, so that the bytes of one group are on the device and not of two."""
+        before = self._before()
+        if before is not None and not before._begun:
+            waiting = 0 if self._forward else sum(held.nbytes for held in self._alive() if not held.given)
+            before._load(self._forward, before._nbytes * (1 - waiting / self._nbytes))
+
+    def _load(self, forward: bool, nbytes: float | None = None) -> None:
+        """Begin the copies back, of at least so many bytes; None: of all."""
+        held, begun = self._alive(), 0
+        for one in held if forward else reversed(held):
+            if nbytes is not None and begun >= nbytes:
+                return
+            one.load()
+            begun += one.nbytes
+
+    def _alive(self) -> list[Held]:
+        return [held for weak in self._held if (held := weak()) is not None]

@@ -1,0 +1,1 @@
+"""Optimizer states and master weights in slower memory."""

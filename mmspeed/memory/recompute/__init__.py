@@ -1,0 +1,1 @@
+"""Activations that backward computes again."""

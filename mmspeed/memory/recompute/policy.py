@@ -1,0 +1,101 @@
+"""What a model keeps for backward: the ways of all its blocks, and how they are put on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from mmspeed.config.memory import MemoryConfig, Way, parse_bytes
+from mmspeed.device import Device
+from mmspeed.errors import UserError
+from mmspeed.memory.offload.swap import Group, Swap
+
+from .block_checkpoint import recompute
+from .spans import Ways, set_ways
+
+SWAPPED: dict[str, Way] = {"swap": "save", "swap_cheap": "recompute_cheap"}  # and what they are without swapping
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """The ways of a model's spans, block by block.
+
+    Args:
+        ways: of each block; one of them alone stands for all blocks.
+        groups: makes a place to swap to for each run of a span that swaps; of `Swap.group`.
+        exchange_again: whether recomputation exchanges between devices again.
+        mlp_chunk: tokens that an MLP computes at a time; None: all.
+        mlp_exact: whether each number of its gradients is then the whole MLP's sum, not one over the parts.
+    """
+
+    ways: tuple[Ways, ...] = field(default_factory=lambda: ({},))
+    groups: Callable[[], Group] | None = None
+    exchange_again: bool = False
+    mlp_chunk: int | None = None
+    mlp_exact: bool = True
+
+    @classmethod
+    def everywhere(cls, ways: Ways, blocks: int = 1, keep_last: bool = False, **given: Any) -> Keeping:
+        """The same ways for all blocks. `keep_last`: but the last one swaps nothing, which backward needs at once."""
+        last = {name: SWAPPED.get(way, way) for name, way in ways.items()} if keep_last else ways
+        return cls((*[ways] * (blocks - 1), last), **given)
+
+    def of(self, block: int) -> Ways:
+        return self.ways[block] if len(self.ways) > 1 else self.ways[0]
+
+    def put_on(self, block: nn.Module, number: int, compiled: bool = False, around_graphs: bool = False) -> None:
+        """Tell block `number` its ways, in place. `compiled`: torch.compile makes graphs of it; `around_graphs`: see `recompute`.
+
+        Raises UserError for a span that the block does not name, for `mlp_chunk` where there is no such MLP, and for another way than
+        `block: recompute` of a compiled block.
+        """
+        ways = {name: way for name, way in self.of(number).items() if way != "save"}
+        if self.mlp_chunk is not None and not set_chunks(block, self.mlp_chunk, self.mlp_exact):
+            raise UserError(f"memory.mlp_chunk: {type(block).__name__} has no MLP that computes in parts; leave it out")
+        known = ("block", *getattr(block, "spans", ()))
+        unknown = next((name for name in ways if name not in known), None)
+        if unknown is not None:
+            raise UserError(f"memory.spans: {type(block).__name__} has no span {unknown} (it has {', '.join(known)})")
+        if compiled and ways:
+            if ways != {"block": "recompute"}:
+                raise UserError("memory.spans: with train.compile, `block: recompute` is the only way beside `save`")
+            recompute(block, around_graphs)
+        elif ways:
+            set_ways(block, ways, self.groups, exchange_again=self.exchange_again)
+
+
+def set_chunks(block: nn.Module, tokens: int | None, exact: bool = True) -> bool:
+    """Let a block's MLPs compute so many tokens at a time, None: all of them; whether it has an MLP that can."""
+    parts: list[Any] = [part for part in block.modules() if hasattr(part, "token_chunk")]
+    for part in parts:
+        part.token_chunk, part.exact_chunks = tokens, exact
+    return bool(parts)
+
+
+def count_ways(keeping: Iterable[Ways]) -> dict[str, int]:
+    """How many spans there are of each way, such as "mlp: recompute", over all blocks."""
+    counts: dict[str, int] = {}
+    for ways in keeping:
+        for name, way in ways.items():
+            counts[f"{name}: {way}"] = counts.get(f"{name}: {way}", 0) + 1
+    return counts
+
+
+def make_keeping(
+    memory: MemoryConfig, checkpointing: bool, blocks: int, device: Device, choice: Sequence[Ways] | None = None
+) -> Keeping:
+    """What a config's memory section makes a model of so many blocks keep.
+
+    checkpointing: `train.checkpointing`, short for `block: recompute`. choice: the ways of each block that were chosen under a budget.
+    """
+    swap = Swap(device, parse_bytes(memory.swap_from))
+    given = {"groups": swap.group, **memory.model_dump(include={"exchange_again", "mlp_chunk", "mlp_exact"})}
+    if choice is not None:
+        return Keeping(tuple(choice), **given)  # type: ignore[arg-type]
+    spans: dict[str, Way] = {"block": "recompute"}
+    if not checkpointing:
+        spans = {str(name): way for name, way in memory.spans.items()}
+    return Keeping.everywhere(spans, blocks, memory.keep_last, **given)

@@ -1,0 +1,235 @@
+"""A region: a part of the forward pass of which backward finds only some results, and computes the others again.
+
+By torch's checkpoint (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016), which stops the second pass when it has all
+that backward needs. What is kept of the first pass is told by kinds of operations, as in selective activation checkpointing
+(Korthikanti et al., 2022); each kind's results are saved on the device, swapped to the host, or computed again. Torch's own selective
+checkpoint has no way to swap: it computes again what it was told to offload.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
+
+from mmspeed.memory.offload.swap import Group
+from mmspeed.replay import Kind, Record
+
+Fate = Literal["save", "swap", "recompute"]
+
+_MATMUL_NAMES = (
+    "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "linear", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm",
+    "convolution", "_convolution", "mkldnn_linear",
+)  # fmt: skip
+_ATTENTION_NAMES = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_flash_attention_forward",
+    "_efficient_attention_forward",
+)
+
+
+def _overloads(names: tuple[str, ...]) -> set[Any]:
+    packets = [getattr(torch.ops.aten, name, None) for name in names]
+    found = {getattr(packet, overload) for packet in packets if packet is not None for overload in packet.overloads()}
+    # those that write to a given tensor cannot be replaced by their result
+    return {overload for overload in found if not overload._schema.is_mutable}
+
+
+def matmul_operators() -> set[Any]:
+    """The operators that count as matrix products."""
+    return _overloads(_MATMUL_NAMES)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What becomes of the results of each kind of operation; those of all others are computed again."""
+
+    matmul: Fate = "recompute"
+    attention: Fate = "recompute"
+    exchange: Fate = "save"
+    inputs: Literal["save", "swap"] = "save"
+
+    @property
+    def swaps(self) -> bool:
+        return "swap" in (self.matmul, self.attention, self.exchange, self.inputs)
+
+    def fates(self) -> dict[Any, Fate]:
+        """By operator, for those whose results are kept."""
+        kept: dict[Any, Fate] = {}
+        for names, fate in ((_MATMUL_NAMES, self.matmul), (_ATTENTION_NAMES, self.attention)):
+            if fate != "recompute":
+                kept |= dict.fromkeys(_overloads(names), fate)
+        return kept
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What gives a kept tensor back."""
+
+    give: Callable[[], Tensor]
+
+
+class _Pass(Record):
+    """What one region keeps of its first pass. Results are given up as the second pass takes them."""
+
+    def __init__(self, policy: Policy, fates: dict[Any, Fate], group: Group | None) -> None:
+        super().__init__()
+        self.policy, self.fates, self.group = policy, fates, group
+        self.results: deque[tuple[Any, Any]] = deque()  # of what, and held
+        self.second = False
+        self.aside = False  # inside of what is kept, or computed again, as a whole
+        self.within = False  # inside of what is kept as a whole
+
+    def put(self, what: Any, fate: Fate, result: Any) -> None:
+        def hold(tensor: Tensor) -> _Held:
+            tensor = tensor.detach()  # what autograd gets is another object
+            if fate == "swap" and self.group is not None:
+                return _Held(self.group.store(tensor))
+            version = tensor._version
+
+            def unchanged() -> Tensor:
+                if tensor._version != version:
+                    raise RuntimeError(
+                        "a result that a region keeps for backward was changed in place after it was made"
+                    )
+                return tensor
+
+            return _Held(unchanged)
+
+        with _counting_changes():
+            self.results.append((what, tree_map_only(Tensor, hold, result)))
+
+    def take(self, what: Any) -> Any:
+        if not self.results:
+            raise RuntimeError(
+                "a region keeps its results for one backward pass: a second one (retain_graph) finds none, and so does a second pass "
+                "that computes other operations than the first"
+            )
+        of_first, held = self.results.popleft()
+        if of_first != what:
+            raise RuntimeError(f"the second pass of a region computes {what} where the first computed {of_first}")
+        return tree_map_only(_Held, lambda one: one.give(), held)
+
+    def holds(self, kind: Kind) -> bool:
+        return getattr(self.policy, kind) != "recompute"
+
+    def kept(self, kind: Kind, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        if self.within:
+            return make()
+        fate: Fate = getattr(self.policy, kind)
+        if fate == "recompute":
+            with self._apart(within=False):  # its own operations are not kept one by one
+                return make()
+        if self.second:
+            return tuple(self.take(kind))
+        with self._apart(within=True):
+            made = make()
+        self.put(kind, fate, made)
+        return made
+
+    @contextmanager
+    def _apart(self, within: bool) -> Iterator[None]:
+        before, self.aside, self.within = (self.aside, self.within), True, within
+        try:
+            yield
+        finally:
+            self.aside, self.within = before
+
+
+def _counting_changes() -> AbstractContextManager[None]:
+    """Inside, `detach` shares the count of changes in place, as it does outside of a dispatch mode."""
+    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)  # type: ignore[return-value]
+
+
+class _Phase:
+    """The first or the second pass of a region. May be entered again: autograd does so for a graph that it was told to retain."""
+
+    def __init__(self, record: _Pass, second: bool) -> None:
+        self.record, self.second = record, second
+        self.open = ExitStack()
+
+    def __enter__(self) -> None:
+        record = self.record
+        record.second = self.second
+        with ExitStack() as opened:
+            if record.group is not None:
+                if self.second:
+                    record.group.fetch()
+                else:
+                    opened.callback(record.group.close)
+            opened.enter_context(record.in_force())
+            if record.fates:
+                opened.enter_context(_Operations(record))
+            self.open = opened.pop_all()
+
+    def __exit__(self, *error: Any) -> None:
+        self.open.close()
+        if self.second:  # it stopped when backward had all that it needs
+            self.record.results.clear()
+
+
+class _Operations(TorchDispatchMode):
+    """Sees every operation of a pass: in the first it holds results, in the second it gives them in place of computing.
+
+    Only operations whose gradient is recorded: others, such as those of a plan that is replayed, may come in the first pass alone.
+    """
+
+    supports_higher_order_operators = True  # they are computed again, as all that no fate names
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # what a kernel of torch.compile does inside is no operation of ours; torch would else not use the kernel
+
+    def __init__(self, record: _Pass) -> None:
+        super().__init__()
+        self.record = record
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        record = self.record
+        fate = None if record.aside or not torch.is_grad_enabled() else record.fates.get(func)
+        if fate is None:
+            return func(*args, **(kwargs or {}))
+        if record.second:
+            return record.take(func)
+        result = func(*args, **(kwargs or {}))
+        record.put(func, fate, result)
+        return result
+
+
+def run_region(
+    run: Callable[..., Any],
+    *args: Any,
+    policy: Policy,
+    fates: dict[Any, Fate],
+    group: Group | None,
+    rng: bool,
+    **kwargs: Any,
+) -> Any:
+    """`run(*args)`, of which backward finds what `policy` keeps.
+
+    fates: `policy.fates()`, which is the same for every call. group: where swapped tensors go. rng: whether `run` draws random numbers
+    (from torch's generators) that the second pass must draw again.
+    """
+    record = _Pass(policy, fates, group)
+    inputs = group.hooks() if group is not None and policy.inputs == "swap" else nullcontext()
+    with inputs:
+        return checkpoint(
+            run,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=rng,
+            context_fn=lambda: (_Phase(record, second=False), _Phase(record, second=True)),
+            **kwargs,
+        )

@@ -1,0 +1,1 @@
+"""Sequence parallelism for models that were written without it, by a plan."""

@@ -1,0 +1,192 @@
+"""Ring attention: queries stay, keys and values go round (`parallel.ring_steps`); each rank merges what its queries see in each block.
+
+Outputs are merged by their log-sum-exp in float32, and gradients summed in float32 (float64 for float64). The backward pass runs the ring
+again with the final output and log-sum-exp; the gradients of keys and values travel with their block. Both results are offered to whoever
+recomputes (`mmspeed.replay.kept`), as an exchange.
+
+Bytes that a rank sends per call, e the element size, f = max(e, 4), for even M (uneven: the sum over the blocks that it passes on):
+
+    block of keys       2 B K M D e, with a key mask B M more  ("keys")
+    block of gradients  2 B K M D f                            ("gradients")
+    single ring         "ring": forward (R - 1) keys; backward (R - 1) (keys + gradients)
+    double ring         "ring": forward (R / w) (w - 1) keys; backward (R / w + 1) (w - 1) (keys + gradients)
+                        "ring_outer": forward (R / w - 1) keys; backward (R / w - 1) (keys + gradients)
+
+Legend: R ranks of the ring, w ranks of a window, B batch, A heads, K heads of the keys, N queries and M keys of a rank, D head width.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mmspeed.comm.axis import Axis
+from mmspeed.comm.exchange import pass_on
+from mmspeed.compute.block_attention import block_backward, block_forward, merge
+from mmspeed.replay import offered
+
+from .ring_schedule import Arriving, Hop, Link, Shapes, Step, backward_steps, forward_steps, run_backward, run_forward
+from .zigzag import Piece, causal_pieces, cut_rows, zigzag_lengths
+
+
+@dataclass(frozen=True)
+class AxisLink:
+    """Messages over an axis of the mesh. `outer`: an axis of the same ranks with a group of its own for hops between windows.
+
+    Without it they share the ring's group; an accelerator's group carries messages one after the other, so there a double ring
+    hides its slow hops only with `outer`.
+    """
+
+    axis: Axis
+    outer: Axis | None = None
+
+    def start(self, tensors: Sequence[Tensor], hop: Hop, shapes: Shapes) -> Arriving:
+        axis = self.outer if hop.outer and self.outer is not None else self.axis
+        return pass_on(tensors, axis, hop.to, hop.source, shapes, name="ring_outer" if hop.outer else None)
+
+
+def ring_attention(
+    q_BAND: Tensor,
+    k_BKMD: Tensor,
+    v_BKMD: Tensor,
+    key_mask_BM: Tensor | None,
+    axis: Axis,
+    k_lengths: Sequence[int],
+    *,
+    causal: bool = False,
+    window: int | None = None,
+    outer: Axis | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+    counter: Counter[str] | None = None,
+) -> Tensor:
+    """Attention of this rank's queries to the keys of all ranks of the axis: `out_BAND`, in the dtype of the queries.
+
+    `k_lengths`: keys of each rank, 0 allowed. `causal`: queries and keys are this rank's two chunks in `zigzag` order. `window`: places of
+    an inner ring (None: a single ring). `outer`: see `AxisLink`. `backend`, `counter`, `key_mask_BM`, `scale`: as in
+    `compute.block_attention`. Every rank of the axis makes the call, and its backward, whatever it holds.
+
+    A second derivative is not supported and raises RuntimeError. Raises ValueError for lengths, a window or shapes that do not fit.
+    """
+    if len(k_lengths) != axis.size or k_lengths[axis.rank] != k_BKMD.shape[2]:
+        raise ValueError(f"keys of {tuple(k_lengths)} on {axis.size} ranks, and {k_BKMD.shape[2]} on rank {axis.rank}")
+    total = None
+    if causal:
+        total = sum(k_lengths)
+        if tuple(k_lengths) != zigzag_lengths(total, axis.size) or q_BAND.shape[2] != k_BKMD.shape[2]:
+            raise ValueError(f"causal ring: queries and keys of {tuple(k_lengths)} are not in zigzag order")
+    ring = _Ring(axis.rank, tuple(k_lengths), AxisLink(axis, outer), total, window, scale, backend, counter)
+    result: Tensor = _RingAttention.apply(ring, torch.is_grad_enabled(), q_BAND, k_BKMD, v_BKMD, key_mask_BM)
+    return result
+
+
+@dataclass(frozen=True)
+class _Ring:
+    """A call's settings. `total`: length of the whole sequence when causal."""
+
+    rank: int
+    lengths: tuple[int, ...]
+    link: Link
+    total: int | None
+    window: int | None
+    scale: float | None
+    backend: str
+    counter: Counter[str] | None
+
+    def pieces(self, step: Step, queries: int, first: int) -> list[Piece]:
+        """What is to be computed in a step; `first`: how many queries make the first rows."""
+        start, stop = {"all": (0, queries), "first": (0, first), "rest": (first, queries)}[step.rows]
+        keys = self.lengths[step.owner]
+        whole = [Piece(0, queries, 0, keys)] if keys else []
+        if self.total is not None:
+            whole = causal_pieces(self.rank, step.owner, self.total, len(self.lengths))
+        return [part for piece in whole for part in cut_rows(piece, start, stop)]
+
+    def shapes(self, k_BKMD: Tensor, masked: bool) -> Callable[[int], Shapes]:
+        """Of the block of each rank: keys, values, and key mask if there is one."""
+        batch, heads, _, width = k_BKMD.shape
+
+        def of(owner: int) -> Shapes:
+            length = self.lengths[owner]
+            keys = [(batch, heads, length, width)] * 2
+            return [*keys, (batch, length)] if masked else keys
+
+        return of
+
+    def options(self, piece: Piece) -> dict[str, Any]:
+        return {"causal": piece.causal, "scale": self.scale, "backend": self.backend, "counter": self.counter}
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, ring: _Ring, offers: bool, q_BAND: Tensor, k_BKMD: Tensor, v_BKMD: Tensor, key_mask_BM: Tensor | None
+    ) -> Tensor:
+        own = [k_BKMD.contiguous(), v_BKMD.contiguous()] + ([] if key_mask_BM is None else [key_mask_BM.contiguous()])
+        ctx.ring = ring
+        out_BAND, lse_BAN = offered(offers, "exchange", lambda: _attend_forward(ring, q_BAND, own))
+        ctx.save_for_backward(q_BAND, *own[:2], key_mask_BM, out_BAND, lse_BAN)
+        return out_BAND
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout_BAND: Tensor) -> Any:
+        ring: _Ring = ctx.ring
+        q_BAND, k_BKMD, v_BKMD, key_mask_BM, out_BAND, lse_BAN = ctx.saved_tensors
+        own = [k_BKMD, v_BKMD] + ([] if key_mask_BM is None else [key_mask_BM.contiguous()])
+        dq_BAND = torch.zeros_like(q_BAND, dtype=lse_BAN.dtype)
+        queries, dout_BAND = q_BAND.shape[2], dout_BAND.contiguous()
+        first = first_rows(queries, k_BKMD.element_size(), ring.total is not None)
+
+        def attend(step: Step, block: Sequence[Tensor]) -> list[Tensor]:
+            grads = [torch.zeros_like(x, dtype=lse_BAN.dtype) for x in block[:2]]
+            for piece in ring.pieces(step, queries, first):
+                rows, keys = slice(piece.q_start, piece.q_stop), slice(piece.k_start, piece.k_stop)
+                k, v, mask = _keys(block, piece)
+                q, dout, out, lse = (x[:, :, rows] for x in (q_BAND, dout_BAND, out_BAND, lse_BAN))
+                dq, dk, dv = block_backward(dout, q, k, v, out, lse, mask, **ring.options(piece))
+                dq_BAND[:, :, rows] += dq
+                grads[0][:, :, keys] += dk
+                grads[1][:, :, keys] += dv
+            return grads
+
+        steps = backward_steps(ring.rank, len(ring.lengths), ring.window)
+        shapes, grad_shapes = ring.shapes(k_BKMD, key_mask_BM is not None), ring.shapes(k_BKMD, False)
+        dk, dv = run_backward(steps, ring.rank, own, ring.link, shapes, attend, grad_shapes)
+        return None, None, dq_BAND.to(q_BAND.dtype), dk.to(k_BKMD.dtype), dv.to(v_BKMD.dtype), None
+
+
+def _attend_forward(ring: _Ring, q_BAND: Tensor, own: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """(out_BAND, lse_BAN) over the blocks of all ranks; `own`: keys, values and key mask of this one."""
+    wide = torch.promote_types(q_BAND.dtype, torch.float32)
+    out_BAND = q_BAND.new_zeros(q_BAND.shape, dtype=wide)
+    lse_BAN = q_BAND.new_full(q_BAND.shape[:3], -torch.inf, dtype=wide)
+
+    def attend(step: Step, block: Sequence[Tensor]) -> None:
+        for piece in ring.pieces(step, q_BAND.shape[2], 0):
+            rows = slice(piece.q_start, piece.q_stop)
+            k, v, mask = _keys(block, piece)
+            out, lse = block_forward(q_BAND[:, :, rows], k, v, mask, **ring.options(piece))
+            out, lse = merge(out_BAND[:, :, rows], lse_BAN[:, :, rows], out, lse)
+            out_BAND[:, :, rows], lse_BAN[:, :, rows] = out, lse
+
+    steps = forward_steps(ring.rank, len(ring.lengths), ring.window)
+    run_forward(steps, ring.rank, own, ring.link, ring.shapes(own[0], len(own) == 3), attend)
+    return out_BAND.to(q_BAND.dtype), lse_BAN
+
+
+def first_rows(queries: int, element_size: int, causal: bool = False) -> int:
+    """How many queries the own block's first part takes, so that its compute is to the rest's as the keys' bytes to the gradients'."""
+    share = element_size / (element_size + max(element_size, 4))
+    return round(queries * (share**0.5 if causal else share))
+
+
+def _keys(block: Sequence[Tensor], piece: Piece) -> tuple[Tensor, Tensor, Tensor | None]:
+    keys = slice(piece.k_start, piece.k_stop)
+    return block[0][:, :, keys], block[1][:, :, keys], block[2][:, keys] if len(block) == 3 else None

@@ -1,0 +1,1 @@
+"""Sparse attention over sequences that are split over ranks."""

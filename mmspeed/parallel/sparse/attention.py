@@ -1,0 +1,156 @@
+"""Sparse self-attention of a sequence that is split over ranks.
+
+    ulysses, ring    what runs
+    u, 1             all-to-all; each rank plans and computes its own heads, as one process would; all-to-all. As long as a threshold is
+                     not set, one is found for the heads that a rank has, not for all of a sample
+    1, r             each rank groups its own queries, all say which of their keys these keep (`sparse_plan`), and what is kept travels
+                     (`sparse_rows`); each rank computes its plan over the table that came
+    u, r             all-to-all, the ring's way, all-to-all
+
+On a ring, clusters are of one rank's queries: smaller ones serve better there, and Ulysses goes first where heads allow it.
+
+What a plan decides is recorded in the first pass and replayed when the pass is made again (`mmspeed.replay`): then rows travel, and nothing
+else. Every rank makes the same exchanges in the same order, whatever it holds.
+
+Legend: B batch, A heads, N queries and M keys that this rank holds, D head width, X position axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from mmspeed.comm.axis import Axis
+from mmspeed.comm.exchange import all_gather, all_to_all
+from mmspeed.compute.autocast import autocast_alike
+from mmspeed.compute.block_attention import block_forward, merge
+from mmspeed.compute.sparse.attention import Attended, Stats
+from mmspeed.compute.sparse.module import CALIBRATION, ClusteredAttention
+from mmspeed.compute.sparse.plan import Tail, key_means
+from mmspeed.compute.sparse.planners.selection import Keep
+from mmspeed.graphs import outside_graphs
+from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes, of_nothing, with_heads_exchanged
+from mmspeed.parallel.sequence.ring import ring_attention
+
+from .exchange import fetch
+from .plan import SplitPlan, plan_split
+
+
+@outside_graphs
+def sparse_attention(
+    q_BAND: Tensor,
+    k_BAMD: Tensor,
+    v_BAMD: Tensor,
+    key_mask_BM: Tensor | None,
+    axes: SequenceAxes,
+    q_sizes: Sequence[int],
+    k_sizes: Sequence[int],
+    positions_NX: Tensor,
+    layer: ClusteredAttention,
+) -> Tensor:
+    """Self-attention of this rank's part of a sequence, as a layer has it now, sparse or dense: `out_BAND`.
+
+    Args:
+        key_mask_BM: bool, True at keys of this rank's part that count; None on all ranks or on none.
+        q_sizes, k_sizes: lengths of the parts of all ranks of the group, 0 allowed.
+        positions_NX: whole numbers, frame first, of all tokens in the order of the group's ranks.
+
+    Every rank makes the call, and its backward. Under autocast, computes in its dtype.
+    Raises UserError for fewer heads than Ulysses ranks, ValueError for sizes that do not fit.
+    """
+    q_BAND, k_BAMD, v_BAMD = autocast_alike(q_BAND, k_BAMD, v_BAMD)
+    ring, lengths = axes.ring, axes.joined(k_sizes)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        if ring.size == 1:
+            return layer(q, k, v, mask, positions_NX) if q.numel() and k.numel() else of_nothing(q, k, v)
+        own = positions_NX.split(lengths)[ring.rank]
+        return _over_ring(q, k, v, mask, axes, lengths, own, layer)
+
+    return with_heads_exchanged(q_BAND, k_BAMD, v_BAMD, key_mask_BM, axes, q_sizes, k_sizes, attend)
+
+
+def _over_ring(
+    q_BAND: Tensor,
+    k_BAMD: Tensor,
+    v_BAMD: Tensor,
+    key_mask_BM: Tensor | None,
+    axes: SequenceAxes,
+    lengths: tuple[int, ...],
+    positions_NX: Tensor,
+    layer: ClusteredAttention,
+) -> Tensor:
+    """`ClusteredAttention.forward`, of the part of a ring's rank; positions are its own."""
+    ring, tokens = axes.ring, sum(lengths)
+
+    def plan(keep: Keep) -> SplitPlan:
+        with torch.no_grad():
+            context = layer.context(key_mask_BM, positions_NX)
+            made = plan_split(
+                q_BAND.detach(),
+                k_BAMD.detach(),
+                keep,
+                context,
+                ring,
+                lengths,
+                layer.settings,
+                way=layer.way,
+                tail_clusters=layer.tail_clusters(tokens),
+                starts=layer.warm_start(),
+            )
+            layer.carry_over(made.plan.centroids_GCD, made.tail_centroids_GKD)
+            return made
+
+    dense, first = layer.settle(lambda: layer.is_dense(tokens))
+    if dense:
+        if first and layer.calibrates(tokens):
+            plan(CALIBRATION)
+        layer.counter["dense"] += 1
+        return ring_attention(q_BAND, k_BAMD, v_BAMD, key_mask_BM, ring, lengths, window=axes.window, outer=axes.outer)
+    split, first = layer.settle(lambda: layer.timed(lambda: plan(layer.keep())))
+    attended = attend_split(q_BAND, k_BAMD, v_BAMD, split, ring, layer)
+    if first:
+        layer.note(replace(split.plan, keys=tokens), attended)
+        if layer.watching and layer.training:
+            rows = layer.sampled_rows(q_BAND.shape[2], q_BAND.device)
+            exact = exact_rows(q_BAND.detach()[:, :, rows], k_BAMD, v_BAMD, key_mask_BM, ring)
+            layer.add_error(attended.out_BAND.detach()[:, :, rows], exact)
+    return attended.out_BAND
+
+
+def attend_split(
+    q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, split: SplitPlan, ring: Axis, layer: ClusteredAttention
+) -> Attended:
+    """Attention of this rank's queries to what its clusters keep, of the keys of all ranks."""
+    means = None
+    if split.label_GM is not None:
+        tail = Tail(split.label_GM, split.mean_sizes[ring.rank], torch.empty(0))
+        means = key_means(k_BAMD, v_BAMD, tail)
+    k_BATD, v_BATD, means = fetch(k_BAMD, v_BAMD, means, split.mean_sizes, split.rows, ring)
+    if q_BAND.numel():
+        return layer.compute(q_BAND, k_BATD, v_BATD, split.plan, means=means)
+    out = of_nothing(q_BAND, k_BATD, v_BATD)
+    if means is not None:
+        out = out + means.k_BAKD[..., :0].sum() + means.v_BAKD[..., :0].sum()
+    nothing = q_BAND.new_zeros(())
+    return Attended(out, q_BAND.new_zeros(q_BAND.shape[:3]), Stats("none", split.plan.kept_share(), nothing))
+
+
+@torch.no_grad()
+def exact_rows(q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, key_mask_BM: Tensor | None, ring: Axis) -> Tensor:
+    """Dense attention of a few queries of each rank to the keys of all: these go to the keys, and their outputs come back."""
+    counts = all_gather(torch.tensor([q_BAND.shape[2]], device=q_BAND.device), ring, 0).tolist()
+    q_all = all_gather(q_BAND, ring, 2, counts)
+    wide = torch.promote_types(q_BAND.dtype, torch.float32)
+    out_all, lse_all = torch.zeros_like(q_all, dtype=wide), q_all.new_full(q_all.shape[:3], -torch.inf, dtype=wide)
+    if q_all.numel() and k_BAMD.numel():
+        out_all, lse_all = block_forward(q_all, k_BAMD, v_BAMD, key_mask_BM)
+    both = torch.cat((out_all.to(wide), lse_all.to(wide)[..., None]), dim=3)[None]
+    parts = all_to_all(both, ring, 3, 0, counts)
+    out, lse = parts[0, ..., :-1], parts[0, ..., -1]
+    for part in parts[1:]:
+        out, lse = merge(out, lse, part[..., :-1], part[..., -1])
+    return out

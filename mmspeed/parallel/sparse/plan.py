@@ -1,0 +1,234 @@
+"""Plans of sparse attention for a sequence that is split over the ranks of a ring.
+
+1. Each rank groups its own queries, as a planner does, and its own keys where they are kept by tiles.
+2. What stands for each group (its mean query, or the place of its tile) goes to all ranks: C D numbers a rank, a small part of the keys.
+3. Each rank says of its own keys which of them the groups of all ranks keep, by probabilities over the keys of all (`sparse_select`).
+4. It tells each rank so (`sparse_rows`), and how many keys of each of its clusters of keys each group drops; their means will travel.
+
+So the rules are those of one process; only the groups are those of a part of the queries.
+
+Legend: B batch, A heads, G = B x A, N queries and M keys of this rank, D head width, C groups of queries, of this rank or of all, U units
+of this rank's keys that are kept whole: keys, or tiles of them, K clusters of this rank's keys, X position axes, T places of the table,
+R ranks, W bytes of C bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmspeed.comm.axis import Axis
+from mmspeed.comm.exchange import all_gather, all_to_all
+from mmspeed.compute.sparse.plan import ClusterPlan, Tail
+from mmspeed.compute.sparse.planners.selection import Context, Keep, Masks
+from mmspeed.config.sparse import SparseConfig
+
+from .exchange import Rows, lists_of, pack_bits, route
+from .groups import Grouped, Part, grouped
+from .select import choose, count_shares, gather_each, shares, threshold_of
+
+# truth values or scores of C x M at a time
+_BLOCK = {"cpu": 1 << 22}
+_BLOCK_ELSE = 1 << 25
+
+Starts = tuple[Tensor | None, Tensor | None]
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """A rank's plan over its table of received keys, and how the table is filled."""
+
+    plan: ClusterPlan  # its keys are places of the table
+    rows: Rows
+    label_GM: Tensor | None  # the cluster of each of this rank's keys, whose means travel; None: no tail
+    mean_sizes: tuple[int, ...]  # clusters of keys of each rank
+    tail_centroids_GKD: Tensor | None  # of this rank's
+
+
+@dataclass(frozen=True)
+class Everyone:
+    """What the groups of all ranks are."""
+
+    sizes_R: tuple[int, ...]  # C of each rank
+    means_R: tuple[int, ...]  # K of each rank
+    units: int  # U, the most of a rank
+    sign_GCD: Tensor  # of all ranks' groups
+    weight_GC: Tensor  # queries of each
+    seen_B: Tensor  # keys that count
+
+    @staticmethod
+    def of(mine: Grouped, seen_B: Tensor, ring: Axis) -> Everyone:
+        device = mine.sign_GCD.device
+        table = gather_each(torch.tensor([mine.groups, mine.means, mine.size_GU.shape[1]], device=device), ring)
+        groups, means, units = (tuple(column) for column in table.T.tolist())
+        return Everyone(
+            groups,
+            means,
+            max(units),
+            all_gather(mine.sign_GCD, ring, 1, groups),
+            all_gather(mine.q_offsets_GC.diff(dim=1), ring, 1, groups),
+            gather_each(seen_B, ring).sum(dim=0),
+        )
+
+    def blocks(self, keys: int) -> Iterator[slice]:
+        """Heads that are done at once: the same on every rank."""
+        heads, pairs = self.weight_GC.shape[0], sum(self.sizes_R) * max(1, self.units, keys)
+        step = max(1, _BLOCK.get(self.weight_GC.device.type, _BLOCK_ELSE) // pairs)
+        for start in range(0, heads, step):
+            yield slice(start, min(start + step, heads))
+
+
+@torch.no_grad()
+def plan_split(
+    q_BAND: Tensor,
+    k_BAMD: Tensor,
+    keep: Keep,
+    context: Context,
+    ring: Axis,
+    lengths: Sequence[int],
+    settings: SparseConfig,
+    *,
+    way: int = 0,
+    tail_clusters: int = 0,
+    starts: Starts = (None, None),
+) -> SplitPlan:
+    """A plan for this rank's queries over the keys of all. Every rank makes the call, whatever it holds.
+
+    Args:
+        context: masks and positions are of this rank's keys.
+        lengths: keys of each rank.
+        way: see `plan_skip`.
+        tail_clusters: of the keys of all ranks together; 0: no tail. Tiles are their own, by `settings.tail`.
+        starts: where k-means of this rank's queries and of its keys start.
+
+    Raises ValueError for queries that keep all keys, which a ring does not serve, and for masks that do not fit.
+    """
+    if context.full_queries_N is not None:
+        raise ValueError("queries that keep every key are not served over a ring")
+    batch, heads, queries, width = q_BAND.shape
+    wide = torch.promote_types(q_BAND.dtype, torch.float32)
+    q_GND, k_GMD = q_BAND.flatten(0, 1).to(wide), k_BAMD.flatten(0, 1).to(wide)
+    masks = Masks.of(context, batch, heads, queries, k_BAMD.shape[2], q_BAND.device)
+    if masks.seen_BM is not None:  # what is masked may be anything
+        k_GMD = k_GMD.masked_fill(~masks.seen_BM.repeat_interleave(heads, dim=0)[..., None], 0.0)
+    scale = width**-0.5 if context.scale is None else context.scale
+    part = Part(q_GND, k_GMD, masks, scale, context.positions_NX, settings, way, tail_clusters, starts)
+    longest = max(lengths)
+    with torch.autocast(q_BAND.device.type, enabled=False):
+        mine = grouped(part, ring, sum(lengths[: ring.rank]))
+        everyone = Everyone.of(mine, masks.count_B, ring)
+        tau_G = thresholds(mine, everyone, masks, keep, ring, longest)
+        bits_RGMW, dropped_GCK = decide(mine, everyone, masks, keep, tau_G, ring, longest, context)
+        rows, bits_GTW = route(bits_RGMW, ring)
+        index_Z, offsets = lists_of(bits_GTW, mine.groups, _BLOCK.get(q_BAND.device.type, _BLOCK_ELSE))
+        tail = None
+        if dropped_GCK is not None:
+            dropped_GCK = all_to_all(dropped_GCK, ring, 1, 2, everyone.sizes_R, everyone.means_R)
+            nowhere = torch.full((batch * heads, rows.table), sum(everyone.means_R), device=q_BAND.device)
+            tail = Tail(nowhere, sum(everyone.means_R), dropped_GCK)
+    plan = ClusterPlan(
+        batch,
+        heads,
+        queries,
+        rows.table,
+        mine.q_index_GN,
+        mine.q_offsets_GC,
+        index_Z,
+        offsets,
+        tail,
+        centroids_GCD=mine.sign_GCD if settings.grouping == "clusters" else None,
+        tau_G=tau_G if keep.rule in ("threshold", "fraction") and not mine.fixed else None,
+    )
+    if mine.tail is None:
+        return SplitPlan(plan, rows, None, everyone.means_R, None)
+    return SplitPlan(plan, rows, mine.tail.label_GM, everyone.means_R, mine.tail.centroid_GKD)
+
+
+def thresholds(mine: Grouped, everyone: Everyone, masks: Masks, keep: Keep, ring: Axis, longest: int) -> Tensor:
+    """tau of each head; that of "fraction" from the pairs of all heads of a sample that this ring has, to a hundredth."""
+    value = keep.value if keep.rule == "threshold" else 0.0
+    tau_G = torch.full((everyone.weight_GC.shape[0],), value, dtype=torch.float32, device=everyone.weight_GC.device)
+    if keep.rule != "fraction" or mine.fixed:
+        return tau_G
+    seen_G, counts = everyone.seen_B.repeat_interleave(masks.heads), []
+    for some in everyone.blocks(longest):
+        score = mine.judge(_of(everyone.sign_GCD, some), some)
+        size = mine.size_GU[some]
+        found = shares(score, size, seen_G[some], _always(mine, some), ring)
+        counts.append(count_shares(found.share_GCU, everyone.weight_GC[some, :, None] * size[:, None]))
+    counts_BL = torch.cat(counts).unflatten(0, (-1, masks.heads)).sum(dim=1)
+    return threshold_of(gather_each(counts_BL, ring).sum(dim=0), keep.value).repeat_interleave(masks.heads)
+
+
+def decide(
+    mine: Grouped,
+    everyone: Everyone,
+    masks: Masks,
+    keep: Keep,
+    tau_G: Tensor,
+    ring: Axis,
+    longest: int,
+    context: Context,
+) -> tuple[list[Tensor], Tensor | None]:
+    """What the groups of all ranks keep of this rank's keys: for each rank the bits (G, M, W); and the keys that they drop, (G, C, K)."""
+    seen_G = everyone.seen_B.repeat_interleave(masks.heads)
+    parts, dropped = [], []
+    for some in everyone.blocks(longest):
+        weight_gC = everyone.weight_GC[some]
+        kept_gCU, always = mine.judge(_of(everyone.sign_GCD, some), some), _always(mine, some)
+        if mine.fixed:
+            kept_gCU = kept_gCU if always is None else kept_gCU | always[:, None]
+        else:
+            found = shares(kept_gCU, mine.size_GU[some], seen_G[some], always, ring)
+            if context.observe is not None and kept_gCU.numel():
+                _observe(context, found.share_GCU, weight_gC, mine, masks, some)
+            kept_gCU = choose(found, keep, tau_G[some], ring)
+        kept_gCM = kept_gCU if mine.unit_M is None else kept_gCU.index_select(2, mine.unit_M)
+        seen = masks.seen(some)
+        kept_gCM = kept_gCM if seen is None else kept_gCM & seen
+        if mine.fixed:
+            kept_gCM = kept_gCM | _first_for_none(kept_gCM, seen, ring)
+        kept_gCM = kept_gCM & (weight_gC > 0)[..., None]
+        if mine.tail is not None:
+            dropped.append(_dropped(kept_gCM, mine.tail.label_GM[some], mine.tail.size_GK[some]))
+        parts.append([pack_bits(part) for part in kept_gCM.split(everyone.sizes_R, dim=1)])
+    return [torch.cat(of_rank) for of_rank in zip(*parts, strict=True)], torch.cat(dropped) if dropped else None
+
+
+def _dropped(kept_gCM: Tensor, label_gM: Tensor, size_gK: Tensor) -> Tensor:
+    """Keys of each cluster of keys that are not kept, float32; counted in whole numbers, so in any order."""
+    (groups, rows, _), clusters = kept_gCM.shape, size_gK.shape[1]
+    if not clusters:
+        return torch.zeros(groups, rows, 0, device=size_gK.device)
+    g, c, m = kept_gCM.nonzero(as_tuple=True)
+    code_Z = (g * rows + c) * clusters + label_gM[g, m]
+    kept_gCK = torch.bincount(code_Z, minlength=groups * rows * clusters).view(groups, rows, clusters)
+    return (size_gK[:, None] - kept_gCK).float()
+
+
+def _first_for_none(kept_gCM: Tensor, seen_g1M: Tensor | None, ring: Axis) -> Tensor:
+    """The first key of all ranks that counts, for groups that would keep none."""
+    there_g1M = torch.ones_like(kept_gCM[:, :1]) if seen_g1M is None else seen_g1M
+    counts = torch.stack((kept_gCM.sum(dim=2), there_g1M.sum(dim=2).expand(kept_gCM.shape[:2])))
+    kept_RgC, there_RgC = gather_each(counts, ring).unbind(dim=1)
+    mine_gC = (kept_RgC.sum(dim=0) == 0) & (there_RgC[: ring.rank].sum(dim=0) == 0)
+    return mine_gC[..., None] & there_g1M & (there_g1M.cumsum(dim=2) == 1)
+
+
+def _observe(context: Context, share_gCU: Tensor, weight_gC: Tensor, mine: Grouped, masks: Masks, some: slice) -> None:
+    """Tell how the pairs of these heads are spread, by key also where keys are kept by tiles."""
+    assert context.observe is not None
+    share_gCM = share_gCU if mine.unit_M is None else share_gCU.index_select(2, mine.unit_M)
+    seen = masks.seen(some)
+    context.observe(share_gCM if seen is None else share_gCM.masked_fill(~seen, -1.0), weight_gC, some)
+
+
+def _always(mine: Grouped, some: slice) -> Tensor | None:
+    return None if mine.always_GU is None else mine.always_GU[some]
+
+
+def _of(sign_GCD: Tensor, some: slice) -> Tensor:
+    return sign_GCD if sign_GCD.shape[0] == 1 else sign_GCD[some]

@@ -1,0 +1,1 @@
+"""Video codecs: pixels to latents and back."""

@@ -1,0 +1,1 @@
+"""Transformers of the `diffusers` library: their plans, and sparse attention in them."""

@@ -1,0 +1,1 @@
+"""The Sora-class diffusion transformer, its layers and its named sizes."""

@@ -1,0 +1,403 @@
+"""SoraDiT: a video diffusion transformer, factorised or with full attention.
+
+After DiT (Peebles & Xie 2023: adaLN-Zero, every block the identity at the start), Latte and Open-Sora (spatial and
+temporal blocks in turn), Cosmos (a low-rank part of the modulation per block on top of a shared one), and PixArt-alpha
+(cross-attention to the caption).
+
+Legend: B batch, C T h w channels, frames, height, width of a latent, T S rows and columns of tokens (frames x places of a
+frame, or one row of all), L caption tokens, D text width, E model width, P values of a patch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from mmspeed.compute.attention import attention
+from mmspeed.compute.rope import grid_positions
+from mmspeed.compute.sparse.attention import check_backend
+from mmspeed.compute.sparse.module import ClusteredAttention, clustered_layers
+from mmspeed.compute.sparse.plan import usual_tail_clusters
+from mmspeed.config.memory import SpanName
+from mmspeed.config.sparse import SparseConfig
+from mmspeed.errors import UserError
+from mmspeed.memory.recompute.spans import span
+from mmspeed.models.sora.layers import (
+    NORM_EPS,
+    TIME_CHANNELS,
+    CrossAttention,
+    Mlp,
+    SelfAttention,
+    Span,
+    TimeEmbedder,
+    initial_value,
+    modulate,
+    patchify,
+    set_parameter,
+    unpatchify,
+)
+from mmspeed.parallel.tokens import Attend, Part, TokenLayout
+from mmspeed.protocols import Role, Work
+
+ELEMENTWISE = 60  # operations a token and channel of a block: three norms, modulation, rotary positions, GELU, gates
+# Modules whose weights start at zero: the prediction, the modulation (so all gates), and what cross-attention adds.
+ZERO_MODULES = ("final", "final_modulation", "modulation", "modulation_up", "cross_attention.out")
+
+
+@dataclass(frozen=True)
+class SoraDiTConfig:
+    """All that the shape of a model depends on. Raises UserError for sizes that do not fit together."""
+
+    width: int
+    depth: int
+    heads: int
+    latent_channels: int
+    text_width: int
+    mlp_ratio: float = 4.0
+    patch: tuple[int, int, int] = (1, 2, 2)
+    adaln_rank: int = 256
+    arrangement: Literal["factorised", "full"] = "factorised"
+    sparse: SparseConfig | None = None
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads:
+            near = [n for n in range(1, self.width // 12 + 1) if self.width % n == 0 and self.width // n % 2 == 0]
+            hint = min(near, key=lambda n: abs(n - self.heads), default=None)
+            raise UserError(
+                f"model.width {self.width} is not divisible by model.heads {self.heads}"
+                + (f"; the nearest number of heads that fits is {hint}" if hint else "; change one")
+            )
+        head_width = self.width // self.heads
+        if head_width % 2 or head_width < 12:
+            raise UserError(
+                f"model.width {self.width} / model.heads {self.heads} gives heads of width {head_width}: "
+                "it must be even and at least 12; change one"
+            )
+        if self.arrangement not in ("factorised", "full"):
+            raise UserError(f"model.arrangement {self.arrangement!r} is not one of factorised, full")
+        if min(self.patch) < 1 or self.hidden < 1:
+            raise UserError(f"model.patch {self.patch} and model.mlp_ratio {self.mlp_ratio} must be positive")
+        if self.sparse is not None:
+            check_backend(self.sparse.backend, "model.sparse.backend")
+        if self.sparse is not None and not self.sparse_blocks:
+            raise UserError(
+                f"model.sparse: none of the {self.depth} blocks is sparse: lower dense_first, dense_last, or change spans"
+            )
+
+    @property
+    def hidden(self) -> int:
+        """Hidden width of the MLP."""
+        return int(self.width * self.mlp_ratio)
+
+    @property
+    def patch_values(self) -> int:
+        """Numbers that make one token."""
+        return self.latent_channels * math.prod(self.patch)
+
+    def span(self, block: int) -> Span:
+        """What block number `block` attends over: within frames, within positions, or all."""
+        if self.arrangement == "full":
+            return "full"
+        return "temporal" if block % 2 else "spatial"
+
+    def is_sparse(self, block: int) -> bool:
+        """Whether the self-attention of block number `block` is sparse, for videos that are long enough."""
+        sparse = self.sparse
+        if sparse is None or not sparse.dense_first <= block < self.depth - sparse.dense_last:
+            return False
+        return self.arrangement == "full" or sparse.spans in ("all", self.span(block))
+
+    def way(self, block: int) -> Literal[0, 1]:
+        """Of a pattern that alternates between the blocks of a span, which of its two ways block number `block` has."""
+        return 1 if (block if self.arrangement == "full" else block // 2) % 2 else 0
+
+    @property
+    def sparse_blocks(self) -> list[int]:
+        """Numbers of the blocks that `is_sparse` names."""
+        return [block for block in range(self.depth) if self.is_sparse(block)]
+
+    def attended(self, block: int, grid: tuple[int, int, int]) -> int:
+        """Tokens of a sequence that block number `block` attends over, of the grid's patches (T, h, w)."""
+        t, h, w = grid
+        return {"spatial": h * w, "temporal": t, "full": t * h * w}[self.span(block)]
+
+    def expected_share(self, block: int, grid: tuple[int, int, int]) -> float:
+        """Of the pairs of its self-attention, those that block number `block` computes, about: dense warm-up is left out."""
+        sparse, keys = self.sparse, self.attended(block, grid)
+        if sparse is None or not self.is_sparse(block) or grid[0] == 1 or keys < sparse.min_tokens:
+            return 1.0
+        kept, means = sparse.keep, sparse.tail_clusters or usual_tail_clusters(keys)
+        if sparse.grouping == "skip":
+            kept = 1 / sparse.stride
+        elif sparse.grouping == "window":
+            axes = {"spatial": (1, 2), "temporal": (0,), "full": (0, 1, 2)}[self.span(block)]
+            kept = min(1.0, math.prod(sparse.window[axis] * sparse.tile[axis] for axis in axes) / keys)
+        return min(1.0, kept + (means / keys if sparse.tail == "summary" else 0.0))
+
+    def rows_and_columns(self, grid: tuple[int, int, int]) -> tuple[int, int]:
+        """Tokens as blocks meet them: frames x places of a frame; one row of all where every block attends over all."""
+        t, h, w = grid
+        return (1, t * h * w) if self.arrangement == "full" else (t, h * w)
+
+    def grid(self, latent: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Patches along (T, h, w). Raises ValueError when the latent does not divide."""
+        for label, size, step in zip(("frames", "height", "width"), latent, self.patch, strict=True):
+            if size < 1 or size % step:
+                raise ValueError(
+                    f"latent {label} {size} of {latent} is no multiple of {step} of the model's patch {self.patch}"
+                )
+        t, h, w = (size // step for size, step in zip(latent, self.patch, strict=True))
+        return t, h, w
+
+
+class SoraBlock(nn.Module):
+    """Self-attention over its span, cross-attention to the caption, MLP; each adds zero at the start."""
+
+    spans: ClassVar[tuple[SpanName, ...]] = ("attention", "cross_attention", "mlp", "norm", "activation")
+
+    def __init__(self, config: SoraDiTConfig, place: int, attend: Attend) -> None:
+        super().__init__()
+        width = config.width
+        self.span = config.span(place)
+        self.norm_self = nn.LayerNorm(width, eps=NORM_EPS, elementwise_affine=False)
+        self.self_attention = SelfAttention(width, config.heads, attend)
+        if config.is_sparse(place):
+            assert config.sparse is not None
+            self.self_attention.attend = ClusteredAttention(
+                config.sparse, way=config.way(place), frames=self.span != "spatial", dense=attend
+            )
+        self.norm_cross = nn.LayerNorm(width, eps=NORM_EPS)
+        self.cross_attention = CrossAttention(width, config.heads, attend)
+        self.norm_mlp = nn.LayerNorm(width, eps=NORM_EPS, elementwise_affine=False)
+        self.mlp = Mlp(width, config.hidden, width)
+        self.modulation_down = nn.Linear(width, config.adaln_rank, bias=False)
+        self.modulation_up = nn.Linear(config.adaln_rank, 6 * width)
+
+    def forward(
+        self, x_BTSE: Tensor, cond: Tensor, shared: Tensor, text_BLE: Tensor, text_mask_BL: Tensor, part: Part
+    ) -> Tensor:
+        """`part` tells which tokens these are. `cond` (..., E) and `shared` (..., 6, E) are of samples (B) or of frames (B, T)."""
+        own = self.modulation_up(self.modulation_down(cond)).view_as(shared)
+        # each (B, 1, 1, E) or (B, T, 1 or S, E)
+        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = (of_tokens(m, part) for m in (shared + own).unbind(-2))
+        x_BTSE = span(self, "attention", self._attend, x_BTSE, shift_a, scale_a, gate_a, part)
+        x_BTSE = span(self, "cross_attention", self._attend_text, x_BTSE, text_BLE, text_mask_BL, part)
+        return span(self, "mlp", self._compute, x_BTSE, shift_m, scale_m, gate_m, part)
+
+    def _attend(self, x_BTSE: Tensor, shift: Tensor, scale: Tensor, gate: Tensor, part: Part) -> Tensor:
+        def before(x_BTSE: Tensor) -> Tensor:
+            return part.gather(modulate(self.norm_self(x_BTSE), shift, scale))
+
+        return x_BTSE + gate * part.shed(self.self_attention(x_BTSE, part, self.span, before))
+
+    def _attend_text(self, x_BTSE: Tensor, text_BLE: Tensor, text_mask_BL: Tensor, part: Part) -> Tensor:
+        def before(x_BTSE: Tensor) -> Tensor:
+            return part.gather(self.norm_cross(x_BTSE))
+
+        return x_BTSE + part.shed(self.cross_attention(x_BTSE, text_BLE, text_mask_BL, part, before))
+
+    def _compute(self, x_BTSE: Tensor, shift: Tensor, scale: Tensor, gate: Tensor, part: Part) -> Tensor:
+        def before(x_BTSE: Tensor) -> Tensor:
+            return part.gather(modulate(self.norm_mlp(x_BTSE), shift, scale))
+
+        return x_BTSE + gate * part.shed(self.mlp(x_BTSE, before))
+
+
+def of_tokens(cond: Tensor, part: Part) -> Tensor:
+    """Conditioning of samples (B, E) or of frames (B, T, E) as it meets tokens: (B, 1, 1, E) or (B, T, 1 or S, E)."""
+    return cond[:, None, None] if cond.dim() == 2 else cond[:, part.frames]
+
+
+class SoraDiT(nn.Module):
+    """The diffusion transformer; satisfies `mmspeed.protocols.DiffusionModel`.
+
+    It is made with the weights of seed 0, except on the meta device: there call `to_empty` and `init_weights` later.
+    `attend` is what all its attention goes through. `layout` says which tokens this process computes: all of them, unless a
+    parallel layer puts another there.
+    """
+
+    roles: ClassVar[Mapping[str, Role]] = {
+        "blocks.*.self_attention.qkv": "column",
+        "blocks.*.self_attention.out": "row",
+        "blocks.*.cross_attention.q": "column",
+        "blocks.*.cross_attention.kv": "column",
+        "blocks.*.cross_attention.out": "row",
+        "blocks.*.mlp.up": "column",
+        "blocks.*.mlp.down": "row",
+    }
+
+    def __init__(self, config: SoraDiTConfig, attend: Attend = attention) -> None:
+        super().__init__()
+        width = config.width
+        self.config = config
+        self.layout = TokenLayout()
+        self.patch_in = nn.Linear(config.patch_values, width)
+        self.time = TimeEmbedder(width)
+        self.modulation = nn.Linear(width, 6 * width)
+        self.text_norm = nn.LayerNorm(config.text_width, eps=NORM_EPS)
+        self.text_in = Mlp(config.text_width, width, width)
+        self.blocks = nn.ModuleList(SoraBlock(config, i, attend) for i in range(config.depth))
+        self.final_norm = nn.LayerNorm(width, eps=NORM_EPS, elementwise_affine=False)
+        self.final_modulation = nn.Linear(width, 2 * width)
+        self.final = nn.Linear(width, config.patch_values)
+        if not self.patch_in.weight.is_meta:
+            self.init_weights(0)
+
+    @property
+    def heads(self) -> int:
+        """Attention heads, over all processes."""
+        return self.config.heads
+
+    @property
+    def attends_over_all(self) -> bool:
+        """Whether its blocks attend over all tokens, so that attention crosses any split of them."""
+        return self.config.arrangement == "full"
+
+    def forward(
+        self,
+        x_BCThw: Tensor,
+        t: Tensor,
+        text_BLD: Tensor,
+        text_mask_BL: Tensor,
+        video_mask_BThw: Tensor | None = None,
+    ) -> Tensor:
+        """The prediction, of the shape and dtype of `x_BCThw`. Every process gets all of every argument, and gives all.
+
+        Args:
+            t: in [0, 1], of samples (B,) or of latent frames (B, T): 0 at frames that are given, such as the first one of a
+                video made from an image. It should come as float32 (bfloat16 holds no more than 8 bits of it).
+            text_mask_BL: bool, True at real tokens.
+            video_mask_BThw: bool, True at real latents, False at padding: no token attends to a patch without a real latent.
+                None: all are real.
+
+        Raises ValueError when the latent has not the model's channels or does not divide into patches, or a mask or the times
+        have another shape.
+        """
+        config = self.config
+        if x_BCThw.shape[1] != config.latent_channels:
+            raise ValueError(f"the latent has {x_BCThw.shape[1]} channels, the model {config.latent_channels}")
+        _, _, frames, height, width = x_BCThw.shape
+        grid = config.grid((frames, height, width))
+        shape = config.rows_and_columns(grid)
+        spread = self.layout.spread(
+            grid_positions(grid, x_BCThw.device).unflatten(0, shape),
+            self._token_mask(video_mask_BThw, x_BCThw, shape),
+            text_BLD.shape[1],
+            full=config.arrangement == "full",
+            image=frames == 1,
+        )
+        parts = {span: spread.part("T" if span == "temporal" else "S") for span in {b.span for b in self.blocks}}
+        part = parts[self.blocks[0].span]
+        dtype = self.patch_in.weight.dtype  # of the computation, under sharded mixed precision too
+        cond = self.time(self._checked_times(t, x_BCThw))
+        shared = self.modulation(cond).unflatten(-1, (6, -1))
+        text_BLE = self.text_in(self.text_norm(spread.text(text_BLD).to(dtype)))
+        text_mask_BL = spread.text(text_mask_BL)
+        patches_BTSP = patchify(x_BCThw.to(dtype), config.patch).unflatten(1, shape)
+        x_BTSE = self.patch_in(spread.cut(patches_BTSP, part))
+        for block in self.blocks:
+            x_BTSE = spread.turn(x_BTSE, part, parts[block.span])
+            part = parts[block.span]
+            x_BTSE = block(x_BTSE, cond, shared, text_BLE, text_mask_BL, part)
+        shift, scale = (of_tokens(m, part) for m in self.final_modulation(cond).chunk(2, dim=-1))
+        out_BTSP = spread.join(self.final(modulate(self.final_norm(x_BTSE), shift, scale)), part)
+        return unpatchify(out_BTSP.flatten(1, 2), config.patch, grid).to(x_BCThw.dtype)
+
+    def _checked_times(self, t: Tensor, x_BCThw: Tensor) -> Tensor:
+        """Times of samples (B,) or of latent frames (B, T), which a patch of several frames would mix."""
+        if t.dim() == 1:
+            return t
+        wanted = (x_BCThw.shape[0], x_BCThw.shape[2])
+        if tuple(t.shape) != wanted or self.config.patch[0] != 1:
+            raise ValueError(
+                f"times of frames have the shape {wanted}, not {tuple(t.shape)}, and need patches of one frame"
+            )
+        return t
+
+    def _token_mask(self, mask_BThw: Tensor | None, x_BCThw: Tensor, shape: tuple[int, int]) -> Tensor | None:
+        """True at the tokens (B, T, S) with a real latent."""
+        if mask_BThw is None:
+            return None
+        wanted = (x_BCThw.shape[0], *x_BCThw.shape[2:])
+        if mask_BThw.dtype != torch.bool or tuple(mask_BThw.shape) != wanted:
+            raise ValueError(
+                f"the video mask is bool of the shape {wanted}, not {mask_BThw.dtype} {tuple(mask_BThw.shape)}"
+            )
+        return patchify(mask_BThw[:, None], self.config.patch).any(-1).unflatten(1, shape)
+
+    def tokens(self, latent: tuple[int, int, int]) -> int:
+        """Tokens of one sample whose latent is (T, h, w). Raises ValueError when it does not divide into patches."""
+        return math.prod(self.config.grid(latent))
+
+    def flops(self, latent: tuple[int, int, int], text_tokens: int) -> int:
+        """FLOPs of the forward pass of one sample: its matrix products, a multiply-add as two. Raises as `tokens`.
+
+        Sparse attention counts by the share of pairs that its config keeps, without planning.
+        """
+        return forward_flops(self.config, latent, text_tokens)
+
+    def dense_flops(self, latent: tuple[int, int, int], text_tokens: int) -> int:
+        """`flops`, if all attention were dense."""
+        return forward_flops(replace(self.config, sparse=None), latent, text_tokens)
+
+    def work(self, latent: tuple[int, int, int], text_tokens: int) -> Work:
+        """Work of the forward pass of one sample by kind, if all attention were dense. Raises as `tokens`."""
+        return forward_work(replace(self.config, sparse=None), latent, text_tokens)
+
+    def init_weights(self, seed: int, put: Callable[[nn.Parameter, Tensor], None] = set_parameter) -> None:
+        """Fill every parameter from a generator keyed by its name: the same on any device, in any sharding (law 1).
+
+        Works on parameters of any dtype, after `to_empty`, and on parameters sharded by `fully_shard`. `put(parameter, value)` takes
+        each whole value, float32 on the CPU: where weights lie apart from the parameters, it brings them there.
+        """
+        for name, parameter in self.named_parameters():
+            module = name.rpartition(".")[0]
+            zero = any(module == part or module.endswith(f".{part}") for part in ZERO_MODULES)
+            put(parameter, initial_value(name, parameter.shape, seed, zero))
+        for layer in clustered_layers(self).values():
+            layer.reset()
+
+
+def forward_flops(config: SoraDiTConfig, latent: tuple[int, int, int], text_tokens: int) -> int:
+    """FLOPs of the matrix products of one sample's forward pass; biases, norms and activations are not counted."""
+    return int(forward_work(config, latent, text_tokens).matmul)
+
+
+def forward_work(config: SoraDiTConfig, latent: tuple[int, int, int], text_tokens: int) -> Work:
+    """Work of one sample's forward pass by kind; element-wise work is about 60 operations a token and channel of a block."""
+    grid = config.grid(latent)
+    n, e, rank, text = math.prod(grid), config.width, config.adaln_rank, text_tokens
+    per_block = (
+        4 * n * e * e  # self-attention: q k v, out
+        + 2 * n * e * e  # cross-attention: q, out
+        + 2 * text * e * e  # cross-attention: k v
+        + 2 * n * e * config.hidden  # MLP
+        + 7 * e * rank  # modulation
+    )
+    scores = config.depth * 2 * n * text * e + sum(  # scores and values of cross-attention and self-attention
+        int(2 * n * config.attended(block, grid) * e * config.expected_share(block, grid))
+        for block in range(config.depth)
+    )
+    ends = (
+        2 * n * config.patch_values * e  # patches in and out
+        + TIME_CHANNELS * e + e * e + 6 * e * e + 2 * e * e  # timestep, shared and final modulation
+        + text * (config.text_width * e + e * e)  # caption projection
+    )  # fmt: skip
+    elementwise = ELEMENTWISE * config.depth * n * e
+    return Work(float(2 * (config.depth * per_block + ends)), float(2 * scores), float(elementwise))
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Numbers in all parameters; needs no memory for a model on the meta device."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def on_meta(config: SoraDiTConfig) -> SoraDiT:
+    """The model without memory for its weights."""
+    with torch.device("meta"):
+        return SoraDiT(config)

@@ -1,0 +1,86 @@
+"""Named sizes of SoraDiT, and the way from a config section to a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from mmspeed.config.schema import ModelConfig
+from mmspeed.errors import UserError, nearest
+from mmspeed.models.sora.model import SoraDiT, SoraDiTConfig, count_parameters, on_meta
+
+# "S/2" and the like are named as in DiT: the size and the spatial patch. The head widths of the large ones suit fused
+# kernels, and their numbers of heads split over 2 to 16 devices.
+SIZES: dict[str, dict[str, Any]] = {
+    "nano": {"width": 64, "depth": 2, "heads": 4, "adaln_rank": 8},
+    "tiny": {"width": 192, "depth": 6, "heads": 6, "adaln_rank": 16},
+    "S/2": {"width": 384, "depth": 12, "heads": 6, "adaln_rank": 64},
+    "B/2": {"width": 768, "depth": 12, "heads": 12, "adaln_rank": 128},
+    "L/2": {"width": 1024, "depth": 24, "heads": 16, "adaln_rank": 256},
+    "XL/2": {"width": 1152, "depth": 28, "heads": 16, "adaln_rank": 256},
+    "3B": {"width": 2048, "depth": 42, "heads": 16, "adaln_rank": 256},
+    "8B": {"width": 4096, "depth": 28, "heads": 32, "adaln_rank": 256},
+}
+
+
+@dataclass(frozen=True)
+class SizeRow:
+    """One line of the table of sizes."""
+
+    name: str
+    parameters: int
+    gflops: float  # forward pass of one sample
+
+
+def resolve_config(model_cfg: ModelConfig, latent_channels: int, text_width: int) -> SoraDiTConfig:
+    """The named size with the section's own fields over it. Raises UserError for an unknown size or a misfit."""
+    if model_cfg.size not in SIZES:
+        raise UserError(
+            f"model.size {model_cfg.size!r} is not a known size{nearest(model_cfg.size, list(SIZES))} "
+            f"(known: {', '.join(SIZES)})"
+        )
+    given = {name: getattr(model_cfg, name) for name in type(model_cfg).model_fields if name != "size"}
+    overrides = {name: value for name, value in given.items() if value is not None}
+    fields = {**SIZES[model_cfg.size], **overrides}
+    return SoraDiTConfig(latent_channels=latent_channels, text_width=text_width, **fields)
+
+
+def build_model(
+    model_cfg: ModelConfig,
+    latent_channels: int,
+    text_width: int,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+) -> SoraDiT:
+    """The model of a config section on `device` (CPU by default), with the initial weights of `seed`.
+
+    On "meta" it has no weights yet: shard it if wanted, then `to_empty(device=...)` and `init_weights(seed)`. Raises
+    UserError as `resolve_config`.
+    """
+    model = on_meta(resolve_config(model_cfg, latent_channels, text_width))
+    target = torch.device(device or "cpu")
+    if target.type != "meta":
+        model.to_empty(device=target)
+        model.init_weights(seed)
+    return model
+
+
+def parameter_table(
+    latent: tuple[int, int, int] = (13, 60, 106),
+    text_tokens: int = 256,
+    latent_channels: int = 16,
+    text_width: int = 4096,
+    arrangement: Literal["factorised", "full"] = "factorised",
+) -> list[SizeRow]:
+    """Parameters and forward GFLOPs of every size, for one sample; built without memory for weights.
+
+    The defaults are 49 frames of 480 x 848 pixels through a codec of stride 4 x 8 x 8, and a caption of 256 tokens.
+    """
+    rows = []
+    for name in SIZES:
+        model_cfg = ModelConfig(size=name, arrangement=arrangement)
+        model = on_meta(resolve_config(model_cfg, latent_channels, text_width))
+        rows.append(SizeRow(name, count_parameters(model), model.flops(latent, text_tokens) / 1e9))
+    return rows

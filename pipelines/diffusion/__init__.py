@@ -1,0 +1,1 @@
+"""Diffusion: objectives, noise schedules and samplers."""

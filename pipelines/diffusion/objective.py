@@ -1,0 +1,169 @@
+"""What the model learns to predict: one face for rectified flow and denoising diffusion, in training and in sampling.
+
+Model time is a number in [0, 1], 0 at data and 1 at noise, for both. Of S diffusion timesteps, index i is model time
+i / (S - 1); that is the only place where the two meet.
+
+Times are float64 and may stay on the CPU while samples are on an accelerator; only coefficients move. The model is
+given the time in float32. Targets, losses and weights are float32, also when the model answers in bfloat16.
+
+Legend: B batch, C channels, T h w latent.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mmspeed.config.schema import DdpmConfig, FlowConfig
+from mmspeed.errors import UserError, nearest
+from mmspeed.pipelines.diffusion import ddpm, flow, samplers
+from mmspeed.pipelines.diffusion.samplers import OnStep, Predict
+
+
+class Objective(Protocol):
+    """What training and sampling ask of an objective."""
+
+    sampler_names: tuple[str, ...]  # the first is what `auto` takes
+
+    def time_from_quantile(self, u_B: Tensor) -> Tensor:
+        """Model times (B,), float64, of quantiles `u_B` in [0, 1) of the training distribution of times."""
+        ...
+
+    def training_pair(self, x0_BCThw: Tensor, noise_BCThw: Tensor, t_B: Tensor) -> tuple[Tensor, Tensor]:
+        """(x_t, target), both (B, C, T, h, w) on the device of `x0_BCThw`, at least float32."""
+        ...
+
+    def weight(self, t_B: Tensor) -> Tensor:
+        """Weight of each sample's loss, float32 (B,), on the device of `t_B`."""
+        ...
+
+    def sample_loss(self, predicted_BCThw: Tensor, target_BCThw: Tensor, t_B: Tensor) -> Tensor:
+        """Each sample's mean squared error times its weight, float32 (B,), on the device of the target."""
+        ...
+
+    def sample(
+        self, predict: Predict, noise_BCThw: Tensor, steps: int, sampler: str = "auto", on_step: OnStep | None = None
+    ) -> Tensor:
+        """Data (B, C, T, h, w) from noise, float32, without gradients.
+
+        `on_step(done, total)` is called after each step. Raises UserError for a sampler that does not fit the objective
+        or a number of steps it cannot take.
+        """
+        ...
+
+
+class FlowObjective:
+    """Rectified flow: the model predicts the velocity noise - x0."""
+
+    sampler_names: tuple[str, ...] = ("euler", "heun")
+
+    def __init__(self, cfg: FlowConfig) -> None:
+        self.cfg = cfg
+
+    def time_from_quantile(self, u_B: Tensor) -> Tensor:
+        return flow.time_from_quantile(u_B, self.cfg)
+
+    def training_pair(self, x0_BCThw: Tensor, noise_BCThw: Tensor, t_B: Tensor) -> tuple[Tensor, Tensor]:
+        x0, noise = _working_pair(x0_BCThw, noise_BCThw)
+        return flow.interpolate(x0, noise, t_B.double()), flow.velocity(x0, noise)
+
+    def weight(self, t_B: Tensor) -> Tensor:
+        return torch.ones_like(t_B, dtype=torch.float32)
+
+    def sample_loss(self, predicted_BCThw: Tensor, target_BCThw: Tensor, t_B: Tensor) -> Tensor:
+        return _weighted_mse(predicted_BCThw, target_BCThw, self.weight(t_B))
+
+    @torch.no_grad()
+    def sample(
+        self, predict: Predict, noise_BCThw: Tensor, steps: int, sampler: str = "auto", on_step: OnStep | None = None
+    ) -> Tensor:
+        name = _pick_sampler(sampler, self.sampler_names, "flow")
+        if steps < 1:
+            raise UserError(f"sample.steps is {steps}: use at least 1")
+        times = flow.euler_times(steps, self.cfg.shift).tolist()
+        loop = samplers.heun if name == "heun" else samplers.euler
+        return loop(predict, noise_BCThw, times, on_step)
+
+
+class DdpmObjective:
+    """Denoising diffusion: the model predicts v or the noise, at one of `cfg.steps` timesteps."""
+
+    sampler_names: tuple[str, ...] = ("ddim",)
+
+    def __init__(self, cfg: DdpmConfig) -> None:
+        self.cfg = cfg
+        self.alphas_cumprod = ddpm.alphas_cumprod(cfg)
+
+    def time_from_quantile(self, u_B: Tensor) -> Tensor:
+        index_B = (u_B.double() * self.cfg.steps).floor().clamp(0, self.cfg.steps - 1)
+        return self.time_of(index_B)
+
+    def time_of(self, index_B: Tensor) -> Tensor:
+        """Model times (B,), float64, of timesteps 0..steps - 1."""
+        return index_B.double() / (self.cfg.steps - 1)
+
+    def index_of(self, t_B: Tensor) -> Tensor:
+        """The timestep (B,), int64, nearest to a model time of any float type from float32 up."""
+        return (t_B.double() * (self.cfg.steps - 1)).round().long()
+
+    def abar(self, t_B: Tensor) -> Tensor:
+        """Share of data in the variance of x_t at model times (B,), float64 on the device of `t_B`."""
+        return self.alphas_cumprod.to(t_B.device)[self.index_of(t_B)]
+
+    def training_pair(self, x0_BCThw: Tensor, noise_BCThw: Tensor, t_B: Tensor) -> tuple[Tensor, Tensor]:
+        x0, noise = _working_pair(x0_BCThw, noise_BCThw)
+        abar_B = self.abar(t_B)
+        return ddpm.add_noise(x0, noise, abar_B), ddpm.training_target(x0, noise, abar_B, self.cfg.prediction)
+
+    def weight(self, t_B: Tensor) -> Tensor:
+        if self.cfg.min_snr_gamma is None:
+            return torch.ones_like(t_B, dtype=torch.float32)
+        return ddpm.min_snr_weight(ddpm.snr(self.abar(t_B)), self.cfg.min_snr_gamma, self.cfg.prediction).float()
+
+    def sample_loss(self, predicted_BCThw: Tensor, target_BCThw: Tensor, t_B: Tensor) -> Tensor:
+        return _weighted_mse(predicted_BCThw, target_BCThw, self.weight(t_B))
+
+    @torch.no_grad()
+    def sample(
+        self, predict: Predict, noise_BCThw: Tensor, steps: int, sampler: str = "auto", on_step: OnStep | None = None
+    ) -> Tensor:
+        _pick_sampler(sampler, self.sampler_names, "ddpm")
+        if not 1 <= steps <= self.cfg.steps:
+            raise UserError(f"sample.steps is {steps}: use 1 to {self.cfg.steps}, the objective's timesteps")
+        index = torch.tensor(ddpm.trailing_timesteps(self.cfg.steps, steps))
+        times = self.time_of(index).tolist()
+        abars = [*self.alphas_cumprod[index].tolist(), 1.0]
+        decompose = partial(_decompose, prediction=self.cfg.prediction)
+        return samplers.ddim(predict, noise_BCThw, times, abars, decompose, on_step)
+
+
+def make_objective(cfg: FlowConfig | DdpmConfig) -> FlowObjective | DdpmObjective:
+    """The objective of a config section."""
+    return FlowObjective(cfg) if isinstance(cfg, FlowConfig) else DdpmObjective(cfg)
+
+
+def _working_pair(x0: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    dtype = torch.promote_types(x0.dtype, torch.float32)
+    return x0.to(dtype), noise.to(dtype)
+
+
+def _weighted_mse(predicted: Tensor, target: Tensor, weight_B: Tensor) -> Tensor:
+    error = predicted.float() - target.float()
+    return error.square().flatten(1).mean(dim=1) * weight_B.to(error.device)
+
+
+def _decompose(x: Tensor, predicted: Tensor, abar: float, prediction: ddpm.Prediction) -> tuple[Tensor, Tensor]:
+    abar_B = torch.full((x.shape[0],), abar, dtype=torch.float64)
+    return ddpm.x0_and_noise(x, predicted, abar_B, prediction)
+
+
+def _pick_sampler(name: str, choices: tuple[str, ...], kind: str) -> str:
+    if name == "auto":
+        return choices[0]
+    if name not in choices:
+        known = " or ".join(choices)
+        raise UserError(f"sample.sampler is {name!r}: a {kind} model takes {known}{nearest(name, choices)}")
+    return name

@@ -1,0 +1,82 @@
+"""From text entries to latents: the way that `mmspeed sample` and the videos during training share.
+
+Legend: P prompts, C T h w latent, L tokens, D text width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from mmspeed import rng
+from mmspeed.compute.sparse.module import warm_plans
+from mmspeed.data.collate import pad_texts
+from mmspeed.device import Device
+from mmspeed.pipelines.diffusion.objective import Objective
+from mmspeed.pipelines.diffusion.samplers import Predict, guided
+from mmspeed.protocols import TextEntry
+
+
+@dataclass(frozen=True)
+class SampleSettings:
+    """How latents are sampled."""
+
+    steps: int
+    guidance: float
+    sampler: str
+    seed: int
+
+
+@torch.no_grad()
+def generate_latents(
+    model: nn.Module,
+    objective: Objective,
+    texts: list[TextEntry],
+    negative: TextEntry,
+    names: list[str],
+    shape_CThw: tuple[int, int, int, int],
+    settings: SampleSettings,
+    device: Device,
+    on_step: Callable[[int, int], None] | None = None,
+) -> Tensor:
+    """Latents (P, C, T, h, w) float32 of P texts, sampled one after the other: the memory of one video.
+
+    The noise of each is drawn by its name (law 1), so a prompt's video does not depend on which others are sampled with it.
+    `on_step(done, total)` counts the steps of all texts.
+    """
+    was_training = model.training
+    model.eval()
+    total = settings.steps * len(texts)
+    latents = []
+    try:
+        for place, (text, name) in enumerate(zip(texts, names, strict=True)):
+            noise_1CThw = rng.normal(shape_CThw, settings.seed, "sample", name)[None].to(device.torch_device)
+
+            def tell(done: int, steps: int, place: int = place) -> None:
+                if on_step is not None:
+                    on_step(place * settings.steps + done, total)
+
+            with warm_plans(model) as use:  # of sparse attention, each condition's from the step before
+                predict = guided(
+                    _predictor(model, text, device, lambda: use("text")),
+                    _predictor(model, negative, device, lambda: use("negative")),
+                    settings.guidance,
+                )
+                latents.append(objective.sample(predict, noise_1CThw, settings.steps, settings.sampler, on_step=tell))
+    finally:
+        model.train(was_training)
+    return torch.cat(latents)
+
+
+def _predictor(model: nn.Module, text: TextEntry, device: Device, before: Callable[[], None]) -> Predict:
+    """The model's prediction under one caption; `before()` is called before each."""
+    text_1LD, mask_1L = (tensor.to(device.torch_device) for tensor in pad_texts([text]))
+
+    def predict(x_1CThw: Tensor, t_1: Tensor) -> Tensor:
+        before()
+        return model(x_1CThw, t_1, text_1LD, mask_1L).float()
+
+    return predict

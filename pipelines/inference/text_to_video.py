@@ -1,0 +1,181 @@
+"""`TextToVideo`: a trained run as a function from prompts to videos."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from mmspeed.compute.sparse.controller import SparsityController
+from mmspeed.compute.sparse.module import clustered_layers
+from mmspeed.config import Bucket, Config
+from mmspeed.data.cache.keys import number_duplicates
+from mmspeed.device import Device, parse_dtype, pick
+from mmspeed.errors import UserError
+from mmspeed.loop.checkpoint.manager import best, latest, load_weights, step_name, steps_in
+from mmspeed.models import SoraDiT, build_model
+from mmspeed.models.codecs.vae import load_codec
+from mmspeed.parallel import autocast
+from mmspeed.pipelines.diffusion.objective import make_objective
+from mmspeed.pipelines.inference.generate import SampleSettings, generate_latents
+from mmspeed.pipelines.inference.media import Video, from_model_range
+from mmspeed.pipelines.inference.prompts import encode_prompts
+from mmspeed.pipelines.run.run_folder import RunFolder
+from mmspeed.protocols import DiffusionModel, VideoCodec
+from mmspeed.shapes import Strides
+
+
+def video_shape(
+    config: Config,
+    strides: Strides,
+    model: DiffusionModel,
+    frames: int | None = None,
+    height: int | None = None,
+    width: int | None = None,
+) -> Bucket:
+    """The size asked for, filled up from `sample` in the config and then from its first video bucket.
+
+    Raises UserError when the codec or the model cannot make that size.
+    """
+    first = next((b for b in config.buckets if not b.is_image), config.buckets[0])
+    bucket = Bucket(
+        frames or config.sample.frames or first.frames,
+        height or config.sample.height or first.height,
+        width or config.sample.width or first.width,
+    )
+    try:
+        model.tokens(strides.latent(bucket))
+    except ValueError as error:
+        raise UserError(f"a video of {bucket} (frames x height x width) cannot be made: {error}") from None
+    return bucket
+
+
+def sampler_settings(
+    config: Config, steps: int | None, guidance: float | None, sampler: str | None, seed: int
+) -> SampleSettings:
+    """The settings asked for, filled up from `sample` in the config."""
+    return SampleSettings(
+        steps=steps or config.sample.steps,
+        guidance=config.sample.guidance if guidance is None else guidance,
+        sampler=sampler or config.sample.sampler,
+        seed=seed,
+    )
+
+
+def clean_prompt(prompt: str) -> str:
+    """A prompt whose bytes were no UTF-8 on the command line, with signs that a tokenizer takes."""
+    return prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+def find_checkpoint(folder: RunFolder, which: str | int) -> Path:
+    """The checkpoint `latest`, `best`, or of a step. Raises UserError when there is none, with the steps that there are."""
+    steps = steps_in(folder.checkpoints)
+    if not steps:
+        raise UserError(f"{folder.root} has no checkpoint yet")
+    if which in ("latest", "best"):
+        path = latest(folder.checkpoints) if which == "latest" else best(folder.checkpoints)
+        if path is None:
+            raise UserError(f"{folder.root} has no {which} checkpoint: no held-out loss was taken")
+        return path
+    if not str(which).isdigit() or int(which) not in steps:
+        raise UserError(f"{folder.root} has no checkpoint {which!r}: there are latest, best and the steps {steps}")
+    return folder.checkpoints / step_name(int(which))
+
+
+class TextToVideo:
+    """Text to video with a run's weights.
+
+    pipe = TextToVideo.from_run("runs/my-run")
+    pipe("a rabbit in a meadow", seed=1)[0].save("rabbit.mp4")
+    """
+
+    def __init__(self, config: Config, model: SoraDiT, codec: VideoCodec, device: Device) -> None:
+        self.config, self.model, self.codec, self.device = config, model, codec, device
+        self.objective = make_objective(config.objective)
+
+    @classmethod
+    def from_run(
+        cls,
+        run: str | Path,
+        checkpoint: str | int = "latest",
+        weights: Literal["ema", "model"] = "ema",
+        device: str = "auto",
+    ) -> TextToVideo:
+        """A run's checkpoint (`latest`, `best` or a step), with its `ema` or `model` weights.
+
+        Raises UserError when the run, the checkpoint or its EMA is not there.
+        """
+        folder = RunFolder.open(run)
+        config, info = folder.config(), folder.info()
+        if weights not in ("ema", "model"):
+            raise UserError(f"weights are 'ema' or 'model', not {weights!r}")
+        if weights == "ema" and config.train.ema_decay is None:
+            weights = "model"  # a run without a moving average has nothing else
+        chosen = pick(device)
+        chosen.activate()
+        path = find_checkpoint(folder, checkpoint)
+        model = build_model(config.model, info["latent_channels"], info["text_width"], device="meta").to_empty(
+            device="cpu"
+        )
+        for layer in clustered_layers(model).values():
+            layer.reset()
+        step = load_weights(path, model, weights)["step"]
+        sparsity = SparsityController.of(model)
+        if sparsity is not None:
+            sparsity.before_step(step)  # dense, if the checkpoint is of the dense steps
+        model.to(chosen.torch_device).eval()
+        if config.device.dtype != "float32":
+            autocast(model, parse_dtype(config.device.dtype))
+        codec = load_codec(config.vae, chosen, folder.codec_weights if config.vae.kind == "linear" else None)
+        return cls(config, model, codec, chosen)
+
+    def size(self, frames: int | None = None, height: int | None = None, width: int | None = None) -> Bucket:
+        """The size of the videos that a call with these arguments makes. Raises UserError when it cannot be made."""
+        return video_shape(self.config, self.codec.strides, self.model, frames, height, width)
+
+    def __call__(
+        self,
+        prompts: str | Sequence[str],
+        *,
+        negative_prompt: str | None = None,
+        steps: int | None = None,
+        guidance: float | None = None,
+        sampler: str | None = None,
+        seed: int = 0,
+        frames: int | None = None,
+        height: int | None = None,
+        width: int | None = None,
+        on_step: Callable[[int, int], None] | None = None,
+    ) -> list[Video]:
+        """One video for each prompt. What is not given is taken from the run's config.
+
+        The same seed, prompt and settings give the same video. Raises UserError for a size the codec cannot make and for a sampler
+        of the other objective.
+        """
+        prompts = [clean_prompt(prompt) for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
+        if not prompts:
+            raise UserError("no prompt was given")
+        config = self.config
+        bucket = self.size(frames, height, width)
+        settings = sampler_settings(config, steps, guidance, sampler, seed)
+        negative = config.sample.negative_prompt if negative_prompt is None else negative_prompt
+        *texts, negative_entry = encode_prompts([*prompts, negative], config.text, self.device)
+        latents_PCThw = generate_latents(
+            self.model,
+            self.objective,
+            texts,
+            negative_entry,
+            number_duplicates(prompts),  # the same prompt twice gives two videos
+            (self.codec.channels, *self.codec.strides.latent(bucket)),
+            settings,
+            self.device,
+            on_step,
+        )
+        return decode_videos(self.codec, latents_PCThw, config.data.fps or 24.0)
+
+
+def decode_videos(codec: VideoCodec, latents_PCThw: torch.Tensor, fps: float) -> list[Video]:
+    """Each latent's video."""
+    return [from_model_range(codec.decode(latent[None])[0], fps) for latent in latents_PCThw]

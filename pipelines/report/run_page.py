@@ -1,0 +1,241 @@
+"""`mmspeed report RUN`: one self-contained HTML page with loss curves, throughput, samples and the config."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+from pathlib import Path
+from typing import Any
+
+from mmspeed.config import dump_config
+from mmspeed.log import format_bytes, format_seconds, read_metrics
+from mmspeed.pipelines.report import memory_page
+from mmspeed.pipelines.run.run_folder import RunFolder, write_text
+from mmspeed.version import __version__
+
+SHOWN_SAMPLES = 6  # newest steps whose videos are put into the page
+
+STYLE = """
+body{font:15px/1.5 system-ui,sans-serif;max-width:1080px;margin:2em auto;padding:0 1em;color:#1c2733;background:#fbfcfd}
+h1{font-size:1.6em;margin-bottom:.1em} h2{font-size:1.15em;margin-top:2em;border-bottom:1px solid #d5dde5;padding-bottom:.2em}
+.sub{color:#5b6b7b} table{border-collapse:collapse} td,th{padding:.25em .9em .25em 0;text-align:left;vertical-align:top}
+.tiles{display:flex;flex-wrap:wrap;gap:.8em} 
+.tile{background:#fff;border:1px solid #d5dde5;border-radius:6px;padding:.6em 1em;min-width:8em}
+.tile b{display:block;font-size:1.25em} img,video{max-width:100%;border-radius:4px} figure{margin:0 0 1.4em} figcaption{color:#5b6b7b}
+.videos{display:flex;flex-wrap:wrap;gap:1em} .videos figure{width:min(320px,100%)} .videos video{width:100%}
+pre{background:#fff;border:1px solid #d5dde5;border-radius:6px;padding:1em;overflow:auto;font-size:13px}
+"""
+
+
+def write_report(run: str | Path) -> Path:
+    """Write `report.html` into a run's folder and return its path.
+
+    The page needs no network and no other file. Raises UserError when `run` is not a run.
+    """
+    folder = RunFolder.open(run)
+    config = folder.config()
+    rows = read_metrics(folder.metrics)
+    steps = [row for row in rows if row.get("kind") == "train"]
+    validations = [row for row in rows if row.get("kind") == "validation"]
+    parts = [
+        f"<h1>{html.escape(config.name)}</h1>",
+        f'<p class="sub">mmspeed {__version__} &middot; model {html.escape(config.model.size)},'
+        f" {config.model.arrangement} &middot; objective {config.objective.kind}</p>",
+        _tiles(steps, validations),
+        "<h2>Loss</h2>",
+        _figure(
+            _loss_plot(steps, validations),
+            "Training loss of single steps (dots), their moving mean, and the held-out loss.",
+        ),
+        _quantile_part(validations),
+        "<h2>Throughput</h2>",
+        _figure(
+            _throughput_plot(steps), "Samples per second, share of the time spent waiting for data, and memory in use."
+        ),
+        memory_page.page_part(folder.root, lambda figure, caption: _figure(_png(figure), caption)),
+        _attention_part(steps),
+        "<h2>Samples</h2>",
+        _samples(folder.samples),
+        "<h2>Config</h2>",
+        f"<pre>{html.escape(dump_config(config))}</pre>",
+    ]
+    page = (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<title>{html.escape(config.name)} - mmspeed</title><style>{STYLE}</style></head><body>"
+        + "\n".join(part for part in parts if part)
+        + "</body></html>\n"
+    )
+    write_text(folder.report, page)
+    return folder.report
+
+
+def _numbers(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    pairs = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+    return [step for step, _ in pairs], [value for _, value in pairs]
+
+
+def _tiles(steps: list[dict[str, Any]], validations: list[dict[str, Any]]) -> str:
+    if not steps:
+        return "<p>No step has been logged yet.</p>"
+    last = steps[-1]
+    tail = steps[-max(1, len(steps) // 10) :]
+    losses = [row["loss"] for row in tail if row.get("loss") is not None]
+    tiles = [
+        ("step", str(last["step"])),
+        ("loss (mean of the last tenth)", f"{sum(losses) / len(losses):.4f}" if losses else "not finite"),
+        ("held-out loss", f"{validations[-1]['loss']:.4f}" if validations and validations[-1].get("loss") else "none"),
+        ("samples/s", f"{last['samples_per_s']:.2f}"),
+        ("tokens/s", f"{last['tokens_per_s']:.0f}"),
+        ("MFU", f"{last['mfu']:.1%}" if last.get("mfu") is not None else "unknown"),
+        ("waiting for data", f"{last['data_wait']:.1%}"),
+        ("peak memory", format_bytes(last["peak_memory_bytes"])),
+        ("training time", format_seconds(last.get("elapsed_seconds", 0.0))),
+    ]
+    note = f'<p class="sub">MFU is measured against {last["peak_tflops"]:.2f} TFLOP/s: {html.escape(last["peak_source"])}.</p>'
+    return '<div class="tiles">' + "".join(f'<div class="tile"><b>{v}</b>{k}</div>' for k, v in tiles) + "</div>" + note
+
+
+def _moving_mean(values: list[float], window: int) -> list[float]:
+    means, total = [], 0.0
+    for index, value in enumerate(values):
+        total += value - (values[index - window] if index >= window else 0.0)
+        means.append(total / min(index + 1, window))
+    return means
+
+
+def _loss_plot(steps: list[dict[str, Any]], validations: list[dict[str, Any]]) -> str:
+    figure, axis = _axes()
+    x, y = _numbers(steps, "loss")
+    if x:
+        axis.plot(x, y, ".", color="#9db7d5", markersize=3, label="step")
+        axis.plot(x, _moving_mean(y, max(1, len(y) // 20)), color="#1f5fa8", label="moving mean")
+    x, y = _numbers(validations, "loss")
+    if x:
+        axis.plot(x, y, "o-", color="#c2561a", label="held out")
+    axis.set_xlabel("step")
+    axis.set_ylabel("loss")
+    if axis.lines:
+        axis.legend(frameon=False)
+    return _png(figure)
+
+
+def _throughput_plot(steps: list[dict[str, Any]]) -> str:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.5, 2.6), layout="constrained")
+    for place, (name, label, scale) in enumerate(
+        (
+            ("samples_per_s", "samples/s", 1.0),
+            ("data_wait", "data wait, %", 100.0),
+            ("memory_bytes", "memory, GB", 1e-9),
+        ),
+        1,
+    ):
+        axis = figure.add_subplot(1, 3, place)
+        x, y = _numbers(steps, name)
+        axis.plot(x, [value * scale for value in y], color="#1f5fa8")
+        axis.set_title(label, fontsize=10)
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.25)
+    return _png(figure)
+
+
+def _quantile_part(validations: list[dict[str, Any]]) -> str:
+    if not validations or not validations[-1].get("by_quantile"):
+        return ""
+    figure, axis = _axes()
+    count = len(validations[-1]["by_quantile"])
+    for q in range(count):
+        pairs = [
+            (row["step"], row["by_quantile"][q]) for row in validations if len(row.get("by_quantile", ())) == count
+        ]
+        axis.plot([s for s, _ in pairs], [v for _, v in pairs], "o-", label=f"{q / count:.0%} to {(q + 1) / count:.0%}")
+    axis.set_xlabel("step")
+    axis.set_ylabel("held-out loss")
+    axis.legend(frameon=False, title="part of the timesteps")
+    return _figure(
+        _png(figure),
+        "Held-out loss by part of the timestep distribution: the first is near the data, the last near noise.",
+    )
+
+
+def _attention_part(steps: list[dict[str, Any]]) -> str:
+    """What each sparse layer kept, how large its error was, its threshold, and the time of planning."""
+    rows = [row for row in steps if row.get("attention")]
+    if not rows:
+        return ""
+    from matplotlib.figure import Figure
+
+    names = list(dict.fromkeys(layer["layer"] for row in rows for layer in row["attention"]))
+    figure = Figure(figsize=(9.5, 5.2), layout="constrained")
+    shown = (
+        ("kept", "pairs kept, %", 100.0),
+        ("error", "error of the output, %", 100.0),
+        ("tau", "threshold x keys", 1.0),
+        ("plan_ms", "planning, ms a call", 1.0),
+    )
+    for place, (name, label, scale) in enumerate(shown, 1):
+        axis = figure.add_subplot(2, 2, place)
+        for index, layer in enumerate(names):
+            pairs = [
+                (row["step"], found[name] * scale)
+                for row in rows
+                for found in row["attention"]
+                if found["layer"] == layer and found[name] is not None
+            ]
+            color = (
+                f"#{40 + 170 * index // max(1, len(names)):02x}{95:02x}{168 - 110 * index // max(1, len(names)):02x}"
+            )
+            axis.plot([step for step, _ in pairs], [value for _, value in pairs], color=color, label=layer)
+        axis.set_title(label, fontsize=10)
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.25)
+        if place == 1 and len(names) <= 8:
+            axis.legend(frameon=False, fontsize=7)
+    caption = "Sparse attention by layer: shares of pairs, error against dense attention on sampled queries, threshold, planning."
+    return "<h2>Sparse attention</h2>" + _figure(_png(figure), caption)
+
+
+def _axes() -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.5, 3.6), layout="constrained")
+    axis = figure.add_subplot()
+    axis.grid(alpha=0.25)
+    return figure, axis
+
+
+def _png(figure: Any) -> str:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=110)
+    return _data_uri(buffer.getvalue(), "image/png")
+
+
+def _data_uri(data: bytes, kind: str) -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def _figure(source: str, caption: str) -> str:
+    return f'<figure><img src="{source}" alt="{html.escape(caption)}"><figcaption>{html.escape(caption)}</figcaption></figure>'
+
+
+def _samples(folder: Path) -> str:
+    """The newest steps' videos with their prompts. A step's folder holds NNN.mp4 and NNN.txt (the prompt)."""
+    steps = (
+        sorted((p for p in folder.glob("step-" + "[0-9]" * 8) if p.is_dir()), reverse=True) if folder.is_dir() else []
+    )
+    if not steps:
+        return "<p>No videos were sampled during this run (set validate.prompts).</p>"
+    parts = []
+    for step in steps[:SHOWN_SAMPLES]:
+        parts.append(f"<h3>step {int(step.name.removeprefix('step-'))}</h3><div class='videos'>")
+        for video in sorted(step.glob("*.mp4")):
+            prompt = video.with_suffix(".txt")
+            caption = html.escape(prompt.read_text(encoding="utf-8")) if prompt.exists() else ""
+            uri = _data_uri(video.read_bytes(), "video/mp4")
+            parts.append(
+                f'<figure><video src="{uri}" controls loop muted autoplay></video><figcaption>{caption}</figcaption></figure>'
+            )
+        parts.append("</div>")
+    return "".join(parts)

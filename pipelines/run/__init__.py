@@ -1,0 +1,1 @@
+"""A run: its parts, its folder, its telemetry and its result."""

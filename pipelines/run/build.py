@@ -1,0 +1,191 @@
+"""From models without weights to all that a training step needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mmspeed.axes import Reader
+from mmspeed.config import RunConfig
+from mmspeed.config.memory import parse_bytes
+from mmspeed.device import Device, parse_dtype
+from mmspeed.errors import UserError
+from mmspeed.loop.averages import EMA
+from mmspeed.loop.optimizers.build import AnyOptimizer, make_optimizer
+from mmspeed.loop.runner import SequentialRunner
+from mmspeed.loop.step import Learner
+from mmspeed.memory import Ways
+from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
+from mmspeed.memory.recompute.policy import make_keeping
+from mmspeed.mesh import Mesh, make_mesh
+from mmspeed.models.sora.layers import own_part, set_parameter
+from mmspeed.parallel import Strategy, TokenLayout, is_half, make_half, make_layout, parallelize, resolve_strategy
+from mmspeed.protocols import InitializesWeights, RunPlace, Task, TrainableModel, Update, check_model
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """What a run trains with. `models` by role, as `parallelize` made them; a learner for each update of a step."""
+
+    models: Mapping[str, nn.Module]
+    learners: Sequence[Learner]
+    ema: EMA | None
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that learns by the first update; its state is what checkpoints hold."""
+        return self.models[self.learners[0].update.roles[0]]
+
+    @property
+    def optimizer(self) -> AnyOptimizer:
+        """The optimizer of the first update."""
+        return self.learners[0].optimizer
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which devices a run has, and what each is to it."""
+
+    strategy: Strategy
+    mesh: Mesh
+    layout: TokenLayout
+    reader: Reader  # the items that this process reads: its group of those that compute an item together
+    first: bool  # True for the one of the group that speaks for it
+
+    def at(self, device: Device, folder: Path) -> RunPlace:
+        """The place of this process, for a task."""
+        stage = self.mesh.in_stage
+        return RunPlace(
+            device,
+            rank=dist.get_rank(),
+            world=dist.get_world_size(),
+            strategy=self.strategy,
+            groups=self.reader.count,
+            group=self.reader.index,
+            leads=self.first,
+            dealt=stage.count,
+            number=stage.index,
+            folder=folder,
+        )
+
+
+def place(config: RunConfig, device: Device) -> Placement:
+    """The config's layout over the processes of this run; a collective call. Raises UserError where it does not fit them."""
+    parallel, world = config.parallel, dist.get_world_size()
+    strategy = resolve_strategy(parallel.strategy, world)
+    parallel.check_world(world)
+    mesh = make_mesh(device, **parallel.sizes(sharded=strategy == "fsdp"))
+    return Placement(strategy, mesh, make_layout(mesh, parallel), mesh.reader(), mesh.first_of_group)
+
+
+def assemble(
+    config: RunConfig,
+    task: Task,
+    bare: Mapping[str, nn.Module],
+    placement: Placement,
+    device: Device,
+    choice: Sequence[Ways] | None = None,
+) -> Assembly:
+    """Put models on their devices, changed in place, and make what each update of a step needs.
+
+    A model that comes on the meta device gets the weights of the config's seed; another keeps those that it came with. Models that no
+    update trains are frozen. `choice`: the activation policies of each block that were chosen under a budget of memory. Raises
+    UserError for a model that lacks part of `TrainableModel`, and for several models that learn.
+    """
+    updates = task.updates()
+    learning = {role for update in updates for role in update.roles}
+    if len(learning) != 1 or any(update.roles != updates[0].roles for update in updates):
+        raise UserError(
+            f"the task {task.name} trains {', '.join(sorted(learning))}: a run keeps the state of one model"
+        )
+    models = {
+        role: _placed(config, task, model, placement, device, role in learning, choice) for role, model in bare.items()
+    }
+    (role,) = learning
+    optimizer = make_optimizer(models[role], config.train, config.memory, device, placement.mesh)
+    _fill(bare[role], config.seed, weight_setter(models[role], optimizer))
+    for other in bare.keys() - learning:
+        _fill(bare[other], config.seed, set_parameter)
+    ema = make_ema(models[role], optimizer, config, device) if config.train.ema_decay is not None else None
+    learners = [learner(update, models, placement.strategy, optimizer, device) for update in updates]
+    return Assembly(models, learners, ema)
+
+
+def learner(
+    update: Update, models: Mapping[str, nn.Module], strategy: Strategy, optimizer: AnyOptimizer, device: Device
+) -> Learner:
+    """What drives an update: micro-batches one after another."""
+    runner = SequentialRunner([models[role] for role in update.roles], strategy)
+    return Learner(update, runner, optimizer, device.torch_device)
+
+
+def _placed(
+    config: RunConfig,
+    task: Task,
+    bare: nn.Module,
+    placement: Placement,
+    device: Device,
+    learns: bool,
+    choice: Sequence[Ways] | None,
+) -> nn.Module:
+    """A model on its devices, as the config's layout and number types want it; without weights if it came so."""
+    check_model(bare, TrainableModel, task.name)
+    assert isinstance(bare, TrainableModel)
+    empty = any(parameter.is_meta for parameter in bare.parameters())
+    if empty and not isinstance(bare, InitializesWeights):
+        raise UserError(f"{type(bare).__name__} came without weights and has no init_weights to make them")
+    keeping = None
+    if learns:
+        keeping = make_keeping(config.memory, config.train.checkpointing, len(bare.blocks), device, choice)
+    else:
+        bare.requires_grad_(False).eval()
+    if learns and config.memory.master != "parameters":  # float32 weights are the optimizer's
+        make_half(bare)
+    if not empty:
+        bare.to(device.torch_device)
+    elif placement.strategy != "fsdp":
+        bare.to_empty(device=device.torch_device)
+    model = parallelize(
+        bare,
+        placement.mesh,
+        placement.strategy,
+        layout=placement.layout,
+        compute_dtype=parse_dtype(config.device.dtype),
+        keeping=keeping,
+        compile=config.train.compile if learns else False,
+    )
+    if empty and placement.strategy == "fsdp":  # memory only for this rank's shards
+        bare.to_empty(device=device.torch_device)
+    return model
+
+
+def _fill(bare: nn.Module, seed: int, put: Callable[[nn.Parameter, Tensor], None]) -> None:
+    """Give a model the weights of a seed, drawn by name (law 1), where it can make them; others came with theirs."""
+    if isinstance(bare, InitializesWeights):
+        bare.init_weights(seed, put)
+
+
+def weight_setter(model: nn.Module, optimizer: AnyOptimizer) -> Callable[[nn.Parameter, Tensor], None]:
+    """What brings a whole float32 value where a parameter's weights are: into the parameter, or to the optimizer."""
+    if not isinstance(optimizer, TieredOptimizer) or not is_half(model):
+        return set_parameter
+
+    def put(parameter: nn.Parameter, value: Tensor) -> None:
+        if optimizer.has(parameter):
+            optimizer.set_master(parameter, own_part(parameter, value))
+        else:  # it does not train
+            set_parameter(parameter, value)
+
+    return put
+
+
+def make_ema(model: nn.Module, optimizer: AnyOptimizer, config: RunConfig, device: Device) -> EMA:
+    """The moving average of a model's float32 weights, which are the optimizer's where the parameters are bfloat16."""
+    memory = config.memory
+    assert config.train.ema_decay is not None
+    host = device if memory.ema == "host" else None
+    return EMA(model, config.train.ema_decay, optimizer, host, parse_bytes(memory.bucket))

@@ -1,0 +1,192 @@
+"""The folder of a run: what stands where, and what makes it usable without the cache it was trained from.
+
+runs/my-run/
+  config.yaml          the whole resolved config
+  run.json             what sampling needs to know: latent channels, strides, text width, encoder fingerprints
+  codec.safetensors    the linear codec's weights (only with `vae: {kind: linear}`)
+  metrics.jsonl        one row every `train.log_every` steps, one for each validation
+  memory.json          the ways that were chosen under `memory.budget`, what was expected and what was measured
+  prompts.safetensors  the encoded validation prompts
+  checkpoints/         loop/checkpoint/manager.py
+  samples/             videos sampled during training
+  report.html          `mmspeed report`
+  .lock                held while the run is trained
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmspeed.config import Config, RunConfig, dump_config, load_config
+from mmspeed.config.schema import ModelConfig
+from mmspeed.data.cache.files import write_whole
+from mmspeed.errors import UserError
+from mmspeed.log import get_logger
+from mmspeed.models.sora.sizes import resolve_config
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of a run."""
+
+    root: Path
+
+    @property
+    def config_file(self) -> Path:
+        return self.root / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def samples(self) -> Path:
+        return self.root / "samples"
+
+    @property
+    def codec_weights(self) -> Path:
+        return self.root / "codec.safetensors"
+
+    @property
+    def prompts(self) -> Path:
+        return self.root / "prompts.safetensors"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.html"
+
+    @classmethod
+    def open(cls, root: str | Path) -> RunFolder:
+        """The folder of an existing run. Raises UserError when there is none."""
+        folder = cls(Path(root))
+        if not folder.root.is_dir():
+            raise UserError(f"{root}: no such run; `mmspeed train CONFIG` makes one")
+        if not folder.config_file.exists():
+            raise UserError(f"{root} is not a run folder: it has no config.yaml")
+        return folder
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Inside, no other process trains in this folder. Raises UserError when one does.
+
+        The lock is the operating system's, so a killed process leaves none behind.
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        with open(self.root / ".lock", "w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(
+                    f"{self.root} is being trained by another process; wait for it, or choose another `name`"
+                ) from None
+            except OSError as error:  # a file system without locks
+                get_logger("train").warning(f"{self.root} cannot be locked ({error}): do not start this run twice")
+            yield
+
+    def config(self) -> Config:
+        """The resolved config of the run."""
+        return load_config(self.config_file)
+
+    def info(self) -> dict[str, Any]:
+        """run.json. Raises UserError when it is missing or damaged."""
+        path = self.root / "run.json"
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} cannot be read ({error}); start the training again to write it anew") from None
+
+    def check_same(self, config: RunConfig) -> list[str]:
+        """Sections that differ from the run's own config. Raises UserError when one of `fixed_on_resume` does."""
+        if not self.config_file.exists():
+            return []
+        before, now = load_config(self.config_file).model_dump(by_alias=True), config.model_dump(by_alias=True)
+        changed = _differing(before, now)
+        for section, key in config.free_on_resume:
+            for tree in (before, now):
+                tree.get(section, {}).pop(key, None)
+        fixed = []
+        for name in _differing(before, now):
+            if name in config.fixed_on_resume:
+                section = now[name]
+                fixed += (
+                    [f"{name}.{key}" for key in _differing(before[name], section)]
+                    if isinstance(section, dict)
+                    else [name]
+                )
+        if fixed:
+            raise UserError(
+                f"{self.root} was started with another {', '.join(fixed)}: restore the config, or choose another `name` for this run "
+                "(train.start_from begins with the weights of another)"
+            )
+        return changed
+
+    def write_start(self, config: RunConfig, info: dict[str, Any], files: Mapping[str, Path]) -> None:
+        """Write config.yaml, run.json and copies of `files` (by their names here), each whole or not at all."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        for name, source in files.items():
+            temporary = (self.root / name).with_suffix(".tmp")
+            shutil.copyfile(source, temporary)
+            sync_file(temporary)
+            os.replace(temporary, self.root / name)
+        write_text(self.root / "run.json", json.dumps(info, indent=2) + "\n")
+        write_text(self.config_file, dump_config(config))
+
+
+def _differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Keys whose values are not what they were."""
+    return [name for name in now if before.get(name) != now[name]]
+
+
+def other_shape(place: str | Path, model: ModelConfig) -> list[str]:
+    """What the weights of the run at `place` (its folder, or that of a checkpoint) were trained as, where `model` reads them otherwise.
+
+    Such weights fit by their names and sizes, and mean something else.
+    """
+    roots = (Path(place), Path(place).parent.parent)
+    found = next((root / "config.yaml" for root in roots if (root / "config.yaml").is_file()), None)
+    if found is None:
+        return []
+    here, there = (resolve_config(each, 1, 1) for each in (model, load_config(found).model))
+    return [
+        f"train.start_from: {place} was trained with model.{name} {getattr(there, name)}, here it is {getattr(here, name)}"
+        for name in ("arrangement", "heads", "patch")
+        if getattr(here, name) != getattr(there, name)
+    ]
+
+
+def sync_file(path: Path) -> None:
+    """Bring a file's bytes to the disk, before it gets its name."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file whole or not at all (law 4). Raises UserError when the disk is full."""
+    write_whole(path, text.encode("utf-8"))
+
+
+def trim_metrics(path: Path, step: int) -> None:
+    """Drop the rows after `step`: a resumed run writes them again."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # the line that a kill cut off
+        if row.get("step", 0) <= step:
+            kept.append(line)
+    write_text(path, "".join(line + "\n" for line in kept))

@@ -1,0 +1,132 @@
+"""`mmspeed check CONFIG --parallel LAYOUT`: does a layout compute what one process computes? On CPU processes, without data.
+
+A config's model is made small (`shrink.py`) and takes training steps of made-up samples, once on the processes of the layout and
+once on one (`worker.py`); here the two are started and compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import yaml
+
+from mmspeed.config import Config, make_config
+from mmspeed.config.parallel import AXES
+from mmspeed.errors import UserError
+from mmspeed.log import get_logger
+from mmspeed.models.codecs.vae import codec_geometry
+from mmspeed.pipelines.selfcheck.children import Child, run_children
+from mmspeed.pipelines.selfcheck.shrink import miniature
+from mmspeed.pipelines.selfcheck.verdict import SelfCheck, compare, named, processes
+from mmspeed.pipelines.selfcheck.worker import Found
+from mmspeed.shapes import Strides
+
+__all__ = ["SelfCheck", "selfcheck", "with_layout"]
+
+log = get_logger("check")
+
+MOST_PROCESSES = 16  # of one machine, which computes them in turns
+USUAL_STRIDES = Strides(4, 8)  # of most video codecs
+TIMEOUT_SECONDS = 600.0
+
+
+def selfcheck(config: Config, layout: str) -> SelfCheck:
+    """Run a config, made small, at a layout such as "ulysses=2,ring=2" and on one process, and compare.
+
+    `layout` sets fields of the config's parallel section; axes that it does not name are 1. Raises UserError for a layout that
+    does not fit the model or is too large, as training would, and when a process fails.
+    """
+    started = time.monotonic()
+    config = with_layout(config, layout)
+    strides, told = _strides(config)
+    if config.model.sparse is not None:
+        note = "attention is dense in this check: over a ring, sparse attention plans otherwise than one process"
+        told = note if told is None else f"{told}; {note}"
+    mini = miniature(config, strides)
+    world = processes(config.parallel)
+    log.info(f"{named(config.parallel)}: {world} processes and one, on this machine's CPU")
+    runs = {"layout": world, "alone": 1}  # and how many processes
+    if config.device.dtype != "float32":
+        runs["exact"] = 1
+    with tempfile.TemporaryDirectory(prefix="mmspeed-check-") as folder:
+        children = [
+            child for run, size in runs.items() for child in _children(run, size, config, strides, Path(folder))
+        ]
+        run_children(children, max(1, (os.cpu_count() or 1) // len(children)))
+        found = {run: Found.load(Path(folder) / run) for run in runs}
+    result = compare(mini, found["layout"], found["alone"], found.get("exact"), told)
+    return dataclasses.replace(result, seconds=time.monotonic() - started)
+
+
+def _children(run: str, world: int, config: Config, strides: Strides, root: Path) -> list[Child]:
+    """The processes of a run: of the layout, of one process alone, or of one in float32."""
+    (root / run).mkdir()
+    job = {
+        "config": config.model_dump(mode="json", by_alias=True),
+        "strides": dataclasses.astuple(strides),
+        "run": run,
+        "world": world,
+        "store": str(root / f"{run}.store"),
+        "folder": str(root / run),
+        "timeout": TIMEOUT_SECONDS,
+    }
+    command = [sys.executable, "-m", "mmspeed.pipelines.selfcheck.worker"]
+    names = [
+        f"process {rank} of {world}" if run == "layout" else "the process to compare with" for rank in range(world)
+    ]
+    return [Child(name, command, {**job, "rank": rank}) for rank, name in enumerate(names)]
+
+
+# -- the layout --------------------------------------------------------------------------------------------------------
+
+
+def with_layout(config: Config, layout: str) -> Config:
+    """The config with the fields of its parallel section that `layout` names; axes that are not named are 1.
+
+    Raises UserError for words that are no key=value, unknown keys, values that do not fit, and too many processes or one alone.
+    """
+    given: dict[str, str] = {}
+    for word in re.sub(r"\s*=\s*", "=", layout.replace(",", " ")).split():
+        key, sign, value = word.partition("=")
+        key = key.removeprefix("parallel.")
+        if not (sign and key and value):
+            raise UserError(f"--parallel {layout!r}: {word!r} is no key=value; write such as ulysses=2,ring=2")
+        if key in given:
+            raise UserError(f"--parallel {layout!r} names {key} twice")
+        given[key] = value
+    dump = config.model_dump(mode="json", by_alias=True)
+    dump["parallel"].update(dict.fromkeys(AXES, 1), ring_window=None)
+    changed = make_config(dump, [f"parallel.{key}={value}" for key, value in given.items()], origin="--parallel")
+    for axis, size in changed.parallel.sizes().items():
+        if size < 1 or isinstance(yaml.safe_load(given.get(axis, "1")), bool):
+            raise UserError(
+                f"--parallel: {axis} is {given[axis]}; write a number from 1 on, as nothing else says how many"
+            )
+    world = processes(changed.parallel)
+    if world == 1:
+        raise UserError(
+            f"--parallel {layout!r} is one process, with nothing to compare; name an axis: {', '.join(AXES)}"
+        )
+    if world > MOST_PROCESSES:
+        raise UserError(
+            f"--parallel {layout!r} makes {world} processes, on this machine at most {MOST_PROCESSES} are tried; "
+            "smaller axes take the same code"
+        )
+    return changed
+
+
+def _strides(config: Config) -> tuple[Strides, str | None]:
+    """The codec's strides, and what to tell where the codec is not at hand."""
+    with contextlib.suppress(UserError):
+        return codec_geometry(config.vae)[1], None
+    return (
+        USUAL_STRIDES,
+        f"the codec is not at hand: latents as of strides {USUAL_STRIDES.temporal}x{USUAL_STRIDES.spatial}",
+    )

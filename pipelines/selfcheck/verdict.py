@@ -1,0 +1,317 @@
+"""The verdict of `mmspeed check --parallel`: what a layout found against what one process found, and how it is shown."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mmspeed.config.parallel import AXES, ParallelConfig
+from mmspeed.log import format_bytes, format_seconds
+from mmspeed.pipelines.selfcheck.shrink import HEAD_WIDTH, Miniature
+from mmspeed.pipelines.selfcheck.worker import Arrays, Found, StepFound
+
+WORST = 5  # gradients that are shown
+# A smaller gradient is compared with so much of the largest: it may be nothing but rounding, as that of queries over one frame is.
+LEAST = 1e-2
+
+# Of float32: sums in another order differ by a few units in the last place (6e-8). Bfloat16 rounds by up to 4e-3 wherever layers meet,
+# in another place on each layout, and sums that cancel out blow it up: so one process in float32 tells how far off bfloat16 is in one
+# process anyway, and the layout may be `NOISE` times as far from that process, and by the number here.
+TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2}
+NOISE = 4.0
+NORM_TOLERANCE = 1e-4  # torch sums the squares of a large gradient in float32, which alone is off by 1e-5
+
+
+@dataclass(frozen=True)
+class Gap:
+    """How far a parameter's gradient is from that of one process, and how far it may be, relatively.
+
+    `share`: what part of the true one is in it (1 at best).
+    """
+
+    name: str
+    relative: float
+    absolute: float
+    share: float
+    allowed: float
+
+    @property
+    def excess(self) -> float:
+        """The gap in parts of what is allowed; infinite where it is no number."""
+        return self.relative / self.allowed if math.isfinite(self.relative) else math.inf
+
+
+@dataclass(frozen=True)
+class StepCheck:
+    """A kind of step at the layout and on one process. `gaps` of all parameters, worst first; `sent`: bytes by "kind axis".
+
+    `loss_allowed` and `norm_allowed`: how far they may be from one process, relatively.
+    """
+
+    kind: str
+    loss: float
+    loss_alone: float
+    norm: float
+    norm_alone: float
+    loss_allowed: float
+    norm_allowed: float
+    gaps: list[Gap]
+    sent: dict[str, int]
+    problems: list[str]
+
+    @property
+    def loss_gap(self) -> float:
+        """Relative difference of the losses."""
+        return _relative(self.loss, self.loss_alone)
+
+    @property
+    def norm_gap(self) -> float:
+        """Relative difference of the gradients' norms."""
+        return _relative(self.norm, self.norm_alone)
+
+
+@dataclass(frozen=True)
+class SelfCheck:
+    """What was found. `about`: what was run; `problems`: all that is wrong; `hint`: where to look for it."""
+
+    layout: str
+    processes: int
+    dtype: str
+    tolerance: float
+    about: list[str]
+    steps: list[StepCheck]
+    problems: list[str]
+    hint: str | None
+    seconds: float = field(compare=False, default=0.0)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the layout computes what one process computes."""
+        return not self.problems
+
+    def lines(self) -> list[str]:
+        """The report that people read."""
+        took = f" ({format_seconds(self.seconds)})" if self.seconds else ""
+        lines = [f"{self.layout}: {self.processes} processes against one, on the CPU{took}"]
+        lines += [f"  {line}" for line in self.about]
+        lines += ["", f"  {'':8}  {'':9}  {'one process':>12}  {'layout':>12}  {'relative':>8}"]
+        for step in self.steps:
+            lines.append(_row(step.kind, "loss", step.loss_alone, step.loss, step.loss_gap))
+            lines.append(_row("", "gradient", step.norm_alone, step.norm, step.norm_gap))
+        for step in self.steps:
+            wide = max((len(gap.name) for gap in step.gaps[:WORST]), default=0)
+            lines += [
+                "",
+                f"  {step.kind}: the {min(WORST, len(step.gaps))} gradients of {len(step.gaps)} that differ most",
+            ]
+            lines += [
+                f"    {gap.name:<{wide}}  {gap.relative:.1e} relative, {gap.absolute:.1e}" for gap in step.gaps[:WORST]
+            ]
+            sent = [f"{what} {format_bytes(count)}" for what, count in sorted(step.sent.items())]
+            lines.append(f"    sent: {', '.join(sent) or 'nothing'}")
+        lines += ["", *self._verdict()]
+        return lines
+
+    def _verdict(self) -> list[str]:
+        if self.passed:
+            noise = "" if self.dtype == "float32" else f" and what {self.dtype} is off in one process"
+            return [
+                f"PASSED: the layout computes what one process computes (within {self.tolerance:g}{noise}).",
+                "Where training goes wrong all the same, look at the data, the objective or train.lr.",
+            ]
+        return [
+            *(f"  wrong: {problem}" for problem in self.problems),
+            *([f"  {self.hint}"] if self.hint else []),
+            "FAILED: the layout does not compute what one process computes. This is mmspeed's mistake, not your config's: do not",
+            "train with this layout, and report it with this output, the config and what `mmspeed doctor` prints.",
+        ]
+
+
+def processes(parallel: ParallelConfig) -> int:
+    """The product of the axes."""
+    return math.prod(parallel.sizes().values())
+
+
+def named(parallel: ParallelConfig) -> str:
+    """A layout in words: the axes above 1, and what else is not as by default."""
+    default = ParallelConfig()
+    axes = [f"{axis}={size}" for axis, size in parallel.sizes().items() if size > 1]
+    others = [
+        f"{name}={value}"
+        for name, value in parallel.model_dump().items()
+        if name not in AXES and value != getattr(default, name)
+    ]
+    return " ".join(axes + others)
+
+
+def compare(
+    mini: Miniature, found: Found, truth: Found, exact: Found | None = None, told: str | None = None
+) -> SelfCheck:
+    """The verdict on what a layout and one process found. `exact`: of one process in float32, where they compute in less."""
+    dtype = mini.config.device.dtype
+    tolerance = TOLERANCES[dtype]
+    problems, steps = list(found.problems), []
+    failing: list[Gap] = []
+    for here, alone, best in zip(found.steps, truth.steps, (exact or truth).steps, strict=True):
+        step = _compared(here, alone, best, tolerance, _silent(here.kind), expected(mini, here.kind))
+        steps.append(step)
+        over = [gap for gap in step.gaps if gap.excess > 1]
+        failing += over
+        problems += [f"{step.kind}: {problem}" for problem in step.problems]
+        for what, gap, allowed in (
+            ("loss", step.loss_gap, step.loss_allowed),
+            ("gradient norm", step.norm_gap, step.norm_allowed),
+        ):
+            if not gap <= allowed:
+                problems.append(f"{step.kind}: the {what} differs by {gap:.1e}, more than {allowed:.1g}")
+        if over:
+            worst, share = over[0], f"{len(over)} of {len(step.gaps)} gradients differ"
+            problems.append(f"{step.kind}: {share} by more than {worst.allowed:.1g}, most that of {worst.name}")
+    sharded = mini.config.parallel.dp_shard * mini.config.parallel.ring * mini.config.parallel.ulysses > 1
+    if found.strategy == "fsdp" and sharded and found.held >= found.parameters:
+        problems.append("fsdp: a process holds all parameters, none is sharded")
+    return SelfCheck(
+        layout=named(mini.config.parallel),
+        processes=processes(mini.config.parallel),
+        dtype=dtype,
+        tolerance=tolerance,
+        about=_about(mini, found, told),
+        steps=steps,
+        problems=problems,
+        hint=hint(failing, steps, [name for name, _ in mini.model().named_parameters()]),
+    )
+
+
+def _compared(
+    here: StepFound, alone: StepFound, best: StepFound, tolerance: float, silent: list[str], wanted: list[str]
+) -> StepCheck:
+    noise = {gap.name: gap.relative for gap in gaps_of(alone.grads, best.grads)}
+    problems = list(here.problems)
+    if not math.isfinite(alone.loss):
+        problems.append(f"the loss of made-up samples is {alone.loss} on one process: this is not the layout")
+    problems += [f"no gradient of {name} at the layout" for name in sorted(alone.grads.keys() - here.grads.keys())]
+    problems += [f"a gradient of {name} at the layout only" for name in sorted(here.grads.keys() - alone.grads.keys())]
+    problems += [f"no {what} was sent, so the layout did not take part" for what in wanted if not here.sent.get(what)]
+    problems += [f"images take no part in it, yet {what} was sent" for what in here.sent if what.split()[1] in silent]
+    return StepCheck(
+        kind=here.kind,
+        loss=here.loss,
+        loss_alone=alone.loss,
+        norm=here.grad_norm,
+        norm_alone=alone.grad_norm,
+        loss_allowed=tolerance + NOISE * _relative(alone.loss, best.loss),
+        norm_allowed=max(tolerance, NORM_TOLERANCE) + NOISE * _relative(alone.grad_norm, best.grad_norm),
+        gaps=gaps_of(
+            here.grads,
+            alone.grads,
+            {name: tolerance + NOISE * off for name, off in noise.items() if math.isfinite(off)},
+        ),
+        sent=here.sent,
+        problems=problems,
+    )
+
+
+def gaps_of(here: Arrays, alone: Arrays, allowed: Mapping[str, float] | None = None) -> list[Gap]:
+    """The gap of each parameter that has a gradient in both, the worst first."""
+    least = LEAST * max((float(np.abs(grad).max()) for grad in alone.values()), default=0.0)
+    gaps = []
+    for name in here.keys() & alone.keys():
+        grad, true = here[name].astype(np.float64), alone[name].astype(np.float64)
+        absolute = float(np.abs(grad - true).max())
+        size = float((true * true).sum())
+        share = float((grad * true).sum()) / size if size else 1.0
+        scale = max(float(np.abs(true).max()), least)
+        relative = absolute / scale if scale else math.inf if absolute else 0.0
+        gaps.append(Gap(name, relative, absolute, share, (allowed or {}).get(name, 1.0)))
+    return sorted(gaps, key=lambda gap: (-gap.excess, gap.name))
+
+
+def expected(mini: Miniature, kind: str) -> list[str]:
+    """What must be sent in a step of a kind, as "kind axis": else an axis of the layout does nothing."""
+    parallel, model = mini.config.parallel, mini.config.model
+    found = [f"{what} tp" for what in ("all_gather", "reduce_scatter", "all_reduce") if parallel.tp > 1]
+    if kind == "images" or parallel.ring * parallel.ulysses == 1:
+        return found
+    found.append("all_gather sequence")  # the prediction, from all
+    full, crosses = model.arrangement == "full", (model.depth or 1) > 1 or parallel.shard == "space"
+    if full or (parallel.scheme == "ulysses" and crosses):
+        found += ["all_to_all ulysses"] if parallel.ulysses > 1 else []
+        found += ["ring ring"] if parallel.ring > 1 else []
+        found += (
+            ["ring ring_outer"] if parallel.ring_window is not None and parallel.ring_window < parallel.ring else []
+        )
+    elif crosses and parallel.scheme == "switch":
+        found.append("all_to_all sequence")
+    return found
+
+
+def _silent(kind: str) -> list[str]:
+    """Axes over which nothing may be sent in a step of a kind."""
+    return ["sequence", "ring", "ring_outer", "ulysses"] if kind == "images" else []
+
+
+def hint(failing: list[Gap], steps: list[StepCheck], order: Sequence[str]) -> str | None:
+    """What the gradients that differ have in common. `order`: the model's parameters from its input to its output."""
+    if not failing:
+        return None
+    shares = [gap.share for gap in failing]
+    everything = len(failing) == sum(len(step.gaps) for step in steps)
+    if everything and max(shares) - min(shares) < 1e-3 * abs(shares[0]):
+        return f"every gradient is {shares[0]:.4g} times that of one process: somewhere a sum is taken for a mean"
+    names = {gap.name for gap in failing}
+    roles = sorted({_role(name) for name in names})
+    what = f"only gradients of {', '.join(roles)} differ" if len(roles) <= 3 else f"{len(names)} gradients differ"
+    if any(not step.loss_gap <= step.loss_allowed for step in steps):
+        return f"{what}; a loss differs too, so the mistake is in forward"
+    return f"{what}; the losses are equal, so the mistake is in backward, at {', '.join(_nearest_output(names, order))}"
+
+
+def _nearest_output(names: set[str], order: Sequence[str]) -> list[str]:
+    """Of layers with a wrong gradient, those where it begins: backward goes from the output to the input."""
+    blocks = [place for place, name in enumerate(order) if name.startswith("blocks.")]
+    behind = names & set(order[max(blocks, default=-1) + 1 :])
+    if behind:
+        return sorted({_layer(name) for name in behind})
+    numbers = {int(match[1]) for name in names if (match := re.match(r"blocks\.(\d+)\.", name))}
+    last = {name for name in names if numbers and name.startswith(f"blocks.{max(numbers)}.")}
+    return sorted({_layer(name) for name in last or names})
+
+
+def _layer(name: str) -> str:
+    """A parameter's layer."""
+    return name.rpartition(".")[0] or name
+
+
+def _role(name: str) -> str:
+    """A parameter's layer, without the block's number."""
+    return re.sub(r"\.\d+\.", ".*.", _layer(name))
+
+
+def _about(mini: Miniature, found: Found, told: str | None) -> list[str]:
+    model, train = mini.config.model, mini.config.train
+    settings = [mini.config.device.dtype, f"strategy {found.strategy}", f"objective {mini.config.objective.kind}"]
+    settings += ["checkpointing"] if train.checkpointing else []
+    settings += ["compiled"] if train.compile else []
+    low, high = found.times
+    return [
+        f"model, made small: {model.arrangement}, {model.depth} blocks, {model.heads} heads of width {HEAD_WIDTH}, patch "
+        f"{'x'.join(map(str, model.patch or ()))}; {', '.join(settings)}",
+        *(f"{count} made-up samples of {shown}" for count, shown in zip(mini.samples, mini.shown, strict=True)),
+        f"captions of {mini.text_tokens} tokens with padding; times of many draws from {low:.3f} to {high:.3f}",
+        f"a process holds {found.held:,} of {found.parameters:,} parameters at most",
+        *([told] if told else []),
+    ]
+
+
+def _row(kind: str, what: str, alone: float, here: float, gap: float) -> str:
+    return f"  {kind:8}  {what:9}  {alone:>12.6g}  {here:>12.6g}  {gap:>8.1e}"
+
+
+def _relative(here: float, alone: float) -> float:
+    if here == alone:
+        return 0.0
+    return abs(here - alone) / abs(alone) if alone else math.inf

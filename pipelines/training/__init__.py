@@ -1,0 +1,1 @@
+"""Training: the pipeline and what it does besides steps."""

@@ -1,0 +1,183 @@
+"""Held-out loss of videos at fixed (sample, timestep quantile, noise), and videos sampled while training.
+
+Legend: B batch, C T h w latent, Q quantiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from mmspeed import comm, rng
+from mmspeed.config import Config
+from mmspeed.data import DatasetCache, Draw, Sample
+from mmspeed.data.collate import assemble
+from mmspeed.log import get_logger
+from mmspeed.models.codecs.vae import load_codec
+from mmspeed.pipelines.diffusion.objective import Objective
+from mmspeed.pipelines.inference.generate import generate_latents
+from mmspeed.pipelines.inference.media import contact_sheet, save_image
+from mmspeed.pipelines.inference.prompts import stored_prompts
+from mmspeed.pipelines.inference.text_to_video import decode_videos, sampler_settings, video_shape
+from mmspeed.pipelines.run.run_folder import RunFolder, write_text
+from mmspeed.protocols import DiffusionModel, Divisors, Models, RunPlace, Term, Terms
+from mmspeed.shapes import Strides
+
+log = get_logger("validate")
+
+Thing = TypeVar("Thing")
+
+
+def shares(things: Sequence[Thing], place: RunPlace) -> list[tuple[Thing, bool]]:
+    """This rank's things, those of its group, filled up so that all have the same number; the flag is False for fillers.
+
+    Sharded models need every rank in every forward pass.
+    """
+    if not things:
+        return []
+    rounds = -(-len(things) // place.groups)
+    return [
+        (things[index], True) if index < len(things) else (things[-1], False)
+        for index in range(place.group, rounds * place.groups, place.groups)
+    ]
+
+
+class VideoValidation:
+    """Held-out loss and sampled videos. Prompts are encoded once at the start and the encoder is freed.
+
+    `lost`: keys of the samples that were lost in this run.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        cache: DatasetCache,
+        samples: list[Sample],
+        model: DiffusionModel,
+        objective: Objective,
+        lost: Callable[[], set[str]],
+        place: RunPlace,
+    ) -> None:
+        self.config, self.cache, self.samples = config, cache, samples
+        self.model, self.objective, self.lost, self.place = model, objective, lost, place
+        self.folder = RunFolder(place.folder)
+        self.prompts = list(config.validate_.prompts)
+        self.strides = Strides(*cache.info["encoders"]["vae"]["strides"])
+        if config.validate_.samples and not samples and place.rank == 0:
+            log.info(
+                "no held-out samples (set data.val_fraction, or a split column): no held-out loss, no best checkpoint"
+            )
+        if self.prompts:
+            video_shape(config, self.strides, model)  # a size that cannot be made is said before the first step
+            wanted = [*self.prompts, config.sample.negative_prompt]
+            if place.rank == 0:
+                stored_prompts(self.folder.prompts, wanted, config.text, place.device)
+            comm.barrier()
+            self.texts = stored_prompts(self.folder.prompts, wanted, config.text, place.device)
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to look at."""
+        return bool(self.samples or self.prompts)
+
+    def measure(self, models: Models) -> Terms:
+        """The unweighted losses of this rank's held-out samples, a term for each quantile; none without samples."""
+        samples, quantiles = self._present(), self.config.validate_.quantiles
+        if not samples:
+            return {}
+        losses, weights = held_out_losses(
+            models["model"], self.cache, samples, self.objective, quantiles, self.config.seed, self.place
+        )
+        return {f"quantile {q}": Term(losses[q], weights, trains=False) for q in range(quantiles)}
+
+    def divisors(self) -> Divisors:
+        """The number of held-out samples."""
+        return {"samples": float(len(self._present()))}
+
+    def row(self, values: Mapping[str, float]) -> dict[str, Any]:
+        """Mean held-out loss, over all and by timestep quantile (from near the data to near noise)."""
+        by_quantile = list(values.values())
+        return {
+            "loss": sum(by_quantile) / len(by_quantile),
+            "by_quantile": by_quantile,
+            "samples": len(self._present()),
+        }
+
+    def _present(self) -> list[Sample]:
+        lost = self.lost()
+        return [sample for sample in self.samples if sample.key not in lost]
+
+    def sample(self, models: Models, step: int) -> None:
+        """Sample this rank's prompts; write samples/step-00000000/NNN.mp4 with its prompt, and a contact sheet."""
+        if not self.prompts:
+            return
+        config, place = self.config, self.place
+        weights = self.folder.codec_weights if config.vae.kind == "linear" else None
+        codec = load_codec(config.vae, place.device, weights)
+        bucket = video_shape(config, codec.strides, self.model)
+        settings = sampler_settings(config, None, None, None, config.validate_.seed)
+        mine = shares(list(enumerate(self.prompts)), place)
+        latents = generate_latents(
+            models["model"],
+            self.objective,
+            [self.texts[index] for (index, _), _ in mine],
+            self.texts[-1],
+            [prompt for (_, prompt), _ in mine],
+            (codec.channels, *codec.strides.latent(bucket)),
+            settings,
+            place.device,
+        )
+        if not place.leads:  # the first of the group has the same latents
+            return
+        videos = decode_videos(codec, latents, config.data.fps or 24.0)
+        del codec
+        place.device.empty_cache()
+        folder = self.folder.samples / f"step-{step:08d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        kept = [(index, prompt, video) for ((index, prompt), real), video in zip(mine, videos, strict=True) if real]
+        for index, prompt, video in kept:
+            video.save(folder / f"{index:03d}.mp4")
+            write_text(folder / f"{index:03d}.txt", prompt)
+        if kept:
+            sheet = contact_sheet([v for _, _, v in kept], [p for _, p, _ in kept])
+            name = "contact-sheet.png" if place.groups == 1 else f"contact-sheet-{place.group}.png"
+            save_image(sheet, folder / name)
+
+
+@torch.no_grad()
+def held_out_losses(
+    model: nn.Module,
+    cache: DatasetCache,
+    samples: Sequence[Sample],
+    objective: Objective,
+    quantiles: int,
+    seed: int,
+    place: RunPlace,
+) -> tuple[Tensor, Tensor]:
+    """The unweighted losses (Q, B) of this rank's samples at the middles of equal parts of the training distribution, and weights (B,).
+
+    Noise is keyed by (sample, quantile), the caption is the first, nothing is dropped: the figure of two steps differs by the weights
+    alone. Both are float64 on the CPU. A sample counts on the rank that leads its group.
+    """
+    was_training, device = model.training, place.device
+    model.eval()
+    rows: list[list[float]] = []
+    weights: list[float] = []
+    for sample, real in shares(samples, place):
+        batch = assemble(cache, [(Draw(sample, 0, 0), 1.0)], seed=seed, caption_dropout=0.0)
+        batch = batch.to(device.torch_device, torch.float32)
+        weights.append(float(real and place.leads))
+        rows.append([])
+        for q in range(quantiles):
+            noise = rng.normal(batch["latents"].shape[1:], seed, "val_noise", sample.key, q)[None]
+            noise = noise.to(batch["latents"])
+            u_B = torch.tensor([(q + 0.5) / quantiles], dtype=torch.float64)
+            t_B = objective.time_from_quantile(u_B).float()
+            x_t, target = objective.training_pair(batch["latents"], noise, t_B)
+            prediction = model(x_t, device.to_device(t_B), batch["text"], batch["text_mask"])
+            rows[-1].append((prediction.float() - target.float()).square().mean().item())
+    model.train(was_training)
+    losses_QB = torch.tensor(rows, dtype=torch.float64).T if rows else torch.zeros(quantiles, 0, dtype=torch.float64)
+    return losses_QB, torch.tensor(weights, dtype=torch.float64)

@@ -1,0 +1,99 @@
+"""Opening a run's cache: whole, or with a maker that completes it during the first epoch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from mmspeed import comm
+from mmspeed.config import Config
+from mmspeed.data import DatasetCache
+from mmspeed.data.cache.files import BusyError
+from mmspeed.data.loading.first_epoch import Maker
+from mmspeed.device import Device
+from mmspeed.errors import UserError
+from mmspeed.log import get_logger
+from mmspeed.models.codecs.vae import codec_identity
+from mmspeed.models.text.encoders import text_identity
+
+log = get_logger("train")
+
+_NAMED = 4  # settings that a message names
+
+
+def open_cache(
+    config: Config, maker: Maker | None, device: Device, rank: int, world: int, group: dist.ProcessGroup | None
+) -> tuple[DatasetCache, bool]:
+    """The config's cache, and whether it is whole. A collective call; rank 0 says what is the case.
+
+    One that is not whole, or was made for something else, is planned anew by `maker` and opened as far as it is there. Raises
+    UserError when it cannot be used and there is no maker.
+    """
+    problem, busy = comm.broadcast_object(_problem(config) if rank == 0 else None)
+    if busy:
+        raise UserError(problem)
+    if problem is None:
+        return DatasetCache(config.cache_root), True
+    if maker is None:
+        raise UserError(problem)
+    if rank == 0:
+        log.info(f"{problem.split(';')[0]}: what the cache lacks is encoded during the first epoch")
+    try:
+        maker.plan(device, rank, world, group)
+    except UserError as error:
+        raise UserError(f"{problem.split(';')[0]}, and the first epoch cannot make it: {error}") from None
+    comm.first_does(lambda: check_cache(DatasetCache(config.cache_root, partial=True), config), rank)
+    return DatasetCache(config.cache_root, partial=True), False
+
+
+def _problem(config: Config) -> tuple[str | None, bool]:
+    """Why the cache cannot be trained on as it is (None when it can), and whether that is another command's doing."""
+    try:
+        check_cache(DatasetCache(config.cache_root), config)
+    except UserError as error:
+        return str(error), isinstance(error, BusyError)
+    return None, False
+
+
+def check_cache(cache: DatasetCache, config: Config) -> None:
+    """Raises UserError when the cache was made for other data, or with another codec or text encoder than the config names.
+
+    Reads the encoders' files, so one process should ask for all; where an encoder is not at hand there is nothing to compare.
+    """
+    encoders = cache.info["encoders"]
+    made_for, wanted = cache.info["made_for"], config.samples_made_for()
+    other = [one for name in wanted for one in _others(f"data.{name}", made_for.get(name), wanted[name])]
+    if other:
+        more = f" and {len(other) - _NAMED} more" if len(other) > _NAMED else ""
+        raise UserError(
+            f"the samples in the cache {config.cache_root} were made with other {', '.join(other[:_NAMED])}{more}; "
+            "run `mmspeed preprocess` again (what is there is not encoded twice), or give each data set its own data.cache"
+        )
+    weights = config.codec_weights
+    if weights is not None and not weights.exists():
+        raise UserError(f"{weights} is missing: run `mmspeed preprocess` again")
+    identities = {"vae": lambda: codec_identity(config.vae, weights), "text": lambda: text_identity(config.text)}
+    for name, identity in identities.items():
+        try:
+            now = identity()
+        except UserError as error:
+            log.warning(f"the cache cannot be compared with the config's `{name}`: {error}")
+            continue
+        if encoders[name]["fingerprint"] != now:
+            raise UserError(
+                f"the cache {config.cache_root} was made with another `{name}` than the config names; run `mmspeed preprocess` again"
+            )
+
+
+def _others(name: str, made: Any, wanted: Any) -> list[str]:
+    """Which settings at or below `name` differ, named as on the command line: `data.sources.0.name`."""
+    if made == wanted:
+        return []
+    if isinstance(made, list) and isinstance(wanted, list) and len(made) == len(wanted):
+        if any(isinstance(one, dict) for one in wanted):
+            made, wanted = dict(enumerate(made)), dict(enumerate(wanted))
+    if isinstance(made, dict) and isinstance(wanted, dict):
+        keys = {**wanted, **made}
+        return [other for key in keys for other in _others(f"{name}.{key}", made.get(key), wanted.get(key))]
+    return [name]

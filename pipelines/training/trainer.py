@@ -1,0 +1,311 @@
+"""`TrainPipeline`: the order of a run of training, for every task.
+
+Set-up stands in `_run`, the loop in `_train`, the callbacks around each step in `_callbacks`; one step is
+`mmspeed.loop.step.train_step`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, closing, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from mmspeed import comm
+from mmspeed.config import RunConfig
+from mmspeed.data.loading.first_epoch import Maker
+from mmspeed.device import Device, parse_dtype, pick
+from mmspeed.errors import UserError
+from mmspeed.log import ProgressLine, get_logger
+from mmspeed.loop.callbacks import Averages, Callback, LearningRate, Sparsity, StepOutcome
+from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState
+from mmspeed.loop.frozen import frozen_fingerprint, frozen_names
+from mmspeed.loop.signals import StopSignals
+from mmspeed.loop.step import StepResult, train_step
+from mmspeed.loop.warm_start import load_start
+from mmspeed.mesh import process_group
+from mmspeed.pipelines.run.build import Assembly, Placement, assemble, place
+from mmspeed.pipelines.run.result import TrainResult
+from mmspeed.pipelines.run.run_folder import RunFolder, trim_metrics
+from mmspeed.pipelines.run.telemetry import Telemetry, TelemetryCallback
+from mmspeed.pipelines.tasks import make_task
+from mmspeed.pipelines.training.oom_advice import MemoryCare
+from mmspeed.pipelines.training.validation import Validator
+from mmspeed.pipelines.tuning.memory_search import ways_under_budget
+from mmspeed.protocols import Data, RunPlace, StepData, Task
+
+log = get_logger("train")
+
+
+@dataclass
+class Run:
+    """A run that is ready for its first step."""
+
+    task: Task
+    placement: Placement
+    place: RunPlace
+    data: Data
+    parts: Assembly
+    manager: CheckpointManager
+    step: int = 0  # from which it goes on
+    skipped: int = 0  # steps left out so far, since something in them was not finite
+
+
+class TrainPipeline:
+    """Trains a config's model, or goes on with a run that was stopped.
+
+    `task`: what is trained; None: the one that the config names. With a `maker` (`mmspeed.preprocess.OnlineBuilder`) a cache that is
+    missing or not whole is completed during the first epoch; without one it is an error. `run()` raises UserError for that, for a run of
+    that name with another model, a non-finite loss, a full disk.
+    """
+
+    def __init__(self, config: RunConfig, maker: Maker | None = None, task: Task | None = None) -> None:
+        self.config = config
+        self.task = task or make_task(config, maker)
+        self.folder = RunFolder(config.run_dir)
+
+    def run(self) -> TrainResult:
+        """Train to the end, or until the run is asked to stop."""
+        device = pick(self.config.device.kind)
+        device.activate()
+        with process_group(device), self.folder.locked() if dist.get_rank() == 0 else nullcontext():
+            return self._run(device)
+
+    def _run(self, device: Device) -> TrainResult:
+        started, config = time.monotonic(), self.config
+        # 1. devices, data, models, and what is kept for backward
+        placement = place(config, device)
+        where = placement.at(device, self.folder.root)
+        self.task.open(where)
+        self._tell_notes(where)
+        data = self.task.data(where)
+        choice = ways_under_budget(config, self.task, where)
+        parts = assemble(config, self.task, self.task.build(), placement, device, choice)
+        self.task.prepare(parts.models, where)
+        # 2. the state of a run that was stopped
+        manager = CheckpointManager(
+            self.folder.checkpoints, keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best
+        )
+        run = Run(self.task, placement, where, data, parts, manager)
+        self._resume(run)
+        if run.step >= config.train.steps:
+            manager.wait()
+            return TrainResult(self.folder.root, run.step, True, True, None, 0.0)
+        # 3. the steps
+        peak = self._peak(device)
+        with Telemetry(config, self.folder.root, device, where.world, where.rank == 0, peak) as telemetry:
+            try:
+                stopped, loss = self._train(run, telemetry)
+            except UserError:
+                manager.wait()  # all ranks are here: let the checkpoint under way become whole
+                raise
+            finally:
+                data.close()
+        return TrainResult(self.folder.root, run.step, not stopped, False, loss, time.monotonic() - started)
+
+    # -- set-up ---------------------------------------------------------------------------------------------------
+
+    def _tell_notes(self, where: RunPlace) -> None:
+        lines, warnings = self.task.notes() if where.rank == 0 else ([], [])
+        for line in lines:
+            log.info(line)
+        for warning in warnings:
+            log.warning(warning)
+
+    def _resume(self, run: Run) -> None:
+        """Go on from the newest checkpoint, or begin: with the weights that train.start_from names, if it does."""
+        config, parts, where = self.config, run.parts, run.place
+        changed = self.folder.check_same(config)
+        # rank 0 looks: another node's view of the folder may be older
+        found = run.manager.latest() if where.rank == 0 else None
+        name = comm.broadcast_object(found.name if found is not None else None)
+        start = config.train.start_from
+        if start is not None and (name is None or frozen_names(parts.model)):  # checkpoints hold no frozen weights
+            for difference in run.task.compare_start(start) if where.rank == 0 and name is None else ():
+                log.warning(difference)
+            load_start(start, parts.model, parts.optimizer)
+            if parts.ema is not None:
+                parts.ema.restart(parts.model)
+        if name is not None:
+            path = self.folder.checkpoints / name
+            meta = run.manager.load(path, parts.model, parts.optimizer, parts.ema)
+            run.step, run.skipped = int(meta["step"]), int(meta["skipped"])
+            if changed and where.rank == 0:
+                log.info(f"going on from step {run.step}; changed since it was saved: {', '.join(changed)}")
+            if "order" not in meta:
+                raise UserError(
+                    f"{path} is of an earlier mmspeed, which wrote no place in the order: choose another `name`"
+                )
+            message = run.data.resume(meta["order"])
+            if message is not None and where.rank == 0 and run.step < config.train.steps:
+                log.warning(f"step {run.step}: {message}")
+        base = frozen_fingerprint(parts.model)  # a collective call
+        if where.rank == 0 and run.step < config.train.steps:
+            parameters = sum(p.numel() for p in parts.model.parameters())
+            info = {**run.task.info(), "parameters": parameters, "data": run.data.fingerprint}
+            if base is not None:
+                info["frozen"] = base
+            self.folder.write_start(config, info, run.task.files())
+            trim_metrics(self.folder.metrics, run.step)
+        comm.barrier()
+
+    def _callbacks(self, run: Run, telemetry: Telemetry, memory: MemoryCare) -> list[Callback]:
+        """What happens around each step, in this order on all ranks."""
+        parts, config = run.parts, self.config
+        sparsity = Sparsity.of(parts.model, comm.all_reduce_sum)
+        averages = [] if parts.ema is None else [Averages(parts.ema, parts.model)]
+        return [
+            LearningRate(config.train, [learner.optimizer for learner in parts.learners]),
+            *sparsity,
+            *averages,
+            memory,
+            TelemetryCallback(telemetry, run.task, run.data, sparsity),
+        ]
+
+    # -- the loop -------------------------------------------------------------------------------------------------
+
+    def _train(self, run: Run, telemetry: Telemetry) -> tuple[bool, float | None]:
+        """From `run.step` to the end. Returns (stopped early, last loss)."""
+        config, train, parts = self.config, self.config.train, run.parts
+        validator = Validator(run.task, parts, run.data, run.place)
+        loss, stopped = None, False
+        with ExitStack() as stack:
+            batches = run.data.steps(run.step, train.steps)
+            telemetry.resume_clock()
+            memory = stack.enter_context(
+                MemoryCare(config, run.place.device, self.folder.root, parts.model, parts.optimizer, parts.ema)
+            )
+            signals = stack.enter_context(StopSignals(self.folder.root))
+            line = stack.enter_context(ProgressLine("train", train.steps, "step", start=run.step))
+            callbacks = self._callbacks(run, telemetry, memory)
+            for data in stack.enter_context(closing(batches)):
+                # 1. one optimizer step
+                for callback in callbacks:
+                    callback.before_step(run.step)
+                result = self._step(run, data)
+                outcome = StepOutcome(run.step + 1, run.data.locate(run.step).epoch, data, result)
+                run.step += 1
+                for callback in callbacks:
+                    callback.after_step(outcome)
+                # 2. a step that is not finite changed nothing, and too many end the run
+                if result is None:
+                    self._all_lost(run, data, telemetry)
+                elif result.finite:
+                    loss = result.loss
+                else:
+                    self._non_finite(run, result, telemetry)
+                # 3. what is told
+                line.advance(note="" if result is None else f"loss {result.loss:.4f}")
+                last = run.step == train.steps
+                if result is not None and (last or run.step % train.log_every == 0):
+                    fields = [callback.row() for callback in callbacks]
+                    telemetry.write(self._row(run, outcome, result, fields))
+                # 4. signals, checkpoint, validation: in this order, on all ranks, so that no mistake in validation costs a step
+                wish = signals.poll()
+                due = last or wish != "none" or run.step % config.checkpoint.every == 0
+                if due:
+                    self._save(run, blocking=last or wish == "stop")
+                if last or run.step % config.validate_.every == 0:
+                    with memory.around_validation():
+                        best = self._validate(run, validator, telemetry)
+                    if best and not due:
+                        self._save(run, blocking=False)
+                run.manager.poll()
+                telemetry.resume_clock()
+                if wish == "stop" and not last:
+                    stopped = True
+                    break
+        summary = run.data.summary()
+        if summary is not None:
+            telemetry.write({**summary, "step": run.step})
+        run.manager.wait()
+        return stopped, loss
+
+    def _step(self, run: Run, data: StepData) -> StepResult | None:
+        """The updates of one step; None when every item of it is lost."""
+        if not data.counts:
+            return None
+        try:
+            return train_step(
+                run.parts.models,
+                run.parts.learners,
+                data.batches,
+                data.divisors,
+                clip_norm=self.config.train.clip_norm,
+                tensor=run.placement.layout.tensor,
+                mesh=run.placement.mesh,
+            )
+        except UserError as error:
+            raise UserError(f"step {run.step + 1}: {error}") from error
+
+    def _row(self, run: Run, outcome: StepOutcome, result: StepResult, fields: list[dict[str, Any]]) -> dict[str, Any]:
+        """A row of metrics.jsonl: the step's numbers, what the task says of its data, and what the callbacks add."""
+        row: dict[str, Any] = {
+            "kind": "train",
+            "step": outcome.step,
+            "epoch": outcome.epoch,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            **run.task.describe(outcome.data),
+            "imbalance": outcome.data.imbalance,
+            "skipped_steps": run.skipped,
+        }
+        if len(result.terms) > 1:
+            row["terms"] = dict(result.terms)
+        for more in fields:
+            row |= more
+        return row
+
+    def _all_lost(self, run: Run, data: StepData, telemetry: Telemetry) -> None:
+        sources = [item.source for item in data.items]
+        where = self.folder.root / "metrics.jsonl"
+        log.warning(f"step {run.step} has no sample: {', '.join(sources[:4])} failed (all are listed in {where})")
+        telemetry.write({"kind": "lost", "step": run.step, "samples": sources})
+
+    def _validate(self, run: Run, validator: Validator, telemetry: Telemetry) -> bool:
+        """Validate and sample; whether the held-out loss is the lowest so far, so that this step is worth a checkpoint."""
+        row: Mapping[str, Any] = validator.validate(run.step)
+        if row:
+            telemetry.write(dict(row))
+        loss = row.get("loss")
+        if loss is None:
+            return False
+        # rank 0 decides: saving takes all ranks, and another node's view of the record may be older
+        return bool(comm.broadcast_object(run.manager.mark_best(run.step, loss) and self.config.checkpoint.keep_best))
+
+    def _save(self, run: Run, blocking: bool) -> None:
+        meta = {
+            "step": run.step,
+            "order": run.data.state(run.step),
+            "skipped": run.skipped,
+            "world": run.place.world,
+        }
+        parts = run.parts
+        run.manager.save(
+            run.step,
+            TrainingState(parts.model, parts.optimizer, parts.ema, meta),
+            blocking=blocking or not self.config.checkpoint.asynchronous,
+        )
+
+    def _peak(self, device: Device) -> tuple[float, str]:
+        """(peak FLOP/s of one device, where the figure is from), the same on all ranks."""
+        if self.config.device.peak_tflops is not None:
+            return self.config.device.peak_tflops * 1e12, "device.peak_tflops in the config"
+        dtype = parse_dtype(self.config.device.dtype)
+        flops, source = comm.broadcast_object(list(device.peak_flops(dtype)) if dist.get_rank() == 0 else None)
+        return flops, source
+
+    def _non_finite(self, run: Run, result: StepResult, telemetry: Telemetry) -> None:
+        """Write down a step that was left out. Raises UserError when there are more than train.skip_non_finite."""
+        run.skipped += 1
+        samples = ", ".join(result.bad[:8]) or "none alone (the gradient overflowed)"
+        message = f"step {run.step}: loss {result.loss}, gradient norm {result.grad_norm}; samples with a non-finite loss: {samples}"
+        telemetry.write({"kind": "non_finite", "step": run.step, "loss": result.loss, "samples": result.bad})
+        if run.skipped > self.config.train.skip_non_finite:
+            raise UserError(
+                f"{message}. Nothing was updated. Lower train.lr, look at these samples, or allow skips with train.skip_non_finite."
+            )
+        log.warning(f"{message}; the step is skipped ({run.skipped} of {self.config.train.skip_non_finite})")

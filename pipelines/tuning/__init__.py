@@ -1,0 +1,1 @@
+"""Measured choices: memory policies and batch sizes."""

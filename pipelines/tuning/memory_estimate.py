@@ -1,0 +1,343 @@
+"""What a step takes and what a budget would choose, from shapes alone: no device, no weights, nothing computed.
+
+Bytes are those of all tensors that a step has, counted on torch's fake tensors; what operations take for themselves is not seen. Time is
+that of the roofline model. A layout over several devices is estimated by division.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from mmspeed.config import RunConfig
+from mmspeed.config.memory import parse_bytes
+from mmspeed.device import Device, parse_dtype, pick
+from mmspeed.errors import UserError
+from mmspeed.log import format_bytes
+from mmspeed.memory.offload.storage_view import Look, kept, part_of_storage
+from mmspeed.memory.offload.swap import Group, Swap
+from mmspeed.memory.planning.knapsack import Option
+from mmspeed.memory.planning.measure import ShapeGauge
+from mmspeed.memory.planning.options import StepFigures, kinds_of, runs_of, static_bytes, words_of
+from mmspeed.parallel import autocast, make_half
+from mmspeed.pipelines.tasks import make_task
+from mmspeed.pipelines.tuning.memory_measure import Bench, key_of, step_figures
+from mmspeed.pipelines.tuning.memory_search import budget_bytes
+from mmspeed.pipelines.tuning.synthetic_step import learning_model
+from mmspeed.protocols import MicroBatchSize, RunPlace, Task
+
+FEW_OPTIONS = 8  # of a kind of block: fake tensors are slow
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Of a device: operations a second, bytes a second of its memory, and between it and the host in each direction."""
+
+    flops: float = 150e12  # half of the peak of an accelerator of the A100's class
+    memory: float = 1.5e12
+    host: float = 20e9
+
+    def swap_seconds(self, nbytes: int, block_seconds: float) -> float:
+        """What a block takes longer when so many bytes leave in its forward and come back in its backward, beside the computation."""
+        each, forward = nbytes / self.host, block_seconds / 3
+        return max(0.0, each - forward) + max(0.0, each - 2 * forward)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """A step's memory, and the choice under a budget where there is one."""
+
+    step: MicroBatchSize
+    figures: StepFigures
+    speeds: Speeds
+    budget: int | None
+    chosen: list[int] | None  # None: no budget, or nothing fits
+
+    def lines(self) -> list[str]:
+        """The plan as a table for a terminal."""
+        figures, static = self.figures, self.figures.static
+        activations = figures.plain_peak() - static.between - static.gradients
+        lines = [
+            f"memory of a step of {self.step.shape} x {self.step.items}, estimated from shapes: "
+            f"{format_bytes(figures.plain_peak())} with all saved (weights, optimizer, average {format_bytes(static.between)}, gradients "
+            f"{format_bytes(static.gradients)}, activations about {format_bytes(max(0, activations))}); "
+            f"least {format_bytes(figures.least())}"
+        ]
+        if self.budget is None:
+            return lines
+        if self.chosen is None:
+            return [
+                *lines,
+                f"  budget {format_bytes(self.budget)}: nothing fits; a step takes at least {format_bytes(figures.least())}",
+            ]
+        ways = figures.ways(self.chosen)
+        lines.append(
+            f"  budget {format_bytes(self.budget)}: {'; '.join(f'{n} x {words}' for words, n in runs_of(ways))}; expected "
+            f"{format_bytes(figures.peak(self.chosen))}, {figures.added_share(self.chosen):+.1%} time of the blocks"
+        )
+        lines.append(f"  {'options of a block':<74} {'keeps':>9} {'peak':>9} {'host':>9} {'time':>7}  blocks")
+        taken = [words_of(each) for each in ways]
+        for kind, options in enumerate(figures.options):
+            here = [words for words, of in zip(taken, figures.kinds, strict=True) if of == kind]
+            plain = figures.plain_seconds[kind]
+            if len(figures.options) > 1:
+                numbers = [number for number, of in enumerate(figures.kinds) if of == kind]
+                lines.append(f"  of blocks {_listed(numbers)}")
+            lines += [_row(option, plain, here.count(words_of(option.ways))) for option in options]
+        speeds = self.speeds
+        lines.append(
+            f"  time is estimated for a device that does {speeds.flops / 1e12:.0f} TFLOP/s and moves {speeds.memory / 1e12:.1f} TB/s, and "
+            f"{speeds.host / 1e9:.0f} GB/s from the host; training measures it"
+        )
+        return lines
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    """Numbers in words: the first ones, and how many there are."""
+    shown = ", ".join(map(str, numbers[:4]))
+    return shown if len(numbers) <= 4 else f"{shown}, ... ({len(numbers)})"
+
+
+def _row(option: Option, plain: float, taken: int) -> str:
+    peak = option.kept + max(option.forward, option.backward)
+    host = format_bytes(option.host) if option.host else ""
+    return (
+        f"  {words_of(option.ways):<74} {format_bytes(option.kept):>9} {format_bytes(peak):>9} {host:>9} "
+        f"{option.seconds / plain:>+7.1%}  {taken or ''}"
+    )
+
+
+def plan_memory(
+    config: RunConfig,
+    *,
+    task: Task | None = None,
+    step: MicroBatchSize | None = None,
+    budget: int | None = None,
+    world: int | None = None,
+    speeds: Speeds | None = None,
+    with_swap: bool = True,
+) -> MemoryPlan:
+    """What a config's step takes on one of `world` devices, and what is chosen under `budget` bytes.
+
+    Args:
+        task: None: the one that the config names, opened without data.
+        step: None: the largest of the config's.
+        budget: None: the config's, which may be none; a fraction is one of this machine's device.
+        world: None: as many devices as compute one item together.
+
+    Raises UserError for a shape class that does not fit the model, for `memory.mlp_chunk`, and as `Task.open_without_data`.
+    """
+    if config.memory.mlp_chunk is not None:
+        raise UserError("a plan chooses how MLPs are computed, and memory.mlp_chunk says it: leave mlp_chunk out")
+    parallel, speeds = config.parallel, speeds or Speeds()
+    world = world or parallel.group
+    if task is None:
+        task = make_task(config)
+        task.open_without_data()
+    if step is None:
+        place = RunPlace(Device("cpu", 0), world=world, dealt=world, groups=max(1, world // parallel.group))
+        step = task.largest_micro_batch(place)
+    figures = shape_figures(config, task, step, speeds, with_swap)
+    figures = spread(figures, config, world)
+    if budget is None and config.memory.chooses:
+        budget = budget_bytes(config.memory, pick(config.device.kind))
+    return MemoryPlan(step, figures, speeds, budget, None if budget is None else figures.choose(budget))
+
+
+def shape_figures(
+    config: RunConfig, task: Task, step: MicroBatchSize, speeds: Speeds, with_swap: bool = True
+) -> StepFigures:
+    """The figures of a step on one device that computes all of it."""
+    memory, host = config.memory, Device("cpu", 0)
+    role = task.updates()[0].roles[0]
+    bare = task.build()[role]
+    model = learning_model(task, {role: bare})
+    kinds, members = kinds_of([key_of(block) for block in model.blocks])
+    model.blocks = nn.ModuleList(model.blocks[blocks[0]] for blocks in members)
+    task.shapes()
+    if memory.master != "parameters":
+        make_half(bare)
+    with FakeTensorMode():
+        _without_values(bare)
+        dtype = parse_dtype(config.device.dtype)
+        if dtype != torch.float32:
+            autocast(bare, dtype)
+        batch, loss = task.sketch(bare, step.shape, step.items)
+        swap = ShapeSwap(host, parse_bytes(memory.swap_from))
+        gauge = ShapeGauge(speeds.flops, speeds.memory)
+        bench = Bench(gauge, swap, with_swap, memory.exchange_again, most=FEW_OPTIONS, swap_seconds=speeds.swap_seconds)
+        return step_figures(
+            bench,
+            model,
+            batch,
+            loss,
+            kinds,
+            [[place] for place in range(len(members))],
+            memory=memory,
+            average=config.train.ema_decay is not None,
+            optimizer=config.train.optimizer,
+            gradients_stay=step.accumulates or config.parallel.strategy == "ddp",
+            keep_last=memory.keep_last,
+        )
+
+
+def spread(figures: StepFigures, config: RunConfig, world: int) -> StepFigures:
+    """The figures of one of `world` devices, by division: activations over those that compute a video together, weights over shards."""
+    parallel, memory = config.parallel, config.memory
+    sharded = parallel.strategy == "fsdp" or (parallel.strategy == "auto" and world > 1)
+    shards = (
+        max(1, world // parallel.replicas) if sharded else 1
+    )  # over the devices of a video too; tensor-parallel parts are parts of shards
+    group = parallel.group
+    if group == shards == 1:
+        return figures
+
+    def part(count: float, parts: int) -> int:
+        return -int(-count // parts)
+
+    def option(one: Option) -> Option:
+        kept_, forward, backward, host = (part(n, group) for n in (one.kept, one.forward, one.backward, one.host))
+        return Option(kept_, forward, backward, host, one.seconds / group, one.ways)
+
+    numbers = figures.static.gradients // 4
+    static = static_bytes(
+        part(numbers, shards), memory, average=figures.static.average > 0, optimizer=config.train.optimizer
+    )
+    gathered = 0
+    if sharded:  # the weights of the block that computes, and of the next one
+        gathered = (
+            2
+            * max(figures.gradients)
+            // (4 if config.device.dtype == "float32" else 2)
+            * 4
+            // parallel.together(split=False)
+        )
+    return replace(
+        figures,
+        static=static,
+        ends=part(figures.ends, group) + gathered,
+        tail=part(figures.tail, group),
+        carried=part(figures.carried, group),
+        options=tuple(tuple(map(option, options)) for options in figures.options),
+        gradients=tuple(part(own, shards) for own in figures.gradients),
+        plain_seconds=tuple(seconds / group for seconds in figures.plain_seconds),
+    )
+
+
+def _without_values(model: nn.Module) -> None:
+    """Put a model that is on the meta device on the CPU, in place; inside of a `FakeTensorMode`, where it takes no memory."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype)))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
+
+
+class ShapeSwap(Swap):
+    """A place to swap fake tensors to. Nothing is copied; bytes are counted as they are where tensors have values."""
+
+    def group(self) -> Group:
+        return _ShapeGroup(self)
+
+    def stays(self, tensor: Tensor) -> bool:
+        root: Any = tensor if tensor._base is None else tensor._base
+        if any(isinstance(each, nn.Parameter) or (each.is_leaf and each.requires_grad) for each in (tensor, root)):
+            return True
+        return tensor.numel() == 0 or _reach(tensor) < self.from_bytes
+
+
+def _reach(tensor: Tensor) -> int:
+    """Bytes of memory from the first to the last that a tensor sees."""
+    start, end = Look.of(tensor).reach()
+    return end - start
+
+
+def _cast_of(tensor: Tensor) -> Tensor | None:
+    """The parameter that autocast made `tensor` of, as `looks.cast_of_parameter` finds it, which knows torch's own tensors only."""
+    copy: Tensor = tensor if tensor._base is None else tensor._base
+    if copy.grad_fn is None or copy.grad_fn.name() != "ToCopyBackward0":
+        return None
+    source = getattr(copy.grad_fn.next_functions[0][0], "variable", None)
+    return source if isinstance(source, nn.Parameter) and source.shape == copy.shape else None
+
+
+class _ShapePart:
+    """A storage, or a part of it, that lies in the host's memory."""
+
+    def __init__(self, swap: ShapeSwap, nbytes: int) -> None:
+        self.swap, self.nbytes = swap, nbytes
+        swap.pool.used += nbytes
+        self._here: Any = None
+
+    def load(self) -> Tensor:
+        """Its bytes on the device, those that are there already if somebody holds them."""
+        here = None if self._here is None else self._here()
+        if here is None:
+            here = torch.empty(self.nbytes, dtype=torch.uint8)
+            self._here = weakref.ref(here)
+        return here
+
+    def __del__(self) -> None:
+        self.swap.pool.used -= self.nbytes
+
+
+class _ShapeHeld:
+    """A stored tensor, which holds its memory from when it comes back until it is asked for."""
+
+    def __init__(self, group: _ShapeGroup, part: _ShapePart) -> None:
+        self.group, self.part = group, part
+        self.arrival: Tensor | None = None
+
+    def take(self) -> Tensor:
+        self.group.fetch()
+        arrival, self.arrival = self.arrival, None
+        return self.part.load() if arrival is None else arrival
+
+
+class _ShapeGroup:
+    def __init__(self, swap: ShapeSwap) -> None:
+        self.swap = swap
+        self.parts: dict[tuple[int, int, int], tuple[StorageWeakRef, _ShapePart]] = {}
+        self.held: list[weakref.ref[_ShapeHeld]] = []
+
+    def store(self, tensor: Tensor) -> Callable[[], Tensor]:
+        source = _cast_of(tensor)
+        if self.swap.stays(tensor):
+            return kept(tensor)
+        look, storage = Look.of(tensor), tensor.untyped_storage()
+        if source is not None:
+            return lambda: source.detach().to(look.dtype).as_strided(look.shape, look.strides)
+        start, end = part_of_storage(look, storage.nbytes())
+        weak = StorageWeakRef(storage)  # its address is not given twice while it is held
+        _, part = self.parts.setdefault((weak.cdata, start, end), (weak, _ShapePart(self.swap, end - start)))
+        held = _ShapeHeld(self, part)
+        self.held.append(weakref.ref(held))
+
+        def give() -> Tensor:
+            memory_Z = held.take()
+            usable = memory_Z.numel() // look.dtype.itemsize * look.dtype.itemsize
+            offset = (look.offset - start) // look.dtype.itemsize
+            return memory_Z[:usable].view(look.dtype).as_strided(look.shape, look.strides, offset)
+
+        return give
+
+    def close(self) -> None:
+        self.parts.clear()
+
+    def fetch(self) -> None:
+        """All of it comes with the first tensor that is asked for."""
+        waiting, self.held = self.held, []
+        for weak in waiting:
+            held = weak()
+            if held is not None:
+                held.arrival = held.part.load()
+
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        return torch.autograd.graph.saved_tensors_hooks(self.store, lambda give: give())

@@ -1,0 +1,319 @@
+"""What a step takes, measured: one block of each kind in each way, and what lies around the blocks.
+
+Blocks are measured with the inputs that they meet in the model, under the same autocast and parallel layout, one at a time: so a model
+can be measured of which not even one plain step fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from mmspeed import comm
+from mmspeed.compute.sparse.module import clustered_layers
+from mmspeed.memory import set_ways
+from mmspeed.memory.offload.swap import Swap
+from mmspeed.memory.planning.knapsack import Option
+from mmspeed.memory.planning.measure import Gauge, Work
+from mmspeed.memory.planning.options import (
+    StepFigures,
+    combinations,
+    front,
+    least_bytes,
+    single_ways,
+    static_bytes,
+    swaps,
+)
+from mmspeed.parallel.tensor import local
+from mmspeed.protocols import NamesRegions, SpansBlock, TrainableModel
+
+MOST_OPTIONS = 16  # of a kind whose bytes are measured
+ROUNDS = 3  # timed runs of each single way
+LEAST_ADDED = 0.005  # share of a block's time
+
+
+class _Pass(torch.autograd.Function):
+    """Hands its first argument on, and gives all others a gradient, so that what made them keeps what its backward needs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *others: Any) -> Tensor:
+        ctx.like = [(o.shape, o.dtype) if isinstance(o, Tensor) and o.is_floating_point() else None for o in others]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        made = [None if like is None else torch.zeros(like[0], dtype=like[1], device=grad.device) for like in ctx.like]
+        return grad, *made
+
+
+class Through(nn.Module):
+    """In place of a block: does nothing."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        if isinstance(block, SpansBlock):
+            self.span = block.span
+
+    def forward(self, x: Tensor, *others: Any, **named: Any) -> Tensor:
+        return cast(Tensor, _Pass.apply(x, *others, *named.values()))
+
+
+class _Enter(torch.autograd.Function):
+    """What an earlier layer would give: a tensor of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
+
+
+class _Leave(torch.autograd.Function):
+    """What a later layer would do: take a tensor without keeping it, and give a gradient of its size back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.shape, ctx.dtype = x.shape, x.dtype
+        return x.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return torch.full(ctx.shape, 1e-3, dtype=ctx.dtype, device=grad.device)
+
+
+@dataclass
+class Call:
+    """How a block was called."""
+
+    block: nn.Module
+    args: tuple[Any, ...]  # detached
+    kwargs: dict[str, Any]
+    autocast: torch.dtype | None
+
+    def run(self, x: Tensor) -> Tensor:
+        """The block's output for a first argument `x`; the others are those of the call."""
+        kind = x.device.type
+        with torch.autocast(kind, self.autocast or torch.bfloat16, enabled=self.autocast is not None):
+            return cast(Tensor, self.block(x, *self.args[1:], **self.kwargs))
+
+    def clear(self) -> None:
+        """Free all gradients."""
+        self.block.zero_grad(set_to_none=True)
+        for value in (*self.args, *self.kwargs.values()):
+            if isinstance(value, Tensor):
+                value.grad = None
+
+
+def capture(forward: Work, blocks: Sequence[nn.Module]) -> list[Call]:
+    """The calls of blocks in a forward pass that records no gradient."""
+    calls: dict[int, Call] = {}
+
+    def leaf(tensor: Tensor) -> Tensor:
+        # a copy of its own, as backward may not reach into what the model computed with
+        return tensor.detach().clone().requires_grad_() if tensor.is_floating_point() else tensor
+
+    def take(block: nn.Module, args: Any, kwargs: Any) -> None:
+        kind = next(value for value in args if isinstance(value, Tensor)).device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        with torch.enable_grad():
+            args, kwargs = tree_map_only(Tensor, leaf, (args, kwargs))
+        calls[id(block)] = Call(block, args, kwargs, dtype)
+
+    handles = [block.register_forward_pre_hook(take, with_kwargs=True) for block in blocks]
+    try:
+        with torch.no_grad():
+            forward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [calls[id(block)] for block in blocks]
+
+
+@dataclass
+class Bench:
+    """Where blocks are measured. `with_swap`: whether ways that swap are options."""
+
+    gauge: Gauge
+    swap: Swap
+    with_swap: bool
+    exchange_again: bool = False
+    most: int = MOST_OPTIONS
+    progress: Callable[[], None] = lambda: None  # called before each run
+    # what swapping so many bytes out and back adds to a block of so many seconds, where that is not measured
+    swap_seconds: Callable[[int, float], float] | None = None
+
+    def tell(self, calls: Sequence[Call], ways: Any) -> None:
+        """Give blocks their ways."""
+        for call in calls:
+            set_ways(call.block, ways, self.swap.group, exchange_again=self.exchange_again)
+
+    def weigh(self, call: Call, ways: Any) -> Option:
+        """The bytes of a block in some ways; `seconds` is not measured."""
+        self.progress()
+        self.tell([call], ways)
+        left: list[Tensor] = []
+
+        def forward() -> None:
+            left.append(_Leave.apply(call.run(_Enter.apply(call.args[0]))))
+            if self.with_swap:  # what has left may be freed
+                self.swap.device.synchronize()
+                with self.swap.lock:
+                    self.swap.tidy()
+
+        call.clear()
+        before = self.swap.pool.used
+        kept, peak = self.gauge.section(forward)
+        host = self.swap.pool.used - before
+        _, backward = self.gauge.section(lambda: left.pop().backward())
+        call.clear()
+        bytes_ = comm.all_reduce_max([float(kept), float(max(0, peak - kept)), float(max(0, backward)), float(host)])
+        kept, forward_, backward, host = map(int, bytes_)
+        # beside a block, what the one before it swaps is on its way out in forward, and on its way back in backward
+        return Option(kept, forward_ + host, backward + host, host, ways=ways)
+
+    def clock(self, chain: Sequence[Call], ways: Sequence[Any]) -> list[float]:
+        """Seconds of forward and backward of one block in each of some ways; of several blocks in a row, so that prefetching shows."""
+
+        def prepare(each: Any) -> None:
+            self.progress()
+            self.tell(chain, each)
+            for call in chain:
+                call.clear()
+
+        def work() -> None:
+            x = _Enter.apply(chain[0].args[0])
+            for call in chain:
+                x = call.run(x)
+            _Leave.apply(x).backward()
+
+        works: list[tuple[Work, Work]] = [(partial(prepare, each), work) for each in ways]
+        found = self.gauge.seconds(works, ROUNDS)
+        prepare({})
+        return comm.all_reduce_max([seconds / len(chain) for seconds in found])
+
+    def options(self, chain: Sequence[Call]) -> tuple[list[Option], float]:
+        """The options of a kind of block, which saves everything in the first; and the seconds of that one.
+
+        The chain are blocks of that kind. Time is that of each way of each span alone, which adds up; bytes are those of each option.
+        """
+        first = chain[0].block
+        spans = first.spans if isinstance(first, NamesRegions) else ()
+        ways = single_ways(spans, self.with_swap)
+        self.weigh(chain[0], {})  # the first run makes what libraries keep for good
+        spent, singles = [self.gauge.spent], []
+        for each in ways:
+            singles.append(self.weigh(chain[0], each))
+            spent.append(self.gauge.spent)
+        told = [after - before for before, after in pairwise(spent) if before is not None and after is not None]
+        seconds = told or self.clock(chain, ways)
+        # no way is free, however the clock errs: what fits is saved
+        added = [0.0, *(max(LEAST_ADDED * seconds[0], each - seconds[0]) for each in seconds[1:])]
+        if self.swap_seconds is not None:
+            added = [s + self.swap_seconds(one.host, seconds[0]) for s, one in zip(added, singles, strict=True)]
+        singles = [replace(one, seconds=s) for one, s in zip(singles, added, strict=True)]
+        every = combinations(singles)
+        wanted = front(every, self.most)
+        if self.with_swap:  # the last block takes one of these
+            wanted += front([one for one in every if not swaps(one.ways)], self.most // 2)
+        for some in (every, [one for one in every if not swaps(one.ways)]):
+            wanted += least_bytes(some)
+        plain, known = singles[0], {tuple(one.ways.items()): one for one in singles}
+        found = {tuple(plain.ways.items()): plain}
+        for one in wanted:
+            key = tuple(one.ways.items())
+            found[key] = known.get(key) or replace(self.weigh(chain[0], one.ways), seconds=one.seconds)
+        self.tell(chain, {})
+        rest = [one for key, one in found.items() if key]
+        return [plain, *rest], seconds[0]
+
+    def ends(self, model: TrainableModel, batch: Callable[[], Any], loss: Callable[[Any], Tensor]) -> tuple[int, int]:
+        """(bytes kept outside of the blocks, bytes above them at the peak) of a forward and backward pass of a batch."""
+        held: dict[str, Any] = {}
+
+        def forward() -> None:
+            held["batch"] = batch()
+            held["loss"] = loss(held["batch"])
+
+        with without_blocks(model):
+            for _ in range(2):  # the first run makes what libraries keep for good
+                kept, peak = self.gauge.section(forward)
+                _, backward = self.gauge.section(lambda: held.pop("loss").backward())
+                held.clear()
+        model.zero_grad(set_to_none=True)
+        found = comm.all_reduce_max([float(kept), float(max(0, peak - kept)), float(max(0, backward))])
+        return int(found[0]), int(max(found[1:]))
+
+
+@contextmanager
+def without_blocks(model: TrainableModel) -> Iterator[None]:
+    """Inside, a model's blocks do nothing."""
+    blocks = model.blocks
+    model.blocks = nn.ModuleList(Through(block) for block in blocks)
+    try:
+        yield
+    finally:
+        model.blocks = blocks
+
+
+def step_figures(
+    bench: Bench,
+    model: TrainableModel,
+    batch: Callable[[], Any],
+    loss: Callable[[Any], Tensor],
+    kinds: tuple[int, ...],
+    chosen: Sequence[Sequence[int]],
+    **given: Any,
+) -> StepFigures:
+    """The figures of a step of a model, from one that has only some of its blocks.
+
+    Args:
+        model: with the blocks that stand for each kind, in the order of the kinds.
+        kinds: the kind of each block of the whole model.
+        chosen: for each kind, the places of its blocks in `model`.
+        given: `memory`, `average`, `optimizer`, for `static_bytes`; `gradients_stay`, `keep_last`.
+    """
+    ends, tail = bench.ends(model, batch, loss)
+    calls = capture(lambda: loss(batch()), list(model.blocks))
+    found = [bench.options([calls[place] for place in places]) for places in chosen]
+    carried = max(
+        sum(value.nbytes for value in call.args[1:] if isinstance(value, Tensor) and value.requires_grad)
+        for call in calls
+    )
+    each = [sum(map(numbers_of, model.blocks[places[0]].parameters())) for places in chosen]
+    of_blocks = sum(map(numbers_of, model.blocks.parameters()))
+    numbers = sum(map(numbers_of, model.parameters())) - of_blocks + sum(each[kind] for kind in kinds)
+    stay, keep_last = given.pop("gradients_stay"), given.pop("keep_last")
+    return StepFigures(
+        static=static_bytes(numbers, largest=max(map(numbers_of, model.parameters())), **given),
+        ends=ends,
+        tail=tail,
+        kinds=kinds,
+        options=tuple(tuple(options) for options, _ in found),
+        gradients=tuple(4 * each[kind] for kind in kinds),
+        gradients_stay=stay,
+        keep_last=keep_last,
+        carried=carried,
+        plain_seconds=tuple(seconds for _, seconds in found),
+    )
+
+
+def numbers_of(parameter: Tensor) -> int:
+    """Numbers in a parameter, of a split one those of this device."""
+    return local(parameter).numel()
+
+
+def key_of(block: nn.Module) -> tuple[object, ...]:
+    """What tells blocks apart that take different memory or time: class, span, kinds of attention, number of parameters."""
+    attention = tuple(sorted({type(layer).__name__ for layer in clustered_layers(block).values()}))
+    numbers = sum(parameter.numel() for parameter in block.parameters())
+    return type(block).__name__, block.span if isinstance(block, SpansBlock) else None, attention, numbers

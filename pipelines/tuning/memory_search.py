@@ -1,0 +1,359 @@
+"""Choosing the ways of all spans under a budget: measure blocks, choose, try a real step, and write down what was found.
+
+runs/NAME/memory.json holds the choice, what was expected of it and what a step took; a run that goes on with the same setting takes it
+from there.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from mmspeed import comm
+from mmspeed.config import RunConfig
+from mmspeed.config.memory import MemoryConfig, parse_bytes
+from mmspeed.device import Device
+from mmspeed.errors import UserError
+from mmspeed.log import ProgressLine, format_bytes, get_logger
+from mmspeed.memory import Ways, set_ways
+from mmspeed.memory.offload.swap import Swap
+from mmspeed.memory.planning.measure import DeviceGauge
+from mmspeed.memory.planning.options import StepFigures, kinds_of, runs_of, words_of
+from mmspeed.pipelines.run.run_folder import write_text
+from mmspeed.pipelines.tuning.memory_measure import Bench, key_of, step_figures
+from mmspeed.pipelines.tuning.profile import UNMEASURED, setting_of
+from mmspeed.pipelines.tuning.synthetic_step import Trial, learning_model
+from mmspeed.protocols import Batch, MicroBatchSize, Models, RunPlace, Task
+
+MEMORY_NAME = "memory.json"
+TRIES = 5  # real steps that are taken to verify a choice
+NEAR = 0.03  # a choice that leaves less of the budget unused is not made again
+
+log = get_logger("train")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The ways of each block that were chosen, and what was found of them."""
+
+    ways: tuple[Ways, ...]
+    budget: int
+    expected_peak: int
+    measured_peak: int
+    added_seconds: float  # of a micro-batch, expected
+    added_share: float  # of the blocks' own time
+    step_seconds: float | None  # of a whole step, measured
+    tries: tuple[dict[str, Any], ...] = ()
+
+    def lines(self) -> list[str]:
+        """The choice in words."""
+        told = "; ".join(f"{count} x {ways}" for ways, count in runs_of(self.ways))
+        return [
+            f"memory: {len(self.ways)} blocks: {told}",
+            f"memory: expected {format_bytes(self.expected_peak)}, measured {format_bytes(self.measured_peak)} of "
+            f"{format_bytes(self.budget)}, {self.added_share:+.1%} time of the blocks",
+        ]
+
+
+# -- what it is made for ----------------------------------------------------------------------------------------------
+
+
+def budget_bytes(memory: MemoryConfig, device: Device) -> int:
+    """Bytes of one device that training may take; of the process that has least. A collective call.
+
+    A fraction is one of the device's memory, on a CPU of what is free, which the processes of a host share.
+    """
+    if memory.budget is not None:
+        own = parse_bytes(memory.budget)
+    else:
+        assert memory.fraction is not None
+        on_cpu = device.kind == "cpu"
+        whole = device.free_memory_bytes() if on_cpu else device.total_memory_bytes()
+        own = int(memory.fraction * whole / (int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if on_cpu else 1))
+    return -int(comm.all_reduce_max([-float(own)])[0])
+
+
+def full_setting(config: RunConfig, task: Task, place: RunPlace, step: MicroBatchSize) -> dict[str, Any]:
+    """All that a choice depends on, in JSON's types."""
+    memory = {f"memory.{k}": v for k, v in config.memory.model_dump(mode="json").items() if k not in UNMEASURED}
+    train = {"train.optimizer": config.train.optimizer, "train.ema": config.train.ema_decay is not None}
+    setting = setting_of(config, task.setting(), place) | memory | train
+    setting |= {"bucket": str(step.shape), "micro_batch": step.items, "accumulates": step.accumulates}
+    longest = task.longest_text()
+    return setting if longest is None else setting | {"text.max_tokens": longest}
+
+
+# -- choosing ---------------------------------------------------------------------------------------------------------
+
+
+def measured_figures(
+    config: RunConfig, task: Task, device: Device, step: MicroBatchSize, with_swap: bool | None = None
+) -> StepFigures:
+    """The figures of a config's step, from a model of two blocks of each kind that is freed afterwards. A collective call.
+
+    with_swap: whether policies that swap are options; None: on all but a CPU, where the host's memory is the device's.
+    """
+    kinds, members = kinds_of([key_of(block) for block in learning_model(task, task.build()).blocks])
+    wanted = sorted(block for blocks in members for block in blocks[:2])
+    chosen = [[wanted.index(block) for block in blocks[:2]] for blocks in members]
+    # how the optimizer steps is no part of what is measured here
+    memory = config.memory.model_copy(update={"budget": None, "fraction": None, "release_gradients": False})
+    train = config.train.model_copy(update={"ema_decay": None})
+    plain = config.model_copy(update={"memory": memory, "train": train})
+    running = ExitStack()
+    try:
+        steps = Trial(plain, task, device, choice=[{}] * len(wanted), blocks=wanted, text_tokens=task.longest_text())
+        swap = Swap(device, parse_bytes(memory.swap_from))
+        swapping = device.kind != "cpu" if with_swap is None else with_swap
+        line = running.enter_context(ProgressLine("measure memory", None, "run"))
+        bench = Bench(DeviceGauge(device), swap, swapping, memory.exchange_again, progress=line.advance)
+        return step_figures(
+            bench,
+            steps.model,
+            lambda: steps.batch(step.shape, step.items),
+            partial(_loss, task, steps.bare),
+            kinds,
+            chosen,
+            memory=config.memory,
+            average=config.train.ema_decay is not None,
+            optimizer=config.train.optimizer,
+            gradients_stay=step.accumulates or steps.strategy == "ddp",
+            keep_last=config.memory.keep_last,
+        )
+    finally:
+        running.close()
+        steps = bench = None  # type: ignore[assignment]
+        gc.collect()
+        device.empty_cache()
+
+
+def _loss(task: Task, models: Models, batch: Batch) -> Tensor:
+    """The sum of a batch's losses that train, by models without what engines wrap around them."""
+    terms = task.updates()[0].loss(models, batch)
+    sums = [term.loss_I.sum() for term in terms.values() if term.trains]
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+
+
+class Tried:
+    """A config's whole model, of which real steps are taken in one choice after another."""
+
+    def __init__(
+        self, config: RunConfig, task: Task, device: Device, step: MicroBatchSize, ways: Sequence[Ways]
+    ) -> None:
+        memory = config.memory.model_copy(update={"budget": None, "fraction": None})
+        self.memory = memory
+        self._step = (step.shape, step.items, 2 if step.accumulates else 1)
+        plain = config.model_copy(update={"memory": memory})
+        self.steps = Trial(plain, task, device, choice=list(ways), text_tokens=task.longest_text())
+        self.swap = Swap(device, parse_bytes(memory.swap_from))
+        self._ran = False
+
+    def peak(self, ways: Sequence[Ways]) -> int | None:
+        """Bytes at the peak of a step; None where memory ran out. A collective call."""
+        for block, own in zip(self.steps.model.blocks, ways, strict=True):
+            set_ways(block, own, self.swap.group, exchange_again=self.memory.exchange_again)
+
+        def work() -> int:
+            if not self._ran:
+                self.steps.run(*self._step)  # makes the optimizer's states
+            self._ran = True
+            return self.steps.peak(*self._step)
+
+        return self.steps.attempt(work)
+
+    def seconds(self) -> float:
+        """Time of a step."""
+        return self.steps.seconds(*self._step)
+
+
+def settle(figures: StepFigures, budget: int, tried: Tried) -> Choice:
+    """The fastest choice of which a real step stays within the budget. A collective call.
+
+    Each try aims at as much more or less as the last step left of the budget. Raises UserError where not even the least stays within.
+    """
+    target, best, smallest = budget, None, figures.smallest()
+    told: list[dict[str, Any]] = []
+    seen: list[list[int]] = []
+    over: list[list[int]] = []  # that took more than the budget
+    for turn in range(TRIES + 1):
+        chosen = figures.choose(target) or smallest
+        while chosen in over and chosen != smallest:  # it took more than was expected of it
+            target = min(target, figures.peak(chosen)) - 1
+            chosen = figures.choose(target) or smallest
+        if turn == TRIES:
+            if best is not None:
+                break
+            chosen = smallest
+        if chosen in seen:
+            break
+        seen.append(chosen)
+        peak, expected, seconds = tried.peak(figures.ways(chosen)), figures.peak(chosen), figures.seconds(chosen)
+        told.append({"aimed_at": target, "expected_bytes": expected, "measured_bytes": peak, "added_seconds": seconds})
+        left = budget - peak if peak is not None else -budget // 10
+        if left < 0:
+            over.append(chosen)
+        elif peak is not None and (best is None or seconds < best[2]):
+            best = (chosen, peak, seconds)
+        if (left >= 0 and (seconds == 0 or left < NEAR * budget)) or (left < 0 and chosen == smallest):
+            break
+        target += left
+    if best is None:
+        least = min(
+            (one["measured_bytes"] for one in told if one["measured_bytes"] is not None), default=figures.least()
+        )
+        raise too_small(budget, max(least, budget + 1), figures)
+    chosen, peak, seconds = best
+    ways = figures.ways(chosen)
+    tried.peak(ways)
+    return Choice(
+        tuple(ways),
+        budget,
+        figures.peak(chosen),
+        peak,
+        seconds,
+        figures.added_share(chosen),
+        tried.seconds(),
+        tuple(told),
+    )
+
+
+def too_small(budget: int, least: int, figures: StepFigures) -> UserError:
+    """What to say of a budget in which nothing fits."""
+    static = figures.static
+    wanted, there = format_bytes(least), format_bytes(budget)
+    if wanted == there:
+        wanted, there = f"{least:,} bytes", f"{budget:,}"
+    return UserError(
+        f"memory: a step takes at least {wanted}, more than the budget of {there}; weights, optimizer and "
+        f"gradients are {format_bytes(static.between + static.gradients)} of it. Raise the budget, put memory.master, memory.states or "
+        "memory.ema on the host, use parallel.strategy: fsdp or a split of the video (parallel.ulysses), or take smaller batches or buckets"
+    )
+
+
+# -- writing it down --------------------------------------------------------------------------------------------------
+
+
+def option_rows(figures: StepFigures) -> list[dict[str, Any]]:
+    """The options of each kind of block as rows."""
+    return [
+        {"kind": kind, "blocks": figures.kinds.count(kind), **asdict(option), "words": words_of(option.ways)}
+        for kind, options in enumerate(figures.options)
+        for option in options
+    ]
+
+
+def write_choice(path: Path, choice: Choice, figures: StepFigures, setting: Mapping[str, Any]) -> None:
+    """Write memory.json, whole or not at all."""
+    found = {
+        "setting": dict(setting),
+        "budget_bytes": choice.budget,
+        "blocks": [dict(ways) for ways in choice.ways],
+        "expected": {
+            "peak_bytes": choice.expected_peak,
+            "added_seconds": choice.added_seconds,
+            "added_share": choice.added_share,
+        },
+        "measured": {"peak_bytes": choice.measured_peak, "step_seconds": choice.step_seconds},
+        "plain": {"expected_peak_bytes": figures.plain_peak(), "block_seconds": list(figures.plain_seconds)},
+        "least_bytes": figures.least(),
+        "static": asdict(figures.static) | {"ends": figures.ends, "tail": figures.tail},
+        "tries": list(choice.tries),
+        "options": option_rows(figures),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(found, indent=1) + "\n")
+
+
+def read_choice(path: Path, setting: Mapping[str, Any], blocks: int) -> Choice | None:
+    """The choice of a run that was made for this setting; None where there is none, or for another, or (with a warning) it is damaged."""
+    if not path.exists():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if "setting" not in found and "report" in found:  # of `mmspeed bench memory` alone
+            return None
+        if found["setting"] != json.loads(json.dumps(setting)):
+            return None
+        expected, measured = found["expected"], found["measured"]
+        ways = tuple(MemoryConfig(spans=each).spans for each in found["blocks"])
+        if len(ways) != blocks:
+            raise ValueError(f"ways of {len(ways)} blocks")
+        return Choice(
+            cast(tuple[Ways, ...], ways),
+            found["budget_bytes"],
+            expected["peak_bytes"],
+            measured["peak_bytes"],
+            expected["added_seconds"],
+            expected["added_share"],
+            measured["step_seconds"],
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        told = str(error).splitlines()[0]
+        log.warning(
+            f"memory: {path} is damaged ({type(error).__name__}: {told}): the ways are measured and chosen again"
+        )
+        return None
+
+
+def choose_ways(
+    config: RunConfig,
+    task: Task,
+    device: Device,
+    step: MicroBatchSize,
+    folder: Path,
+    setting: Mapping[str, Any],
+    rank: int,
+) -> Choice:
+    """The ways under the config's budget: those that the run has, or new ones, written into its folder. A collective call.
+
+    All ranks take rank 0's. Raises UserError where nothing fits.
+    """
+    path, blocks = folder / MEMORY_NAME, len(learning_model(task, task.build()).blocks)
+    before = read_choice(path, setting, blocks) if rank == 0 else None
+    found = comm.broadcast_object(None if before is None else asdict(before))
+    if found is not None:
+        if rank == 0:
+            log.info(f"memory: the choice of {path} is used again")
+        return Choice(**{**found, "ways": tuple(found["ways"]), "tries": ()})
+    began = time.monotonic()
+    budget = budget_bytes(config.memory, device)
+    figures = measured_figures(config, task, device, step)
+    first = figures.choose(budget)
+    tried = Tried(config, task, device, step, figures.ways(first or figures.smallest()))
+    try:
+        choice = settle(figures, budget, tried)
+    finally:
+        del tried
+        gc.collect()
+        device.empty_cache()
+    comm.first_does(lambda: write_choice(path, choice, figures, setting), rank)
+    if rank == 0:
+        for line in choice.lines():
+            log.info(line)
+        log.info(f"memory: chosen for {step.shape} x {step.items} in {time.monotonic() - began:.1f} s")
+    return replace(choice, ways=tuple(comm.broadcast_object([dict(ways) for ways in choice.ways])))
+
+
+def ways_under_budget(config: RunConfig, task: Task, place: RunPlace) -> list[Ways] | None:
+    """The ways of each block for a run; None without a budget. A collective call."""
+    if not config.memory.chooses:
+        return None
+    if config.batching.by == "time":
+        raise UserError(
+            "batching.by: time goes by steps that were measured with given ways, and memory's budget chooses them for given batches: tell "
+            "memory.spans instead of a budget, or use batching.by: tokens or flops"
+        )
+    step = task.largest_micro_batch(place)
+    setting = full_setting(config, task, place, step)
+    return list(choose_ways(config, task, place.device, step, config.run_dir, setting, place.rank).ways)

@@ -1,0 +1,338 @@
+"""Time and memory of a training step of each bucket, measured on the device: what `batching.by: time` goes by.
+
+The steps are those of `mmspeed.pipelines.tuning.synthetic_step`.
+Memory is never tried out where trying it would harm more than this process: see
+`next_batch`.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mmspeed import comm, rng
+from mmspeed.axes import ITEMS
+from mmspeed.config import RunConfig
+from mmspeed.config.memory import MemoryConfig
+from mmspeed.data.sampling.batch_sizes import MEASURED_NAME, Measured, Measurement, SampleCosts, line_slope
+from mmspeed.device import Device, pick
+from mmspeed.errors import UserError
+from mmspeed.log import ProgressLine
+from mmspeed.mesh import process_group
+from mmspeed.pipelines.tasks import make_task
+from mmspeed.pipelines.tuning.synthetic_step import Trial, does_not_fit
+from mmspeed.protocols import RunPlace, ShapeClass, Task
+
+ACCELERATOR_SHARE, HOST_SHARE = 0.9, 0.6  # of a device's whole memory; of what a host has free, which others use too
+
+# What the figures of another run may differ in: it is told, and they are used all the same.
+TOLD = ("parallel.strategy", "devices", "device.name")
+UNUSED = ("torch",)  # written down for people
+UNMEASURED = ("empty_cache", "snapshot")  # of the memory section: nothing of a step's time and memory hangs on them
+
+# -- what figures depend on -------------------------------------------------------------------------------------------
+
+
+def setting_of(config: RunConfig, task: Mapping[str, Any], place: RunPlace) -> dict[str, Any]:
+    """All that a step's time and memory depend on beside shape and batch, flat, in JSON's types; `task`: what the task says of it."""
+    axes = config.parallel.sizes()
+    setting = {
+        **task,
+        "device.dtype": config.device.dtype,
+        "train.checkpointing": config.train.checkpointing,
+        "train.compile": config.train.compile,
+        "device.kind": place.device.kind,
+        "device.name": place.device.name,
+        "devices": place.world,
+        "parallel.strategy": place.strategy,
+        **{f"parallel.{axis}": size for axis, size in axes.items() if axis not in ITEMS},
+        "parallel.scheme": config.parallel.scheme,
+        "parallel.shard": config.parallel.shard,
+        "torch": torch.__version__,
+    }
+    usual = MemoryConfig().model_dump(mode="json")
+    memory = config.memory.model_dump(mode="json")
+    # what is as usual is left out, so that older measurements hold
+    setting |= {
+        f"memory.{key}": value for key, value in memory.items() if value != usual[key] and key not in UNMEASURED
+    }
+    if config.train.optimizer != "adamw":
+        setting["train.optimizer"] = config.train.optimizer
+    if place.strategy == "fsdp":
+        setting |= {f"parallel.{axis}": size for axis, size in axes.items() if axis in ITEMS}
+    return setting
+
+
+def load_measured(path: Path, setting: Mapping[str, Any]) -> tuple[Measured, str | None]:
+    """The measurements of a run, and what to tell of them, if anything.
+
+    Raises UserError when there are none, and when they were taken of another model, number type or kind of device, or with
+    other recomputation or compilation, than `setting` has.
+    """
+    measured = Measured.load(path)
+    before = measured.setting
+    other = [name for name in {**setting, **before} if before.get(name) != setting.get(name) and name not in UNUSED]
+
+    def shown(names: Sequence[str]) -> str:
+        return ", ".join(f"{name} ({before.get(name)}, here {setting.get(name)})" for name in names)
+
+    wrong = [name for name in other if name not in TOLD and not name.startswith("parallel.")]
+    if wrong:
+        raise UserError(
+            f"{path} was measured with other settings: {shown(wrong)}; run `mmspeed bench buckets CONFIG` again"
+        )
+    if other:
+        return (
+            measured,
+            f"{path.name} was measured with other settings: {shown(other)}; time and memory may be different here",
+        )
+    return measured, None
+
+
+# -- how far to go ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How far a measurement goes."""
+
+    memory_bytes: int
+    seconds: float = 30.0  # a step that takes longer is its bucket's last
+    most: int | None = None  # samples of a step
+    repeats: int = 5  # timed steps of each batch
+    minutes: float = 10.0  # of the whole measurement: about half to find batches, then as many rounds of timed steps as there is time for
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What was found of a bucket so far: steps that ran, smaller ones first, and the smallest that ran out of memory."""
+
+    rows: tuple[Measurement, ...] = ()
+    too_large: int | None = None
+
+
+def next_batch(tried: Tried, limits: Limits, state_bytes: int, careful: bool) -> int | None:
+    """The batch to try next, larger than all that ran; None when there is no use in another.
+
+    Batches double as long as the line through the last two has them in the limit, else the largest that it has is tried; after
+    one that ran out of memory, the middle. `careful` never goes over the limit: it goes by `line_slope`, and where that has none
+    by this: what a step takes beyond `state_bytes` (weights, optimizer) is at most proportional to its batch.
+    """
+    if not tried.rows:
+        return 1 if tried.too_large is None else None
+    last = tried.rows[-1]
+    if last.peak_bytes > limits.memory_bytes or last.seconds > limits.seconds:
+        return None
+    wanted = [2 * last.batch]
+    if limits.most is not None:
+        wanted.append(limits.most)
+    if tried.too_large is not None:
+        wanted.append((last.batch + tried.too_large) // 2)
+    each = line_slope(tried.rows)
+    if careful and each is None:
+        room, taken = limits.memory_bytes - state_bytes, max(1, last.peak_bytes - state_bytes)
+        wanted.append(last.batch * room // taken)
+    elif each is None and len(tried.rows) > 1:
+        before = tried.rows[-2]
+        each = (last.peak_bytes - before.peak_bytes) / (last.batch - before.batch)
+    if each is not None and each > 0:
+        wanted.append(last.batch + int((limits.memory_bytes - last.peak_bytes) / each))
+    # near the end, a step of an eighth more says little that the line does not
+    smallest = last.batch + max(1, last.batch // 8)
+    return min(wanted) if min(wanted) >= smallest else None
+
+
+def memory_limit(device: Device, wanted: float | None) -> int:
+    """Bytes for this process, from a share (up to 1) or a number of bytes; by default, what leaves room for what is not counted.
+
+    Processes of one host share its memory, so each has its part of a share.
+    """
+    together = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.kind == "cpu" else 1
+    if wanted is not None and wanted > 1:
+        return int(wanted)
+    if wanted is not None:
+        return int(wanted * device.total_memory_bytes() / together)
+    if device.kind == "cpu":
+        return int(HOST_SHARE * device.free_memory_bytes() / together)
+    return int(ACCELERATOR_SHARE * device.total_memory_bytes())
+
+
+# -- the measurement --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was measured, and what it is compared with."""
+
+    path: Path  # of buckets.json
+    measured: Measured
+    config: RunConfig
+    shapes: Sequence[ShapeClass]
+    costs: SampleCosts
+    state_bytes: int
+    counted: str  # what the figures of memory count
+    world: int
+    untried: tuple[ShapeClass, ...] = ()  # judged by smaller buckets, since trying them might have harmed others
+    rounds: int = 0  # timed steps of each batch
+
+
+def profile(
+    config: RunConfig,
+    folder: Path | None = None,
+    *,
+    task: Task | None = None,
+    memory: float | None = None,
+    seconds: float = 30.0,
+    most: int | None = None,
+    repeats: int = 5,
+    minutes: float = 10.0,
+) -> Profile:
+    """Measure every shape class of a task, and write `buckets.json` into its run's folder, or into `folder`.
+
+    `memory` is a share of the device's memory or a number of bytes; after `minutes` no larger batch and no further round is
+    begun. A collective call where a launcher started several processes. Raises UserError for a bucket that fits neither codec
+    nor model, a folder that cannot be written to, or when no bucket fits.
+    """
+    if config.memory.chooses:
+        raise UserError(
+            "memory's budget chooses ways for given batches, and this measures batches in given ways: tell memory.spans instead of a budget"
+        )
+    device = pick(config.device.kind)
+    device.activate()
+    with process_group(device):
+        rank = dist.get_rank()
+        path = (folder or config.run_dir) / MEASURED_NAME
+        comm.first_does(lambda: _check_folder(path.parent), rank)
+        limits = Limits(memory_limit(device, memory), seconds, most, repeats, minutes)
+        limits = replace(limits, memory_bytes=-int(comm.all_reduce_max([-float(limits.memory_bytes)])[0]))
+        task = task or make_task(config)
+        task.open_without_data()
+        steps = Trial(config, task, device, limits.memory_bytes)
+        began = time.monotonic()
+        found, untried = explore(steps, limits, began)
+        rows, found, rounds = timed(steps, found, limits, began)
+        too_large = {bucket: tried.too_large for bucket, tried in found.items() if tried.too_large is not None}
+        setting = setting_of(config, task.setting(), steps.place)
+        measured = Measured(tuple(rows), limits.memory_bytes, setting, too_large)
+        if all(row.peak_bytes > limits.memory_bytes for row in rows):
+            raise does_not_fit(steps.state_bytes, limits.memory_bytes)
+        comm.first_does(lambda: measured.save(path), rank)
+        counted = "allocator's count on CPU" if device.kind == "cpu" else "allocator's peak on the device"
+        return Profile(
+            path,
+            measured,
+            config,
+            task.shapes(),
+            SampleCosts(task.tokens, task.cost),
+            steps.state_bytes,
+            counted,
+            steps.world,
+            untried,
+            rounds,
+        )
+
+
+def out_of_time(began: float, minutes: float) -> bool:
+    """Whether so many minutes have passed on any process. A collective call."""
+    return comm.all_reduce_max([time.monotonic() - began])[0] > 60 * minutes
+
+
+def explore(steps: Trial, limits: Limits, began: float) -> tuple[dict[ShapeClass, Tried], tuple[ShapeClass, ...]]:
+    """The batches of each bucket, each measured once: one more of every bucket in turn. And the buckets that were not tried.
+
+    Every bucket has its batch of 1; when half of the time is over, no larger batch is tried.
+    """
+    found = {bucket: Tried() for bucket in sorted(steps.task.shapes(), key=steps.task.tokens)}
+    untried, going = [], list(found)
+    with ProgressLine("find batches", None, "step") as line:
+        while going:
+            for bucket in list(going):
+                batch = next_batch(found[bucket], limits, steps.state_bytes, steps.careful)
+                if batch is None or (batch > 1 and out_of_time(began, limits.minutes / 2)):
+                    going.remove(bucket)
+                    continue
+                if batch == 1 and steps.careful and _too_large_alone(bucket, steps, found, limits):
+                    untried.append(bucket)
+                    row = None
+                else:
+                    row = steps.probe(bucket, batch)
+                    if (
+                        row is not None and row.seconds > limits.seconds
+                    ):  # once more, in case something else disturbed it
+                        row = replace(row, seconds=min(row.seconds, steps.seconds(bucket, batch)))
+                tried = found[bucket]
+                found[bucket] = (
+                    replace(tried, too_large=batch) if row is None else replace(tried, rows=(*tried.rows, row))
+                )
+                line.advance(note=f"{bucket} x {batch}" + ("" if row else ": no room"))
+    return found, tuple(untried)
+
+
+def _too_large_alone(bucket: ShapeClass, steps: Trial, found: Mapping[ShapeClass, Tried], limits: Limits) -> bool:
+    """Whether one sample would be over the limit, by the tokens of smaller buckets' samples."""
+    ones = [tried.rows[0] for tried in found.values() if tried.rows]
+    if not ones:
+        return False
+    state, tokens = steps.state_bytes, steps.task.tokens
+    each = min((row.peak_bytes - state) / tokens(row.bucket) for row in ones)
+    return state + each * tokens(bucket) > limits.memory_bytes
+
+
+def timed(
+    steps: Trial, found: Mapping[ShapeClass, Tried], limits: Limits, began: float
+) -> tuple[list[Measurement], dict[ShapeClass, Tried], int]:
+    """The measurements with the median time of the rounds there is time for, what was found of the buckets then, and the rounds.
+
+    Each round goes through all batches of all buckets in an order of its own, so that what disturbs the machine meets all alike.
+    """
+    found = dict(found)
+    order = [row for tried in found.values() for row in tried.rows]
+    taken: dict[tuple[ShapeClass, int], list[float]] = {}
+    rounds = 0
+    with ProgressLine("time batches", len(order) * limits.repeats, "step") as line:
+        for turn in range(limits.repeats):
+            if turn and out_of_time(began, limits.minutes):
+                break
+            rounds += 1
+            drawn = rng.generator(steps.config.seed, "profile_order", turn)
+            for place in torch.randperm(len(order), generator=drawn).tolist():
+                bucket, batch = order[place].bucket, order[place].batch
+                if batch < (found[bucket].too_large or batch + 1):
+                    seconds = steps.attempt(partial(_warm_seconds, steps, bucket, batch))
+                    if seconds is None:  # memory in pieces: it had fitted
+                        found[bucket] = replace(found[bucket], too_large=batch)
+                    else:
+                        taken.setdefault((bucket, batch), []).append(seconds)
+                line.advance(note=f"{bucket} x {batch}")
+    rows = [
+        replace(row, seconds=statistics.median(taken[row.bucket, row.batch]))
+        for row in order
+        if row.batch < (found[row.bucket].too_large or row.batch + 1)
+    ]
+    return rows, found, rounds
+
+
+def _warm_seconds(steps: Trial, bucket: ShapeClass, batch: int) -> float:
+    """Time of a step; on an accelerator the second of two, since the first gives back the memory of another shape."""
+    if steps.device.kind != "cpu":
+        steps.run(bucket, batch)
+    return steps.seconds(bucket, batch)
+
+
+def _check_folder(folder: Path) -> None:
+    """Raises UserError when nothing can be written there: before the measurement, not after it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the folder {folder} ({error.strerror}); choose another") from None
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"cannot write to {folder}; choose a folder you may write to")

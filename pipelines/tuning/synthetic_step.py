@@ -1,0 +1,173 @@
+"""Single training steps on the device, of made-up items: as `mmspeed train` takes them, without a cache."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch import nn
+
+from mmspeed import comm
+from mmspeed.config import RunConfig
+from mmspeed.data.sampling.batch_sizes import Measurement
+from mmspeed.device import Device, is_out_of_memory
+from mmspeed.errors import UserError
+from mmspeed.log import format_bytes
+from mmspeed.loop.optimizers.build import set_learning_rate
+from mmspeed.loop.step import train_step
+from mmspeed.memory import Ways, peak_bytes, resident_bytes
+from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
+from mmspeed.memory.planning.options import static_bytes
+from mmspeed.memory.planning.peak import local_bytes
+from mmspeed.pipelines.run.build import assemble, place
+from mmspeed.protocols import Batch, Models, ShapeClass, Task, TrainableModel, check_model
+
+RATE = 1e-6  # learning rate of the steps: weights move, so that no product is of zeros only, and no loss runs away
+
+Found = TypeVar("Found")
+
+
+class Trial:
+    """Training steps of made-up items of a task's model, on every device of the world alike."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        task: Task,
+        device: Device,
+        limit_bytes: int | None = None,
+        *,
+        choice: Sequence[Ways] | None = None,
+        blocks: Sequence[int] | None = None,
+        text_tokens: int | None = None,
+    ) -> None:
+        """Raises UserError for a shape class that does not fit the model, and when the model alone is over the limit.
+
+        config: whose loop, memory and layout the steps are taken with; the task's own, or that with other choices. choice: as for
+        `assemble`. blocks: of the model's, only these. text_tokens: of the longest text, None: the usual.
+        """
+        self.config, self.device, self.task = config, device, task
+        self.world = dist.get_world_size()
+        self.placement = place(config, device)
+        self.strategy, self.place = self.placement.strategy, self.placement.at(device, config.run_dir)
+        self.text_tokens = text_tokens
+        bare = task.build()
+        if blocks is not None:
+            learner = learning_model(task, bare)
+            learner.blocks = nn.ModuleList(learner.blocks[block] for block in blocks)
+        self.bare = bare
+        task.shapes()
+        least = self._least_bytes()
+        if limit_bytes is not None and least > limit_bytes:
+            raise does_not_fit(least, limit_bytes)
+        self.parts = assemble(config, task, bare, self.placement, device, choice)
+        set_learning_rate(self.parts.optimizer, RATE)
+
+    @property
+    def model(self) -> TrainableModel:
+        """The model that learns, without what engines wrap around it."""
+        return learning_model(self.task, self.bare)
+
+    @property
+    def careful(self) -> bool:
+        """Whether running out of memory would harm others: this host's programs, or the processes that wait for this one."""
+        return self.device.kind == "cpu" or self.strategy != "none"
+
+    @property
+    def state_bytes(self) -> int:
+        """What stays in memory between steps, once there was one: weights, optimizer's and average's state."""
+        ema, optimizer = self.parts.ema, self.parts.optimizer
+        averages = list(ema.tensors.values()) if ema is not None and not ema.on_host else []
+        if isinstance(optimizer, TieredOptimizer):
+            held = optimizer.device_bytes()
+            return held["parameters"] + held["master"] + held["states"] + local_bytes(averages)
+        return resident_bytes([*self.parts.model.parameters(), *averages], optimizer)
+
+    def _least_bytes(self) -> int:
+        """What weights, gradients, the optimizer's states and the average take on the device; 0 where they are sharded."""
+        train, numbers = self.config.train, sum(p.numel() for model in self.bare.values() for p in model.parameters())
+        average = train.ema_decay is not None
+        static = static_bytes(numbers, self.config.memory, average=average, optimizer=train.optimizer)
+        return 0 if self.strategy == "fsdp" else static.between + static.gradients
+
+    def run(self, shape: ShapeClass, items: int, micro_batches: int = 1) -> None:
+        """One optimizer step of `items` at a time on each device."""
+        parts = self.parts
+        batch = self.batch(shape, items)
+        result = train_step(
+            parts.models,
+            parts.learners,
+            [batch] * micro_batches,
+            self.task.synthetic_divisors(batch, micro_batches * self.world),
+            clip_norm=self.config.train.clip_norm,
+            tensor=self.placement.layout.tensor,
+            mesh=self.placement.mesh,
+        )
+        if not result.finite:
+            raise UserError(
+                f"bucket {shape}: the loss of random samples is {result.loss}; a step like that is not timed"
+            )
+        if parts.ema is not None:
+            parts.ema.update(parts.model)
+
+    def seconds(self, shape: ShapeClass, batch: int, micro_batches: int = 1) -> float:
+        """Time of one step, until the device has done it; of the slowest process."""
+        comm.barrier()
+        self.device.synchronize()
+        start = time.perf_counter()
+        self.run(shape, batch, micro_batches)
+        self.device.synchronize()
+        return comm.all_reduce_max([time.perf_counter() - start])[0]
+
+    def peak(self, shape: ShapeClass, batch: int, micro_batches: int = 1) -> int:
+        """Bytes in use at the peak of one step, on the device that has most."""
+        peak = peak_bytes(self.device, self.state_bytes, lambda: self.run(shape, batch, micro_batches))
+        return int(comm.all_reduce_max([float(peak)])[0])
+
+    def probe(self, shape: ShapeClass, batch: int) -> Measurement | None:
+        """A first measurement; None when memory ran out."""
+
+        def both() -> Measurement:
+            self.run(shape, batch)  # compiles, chooses kernels, and makes the optimizer's state
+            return Measurement(shape, batch, self.seconds(shape, batch), self.peak(shape, batch))
+
+        return self.attempt(both)
+
+    def attempt(self, work: Callable[[], Found]) -> Found | None:
+        """What `work` gives; None when memory ran out, and the model is as before. Raises UserError where it cannot be so."""
+        try:
+            return work()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            if self.strategy != "none":
+                raise UserError(
+                    f"memory ran out in the middle of a step with parallel.strategy {self.strategy}: lower --memory-limit"
+                ) from None
+        self.parts.optimizer.zero_grad(set_to_none=True)
+        gc.collect()
+        self.device.empty_cache()
+        return None
+
+    def batch(self, shape: ShapeClass, items: int) -> Batch:
+        """A made-up batch on the device."""
+        return self.task.synthetic_batch(shape, items, self.place, self.text_tokens)
+
+
+def learning_model(task: Task, models: Models) -> TrainableModel:
+    """Of models by role, the one that learns. Raises UserError for one that lacks part of `TrainableModel`."""
+    model = models[task.updates()[0].roles[0]]
+    check_model(model, TrainableModel, task.name)
+    assert isinstance(model, TrainableModel)
+    return model
+
+
+def does_not_fit(state_bytes: int, limit_bytes: int) -> UserError:
+    """What to say when nothing can be trained in the memory there is."""
+    return UserError(
+        f"not one sample of any bucket fits in {format_bytes(limit_bytes)}, of which the model with its optimizer takes "
+        f"{format_bytes(state_bytes)}: set train.checkpointing: true, shard the model, make it smaller, or raise --memory-limit"
+    )

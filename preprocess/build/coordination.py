@@ -1,0 +1,357 @@
+"""How the processes of one build work together: through files in the cache, and through nothing else.
+
+Each process takes its share of the sources and captions by its number, and leaves what became of them in a part:
+`parts/<build>/rank-00003.parquet`, whole or absent. Processes of a launcher find each other through a file that process 0 holds
+locked while it lives; it gathers the parts, and all wait for the end. The parts of a job array (`--shard 3/8`) may run at any
+time and in any order; the one that finds all parts there gathers them, and nobody waits.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pyarrow as pa
+
+from mmspeed.data.cache.files import TempFile, abandoned, disk_errors, try_lock, write_whole
+from mmspeed.data.cache.keys import digest
+from mmspeed.data.cache.tables import parquet_bytes, read_facts, read_table
+from mmspeed.errors import UserError
+from mmspeed.log import get_logger
+from mmspeed.preprocess.records.sample_table import Row
+
+log = get_logger("preprocess")
+
+Found = TypeVar("Found")
+
+_FACT = "mmspeed.part"
+_TELL_EVERY = 60.0  # seconds between lines of a process that waits
+_LONGEST_NAP = 1.0
+_FAREWELL = 60.0  # seconds that process 0 gives the others to see the end
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of the work is this process's: number `rank` of `world`. `launched`: they all run at once."""
+
+    rank: int = 0
+    world: int = 1
+    launched: bool = False
+
+    @classmethod
+    def of(cls, shard: str | None) -> Share:
+        """The share that `--shard` names (from 1 on, as in `3/8`), else the launcher's, else all. Raises UserError."""
+        launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+        if shard is None:
+            return cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), True) if launched else cls()
+        if launched:
+            raise UserError("--shard and a launcher (or --nproc) both share out the work: use one of them")
+        match = re.fullmatch(r"(\d+)/(\d+)", shard)
+        if match is None or not 1 <= int(match[1]) <= int(match[2]):
+            raise UserError(f"--shard is {shard!r}: write which part of how many, from 1/8 to 8/8")
+        return cls(int(match[1]) - 1, int(match[2]))
+
+    def takes(self, key: str) -> bool:
+        """Whether the entry of that key is this process's to make."""
+        return int(key[:8], 16) % self.world == self.rank
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one process tells the others: its rows, and plain JSON of all else."""
+
+    rows: list[Row]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def write_part(path: Path, part: Part) -> None:
+    """Replace a part, whole and sealed. Raises UserError when the disk is full."""
+    write_whole(path, parquet_bytes(plain_rows(part.rows), row_schema(), {_FACT: json.dumps(part.facts)}))
+
+
+def read_part(path: Path) -> Part:
+    """A part. Raises UserError when it is damaged."""
+    table = read_table(path, row_schema())
+    try:
+        return Part(rows_of_plain(table.to_pylist()), json.loads(read_facts(path)[_FACT]))
+    except (KeyError, ValueError) as error:
+        raise UserError(f"{path} is no part of a build ({error!r}); delete it and run that part again") from error
+
+
+def plain_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Rows as the columns of `row_schema`."""
+    return [{column.name: getattr(row, column.name) for column in fields(Row)} for row in rows]
+
+
+def rows_of_plain(plain: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """The rows that `plain_rows` was made from; other columns are left out."""
+    names = [column.name for column in fields(Row) if column.name != "text_keys"]
+    return [Row(**{name: row[name] for name in names}, text_keys=tuple(row["text_keys"])) for row in plain]
+
+
+def row_schema() -> pa.Schema:
+    """The columns of a part's table."""
+    kinds = {"int": pa.int32(), "str": pa.string(), "tuple[str, ...]": pa.list_(pa.string())}
+    return pa.schema({name.name: kinds[str(name.type)] for name in fields(Row)})
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all processes of a build must see alike, as digests."""
+
+    count: int  # sources
+    listing: str  # their names, sizes and captions, and the settings
+    encoders: str
+    stamp: (
+        str  # when the files were changed: it may differ between copies, so it only tells the parts of an array apart
+    )
+
+    @property
+    def id(self) -> str:
+        """One name for all of it."""
+        return digest(f"{self.count} {self.listing} {self.encoders} {self.stamp}".encode())
+
+    def to_json(self) -> dict[str, Any]:
+        """What the processes tell each other."""
+        return {name.name: getattr(self, name.name) for name in fields(self)}
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> Agreement:
+        """The agreement in what another process told, which may say more."""
+        return cls(**{name.name: told[name.name] for name in fields(cls)})
+
+    def require_same(self, other: Mapping[str, Any], here: int = 0, there: int = 0) -> None:
+        """Raises UserError when another process, number `there`, told something else. Files may differ in their times."""
+        theirs = Agreement.from_json(other)
+        if theirs.listing != self.listing:
+            raise UserError(
+                f"the processes see different sources ({self.count} in process {here}, {theirs.count} in process {there}): "
+                "is every path on a shared file system?"
+            )
+        if theirs.encoders != self.encoders:
+            raise UserError(
+                f"the processes see different text encoders (process {here} and process {there}): "
+                "give all machines the same files"
+            )
+
+
+class Parts:
+    """This process's end of the cooperation; a context manager around the work.
+
+    Args:
+        root: folder of the cache.
+        share: which part is this process's.
+        agreement: what the others must see too.
+
+    Raises UserError, where it meets the others, when they see something else.
+    """
+
+    def __init__(self, root: Path, share: Share, agreement: Agreement) -> None:
+        self.share, self.agreement = share, agreement
+        self._folder = root / "parts"
+        self._launch: TempFile | None = None
+        self._launch_file = self._folder / f"launch-{digest(_token().encode())[:16]}.json"
+        self.place = self._folder / f"{agreement.id}-of-{share.world}"
+
+    def __enter__(self) -> Parts:
+        if self.share.world > 1 and self.share.launched:
+            nonce = self._announce() if self.share.rank == 0 else self._find()
+            self.place = self._folder / nonce
+        elif self.share.world > 1:
+            self._mine().unlink(missing_ok=True)  # of an earlier run: its counts would not be this run's
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._launch is not None:
+            self._launch_file.unlink(missing_ok=True)
+            self._launch.discard()
+            self._launch = None
+        self._remove_empty()
+
+    def leave(self, part: Part) -> None:
+        """Write this process's part."""
+        write_part(self._mine(), part)
+
+    def missing(self) -> list[int]:
+        """Numbers of the processes whose parts are not there yet."""
+        return [rank for rank in range(self.share.world) if not self._file(rank).exists()]
+
+    def read(self) -> list[Part]:
+        """All parts, in the order of the processes."""
+        return [read_part(self._file(rank)) for rank in range(self.share.world)]
+
+    def await_all(self) -> None:
+        """Process 0 of a launcher: wait for every part."""
+
+        def all_there() -> bool | None:
+            return not self.missing() or None
+
+        wait_for(all_there, lambda: f"waiting for the parts of processes {_some(self.missing())}")
+
+    def conclude(self, result: dict[str, Any]) -> None:
+        """Process 0 of a launcher: tell the others how it ended, and take the parts away once they have seen it."""
+        write_whole(self._end(), json.dumps(result).encode())
+        self._mine().unlink(missing_ok=True)
+        deadline = time.monotonic() + _FAREWELL
+        while len(self.missing()) < self.share.world and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self.remove()
+
+    def await_end(self) -> dict[str, Any]:
+        """The other processes of a launcher: how it ended."""
+
+        def end() -> dict[str, Any] | None:
+            return json.loads(self._end().read_bytes()) if self._end().exists() else None
+
+        result = wait_for(end, lambda: "waiting for process 0 to finish the cache")
+        self._mine().unlink(missing_ok=True)  # the sign that it was seen
+        return result
+
+    def remove(self) -> None:
+        """Delete the parts of this build."""
+        shutil.rmtree(self.place, ignore_errors=True)
+
+    def _remove_empty(self) -> None:
+        with suppress(OSError):
+            self._folder.rmdir()  # stays while other builds have parts in it
+
+    def _file(self, rank: int) -> Path:
+        return self.place / f"rank-{rank:05d}.parquet"
+
+    def _mine(self) -> Path:
+        return self._file(self.share.rank)
+
+    def _end(self) -> Path:
+        return self.place / "end.json"
+
+    def _announce(self) -> str:
+        """Process 0: publish this launch, as a file that stays locked while this process lives; its random name."""
+        nonce = secrets.token_hex(16)
+        self._forget_dead_launches()
+        with disk_errors(self._folder):
+            launch = wait_for(self._temporary, lambda: "waiting for a file")
+            launch.write(json.dumps({"nonce": nonce, **self.agreement.to_json()}).encode())
+
+        def published() -> bool | None:
+            self._forget_dead_launches()
+            return launch.link(self._launch_file) or None
+
+        try:
+            busy = UserError("a build of this cache with the same launch name is running; wait for it, or end it")
+            wait_for(published, lambda: "waiting for an earlier launch to end", limit=30.0, late=busy)
+        except BaseException:
+            launch.discard()
+            raise
+        self._launch = launch
+        return nonce
+
+    def _temporary(self) -> TempFile | None:
+        try:
+            return TempFile(self._folder)
+        except FileNotFoundError:  # another build has ended this very moment, and taken the empty folder away
+            return None
+
+    def _find(self) -> str:
+        """Another process: the name of the launch that process 0 has published. Raises UserError when it sees otherwise."""
+        told = wait_for(
+            lambda: _read_locked(self._launch_file),
+            lambda: f"waiting for process 0: is {self._folder.parent} on a file system that all processes share?",
+        )
+        self.agreement.require_same(told, self.share.rank)
+        return str(told["nonce"])
+
+    def _forget_dead_launches(self) -> None:
+        """Delete what launches that were killed have left."""
+        for path in self._folder.glob("launch-*.json"):
+            with abandoned(path, shared=True) as free:  # exclusive it would pass for a living launch's
+                if free:
+                    with suppress(OSError, ValueError, KeyError):
+                        shutil.rmtree(self._folder / json.loads(path.read_bytes())["nonce"], ignore_errors=True)
+                    path.unlink(missing_ok=True)
+
+
+def _token() -> str:
+    """What the processes of one launch have in common, and preferably no other launch."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    address = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
+    return address if run == "none" else run
+
+
+def _read_locked(path: Path) -> dict[str, Any] | None:
+    """The JSON of a file whose writer lives; None when there is none, or its writer is gone."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    with open(descriptor, "rb") as file:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return dict(json.loads(file.read()))
+    return None
+
+
+def wait_for(
+    look: Callable[[], Found | None],
+    words: Callable[[], str],
+    limit: float | None = None,
+    late: UserError | None = None,
+) -> Found:
+    """What `look()` gives once it is not None, asked more and more seldom; `words()` is logged every minute.
+
+    After `limit` seconds `late` is raised.
+    """
+    started = told = time.monotonic()
+    nap = 0.005
+    while (found := look()) is None:
+        now = time.monotonic()
+        if limit is not None and late is not None and now - started > limit:
+            raise late
+        if now - told > _TELL_EVERY:
+            told = now
+            log.warning(words())
+        time.sleep(nap)
+        nap = min(nap * 1.5, _LONGEST_NAP)
+    return found
+
+
+@contextmanager
+def locked(path: Path, words: str) -> Iterator[None]:
+    """Hold a lock between processes during the block; `words` say what a process that must wait is waiting for."""
+
+    def take() -> int | None:
+        descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        try:
+            if try_lock(descriptor) and os.path.samestat(os.stat(path), os.fstat(descriptor)):
+                return descriptor
+        except FileNotFoundError:  # the holder before us has just taken it away
+            pass
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+        return None
+
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = wait_for(take, lambda: words)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # while it is locked, so that nobody else's is taken away
+        os.close(descriptor)
+
+
+def _some(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"{shown} and {len(ranks) - 8} more" if len(ranks) > 8 else shown

@@ -1,0 +1,216 @@
+"""From sources to the dataset cache: probe -> bucket -> decode -> encode -> write, one pass, resumable.
+
+Every process of a build lists the same sources and takes its share of them, and its share of all captions; the entries, their
+bytes and the table of samples do not depend on how many processes there are. They coordinate through files in the cache alone
+(coordination.py). Within a process decoding, encoding and writing overlap (encoding/latent_stage.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import closing
+
+from mmspeed.config import Config
+from mmspeed.data import CacheWriter
+from mmspeed.data.cache.index import compile_index
+from mmspeed.data.cache.tables import SAMPLES_FILE, read_info, write_rejects, write_samples
+from mmspeed.device import pick
+from mmspeed.errors import UserError
+from mmspeed.log import ProgressLine, format_bytes, get_logger
+from mmspeed.preprocess.build.coordination import Part, Parts, Share, locked
+from mmspeed.preprocess.build.setup import Setup
+from mmspeed.preprocess.encoding.async_writer import BackgroundWriter
+from mmspeed.preprocess.encoding.encode import Encoders, TrustedBatches, encode_texts, text_entry
+from mmspeed.preprocess.encoding.latent_stage import LatentStage
+from mmspeed.preprocess.records.build_report import BuildReport
+from mmspeed.preprocess.records.sample_table import samples_of_rows
+from mmspeed.preprocess.records.stale_entries import StoredEntries
+from mmspeed.preprocess.records.statistics import DataStatistics
+from mmspeed.preprocess.report.page import write_build_page
+
+log = get_logger("preprocess")
+
+
+class CacheBuilder:
+    """Builds or completes the dataset cache of a config. `run()` returns what became of every source.
+
+    Args:
+        config: what is built.
+        shard: the part of a job array that this process does, such as `3/8`; None: its launcher's share, or all.
+
+    Under a launcher `run()` returns in every process when the cache is whole, with the counts of all; with `shard` it returns
+    when the part is done, and finishes the cache when all other parts are there. Raises UserError when the config's sources,
+    codec or text encoder cannot be read, when the disk is full, and when not a single source could be encoded.
+    """
+
+    def __init__(self, config: Config, shard: str | None = None) -> None:
+        self.config, self.root = config, config.local_cache_dir()
+        self.share = Share.of(shard)
+
+    def run(self) -> BuildReport:
+        """Do this process's share, and finish the cache when it is this process's to finish."""
+        self._started = time.monotonic()
+        device = pick(self.config.device.kind)
+        device.activate()
+        self.setup = Setup(self.config, device, self.share.world)
+        self.encoders, self.listing = self.setup.encoders, self.setup.listing
+        with closing(self.setup):
+            return self._run()
+
+    def _run(self) -> BuildReport:
+        if not self.share.launched or self.share.rank == 0:
+            self.setup.mend()
+        with Parts(self.root, self.share, self.setup.agreement) as parts:
+            self.setup.fit_when_missing()
+            self.setup.check_buckets()
+            report = BuildReport.of(self.root, self.listing)
+            return self._end(parts, self._work(report), report)
+
+    # -- the work -------------------------------------------------------------------------------------------------
+
+    def _work(self, report: BuildReport) -> Part:
+        """Encode this process's share: the texts, then, with the text encoder out of memory, the latents."""
+        if self.share.rank == 0:
+            report.rejections += self.listing.rejections
+        shard_bytes = int(self.config.preprocess.shard_mb * 1e6)
+        with CacheWriter(self.root, shard_bytes, mend=False) as writer:
+            with BackgroundWriter(writer, remember=False) as store:
+                stage = LatentStage(self.config, self.encoders, store, report)
+                self._encode_texts(store, report, stage.statistics)
+                rows = stage.run(self.listing.sources[self.share.rank :: self.share.world])
+        facts = {
+            "codec": self.encoders.codec_fingerprint,
+            "report": report.to_json(),
+            "statistics": stage.statistics.to_json(),
+        }
+        return Part(rows, facts)
+
+    def _encode_texts(self, store: BackgroundWriter, report: BuildReport, statistics: DataStatistics) -> None:
+        """Encode this process's share of all listed captions, and the empty one by process 0.
+
+        Shares go by key, so that each distinct caption is encoded once and nobody waits for another's results. Captions of
+        sources that will be rejected are encoded too: whether they will be is not known yet.
+        """
+        todo = [""] if self.share.rank == 0 and not store.has("null", self.encoders.text_key("")) else []
+        report.texts_reused += self.share.rank == 0 and not todo
+        seen: set[str] = set()
+        for source in self.listing.sources:
+            for caption in source.captions:
+                key = self.encoders.text_key(caption)
+                if self.share.takes(key) and key not in seen:
+                    seen.add(key)
+                    if store.has("texts", key):
+                        report.texts_reused += 1
+                    else:
+                        todo.append(caption)
+        if todo:
+            encode_captions(self.encoders, todo, store, report, statistics)
+            before, after = self.encoders.free("text")
+            log.debug("text encoder freed: %s in use before, %s after", format_bytes(before), format_bytes(after))
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def _end(self, parts: Parts, part: Part, report: BuildReport) -> BuildReport:
+        """Bring the processes' parts together, wherever that is this process's to do."""
+        if self.share.world == 1:
+            return conclude(self.setup, [part], report, self._started)
+        parts.leave(part)
+        if self.share.launched and self.share.rank == 0:
+            parts.await_all()
+            report = conclude(self.setup, self._checked(parts), report, self._started)
+            parts.conclude(report.to_json() | {"buckets": report.buckets, "splits": report.splits})
+            return report
+        if self.share.launched:
+            end = parts.await_end()
+            report.merge([BuildReport.from_json(end)])
+            report.buckets.update(end["buckets"])
+            report.splits.update(end["splits"])
+            report.seconds = time.monotonic() - self._started
+            return report
+        return self._end_of_array(parts, report)
+
+    def _end_of_array(self, parts: Parts, report: BuildReport) -> BuildReport:
+        """One part of a job array has ended: finish the cache if it was the last."""
+        with locked(self.root / f".{parts.place.name}.lock", "waiting for another process to finish the cache"):
+            missing = parts.missing()
+            if not missing:
+                report = conclude(self.setup, self._checked(parts), report, self._started)
+                parts.remove()
+                return report
+            # A part that made something new belongs into the tables: then the others must be run again too.
+            finished = len(missing) >= self.share.world - 1 and not report.clips_encoded and self._finished()
+            if finished:  # by another that was the last with us, or long ago, and this part was run once more
+                parts.remove()
+        report.part = self.share.rank, self.share.world
+        report.parts_missing = 0 if finished else len(missing)
+        report.seconds = time.monotonic() - self._started
+        return report
+
+    def _checked(self, parts: Parts) -> list[Part]:
+        """The parts of all processes. Raises UserError when one of them belongs to another codec, or its entries are gone."""
+        read = parts.read()
+        stored = StoredEntries(self.root)
+        for rank, part in enumerate(read):
+            again = f"run part {rank + 1} of {self.share.world} again"
+            if part.facts["codec"] != self.encoders.codec_fingerprint:
+                raise UserError(f"process {rank} has another codec than process {self.share.rank}; {again}")
+            require_stored(part, stored, f"of part {rank + 1}", again)
+        return read
+
+    def _finished(self) -> bool:
+        """Whether the cache was finished by a build of the same sources and settings."""
+        tables = (self.root / "cache.json", self.root / SAMPLES_FILE)
+        return all(path.exists() for path in tables) and read_info(self.root).get("build") == self.setup.agreement.id
+
+
+def encode_captions(
+    encoders: Encoders,
+    captions: Sequence[str],
+    store: BackgroundWriter,
+    report: BuildReport,
+    statistics: DataStatistics,
+) -> None:
+    """Encode captions that the cache lacks, the empty one too."""
+    config, truncated = encoders.config.preprocess, encoders.text.truncated
+    trusted = TrustedBatches(config.text_batch, config.exact_batches)
+    with ProgressLine("captions", len(captions), "caption") as line:
+        for caption, tensors in encode_texts(encoders, trusted, captions):
+            entry = text_entry(encoders, caption, tensors, "texts" if caption else "null")
+            store.add(**entry)
+            if caption:
+                statistics.add_caption_tokens(entry["tokens"])
+            line.advance()
+    report.texts += len(captions)
+    report.text_batches += trusted.counts
+    report.captions_truncated += encoders.text.truncated - truncated
+
+
+def require_stored(part: Part, stored: StoredEntries, whose: str, then: str) -> None:
+    """Raises UserError when an entry that a part tells of is not in the cache; `whose` and `then` are for its words."""
+    latents, texts = stored.keys["latents"], stored.keys["texts"]
+    lost = sum(row.latent_key not in latents or any(key not in texts for key in row.text_keys) for row in part.rows)
+    if lost:
+        raise UserError(f"{lost} clips {whose} are not in the cache (any more); {then}")
+
+
+def conclude(setup: Setup, parts: Sequence[Part], report: BuildReport, started: float) -> BuildReport:
+    """Write the tables of the finished cache from all parts, and its page; `report` made that of the whole build.
+
+    `started` is when it began, by `time.monotonic`. Raises UserError when not a single source is in the cache.
+    """
+    config, root, encoders = setup.config, setup.root, setup.encoders
+    report.merge([BuildReport.from_json(part.facts["report"]) for part in parts])
+    samples = samples_of_rows([row for part in parts for row in part.rows], config.data, encoders.strides)
+    report.count_samples(samples)
+    write_rejects(root, [(r.source, r.reason.value, r.detail) for r in report.rejections])
+    setup.write_info()
+    write_samples(root, samples, null_key=encoders.text_key(""))
+    compile_index(root)
+    report.seconds = time.monotonic() - started
+    report.require_some()
+    statistics = DataStatistics()
+    for part in parts:
+        statistics.merge(DataStatistics.from_json(part.facts["statistics"]))
+    write_build_page(config, setup.listing, statistics, report, samples, encoders.channels, encoders.strides)
+    return report

@@ -1,0 +1,218 @@
+"""Preprocess inside training: what the cache lacks is encoded in the first epoch, in the order in which training wants it.
+
+`OnlineBuilder` is handed to `TrainPipeline`, which knows it only as `mmspeed.data.loading.first_epoch.Maker`.
+Its entries are those of
+`mmspeed preprocess`, byte for byte: planning, decoding, encoding and storing are the same code.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from mmspeed import comm
+from mmspeed.config import Config
+from mmspeed.data import CacheWriter, DatasetCache, Entry, Sample
+from mmspeed.data.cache.files import TempFile
+from mmspeed.data.cache.index import compile_index
+from mmspeed.data.cache.tables import read_samples, write_rejects, write_samples
+from mmspeed.data.loading.first_epoch import Made, Task
+from mmspeed.device import Device
+from mmspeed.errors import UserError
+from mmspeed.log import ProgressLine, get_logger
+from mmspeed.preprocess.build.coordination import Part, read_part, write_part
+from mmspeed.preprocess.build.setup import Setup
+from mmspeed.preprocess.decoding.clips import split_of
+from mmspeed.preprocess.decoding.pool import DecodePool, Event, Failed, Finished, Selected
+from mmspeed.preprocess.encoding.async_writer import BackgroundWriter
+from mmspeed.preprocess.encoding.encode import TrustedBatches, encode_texts, text_entry
+from mmspeed.preprocess.encoding.latent_stage import LatentStage
+from mmspeed.preprocess.records.build_report import BuildReport
+from mmspeed.preprocess.records.sample_table import Planned, Row, rows_of, samples_of_rows
+from mmspeed.preprocess.sources.rejections import Reason, Rejection
+
+log = get_logger("preprocess")
+
+
+class OnlineBuilder:
+    """Makes a config's cache during training: a `mmspeed.data.loading.first_epoch.Maker`."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self._stack = ExitStack()  # what is open between `start` and `close`
+        self._moved: list[Entry] = []  # entries of shards that were sealed since it was told where they lie
+
+    # -- before the first step ------------------------------------------------------------------------------------
+
+    def plan(self, device: Device, rank: int, world: int, group: dist.ProcessGroup | None) -> None:
+        """Probe every source, each rank its share, and write the tables of the samples that there will be.
+
+        A collective call. Raises UserError when there is nothing to train on, or an encoder cannot be found.
+        """
+        self.rank, self.world = rank, world
+        self.setup = Setup(self.config, device)
+        self.setup.require_same(comm.all_gather_objects(self.setup.agreement.to_json(), group))
+        if rank == 0:
+            self.setup.mend()
+            self.setup.fit_when_missing()
+        comm.barrier(group)
+        self.setup.check_buckets()
+        rows, rejections = self._probe(rank, world)
+        rows, rejections = self._gather(rows, rejections, group)
+        comm.first_does(lambda: self._write_plan(rows, [*self.setup.listing.rejections, *rejections]), rank, group)
+        self._captions = {
+            self.setup.encoders.text_key(caption): caption
+            for source in self.setup.listing.sources
+            for caption in source.captions
+        }
+        self._sources = {source.name: source for source in self.setup.listing.sources}
+
+    def _probe(self, rank: int, world: int) -> tuple[list[Row], list[Rejection]]:
+        """The rows and rejections of this rank's share of the sources; nothing is decoded."""
+        config, encoders = self.config, self.setup.encoders
+        sources = self.setup.listing.sources[rank::world]
+        rows: list[Row] = []
+        rejections: list[Rejection] = []
+        with DecodePool(config, sources) as pool, ProgressLine("probe", len(sources), "clip") as line:
+            for event in pool.run(lambda clip: False):
+                if isinstance(event, Selected):
+                    content_id = event.clips[0].content_id
+                    split = split_of(event.source, content_id, config.data, config.seed)
+                    planned = Planned(event.source, split, content_id, event.clips)
+                    rows += rows_of([planned], encoders.latent_key, encoders.text_key)
+                elif isinstance(event, Failed):
+                    rejections.append(event.rejected.of(event.source.name))
+                elif isinstance(event, Finished):
+                    line.advance()
+        return rows, rejections
+
+    def _gather(
+        self, rows: list[Row], rejections: list[Rejection], group: dist.ProcessGroup | None
+    ) -> tuple[list[Row], list[Rejection]]:
+        """On rank 0 what all ranks found, which travels through a folder of this run's own; elsewhere nothing."""
+        if self.world == 1:
+            return rows, rejections
+        name = comm.broadcast_object(f"online-{secrets.token_hex(8)}", group=group)
+        folder = self.setup.root / "parts" / name
+        mark = TempFile(folder) if self.rank == 0 else None  # its lock says that the folder is in use
+        facts = {"rejections": [[r.source, r.reason.value, r.detail] for r in rejections]}
+        write_part(folder / f"rank-{self.rank:05d}.parquet", Part(rows, facts))
+        comm.barrier(group)
+        if mark is None:
+            return [], []
+        parts = [read_part(folder / f"rank-{rank:05d}.parquet") for rank in range(self.world)]
+        mark.discard()
+        self.setup.remove_parts(name)
+        rejected = [
+            Rejection(s, Reason(reason), detail) for part in parts for s, reason, detail in part.facts["rejections"]
+        ]
+        return [row for part in parts for row in part.rows], rejected
+
+    def _write_plan(self, rows: Sequence[Row], rejections: Sequence[Rejection]) -> None:
+        """The tables of a cache that is not whole yet, and the empty caption."""
+        setup, encoders = self.setup, self.setup.encoders
+        self._rejections = [(r.source, r.reason.value, r.detail) for r in rejections]
+        write_rejects(setup.root, self._rejections)
+        if not rows:
+            raise UserError(
+                f"no source of {len(setup.listing.sources)} can be used; each is listed in {setup.root / 'rejects'}"
+            )
+        with CacheWriter(setup.root, mend=False) as writer:
+            if not writer.has("null", encoders.text_key("")):
+                [(caption, tensors)] = encode_texts(encoders, TrustedBatches(1), [""])
+                writer.add(**text_entry(encoders, caption, tensors, "null"))
+        setup.write_info()
+        samples = samples_of_rows(rows, self.config.data, encoders.strides)
+        write_samples(setup.root, samples, null_key=encoders.text_key(""))
+        compile_index(setup.root)
+
+    # -- during the first epoch -----------------------------------------------------------------------------------
+
+    def start(self, cache: DatasetCache, tasks: Sequence[Task]) -> None:
+        """Begin to decode the sources of the tasks, in their order, a bounded number ahead."""
+        self.close()
+        self._stack = ExitStack()
+        config = self.config
+        shard_bytes = int(config.preprocess.shard_mb * 1e6)
+        self._writer = self._stack.enter_context(CacheWriter(self.setup.root, shard_bytes, mend=False, defer=True))
+        self._store = self._stack.enter_context(BackgroundWriter(self._writer))
+        self._report = BuildReport.of(self.setup.root, self.setup.listing)
+        self._stage = LatentStage(config, self.setup.encoders, self._store, self._report)
+        self._trusted = TrustedBatches(config.preprocess.text_batch, config.preprocess.exact_batches)
+        names = [name for task in tasks for name in task.sources]
+        self._samples: dict[str, list[Sample]] = {name: [] for name in names}
+        for sample in cache.samples:
+            if sample.source in self._samples:
+                self._samples[sample.source].append(sample)
+        self._events: Iterator[Event] = iter(())
+        if names:
+            pool = self._stack.enter_context(DecodePool(config, [self._sources[name] for name in names]))
+            self._events = pool.run(self._stage.wanted)
+
+    def make(self, task: Task) -> Made:
+        """Encode the sources and captions of a task; when it returns, what it tells of can be read by every rank."""
+        left = set(task.sources)
+        while left:
+            event = next(self._events)
+            self._stage.take(event)
+            if isinstance(event, Finished):
+                left.discard(event.source.name)
+        self._stage.flush()
+        captions = [self._captions[key] for key in task.texts if not self._store.has("texts", key)]
+        for caption, tensors in encode_texts(self.setup.encoders, self._trusted, captions) if captions else ():
+            self._store.add(**text_entry(self.setup.encoders, caption, tensors, "texts"))
+        made = Made(entries=[self._place(section, key) for section, key in self._store.drain()])
+        if self.world > 1 and made.entries:
+            self._writer.sync()  # other machines see what is on the disk
+        made.entries += self._moved
+        self._moved = []
+        self._stage.settle()
+        for name in task.sources:
+            self._settle(name, made)
+        return made
+
+    def told(self) -> None:
+        """Drop the first names of the shards sealed last time, and begin to seal those that are full by now."""
+        self._writer.drop_names()
+        self._store.call(self._seal)
+
+    def close(self) -> None:
+        """Seal what is stored, and end the decoders. The cache may be left incomplete: the next run goes on from it."""
+        stack, self._stack = self._stack, ExitStack()
+        stack.close()
+
+    def conclude(self, lost: Sequence[str], rejections: Sequence[tuple[str, str, str]]) -> None:
+        """Write the tables of the complete cache: the planned samples, and which of them are lost."""
+        root, gone = self.setup.root, set(lost)
+        samples, null_key = read_samples(root)
+        write_rejects(root, [*self._rejections, *rejections])
+        write_samples(root, [replace(sample, lost=sample.key in gone) for sample in samples], null_key=null_key)
+        compile_index(root)
+
+    def free(self) -> tuple[int, int]:
+        """Drop both encoders; bytes of device memory in use before and after."""
+        self.setup.close()
+        return self.setup.encoders.free()
+
+    def _place(self, section: str, key: str) -> Entry:
+        entry = self._writer.place(section, key)
+        if entry is None:
+            raise RuntimeError(f"{section} {key} was stored and is not there")
+        return entry
+
+    def _seal(self) -> None:
+        self._moved += self._writer.seal_full()
+
+    def _settle(self, source: str, made: Made) -> None:
+        """Tell which samples of a source are lost, those of which a latent is still not there, and why."""
+        lost = [s for s in self._samples.pop(source) if any(not self._writer.has("latents", k) for k in s.latent_keys)]
+        if not lost:
+            return
+        made.lost += [sample.key for sample in lost]
+        mine = [r for r in self._report.rejections if r.source == source or r.source.startswith(f"{source} [")]
+        mine = mine or [Rejection(source, Reason.ENCODE_FAILED, "the file changed since training began")]
+        made.rejections += [(r.source, r.reason.value, r.detail) for r in mine]

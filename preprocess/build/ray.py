@@ -1,0 +1,276 @@
+"""A build on Ray Data: captions and sources are blocks of rows, which actors encode into the one cache.
+
+What leaves an actor are plain columns: the rows of the clips that are in the cache, and for each block one JSON text of all else. By
+then the block's entries are sealed, so whatever dies afterwards cannot take them along. A block whose actor dies is done again by
+another, which finds what was sealed before. The driver concludes as `CacheBuilder` does: the tables are the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import pyarrow as pa
+
+from mmspeed.config import Config, make_config
+from mmspeed.data import CacheWriter
+from mmspeed.data.cache.writer import repair
+from mmspeed.device import SCHEDULER_NAMES, pick
+from mmspeed.errors import UserError
+from mmspeed.log import ProgressLine
+from mmspeed.preprocess.build.coordination import Part, locked, plain_rows, row_schema, rows_of_plain
+from mmspeed.preprocess.build.offline import conclude, encode_captions, require_stored
+from mmspeed.preprocess.build.setup import Setup
+from mmspeed.preprocess.encoding.async_writer import BackgroundWriter
+from mmspeed.preprocess.encoding.encode import Encoders, TrustedBatches
+from mmspeed.preprocess.encoding.latent_stage import LatentStage
+from mmspeed.preprocess.records.build_report import BuildReport
+from mmspeed.preprocess.records.sample_table import Row
+from mmspeed.preprocess.records.stale_entries import StoredEntries
+from mmspeed.preprocess.records.statistics import DataStatistics
+from mmspeed.preprocess.sources.rejections import Reason
+from mmspeed.preprocess.sources.source import Source
+
+SOURCES_A_BLOCK, CAPTIONS_A_BLOCK = 256, 4096
+_BLOCKS_EACH = 4  # at least so many for each worker, where there is enough to do, so that none waits long for the last
+_TRIES = 3  # times that a block is done again, whose actor died, before the build fails
+
+Item = TypeVar("Item")
+
+
+def build_on_ray(config: Config, workers: int | None = None) -> BuildReport:
+    """Build or complete the dataset cache of a config with `workers` Ray actors; what became of every source.
+
+    Uses the cluster that RAY_ADDRESS names, where the cache's folder and the sources must be on a file system that all machines
+    share; without it a Ray of this machine, which ends with the build. `workers` None: one for each accelerator or, where
+    there are none, as many as the cores carry. Raises UserError as `CacheBuilder` does, and when Ray is missing or gives up.
+    """
+    started = time.monotonic()
+    ray = import_ray()
+    setup = Setup(config, pick("cpu"))  # the driver encodes nothing
+    setup.mend()
+    setup.fit_when_missing()
+    setup.check_buckets()
+    report = BuildReport.of(setup.root, setup.listing)
+    first = BuildReport(setup.root, rejections=list(setup.listing.rejections))
+    captions, first.texts_reused = _missing_captions(setup)
+    parts = [Part([], {"report": first.to_json(), "statistics": DataStatistics().to_json()})]
+    with _running(ray, config, workers) as (count, actor):
+        texts = [pa.table({"caption": block}) for block in _blocks(captions, CAPTIONS_A_BLOCK, count)]
+        sources = [_table_of(block) for block in _blocks(setup.listing.sources, SOURCES_A_BLOCK, count)]
+        parts += _encoded(ray, config, "captions", texts, count, actor)
+        parts += _encoded(ray, config, "latents", sources, count, actor)
+    _check(setup, parts[1:])
+    return conclude(setup, parts, report, started)
+
+
+def import_ray() -> Any:
+    """The package `ray`, with Ray Data. Raises UserError when it is not installed."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+        import ray.data
+    except ImportError as error:
+        raise UserError(f"--ray needs Ray Data ({error}): pip install 'mmspeed[ray]'") from None
+    return ray
+
+
+@contextmanager
+def _running(ray: Any, config: Config, workers: int | None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Inside the block Ray runs: the number of actors, and what each asks of it. What was started here is ended."""
+    if ray.is_initialized():
+        raise UserError("Ray runs in this process already: end it with ray.shutdown() before the build")
+    quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
+    wish = 1 + config.preprocess.decode_workers  # cores of an actor
+    try:
+        if address := os.environ.get("RAY_ADDRESS"):
+            ray.init(address, **quiet)
+        else:
+            cores = max(len(os.sched_getaffinity(0)), workers or 1)
+            os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would starve them beside anything else
+            ray.init("local", include_dashboard=False, num_cpus=cores, **quiet)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise UserError(f"Ray does not start: {str(error).splitlines()[0]}") from error
+    try:
+        there = ray.cluster_resources()
+        kind = config.device.kind
+        names = list(SCHEDULER_NAMES.values()) if kind == "auto" else [SCHEDULER_NAMES[kind]]
+        device = next((name for name in names if there.get(name)), "")
+        if kind != "auto" and SCHEDULER_NAMES[kind] != device:
+            raise UserError(f"device.kind is {kind!r}, but Ray knows no {SCHEDULER_NAMES[kind]} here")
+        cores = int(there.get("CPU", 1))
+        count = workers or int(there[device] if device else max(1, cores // wish))
+        if count > (there[device] if device else cores):
+            has = f"{there[device]:g} {device}s" if device else f"{cores} cores"
+            raise UserError(f"--ray {count}: Ray has {has} here, and each worker needs one")
+        one = {} if not device else {"num_gpus": 1} if device == "GPU" else {"resources": {device: 1}}
+        yield count, {"num_cpus": max(1, min(wish, cores // count)), **one}
+    finally:
+        ray.shutdown()
+
+
+def _encoded(
+    ray: Any, config: Config, what: str, blocks: list[pa.Table], count: int, actor: dict[str, Any]
+) -> list[Part]:
+    """The parts of all blocks, in their order, once `count` actors have encoded them. Raises UserError."""
+    if not blocks:
+        return []
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.log_internal_stack_trace_to_stdout = False
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    numbered = [block.append_column("block", pa.array([n] * len(block))) for n, block in enumerate(blocks)]
+    made = ray.data.from_arrow(numbered).map_batches(
+        EncodeActor,
+        fn_constructor_args=(what, config.model_dump_json(by_alias=True)),
+        compute=ray.data.ActorPoolStrategy(size=min(count, len(blocks))),
+        batch_size=None,
+        batch_format="pyarrow",
+        ray_remote_args_fn=lambda: {"max_restarts": -1, "max_task_retries": _TRIES},
+        **actor,
+    )
+    rows: list[list[Row]] = [[] for _ in blocks]
+    facts: dict[int, dict[str, Any]] = {}
+    try:
+        with ProgressLine(what, sum(map(len, blocks)), what.removesuffix("s")) as line:
+            for table in made.iter_batches(batch_size=None, batch_format="pyarrow"):
+                for row in table.to_pylist():
+                    if row["facts"] is None:
+                        rows[row["block"]] += rows_of_plain([row])
+                        continue
+                    facts[row["block"]] = told = json.loads(row["facts"])
+                    if "error" in told:
+                        raise UserError(told["error"])
+                    line.advance(len(blocks[row["block"]]))
+    except ray.exceptions.RayTaskError:
+        raise  # ours: a bug, with its traceback
+    except ray.exceptions.RayError as error:
+        raise UserError(f"Ray gave up: {str(error).splitlines()[0]}") from error
+    return [Part(rows[number], facts[number]) for number in range(len(blocks))]
+
+
+class EncodeActor:
+    """What a Ray actor does with a block of rows: encode, seal, and tell.
+
+    Args:
+        what: `captions` or `latents`.
+        config: the build's config as JSON.
+
+    An error for people becomes the answer, as Ray would wrap it and try again.
+    """
+
+    def __init__(self, what: str, config: str) -> None:
+        self.what, self.config = what, make_config(json.loads(config), origin="Ray")
+        self._writer: CacheWriter | None = None
+
+    def __call__(self, block: pa.Table) -> pa.Table:
+        number = block["block"][0].as_py()
+        try:
+            part = self._encode(block.to_pylist())
+        except UserError as error:
+            part = Part([], {"error": str(error)})
+        return _table_of_part(part, number)
+
+    def _encode(self, rows: list[dict[str, Any]]) -> Part:
+        writer = self._begun()
+        report, statistics = BuildReport(self.config.cache_dir), DataStatistics()
+        made = []
+        try:
+            with BackgroundWriter(writer, remember=False) as store:
+                if self.what == "captions":
+                    encode_captions(self.encoders, [row["caption"] for row in rows], store, report, statistics)
+                else:
+                    stage = LatentStage(self.config, self.encoders, store, report, self.trusted)
+                    made, statistics = stage.run([_source_of(row) for row in rows]), stage.statistics
+        finally:
+            writer.close()  # seals: what is told of is there
+        facts: dict[str, Any] = {"report": report.to_json(), "statistics": statistics.to_json()}
+        if self.what == "latents":
+            facts["codec"] = self.encoders.codec_fingerprint
+        else:
+            facts["text"] = self.encoders.text_fingerprint
+        return Part(made, facts)
+
+    def _begun(self) -> CacheWriter:
+        """The writer of this actor; with the first block the device is taken and the cache is looked at."""
+        if self._writer is None:
+            root, settings = self.config.cache_dir, self.config.preprocess
+            if not root.is_dir():
+                raise UserError(f"a Ray worker does not see {root}: put it on a file system that all machines share")
+            device = pick(self.config.device.kind, 0)
+            device.activate()
+            self.encoders = Encoders(self.config, device)
+            self.trusted = TrustedBatches(settings.encode_batch, settings.exact_batches)
+            if import_ray().get_runtime_context().was_current_actor_reconstructed:
+                with locked(root / ".mend.lock", "waiting for another process to mend the cache"):
+                    repair(root)  # what the dead one has left
+            self._writer = CacheWriter(root, int(settings.shard_mb * 1e6), mend=False)
+        return self._writer
+
+
+def _missing_captions(setup: Setup) -> tuple[list[str], int]:
+    """The distinct captions that the cache lacks, the empty one among them, and how many it has."""
+    stored = StoredEntries(setup.root).keys
+    missing, has, seen = list[str](), 0, set[tuple[str, str]]()
+    captions = (caption for source in setup.listing.sources for caption in source.captions)
+    for section, some in (("null", iter([""])), ("texts", captions)):
+        for caption in some:
+            key = setup.encoders.text_key(caption)
+            if (section, key) not in seen:
+                seen.add((section, key))
+                if key in stored[section]:
+                    has += 1
+                else:
+                    missing.append(caption)
+    return missing, has
+
+
+def _check(setup: Setup, parts: Sequence[Part]) -> None:
+    """Raises UserError when the workers have made something else than this machine would, or it is not to be seen here."""
+    paths = {source.name: source.path for source in setup.listing.sources}
+    stored = StoredEntries(setup.root)
+    encoders = {"codec": setup.encoders.codec_fingerprint, "text": setup.encoders.text_fingerprint}
+    for part in parts:
+        for name, fingerprint in encoders.items():
+            if part.facts.get(name, fingerprint) != fingerprint:
+                raise UserError(f"a Ray worker has another {name} encoder: give all machines the same files")
+        for source, reason, _ in part.facts["report"]["rejections"]:
+            if reason == Reason.MISSING_FILE.value and os.path.exists(paths.get(source, "")):
+                raise UserError(f"a Ray worker does not see {paths[source]}: are all sources on a shared file system?")
+        require_stored(part, stored, "of Ray's workers", "is the cache on a file system that all machines share?")
+
+
+def _blocks(items: Sequence[Item], size: int, workers: int) -> list[Sequence[Item]]:
+    """`items` cut into blocks of at most `size`, smaller where the workers would not share them evenly."""
+    size = max(1, min(size, -(-len(items) // (_BLOCKS_EACH * workers))))
+    return [items[start : start + size] for start in range(0, len(items), size)]
+
+
+_SOURCE = pa.schema(
+    [
+        *((name, pa.string()) for name in ("name", "path", "kind", "split", "dataset")),
+        *((name, pa.int64()) for name in ("offset", "size")),
+        ("captions", pa.list_(pa.string())),
+    ]
+)
+
+
+def _table_of(sources: Sequence[Source]) -> pa.Table:
+    rows = [{name: getattr(source, name) for name in _SOURCE.names} for source in sources]
+    return pa.Table.from_pylist(rows, _SOURCE)
+
+
+def _source_of(row: dict[str, Any]) -> Source:
+    return Source(**{name: row[name] for name in _SOURCE.names if name != "captions"}, captions=tuple(row["captions"]))
+
+
+def _table_of_part(part: Part, number: int) -> pa.Table:
+    """The rows of a part, and a last one that holds all else."""
+    rows = [*plain_rows(part.rows), {"facts": json.dumps(part.facts)}]
+    schema = row_schema().append(pa.field("facts", pa.string())).append(pa.field("block", pa.int64()))
+    return pa.Table.from_pylist([row | {"block": number} for row in rows], schema)

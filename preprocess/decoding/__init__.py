@@ -1,0 +1,1 @@
+"""Decoding: files probed, clips chosen, frames decoded, cut and scaled."""

@@ -1,0 +1,91 @@
+"""What is taken of a source: its buckets, and of each its windows of time and its crops.
+
+Pure. Of each clip, what a latent's key covers; which buckets are drawn out is no part of a key: the bucket is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from mmspeed.config import Bucket
+from mmspeed.config.schema import DataConfig
+from mmspeed.preprocess.decoding.decode import Cut
+from mmspeed.preprocess.decoding.probe import Probe
+from mmspeed.preprocess.decoding.transform import crop_boxes, rank_buckets
+from mmspeed.preprocess.decoding.windows import choose_windows
+from mmspeed.preprocess.sources.rejections import Reason, Rejected
+from mmspeed.preprocess.sources.source import Source, content_id
+from mmspeed.rng import uniform
+
+
+@dataclass(frozen=True)
+class Clip:
+    """The part of a source that becomes one entry: one of its variants."""
+
+    source: Source
+    bucket: Bucket
+    indices: tuple[int, ...]  # frames taken, counted in presentation order
+    crop: tuple[int, int, int, int]  # left, top, right, bottom in the source's displayed pixels
+    content_id: str
+    fps: float  # frames per second of the entry; 0 for images
+    seconds: float  # length of the clip; 0 for images
+    decoder: str = ""  # which library decoded it, once it is decoded
+    window: int = 0  # which of the windows of its source and bucket
+    crop_number: int = 0  # which of the crops of its window
+
+    @property
+    def cut(self) -> Cut:
+        """What the decoder is asked for."""
+        return Cut(self.indices, self.crop, self.bucket.width, self.bucket.height)
+
+    def decoded_by(self, decoder: str) -> Clip:
+        return replace(self, decoder=decoder)
+
+
+def split_of(source: Source, content_id: str, data: DataConfig, seed: int) -> str:
+    """`val` where the manifest says so or the share drawn by content holds the source out, else `train`."""
+    if source.split == "val":
+        return "val"
+    return "val" if uniform(seed, "val_split", content_id) < data.val_fraction else "train"
+
+
+def kept_buckets(ranked: Sequence[Bucket], keep: Mapping[Bucket, float], content_id: str, seed: int) -> list[Bucket]:
+    """Those of `ranked`, in their order, that are not drawn out: each stays with its probability `keep`.
+
+    As in Open-Sora, the draw is of one bucket for one content. It depends on nothing else, so that another bucket in the config, or
+    another `keep` of one, changes the draw of no other.
+    """
+    return [b for b in ranked if keep[b] >= 1 or uniform(seed, "bucket_keep", content_id, b.name) < keep[b]]
+
+
+def select_clips(source: Source, probe: Probe, data: DataConfig, full_hash: bool, seed: int) -> tuple[Clip, ...]:
+    """The clips that `data` takes of a probed source: for its best buckets of those kept, the windows and crops of each.
+
+    Ordered by bucket (the best first), window and crop; never none. `seed` is of the draws of `data.buckets[].keep`. Raises Rejected
+    with the reason, and OSError when the file cannot be read.
+    """
+    keep = {b.bucket(): b.keep for b in data.buckets}
+    ranked = rank_buckets(probe, tuple(keep), data.fps, data.allow_upscale)
+    content = content_id(source, full_hash)
+    buckets = kept_buckets(ranked, keep, content, seed)
+    if not buckets:
+        raise Rejected(Reason.NOT_KEPT, f"drawn out of {', '.join(map(str, ranked))} by data.buckets[].keep")
+    clips = []
+    for bucket in buckets[: data.buckets_per_clip]:
+        fps = 0.0 if bucket.is_image else float(data.fps or probe.fps)
+        for window, indices in enumerate(choose_windows(probe.pts_seconds, bucket.frames, data.fps, data.windows)):
+            for number, crop in enumerate(crop_boxes(probe.width, probe.height, bucket, data.crops)):
+                clip = Clip(
+                    source=source,
+                    bucket=bucket,
+                    indices=tuple(indices),
+                    crop=crop,
+                    content_id=content,
+                    fps=fps,
+                    seconds=bucket.frames / fps if fps else 0.0,
+                    window=window,
+                    crop_number=number,
+                )
+                clips.append(clip)
+    return tuple(clips)

@@ -1,0 +1,209 @@
+"""Pixels of the clips of a file, in one pass over it: PyAV for video, Pillow for pictures.
+
+Each frame is cut and scaled for the clips that want it as it is decoded, so a long video is never in memory whole, and a
+clip leaves as soon as its last frame is in. What a clip gets does not depend on which others are asked for: a clip that
+fails in the common pass is tried again in a pass from the file's start, as it would be alone.
+
+Legend: F frames, H W height and width in pixels, C channels (RGB).
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import av.container
+import av.video
+import numpy as np
+
+from mmspeed.preprocess.decoding.images import picture_frames
+from mmspeed.preprocess.decoding.probe import DECODER_ERRORS, Probe, frame_stamp, open_video, refused, video_stream
+from mmspeed.preprocess.decoding.scaling import Box, Scaler, resize
+from mmspeed.preprocess.sources.rejections import Reason, Rejected
+from mmspeed.preprocess.sources.source import Source
+
+_WORTH_SEEKING = 1.0  # seconds of video; below that, decoding on costs no more than a seek does
+
+Pixels = Callable[[Box, int, int], np.ndarray]  # (crop, width, height) -> (3, height, width) of the frame at hand
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What is decoded for a clip: frames by their place in the order shown, a crop in displayed pixels, and a size."""
+
+    indices: tuple[int, ...]
+    crop: Box
+    width: int
+    height: int
+
+
+@dataclass
+class _Filling:
+    """A clip on its way. `marks` are what its frames are known by, ascending: seconds, or of pictures their numbers."""
+
+    position: int
+    cut: Cut
+    marks: list[float]
+    pixels_FCHW: np.ndarray | None = None
+    count: int = 0
+    problem: Rejected | None = None
+    final: bool = True  # whether a problem would be the same in a pass from the file's start
+
+    @property
+    def ended(self) -> bool:
+        return self.problem is not None or self.count == len(self.marks)
+
+    def give(self) -> np.ndarray | Rejected:
+        """The frames, which are then nobody's here: of a long video there may be thousands of clips."""
+        pixels_FCHW, self.pixels_FCHW = self.pixels_FCHW, None
+        if self.problem is not None or pixels_FCHW is None:
+            return self.problem or Rejected(Reason.UNDECODABLE, "no frames")
+        return pixels_FCHW.transpose(0, 2, 3, 1)
+
+    def fail(self, problem: Rejected, final: bool) -> _Filling:
+        self.problem, self.final, self.pixels_FCHW = problem, final, None
+        return self
+
+    def take(self, seen: float, tolerance: float, pixels: Pixels, final: bool) -> None:
+        """Take the frame seen if it is wanted; note when the one wanted has been passed."""
+        if seen > self.marks[self.count] + tolerance:
+            problem = f"the frame at {self.marks[self.count]:.3f} s is damaged or missing"
+            self.fail(Rejected(Reason.UNDECODABLE, problem), final)
+        while not self.ended and abs(seen - self.marks[self.count]) <= tolerance:
+            if self.pixels_FCHW is None:
+                self.pixels_FCHW = np.empty((len(self.marks), 3, self.cut.height, self.cut.width), np.uint8)
+            try:
+                self.pixels_FCHW[self.count] = pixels(self.cut.crop, self.cut.width, self.cut.height)
+                self.count += 1
+            except Rejected as rejected:
+                self.fail(rejected, final)
+
+
+def stream(source: Source, probe: Probe, cuts: Sequence[Cut]) -> Iterator[tuple[int, np.ndarray | Rejected]]:
+    """For each cut its position and its frames (F, H, W, 3), uint8, upright with square pixels; or why there are none.
+
+    In the order in which they are complete. The arrays are views of planes (F, 3, H, W), as they leave the scaler and as codecs
+    want them. A cut's indices are ascending. Rejections are truncated or undecodable. Raises Rejected and OSError when
+    the file is not what was probed.
+    """
+    if probe.decoder == "pillow":
+        yield from _stream_picture(source, cuts)
+        return
+    fillings = [_Filling(n, cut, [probe.pts_seconds[i] for i in cut.indices]) for n, cut in enumerate(cuts)]
+    again: list[_Filling] = []
+    for filling in _sweep(source, probe, fillings, seek=True):
+        if filling.problem is not None and not filling.final:
+            again.append(_Filling(filling.position, filling.cut, filling.marks))
+        else:
+            yield filling.position, filling.give()
+    for filling in _sweep(source, probe, again, seek=False):
+        yield filling.position, filling.give()
+
+
+def _stream_picture(source: Source, cuts: Sequence[Cut]) -> Iterator[tuple[int, np.ndarray | Rejected]]:
+    fillings = [_Filling(n, cut, [float(i) for i in cut.indices]) for n, cut in enumerate(cuts)]
+    with source.open() as file:
+        for index, picture in picture_frames(file, sorted({index for cut in cuts for index in cut.indices})):
+
+            def pixels(crop: Box, width: int, height: int, picture: np.ndarray | Rejected = picture) -> np.ndarray:
+                if isinstance(picture, Rejected):
+                    raise picture
+                return resize(picture, crop, width, height).transpose(2, 0, 1)
+
+            for filling in fillings:
+                if not filling.ended and filling.marks[filling.count] <= index:
+                    filling.take(index, 0.0, pixels, True)
+                    if filling.ended:
+                        yield filling.position, filling.give()
+
+
+def _sweep(source: Source, probe: Probe, fillings: list[_Filling], seek: bool) -> Iterator[_Filling]:
+    """Each filling once, full or with its problem. `seek` skips what no clip wants, and goes on behind damage."""
+    waiting = deque(sorted(fillings, key=lambda filling: filling.marks[0]))
+    active: list[_Filling] = []
+    while waiting or active:
+        run = _Run(probe, waiting, active, seek)
+        try:
+            with source.open() as file, open_video(file) as container:
+                yield from run.over(container)
+            problem: Rejected | None = None
+        except DECODER_ERRORS as error:
+            problem = refused(error)
+        lost = list(active)
+        active.clear()
+        if not seek:
+            lost += waiting
+            waiting.clear()
+        elif not lost and waiting and not run.untried(waiting[0]):
+            lost.append(waiting.popleft())  # those behind the damage get their own chance, as they would alone
+        for filling in lost:
+            end = f"the frames end at {run.seen:.3f} s, before {filling.marks[filling.count]:.3f} s"
+            yield filling.fail(problem or Rejected(Reason.TRUNCATED, end), run.from_start)
+
+
+class _Run:
+    """Decodes in order, fills the `active` clips and moves clips there from `waiting`, until none is left or the file ends."""
+
+    def __init__(self, probe: Probe, waiting: deque[_Filling], active: list[_Filling], seek: bool) -> None:
+        self.probe, self.waiting, self.active, self.seek = probe, waiting, active, seek
+        # Below half of the smallest step, so that no frame is taken for its neighbour where times are uneven.
+        steps = (after - before for before, after in pairwise(probe.pts_seconds))
+        self.tolerance = max(0.49 * min(steps, default=0.0), 1e-6)
+        self.seen = probe.pts_seconds[0]
+        self.from_start = True
+        self._scaler = Scaler(probe)
+        self._sought: _Filling | None = None
+
+    def over(self, container: av.container.InputContainer) -> Iterator[_Filling]:
+        """The fillings that end, as they do."""
+        stream = video_stream(container)
+        while self.waiting or self.active:
+            if self._worth_seeking() and stream.time_base:
+                self._sought, self.from_start = self.waiting[0], False
+                start = self.waiting[0].marks[0]
+                container.seek(round(start / stream.time_base), stream=stream, backward=True)
+            for frame in container.decode(stream):
+                stamp = frame_stamp(frame)
+                if stamp is None or frame.is_corrupt:
+                    continue
+                self.seen = float(stamp * (frame.time_base or stream.time_base or 1))
+                yield from self._fill(frame)
+                if not (self.waiting or self.active) or self._worth_seeking():
+                    break
+            else:
+                return
+
+    def untried(self, filling: _Filling) -> bool:
+        """Whether a seek for this clip is still to be tried: it would be, were it alone."""
+        return filling is not self._sought and self._key_ahead(filling, self.probe.pts_seconds[0])
+
+    def _worth_seeking(self) -> bool:
+        """Whether nothing is wanted until a key frame well ahead. Once for a clip: a wrong index may lead back."""
+        if not self.seek or self.active or not self.waiting or self.waiting[0] is self._sought:
+            return False
+        return self._key_ahead(self.waiting[0], self.seen)
+
+    def _key_ahead(self, filling: _Filling, time: float) -> bool:
+        keys = self.probe.key_seconds
+        at = bisect.bisect_right(keys, filling.marks[0] + 1e-6) - 1
+        return at >= 0 and keys[at] > time + _WORTH_SEEKING
+
+    def _fill(self, frame: av.video.VideoFrame) -> Iterator[_Filling]:
+        while self.waiting and self.waiting[0].marks[0] <= self.seen + self.tolerance:
+            self.active.append(self.waiting.popleft())
+        made: dict[tuple[Box, int, int], np.ndarray] = {}
+
+        def pixels(crop: Box, width: int, height: int) -> np.ndarray:
+            key = crop, width, height
+            if key not in made:
+                made[key] = self._scaler.scale(frame, *key)
+            return made[key]
+
+        for filling in list(self.active):
+            filling.take(self.seen, self.tolerance, pixels, self.from_start)
+            if filling.ended:
+                self.active.remove(filling)
+                yield filling

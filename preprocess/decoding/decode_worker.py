@@ -1,0 +1,151 @@
+"""The decoder process: reads requests from standard input, answers on standard output, ends when its parent does.
+
+A message is a length (8 bytes, big-endian), that many bytes of JSON, and then the raw bytes of the `shape` that it states,
+if any. `python -m mmspeed.preprocess.decoding.decode_worker` starts it; it imports no torch, to start in a moment.
+
+    request                                       answers
+    {"command": "open", "source", limits}         {"probe"}
+    {"command": "read", "source", "cuts", limits} for each cut, as it is complete: {"position", "shape"} and its planes
+                                                  (F, 3, H, W), or {"position", "rejected", "detail"}; then {"end"}
+    any                                           {"rejected", "detail"}: the whole request failed; "together" when
+                                                  one of its cuts may be why, so that each is to be tried alone
+
+Legend: F frames, H W height and width in pixels.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import resource
+import struct
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any, BinaryIO
+
+import av.logging
+import numpy as np
+
+from mmspeed.preprocess.decoding.decode import Cut, stream
+from mmspeed.preprocess.decoding.probe import Probe, allow_large_pictures, probe
+from mmspeed.preprocess.sources.rejections import Reason, Rejected
+from mmspeed.preprocess.sources.source import Source
+
+HEADER = struct.Struct(">Q")
+MEMORY_BYTES = 16 << 30  # of data that a decoder process may hold: a window of 8k frames fits, a bomb does not
+Answer = tuple[dict[str, Any], "np.ndarray | None"]
+
+
+def pack(message: dict[str, Any]) -> bytes:
+    """A message without raw bytes, or the part of it before them."""
+    text = json.dumps(message).encode()
+    return HEADER.pack(len(text)) + text
+
+
+def _limit_memory() -> None:
+    """End a file that takes the machine's memory with an error of its own, before it takes other processes along."""
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+
+
+def main() -> None:
+    """Serve requests until standard input ends."""
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what libraries print must not get between the messages
+    _limit_memory()
+    allow_large_pictures()
+    av.logging.set_level(av.logging.PANIC)
+    pending: queue.Queue[dict[str, Any]] = queue.Queue()
+    threading.Thread(target=_receive, args=(requests, pending), daemon=True).start()
+    _send(answers, {"ready": os.getpid()}, None)
+    server = _Server()
+    while True:
+        request = pending.get()
+        try:
+            for message, planes in server.answers(request):
+                _send(answers, message, planes)
+        except Rejected as rejected:
+            _send(answers, _rejection(rejected), None)
+        except BrokenPipeError:
+            raise
+        except Exception as error:  # a decoder's surprise is this file's fate, not the run's
+            traceback.print_exc()
+            surprise = Rejected(Reason.UNDECODABLE, f"{type(error).__name__}: {error}")
+            _send(answers, _rejection(surprise) | {"together": True}, None)
+
+
+class _Server:
+    """Answers requests; remembers the last file's probe."""
+
+    def __init__(self) -> None:
+        self._held: tuple[Source, Probe] | None = None
+
+    def answers(self, request: dict[str, Any]) -> Iterator[Answer]:
+        source = source_from_json(request["source"])
+        if self._held is None or self._held[0] != source or request["command"] == "open":
+            self._held = None
+            self._held = source, probe(source, request["max_file_bytes"], request["max_pixels"])
+        if request["command"] == "open":
+            yield {"probe": self._held[1].to_json()}, None
+            return
+        cuts = [cut_from_json(tree) for tree in request["cuts"]]
+        for position, result in stream(source, self._held[1], cuts):
+            if isinstance(result, Rejected):
+                yield {"position": position} | _rejection(result), None
+            else:
+                planes_FCHW = result.transpose(0, 3, 1, 2)
+                yield {"position": position, "shape": planes_FCHW.shape}, planes_FCHW
+        yield {"end": True}, None
+
+
+def source_to_json(source: Source) -> dict[str, Any]:
+    """The part of a source that decoding needs."""
+    return {"name": source.name, "path": source.path, "offset": source.offset, "size": source.size, "kind": source.kind}
+
+
+def source_from_json(tree: dict[str, Any]) -> Source:
+    """The source that `source_to_json` was made from, without captions."""
+    return Source(**tree, captions=(), split="train")
+
+
+def cut_to_json(cut: Cut) -> dict[str, Any]:
+    """A cut in JSON's types."""
+    return asdict(cut)
+
+
+def cut_from_json(tree: dict[str, Any]) -> Cut:
+    """The cut that `cut_to_json` was made from."""
+    left, top, right, bottom = tree["crop"]
+    return Cut(tuple(tree["indices"]), (left, top, right, bottom), tree["width"], tree["height"])
+
+
+def _rejection(rejected: Rejected) -> dict[str, Any]:
+    return {"rejected": rejected.reason.value, "detail": rejected.detail}
+
+
+def _send(answers: BinaryIO, message: dict[str, Any], planes: np.ndarray | None) -> None:
+    """Blocks while the parent does not read, so no more than one finished clip waits here."""
+    answers.write(pack(message))
+    if planes is not None:
+        answers.write(np.ascontiguousarray(planes).data.cast("B"))
+    answers.flush()
+
+
+def _receive(requests: BinaryIO, pending: queue.Queue[dict[str, Any]]) -> None:
+    """Reads requests beside the decoder, so that a parent's death ends the process in the middle of a file too."""
+    while len(header := requests.read(HEADER.size)) == HEADER.size:
+        text = requests.read(HEADER.unpack(header)[0])
+        pending.put(json.loads(text))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (BrokenPipeError, KeyboardInterrupt):
+        sys.exit(1)

@@ -1,0 +1,97 @@
+"""Still and animated pictures through Pillow: times, display orientation, and RGB.
+
+Legend: F frames, H W height and width in pixels. Pictures with an alpha channel are laid on white, the page
+that most of them were drawn for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import BinaryIO
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError, features
+
+from mmspeed.preprocess.sources.rejections import Reason, Rejected
+
+_FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF")
+_ANIMATED = ("GIF", "WEBP", "PNG", "AVIF")
+_ORIENTATION = 0x0112
+_SHORTEST, _DEFAULT = 10, 100  # milliseconds: browsers show frames that state 10 ms or less for 100 ms
+
+
+def open_picture(file: BinaryIO) -> Image.Image:
+    """The picture, its pixels not yet read. Raises Rejected (undecodable, too_large)."""
+    formats = (*_FORMATS, "AVIF") if features.check("avif") else _FORMATS
+    try:
+        return Image.open(file, formats=formats)
+    except Exception as error:  # Pillow's plug-ins raise almost anything on hostile headers
+        raise _rejected(error) from None
+
+
+def picture_times(image: Image.Image) -> list[float]:
+    """When each frame is shown, in seconds; `[0.0]` for a still. Raises Rejected (truncated, undecodable)."""
+    try:
+        count = getattr(image, "n_frames", 1) if image.format in _ANIMATED else 1
+        times = [0.0]
+        for index in range(count - 1):
+            image.seek(index)
+            if image.format in ("WEBP", "AVIF"):
+                image.load()  # these state a frame's duration with its pixels
+            duration = float(image.info.get("duration", 0) or 0)
+            times.append(times[-1] + (duration if duration > _SHORTEST else _DEFAULT) / 1000)
+        image.seek(0)
+        return times
+    except Exception as error:
+        raise _rejected(error) from None
+
+
+def shown_size(image: Image.Image) -> tuple[int, int]:
+    """(width, height) after the EXIF orientation. Raises Rejected (truncated, undecodable)."""
+    try:
+        turned = image.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8)
+    except Exception as error:
+        raise _rejected(error) from None
+    return image.size[::-1] if turned else image.size
+
+
+def picture_frames(file: BinaryIO, indices: Sequence[int]) -> Iterator[tuple[int, np.ndarray | Rejected]]:
+    """The frames `indices` (ascending) of a picture one by one, upright, (H, W, 3) uint8; or why there is none.
+
+    Rejections are truncated or undecodable. Raises Rejected when the file is no picture.
+    """
+    shape: tuple[int, ...] | None = None
+    with open_picture(file) as image:
+        for index in indices:
+            found: np.ndarray | Rejected
+            try:
+                shape = shape or (*shown_size(image)[::-1], 3)
+                image.seek(index)
+                found = np.asarray(_rgb(ImageOps.exif_transpose(image)))
+                if found.shape != shape:
+                    found = Rejected(Reason.UNDECODABLE, "the picture's size changes between frames")
+            except Exception as error:
+                found = error if isinstance(error, Rejected) else _rejected(error)
+            yield index, found
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    """Any mode as 8-bit RGB."""
+    if image.mode.startswith("I;16") or image.mode == "I":
+        wide = np.asarray(image).astype(np.int64)
+        return Image.fromarray((np.clip(wide, 0, 65535) // 257).astype(np.uint8)).convert("RGB")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    return image.convert("RGB")
+
+
+def _rejected(error: Exception) -> Rejected:
+    text = str(error) or type(error).__name__
+    if isinstance(error, Image.DecompressionBombError):
+        return Rejected(Reason.TOO_LARGE, text)
+    if isinstance(error, UnidentifiedImageError):
+        return Rejected(Reason.UNDECODABLE, "not a picture that Pillow knows")
+    if isinstance(error, EOFError) or "truncated" in text.lower() or "unexpected end" in text.lower():
+        return Rejected(Reason.TRUNCATED, text)
+    return Rejected(Reason.UNDECODABLE, text)

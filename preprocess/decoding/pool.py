@@ -1,0 +1,233 @@
+"""Decoders beside the encoder: a few threads, each with a child process that can be killed, a bounded number of clips ahead."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy as np
+
+from mmspeed.config import Config
+from mmspeed.preprocess.decoding.clips import Clip, select_clips
+from mmspeed.preprocess.decoding.probe import Probe
+from mmspeed.preprocess.decoding.worker import DecodeWorker, StoppedError
+from mmspeed.preprocess.sources.rejections import Reason, Rejected
+from mmspeed.preprocess.sources.source import Source
+
+_SOURCES_AHEAD = 2  # beyond one for each worker
+_CLIPS_AHEAD = 2  # of each source
+
+
+@dataclass(frozen=True)
+class Selected:
+    """A source was probed, and these clips are taken of it."""
+
+    source: Source
+    clips: tuple[Clip, ...]
+    probe: Probe
+
+
+@dataclass(frozen=True)
+class Frames:
+    """A wanted clip is decoded: uint8 frames (F, H, W, 3) at the bucket's height and width."""
+
+    source: Source
+    clip: Clip
+    frames_FHWC: np.ndarray
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A wanted clip, or with `clip` None the whole source, is rejected; `probe` is of a source that fits no bucket."""
+
+    source: Source
+    clip: Clip | None
+    rejected: Rejected
+    probe: Probe | None = None
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Nothing more comes of a source."""
+
+    source: Source
+
+
+Event = Selected | Frames | Failed | Finished
+
+
+class DecodePool:
+    """Probes and decodes `sources` in order, ahead of the consumer.
+
+    In work are at most as many sources as there are workers and two more, each with at most two decoded clips waiting, and
+    one more in the hands of each worker. Use as a context manager; leaving it ends the child processes at once.
+    """
+
+    def __init__(self, config: Config, sources: Sequence[Source]) -> None:
+        self.config = config
+        self.sources = sources
+        self.size = max(1, min(config.preprocess.decode_workers, len(sources)))
+        self._runs: list[_Run] = []
+
+    def __enter__(self) -> DecodePool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for run in self._runs:
+            run.stop()
+
+    def waiting_clips(self) -> int:
+        """How many decoded clips wait for the consumer."""
+        return sum(run.waiting_clips() for run in self._runs)
+
+    def run(self, wanted: Callable[[Clip], bool], ordered: bool = True) -> Iterator[Event]:
+        """What becomes of every source, in their order; with `ordered` False as it comes, sources mixed.
+
+        Where sources have many clips each, the order costs speed: while one is taken, the workers of the next soon wait.
+
+        Of each: `Selected`, then for each of its clips that is `wanted` one `Frames` or `Failed`, as they are decoded, then
+        `Finished`; or, where it is rejected whole, `Failed` without a clip and `Finished`. `wanted` is called in other
+        threads. What they raise comes out here.
+        """
+        run = _Run(self.config, self.sources, wanted, self.size)
+        self._runs.append(run)
+        run.start()  # now, not when the first event is asked for
+        return self._events(run, ordered)
+
+    def _events(self, run: _Run, ordered: bool) -> Iterator[Event]:
+        try:
+            yield from run.events(ordered)
+        finally:
+            run.stop()
+            self._runs.remove(run)
+
+
+def source_events(
+    worker: DecodeWorker, source: Source, config: Config, wanted: Callable[[Clip], bool]
+) -> Iterator[Event]:
+    """What becomes of one source."""
+    data, limit = config.data, config.preprocess.time_limit
+    probe: Probe | None = None
+    try:
+        probe = worker.open(source, int(data.max_file_mb * 1e6), data.max_pixels, limit)
+        clips = select_clips(source, probe, data, config.preprocess.full_hash, config.seed)
+    except (Rejected, OSError) as error:
+        why = error if isinstance(error, Rejected) else _unreadable(error)
+        yield Failed(source, None, why, probe if isinstance(error, Rejected) else None)
+    else:
+        yield Selected(source, clips, probe)
+        chosen = [clip for clip in clips if wanted(clip)]
+        for position, result in worker.read(source, [clip.cut for clip in chosen], limit):
+            clip = chosen[position].decoded_by(probe.decoder)
+            yield Failed(source, clip, result) if isinstance(result, Rejected) else Frames(source, clip, result)
+    yield Finished(source)
+
+
+def _unreadable(error: OSError) -> Rejected:
+    return Rejected(Reason.UNDECODABLE, f"cannot be read: {error.strerror or error}")
+
+
+class _Run:
+    """The threads of one pass over the sources, and the events that wait for the consumer."""
+
+    def __init__(self, config: Config, sources: Sequence[Source], wanted: Callable[[Clip], bool], size: int) -> None:
+        self._config, self._sources, self._wanted = config, sources, wanted
+        self._ahead = size + _SOURCES_AHEAD
+        self._changed = threading.Condition()
+        self._waiting: dict[int, deque[Event | BaseException]] = {}  # by the source's number, of those in work
+        self._begun = self._done = 0  # sources; in order, the one taken is number `_done`
+        self._stopped = False
+        self._workers = [DecodeWorker() for _ in range(size)]
+        self._threads = [
+            threading.Thread(target=self._work, args=(worker,), name=f"decode-{number}", daemon=True)
+            for number, worker in enumerate(self._workers)
+        ]
+
+    def start(self) -> None:
+        """Begin to decode."""
+        for thread in self._threads:
+            thread.start()
+
+    def events(self, ordered: bool) -> Iterator[Event]:
+        """All events. Raises what a thread raised."""
+        while self._done < len(self._sources):
+            yield self._get(ordered)
+
+    def waiting_clips(self) -> int:
+        """How many decoded clips nobody has taken yet."""
+        with self._changed:
+            return sum(_clips(waiting) for waiting in self._waiting.values())
+
+    def stop(self) -> None:
+        """End the threads and their processes."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        for worker in self._workers:
+            worker.stop()
+        for thread in self._threads:
+            if thread.ident is not None and thread is not threading.current_thread():
+                thread.join()
+
+    def _work(self, worker: DecodeWorker) -> None:
+        with worker:
+            while (number := self._begin()) is not None:
+                try:
+                    for event in source_events(worker, self._sources[number], self._config, self._wanted):
+                        self._put(number, event)
+                except StoppedError:
+                    return
+                except BaseException as error:  # the consumer's to see
+                    self._put(number, error)
+                    return
+
+    def _begin(self) -> int | None:
+        """The number of the next source, when it may be begun; None when there is none."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or self._begun < self._done + self._ahead)
+            if self._stopped or self._begun == len(self._sources):
+                return None
+            number, self._begun = self._begun, self._begun + 1
+            self._waiting[number] = deque()
+            return number
+
+    def _put(self, number: int, event: Event | BaseException) -> None:
+        """Hand over an event; waits while as many clips of its source are waiting as may. Raises StoppedError."""
+        with self._changed:
+            waiting = self._waiting[number]
+            if isinstance(event, Frames):
+                self._changed.wait_for(lambda: self._stopped or _clips(waiting) < _CLIPS_AHEAD)
+            if self._stopped:
+                raise StoppedError
+            waiting.append(event)
+            self._changed.notify_all()
+
+    def _get(self, ordered: bool) -> Event:
+        """The next event, of the first source in work or of any. Raises what its thread raised; StoppedError after `stop`."""
+
+        def number() -> int | None:
+            of = [self._done] if ordered else self._waiting
+            return next((number for number in of if self._waiting.get(number)), None)
+
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or number() is not None)
+            found = number()
+            if self._stopped or found is None:
+                raise StoppedError
+            event = self._waiting[found].popleft()
+            if isinstance(event, BaseException):
+                raise event
+            if isinstance(event, Finished):
+                del self._waiting[found]
+                self._done += 1
+            self._changed.notify_all()
+            return event
+
+
+def _clips(events: deque[Event | BaseException]) -> int:
+    return sum(isinstance(event, Frames) for event in events)

@@ -1,0 +1,284 @@
+"""What a media file is, found without decoding more than its first frame: kind, display size, time of every frame.
+
+Legend: H W height and width in pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any, BinaryIO, Literal
+
+import av
+import av.container
+import av.error
+import av.video
+from PIL import Image
+
+from mmspeed.preprocess.decoding.images import open_picture, picture_times, shown_size
+from mmspeed.preprocess.sources.containers import DEMUXERS, is_picture, structural_cut
+from mmspeed.preprocess.sources.pickles import holds_pickle
+from mmspeed.preprocess.sources.rejections import Reason, Rejected
+from mmspeed.preprocess.sources.source import Kind, Source
+
+Decoder = Literal["pyav", "pillow"]
+
+# Files are decoded side by side, one in a process, so threads add no cores; two cost about as much work a frame as one. One
+# keeps frames, errors and their order the same everywhere, and each process's memory small.
+DECODE_THREADS = 1
+# Damaged files make PyAV seek before the start (OSError) and meet streams that it has not announced (LookupError).
+DECODER_ERRORS = (av.error.FFmpegError, OSError, LookupError, ValueError, ArithmeticError)
+# Containers that state their duration, where others only estimate it.
+_STATES_DURATION = ("mov", "matroska", "avi", "flv", "asf", "ogg")
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What is known of a file before it is decoded.
+
+    `width` and `height` are those shown: after rotation, with square pixels; `coded_width` and `coded_height` are the
+    decoder's. `pts_seconds` holds the times of all frames in the order they are shown, as the file states them (an
+    image has one, 0), and `key_seconds` those of the frames at which decoding can begin; it is empty where seeking is not
+    to be trusted. `fps` is the average rate, 0 for an image. `rotation` is counter-clockwise, in degrees. `decoder` is the
+    library that reads the file.
+    """
+
+    kind: Kind
+    width: int
+    height: int
+    fps: float
+    pts_seconds: list[float]
+    codec: str
+    bits: int
+    rotation: int
+    sar: Fraction
+    container: str
+    decoder: Decoder
+    key_seconds: list[float]
+    coded_width: int
+    coded_height: int
+
+    @property
+    def step(self) -> float:
+        """The usual time from one frame to the next in seconds; 0 where there is one frame."""
+        return median_step(self.pts_seconds)
+
+    def to_json(self) -> dict[str, Any]:
+        """The probe in JSON's types."""
+        return asdict(self) | {"sar": [self.sar.numerator, self.sar.denominator]}
+
+    @classmethod
+    def from_json(cls, tree: dict[str, Any]) -> Probe:
+        """The probe that `to_json` was made from."""
+        return cls(**{**tree, "sar": Fraction(*tree["sar"])})
+
+
+def probe(source: Source, max_file_bytes: int, max_pixels: int) -> Probe:
+    """What `source` is. Raises Rejected when it is no readable picture or video, or larger than allowed."""
+    size = source.bytes()
+    if size == 0:
+        raise Rejected(Reason.EMPTY_FILE)
+    if size > max_file_bytes:
+        raise Rejected(Reason.TOO_LARGE, f"{size / 1e6:.1f} MB, more than the {max_file_bytes / 1e6:.1f} MB allowed")
+    with source.open() as file:
+        head = file.read(64)
+        file.seek(0)
+        if holds_pickle(head):
+            raise Rejected(Reason.NOT_MEDIA, "a pickle")
+        if is_picture(head):
+            return _probe_picture(file, max_pixels)
+        if cut := structural_cut(file, head, size):
+            raise Rejected(Reason.TRUNCATED, cut)
+        file.seek(0)
+        return _probe_video(file, source, max_pixels)
+
+
+def check_pixels(width: int, height: int, max_pixels: int) -> None:
+    """Raises Rejected (too_large) for a picture with more pixels than allowed, (undecodable) for one with none."""
+    if width < 1 or height < 1:
+        raise Rejected(Reason.UNDECODABLE, f"the picture is {width} x {height}")
+    if width * height > max_pixels:
+        raise Rejected(Reason.TOO_LARGE, f"{width} x {height} pixels, more than the {max_pixels} allowed")
+
+
+def median_step(times: Iterable[float]) -> float:
+    """The median difference of neighbouring times; 0 for less than two."""
+    steps = sorted(after - before for before, after in pairwise(times))
+    return steps[len(steps) // 2] if steps else 0.0
+
+
+def _probe_picture(file: BinaryIO, max_pixels: int) -> Probe:
+    with open_picture(file) as image:
+        check_pixels(*image.size, max_pixels)
+        times = picture_times(image)
+        width, height = shown_size(image)
+        return Probe(
+            kind="video" if len(times) > 1 else "image",
+            width=width,
+            height=height,
+            fps=_average_fps(times, None),
+            pts_seconds=times,
+            codec=(image.format or "").lower(),
+            bits=16 if image.mode.startswith("I;16") else 8,
+            rotation=0,
+            sar=Fraction(1),
+            container=(image.format or "").lower(),
+            decoder="pillow",
+            key_seconds=[],
+            coded_width=image.width,
+            coded_height=image.height,
+        )
+
+
+def _probe_video(file: BinaryIO, source: Source, max_pixels: int) -> Probe:
+    try:
+        with open_video(file) as container:
+            stream = video_stream(container)
+            context = stream.codec_context
+            check_pixels(context.width, context.height, max_pixels)
+            stamps, keys, first = _stamps(container, stream)
+            return _describe(container, stream, stamps, keys, first, max_pixels)
+    except DECODER_ERRORS as error:
+        raise refused(error) from None
+
+
+def refused(error: Exception) -> Rejected:
+    """A decoder's error as a rejection."""
+    return Rejected(Reason.UNDECODABLE, str(getattr(error, "strerror", None) or error or type(error).__name__))
+
+
+def open_video(file: BinaryIO) -> av.container.InputContainer:
+    """The container of `file`, which must be of a known kind: playlists could name other files, and are not opened.
+
+    No protocol is allowed either: whatever a file names, nothing but its own bytes is read.
+    """
+    options = {"format_whitelist": ",".join(DEMUXERS), "protocol_whitelist": "none"}
+    return av.open(file, "r", options=options, metadata_errors="replace")
+
+
+def video_stream(container: av.container.InputContainer) -> av.video.VideoStream:
+    """The first stream that moves. Raises Rejected (no_video_stream, undecodable)."""
+    streams = [s for s in container.streams.video if not s.disposition & s.disposition.__class__.attached_pic]
+    if not streams:
+        raise Rejected(Reason.NO_VIDEO_STREAM, "only cover art" if container.streams.video else "")
+    if streams[0].codec_context is None:
+        raise Rejected(Reason.UNDECODABLE, "no decoder for its codec")
+    streams[0].codec_context.thread_count = DECODE_THREADS
+    return streams[0]
+
+
+def shown_times(stamps: list[tuple[int | None, int | None]]) -> list[int]:
+    """Packets' (presentation, decoding) stamps as sorted presentation stamps.
+
+    Where some packets lack a presentation stamp, as in old AVI files, all decoding stamps are taken instead.
+    """
+    pts = [pair[0] for pair in stamps]
+    chosen = [pair[1] for pair in stamps] if None in pts else pts
+    return sorted({stamp for stamp in chosen if stamp is not None})
+
+
+def frame_stamp(frame: av.video.VideoFrame) -> int | None:
+    """When a decoded frame is shown, in its time base."""
+    return frame.pts if frame.pts is not None else frame.dts
+
+
+def _stamps(
+    container: av.container.InputContainer, stream: av.video.VideoStream
+) -> tuple[list[int], list[int], av.video.VideoFrame]:
+    """Sorted stamps of the frames that can be shown, those of key frames, and the first frame.
+
+    Raises Rejected (truncated, undecodable).
+    """
+    stamps: list[tuple[int | None, int | None]] = []
+    keys: set[int | None] = set()
+    first: av.video.VideoFrame | None = None
+    furthest, problem = 0.0, ""
+    # The end of the longest stream is held against the stated duration; without one, the others are not needed.
+    for packet in container.demux() if _states_duration(container) else container.demux(stream):
+        stamp = packet.pts if packet.pts is not None else packet.dts
+        if packet.size and stamp is not None:
+            furthest = max(furthest, float((stamp + (packet.duration or 0)) * packet.time_base))
+        if packet.stream.index != stream.index:
+            continue
+        if packet.size and not packet.is_discard:
+            stamps.append((packet.pts, packet.dts))
+            keys |= {packet.pts} if packet.is_keyframe else set()
+        if first is None:
+            try:
+                frames = (frame for frame in packet.decode() if isinstance(frame, av.VideoFrame))
+                first = next((frame for frame in frames if not frame.is_corrupt), None)
+            except av.error.FFmpegError as error:
+                problem = refused(error).detail
+    _check_duration(container, furthest)
+    shown = shown_times(stamps)
+    if first is None or not shown:
+        raise Rejected(Reason.UNDECODABLE, problem or ("no frame could be decoded" if shown else "no frames"))
+    # Frames before the first that decodes (a recording that starts between key frames) are never shown.
+    start = frame_stamp(first)
+    shown = [stamp for stamp in shown if start is None or stamp >= start] or shown[:1]
+    guessed = any(pts is None for pts, _ in stamps)
+    return shown, [] if guessed else [stamp for stamp in shown if stamp in keys], first
+
+
+def _check_duration(container: av.container.InputContainer, furthest: float) -> None:
+    """Raises Rejected (truncated) when all streams end long before the container says they do."""
+    if container.duration is None or not _states_duration(container):
+        return
+    declared = container.duration / 1e6
+    missing = declared - (furthest - (container.start_time or 0) / 1e6)
+    if missing > max(0.5, 0.1 * declared):
+        raise Rejected(Reason.TRUNCATED, f"{declared - missing:.2f} s of the {declared:.2f} s that it declares")
+
+
+def _states_duration(container: av.container.InputContainer) -> bool:
+    return container.format.name.startswith(_STATES_DURATION)
+
+
+def _describe(
+    container: av.container.InputContainer,
+    stream: av.video.VideoStream,
+    stamps: list[int],
+    keys: list[int],
+    first: av.video.VideoFrame,
+    max_pixels: int,
+) -> Probe:
+    base = stream.time_base or Fraction(1)
+    times = [float(stamp * base) for stamp in stamps]
+    sar = Fraction(stream.sample_aspect_ratio or 1) or Fraction(1)
+    rotation = round(first.rotation / 90) * 90 % 360
+    width, height = max(1, round(first.width * sar)), first.height
+    if rotation % 180:
+        width, height = height, width
+    check_pixels(first.width, first.height, max_pixels)
+    check_pixels(width, height, max_pixels)
+    bits = max((part.bits for part in first.format.components), default=8)
+    codec = stream.codec_context.codec.canonical_name
+    return Probe(
+        kind="video" if len(times) > 1 else "image",
+        width=width,
+        height=height,
+        fps=_average_fps(times, stream.average_rate),
+        pts_seconds=times,
+        codec=codec,
+        bits=bits,
+        rotation=rotation,
+        sar=sar,
+        container=container.format.name,
+        decoder="pyav",
+        key_seconds=[float(stamp * base) for stamp in keys],
+        coded_width=first.width,
+        coded_height=first.height,
+    )
+
+
+def _average_fps(times: list[float], stated: Fraction | None) -> float:
+    if len(times) > 1:
+        return (len(times) - 1) / (times[-1] - times[0])
+    return float(stated or 0)
+
+
+def allow_large_pictures() -> None:
+    """Let `max_pixels` alone decide how large a picture may be, not Pillow's own limit. For the decoder process."""
+    Image.MAX_IMAGE_PIXELS = None

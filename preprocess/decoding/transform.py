@@ -1,0 +1,93 @@
+"""Which bucket a clip goes to, which boxes are cut for it, and the number range of the model. Pure functions.
+
+Legend: F frames, H W height and width in pixels, C channels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmspeed.preprocess.decoding.probe import Probe
+from mmspeed.preprocess.decoding.scaling import Box
+from mmspeed.preprocess.decoding.windows import choose_frames, covers
+from mmspeed.preprocess.sources.rejections import Reason, Rejected
+from mmspeed.shapes import Bucket
+
+
+def rank_buckets(probe: Probe, buckets: Sequence[Bucket], fps: float | None, allow_upscale: bool) -> list[Bucket]:
+    """The buckets that a probed file fills, the one that loses least of it first.
+
+    What a bucket keeps is its frames x the share of the picture that the crop keeps x the length of its sides (the root
+    of its pixels; those that enlarging makes do not count). Images and videos of one frame take F = 1 buckets and videos
+    take the others. Where the picture covers some of the buckets, only those count; where it covers none, those that it
+    would be enlarged for count with `allow_upscale`. Of equals the one that crops less comes first, then the smaller
+    enlargement, then the larger bucket.
+    Raises Rejected (no_bucket, too_short, too_small) instead of giving none.
+    """
+    single = len(probe.pts_seconds) == 1
+    kind = [bucket for bucket in dict.fromkeys(buckets) if bucket.is_image == single]
+    if not kind:
+        raise Rejected(Reason.NO_BUCKET, "no bucket has F = 1" if single else "all buckets have F = 1")
+    long_enough = [bucket for bucket in kind if covers(probe.pts_seconds, bucket.frames, fps)]
+    if not long_enough:
+        choose_frames(probe.pts_seconds, min(bucket.frames for bucket in kind), fps)  # raises, with the lengths
+    covered = [bucket for bucket in long_enough if _scale(probe, bucket) <= 1]
+    if not covered and not allow_upscale:
+        smallest = min(long_enough, key=lambda bucket: _scale(probe, bucket))
+        raise Rejected(Reason.TOO_SMALL, f"{probe.width} x {probe.height}, and the smallest bucket is {smallest}")
+
+    def order(bucket: Bucket) -> tuple[float, ...]:
+        area = bucket.height * bucket.width
+        kept = kept_fraction(probe.width, probe.height, bucket)
+        worth = bucket.frames * kept * math.sqrt(min(area, probe.width * probe.height))
+        return worth, kept, -max(1.0, _scale(probe, bucket)), area, bucket.width
+
+    return sorted(covered or long_enough, key=order, reverse=True)
+
+
+def kept_fraction(width: int, height: int, bucket: Bucket) -> float:
+    """The share of a picture's pixels that the centre crop to the bucket's aspect ratio keeps."""
+    one, other = bucket.width * height, bucket.height * width
+    return min(one, other) / max(one, other)  # of whole numbers, so equal shapes give equal shares
+
+
+def crop_box(width: int, height: int, bucket: Bucket) -> Box:
+    """The largest centred box of the bucket's aspect ratio in a picture, in whole pixels."""
+    if width * bucket.height > height * bucket.width:
+        inner = max(1, round(height * bucket.width / bucket.height)), height
+    else:
+        inner = width, max(1, round(width * bucket.height / bucket.width))
+    left, top = (width - inner[0]) // 2, (height - inner[1]) // 2
+    return left, top, left + inner[0], top + inner[1]
+
+
+def crop_boxes(width: int, height: int, bucket: Bucket, crops: int) -> list[Box]:
+    """`crops` boxes like `crop_box`, evenly from edge to edge along the side that is cut; one is the middle.
+
+    No two are the same: there are fewer where what is cut away is less than a pixel for each step between them.
+    """
+    left, top, right, bottom = middle = crop_box(width, height, bucket)
+    inner = right - left, bottom - top
+    slack = max(width - inner[0], height - inner[1])  # one of the two is 0
+    count = min(crops, slack + 1)
+    if count == 1:
+        return [middle]
+    along = [slack * number // (count - 1) for number in range(count)]
+    if inner[0] < width:
+        return [(at, top, at + inner[0], bottom) for at in along]
+    return [(left, at, right, at + inner[1]) for at in along]
+
+
+def to_model_range(frames_FHWC: np.ndarray) -> Tensor:
+    """uint8 (F, H, W, 3) as float32 (3, F, H, W) in [-1, 1]: 0 becomes -1, 255 becomes 1."""
+    return torch.from_numpy(frames_FHWC).permute(3, 0, 1, 2).to(torch.float32).div_(127.5).sub_(1.0).contiguous()
+
+
+def _scale(probe: Probe, bucket: Bucket) -> float:
+    """How much the picture is enlarged to cover the bucket; below 1 it is reduced."""
+    return max(bucket.height / probe.height, bucket.width / probe.width)

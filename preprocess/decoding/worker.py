@@ -1,0 +1,264 @@
+"""A decoder in a process of its own, so that a file that hangs or crashes a decoder costs that file and nothing else.
+
+Legend: F frames, H W height and width in pixels.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from mmspeed.errors import UserError
+from mmspeed.preprocess.decoding.decode import Cut
+from mmspeed.preprocess.decoding.decode_worker import HEADER, cut_to_json, pack, source_to_json
+from mmspeed.preprocess.decoding.probe import Probe
+from mmspeed.preprocess.sources.rejections import Reason, Rejected
+from mmspeed.preprocess.sources.source import Source
+
+_THUMBNAIL_SECONDS = 20.0
+_START_SECONDS = 120.0  # a cold file system on a busy machine takes long to import from
+
+
+class _OverrunError(Exception):
+    """The child has not answered in time."""
+
+
+class _DiedError(Exception):
+    """The child's end of the pipe is closed."""
+
+
+class StoppedError(Exception):
+    """The worker was told to stop."""
+
+
+class _TogetherError(Rejected):
+    """A request failed as a whole, and any one of its cuts may be why."""
+
+
+class DecodeWorker:
+    """Probes and decodes files in a child process, which is killed when it overruns and started anew when it is gone.
+
+    Not for several threads at once, but for `stop`. Use as a context manager, or call `close`.
+    """
+
+    def __init__(self) -> None:
+        self._child: subprocess.Popen[bytes] | None = None
+        self._errors: BinaryIO | None = None
+        self._limits = {"max_file_bytes": sys.maxsize, "max_pixels": sys.maxsize}
+        self._lock = threading.Lock()  # over which child there is, and whether there may be one
+        self._stopped = False
+
+    def __enter__(self) -> DecodeWorker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int | None:
+        """The child's process id; None while there is no child."""
+        return self._child.pid if self._child is not None and self._child.poll() is None else None
+
+    def open(self, source: Source, max_file_bytes: int, max_pixels: int, time_limit: float) -> Probe:
+        """What `source` is. Raises Rejected; `time_limit` is in seconds."""
+        self._limits = {"max_file_bytes": max_file_bytes, "max_pixels": max_pixels}
+        ((reply, _),) = self._ask({"command": "open", "source": source_to_json(source)}, time_limit)
+        return Probe.from_json(reply["probe"])
+
+    def read(
+        self, source: Source, cuts: Sequence[Cut], time_limit: float
+    ) -> Iterator[tuple[int, np.ndarray | Rejected]]:
+        """For each cut of `source` its position and its frames (F, H, W, 3), uint8, or why there are none.
+
+        In the order in which they are complete. The arrays are views of planes (F, 3, H, W). `time_limit` seconds are for each
+        of them, counted while it is waited for: when they are over, all that are left are rejected. When the process dies,
+        those left are tried alone, each once. The child waits while nobody takes what it has decoded.
+        """
+        left = dict(enumerate(cuts))
+        try:
+            yield from self._read(source, left, time_limit)
+        except _TogetherError:
+            for position, cut in list(left.items()):
+                try:
+                    yield from self._read(source, {position: cut}, time_limit)
+                except Rejected as rejected:
+                    yield position, rejected
+        except Rejected as rejected:
+            for position in left:
+                yield position, rejected
+
+    def thumbnail(self, source: Source, width: int, time_limit: float = _THUMBNAIL_SECONDS) -> np.ndarray:
+        """The first frame as (H, W, 3) uint8, upright, at most `width` wide. Raises Rejected."""
+        probe = self.open(source, **self._limits, time_limit=time_limit)
+        width = min(width, probe.width)
+        height = max(1, round(probe.height * width / probe.width))
+        cut = Cut((0,), (0, 0, probe.width, probe.height), width, height)
+        ((_, result),) = self.read(source, [cut], time_limit)
+        if isinstance(result, Rejected):
+            raise result
+        return np.ascontiguousarray(result[0])
+
+    def stop(self) -> None:
+        """From any thread: kill the child. Calls under way and later ones raise StoppedError."""
+        with self._lock:
+            self._stopped = True
+            if self._child is not None:
+                self._child.kill()
+
+    def close(self) -> None:
+        """End the child process."""
+        with self._lock:
+            child, errors = self._child, self._errors
+            self._child = self._errors = None
+        if child is not None:
+            child.kill()
+            child.wait()
+            for pipe in (child.stdin, child.stdout, errors):
+                if pipe is not None:
+                    _close_quietly(pipe)
+
+    def _read(
+        self, source: Source, left: dict[int, Cut], time_limit: float
+    ) -> Iterator[tuple[int, np.ndarray | Rejected]]:
+        """Read what is `left` by position, dropping from it what is given. Raises Rejected for the rest."""
+        if not left:
+            return
+        positions = list(left)
+        cuts = [cut_to_json(cut) for cut in left.values()]
+        for reply, planes_FCHW in self._ask(
+            {"command": "read", "source": source_to_json(source), "cuts": cuts}, time_limit
+        ):
+            if "position" in reply:
+                position = positions[reply["position"]]
+                del left[position]
+                yield position, _rejected(reply) if planes_FCHW is None else planes_FCHW.transpose(0, 2, 3, 1)
+
+    def _ask(self, request: dict[str, Any], time_limit: float) -> Iterator[tuple[dict[str, Any], np.ndarray | None]]:
+        """Send a request, and give its answers with their planes. Raises Rejected, StoppedError."""
+        child = self._started()
+        assert child.stdin is not None
+        try:
+            _write(child.stdin, pack(request | self._limits))
+            ended = False
+            while not ended:
+                deadline = time.monotonic() + time_limit
+                reply = self._message(deadline)
+                planes_FCHW = None
+                if "shape" in reply:
+                    planes_FCHW = np.empty(reply["shape"], np.uint8)
+                    self._fill(planes_FCHW.data.cast("B"), deadline)
+                ended = "position" not in reply
+                if ended and "rejected" in reply:
+                    break
+                yield reply, planes_FCHW
+        except _OverrunError:
+            self.close()
+            raise Rejected(Reason.TIME_LIMIT, f"no answer within {time_limit:g} s") from None
+        except (_DiedError, OSError):
+            detail = self._death()
+            self.close()
+            if self._stopped:
+                raise StoppedError from None
+            raise _TogetherError(Reason.DECODER_CRASHED, detail) from None
+        except BaseException:
+            self.close()  # answers that nobody takes may be in the pipe
+            raise
+        if "rejected" in reply:
+            raise _rejected(reply)
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        """The running child. Raises UserError when it does not start, StoppedError after `stop`."""
+        if self._child is not None and self._child.poll() is not None:
+            self.close()
+        if self._child is not None:
+            return self._child
+        with self._lock:
+            if self._stopped:
+                raise StoppedError
+            self._errors = tempfile.TemporaryFile()
+            self._child = child = subprocess.Popen(
+                [sys.executable, "-m", "mmspeed.preprocess.decoding.decode_worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                bufsize=0,
+                start_new_session=True,  # Ctrl-C is the parent's to handle
+            )
+        try:
+            self._message(time.monotonic() + _START_SECONDS)
+        except (_OverrunError, _DiedError):
+            why = self._death()
+            self.close()
+            if self._stopped:
+                raise StoppedError from None
+            raise UserError(f"the decoder process does not start: {why}; see `mmspeed doctor`") from None
+        return child
+
+    def _message(self, deadline: float) -> dict[str, Any]:
+        header = bytearray(HEADER.size)
+        self._fill(memoryview(header), deadline)
+        text = bytearray(HEADER.unpack(header)[0])
+        self._fill(memoryview(text), deadline)
+        return json.loads(text)
+
+    def _fill(self, buffer: memoryview, deadline: float) -> None:
+        """Read until `buffer` is full. Raises _OverrunError or _DiedError."""
+        assert self._child is not None and self._child.stdout is not None
+        pipe: Any = self._child.stdout  # unbuffered, so that `select` sees all there is
+        poller = select.poll()  # `select.select` takes no descriptor above 1023
+        poller.register(pipe, select.POLLIN)
+        done = 0
+        while done < len(buffer):
+            if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                raise _OverrunError
+            count = pipe.readinto(buffer[done:])
+            if not count:
+                raise _DiedError
+            done += count
+
+    def _death(self) -> str:
+        """How the child died, and the last line that it wrote."""
+        assert self._child is not None
+        try:
+            code = self._child.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            return "it closed its pipe"
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        last = ""
+        if self._errors is not None:
+            self._errors.seek(max(0, self._errors.seek(0, 2) - 2000))
+            last = (self._errors.read().decode("utf-8", "replace").strip().splitlines() or [""])[-1]
+        return f"{how}: {last}" if last else how
+
+
+def _rejected(reply: dict[str, Any]) -> Rejected:
+    kind = _TogetherError if reply.get("together") else Rejected
+    return kind(Reason(reply["rejected"]), reply["detail"])
+
+
+def _write(pipe: Any, data: bytes) -> None:
+    """All of `data` to an unbuffered pipe."""
+    view = memoryview(data)
+    while view:
+        view = view[pipe.write(view) :]
+
+
+def _close_quietly(pipe: Any) -> None:
+    """Close a pipe whose other end may be gone."""
+    try:
+        pipe.close()
+    except OSError:
+        return

@@ -1,0 +1,1 @@
+"""Encoding: clips and captions to entries of the cache."""

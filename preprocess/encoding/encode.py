@@ -1,0 +1,343 @@
+"""Encoding: encoders that are loaded when they are needed and freed when they are not, and batches that are trusted only
+where they give the same bits as one by one.
+
+Legend: B batch, C latent channels, F H W frames, height, width in pixels, T h w latent; L caption tokens.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from itertools import groupby, islice
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmspeed.config import Config
+from mmspeed.data.cache.keys import entry_key
+from mmspeed.data.cache.writer import latent_tensors, text_tensors
+from mmspeed.device import Device, is_device_fault, parse_dtype
+from mmspeed.errors import UserError
+from mmspeed.models.codecs.vae import codec_geometry, codec_identity, load_codec
+from mmspeed.models.text.encoders import TransformersEncoder, load_text_encoder, text_identity, text_width
+from mmspeed.preprocess.decoding.clips import Clip
+from mmspeed.preprocess.decoding.transform import to_model_range
+from mmspeed.preprocess.records.keys import latent_parts, text_parts
+from mmspeed.preprocess.sources.rejections import Reason, Rejected
+from mmspeed.protocols import Posterior, TextEntry, VideoCodec
+from mmspeed.shapes import Strides
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+Tensors = dict[str, Tensor]  # of an entry, by the names that the reader knows
+
+CAPTIONS_AT_ONCE = 4096  # sorted by length together; bounds the memory
+
+
+class Encoders:
+    """The codec and the text encoder of a config on a device, loaded at their first use.
+
+    Fingerprints, the text's width, and of the linear codec the geometry too, are read from files without loading. Raises
+    UserError, at the first use of what is missing or unreadable.
+    """
+
+    def __init__(self, config: Config, device: Device) -> None:
+        self.config, self.device = config, device
+        self._codec: VideoCodec | None = None
+        self._text: TransformersEncoder | None = None
+        self._known: dict[str, Any] = {}
+
+    @property
+    def codec(self) -> VideoCodec:
+        """The codec, loaded."""
+        if self._codec is None:
+            self._codec = load_codec(self.config.vae, self.device, self.config.codec_weights)
+            self._known["geometry"] = self._codec.channels, self._codec.strides
+        return self._codec
+
+    @property
+    def text(self) -> TransformersEncoder:
+        """The text encoder, loaded."""
+        if self._text is None:
+            self._text = load_text_encoder(self.config.text, self.device)
+        return self._text
+
+    @property
+    def loaded(self) -> tuple[str, ...]:
+        """Which encoders are in memory: of `codec` and `text`."""
+        return tuple(name for name in ("codec", "text") if getattr(self, f"_{name}") is not None)
+
+    @property
+    def codec_fingerprint(self) -> str:
+        """Of the codec's weights and settings; the linear codec must have been fitted."""
+        return self._once("codec", lambda: codec_identity(self.config.vae, self.config.codec_weights))
+
+    @property
+    def text_fingerprint(self) -> str:
+        """Of the text encoder's weights, tokenizer and settings."""
+        return self._once("text", lambda: text_identity(self.config.text))
+
+    @property
+    def text_width(self) -> int:
+        """Width of a caption's embeddings."""
+        return self._once("width", lambda: text_width(self.config.text))
+
+    @property
+    def channels(self) -> int:
+        """Latent channels. A codec of diffusers is loaded for this, and stays loaded."""
+        return self._geometry()[0]
+
+    @property
+    def strides(self) -> Strides:
+        """Strides of the codec. A codec of diffusers is loaded for this, and stays loaded."""
+        return self._geometry()[1]
+
+    def latent_key(self, clip: Clip) -> str:
+        """The key of a clip's entry."""
+        return entry_key(latent_parts(self.config, self.codec_fingerprint, clip))
+
+    def text_key(self, caption: str) -> str:
+        """The key of a caption's entry, also of the empty one."""
+        return entry_key(text_parts(self.config, self.text_fingerprint, caption))
+
+    def free(self, *names: str) -> tuple[int, int]:
+        """Drop the encoders of these names (all: `codec` and `text`); bytes of the device's memory in use before and after.
+
+        Fingerprints, width and geometry stay known. On CPU the bytes are the process's resident memory.
+        """
+        before = self.device.memory_bytes()
+        for name in names or ("codec", "text"):
+            setattr(self, f"_{name}", None)
+        gc.collect()  # modules refer to each other in circles
+        self.device.empty_cache()
+        return before, self.device.memory_bytes()
+
+    def _geometry(self) -> tuple[int, Strides]:
+        if self.config.vae.kind == "linear":
+            return codec_geometry(self.config.vae)
+        if "geometry" not in self._known:
+            _ = self.codec
+        return self._known["geometry"]
+
+    def _once(self, name: str, read: Callable[[], Any]) -> Any:
+        if name not in self._known:
+            self._known[name] = read()
+        return self._known[name]
+
+
+class TrustedBatches:
+    """Cuts work into batches, and uses a batch only where it gives the same bits as one by one.
+
+    Whether it does depends on the device, its libraries, the shape of an item and the size of the batch, so each such pair is
+    tried once, on real items, and then trusted or not for the life of this object. Results are those of one by one.
+
+    Args:
+        limit: largest batch; batches are powers of two. Halved when the device's memory does not hold one.
+        exact: False uses every batch untried: results then differ in their last bits with their company.
+    """
+
+    def __init__(self, limit: int, exact: bool = True) -> None:
+        self.limit, self.exact = max(1, limit), exact
+        self.batched = self.single = self.checked = self.distrusted = self.halved = 0
+        self._trusted: dict[tuple[Hashable, int], bool] = {}
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Items `batched` and `single`; pairs of shape and size `checked` and `distrusted`; times the limit was `halved`."""
+        names = ("batched", "single", "checked", "distrusted", "halved")
+        return Counter({name: getattr(self, name) for name in names})
+
+    def encode(
+        self,
+        items: Sequence[Item],
+        shape: Hashable,
+        encode: Callable[[Sequence[Item]], Sequence[Result]],
+        equal: Callable[[Result, Result], bool],
+    ) -> list[Result]:
+        """The result of each item, in order. All items have one shape; `encode` takes any number of them."""
+        results: list[Result] = []
+        while len(results) < len(items):
+            left = items[len(results) :]
+            size = 1 << (min(self.limit, len(left)).bit_length() - 1)
+            results += self._batch(left[:size], shape, encode, equal)
+        return results
+
+    def _batch(
+        self,
+        items: Sequence[Item],
+        shape: Hashable,
+        encode: Callable[[Sequence[Item]], Sequence[Result]],
+        equal: Callable[[Result, Result], bool],
+    ) -> Sequence[Result]:
+        """One batch's results; none when the device's memory did not hold it, and the limit was lowered."""
+        pair = shape, len(items)
+        if len(items) == 1 or self._trusted.get(pair) is False:
+            return self._one_by_one(items, encode)
+        try:
+            together = encode(items)
+        except (RuntimeError, ValueError, MemoryError) as error:
+            if is_memory_full(error):
+                self.limit = len(items) // 2
+                self.halved += 1
+                return []
+            # An item that cannot be encoded must not take its company along; and some encoders take no batches at all.
+            self.distrusted += self._trusted.setdefault(pair, False) is False
+            return self._one_by_one(items, encode)
+        if not self.exact or self._trusted.get(pair):
+            self.batched += len(items)
+            return together
+        alone = self._one_by_one(items, encode)
+        self._trusted[pair] = all(map(equal, together, alone))
+        self.checked += 1
+        self.distrusted += not self._trusted[pair]
+        return alone
+
+    def _one_by_one(self, items: Sequence[Item], encode: Callable[[Sequence[Item]], Sequence[Result]]) -> list[Result]:
+        self.single += len(items)
+        return [encode([item])[0] for item in items]
+
+
+def is_memory_full(error: BaseException) -> bool:
+    """Whether an error says that the memory of the device, or of the host, does not hold what was asked for."""
+    kinds = tuple(kind for name in ("OutOfMemoryError",) if (kind := getattr(torch, name, None)))
+    text = str(error).lower()
+    return isinstance(error, (MemoryError, *kinds)) or "out of memory" in text or "can't allocate memory" in text
+
+
+def encode_latents(
+    encoders: Encoders, trusted: TrustedBatches, videos: Sequence[tuple[Clip, np.ndarray]]
+) -> list[Tensors | Rejected]:
+    """The tensors of each clip's entry, on the CPU; of one that cannot be encoded the Rejected that says why.
+
+    Args:
+        encoders: whose codec is used.
+        trusted: one for the whole run; keeps what it learnt.
+        videos: clips of one bucket with their frames (F, H, W, 3), uint8.
+
+    Raises UserError when the device fails, for which no file is at fault.
+    """
+    codec, dtype = encoders.codec, parse_dtype(encoders.config.preprocess.latent_dtype)
+    first_too = encoders.config.preprocess.first_frame and bool(videos) and not videos[0][0].bucket.is_image
+
+    def encode(some: Sequence[tuple[Clip, np.ndarray]]) -> list[Tensors | Rejected]:
+        try:
+            video_BCFHW = torch.stack([to_model_range(frames_FHWC) for _, frames_FHWC in some])
+            encode_all = _together(codec) if len(some) > 1 else codec.encode
+            first = encode_all(video_BCFHW[:, :, :1]).mean_BCThw if first_too else None
+            return _entries(encode_all(video_BCFHW), first)
+        except (RuntimeError, ValueError, MemoryError) as error:
+            full = is_memory_full(error)
+            if (is_device_fault(error) and not full) or (full and len(some) == 1):
+                raise _device_failed(some[0][0], error) from error
+            if len(some) > 1:
+                raise
+            return [Rejected(Reason.ENCODE_FAILED, str(error).splitlines()[0])]
+
+    if not videos:
+        return []
+    # Compared before they are rounded: what rounds alike on the items of a trial may not on others.
+    results = trusted.encode(videos, videos[0][0].bucket, encode, _same)
+    return [r if isinstance(r, Rejected) else {name: tensor.to(dtype) for name, tensor in r.items()} for r in results]
+
+
+def _together(codec: VideoCodec) -> Callable[[Tensor], Posterior]:
+    """How a codec encodes several videos in one pass, where it can; `encode` promises that each is encoded by itself."""
+    together: Callable[[Tensor], Posterior] = getattr(codec, "encode_together", codec.encode)
+    return together
+
+
+def _entries(posterior: Posterior, first_BC1hw: Tensor | None) -> list[Tensors | Rejected]:
+    mean_BCThw, logvar_BCThw = posterior.mean_BCThw.cpu(), posterior.logvar_BCThw
+    logvar_BCThw = None if logvar_BCThw is None else logvar_BCThw.cpu()
+    entries: list[Tensors | Rejected] = []
+    for place, mean_CThw in enumerate(mean_BCThw):
+        logvar_CThw = None if logvar_BCThw is None else logvar_BCThw[place]
+        first_C1hw = None if first_BC1hw is None else first_BC1hw[place].cpu()
+        bad = next(
+            (
+                name
+                for name, tensor in (("mean", mean_CThw), ("log-variance", logvar_CThw), ("first frame", first_C1hw))
+                if tensor is not None and not bool(torch.isfinite(tensor).all())
+            ),
+            None,
+        )
+        if bad is not None:
+            why = f"the codec's {bad} holds numbers that are not finite"
+            entries.append(Rejected(Reason.ENCODE_FAILED, why))
+        else:
+            stored = latent_tensors(mean_CThw, logvar_CThw, first_C1hw)
+            entries.append({name: tensor.clone() for name, tensor in stored.items()})
+    return entries
+
+
+def _device_failed(clip: Clip, error: BaseException) -> UserError:
+    return UserError(
+        f"the device failed while encoding {clip.source.name} ({str(error).splitlines()[0]}); "
+        "when its memory is full set vae.tiling: true, or use smaller buckets"
+    )
+
+
+def encode_texts(encoders: Encoders, trusted: TrustedBatches, captions: Iterable[str]) -> Iterator[tuple[str, Tensors]]:
+    """Each caption with the tensors of its entry, the shortest first, those of one length in batches without padding.
+
+    Captions that the encoder cuts are counted in `encoders.text.truncated`. Raises UserError when the device fails.
+    """
+    encoder, dtype = encoders.text, parse_dtype(encoders.config.preprocess.text_dtype)
+
+    def encode(ids: Sequence[list[int]]) -> list[TextEntry]:
+        return encoder.encode_ids(list(ids))
+
+    def equal(one: TextEntry, other: TextEntry) -> bool:
+        return _same(text_tensors(one), text_tensors(other))
+
+    rest = iter(captions)
+    while some := list(islice(rest, CAPTIONS_AT_ONCE)):
+        rows = sorted(((encoder.tokenize(caption), caption) for caption in some), key=lambda row: (len(row[0]), row[1]))
+        for length, group in groupby(rows, key=lambda row: len(row[0])):
+            ids, names = zip(*group, strict=True)
+            try:
+                entries = trusted.encode(ids, length, encode, equal)
+            except (RuntimeError, MemoryError) as error:
+                raise UserError(f"the text encoder failed on a caption of {length} tokens: {error}") from error
+            for caption, entry in zip(names, entries, strict=True):
+                yield caption, {name: tensor.to(dtype) for name, tensor in text_tensors(entry).items()}
+
+
+def latent_entry(encoders: Encoders, clip: Clip, tensors: Tensors) -> dict[str, Any]:
+    """The arguments of `CacheWriter.add` for a clip's entry: the same wherever it is encoded, so its bytes are too."""
+    parts = latent_parts(encoders.config, encoders.codec_fingerprint, clip)
+    return {
+        "section": "latents",
+        "key": entry_key(parts),
+        "tensors": tensors,
+        "meta": parts,
+        "bucket": clip.bucket,
+        "tokens": math.prod(encoders.strides.latent(clip.bucket)),
+        "content_id": clip.content_id,
+        "frames": list(clip.indices),
+        "fps": clip.fps,
+        "source": clip.source.name,
+    }
+
+
+def text_entry(encoders: Encoders, caption: str, tensors: Tensors, section: str = "texts") -> dict[str, Any]:
+    """The arguments of `CacheWriter.add` for a caption's entry; `section` is `null` for that of the empty caption."""
+    parts = text_parts(encoders.config, encoders.text_fingerprint, caption)
+    tokens = tensors["embeds"].shape[0]
+    return {"section": section, "key": entry_key(parts), "tensors": tensors, "meta": parts, "tokens": tokens}
+
+
+def _same(one: Tensors | Rejected, other: Tensors | Rejected) -> bool:
+    """Whether two results are the same bits; a failure is no result that can be trusted."""
+    if isinstance(one, Rejected) or isinstance(other, Rejected):
+        return False
+    return one.keys() == other.keys() and all(_bits(one[name]) == _bits(other[name]) for name in one)
+
+
+def _bits(tensor: Tensor) -> bytes:
+    """What tells 0.0 from -0.0, unlike `torch.equal`."""
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes() + str(tuple(tensor.shape)).encode()

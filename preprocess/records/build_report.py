@@ -1,0 +1,214 @@
+"""What became of every source: the end of `mmspeed preprocess`, in numbers and in lines."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mmspeed.data import Sample
+from mmspeed.errors import UserError
+from mmspeed.log import format_seconds
+from mmspeed.preprocess.sources.listing import Listing
+from mmspeed.preprocess.sources.rejections import Reason, Rejection
+
+EXAMPLES = 3  # rejected sources shown for each reason; all of them stand in rejects/
+_CLEANED = ("cut", "repaired", "stripped", "dropped")
+
+
+@dataclass
+class BuildReport:
+    """Counts of one run of preprocess, over all its processes once they are merged.
+
+    `sources` = `encoded` + `reused` + `rejected`: every source that was found ends as one of them. A source is encoded when
+    at least one of its clips was encoded now, reused when those in the cache were there before, and rejected when not a single
+    clip of it could be encoded. Clips that failed beside others of their source are `clips_failed` too and stand in
+    `rejections` under a name of their own, such as `a.mp4 [9x64x112, window 3]`.
+    """
+
+    root: Path
+    files: int = 0  # files looked at
+    sources: int = 0  # media with captions that were found
+    ignored: int = 0  # hidden files
+    captions_cut: int = 0  # cut to data.max_caption_chars
+    captions_repaired: int = 0  # held bytes that are no UTF-8, which became U+FFFD
+    captions_stripped: int = 0  # held control characters or signs that are not seen, which were taken out
+    captions_dropped: int = 0  # beyond the number of captions that a clip may have
+    seconds: float = 0.0
+    encoded: int = 0
+    reused: int = 0
+    rejected: int = 0
+    partial: int = 0  # sources in the cache of which some clips are not
+    clips_encoded: int = 0
+    clips_reused: int = 0
+    clips_failed: int = 0
+    texts: int = 0
+    texts_reused: int = 0
+    captions_truncated: int = 0  # cut to text.max_tokens by the encoder
+    seconds_of_video: float = 0.0
+    latent_seconds: float = 0.0  # from the first decoded clip asked for to the last encoded, summed over processes
+    start_seconds: float = 0.0  # of these until the first clip was decoded
+    busy_seconds: float = 0.0  # of these the codec encoded
+    decode_wait_seconds: float = 0.0  # of these it waited for decoders
+    write_wait_seconds: float = 0.0  # of these it waited for the disk
+    decoders: Counter[str] = field(default_factory=Counter)
+    latent_batches: Counter[str] = field(default_factory=Counter)  # see TrustedBatches.counts
+    text_batches: Counter[str] = field(default_factory=Counter)
+    rejections: list[Rejection] = field(default_factory=list)
+    buckets: Counter[str] = field(default_factory=Counter)
+    splits: Counter[str] = field(default_factory=Counter)
+    part: tuple[int, int] | None = None  # which of how many this is the report of; None: of the whole build
+    parts_missing: int = 0  # parts of the build that were not there when this one ended
+
+    _SUMS = (
+        *("encoded", "reused", "rejected", "partial", "clips_encoded", "clips_reused", "clips_failed"),
+        *("texts", "texts_reused", "captions_truncated", "seconds_of_video"),
+        *("latent_seconds", "start_seconds", "busy_seconds", "decode_wait_seconds", "write_wait_seconds"),
+    )
+    _COUNTERS = ("decoders", "latent_batches", "text_batches")
+
+    @classmethod
+    def of(cls, root: Path, listing: Listing) -> BuildReport:
+        """The report of a build that has listed its sources, and done nothing else yet."""
+        captions = {f"captions_{what}": getattr(listing, f"captions_{what}") for what in _CLEANED}
+        return cls(root=root, files=listing.files, sources=len(listing.sources), ignored=listing.ignored, **captions)
+
+    def to_json(self) -> dict[str, Any]:
+        """What the processes tell each other: what is added up."""
+        counts: dict[str, Any] = {name: getattr(self, name) for name in self._SUMS}
+        counters = {name: dict(getattr(self, name)) for name in self._COUNTERS}
+        return counts | counters | {"rejections": [[r.source, r.reason.value, r.detail] for r in self.rejections]}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> BuildReport:
+        """The report that `to_json` was made from."""
+        report = cls(root=Path(), **{name: data[name] for name in cls._SUMS})
+        for name in cls._COUNTERS:
+            setattr(report, name, Counter(data[name]))
+        report.rejections = [Rejection(s, Reason(r), d) for s, r, d in data["rejections"]]
+        return report
+
+    def merge(self, parts: Sequence[BuildReport]) -> None:
+        """Take the sums over all processes' parts (this process's own among them)."""
+        for name in self._SUMS:
+            setattr(self, name, sum(getattr(part, name) for part in parts))
+        for name in self._COUNTERS:
+            setattr(self, name, sum((getattr(part, name) for part in parts), Counter()))
+        self.rejections = [rejection for part in parts for rejection in part.rejections]
+
+    @property
+    def busy(self) -> float:
+        """The share of the latents' time in which the codec encoded."""
+        return self.busy_seconds / self.latent_seconds if self.latent_seconds else 0.0
+
+    def count_samples(self, samples: Sequence[Sample]) -> None:
+        self.buckets = Counter(str(sample.bucket) for sample in samples)
+        self.splits = Counter(sample.split for sample in samples)
+
+    @property
+    def reasons(self) -> Counter[str]:
+        """Rejections by the name of their reason."""
+        return Counter(rejection.reason.value for rejection in self.rejections)
+
+    def require_some(self) -> None:
+        """Raises UserError when no source at all ended in the cache."""
+        if self.encoded + self.reused == 0:
+            shown = ", ".join(f"{count} {reason}" for reason, count in self.reasons.most_common(4))
+            raise UserError(
+                f"none of the {self.files} files could be encoded ({shown or 'no media found'}); "
+                f"every one is listed with its reason in {self.root / 'rejects'}"
+            )
+
+    def lines(self) -> list[str]:
+        """The summary that people read."""
+        where = f"cache {self.root}"
+        if self.part is not None:
+            where += f", part {self.part[0] + 1} of {self.part[1]}"
+        lines = [
+            f"{where}: {self.encoded + self.reused} of {self._shared()} sources in it"
+            f" ({self.encoded} encoded now, {self.reused} already there)"
+        ]
+        if self.clips_encoded + self.clips_reused != self.encoded + self.reused or self.clips_failed:
+            failed = f", {self.clips_failed} failed" if self.clips_failed else ""
+            lines.append(f"  clips: {self.clips_encoded} encoded now, {self.clips_reused} already there{failed}")
+        lines.append(f"  captions: {self.texts} encoded now, {self.texts_reused} already there")
+        if self.part is None:
+            lines.append(
+                f"  samples: {_counts(self.splits)}; buckets (frames x height x width): {_counts(self.buckets)}"
+            )
+        lines += [*self._speed_lines(), *self._caption_lines()]
+        if self.ignored:
+            lines.append(f"  hidden files ignored: {self.ignored}")
+        if self.rejections:
+            lines.append(f"  rejected: {len(self.rejections)}, listed in {self.root / 'rejects'}")
+            for reason, count in self.reasons.most_common():
+                names = [r.source for r in self.rejections if r.reason.value == reason]
+                more = ", ..." if count > EXAMPLES else ""
+                lines.append(f"    {reason:<16} {count:>5}  {', '.join(names[:EXAMPLES])}{more}")
+        if self.part is not None:
+            lines.append(self._part_line())
+        return lines
+
+    def _shared(self) -> str:
+        """How many sources these counts are about."""
+        if self.part is None:
+            return str(self.sources)
+        return f"its {len(range(self.part[0], self.sources, self.part[1]))}"
+
+    def _part_line(self) -> str:
+        assert self.part is not None
+        done = f"part {self.part[0] + 1} of {self.part[1]} is done"
+        if self.parts_missing == 0:
+            return f"{done}; the cache was finished before, and lists all samples"
+        parts = "part is" if self.parts_missing == 1 else "parts are"
+        return f"{done}; {self.parts_missing} {parts} missing, and the last to end will finish the cache"
+
+    def _speed_lines(self) -> list[str]:
+        lines = []
+        if self.clips_encoded:
+            rate = self.clips_encoded / self.seconds if self.seconds else 0.0
+            lines.append(
+                f"  time: {format_seconds(self.seconds)}, {rate:.1f} clips/s,"
+                f" {self.seconds_of_video:.0f} s of video; decoded by {_counts(self.decoders)}"
+            )
+            waits = {"decoders": self.decode_wait_seconds, "the disk": self.write_wait_seconds}
+            shares = ", ".join(
+                f"{share:.0%} waiting for {what}"
+                for what, seconds in waits.items()
+                if (share := seconds / self.latent_seconds if self.latent_seconds else 0.0) >= 0.005
+            )
+            lines.append(f"  encoder busy {self.busy:.0%} of the time{', ' + shares if shares else ''}")
+        for what, counts in (("clips", self.latent_batches), ("captions", self.text_batches)):
+            if counts["batched"] or counts["distrusted"] or counts["halved"]:
+                lines.append(f"  {what}: {_batches(counts)}")
+        return lines
+
+    def _caption_lines(self) -> list[str]:
+        lines = []
+        if self.captions_cut or self.captions_truncated:
+            lines.append(
+                f"  captions cut: {self.captions_cut} to data.max_caption_chars, {self.captions_truncated} to text.max_tokens"
+            )
+        if self.captions_repaired:
+            lines.append(f"  captions with bytes that are no UTF-8: {self.captions_repaired}; such signs became U+FFFD")
+        if self.captions_stripped:
+            lines.append(f"  captions with control characters or unseen signs, taken out: {self.captions_stripped}")
+        if self.captions_dropped:
+            lines.append(f"  captions beyond the most that a clip may have, left out: {self.captions_dropped}")
+        return lines
+
+
+def _batches(counts: Counter[str]) -> str:
+    text = f"{counts['batched']} encoded in batches, {counts['single']} one by one"
+    if counts["distrusted"]:
+        pairs = "shape and size gives" if counts["distrusted"] == 1 else "shapes and sizes give"
+        text += f" ({counts['distrusted']} {pairs} other bits in a batch)"
+    if counts["halved"]:
+        text += f"; batches halved {counts['halved']} times for want of memory"
+    return text
+
+
+def _counts(counter: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(counter.items())) or "none"

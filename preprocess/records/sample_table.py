@@ -1,0 +1,105 @@
+"""From accepted sources to the table of samples. Pure: nothing is opened, decoded or encoded here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+from mmspeed.config.schema import DataConfig
+from mmspeed.data import Sample
+from mmspeed.data.cache.keys import number_duplicates, sample_key
+from mmspeed.preprocess.decoding.clips import Clip
+from mmspeed.preprocess.sources.source import Source
+from mmspeed.shapes import Bucket, Strides
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What one accepted source becomes: its split, and a clip for each bucket, window and crop."""
+
+    source: Source
+    split: str
+    content_id: str
+    clips: tuple[Clip, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One clip as the table of samples needs it; what processes tell each other of their share."""
+
+    source: str
+    split: str
+    content_id: str
+    bucket: str
+    window: int
+    crop: int
+    latent_key: str
+    text_keys: tuple[str, ...]
+    dataset: str = ""
+
+    @property
+    def order(self) -> tuple[str, str, int, int]:
+        """Where it stands among all rows, whoever made it."""
+        return self.source, self.bucket, self.window, self.crop
+
+
+def rows_of(
+    planned: Iterable[Planned], latent_key: Callable[[Clip], str], text_key: Callable[[str], str]
+) -> Iterator[Row]:
+    """A row for every clip."""
+    for one in planned:
+        text_keys = tuple(text_key(caption) for caption in one.source.captions)
+        for clip in one.clips:
+            yield Row(
+                source=one.source.name,
+                split=one.split,
+                content_id=one.content_id,
+                bucket=clip.bucket.name,
+                window=clip.window,
+                crop=clip.crop_number,
+                latent_key=latent_key(clip),
+                text_keys=text_keys,
+                dataset=one.source.dataset,
+            )
+
+
+def samples_of_rows(rows: Iterable[Row], data: DataConfig, strides: Strides) -> list[Sample]:
+    """The samples of a data set, the same whatever the order of `rows`.
+
+    With `data.variants` "each" every clip is a sample; with "draw" the clips of one source and bucket are one sample of
+    several latents.
+    """
+    ordered = sorted(rows, key=lambda row: row.order)
+    if data.variants == "draw":
+        groups = [list(group) for _, group in groupby(ordered, key=lambda row: (row.source, row.bucket))]
+    else:
+        groups = [[row] for row in ordered]
+    keys = number_duplicates(sample_key([row.latent_key for row in group], group[0].text_keys) for group in groups)
+    tokens = {name: math.prod(strides.latent(Bucket.parse(name))) for name in {row.bucket for row in ordered}}
+    return [
+        Sample(
+            key=key,
+            latent_keys=tuple(row.latent_key for row in group),
+            text_keys=group[0].text_keys,
+            split=group[0].split,
+            bucket=Bucket.parse(group[0].bucket),
+            source=group[0].source,
+            tokens=tokens[group[0].bucket],
+            content_id=group[0].content_id,
+            dataset=group[0].dataset,
+        )
+        for key, group in zip(keys, groups, strict=True)
+    ]
+
+
+def samples_of(
+    planned: Iterable[Planned],
+    latent_key: Callable[[Clip], str],
+    text_key: Callable[[str], str],
+    data: DataConfig,
+    strides: Strides,
+) -> list[Sample]:
+    """The samples that sources become; see `samples_of_rows`."""
+    return samples_of_rows(rows_of(planned, latent_key, text_key), data, strides)

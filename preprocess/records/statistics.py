@@ -1,0 +1,385 @@
+"""What a data set is like, in numbers: gathered source by source in bounded memory, and merged over processes.
+
+Sums are whole numbers (milliseconds, pixels), so that parts added in any order give exactly the whole.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from mmspeed.config import Bucket
+from mmspeed.preprocess.decoding.clips import Clip
+from mmspeed.preprocess.decoding.probe import Probe
+from mmspeed.preprocess.decoding.windows import windows_that_fit
+from mmspeed.preprocess.records.bucket_use import BucketUse, use_of
+from mmspeed.preprocess.sources.listing import Listing
+from mmspeed.preprocess.sources.rejections import Reason, Rejected, Rejection
+from mmspeed.preprocess.sources.source import Kind, Source
+from mmspeed.protocols import ShapeClass
+from mmspeed.shapes import as_bucket
+
+EXAMPLES = 5  # rejected sources kept for each reason
+SHOWN_SOURCES = 24  # sources kept for thumbnails
+DISTINCT = 4096  # distinct names that a `Counts` keeps apart
+_TEXT = 300  # characters of a name, detail or caption that are kept
+_MILLI = 1000
+
+# Edges of the histograms' bins. Common frame rates and shapes lie in the middle of a bin of their own.
+EDGES: dict[str, tuple[float, ...]] = {
+    "seconds": (0.5, 1, 2, 3, 4, 5, 7, 10, 15, 20, 30, 45, 60, 120, 300, 600, 1800, 3600),
+    "fps": (5, 9, 11, 14, 16, 19, 22, 23.5, 24.5, 26, 29, 31, 49, 51, 59, 61, 119, 121),
+    "megapixels": (0.02, 0.05, 0.1, 0.15, 0.25, 0.35, 0.5, 0.7, 1, 1.5, 2.2, 4, 9, 16, 34),
+    "aspect": (0.4, 0.54, 0.6, 0.7, 0.78, 0.9, 1.1, 1.28, 1.4, 1.6, 1.7, 1.85, 2.1, 2.5),
+    "caption_chars": (20, 40, 60, 80, 120, 160, 240, 320, 480, 640, 960, 1280, 1920, 2560, 4096),
+    "caption_tokens": (8, 16, 24, 32, 48, 64, 77, 96, 128, 192, 256, 384, 512),
+    "captions": (1, 2, 3, 4, 5, 6, 8, 11, 21),
+}
+_COUNTED = ("sizes", "endings", "codecs")
+_LISTED = (
+    *("files", "caption_files", "ignored", "beyond_limit"),
+    *("captions_cut", "captions_repaired", "captions_stripped", "captions_dropped"),
+)  # counts of a `Listing`
+_SUMS = (
+    *(
+        *_LISTED,
+        "listed",
+        "selected",
+        "images",
+        "videos",
+        "rejected_files",
+        "rejected_sources",
+        "rejected_clips",
+        "bytes",
+    ),
+    *("frames", "frames_taken", "milliseconds", "milliseconds_taken", "milliseconds_possible"),
+    *("pixels", "pixels_kept"),
+)
+
+
+class Histogram:
+    """How many numbers lie between fixed edges, with their least, greatest and mean. `edges[i]` belongs to bin i + 1.
+
+    `whole` numbers are labelled from the first to the last of a bin.
+    """
+
+    def __init__(self, edges: Sequence[float], whole: bool = False) -> None:
+        self.edges, self.whole = tuple(edges), whole
+        self.counts = [0] * (len(self.edges) + 1)
+        self.least: float | None = None
+        self.greatest: float | None = None
+        self._thousandths = 0
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def mean(self) -> float:
+        return self._thousandths / _MILLI / self.count if self.count else 0.0
+
+    def add(self, value: float) -> None:
+        """Count one number."""
+        self.counts[bisect.bisect_right(self.edges, value)] += 1
+        self._thousandths += round(value * _MILLI)
+        self.least = value if self.least is None else min(self.least, value)
+        self.greatest = value if self.greatest is None else max(self.greatest, value)
+
+    def merge(self, other: Histogram) -> None:
+        """Add the numbers of a histogram of the same edges. Raises ValueError for other edges."""
+        if self.edges != other.edges:
+            raise ValueError("histograms of different edges cannot be added")
+        self.counts = [a + b for a, b in zip(self.counts, other.counts, strict=True)]
+        self._thousandths += other._thousandths
+        known = [value for value in (self.least, self.greatest, other.least, other.greatest) if value is not None]
+        self.least, self.greatest = (min(known), max(known)) if known else (None, None)
+
+    def bins(self) -> list[tuple[str, int]]:
+        """(label, count) of the bins from the first to the last that is not empty."""
+        used = [index for index, count in enumerate(self.counts) if count]
+        if not used:
+            return []
+        labels = [f"under {self.edges[0]:g}"]
+        for a, b in pairwise(self.edges):
+            last = b - 1 if self.whole else b
+            labels.append(f"{a:g} to {last:g}" if last > a else f"{a:g}")
+        labels.append(f"{self.edges[-1]:g} and more")
+        return [(labels[index], self.counts[index]) for index in range(used[0], used[-1] + 1)]
+
+    def to_json(self) -> list[Any]:
+        """The histogram in JSON's types; the edges are those of this version."""
+        return [self.counts, self._thousandths, self.least, self.greatest]
+
+    def load(self, tree: Sequence[Any]) -> None:
+        """Take the numbers of `to_json`. Raises ValueError when it was made with other edges."""
+        if len(tree[0]) != len(self.counts):
+            raise ValueError("a histogram of another version")
+        self.counts, self._thousandths, self.least, self.greatest = list(tree[0]), *tree[1:]
+
+
+class Counts:
+    """How often each name was met. Beyond `limit` distinct names the rarer half is counted together as `other`."""
+
+    def __init__(self, limit: int = DISTINCT) -> None:
+        self.limit = limit
+        self.named: Counter[str] = Counter()
+        self.other = 0
+
+    @property
+    def count(self) -> int:
+        return self.named.total() + self.other
+
+    def add(self, name: str, count: int = 1) -> None:
+        """Count a name."""
+        self.named[name] += count
+        if len(self.named) > self.limit:
+            ranked = sorted(self.named.items(), key=lambda item: (-item[1], item[0]))
+            kept = dict(ranked[: self.limit // 2])
+            self.other += self.named.total() - sum(kept.values())
+            self.named = Counter(kept)
+
+    def merge(self, other: Counts) -> None:
+        """Add another's names."""
+        self.other += other.other
+        for name in sorted(other.named):
+            self.add(name, other.named[name])
+
+    def top(self, number: int) -> list[tuple[str, int]]:
+        """The most frequent names with their counts; what is left is one more row, `others`."""
+        ranked = sorted(self.named.items(), key=lambda item: (-item[1], item[0]))
+        rest = self.count - sum(count for _, count in ranked[:number])
+        return [*ranked[:number], *([("others", rest)] if rest else [])]
+
+
+@dataclass(frozen=True, order=True)
+class Shown:
+    """A source that a thumbnail is made of: what is needed to open it, and what to say of it."""
+
+    content_id: str
+    name: str
+    path: str
+    offset: int | None
+    size: int | None
+    kind: Kind
+    caption: str
+    buckets: tuple[str, ...]
+    clips: int
+    width: int
+    height: int
+    seconds: float
+
+    def source(self) -> Source:
+        """The source, to be opened."""
+        return Source(self.name, self.path, self.offset, self.size, self.kind, (), "train")
+
+
+@dataclass
+class DataStatistics:
+    """The numbers of a data set, or of a process's part of it.
+
+    `files` = `listed` + `beyond_limit` + `caption_files` + `ignored` + `rejected_files`, where `listed` counts sources;
+    `listed` = `usable` + `rejected_sources` once every source was added. `rejected_clips` are clips of usable sources.
+    Times are of videos only: their whole length, what the clips take of it, and what `data.windows: all` would take.
+    `pixels` are those of all frames taken, `pixels_kept` those inside the crops. `use` has the like of each bucket apart.
+    """
+
+    sums: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(_SUMS, 0)))
+    histograms: dict[str, Histogram] = field(
+        default_factory=lambda: {name: Histogram(edges, name.startswith("caption")) for name, edges in EDGES.items()}
+    )
+    counts: dict[str, Counts] = field(default_factory=lambda: {name: Counts() for name in _COUNTED})
+    use: dict[str, BucketUse] = field(default_factory=dict)  # by the bucket's name
+    groups: Counter[tuple[str, str, str]] = field(
+        default_factory=Counter
+    )  # samples of (bucket, split, data set): exact
+    reasons: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, list[tuple[str, str]]] = field(default_factory=dict)  # reason -> (source, detail)
+    shown: list[Shown] = field(default_factory=list)
+
+    @property
+    def usable(self) -> int:
+        """Sources that were selected and not rejected later."""
+        return self.sums["listed"] - self.sums["rejected_sources"]
+
+    @property
+    def rejected(self) -> int:
+        return self.reasons.total()
+
+    def add_listing(self, listing: Listing) -> None:
+        """What listing the sources met, with its rejections. Once for a data set, by one process."""
+        self.sums["listed"] += len(listing.sources)
+        for name in _LISTED:
+            self.sums[name] += getattr(listing, name)
+        self.sums["rejected_files"] += len(listing.rejections)
+        for rejection in listing.rejections:
+            self._add_reason(rejection)
+
+    def add_rejection(self, rejection: Rejection, whole: bool = True) -> None:
+        """A listed source that is not used; with `whole` false it is a clip of a source whose others may be."""
+        self.sums["rejected_sources" if whole else "rejected_clips"] += 1
+        self._add_reason(rejection)
+
+    def add_source(self, source: Source, probe: Probe, clips: Sequence[Clip]) -> None:
+        """A source with the clips that are taken of it, at least one."""
+        is_image = len(probe.pts_seconds) == 1
+        self.sums["selected"] += 1
+        self.sums["images" if is_image else "videos"] += 1
+        self.sums["bytes"] += _size(source)
+        self.counts["endings"].add(os.path.splitext(source.name)[1].lower()[:12] or "(none)")
+        self.counts["codecs"].add(probe.codec or "unknown")
+        self.counts["sizes"].add(f"{probe.width} x {probe.height}")
+        self.histograms["megapixels"].add(probe.width * probe.height / 1e6)
+        self.histograms["aspect"].add(probe.width / probe.height)
+        self.histograms["captions"].add(len(source.captions))
+        for caption in source.captions:
+            self.histograms["caption_chars"].add(len(caption))
+        seconds = 0.0 if is_image else _length(probe)
+        if not is_image:
+            self.histograms["seconds"].add(seconds)
+            self.histograms["fps"].add(probe.fps)
+            self._add_times(probe, clips, seconds)
+        for bucket in dict.fromkeys(clip.bucket for clip in clips):
+            used = use_of(probe, [clip for clip in clips if clip.bucket == bucket])
+            self.use.setdefault(bucket.name, BucketUse()).add(used)
+            self.sums["pixels"] += used.pixels
+            self.sums["pixels_kept"] += used.pixels_kept
+        self._show(source, probe, clips, seconds)
+
+    def add_sample(self, bucket: Bucket, split: str, dataset: str) -> None:
+        """A sample of the data set of that name."""
+        self.groups[bucket.name, split, dataset] += 1
+
+    def add_caption_tokens(self, tokens: int) -> None:
+        """The length of a distinct caption in tokens, where it is known."""
+        self.histograms["caption_tokens"].add(tokens)
+
+    def samples(self, split: str) -> dict[Bucket, int]:
+        """Samples of a split by bucket, in the order of the buckets."""
+        found: Counter[Bucket] = Counter()
+        for (bucket, _), count in self.samples_by_group(split).items():
+            found[as_bucket(bucket)] += count
+        return dict(found)
+
+    def samples_by_group(self, split: str) -> dict[tuple[ShapeClass, str], int]:
+        """Samples of a split by (bucket, data set), in order."""
+        found: dict[tuple[ShapeClass, str], int] = {
+            (Bucket.parse(name), of): n for (name, part, of), n in self.groups.items() if part == split
+        }
+        return dict(sorted(found.items()))
+
+    def buckets(self) -> dict[Bucket, BucketUse]:
+        """What the clips of each bucket take of their sources, in the order of the buckets."""
+        return {bucket: self.use[bucket.name] for bucket in sorted(map(Bucket.parse, self.use))}
+
+    def clips(self) -> dict[Bucket, int]:
+        """Clips by bucket, in the order of the buckets."""
+        return {bucket: used.clips for bucket, used in self.buckets().items()}
+
+    def merge(self, other: DataStatistics) -> None:
+        """Add the numbers of another part of the data set."""
+        self.sums.update(other.sums)
+        self.reasons.update(other.reasons)
+        self.groups.update(other.groups)
+        for name, histogram in self.histograms.items():
+            histogram.merge(other.histograms[name])
+        for name, counts in self.counts.items():
+            counts.merge(other.counts[name])
+        for name, used in other.use.items():
+            self.use.setdefault(name, BucketUse()).add(used)
+        for reason, examples in other.examples.items():
+            self.examples[reason] = sorted([*self.examples.get(reason, []), *examples])[:EXAMPLES]
+        self._keep_shown([*self.shown, *other.shown])
+
+    def to_json(self) -> dict[str, Any]:
+        """The numbers in JSON's types."""
+        return {
+            "sums": dict(self.sums),
+            "histograms": {name: histogram.to_json() for name, histogram in self.histograms.items()},
+            "counts": {name: [dict(counts.named), counts.other] for name, counts in self.counts.items()},
+            "use": {name: asdict(used) for name, used in self.use.items()},
+            "groups": sorted([*group, count] for group, count in self.groups.items()),
+            "reasons": dict(self.reasons),
+            "examples": {reason: [list(pair) for pair in pairs] for reason, pairs in self.examples.items()},
+            "shown": [asdict(shown) | {"buckets": list(shown.buckets)} for shown in self.shown],
+        }
+
+    @classmethod
+    def from_json(cls, tree: Mapping[str, Any]) -> DataStatistics:
+        """The numbers that `to_json` was made from. Raises KeyError or ValueError for those of another version."""
+        made = cls()
+        made.sums.update(tree["sums"])
+        made.reasons.update(tree["reasons"])
+        made.groups.update({(bucket, split, dataset): count for bucket, split, dataset, count in tree["groups"]})
+        for name, histogram in made.histograms.items():
+            histogram.load(tree["histograms"][name])
+        for name, counts in made.counts.items():
+            counts.named, counts.other = Counter(tree["counts"][name][0]), tree["counts"][name][1]
+        made.use = {name: BucketUse(**used) for name, used in tree["use"].items()}
+        made.examples = {reason: [(name, why) for name, why in pairs] for reason, pairs in tree["examples"].items()}
+        made.shown = [Shown(**{**shown, "buckets": tuple(shown["buckets"])}) for shown in tree["shown"]]
+        return made
+
+    def _add_reason(self, rejection: Rejection) -> None:
+        reason = Reason(rejection.reason).value
+        self.reasons[reason] += 1
+        pair = rejection.source[:_TEXT], rejection.detail[:_TEXT]
+        self.examples[reason] = sorted([*self.examples.get(reason, []), pair])[:EXAMPLES]
+
+    def _add_times(self, probe: Probe, clips: Sequence[Clip], seconds: float) -> None:
+        """Seconds of a video, those inside some clip, and those that windows side by side in its first bucket would take."""
+        start, end = probe.pts_seconds[0], probe.pts_seconds[0] + seconds
+        spans = {(probe.pts_seconds[clip.indices[0]], clip.seconds) for clip in clips}
+        taken = covered([(first, min(first + length, end)) for first, length in spans])
+        best = clips[0]
+        possible = windows_that_fit(probe.pts_seconds, best.bucket.frames, best.fps) * best.seconds if best.fps else 0.0
+        self.sums["frames"] += len(probe.pts_seconds)
+        self.sums["frames_taken"] += len({index for clip in clips for index in clip.indices})
+        self.sums["milliseconds"] += round((end - start) * _MILLI)
+        self.sums["milliseconds_taken"] += round(taken * _MILLI)
+        self.sums["milliseconds_possible"] += round(max(taken, min(possible, seconds)) * _MILLI)
+
+    def _show(self, source: Source, probe: Probe, clips: Sequence[Clip], seconds: float) -> None:
+        content = clips[0].content_id
+        if len(self.shown) == SHOWN_SOURCES and content > self.shown[-1].content_id:
+            return
+        buckets = tuple(dict.fromkeys(clip.bucket.name for clip in clips))
+        one = Shown(
+            *(content, source.name[:_TEXT], source.path, source.offset, source.size, source.kind),
+            *(source.captions[0][:_TEXT] if source.captions else "", buckets, len(clips)),
+            *(probe.width, probe.height, round(seconds, 3)),
+        )
+        self._keep_shown([*self.shown, one])
+
+    def _keep_shown(self, candidates: Sequence[Shown]) -> None:
+        """Of each content the first by name, and of those the ones with the least content ids: a draw by content."""
+        first: dict[str, Shown] = {}
+        for one in candidates:
+            first[one.content_id] = min(first.get(one.content_id, one), one, key=lambda s: (s.name, s.path))
+        self.shown = heapq.nsmallest(SHOWN_SOURCES, first.values(), key=lambda s: s.content_id)
+
+
+def covered(spans: Sequence[tuple[float, float]]) -> float:
+    """The length of the union of intervals (start, end)."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def _length(probe: Probe) -> float:
+    """Seconds from the first frame to the end of the last, which is shown for a usual step."""
+    return probe.pts_seconds[-1] - probe.pts_seconds[0] + probe.step
+
+
+def _size(source: Source) -> int:
+    try:
+        return source.bytes()
+    except Rejected:  # gone since it was probed: decoding will say so
+        return 0

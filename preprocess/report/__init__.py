@@ -1,0 +1,1 @@
+"""`mmspeed check` and the data page."""

@@ -1,0 +1,240 @@
+"""`mmspeed check`: what a config will do and cost, before any work and without an accelerator or an encoder's weights in memory.
+
+The counts of the text and of the page are the same numbers: both are made from one `DataStatistics` and one `Costs`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mmspeed.config import Config
+from mmspeed.config.places import is_url
+from mmspeed.errors import UserError
+from mmspeed.log import ProgressLine, format_seconds
+from mmspeed.models.codecs.vae import codec_geometry, codec_identity
+from mmspeed.models.text.encoders import text_identity
+from mmspeed.preprocess.decoding.clips import split_of
+from mmspeed.preprocess.decoding.pool import DecodePool, Failed, Selected
+from mmspeed.preprocess.records.keys import latent_parts, text_parts
+from mmspeed.preprocess.records.sample_table import Planned, samples_of
+from mmspeed.preprocess.records.source_shapes import SourceShapes
+from mmspeed.preprocess.records.stale_entries import StoredEntries, Wanted, stale_reasons
+from mmspeed.preprocess.records.statistics import DataStatistics
+from mmspeed.preprocess.report.costs import cost_lines, estimate, folder_bytes, free_bytes, hints, peaks
+from mmspeed.preprocess.report.page import default_path, encode_estimate, take_thumbnails, write_page
+from mmspeed.preprocess.report.page_html import CacheState, DataPage
+from mmspeed.preprocess.report.suggest_text import suggest_lines
+from mmspeed.preprocess.sources.discover import list_sources
+from mmspeed.preprocess.sources.listing import Listing
+from mmspeed.preprocess.sources.rejections import Rejection
+from mmspeed.shapes import Strides
+
+__all__ = ["CheckReport", "check", "stale_reasons"]
+
+_NAMES = 3  # rejected sources named for each reason
+_NO_CODEC = "not fitted yet"  # stands for the fingerprint of a linear codec that the first build will fit
+_ONE_TO_ONE = Strides(1, 1)  # fits every bucket: how many samples there are does not depend on the codec
+
+
+@dataclass
+class CheckReport:
+    """What `check` found. `problems` make the command fail; everything else is told. `page` is where the HTML page is."""
+
+    lines_: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    page: Path | None = None
+    statistics: DataStatistics = field(default_factory=DataStatistics)
+
+    def lines(self) -> list[str]:
+        page = [] if self.page is None else [f"page: {self.page}"]
+        return [*self.lines_, *(f"problem: {problem}" for problem in self.problems), *page]
+
+    def print(self, console: Any = None) -> None:
+        """Print the lines (to a rich console when one is given)."""
+        for line in self.lines():
+            if console is None:
+                print(line)
+            else:
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@dataclass
+class _Needs:
+    """What the config needs of the cache: keys only, also of a data set of many millions."""
+
+    stored: StoredEntries
+    latents: Wanted
+    texts: Wanted
+    missing_pixels: int = 0
+
+
+def check(
+    config: Config, page: Path | None = None, suggest_buckets: int | None = None, ranks: Sequence[int] | None = None
+) -> CheckReport:
+    """Probe every source, compare with the cache, estimate size and cost, and write the page (None: its usual place).
+
+    The schedule is shown for each number of devices in `ranks` (None: 1, 8 and 64, as far as a step has work for them). With
+    `suggest_buckets` the lines end with so many buckets that suit the sources. Decodes nothing but the page's few thumbnails and
+    loads no weights. Raises UserError when sources or encoders cannot be found, or the page cannot be written.
+    """
+    if ranks is not None and (not ranks or min(ranks) < 1):
+        raise UserError(f"--ranks {','.join(map(str, ranks))}: give numbers of devices, 1 or more")
+    if suggest_buckets is not None and suggest_buckets < 1:
+        raise UserError(f"--suggest-buckets {suggest_buckets}: ask for 1 or more")
+    shapes = None if suggest_buckets is None else SourceShapes(max(bucket.frames for bucket in config.buckets))
+    report = CheckReport()
+    if config.cache_dir.exists() and not config.cache_dir.is_dir():
+        report.problems.append(f"data.cache: {config.cache_dir} is a file; name a folder")
+    listing = list_sources(config.data)
+    codec, text = _fingerprints(config)
+    stored = StoredEntries(config.cache_dir)
+    needs = _Needs(stored, Wanted("latents", "content", stored), Wanted("texts", "caption", stored))
+    started = time.monotonic()
+    _survey(config, listing, report.statistics, needs, codec, text, shapes)
+    seconds = time.monotonic() - started
+    numbers = report.statistics
+    report.lines_ += _count_lines(numbers)
+    if not numbers.usable:
+        report.problems.append("no source is usable, so there is nothing to train on")
+    elif not numbers.samples("train"):
+        report.problems.append("every usable sample is held out: nothing is left to train on; lower data.val_fraction")
+    cache = _cache_state(config, needs, codec is None)
+    costs = None
+    if not report.problems:
+        costs, problems = estimate(config, numbers, len(needs.texts.keys), *codec_geometry(config.vae), ranks)
+        report.problems += problems
+    if costs is not None:
+        report.lines_ += [*cache.notes, *(line for section in cache.sections for line in section.lines())]
+    encode = _encode_rows(config, listing, needs, seconds) if not is_url(config.data.cache) else []
+    report.lines_ += [f"{what}: {how_much} ({how})" for what, how_much, how in encode]
+    report.lines_ += [] if costs is None else cost_lines(config, costs)
+    told = hints(config, numbers, costs)
+    report.lines_ += [f"hint: {hint}" for hint in told]
+    if shapes is not None and suggest_buckets is not None:
+        report.lines_ += suggest_lines(config, shapes.cells(), suggest_buckets)
+    made = DataPage(
+        config=config,
+        made_by="check",
+        statistics=numbers,
+        headline=_headline(report, needs, config.data.cache),
+        decoded=False,
+        problems=report.problems,
+        hints=told,
+        costs=costs,
+        cache=cache,
+        encode=encode,
+        peaks=peaks(config) if costs is not None else (),
+        thumbnails=take_thumbnails(config, numbers.shown),
+    )
+    report.page = write_page(made, page or default_path(config))
+    return report
+
+
+def _fingerprints(config: Config) -> tuple[str | None, str]:
+    """Of the codec and the text encoder; None where the linear codec is still to be fitted."""
+    weights = config.codec_weights
+    fitted = weights is None or weights.exists()
+    return codec_identity(config.vae, weights) if fitted else None, text_identity(config.text)
+
+
+def _survey(
+    config: Config,
+    listing: Listing,
+    numbers: DataStatistics,
+    needs: _Needs,
+    codec: str | None,
+    text: str,
+    shapes: SourceShapes | None = None,
+) -> None:
+    """Probe every source; count it, its samples, the entries that it needs, and its shape (also where it fits no bucket)."""
+    numbers.add_listing(listing)
+    name = codec if codec is not None else _NO_CODEC
+    no_key: Callable[[Any], str] = lambda part: ""  # noqa: E731 (samples are only counted here)
+    with DecodePool(config, listing.sources) as pool, ProgressLine("probe", len(listing.sources), "source") as line:
+        for event in pool.run(lambda clip: False):
+            if shapes is not None and isinstance(event, Selected | Failed) and event.probe is not None:
+                shapes.add_probe(event.probe, config.data.fps)
+            if isinstance(event, Failed):
+                line.advance()
+                numbers.add_rejection(Rejection(event.source.name, event.rejected.reason, event.rejected.detail))
+            elif isinstance(event, Selected):
+                line.advance()
+                source, clips = event.source, event.clips
+                numbers.add_source(source, event.probe, clips)
+                split = split_of(source, clips[0].content_id, config.data, config.seed)
+                planned = Planned(source, split, clips[0].content_id, clips)
+                for sample in samples_of([planned], no_key, no_key, config.data, _ONE_TO_ONE):
+                    numbers.add_sample(sample.bucket, sample.split, sample.dataset)
+                for clip in clips:
+                    if needs.latents.add(latent_parts(config, name, clip)):
+                        needs.missing_pixels += clip.bucket.frames * clip.bucket.height * clip.bucket.width
+                for caption in source.captions:
+                    needs.texts.add(text_parts(config, text, caption))
+
+
+def _count_lines(numbers: DataStatistics) -> list[str]:
+    sums = numbers.sums
+    lines = [
+        f"data: {sums['files']} files, {sums['listed']} sources, {numbers.usable} usable, {numbers.rejected} rejected"
+    ]
+    for reason, count in sorted(numbers.reasons.items(), key=lambda item: (-item[1], item[0])):
+        names = [name for name, _ in numbers.examples[reason][:_NAMES]]
+        lines.append(f"  {reason:<16} {count:>5}  {', '.join(names)}{', ...' if count > len(names) else ''}")
+    if (clips := sum(numbers.clips().values())) != numbers.usable:
+        lines.append(f"  clips: {clips} of {numbers.usable} usable sources")
+    train = numbers.samples("train")
+    for bucket, used in numbers.buckets().items():
+        lost = f"{used.cropped:.0%} of pixels cropped, {used.scaled:.0%} scaled away"
+        lost += "" if bucket.is_image else f", {used.trimmed:.0%} of frames trimmed"
+        lines.append(f"  bucket {bucket}: {train.get(bucket, 0)} training samples, {lost}")
+    if numbers.usable:
+        lines.append(f"  held out for validation: {sum(numbers.samples('val').values())}")
+    return lines
+
+
+def _cache_state(config: Config, needs: _Needs, unfitted: bool) -> CacheState:
+    root = config.cache_dir
+    notes = [f"cache: {problem}" for problem in needs.stored.problems]
+    sections = [needs.latents.state(), needs.texts.state()]
+    if is_url(config.data.cache):
+        notes.append(f"cache {config.data.cache}: check does not look into a remote cache; training from it does")
+        return CacheState(root, [], notes, 0, free_bytes(root))
+    if needs.stored.empty and not notes:
+        latents, texts = len(needs.latents.keys), len(needs.texts.keys)
+        notes.append(f"cache {root}: not made yet; {latents} latents and {texts} captions to encode")
+    if unfitted and not needs.stored.empty:
+        notes.append(f"cache {root}: the linear codec {config.codec_weights} is missing and will be fitted anew")
+    return CacheState(root, sections, notes, folder_bytes(root), free_bytes(root))
+
+
+def _encode_rows(config: Config, listing: Listing, needs: _Needs, seconds: float) -> list[tuple[str, str, str]]:
+    """What making the cache takes: (what, how much, how this is known)."""
+    count = len(listing.sources)
+    if not count:
+        return []
+    rate = f"{count / seconds:.1f} sources a second here, with {config.preprocess.decode_workers} decoder processes"
+    rows = [
+        ("probing all sources", format_seconds(seconds), f"measured: {rate}; building does this again, and decodes too")
+    ]
+    return [
+        *rows,
+        ("encoding what is missing", *encode_estimate(config, needs.missing_pixels, needs.texts.state().missing)),
+    ]
+
+
+def _headline(report: CheckReport, needs: _Needs, cache: str) -> str:
+    if report.problems:
+        count = len(report.problems)
+        return f"Not ready: {count} problem{'s' if count > 1 else ''}"
+    numbers, (latents, texts) = report.statistics, (needs.latents.state(), needs.texts.state())
+    train, val = (sum(numbers.samples(split).values()) for split in ("train", "val"))
+    ready = f"Ready: {train:,} training and {val:,} validation samples of {numbers.usable:,} sources"
+    if is_url(cache):
+        return f"{ready}; the cache is remote, and was not looked into"
+    if latents.missing or texts.missing:
+        return f"{ready}; {latents.missing:,} latents and {texts.missing:,} captions are still to be encoded"
+    return f"{ready}; every entry is in the cache"

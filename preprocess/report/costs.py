@@ -1,0 +1,223 @@
+"""What a data set will cost: model size, tokens, steps, bytes and arithmetic; and hints, each with the setting to change."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mmspeed.config import Bucket, Config
+from mmspeed.data.sampling.batch_sizes import MEASURED_NAME, Measured, sample_costs
+from mmspeed.device import PEAK_FLOPS, parse_dtype, pick
+from mmspeed.errors import UserError
+from mmspeed.log import format_bytes, format_figure
+from mmspeed.models import build_model
+from mmspeed.models.sparse_note import sparse_lines
+from mmspeed.models.text.encoders import text_width
+from mmspeed.parallel import check_layout
+from mmspeed.preprocess.records.caption_lengths import CaptionLengths
+from mmspeed.preprocess.records.statistics import DataStatistics
+from mmspeed.preprocess.report.schedule_preview import Outlook, foresee
+from mmspeed.preprocess.report.schedule_text import outlook_hints, outlook_lines
+from mmspeed.preprocess.sources.rejections import Reason
+from mmspeed.shapes import Strides
+
+UTILISATION = 0.4  # share of a device's peak that well-tuned training of transformers reaches
+_BYTES = {"bfloat16": 2, "float32": 4}
+_KNOBS = {
+    Reason.NO_CAPTION: "give each a caption: a .txt of the same stem, or the manifest's caption_column",
+    Reason.TOO_LARGE: "raise data.max_file_mb or data.max_pixels to take them",
+    Reason.TOO_SHORT: "add a bucket of fewer frames to data.buckets, or raise data.fps",
+    Reason.TOO_SMALL: "add a smaller bucket to data.buckets, or set data.allow_upscale: true",
+    Reason.NO_BUCKET: "add a bucket to data.buckets: frames: 1 for images, more for videos",
+    Reason.NOT_KEPT: "raise data.buckets[].keep, or add a bucket without it, for them to go to",
+    Reason.TIME_LIMIT: "raise preprocess.time_limit to take them",
+}
+
+
+@dataclass(frozen=True)
+class BucketCost:
+    """A bucket's samples and what one of them costs. `flops` are of forward and backward."""
+
+    bucket: Bucket
+    train: int
+    val: int
+    clips: int
+    tokens: int
+    flops: float
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The estimate for a config's whole training. Bytes are those of a complete cache; `outlook` is None where it cannot be told."""
+
+    parameters: int
+    buckets: tuple[BucketCost, ...]
+    latent_bytes: float
+    text_bytes: float
+    outlook: Outlook | None
+    attention: tuple[str, ...] = ()  # what is sparse of it, in words
+
+    def seconds(self, peak_flops: float) -> tuple[float, ...]:
+        """Training time at `UTILISATION` of the devices' peak, for each number of devices of the outlook; all wait for the busiest."""
+        if self.outlook is None:
+            return ()
+        busiest = self.outlook.total(lambda epoch: epoch.total_flops * epoch.epoch_imbalance / epoch.world)
+        return tuple(flops / (UTILISATION * peak_flops) for flops in busiest)
+
+
+def estimate(
+    config: Config,
+    statistics: DataStatistics,
+    captions: int,
+    channels: int,
+    strides: Strides,
+    worlds: Sequence[int] | None = None,
+) -> tuple[Costs | None, list[str]]:
+    """The costs, or none where the buckets do not fit the model; and the problems, also those of the schedule alone.
+
+    `captions` counts distinct ones, `worlds` are the numbers of devices that the schedule is made for (None: the usual ones).
+    """
+    problems = []
+    for bucket in config.buckets:
+        try:
+            strides.latent(bucket)
+        except ValueError as error:
+            problems.append(f"data.buckets: {bucket}: {error}")
+    if problems:
+        return None, problems
+    width = text_width(config.text)
+    model = build_model(config.model, channels, width, device="meta")
+    check_layout(model, config.parallel)
+    each = sample_costs(model, strides, config.text.max_tokens)
+    train, val, clips = statistics.samples("train"), statistics.samples("val"), statistics.clips()
+    rows, latent_bytes = [], 0.0
+    moments = 1 if config.vae.kind == "linear" else 2  # mean alone, or mean and log-variance
+    for bucket in sorted({*config.buckets, *train, *val}):
+        try:
+            tokens = each.tokens(bucket)
+        except ValueError as error:
+            return None, [f"data.buckets: {bucket}: {error}"]
+        counts = train.get(bucket, 0), val.get(bucket, 0), clips.get(bucket, 0)
+        rows.append(BucketCost(bucket, *counts, tokens, each.flops(bucket)))
+        values = channels * math.prod(strides.latent(bucket)) * moments
+        latent_bytes += counts[2] * values * _BYTES[config.preprocess.latent_dtype]
+    lengths = CaptionLengths.of(statistics, config.text.max_tokens)
+    tokens_a_caption = 0.0 if lengths is None else lengths.mean
+    text = captions * tokens_a_caption * width * _BYTES[config.preprocess.text_dtype]
+    outlook = None
+    try:
+        measured = Measured.load(config.run_dir / MEASURED_NAME) if config.batching.by == "time" else None
+        outlook = foresee(config, statistics.samples_by_group("train"), each, worlds, measured, lengths)
+    except UserError as error:
+        problems.append(f"the schedule is not known: {error}")
+    parameters = sum(p.numel() for p in model.parameters())
+    attention = sparse_lines(model, {row.bucket: strides.latent(row.bucket) for row in rows if row.train})
+    return Costs(parameters, tuple(rows), latent_bytes, text, outlook, tuple(attention)), problems
+
+
+def peaks(config: Config) -> list[tuple[str, float]]:
+    """(device, FLOP/s) of this config's device where it is here, then of the data sheets that are known, by speed."""
+    dtype = parse_dtype(config.device.dtype)
+    rows: list[tuple[str, float]] = []
+    if config.device.peak_tflops is not None:
+        rows.append(("device.peak_tflops", config.device.peak_tflops * 1e12))
+    else:
+        try:
+            peak, origin = pick(config.device.kind).peak_flops(dtype)
+            rows.append((f"this machine ({origin})", peak))
+        except UserError:  # the device of the config is not in this machine
+            pass
+    sheets: dict[float, list[str]] = {}
+    for label, (bf16, fp32) in PEAK_FLOPS.items():
+        sheets.setdefault(bf16 if config.device.dtype == "bfloat16" else fp32, []).append(label)
+    return rows + [(", ".join(labels), peak) for peak, labels in sorted(sheets.items(), reverse=True)]
+
+
+def free_bytes(path: Path) -> int | None:
+    """Free space of the disk that `path` is or will be on; None when that cannot be told."""
+    there = next((p for p in (path, *path.absolute().parents) if p.exists()), None)
+    try:
+        return shutil.disk_usage(there).free if there is not None else None
+    except OSError:
+        return None
+
+
+def folder_bytes(root: Path) -> int:
+    """Bytes of the files below a folder; 0 when there is none."""
+    total = 0
+    for folder, _, files in os.walk(root):
+        for name in files:
+            try:
+                total += os.lstat(os.path.join(folder, name)).st_size
+            except OSError:  # a temporary file of a writer at work
+                continue
+    return total
+
+
+def hints(config: Config, statistics: DataStatistics, costs: Costs | None, truncated: int = 0) -> list[str]:
+    """What a user may want to change, each in a sentence with the setting. `truncated` captions were cut to their tokens."""
+    found = _bucket_hints(config, costs) if costs is not None else []
+    sums = statistics.sums
+    total, taken, possible = (sums[f"milliseconds{part}"] for part in ("", "_taken", "_possible"))
+    if total and 1 - taken / total >= 0.1:
+        line = f"{1 - taken / total:.0%} of the video time is not used"
+        gain = config.data.windows != "all" and possible > 1.05 * taken
+        found.append(f"{line}; data.windows: all would use {possible / total:.0%}" if gain else line)
+    if sums["pixels"] and sums["pixels_kept"] / sums["pixels"] < 0.8:
+        lost = 1 - sums["pixels_kept"] / sums["pixels"]
+        found.append(
+            f"cropping removes {lost:.0%} of the pixels; add buckets of the media's shapes, or raise data.crops"
+        )
+    for reason, knob in _KNOBS.items():
+        if count := statistics.reasons[reason.value]:
+            found.append(f"{count} rejected as {reason}: {knob}")
+    if sums["captions_cut"]:
+        found.append(
+            f"{sums['captions_cut']} captions are cut to {config.data.max_caption_chars} characters: data.max_caption_chars"
+        )
+    if truncated:
+        found.append(f"{truncated} captions are cut to {config.text.max_tokens} tokens: text.max_tokens")
+    if sums["beyond_limit"]:
+        found.append(f"{sums['beyond_limit']} sources are left out by data.limit: {config.data.limit}")
+    if statistics.samples("train") and not statistics.samples("val"):
+        found.append("nothing is held out for validation; set data.val_fraction, such as 0.02")
+    return found
+
+
+def _bucket_hints(config: Config, costs: Costs) -> list[str]:
+    found = [
+        f"bucket {row.bucket} gets no sample; leave it out of data.buckets"
+        for row in costs.buckets
+        if row.train == 0 and row.val == 0
+    ]
+    return found if costs.outlook is None else found + outlook_hints(config, costs.outlook)
+
+
+def cost_lines(config: Config, costs: Costs) -> list[str]:
+    """The estimate in words, as `mmspeed check` prints it."""
+    lines = [f"model: {config.model.size}, {config.model.arrangement}, {costs.parameters / 1e6:.1f} M parameters"]
+    lines += costs.attention
+    parallel = config.parallel
+    if parallel.group > 1:
+        lines.append(
+            f"layout: {parallel.group} devices compute a video together ({parallel.group_in_words()}), "
+            f"and {parallel.together(split=False)} an image"
+        )
+    lines += [
+        f"  bucket {row.bucket}: {row.tokens} tokens, {format_figure(row.flops / 1e9)} GFLOP forward and backward for a sample"
+        for row in costs.buckets
+        if row.train or row.val
+    ]
+    lines.append(
+        f"cache size: about {format_bytes(costs.latent_bytes)} of latents and {format_bytes(costs.text_bytes)} of captions"
+    )
+    return lines if costs.outlook is None else lines + outlook_lines(costs.outlook)
+
+
+def pixels(clips: Mapping[Bucket, int]) -> int:
+    """Pixels of all frames of clips at their buckets' sizes: what encoding time goes with."""
+    return sum(count * b.frames * b.height * b.width for b, count in clips.items())

@@ -1,0 +1,185 @@
+"""The page that `mmspeed check` and the end of `mmspeed preprocess` write: its thumbnails, its file, and what a build leaves
+for the estimates of later checks.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from mmspeed.config import Config
+from mmspeed.data import Sample
+from mmspeed.data.cache.files import write_whole
+from mmspeed.errors import UserError
+from mmspeed.log import format_seconds, get_logger
+from mmspeed.preprocess.decoding.worker import DecodeWorker
+from mmspeed.preprocess.records.build_report import BuildReport
+from mmspeed.preprocess.records.statistics import DataStatistics, Shown
+from mmspeed.preprocess.report.costs import estimate, folder_bytes, free_bytes, hints, peaks, pixels
+from mmspeed.preprocess.report.page_html import CacheState, DataPage, render
+from mmspeed.preprocess.sources.listing import Listing
+from mmspeed.preprocess.sources.rejections import Rejected
+from mmspeed.shapes import Strides
+
+__all__ = ["DataPage", "default_path", "encode_estimate", "take_thumbnails", "write_build_page", "write_page"]
+
+_ENOUGH = 8  # clips of a build that its rate is believed of
+
+log = get_logger("preprocess")
+
+THUMBNAIL_WIDTH, THUMBNAIL_HEIGHT, THUMBNAIL_QUALITY = 160, 240, 70
+_THUMBNAIL_SECONDS = 10.0  # that one may take
+
+
+def default_path(config: Config) -> Path:
+    """Where the page goes when nothing else is said: beside the run's folder."""
+    return Path(config.output) / f"{config.name}-data.html"
+
+
+def write_page(page: DataPage, path: Path) -> Path:
+    """Write the page, whole; returns `path`. Raises UserError when it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, render(page).encode("utf-8", "replace"))
+    except OSError as error:
+        raise UserError(
+            f"the page {path} cannot be written ({error.strerror or error}); name another with --report"
+        ) from None
+    return path
+
+
+def take_thumbnails(config: Config, shown: Sequence[Shown]) -> list[tuple[Shown, bytes | None]]:
+    """A JPEG of each source, decoded in a process of its own; None where it cannot be decoded."""
+    limit = min(_THUMBNAIL_SECONDS, config.preprocess.time_limit)
+    made: list[tuple[Shown, bytes | None]] = []
+    with DecodeWorker() as worker:
+        for one in shown:
+            try:
+                made.append((one, thumbnail_jpeg(worker.thumbnail(one.source(), THUMBNAIL_WIDTH, limit))))
+            except (Rejected, OSError):
+                made.append((one, None))
+    return made
+
+
+def thumbnail_jpeg(picture_HWC: np.ndarray) -> bytes:
+    """uint8 pixels (H, W, 3) as a JPEG of at most `THUMBNAIL_WIDTH` x `THUMBNAIL_HEIGHT`."""
+    small = Image.fromarray(picture_HWC)
+    small.thumbnail((THUMBNAIL_WIDTH, THUMBNAIL_HEIGHT))
+    sink = io.BytesIO()
+    small.save(sink, "JPEG", quality=THUMBNAIL_QUALITY)
+    return sink.getvalue()
+
+
+def write_build_page(
+    config: Config,
+    listing: Listing,
+    statistics: DataStatistics,
+    report: BuildReport,
+    samples: Iterable[Sample],
+    channels: int,
+    strides: Strides,
+) -> Path | None:
+    """Write the page of a finished build, and beside it, as JSON, its numbers and rate; returns the page's path.
+
+    `statistics` hold every source of all processes, selected or rejected; the listing and the samples are added here. A page
+    that cannot be written is no fault of the build: it is told in the log, and None is returned.
+    """
+    try:
+        statistics.add_listing(listing)
+        for sample in samples:
+            statistics.add_sample(sample.bucket, sample.split, sample.dataset)
+        page = _build_page(config, statistics, report, channels, strides)
+        path = write_page(page, default_path(config))
+        _write_record(config, statistics, report)
+        return path
+    except (UserError, OSError) as error:
+        log.warning(f"the cache is complete, but its page could not be written: {error}")
+        return None
+
+
+def _build_page(
+    config: Config, statistics: DataStatistics, report: BuildReport, channels: int, strides: Strides
+) -> DataPage:
+    captions = report.texts + report.texts_reused
+    costs, problems = estimate(config, statistics, captions, channels, strides)
+    told = hints(config, statistics, costs, report.captions_truncated)
+    encode = [
+        ("clips encoded now", f"{report.clips_encoded:,}", f"{report.clips_reused:,} were in the cache already"),
+        ("captions encoded now", f"{report.texts:,}", f"{report.texts_reused:,} were in the cache already"),
+        ("time", format_seconds(report.seconds), "measured"),
+    ]
+    if report.clips_encoded and report.seconds:
+        rate = f"{report.clips_encoded / report.seconds:.2f} clips, {report.seconds_of_video / report.seconds:.1f} s of video a second"
+        encode.append(
+            ("rate", rate, f"measured, from files to the cache; the codec was busy {report.busy:.0%} of its time")
+        )
+    return DataPage(
+        config=config,
+        made_by="preprocess",
+        statistics=statistics,
+        headline=f"Done: {report.encoded + report.reused:,} of {report.sources:,} sources are in the cache",
+        decoded=True,
+        problems=problems if costs is None else (),
+        hints=told if costs is None else [*problems, *told],  # the cache is whole, whatever the schedule lacks
+        costs=costs,
+        cache=CacheState(report.root, bytes=folder_bytes(report.root), free=free_bytes(report.root)),
+        encode=encode,
+        peaks=peaks(config),
+        thumbnails=take_thumbnails(config, statistics.shown),
+    )
+
+
+def encode_estimate(config: Config, missing_pixels: int, missing_captions: int) -> tuple[str, str]:
+    """How long encoding the missing clips takes, by the last build that encoded some for this config; and how this is known."""
+    build = _read_record(config).get("build")
+    if missing_pixels == 0:
+        if missing_captions:
+            return f"{missing_captions:,} captions", "every latent is in the cache; how long captions take is not known"
+        return "nothing to encode", "every entry is in the cache"
+    if not isinstance(build, dict) or not build.get("pixels") or not build.get("seconds"):
+        return "unknown until the first build", "it depends on the codec and the device, and is measured while building"
+    if build.get("vae") != config.vae.model_dump(mode="json"):
+        return "unknown until the first build", "the last build had another codec"
+    if build["clips"] < _ENOUGH:
+        return "unknown", f"the last build encoded only {build['clips']} clips, too few to tell"
+    seconds = missing_pixels * build["seconds"] / build["pixels"]
+    how = f"as fast as the last build: {build['clips']:,} clips in {format_seconds(build['seconds'])}"
+    return f"about {format_seconds(seconds)}", f"{how}, on {build['processes']} process(es), device {build['device']}"
+
+
+def _record_path(config: Config) -> Path:
+    return default_path(config).with_suffix(".json")
+
+
+def _read_record(config: Config) -> dict[str, Any]:
+    """What the last build left; empty when there is nothing that can be read."""
+    try:
+        tree = json.loads(_record_path(config).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return tree if isinstance(tree, dict) else {}
+
+
+def _write_record(config: Config, statistics: DataStatistics, report: BuildReport) -> None:
+    """The numbers of the page, and the rate; a build that encoded nothing keeps the rate of the one before."""
+    build = _read_record(config).get("build")
+    clips = statistics.clips()
+    if report.clips_encoded and (count := sum(clips.values())):
+        processes = int(os.environ.get("WORLD_SIZE", "1"))
+        build = {
+            "clips": report.clips_encoded,
+            "pixels": round(report.clips_encoded * pixels(clips) / count),  # at the mean size of all clips
+            "seconds": round(max(report.latent_seconds - report.start_seconds, 1e-3) / processes, 3),  # all at work
+            "vae": config.vae.model_dump(mode="json"),
+            "device": config.device.kind,
+            "processes": processes,
+        }
+    tree = {"build": build, "statistics": statistics.to_json()}
+    write_whole(_record_path(config), (json.dumps(tree, ensure_ascii=True, sort_keys=True) + "\n").encode())

@@ -1,0 +1,283 @@
+"""The schedule in words: tables that the lines of `mmspeed check` and its page share, and what a user may want to change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from mmspeed.config import Config
+from mmspeed.log import format_figure
+from mmspeed.preprocess.report.schedule_preview import BucketOutlook, EpochOutlook, Outlook, StageOutlook
+
+UNEVEN = 1.05  # an imbalance that is worth a hint
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of finished words. The first cell of a row names it; `key` makes its numbers known to programs."""
+
+    key: str
+    title: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+    def lines(self) -> list[str]:
+        """Columns side by side: the first to the left, the others to the right."""
+        every = [self.head, *self.rows]
+        widths = [max(len(row[place]) for row in every) for place in range(len(self.head))]
+        return [
+            "    "
+            + "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+            for row in every
+        ] + ([f"    ({self.note})"] if self.note else [])
+
+
+def outlook_lines(outlook: Outlook) -> list[str]:
+    """The whole schedule, as `mmspeed check` prints it."""
+    lines = []
+    for stage in outlook.stages:
+        lines.append(f"{', '.join(filter(None, ('schedule', stage_title(outlook, stage))))}: {stage_sentence(stage)}")
+        for table in stage_tables(outlook, stage):
+            lines += [f"  {table.title}", *table.lines()]
+    whole = training_table(outlook)
+    return [*lines, whole.title, *whole.lines()]
+
+
+def stage_title(outlook: Outlook, stage: StageOutlook) -> str:
+    """What a stage is called; nothing, where it is the only one."""
+    if len(outlook.stages) == 1:
+        return ""
+    if stage.begin == stage.end:
+        return f"stage {stage.number + 1} (not reached by train.steps)"
+    return f"stage {stage.number + 1} (steps {stage.begin + 1:,} to {stage.end:,})"
+
+
+def stage_sentence(stage: StageOutlook) -> str:
+    """How many samples an epoch uses, and whether each is in a step."""
+    samples = sum(bucket.samples for bucket in stage.buckets)
+    uses = sum(bucket.uses for bucket in stage.buckets)
+    left_out = max(epoch.left_out for epoch in stage.epochs)
+    told = f"{left_out:,} are in NO step" if left_out else "each is in exactly one step; 0 dropped, 0 held over"
+    return f"an epoch has {_count(uses, 'use')} of {_count(samples, 'sample')}; {told}"
+
+
+def stage_tables(outlook: Outlook, stage: StageOutlook) -> list[Table]:
+    """An epoch on each number of devices, its buckets, and its data sets where there are several."""
+    key, worlds = f"stage{stage.number}", _together(map(str, outlook.worlds))
+    tables = [
+        Table(
+            f"{key}-epoch",
+            "an epoch, by devices",
+            (*_EPOCH_HEAD, *(("padding",) if _padding_known(stage) else ())),
+            tuple(_merged((str(e.world), *_epoch_cells(e, _padding_known(stage))) for e in stage.epochs)),
+            _legend(outlook) if stage.number == 0 else "",
+        ),
+        Table(
+            f"{key}-buckets",
+            f"its buckets (cost in {outlook.unit}; where numbers of devices differ: on {worlds})",
+            ("bucket", "samples", "uses", "tokens", "cost", "share of cost", "full step", "a device at a time"),
+            tuple(_bucket_cells(bucket) for bucket in stage.buckets),
+        ),
+    ]
+    if len(stage.datasets) > 1:
+        tables.append(
+            Table(
+                f"{key}-datasets",
+                "its data sets",
+                ("data set", "samples", "uses", "share asked", "share", "all met within"),
+                tuple(
+                    (
+                        *(one.name, f"{one.samples:,}", f"{one.uses:,}", f"{one.asked:.2%}", f"{one.share:.2%}"),
+                        _count(one.epochs, "epoch") if one.epochs else "never",
+                    )
+                    for one in stage.datasets
+                ),
+            )
+        )
+    return tables
+
+
+def _legend(outlook: Outlook) -> str:
+    meet = "in every micro-batch" if outlook.lockstep else "once a step"
+    return (
+        f"imbalance: greatest / mean cost across ranks, which meet {meet}: mean over steps, worst step, the epoch's;"
+        " idle: micro-batches without a sample; mixed: steps of several buckets; short: of less than 0.9 of the median's cost;"
+        " padding: of captions, about"
+    )
+
+
+def training_table(outlook: Outlook) -> Table:
+    """What the whole training makes of each stage, and of all, on each number of devices."""
+    rows: list[tuple[str, ...]] = []
+    several = len(outlook.stages) > 1
+    for stage in outlook.stages:
+        place = (f"stage {stage.number + 1}",) if several else ()
+        for devices, *cells in _merged((str(epoch.world), *_training_cells(epoch)) for epoch in stage.epochs):
+            rows.append((devices, *place, *cells))
+    if several:
+        sums = zip(
+            *(outlook.total(lambda e: e.trained), outlook.total(lambda e: e.epochs)),
+            *(outlook.total(lambda e: e.total_samples), outlook.total(lambda e: e.total_tokens)),
+            *(outlook.flops, outlook.total(_unmet)),
+            strict=True,
+        )
+        made = ((str(world), *_totals(*numbers)) for world, numbers in zip(outlook.worlds, sums, strict=True))
+        rows += [(devices, "all", *cells) for devices, *cells in _merged(made)]
+    head = ("devices", *(("stage",) if several else ()), *_TRAINING_HEAD)
+    note = "not reached: uses of a stage's last epoch, which ends before them" if any(outlook.total(_unmet)) else ""
+    return Table("training", "training", head, tuple(rows), note)
+
+
+def outlook_hints(config: Config, outlook: Outlook) -> list[str]:
+    """What makes devices wait or idle, each with the setting to change."""
+    found = []
+    batching = config.batching
+    slots = config.train.samples_per_step if batching.by == "samples" else batching.slots
+    name = "train.batch_size" if batching.by == "samples" else "batching.slots"
+    group = config.parallel.group
+    told: set[int] = set()
+    if slots is not None and (uneven := [world for world in outlook.worlds if slots % (world // group)]):
+        told.update(uneven)
+        few = " (some compute nothing at all)" if any(world // group > slots for world in uneven) else ""
+        found.append(
+            f"{name} {slots} cannot be shared evenly by {_together(map(str, uneven))} devices{few}; make it a multiple of the devices"
+            + (f", or of their groups of {group}" if group > 1 else "")
+        )
+    for stage in outlook.stages:
+        where = f"stage {stage.number + 1}: " if len(outlook.stages) > 1 else ""
+        uses = sum(bucket.uses for bucket in stage.buckets)
+        if few_for := [world for world in outlook.worlds if uses < world and world not in told]:
+            found.append(
+                f"{where}an epoch has {_count(uses, 'use')} of samples, fewer than {_together(map(str, few_for))} devices: some"
+                " compute nothing; use fewer, or raise data.repeats"
+            )
+        wait = [epoch for epoch in stage.epochs if epoch.world not in {*told, *few_for} and _imbalance(epoch) > UNEVEN]
+        if wait:
+            worst = max(wait, key=_imbalance)
+            devices = _together(str(epoch.world) for epoch in wait)
+            found.append(
+                f"{where}on {devices} devices the busiest computes up to {_imbalance(worst):.2f} of the mean, and the others wait;"
+                f" {_knob(config)}"
+            )
+        found += _budget_hints(config, outlook, stage, where)
+        found += _share_hints(stage, where)
+    return found
+
+
+def _share_hints(stage: StageOutlook, where: str) -> list[str]:
+    """Data sets whose share comes out another than was asked for: each bucket of a data set is met in every epoch."""
+    whole = sum(one.asked for one in stage.datasets if one.samples)  # the others' shares fall to these
+    found = []
+    for one in stage.datasets:
+        asked = one.asked / whole if whole and one.samples else 0.0
+        if asked and abs(one.share - asked) > max(0.005, 0.2 * asked):
+            found.append(
+                f"{where}data set {one.name} makes {one.share:.2%} of an epoch, not {asked:.2%}: it is met at least once for each of its"
+                " buckets; raise data.repeats, or give it fewer buckets"
+            )
+    return found
+
+
+def _budget_hints(config: Config, outlook: Outlook, stage: StageOutlook, where: str) -> list[str]:
+    budget = config.batching.budget
+    over = [bucket for bucket in stage.buckets if budget is not None and bucket.cost > budget * (1 + 1e-9)]
+    return [
+        f"{where}one sample of bucket {bucket.bucket} costs {_cost(bucket.cost)} {outlook.unit}, more than batching.budget"
+        f" ({budget:g}): its batches are larger than the budget; raise it, or leave the bucket out"
+        for bucket in over
+    ]
+
+
+def _imbalance(epoch: EpochOutlook) -> float:
+    return max(epoch.mean_imbalance, epoch.epoch_imbalance)
+
+
+def _knob(config: Config) -> str:
+    if config.batching.by == "samples":
+        return "use batching.by: flops, whose steps are of equal cost"
+    more = "a larger batching.accumulate, more data.repeats, or fewer devices make it less"
+    if config.batching.mix == "same":
+        return f"batching.mix: matched, {more}"
+    return f"batching.mix: same, {more}" if config.batching.mix == "window" else more
+
+
+_EPOCH_HEAD = (
+    *("devices", "steps", "samples/step", "tokens/step", "micro-batches"),
+    *("imbalance", "worst", "epoch's", "idle", "mixed", "short"),
+)
+
+
+def _epoch_cells(epoch: EpochOutlook, padding: bool) -> tuple[str, ...]:
+    cells = (
+        f"{epoch.steps:,}",
+        f"{epoch.samples / epoch.steps:,.1f}",
+        f"{epoch.tokens / epoch.steps:,.0f}",
+        f"{epoch.micro_batches:,.2f}",
+        f"{epoch.mean_imbalance:.4f}",
+        f"{epoch.worst_imbalance:.4f}",
+        f"{epoch.epoch_imbalance:.4f}",
+        f"{epoch.idle:,}",
+        f"{epoch.mixed:,}",
+        f"{epoch.short:,}",
+    )
+    return (*cells, f"{epoch.padding or 0.0:.0%}") if padding else cells
+
+
+def _unmet(epoch: EpochOutlook) -> int:
+    return epoch.unmet
+
+
+def _padding_known(stage: StageOutlook) -> bool:
+    return all(epoch.padding is not None for epoch in stage.epochs)
+
+
+def _bucket_cells(bucket: BucketOutlook) -> tuple[str, ...]:
+    return (
+        str(bucket.bucket),
+        f"{bucket.samples:,}",
+        f"{bucket.uses:,}",
+        f"{bucket.tokens:,}",
+        _cost(bucket.cost),
+        f"{bucket.share:.1%}",
+        _each(bucket.step),
+        _each(bucket.at_a_time),
+    )
+
+
+_TRAINING_HEAD = ("steps", "epochs", "samples", "tokens", "TFLOP", "not reached")
+
+
+def _training_cells(epoch: EpochOutlook) -> tuple[str, ...]:
+    return _totals(epoch.trained, epoch.epochs, epoch.total_samples, epoch.total_tokens, epoch.total_flops, epoch.unmet)
+
+
+def _totals(steps: float, epochs: float, samples: float, tokens: float, flops: float, unmet: float) -> tuple[str, ...]:
+    return f"{steps:,}", f"{epochs:,.2f}", f"{samples:,}", f"{tokens:,}", format_figure(flops / 1e12), f"{unmet:,}"
+
+
+def _merged(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Neighbouring rows that differ in their first cell only, as one row of all their first cells."""
+    made = []
+    for rest, same in groupby(rows, key=lambda row: row[1:]):
+        made.append((", ".join(row[0] for row in same), *rest))
+    return made
+
+
+def _each(numbers: Sequence[int]) -> str:
+    """One number for all, or those of each number of devices."""
+    return f"{numbers[0]:,}" if len(set(numbers)) == 1 else " / ".join(f"{number:,}" for number in numbers)
+
+
+def _together(words: Iterable[str]) -> str:
+    *before, last = words
+    return f"{', '.join(before)} and {last}" if before else last
+
+
+def _cost(cost: float) -> str:
+    return f"{cost:,.0f}" if cost >= 1000 or cost == int(cost) else f"{cost:.3g}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

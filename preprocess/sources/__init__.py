@@ -1,0 +1,1 @@
+"""Sources: folders, archives and manifests, and what in them is rejected."""

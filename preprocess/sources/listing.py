@@ -1,0 +1,121 @@
+"""What a listing found: sources, rejections and counts, and the endings that tell media from captions."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from mmspeed.preprocess.sources.captions import CaptionCounts, Captions
+from mmspeed.preprocess.sources.rejections import Reason, Rejection, readable
+from mmspeed.preprocess.sources.source import Kind, Source, Split
+from mmspeed.preprocess.sources.tars import Member
+
+VIDEO_ENDINGS = frozenset(
+    ".mp4 .m4v .mov .mkv .webm .avi .gif .ts .mts .m2ts .mpg .mpeg .wmv .flv .ogv .3gp .apng".split()
+)
+IMAGE_ENDINGS = frozenset(".jpg .jpeg .png .webp .bmp .tif .tiff .avif".split())
+CAPTION_ENDINGS = frozenset((".txt", ".json", ".cap"))
+
+
+@dataclass(frozen=True)
+class Listing:
+    """All that was met, each thing counted once.
+
+    `files` = sources + `beyond_limit` + `caption_files` + rejections + `ignored`, where a file is a file of a folder,
+    a row of a manifest or a member of a tar (a tar that breaks off and a folder that cannot be read count as one more).
+    `ignored` counts hidden files, and tar members beside a media member that are neither media nor captions.
+    Of captions, not of files: `captions_cut` counts those that were longer than the limit, `captions_repaired` those in
+    which U+FFFD stands for bytes that could not be decoded, `captions_stripped` those that control characters or unseen
+    signs were taken out of, and `captions_dropped` those beyond the first `captions.MAX_CAPTIONS` of a clip.
+    """
+
+    sources: list[Source]
+    rejections: list[Rejection]
+    ignored: int = 0
+    captions_cut: int = 0
+    captions_repaired: int = 0
+    captions_stripped: int = 0
+    captions_dropped: int = 0
+    files: int = 0
+    caption_files: int = 0
+    beyond_limit: int = 0
+
+
+class Found:
+    """What has been met so far."""
+
+    def __init__(self, max_caption_chars: int) -> None:
+        self.dataset = ""  # the one that is being read
+        self.sources: list[Source] = []
+        self.rejections: list[Rejection] = []
+        self.ignored = self.files = self.caption_files = 0
+        self.counts = CaptionCounts()
+        self._max_chars = max_caption_chars
+        self._taken: dict[str, int] = {}  # names, and the last number that was put behind them
+
+    def captions(self, texts: Iterable[str] = ()) -> Captions:
+        """The captions of one more clip, beginning with `texts`."""
+        captions = Captions(self._max_chars, self.counts)
+        for text in texts:
+            captions.add(text)
+        return captions
+
+    def add(
+        self,
+        name: str,
+        path: str,
+        captions: Captions,
+        split: Split,
+        place: str,
+        member: Member | None = None,
+        where: str = "",
+    ) -> None:
+        """A media file with its captions; without any it is rejected, and `where` says where it was met."""
+        if not captions.texts:
+            self.reject(name, Reason.NO_CAPTION, where or captions.problem)
+            return
+        kind: Kind = "image" if ending(name) in IMAGE_ENDINGS else "video"
+        offset, size = (member.offset, member.size) if member else (None, None)
+        unique = self._unique(readable(name), readable(place))
+        self.sources.append(Source(unique, path, offset, size, kind, captions.texts, split, self.dataset))
+
+    def reject(self, name: str, reason: Reason, detail: str) -> None:
+        self.rejections.append(Rejection(name, reason, detail))
+
+    def listing(self, limit: int | None) -> Listing:
+        """All of it, with the first `limit` sources."""
+        kept = self.sources[:limit]
+        return Listing(
+            sources=kept,
+            rejections=self.rejections,
+            ignored=self.ignored,
+            captions_cut=self.counts.cut,
+            captions_repaired=self.counts.repaired,
+            captions_stripped=self.counts.stripped,
+            captions_dropped=self.counts.dropped,
+            files=self.files,
+            caption_files=self.caption_files,
+            beyond_limit=len(self.sources) - len(kept),
+        )
+
+    def _unique(self, name: str, place: str) -> str:
+        """`name`; with its place before it, and then a number behind it, when it is taken."""
+        unique = next((option for option in (name, f"{place}/{name}") if option not in self._taken), "")
+        while not unique or unique in self._taken:
+            self._taken[name] += (
+                1  # counted on, so that a hundred thousand of one name take no hundred thousand squared
+            )
+            unique = f"{name}#{self._taken[name]}"
+        self._taken[unique] = 1
+        return unique
+
+
+def ending(name: str) -> str:
+    """The ending of a name, in lower case with its dot."""
+    return os.path.splitext(name)[1].lower()
+
+
+def is_media(name: str) -> bool:
+    """Whether a name ends like a video's or a picture's."""
+    return ending(name) in VIDEO_ENDINGS or ending(name) in IMAGE_ENDINGS

@@ -1,0 +1,111 @@
+"""The process that reads a Parquet manifest: `python -m mmspeed.preprocess.sources.parquet_rows FILE COLUMN...`, rows on standard output.
+
+Each line is JSON: first `{"names": every column's, "read": those that follow}`, then a list for each row, at the end
+`{"end": true}`; or `{"error": why}` at any time. Without one of these two the process died, which damaged files bring about.
+It imports no torch, to start in a moment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet as parquet
+from pyarrow import types
+
+_MAX_MEMORY = 4 << 30  # bytes: what a file's own account of its sizes does not tell
+_MAX_CHUNK_BYTES = 1 << 30  # of one column in one row group, unpacked; writers make 1 to 512 MB
+_MAX_CHUNK_VALUES = 1 << 26  # of one column in one row group, counted in all lists
+_MAX_TEXT_CHARS = 4 << 20
+_BATCH_ROWS = 4096
+
+
+def main() -> None:
+    """Write the rows. Ends when nobody reads them any more."""
+    resource.setrlimit(resource.RLIMIT_DATA, (_MAX_MEMORY, _MAX_MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    path, *names = sys.argv[1:]
+    try:
+        _write_rows(path, names)
+    except BrokenPipeError:
+        os._exit(1)
+    except Exception as error:  # whatever it is, this file cannot be read
+        _write({"error": (str(error) or type(error).__name__).partition("\n")[0][:500]})
+    sys.stdout.flush()
+
+
+def _write(value: Any) -> None:
+    sys.stdout.write(json.dumps(value) + "\n")
+
+
+def _write_rows(path: str, names: list[str]) -> None:
+    """Strings stay coded by dictionary until they are Python's: a file of a few bytes can name one long string a million times."""
+    with parquet.ParquetFile(path) as file:
+        there = file.schema_arrow.names
+        read = [name for name in names if name in there]
+        _write({"names": there, "read": read})
+        texts = _check_size(path, file, read)
+    with parquet.ParquetFile(path, read_dictionary=texts) as file:
+        for batch in file.iter_batches(_BATCH_ROWS, columns=read):
+            values = [_values(batch.column(name)) for name in read]
+            for row in zip(*values, strict=True):
+                _write(row)
+    _write({"end": True})
+
+
+def _check_size(path: str, file: Any, names: list[str]) -> list[str]:
+    """Paths of the text columns among `names`. Raises ValueError for a file made to fill the memory."""
+    data = file.metadata
+    if data.num_rows > os.path.getsize(path):
+        raise ValueError("it states more rows than it has bytes, so it does not name different files")
+    wanted = [i for i in range(data.num_columns) if data.schema.column(i).path.split(".")[0] in names]
+    for group in range(data.num_row_groups):
+        for index in wanted:
+            chunk = data.row_group(group).column(index)
+            if chunk.total_uncompressed_size > _MAX_CHUNK_BYTES or chunk.num_values > _MAX_CHUNK_VALUES:
+                raise ValueError(
+                    f"column '{chunk.path_in_schema[:100]}' of row group {group} unpacks to "
+                    f"{chunk.total_uncompressed_size / 1e6:.0f} MB in {chunk.num_values} values, more than is read "
+                    f"({_MAX_CHUNK_BYTES / 1e6:.0f} MB, {_MAX_CHUNK_VALUES}); write the file with smaller row groups"
+                )
+    leaves = (data.schema.column(index) for index in wanted)
+    return [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
+
+
+def _values(column: Any) -> list[Any]:
+    """A column as Python values; strings that are no UTF-8 keep their bytes as lone surrogates.
+
+    What can be no text, path or split (a struct, a map, a time, bytes) is an empty mapping, which no reader takes for one.
+    """
+    kind = column.type
+    if isinstance(column, pyarrow.ExtensionArray):
+        return _values(column.storage)
+    if types.is_dictionary(kind):
+        values = _values(column.dictionary)
+        return [None if index is None else values[index] for index in column.indices.to_pylist()]
+    if types.is_string(kind) or types.is_large_string(kind):
+        try:
+            texts = column.to_pylist()
+        except UnicodeDecodeError:
+            raw = column.cast(pyarrow.large_binary()).to_pylist()
+            texts = [None if text is None else text.decode("utf-8", "surrogateescape") for text in raw]
+        return [text if text is None else text[:_MAX_TEXT_CHARS] for text in texts]
+    if types.is_list(kind) or types.is_large_list(kind):
+        values, ends = _values(column.flatten()), 0
+        rows: list[Any] = []
+        for length in column.value_lengths().to_pylist():
+            rows.append(None if length is None else values[ends : ends + length])
+            ends += length or 0
+        return rows
+    plain = types.is_null(kind) or types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind)
+    if plain:
+        return list(column.to_pylist())
+    return [{} if valid else None for valid in column.is_valid().to_pylist()]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""One source: where its bytes lie, a file that reads them, and an id of its content."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from dataclasses import dataclass
+from typing import Any, BinaryIO, Literal, cast
+
+from mmspeed.preprocess.sources.rejections import Reason, Rejected
+
+Kind = Literal["video", "image"]
+Split = Literal["train", "val"]
+_WHOLE_BYTES, _BLOCKS, _BLOCK_BYTES = 16 << 20, 16, 64 << 10
+
+
+@dataclass(frozen=True, slots=True)  # slots: there may be ten million
+class Source:
+    """One video or image with its captions.
+
+    `name` is unique and readable: the path relative to the source's root, or `set.tar!member`. `offset` and `size` say
+    where a tar member's bytes lie in `path`; both are None for a plain file. `kind` is a guess by the name's ending.
+    `dataset` is the name of the data set it belongs to (`DataConfig.dataset_names`), one object for all of its sources.
+    """
+
+    name: str
+    path: str
+    offset: int | None
+    size: int | None
+    kind: Kind
+    captions: tuple[str, ...]
+    split: Split
+    dataset: str = ""
+
+    def open(self) -> BinaryIO:
+        """The bytes of the media as a seekable file. Raises OSError."""
+        if self.offset is None or self.size is None:
+            return open(self.path, "rb")
+        return cast(BinaryIO, io.BufferedReader(FileSlice(self.path, self.offset, self.size), 1 << 16))
+
+    def bytes(self) -> int:
+        """Length of the media. Raises Rejected (missing_file, not_media, truncated, unreadable)."""
+        try:
+            on_disk = os.stat(self.path)
+        except PermissionError as error:
+            raise Rejected(Reason.UNREADABLE, str(error)) from None
+        except (OSError, ValueError) as error:
+            raise Rejected(Reason.MISSING_FILE, str(error)) from None
+        if not os.path.isfile(self.path):
+            raise Rejected(Reason.NOT_MEDIA, "not a regular file")
+        if self.offset is None or self.size is None:
+            return on_disk.st_size
+        if self.offset + self.size > on_disk.st_size:
+            raise Rejected(Reason.TRUNCATED, "the tar ends inside this member")
+        return self.size
+
+
+def content_id(source: Source, full: bool) -> str:
+    """32 hex digits of SHA-256 over the media's size and content.
+
+    Files above 16 MiB are read whole only when `full`; else 16 blocks of 64 KiB are, spread evenly from first to last.
+    Raises Rejected (missing_file, not_media, truncated, unreadable).
+    """
+    size = source.bytes()
+    digest = hashlib.sha256(f"{size}\n".encode())
+    with source.open() as file:
+        if size <= _WHOLE_BYTES or full:
+            while block := file.read(1 << 20):
+                digest.update(block)
+        else:
+            for index in range(_BLOCKS):
+                file.seek((size - _BLOCK_BYTES) * index // (_BLOCKS - 1))
+                digest.update(file.read(_BLOCK_BYTES))
+    return digest.hexdigest()[:32]
+
+
+class FileSlice(io.RawIOBase):
+    """`size` bytes of `path` from `offset` on, seekable and read-only."""
+
+    def __init__(self, path: str, offset: int, size: int) -> None:
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (closed by close)
+        self._offset, self._size, self._at = offset, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, to: int, whence: int = 0) -> int:
+        self._at = max(0, to + (0, self._at, self._size)[whence])
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        count = max(0, min(len(buffer), self._size - self._at))
+        self._file.seek(self._offset + self._at)
+        count = self._file.readinto(memoryview(buffer)[:count])
+        self._at += count
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()

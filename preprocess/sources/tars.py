@@ -1,0 +1,185 @@
+"""Headers of webdataset tars: where each member's bytes lie. Nothing is unpacked, and no name, size or link is trusted.
+
+The standard library reads each block of a header; the walk from block to block is here, because tarfile's own follows links
+of sparse maps and chained headers, reads extended headers of any length, and keeps all it has met.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import BinaryIO
+
+from mmspeed.preprocess.sources.rejections import Reason
+
+_BLOCK = 512
+_MAX_EXTENSION = 1 << 20  # bytes of an extended header; a larger one is passed over
+_MAX_NAME = 4096  # characters, as in the paths of most systems
+_LONG_NAME, _PAX = tarfile.GNUTYPE_LONGNAME, (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE)
+_EXTENSIONS = (_LONG_NAME, tarfile.GNUTYPE_LONGLINK, tarfile.XGLTYPE, *_PAX)
+_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd")
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A member of a tar. `kind` is `file`, or what else it is."""
+
+    name: str
+    offset: int
+    size: int
+    kind: str
+
+
+@dataclass
+class Headers:
+    """Members in the tar's order, the tar's length, and what kept the rest from being read."""
+
+    members: list[Member] = field(default_factory=list)
+    bytes: int = 0
+    problem: tuple[Reason, str] | None = None
+
+
+class _BrokenError(Exception):
+    """The tar cannot be read on from here."""
+
+
+def read_headers(path: str) -> Headers:
+    """The members of an uncompressed tar, without its folders; of a broken one, those before the break."""
+    headers = Headers()
+    try:
+        headers.bytes = os.path.getsize(path)
+        if not os.path.isfile(path):  # a pipe would be waited for
+            headers.problem = (Reason.NOT_MEDIA, "not a regular file")
+            return headers
+        with open(path, "rb") as file:
+            start = file.read(6)
+            if not start:
+                headers.problem = (Reason.EMPTY_FILE, "an empty tar")
+            elif start.startswith(_COMPRESSED):
+                headers.problem = (Reason.UNDECODABLE, "a compressed tar, which cannot be read in place; decompress it")
+            else:
+                headers.members.extend(_members(file, headers.bytes, headers))
+    except OSError as error:
+        headers.problem = (Reason.UNREADABLE, error.strerror or str(error))
+    return headers
+
+
+def _members(file: BinaryIO, size: int, headers: Headers) -> Iterator[Member]:
+    """The members one after the other; what breaks the walk off is told in `headers`."""
+    at, count = 0, 0
+    common: dict[str, str] = {}
+    own: dict[str, str] = {}
+    try:
+        while at < size:  # each turn goes forward by a block at least
+            file.seek(at)
+            block = file.read(_BLOCK)
+            if len(block) == _BLOCK and not block.strip(b"\0"):
+                return
+            info = _header(block, at)
+            begin = at + _BLOCK
+            if info.type in _EXTENSIONS:
+                _extend(common if info.type == tarfile.XGLTYPE else own, info, file)
+                at = begin + _padded(info.size)
+                continue
+            if info.type == tarfile.GNUTYPE_SPARSE:
+                begin = _behind_map(file, block, begin)
+            fields = common | own
+            own = {}
+            length = int(fields.get("size", info.size))
+            has_data = info.isreg() or info.type not in tarfile.SUPPORTED_TYPES
+            at = begin + (_padded(length) if has_data else 0)
+            if not info.isdir():
+                count += 1
+                yield Member(fields.get("path", info.name), begin, length, fields.get("kind") or _kind(info))
+        if at > size:
+            raise _BrokenError(f"its last member should end at byte {at}")
+    except _BrokenError as error:
+        reason = Reason.TRUNCATED if count else Reason.UNDECODABLE
+        headers.problem = (reason, f"not readable as a tar beyond its first {count} members: {error}")
+
+
+def _header(block: bytes, at: int) -> tarfile.TarInfo:
+    try:
+        info = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+    except (tarfile.TarError, ValueError, OverflowError):
+        raise _BrokenError(f"the header at byte {at} is damaged or cut off") from None
+    if info.size < 0:
+        raise _BrokenError(f"the header at byte {at} states a negative size")
+    return info
+
+
+def _padded(size: int) -> int:
+    return -(-size // _BLOCK) * _BLOCK
+
+
+def _kind(info: tarfile.TarInfo) -> str:
+    if info.issym() or info.islnk():
+        return "a link"
+    if info.type == tarfile.GNUTYPE_SPARSE:
+        return "a sparse file"
+    return "file" if info.isreg() else "a device"
+
+
+def _extend(fields: dict[str, str], info: tarfile.TarInfo, file: BinaryIO) -> None:
+    """Take what an extended header says of the members after it: `path`, `size`, and the `kind` of what is no plain file."""
+    if info.size > _MAX_EXTENSION:
+        fields["kind"] = f"behind an extended header of {info.size} bytes"
+        return
+    data = file.read(info.size)
+    if len(data) < info.size:
+        raise _BrokenError("an extended header is cut off")
+    if info.type == _LONG_NAME:
+        fields["path"] = data.partition(b"\0")[0].decode("utf-8", "surrogateescape")
+    elif info.type != tarfile.GNUTYPE_LONGLINK:
+        _extend_by_pax(fields, data)
+
+
+def _extend_by_pax(fields: dict[str, str], data: bytes) -> None:
+    """Records of pax, `length key=value\\n`. Others than those of use are checked and forgotten."""
+    at = 0
+    while at < len(data) and data[at]:
+        digits, space, _ = data[at : at + 20].partition(b" ")
+        length = int(digits) if digits.isdigit() else 0
+        record = data[at + len(digits) + 1 : at + length]
+        key, equals, value = record[:-1].partition(b"=")
+        if not (space and equals and record.endswith(b"\n") and at + length <= len(data)):
+            raise _BrokenError("an extended header is damaged")
+        if key == b"path" or key == b"GNU.sparse.name":
+            fields["path"] = value.decode("utf-8", "surrogateescape")
+        if key == b"size":
+            if not value.isdigit() or len(value) > 20:
+                raise _BrokenError("an extended header states a size that is no number")
+            fields["size"] = value.decode("ascii")
+        if key.startswith(b"GNU.sparse"):
+            fields["kind"] = "a sparse file"
+        at += length
+
+
+def _behind_map(file: BinaryIO, block: bytes, begin: int) -> int:
+    """Where the data of an old GNU sparse file begins: behind the blocks that its map goes on in."""
+    more = block[482]
+    for _ in range(_MAX_EXTENSION // _BLOCK):
+        if not more:
+            return begin
+        block = file.read(_BLOCK)
+        if len(block) < _BLOCK:
+            break
+        begin, more = begin + _BLOCK, block[504]
+    raise _BrokenError("the map of a sparse file does not end")
+
+
+def is_unsafe(member: Member) -> str:
+    """Why a member is not to be touched; empty when it is a plain file inside its folder."""
+    if member.kind != "file":
+        return member.kind
+    if len(member.name) > _MAX_NAME:
+        return f"a name of {len(member.name)} characters"
+    parts = member.name.replace("\\", "/").split("/")
+    if parts[0] == "" or parts[0].endswith(":") or re.match("[A-Za-z]:", parts[0]):
+        return "an absolute name" if parts[0] or len(parts) > 1 else "no name"
+    if ".." in parts or "\0" in member.name:
+        return "the name leads out of its folder"
+    return "" if parts[-1] else "no name"

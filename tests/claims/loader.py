@@ -1,0 +1,360 @@
+"""How fast samples are read: our cache beside the formats that other trainers keep latents in, on the same tensors.
+
+Every reader puts each sample's numbers into one preallocated float32 batch, so that a view of a mapped file wins nothing by
+being never read. One process, one thread, one random order for all formats of a round.
+
+Legend: B samples of the batch, C channels, T h w latent, L caption tokens, D text width; posterior = mean and log-variance.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import io
+import mmap
+import os
+import platform
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import safetensors
+import torch
+
+from mmspeed.data import DatasetCache
+from mmspeed.errors import UserError
+from mmspeed.log import ProgressLine, format_bytes
+from mmspeed.rng import generator
+
+from .formats import (
+    ROWS_A_FILE,
+    TEXT_LENGTHS,
+    TEXT_WIDTH,
+    Format,
+    Numbers,
+    Reader,
+    contents,
+    files_of,
+    make_samples,
+    ours_reader,
+    write_others,
+    write_ours,
+)
+
+SHAPES = ("16x13x60x106", "16x5x22x40")  # a clip of 49x480x848 and one of 17x176x320, 16 channels, strides 4x8x8
+BATCH = 4
+FIRST, LATER, VIEW, RAW = "mmspeed, first touch", "mmspeed, later", "mmspeed, view only", "raw sequential read"
+TIMES, SHARE = 3.0, 0.9  # of the best other format, of the raw read: what `mmspeed, later` is held to
+
+
+class BatchBuffer:
+    """The memory that every reader fills: BATCH samples, one after the other, over and over."""
+
+    def __init__(self, shape_CThw: tuple[int, ...]) -> None:
+        sizes = (2 * int(np.prod(shape_CThw)), TEXT_LENGTHS[1] * TEXT_WIDTH)
+        self.memory = np.zeros(BATCH * sum(sizes), np.float32)
+        latents, texts = np.split(self.memory, [BATCH * sizes[0]])
+        self.latents_BCThw = latents.reshape(BATCH, 2, *shape_CThw)
+        self.text_BLD = texts.reshape(BATCH, TEXT_LENGTHS[1], TEXT_WIDTH)
+
+    def put(self, slot: int, sample: Numbers) -> None:
+        """Copy a sample into its place."""
+        np.copyto(self.latents_BCThw[slot, 0], sample.mean_CThw)
+        np.copyto(self.latents_BCThw[slot, 1], sample.logvar_CThw)
+        np.copyto(self.text_BLD[slot, : len(sample.embeds_LD)], sample.embeds_LD)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Medians over the rounds, of one format at one temperature."""
+
+    samples_s: float
+    mb_s: float  # of tensors, 10^6 bytes
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether our reader is fast enough at one temperature: against the best other format, or against the raw read."""
+
+    temperature: str
+    best: str  # the fastest other format
+    times_best: float
+    share_of_raw: float
+
+    @property
+    def passed(self) -> bool:
+        return self.times_best >= TIMES or self.share_of_raw >= SHARE
+
+    def line(self) -> str:
+        """One line for people."""
+        return (
+            f"{'PASS' if self.passed else 'FAIL'} {self.temperature}: {self.times_best:.1f} x the best other format "
+            f"({self.best}), {100 * self.share_of_raw:.0f} % of a raw sequential read "
+            f"(wanted: {TIMES:.0f} x, or {100 * SHARE:.0f} %)"
+        )
+
+
+@dataclass
+class ShapeResult:
+    """What was measured at one shape of latents."""
+
+    latent: str
+    samples: int
+    sample_bytes: int  # mean over the samples, tensors only
+    disk_bytes: dict[str, int]  # of each format's files
+    open_seconds: float  # opening our cache, median
+    rates: dict[str, dict[str, Rates]]  # temperature -> row -> rates
+    still_cached: float  # largest share of a format's files that was still in memory after they were dropped
+    verdicts: list[Verdict]
+
+    def lines(self) -> list[str]:
+        """The table, in Markdown."""
+        head = f"latents {self.latent} with log-variance and a caption: {self.samples} samples of {format_bytes(self.sample_bytes)}"
+        rows = [head, "", "| format | " + " | ".join(f"{t}: samples/s | MB/s" for t in self.rates) + " | on disk |"]
+        rows.append("|---|" + "---:|---:|" * len(self.rates) + "---:|")
+        for name in self.rates["warm"]:
+            cells = [f"{r[name].samples_s:,.0f} | {r[name].mb_s:,.0f}" for r in self.rates.values()]
+            size = self.disk_bytes.get(name)
+            rows.append(f"| {name} | {' | '.join(cells)} | {format_bytes(size) if size else ''} |")
+        cached = (
+            f"{100 * self.still_cached:.0f} % of a format's files at most were still in memory when a cold pass began"
+        )
+        opening = f"opening the mmspeed cache, once a process: {1000 * self.open_seconds:.1f} ms"
+        return [*rows, "", *(verdict.line() for verdict in self.verdicts), f"{opening}; {cached}"]
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """(C, T, h, w) of `16x13x60x106`. Raises UserError when it is no such shape."""
+    parts = text.split("x")
+    if len(parts) != 4 or not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise UserError(
+            f"--bucket-latent {text!r} is no latent shape; give channels, frames, height, width: {SHAPES[0]}"
+        )
+    return tuple(int(part) for part in parts)
+
+
+def read_all(reader: Reader, order: Sequence[int], buffer: BatchBuffer, touch: bool = True) -> float:
+    """Seconds that it takes to read the samples in that order into the batch; without `touch` only to get at them."""
+    started = time.perf_counter()
+    for place, number in enumerate(order):
+        sample = reader(number)
+        if touch:
+            buffer.put(place % BATCH, sample)
+    return time.perf_counter() - started
+
+
+def one_pass(
+    open_reader: Callable[[], Reader], buffer: BatchBuffer, touch: bool = True
+) -> Callable[[Sequence[int]], float]:
+    """`read_all` with a reader that is opened when the pass begins, before its time counts."""
+    return lambda order: read_all(open_reader(), order, buffer, touch)
+
+
+def read_raw(paths: Sequence[Path], buffer: BatchBuffer) -> float:
+    """Seconds that it takes to read the files from end to end, in their order, into the batch's memory."""
+    view = memoryview(buffer.memory.data).cast("B")
+    started = time.perf_counter()
+    for path in paths:
+        with io.FileIO(path) as file:
+            while file.readinto(view):
+                pass
+    return time.perf_counter() - started
+
+
+def forget(paths: Sequence[Path]) -> None:
+    """Drop files from the page cache. Pages that somebody has mapped stay, so readers must be gone."""
+    gc.collect()
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)  # what is not written yet cannot be dropped
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def cached_share(paths: Sequence[Path]) -> float:
+    """The share of the files' pages that are in the page cache, by mincore(2)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    found = total = 0
+    for path in paths:
+        size = path.stat().st_size
+        if not size:
+            continue
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+            pages = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
+            view = np.frombuffer(mapped, np.uint8)
+            arguments = (ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(size), ctypes.c_void_p(pages.ctypes.data))
+            if libc.mincore(*arguments):
+                raise OSError(ctypes.get_errno(), "mincore failed")
+            del view
+        found, total = found + int((pages & 1).sum()), total + len(pages)
+    return found / max(total, 1)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """torch computes with one thread inside the block."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+class LoaderBench:
+    """The formats at one shape of latents, written below `root`, and their measurement.
+
+    Raises UserError when the disk or the memory has no room for it.
+    """
+
+    def __init__(self, root: Path, shape: str, count: int) -> None:
+        self.shape, self.count, self.root = shape, count, root
+        self.shape_CThw = parse_shape(shape)
+        self._check_room()
+        samples = make_samples(count, self.shape_CThw)
+        self.sample_bytes = sum(array.nbytes for sample in samples for array in sample) // count
+        self.keys = write_ours(root / "ours", samples)
+        self.others = write_others(root, samples)
+        self.buffer = BatchBuffer(self.shape_CThw)
+        self.shards = [path for path in files_of(root / "ours") if path.suffix == ".tar" and path.parent.name != "null"]
+        self.opened: list[float] = []
+        self.still_cached = 0.0
+
+    def ours(self, verify: bool) -> Reader:
+        """Our cache, opened anew; the time that takes is kept."""
+        started = time.perf_counter()
+        cache = DatasetCache(self.root / "ours", verify=verify)
+        self.opened.append(time.perf_counter() - started)
+        return ours_reader(cache, *self.keys)
+
+    def formats(self) -> list[Format]:
+        """Every format, ours first."""
+        return [Format(FIRST, self.root / "ours", lambda: self.ours(verify=True)), *self.others]
+
+    def check_contents(self) -> None:
+        """Raises UserError unless all formats give the same tensors, bit for bit. Leaves all files in memory."""
+        digests = {format.name: contents(format.open(), self.count) for format in self.formats()}
+        if len(set(digests.values())) != 1:
+            raise UserError(f"the formats do not give the same tensors: {digests}")
+
+    def passes(self, cold: bool) -> dict[str, tuple[Path, Callable[[Sequence[int]], float]]]:
+        """What is measured: the row's name, its folder, and one pass over the samples in an order, in seconds."""
+        ours, buffer = self.root / "ours", self.buffer
+        # A map that stays open would keep its pages in memory, so cold passes open anew, and trust what was verified.
+        later = partial(self.ours, verify=False) if cold else self._verified()
+        rows: dict[str, tuple[Path, Callable[[Sequence[int]], float]]] = {
+            FIRST: (ours, one_pass(lambda: self.ours(verify=True), buffer)),
+            LATER: (ours, one_pass(later, buffer)),
+            VIEW: (ours, one_pass(later, buffer, touch=False)),
+        }
+        for format in self.others:
+            rows[format.name] = (format.folder, one_pass(format.open, buffer))
+        rows[RAW] = (ours, lambda order: read_raw(self.shards, buffer))
+        return rows
+
+    def _verified(self) -> Callable[[], Reader]:
+        """Gives one and the same reader again and again; it has read, and so verified, everything once."""
+        kept = self.ours(verify=True)
+        read_all(kept, range(self.count), self.buffer)
+        return lambda: kept
+
+    def measure(self, rounds: int, cold: bool, line: ProgressLine) -> dict[str, Rates]:
+        """Each row's median over the rounds; the order of the rows turns and alternates from round to round."""
+        rows = self.passes(cold)
+        names = list(rows)
+        seconds: dict[str, list[float]] = {name: [] for name in rows}
+        for turn in range(rounds):
+            order = torch.randperm(self.count, generator=generator(0, "bench order", turn)).tolist()
+            turned = names[turn % len(names) :] + names[: turn % len(names)]
+            for name in turned if turn % 2 == 0 else reversed(turned):
+                folder, run = rows[name]
+                if cold:
+                    forget(files_of(folder))
+                    self.still_cached = max(self.still_cached, cached_share(files_of(folder)))
+                seconds[name].append(run(order))
+                line.advance()
+        medians = {name: statistics.median(values) for name, values in seconds.items()}
+        total = self.count * self.sample_bytes
+        return {name: Rates(self.count / value, total / value / 1e6) for name, value in medians.items()}
+
+    def run(self, rounds: int) -> ShapeResult:
+        """Measure warm, then cold."""
+        self.check_contents()
+        with ProgressLine(f"bench loader {self.shape}", 2 * rounds * (len(self.others) + 4), "passes") as line:
+            rates = {"warm": self.measure(rounds, False, line), "cold": self.measure(rounds, True, line)}
+        folders = {LATER: self.root / "ours"} | {format.name: format.folder for format in self.others}
+        return ShapeResult(
+            latent=self.shape,
+            samples=self.count,
+            sample_bytes=self.sample_bytes,
+            disk_bytes={name: sum(p.stat().st_size for p in files_of(folder)) for name, folder in folders.items()},
+            open_seconds=statistics.median(self.opened),
+            rates=rates,
+            still_cached=self.still_cached,
+            verdicts=[verdict(temperature, row) for temperature, row in rates.items()],
+        )
+
+    def _check_room(self) -> None:
+        formats, size = 6, self.count * 4 * (2 * int(np.prod(self.shape_CThw)) + TEXT_LENGTHS[1] * TEXT_WIDTH)
+        free, memory = shutil.disk_usage(self.root).free, psutil.virtual_memory().available
+        for where, room, need in (("disk", free, formats * size), ("memory", memory, (formats + 2) * size)):
+            if room < need:
+                raise UserError(
+                    f"{self.count} samples of {self.shape} in {formats} formats need {format_bytes(need)} of {where}, "
+                    f"{format_bytes(room)} are free; give a smaller --samples"
+                )
+
+
+def verdict(temperature: str, rates: dict[str, Rates]) -> Verdict:
+    """`mmspeed, later` against the best other format and the raw read."""
+    others = {name: row.samples_s for name, row in rates.items() if name not in (FIRST, LATER, VIEW, RAW)}
+    best, mine = max(others, key=others.__getitem__), rates[LATER].samples_s
+    return Verdict(temperature, best, mine / others[best], mine / rates[RAW].samples_s)
+
+
+def samples_for(shape: str) -> int:
+    """How many samples make about half a gigabyte, at most 1,024."""
+    return max(2 * ROWS_A_FILE, min(1024, 500_000_000 // (8 * int(np.prod(parse_shape(shape))))))
+
+
+def bench_loader(output: Path, shapes: Sequence[str], samples: int | None = None, rounds: int = 5) -> list[ShapeResult]:
+    """Measure every shape; the formats' files lie in a temporary folder below `output` meanwhile."""
+    if rounds < 1 or (samples is not None and samples < 1):
+        raise UserError("--samples and --rounds must be at least 1")
+    counts = {shape: samples or samples_for(shape) for shape in shapes}
+    output.mkdir(parents=True, exist_ok=True)
+    results = []
+    for shape, count in counts.items():
+        with one_thread(), tempfile.TemporaryDirectory(prefix=".bench-loader-", dir=output) as folder:
+            results.append(LoaderBench(Path(folder), shape, count).run(rounds))
+    return results
+
+
+def results_json(results: Sequence[ShapeResult], rounds: int) -> dict[str, Any]:
+    """The results and what they were measured with, as JSON knows them."""
+    return {
+        "rounds": rounds,
+        "cpus": os.cpu_count(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "pyarrow": pa.__version__,
+            "safetensors": safetensors.__version__,
+        },
+        "shapes": [
+            asdict(result) | {"verdicts": [asdict(v) | {"passed": v.passed} for v in result.verdicts]}
+            for result in results
+        ],
+    }

@@ -1,0 +1,277 @@
+"""`mmspeed bench sparse-training`: what sparse attention costs in loss, from scratch and fine-tuned from a dense model.
+
+A small model with attention over all tokens trains on the demo clips with dense attention, and with each planner and tail, on the same
+samples, noise and times; the loss on held-out clips is compared seed by seed. Every run is a run folder: what is finished is not trained
+again, so a measurement that was broken off goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mmspeed.cli.demo import CLIPS, write_manifest
+from mmspeed.config import Config, make_config
+from mmspeed.errors import UserError
+from mmspeed.log import get_logger
+
+log = get_logger("bench")
+
+# planner, tail; the first is the dense attention that the others are compared with
+VARIANTS: dict[str, dict[str, Any] | None] = {
+    "dense": None,
+    "clusters+summary": {"planner": "clusters", "tail": "summary"},
+    "clusters+zero": {"planner": "clusters", "tail": "zero"},
+    "tiles+summary": {"planner": "tiles", "tail": "summary"},
+    "tiles+zero": {"planner": "tiles", "tail": "zero"},
+}
+GOALS = {"fine-tuned": 0.01, "from scratch": 0.03}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One trained model."""
+
+    start: str  # "from scratch" or "fine-tuned"
+    variant: str
+    seed: int
+    loss: float  # held-out, as it was trained
+    dense_loss: float  # of the same weights with dense attention
+    kept: float  # share of pairs in the last watched step, mean over layers; 1 for dense
+    error: float  # relative, of the layers' outputs in that step; 0 for dense
+    seconds: float  # of training
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained."""
+
+    steps: int = 300
+    tune_steps: int = 100
+    seeds: int = 3
+    keep: float = 0.15
+    cluster_size: int = 64
+    width: int = 96
+    depth: int = 4
+    frames: int = 33
+    height: int = 128
+    pixels: int = 224
+    batch: int = 4
+
+
+@dataclass(frozen=True)
+class Result:
+    """All trials of a setting."""
+
+    setting: Setting
+    tokens: int
+    trials: list[Trial]
+
+    def table(self) -> list[str]:
+        """A Markdown table: means over seeds, and the largest difference to dense attention of one seed."""
+        lines = [
+            "| start | attention | held-out loss | against dense, mean | worst seed | dense attention swapped in | kept | error | time |",
+            "|---|---|---|---|---|---|---|---|---|",
+        ]
+        for start in ("from scratch", "fine-tuned"):
+            for variant in VARIANTS:
+                rows = self._of(start, variant)
+                if not rows:
+                    continue
+                gaps, swapped = self.gaps(start, variant), self.gaps(start, variant, swapped=True)
+                lines.append(
+                    f"| {start} | {variant} | {_mean(rows, 'loss'):.4f} | {statistics.mean(gaps):+.2%} | {max(gaps):+.2%} "
+                    f"| {statistics.mean(swapped):+.2%} | {_mean(rows, 'kept'):.1%} | {_mean(rows, 'error'):.3f} "
+                    f"| {_mean(rows, 'seconds'):.0f} s |"
+                )
+        return lines
+
+    def gaps(self, start: str, variant: str, swapped: bool = False) -> list[float]:
+        """How much larger the loss is than that of dense attention, by seed, as a share."""
+        dense = {trial.seed: trial.loss for trial in self._of(start, "dense")}
+        rows = [trial for trial in self._of(start, variant) if trial.seed in dense]
+        return [(trial.dense_loss if swapped else trial.loss) / dense[trial.seed] - 1.0 for trial in rows]
+
+    def verdicts(self) -> list[tuple[bool, str]]:
+        """Whether the best variant of each start is as near to dense attention as it should be."""
+        said = []
+        for start, goal in GOALS.items():
+            means = {v: statistics.mean(gaps) for v in VARIANTS if v != "dense" and (gaps := self.gaps(start, v))}
+            if not means:
+                continue
+            best = min(means, key=lambda variant: means[variant])
+            said.append(
+                (
+                    means[best] <= goal,
+                    f"{start}: {best} is at {means[best]:+.2%} of dense attention's loss (goal {goal:+.0%})",
+                )
+            )
+        return said
+
+    def lines(self) -> list[str]:
+        s = self.setting
+        head = (
+            f"{s.width} x {s.depth}, {self.tokens} tokens, batch {s.batch}, keep {s.keep:.0%}, clusters of {s.cluster_size}; "
+            f"{s.steps} steps from scratch, {s.tune_steps} fine-tuned; {s.seeds} seeds"
+        )
+        return [
+            head,
+            "",
+            *self.table(),
+            "",
+            *(f"{'PASSED' if ok else 'FAILED'}: {text}" for ok, text in self.verdicts()),
+        ]
+
+    def _of(self, start: str, variant: str) -> list[Trial]:
+        return [trial for trial in self.trials if trial.start == start and trial.variant == variant]
+
+
+def _mean(rows: list[Trial], name: str) -> float:
+    return statistics.mean(getattr(row, name) for row in rows)
+
+
+def bench_sparse_training(output: str | Path, setting: Setting, variants: tuple[str, ...] = tuple(VARIANTS)) -> Result:
+    """Train all that is not trained yet, and compare. Writes `sparse-training.json` into `output`."""
+    from mmspeed.preprocess import CacheBuilder
+
+    output = Path(output).resolve()
+    stems = [Path(json.loads(line)["video"]).stem for line in CLIPS.read_text(encoding="utf-8").splitlines()]
+    held_out = stems[::5]
+    write_manifest(output / "clips.jsonl", [stem for stem in stems if stem not in held_out], held_out)
+    first = trial_config(output, setting, "from scratch", "dense", 0)
+    CacheBuilder(first).run()
+    trials = []
+    for seed in range(setting.seeds):
+        for start in ("from scratch", "fine-tuned"):
+            for variant in dict.fromkeys(("dense", *variants)):
+                trials.append(_trial(trial_config(output, setting, start, variant, seed), start, variant, seed))
+                result = Result(setting, _tokens(first), trials)
+                text = json.dumps(asdict(result), indent=2) + "\n"
+                (output / "sparse-training.json").write_text(text, encoding="utf-8")
+    return result
+
+
+def trial_config(output: Path, setting: Setting, start: str, variant: str, seed: int) -> Config:
+    """The config of one trial."""
+    tuned = start == "fine-tuned"
+    name = f"{'tuned' if tuned else 'scratch'}-{variant.replace('+', '-')}-{seed}"
+    steps = setting.tune_steps if tuned else setting.steps
+    sparse = VARIANTS[variant]
+    model: dict[str, Any] = {
+        "size": "nano",
+        "arrangement": "full",
+        "width": setting.width,
+        "depth": setting.depth,
+        "heads": max(1, setting.width // 32),
+    }
+    if sparse is not None:
+        model["sparse"] = sparse | {
+            "keep": setting.keep,
+            "cluster_size": setting.cluster_size,
+            "tail_clusters": 64,
+            "dense_first": 0,
+            "dense_last": 0,
+            "dense_steps": 1 if tuned else max(1, setting.steps // 10),
+            "min_tokens": 256,
+        }
+    tree: dict[str, Any] = {
+        "name": name,
+        "output": str(output / "runs"),
+        "seed": seed,
+        "data": {
+            "sources": [{"path": str(output / "clips.jsonl")}],
+            "cache": str(output / "cache"),
+            "fps": None,
+            "buckets": [{"frames": setting.frames, "height": setting.height, "width": setting.pixels}],
+        },
+        "model": model,
+        "train": {
+            "steps": steps,
+            "batch_size": setting.batch,
+            "lr": 3e-4 if tuned else 1e-3,
+            "warmup_steps": min(30, steps // 5),
+            "schedule": "cosine",
+            "min_lr_ratio": 0.1,
+            "ema_decay": 0.98,
+            "log_every": 10,
+            "start_from": str(output / "runs" / f"scratch-dense-{seed}") if tuned else None,
+        },
+        "validate": {"every": 1_000_000, "samples": 16, "quantiles": 6},
+        "checkpoint": {"every": 1_000_000, "keep_last": 1},
+    }
+    return make_config(tree, origin="sparse training bench")
+
+
+def _trial(config: Config, start: str, variant: str, seed: int) -> Trial:
+    from mmspeed.log import read_metrics
+    from mmspeed.pipelines import TrainPipeline
+
+    if not TrainPipeline(config).run().finished:
+        raise UserError(f"stopped in {config.name}: the same command goes on")
+    rows = read_metrics(config.run_dir / "metrics.jsonl")
+    train = [row for row in rows if row["kind"] == "train"]
+    held_out = [row for row in rows if row["kind"] == "validation"]
+    if not held_out or held_out[-1]["step"] != config.train.steps:
+        raise UserError(f"{config.run_dir} is a run of other settings: choose another --output")
+    loss = held_out[-1]["loss"]
+    layers = train[-1].get("attention") or []
+    kept = [layer["kept"] for layer in layers if layer["kept"] is not None]
+    errors = [layer["error"] for layer in layers if layer["error"] is not None]
+    trial = Trial(
+        start,
+        variant,
+        seed,
+        loss,
+        loss if variant == "dense" else _with_dense_attention(config),
+        statistics.mean(kept) if kept else 1.0,
+        statistics.mean(errors) if errors else 0.0,
+        train[-1]["elapsed_seconds"],
+    )
+    log.info(f"{config.name}: held-out loss {trial.loss:.4f}, kept {trial.kept:.1%}, {trial.seconds:.0f} s")
+    return trial
+
+
+def _with_dense_attention(config: Config) -> float:
+    """The held-out loss of a run's weights, its sparse attention replaced by dense."""
+    from mmspeed.compute.sparse.module import clustered_layers
+    from mmspeed.data import DatasetCache
+    from mmspeed.device import pick
+    from mmspeed.loop.checkpoint.manager import latest, load_weights
+    from mmspeed.models import build_model
+    from mmspeed.pipelines.diffusion.objective import make_objective
+    from mmspeed.pipelines.run.run_folder import RunFolder
+    from mmspeed.pipelines.training.held_out_loss import held_out_losses
+    from mmspeed.protocols import RunPlace
+
+    folder = RunFolder.open(config.run_dir)
+    info, path = folder.info(), latest(folder.checkpoints)
+    assert path is not None  # the run has ended
+    model = build_model(config.model, info["latent_channels"], info["text_width"])
+    load_weights(path, model)
+    for layer in clustered_layers(model).values():
+        layer.phase = "dense"
+    cache = DatasetCache(config.cache_root)
+    samples = [sample for sample in cache.split("val")[: config.validate_.samples] if not sample.lost]
+    losses_QB, _ = held_out_losses(
+        model,
+        cache,
+        samples,
+        make_objective(config.objective),
+        config.validate_.quantiles,
+        config.seed,
+        RunPlace(pick("cpu")),
+    )
+    return losses_QB.mean().item()
+
+
+def _tokens(config: Config) -> int:
+    from mmspeed.data import DatasetCache
+    from mmspeed.models import build_model
+    from mmspeed.shapes import Strides
+
+    encoders = DatasetCache(config.cache_root).info["encoders"]
+    model = build_model(config.model, encoders["vae"]["channels"], encoders["text"]["width"], device="meta")
+    return model.tokens(Strides(*encoders["vae"]["strides"]).latent(config.buckets[0]))
