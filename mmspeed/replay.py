@@ -2,8 +2,8 @@
 
 A decision that hangs on rounding (which keys are kept, which expert a token goes to) may fall otherwise when it is made again: then the
 gradient is that of another function. So it is recorded in the first pass and replayed in all later ones. And some results are dear
-to make again, such as an exchange between devices: code that makes them offers them (`kept`), and whoever recomputes says whether they
-are held (`Record.kept`).
+to make again, such as an exchange between devices: code that makes them offers them (`checkpointed`), and whoever recomputes says whether
+they are held (`DecisionRecord.kept`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 Kind = Literal["matmul", "attention", "exchange"]  # of what is dear to make again
 
 # Of the pass that this thread is in: a span's work reaches code that knows nothing of spans, as autocast does.
-_CURRENT: ContextVar[Record | None] = ContextVar("mmspeed_record", default=None)
+_CURRENT: ContextVar[DecisionRecord | None] = ContextVar("mmspeed_record", default=None)
 
 
 @dataclass(eq=False)
@@ -30,7 +30,7 @@ class FirstHalf:
     whole: bool = False
 
 
-class Record:
+class DecisionRecord:
     """The decisions of one forward pass, in their order. By itself it keeps no results."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Record:
         self._begun: list[FirstHalf] = []
         self._next = 0
 
-    def settle(self, make: Callable[[], T]) -> tuple[T, bool]:
+    def record_or_replay(self, make: Callable[[], T]) -> tuple[T, bool]:
         """The decision at this place, and whether it was made just now. One that is a part of another is not recorded by itself."""
         if self._deciding:
             return make(), True
@@ -54,7 +54,7 @@ class Record:
         self._place += 1
         return self._made[self._place - 1], first
 
-    def kept(self, kind: Kind, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    def checkpointed(self, kind: Kind, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Results that are dear to make again."""
         return make()
 
@@ -77,7 +77,7 @@ class Record:
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
-        """A pass begins: inside, `settle`, `kept` and `begin` come here."""
+        """A pass begins: inside, `record_or_replay`, `checkpointed` and `begin` come here."""
         self._place = self._next = 0
         token = _CURRENT.set(self)
         try:
@@ -91,33 +91,34 @@ def recording() -> bool:
     return _CURRENT.get() is not None
 
 
-def settle(make: Callable[[], T]) -> tuple[T, bool]:
+def record_or_replay(make: Callable[[], T]) -> tuple[T, bool]:
     """`make()`, or what it gave in the first pass; and whether it was made just now."""
     record = _CURRENT.get()
-    return (make(), True) if record is None else record.settle(make)
+    return (make(), True) if record is None else record.record_or_replay(make)
 
 
-def kept(kind: Kind, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+def checkpointed(kind: Kind, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     """`make()`, or, in a second pass that held them, the tensors of the first.
 
     Call it where no gradient is recorded, such as in the forward of an autograd function, with new tensors as results. They must not
     be changed afterwards.
     """
     record = _CURRENT.get()
-    return make() if record is None else record.kept(kind, make)
+    return make() if record is None else record.checkpointed(kind, make)
 
 
-def offered(offers: bool, kind: Kind, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """`kept` where `offers`, else `make()`.
+def checkpointed_if(offers: bool, kind: Kind, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """`checkpointed` where `offers`, else `make()`.
 
     offers: whether the caller of the autograd function records gradients. What is made without may be made in the first pass alone, such
     as a plan; then it has no place among the results of both passes. Exchanges of gradients are never offered.
     """
-    return kept(kind, make) if offers else make()
+    return checkpointed(kind, make) if offers else make()
 
 
 def begin(kind: Kind) -> tuple[FirstHalf, bool]:
-    """The first half of a result that is made in two, and whether it is to be made. Called as `kept` is, with `complete` for the second.
+    """The first half of a result that is made in two, and whether it is to be made. Called as `checkpointed` is, with `complete` for the
+    second.
 
     It is not made again where the results are held, nor where the second half lies outside of what is made again.
     """
@@ -126,7 +127,7 @@ def begin(kind: Kind) -> tuple[FirstHalf, bool]:
 
 
 def complete(kind: Kind, half: FirstHalf | None, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """`kept`, of the second half of a result; `make()` alone for a first half that was not offered (None).
+    """`checkpointed`, of the second half of a result; `make()` alone for a first half that was not offered (None).
 
     Raises RuntimeError where a pass that holds no such results would make the second half again without the first.
     """
@@ -140,23 +141,23 @@ def complete(kind: Kind, half: FirstHalf | None, make: Callable[[], tuple[Tensor
             f"an {kind} that was started before a recomputed region is finished inside it, and the region computes each {kind} again: "
             "start it inside, or keep its results"
         )
-    return record.kept(kind, make)
+    return record.checkpointed(kind, make)
 
 
-class Decides(nn.Module):
-    """A module that decides something in its forward, by `settle`."""
+class RecordedModule(nn.Module):
+    """A module that decides something in its forward, by `record_or_replay`."""
 
-    settle = staticmethod(settle)
+    record_or_replay = staticmethod(record_or_replay)
 
 
-def deciders(module: nn.Module) -> list[Decides]:
+def recorded_modules(module: nn.Module) -> list[RecordedModule]:
     """Those of `module` and its parts that decide."""
-    return [part for part in module.modules() if isinstance(part, Decides)]
+    return [part for part in module.modules() if isinstance(part, RecordedModule)]
 
 
 def replayed(run: Callable[..., Any]) -> Callable[..., Any]:
     """`run`, whose second call decides as its first did. For one forward pass."""
-    record = Record()
+    record = DecisionRecord()
 
     def once(*args: Any, **kwargs: Any) -> Any:
         with record.in_force():

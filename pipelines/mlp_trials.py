@@ -54,8 +54,8 @@ class MlpTrials:
         config, tensor = self.model.config, self.layout.tensor
         positions_TSX = torch.empty(*config.rows_and_columns(config.grid(latent)), 3, device="meta")
         full = config.arrangement == "full"
-        spread = self.layout.spread(positions_TSX, None, 0, full=full, image=latent[0] == 1)
-        parts = {span: spread.part("T" if span == "temporal" else "S") for span, _, _ in self.mlps}
+        spread = self.layout.shard_tokens(positions_TSX, None, 0, full=full, image=latent[0] == 1)
+        parts = {span: spread.shard_along("T" if span == "temporal" else "S") for span, _, _ in self.mlps}
         found = set()
         for span, mlp, size in self.mlps:
             tokens = samples * parts[span].held.tokens

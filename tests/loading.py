@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from mmspeed.data import CacheWriter, DatasetCache, Draw, Sample
+from mmspeed.data import CacheWriter, DatasetCache, Sample, SampleUse
 from mmspeed.data.cache.keys import entry_key, sample_key
 from mmspeed.data.cache.tables import write_info, write_samples
 from mmspeed.data.cache.writer import latent_tensors, text_tensors
@@ -49,8 +49,8 @@ def make_cache(root: Path, videos: int = 7, images: int = 3, logvar: float | Non
     return DatasetCache(root)
 
 
-def draw_of(cache: DatasetCache, source: str, epoch: int = 0, repeat: int = 0) -> Draw:
-    return Draw(next(s for s in cache.samples if s.source == source), epoch, repeat)
+def draw_of(cache: DatasetCache, source: str, epoch: int = 0, repeat: int = 0) -> SampleUse:
+    return SampleUse(next(s for s in cache.samples if s.source == source), epoch, repeat)
 
 
 def by_name(batches: list[Batch]) -> dict[tuple[str, int, int], tuple[torch.Tensor, torch.Tensor]]:

@@ -13,18 +13,18 @@ from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 from torch.distributed.tensor import DTensor
 
 from mmspeed import rng
-from mmspeed.config.memory import MemoryConfig, Way
+from mmspeed.config.memory import ActivationPolicy, MemoryConfig
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.device import Device
-from mmspeed.memory import Keeping
-from mmspeed.memory.offload.swap import Swap
-from mmspeed.memory.planning.count import MatmulCount
+from mmspeed.memory import BlockPolicies
+from mmspeed.memory.offload.swap import Offloader
+from mmspeed.memory.planning.count import MatmulCounter
 from mmspeed.models import SoraDiT, SoraDiTConfig
 from mmspeed.parallel import parallelize
 
 BRANCHES = ("attention", "cross_attention", "mlp")
-LARGE: tuple[Way, ...] = ("recompute", "recompute_cheap", "swap", "swap_cheap")
-SMALL: tuple[Way, ...] = ("recompute", "discard")
+LARGE: tuple[ActivationPolicy, ...] = ("recompute", "recompute_cheap", "swap", "swap_cheap")
+SMALL: tuple[ActivationPolicy, ...] = ("recompute", "discard")
 BLOCKS = 3
 SPARSE: dict[str, Any] = {
     "min_tokens": 16,
@@ -37,19 +37,19 @@ SPARSE: dict[str, Any] = {
     "backend": "grouped",
 }
 
-Ways = Mapping[str, Way]
+Ways = Mapping[str, ActivationPolicy]
 
 
-def each_way() -> list[dict[str, Way]]:
+def each_way() -> list[dict[str, ActivationPolicy]]:
     """Every way of every span, alone."""
-    large: list[dict[str, Way]] = [{name: way} for name in ("block", *BRANCHES) for way in LARGE]
-    small: list[dict[str, Way]] = [{name: way} for name in ("norm", "activation") for way in SMALL]
+    large: list[dict[str, ActivationPolicy]] = [{name: way} for name in ("block", *BRANCHES) for way in LARGE]
+    small: list[dict[str, ActivationPolicy]] = [{name: way} for name in ("norm", "activation") for way in SMALL]
     return large + small
 
 
-def combinations() -> list[dict[str, Way]]:
+def combinations() -> list[dict[str, ActivationPolicy]]:
     """Every pair of spans, and every triple of branches, that a config takes: at most two ways of each."""
-    found: list[dict[str, Way]] = []
+    found: list[dict[str, ActivationPolicy]] = []
     for attention in LARGE:
         for mlp in LARGE:
             found.append({"attention": attention, "mlp": mlp})
@@ -118,13 +118,13 @@ def own(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def keeping_of(ways: Ways, swap: Swap | None = None, **given: Any) -> Keeping:
-    return Keeping((ways,), (swap or Swap(Device("cpu", 0), 1 << 10)).group, **given)
+def keeping_of(ways: Ways, swap: Offloader | None = None, **given: Any) -> BlockPolicies:
+    return BlockPolicies((ways,), (swap or Offloader(Device("cpu", 0), 1 << 10)).group, **given)
 
 
-def run_step(model: nn.Module, inputs: list[Tensor], swap: Swap | None = None, track: bool = False) -> Step:
+def run_step(model: nn.Module, inputs: list[Tensor], swap: Offloader | None = None, track: bool = False) -> Step:
     """One pass of a model that is ready for training."""
-    tracker, count = MemTracker() if track else None, MatmulCount()
+    tracker, count = MemTracker() if track else None, MatmulCounter()
     if tracker is not None:
         tracker.track_external(model, *inputs)
     kept = peak = 0
@@ -154,7 +154,7 @@ def step_of(
     **given: Any,
 ) -> Step:
     """One step of one process with these ways."""
-    swap = Swap(Device("cpu", 0), 1 << 10)
+    swap = Offloader(Device("cpu", 0), 1 << 10)
     model = parallelize(make(), None, "none", compute_dtype=dtype, keeping=keeping_of(ways, swap, **given))
     return run_step(model, inputs if inputs is not None else make_inputs(), swap, track)
 

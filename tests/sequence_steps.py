@@ -21,7 +21,7 @@ from mmspeed.comm import Ledger
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.data.collate import video_batch
 from mmspeed.device import Device
-from mmspeed.memory import Keeping
+from mmspeed.memory import BlockPolicies
 from mmspeed.mesh import Mesh, make_mesh
 from mmspeed.models import SoraDiT, SoraDiTConfig
 from mmspeed.parallel import TokenLayout, make_layout, parallelize, unwrap
@@ -29,8 +29,8 @@ from mmspeed.protocols import Batch
 from mmspeed.shapes import Bucket
 from tests.steps import train_step
 
-RECOMPUTED = Keeping.everywhere({"block": "recompute"})
-EXCHANGED_AGAIN = Keeping.everywhere({"block": "recompute"}, exchange_again=True)
+RECOMPUTED = BlockPolicies.everywhere({"block": "recompute"})
+EXCHANGED_AGAIN = BlockPolicies.everywhere({"block": "recompute"}, exchange_again=True)
 KEEPINGS = {"checkpointing": RECOMPUTED, "compiled": RECOMPUTED, "exchange again": EXCHANGED_AGAIN}
 
 MODEL = SoraDiTConfig(width=48, depth=4, heads=4, latent_channels=3, text_width=10, adaln_rank=4)

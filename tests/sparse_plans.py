@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mmspeed import rng
-from mmspeed.compute.sparse import ClusterPlan, Tail, clustered_attention
+from mmspeed.compute.sparse import ClusterPlan, TailClusters, clustered_attention
 
 # of the oracle's largest number: sums of up to a few hundred products; half types round probabilities and results
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
@@ -60,7 +60,7 @@ def random_plan(
     tail = None
     if tail_clusters:
         label_GM = torch.randint(0, tail_clusters, (groups, keys), generator=dice).masked_fill(~seen_GM, tail_clusters)
-        tail = Tail(label_GM, tail_clusters, _dropped(kept_GCM, label_GM, tail_clusters))
+        tail = TailClusters(label_GM, tail_clusters, _dropped(kept_GCM, label_GM, tail_clusters))
     plan = ClusterPlan(
         batch,
         heads,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mmspeed import rng
-from mmspeed.compute.sparse import ClusterPlan, Means, clustered_attention, key_means
+from mmspeed.compute.sparse import ClusterMeans, ClusterPlan, clustered_attention, key_means
 from mmspeed.compute.sparse.kernels import triton_gather
 from tests.sparse_plans import random_plan
 
@@ -65,7 +65,7 @@ def computed(case: str, tail: str, backend: str) -> list[Tensor]:
     assert plan.tail is not None
     means = key_means(k, v, plan.tail)
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v, means.k_BAKD, means.v_BAKD)]
-    given = Means(*leaves[3:]) if tail == "summary" else None
+    given = ClusterMeans(*leaves[3:]) if tail == "summary" else None
     done = clustered_attention(*leaves[:3], plan, tail=tail, means=given, backend=backend)  # type: ignore[arg-type]
     assert done.stats.backend == backend
     wanted = leaves if given is not None else leaves[:3]

@@ -35,7 +35,7 @@ from mmspeed.memory.planning.peak import peak_bytes
 
 from .attention_data import make_qkv, oracle_share
 from .attention_plans import PLANNERS, TAILS, Method, grid_of, mass_for, method
-from .attention_verdicts import Result, Row, Speed
+from .attention_verdicts import AttentionResult, AttentionRow, Speedup
 
 log = get_logger("bench")
 
@@ -50,7 +50,7 @@ Taken = tuple[float, float]  # seconds, processors' seconds of all threads
 
 
 @dataclass(frozen=True)
-class Asked:
+class AttentionBenchSetting:
     """What to measure. Beside `clusters`, other rules for the same clusters are measured at `RULES_AT` tokens."""
 
     tokens: tuple[int, ...] = TOKENS
@@ -99,7 +99,7 @@ class Asked:
 
 
 def ask(tokens: str | None, keep: str | None, planner: str | None, tail: str | None, full: bool) -> dict[str, Any]:
-    """Fields of `Asked` of the words of a command line. Raises UserError for what is no number."""
+    """Fields of `AttentionBenchSetting` of the words of a command line. Raises UserError for what is no number."""
     whole = {"tokens": FULL_TOKENS, "keeps": FULL_KEEPS, "planners": FULL_PLANNERS}
     found: dict[str, Any] = whole if full else {}
     try:
@@ -116,9 +116,9 @@ def ask(tokens: str | None, keep: str | None, planner: str | None, tail: str | N
     return found
 
 
-def bench_attention(given: Mapping[str, Any]) -> Result:
-    """Measure; `given` are fields of `Asked`. Raises UserError for what cannot be measured here."""
-    asked = Asked(**given)
+def bench_attention(given: Mapping[str, Any]) -> AttentionResult:
+    """Measure; `given` are fields of `AttentionBenchSetting`. Raises UserError for what cannot be measured here."""
+    asked = AttentionBenchSetting(**given)
     asked.check()
     device = pick(asked.device)
     device.activate()
@@ -126,7 +126,7 @@ def bench_attention(given: Mapping[str, Any]) -> Result:
         for planner in dict.fromkeys(name.partition("-")[0] for name in asked.planners):
             settings = SparseConfig.model_validate({"planner": planner, "backend": asked.backend})
             ClusteredAttention(settings).try_out(device.torch_device, parse_dtype(asked.dtype), asked.width)
-    rows: list[Row] = []
+    rows: list[AttentionRow] = []
     oracles, dense, kernels = {}, {}, {}
     for tokens in asked.tokens:
         length = synthetic(asked, device, tokens)
@@ -134,7 +134,7 @@ def bench_attention(given: Mapping[str, Any]) -> Result:
         rows += length.run(asked.methods(tokens), asked.rounds)
         dense[tokens] = length.dense_seconds
         kernels = length.kernels(asked.methods(tokens)[0])
-    return Result(
+    return AttentionResult(
         rows=rows,
         oracle=oracles,
         dense=dense,
@@ -150,16 +150,16 @@ def bench_attention(given: Mapping[str, Any]) -> Result:
     )
 
 
-def synthetic(asked: Asked, device: Device, tokens: int) -> Length:
+def synthetic(asked: AttentionBenchSetting, device: Device, tokens: int) -> LengthBench:
     """Synthetic video of a length, and the same video under other noise."""
     dtype, grid = parse_dtype(asked.dtype), grid_of(tokens)
     q, k, v, positions_NX = make_qkv(grid, asked.heads, asked.width)
     other = make_qkv(grid, asked.heads, asked.width, look=1)[:2]
     q, k, v, other_q, other_k = (x.to(device.torch_device, dtype) for x in (q, k, v, *other))
-    return Length(q, k, v, positions_NX.to(device.torch_device), device, asked.backend, (other_q, other_k))
+    return LengthBench(q, k, v, positions_NX.to(device.torch_device), device, asked.backend, (other_q, other_k))
 
 
-class Length:
+class LengthBench:
     """Queries, keys and values of one length, and all that is measured on them.
 
     `other`: queries and keys whose clusters warm plans begin with; those of the same video under other noise, as in sampling.
@@ -182,9 +182,9 @@ class Length:
         self.dense_backend = fastest_dense(q_BAND, k_BAND, v_BAND, self.dout, device)
         self.dense_seconds = {"forward": math.nan, "both": math.nan}
 
-    def run(self, methods: Sequence[Method], rounds: int) -> list[Row]:
+    def run(self, methods: Sequence[Method], rounds: int) -> list[AttentionRow]:
         """A row for each method, measured round by round."""
-        cases = [_Case(self, chosen) for chosen in methods]
+        cases = [_MethodCase(self, chosen) for chosen in methods]
         exact = self.dense(backward=True)
         log.info(f"{self.tokens:,} tokens: {len(cases)} cases, {rounds} rounds")
         for case in cases:
@@ -228,10 +228,10 @@ class Length:
         return {name: kernel.refuses(self.q, self.k, self.v, plan, means) for name, kernel in KERNELS.items()}
 
 
-class _Case:
+class _MethodCase:
     """One method at one length."""
 
-    def __init__(self, length: Length, chosen: Method) -> None:
+    def __init__(self, length: LengthBench, chosen: Method) -> None:
         self.length = length
         if chosen.planner == "clusters-mass":
             chosen = replace(chosen, mass=mass_for(chosen, length.q, length.k, length.positions))
@@ -293,14 +293,14 @@ class _Case:
         if self.start is not None:
             self.times["warm"].append(taken(lambda: self.plan(self.start)))
 
-    def row(self, dense: dict[str, list[Taken]], dense_peak: int) -> Row:
+    def row(self, dense: dict[str, list[Taken]], dense_peak: int) -> AttentionRow:
         on_cpu = self.length.device.kind == "cpu"
         median = {name: statistics.median(t[0] for t in times) if times else None for name, times in self.times.items()}
         speeds = {name: speed(dense[name], self.times[name], on_cpu) for name in ("forward", "both")}
         assert median["cold"] is not None and median["both"] is not None
         compute = max(median["both"] - median["cold"], 1e-9)
         dense_both = statistics.median(t[0] for t in dense["both"])
-        return Row(
+        return AttentionRow(
             tokens=self.length.tokens,
             keep=self.method.keep,
             planner=self.method.planner,
@@ -323,13 +323,13 @@ class _Case:
         )
 
 
-def speed(dense: Sequence[Taken], sparse: Sequence[Taken], cpu: bool) -> Speed:
+def speed(dense: Sequence[Taken], sparse: Sequence[Taken], cpu: bool) -> Speedup:
     """How many times faster, round by round: the median of the ratios."""
 
     def ratio(which: int) -> float:
         return statistics.median(a[which] / max(b[which], 1e-9) for a, b in zip(dense, sparse, strict=True))
 
-    return Speed(ratio(0), ratio(1) if cpu else None)
+    return Speedup(ratio(0), ratio(1) if cpu else None)
 
 
 def relative_error(found: Tensor, exact: Tensor) -> float:

@@ -23,7 +23,7 @@ from mmspeed.compute.sparse import ClusterPlan
 from mmspeed.compute.sparse.plan import usual_tail_clusters
 from mmspeed.compute.sparse.planners.clusters import plan_clusters
 from mmspeed.compute.sparse.planners.patterns import plan_skip, plan_window
-from mmspeed.compute.sparse.planners.selection import Context, Keep
+from mmspeed.compute.sparse.planners.selection import KeepRule, PlannerContext
 from mmspeed.compute.sparse.planners.tiles import plan_tiles
 
 from .attention_data import Grid
@@ -51,19 +51,19 @@ class Method:
         """Whether a plan can begin with the clusters of another one."""
         return self.planner.startswith("clusters")
 
-    def rule(self) -> Keep:
+    def rule(self) -> KeepRule:
         """Which keys a group keeps."""
         if self.planner == "clusters":
-            return Keep("fraction", self.keep)
+            return KeepRule("fraction", self.keep)
         if self.planner == "clusters-mass":
-            return Keep("mass", self.mass)
-        return Keep("top", self.keep)
+            return KeepRule("mass", self.mass)
+        return KeepRule("top", self.keep)
 
     def plan(
         self, q_BAND: Tensor, k_BAND: Tensor, positions_NX: Tensor, start: ClusterPlan | None = None
     ) -> ClusterPlan:
         """A plan; with `start`, one whose clusters are those around the centroids of another plan."""
-        context = Context(positions_NX=positions_NX)
+        context = PlannerContext(positions_NX=positions_NX)
         summary = self.tail == "summary"
         if self.planner == "tiles":
             return plan_tiles(q_BAND, k_BAND, self.rule(), context, tile=self.tile, tail=summary)

@@ -6,13 +6,13 @@ import io
 import math
 from collections.abc import Sequence
 
-from .attention_suggest import Layer
+from .attention_suggest import LayerResult
 
 ACROSS = 4
 COLOURS = {"clusters": "#1f5fa8", "tiles": "#c2561a", "window": "#3d8a4e", "skip": "#7d5aa6"}
 
 
-def plot(layers: Sequence[Layer]) -> bytes:
+def plot(layers: Sequence[LayerResult]) -> bytes:
     """A PNG: a panel for each layer, a line for each planner; with the summary tail solid, without a tail dashed."""
     from matplotlib.figure import Figure
 

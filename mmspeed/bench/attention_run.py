@@ -21,7 +21,7 @@ from mmspeed import rng
 from mmspeed.compute.attention import attention
 from mmspeed.compute.rope import grid_positions
 from mmspeed.compute.sparse import clustered_attention
-from mmspeed.data import DatasetCache, Draw, Sample
+from mmspeed.data import DatasetCache, Sample, SampleUse
 from mmspeed.data.cache.files import write_whole
 from mmspeed.data.collate import assemble
 from mmspeed.device import Device, parse_dtype, pick
@@ -35,10 +35,10 @@ from mmspeed.pipelines.diffusion.objective import make_objective
 from mmspeed.pipelines.inference.text_to_video import find_checkpoint
 from mmspeed.pipelines.run.run_folder import RunFolder
 
-from .attention import FULL_PLANNERS, Asked, Length
+from .attention import FULL_PLANNERS, AttentionBenchSetting, LengthBench
 from .attention_data import Grid, oracle_share
 from .attention_plans import Method, method
-from .attention_suggest import Choice, Layer, Point, RunResult, suggest
+from .attention_suggest import LayerResult, MethodResult, RunResult, SparseChoice, suggest
 
 log = get_logger("bench")
 
@@ -60,12 +60,12 @@ def bench_run(
     """Measure the layers of a run, write attention.json and attention.png, and suggest settings.
 
     Args:
-        given, common: fields of `Asked`; lengths, heads and width are the run's own.
+        given, common: fields of `AttentionBenchSetting`; lengths, heads and width are the run's own.
         error: the most that the suggestion may have in any sparse layer.
 
     Raises UserError when the run has no checkpoint or no cache to take samples from.
     """
-    asked = Asked(**{"planners": FULL_PLANNERS, **given, **common})
+    asked = AttentionBenchSetting(**{"planners": FULL_PLANNERS, **given, **common})
     asked.check()
     folder = RunFolder.open(run)
     device = pick(asked.device)
@@ -76,9 +76,9 @@ def bench_run(
     looks = look(model, folder, chosen, asked, device)
     layers = [each.layer() for each in looks if each.sums]
     config = model.config
-    timings, notes = time_spans(looks, asked, device), short_notes(looks)
+    timings, notes = time_attention_types(looks, asked, device), short_notes(looks)
 
-    def extra(choice: Choice) -> dict[str, Any]:
+    def extra(choice: SparseChoice) -> dict[str, Any]:
         return sizes(next(each for each in looks if each.sums and choice.spans in ("all", each.span)), choice, asked)
 
     root = output or folder.root
@@ -130,7 +130,7 @@ def load_model(folder: RunFolder, path: Path, device: Device) -> SoraDiT:
 
 
 @dataclass
-class Sums:
+class ErrorSums:
     """Of a method in a layer, by head."""
 
     wrong: Tensor
@@ -138,12 +138,12 @@ class Sums:
 
 
 @dataclass
-class Look:
+class LayerBench:
     """The self-attention of one block: dense attention, which the methods are compared with on the way."""
 
     block: int
     span: str
-    asked: Asked
+    asked: AttentionBenchSetting
     grid: Grid = (0, 0, 0)  # of the sample that is under way
     timed: bool = False  # whether the tensors of the next call are kept for timing
     calls: int = 0
@@ -151,7 +151,7 @@ class Look:
     entropy: Tensor | None = None
     mass_share: Tensor | None = None
     tokens: int = 0
-    sums: dict[tuple[str, str, float], Sums] = field(default_factory=dict)
+    sums: dict[tuple[str, str, float], ErrorSums] = field(default_factory=dict)
     tensors: tuple[Tensor, Tensor, Tensor, Tensor] | None = None  # q, k, v, positions
 
     def span_grid(self) -> Grid:
@@ -188,7 +188,7 @@ class Look:
             out = clustered_attention(q, k, v, plan, tail=tail, backend=self.asked.backend).out_BAND
             key = (chosen.planner, chosen.tail, chosen.keep)
             zeros = torch.zeros(q.shape[1], dtype=torch.float64)
-            sums = self.sums.setdefault(key, Sums(zeros, zeros.clone()))
+            sums = self.sums.setdefault(key, ErrorSums(zeros, zeros.clone()))
             sums.wrong += _squares(out.float() - exact.float())
             sums.kept += plan.kept_share().mean(dim=0).double().cpu()
         self.size = _squares(exact.float()) + (0 if self.size is None else self.size)
@@ -198,7 +198,7 @@ class Look:
         if self.timed:
             self.tensors, self.timed = (q, k, v, positions), False
 
-    def layer(self) -> Layer:
+    def layer(self) -> LayerResult:
         """Means over the calls."""
         assert self.size is not None and self.entropy is not None and self.mass_share is not None
         points = []
@@ -206,19 +206,21 @@ class Look:
             errors = (sums.wrong / self.size.clamp(min=1e-30)).sqrt()
             whole = math.sqrt(float(sums.wrong.sum()) / max(float(self.size.sum()), 1e-30))
             kept = sums.kept / self.calls
-            points.append(Point(planner, tail, keep, kept.tolist(), errors.tolist(), whole))
+            points.append(MethodResult(planner, tail, keep, kept.tolist(), errors.tolist(), whole))
         entropy, share = (self.entropy / self.calls).tolist(), (self.mass_share / self.calls).tolist()
-        return Layer(self.block, self.span, self.tokens, entropy, share, points)
+        return LayerResult(self.block, self.span, self.tokens, entropy, share, points)
 
 
-def look(model: SoraDiT, folder: RunFolder, samples: Sequence[Sample], asked: Asked, device: Device) -> list[Look]:
+def look(
+    model: SoraDiT, folder: RunFolder, samples: Sequence[Sample], asked: AttentionBenchSetting, device: Device
+) -> list[LayerBench]:
     """Run the model on the samples at every noise level, each block watched."""
     config = folder.config()
     cache, objective = DatasetCache(config.cache_root), make_objective(config.objective)
     looks = []
     for place, block in enumerate(model.blocks):
         assert isinstance(block, SoraBlock)
-        one = Look(place, block.span, asked)
+        one = LayerBench(place, block.span, asked)
         del block.self_attention.attend  # it may be a module
         block.self_attention.attend = one
         looks.append(one)
@@ -226,7 +228,7 @@ def look(model: SoraDiT, folder: RunFolder, samples: Sequence[Sample], asked: As
         of_span = [one for one in looks if one.span == span]
         of_span[len(of_span) // 2].timed = True
     for number, sample in enumerate(samples):
-        batch = assemble(cache, [(Draw(sample, 0, 0), 1.0)], seed=config.seed, caption_dropout=0.0)
+        batch = assemble(cache, [(SampleUse(sample, 0, 0), 1.0)], seed=config.seed, caption_dropout=0.0)
         batch = batch.to(device.torch_device, torch.float32)
         latents = batch["latents"]
         for one in looks:
@@ -241,18 +243,18 @@ def look(model: SoraDiT, folder: RunFolder, samples: Sequence[Sample], asked: As
     return looks
 
 
-def time_spans(looks: Sequence[Look], asked: Asked, device: Device) -> dict[str, Any]:
+def time_attention_types(looks: Sequence[LayerBench], asked: AttentionBenchSetting, device: Device) -> dict[str, Any]:
     """Rows of each span that is long enough."""
     found = {}
     for one in looks:
         if one.tensors is not None:
             q, k, v, positions = one.tensors
-            found[one.span] = Length(q, k, v, positions, device, asked.backend).run(one.methods(), asked.rounds)
+            found[one.span] = LengthBench(q, k, v, positions, device, asked.backend).run(one.methods(), asked.rounds)
             one.tensors = None
     return found
 
 
-def short_notes(looks: Sequence[Look]) -> list[str]:
+def short_notes(looks: Sequence[LayerBench]) -> list[str]:
     """About spans that were left out."""
     notes = {}
     for one in looks:
@@ -266,7 +268,7 @@ def short_notes(looks: Sequence[Look]) -> list[str]:
     return list(notes.values())
 
 
-def sizes(one: Look, choice: Choice, asked: Asked) -> dict[str, Any]:
+def sizes(one: LayerBench, choice: SparseChoice, asked: AttentionBenchSetting) -> dict[str, Any]:
     """Further settings of the planner."""
     chosen = method(*choice.method, choice.keep, one.span_grid(), asked.cluster_size)
     planner = choice.method[0]

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from .attention_verdicts import Row
+from .attention_verdicts import AttentionRow
 
 PAYS = (
     1.1  # times faster, forward + backward over all self-attention, below which sparse attention is not worth its error
@@ -19,7 +19,7 @@ DEFAULT_LEAST_TOKENS = 1024  # of `model.sparse.min_tokens`
 
 
 @dataclass(frozen=True)
-class Point:
+class MethodResult:
     """A method in a layer, over all samples and noise levels. Lists are by head."""
 
     planner: str
@@ -35,7 +35,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerResult:
     """The self-attention of a block. Lists are by head."""
 
     block: int
@@ -43,14 +43,14 @@ class Layer:
     tokens: int  # that a query sees
     entropy: list[float]  # of attention, by that of an even one: 1 is flat
     mass_share: list[float]  # of the keys that hold 90 % of a query's mass, at least
-    points: list[Point]
+    points: list[MethodResult]
 
     def error(self, method: tuple[str, str], keep: float) -> float:
         return next(point.error for point in self.points if point.method == method and math.isclose(point.keep, keep))
 
 
 @dataclass(frozen=True)
-class Suggestion:
+class SparseSuggestion:
     """The config block, None where attention should stay dense, and why."""
 
     settings: dict[str, Any] | None
@@ -63,7 +63,7 @@ class Suggestion:
 
 
 @dataclass(frozen=True)
-class Choice:
+class SparseChoice:
     """Settings that meet the error, and what they bring. `faster`: forward + backward of all self-attention that was measured."""
 
     spans: str
@@ -86,7 +86,9 @@ def fewest_dense(bad: Sequence[int], depth: int) -> tuple[int, int] | None:
     return found
 
 
-def choices(layers: Sequence[Layer], timings: dict[str, list[Row]], depth: int, budget: float) -> list[Choice]:
+def choices(
+    layers: Sequence[LayerResult], timings: dict[str, list[AttentionRow]], depth: int, budget: float
+) -> list[SparseChoice]:
     """All settings whose sparse layers stay within the error, the fastest first."""
     found = []
     spans = list(dict.fromkeys(layer.span for layer in layers))
@@ -103,14 +105,14 @@ def choices(layers: Sequence[Layer], timings: dict[str, list[Row]], depth: int, 
             if sparse:
                 faster = _faster(layers, sparse, timings, method, keep)
                 worst = max(errors[layer.block] for layer in sparse)
-                found.append(Choice(name, method, keep, first, last, faster, worst))
+                found.append(SparseChoice(name, method, keep, first, last, faster, worst))
     return sorted(found, key=lambda choice: (-choice.faster, choice.worst))
 
 
 def _faster(
-    layers: Sequence[Layer],
-    sparse: Sequence[Layer],
-    timings: dict[str, list[Row]],
+    layers: Sequence[LayerResult],
+    sparse: Sequence[LayerResult],
+    timings: dict[str, list[AttentionRow]],
     method: tuple[str, str],
     keep: float,
 ) -> float:
@@ -125,12 +127,12 @@ def _faster(
 
 
 def suggest(
-    layers: Sequence[Layer],
-    timings: dict[str, list[Row]],
+    layers: Sequence[LayerResult],
+    timings: dict[str, list[AttentionRow]],
     depth: int,
     budget: float,
-    extra: Callable[[Choice], dict[str, Any]],
-) -> Suggestion:
+    extra: Callable[[SparseChoice], dict[str, Any]],
+) -> SparseSuggestion:
     """The fastest settings whose error is within the budget in every sparse layer, if they pay.
 
     Args:
@@ -138,11 +140,11 @@ def suggest(
         extra: further settings of a choice: sizes of clusters, tiles or windows.
     """
     if not layers:
-        return Suggestion(None, "Keep attention dense.")
+        return SparseSuggestion(None, "Keep attention dense.")
     tokens = " and ".join(f"{n:,}" for n in sorted({layer.tokens for layer in layers}))
     fastest = max((row for rows in timings.values() for row in rows), key=lambda row: row.both.wall)
     if fastest.both.wall < PAYS:
-        return Suggestion(
+        return SparseSuggestion(
             None,
             f"Keep attention dense: at {tokens} tokens sparse attention does not pay on this device, whatever its error (the fastest, "
             f"{fastest.planner} + {fastest.tail} at {fastest.kept:.2f} kept, is {fastest.both.wall:.2f}x as fast as dense, forward + "
@@ -154,7 +156,7 @@ def suggest(
             ((max(layer.error(p.method, p.keep) for layer in layers), p) for p in layers[0].points),
             key=lambda pair: pair[0],
         )
-        return Suggestion(
+        return SparseSuggestion(
             None,
             f"Keep attention dense: no setting has an error of {budget:g} or less (the nearest, {nearest.planner} + {nearest.tail} at "
             f"{nearest.keep:g} kept, has up to {worst:.2f}); allow more with --error, or try to keep more with --keep. Training adapts "
@@ -164,7 +166,7 @@ def suggest(
     planner, tail = best_choice.method
     what = f"{planner} + {tail} at {best_choice.keep:g} kept"
     if best_choice.faster < PAYS:
-        return Suggestion(
+        return SparseSuggestion(
             None,
             f"Keep attention dense: at {tokens} tokens sparse attention does not pay on this device within an error of {budget:g} (the "
             f"fastest setting, {what}, is {best_choice.faster:.2f}x as fast as dense, forward + backward); allow more with --error.",
@@ -176,7 +178,7 @@ def suggest(
     shortest = min(layer.tokens for layer in layers)
     if shortest < DEFAULT_LEAST_TOKENS:
         sparse["min_tokens"] = shortest
-    return Suggestion(
+    return SparseSuggestion(
         {"model": {"sparse": sparse}},
         f"Suggested: {what}, which makes the self-attention that was measured {best_choice.faster:.2f}x as fast (forward + backward, "
         f"planning included) with an error of {best_choice.worst:.2f} at most in any sparse layer"
@@ -185,7 +187,7 @@ def suggest(
     )
 
 
-def _dense_note(choice: Choice) -> str:
+def _dense_note(choice: SparseChoice) -> str:
     return f"; blocks that stay dense, where it would be larger: the first {choice.dense_first}, the last {choice.dense_last}"
 
 
@@ -198,10 +200,10 @@ class RunResult:
     device_name: str
     samples: list[str]
     levels: list[float]
-    layers: list[Layer]
-    timings: dict[str, list[Row]]  # by span
+    layers: list[LayerResult]
+    timings: dict[str, list[AttentionRow]]  # by span
     notes: list[str]
-    suggestion: Suggestion
+    suggestion: SparseSuggestion
     written: list[str]
 
     def to_json(self) -> str:

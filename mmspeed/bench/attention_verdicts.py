@@ -20,7 +20,7 @@ PEAK, WARM_PLAN, TAIL_GAIN, RULE_GAIN, EQUAL_TIME, THROUGHPUT = 1.8, 0.08, 2.5, 
 
 
 @dataclass(frozen=True)
-class Speed:
+class Speedup:
     """How many times faster than dense attention, by the clock and by processors' time (CPUs only)."""
 
     wall: float
@@ -35,7 +35,7 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class Row:
+class AttentionRow:
     """A method at a length. Errors are relative, in the L2 norm, against dense attention; times are of a whole call of all heads."""
 
     tokens: int
@@ -52,15 +52,15 @@ class Row:
     plan_seconds: float
     warm_seconds: float | None
     both_seconds: float  # forward + backward, planning included
-    forward: Speed  # planning included, as in `both`
-    both: Speed
+    forward: Speedup  # planning included, as in `both`
+    both: Speedup
     peak_bytes: int  # beyond the inputs, forward + backward
     dense_peak_bytes: int
     throughput: float  # pairs a second of kept pairs, without planning, by those of dense attention
 
 
 @dataclass(frozen=True)
-class Verdict:
+class GoalVerdict:
     """A goal, whether it is reached, and the figures."""
 
     goal: str
@@ -72,10 +72,10 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Result:
+class AttentionResult:
     """All that the bench found. `oracle`: by length, the share of the keys that holds 90 % of a query's mass, by head."""
 
-    rows: list[Row]
+    rows: list[AttentionRow]
     oracle: dict[int, list[float]]
     dense: dict[int, dict[str, float]]  # seconds of dense attention, by length: forward, both
     kernels: dict[str, str]  # why a kernel does not serve here; empty where it does
@@ -87,7 +87,7 @@ class Result:
     width: int
     dtype: str
     rounds: int
-    verdicts: list[Verdict] = field(init=False)
+    verdicts: list[GoalVerdict] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "verdicts", verdicts(self.rows, self.device))
@@ -122,7 +122,7 @@ class Result:
         return [*lines, ""]
 
 
-COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
+COLUMNS: tuple[tuple[str, Callable[[AttentionRow], str]], ...] = (
     ("planner", lambda row: row.planner),
     ("tail", lambda row: row.tail),
     ("kept", lambda row: f"{row.kept:.3f}"),
@@ -140,7 +140,7 @@ COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
 )
 
 
-def table(rows: list[Row]) -> list[str]:
+def table(rows: list[AttentionRow]) -> list[str]:
     """A table for each length, aligned."""
     lines = []
     for tokens in dict.fromkeys(row.tokens for row in rows):
@@ -153,15 +153,15 @@ def table(rows: list[Row]) -> list[str]:
     return lines
 
 
-def find(rows: Iterable[Row], tokens: int, keep: float, planner: str, tail: str) -> Row | None:
+def find(rows: Iterable[AttentionRow], tokens: int, keep: float, planner: str, tail: str) -> AttentionRow | None:
     """The row of a case, if it was measured."""
     wanted = (tokens, planner, tail)
     return next((r for r in rows if (r.tokens, r.planner, r.tail) == wanted and math.isclose(r.keep, keep)), None)
 
 
-def verdicts(rows: list[Row], device: str) -> list[Verdict]:
+def verdicts(rows: list[AttentionRow], device: str) -> list[GoalVerdict]:
     """Those whose rows were measured. Those of speed are goals of a CPU: on an accelerator the share of its dense throughput is."""
-    found: list[Verdict | None] = []
+    found: list[GoalVerdict | None] = []
     for tokens, keep, error, forward, both in GOALS:
         row = find(rows, tokens, keep, "clusters", "summary")
         if row is not None:
@@ -176,28 +176,28 @@ def verdicts(rows: list[Row], device: str) -> list[Verdict]:
     return [verdict for verdict in found if verdict is not None]
 
 
-def _name(row: Row) -> str:
+def _name(row: AttentionRow) -> str:
     return f"{row.planner} + {row.tail}, {row.tokens:,} tokens, {row.keep:.0%} kept"
 
 
 def _speed_and_error(
-    row: Row, error: float | None, forward: float | None, both: float | None, speeds: bool
-) -> list[Verdict]:
+    row: AttentionRow, error: float | None, forward: float | None, both: float | None, speeds: bool
+) -> list[GoalVerdict]:
     found = []
     if error is not None:
-        found.append(Verdict(f"{_name(row)}: error at most {error}", row.error <= error, f"{row.error:.4f}"))
+        found.append(GoalVerdict(f"{_name(row)}: error at most {error}", row.error <= error, f"{row.error:.4f}"))
     for goal, measured, what in ((forward, row.forward, "forward"), (both, row.both, "forward + backward")):
         if goal is not None and speeds:
-            found.append(Verdict(f"{_name(row)}: {what} at least {goal}x", measured.least() >= goal, str(measured)))
+            found.append(GoalVerdict(f"{_name(row)}: {what} at least {goal}x", measured.least() >= goal, str(measured)))
     return found
 
 
-def error_at(rows: list[Row], seconds: float) -> tuple[float, bool]:
+def error_at(rows: list[AttentionRow], seconds: float) -> tuple[float, bool]:
     """(the error that a method has when it may take so long, whether its rows reach there).
 
     Between two rows, straight in the logarithms of time and error; beyond them, as between the last two. Two rows at least.
     """
-    curve: list[Row] = []
+    curve: list[AttentionRow] = []
     for row in sorted(rows, key=lambda row: row.both_seconds):
         if not curve or row.error < curve[-1].error:  # one that is slower and worse is no choice
             curve.append(row)
@@ -211,7 +211,7 @@ def error_at(rows: list[Row], seconds: float) -> tuple[float, bool]:
     return error, curve[0].both_seconds <= seconds <= curve[-1].both_seconds
 
 
-def _equal_time(rows: list[Row], tokens: int) -> Verdict | None:
+def _equal_time(rows: list[AttentionRow], tokens: int) -> GoalVerdict | None:
     ours = find(rows, tokens, 0.1, "clusters", "summary")
     tiles = [row for row in rows if (row.tokens, row.planner, row.tail) == (tokens, "tiles", "zero")]
     if ours is None or len(tiles) < 2:
@@ -223,27 +223,27 @@ def _equal_time(rows: list[Row], tokens: int) -> Verdict | None:
     beside = ""
     if len(summed) >= 2:
         beside = f"; of tiles with our tail: {ours.error / error_at(summed, ours.both_seconds)[0]:.2f}"
-    return Verdict(
+    return GoalVerdict(
         f"{_name(ours)}: in the time of forward + backward, at most {EQUAL_TIME} of the error of the most important tiles",
         ratio <= EQUAL_TIME,
         f"{ours.error:.4f} against {theirs:.4f}, found between the tiles' kept shares by their time{note}: {ratio:.2f}{beside}",
     )
 
 
-def _memory(rows: list[Row]) -> Verdict | None:
+def _memory(rows: list[AttentionRow]) -> GoalVerdict | None:
     held = [row for row in rows if row.planner == "clusters" and row.tokens >= 16_384 and row.keep <= 0.1]
     if not held:
         return None
     worst = max(held, key=lambda row: row.peak_bytes / row.dense_peak_bytes)
     ratio = worst.peak_bytes / worst.dense_peak_bytes
-    return Verdict(
+    return GoalVerdict(
         f"memory beyond the inputs at most {PEAK}x of dense attention's, to 10 % kept",
         ratio <= PEAK,
         f"{ratio:.2f}x ({_name(worst)}: {format_bytes(worst.peak_bytes)})",
     )
 
 
-def _linear(rows: list[Row]) -> Verdict | None:
+def _linear(rows: list[AttentionRow]) -> GoalVerdict | None:
     at = {
         row.tokens: row
         for row in rows
@@ -253,28 +253,28 @@ def _linear(rows: list[Row]) -> Verdict | None:
         return None
     steps = [(at[a], at[b]) for a, b in zip(sorted(at), sorted(at)[1:], strict=False)]
     growth = [(b.peak_bytes / a.peak_bytes) / (b.tokens / a.tokens) for a, b in steps]
-    return Verdict(
+    return GoalVerdict(
         "memory grows as the tokens do, at 10 % kept",
         max(growth) <= LINEAR,
         ", ".join(f"{a.tokens:,} to {b.tokens:,}: {g:.2f} of it" for (a, b), g in zip(steps, growth, strict=True)),
     )
 
 
-def _at_16k(rows: list[Row]) -> list[Verdict]:
+def _at_16k(rows: list[AttentionRow]) -> list[GoalVerdict]:
     found = []
     ours, zero = (find(rows, 16_384, 0.1, "clusters", tail) for tail in ("summary", "zero"))
     if ours is not None and ours.warm_seconds is not None:
         share = ours.warm_seconds / ours.both_seconds
         goal = f"{_name(ours)}: a warm plan at most {WARM_PLAN:.0%} of forward + backward"
-        found.append(Verdict(goal, share <= WARM_PLAN, f"{share:.1%}"))
+        found.append(GoalVerdict(goal, share <= WARM_PLAN, f"{share:.1%}"))
     if ours is not None and zero is not None:
         gain = zero.error / ours.error
         goal = f"the summary's error at most 1/{TAIL_GAIN} of that without a tail, 16,384 tokens, 10% kept"
-        found.append(Verdict(goal, gain >= TAIL_GAIN, f"1/{gain:.2f}"))
+        found.append(GoalVerdict(goal, gain >= TAIL_GAIN, f"1/{gain:.2f}"))
     return found
 
 
-def _rules(rows: list[Row]) -> list[Verdict]:
+def _rules(rows: list[AttentionRow]) -> list[GoalVerdict]:
     """One threshold for all clusters against other rules for the same clusters."""
     found = []
     ours = find(rows, 4_096, 0.1, "clusters", "zero")
@@ -284,11 +284,11 @@ def _rules(rows: list[Row]) -> list[Verdict]:
             ratio = ours.error / theirs.error
             goal = f"one threshold: at most {RULE_GAIN} of the error of {rule} for each cluster, 4,096 tokens, 10% kept"
             found.append(
-                Verdict(goal, ratio <= RULE_GAIN, f"{ratio:.2f} (kept {ours.kept:.3f} against {theirs.kept:.3f})")
+                GoalVerdict(goal, ratio <= RULE_GAIN, f"{ratio:.2f} (kept {ours.kept:.3f} against {theirs.kept:.3f})")
             )
     return found
 
 
-def _throughput(row: Row) -> Verdict:
+def _throughput(row: AttentionRow) -> GoalVerdict:
     goal = f"{_name(row)}: at least {THROUGHPUT:.0%} of dense throughput on kept pairs"
-    return Verdict(goal, row.throughput >= THROUGHPUT, f"{row.throughput:.0%}")
+    return GoalVerdict(goal, row.throughput >= THROUGHPUT, f"{row.throughput:.0%}")

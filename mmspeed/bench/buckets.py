@@ -12,7 +12,7 @@ from mmspeed.config.memory import parse_bytes
 from mmspeed.config.training import BatchingConfig, TrainConfig
 from mmspeed.data.sampling.batch_sizes import Measured, line_slope, make_batching
 from mmspeed.errors import UserError
-from mmspeed.pipelines.tuning.profile import Profile, profile
+from mmspeed.pipelines.tuning.profile import BucketProfile, profile
 from mmspeed.protocols import ShapeClass
 
 
@@ -68,7 +68,7 @@ def parse_memory(text: str) -> float:
     return limit
 
 
-def lines(found: Profile) -> list[str]:
+def lines(found: BucketProfile) -> list[str]:
     """What is printed."""
     measured, setting = found.measured, found.measured.setting
     fitting = [bucket for bucket in _buckets(found) if measured.most(bucket)]
@@ -112,11 +112,11 @@ def _ceil(value: float) -> float:
     return float(f"{math.ceil(value / step) * step:.3g}")
 
 
-def _buckets(found: Profile) -> list[ShapeClass]:
+def _buckets(found: BucketProfile) -> list[ShapeClass]:
     return sorted(found.shapes)
 
 
-def _steps_table(found: Profile) -> list[str]:
+def _steps_table(found: BucketProfile) -> list[str]:
     rows = []
     for bucket in _buckets(found):
         tokens = found.costs.tokens(bucket)
@@ -136,7 +136,7 @@ def _steps_table(found: Profile) -> list[str]:
     return table(["bucket", "tokens", "batch", "s/step", "samples/s", "tokens/s", "peak memory"], rows)
 
 
-def _batches_table(found: Profile, buckets: Sequence[ShapeClass]) -> list[str]:
+def _batches_table(found: BucketProfile, buckets: Sequence[ShapeClass]) -> list[str]:
     """What the line says of each bucket, and the batches that different rules make of it."""
     measured, config = found.measured, found.config
     own = config.batching if config.batching.by == "time" else BatchingConfig(by="time")
@@ -189,7 +189,7 @@ def _more(measured: Measured, bucket: ShapeClass) -> bool:
 
 
 def _sizes(
-    found: Profile, rule: BatchingConfig, train: TrainConfig, buckets: Sequence[ShapeClass]
+    found: BucketProfile, rule: BatchingConfig, train: TrainConfig, buckets: Sequence[ShapeClass]
 ) -> Mapping[ShapeClass, int]:
     return make_batching(rule, train, buckets, found.costs, found.world, measured=found.measured).sizes
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mmspeed.comm import (
     Axis,
-    Exchange,
+    ExchangeMethod,
     all_gather,
     all_gather_objects,
     all_to_all,
@@ -39,7 +39,7 @@ from mmspeed.mesh import process_group
 BATCH, HIDDEN = 2, 3072
 BSH, SBH = (0, 1, 2), (1, 0, 2)
 WARM = 2
-WAYS: tuple[Exchange, ...] = ("collective", "point_to_point")
+WAYS: tuple[ExchangeMethod, ...] = ("collective", "point_to_point")
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,14 @@ class Primitive:
     """An exchange, ready to be made. `sent`: bytes that this rank sends, by the formula; the copies that it may make at most."""
 
     name: str
-    way: Exchange
+    way: ExchangeMethod
     call: Callable[[], Any]
     sent: int
     copies: int
 
 
 @dataclass(frozen=True)
-class Row:
+class ExchangeRow:
     """What was found of a primitive. Bytes and copies are of the rank that has most of them, seconds of the slowest rank."""
 
     name: str
@@ -82,7 +82,7 @@ class CommResult:
     device: str
     part_bytes: int
     rounds: int
-    rows: list[Row]
+    rows: list[ExchangeRow]
 
     def passed(self) -> bool:
         """Whether every row passed."""
@@ -159,7 +159,7 @@ def measure(device: Device, group: Any, megabytes: float, rounds: int) -> CommRe
         for primitive, (sent, packs, unpacks), times in zip(primitives, counts, seconds, strict=True)
     ]
     everyone = all_gather_objects(mine, group)
-    rows: list[Row] = []
+    rows: list[ExchangeRow] = []
     for place, primitive in enumerate(primitives):
         rows.append(_row(primitive, [rank[place] for rank in everyone], rows))
     return CommResult(axes[0].size, device.name, nbytes(x), rounds, rows)
@@ -204,12 +204,12 @@ def primitives_of(axis: Axis, x_BSH: Tensor) -> list[Primitive]:
     return found
 
 
-def _row(primitive: Primitive, ranks: list[dict[str, Any]], before: list[Row]) -> Row:
+def _row(primitive: Primitive, ranks: list[dict[str, Any]], before: list[ExchangeRow]) -> ExchangeRow:
     """The row of a primitive from what each rank found."""
     slowest = statistics.median(map(max, zip(*(rank["seconds"] for rank in ranks), strict=True)))
     sent = max(rank["sent"] for rank in ranks)
     collective = [row.seconds for row in before if row.name == primitive.name and row.way == WAYS[0]]
-    return Row(
+    return ExchangeRow(
         name=primitive.name,
         way=primitive.way,
         ledger_bytes=sent,

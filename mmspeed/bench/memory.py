@@ -28,12 +28,12 @@ import torch
 from torch import Tensor, nn
 
 from mmspeed import rng
-from mmspeed.config.memory import Way
+from mmspeed.config.memory import ActivationPolicy
 from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.log import format_bytes
-from mmspeed.memory import peak_bytes, set_ways
-from mmspeed.memory.offload.swap import Swap
-from mmspeed.memory.planning.count import MatmulCount
+from mmspeed.memory import peak_bytes, set_policies
+from mmspeed.memory.offload.swap import Offloader
+from mmspeed.memory.planning.count import MatmulCounter
 from mmspeed.memory.planning.tracked import kept_bytes
 from mmspeed.memory.recompute.policy import set_chunks
 from mmspeed.models.sora.model import SoraDiT, SoraDiTConfig, count_parameters
@@ -48,45 +48,45 @@ BRANCHES = ("attention", "cross_attention", "mlp")
 
 
 @dataclass(frozen=True)
-class Case:
+class PolicyCase:
     """What is measured: the ways of every block, and how its MLPs compute."""
 
     name: str
-    ways: dict[str, Way] = field(default_factory=dict)
+    ways: dict[str, ActivationPolicy] = field(default_factory=dict)
     mlp_parts: int | None = None  # into how many parts the tokens are split
     mlp_exact: bool = True
 
 
 CASES = (
-    Case("plain"),
-    Case("norm: recompute", {"norm": "recompute"}),
-    Case("norm: discard", {"norm": "discard"}),
-    Case("activation: recompute", {"activation": "recompute"}),
-    Case("activation: discard", {"activation": "discard"}),
-    Case("mlp: recompute", {"mlp": "recompute"}),
-    Case("attention: recompute", {"attention": "recompute"}),
-    Case("cross_attention: recompute", {"cross_attention": "recompute"}),
-    Case("block: recompute", {"block": "recompute"}),
-    Case("block: recompute_cheap", {"block": "recompute_cheap"}),
-    Case("attention: swap", {"attention": "swap"}),
-    Case("block: swap", {"block": "swap"}),
-    Case("block: swap_cheap", {"block": "swap_cheap"}),
-    Case("norm + activation: recompute", {"norm": "recompute", "activation": "recompute"}),
-    Case("each branch: swap_cheap", dict.fromkeys(BRANCHES, "swap_cheap")),
-    Case("attention: swap_cheap, mlp: recompute_cheap", {"attention": "swap_cheap", "mlp": "recompute_cheap"}),
-    Case(
+    PolicyCase("plain"),
+    PolicyCase("norm: recompute", {"norm": "recompute"}),
+    PolicyCase("norm: discard", {"norm": "discard"}),
+    PolicyCase("activation: recompute", {"activation": "recompute"}),
+    PolicyCase("activation: discard", {"activation": "discard"}),
+    PolicyCase("mlp: recompute", {"mlp": "recompute"}),
+    PolicyCase("attention: recompute", {"attention": "recompute"}),
+    PolicyCase("cross_attention: recompute", {"cross_attention": "recompute"}),
+    PolicyCase("block: recompute", {"block": "recompute"}),
+    PolicyCase("block: recompute_cheap", {"block": "recompute_cheap"}),
+    PolicyCase("attention: swap", {"attention": "swap"}),
+    PolicyCase("block: swap", {"block": "swap"}),
+    PolicyCase("block: swap_cheap", {"block": "swap_cheap"}),
+    PolicyCase("norm + activation: recompute", {"norm": "recompute", "activation": "recompute"}),
+    PolicyCase("each branch: swap_cheap", dict.fromkeys(BRANCHES, "swap_cheap")),
+    PolicyCase("attention: swap_cheap, mlp: recompute_cheap", {"attention": "swap_cheap", "mlp": "recompute_cheap"}),
+    PolicyCase(
         "attention: swap, mlp: recompute, cross: cheap",
         {"attention": "swap", "mlp": "recompute", "cross_attention": "recompute_cheap"},
     ),
-    Case("mlp in 4 parts", {}, 4),
-    Case("mlp in 4 parts, not exact", {}, 4, False),
-    Case("attention: swap_cheap, mlp in 4 parts", {"attention": "swap_cheap"}, 4),
-    Case("block: recompute, mlp in 4 parts", {"block": "recompute"}, 4),
+    PolicyCase("mlp in 4 parts", {}, 4),
+    PolicyCase("mlp in 4 parts, not exact", {}, 4, False),
+    PolicyCase("attention: swap_cheap, mlp in 4 parts", {"attention": "swap_cheap"}, 4),
+    PolicyCase("block: recompute, mlp in 4 parts", {"block": "recompute"}, 4),
 )
 
 
 @dataclass(frozen=True)
-class Setting:
+class PolicySetting:
     """What is measured on."""
 
     arrangement: Literal["factorised", "full"] = "factorised"
@@ -101,16 +101,16 @@ class Setting:
     sizes: bool = True  # whether processes are started to see how they grow
 
     @classmethod
-    def full_size(cls, **given: Any) -> Setting:
+    def full_size(cls, **given: Any) -> PolicySetting:
         """The model of 0.7 billion parameters (XL/2), cut to 8 of its 28 blocks."""
         return cls(**{"width": 1152, "heads": 16, "rank": 256, "latent": (5, 32, 32), **given})
 
 
 @dataclass(frozen=True)
-class Row:
+class PolicyRow:
     """What was found of a way."""
 
-    case: Case
+    case: PolicyCase
     kept: int
     peak: int
     host: int
@@ -129,14 +129,14 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Found:
+class PolicyResult:
     """All rows of a setting; the first is plain."""
 
-    setting: Setting
+    setting: PolicySetting
     parameters: int
     tokens: int
     device: str
-    rows: tuple[Row, ...]
+    rows: tuple[PolicyRow, ...]
 
     def verdicts(self) -> list[tuple[bool, str]]:
         """What was asked for, and whether it is so."""
@@ -186,7 +186,7 @@ class Found:
         return {**asdict(self), "verdicts": [{"passed": passed, "text": text} for passed, text in self.verdicts()]}
 
 
-def added_matmuls(row: Row, plain: Row) -> float:
+def added_matmuls(row: PolicyRow, plain: PolicyRow) -> float:
     """Matrix products of a step more than plain's, as a share of their operations; their number may not grow more where none is cut."""
     added = row.work / plain.work - 1
     if row.case.mlp_parts is not None:
@@ -195,10 +195,10 @@ def added_matmuls(row: Row, plain: Row) -> float:
     return max(added, (row.forward_matmuls + row.backward_matmuls) / both - 1)
 
 
-class Stage:
+class BenchModel:
     """A model, its input, and its steps with any ways."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: PolicySetting) -> None:
         self.setting = setting
         self.device = pick(setting.device)
         self.device.activate()
@@ -223,17 +223,17 @@ class Stage:
             torch.ones(1, TEXT_TOKENS, dtype=torch.bool),
         ]
         self.inputs = [x.to(self.device.torch_device) for x in made]
-        self.swap = Swap(self.device)
+        self.swap = Offloader(self.device)
 
     @property
     def tokens(self) -> int:
         return self.model.tokens(self.setting.latent)
 
-    def use(self, case: Case) -> None:
+    def use(self, case: PolicyCase) -> None:
         """From now on, steps keep what `case` says."""
         chunk = None if case.mlp_parts is None else -(-self.tokens // case.mlp_parts)
         for block in self.model.blocks:
-            set_ways(block, case.ways, self.swap.group)
+            set_policies(block, case.ways, self.swap.group)
             set_chunks(block, chunk, case.mlp_exact)
 
     def forward(self) -> Tensor:
@@ -253,7 +253,7 @@ class Stage:
 
     def counted(self) -> tuple[int, int, int, list[Tensor]]:
         """Matrix products of forward and of backward, operations of both, and the gradients."""
-        with MatmulCount() as count:
+        with MatmulCounter() as count:
             loss = self.forward()
             forward = count.total
             loss.backward()
@@ -278,12 +278,12 @@ def fill_zeros(model: nn.Module) -> None:
 
 
 def measure(
-    setting: Setting,
-    cases: Sequence[Case] = CASES,
+    setting: PolicySetting,
+    cases: Sequence[PolicyCase] = CASES,
     progress: Callable[[str], None] = lambda text: None,
-) -> Found:
+) -> PolicyResult:
     """Measure every case; the first is plain."""
-    stage = Stage(setting)
+    stage = BenchModel(setting)
     *_, truth = stage.counted()
     found = []
     for case in cases:
@@ -300,7 +300,7 @@ def measure(
         resident = sum(p.numel() * p.element_size() for p in stage.model.parameters())
         peak = peak_bytes(stage.device, resident, stage.step)
         grown = grown_bytes(setting, case) if setting.sizes else None
-        found.append(Row(case, kept, peak, host, forward, backward, work, None, None, equal, distance, grown))
+        found.append(PolicyRow(case, kept, peak, host, forward, backward, work, None, None, equal, distance, grown))
     ratios: list[list[float]] = [[] for _ in cases]
     seconds: list[list[float]] = [[] for _ in cases]
     for turn in range(setting.rounds):
@@ -317,10 +317,10 @@ def measure(
         replace(row, time=statistics.median(ratio), seconds=statistics.median(each)) if ratio else row
         for row, ratio, each in zip(found, ratios, seconds, strict=True)
     )
-    return Found(setting, count_parameters(stage.model), stage.tokens, stage.device.name, timed)
+    return PolicyResult(setting, count_parameters(stage.model), stage.tokens, stage.device.name, timed)
 
 
-def grown_bytes(setting: Setting, case: Case) -> int:
+def grown_bytes(setting: PolicySetting, case: PolicyCase) -> int:
     """By how much a new process grows when it takes its first steps; on an accelerator that is its host's memory."""
     with ProcessPoolExecutor(
         1, multiprocessing.get_context("spawn")
@@ -328,9 +328,9 @@ def grown_bytes(setting: Setting, case: Case) -> int:
         return pool.submit(_grow, setting, case, torch.get_num_threads()).result()
 
 
-def _grow(setting: Setting, case: Case, threads: int) -> int:
+def _grow(setting: PolicySetting, case: PolicyCase, threads: int) -> int:
     torch.set_num_threads(threads)
-    stage = Stage(setting)
+    stage = BenchModel(setting)
     stage.use(case)
     before = Device("cpu", 0).memory_bytes()
     forget_peak()
@@ -354,6 +354,6 @@ def peak_resident_bytes() -> int:
     return Device("cpu", 0).peak_memory_bytes()
 
 
-def to_json(found: Sequence[Found]) -> str:
+def to_json(found: Sequence[PolicyResult]) -> str:
     """All settings' figures."""
     return json.dumps([each.to_dict() for each in found], indent=2)

@@ -20,12 +20,12 @@ DTYPES: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
 
 
 @dataclass
-class Result:
+class MemoryBenchResult:
     """What every part found."""
 
-    ways: list[ways.Found] = field(default_factory=list)
+    ways: list[ways.PolicyResult] = field(default_factory=list)
     optimizer: list[tiers.TierRow] = field(default_factory=list)
-    budget: list[budgets.Found] = field(default_factory=list)
+    budget: list[budgets.BudgetResult] = field(default_factory=list)
 
     def passed(self) -> bool:
         parts = [[each.passed() for each in part] for part in (self.ways, self.optimizer, self.budget)]  # type: ignore[attr-defined]
@@ -55,13 +55,13 @@ def bench_memory(
     device: str,
     grown: bool,
     shown: bool,
-) -> Result:
+) -> MemoryBenchResult:
     """Measure; `shown`: print each part when it is there. Raises UserError for a choice that there is not."""
     parts = _one_of("--only", only, PARTS)
     arrangements = cast(Any, _one_of("--arrangement", arrangement, ARRANGEMENTS))
     dtypes = cast(Any, _one_of("--dtype", dtype, DTYPES))
     shape = parse_latent(latent or ("5x16x16" if full else "5x32x32"))
-    result = Result()
+    result = MemoryBenchResult()
 
     def tell(text: str) -> None:
         if sys.stderr.isatty():
@@ -73,14 +73,14 @@ def bench_memory(
             print("\n".join(lines), end="\n\n", flush=True)
 
     if "ways" in parts:
-        make = ways.Setting.full_size if full else ways.Setting
+        make = ways.PolicySetting.full_size if full else ways.PolicySetting
         for each in arrangements:
             for number in dtypes:
                 setting = make(arrangement=each, dtype=number, latent=shape, rounds=rounds, device=device, sizes=grown)
                 result.ways.append(ways.measure(setting, progress=tell))
                 show(result.ways[-1].lines())
     if "optimizer" in parts:
-        size = tiers.Size(1152, 8, 16, 256) if full else tiers.Size()
+        size = tiers.TierModelSize(1152, 8, 16, 256) if full else tiers.TierModelSize()
         result.optimizer = tiers.measure_tiers(size, rounds=max(1, rounds), device=device, progress=tell)
         show(tiers.lines(result.optimizer))
     if "budget" in parts:

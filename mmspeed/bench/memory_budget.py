@@ -10,20 +10,20 @@ from mmspeed.config import Config, make_config
 from mmspeed.device import pick
 from mmspeed.errors import UserError
 from mmspeed.log import format_bytes
-from mmspeed.memory.recompute.policy import count_ways
+from mmspeed.memory.recompute.policy import count_policies
 from mmspeed.mesh import process_group
-from mmspeed.pipelines.tasks.video import Inputs, VideoTask
-from mmspeed.pipelines.tuning.memory_search import Tried, measured_figures, settle
+from mmspeed.pipelines.tasks.video import EncoderShapes, VideoTask
+from mmspeed.pipelines.tuning.memory_search import MeasuredModel, fastest_within, measured_figures
 from mmspeed.protocols import MicroBatchSize
 from mmspeed.shapes import Strides
 
 SHARES = (1.0, 0.6, 0.3, 0.15)  # budgets, of the plain step's peak
 NEAR = 0.05  # by how much a step may take more than its budget
-INPUTS = Inputs(4, Strides(4, 8), 32)
+INPUTS = EncoderShapes(4, Strides(4, 8), 32)
 
 
 @dataclass(frozen=True)
-class Row:
+class BudgetRow:
     """What came of a budget; None where nothing fits."""
 
     share: float
@@ -40,14 +40,14 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Found:
+class BudgetResult:
     """All budgets of a model."""
 
     about: str
     plain: int
     plain_seconds: float
     least: int  # what is expected to be possible
-    rows: tuple[Row, ...]
+    rows: tuple[BudgetRow, ...]
 
     def passed(self) -> bool:
         return all(row.passed() for row in self.rows)
@@ -101,7 +101,7 @@ def measure_budgets(
     full: bool = False,
     shares: Sequence[float] = SHARES,
     progress: Callable[[str], None] = lambda text: None,
-) -> Found:
+) -> BudgetResult:
     """Choose under each budget, and take real steps."""
     config = setting(arrangement, device, full)
     where = pick(device)
@@ -112,7 +112,7 @@ def measure_budgets(
         progress("one block of each kind")
         figures = measured_figures(config, task, where, step)
         plain: list[dict[str, Any]] = [{} for _ in figures.kinds]
-        tried = Tried(config, task, where, step, plain)
+        tried = MeasuredModel(config, task, where, step, plain)
         peak = tried.peak(plain)
         if peak is None:
             raise UserError("bench memory: a plain step does not fit into this device's memory; leave out --full")
@@ -122,18 +122,20 @@ def measure_budgets(
             progress(f"budget {share}")
             budget = int(share * peak)
             try:
-                choice = settle(figures, budget, tried)
+                choice = fastest_within(figures, budget, tried)
             except UserError as error:
-                rows.append(Row(share, budget, None, None, None, None, {}, str(error)))
+                rows.append(BudgetRow(share, budget, None, None, None, None, {}, str(error)))
                 continue
             seconds = min(tried.seconds() for _ in range(2))
             expected = 1 + choice.added_seconds / plain_seconds
-            ways = count_ways(choice.ways)
+            ways = count_policies(choice.ways)
             rows.append(
-                Row(share, budget, choice.expected_peak, choice.measured_peak, expected, seconds / plain_seconds, ways)
+                BudgetRow(
+                    share, budget, choice.expected_peak, choice.measured_peak, expected, seconds / plain_seconds, ways
+                )
             )
         tokens = task.tokens(step.shape)
         about = (
             f"{arrangement}, float32, width {config.model.width}, {len(plain)} blocks, {tokens} tokens; {where.name}"
         )
-        return Found(about, peak, plain_seconds, figures.least(), tuple(rows))
+        return BudgetResult(about, peak, plain_seconds, figures.least(), tuple(rows))

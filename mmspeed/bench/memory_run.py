@@ -17,14 +17,14 @@ from mmspeed.mesh import process_group
 from mmspeed.pipelines.report.memory_page import measure_report, report_figure
 from mmspeed.pipelines.tasks import make_task
 from mmspeed.pipelines.tuning.memory_search import MEMORY_NAME
-from mmspeed.pipelines.tuning.synthetic_step import Trial
+from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep
 
 
 def report_config(config_path: Path, overrides: Sequence[str] = (), output: Path | None = None) -> MemoryReport:
     """Measure the step of the bucket with the most tokens; write memory.json and memory.png into `output`, or the run's folder.
 
     With a budget, the ways are those that `mmspeed train` chose and wrote there. A collective call where a launcher started several
-    processes. Raises UserError as `Trial`.
+    processes. Raises UserError as `SyntheticStep`.
     """
     config = load_config(config_path, overrides)
     device = pick(config.device.kind)
@@ -36,7 +36,7 @@ def report_config(config_path: Path, overrides: Sequence[str] = (), output: Path
         choice = known.get("blocks") if config.memory.chooses else None
         task = make_task(config)
         task.open_without_data()
-        trial = Trial(config, task, device, choice=comm.broadcast_object(choice))
+        trial = SyntheticStep(config, task, device, choice=comm.broadcast_object(choice))
         bucket = max(task.shapes(), key=task.tokens)
         share = -(-config.train.samples_per_step // world)
         batch = min(share, config.train.micro_batch_size or share)

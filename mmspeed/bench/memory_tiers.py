@@ -35,7 +35,7 @@ NEAR = 0.01  # of bytes a parameter: scalars and padding
 
 
 @dataclass(frozen=True)
-class Size:
+class TierModelSize:
     """Of the model whose parameters are updated."""
 
     width: int = 384
@@ -61,7 +61,7 @@ class TierRow:
 
 
 def measure_tiers(
-    size: Size,
+    size: TierModelSize,
     rounds: int = 3,
     device: str = "auto",
     bucket: str = "64MiB",

@@ -250,13 +250,15 @@ def sparse_training(
 ) -> None:
     """Train a small model with dense and with sparse attention, and compare the loss on held-out clips."""
     from_checkout("sparse-training")
-    from tests.claims.sparse_training import VARIANTS, Setting, bench_sparse_training
+    from tests.claims.sparse_training import VARIANTS, SparseTrainingSetting, bench_sparse_training
 
     chosen = tuple(variants.split(",")) if variants else tuple(VARIANTS)
     unknown = [name for name in chosen if name not in VARIANTS]
     if unknown:
         raise UserError(f"--variants: {unknown[0]} is not one of {', '.join(VARIANTS)}")
-    result = bench_sparse_training(output, Setting(steps=steps, tune_steps=tune_steps, seeds=seeds, keep=keep), chosen)
+    result = bench_sparse_training(
+        output, SparseTrainingSetting(steps=steps, tune_steps=tune_steps, seeds=seeds, keep=keep), chosen
+    )
     print("\n".join(result.lines()))
     if strict and not all(passed for passed, _ in result.verdicts()):
         raise typer.Exit(1)

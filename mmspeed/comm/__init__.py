@@ -1,6 +1,6 @@
 """Collectives: the group, or the axis of the mesh, is an argument; tensors that travel are counted in a ledger that the caller owns."""
 
-from .axis import Axis, Exchange, Ledger, ledger, nbytes
+from .axis import Axis, ExchangeMethod, Ledger, ledger, nbytes
 from .collectives import (
     all_gather_objects,
     all_reduce_max,
@@ -10,7 +10,7 @@ from .collectives import (
     first_does,
 )
 from .exchange import (
-    Pending,
+    PendingTensors,
     RowCounts,
     all_gather,
     all_to_all,
@@ -30,10 +30,10 @@ from .halves import PendingExchange, finish, finish_all
 
 __all__ = [
     "Axis",
-    "Exchange",
+    "ExchangeMethod",
     "Ledger",
-    "Pending",
     "PendingExchange",
+    "PendingTensors",
     "RowCounts",
     "all_gather",
     "all_gather_objects",

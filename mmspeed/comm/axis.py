@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-Exchange = Literal["collective", "point_to_point"]
+ExchangeMethod = Literal["collective", "point_to_point"]
 Link = Literal["inner", "outer"]  # within a node, between nodes
 
 
@@ -114,7 +114,7 @@ class Axis:
     size: int
     rank: int
     ledger: Ledger = field(default_factory=Ledger)
-    exchange: Exchange = "collective"
+    exchange: ExchangeMethod = "collective"
     nodes: tuple[int, ...] = ()
 
     @classmethod
@@ -123,7 +123,7 @@ class Axis:
         mesh: DeviceMesh,
         name: str,
         ledger: Ledger | None = None,
-        exchange: Exchange = "collective",
+        exchange: ExchangeMethod = "collective",
         nodes: Sequence[int] | None = None,
     ) -> Axis:
         """The axis `name` of a mesh. `nodes`: the node of each rank of the run; None: `launched_nodes`."""

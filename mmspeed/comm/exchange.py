@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from mmspeed.graphs import outside_graphs
-from mmspeed.replay import settle
+from mmspeed.replay import record_or_replay
 
 from .axis import Axis, nbytes
 from .halves import PendingExchange, finish, finish_all, start
-from .messages import AllGather, AllToAll, ReduceScatter, Rows, between, wait_all
+from .messages import AllGather, AllToAll, ReduceScatter, RowExchange, between, wait_all
 from .packing import Sizes, even_sizes, laid_out
 
 
@@ -177,7 +177,7 @@ def row_counts(sends_R: Tensor, axis: Axis) -> RowCounts:
             sends, comes = torch.stack((counts, swap_rows(counts, axis, ones, ones, "counts"))).tolist()
         return RowCounts(tuple(sends), tuple(comes))
 
-    return settle(exchanged)[0]
+    return record_or_replay(exchanged)[0]
 
 
 def start_rows(x_ZE: Tensor, axis: Axis, counts: RowCounts, kind: str = "rows") -> PendingExchange:
@@ -193,7 +193,7 @@ def start_rows(x_ZE: Tensor, axis: Axis, counts: RowCounts, kind: str = "rows") 
         raise ValueError(f"{axis.name}: {len(x_ZE)} rows on rank {axis.rank}, not {sends} to go and {comes} to come")
     if axis.size == 1:
         return PendingExchange([x_ZE])
-    return start(Rows(axis, sends, comes, kind), [_natural(x_ZE)], [x_ZE])
+    return start(RowExchange(axis, sends, comes, kind), [_natural(x_ZE)], [x_ZE])
 
 
 def swap_rows(x_ZE: Tensor, axis: Axis, sends: Sequence[int], comes: Sequence[int], kind: str = "rows") -> Tensor:
@@ -208,7 +208,7 @@ def swap_rows(x_ZE: Tensor, axis: Axis, sends: Sequence[int], comes: Sequence[in
     return finish(start_rows(x_ZE, axis, RowCounts(tuple(sends), tuple(comes)), kind))
 
 
-class Pending:
+class PendingTensors:
     """Tensors on their way. Holds what is sent until it is waited for."""
 
     def __init__(self, received: list[Tensor], works: list[Any], sent: list[Tensor]) -> None:
@@ -231,7 +231,7 @@ def pass_on(
     shapes: Sequence[Sequence[int]] | None = None,
     kind: str = "ring",
     name: str | None = None,
-) -> Pending:
+) -> PendingTensors:
     """Begin to send tensors to place `to` of the axis and to receive as many from place `source`; no gradients.
 
     Every rank of the axis makes the call, and the places form rings: who sends to a place is the source of that place. Several calls may be
@@ -250,13 +250,15 @@ def pass_on(
     if (to == axis.rank) != (source == axis.rank):
         raise ValueError(f"rank {axis.rank} of {axis.name} cannot send to {to} and receive from {source}")
     if to == axis.rank:
-        return Pending([tensor.detach() for tensor in tensors], [], [])
+        return PendingTensors([tensor.detach() for tensor in tensors], [], [])
     sent = [tensor.detach().contiguous() for tensor in tensors]
     packs = sum(not tensor.is_contiguous() for tensor in tensors)
     received = [tensor.new_empty(shape) for tensor, shape in zip(sent, expected, strict=True)]
     bytes_to = [sum(map(nbytes, sent)) if place == to else 0 for place in range(axis.size)]
     axis.count(kind, bytes_to, packs, 0, name)
-    return Pending(received, between([(to, tensor) for tensor in sent], [(source, t) for t in received], axis), sent)
+    return PendingTensors(
+        received, between([(to, tensor) for tensor in sent], [(source, t) for t in received], axis), sent
+    )
 
 
 def _order(order: Sequence[int] | None, dims: int) -> Sizes:

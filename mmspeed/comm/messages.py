@@ -142,7 +142,7 @@ class ReduceScatter:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowExchange:
     """Of x_ZE, `sends[r]` rows to each rank r, which sends `comes[r]`. `kind`: what the ledger counts the bytes as."""
 
     axis: Axis
@@ -150,9 +150,9 @@ class Rows:
     comes: Sizes
     kind: str
 
-    def back(self) -> Rows:
+    def back(self) -> RowExchange:
         """The move of the gradients."""
-        return Rows(self.axis, self.comes, self.sends, self.kind)
+        return RowExchange(self.axis, self.comes, self.sends, self.kind)
 
     def begin(self, xs: Sequence[Tensor], layouts: Sequence[Sizes]) -> Underway:
         (x_ZE,), axis = xs, self.axis

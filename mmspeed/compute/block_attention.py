@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from . import cuda_blocks, npu_blocks
-from .block_kernels import CPU, EAGER, Kernel, dead_rows
+from .block_kernels import CPU, EAGER, BlockKernel, dead_rows
 
 KERNELS = {kernel.name: kernel for kernel in (CPU, cuda_blocks.FLASH, cuda_blocks.EFFICIENT, npu_blocks.FUSION, EAGER)}
 
@@ -57,7 +57,7 @@ def block_forward(
 
     Raises ValueError for shapes that do not fit and for a named kernel that cannot serve.
     """
-    call = _Call.of(q_BAND, k_BAMD, v_BAMD, key_mask_BM, causal, scale)
+    call = _CheckedCall.of(q_BAND, k_BAMD, v_BAMD, key_mask_BM, causal, scale)
     kernel = choose_kernel(q_BAND, k_BAMD, key_mask_BM, causal, backend)
     if q_BAND.numel() == 0 or k_BAMD.numel() == 0:
         lse_BAN = q_BAND.new_full(q_BAND.shape[:3], -torch.inf, dtype=_wide(q_BAND.dtype))
@@ -99,7 +99,7 @@ def block_backward(
     `out_BAND` and `lse_BAN` are those of the whole attention, over all blocks; a query whose lse is -inf has no gradient. The
     counter counts "<kernel>_backward". Otherwise as `block_forward`.
     """
-    call = _Call.of(q_BAND, k_BAMD, v_BAMD, key_mask_BM, causal, scale)
+    call = _CheckedCall.of(q_BAND, k_BAMD, v_BAMD, key_mask_BM, causal, scale)
     kernel = choose_kernel(q_BAND, k_BAMD, key_mask_BM, causal, backend)
     if q_BAND.numel() == 0 or k_BAMD.numel() == 0:
         return torch.zeros_like(q_BAND), torch.zeros_like(k_BAMD), torch.zeros_like(v_BAMD)
@@ -143,7 +143,7 @@ def merge(out_a_BAND: Tensor, lse_a_BAN: Tensor, out_b_BAND: Tensor, lse_b_BAN: 
 
 def choose_kernel(
     q_BAND: Tensor, k_BAMD: Tensor, key_mask_BM: Tensor | None, causal: bool, backend: str = "auto"
-) -> Kernel:
+) -> BlockKernel:
     """The kernel that serves a call: the table at the head of this file. Raises ValueError as `block_forward` does."""
     if backend not in ("auto", "sdpa") and backend not in KERNELS:
         raise ValueError(f"attention backend {backend!r} is not one of auto, sdpa, {', '.join(KERNELS)}")
@@ -162,7 +162,7 @@ def choose_kernel(
 
 
 @dataclass(frozen=True)
-class _Call:
+class _CheckedCall:
     """What was asked, checked."""
 
     key_mask_BM: Tensor | None
@@ -177,7 +177,7 @@ class _Call:
         key_mask_BM: Tensor | None,
         causal: bool,
         scale: float | None,
-    ) -> _Call:
+    ) -> _CheckedCall:
         (batch, heads, queries, width), (_, key_heads, keys, _) = q_BAND.shape, k_BAMD.shape
         fits = k_BAMD.shape == v_BAMD.shape == (batch, key_heads, keys, width)
         if not fits or (heads != key_heads and (key_heads == 0 or heads % key_heads)):

@@ -26,7 +26,7 @@ EAGER_SCORES = 1 << 24  # scores that the eager twin holds at a time: 64 MiB in 
 
 
 @dataclass(frozen=True)
-class Kernel:
+class BlockKernel:
     """`refuses` says what of a call the kernel does not serve, or nothing."""
 
     name: str
@@ -164,5 +164,5 @@ def _eager_backward(
     return dq.to(q_BAND.dtype), dk.to(q_BAND.dtype), dv.to(q_BAND.dtype)
 
 
-CPU = Kernel("cpu_flash", _cpu_refuses, _cpu_forward, _cpu_backward)
-EAGER = Kernel("eager", _never, _eager_forward, _eager_backward)
+CPU = BlockKernel("cpu_flash", _cpu_refuses, _cpu_forward, _cpu_backward)
+EAGER = BlockKernel("eager", _never, _eager_forward, _eager_backward)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .block_kernels import HALF, Kernel, bias, fold, repeat
+from .block_kernels import HALF, BlockKernel, bias, fold, repeat
 
 
 def _old(q: Tensor) -> bool:
@@ -101,5 +101,5 @@ def _efficient_backward(
     return dq, fold(dk, k_BKMD.shape[1]), fold(dv, k_BKMD.shape[1])
 
 
-FLASH = Kernel("cuda_flash", _flash_refuses, _flash_forward, _flash_backward)
-EFFICIENT = Kernel("cuda_efficient", _efficient_refuses, _efficient_forward, _efficient_backward)
+FLASH = BlockKernel("cuda_flash", _flash_refuses, _flash_forward, _flash_backward)
+EFFICIENT = BlockKernel("cuda_efficient", _efficient_refuses, _efficient_forward, _efficient_backward)

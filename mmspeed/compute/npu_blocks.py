@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .block_kernels import HALF, Kernel
+from .block_kernels import HALF, BlockKernel
 
 MASK_BYTES = 1 << 28  # a mask over queries x keys that the operator is given at a time
 
@@ -95,4 +95,4 @@ def _npu_backward(
     return torch.cat(dqs, dim=2), dk_BKMD.to(k_BKMD.dtype), dv_BKMD.to(v_BKMD.dtype)
 
 
-FUSION = Kernel("npu_fusion", _npu_refuses, _npu_forward, _npu_backward)
+FUSION = BlockKernel("npu_fusion", _npu_refuses, _npu_forward, _npu_backward)

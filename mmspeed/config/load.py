@@ -26,7 +26,7 @@ def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfi
     """
     path = Path(path)
     try:
-        tree = _Loader(path.read_text(encoding="utf-8")).get_single_data()
+        tree = _YamlLoader(path.read_text(encoding="utf-8")).get_single_data()
     except FileNotFoundError:
         raise UserError(f"{path}: no such config file; `mmspeed init {path}` writes one") from None
     except IsADirectoryError:
@@ -85,7 +85,7 @@ def dump_config(config: RunConfig) -> str:
     """The whole resolved config as YAML, loadable again."""
     tree = config.model_dump(mode="json", by_alias=True)
     ordered = {name: tree[name] for name, _ in sections(type(config))}
-    return yaml.dump(ordered, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    return yaml.dump(ordered, Dumper=_YamlDumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 def sections(kind: type[BaseModel]) -> list[tuple[str, Any]]:
@@ -95,7 +95,7 @@ def sections(kind: type[BaseModel]) -> list[tuple[str, Any]]:
     return sorted(keyed, key=lambda row: order.get(row[0], len(order)))
 
 
-class _Loader(yaml.SafeLoader):
+class _YamlLoader(yaml.SafeLoader):
     """YAML's safe loader, for which a key that stands twice in one mapping is an error: the first would be lost."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -110,7 +110,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-class _Dumper(yaml.SafeDumper):
+class _YamlDumper(yaml.SafeDumper):
     """Writes strings with unusual line breaks in double quotes; in other styles YAML would read them as spaces."""
 
 
@@ -119,7 +119,7 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
-_Dumper.add_representer(str, _represent_text)
+_YamlDumper.add_representer(str, _represent_text)
 
 
 def _yaml_problem(error: yaml.YAMLError) -> str:

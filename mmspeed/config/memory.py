@@ -10,8 +10,8 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from .inputs import Section
 
-SpanName = Literal["block", "attention", "cross_attention", "mlp", "norm", "activation"]
-Way = Literal["save", "recompute", "recompute_cheap", "swap", "swap_cheap", "discard"]
+RegionName = Literal["block", "attention", "cross_attention", "mlp", "norm", "activation"]
+ActivationPolicy = Literal["save", "recompute", "recompute_cheap", "swap", "swap_cheap", "discard"]
 
 # Spans that lie in one another cannot both be told a way.
 INSIDE: dict[str, tuple[str, ...]] = {
@@ -41,7 +41,7 @@ def parse_bytes(text: str | int) -> int:
 class MemoryConfig(Section):
     """What training keeps in a device's memory: every key trades memory for time, and none changes what is learned."""
 
-    spans: dict[SpanName, Way] = Field(
+    spans: dict[RegionName, ActivationPolicy] = Field(
         default_factory=dict,
         description="What backward finds of each span of a block. `save`: all that it needs (the default). `recompute`: the span's input, the rest is computed again. `recompute_cheap`: the results of matrix products and attention; only what is cheap is computed again. `swap`: all of it, from the host's memory. `swap_cheap`: results of matrix products and attention from the host's memory, the rest is computed again. `discard`: as `recompute`, by freeing the result (norm and activation only). Spans: `block`, its branches `attention`, `cross_attention` and `mlp` (each with its norm), and `norm` and `activation` alone.",
     )

@@ -6,16 +6,16 @@ from .cache.writer import CacheWriter
 from .loading.first_epoch import FirstEpoch
 from .loading.loader import Loader
 from .sampling.order import Batching
-from .sampling.sampler import BatchSampler, Draw
+from .sampling.sampler import BatchSampler, SampleUse
 
 __all__ = [
     "BatchSampler",
     "Batching",
     "CacheWriter",
     "DatasetCache",
-    "Draw",
     "Entry",
     "FirstEpoch",
     "Loader",
     "Sample",
+    "SampleUse",
 ]

@@ -18,7 +18,7 @@ from mmspeed.shapes import Bucket, Strides
 
 from .cache.reader import DatasetCache
 from .cache.tables import Sample
-from .sampling.sampler import Draw
+from .sampling.sampler import SampleUse
 
 # Quantiles of times are worked with on the CPU in float64; all other numbers take the number type of the computation.
 RULES: dict[str, NumberRule] = {
@@ -122,7 +122,7 @@ def video_batch(
 
 def assemble(
     cache: DatasetCache,
-    draws: Sequence[tuple[Draw, float]],
+    draws: Sequence[tuple[SampleUse, float]],
     seed: int,
     caption_dropout: float,
     noise: bool = False,
@@ -183,11 +183,11 @@ class VideoCollate:
             self._cache = kind(*arguments)
         return self._cache
 
-    def __call__(self, draws: Sequence[tuple[Draw, float]]) -> Batch:
+    def __call__(self, draws: Sequence[tuple[SampleUse, float]]) -> Batch:
         """The batch. Raises UserError as `assemble`."""
         return assemble(self.cache, draws, self._seed, self._caption_dropout, noise=True)
 
-    def shape(self, draws: Sequence[tuple[Draw, float]]) -> BatchShape:
+    def shape(self, draws: Sequence[tuple[SampleUse, float]]) -> BatchShape:
         """The shapes of a batch's tensors, from the index of the cache alone."""
         encoders, bucket = self.cache.info["encoders"], draws[0][0].sample.bucket
         latent = (encoders["vae"]["channels"], *Strides(*encoders["vae"]["strides"]).latent(bucket))
@@ -201,7 +201,7 @@ class VideoCollate:
         }
         return BatchShape(bucket, count, tensors)
 
-    def _text_tokens(self, draw: Draw) -> int:
+    def _text_tokens(self, draw: SampleUse) -> int:
         key = choose_text(draw.sample, self._seed, draw.name, self._caption_dropout)
         if key is None:
             return self.cache.entry(self.cache.null_key, "null").tokens

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from mmspeed.device import Device
-from mmspeed.memory.offload.copies import Copies, HostPool, copies_for
-from mmspeed.memory.offload.host_buffers import Parcel, Place, lay_out
+from mmspeed.memory.offload.copies import CopyEngine, HostPool, copies_for
+from mmspeed.memory.offload.host_buffers import FlatSlice, OffloadedBuffer, lay_out
 
 
 class HostAverages:
     """float32 tensors in the host's memory, in the order in which their values come."""
 
     def __init__(
-        self, shapes: Iterable[Tensor], bucket_bytes: int, device: Device, copies: Copies | None = None
+        self, shapes: Iterable[Tensor], bucket_bytes: int, device: Device, copies: CopyEngine | None = None
     ) -> None:
         """Room for tensors of the shapes of `shapes`, in buckets of about `bucket_bytes`; values are unknown.
 
@@ -25,10 +25,10 @@ class HostAverages:
         """
         copies = copies or copies_for(device)
         pool = HostPool(device, "leave the moving average on the device: memory.ema")
-        self._parcels: list[tuple[Parcel, list[Place]]] = []
+        self._parcels: list[tuple[OffloadedBuffer, list[FlatSlice]]] = []
         for some in _bucketed(shapes, bucket_bytes):
             places, size = lay_out(some)
-            parcel = Parcel(device, copies=copies, pool=pool)
+            parcel = OffloadedBuffer(device, copies=copies, pool=pool)
             parcel.resize(4 * size)
             self._parcels.append((parcel, places))
 

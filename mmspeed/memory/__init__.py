@@ -2,7 +2,7 @@
 
 from .planning.peak import peak_bytes, resident_bytes
 from .recompute.block_checkpoint import recompute
-from .recompute.policy import Keeping
-from .recompute.spans import Ways, set_ways, span
+from .recompute.policy import BlockPolicies
+from .recompute.spans import ActivationPolicies, region, set_policies
 
-__all__ = ["Keeping", "Ways", "peak_bytes", "recompute", "resident_bytes", "set_ways", "span"]
+__all__ = ["ActivationPolicies", "BlockPolicies", "peak_bytes", "recompute", "region", "resident_bytes", "set_policies"]

@@ -14,10 +14,10 @@ from mmspeed.comm.groups import flattened
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.errors import UserError
 from mmspeed.graphs import compile_forward
-from mmspeed.memory import Keeping
+from mmspeed.memory import BlockPolicies
 from mmspeed.mesh import Mesh
 from mmspeed.protocols import DiffusionModel, Role
-from mmspeed.replay import deciders
+from mmspeed.replay import recorded_modules
 
 from .data_parallel import (
     Strategy,
@@ -54,7 +54,7 @@ __all__ = [
     "parallelize",
     "resolve_strategy",
     "sequence_parallel",
-    "spread_tokens",
+    "shard_tokens",
     "sum_shared_gradients",
     "take_float32_gradients",
     "unwrap",
@@ -106,7 +106,7 @@ def parallelize(
     *,
     layout: TokenLayout | None = None,
     compute_dtype: torch.dtype = torch.float32,
-    keeping: Keeping | None = None,
+    keeping: BlockPolicies | None = None,
     compile: bool | str = False,
 ) -> nn.Module:
     """`model`, already on its device in float32 (or bfloat16, by `make_half`) or on the meta device, made ready for training;
@@ -122,15 +122,15 @@ def parallelize(
         split_layers(model, mesh.submesh(AxisName.TP), *_tensor_parts(model, strategy, mesh))
     exchanges = layout.tensor.size * layout.whole.size > 1
     if exchanges:  # who computes which tokens
-        spread_tokens(model, layout)
+        shard_tokens(model, layout)
     # Recomputation is part of the graphs, block by block; but exchanges and plans break graphs, and none is made of a block with both
-    breaks = exchanges or bool(deciders(model))
+    breaks = exchanges or bool(recorded_modules(model))
     backend = compile if isinstance(compile, str) else "inductor"
     for number, block in enumerate(cast(DiffusionModel, model).blocks):
         if compile and breaks:
             compile_forward(block, backend=backend)
         if keeping is not None:  # what backward finds
-            keeping.put_on(block, number, compiled=bool(compile), around_graphs=breaks)
+            keeping.apply(block, number, compiled=bool(compile), around_graphs=breaks)
         if compile and not breaks:
             compile_forward(block, backend=backend)
     if compute_dtype != torch.float32:  # around the whole model: training, validation and sampling compute alike
@@ -153,7 +153,7 @@ def _tensor_parts(model: nn.Module, strategy: Strategy, mesh: Mesh) -> tuple[int
     return cast(int, model.heads), roles
 
 
-def spread_tokens(model: nn.Module, layout: TokenLayout) -> None:
+def shard_tokens(model: nn.Module, layout: TokenLayout) -> None:
     """Hand a model its layout, in place. Raises UserError when the model cannot be spread so."""
     if not isinstance(getattr(model, "layout", None), TokenLayout):
         raise UserError(

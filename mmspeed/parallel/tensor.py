@@ -2,8 +2,8 @@
 
 After Megatron-LM (Shoeybi et al. 2019) with the norms on shards of the tokens (Korthikanti et al. 2022): between a column
 layer and its row layer a process has some heads or hidden units of all tokens; elsewhere all channels of some tokens. How tokens
-come and go there is `tokens.Part.gather` and `shed`; here are the weights, which are DTensors, so that sharding, checkpoints
-and the optimizer know how they are split.
+come and go there is `tokens.TokenShard.all_gather` and `reduce_scatter`; here are the weights, which are DTensors, so that sharding,
+checkpoints and the optimizer know how they are split.
 
 Parameters without a role are on every process of the axis, and meet other tokens on each: their gradients are summed over it
 after the backward pass (`sum_shared_gradients`).
@@ -32,7 +32,7 @@ from mmspeed.mixin import mix_in
 from mmspeed.protocols import Role
 
 
-class _Split(nn.Module):
+class _TensorSplitLinear(nn.Module):
     """Mixed in before nn.Linear: computes with this process's part of the weight."""
 
     _bias_share: float
@@ -99,7 +99,7 @@ def _split_layer(layer: nn.Linear, mesh: DeviceMesh, role: Role, name: str) -> N
     layer.weight = part(layer.weight, dim)
     if layer.bias is not None and role == "column":
         layer.bias = part(layer.bias, 0)
-    mix_in(layer, _Split)
+    mix_in(layer, _TensorSplitLinear)
     cast(Any, layer)._bias_share = 1.0 if role == "column" else 1.0 / parts
 
 

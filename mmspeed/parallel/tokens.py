@@ -30,7 +30,7 @@ from .sequence.hybrid_attention import SequenceAxes, autocast_alike, hybrid_atte
 from .sparse.attention import sparse_attention
 
 Along = Literal["T", "S"]
-Holding = Literal["whole", "rows", "columns"]
+TokenPlacement = Literal["whole", "rows", "columns"]
 Scheme = Literal["switch", "ulysses"]
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
@@ -45,7 +45,7 @@ def split_range(whole: range, parts: int, part: int) -> range:
 
 
 @dataclass(frozen=True)
-class Held:
+class TokenRange:
     """The tokens of one sequence-parallel process: `rows` x the union of `columns`, one range for each tensor-parallel process."""
 
     rows: range
@@ -61,7 +61,7 @@ class Held:
         return len(self.rows) * self.width
 
 
-def held_by(holding: Holding, shape: tuple[int, int], n: int, place: int, m: int) -> Held:
+def shard_of(holding: TokenPlacement, shape: tuple[int, int], n: int, place: int, m: int) -> TokenRange:
     """What place `place` of n holds of T x S tokens, by tensor-parallel process.
 
     Columns are cut for the m tensor-parallel processes first and then for the group, so that to re-shard is an exchange among the
@@ -70,10 +70,10 @@ def held_by(holding: Holding, shape: tuple[int, int], n: int, place: int, m: int
     rows, columns = range(shape[0]), range(shape[1])
     outer = tuple(split_range(columns, m, part) for part in range(m))
     if holding == "whole":
-        return Held(rows, outer)
+        return TokenRange(rows, outer)
     if holding == "rows":
-        return Held(split_range(rows, n, place), outer)
-    return Held(rows, tuple(split_range(part, n, place) for part in outer))
+        return TokenRange(split_range(rows, n, place), outer)
+    return TokenRange(rows, tuple(split_range(part, n, place) for part in outer))
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,9 @@ class TokenLayout:
         """What the exchanges of this process were, in bytes."""
         return self.whole.ledger
 
-    def spread(self, pos_TSX: Tensor, mask_BTS: Tensor | None, text_tokens: int, *, full: bool, image: bool) -> Spread:
+    def shard_tokens(
+        self, pos_TSX: Tensor, mask_BTS: Tensor | None, text_tokens: int, *, full: bool, image: bool
+    ) -> ShardedTokens:
         """The tokens of one forward pass.
 
         Args:
@@ -116,7 +118,7 @@ class TokenLayout:
         """
         split = self.whole.size > 1 and not image
         if not split:
-            holdings: dict[Along, Holding] = {"T": "whole", "S": "whole"}
+            holdings: dict[Along, TokenPlacement] = {"T": "whole", "S": "whole"}
         elif full:
             holdings = {"T": "columns", "S": "columns"}
         elif self.scheme == "switch":
@@ -124,11 +126,11 @@ class TokenLayout:
         else:
             holdings = {"T": self.shard, "S": self.shard}
         text_split = split and self.text_from is not None and text_tokens >= self.text_from
-        return Spread(self, pos_TSX, mask_BTS, full, image, holdings, text_tokens, text_split)
+        return ShardedTokens(self, pos_TSX, mask_BTS, full, image, holdings, text_tokens, text_split)
 
 
 @dataclass(frozen=True)
-class Spread:
+class ShardedTokens:
     """The tokens of one forward pass over the processes; what is in it is of all tokens."""
 
     layout: TokenLayout
@@ -136,7 +138,7 @@ class Spread:
     mask_BTS: Tensor | None
     full: bool
     image: bool
-    holdings: dict[Along, Holding]
+    placements: dict[Along, TokenPlacement]
     text_tokens: int
     text_is_split: bool
 
@@ -145,17 +147,17 @@ class Spread:
         """(T, S)."""
         return self.pos_TSX.shape[0], self.pos_TSX.shape[1]
 
-    def part(self, along: Along) -> Part:
+    def shard_along(self, along: Along) -> TokenShard:
         """This process's part for blocks that attend along a dim."""
-        group, tensor, holding = self.layout.whole, self.layout.tensor, self.holdings[along]
-        everyone = [held_by(holding, self.shape, group.size, place, tensor.size) for place in range(group.size)]
+        group, tensor, holding = self.layout.whole, self.layout.tensor, self.placements[along]
+        everyone = [shard_of(holding, self.shape, group.size, place, tensor.size) for place in range(group.size)]
         held = everyone[group.rank]
         rows, own, seen = _slice(held.rows), _slice(held.columns[tensor.rank]), [_slice(c) for c in held.columns]
         crosses = holding == ("rows" if along == "T" else "columns")
         mask_BTS = self.mask_BTS
-        return Part(
-            spread=self,
-            holding=holding,
+        return TokenShard(
+            sharded=self,
+            placement=holding,
             held=held,
             frames=self.pos_TSX[rows, own, 0] if self.full else self.pos_TSX[rows, :1, 0],
             pos_NX=self.pos_TSX[rows, 0] if along == "T" else _joined([self.pos_TSX[0, c] for c in seen], 0),
@@ -165,28 +167,28 @@ class Spread:
             widths=tuple(map(len, held.columns)),
         )
 
-    def cut(self, whole_BTS: Tensor, part: Part) -> Tensor:
+    def shard(self, whole_BTS: Tensor, part: TokenShard) -> Tensor:
         """This process's own tokens of what every process of the group has whole: (B, T, S, ...)."""
         return whole_BTS[:, _slice(part.held.rows), _slice(part.held.columns[self.layout.tensor.rank])]
 
-    def turn(self, x_BTSE: Tensor, now: Part, wanted: Part) -> Tensor:
+    def reshard(self, x_BTSE: Tensor, now: TokenShard, wanted: TokenShard) -> Tensor:
         """Own tokens as `wanted` holds them; an exchange when that is otherwise than `now`."""
-        if now.holding == wanted.holding:
+        if now.placement == wanted.placement:
             return x_BTSE
         group, (rows, columns) = self.layout.whole, self.shape
         mine = split_range(range(columns), self.layout.tensor.size, self.layout.tensor.rank)
         by_rows, by_columns = even_sizes(rows, group.size), even_sizes(len(mine), group.size)
-        if now.holding == "rows":
+        if now.placement == "rows":
             return all_to_all(x_BTSE, group, S_DIM, T_DIM, by_columns, by_rows)
         return all_to_all(x_BTSE, group, T_DIM, S_DIM, by_rows, by_columns)
 
-    def join(self, x_BTSE: Tensor, part: Part) -> Tensor:
+    def unshard(self, x_BTSE: Tensor, part: TokenShard) -> Tensor:
         """All tokens, on every process; its gradient is the sum of what all processes do with them."""
         tensor, group, (rows, columns) = self.layout.tensor, self.layout.whole, self.shape
         widths = even_sizes(columns, tensor.size)
-        if part.holding == "rows":
+        if part.placement == "rows":
             x_BTSE = all_gather(x_BTSE, group, T_DIM, even_sizes(rows, group.size))
-        elif part.holding == "columns":
+        elif part.placement == "columns":
             x_BTSE = all_gather(x_BTSE, group, S_DIM, even_sizes(widths[tensor.rank], group.size))
         return all_gather(x_BTSE, tensor, S_DIM, widths)
 
@@ -198,15 +200,15 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Part:
+class TokenShard:
     """One process's tokens for blocks that attend along one dim.
 
     `own` are those of this process, `seen` those of all its tensor-parallel processes, which their layers work on together.
     """
 
-    spread: Spread
-    holding: Holding
-    held: Held
+    sharded: ShardedTokens
+    placement: TokenPlacement
+    held: TokenRange
     frames: Tensor  # frame of each own token, (T, S); (T, 1) where a row is a frame
     pos_NX: Tensor  # positions along the attended dim, of the tokens seen
     mask_BTS: Tensor | None  # of the tokens seen: True at those that count as keys
@@ -216,26 +218,26 @@ class Part:
 
     def positions_of_all(self) -> Tensor:
         """Positions along the attended dim, where it is split: of the tokens of all processes of the group, in their order, (N, X)."""
-        pos_TSX, (group, tensor) = self.spread.pos_TSX, (self.spread.layout.whole, self.spread.layout.tensor)
-        if self.holding == "rows":
+        pos_TSX, (group, tensor) = self.sharded.pos_TSX, (self.sharded.layout.whole, self.sharded.layout.tensor)
+        if self.placement == "rows":
             return pos_TSX[:, 0]
         everyone = [
-            held_by(self.holding, self.spread.shape, group.size, place, tensor.size) for place in range(group.size)
+            shard_of(self.placement, self.sharded.shape, group.size, place, tensor.size) for place in range(group.size)
         ]
         return _joined([pos_TSX[0, _slice(columns)] for held in everyone for columns in held.columns], 0)
 
-    def gather(self, x_BTSE: Tensor) -> Tensor:
+    def all_gather(self, x_BTSE: Tensor) -> Tensor:
         """The tokens seen, from the own ones of each tensor-parallel process."""
-        tensor = self.spread.layout.tensor
+        tensor = self.sharded.layout.tensor
         if tensor.size == 1:
             return x_BTSE
         # norms may give float32, which the next layer would round anyway
-        return _gathered(autocast_alike(x_BTSE)[0], tensor, self.widths)
+        return _all_gathered(autocast_alike(x_BTSE)[0], tensor, self.widths)
 
-    def shed(self, x_BTSE: Tensor) -> Tensor:
+    def reduce_scatter(self, x_BTSE: Tensor) -> Tensor:
         """The own tokens of the sum over tensor-parallel processes."""
-        tensor = self.spread.layout.tensor
-        return x_BTSE if tensor.size == 1 else _shed(x_BTSE, tensor, self.widths)
+        tensor = self.sharded.layout.tensor
+        return x_BTSE if tensor.size == 1 else _reduce_scattered(x_BTSE, tensor, self.widths)
 
     def attend(self, local: Attend, q_BAND: Tensor, k_BAND: Tensor, v_BAND: Tensor, mask_BN: Tensor | None) -> Tensor:
         """Self-attention along this part's dim (B: batch x the other dim), over the tokens of all processes.
@@ -243,12 +245,12 @@ class Part:
         `local` serves where this process has all of them.
         """
         if isinstance(local, ClusteredAttention):
-            if not self.spread.image:
+            if not self.sharded.image:
                 return self._attend_sparsely(local, q_BAND, k_BAND, v_BAND, mask_BN)
             local = local.dense
         if self.lengths is None:
             return _where_any(local, q_BAND, k_BAND, v_BAND, mask_BN)
-        axes = self.spread.layout.axes
+        axes = self.sharded.layout.axes
         return hybrid_attention(q_BAND, k_BAND, v_BAND, mask_BN, axes, self.lengths, self.lengths)
 
     def _attend_sparsely(
@@ -256,7 +258,7 @@ class Part:
     ) -> Tensor:
         """Sparse attention along this part's dim, over the tokens of all processes."""
         if self.lengths is not None:
-            axes = self.spread.layout.axes
+            axes = self.sharded.layout.axes
             return sparse_attention(
                 q_BAND, k_BAND, v_BAND, mask_BN, axes, self.lengths, self.lengths, self.positions_of_all().long(), layer
             )
@@ -268,22 +270,22 @@ class Part:
         self, local: Attend, q_BAND: Tensor, k_BALD: Tensor, v_BALD: Tensor, mask_BL: Tensor | None
     ) -> Tensor:
         """Cross-attention of the tokens seen (N) to the caption."""
-        if not self.spread.text_is_split:
+        if not self.sharded.text_is_split:
             return _where_any(local, q_BAND, k_BALD, v_BALD, mask_BL)
-        whole = self.spread.layout.whole
-        lengths = even_sizes(self.spread.text_tokens, whole.size)
+        whole = self.sharded.layout.whole
+        lengths = even_sizes(self.sharded.text_tokens, whole.size)
         # a caption is short beside a video: its keys go round all processes, and no queries are exchanged
         axes = SequenceAxes(whole, Axis.alone("ulysses"))
         return hybrid_attention(q_BAND, k_BALD, v_BALD, mask_BL, axes, self.tokens, lengths)
 
 
 @outside_graphs
-def _gathered(x_BTSE: Tensor, tensor: Axis, widths: tuple[int, ...]) -> Tensor:
+def _all_gathered(x_BTSE: Tensor, tensor: Axis, widths: tuple[int, ...]) -> Tensor:
     return all_gather(x_BTSE, tensor, S_DIM, widths)
 
 
 @outside_graphs
-def _shed(x_BTSE: Tensor, tensor: Axis, widths: tuple[int, ...]) -> Tensor:
+def _reduce_scattered(x_BTSE: Tensor, tensor: Axis, widths: tuple[int, ...]) -> Tensor:
     return reduce_scatter(x_BTSE, tensor, S_DIM, widths)
 
 

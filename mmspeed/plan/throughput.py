@@ -34,7 +34,7 @@ class Throughput:
     effective_mfu: float
 
 
-class Meter:
+class ThroughputMeter:
     """Adds up steps and gives the rates since it was last read. Counts are of all devices together."""
 
     def __init__(self, peak_flops: float, devices: int = 1) -> None:

@@ -30,8 +30,8 @@ from typing import Literal
 from mmspeed.comm.packing import even_sizes
 from mmspeed.config.parallel import ParallelConfig
 
-Span = Literal["spatial", "temporal", "full"]
-Holding = Literal["whole", "rows", "columns"]
+AttentionType = Literal["spatial", "temporal", "full"]
+TokenPlacement = Literal["whole", "rows", "columns"]
 Sent = Counter[tuple[str, str]]  # bytes by (kind, axis)
 
 GATHERS = (
@@ -40,7 +40,7 @@ GATHERS = (
 
 
 @dataclass(frozen=True)
-class Work:
+class AttentionWorkload:
     """A forward pass and its backward pass.
 
     Args:
@@ -58,7 +58,7 @@ class Work:
     grid: tuple[int, int, int]
     width: int
     heads: int
-    spans: tuple[Span, ...]
+    spans: tuple[AttentionType, ...]
     values: int
     text: int
     element_size: int = 2
@@ -77,7 +77,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankCoordinates:
     """A rank's places on the axes."""
 
     ring: int = 0
@@ -85,12 +85,12 @@ class Place:
     tp: int = 0
 
 
-def places(parallel: ParallelConfig) -> Iterator[Place]:
+def places(parallel: ParallelConfig) -> Iterator[RankCoordinates]:
     """The places of the ranks that compute one video, in the order of the ranks."""
     for ring in range(parallel.ring):
         for ulysses in range(parallel.ulysses):
             for tp in range(parallel.tp):
-                yield Place(ring, ulysses, tp)
+                yield RankCoordinates(ring, ulysses, tp)
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,12 @@ class Traffic:
 
 
 def step_traffic(
-    work: Work, parallel: ParallelConfig, place: Place, *, recomputed: Collection[int] = (), shared_gradients: int = 0
+    work: AttentionWorkload,
+    parallel: ParallelConfig,
+    place: RankCoordinates,
+    *,
+    recomputed: Collection[int] = (),
+    shared_gradients: int = 0,
 ) -> Sent:
     """A step of one micro-batch.
 
@@ -140,7 +145,9 @@ def gradient_traffic(shared_gradients: int, tp: int) -> Sent:
     return _sent(("all_reduce", "tp", 2 * shared_gradients * (tp - 1) // tp))
 
 
-def block_traffic(work: Work, parallel: ParallelConfig, place: Place, span: Span) -> Traffic:
+def block_traffic(
+    work: AttentionWorkload, parallel: ParallelConfig, place: RankCoordinates, span: AttentionType
+) -> Traffic:
     """One block, without the re-sharding before or after it."""
     shares, b = _shares(work, parallel, span), work.batch
     own, seen = shares.own(place, parallel), shares.tokens()[_rank(place, parallel)]
@@ -152,7 +159,7 @@ def block_traffic(work: Work, parallel: ParallelConfig, place: Place, span: Span
     if lengths is not None:
         apart = work.shape[1] if span == "temporal" else work.shape[0]  # rows or columns that attend for themselves
         found += attention_traffic(work, parallel, place, b * apart, lengths, lengths, masked=work.masked)
-    if shares.holding != "whole" and parallel.shard_text is not None and work.text >= parallel.shard_text:
+    if shares.placement != "whole" and parallel.shard_text is not None and work.text >= parallel.shard_text:
         # a caption is short beside a video: its keys go round all ranks, and no queries are exchanged
         keys = 2 * b * work.heads // parallel.tp * work.head_width * work.element_size
         text = _ring(even_sizes(work.text, _group(parallel)), _rank(place, parallel), None, keys, b, work.element_size)
@@ -160,25 +167,25 @@ def block_traffic(work: Work, parallel: ParallelConfig, place: Place, span: Span
     return found
 
 
-def ends_traffic(work: Work, parallel: ParallelConfig, place: Place) -> Traffic:
+def ends_traffic(work: AttentionWorkload, parallel: ParallelConfig, place: RankCoordinates) -> Traffic:
     """All that is not inside of blocks: re-sharding between them, and the prediction's way to every rank."""
     found, (rows, columns) = Traffic(), work.shape
     each = [_shares(work, parallel, span) for span in work.spans]
     for now, wanted in itertools.pairwise(each):
-        if now.holding != wanted.holding:
-            found += _turn(work, parallel, place, now.holding == "rows")
+        if now.placement != wanted.placement:
+            found += _turn(work, parallel, place, now.placement == "rows")
     last, rank = each[-1], _rank(place, parallel)
     token, own = work.batch * work.values * work.element_size, last.own(place, parallel)
     outer = even_sizes(columns, parallel.tp)[
         place.tp
     ]  # columns of this tensor-parallel place, on all ranks of the group
     joined = rows * outer
-    others = 0 if last.holding == "whole" else len(last.rows) - 1
+    others = 0 if last.placement == "whole" else len(last.rows) - 1
     forward = (
         ("all_gather", "sequence", others * own * token),
         ("all_gather", "tp", (parallel.tp - 1) * joined * token),
     )
-    part = {"rows": last.rows[rank] * outer, "columns": own, "whole": joined}[last.holding]
+    part = {"rows": last.rows[rank] * outer, "columns": own, "whole": joined}[last.placement]
     backward = (
         ("reduce_scatter", "tp", rows * (columns - outer) * token),
         ("reduce_scatter", "sequence", (joined - part) * token),
@@ -187,9 +194,9 @@ def ends_traffic(work: Work, parallel: ParallelConfig, place: Place) -> Traffic:
 
 
 def attention_traffic(
-    work: Work,
+    work: AttentionWorkload,
     parallel: ParallelConfig,
-    place: Place,
+    place: RankCoordinates,
     batch: int,
     q_sizes: Sequence[int],
     k_sizes: Sequence[int],
@@ -220,7 +227,7 @@ def attention_traffic(
 
 
 @dataclass(frozen=True)
-class Passed:
+class RingTraffic:
     """Whose blocks a rank of a ring sends on, in a call: inside of windows ("ring") and between them ("ring_outer")."""
 
     forward: dict[str, list[int]]
@@ -228,7 +235,7 @@ class Passed:
     gradients: dict[str, list[int]]
 
 
-def ring_blocks(rank: int, ranks: int, window: int | None = None) -> Passed:
+def ring_blocks(rank: int, ranks: int, window: int | None = None) -> RingTraffic:
     """What the schedules of `parallel.ring_steps` send, in closed form. `window` divides `ranks`."""
     width = 1 if window is None or window >= ranks else window
     windows, (of, at) = ranks // width, divmod(rank, width)
@@ -245,7 +252,7 @@ def ring_blocks(rank: int, ranks: int, window: int | None = None) -> Passed:
     def by_axis(inside: list[int], outside: list[int]) -> dict[str, list[int]]:
         return {"ring": inside, outer: outside} if width > 1 else {"ring": outside}
 
-    return Passed(by_axis(within, between), by_axis(within + own[:-1], between), by_axis(within + own[1:], sums))
+    return RingTraffic(by_axis(within, between), by_axis(within + own[:-1], between), by_axis(within + own[1:], sums))
 
 
 def _ring(
@@ -263,14 +270,14 @@ def _ring(
 
 
 @dataclass(frozen=True)
-class _Shares:
+class _TokenShares:
     """Who holds how much of T x S tokens. `rows` by place of the group; `columns` by it and by tensor-parallel place."""
 
-    holding: Holding
+    placement: TokenPlacement
     rows: tuple[int, ...]
     columns: tuple[tuple[int, ...], ...]
 
-    def own(self, place: Place, parallel: ParallelConfig) -> int:
+    def own(self, place: RankCoordinates, parallel: ParallelConfig) -> int:
         """Tokens of one rank."""
         rank = _rank(place, parallel)
         return self.rows[rank] * self.columns[rank][place.tp]
@@ -279,18 +286,18 @@ class _Shares:
         """By place of the group, of all its tensor-parallel ranks."""
         return tuple(rows * sum(columns) for rows, columns in zip(self.rows, self.columns, strict=True))
 
-    def lengths(self, span: Span) -> tuple[int, ...] | None:
+    def lengths(self, span: AttentionType) -> tuple[int, ...] | None:
         """Lengths by place of the dim that a span attends along; None where every place has all of it."""
-        if self.holding != ("rows" if span == "temporal" else "columns"):
+        if self.placement != ("rows" if span == "temporal" else "columns"):
             return None
         return self.rows if span == "temporal" else tuple(map(sum, self.columns))
 
 
-def _shares(work: Work, parallel: ParallelConfig, span: Span) -> _Shares:
+def _shares(work: AttentionWorkload, parallel: ParallelConfig, span: AttentionType) -> _TokenShares:
     """How tokens are held in blocks of a span."""
     n, (rows, columns) = _group(parallel), work.shape
     outer = even_sizes(columns, parallel.tp)
-    holding: Holding
+    holding: TokenPlacement
     if n == 1 or work.image:
         holding = "whole"
     elif span == "full":
@@ -300,13 +307,13 @@ def _shares(work: Work, parallel: ParallelConfig, span: Span) -> _Shares:
     else:
         holding = "rows" if parallel.shard == "frames" else "columns"
     if holding == "rows":
-        return _Shares(holding, even_sizes(rows, n), (outer,) * n)
+        return _TokenShares(holding, even_sizes(rows, n), (outer,) * n)
     if holding == "columns":
-        return _Shares(holding, (rows,) * n, tuple(zip(*(even_sizes(part, n) for part in outer), strict=True)))
-    return _Shares(holding, (rows,) * n, (outer,) * n)
+        return _TokenShares(holding, (rows,) * n, tuple(zip(*(even_sizes(part, n) for part in outer), strict=True)))
+    return _TokenShares(holding, (rows,) * n, (outer,) * n)
 
 
-def _turn(work: Work, parallel: ParallelConfig, place: Place, from_rows: bool) -> Traffic:
+def _turn(work: AttentionWorkload, parallel: ParallelConfig, place: RankCoordinates, from_rows: bool) -> Traffic:
     """Re-sharding of a rank's own tokens from rows to columns, or back."""
     n, rank, (rows, columns) = _group(parallel), _rank(place, parallel), work.shape
     outer = even_sizes(columns, parallel.tp)[place.tp]
@@ -322,7 +329,7 @@ def _group(parallel: ParallelConfig) -> int:
     return parallel.sequence
 
 
-def _rank(place: Place, parallel: ParallelConfig) -> int:
+def _rank(place: RankCoordinates, parallel: ParallelConfig) -> int:
     """A rank's place in its sequence-parallel group."""
     return place.ring * parallel.ulysses + place.ulysses
 

@@ -36,13 +36,13 @@ from mmspeed.mixin import mix_in
 from mmspeed.models.diffusers.sparse import Grid, SparseLayout
 from mmspeed.parallel.declared.apply import argument_names, named_like
 from mmspeed.parallel.declared.attention_hook import key_mask
-from mmspeed.replay import deciders, recording, replayed
+from mmspeed.replay import recorded_modules, recording, replayed
 
 NAME = "mmspeed_sparse"  # of the layer in an attention module
 
 
 @dataclass
-class Call:
+class ForwardCall:
     """One forward of the model."""
 
     grid: tuple[int, int, int]  # video tokens along time, height, width
@@ -65,13 +65,13 @@ class Call:
 
 
 @dataclass
-class Calls:
+class ForwardCalls:
     """What all parts of a model share."""
 
     names: tuple[str, ...]  # of the positional arguments of its forward
     grid: Grid
     model: str
-    now: Call | None = None
+    now: ForwardCall | None = None
 
     @outside_graphs
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -82,13 +82,13 @@ class Calls:
             raise UserError(
                 f"{self.model}: the grid of video tokens is {given}; it is (time, height, width), 1 at least"
             )
-        self.now = Call(grid)
+        self.now = ForwardCall(grid)
 
 
 class _SparseModel(nn.Module):
     """Mixed in before a model's own class."""
 
-    _sparse_calls: Calls
+    _sparse_calls: ForwardCalls
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if "_sequence_role" in vars(self):
@@ -119,19 +119,19 @@ class _SparseModel(nn.Module):
 
 
 def _checkpoint(checkpoint: Callable[..., Any], block: Any, *args: Any, **kwargs: Any) -> Any:
-    decides = isinstance(block, nn.Module) and deciders(block)
+    decides = isinstance(block, nn.Module) and recorded_modules(block)
     return checkpoint(replayed(block) if decides else block, *args, **kwargs)
 
 
 @dataclass
-class _Role:
+class _AttentionRole:
     """An attention module's part in its model."""
 
     where: str
     sequences: tuple[str, ...]
-    calls: Calls
+    calls: ForwardCalls
 
-    def call(self) -> Call:
+    def call(self) -> ForwardCall:
         """The forward that is being computed."""
         if self.calls.now is None:
             raise UserError(f"{self.where} was called before any forward of the model that was made sparse")
@@ -141,20 +141,22 @@ class _Role:
 class _SparseSelfAttention(nn.Module):
     """Mixed in before the class of an attention module."""
 
-    _sparse_role: _Role
+    _sparse_role: _AttentionRole
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return _attend(self._sparse_role, getattr(self, NAME), super().forward, args, kwargs)
 
 
 @outside_graphs  # of a compiled block, all but the attention is compiled
-def _attend(role: _Role, layer: ClusteredAttention, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _attend(
+    role: _AttentionRole, layer: ClusteredAttention, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     if not recording() and torch._C._current_graph_task_id() != -1:  # in backward
         raise UserError(
             f"{role.where} is computed again in backward by a checkpoint that does not keep which keys it kept; use the model's "
             "enable_gradient_checkpointing(), or mmspeed.memory.recompute(block) after sparsify_model"
         )
-    call, _ = layer.settle(role.call)
+    call, _ = layer.record_or_replay(role.call)
     if call.grid[0] == 1:  # an image
         layer.counter["dense"] += 1
         return run(*args, **kwargs)
@@ -171,7 +173,7 @@ def _attend(role: _Role, layer: ClusteredAttention, run: Any, args: tuple[Any, .
 class _Taken(TorchFunctionMode):
     """While active, `F.scaled_dot_product_attention` is computed by a layer. `calls` counts how often."""
 
-    def __init__(self, role: _Role, layer: ClusteredAttention, call: Call) -> None:
+    def __init__(self, role: _AttentionRole, layer: ClusteredAttention, call: ForwardCall) -> None:
         super().__init__()
         self.role, self.layer, self.call = role, layer, call
         self.calls = 0
@@ -239,7 +241,7 @@ def sparsify(model: nn.Module, layout: SparseLayout, settings: SparseConfig) -> 
                 f"sparsify_model: the forward of {name or type(model).__name__} has been replaced (hooks of diffusers or accelerate "
                 "do); make the model sparse first"
             )
-    calls = Calls(argument_names(type(model)), layout.grid, type(model).__name__)
+    calls = ForwardCalls(argument_names(type(model)), layout.grid, type(model).__name__)
     layers = {}
     for place in chosen:
         name, module, sequences = found[place]
@@ -250,7 +252,7 @@ def sparsify(model: nn.Module, layout: SparseLayout, settings: SparseConfig) -> 
         layer.register_buffer("tau", layer.tau, persistent=False)  # a saved model is the plain class's
         module.add_module(NAME, layer)
         mix_in(module, _SparseSelfAttention, rename=False)
-        module._sparse_role = _Role(f"{name} ({type(module).__name__})", sequences, calls)  # type: ignore[assignment]
+        module._sparse_role = _AttentionRole(f"{name} ({type(module).__name__})", sequences, calls)  # type: ignore[assignment]
         layers[name] = layer
     mix_in(model, _SparseModel, rename=False)  # diffusers writes the name into a checkpoint's config
     model._sparse_calls = calls  # type: ignore[assignment]

@@ -18,12 +18,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mmspeed.compute.rope import apply_rope, rope_cos_sin
 from mmspeed.memory.chunked import chunked_mlp, in_chunks
-from mmspeed.memory.recompute.spans import span
+from mmspeed.memory.recompute.spans import region
 from mmspeed.parallel.tensor import applied
-from mmspeed.parallel.tokens import Attend, Part
+from mmspeed.parallel.tokens import Attend, TokenShard
 from mmspeed.rng import generator
 
-Span = Literal["spatial", "temporal", "full"]
+AttentionType = Literal["spatial", "temporal", "full"]
 
 # Rotary positions are relative, so axes (t, h, w) along which a span does not vary are left out of its head width.
 POSITION_AXES = {"spatial": slice(1, 3), "temporal": slice(0, 1), "full": slice(0, 3)}
@@ -90,8 +90,8 @@ class Mlp(nn.Module):
         if self.token_chunk is not None:
             x = before(x)
             return self._in_parts(x.flatten(0, -2), self.token_chunk).unflatten(0, x.shape[:-1])
-        hidden = span(self, "norm", self.up, x, before=before)
-        return span(self, "activation", self.down, hidden, before=gelu)
+        hidden = region(self, "norm", self.up, x, before=before)
+        return region(self, "activation", self.down, hidden, before=gelu)
 
     def _in_parts(self, x_NE: Tensor, size: int) -> Tensor:
         if self.exact_chunks:
@@ -140,9 +140,11 @@ class SelfAttention(nn.Module):
         self.k_norm = HeadNorm(self.head_width)
         self.out = nn.Linear(width, width)
 
-    def forward(self, x_BTSE: Tensor, part: Part, along: Span, before: Before = nothing_before) -> Tensor:
+    def forward(
+        self, x_BTSE: Tensor, part: TokenShard, along: AttentionType, before: Before = nothing_before
+    ) -> Tensor:
         """Tokens attend along T (each column for itself) in a temporal span, else along S (each row for itself)."""
-        qkv_BTSE = span(self, "norm", self.qkv, x_BTSE, before=before)
+        qkv_BTSE = region(self, "norm", self.qkv, x_BTSE, before=before)
         batch, rows, columns, _ = qkv_BTSE.shape
         temporal = along == "temporal"
         apart = columns if temporal else rows
@@ -173,9 +175,9 @@ class CrossAttention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(
-        self, x_BTSE: Tensor, text_BLE: Tensor, text_mask_BL: Tensor, part: Part, before: Before = nothing_before
+        self, x_BTSE: Tensor, text_BLE: Tensor, text_mask_BL: Tensor, part: TokenShard, before: Before = nothing_before
     ) -> Tensor:
-        q_BTSE = span(self, "norm", self.q, x_BTSE, before=before)
+        q_BTSE = region(self, "norm", self.q, x_BTSE, before=before)
         shape = q_BTSE.shape[1:3]
         q_BAND = q_BTSE.flatten(1, 2).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
         kv = self.kv(text_BLE).unflatten(-1, (-1, 2, self.head_width))  # B L A 2 D

@@ -23,17 +23,17 @@ from mmspeed.compute.rope import grid_positions
 from mmspeed.compute.sparse.attention import check_backend
 from mmspeed.compute.sparse.module import ClusteredAttention, clustered_layers
 from mmspeed.compute.sparse.plan import usual_tail_clusters
-from mmspeed.config.memory import SpanName
+from mmspeed.config.memory import RegionName
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.errors import UserError
-from mmspeed.memory.recompute.spans import span
+from mmspeed.memory.recompute.spans import region
 from mmspeed.models.sora.layers import (
     NORM_EPS,
     TIME_CHANNELS,
+    AttentionType,
     CrossAttention,
     Mlp,
     SelfAttention,
-    Span,
     TimeEmbedder,
     initial_value,
     modulate,
@@ -41,7 +41,7 @@ from mmspeed.models.sora.layers import (
     set_parameter,
     unpatchify,
 )
-from mmspeed.parallel.tokens import Attend, Part, TokenLayout
+from mmspeed.parallel.tokens import Attend, TokenLayout, TokenShard
 from mmspeed.protocols import Role, Work
 
 ELEMENTWISE = 60  # operations a token and channel of a block: three norms, modulation, rotary positions, GELU, gates
@@ -99,7 +99,7 @@ class SoraDiTConfig:
         """Numbers that make one token."""
         return self.latent_channels * math.prod(self.patch)
 
-    def span(self, block: int) -> Span:
+    def span(self, block: int) -> AttentionType:
         """What block number `block` attends over: within frames, within positions, or all."""
         if self.arrangement == "full":
             return "full"
@@ -158,7 +158,7 @@ class SoraDiTConfig:
 class SoraBlock(nn.Module):
     """Self-attention over its span, cross-attention to the caption, MLP; each adds zero at the start."""
 
-    spans: ClassVar[tuple[SpanName, ...]] = ("attention", "cross_attention", "mlp", "norm", "activation")
+    spans: ClassVar[tuple[RegionName, ...]] = ("attention", "cross_attention", "mlp", "norm", "activation")
 
     def __init__(self, config: SoraDiTConfig, place: int, attend: Attend) -> None:
         super().__init__()
@@ -179,36 +179,36 @@ class SoraBlock(nn.Module):
         self.modulation_up = nn.Linear(config.adaln_rank, 6 * width)
 
     def forward(
-        self, x_BTSE: Tensor, cond: Tensor, shared: Tensor, text_BLE: Tensor, text_mask_BL: Tensor, part: Part
+        self, x_BTSE: Tensor, cond: Tensor, shared: Tensor, text_BLE: Tensor, text_mask_BL: Tensor, part: TokenShard
     ) -> Tensor:
         """`part` tells which tokens these are. `cond` (..., E) and `shared` (..., 6, E) are of samples (B) or of frames (B, T)."""
         own = self.modulation_up(self.modulation_down(cond)).view_as(shared)
         # each (B, 1, 1, E) or (B, T, 1 or S, E)
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = (of_tokens(m, part) for m in (shared + own).unbind(-2))
-        x_BTSE = span(self, "attention", self._attend, x_BTSE, shift_a, scale_a, gate_a, part)
-        x_BTSE = span(self, "cross_attention", self._attend_text, x_BTSE, text_BLE, text_mask_BL, part)
-        return span(self, "mlp", self._compute, x_BTSE, shift_m, scale_m, gate_m, part)
+        x_BTSE = region(self, "attention", self._attend, x_BTSE, shift_a, scale_a, gate_a, part)
+        x_BTSE = region(self, "cross_attention", self._attend_text, x_BTSE, text_BLE, text_mask_BL, part)
+        return region(self, "mlp", self._compute, x_BTSE, shift_m, scale_m, gate_m, part)
 
-    def _attend(self, x_BTSE: Tensor, shift: Tensor, scale: Tensor, gate: Tensor, part: Part) -> Tensor:
+    def _attend(self, x_BTSE: Tensor, shift: Tensor, scale: Tensor, gate: Tensor, part: TokenShard) -> Tensor:
         def before(x_BTSE: Tensor) -> Tensor:
-            return part.gather(modulate(self.norm_self(x_BTSE), shift, scale))
+            return part.all_gather(modulate(self.norm_self(x_BTSE), shift, scale))
 
-        return x_BTSE + gate * part.shed(self.self_attention(x_BTSE, part, self.span, before))
+        return x_BTSE + gate * part.reduce_scatter(self.self_attention(x_BTSE, part, self.span, before))
 
-    def _attend_text(self, x_BTSE: Tensor, text_BLE: Tensor, text_mask_BL: Tensor, part: Part) -> Tensor:
+    def _attend_text(self, x_BTSE: Tensor, text_BLE: Tensor, text_mask_BL: Tensor, part: TokenShard) -> Tensor:
         def before(x_BTSE: Tensor) -> Tensor:
-            return part.gather(self.norm_cross(x_BTSE))
+            return part.all_gather(self.norm_cross(x_BTSE))
 
-        return x_BTSE + part.shed(self.cross_attention(x_BTSE, text_BLE, text_mask_BL, part, before))
+        return x_BTSE + part.reduce_scatter(self.cross_attention(x_BTSE, text_BLE, text_mask_BL, part, before))
 
-    def _compute(self, x_BTSE: Tensor, shift: Tensor, scale: Tensor, gate: Tensor, part: Part) -> Tensor:
+    def _compute(self, x_BTSE: Tensor, shift: Tensor, scale: Tensor, gate: Tensor, part: TokenShard) -> Tensor:
         def before(x_BTSE: Tensor) -> Tensor:
-            return part.gather(modulate(self.norm_mlp(x_BTSE), shift, scale))
+            return part.all_gather(modulate(self.norm_mlp(x_BTSE), shift, scale))
 
-        return x_BTSE + gate * part.shed(self.mlp(x_BTSE, before))
+        return x_BTSE + gate * part.reduce_scatter(self.mlp(x_BTSE, before))
 
 
-def of_tokens(cond: Tensor, part: Part) -> Tensor:
+def of_tokens(cond: Tensor, part: TokenShard) -> Tensor:
     """Conditioning of samples (B, E) or of frames (B, T, E) as it meets tokens: (B, 1, 1, E) or (B, T, 1 or S, E)."""
     return cond[:, None, None] if cond.dim() == 2 else cond[:, part.frames]
 
@@ -284,14 +284,14 @@ class SoraDiT(nn.Module):
         _, _, frames, height, width = x_BCThw.shape
         grid = config.grid((frames, height, width))
         shape = config.rows_and_columns(grid)
-        spread = self.layout.spread(
+        spread = self.layout.shard_tokens(
             grid_positions(grid, x_BCThw.device).unflatten(0, shape),
             self._token_mask(video_mask_BThw, x_BCThw, shape),
             text_BLD.shape[1],
             full=config.arrangement == "full",
             image=frames == 1,
         )
-        parts = {span: spread.part("T" if span == "temporal" else "S") for span in {b.span for b in self.blocks}}
+        parts = {span: spread.shard_along("T" if span == "temporal" else "S") for span in {b.span for b in self.blocks}}
         part = parts[self.blocks[0].span]
         dtype = self.patch_in.weight.dtype  # of the computation, under sharded mixed precision too
         cond = self.time(self._checked_times(t, x_BCThw))
@@ -299,13 +299,13 @@ class SoraDiT(nn.Module):
         text_BLE = self.text_in(self.text_norm(spread.text(text_BLD).to(dtype)))
         text_mask_BL = spread.text(text_mask_BL)
         patches_BTSP = patchify(x_BCThw.to(dtype), config.patch).unflatten(1, shape)
-        x_BTSE = self.patch_in(spread.cut(patches_BTSP, part))
+        x_BTSE = self.patch_in(spread.shard(patches_BTSP, part))
         for block in self.blocks:
-            x_BTSE = spread.turn(x_BTSE, part, parts[block.span])
+            x_BTSE = spread.reshard(x_BTSE, part, parts[block.span])
             part = parts[block.span]
             x_BTSE = block(x_BTSE, cond, shared, text_BLE, text_mask_BL, part)
         shift, scale = (of_tokens(m, part) for m in self.final_modulation(cond).chunk(2, dim=-1))
-        out_BTSP = spread.join(self.final(modulate(self.final_norm(x_BTSE), shift, scale)), part)
+        out_BTSP = spread.unshard(self.final(modulate(self.final_norm(x_BTSE), shift, scale)), part)
         return unpatchify(out_BTSP.flatten(1, 2), config.patch, grid).to(x_BCThw.dtype)
 
     def _checked_times(self, t: Tensor, x_BCThw: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from mmspeed.memory.planning.peak import local_bytes
 from mmspeed.memory.planning.report import CATEGORIES, MemoryReport, host_pools
 from mmspeed.parallel import unwrap
 from mmspeed.pipelines.run.build import Assembly
-from mmspeed.pipelines.tuning.synthetic_step import Trial
+from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep
 from mmspeed.protocols import ShapeClass
 
 MEMORY_FILE = "memory.json"  # in a run's folder; the report is under "report"
@@ -33,7 +33,7 @@ COLORS = {
 BYTES = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
 
 
-def measure_report(trial: Trial, bucket: ShapeClass, batch: int) -> MemoryReport:
+def measure_report(trial: SyntheticStep, bucket: ShapeClass, batch: int) -> MemoryReport:
     """The memory of one training step of `batch` samples on this process's device, after a first step that makes the states.
 
     Collective: every process of the run calls it. Raises UserError with `train.compile`.

@@ -18,9 +18,9 @@ from mmspeed.loop.averages import EMA
 from mmspeed.loop.optimizers.build import AnyOptimizer, make_optimizer
 from mmspeed.loop.runner import SequentialRunner
 from mmspeed.loop.step import Learner
-from mmspeed.memory import Ways
+from mmspeed.memory import ActivationPolicies
 from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
-from mmspeed.memory.recompute.policy import make_keeping
+from mmspeed.memory.recompute.policy import make_block_policies
 from mmspeed.mesh import Mesh, make_mesh
 from mmspeed.models.sora.layers import own_part, set_parameter
 from mmspeed.parallel import Strategy, TokenLayout, is_half, make_half, make_layout, parallelize, resolve_strategy
@@ -88,7 +88,7 @@ def assemble(
     bare: Mapping[str, nn.Module],
     placement: Placement,
     device: Device,
-    choice: Sequence[Ways] | None = None,
+    choice: Sequence[ActivationPolicies] | None = None,
 ) -> Assembly:
     """Put models on their devices, changed in place, and make what each update of a step needs.
 
@@ -130,7 +130,7 @@ def _placed(
     placement: Placement,
     device: Device,
     learns: bool,
-    choice: Sequence[Ways] | None,
+    choice: Sequence[ActivationPolicies] | None,
 ) -> nn.Module:
     """A model on its devices, as the config's layout and number types want it; without weights if it came so."""
     check_model(bare, TrainableModel, task.name)
@@ -140,7 +140,7 @@ def _placed(
         raise UserError(f"{type(bare).__name__} came without weights and has no init_weights to make them")
     keeping = None
     if learns:
-        keeping = make_keeping(config.memory, config.train.checkpointing, len(bare.blocks), device, choice)
+        keeping = make_block_policies(config.memory, config.train.checkpointing, len(bare.blocks), device, choice)
     else:
         bare.requires_grad_(False).eval()
     if learns and config.memory.master != "parameters":  # float32 weights are the optimizer's

@@ -13,7 +13,7 @@ from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.log import MetricsLog
 from mmspeed.loop.callbacks import BaseCallback, Sparsity, StepOutcome
-from mmspeed.plan.throughput import Meter
+from mmspeed.plan.throughput import ThroughputMeter
 from mmspeed.protocols import Data, Task
 
 
@@ -28,7 +28,7 @@ class Telemetry:
     ):
         self.device, self.enabled = device, enabled
         self.peak_flops, self.peak_source = peak
-        self._meter = Meter(self.peak_flops, world)
+        self._meter = ThroughputMeter(self.peak_flops, world)
         self._metrics = MetricsLog(folder / "metrics.jsonl") if enabled else None
         self._trackers = make_trackers(config, folder) if enabled else []
         self._waited = self._trained = 0.0

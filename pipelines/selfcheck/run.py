@@ -23,9 +23,9 @@ from mmspeed.errors import UserError
 from mmspeed.log import get_logger
 from mmspeed.models.codecs.vae import codec_geometry
 from mmspeed.pipelines.selfcheck.children import Child, run_children
-from mmspeed.pipelines.selfcheck.shrink import miniature
+from mmspeed.pipelines.selfcheck.shrink import shrink_run
 from mmspeed.pipelines.selfcheck.verdict import SelfCheck, compare, named, processes
-from mmspeed.pipelines.selfcheck.worker import Found
+from mmspeed.pipelines.selfcheck.worker import WorkerReport
 from mmspeed.shapes import Strides
 
 __all__ = ["SelfCheck", "selfcheck", "with_layout"]
@@ -49,7 +49,7 @@ def selfcheck(config: Config, layout: str) -> SelfCheck:
     if config.model.sparse is not None:
         note = "attention is dense in this check: over a ring, sparse attention plans otherwise than one process"
         told = note if told is None else f"{told}; {note}"
-    mini = miniature(config, strides)
+    mini = shrink_run(config, strides)
     world = processes(config.parallel)
     log.info(f"{named(config.parallel)}: {world} processes and one, on this machine's CPU")
     runs = {"layout": world, "alone": 1}  # and how many processes
@@ -60,7 +60,7 @@ def selfcheck(config: Config, layout: str) -> SelfCheck:
             child for run, size in runs.items() for child in _children(run, size, config, strides, Path(folder))
         ]
         run_children(children, max(1, (os.cpu_count() or 1) // len(children)))
-        found = {run: Found.load(Path(folder) / run) for run in runs}
+        found = {run: WorkerReport.load(Path(folder) / run) for run in runs}
     result = compare(mini, found["layout"], found["alone"], found.get("exact"), told)
     return dataclasses.replace(result, seconds=time.monotonic() - started)
 

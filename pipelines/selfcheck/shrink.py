@@ -17,7 +17,7 @@ from torch import nn
 from mmspeed import rng
 from mmspeed.config import Config
 from mmspeed.config.schema import ModelConfig
-from mmspeed.data import Batching, Draw, Sample
+from mmspeed.data import Batching, Sample, SampleUse
 from mmspeed.data.collate import draw_noise, draw_quantiles
 from mmspeed.data.sampling.batch_sizes import make_batching, sample_costs
 from mmspeed.models import SoraDiTConfig
@@ -71,7 +71,7 @@ def shrunk_model(model: SoraDiTConfig, tensor: int) -> ModelConfig:
 
 
 @dataclass(frozen=True)
-class Miniature:
+class ShrunkRun:
     """A small run. `latents` are one image's, one video's or both; `shown` names what they were made of."""
 
     video: VideoTask
@@ -88,7 +88,7 @@ class Miniature:
         kinds = tuple("images" if latent[0] == 1 else "videos" for latent in self.latents)
         return (*kinds, "mixed") if len(kinds) > 1 else kinds
 
-    def with_config(self, config: Config) -> Miniature:
+    def with_config(self, config: Config) -> ShrunkRun:
         """The same samples and model under another config."""
         return replace(self, config=config)
 
@@ -128,17 +128,17 @@ class Miniature:
         """The pixel shape that a latent would come from."""
         return self.strides.pixels(latent)
 
-    def draws(self, kind: str, each: int | None = None, epoch: int = 0) -> list[Draw]:
+    def draws(self, kind: str, each: int | None = None, epoch: int = 0) -> list[SampleUse]:
         """The samples of a step of a kind, those of one bucket together; `each` sets how many of a bucket."""
         found = []
         for latent, count in zip(self.latents, self.samples, strict=True):
             if kind in ("mixed", "images" if latent[0] == 1 else "videos"):
                 bucket = self.bucket(latent)
                 keys = [f"{bucket.name}-{number}" for number in range(each or count)]
-                found += [Draw(Sample(key, (), (), "train", bucket, "made up"), epoch, 0) for key in keys]
+                found += [SampleUse(Sample(key, (), (), "train", bucket, "made up"), epoch, 0) for key in keys]
         return sorted(found, key=lambda draw: draw.sample.bucket)
 
-    def batch(self, part: list[tuple[Draw, float]]) -> Batch:
+    def batch(self, part: list[tuple[SampleUse, float]]) -> Batch:
         """The micro-batch of (draw, weight) pairs of one bucket: what is in a sample depends on its name alone."""
         seed, names, bucket = self.config.seed, [draw.name for draw, _ in part], part[0][0].sample.bucket
         shape = (CHANNELS, *self.strides.latent(bucket))
@@ -170,7 +170,7 @@ class Miniature:
         return _times(self, self.batching(place.world), place.rank, place.world)
 
 
-def miniature(video: VideoTask, strides: Strides) -> Miniature:
+def shrink_run(video: VideoTask, strides: Strides) -> ShrunkRun:
     """The small run of a task's config, at the layout that its parallel section names with numbers only.
 
     Raises UserError for a bucket that fits neither codec nor model, and as `resolve_config`.
@@ -199,7 +199,7 @@ def miniature(video: VideoTask, strides: Strides) -> Miniature:
             "parallel": parallel.model_copy(update={"shard_text": threshold}),
         }
     )
-    return Miniature(video, small_config, strides, tuple(latents), tuple(shown), text_tokens, tuple(samples))
+    return ShrunkRun(video, small_config, strides, tuple(latents), tuple(shown), text_tokens, tuple(samples))
 
 
 def _awkward(latent: Latent, model: SoraDiTConfig, sequence: int) -> tuple[bool, bool, int]:

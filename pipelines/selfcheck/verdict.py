@@ -11,8 +11,8 @@ import numpy as np
 
 from mmspeed.config.parallel import AXES, ParallelConfig
 from mmspeed.log import format_bytes, format_seconds
-from mmspeed.pipelines.selfcheck.shrink import HEAD_WIDTH, Miniature
-from mmspeed.pipelines.selfcheck.worker import Arrays, Found, StepFound
+from mmspeed.pipelines.selfcheck.shrink import HEAD_WIDTH, ShrunkRun
+from mmspeed.pipelines.selfcheck.worker import Arrays, StepReport, WorkerReport
 
 WORST = 5  # gradients that are shown
 # A smaller gradient is compared with so much of the largest: it may be nothing but rounding, as that of queries over one frame is.
@@ -27,7 +27,7 @@ NORM_TOLERANCE = 1e-4  # torch sums the squares of a large gradient in float32, 
 
 
 @dataclass(frozen=True)
-class Gap:
+class GradientGap:
     """How far a parameter's gradient is from that of one process, and how far it may be, relatively.
 
     `share`: what part of the true one is in it (1 at best).
@@ -59,7 +59,7 @@ class StepCheck:
     norm_alone: float
     loss_allowed: float
     norm_allowed: float
-    gaps: list[Gap]
+    gaps: list[GradientGap]
     sent: dict[str, int]
     problems: list[str]
 
@@ -149,13 +149,17 @@ def named(parallel: ParallelConfig) -> str:
 
 
 def compare(
-    mini: Miniature, found: Found, truth: Found, exact: Found | None = None, told: str | None = None
+    mini: ShrunkRun,
+    found: WorkerReport,
+    truth: WorkerReport,
+    exact: WorkerReport | None = None,
+    told: str | None = None,
 ) -> SelfCheck:
     """The verdict on what a layout and one process found. `exact`: of one process in float32, where they compute in less."""
     dtype = mini.config.device.dtype
     tolerance = TOLERANCES[dtype]
     problems, steps = list(found.problems), []
-    failing: list[Gap] = []
+    failing: list[GradientGap] = []
     for here, alone, best in zip(found.steps, truth.steps, (exact or truth).steps, strict=True):
         step = _compared(here, alone, best, tolerance, _silent(here.kind), expected(mini, here.kind))
         steps.append(step)
@@ -187,7 +191,7 @@ def compare(
 
 
 def _compared(
-    here: StepFound, alone: StepFound, best: StepFound, tolerance: float, silent: list[str], wanted: list[str]
+    here: StepReport, alone: StepReport, best: StepReport, tolerance: float, silent: list[str], wanted: list[str]
 ) -> StepCheck:
     noise = {gap.name: gap.relative for gap in gaps_of(alone.grads, best.grads)}
     problems = list(here.problems)
@@ -215,7 +219,7 @@ def _compared(
     )
 
 
-def gaps_of(here: Arrays, alone: Arrays, allowed: Mapping[str, float] | None = None) -> list[Gap]:
+def gaps_of(here: Arrays, alone: Arrays, allowed: Mapping[str, float] | None = None) -> list[GradientGap]:
     """The gap of each parameter that has a gradient in both, the worst first."""
     least = LEAST * max((float(np.abs(grad).max()) for grad in alone.values()), default=0.0)
     gaps = []
@@ -226,11 +230,11 @@ def gaps_of(here: Arrays, alone: Arrays, allowed: Mapping[str, float] | None = N
         share = float((grad * true).sum()) / size if size else 1.0
         scale = max(float(np.abs(true).max()), least)
         relative = absolute / scale if scale else math.inf if absolute else 0.0
-        gaps.append(Gap(name, relative, absolute, share, (allowed or {}).get(name, 1.0)))
+        gaps.append(GradientGap(name, relative, absolute, share, (allowed or {}).get(name, 1.0)))
     return sorted(gaps, key=lambda gap: (-gap.excess, gap.name))
 
 
-def expected(mini: Miniature, kind: str) -> list[str]:
+def expected(mini: ShrunkRun, kind: str) -> list[str]:
     """What must be sent in a step of a kind, as "kind axis": else an axis of the layout does nothing."""
     parallel, model = mini.config.parallel, mini.config.model
     found = [f"{what} tp" for what in ("all_gather", "reduce_scatter", "all_reduce") if parallel.tp > 1]
@@ -254,7 +258,7 @@ def _silent(kind: str) -> list[str]:
     return ["sequence", "ring", "ring_outer", "ulysses"] if kind == "images" else []
 
 
-def hint(failing: list[Gap], steps: list[StepCheck], order: Sequence[str]) -> str | None:
+def hint(failing: list[GradientGap], steps: list[StepCheck], order: Sequence[str]) -> str | None:
     """What the gradients that differ have in common. `order`: the model's parameters from its input to its output."""
     if not failing:
         return None
@@ -291,7 +295,7 @@ def _role(name: str) -> str:
     return re.sub(r"\.\d+\.", ".*.", _layer(name))
 
 
-def _about(mini: Miniature, found: Found, told: str | None) -> list[str]:
+def _about(mini: ShrunkRun, found: WorkerReport, told: str | None) -> list[str]:
     model, train = mini.config.model, mini.config.train
     settings = [mini.config.device.dtype, f"strategy {found.strategy}", f"objective {mini.config.objective.kind}"]
     settings += ["checkpointing"] if train.checkpointing else []

@@ -27,7 +27,7 @@ from mmspeed import comm
 from mmspeed.config import Config, make_config
 from mmspeed.data.collate import draw_quantiles
 from mmspeed.data.sampling.order import Batching
-from mmspeed.data.sampling.rank_batches import count_present, share
+from mmspeed.data.sampling.rank_batches import count_present, rank_batches
 from mmspeed.device import Device
 from mmspeed.loop.optimizers.build import set_learning_rate
 from mmspeed.loop.step import train_step
@@ -35,7 +35,7 @@ from mmspeed.parallel import TokenLayout, unwrap
 from mmspeed.parallel.tensor import local
 from mmspeed.pipelines.run.build import Assembly, Placement, assemble, place
 from mmspeed.pipelines.selfcheck.children import ERROR, follow_parent, write_error
-from mmspeed.pipelines.selfcheck.shrink import Miniature, miniature
+from mmspeed.pipelines.selfcheck.shrink import ShrunkRun, shrink_run
 from mmspeed.protocols import Batch
 from mmspeed.shapes import Strides
 
@@ -46,7 +46,7 @@ UNEVEN_TIMES = 50.0  # chi-square of 9 degrees of freedom: even times exceed it 
 CLIP_EPS = 1e-6  # torch's own, in the factor by which gradients are clipped
 
 
-class Met(NamedTuple):
+class MicroBatchDigest(NamedTuple):
     """What a rank met in a micro-batch; `digest` is of all numbers that the model gets."""
 
     image: bool
@@ -56,7 +56,7 @@ class Met(NamedTuple):
 
 
 @dataclass
-class StepFound:
+class StepReport:
     """A step of one kind. `sent`: bytes of all ranks by "kind axis"; `problems` are ready to be read."""
 
     kind: str
@@ -68,10 +68,10 @@ class StepFound:
 
 
 @dataclass
-class Found:
+class WorkerReport:
     """What a run of the small config gave. `held` and `parameters`: numbers on the rank that holds most, and of the model."""
 
-    steps: list[StepFound]
+    steps: list[StepReport]
     strategy: str
     held: int
     parameters: int
@@ -86,10 +86,10 @@ class Found:
         (folder / "found.json").write_text(json.dumps(asdict(bare)), encoding="utf-8")
 
     @classmethod
-    def load(cls, folder: Path) -> Found:
+    def load(cls, folder: Path) -> WorkerReport:
         """What `save` wrote."""
         content = json.loads((folder / "found.json").read_text(encoding="utf-8"))
-        steps = {step["kind"]: StepFound(**step) for step in content.pop("steps")}
+        steps = {step["kind"]: StepReport(**step) for step in content.pop("steps")}
         for name, grad in load_file(folder / "grads.safetensors").items():
             kind, _, parameter = name.partition("/")
             steps[kind].grads[parameter] = grad
@@ -107,7 +107,7 @@ def with_plain_optimizer(config: Config) -> Config:
     )
 
 
-def examine(mini: Miniature, change: Callable[[TokenLayout], TokenLayout] | None = None) -> Found:
+def examine(mini: ShrunkRun, change: Callable[[TokenLayout], TokenLayout] | None = None) -> WorkerReport:
     """One step of each kind over all ranks of the process group; a collective call. Rank 0 has the gradients.
 
     It is training's own way, but that the learning rate is 0. `change` puts another token layout in place (tests break it so).
@@ -125,7 +125,7 @@ def examine(mini: Miniature, change: Callable[[TokenLayout], TokenLayout] | None
     steps = [_step(mini, kind, parts, placement, batching, rank, world) for kind in mini.kinds]
     own = sum(local(p).numel() for p in unwrap(parts.model).parameters())
     times, problems = _times(mini, parts, batching, rank, world)
-    return Found(
+    return WorkerReport(
         steps=steps,
         strategy=placement.strategy,
         held=max(comm.all_gather_objects(own)),
@@ -136,10 +136,10 @@ def examine(mini: Miniature, change: Callable[[TokenLayout], TokenLayout] | None
 
 
 def _step(
-    mini: Miniature, kind: str, parts: Assembly, placement: Placement, batching: Batching, rank: int, world: int
-) -> StepFound:
+    mini: ShrunkRun, kind: str, parts: Assembly, placement: Placement, batching: Batching, rank: int, world: int
+) -> StepReport:
     draws, ledger, clip = mini.draws(kind), placement.layout.ledger, mini.config.train.clip_norm
-    batches = [mini.batch(part) for part in share(draws, batching, rank, world)]
+    batches = [mini.batch(part) for part in rank_batches(draws, batching, rank, world)]
     grads: Arrays = {}
     assert isinstance(parts.optimizer, Optimizer)
     hook = parts.optimizer.register_step_pre_hook(lambda *_: grads.update(whole_gradients(unwrap(parts.model))))
@@ -161,10 +161,12 @@ def _step(
     sent: Counter[str] = Counter()
     for one in comm.all_gather_objects({" ".join(what): n for what, n in ledger.since(before).bytes.items() if n}):
         sent.update(one)
-    everyone = [[Met(*one) for one in row] for row in comm.all_gather_objects([_met(batch) for batch in batches])]
+    everyone = [
+        [MicroBatchDigest(*one) for one in row] for row in comm.all_gather_objects([_met(batch) for batch in batches])
+    ]
     problems = disagreements(everyone, batching.group, batching.tensor)
     problems += other_gradients(comm.all_gather_objects({name: float(np.abs(g).sum()) for name, g in grads.items()}))
-    return StepFound(kind, result.loss, result.grad_norm, dict(sent), problems, grads)
+    return StepReport(kind, result.loss, result.grad_norm, dict(sent), problems, grads)
 
 
 def whole_gradients(model: nn.Module) -> Arrays:
@@ -176,7 +178,7 @@ def whole_gradients(model: nn.Module) -> Arrays:
     }
 
 
-def disagreements(everyone: Sequence[Sequence[Met]], group: int, tensor: int) -> list[str]:
+def disagreements(everyone: Sequence[Sequence[MicroBatchDigest]], group: int, tensor: int) -> list[str]:
     """What is wrong with the micro-batches that the ranks met, by rank.
 
     The ranks of a group must meet the same videos with the same noise, times and captions (the tensor-parallel ones the same images),
@@ -221,14 +223,14 @@ def uneven(counts: Sequence[int]) -> float:
 
 
 def _times(
-    mini: Miniature, parts: Assembly, batching: Batching, rank: int, world: int
+    mini: ShrunkRun, parts: Assembly, batching: Batching, rank: int, world: int
 ) -> tuple[list[float], list[str]]:
     """The range of times over many steps, and which ranks meet a part of it only: each must meet all of it evenly."""
     kind = mini.kinds[-1]
     names = [
         draw.name
         for step in range(TIME_STEPS)
-        for part in share(mini.draws(kind, TIME_SAMPLES, step), batching, rank, world)
+        for part in rank_batches(mini.draws(kind, TIME_SAMPLES, step), batching, rank, world)
         for draw, weight in part
         if weight
     ]
@@ -245,7 +247,7 @@ def _times(
     return [min(low for low, _ in ends), max(high for _, high in ends)], problems
 
 
-def _met(batch: Batch) -> Met:
+def _met(batch: Batch) -> MicroBatchDigest:
     digest = hashlib.sha256()
     for tensor in [
         *(batch.movable()[name] for name in sorted(batch.movable()) if name != "weights_B"),
@@ -254,7 +256,7 @@ def _met(batch: Batch) -> Met:
         assert tensor is not None
         digest.update(tensor.contiguous().numpy().tobytes())
     names = ["/".join(map(str, name)) for name in batch.names]
-    return Met(batch.bucket.is_image, names, batch.weights_I.tolist(), digest.hexdigest())
+    return MicroBatchDigest(batch.bucket.is_image, names, batch.weights_I.tolist(), digest.hexdigest())
 
 
 def main() -> None:
@@ -274,7 +276,7 @@ def _work(job: dict[str, Any]) -> None:
     import torch.distributed as dist
 
     os.environ.update(RANK=str(job["rank"]), LOCAL_RANK=str(job["rank"]), WORLD_SIZE=str(job["world"]))
-    mini = miniature(make_config(job["config"]), Strides(*job["strides"]))
+    mini = shrink_run(make_config(job["config"]), Strides(*job["strides"]))
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(job["store"], job["world"]),

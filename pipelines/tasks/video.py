@@ -21,7 +21,7 @@ from mmspeed.config import Config
 from mmspeed.config.schema import ModelConfig
 from mmspeed.data import Batching, BatchSampler, DatasetCache, FirstEpoch, Loader, Sample
 from mmspeed.data.collate import video_batch
-from mmspeed.data.loading.first_epoch import Maker
+from mmspeed.data.loading.first_epoch import OnlineEncoder
 from mmspeed.data.sampling.batch_sizes import (
     COUNTED_TEXT_TOKENS,
     MEASURED_NAME,
@@ -30,7 +30,7 @@ from mmspeed.data.sampling.batch_sizes import (
     make_stages,
     sample_costs,
 )
-from mmspeed.data.sampling.order import Place
+from mmspeed.data.sampling.order import StepLocation
 from mmspeed.device import parse_dtype
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
@@ -76,7 +76,7 @@ BuildModel = Callable[[ModelConfig, int, int, str], nn.Module]  # (section, late
 
 
 @dataclass(frozen=True)
-class Inputs:
+class EncoderShapes:
     """Sizes of what a codec and a text encoder give."""
 
     channels: int
@@ -99,10 +99,10 @@ class VideoTask:
 
     name = "video"
 
-    def __init__(self, config: Config, maker: Maker | None = None, build: BuildModel = build_model) -> None:
+    def __init__(self, config: Config, maker: OnlineEncoder | None = None, build: BuildModel = build_model) -> None:
         self.config, self.maker, self._build = config, maker, build
         self.objective: Objective = make_objective(config.objective)
-        self._inputs: Inputs | None = None
+        self._inputs: EncoderShapes | None = None
         self._cache: DatasetCache | None = None
         self.whole = True
         self.group: dist.ProcessGroup | None = None
@@ -115,14 +115,16 @@ class VideoTask:
         self.group = patient_group() if self.maker is not None else None
         self._cache, self.whole = open_cache(self.config, self.maker, place.device, place.rank, place.world, self.group)
         encoders = self._cache.info["encoders"]
-        self.use(Inputs(encoders["vae"]["channels"], Strides(*encoders["vae"]["strides"]), encoders["text"]["width"]))
+        self.use(
+            EncoderShapes(encoders["vae"]["channels"], Strides(*encoders["vae"]["strides"]), encoders["text"]["width"])
+        )
 
     def open_without_data(self) -> None:
         """Ask the config's codec and text encoder for their sizes. Raises UserError where they are not at hand."""
         if self._inputs is None:
-            self.use(Inputs(*codec_geometry(self.config.vae), text_width(self.config.text)))
+            self.use(EncoderShapes(*codec_geometry(self.config.vae), text_width(self.config.text)))
 
-    def use(self, inputs: Inputs) -> VideoTask:
+    def use(self, inputs: EncoderShapes) -> VideoTask:
         """Take these sizes; returns the task."""
         self._inputs = inputs
         return self
@@ -134,7 +136,7 @@ class VideoTask:
         return other
 
     @property
-    def inputs(self) -> Inputs:
+    def inputs(self) -> EncoderShapes:
         """Sizes of latents and captions."""
         if self._inputs is None:
             raise RuntimeError("a task is opened before it is asked for sizes")
@@ -417,9 +419,9 @@ class VideoTask:
 
     def shrunk(self) -> CheckTask:
         """The task made small for comparing layouts."""
-        from mmspeed.pipelines.selfcheck.shrink import miniature
+        from mmspeed.pipelines.selfcheck.shrink import shrink_run
 
-        return miniature(self)
+        return shrink_run(self)
 
 
 class VideoData:
@@ -457,7 +459,7 @@ class VideoData:
     def shapes(self, step: int) -> list[BatchShape]:
         return self.loader.shapes(step)
 
-    def locate(self, step: int) -> Place:
+    def locate(self, step: int) -> StepLocation:
         return self.sampler.locate(step)
 
     def state(self, step: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mmspeed import comm, rng
 from mmspeed.config import Config
-from mmspeed.data import DatasetCache, Draw, Sample
+from mmspeed.data import DatasetCache, Sample, SampleUse
 from mmspeed.data.collate import assemble
 from mmspeed.log import get_logger
 from mmspeed.models.codecs.vae import load_codec
@@ -166,7 +166,7 @@ def held_out_losses(
     rows: list[list[float]] = []
     weights: list[float] = []
     for sample, real in shares(samples, place):
-        batch = assemble(cache, [(Draw(sample, 0, 0), 1.0)], seed=seed, caption_dropout=0.0)
+        batch = assemble(cache, [(SampleUse(sample, 0, 0), 1.0)], seed=seed, caption_dropout=0.0)
         batch = batch.to(device.torch_device, torch.float32)
         weights.append(float(real and place.leads))
         rows.append([])

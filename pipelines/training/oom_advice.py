@@ -32,7 +32,7 @@ GROUPS = 50  # of blocks that are written down
 log = get_logger("memory")
 
 
-class MemoryCare(BaseCallback):
+class OomAdvisor(BaseCallback):
     """Around the training loop. When memory runs out inside, the error says which key of the config gives some back.
 
     With `memory.snapshot` on an accelerator each block of memory is noted with the Python lines that asked for it, and what was held
@@ -46,7 +46,7 @@ class MemoryCare(BaseCallback):
         self.model, self.optimizer, self.ema = model, optimizer, ema
         self._notes = config.memory.snapshot and device.kind != "cpu"
 
-    def __enter__(self) -> MemoryCare:
+    def __enter__(self) -> OomAdvisor:
         if self._notes:
             self.device.record_allocations(True)
         return self
@@ -116,7 +116,7 @@ def advise(held: Mapping[str, int], config: RunConfig, *, world: int = 1, growin
     """Which keys of the config would give memory back, in sentences, those that give most first; never none.
 
     Args:
-        held: bytes by category (those of `MemoryCare.held`); `reserved` and `total` may be missing.
+        held: bytes by category (those of `OomAdvisor.held`); `reserved` and `total` may be missing.
         world: devices of the run.
         growing_segments: what sets the device's allocator to keep less in pieces, where there is such a thing.
     """

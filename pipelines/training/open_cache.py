@@ -10,7 +10,7 @@ from mmspeed import comm
 from mmspeed.config import Config
 from mmspeed.data import DatasetCache
 from mmspeed.data.cache.files import BusyError
-from mmspeed.data.loading.first_epoch import Maker
+from mmspeed.data.loading.first_epoch import OnlineEncoder
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
@@ -23,7 +23,7 @@ _NAMED = 4  # settings that a message names
 
 
 def open_cache(
-    config: Config, maker: Maker | None, device: Device, rank: int, world: int, group: dist.ProcessGroup | None
+    config: Config, maker: OnlineEncoder | None, device: Device, rank: int, world: int, group: dist.ProcessGroup | None
 ) -> tuple[DatasetCache, bool]:
     """The config's cache, and whether it is whole. A collective call; rank 0 says what is the case.
 

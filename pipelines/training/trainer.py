@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from mmspeed import comm
 from mmspeed.config import RunConfig
-from mmspeed.data.loading.first_epoch import Maker
+from mmspeed.data.loading.first_epoch import OnlineEncoder
 from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, get_logger
@@ -32,9 +32,9 @@ from mmspeed.pipelines.run.result import TrainResult
 from mmspeed.pipelines.run.run_folder import RunFolder, trim_metrics
 from mmspeed.pipelines.run.telemetry import Telemetry, TelemetryCallback
 from mmspeed.pipelines.tasks import make_task
-from mmspeed.pipelines.training.oom_advice import MemoryCare
+from mmspeed.pipelines.training.oom_advice import OomAdvisor
 from mmspeed.pipelines.training.validation import Validator
-from mmspeed.pipelines.tuning.memory_search import ways_under_budget
+from mmspeed.pipelines.tuning.memory_search import policies_under_budget
 from mmspeed.protocols import Data, RunPlace, StepData, Task
 
 log = get_logger("train")
@@ -62,7 +62,7 @@ class TrainPipeline:
     that name with another model, a non-finite loss, a full disk.
     """
 
-    def __init__(self, config: RunConfig, maker: Maker | None = None, task: Task | None = None) -> None:
+    def __init__(self, config: RunConfig, maker: OnlineEncoder | None = None, task: Task | None = None) -> None:
         self.config = config
         self.task = task or make_task(config, maker)
         self.folder = RunFolder(config.run_dir)
@@ -82,7 +82,7 @@ class TrainPipeline:
         self.task.open(where)
         self._tell_notes(where)
         data = self.task.data(where)
-        choice = ways_under_budget(config, self.task, where)
+        choice = policies_under_budget(config, self.task, where)
         parts = assemble(config, self.task, self.task.build(), placement, device, choice)
         self.task.prepare(parts.models, where)
         # 2. the state of a run that was stopped
@@ -152,7 +152,7 @@ class TrainPipeline:
             trim_metrics(self.folder.metrics, run.step)
         comm.barrier()
 
-    def _callbacks(self, run: Run, telemetry: Telemetry, memory: MemoryCare) -> list[Callback]:
+    def _callbacks(self, run: Run, telemetry: Telemetry, memory: OomAdvisor) -> list[Callback]:
         """What happens around each step, in this order on all ranks."""
         parts, config = run.parts, self.config
         sparsity = Sparsity.of(parts.model, comm.all_reduce_sum)
@@ -176,7 +176,7 @@ class TrainPipeline:
             batches = run.data.steps(run.step, train.steps)
             telemetry.resume_clock()
             memory = stack.enter_context(
-                MemoryCare(config, run.place.device, self.folder.root, parts.model, parts.optimizer, parts.ema)
+                OomAdvisor(config, run.place.device, self.folder.root, parts.model, parts.optimizer, parts.ema)
             )
             signals = stack.enter_context(StopSignals(self.folder.root))
             line = stack.enter_context(ProgressLine("train", train.steps, "step", start=run.step))

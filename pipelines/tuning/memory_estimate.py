@@ -21,14 +21,14 @@ from mmspeed.config.memory import parse_bytes
 from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.log import format_bytes
-from mmspeed.memory.offload.storage_view import Look, kept, part_of_storage
-from mmspeed.memory.offload.swap import Group, Swap
+from mmspeed.memory.offload.storage_view import StorageView, guarded, part_of_storage
+from mmspeed.memory.offload.swap import Offloader, OffloadGroup
 from mmspeed.memory.planning.knapsack import Option
-from mmspeed.memory.planning.measure import ShapeGauge
+from mmspeed.memory.planning.measure import FakeTensorProfiler
 from mmspeed.memory.planning.options import StepFigures, kinds_of, runs_of, static_bytes, words_of
 from mmspeed.parallel import autocast, make_half
 from mmspeed.pipelines.tasks import make_task
-from mmspeed.pipelines.tuning.memory_measure import Bench, key_of, step_figures
+from mmspeed.pipelines.tuning.memory_measure import BlockProfiler, key_of, step_figures
 from mmspeed.pipelines.tuning.memory_search import budget_bytes
 from mmspeed.pipelines.tuning.synthetic_step import learning_model
 from mmspeed.protocols import MicroBatchSize, RunPlace, Task
@@ -37,7 +37,7 @@ FEW_OPTIONS = 8  # of a kind of block: fake tensors are slow
 
 
 @dataclass(frozen=True)
-class Speeds:
+class DeviceSpeeds:
     """Of a device: operations a second, bytes a second of its memory, and between it and the host in each direction."""
 
     flops: float = 150e12  # half of the peak of an accelerator of the A100's class
@@ -56,7 +56,7 @@ class MemoryPlan:
 
     step: MicroBatchSize
     figures: StepFigures
-    speeds: Speeds
+    speeds: DeviceSpeeds
     budget: int | None
     chosen: list[int] | None  # None: no budget, or nothing fits
 
@@ -121,7 +121,7 @@ def plan_memory(
     step: MicroBatchSize | None = None,
     budget: int | None = None,
     world: int | None = None,
-    speeds: Speeds | None = None,
+    speeds: DeviceSpeeds | None = None,
     with_swap: bool = True,
 ) -> MemoryPlan:
     """What a config's step takes on one of `world` devices, and what is chosen under `budget` bytes.
@@ -136,7 +136,7 @@ def plan_memory(
     """
     if config.memory.mlp_chunk is not None:
         raise UserError("a plan chooses how MLPs are computed, and memory.mlp_chunk says it: leave mlp_chunk out")
-    parallel, speeds = config.parallel, speeds or Speeds()
+    parallel, speeds = config.parallel, speeds or DeviceSpeeds()
     world = world or parallel.group
     if task is None:
         task = make_task(config)
@@ -152,7 +152,7 @@ def plan_memory(
 
 
 def shape_figures(
-    config: RunConfig, task: Task, step: MicroBatchSize, speeds: Speeds, with_swap: bool = True
+    config: RunConfig, task: Task, step: MicroBatchSize, speeds: DeviceSpeeds, with_swap: bool = True
 ) -> StepFigures:
     """The figures of a step on one device that computes all of it."""
     memory, host = config.memory, Device("cpu", 0)
@@ -170,9 +170,11 @@ def shape_figures(
         if dtype != torch.float32:
             autocast(bare, dtype)
         batch, loss = task.sketch(bare, step.shape, step.items)
-        swap = ShapeSwap(host, parse_bytes(memory.swap_from))
-        gauge = ShapeGauge(speeds.flops, speeds.memory)
-        bench = Bench(gauge, swap, with_swap, memory.exchange_again, most=FEW_OPTIONS, swap_seconds=speeds.swap_seconds)
+        swap = FakeOffloader(host, parse_bytes(memory.swap_from))
+        gauge = FakeTensorProfiler(speeds.flops, speeds.memory)
+        bench = BlockProfiler(
+            gauge, swap, with_swap, memory.exchange_again, most=FEW_OPTIONS, swap_seconds=speeds.swap_seconds
+        )
         return step_figures(
             bench,
             model,
@@ -240,11 +242,11 @@ def _without_values(model: nn.Module) -> None:
             setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
 
 
-class ShapeSwap(Swap):
+class FakeOffloader(Offloader):
     """A place to swap fake tensors to. Nothing is copied; bytes are counted as they are where tensors have values."""
 
-    def group(self) -> Group:
-        return _ShapeGroup(self)
+    def group(self) -> OffloadGroup:
+        return _FakeOffloadGroup(self)
 
     def stays(self, tensor: Tensor) -> bool:
         root: Any = tensor if tensor._base is None else tensor._base
@@ -255,7 +257,7 @@ class ShapeSwap(Swap):
 
 def _reach(tensor: Tensor) -> int:
     """Bytes of memory from the first to the last that a tensor sees."""
-    start, end = Look.of(tensor).reach()
+    start, end = StorageView.of(tensor).reach()
     return end - start
 
 
@@ -268,10 +270,10 @@ def _cast_of(tensor: Tensor) -> Tensor | None:
     return source if isinstance(source, nn.Parameter) and source.shape == copy.shape else None
 
 
-class _ShapePart:
+class _FakeOffloadedStorage:
     """A storage, or a part of it, that lies in the host's memory."""
 
-    def __init__(self, swap: ShapeSwap, nbytes: int) -> None:
+    def __init__(self, swap: FakeOffloader, nbytes: int) -> None:
         self.swap, self.nbytes = swap, nbytes
         swap.pool.used += nbytes
         self._here: Any = None
@@ -288,10 +290,10 @@ class _ShapePart:
         self.swap.pool.used -= self.nbytes
 
 
-class _ShapeHeld:
+class _FakeOffloadedTensor:
     """A stored tensor, which holds its memory from when it comes back until it is asked for."""
 
-    def __init__(self, group: _ShapeGroup, part: _ShapePart) -> None:
+    def __init__(self, group: _FakeOffloadGroup, part: _FakeOffloadedStorage) -> None:
         self.group, self.part = group, part
         self.arrival: Tensor | None = None
 
@@ -301,23 +303,23 @@ class _ShapeHeld:
         return self.part.load() if arrival is None else arrival
 
 
-class _ShapeGroup:
-    def __init__(self, swap: ShapeSwap) -> None:
+class _FakeOffloadGroup:
+    def __init__(self, swap: FakeOffloader) -> None:
         self.swap = swap
-        self.parts: dict[tuple[int, int, int], tuple[StorageWeakRef, _ShapePart]] = {}
-        self.held: list[weakref.ref[_ShapeHeld]] = []
+        self.parts: dict[tuple[int, int, int], tuple[StorageWeakRef, _FakeOffloadedStorage]] = {}
+        self.held: list[weakref.ref[_FakeOffloadedTensor]] = []
 
     def store(self, tensor: Tensor) -> Callable[[], Tensor]:
         source = _cast_of(tensor)
         if self.swap.stays(tensor):
-            return kept(tensor)
-        look, storage = Look.of(tensor), tensor.untyped_storage()
+            return guarded(tensor)
+        look, storage = StorageView.of(tensor), tensor.untyped_storage()
         if source is not None:
             return lambda: source.detach().to(look.dtype).as_strided(look.shape, look.strides)
         start, end = part_of_storage(look, storage.nbytes())
         weak = StorageWeakRef(storage)  # its address is not given twice while it is held
-        _, part = self.parts.setdefault((weak.cdata, start, end), (weak, _ShapePart(self.swap, end - start)))
-        held = _ShapeHeld(self, part)
+        _, part = self.parts.setdefault((weak.cdata, start, end), (weak, _FakeOffloadedStorage(self.swap, end - start)))
+        held = _FakeOffloadedTensor(self, part)
         self.held.append(weakref.ref(held))
 
         def give() -> Tensor:

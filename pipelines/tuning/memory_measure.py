@@ -19,16 +19,16 @@ from torch.utils._pytree import tree_map_only
 
 from mmspeed import comm
 from mmspeed.compute.sparse.module import clustered_layers
-from mmspeed.memory import set_ways
-from mmspeed.memory.offload.swap import Swap
+from mmspeed.memory import set_policies
+from mmspeed.memory.offload.swap import Offloader
 from mmspeed.memory.planning.knapsack import Option
-from mmspeed.memory.planning.measure import Gauge, Work
+from mmspeed.memory.planning.measure import Profiler, Work
 from mmspeed.memory.planning.options import (
     StepFigures,
     combinations,
     front,
     least_bytes,
-    single_ways,
+    single_policies,
     static_bytes,
     swaps,
 )
@@ -40,7 +40,7 @@ ROUNDS = 3  # timed runs of each single way
 LEAST_ADDED = 0.005  # share of a block's time
 
 
-class _Pass(torch.autograd.Function):
+class _PassFirst(torch.autograd.Function):
     """Hands its first argument on, and gives all others a gradient, so that what made them keeps what its backward needs."""
 
     @staticmethod
@@ -54,7 +54,7 @@ class _Pass(torch.autograd.Function):
         return grad, *made
 
 
-class Through(nn.Module):
+class IdentityBlock(nn.Module):
     """In place of a block: does nothing."""
 
     def __init__(self, block: nn.Module) -> None:
@@ -63,10 +63,10 @@ class Through(nn.Module):
             self.span = block.span
 
     def forward(self, x: Tensor, *others: Any, **named: Any) -> Tensor:
-        return cast(Tensor, _Pass.apply(x, *others, *named.values()))
+        return cast(Tensor, _PassFirst.apply(x, *others, *named.values()))
 
 
-class _Enter(torch.autograd.Function):
+class _PreviousLayer(torch.autograd.Function):
     """What an earlier layer would give: a tensor of its own."""
 
     @staticmethod
@@ -78,7 +78,7 @@ class _Enter(torch.autograd.Function):
         return grad
 
 
-class _Leave(torch.autograd.Function):
+class _NextLayer(torch.autograd.Function):
     """What a later layer would do: take a tensor without keeping it, and give a gradient of its size back."""
 
     @staticmethod
@@ -92,7 +92,7 @@ class _Leave(torch.autograd.Function):
 
 
 @dataclass
-class Call:
+class BlockCall:
     """How a block was called."""
 
     block: nn.Module
@@ -114,9 +114,9 @@ class Call:
                 value.grad = None
 
 
-def capture(forward: Work, blocks: Sequence[nn.Module]) -> list[Call]:
+def capture(forward: Work, blocks: Sequence[nn.Module]) -> list[BlockCall]:
     """The calls of blocks in a forward pass that records no gradient."""
-    calls: dict[int, Call] = {}
+    calls: dict[int, BlockCall] = {}
 
     def leaf(tensor: Tensor) -> Tensor:
         # a copy of its own, as backward may not reach into what the model computed with
@@ -127,7 +127,7 @@ def capture(forward: Work, blocks: Sequence[nn.Module]) -> list[Call]:
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         with torch.enable_grad():
             args, kwargs = tree_map_only(Tensor, leaf, (args, kwargs))
-        calls[id(block)] = Call(block, args, kwargs, dtype)
+        calls[id(block)] = BlockCall(block, args, kwargs, dtype)
 
     handles = [block.register_forward_pre_hook(take, with_kwargs=True) for block in blocks]
     try:
@@ -140,11 +140,11 @@ def capture(forward: Work, blocks: Sequence[nn.Module]) -> list[Call]:
 
 
 @dataclass
-class Bench:
+class BlockProfiler:
     """Where blocks are measured. `with_swap`: whether ways that swap are options."""
 
-    gauge: Gauge
-    swap: Swap
+    gauge: Profiler
+    swap: Offloader
     with_swap: bool
     exchange_again: bool = False
     most: int = MOST_OPTIONS
@@ -152,19 +152,19 @@ class Bench:
     # what swapping so many bytes out and back adds to a block of so many seconds, where that is not measured
     swap_seconds: Callable[[int, float], float] | None = None
 
-    def tell(self, calls: Sequence[Call], ways: Any) -> None:
+    def tell(self, calls: Sequence[BlockCall], ways: Any) -> None:
         """Give blocks their ways."""
         for call in calls:
-            set_ways(call.block, ways, self.swap.group, exchange_again=self.exchange_again)
+            set_policies(call.block, ways, self.swap.group, exchange_again=self.exchange_again)
 
-    def weigh(self, call: Call, ways: Any) -> Option:
+    def weigh(self, call: BlockCall, ways: Any) -> Option:
         """The bytes of a block in some ways; `seconds` is not measured."""
         self.progress()
         self.tell([call], ways)
         left: list[Tensor] = []
 
         def forward() -> None:
-            left.append(_Leave.apply(call.run(_Enter.apply(call.args[0]))))
+            left.append(_NextLayer.apply(call.run(_PreviousLayer.apply(call.args[0]))))
             if self.with_swap:  # what has left may be freed
                 self.swap.device.synchronize()
                 with self.swap.lock:
@@ -181,7 +181,7 @@ class Bench:
         # beside a block, what the one before it swaps is on its way out in forward, and on its way back in backward
         return Option(kept, forward_ + host, backward + host, host, ways=ways)
 
-    def clock(self, chain: Sequence[Call], ways: Sequence[Any]) -> list[float]:
+    def clock(self, chain: Sequence[BlockCall], ways: Sequence[Any]) -> list[float]:
         """Seconds of forward and backward of one block in each of some ways; of several blocks in a row, so that prefetching shows."""
 
         def prepare(each: Any) -> None:
@@ -191,24 +191,24 @@ class Bench:
                 call.clear()
 
         def work() -> None:
-            x = _Enter.apply(chain[0].args[0])
+            x = _PreviousLayer.apply(chain[0].args[0])
             for call in chain:
                 x = call.run(x)
-            _Leave.apply(x).backward()
+            _NextLayer.apply(x).backward()
 
         works: list[tuple[Work, Work]] = [(partial(prepare, each), work) for each in ways]
         found = self.gauge.seconds(works, ROUNDS)
         prepare({})
         return comm.all_reduce_max([seconds / len(chain) for seconds in found])
 
-    def options(self, chain: Sequence[Call]) -> tuple[list[Option], float]:
+    def options(self, chain: Sequence[BlockCall]) -> tuple[list[Option], float]:
         """The options of a kind of block, which saves everything in the first; and the seconds of that one.
 
         The chain are blocks of that kind. Time is that of each way of each span alone, which adds up; bytes are those of each option.
         """
         first = chain[0].block
         spans = first.spans if isinstance(first, NamesRegions) else ()
-        ways = single_ways(spans, self.with_swap)
+        ways = single_policies(spans, self.with_swap)
         self.weigh(chain[0], {})  # the first run makes what libraries keep for good
         spent, singles = [self.gauge.spent], []
         for each in ways:
@@ -258,7 +258,7 @@ class Bench:
 def without_blocks(model: TrainableModel) -> Iterator[None]:
     """Inside, a model's blocks do nothing."""
     blocks = model.blocks
-    model.blocks = nn.ModuleList(Through(block) for block in blocks)
+    model.blocks = nn.ModuleList(IdentityBlock(block) for block in blocks)
     try:
         yield
     finally:
@@ -266,7 +266,7 @@ def without_blocks(model: TrainableModel) -> Iterator[None]:
 
 
 def step_figures(
-    bench: Bench,
+    bench: BlockProfiler,
     model: TrainableModel,
     batch: Callable[[], Any],
     loss: Callable[[Any], Tensor],

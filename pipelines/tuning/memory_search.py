@@ -26,14 +26,14 @@ from mmspeed.config.memory import MemoryConfig, parse_bytes
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, format_bytes, get_logger
-from mmspeed.memory import Ways, set_ways
-from mmspeed.memory.offload.swap import Swap
-from mmspeed.memory.planning.measure import DeviceGauge
+from mmspeed.memory import ActivationPolicies, set_policies
+from mmspeed.memory.offload.swap import Offloader
+from mmspeed.memory.planning.measure import DeviceProfiler
 from mmspeed.memory.planning.options import StepFigures, kinds_of, runs_of, words_of
 from mmspeed.pipelines.run.run_folder import write_text
-from mmspeed.pipelines.tuning.memory_measure import Bench, key_of, step_figures
+from mmspeed.pipelines.tuning.memory_measure import BlockProfiler, key_of, step_figures
 from mmspeed.pipelines.tuning.profile import UNMEASURED, setting_of
-from mmspeed.pipelines.tuning.synthetic_step import Trial, learning_model
+from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep, learning_model
 from mmspeed.protocols import Batch, MicroBatchSize, Models, RunPlace, Task
 
 MEMORY_NAME = "memory.json"
@@ -44,10 +44,10 @@ log = get_logger("train")
 
 
 @dataclass(frozen=True)
-class Choice:
+class MemoryChoice:
     """The ways of each block that were chosen, and what was found of them."""
 
-    ways: tuple[Ways, ...]
+    ways: tuple[ActivationPolicies, ...]
     budget: int
     expected_peak: int
     measured_peak: int
@@ -113,11 +113,13 @@ def measured_figures(
     plain = config.model_copy(update={"memory": memory, "train": train})
     running = ExitStack()
     try:
-        steps = Trial(plain, task, device, choice=[{}] * len(wanted), blocks=wanted, text_tokens=task.longest_text())
-        swap = Swap(device, parse_bytes(memory.swap_from))
+        steps = SyntheticStep(
+            plain, task, device, choice=[{}] * len(wanted), blocks=wanted, text_tokens=task.longest_text()
+        )
+        swap = Offloader(device, parse_bytes(memory.swap_from))
         swapping = device.kind != "cpu" if with_swap is None else with_swap
         line = running.enter_context(ProgressLine("measure memory", None, "run"))
-        bench = Bench(DeviceGauge(device), swap, swapping, memory.exchange_again, progress=line.advance)
+        bench = BlockProfiler(DeviceProfiler(device), swap, swapping, memory.exchange_again, progress=line.advance)
         return step_figures(
             bench,
             steps.model,
@@ -145,24 +147,24 @@ def _loss(task: Task, models: Models, batch: Batch) -> Tensor:
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
 
-class Tried:
+class MeasuredModel:
     """A config's whole model, of which real steps are taken in one choice after another."""
 
     def __init__(
-        self, config: RunConfig, task: Task, device: Device, step: MicroBatchSize, ways: Sequence[Ways]
+        self, config: RunConfig, task: Task, device: Device, step: MicroBatchSize, ways: Sequence[ActivationPolicies]
     ) -> None:
         memory = config.memory.model_copy(update={"budget": None, "fraction": None})
         self.memory = memory
         self._step = (step.shape, step.items, 2 if step.accumulates else 1)
         plain = config.model_copy(update={"memory": memory})
-        self.steps = Trial(plain, task, device, choice=list(ways), text_tokens=task.longest_text())
-        self.swap = Swap(device, parse_bytes(memory.swap_from))
+        self.steps = SyntheticStep(plain, task, device, choice=list(ways), text_tokens=task.longest_text())
+        self.swap = Offloader(device, parse_bytes(memory.swap_from))
         self._ran = False
 
-    def peak(self, ways: Sequence[Ways]) -> int | None:
+    def peak(self, ways: Sequence[ActivationPolicies]) -> int | None:
         """Bytes at the peak of a step; None where memory ran out. A collective call."""
         for block, own in zip(self.steps.model.blocks, ways, strict=True):
-            set_ways(block, own, self.swap.group, exchange_again=self.memory.exchange_again)
+            set_policies(block, own, self.swap.group, exchange_again=self.memory.exchange_again)
 
         def work() -> int:
             if not self._ran:
@@ -177,7 +179,7 @@ class Tried:
         return self.steps.seconds(*self._step)
 
 
-def settle(figures: StepFigures, budget: int, tried: Tried) -> Choice:
+def fastest_within(figures: StepFigures, budget: int, tried: MeasuredModel) -> MemoryChoice:
     """The fastest choice of which a real step stays within the budget. A collective call.
 
     Each try aims at as much more or less as the last step left of the budget. Raises UserError where not even the least stays within.
@@ -216,7 +218,7 @@ def settle(figures: StepFigures, budget: int, tried: Tried) -> Choice:
     chosen, peak, seconds = best
     ways = figures.ways(chosen)
     tried.peak(ways)
-    return Choice(
+    return MemoryChoice(
         tuple(ways),
         budget,
         figures.peak(chosen),
@@ -253,7 +255,7 @@ def option_rows(figures: StepFigures) -> list[dict[str, Any]]:
     ]
 
 
-def write_choice(path: Path, choice: Choice, figures: StepFigures, setting: Mapping[str, Any]) -> None:
+def write_choice(path: Path, choice: MemoryChoice, figures: StepFigures, setting: Mapping[str, Any]) -> None:
     """Write memory.json, whole or not at all."""
     found = {
         "setting": dict(setting),
@@ -275,7 +277,7 @@ def write_choice(path: Path, choice: Choice, figures: StepFigures, setting: Mapp
     write_text(path, json.dumps(found, indent=1) + "\n")
 
 
-def read_choice(path: Path, setting: Mapping[str, Any], blocks: int) -> Choice | None:
+def read_choice(path: Path, setting: Mapping[str, Any], blocks: int) -> MemoryChoice | None:
     """The choice of a run that was made for this setting; None where there is none, or for another, or (with a warning) it is damaged."""
     if not path.exists():
         return None
@@ -289,8 +291,8 @@ def read_choice(path: Path, setting: Mapping[str, Any], blocks: int) -> Choice |
         ways = tuple(MemoryConfig(spans=each).spans for each in found["blocks"])
         if len(ways) != blocks:
             raise ValueError(f"ways of {len(ways)} blocks")
-        return Choice(
-            cast(tuple[Ways, ...], ways),
+        return MemoryChoice(
+            cast(tuple[ActivationPolicies, ...], ways),
             found["budget_bytes"],
             expected["peak_bytes"],
             measured["peak_bytes"],
@@ -306,7 +308,7 @@ def read_choice(path: Path, setting: Mapping[str, Any], blocks: int) -> Choice |
         return None
 
 
-def choose_ways(
+def choose_policies(
     config: RunConfig,
     task: Task,
     device: Device,
@@ -314,7 +316,7 @@ def choose_ways(
     folder: Path,
     setting: Mapping[str, Any],
     rank: int,
-) -> Choice:
+) -> MemoryChoice:
     """The ways under the config's budget: those that the run has, or new ones, written into its folder. A collective call.
 
     All ranks take rank 0's. Raises UserError where nothing fits.
@@ -325,14 +327,14 @@ def choose_ways(
     if found is not None:
         if rank == 0:
             log.info(f"memory: the choice of {path} is used again")
-        return Choice(**{**found, "ways": tuple(found["ways"]), "tries": ()})
+        return MemoryChoice(**{**found, "ways": tuple(found["ways"]), "tries": ()})
     began = time.monotonic()
     budget = budget_bytes(config.memory, device)
     figures = measured_figures(config, task, device, step)
     first = figures.choose(budget)
-    tried = Tried(config, task, device, step, figures.ways(first or figures.smallest()))
+    tried = MeasuredModel(config, task, device, step, figures.ways(first or figures.smallest()))
     try:
-        choice = settle(figures, budget, tried)
+        choice = fastest_within(figures, budget, tried)
     finally:
         del tried
         gc.collect()
@@ -345,7 +347,7 @@ def choose_ways(
     return replace(choice, ways=tuple(comm.broadcast_object([dict(ways) for ways in choice.ways])))
 
 
-def ways_under_budget(config: RunConfig, task: Task, place: RunPlace) -> list[Ways] | None:
+def policies_under_budget(config: RunConfig, task: Task, place: RunPlace) -> list[ActivationPolicies] | None:
     """The ways of each block for a run; None without a budget. A collective call."""
     if not config.memory.chooses:
         return None
@@ -356,4 +358,4 @@ def ways_under_budget(config: RunConfig, task: Task, place: RunPlace) -> list[Wa
         )
     step = task.largest_micro_batch(place)
     setting = full_setting(config, task, place, step)
-    return list(choose_ways(config, task, place.device, step, config.run_dir, setting, place.rank).ways)
+    return list(choose_policies(config, task, place.device, step, config.run_dir, setting, place.rank).ways)

@@ -29,7 +29,7 @@ from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine
 from mmspeed.mesh import process_group
 from mmspeed.pipelines.tasks import make_task
-from mmspeed.pipelines.tuning.synthetic_step import Trial, does_not_fit
+from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep, does_not_fit
 from mmspeed.protocols import RunPlace, ShapeClass, Task
 
 ACCELERATOR_SHARE, HOST_SHARE = 0.9, 0.6  # of a device's whole memory; of what a host has free, which others use too
@@ -102,7 +102,7 @@ def load_measured(path: Path, setting: Mapping[str, Any]) -> tuple[Measured, str
 
 
 @dataclass(frozen=True)
-class Limits:
+class ProfileLimits:
     """How far a measurement goes."""
 
     memory_bytes: int
@@ -113,14 +113,14 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Tried:
+class BucketMeasurements:
     """What was found of a bucket so far: steps that ran, smaller ones first, and the smallest that ran out of memory."""
 
     rows: tuple[Measurement, ...] = ()
     too_large: int | None = None
 
 
-def next_batch(tried: Tried, limits: Limits, state_bytes: int, careful: bool) -> int | None:
+def next_batch(tried: BucketMeasurements, limits: ProfileLimits, state_bytes: int, careful: bool) -> int | None:
     """The batch to try next, larger than all that ran; None when there is no use in another.
 
     Batches double as long as the line through the last two has them in the limit, else the largest that it has is tried; after
@@ -170,7 +170,7 @@ def memory_limit(device: Device, wanted: float | None) -> int:
 
 
 @dataclass(frozen=True)
-class Profile:
+class BucketProfile:
     """What was measured, and what it is compared with."""
 
     path: Path  # of buckets.json
@@ -195,7 +195,7 @@ def profile(
     most: int | None = None,
     repeats: int = 5,
     minutes: float = 10.0,
-) -> Profile:
+) -> BucketProfile:
     """Measure every shape class of a task, and write `buckets.json` into its run's folder, or into `folder`.
 
     `memory` is a share of the device's memory or a number of bytes; after `minutes` no larger batch and no further round is
@@ -212,11 +212,11 @@ def profile(
         rank = dist.get_rank()
         path = (folder or config.run_dir) / MEASURED_NAME
         comm.first_does(lambda: _check_folder(path.parent), rank)
-        limits = Limits(memory_limit(device, memory), seconds, most, repeats, minutes)
+        limits = ProfileLimits(memory_limit(device, memory), seconds, most, repeats, minutes)
         limits = replace(limits, memory_bytes=-int(comm.all_reduce_max([-float(limits.memory_bytes)])[0]))
         task = task or make_task(config)
         task.open_without_data()
-        steps = Trial(config, task, device, limits.memory_bytes)
+        steps = SyntheticStep(config, task, device, limits.memory_bytes)
         began = time.monotonic()
         found, untried = explore(steps, limits, began)
         rows, found, rounds = timed(steps, found, limits, began)
@@ -227,7 +227,7 @@ def profile(
             raise does_not_fit(steps.state_bytes, limits.memory_bytes)
         comm.first_does(lambda: measured.save(path), rank)
         counted = "allocator's count on CPU" if device.kind == "cpu" else "allocator's peak on the device"
-        return Profile(
+        return BucketProfile(
             path,
             measured,
             config,
@@ -246,12 +246,14 @@ def out_of_time(began: float, minutes: float) -> bool:
     return comm.all_reduce_max([time.monotonic() - began])[0] > 60 * minutes
 
 
-def explore(steps: Trial, limits: Limits, began: float) -> tuple[dict[ShapeClass, Tried], tuple[ShapeClass, ...]]:
+def explore(
+    steps: SyntheticStep, limits: ProfileLimits, began: float
+) -> tuple[dict[ShapeClass, BucketMeasurements], tuple[ShapeClass, ...]]:
     """The batches of each bucket, each measured once: one more of every bucket in turn. And the buckets that were not tried.
 
     Every bucket has its batch of 1; when half of the time is over, no larger batch is tried.
     """
-    found = {bucket: Tried() for bucket in sorted(steps.task.shapes(), key=steps.task.tokens)}
+    found = {bucket: BucketMeasurements() for bucket in sorted(steps.task.shapes(), key=steps.task.tokens)}
     untried, going = [], list(found)
     with ProgressLine("find batches", None, "step") as line:
         while going:
@@ -277,7 +279,9 @@ def explore(steps: Trial, limits: Limits, began: float) -> tuple[dict[ShapeClass
     return found, tuple(untried)
 
 
-def _too_large_alone(bucket: ShapeClass, steps: Trial, found: Mapping[ShapeClass, Tried], limits: Limits) -> bool:
+def _too_large_alone(
+    bucket: ShapeClass, steps: SyntheticStep, found: Mapping[ShapeClass, BucketMeasurements], limits: ProfileLimits
+) -> bool:
     """Whether one sample would be over the limit, by the tokens of smaller buckets' samples."""
     ones = [tried.rows[0] for tried in found.values() if tried.rows]
     if not ones:
@@ -288,8 +292,8 @@ def _too_large_alone(bucket: ShapeClass, steps: Trial, found: Mapping[ShapeClass
 
 
 def timed(
-    steps: Trial, found: Mapping[ShapeClass, Tried], limits: Limits, began: float
-) -> tuple[list[Measurement], dict[ShapeClass, Tried], int]:
+    steps: SyntheticStep, found: Mapping[ShapeClass, BucketMeasurements], limits: ProfileLimits, began: float
+) -> tuple[list[Measurement], dict[ShapeClass, BucketMeasurements], int]:
     """The measurements with the median time of the rounds there is time for, what was found of the buckets then, and the rounds.
 
     Each round goes through all batches of all buckets in an order of its own, so that what disturbs the machine meets all alike.
@@ -321,7 +325,7 @@ def timed(
     return rows, found, rounds
 
 
-def _warm_seconds(steps: Trial, bucket: ShapeClass, batch: int) -> float:
+def _warm_seconds(steps: SyntheticStep, bucket: ShapeClass, batch: int) -> float:
     """Time of a step; on an accelerator the second of two, since the first gives back the memory of another shape."""
     if steps.device.kind != "cpu":
         steps.run(bucket, batch)

@@ -18,7 +18,7 @@ from mmspeed.errors import UserError
 from mmspeed.log import format_bytes
 from mmspeed.loop.optimizers.build import set_learning_rate
 from mmspeed.loop.step import train_step
-from mmspeed.memory import Ways, peak_bytes, resident_bytes
+from mmspeed.memory import ActivationPolicies, peak_bytes, resident_bytes
 from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
 from mmspeed.memory.planning.options import static_bytes
 from mmspeed.memory.planning.peak import local_bytes
@@ -30,7 +30,7 @@ RATE = 1e-6  # learning rate of the steps: weights move, so that no product is o
 Found = TypeVar("Found")
 
 
-class Trial:
+class SyntheticStep:
     """Training steps of made-up items of a task's model, on every device of the world alike."""
 
     def __init__(
@@ -40,7 +40,7 @@ class Trial:
         device: Device,
         limit_bytes: int | None = None,
         *,
-        choice: Sequence[Ways] | None = None,
+        choice: Sequence[ActivationPolicies] | None = None,
         blocks: Sequence[int] | None = None,
         text_tokens: int | None = None,
     ) -> None:

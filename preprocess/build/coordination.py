@@ -28,7 +28,7 @@ from mmspeed.data.cache.keys import digest
 from mmspeed.data.cache.tables import parquet_bytes, read_facts, read_table
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
-from mmspeed.preprocess.records.sample_table import Row
+from mmspeed.preprocess.records.sample_table import ClipRow
 
 log = get_logger("preprocess")
 
@@ -41,7 +41,7 @@ _FAREWELL = 60.0  # seconds that process 0 gives the others to see the end
 
 
 @dataclass(frozen=True)
-class Share:
+class WorkShare:
     """Which part of the work is this process's: number `rank` of `world`. `launched`: they all run at once."""
 
     rank: int = 0
@@ -49,7 +49,7 @@ class Share:
     launched: bool = False
 
     @classmethod
-    def of(cls, shard: str | None) -> Share:
+    def of(cls, shard: str | None) -> WorkShare:
         """The share that `--shard` names (from 1 on, as in `3/8`), else the launcher's, else all. Raises UserError."""
         launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
         if shard is None:
@@ -67,42 +67,42 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Part:
+class ProcessRecord:
     """What one process tells the others: its rows, and plain JSON of all else."""
 
-    rows: list[Row]
+    rows: list[ClipRow]
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-def write_part(path: Path, part: Part) -> None:
+def write_part(path: Path, part: ProcessRecord) -> None:
     """Replace a part, whole and sealed. Raises UserError when the disk is full."""
     write_whole(path, parquet_bytes(plain_rows(part.rows), row_schema(), {_FACT: json.dumps(part.facts)}))
 
 
-def read_part(path: Path) -> Part:
+def read_part(path: Path) -> ProcessRecord:
     """A part. Raises UserError when it is damaged."""
     table = read_table(path, row_schema())
     try:
-        return Part(rows_of_plain(table.to_pylist()), json.loads(read_facts(path)[_FACT]))
+        return ProcessRecord(rows_of_plain(table.to_pylist()), json.loads(read_facts(path)[_FACT]))
     except (KeyError, ValueError) as error:
         raise UserError(f"{path} is no part of a build ({error!r}); delete it and run that part again") from error
 
 
-def plain_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def plain_rows(rows: Sequence[ClipRow]) -> list[dict[str, Any]]:
     """Rows as the columns of `row_schema`."""
-    return [{column.name: getattr(row, column.name) for column in fields(Row)} for row in rows]
+    return [{column.name: getattr(row, column.name) for column in fields(ClipRow)} for row in rows]
 
 
-def rows_of_plain(plain: Sequence[Mapping[str, Any]]) -> list[Row]:
+def rows_of_plain(plain: Sequence[Mapping[str, Any]]) -> list[ClipRow]:
     """The rows that `plain_rows` was made from; other columns are left out."""
-    names = [column.name for column in fields(Row) if column.name != "text_keys"]
-    return [Row(**{name: row[name] for name in names}, text_keys=tuple(row["text_keys"])) for row in plain]
+    names = [column.name for column in fields(ClipRow) if column.name != "text_keys"]
+    return [ClipRow(**{name: row[name] for name in names}, text_keys=tuple(row["text_keys"])) for row in plain]
 
 
 def row_schema() -> pa.Schema:
     """The columns of a part's table."""
     kinds = {"int": pa.int32(), "str": pa.string(), "tuple[str, ...]": pa.list_(pa.string())}
-    return pa.schema({name.name: kinds[str(name.type)] for name in fields(Row)})
+    return pa.schema({name.name: kinds[str(name.type)] for name in fields(ClipRow)})
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Agreement:
             )
 
 
-class Parts:
+class BuildCoordinator:
     """This process's end of the cooperation; a context manager around the work.
 
     Args:
@@ -156,14 +156,14 @@ class Parts:
     Raises UserError, where it meets the others, when they see something else.
     """
 
-    def __init__(self, root: Path, share: Share, agreement: Agreement) -> None:
+    def __init__(self, root: Path, share: WorkShare, agreement: Agreement) -> None:
         self.share, self.agreement = share, agreement
         self._folder = root / "parts"
         self._launch: TempFile | None = None
         self._launch_file = self._folder / f"launch-{digest(_token().encode())[:16]}.json"
         self.place = self._folder / f"{agreement.id}-of-{share.world}"
 
-    def __enter__(self) -> Parts:
+    def __enter__(self) -> BuildCoordinator:
         if self.share.world > 1 and self.share.launched:
             nonce = self._announce() if self.share.rank == 0 else self._find()
             self.place = self._folder / nonce
@@ -178,7 +178,7 @@ class Parts:
             self._launch = None
         self._remove_empty()
 
-    def leave(self, part: Part) -> None:
+    def leave(self, part: ProcessRecord) -> None:
         """Write this process's part."""
         write_part(self._mine(), part)
 
@@ -186,7 +186,7 @@ class Parts:
         """Numbers of the processes whose parts are not there yet."""
         return [rank for rank in range(self.share.world) if not self._file(rank).exists()]
 
-    def read(self) -> list[Part]:
+    def read(self) -> list[ProcessRecord]:
         """All parts, in the order of the processes."""
         return [read_part(self._file(rank)) for rank in range(self.share.world)]
 

@@ -18,8 +18,8 @@ from mmspeed.data.cache.tables import SAMPLES_FILE, read_info, write_rejects, wr
 from mmspeed.device import pick
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, format_bytes, get_logger
-from mmspeed.preprocess.build.coordination import Part, Parts, Share, locked
-from mmspeed.preprocess.build.setup import Setup
+from mmspeed.preprocess.build.coordination import BuildCoordinator, ProcessRecord, WorkShare, locked
+from mmspeed.preprocess.build.setup import BuildSetup
 from mmspeed.preprocess.encoding.async_writer import BackgroundWriter
 from mmspeed.preprocess.encoding.encode import Encoders, TrustedBatches, encode_texts, text_entry
 from mmspeed.preprocess.encoding.latent_stage import LatentStage
@@ -46,14 +46,14 @@ class CacheBuilder:
 
     def __init__(self, config: Config, shard: str | None = None) -> None:
         self.config, self.root = config, config.local_cache_dir()
-        self.share = Share.of(shard)
+        self.share = WorkShare.of(shard)
 
     def run(self) -> BuildReport:
         """Do this process's share, and finish the cache when it is this process's to finish."""
         self._started = time.monotonic()
         device = pick(self.config.device.kind)
         device.activate()
-        self.setup = Setup(self.config, device, self.share.world)
+        self.setup = BuildSetup(self.config, device, self.share.world)
         self.encoders, self.listing = self.setup.encoders, self.setup.listing
         with closing(self.setup):
             return self._run()
@@ -61,7 +61,7 @@ class CacheBuilder:
     def _run(self) -> BuildReport:
         if not self.share.launched or self.share.rank == 0:
             self.setup.mend()
-        with Parts(self.root, self.share, self.setup.agreement) as parts:
+        with BuildCoordinator(self.root, self.share, self.setup.agreement) as parts:
             self.setup.fit_when_missing()
             self.setup.check_buckets()
             report = BuildReport.of(self.root, self.listing)
@@ -69,7 +69,7 @@ class CacheBuilder:
 
     # -- the work -------------------------------------------------------------------------------------------------
 
-    def _work(self, report: BuildReport) -> Part:
+    def _work(self, report: BuildReport) -> ProcessRecord:
         """Encode this process's share: the texts, then, with the text encoder out of memory, the latents."""
         if self.share.rank == 0:
             report.rejections += self.listing.rejections
@@ -84,7 +84,7 @@ class CacheBuilder:
             "report": report.to_json(),
             "statistics": stage.statistics.to_json(),
         }
-        return Part(rows, facts)
+        return ProcessRecord(rows, facts)
 
     def _encode_texts(self, store: BackgroundWriter, report: BuildReport, statistics: DataStatistics) -> None:
         """Encode this process's share of all listed captions, and the empty one by process 0.
@@ -111,7 +111,7 @@ class CacheBuilder:
 
     # -- the end --------------------------------------------------------------------------------------------------
 
-    def _end(self, parts: Parts, part: Part, report: BuildReport) -> BuildReport:
+    def _end(self, parts: BuildCoordinator, part: ProcessRecord, report: BuildReport) -> BuildReport:
         """Bring the processes' parts together, wherever that is this process's to do."""
         if self.share.world == 1:
             return conclude(self.setup, [part], report, self._started)
@@ -130,7 +130,7 @@ class CacheBuilder:
             return report
         return self._end_of_array(parts, report)
 
-    def _end_of_array(self, parts: Parts, report: BuildReport) -> BuildReport:
+    def _end_of_array(self, parts: BuildCoordinator, report: BuildReport) -> BuildReport:
         """One part of a job array has ended: finish the cache if it was the last."""
         with locked(self.root / f".{parts.place.name}.lock", "waiting for another process to finish the cache"):
             missing = parts.missing()
@@ -147,7 +147,7 @@ class CacheBuilder:
         report.seconds = time.monotonic() - self._started
         return report
 
-    def _checked(self, parts: Parts) -> list[Part]:
+    def _checked(self, parts: BuildCoordinator) -> list[ProcessRecord]:
         """The parts of all processes. Raises UserError when one of them belongs to another codec, or its entries are gone."""
         read = parts.read()
         stored = StoredEntries(self.root)
@@ -186,7 +186,7 @@ def encode_captions(
     report.captions_truncated += encoders.text.truncated - truncated
 
 
-def require_stored(part: Part, stored: StoredEntries, whose: str, then: str) -> None:
+def require_stored(part: ProcessRecord, stored: StoredEntries, whose: str, then: str) -> None:
     """Raises UserError when an entry that a part tells of is not in the cache; `whose` and `then` are for its words."""
     latents, texts = stored.keys["latents"], stored.keys["texts"]
     lost = sum(row.latent_key not in latents or any(key not in texts for key in row.text_keys) for row in part.rows)
@@ -194,7 +194,7 @@ def require_stored(part: Part, stored: StoredEntries, whose: str, then: str) -> 
         raise UserError(f"{lost} clips {whose} are not in the cache (any more); {then}")
 
 
-def conclude(setup: Setup, parts: Sequence[Part], report: BuildReport, started: float) -> BuildReport:
+def conclude(setup: BuildSetup, parts: Sequence[ProcessRecord], report: BuildReport, started: float) -> BuildReport:
     """Write the tables of the finished cache from all parts, and its page; `report` made that of the whole build.
 
     `started` is when it began, by `time.monotonic`. Raises UserError when not a single source is in the cache.

@@ -1,6 +1,6 @@
 """Preprocess inside training: what the cache lacks is encoded in the first epoch, in the order in which training wants it.
 
-`OnlineBuilder` is handed to `TrainPipeline`, which knows it only as `mmspeed.data.loading.first_epoch.Maker`.
+`OnlineBuilder` is handed to `TrainPipeline`, which knows it only as `mmspeed.data.loading.first_epoch.OnlineEncoder`.
 Its entries are those of
 `mmspeed preprocess`, byte for byte: planning, decoding, encoding and storing are the same code.
 """
@@ -20,26 +20,26 @@ from mmspeed.data import CacheWriter, DatasetCache, Entry, Sample
 from mmspeed.data.cache.files import TempFile
 from mmspeed.data.cache.index import compile_index
 from mmspeed.data.cache.tables import read_samples, write_rejects, write_samples
-from mmspeed.data.loading.first_epoch import Made, Task
+from mmspeed.data.loading.first_epoch import EncodedEntries, EncodeJob
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, get_logger
-from mmspeed.preprocess.build.coordination import Part, read_part, write_part
-from mmspeed.preprocess.build.setup import Setup
+from mmspeed.preprocess.build.coordination import ProcessRecord, read_part, write_part
+from mmspeed.preprocess.build.setup import BuildSetup
 from mmspeed.preprocess.decoding.clips import split_of
 from mmspeed.preprocess.decoding.pool import DecodePool, Event, Failed, Finished, Selected
 from mmspeed.preprocess.encoding.async_writer import BackgroundWriter
 from mmspeed.preprocess.encoding.encode import TrustedBatches, encode_texts, text_entry
 from mmspeed.preprocess.encoding.latent_stage import LatentStage
 from mmspeed.preprocess.records.build_report import BuildReport
-from mmspeed.preprocess.records.sample_table import Planned, Row, rows_of, samples_of_rows
+from mmspeed.preprocess.records.sample_table import ClipRow, PlannedSource, rows_of, samples_of_rows
 from mmspeed.preprocess.sources.rejections import Reason, Rejection
 
 log = get_logger("preprocess")
 
 
 class OnlineBuilder:
-    """Makes a config's cache during training: a `mmspeed.data.loading.first_epoch.Maker`."""
+    """Makes a config's cache during training: a `mmspeed.data.loading.first_epoch.OnlineEncoder`."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -54,7 +54,7 @@ class OnlineBuilder:
         A collective call. Raises UserError when there is nothing to train on, or an encoder cannot be found.
         """
         self.rank, self.world = rank, world
-        self.setup = Setup(self.config, device)
+        self.setup = BuildSetup(self.config, device)
         self.setup.require_same(comm.all_gather_objects(self.setup.agreement.to_json(), group))
         if rank == 0:
             self.setup.mend()
@@ -71,18 +71,18 @@ class OnlineBuilder:
         }
         self._sources = {source.name: source for source in self.setup.listing.sources}
 
-    def _probe(self, rank: int, world: int) -> tuple[list[Row], list[Rejection]]:
+    def _probe(self, rank: int, world: int) -> tuple[list[ClipRow], list[Rejection]]:
         """The rows and rejections of this rank's share of the sources; nothing is decoded."""
         config, encoders = self.config, self.setup.encoders
         sources = self.setup.listing.sources[rank::world]
-        rows: list[Row] = []
+        rows: list[ClipRow] = []
         rejections: list[Rejection] = []
         with DecodePool(config, sources) as pool, ProgressLine("probe", len(sources), "clip") as line:
             for event in pool.run(lambda clip: False):
                 if isinstance(event, Selected):
                     content_id = event.clips[0].content_id
                     split = split_of(event.source, content_id, config.data, config.seed)
-                    planned = Planned(event.source, split, content_id, event.clips)
+                    planned = PlannedSource(event.source, split, content_id, event.clips)
                     rows += rows_of([planned], encoders.latent_key, encoders.text_key)
                 elif isinstance(event, Failed):
                     rejections.append(event.rejected.of(event.source.name))
@@ -91,8 +91,8 @@ class OnlineBuilder:
         return rows, rejections
 
     def _gather(
-        self, rows: list[Row], rejections: list[Rejection], group: dist.ProcessGroup | None
-    ) -> tuple[list[Row], list[Rejection]]:
+        self, rows: list[ClipRow], rejections: list[Rejection], group: dist.ProcessGroup | None
+    ) -> tuple[list[ClipRow], list[Rejection]]:
         """On rank 0 what all ranks found, which travels through a folder of this run's own; elsewhere nothing."""
         if self.world == 1:
             return rows, rejections
@@ -100,7 +100,7 @@ class OnlineBuilder:
         folder = self.setup.root / "parts" / name
         mark = TempFile(folder) if self.rank == 0 else None  # its lock says that the folder is in use
         facts = {"rejections": [[r.source, r.reason.value, r.detail] for r in rejections]}
-        write_part(folder / f"rank-{self.rank:05d}.parquet", Part(rows, facts))
+        write_part(folder / f"rank-{self.rank:05d}.parquet", ProcessRecord(rows, facts))
         comm.barrier(group)
         if mark is None:
             return [], []
@@ -112,7 +112,7 @@ class OnlineBuilder:
         ]
         return [row for part in parts for row in part.rows], rejected
 
-    def _write_plan(self, rows: Sequence[Row], rejections: Sequence[Rejection]) -> None:
+    def _write_plan(self, rows: Sequence[ClipRow], rejections: Sequence[Rejection]) -> None:
         """The tables of a cache that is not whole yet, and the empty caption."""
         setup, encoders = self.setup, self.setup.encoders
         self._rejections = [(r.source, r.reason.value, r.detail) for r in rejections]
@@ -132,7 +132,7 @@ class OnlineBuilder:
 
     # -- during the first epoch -----------------------------------------------------------------------------------
 
-    def start(self, cache: DatasetCache, tasks: Sequence[Task]) -> None:
+    def start(self, cache: DatasetCache, tasks: Sequence[EncodeJob]) -> None:
         """Begin to decode the sources of the tasks, in their order, a bounded number ahead."""
         self.close()
         self._stack = ExitStack()
@@ -153,7 +153,7 @@ class OnlineBuilder:
             pool = self._stack.enter_context(DecodePool(config, [self._sources[name] for name in names]))
             self._events = pool.run(self._stage.wanted)
 
-    def make(self, task: Task) -> Made:
+    def make(self, task: EncodeJob) -> EncodedEntries:
         """Encode the sources and captions of a task; when it returns, what it tells of can be read by every rank."""
         left = set(task.sources)
         while left:
@@ -165,7 +165,7 @@ class OnlineBuilder:
         captions = [self._captions[key] for key in task.texts if not self._store.has("texts", key)]
         for caption, tensors in encode_texts(self.setup.encoders, self._trusted, captions) if captions else ():
             self._store.add(**text_entry(self.setup.encoders, caption, tensors, "texts"))
-        made = Made(entries=[self._place(section, key) for section, key in self._store.drain()])
+        made = EncodedEntries(entries=[self._place(section, key) for section, key in self._store.drain()])
         if self.world > 1 and made.entries:
             self._writer.sync()  # other machines see what is on the disk
         made.entries += self._moved
@@ -207,7 +207,7 @@ class OnlineBuilder:
     def _seal(self) -> None:
         self._moved += self._writer.seal_full()
 
-    def _settle(self, source: str, made: Made) -> None:
+    def _settle(self, source: str, made: EncodedEntries) -> None:
         """Tell which samples of a source are lost, those of which a latent is still not there, and why."""
         lost = [s for s in self._samples.pop(source) if any(not self._writer.has("latents", k) for k in s.latent_keys)]
         if not lost:

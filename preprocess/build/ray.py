@@ -23,14 +23,14 @@ from mmspeed.data.cache.writer import repair
 from mmspeed.device import SCHEDULER_NAMES, pick
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine
-from mmspeed.preprocess.build.coordination import Part, locked, plain_rows, row_schema, rows_of_plain
+from mmspeed.preprocess.build.coordination import ProcessRecord, locked, plain_rows, row_schema, rows_of_plain
 from mmspeed.preprocess.build.offline import conclude, encode_captions, require_stored
-from mmspeed.preprocess.build.setup import Setup
+from mmspeed.preprocess.build.setup import BuildSetup
 from mmspeed.preprocess.encoding.async_writer import BackgroundWriter
 from mmspeed.preprocess.encoding.encode import Encoders, TrustedBatches
 from mmspeed.preprocess.encoding.latent_stage import LatentStage
 from mmspeed.preprocess.records.build_report import BuildReport
-from mmspeed.preprocess.records.sample_table import Row
+from mmspeed.preprocess.records.sample_table import ClipRow
 from mmspeed.preprocess.records.stale_entries import StoredEntries
 from mmspeed.preprocess.records.statistics import DataStatistics
 from mmspeed.preprocess.sources.rejections import Reason
@@ -52,14 +52,14 @@ def build_on_ray(config: Config, workers: int | None = None) -> BuildReport:
     """
     started = time.monotonic()
     ray = import_ray()
-    setup = Setup(config, pick("cpu"))  # the driver encodes nothing
+    setup = BuildSetup(config, pick("cpu"))  # the driver encodes nothing
     setup.mend()
     setup.fit_when_missing()
     setup.check_buckets()
     report = BuildReport.of(setup.root, setup.listing)
     first = BuildReport(setup.root, rejections=list(setup.listing.rejections))
     captions, first.texts_reused = _missing_captions(setup)
-    parts = [Part([], {"report": first.to_json(), "statistics": DataStatistics().to_json()})]
+    parts = [ProcessRecord([], {"report": first.to_json(), "statistics": DataStatistics().to_json()})]
     with _running(ray, config, workers) as (count, actor):
         texts = [pa.table({"caption": block}) for block in _blocks(captions, CAPTIONS_A_BLOCK, count)]
         sources = [_table_of(block) for block in _blocks(setup.listing.sources, SOURCES_A_BLOCK, count)]
@@ -116,7 +116,7 @@ def _running(ray: Any, config: Config, workers: int | None) -> Iterator[tuple[in
 
 def _encoded(
     ray: Any, config: Config, what: str, blocks: list[pa.Table], count: int, actor: dict[str, Any]
-) -> list[Part]:
+) -> list[ProcessRecord]:
     """The parts of all blocks, in their order, once `count` actors have encoded them. Raises UserError."""
     if not blocks:
         return []
@@ -134,7 +134,7 @@ def _encoded(
         ray_remote_args_fn=lambda: {"max_restarts": -1, "max_task_retries": _TRIES},
         **actor,
     )
-    rows: list[list[Row]] = [[] for _ in blocks]
+    rows: list[list[ClipRow]] = [[] for _ in blocks]
     facts: dict[int, dict[str, Any]] = {}
     try:
         with ProgressLine(what, sum(map(len, blocks)), what.removesuffix("s")) as line:
@@ -151,7 +151,7 @@ def _encoded(
         raise  # ours: a bug, with its traceback
     except ray.exceptions.RayError as error:
         raise UserError(f"Ray gave up: {str(error).splitlines()[0]}") from error
-    return [Part(rows[number], facts[number]) for number in range(len(blocks))]
+    return [ProcessRecord(rows[number], facts[number]) for number in range(len(blocks))]
 
 
 class EncodeActor:
@@ -173,10 +173,10 @@ class EncodeActor:
         try:
             part = self._encode(block.to_pylist())
         except UserError as error:
-            part = Part([], {"error": str(error)})
+            part = ProcessRecord([], {"error": str(error)})
         return _table_of_part(part, number)
 
-    def _encode(self, rows: list[dict[str, Any]]) -> Part:
+    def _encode(self, rows: list[dict[str, Any]]) -> ProcessRecord:
         writer = self._begun()
         report, statistics = BuildReport(self.config.cache_dir), DataStatistics()
         made = []
@@ -194,7 +194,7 @@ class EncodeActor:
             facts["codec"] = self.encoders.codec_fingerprint
         else:
             facts["text"] = self.encoders.text_fingerprint
-        return Part(made, facts)
+        return ProcessRecord(made, facts)
 
     def _begun(self) -> CacheWriter:
         """The writer of this actor; with the first block the device is taken and the cache is looked at."""
@@ -213,7 +213,7 @@ class EncodeActor:
         return self._writer
 
 
-def _missing_captions(setup: Setup) -> tuple[list[str], int]:
+def _missing_captions(setup: BuildSetup) -> tuple[list[str], int]:
     """The distinct captions that the cache lacks, the empty one among them, and how many it has."""
     stored = StoredEntries(setup.root).keys
     missing, has, seen = list[str](), 0, set[tuple[str, str]]()
@@ -230,7 +230,7 @@ def _missing_captions(setup: Setup) -> tuple[list[str], int]:
     return missing, has
 
 
-def _check(setup: Setup, parts: Sequence[Part]) -> None:
+def _check(setup: BuildSetup, parts: Sequence[ProcessRecord]) -> None:
     """Raises UserError when the workers have made something else than this machine would, or it is not to be seen here."""
     paths = {source.name: source.path for source in setup.listing.sources}
     stored = StoredEntries(setup.root)
@@ -269,7 +269,7 @@ def _source_of(row: dict[str, Any]) -> Source:
     return Source(**{name: row[name] for name in _SOURCE.names if name != "captions"}, captions=tuple(row["captions"]))
 
 
-def _table_of_part(part: Part, number: int) -> pa.Table:
+def _table_of_part(part: ProcessRecord, number: int) -> pa.Table:
     """The rows of a part, and a last one that holds all else."""
     rows = [*plain_rows(part.rows), {"facts": json.dumps(part.facts)}]
     schema = row_schema().append(pa.field("facts", pa.string())).append(pa.field("block", pa.int64()))

@@ -36,7 +36,7 @@ from mmspeed.version import __version__
 log = get_logger("preprocess")
 
 
-class Setup:
+class BuildSetup:
     """What every way of making a cache begins with.
 
     Args:

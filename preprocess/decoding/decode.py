@@ -125,7 +125,7 @@ def _sweep(source: Source, probe: Probe, fillings: list[_Filling], seek: bool) -
     waiting = deque(sorted(fillings, key=lambda filling: filling.marks[0]))
     active: list[_Filling] = []
     while waiting or active:
-        run = _Run(probe, waiting, active, seek)
+        run = _DecodeRun(probe, waiting, active, seek)
         try:
             with source.open() as file, open_video(file) as container:
                 yield from run.over(container)
@@ -144,7 +144,7 @@ def _sweep(source: Source, probe: Probe, fillings: list[_Filling], seek: bool) -
             yield filling.fail(problem or Rejected(Reason.TRUNCATED, end), run.from_start)
 
 
-class _Run:
+class _DecodeRun:
     """Decodes in order, fills the `active` clips and moves clips there from `waiting`, until none is left or the file ends."""
 
     def __init__(self, probe: Probe, waiting: deque[_Filling], active: list[_Filling], seek: bool) -> None:

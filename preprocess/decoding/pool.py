@@ -70,7 +70,7 @@ class DecodePool:
         self.config = config
         self.sources = sources
         self.size = max(1, min(config.preprocess.decode_workers, len(sources)))
-        self._runs: list[_Run] = []
+        self._runs: list[_PoolRun] = []
 
     def __enter__(self) -> DecodePool:
         return self
@@ -94,12 +94,12 @@ class DecodePool:
         `Finished`; or, where it is rejected whole, `Failed` without a clip and `Finished`. `wanted` is called in other
         threads. What they raise comes out here.
         """
-        run = _Run(self.config, self.sources, wanted, self.size)
+        run = _PoolRun(self.config, self.sources, wanted, self.size)
         self._runs.append(run)
         run.start()  # now, not when the first event is asked for
         return self._events(run, ordered)
 
-    def _events(self, run: _Run, ordered: bool) -> Iterator[Event]:
+    def _events(self, run: _PoolRun, ordered: bool) -> Iterator[Event]:
         try:
             yield from run.events(ordered)
         finally:
@@ -132,7 +132,7 @@ def _unreadable(error: OSError) -> Rejected:
     return Rejected(Reason.UNDECODABLE, f"cannot be read: {error.strerror or error}")
 
 
-class _Run:
+class _PoolRun:
     """The threads of one pass over the sources, and the events that wait for the consumer."""
 
     def __init__(self, config: Config, sources: Sequence[Source], wanted: Callable[[Clip], bool], size: int) -> None:

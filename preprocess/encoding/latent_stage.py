@@ -16,7 +16,7 @@ from mmspeed.preprocess.decoding.pool import DecodePool, Event, Failed, Finished
 from mmspeed.preprocess.encoding.async_writer import BackgroundWriter
 from mmspeed.preprocess.encoding.encode import Encoders, TrustedBatches, encode_latents, latent_entry
 from mmspeed.preprocess.records.build_report import BuildReport
-from mmspeed.preprocess.records.sample_table import Planned, Row, rows_of
+from mmspeed.preprocess.records.sample_table import ClipRow, PlannedSource, rows_of
 from mmspeed.preprocess.records.statistics import DataStatistics
 from mmspeed.preprocess.sources.rejections import Rejected, Rejection
 from mmspeed.preprocess.sources.source import Source
@@ -43,13 +43,13 @@ class LatentStage:
         self.trusted = trusted or TrustedBatches(settings.encode_batch, settings.exact_batches)
         self._counted = self.trusted.counts
         self.statistics = DataStatistics()
-        self._rows: list[list[Row]] = []  # of each accepted source
+        self._rows: list[list[ClipRow]] = []  # of each accepted source
         self._made: dict[str, str] = {}  # the source that a key was, or is being, encoded for
         self._undecoded: dict[tuple[str, str], Rejected] = {}  # by source and key
         self._unencoded: dict[str, Rejected] = {}  # by key, as sources of one content share it
         self._waiting: dict[Bucket, list[tuple[Clip, np.ndarray]]] = {}
 
-    def run(self, sources: Sequence[Source]) -> list[Row]:
+    def run(self, sources: Sequence[Source]) -> list[ClipRow]:
         """The rows of all clips that are in the cache now."""
         started, begun = time.monotonic(), False
         data = self.config.data
@@ -67,11 +67,11 @@ class LatentStage:
         self.report.latent_batches += self.trusted.counts - self._counted
         return self.rows()
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[ClipRow]:
         """At the end: the rows of all clips that are in the cache; every source is counted, and what failed is named."""
         return self.settle()
 
-    def settle(self) -> list[Row]:
+    def settle(self) -> list[ClipRow]:
         """The rows of the clips that are in the cache now, of all sources since the last call; those of others are counted."""
         rows, self._rows = self._rows, []
         return [row for of_source in rows for row in self._kept(of_source)]
@@ -108,7 +108,7 @@ class LatentStage:
         content_id = event.clips[0].content_id
         split = split_of(event.source, content_id, self.config.data, self.config.seed)
         self.statistics.add_source(event.source, event.probe, event.clips)
-        planned = Planned(event.source, split, content_id, event.clips)
+        planned = PlannedSource(event.source, split, content_id, event.clips)
         self._rows.append(list(rows_of([planned], self.encoders.latent_key, self.encoders.text_key)))
 
     def _fail(self, event: Failed) -> None:
@@ -150,7 +150,7 @@ class LatentStage:
             self.report.decoders[clip.decoder] += 1
         self.report.write_wait_seconds += self.store.waited - waited
 
-    def _kept(self, rows: list[Row]) -> list[Row]:
+    def _kept(self, rows: list[ClipRow]) -> list[ClipRow]:
         """The rows of one source whose clips are in the cache; those of the others are counted and named."""
         failures = {row: why for row in rows if (why := self._failure(row)) is not None}
         kept = [row for row in rows if row not in failures]
@@ -173,7 +173,7 @@ class LatentStage:
         self.report.rejected += whole
         self.statistics.add_rejection(rejection, whole)
 
-    def _failure(self, row: Row) -> Rejected | None:
+    def _failure(self, row: ClipRow) -> Rejected | None:
         undecoded = self._undecoded.get((row.source, row.latent_key))
         if undecoded is not None and not self.store.has("latents", row.latent_key):
             return undecoded
@@ -195,7 +195,7 @@ def _one_thread(wanted: bool) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def part_name(row: Row) -> str:
+def part_name(row: ClipRow) -> str:
     """How one clip of a source is named among the rejections."""
     bucket = Bucket.parse(row.bucket)
     crop = f", crop {row.crop}" if row.crop else ""

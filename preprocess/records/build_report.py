@@ -11,7 +11,7 @@ from typing import Any
 from mmspeed.data import Sample
 from mmspeed.errors import UserError
 from mmspeed.log import format_seconds
-from mmspeed.preprocess.sources.listing import Listing
+from mmspeed.preprocess.sources.listing import SourceListing
 from mmspeed.preprocess.sources.rejections import Reason, Rejection
 
 EXAMPLES = 3  # rejected sources shown for each reason; all of them stand in rejects/
@@ -70,7 +70,7 @@ class BuildReport:
     _COUNTERS = ("decoders", "latent_batches", "text_batches")
 
     @classmethod
-    def of(cls, root: Path, listing: Listing) -> BuildReport:
+    def of(cls, root: Path, listing: SourceListing) -> BuildReport:
         """The report of a build that has listed its sources, and done nothing else yet."""
         captions = {f"captions_{what}": getattr(listing, f"captions_{what}") for what in _CLEANED}
         return cls(root=root, files=listing.files, sources=len(listing.sources), ignored=listing.ignored, **captions)

@@ -16,7 +16,7 @@ from mmspeed.shapes import Bucket, Strides
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedSource:
     """What one accepted source becomes: its split, and a clip for each bucket, window and crop."""
 
     source: Source
@@ -26,7 +26,7 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class Row:
+class ClipRow:
     """One clip as the table of samples needs it; what processes tell each other of their share."""
 
     source: str
@@ -46,13 +46,13 @@ class Row:
 
 
 def rows_of(
-    planned: Iterable[Planned], latent_key: Callable[[Clip], str], text_key: Callable[[str], str]
-) -> Iterator[Row]:
+    planned: Iterable[PlannedSource], latent_key: Callable[[Clip], str], text_key: Callable[[str], str]
+) -> Iterator[ClipRow]:
     """A row for every clip."""
     for one in planned:
         text_keys = tuple(text_key(caption) for caption in one.source.captions)
         for clip in one.clips:
-            yield Row(
+            yield ClipRow(
                 source=one.source.name,
                 split=one.split,
                 content_id=one.content_id,
@@ -65,7 +65,7 @@ def rows_of(
             )
 
 
-def samples_of_rows(rows: Iterable[Row], data: DataConfig, strides: Strides) -> list[Sample]:
+def samples_of_rows(rows: Iterable[ClipRow], data: DataConfig, strides: Strides) -> list[Sample]:
     """The samples of a data set, the same whatever the order of `rows`.
 
     With `data.variants` "each" every clip is a sample; with "draw" the clips of one source and bucket are one sample of
@@ -95,7 +95,7 @@ def samples_of_rows(rows: Iterable[Row], data: DataConfig, strides: Strides) -> 
 
 
 def samples_of(
-    planned: Iterable[Planned],
+    planned: Iterable[PlannedSource],
     latent_key: Callable[[Clip], str],
     text_key: Callable[[str], str],
     data: DataConfig,

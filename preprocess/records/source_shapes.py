@@ -17,7 +17,7 @@ _OCTAVES = 32  # sides differ by less; with it bins are never negative, and are 
 
 
 @dataclass(frozen=True)
-class Cells:
+class ShapeHistogram:
     """Sources by shape, one entry a cell: how many, pixels shown, frames that each can give, and whether it is an image.
 
     `frames` are at `data.fps`, and no more than the largest bucket asks for. Where a cell holds several shapes (`binned`),
@@ -39,11 +39,11 @@ class Cells:
         """Sources in all cells."""
         return int(self.counts.sum())
 
-    def take(self, chosen: np.ndarray) -> Cells:
+    def take(self, chosen: np.ndarray) -> ShapeHistogram:
         """The chosen cells (a mask, or positions)."""
         parts = (self.counts, self.widths, self.heights, self.frames, self.images)
         counts, widths, heights, frames, images = (part[chosen] for part in parts)
-        return Cells(counts, widths, heights, frames, images, self.binned)
+        return ShapeHistogram(counts, widths, heights, frames, images, self.binned)
 
 
 class SourceShapes:
@@ -77,11 +77,11 @@ class SourceShapes:
             for key, cell in old.items():
                 self._put(cell[0], cell[1], cell[2], cell[3], bool(key[0]))
 
-    def cells(self) -> Cells:
+    def cells(self) -> ShapeHistogram:
         """The cells in a fixed order."""
         rows = [[*cell, key[0]] for key, cell in sorted(self._cells.items())]
         count, width, height, frames, image = np.array(rows, np.int64).reshape(-1, 5).T
-        return Cells(count, width, height, frames, image.astype(bool), self.level > 0)
+        return ShapeHistogram(count, width, height, frames, image.astype(bool), self.level > 0)
 
     def _put(self, count: int, width: int, height: int, frames: int, image: bool) -> None:
         key = int(image), *self._bins(width, height, frames)

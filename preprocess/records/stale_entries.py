@@ -92,7 +92,7 @@ class StoredEntries:
         return True
 
 
-class Wanted:
+class WantedKeys:
     """The keys that a config needs of a section, added one by one. `same` names the part that counterparts agree in."""
 
     def __init__(self, section: str, same: str, stored: StoredEntries) -> None:

@@ -19,7 +19,7 @@ from mmspeed.preprocess.decoding.clips import Clip
 from mmspeed.preprocess.decoding.probe import Probe
 from mmspeed.preprocess.decoding.windows import windows_that_fit
 from mmspeed.preprocess.records.bucket_use import BucketUse, use_of
-from mmspeed.preprocess.sources.listing import Listing
+from mmspeed.preprocess.sources.listing import SourceListing
 from mmspeed.preprocess.sources.rejections import Reason, Rejected, Rejection
 from mmspeed.preprocess.sources.source import Kind, Source
 from mmspeed.protocols import ShapeClass
@@ -27,7 +27,7 @@ from mmspeed.shapes import as_bucket
 
 EXAMPLES = 5  # rejected sources kept for each reason
 SHOWN_SOURCES = 24  # sources kept for thumbnails
-DISTINCT = 4096  # distinct names that a `Counts` keeps apart
+DISTINCT = 4096  # distinct names that a `NameCounts` keeps apart
 _TEXT = 300  # characters of a name, detail or caption that are kept
 _MILLI = 1000
 
@@ -45,7 +45,7 @@ _COUNTED = ("sizes", "endings", "codecs")
 _LISTED = (
     *("files", "caption_files", "ignored", "beyond_limit"),
     *("captions_cut", "captions_repaired", "captions_stripped", "captions_dropped"),
-)  # counts of a `Listing`
+)  # counts of a `SourceListing`
 _SUMS = (
     *(
         *_LISTED,
@@ -123,7 +123,7 @@ class Histogram:
         self.counts, self._thousandths, self.least, self.greatest = list(tree[0]), *tree[1:]
 
 
-class Counts:
+class NameCounts:
     """How often each name was met. Beyond `limit` distinct names the rarer half is counted together as `other`."""
 
     def __init__(self, limit: int = DISTINCT) -> None:
@@ -144,7 +144,7 @@ class Counts:
             self.other += self.named.total() - sum(kept.values())
             self.named = Counter(kept)
 
-    def merge(self, other: Counts) -> None:
+    def merge(self, other: NameCounts) -> None:
         """Add another's names."""
         self.other += other.other
         for name in sorted(other.named):
@@ -158,7 +158,7 @@ class Counts:
 
 
 @dataclass(frozen=True, order=True)
-class Shown:
+class ThumbnailSource:
     """A source that a thumbnail is made of: what is needed to open it, and what to say of it."""
 
     content_id: str
@@ -193,14 +193,14 @@ class DataStatistics:
     histograms: dict[str, Histogram] = field(
         default_factory=lambda: {name: Histogram(edges, name.startswith("caption")) for name, edges in EDGES.items()}
     )
-    counts: dict[str, Counts] = field(default_factory=lambda: {name: Counts() for name in _COUNTED})
+    counts: dict[str, NameCounts] = field(default_factory=lambda: {name: NameCounts() for name in _COUNTED})
     use: dict[str, BucketUse] = field(default_factory=dict)  # by the bucket's name
     groups: Counter[tuple[str, str, str]] = field(
         default_factory=Counter
     )  # samples of (bucket, split, data set): exact
     reasons: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[tuple[str, str]]] = field(default_factory=dict)  # reason -> (source, detail)
-    shown: list[Shown] = field(default_factory=list)
+    shown: list[ThumbnailSource] = field(default_factory=list)
 
     @property
     def usable(self) -> int:
@@ -211,7 +211,7 @@ class DataStatistics:
     def rejected(self) -> int:
         return self.reasons.total()
 
-    def add_listing(self, listing: Listing) -> None:
+    def add_listing(self, listing: SourceListing) -> None:
         """What listing the sources met, with its rejections. Once for a data set, by one process."""
         self.sums["listed"] += len(listing.sources)
         for name in _LISTED:
@@ -322,7 +322,7 @@ class DataStatistics:
             counts.named, counts.other = Counter(tree["counts"][name][0]), tree["counts"][name][1]
         made.use = {name: BucketUse(**used) for name, used in tree["use"].items()}
         made.examples = {reason: [(name, why) for name, why in pairs] for reason, pairs in tree["examples"].items()}
-        made.shown = [Shown(**{**shown, "buckets": tuple(shown["buckets"])}) for shown in tree["shown"]]
+        made.shown = [ThumbnailSource(**{**shown, "buckets": tuple(shown["buckets"])}) for shown in tree["shown"]]
         return made
 
     def _add_reason(self, rejection: Rejection) -> None:
@@ -349,16 +349,16 @@ class DataStatistics:
         if len(self.shown) == SHOWN_SOURCES and content > self.shown[-1].content_id:
             return
         buckets = tuple(dict.fromkeys(clip.bucket.name for clip in clips))
-        one = Shown(
+        one = ThumbnailSource(
             *(content, source.name[:_TEXT], source.path, source.offset, source.size, source.kind),
             *(source.captions[0][:_TEXT] if source.captions else "", buckets, len(clips)),
             *(probe.width, probe.height, round(seconds, 3)),
         )
         self._keep_shown([*self.shown, one])
 
-    def _keep_shown(self, candidates: Sequence[Shown]) -> None:
+    def _keep_shown(self, candidates: Sequence[ThumbnailSource]) -> None:
         """Of each content the first by name, and of those the ones with the least content ids: a draw by content."""
-        first: dict[str, Shown] = {}
+        first: dict[str, ThumbnailSource] = {}
         for one in candidates:
             first[one.content_id] = min(first.get(one.content_id, one), one, key=lambda s: (s.name, s.path))
         self.shown = heapq.nsmallest(SHOWN_SOURCES, first.values(), key=lambda s: s.content_id)

@@ -20,16 +20,16 @@ from mmspeed.models.text.encoders import text_identity
 from mmspeed.preprocess.decoding.clips import split_of
 from mmspeed.preprocess.decoding.pool import DecodePool, Failed, Selected
 from mmspeed.preprocess.records.keys import latent_parts, text_parts
-from mmspeed.preprocess.records.sample_table import Planned, samples_of
+from mmspeed.preprocess.records.sample_table import PlannedSource, samples_of
 from mmspeed.preprocess.records.source_shapes import SourceShapes
-from mmspeed.preprocess.records.stale_entries import StoredEntries, Wanted, stale_reasons
+from mmspeed.preprocess.records.stale_entries import StoredEntries, WantedKeys, stale_reasons
 from mmspeed.preprocess.records.statistics import DataStatistics
 from mmspeed.preprocess.report.costs import cost_lines, estimate, folder_bytes, free_bytes, hints, peaks
 from mmspeed.preprocess.report.page import default_path, encode_estimate, take_thumbnails, write_page
 from mmspeed.preprocess.report.page_html import CacheState, DataPage
 from mmspeed.preprocess.report.suggest_text import suggest_lines
 from mmspeed.preprocess.sources.discover import list_sources
-from mmspeed.preprocess.sources.listing import Listing
+from mmspeed.preprocess.sources.listing import SourceListing
 from mmspeed.preprocess.sources.rejections import Rejection
 from mmspeed.shapes import Strides
 
@@ -67,8 +67,8 @@ class _Needs:
     """What the config needs of the cache: keys only, also of a data set of many millions."""
 
     stored: StoredEntries
-    latents: Wanted
-    texts: Wanted
+    latents: WantedKeys
+    texts: WantedKeys
     missing_pixels: int = 0
 
 
@@ -92,7 +92,7 @@ def check(
     listing = list_sources(config.data)
     codec, text = _fingerprints(config)
     stored = StoredEntries(config.cache_dir)
-    needs = _Needs(stored, Wanted("latents", "content", stored), Wanted("texts", "caption", stored))
+    needs = _Needs(stored, WantedKeys("latents", "content", stored), WantedKeys("texts", "caption", stored))
     started = time.monotonic()
     _survey(config, listing, report.statistics, needs, codec, text, shapes)
     seconds = time.monotonic() - started
@@ -143,7 +143,7 @@ def _fingerprints(config: Config) -> tuple[str | None, str]:
 
 def _survey(
     config: Config,
-    listing: Listing,
+    listing: SourceListing,
     numbers: DataStatistics,
     needs: _Needs,
     codec: str | None,
@@ -166,7 +166,7 @@ def _survey(
                 source, clips = event.source, event.clips
                 numbers.add_source(source, event.probe, clips)
                 split = split_of(source, clips[0].content_id, config.data, config.seed)
-                planned = Planned(source, split, clips[0].content_id, clips)
+                planned = PlannedSource(source, split, clips[0].content_id, clips)
                 for sample in samples_of([planned], no_key, no_key, config.data, _ONE_TO_ONE):
                     numbers.add_sample(sample.bucket, sample.split, sample.dataset)
                 for clip in clips:
@@ -211,7 +211,7 @@ def _cache_state(config: Config, needs: _Needs, unfitted: bool) -> CacheState:
     return CacheState(root, sections, notes, folder_bytes(root), free_bytes(root))
 
 
-def _encode_rows(config: Config, listing: Listing, needs: _Needs, seconds: float) -> list[tuple[str, str, str]]:
+def _encode_rows(config: Config, listing: SourceListing, needs: _Needs, seconds: float) -> list[tuple[str, str, str]]:
     """What making the cache takes: (what, how much, how this is known)."""
     count = len(listing.sources)
     if not count:

@@ -20,8 +20,8 @@ from mmspeed.models.text.encoders import text_width
 from mmspeed.parallel import check_layout
 from mmspeed.preprocess.records.caption_lengths import CaptionLengths
 from mmspeed.preprocess.records.statistics import DataStatistics
-from mmspeed.preprocess.report.schedule_preview import Outlook, foresee
-from mmspeed.preprocess.report.schedule_text import outlook_hints, outlook_lines
+from mmspeed.preprocess.report.schedule_preview import SchedulePreview, preview_schedule
+from mmspeed.preprocess.report.schedule_text import preview_hints, preview_lines
 from mmspeed.preprocess.sources.rejections import Reason
 from mmspeed.shapes import Strides
 
@@ -58,7 +58,7 @@ class Costs:
     buckets: tuple[BucketCost, ...]
     latent_bytes: float
     text_bytes: float
-    outlook: Outlook | None
+    outlook: SchedulePreview | None
     attention: tuple[str, ...] = ()  # what is sparse of it, in words
 
     def seconds(self, peak_flops: float) -> tuple[float, ...]:
@@ -111,7 +111,7 @@ def estimate(
     outlook = None
     try:
         measured = Measured.load(config.run_dir / MEASURED_NAME) if config.batching.by == "time" else None
-        outlook = foresee(config, statistics.samples_by_group("train"), each, worlds, measured, lengths)
+        outlook = preview_schedule(config, statistics.samples_by_group("train"), each, worlds, measured, lengths)
     except UserError as error:
         problems.append(f"the schedule is not known: {error}")
     parameters = sum(p.numel() for p in model.parameters())
@@ -194,7 +194,7 @@ def _bucket_hints(config: Config, costs: Costs) -> list[str]:
         for row in costs.buckets
         if row.train == 0 and row.val == 0
     ]
-    return found if costs.outlook is None else found + outlook_hints(config, costs.outlook)
+    return found if costs.outlook is None else found + preview_hints(config, costs.outlook)
 
 
 def cost_lines(config: Config, costs: Costs) -> list[str]:
@@ -215,7 +215,7 @@ def cost_lines(config: Config, costs: Costs) -> list[str]:
     lines.append(
         f"cache size: about {format_bytes(costs.latent_bytes)} of latents and {format_bytes(costs.text_bytes)} of captions"
     )
-    return lines if costs.outlook is None else lines + outlook_lines(costs.outlook)
+    return lines if costs.outlook is None else lines + preview_lines(costs.outlook)
 
 
 def pixels(clips: Mapping[Bucket, int]) -> int:

@@ -21,10 +21,10 @@ from mmspeed.errors import UserError
 from mmspeed.log import format_seconds, get_logger
 from mmspeed.preprocess.decoding.worker import DecodeWorker
 from mmspeed.preprocess.records.build_report import BuildReport
-from mmspeed.preprocess.records.statistics import DataStatistics, Shown
+from mmspeed.preprocess.records.statistics import DataStatistics, ThumbnailSource
 from mmspeed.preprocess.report.costs import estimate, folder_bytes, free_bytes, hints, peaks, pixels
 from mmspeed.preprocess.report.page_html import CacheState, DataPage, render
-from mmspeed.preprocess.sources.listing import Listing
+from mmspeed.preprocess.sources.listing import SourceListing
 from mmspeed.preprocess.sources.rejections import Rejected
 from mmspeed.shapes import Strides
 
@@ -55,10 +55,10 @@ def write_page(page: DataPage, path: Path) -> Path:
     return path
 
 
-def take_thumbnails(config: Config, shown: Sequence[Shown]) -> list[tuple[Shown, bytes | None]]:
+def take_thumbnails(config: Config, shown: Sequence[ThumbnailSource]) -> list[tuple[ThumbnailSource, bytes | None]]:
     """A JPEG of each source, decoded in a process of its own; None where it cannot be decoded."""
     limit = min(_THUMBNAIL_SECONDS, config.preprocess.time_limit)
-    made: list[tuple[Shown, bytes | None]] = []
+    made: list[tuple[ThumbnailSource, bytes | None]] = []
     with DecodeWorker() as worker:
         for one in shown:
             try:
@@ -79,7 +79,7 @@ def thumbnail_jpeg(picture_HWC: np.ndarray) -> bytes:
 
 def write_build_page(
     config: Config,
-    listing: Listing,
+    listing: SourceListing,
     statistics: DataStatistics,
     report: BuildReport,
     samples: Iterable[Sample],

@@ -11,7 +11,7 @@ from mmspeed.data.sampling.batch_sizes import COUNTED_TEXT_TOKENS
 from mmspeed.log import format_bytes, format_figure, format_seconds
 from mmspeed.preprocess.records.bucket_use import BucketUse
 from mmspeed.preprocess.records.stale_entries import SectionState
-from mmspeed.preprocess.records.statistics import DataStatistics, Histogram, Shown
+from mmspeed.preprocess.records.statistics import DataStatistics, Histogram, ThumbnailSource
 from mmspeed.preprocess.report.charts import (
     bars,
     box,
@@ -69,7 +69,9 @@ class DataPage:
     cache: CacheState | None = None
     encode: Sequence[tuple[str, str, str]] = ()  # what, how much, how it is known
     peaks: Sequence[tuple[str, float]] = ()  # device, FLOP/s
-    thumbnails: Sequence[tuple[Shown, bytes | None]] = field(default_factory=list)  # JPEG; None: it could not be read
+    thumbnails: Sequence[tuple[ThumbnailSource, bytes | None]] = field(
+        default_factory=list
+    )  # JPEG; None: it could not be read
 
 
 def render(page: DataPage) -> str:
@@ -348,7 +350,7 @@ def _thumbnails(page: DataPage, room: int) -> str:
     return f'<h2>Thumbnails</h2><p class="sub">{note}.</p><div class="thumbs">{"".join(figures)}</div>'
 
 
-def _figure(shown: Shown, jpeg: bytes | None) -> str:
+def _figure(shown: ThumbnailSource, jpeg: bytes | None) -> str:
     picture = f'<img src="{jpeg_uri(jpeg)}" alt="" loading="lazy">' if jpeg else '<div class="none">unreadable</div>'
     seconds = f", {shown.seconds:.1f} s" if shown.seconds else ""
     clips = f", {shown.clips} clips" if shown.clips > 1 else ""

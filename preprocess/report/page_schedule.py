@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mmspeed.preprocess.report.charts import card, cell, table, text
-from mmspeed.preprocess.report.schedule_preview import Curve, Outlook, StageOutlook
-from mmspeed.preprocess.report.schedule_text import Table, stage_sentence, stage_tables, stage_title, training_table
+from mmspeed.preprocess.report.schedule_preview import Curve, SchedulePreview, StagePreview
+from mmspeed.preprocess.report.schedule_text import TextTable, stage_sentence, stage_tables, stage_title, training_table
 
 Array = npt.NDArray[Any]
 _COLOURS = ("#2aa3b5", "#8f62c0", "#6b9e2f", "#c85a8a", "#a8962c", "#5560c0", "#8c6d46")  # on light and on dark
@@ -22,7 +22,7 @@ _HEIGHT = 266
 _LEAST_SCALE = 0.05  # of the panel of imbalance, above 1
 
 
-def schedule_section(outlook: Outlook | None) -> str:
+def schedule_section(outlook: SchedulePreview | None) -> str:
     """The section of the page; empty where there is no outlook."""
     if outlook is None:
         return ""
@@ -36,7 +36,7 @@ def schedule_section(outlook: Outlook | None) -> str:
     return "".join(parts) + _table(training_table(outlook), first=0)
 
 
-def _table(one: Table, first: int) -> str:
+def _table(one: TextTable, first: int) -> str:
     """A table; its columns from `first` on hold numbers."""
     rows = [
         [cell(text(word), place >= first, f"{one.key}-{number}-{place}") for place, word in enumerate(row)]
@@ -51,7 +51,7 @@ def _sentence(words: str) -> str:
     return words[0].upper() + words[1:]
 
 
-def _plot(outlook: Outlook, stage: StageOutlook) -> str:
+def _plot(outlook: SchedulePreview, stage: StagePreview) -> str:
     """An epoch on the most devices that are shown."""
     epoch = max(stage.epochs, key=lambda one: one.world)
     curve = epoch.curve

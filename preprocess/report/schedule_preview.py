@@ -15,12 +15,12 @@ import numpy.typing as npt
 
 from mmspeed.config import Config
 from mmspeed.data import Batching
-from mmspeed.data.sampling.assignment import Lot, deal
+from mmspeed.data.sampling.assignment import BucketBatch, assign_slots
 from mmspeed.data.sampling.batch_sizes import Measured, SampleCosts, make_batching, make_stages
 from mmspeed.data.sampling.forecast import Forecast, forecast
-from mmspeed.data.sampling.mixture import Pool, over_largest
-from mmspeed.data.sampling.order import Order, Stage
-from mmspeed.data.sampling.schedule import Plan
+from mmspeed.data.sampling.mixture import SamplePool, over_largest
+from mmspeed.data.sampling.order import Order, TrainingStage
+from mmspeed.data.sampling.schedule import EpochSchedule
 from mmspeed.errors import UserError
 from mmspeed.preprocess.records.caption_lengths import CaptionLengths
 from mmspeed.protocols import ShapeClass
@@ -32,7 +32,7 @@ UNITS = {"samples": "TFLOP", "tokens": "tokens", "flops": "TFLOP", "time": "s"} 
 
 
 @dataclass(frozen=True)
-class BucketOutlook:
+class BucketPreview:
     """A bucket in an epoch of a stage. Tuples have an entry for each number of devices."""
 
     bucket: ShapeClass
@@ -46,7 +46,7 @@ class BucketOutlook:
 
 
 @dataclass(frozen=True)
-class DatasetOutlook:
+class DatasetPreview:
     """A data set in an epoch of a stage."""
 
     name: str
@@ -69,7 +69,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class EpochOutlook:
+class EpochPreview:
     """The first epoch of a stage on so many devices, and what training makes of the stage. Imbalance is greatest over mean, 1 at best."""
 
     world: int
@@ -99,27 +99,27 @@ class EpochOutlook:
 
 
 @dataclass(frozen=True)
-class StageOutlook:
+class StagePreview:
     """A stage of training; without a curriculum there is one."""
 
     number: int
     begin: int  # its first step
     end: int  # behind its last; as `begin` for one that training does not come to
-    buckets: tuple[BucketOutlook, ...]
-    datasets: tuple[DatasetOutlook, ...]
-    epochs: tuple[EpochOutlook, ...]  # one for each number of devices
+    buckets: tuple[BucketPreview, ...]
+    datasets: tuple[DatasetPreview, ...]
+    epochs: tuple[EpochPreview, ...]  # one for each number of devices
 
 
 @dataclass(frozen=True)
-class Outlook:
+class SchedulePreview:
     """What a config's training will be like on each of `worlds` devices."""
 
     worlds: tuple[int, ...]
     unit: str  # of costs
     lockstep: bool  # whether ranks meet in every micro-batch (sharded parameters), or once a step (ddp)
-    stages: tuple[StageOutlook, ...]
+    stages: tuple[StagePreview, ...]
 
-    def total(self, what: Callable[[EpochOutlook], float]) -> tuple[float, ...]:
+    def total(self, what: Callable[[EpochPreview], float]) -> tuple[float, ...]:
         """A sum over all stages, for each number of devices."""
         return tuple(sum(what(stage.epochs[place]) for stage in self.stages) for place in range(len(self.worlds)))
 
@@ -136,14 +136,14 @@ def usual_worlds(config: Config) -> tuple[int, ...]:
     return tuple(world for world in fitting if slots is None or world <= slots) or (config.parallel.group,)
 
 
-def foresee(
+def preview_schedule(
     config: Config,
     groups: Mapping[tuple[ShapeClass, str], int],
     costs: SampleCosts,
     worlds: Sequence[int] | None = None,
     measured: Measured | None = None,
     captions: CaptionLengths | None = None,
-) -> Outlook:
+) -> SchedulePreview:
     """The outlook of a config.
 
     Args:
@@ -186,7 +186,7 @@ def foresee(
             for world, plan in zip(worlds, plans, strict=True)
         ]
         made.append(
-            StageOutlook(
+            StagePreview(
                 number,
                 begin,
                 end,
@@ -200,7 +200,7 @@ def foresee(
                 tuple(epochs),
             )
         )
-    return Outlook(tuple(worlds), UNITS[config.batching.by], lockstep, tuple(made))
+    return SchedulePreview(tuple(worlds), UNITS[config.batching.by], lockstep, tuple(made))
 
 
 def _epoch(
@@ -213,7 +213,7 @@ def _epoch(
     costs: SampleCosts,
     lockstep: bool,
     captions: CaptionLengths | None,
-) -> EpochOutlook:
+) -> EpochPreview:
     first = order.locate(begin).epoch
     plan, buckets = order.whole_epoch(stage, first)
     uses = [sum(pool.uses for pool in order.pools[stage][bucket]) for bucket in buckets]
@@ -225,7 +225,7 @@ def _epoch(
         last, _ = order.whole_epoch(stage, first + turns)
         met += last.used(rest, len(buckets))
     parts = [(count, full_step(batching, bucket, count, world)[1]) for bucket, count in zip(buckets, uses, strict=True)]
-    return EpochOutlook(
+    return EpochPreview(
         world=world,
         steps=told.steps,
         samples=told.samples,
@@ -252,11 +252,13 @@ def full_step(batching: Batching, bucket: ShapeClass, uses: int, world: int) -> 
     """Samples of a step of one bucket alone (fewer where it has not so many uses), and the most that a device computes together."""
     count = min(uses, batching.supply(bucket, uses).step)
     lanes = world // batching.ranks(bucket)
-    rows = deal((Lot(count, batching.lane_cost(bucket), batching.at_a_time(bucket)),), lanes)
+    rows = assign_slots((BucketBatch(count, batching.dp_group_cost(bucket), batching.at_a_time(bucket)),), lanes)
     return count, max(cell.size for row in rows for cell in row if cell is not None)
 
 
-def draw_curve(plan: Plan, told: Forecast, imbalance: Array, each: Sequence[float], points: int = POINTS) -> Curve:
+def draw_curve(
+    plan: EpochSchedule, told: Forecast, imbalance: Array, each: Sequence[float], points: int = POINTS
+) -> Curve:
     """At most `points` points of an epoch; `each` is what a sample of each bucket costs."""
     edges = np.unique(np.linspace(0, plan.steps, min(points, plan.steps) + 1).astype(np.int64))
     greatest = imbalance * told.cost
@@ -276,7 +278,7 @@ def draw_curve(plan: Plan, told: Forecast, imbalance: Array, each: Sequence[floa
 
 def _buckets(
     stage: int, worlds: Sequence[int], plans: Sequence[tuple[Batching, Order]], costs: SampleCosts
-) -> tuple[BucketOutlook, ...]:
+) -> tuple[BucketPreview, ...]:
     pools = plans[0][1].pools[stage]
     cost = plans[0][0].cost
     uses = {bucket: sum(pool.uses for pool in of) for bucket, of in pools.items()}
@@ -287,7 +289,7 @@ def _buckets(
             full_step(batching, bucket, uses[bucket], world) for world, (batching, _) in zip(worlds, plans, strict=True)
         ]
         made.append(
-            BucketOutlook(
+            BucketPreview(
                 bucket=bucket,
                 samples=sum(len(pool.places) for pool in pools[bucket]),
                 uses=uses[bucket],
@@ -302,8 +304,8 @@ def _buckets(
 
 
 def _datasets(
-    stage: Stage, pools: Sequence[Pool], sizes: Mapping[str, int], begins: Iterable[int]
-) -> tuple[DatasetOutlook, ...]:
+    stage: TrainingStage, pools: Sequence[SamplePool], sizes: Mapping[str, int], begins: Iterable[int]
+) -> tuple[DatasetPreview, ...]:
     """The data sets of a stage, of which it takes `sizes` samples; it begins with one of the epochs `begins`."""
     asked = _asked(stage, sizes)
     whole = sum(pool.uses for pool in pools)
@@ -312,11 +314,11 @@ def _datasets(
         own = [pool for pool in pools if pool.dataset == name]
         uses = sum(pool.uses for pool in own)
         epochs = max((_epochs_to_meet_all(pool, begin) for pool in own for begin in begins), default=0)
-        made.append(DatasetOutlook(name, size, uses, asked[name], uses / whole, epochs))
+        made.append(DatasetPreview(name, size, uses, asked[name], uses / whole, epochs))
     return tuple(made)
 
 
-def _asked(stage: Stage, sizes: Mapping[str, int]) -> dict[str, float]:
+def _asked(stage: TrainingStage, sizes: Mapping[str, int]) -> dict[str, float]:
     """The share of an epoch that the config gives each data set, whether it has samples or not."""
     if stage.weights is not None:
         parts = over_largest({name: stage.weights.get(name, 0.0) for name in sizes})
@@ -329,7 +331,7 @@ def _asked(stage: Stage, sizes: Mapping[str, int]) -> dict[str, float]:
     return {name: part / whole for name, part in parts.items()}
 
 
-def _epochs_to_meet_all(pool: Pool, begin: int) -> int:
+def _epochs_to_meet_all(pool: SamplePool, begin: int) -> int:
     """Epochs within which each sample of a pool is used, when epoch `begin` is the first of them."""
     size = len(pool.places)
     if pool.uses >= size:

@@ -8,13 +8,13 @@ from itertools import groupby
 
 from mmspeed.config import Config
 from mmspeed.log import format_figure
-from mmspeed.preprocess.report.schedule_preview import BucketOutlook, EpochOutlook, Outlook, StageOutlook
+from mmspeed.preprocess.report.schedule_preview import BucketPreview, EpochPreview, SchedulePreview, StagePreview
 
 UNEVEN = 1.05  # an imbalance that is worth a hint
 
 
 @dataclass(frozen=True)
-class Table:
+class TextTable:
     """A table of finished words. The first cell of a row names it; `key` makes its numbers known to programs."""
 
     key: str
@@ -34,7 +34,7 @@ class Table:
         ] + ([f"    ({self.note})"] if self.note else [])
 
 
-def outlook_lines(outlook: Outlook) -> list[str]:
+def preview_lines(outlook: SchedulePreview) -> list[str]:
     """The whole schedule, as `mmspeed check` prints it."""
     lines = []
     for stage in outlook.stages:
@@ -45,7 +45,7 @@ def outlook_lines(outlook: Outlook) -> list[str]:
     return [*lines, whole.title, *whole.lines()]
 
 
-def stage_title(outlook: Outlook, stage: StageOutlook) -> str:
+def stage_title(outlook: SchedulePreview, stage: StagePreview) -> str:
     """What a stage is called; nothing, where it is the only one."""
     if len(outlook.stages) == 1:
         return ""
@@ -54,7 +54,7 @@ def stage_title(outlook: Outlook, stage: StageOutlook) -> str:
     return f"stage {stage.number + 1} (steps {stage.begin + 1:,} to {stage.end:,})"
 
 
-def stage_sentence(stage: StageOutlook) -> str:
+def stage_sentence(stage: StagePreview) -> str:
     """How many samples an epoch uses, and whether each is in a step."""
     samples = sum(bucket.samples for bucket in stage.buckets)
     uses = sum(bucket.uses for bucket in stage.buckets)
@@ -63,18 +63,18 @@ def stage_sentence(stage: StageOutlook) -> str:
     return f"an epoch has {_count(uses, 'use')} of {_count(samples, 'sample')}; {told}"
 
 
-def stage_tables(outlook: Outlook, stage: StageOutlook) -> list[Table]:
+def stage_tables(outlook: SchedulePreview, stage: StagePreview) -> list[TextTable]:
     """An epoch on each number of devices, its buckets, and its data sets where there are several."""
     key, worlds = f"stage{stage.number}", _together(map(str, outlook.worlds))
     tables = [
-        Table(
+        TextTable(
             f"{key}-epoch",
             "an epoch, by devices",
             (*_EPOCH_HEAD, *(("padding",) if _padding_known(stage) else ())),
             tuple(_merged((str(e.world), *_epoch_cells(e, _padding_known(stage))) for e in stage.epochs)),
             _legend(outlook) if stage.number == 0 else "",
         ),
-        Table(
+        TextTable(
             f"{key}-buckets",
             f"its buckets (cost in {outlook.unit}; where numbers of devices differ: on {worlds})",
             ("bucket", "samples", "uses", "tokens", "cost", "share of cost", "full step", "a device at a time"),
@@ -83,7 +83,7 @@ def stage_tables(outlook: Outlook, stage: StageOutlook) -> list[Table]:
     ]
     if len(stage.datasets) > 1:
         tables.append(
-            Table(
+            TextTable(
                 f"{key}-datasets",
                 "its data sets",
                 ("data set", "samples", "uses", "share asked", "share", "all met within"),
@@ -99,7 +99,7 @@ def stage_tables(outlook: Outlook, stage: StageOutlook) -> list[Table]:
     return tables
 
 
-def _legend(outlook: Outlook) -> str:
+def _legend(outlook: SchedulePreview) -> str:
     meet = "in every micro-batch" if outlook.lockstep else "once a step"
     return (
         f"imbalance: greatest / mean cost across ranks, which meet {meet}: mean over steps, worst step, the epoch's;"
@@ -108,7 +108,7 @@ def _legend(outlook: Outlook) -> str:
     )
 
 
-def training_table(outlook: Outlook) -> Table:
+def training_table(outlook: SchedulePreview) -> TextTable:
     """What the whole training makes of each stage, and of all, on each number of devices."""
     rows: list[tuple[str, ...]] = []
     several = len(outlook.stages) > 1
@@ -127,10 +127,10 @@ def training_table(outlook: Outlook) -> Table:
         rows += [(devices, "all", *cells) for devices, *cells in _merged(made)]
     head = ("devices", *(("stage",) if several else ()), *_TRAINING_HEAD)
     note = "not reached: uses of a stage's last epoch, which ends before them" if any(outlook.total(_unmet)) else ""
-    return Table("training", "training", head, tuple(rows), note)
+    return TextTable("training", "training", head, tuple(rows), note)
 
 
-def outlook_hints(config: Config, outlook: Outlook) -> list[str]:
+def preview_hints(config: Config, outlook: SchedulePreview) -> list[str]:
     """What makes devices wait or idle, each with the setting to change."""
     found = []
     batching = config.batching
@@ -166,7 +166,7 @@ def outlook_hints(config: Config, outlook: Outlook) -> list[str]:
     return found
 
 
-def _share_hints(stage: StageOutlook, where: str) -> list[str]:
+def _share_hints(stage: StagePreview, where: str) -> list[str]:
     """Data sets whose share comes out another than was asked for: each bucket of a data set is met in every epoch."""
     whole = sum(one.asked for one in stage.datasets if one.samples)  # the others' shares fall to these
     found = []
@@ -180,7 +180,7 @@ def _share_hints(stage: StageOutlook, where: str) -> list[str]:
     return found
 
 
-def _budget_hints(config: Config, outlook: Outlook, stage: StageOutlook, where: str) -> list[str]:
+def _budget_hints(config: Config, outlook: SchedulePreview, stage: StagePreview, where: str) -> list[str]:
     budget = config.batching.budget
     over = [bucket for bucket in stage.buckets if budget is not None and bucket.cost > budget * (1 + 1e-9)]
     return [
@@ -190,7 +190,7 @@ def _budget_hints(config: Config, outlook: Outlook, stage: StageOutlook, where: 
     ]
 
 
-def _imbalance(epoch: EpochOutlook) -> float:
+def _imbalance(epoch: EpochPreview) -> float:
     return max(epoch.mean_imbalance, epoch.epoch_imbalance)
 
 
@@ -209,7 +209,7 @@ _EPOCH_HEAD = (
 )
 
 
-def _epoch_cells(epoch: EpochOutlook, padding: bool) -> tuple[str, ...]:
+def _epoch_cells(epoch: EpochPreview, padding: bool) -> tuple[str, ...]:
     cells = (
         f"{epoch.steps:,}",
         f"{epoch.samples / epoch.steps:,.1f}",
@@ -225,15 +225,15 @@ def _epoch_cells(epoch: EpochOutlook, padding: bool) -> tuple[str, ...]:
     return (*cells, f"{epoch.padding or 0.0:.0%}") if padding else cells
 
 
-def _unmet(epoch: EpochOutlook) -> int:
+def _unmet(epoch: EpochPreview) -> int:
     return epoch.unmet
 
 
-def _padding_known(stage: StageOutlook) -> bool:
+def _padding_known(stage: StagePreview) -> bool:
     return all(epoch.padding is not None for epoch in stage.epochs)
 
 
-def _bucket_cells(bucket: BucketOutlook) -> tuple[str, ...]:
+def _bucket_cells(bucket: BucketPreview) -> tuple[str, ...]:
     return (
         str(bucket.bucket),
         f"{bucket.samples:,}",
@@ -249,7 +249,7 @@ def _bucket_cells(bucket: BucketOutlook) -> tuple[str, ...]:
 _TRAINING_HEAD = ("steps", "epochs", "samples", "tokens", "TFLOP", "not reached")
 
 
-def _training_cells(epoch: EpochOutlook) -> tuple[str, ...]:
+def _training_cells(epoch: EpochPreview) -> tuple[str, ...]:
     return _totals(epoch.trained, epoch.epochs, epoch.total_samples, epoch.total_tokens, epoch.total_flops, epoch.unmet)
 
 

@@ -27,7 +27,7 @@ from mmspeed.config import Bucket, Config
 from mmspeed.models.codecs.vae import codec_geometry
 from mmspeed.models.sora.sizes import resolve_config
 from mmspeed.models.text.encoders import text_width
-from mmspeed.preprocess.records.source_shapes import Cells, commonest
+from mmspeed.preprocess.records.source_shapes import ShapeHistogram, commonest
 from mmspeed.preprocess.report.bucket_search import on_a_line, search, worth_of
 
 CANDIDATES = 2000  # looked at, about
@@ -41,7 +41,7 @@ _OPEN_SORA_RATIOS = (2.39, 2.0, 16 / 9, 1.85, 9 / 16, 5 / 8, 3 / 2, 4 / 3, 1.0)
 
 
 @dataclass(frozen=True)
-class Grid:
+class BucketGrid:
     """What frames, heights and widths of a bucket must be, for the codec and the model's patch."""
 
     temporal: int  # frames that a latent frame stands for, from the second
@@ -61,7 +61,7 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class BucketOutcome:
     """What a list of buckets does to the sources.
 
     `clips` are those that go to each bucket. `cropped`, `trimmed` and `scaled` are the mean shares lost of the clips that are taken: pixels
@@ -78,25 +78,27 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Suggestion:
+class BucketSuggestion:
     """The suggested list and those it is held against, by name; `asked` is the number wanted, `exact` whether no other list keeps more."""
 
     asked: int
     sources: int
-    suggested: Outcome
-    others: dict[str, Outcome]
+    suggested: BucketOutcome
+    others: dict[str, BucketOutcome]
     exact: bool
     binned: bool  # sources of somewhat different shapes are counted as one
 
 
-def grid_of(config: Config) -> Grid:
+def grid_of(config: Config) -> BucketGrid:
     """What the config's codec and model ask of a bucket. Raises UserError as `codec_geometry`."""
     channels, strides = codec_geometry(config.vae)
     patch = resolve_config(config.model, channels, text_width(config.text)).patch
-    return Grid(strides.temporal, patch[0], strides.spatial * patch[1], strides.spatial * patch[2])
+    return BucketGrid(strides.temporal, patch[0], strides.spatial * patch[1], strides.spatial * patch[2])
 
 
-def suggest(cells: Cells, present: Sequence[Bucket], grid: Grid, number: int, allow_upscale: bool) -> Suggestion:
+def suggest(
+    cells: ShapeHistogram, present: Sequence[Bucket], grid: BucketGrid, number: int, allow_upscale: bool
+) -> BucketSuggestion:
     """At most `number` buckets for the sources in `cells`, of which there is one at least.
 
     None of them is larger than what the `present` buckets ask for: some present bucket has as many frames and as large an area.
@@ -114,13 +116,13 @@ def suggest(cells: Cells, present: Sequence[Bucket], grid: Grid, number: int, al
         others["9 ratios, both orientations"] = judge.outcome(by_ratio)
     if (single := _single(judge, present, grid)) is not None:
         others[f"the most common shape, {single.buckets[0]}"] = single
-    return Suggestion(number, cells.clips, judge.outcome(used), others, exact, cells.binned)
+    return BucketSuggestion(number, cells.clips, judge.outcome(used), others, exact, cells.binned)
 
 
 class _Judge:
     """What buckets keep of the sources. `present` say which frames and pixels are asked for at most."""
 
-    def __init__(self, cells: Cells, present: Sequence[Bucket], allow_upscale: bool) -> None:
+    def __init__(self, cells: ShapeHistogram, present: Sequence[Bucket], allow_upscale: bool) -> None:
         self.cells, self.allow_upscale = cells, allow_upscale
         self.weights_C = cells.counts / cells.clips
         self.area_C = cells.widths * cells.heights
@@ -136,10 +138,10 @@ class _Judge:
             np.copyto(row_C, kept_C + covered_C if self.allow_upscale else kept_C, where=taken_C)
         return values_MC
 
-    def outcome(self, buckets: Sequence[Bucket]) -> Outcome:
+    def outcome(self, buckets: Sequence[Bucket]) -> BucketOutcome:
         """What becomes of the sources with these buckets, by the order that `rank_buckets` puts them in."""
         if not buckets:
-            return Outcome((), (), 0.0, 0.0, 0.0, self.cells.clips, 0.0)
+            return BucketOutcome((), (), 0.0, 0.0, 0.0, self.cells.clips, 0.0)
         keys = np.array([self._keys(bucket) for bucket in buckets])  # (M, keys, C)
         best_MC = keys[:, 0] >= 0
         for key_MC in keys.transpose(1, 0, 2):
@@ -156,7 +158,7 @@ class _Judge:
         total = int(count_C[taken_C].sum())
         lost = [1 - float(part @ count_C) / total if total else 0.0 for part in (view_C, frames_C, size_C)]
         kept = float((view_C * size_C * frames_C) @ self.weights_C)
-        return Outcome(
+        return BucketOutcome(
             tuple(buckets), tuple(int(c) for c in clips), lost[0], lost[1], lost[2], self.cells.clips - total, kept
         )
 
@@ -226,7 +228,7 @@ def _on_lines(
     return next(chosen for kept, chosen in best if kept >= most - 1e-9)
 
 
-def _candidates(cells: Cells, present: Sequence[Bucket], grid: Grid) -> list[Bucket]:
+def _candidates(cells: ShapeHistogram, present: Sequence[Bucket], grid: BucketGrid) -> list[Bucket]:
     """Buckets that may serve: shapes at the areas asked for, by lengths that sources have; and the present ones that fit."""
     aspects_C = cells.widths / cells.heights
     spread = np.geomspace(1 / WIDEST, WIDEST, _ASPECTS)
@@ -258,7 +260,7 @@ def _target(bucket: Bucket, present: Sequence[Bucket]) -> int:
     return max(other for other in others if other * _SAME_AREA <= area)
 
 
-def _shapes(area: int, aspects: Sequence[float], grid: Grid) -> list[tuple[int, int]]:
+def _shapes(area: int, aspects: Sequence[float], grid: BucketGrid) -> list[tuple[int, int]]:
     """For each aspect ratio (width to height) the (H, W) of no more than `area` that keeps most of such a picture."""
     pairs = []
     for height in range(grid.height, area // grid.width + 1, grid.height):
@@ -273,7 +275,7 @@ def _shapes(area: int, aspects: Sequence[float], grid: Grid) -> list[tuple[int, 
     return list(dict.fromkeys(pairs[at] for at in best))
 
 
-def _single(judge: _Judge, present: Sequence[Bucket], grid: Grid) -> Outcome | None:
+def _single(judge: _Judge, present: Sequence[Bucket], grid: BucketGrid) -> BucketOutcome | None:
     """One bucket of the shape that most sources have: of the lengths and areas asked for, those that keep most."""
     cells = judge.cells
     aspects_C = cells.widths / cells.heights

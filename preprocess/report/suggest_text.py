@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mmspeed.config import Config
-from mmspeed.preprocess.records.source_shapes import Cells
-from mmspeed.preprocess.report.suggest import Outcome, Suggestion, grid_of, suggest
+from mmspeed.preprocess.records.source_shapes import ShapeHistogram
+from mmspeed.preprocess.report.suggest import BucketOutcome, BucketSuggestion, grid_of, suggest
 
 _HEAD = ("", "buckets", "cropped", "trimmed", "scaled", "rejected", "kept")
 
 
-def suggest_lines(config: Config, cells: Cells, number: int) -> list[str]:
+def suggest_lines(config: Config, cells: ShapeHistogram, number: int) -> list[str]:
     """What `mmspeed check --suggest-buckets` says of the sources in `cells`."""
     if not len(cells):
         return ["suggested buckets: none, since no source could be probed"]
@@ -27,7 +27,7 @@ def suggest_lines(config: Config, cells: Cells, number: int) -> list[str]:
     return lines + [f"  {note}" for note in _left_out(config, cells, made.suggested)]
 
 
-def _headline(made: Suggestion) -> str:
+def _headline(made: BucketSuggestion) -> str:
     found = len(made.suggested.buckets)
     if not found:
         return "suggested buckets: none, since no bucket as large as data.buckets asks for takes any of the sources"
@@ -38,7 +38,7 @@ def _headline(made: Suggestion) -> str:
     return f"suggested buckets for {made.sources:,} sources ({sure}):"
 
 
-def _list_lines(made: Suggestion) -> list[str]:
+def _list_lines(made: BucketSuggestion) -> list[str]:
     """YAML to paste under `data:`."""
     if not made.suggested.buckets:
         return []
@@ -51,7 +51,7 @@ def _list_lines(made: Suggestion) -> list[str]:
     ]
 
 
-def _table(made: Suggestion) -> list[str]:
+def _table(made: BucketSuggestion) -> list[str]:
     """A row for each list; shares lost are means over the clips taken, and what is kept is the mean over all."""
     named = {"suggested": made.suggested, **made.others}
     rows = [_HEAD, *(_row(name, outcome) for name, outcome in named.items())]
@@ -63,14 +63,14 @@ def _table(made: Suggestion) -> list[str]:
     return lines + [f"  {row[0]:<{first}}" + "".join(f"{cell:>10}" for cell in row[1:]) for row in rows]
 
 
-def _row(name: str, outcome: Outcome) -> Sequence[str]:
+def _row(name: str, outcome: BucketOutcome) -> Sequence[str]:
     if not any(outcome.clips):
         return name, str(len(outcome.buckets)), "-", "-", "-", f"{outcome.rejected:,}", f"{0:.1%}"
     shares = (f"{share:.1%}" for share in (outcome.cropped, outcome.trimmed, outcome.scaled))
     return name, str(len(outcome.buckets)), *shares, f"{outcome.rejected:,}", f"{outcome.kept:.1%}"
 
 
-def _left_out(config: Config, cells: Cells, outcome: Outcome) -> list[str]:
+def _left_out(config: Config, cells: ShapeHistogram, outcome: BucketOutcome) -> list[str]:
     """Why some sources are in no suggested bucket, where the config is why."""
     notes = []
     videos = int(cells.counts[~cells.images].sum())

@@ -20,7 +20,7 @@ _JOINERS = re.compile("([\u200c\u200d\ufe00-\ufe0f]{2})[\u200c\u200d\ufe00-\ufe0
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
-class Cleaned(NamedTuple):
+class CleanedCaption(NamedTuple):
     """A caption made clean, and what had to be done to it."""
 
     text: str
@@ -29,7 +29,7 @@ class Cleaned(NamedTuple):
     stripped: bool  # control characters or unseen signs were taken out
 
 
-def clean_caption(text: str, max_chars: int) -> Cleaned:
+def clean_caption(text: str, max_chars: int) -> CleanedCaption:
     """The caption with single spaces, at most `max_chars` long, and without control characters and unseen signs.
 
     Lone surrogates, which is what undecodable bytes are read as, become U+FFFD; only those that are kept count.
@@ -40,7 +40,7 @@ def clean_caption(text: str, max_chars: int) -> Cleaned:
     kept = spaced[:max_chars].rstrip()
     clean, repairs = _SURROGATE.subn("\ufffd", kept)
     cut = len(spaced) > max_chars or len(raw) < len(text)
-    return Cleaned(clean, cut, repairs > 0, len(bare) < len(raw))
+    return CleanedCaption(clean, cut, repairs > 0, len(bare) < len(raw))
 
 
 @dataclass

@@ -19,8 +19,8 @@ from mmspeed.preprocess.sources.listing import (
     CAPTION_ENDINGS,
     IMAGE_ENDINGS,
     VIDEO_ENDINGS,
-    Found,
-    Listing,
+    SourceCollector,
+    SourceListing,
     ending,
     is_media,
 )
@@ -28,9 +28,9 @@ from mmspeed.preprocess.sources.manifests import READERS, Columns
 from mmspeed.preprocess.sources.pickles import HEAD_BYTES, holds_pickle, is_pickle
 from mmspeed.preprocess.sources.rejections import Reason, Rejection, readable
 from mmspeed.preprocess.sources.source import Kind, Source, Split, content_id
-from mmspeed.preprocess.sources.tars import Member, is_unsafe, read_headers
+from mmspeed.preprocess.sources.tars import TarMember, is_unsafe, read_headers
 
-__all__ = ["Kind", "Listing", "Source", "Split", "content_id", "list_sources"]
+__all__ = ["Kind", "Source", "SourceListing", "Split", "content_id", "list_sources"]
 
 FORMAT_OF_ENDING = {
     ".jsonl": "jsonl",
@@ -49,12 +49,12 @@ _SPLITS: dict[Any, Split] = {
 }
 
 
-def list_sources(data: DataConfig) -> Listing:
+def list_sources(data: DataConfig) -> SourceListing:
     """Every source of the configured places, in their order and then by name.
 
     Raises UserError for a missing path, an unknown format, a missing column, or a place without any media.
     """
-    found = Found(data.max_caption_chars)
+    found = SourceCollector(data.max_caption_chars)
     for config, name in zip(data.sources, data.dataset_names, strict=True):
         found.dataset = name
         before = len(found.sources), len(found.rejections)
@@ -115,7 +115,7 @@ def _check_not_empty(config: SourceConfig, rejections: list[Rejection]) -> None:
     raise UserError(f"data.sources: {config.path} holds no media{why}; looked for {endings}{hint}")
 
 
-def _read_manifest(found: Found, config: SourceConfig, path: str) -> None:
+def _read_manifest(found: SourceCollector, config: SourceConfig, path: str) -> None:
     """Rows that name media relative to the manifest's folder. Raises UserError for a missing column or no rows.
 
     A row may name a file anywhere, by `..` or in full: the manifest is the user's, who may read what it names.
@@ -142,7 +142,9 @@ def _read_manifest(found: Found, config: SourceConfig, path: str) -> None:
         raise UserError(f"data.sources: {path} is not {kind}: {readable(first_problem[:500])}")
 
 
-def _read_row(found: Found, config: SourceConfig, manifest: str, name: str, where: str, row: dict[str, Any]) -> None:
+def _read_row(
+    found: SourceCollector, config: SourceConfig, manifest: str, name: str, where: str, row: dict[str, Any]
+) -> None:
     """One row; `name` stands for it until its media is known, and `where` tells people its manifest and line."""
     media, split = row.get(config.media_column), row.get(config.split_column) if config.split_column else None
     split = None if is_missing(split) else split
@@ -168,7 +170,7 @@ def _read_row(found: Found, config: SourceConfig, manifest: str, name: str, wher
         found.reject(f"{name} {media}", reason, f"{where}: {why}")
 
 
-def _read_tar(found: Found, config: SourceConfig, path: str) -> None:
+def _read_tar(found: SourceCollector, config: SourceConfig, path: str) -> None:
     """Samples of a webdataset tar: members that share their name up to the first dot of the base name.
 
     A name that comes again begins another sample, so that tars which were joined keep their pairs.
@@ -179,8 +181,8 @@ def _read_tar(found: Found, config: SourceConfig, path: str) -> None:
     if headers.problem is not None:
         found.files += 1
         found.reject(tar, *headers.problem)
-    samples: list[dict[str, Member]] = []
-    latest: dict[str, dict[str, Member]] = {}
+    samples: list[dict[str, TarMember]] = []
+    latest: dict[str, dict[str, TarMember]] = {}
     for member in headers.members:
         folder, _, base = member.name.rpartition("/")
         if unsafe := is_unsafe(member):
@@ -202,11 +204,13 @@ def _read_tar(found: Found, config: SourceConfig, path: str) -> None:
             _read_sample(found, config, path, file, list(sample.values()))
 
 
-def _read_sample(found: Found, config: SourceConfig, path: str, file: BinaryIO, members: list[Member]) -> None:
+def _read_sample(
+    found: SourceCollector, config: SourceConfig, path: str, file: BinaryIO, members: list[TarMember]
+) -> None:
     tar = os.path.basename(path)
     has_media = any(is_media(member.name) for member in members)
     captions = found.captions()
-    media: list[Member] = []
+    media: list[TarMember] = []
     for member in members:
         is_caption = ending(member.name) in CAPTION_ENDINGS
         file.seek(member.offset)
@@ -230,7 +234,7 @@ def _read_sample(found: Found, config: SourceConfig, path: str, file: BinaryIO, 
         found.add(f"{tar}!{member.name}", path, captions, "train", os.path.basename(os.path.dirname(path)), member)
 
 
-def _read_manifest_folder(found: Found, config: SourceConfig, path: str) -> None:
+def _read_manifest_folder(found: SourceCollector, config: SourceConfig, path: str) -> None:
     manifest = _manifest_in(config, path)
     assert manifest is not None
     _read_manifest(found, config, manifest)

@@ -6,12 +6,12 @@ import os
 
 from mmspeed.config.schema import SourceConfig
 from mmspeed.preprocess.sources.captions import MAX_CAPTION_BYTES
-from mmspeed.preprocess.sources.listing import CAPTION_ENDINGS, Found, ending, is_media
+from mmspeed.preprocess.sources.listing import CAPTION_ENDINGS, SourceCollector, ending, is_media
 from mmspeed.preprocess.sources.pickles import is_pickle
 from mmspeed.preprocess.sources.rejections import Reason
 
 
-def read_folder(found: Found, config: SourceConfig, root: str) -> None:
+def read_folder(found: SourceCollector, config: SourceConfig, root: str) -> None:
     """All files, recursively. Hidden folders are not entered.
 
     Links are followed wherever they lead, since data sets often lie on several disks; each folder is entered once.
@@ -44,7 +44,7 @@ def _enter(folder: str, name: str, entered: set[str]) -> bool:
     return first
 
 
-def _read_group(found: Found, config: SourceConfig, root: str, folder: str, names: list[str]) -> None:
+def _read_group(found: SourceCollector, config: SourceConfig, root: str, folder: str, names: list[str]) -> None:
     """The files of one stem."""
     media = [name for name in names if is_media(name)]
     captions = found.captions()

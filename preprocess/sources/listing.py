@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from mmspeed.preprocess.sources.captions import CaptionCounts, Captions
 from mmspeed.preprocess.sources.rejections import Reason, Rejection, readable
 from mmspeed.preprocess.sources.source import Kind, Source, Split
-from mmspeed.preprocess.sources.tars import Member
+from mmspeed.preprocess.sources.tars import TarMember
 
 VIDEO_ENDINGS = frozenset(
     ".mp4 .m4v .mov .mkv .webm .avi .gif .ts .mts .m2ts .mpg .mpeg .wmv .flv .ogv .3gp .apng".split()
@@ -19,7 +19,7 @@ CAPTION_ENDINGS = frozenset((".txt", ".json", ".cap"))
 
 
 @dataclass(frozen=True)
-class Listing:
+class SourceListing:
     """All that was met, each thing counted once.
 
     `files` = sources + `beyond_limit` + `caption_files` + rejections + `ignored`, where a file is a file of a folder,
@@ -42,7 +42,7 @@ class Listing:
     beyond_limit: int = 0
 
 
-class Found:
+class SourceCollector:
     """What has been met so far."""
 
     def __init__(self, max_caption_chars: int) -> None:
@@ -68,7 +68,7 @@ class Found:
         captions: Captions,
         split: Split,
         place: str,
-        member: Member | None = None,
+        member: TarMember | None = None,
         where: str = "",
     ) -> None:
         """A media file with its captions; without any it is rejected, and `where` says where it was met."""
@@ -83,10 +83,10 @@ class Found:
     def reject(self, name: str, reason: Reason, detail: str) -> None:
         self.rejections.append(Rejection(name, reason, detail))
 
-    def listing(self, limit: int | None) -> Listing:
+    def listing(self, limit: int | None) -> SourceListing:
         """All of it, with the first `limit` sources."""
         kept = self.sources[:limit]
-        return Listing(
+        return SourceListing(
             sources=kept,
             rejections=self.rejections,
             ignored=self.ignored,

@@ -24,7 +24,7 @@ _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd")
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class TarMember:
     """A member of a tar. `kind` is `file`, or what else it is."""
 
     name: str
@@ -37,7 +37,7 @@ class Member:
 class Headers:
     """Members in the tar's order, the tar's length, and what kept the rest from being read."""
 
-    members: list[Member] = field(default_factory=list)
+    members: list[TarMember] = field(default_factory=list)
     bytes: int = 0
     problem: tuple[Reason, str] | None = None
 
@@ -67,7 +67,7 @@ def read_headers(path: str) -> Headers:
     return headers
 
 
-def _members(file: BinaryIO, size: int, headers: Headers) -> Iterator[Member]:
+def _members(file: BinaryIO, size: int, headers: Headers) -> Iterator[TarMember]:
     """The members one after the other; what breaks the walk off is told in `headers`."""
     at, count = 0, 0
     common: dict[str, str] = {}
@@ -93,7 +93,7 @@ def _members(file: BinaryIO, size: int, headers: Headers) -> Iterator[Member]:
             at = begin + (_padded(length) if has_data else 0)
             if not info.isdir():
                 count += 1
-                yield Member(fields.get("path", info.name), begin, length, fields.get("kind") or _kind(info))
+                yield TarMember(fields.get("path", info.name), begin, length, fields.get("kind") or _kind(info))
         if at > size:
             raise _BrokenError(f"its last member should end at byte {at}")
     except _BrokenError as error:
@@ -171,7 +171,7 @@ def _behind_map(file: BinaryIO, block: bytes, begin: int) -> int:
     raise _BrokenError("the map of a sparse file does not end")
 
 
-def is_unsafe(member: Member) -> str:
+def is_unsafe(member: TarMember) -> str:
     """Why a member is not to be touched; empty when it is a plain file inside its folder."""
     if member.kind != "file":
         return member.kind

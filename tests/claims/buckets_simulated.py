@@ -1,7 +1,8 @@
 """The bench of the order of training without a device: cost imbalance, losses, time and memory of whole epochs, beside two other rules.
 
 The data set is that of `bench_web_video`, costs are the model's own count of FLOPs, and every figure of our rule comes from the code
-that training uses: `Order`, `Uses`, `deal`, `forecast`. Each row is made in a process of its own, so that its peak of memory is its own.
+that training uses: `Order`, `BucketUses`, `assign_slots`, `forecast`. Each row is made in a process of its own, so that its peak of memory
+is its own.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from mmspeed.config.schema import ModelConfig
 from mmspeed.config.training import BatchingConfig, TrainConfig
 from mmspeed.data import Batching
 from mmspeed.data.cache.files import write_whole
-from mmspeed.data.sampling.assignment import deal
+from mmspeed.data.sampling.assignment import assign_slots
 from mmspeed.data.sampling.batch_sizes import SampleCosts, make_batching, sample_costs
 from mmspeed.data.sampling.forecast import forecast
-from mmspeed.data.sampling.mixture import Uses
+from mmspeed.data.sampling.mixture import BucketUses
 from mmspeed.data.sampling.order import Order
-from mmspeed.data.sampling.rank_batches import lanes_of, lots_of
-from mmspeed.data.sampling.schedule import Array, Plan
+from mmspeed.data.sampling.rank_batches import bucket_batches_of, dp_groups_of
+from mmspeed.data.sampling.schedule import Array, EpochSchedule
 from mmspeed.errors import UserError
 from mmspeed.log import progress
 from mmspeed.protocols import ShapeClass
@@ -54,7 +55,7 @@ OURS: dict[str, tuple[Literal["same", "matched", "window"], int]] = {
 
 
 @dataclass(frozen=True)
-class Row:
+class ScheduleRow:
     """An epoch by one rule at one number of ranks. `imbalance`, `worst`: greatest / mean cost of the ranks, over steps."""
 
     rule: str
@@ -83,12 +84,12 @@ HEADER = f"{'rule':<27} {'ranks':>5} {'steps':>9}  imbalance   worst   epoch    
 
 
 @dataclass(frozen=True)
-class Table:
+class ScheduleTable:
     """All rows by one model's costs."""
 
     arrangement: str
     budget: float  # TFLOP of a device batch
-    rows: tuple[Row, ...]
+    rows: tuple[ScheduleRow, ...]
 
     def lines(self) -> list[str]:
         about = f"costs of {SIZE}, {self.arrangement} attention, forward and backward; a device batch of at most {self.budget:,.0f} TFLOP"
@@ -101,7 +102,7 @@ class SimulatedResult:
 
     data: DataSet
     seed: int
-    tables: tuple[Table, ...]
+    tables: tuple[ScheduleTable, ...]
 
     def verdicts(self) -> list[tuple[str, bool]]:
         """What is wanted of the default rule, in words, and whether it holds."""
@@ -166,7 +167,7 @@ def simulate_buckets(clips: int, ranks: str, seed: int, output: Path | None) -> 
         budget = BUDGET_SAMPLES * max(costs.flops(bucket) for bucket in data.counts) / 1e12
         jobs = list(_jobs(data, costs, budget, worlds, seed, whole=arrangement == "full"))
         rows = [in_fresh_process(job, given) for job, given in progress(jobs, arrangement, unit="rows")]
-        tables.append(Table(arrangement, budget, tuple(rows)))
+        tables.append(ScheduleTable(arrangement, budget, tuple(rows)))
     result = SimulatedResult(data, seed, tuple(tables))
     if output is not None:
         write_whole(output / "buckets-simulated.json", result.to_json().encode())
@@ -189,7 +190,7 @@ def model_costs(arrangement: str) -> SampleCosts:
     return sample_costs(build_model(config, LATENT_CHANNELS, TEXT_WIDTH, device="meta"), STRIDES, TEXT_TOKENS)
 
 
-def in_fresh_process(job: Callable[..., Row], given: tuple[Any, ...]) -> Row:
+def in_fresh_process(job: Callable[..., ScheduleRow], given: tuple[Any, ...]) -> ScheduleRow:
     """`job(*given)` in a process that has imported this file and done nothing yet."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
@@ -199,11 +200,11 @@ def in_fresh_process(job: Callable[..., Row], given: tuple[Any, ...]) -> Row:
 
 def _jobs(
     data: DataSet, costs: SampleCosts, budget: float, worlds: Sequence[int], seed: int, whole: bool
-) -> list[tuple[Callable[..., Row], tuple[Any, ...]]]:
+) -> list[tuple[Callable[..., ScheduleRow], tuple[Any, ...]]]:
     """What to run for each row: all rules, or the default one."""
     tokens = {bucket: costs.tokens(bucket) for bucket in data.counts}
     met = sample_of_use(Order(grouped(data.counts), Batching(1), seed), seed)
-    jobs: list[tuple[Callable[..., Row], tuple[Any, ...]]] = []
+    jobs: list[tuple[Callable[..., ScheduleRow], tuple[Any, ...]]] = []
     for rule, (mix, accumulate) in OURS.items():
         if whole or rule == SAME:
             config = BatchingConfig(by="flops", budget=budget, mix=mix, accumulate=accumulate)
@@ -233,9 +234,9 @@ def grouped(counts: Mapping[Any, int]) -> dict[tuple[ShapeClass, str], Array]:
 
 
 def sample_of_use(order: Order, seed: int) -> dict[ShapeClass, Array]:
-    """The sample of each use in an epoch's order, asked of `Uses` one by one. It depends on no batching and no world size."""
+    """The sample of each use in an epoch's order, asked of `BucketUses` one by one. It depends on no batching and no world size."""
     return {
-        bucket: np.array([place for place, _ in Uses(pools, 0, seed)[0 : sum(pool.uses for pool in pools)]])
+        bucket: np.array([place for place, _ in BucketUses(pools, 0, seed)[0 : sum(pool.uses for pool in pools)]])
         for bucket, pools in order.pools[0].items()
     }
 
@@ -251,12 +252,12 @@ def our_row(
     met: Mapping[ShapeClass, Array],
     world: int,
     seed: int,
-) -> Row:
+) -> ScheduleRow:
     """An epoch by our rule. Timed: the order of the steps and of the samples within them, from the places of each bucket's samples."""
     before, began = _memory("VmRSS"), time.perf_counter()
     order = Order(grouped(counts), batching, seed)
     plan, buckets = order.whole_epoch()
-    uses = {bucket: Uses(pools, 0, seed) for bucket, pools in order.pools[0].items()}
+    uses = {bucket: BucketUses(pools, 0, seed) for bucket, pools in order.pools[0].items()}
     seconds, peak = time.perf_counter() - began, _memory("VmHWM") - before
     if any([place for place, _ in uses[bucket][0:4]] != places[:4].tolist() for bucket, places in met.items()):
         raise AssertionError("the order of samples depends on the batching")
@@ -265,7 +266,7 @@ def our_row(
         times[met[bucket]] += found
     undealt, redealt = count_dealing(plan, buckets, batching, world)
     told = forecast(plan, buckets, batching, world, order.uses(), tokens.__getitem__)
-    return Row(
+    return ScheduleRow(
         rule,
         world,
         told.steps,
@@ -281,7 +282,7 @@ def our_row(
     )
 
 
-def steps_of_uses(plan: Plan, buckets: Sequence[ShapeClass], uses: Sequence[int]) -> dict[ShapeClass, Array]:
+def steps_of_uses(plan: EpochSchedule, buckets: Sequence[ShapeClass], uses: Sequence[int]) -> dict[ShapeClass, Array]:
     """For each use of each bucket, how many steps of the plan hold it: once, if the plan is right."""
     found = {}
     for number, bucket in enumerate(buckets):
@@ -293,15 +294,17 @@ def steps_of_uses(plan: Plan, buckets: Sequence[ShapeClass], uses: Sequence[int]
     return found
 
 
-def count_dealing(plan: Plan, buckets: Sequence[ShapeClass], batching: Batching, world: int) -> tuple[int, int]:
+def count_dealing(
+    plan: EpochSchedule, buckets: Sequence[ShapeClass], batching: Batching, world: int
+) -> tuple[int, int]:
     """Samples of all steps that dealing gives to no rank, and to several. Steps of one make are dealt alike."""
     makes = Counter(tuple((bucket, count) for bucket, _, count in plan.pieces(step)) for step in range(plan.steps))
     none = several = 0
     for make, steps in makes.items():
-        for pieces, ranks in lanes_of([(buckets[bucket], count) for bucket, count in make], batching):
-            lots = lots_of(pieces, batching)
+        for pieces, ranks in dp_groups_of([(buckets[bucket], count) for bucket, count in make], batching):
+            lots = bucket_batches_of(pieces, batching)
             given = [np.zeros(lot.count, np.int64) for lot in lots]
-            for row in deal(lots, world // ranks):
+            for row in assign_slots(lots, world // ranks):
                 for cell in row:
                     if cell is not None:
                         given[cell.lot][cell.start : cell.stop] += 1
@@ -317,7 +320,7 @@ def dealt_out_row(
     each: Mapping[ShapeClass, float],
     world: int,
     seed: int,
-) -> Row:
+) -> ScheduleRow:
     """Open-Sora's and VideoSys's rule: full batches of all buckets in one shuffled list, of which every `world` in turn make a step.
 
     What fills no batch, and the batches that make no step, are dropped.
@@ -341,7 +344,7 @@ def same_shape_row(
     each: Mapping[ShapeClass, float],
     world: int,
     seed: int,
-) -> Row:
+) -> ScheduleRow:
     """Open-Sora-Plan's rule: samples sorted by shape, cut into steps of `world` batches of one shape, and the steps shuffled.
 
     What is left of a shape, of which Open-Sora-Plan makes steps of mixed shapes, is dropped here.
@@ -362,12 +365,12 @@ def _shuffled(count: int, seed: int) -> Array:
     return order
 
 
-def _row_of(rule: str, world: int, greatest: Array, mean: Array, lost: int, seconds: float, peak: int) -> Row:
+def _row_of(rule: str, world: int, greatest: Array, mean: Array, lost: int, seconds: float, peak: int) -> ScheduleRow:
     """A row of one micro-batch a step. Without a step its imbalance is not a number."""
     ratio = greatest / mean if len(mean) else np.array([math.nan])
     average = float(ratio.mean())
     epoch = float(greatest.sum() / mean.sum()) if len(mean) else math.nan
-    return Row(rule, world, len(mean), average, float(ratio.max()), epoch, average, lost, 0, 0, seconds, peak)
+    return ScheduleRow(rule, world, len(mean), average, float(ratio.max()), epoch, average, lost, 0, 0, seconds, peak)
 
 
 def _memory(field: str) -> int:

@@ -27,7 +27,7 @@ FRAMES = 150
 
 
 @dataclass(frozen=True)
-class Clips:
+class ClipFiles:
     """Files to measure on: `manifest` lists them, `frames` counts the pictures of all of them."""
 
     manifest: Path
@@ -35,7 +35,7 @@ class Clips:
     frames: int
 
 
-def make_clips(folder: Path, count: int, height: int) -> Clips:
+def make_clips(folder: Path, count: int, height: int) -> ClipFiles:
     """`count` H.264 clips of `height` lines and 5 seconds, enlarged from those that ship with the package; kept for the next run."""
     rows = [json.loads(line) for line in CLIPS.read_text(encoding="utf-8").splitlines()]
     chosen = rows[:: max(1, len(rows) // count)][:count]
@@ -46,7 +46,7 @@ def make_clips(folder: Path, count: int, height: int) -> Clips:
     return _manifest(folder / f"clips-{height}.jsonl", paths, [row["caption"] for row in chosen])
 
 
-def clips_of(folder: Path, output: Path, count: int) -> Clips:
+def clips_of(folder: Path, output: Path, count: int) -> ClipFiles:
     """The first videos of a folder of the user's own. Raises UserError when there are none."""
     from mmspeed.errors import UserError
     from mmspeed.preprocess.sources.listing import VIDEO_ENDINGS
@@ -57,11 +57,11 @@ def clips_of(folder: Path, output: Path, count: int) -> Clips:
     return _manifest(output / "own-clips.jsonl", found, [path.stem for path in found])
 
 
-def _manifest(manifest: Path, paths: Sequence[Path], captions: Sequence[str]) -> Clips:
+def _manifest(manifest: Path, paths: Sequence[Path], captions: Sequence[str]) -> ClipFiles:
     rows = [{"video": str(path), "caption": caption} for path, caption in zip(paths, captions, strict=True)]
     manifest.parent.mkdir(parents=True, exist_ok=True)
     manifest.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return Clips(manifest, tuple(paths), sum(map(_count, paths)))
+    return ClipFiles(manifest, tuple(paths), sum(map(_count, paths)))
 
 
 def _count(path: Path) -> int:
@@ -91,19 +91,19 @@ def _enlarge(source: Path, path: Path, height: int) -> None:
 
 
 @dataclass(frozen=True)
-class Speed:
+class DecodingSpeed:
     """How fast files were decoded, and the CPU seconds that all processes took for it."""
 
     frames_per_s: float
     cpu_seconds: float
 
 
-def bare_ways(cores: int) -> dict[str, Callable[[Clips], Speed]]:
+def bare_ways(cores: int) -> dict[str, Callable[[ClipFiles], DecodingSpeed]]:
     """The bare decoders that are installed, by their names; each measures itself on some clips."""
     libraries = {"PyAV": _read_pyav}
     if importlib.util.find_spec("decord") is not None:
         libraries["decord"] = _read_decord
-    ways: dict[str, Callable[[Clips], Speed]] = {}
+    ways: dict[str, Callable[[ClipFiles], DecodingSpeed]] = {}
     for library, read in libraries.items():
         for processes, threads in {(cores, 1), (1, cores)}:
             name = f"{library}, {processes} process{'es' if processes > 1 else ''} x {threads} thread{'s' if threads > 1 else ''}"
@@ -111,7 +111,7 @@ def bare_ways(cores: int) -> dict[str, Callable[[Clips], Speed]]:
     return dict(sorted(ways.items()))
 
 
-def _measure(read: Callable[[str, int], int], processes: int, threads: int, clips: Clips) -> Speed:
+def _measure(read: Callable[[str, int], int], processes: int, threads: int, clips: ClipFiles) -> DecodingSpeed:
     """Decode all files; neither starting the processes nor importing the library counts."""
     before = cpu_seconds()
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
@@ -119,7 +119,7 @@ def _measure(read: Callable[[str, int], int], processes: int, threads: int, clip
         started = time.monotonic()
         frames = sum(pool.map(read, map(str, clips.paths), [threads] * len(clips.paths)))
         seconds = time.monotonic() - started
-    return Speed(frames / seconds, cpu_seconds() - before)
+    return DecodingSpeed(frames / seconds, cpu_seconds() - before)
 
 
 def cpu_seconds() -> float:
@@ -157,7 +157,7 @@ def _read_decord(path: str, threads: int) -> int:
     return len(reader)
 
 
-def start_seconds(processes: int, clips: Clips) -> float:
+def start_seconds(processes: int, clips: ClipFiles) -> float:
     """How long `processes` decoder processes take to start at once: their first answer less their second."""
     import sys
 

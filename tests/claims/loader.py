@@ -83,7 +83,7 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ReaderVerdict:
     """Whether our reader is fast enough at one temperature: against the best other format, or against the raw read."""
 
     temperature: str
@@ -115,7 +115,7 @@ class ShapeResult:
     open_seconds: float  # opening our cache, median
     rates: dict[str, dict[str, Rates]]  # temperature -> row -> rates
     still_cached: float  # largest share of a format's files that was still in memory after they were dropped
-    verdicts: list[Verdict]
+    verdicts: list[ReaderVerdict]
 
     def lines(self) -> list[str]:
         """The table, in Markdown."""
@@ -317,11 +317,11 @@ class LoaderBench:
                 )
 
 
-def verdict(temperature: str, rates: dict[str, Rates]) -> Verdict:
+def verdict(temperature: str, rates: dict[str, Rates]) -> ReaderVerdict:
     """`mmspeed, later` against the best other format and the raw read."""
     others = {name: row.samples_s for name, row in rates.items() if name not in (FIRST, LATER, VIEW, RAW)}
     best, mine = max(others, key=others.__getitem__), rates[LATER].samples_s
-    return Verdict(temperature, best, mine / others[best], mine / rates[RAW].samples_s)
+    return ReaderVerdict(temperature, best, mine / others[best], mine / rates[RAW].samples_s)
 
 
 def samples_for(shape: str) -> int:

@@ -20,7 +20,7 @@ from mmspeed.config import Config, make_config
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
 
-from .decoding import Clips, Speed, bare_ways, clips_of, cpu_seconds, make_clips, start_seconds
+from .decoding import ClipFiles, DecodingSpeed, bare_ways, clips_of, cpu_seconds, make_clips, start_seconds
 
 log = get_logger("bench")
 
@@ -169,7 +169,7 @@ def bench_preprocess(
         torch.set_num_threads(threads)
 
 
-def encoder_busy(output: Path, clips: Clips, cores: int, vae_width: int) -> EncoderBusy:
+def encoder_busy(output: Path, clips: ClipFiles, cores: int, vae_width: int) -> EncoderBusy:
     """Build a cache with a slow codec, and say how long it was busy."""
     from mmspeed.preprocess import CacheBuilder
 
@@ -188,7 +188,7 @@ def encoder_busy(output: Path, clips: Clips, cores: int, vae_width: int) -> Enco
     )
 
 
-def decoder_speed(output: Path, clips: Clips, cores: int, rounds: int) -> DecoderSpeed:
+def decoder_speed(output: Path, clips: ClipFiles, cores: int, rounds: int) -> DecoderSpeed:
     """Build caches with a quick codec, in turns with bare decoders of the same files."""
     from mmspeed.preprocess import CacheBuilder
 
@@ -196,11 +196,11 @@ def decoder_speed(output: Path, clips: Clips, cores: int, rounds: int) -> Decode
     config = _config(output, "decode", clips, cores, data, {"kind": "linear", "channels": 8, "fit_clips": 2})
     CacheBuilder(config).run()  # fits the codec, and reads the files once
     bare, busy, starts = bare_ways(cores), list[float](), list[float]()
-    speeds: dict[str, list[Speed]] = {name: [] for name in ("build", *bare)}
+    speeds: dict[str, list[DecodingSpeed]] = {name: [] for name in ("build", *bare)}
     for number in range(rounds):
         shutil.rmtree(config.cache_dir / "latents")
         before, report = cpu_seconds(), CacheBuilder(config).run()
-        speeds["build"].append(Speed(clips.frames / report.latent_seconds, cpu_seconds() - before))
+        speeds["build"].append(DecodingSpeed(clips.frames / report.latent_seconds, cpu_seconds() - before))
         busy.append(report.busy)
         starts.append(start_seconds(cores, clips))
         for name, measure in bare.items():
@@ -265,7 +265,7 @@ def made_up_captions(count: int) -> list[str]:
 
 
 def _config(
-    output: Path, name: str, clips: Clips | None, cores: int, data: dict[str, Any], vae: dict[str, Any]
+    output: Path, name: str, clips: ClipFiles | None, cores: int, data: dict[str, Any], vae: dict[str, Any]
 ) -> Config:
     """A config of one of the halves, with a cache that holds no latents yet."""
     cache = output / f"cache-{name}"

@@ -36,8 +36,8 @@ from mmspeed.errors import UserError
 from mmspeed.log import format_bytes
 from mmspeed.mesh import make_mesh, process_group
 from mmspeed.models.sora.model import SoraDiT, SoraDiTConfig
-from mmspeed.parallel import TokenLayout, make_layout, spread_tokens
-from mmspeed.plan.traffic import Work, places, step_traffic
+from mmspeed.parallel import TokenLayout, make_layout, shard_tokens
+from mmspeed.plan.traffic import AttentionWorkload, places, step_traffic
 
 HEAD_WIDTH, DEPTH, CHANNELS, TEXT_WIDTH, TEXT_TOKENS = 24, 4, 16, 64, 32
 NEAR = 0.03  # how far from 1 the ratio at degree 1 may be
@@ -52,7 +52,7 @@ Taken = tuple[float, float]  # seconds, processors' seconds of all threads
 
 
 @dataclass(frozen=True)
-class Scheme:
+class LayoutScheme:
     """A way to split a step over n ranks."""
 
     name: str
@@ -60,14 +60,14 @@ class Scheme:
     parallel: ParallelConfig
 
 
-def schemes(ranks: int) -> list[Scheme]:
+def schemes(ranks: int) -> list[LayoutScheme]:
     """What is measured."""
     return [
-        Scheme("factorised, switch", "factorised", ParallelConfig(ulysses=ranks)),
-        Scheme("factorised, ulysses by frames", "factorised", ParallelConfig(ulysses=ranks, scheme="ulysses")),
-        Scheme("factorised, ulysses by space", "factorised", ParallelConfig(ulysses=ranks, scheme="ulysses", shard="space")),
-        Scheme("full, ulysses", "full", ParallelConfig(ulysses=ranks)),
-        Scheme("full, ring", "full", ParallelConfig(ring=ranks)),
+        LayoutScheme("factorised, switch", "factorised", ParallelConfig(ulysses=ranks)),
+        LayoutScheme("factorised, ulysses by frames", "factorised", ParallelConfig(ulysses=ranks, scheme="ulysses")),
+        LayoutScheme("factorised, ulysses by space", "factorised", ParallelConfig(ulysses=ranks, scheme="ulysses", shard="space")),
+        LayoutScheme("full, ulysses", "full", ParallelConfig(ulysses=ranks)),
+        LayoutScheme("full, ring", "full", ParallelConfig(ring=ranks)),
     ]  # fmt: skip
 
 
@@ -90,7 +90,7 @@ class Ratio:
 
 
 @dataclass(frozen=True)
-class Parts:
+class StepShares:
     """Shares of a step, 0..1, means over the ranks. `imbalance`: by how much the rank that computes most computes more than the mean."""
 
     compute: float
@@ -103,7 +103,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Row:
+class SchemeRow:
     """What was found of a scheme. `to_one`: time by that of one process; `cpu_to_one`: processors' time, of all ranks together.
 
     Bytes are of the rank that sends most; kept bytes are those saved for the backward pass.
@@ -113,7 +113,7 @@ class Row:
     seconds: float
     to_one: Ratio
     cpu_to_one: Ratio
-    parts: Parts
+    parts: StepShares
     ledger_bytes: int
     formula_bytes: int
     equal: bool  # on every rank, by kind and axis
@@ -131,7 +131,7 @@ class SpResult:
     rounds: int
     degree_one: Ratio
     cpu_degree_one: Ratio
-    rows: list[Row]
+    rows: list[SchemeRow]
 
     @property
     def free(self) -> bool:
@@ -181,10 +181,10 @@ def bench_sp(latent: tuple[int, int, int], width: int, rounds: int) -> SpResult:
     with process_group(device):
         if dist.get_world_size() < 2:
             raise UserError("bench sp needs two processes at least: give --ranks 2, or start it with torchrun")
-        return _Bench(device, latent, width, rounds).run()
+        return _SchemeBench(device, latent, width, rounds).run()
 
 
-class _Bench:
+class _SchemeBench:
     """One run of the bench; every rank has one and makes the same calls."""
 
     def __init__(self, device: Device, latent: tuple[int, int, int], width: int, rounds: int) -> None:
@@ -199,10 +199,10 @@ class _Bench:
 
     def run(self) -> SpResult:
         found = schemes(self.ranks)
-        steps = {a: _Step(self.config(a), self.latent) for a in ("factorised", "full")}
+        steps = {a: _BenchStep(self.config(a), self.latent) for a in ("factorised", "full")}
         frames, height, width = (max(1, size // 2) for size in self.latent)
         eighth = (frames, height + height % 2, width + width % 2)
-        degree_one = self.degree_one(_Step(self.config("factorised"), eighth))
+        degree_one = self.degree_one(_BenchStep(self.config("factorised"), eighth))
         rows = [self.row(scheme, steps[scheme.arrangement]) for scheme in found]
         tokens = math.prod(steps["full"].config.grid(self.latent))
         return SpResult(self.ranks, self.threads, tokens, self.width, self.rounds, *degree_one, rows)
@@ -212,7 +212,7 @@ class _Bench:
             self.width, DEPTH, self.heads, CHANNELS, TEXT_WIDTH, adaln_rank=32, arrangement=arrangement  # type: ignore[arg-type]
         )  # fmt: skip
 
-    def degree_one(self, step: _Step) -> tuple[Ratio, Ratio]:
+    def degree_one(self, step: _BenchStep) -> tuple[Ratio, Ratio]:
         """Of seconds and of processors' seconds. The first rank computes; the others wait."""
         layout = make_layout(make_mesh(self.device), ParallelConfig())
         on: list[Taken] = []
@@ -225,11 +225,11 @@ class _Bench:
                     found.append(taken)
         return tuple(Ratio.of([t[i] for t in on], [t[i] for t in off]) for i in (0, 1))  # type: ignore[return-value]
 
-    def row(self, scheme: Scheme, step: _Step) -> Row:
+    def row(self, scheme: LayoutScheme, step: _BenchStep) -> SchemeRow:
         """All of one scheme."""
         mesh = make_mesh(self.device, ring=scheme.parallel.ring, ulysses=scheme.parallel.ulysses)
         layout, plain = make_layout(mesh, scheme.parallel), TokenLayout()
-        spread_tokens(step.model, layout)
+        shard_tokens(step.model, layout)
         split: list[Taken] = []
         one: list[Taken] = []
         for number in range(WARM + self.rounds):
@@ -245,7 +245,7 @@ class _Bench:
         wanted = step_traffic(self.work(scheme, step), scheme.parallel, list(places(scheme.parallel))[self.rank])
         mine = {"sent": sent.total(), "wanted": wanted.total(), "equal": sent == wanted, "kept": kept}
         everyone = all_gather_objects(mine, self.group)
-        return Row(
+        return SchemeRow(
             name=scheme.name,
             seconds=statistics.median(taken[0] for taken in split),
             to_one=Ratio.of([t[0] for t in split], [t[0] for t in one]),
@@ -257,10 +257,10 @@ class _Bench:
             kept=max(found["kept"] for found in everyone),
         )
 
-    def work(self, scheme: Scheme, step: _Step) -> Work:
+    def work(self, scheme: LayoutScheme, step: _BenchStep) -> AttentionWorkload:
         config = step.config
         spans = tuple(config.span(block) for block in range(config.depth))
-        return Work(
+        return AttentionWorkload(
             1, config.grid(self.latent), config.width, config.heads, spans, config.patch_values, TEXT_TOKENS, element_size=4
         )  # fmt: skip
 
@@ -281,7 +281,7 @@ class _Bench:
         found = all_gather_objects(taken, self.group)[0]
         return found[0], found[1]
 
-    def parts(self, step: _Step, layout: TokenLayout) -> Parts:
+    def parts(self, step: _BenchStep, layout: TokenLayout) -> StepShares:
         """Of one step under the profiler."""
         barrier(self.group)
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else some versions tell of each start and stop
@@ -298,7 +298,7 @@ def _timed(work: Callable[[], Any]) -> Taken:
     return time.perf_counter() - started, time.process_time() - used
 
 
-def parts_of(everyone: list[dict[str, Any]]) -> Parts:
+def parts_of(everyone: list[dict[str, Any]]) -> StepShares:
     """From what each rank found: `phases`, seconds by name, and `calls`, (seconds blocked, seconds of copies) of each exchange in order."""
     steps = [sum(rank["phases"].values()) for rank in everyone]
     blocked = [[call[0] for call in rank["calls"]] for rank in everyone]
@@ -313,7 +313,7 @@ def parts_of(everyone: list[dict[str, Any]]) -> Parts:
     def share(seconds: Iterable[float]) -> float:
         return sum(seconds) / n / whole
 
-    return Parts(
+    return StepShares(
         compute=share(work),
         copies=share(copies),
         transfer=transfer / whole,
@@ -335,7 +335,7 @@ def _blocked(event: Any) -> tuple[float, float]:
     return blocked / 1e6, copies / 1e6
 
 
-class _Step:
+class _BenchStep:
     """A training step of one video, on any layout: forward, backward, sum of gradients over the ranks, AdamW."""
 
     def __init__(self, config: SoraDiTConfig, latent: tuple[int, int, int]) -> None:

@@ -32,7 +32,7 @@ GOALS = {"fine-tuned": 0.01, "from scratch": 0.03}
 
 
 @dataclass(frozen=True)
-class Trial:
+class TrainedVariant:
     """One trained model."""
 
     start: str  # "from scratch" or "fine-tuned"
@@ -46,7 +46,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Setting:
+class SparseTrainingSetting:
     """What is trained."""
 
     steps: int = 300
@@ -63,12 +63,12 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Result:
+class SparseTrainingResult:
     """All trials of a setting."""
 
-    setting: Setting
+    setting: SparseTrainingSetting
     tokens: int
-    trials: list[Trial]
+    trials: list[TrainedVariant]
 
     def table(self) -> list[str]:
         """A Markdown table: means over seeds, and the largest difference to dense attention of one seed."""
@@ -125,15 +125,17 @@ class Result:
             *(f"{'PASSED' if ok else 'FAILED'}: {text}" for ok, text in self.verdicts()),
         ]
 
-    def _of(self, start: str, variant: str) -> list[Trial]:
+    def _of(self, start: str, variant: str) -> list[TrainedVariant]:
         return [trial for trial in self.trials if trial.start == start and trial.variant == variant]
 
 
-def _mean(rows: list[Trial], name: str) -> float:
+def _mean(rows: list[TrainedVariant], name: str) -> float:
     return statistics.mean(getattr(row, name) for row in rows)
 
 
-def bench_sparse_training(output: str | Path, setting: Setting, variants: tuple[str, ...] = tuple(VARIANTS)) -> Result:
+def bench_sparse_training(
+    output: str | Path, setting: SparseTrainingSetting, variants: tuple[str, ...] = tuple(VARIANTS)
+) -> SparseTrainingResult:
     """Train all that is not trained yet, and compare. Writes `sparse-training.json` into `output`."""
     from mmspeed.preprocess import CacheBuilder
 
@@ -148,13 +150,13 @@ def bench_sparse_training(output: str | Path, setting: Setting, variants: tuple[
         for start in ("from scratch", "fine-tuned"):
             for variant in dict.fromkeys(("dense", *variants)):
                 trials.append(_trial(trial_config(output, setting, start, variant, seed), start, variant, seed))
-                result = Result(setting, _tokens(first), trials)
+                result = SparseTrainingResult(setting, _tokens(first), trials)
                 text = json.dumps(asdict(result), indent=2) + "\n"
                 (output / "sparse-training.json").write_text(text, encoding="utf-8")
     return result
 
 
-def trial_config(output: Path, setting: Setting, start: str, variant: str, seed: int) -> Config:
+def trial_config(output: Path, setting: SparseTrainingSetting, start: str, variant: str, seed: int) -> Config:
     """The config of one trial."""
     tuned = start == "fine-tuned"
     name = f"{'tuned' if tuned else 'scratch'}-{variant.replace('+', '-')}-{seed}"
@@ -205,7 +207,7 @@ def trial_config(output: Path, setting: Setting, start: str, variant: str, seed:
     return make_config(tree, origin="sparse training bench")
 
 
-def _trial(config: Config, start: str, variant: str, seed: int) -> Trial:
+def _trial(config: Config, start: str, variant: str, seed: int) -> TrainedVariant:
     from mmspeed.log import read_metrics
     from mmspeed.pipelines import TrainPipeline
 
@@ -220,7 +222,7 @@ def _trial(config: Config, start: str, variant: str, seed: int) -> Trial:
     layers = train[-1].get("attention") or []
     kept = [layer["kept"] for layer in layers if layer["kept"] is not None]
     errors = [layer["error"] for layer in layers if layer["error"] is not None]
-    trial = Trial(
+    trial = TrainedVariant(
         start,
         variant,
         seed,

@@ -60,7 +60,7 @@ HAND = {
 
 
 @dataclass(frozen=True)
-class Clips:
+class ClipShapes:
     """Clips, an entry each: pixels shown, frames, and frames a second. A picture has one frame."""
 
     widths: Array
@@ -123,7 +123,7 @@ def hand_size(bucket: Bucket) -> int:
     return sizes[min(frames for frames in sizes if frames >= bucket.frames)]
 
 
-def draw_clips(count: int, seed: int, part: int = 0) -> Clips:
+def draw_clips(count: int, seed: int, part: int = 0) -> ClipShapes:
     """`count` clips by the laws above. The same seed and part give the same clips."""
 
     def uniform(purpose: str) -> torch.Tensor:
@@ -143,16 +143,16 @@ def draw_clips(count: int, seed: int, part: int = 0) -> Clips:
     frames = np.maximum(2, np.round(seconds * fps)).astype(np.int64)
     frames[uniform("web_image").numpy() < IMAGES] = 1
     even = [np.round(edge * scale / 2).astype(np.int64) * 2 for edge in (across, down)]
-    return Clips(even[0], even[1], frames, fps.astype(np.int64))
+    return ClipShapes(even[0], even[1], frames, fps.astype(np.int64))
 
 
-def lengths_covered(clips: Clips, lengths: Sequence[int], fps: float) -> Array:
+def lengths_covered(clips: ClipShapes, lengths: Sequence[int], fps: float) -> Array:
     """How many of the bucket lengths (ascending) each clip is long enough for: `preprocess.windows.covers` for even frame times."""
     reach = (clips.frames - 0.5) / clips.fps + 1e-6
     return np.searchsorted([(length - 1) / fps for length in lengths], reach, side="right")
 
 
-def assign(clips: Clips, buckets: Sequence[Bucket]) -> tuple[Array, Counter[str]]:
+def assign(clips: ClipShapes, buckets: Sequence[Bucket]) -> tuple[Array, Counter[str]]:
     """The place in `buckets` of each clip's best one, -1 where it fits none; and why these fell out.
 
     Clips of one size that are long enough for the same buckets are ranked alike, so `preprocess.transform.rank_buckets` is asked
@@ -176,7 +176,7 @@ def assign(clips: Clips, buckets: Sequence[Bucket]) -> tuple[Array, Counter[str]
     return best[of_clip], fell_out
 
 
-def probe_of(clips: Clips, place: int) -> Any:
+def probe_of(clips: ClipShapes, place: int) -> Any:
     """What preprocess would know of a clip's file. Frames beyond what the longest bucket takes make no difference, and are left out."""
     from mmspeed.preprocess.decoding.probe import Probe
 

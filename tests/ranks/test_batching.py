@@ -20,7 +20,7 @@ from mmspeed.config import Config, make_config
 from mmspeed.data import Batching, BatchSampler, DatasetCache
 from mmspeed.data.cache.keys import digest
 from mmspeed.data.collate import assemble
-from mmspeed.data.sampling.rank_batches import share
+from mmspeed.data.sampling.rank_batches import rank_batches
 from mmspeed.preprocess import CacheBuilder
 from mmspeed.protocols import Batch
 from tests.media import write_image
@@ -103,7 +103,7 @@ def gradients(folder: str, group: int, strategy: str) -> dict[str, Any]:
     optimizer.register_step_pre_hook(keep)
     told = []
     for draws in chosen:
-        parts = share(draws, replace(made_for_two, group=group), rank, world)
+        parts = rank_batches(draws, replace(made_for_two, group=group), rank, world)
         batches = [assemble(cache, part, 0, 0.3, noise=True) for part in parts]
         result = train_step(
             wrapped, batches, loss_fn, optimizer,

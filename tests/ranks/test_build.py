@@ -17,8 +17,8 @@ from mmspeed.config.schema import SourceConfig
 from mmspeed.data import DatasetCache
 from mmspeed.errors import UserError
 from mmspeed.preprocess import BuildReport, CacheBuilder
-from mmspeed.preprocess.build.coordination import Part, Share, read_part, write_part
-from mmspeed.preprocess.records.sample_table import Row
+from mmspeed.preprocess.build.coordination import ProcessRecord, WorkShare, read_part, write_part
+from mmspeed.preprocess.records.sample_table import ClipRow
 from tests.caches import tar_bytes
 from tests.forks import ended, fork, kill, ranks, wait
 from tests.runs import small_config
@@ -166,25 +166,27 @@ def test_one_that_comes_late_is_waited_for(one: Config, tmp_path: Path) -> None:
 
 
 def test_a_part_comes_back_from_its_file(tmp_path: Path) -> None:
-    rows = [Row("a.mp4", "train", "c1", "005x0032x0048", window, 0, f"k{window}", ("t1", "t2")) for window in (0, 1)]
+    rows = [
+        ClipRow("a.mp4", "train", "c1", "005x0032x0048", window, 0, f"k{window}", ("t1", "t2")) for window in (0, 1)
+    ]
     facts = {"codec": "abc", "report": BuildReport(tmp_path, encoded=2).to_json()}
-    write_part(tmp_path / "rank-00000.parquet", Part(rows, facts))
-    assert read_part(tmp_path / "rank-00000.parquet") == Part(rows, json.loads(json.dumps(facts)))
+    write_part(tmp_path / "rank-00000.parquet", ProcessRecord(rows, facts))
+    assert read_part(tmp_path / "rank-00000.parquet") == ProcessRecord(rows, json.loads(json.dumps(facts)))
 
 
 @pytest.mark.parametrize("shard", ["0/8", "9/8", "3", "3/0", "-1/2", "1/2/3", ""])
 def test_a_malformed_shard_is_an_error(shard: str) -> None:
     with pytest.raises(UserError, match="from 1/8 to 8/8"):
-        Share.of(shard)
+        WorkShare.of(shard)
 
 
 def test_a_shard_under_a_launcher_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Share.of(None) == Share() and Share.of("8/8") == Share(7, 8)
+    assert WorkShare.of(None) == WorkShare() and WorkShare.of("8/8") == WorkShare(7, 8)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert Share.of(None) == Share(1, 2, launched=True)
+    assert WorkShare.of(None) == WorkShare(1, 2, launched=True)
     with pytest.raises(UserError, match="use one of them"):
-        Share.of("1/2")
+        WorkShare.of("1/2")
 
 
 def test_the_command_takes_a_shard(one: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

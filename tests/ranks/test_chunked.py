@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from mmspeed import rng
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.device import Device
-from mmspeed.memory import Keeping, peak_bytes
-from mmspeed.memory.planning.count import MatmulCount
+from mmspeed.memory import BlockPolicies, peak_bytes
+from mmspeed.memory.planning.count import MatmulCounter
 from mmspeed.memory.planning.report import CATEGORIES, MemoryReport
 from mmspeed.memory.planning.tracked import measure_step
 from mmspeed.mesh import make_mesh
@@ -49,7 +49,7 @@ PARTS = {
 }
 
 
-def step(name: str, keeping: Keeping | None) -> tuple[dict[str, Tensor], int, int]:
+def step(name: str, keeping: BlockPolicies | None) -> tuple[dict[str, Tensor], int, int]:
     """Gradients, bytes that the layout exchanged, and matrix products."""
     sizes = LAYOUTS[name]
     mesh = make_mesh(CPU, **sizes)
@@ -70,7 +70,7 @@ def step(name: str, keeping: Keeping | None) -> tuple[dict[str, Tensor], int, in
         model(*inputs).square().mean().backward()
         sum_shared_gradients(model.parameters(), layout.tensor)
 
-    with MatmulCount() as count:
+    with MatmulCounter() as count:
         work()
     grads = {
         key: (p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad).clone()
@@ -100,9 +100,9 @@ def compare(every: bool) -> dict[tuple[str, str, bool], tuple[float, int, int, b
     for name in LAYOUTS:
         plain, sent, products = step(name, None)
         for ways in [{}, RECOMPUTED] if every else WAYS[name]:
-            again = step(name, Keeping((ways,))) if ways else (plain, sent, products)  # type: ignore[arg-type]
+            again = step(name, BlockPolicies((ways,))) if ways else (plain, sent, products)  # type: ignore[arg-type]
             for exact in (True, False):
-                keeping = Keeping((ways,), mlp_chunk=CHUNK, mlp_exact=exact)  # type: ignore[arg-type]
+                keeping = BlockPolicies((ways,), mlp_chunk=CHUNK, mlp_exact=exact)  # type: ignore[arg-type]
                 grads, sent_in_parts, smaller = step(name, keeping)
                 assert grads.keys() == plain.keys()
                 worst = max(

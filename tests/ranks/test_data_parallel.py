@@ -20,14 +20,14 @@ from mmspeed.device import Device
 from mmspeed.loop.averages import EMA
 from mmspeed.loop.optimizers.build import make_optimizer
 from mmspeed.loop.signals import StopSignals
-from mmspeed.memory import Keeping
+from mmspeed.memory import BlockPolicies
 from mmspeed.mesh import make_mesh
 from mmspeed.parallel import parallelize, unwrap
 from tests.spawn import run_ranks
 from tests.steps import train_step
 from tests.toy import ToyDiT, flow_loss, make_batch, split
 
-RECOMPUTED = Keeping.everywhere({"block": "recompute"})
+RECOMPUTED = BlockPolicies.everywhere({"block": "recompute"})
 
 KEYS = [f"s{i}" for i in range(7)]  # a short last batch: 8 slots, one filler
 STEPS = 4

@@ -16,12 +16,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmspeed import comm
-from mmspeed.comm import Axis, Exchange, RowCounts, even_sizes, finish, finish_all, messages
+from mmspeed.comm import Axis, ExchangeMethod, RowCounts, even_sizes, finish, finish_all, messages
 from mmspeed.comm.groups import flattened
 from tests.spawn import run_ranks
 
 WORLDS = (2, 4)
-WAYS: tuple[Exchange, ...] = ("collective", "point_to_point")
+WAYS: tuple[ExchangeMethod, ...] = ("collective", "point_to_point")
 BSH, SBH = (0, 1, 2), (1, 0, 2)  # the dims of a (B, S, H) tensor from the outermost in memory to the innermost
 
 
@@ -479,6 +479,6 @@ def problems(request: pytest.FixtureRequest) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.removeprefix("_case_"))
-def test_exchange(case: Callable[[Axis], None], way: Exchange, problems: list[dict[str, str]]) -> None:
+def test_exchange(case: Callable[[Axis], None], way: ExchangeMethod, problems: list[dict[str, str]]) -> None:
     for rank, found in enumerate(problems):
         assert f"{case.__name__} {way}" not in found, f"rank {rank}:\n{found[f'{case.__name__} {way}']}"

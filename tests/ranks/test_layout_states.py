@@ -23,7 +23,7 @@ from mmspeed.device import Device
 from mmspeed.loop.averages import EMA
 from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState, load
 from mmspeed.loop.optimizers.build import make_optimizer
-from mmspeed.memory import Keeping
+from mmspeed.memory import BlockPolicies
 from mmspeed.mesh import Mesh, make_mesh
 from mmspeed.models import SoraDiT, SoraDiTConfig
 from mmspeed.models.sora.layers import set_parameter
@@ -36,7 +36,7 @@ from tests.sequence_steps import Case, Groups, build, loss_of, make_batch
 from tests.spawn import run_ranks
 from tests.steps import train_step
 
-RECOMPUTED = Keeping.everywhere({"block": "recompute"})
+RECOMPUTED = BlockPolicies.everywhere({"block": "recompute"})
 
 WORLD, CPU = 4, Device("cpu", 0)
 CFG = TrainConfig(lr=1e-2, warmup_steps=0)

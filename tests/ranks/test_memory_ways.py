@@ -17,7 +17,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from mmspeed.compute.sparse.module import clustered_layers
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.device import Device
-from mmspeed.memory.offload.swap import Swap
+from mmspeed.memory.offload.swap import Offloader
 from mmspeed.mesh import make_mesh
 from mmspeed.parallel import TokenLayout, make_layout, parallelize, unwrap
 from mmspeed.parallel.tensor import sum_shared_gradients
@@ -70,7 +70,7 @@ class Bench:
         self.inputs = make_inputs(**given)
 
     def step(self, ways: Ways, again: bool = False) -> dict[str, Any]:
-        swap, sparse = Swap(Device("cpu", 0), 1 << 10), self.more.get("sparse")
+        swap, sparse = Offloader(Device("cpu", 0), 1 << 10), self.more.get("sparse")
         model = make_model(self.arrangement, sparse is not None, **(sparse or {}))
         counters = [layer.counter for layer in clustered_layers(model).values()]
         ready = parallelize(

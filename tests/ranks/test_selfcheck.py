@@ -15,11 +15,11 @@ from mmspeed.config import Config, make_config
 from mmspeed.device import Device
 from mmspeed.mesh import process_group
 from mmspeed.parallel import TokenLayout
-from mmspeed.parallel.tokens import Part, Spread
+from mmspeed.parallel.tokens import ShardedTokens, TokenShard
 from mmspeed.pipelines.selfcheck.run import with_layout
-from mmspeed.pipelines.selfcheck.shrink import Miniature, miniature
+from mmspeed.pipelines.selfcheck.shrink import ShrunkRun, shrink_run
 from mmspeed.pipelines.selfcheck.verdict import SelfCheck, compare
-from mmspeed.pipelines.selfcheck.worker import Found, examine
+from mmspeed.pipelines.selfcheck.worker import WorkerReport, examine
 from mmspeed.shapes import Strides
 from tests.runs import small_tree
 from tests.spawn import run_ranks
@@ -38,34 +38,39 @@ def tree(folder: Path) -> dict[str, Any]:
 # --- broken on purpose ---
 
 
-class ForgetfulSpread(Spread):
+class ForgetfulSpread(ShardedTokens):
     """Attends to the own tokens alone."""
 
-    def part(self, along: Any) -> Part:
-        return replace(super().part(along), lengths=None)
+    def shard_along(self, along: Any) -> TokenShard:
+        return replace(super().shard_along(along), lengths=None)
 
 
-class DoubledSpread(Spread):
+class DoubledSpread(ShardedTokens):
     """Takes a sum of gradients for a mean."""
 
-    def join(self, x_BTSE: Tensor, part: Part) -> Tensor:
-        x_BTSE = super().join(x_BTSE, part)
+    def unshard(self, x_BTSE: Tensor, part: TokenShard) -> Tensor:
+        x_BTSE = super().unshard(x_BTSE, part)
         return x_BTSE + (x_BTSE - x_BTSE.detach())
 
 
-class DoubledKeys(Part):
+class DoubledKeys(TokenShard):
     """Counts the gradient of keys twice."""
 
     def attend(self, local: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         return super().attend(local, q, k + (k - k.detach()), v, mask)
 
 
-class DoubledKeysSpread(Spread):
-    def part(self, along: Any) -> Part:
-        return DoubledKeys(**vars(super().part(along)))
+class DoubledKeysSpread(ShardedTokens):
+    def shard_along(self, along: Any) -> TokenShard:
+        return DoubledKeys(**vars(super().shard_along(along)))
 
 
-SPREADS = {"right": Spread, "forgetful": ForgetfulSpread, "doubled": DoubledSpread, "doubled keys": DoubledKeysSpread}
+SPREADS = {
+    "right": ShardedTokens,
+    "forgetful": ForgetfulSpread,
+    "doubled": DoubledSpread,
+    "doubled keys": DoubledKeysSpread,
+}
 
 
 class ChangedLayout(TokenLayout):
@@ -73,21 +78,21 @@ class ChangedLayout(TokenLayout):
 
     kind = "right"
 
-    def spread(self, *args: Any, **kwargs: Any) -> Spread:
-        return SPREADS[self.kind](**vars(super().spread(*args, **kwargs)))
+    def shard_tokens(self, *args: Any, **kwargs: Any) -> ShardedTokens:
+        return SPREADS[self.kind](**vars(super().shard_tokens(*args, **kwargs)))
 
 
 def changed(kind: str, layout: TokenLayout) -> TokenLayout:
     return type("Changed", (ChangedLayout,), {"kind": kind})(**vars(layout))
 
 
-def work(config: dict[str, Any]) -> dict[str, Found]:
+def work(config: dict[str, Any]) -> dict[str, WorkerReport]:
     mini = small(make_config(config))
     return {kind: examine(mini, lambda layout, kind=kind: changed(kind, layout)) for kind in SPREADS}  # type: ignore[misc]
 
 
-def small(config: Config) -> Miniature:
-    return miniature(with_layout(config, LAYOUT), Strides(4, 8))
+def small(config: Config) -> ShrunkRun:
+    return shrink_run(with_layout(config, LAYOUT), Strides(4, 8))
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import pytest
 
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.models.sora.model import SoraDiT, SoraDiTConfig, on_meta
-from mmspeed.plan.traffic import Sent, Work, gradient_traffic, places, step_traffic
+from mmspeed.plan.traffic import AttentionWorkload, Sent, gradient_traffic, places, step_traffic
 from tests.sequence_steps import LATENTS, MODEL, SAMPLES, Case, work
 from tests.spawn import run_ranks
 
@@ -101,7 +101,7 @@ def foretold(case: Case, world: int, rank: int) -> Sent:
     config = SoraDiTConfig(**{**vars(MODEL), "arrangement": "full" if case.model == "full" else "factorised"})
     parallel, image = parallel_of(case), case.latent == "image"
     together = case.tp * (1 if image else case.ulysses * case.ring)
-    work = Work(
+    work = AttentionWorkload(
         batch=len(range(rank // together, SAMPLES, world // together))
         or 1,  # a rank without a sample computes a filler
         grid=config.grid(LATENTS[case.latent]),
@@ -117,7 +117,7 @@ def foretold(case: Case, world: int, rank: int) -> Sent:
     if case.extra == "accumulate":  # micro-batches of one sample; bytes are linear in samples
         rows = -(-SAMPLES // (world // together))
         assert work.batch <= rows
-        work = Work(**{**vars(work), "batch": rows})
+        work = AttentionWorkload(**{**vars(work), "batch": rows})
     group = list(places(parallel))
     place = group[rank % len(group)]
     recomputed = range(config.depth) if case.extra == "exchange again" else ()  # else what came is kept

@@ -14,7 +14,7 @@ from mmspeed.data import BatchSampler, DatasetCache
 from mmspeed.data.cache.keys import digest
 from mmspeed.data.collate import assemble, draw_quantiles
 from mmspeed.data.sampling.batch_sizes import make_batching, sample_costs
-from mmspeed.data.sampling.rank_batches import share
+from mmspeed.data.sampling.rank_batches import rank_batches
 from mmspeed.models import build_model
 from mmspeed.pipelines.report.run_page import read_metrics
 from mmspeed.pipelines.tasks.video import VideoData, VideoTask
@@ -138,7 +138,7 @@ def test_a_group_meets_the_same_draws_and_times_fill_their_range(tmp_path: Path)
     videos = images = 0
     for step in range(sampler.steps_per_epoch):
         draws = sampler.draws(step)
-        ranks = [share(draws, batching, rank, 8) for rank in range(8)]
+        ranks = [rank_batches(draws, batching, rank, 8) for rank in range(8)]
         for row in range(len(ranks[0])):
             cells = [rank[row] for rank in ranks]
             names = [[(draw.name, weight) for draw, weight in cell] for cell in cells]

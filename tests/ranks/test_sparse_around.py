@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mmspeed.compute.attention import attention
 from mmspeed.compute.sparse.mass_histogram import threshold
-from mmspeed.compute.sparse.module import Seen, WarmStarts
+from mmspeed.compute.sparse.module import WarmStarts, WatchedCalls
 from mmspeed.parallel.sparse.attention import sparse_attention
 from mmspeed.replay import replayed
 from tests.ranks.test_sparse_parallel import EMPTY, TOKENS, Case, axes_of, layer_of, mesh_of, positions, whole
@@ -43,7 +43,7 @@ def around_it(ulysses: int, ring: int) -> dict[str, Any]:
     # every query meets every key that counts once; a sample that sees nothing counts none
     found["counted"] = counts.sum().item() == case.heads * TOKENS * mask.sum().item()
     layer.tau.fill_(threshold(counts.tolist(), 0.3) or 0.0)
-    layer.phase, layer.seen = "sparse", Seen()
+    layer.phase, layer.seen = "sparse", WatchedCalls()
     out = call(q, k, v)
     found["kept"] = (summed(torch.as_tensor(layer.seen.kept_pairs)) / summed(torch.tensor(layer.seen.all_pairs))).item()
     rows = torch.arange(min(16, q.shape[2])) * q.shape[2] // max(1, min(16, q.shape[2]))

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mmspeed import rng
 from mmspeed.comm.axis import Axis, Ledger
-from mmspeed.compute.sparse import ClusterPlan, Tail, clustered_attention
+from mmspeed.compute.sparse import ClusterPlan, TailClusters, clustered_attention
 from mmspeed.compute.sparse.module import ClusteredAttention
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes, split_heads
@@ -168,7 +168,7 @@ def global_plan(split: SplitPlan, axes: SequenceAxes, lengths: tuple[int, ...]) 
         q_offsets_GC=torch.nn.functional.pad(torch.cat(sizes, dim=1).cumsum(1), (1, 0)),
         kv_index_Z=kept_GCM.nonzero()[:, 2].int(),
         kv_offsets=torch.nn.functional.pad(kept_GCM.sum(2).flatten().cumsum(0), (1, 0)),
-        tail=Tail(torch.cat(labels, 1), means, torch.cat(dropped, 1)) if dropped else None,
+        tail=TailClusters(torch.cat(labels, 1), means, torch.cat(dropped, 1)) if dropped else None,
         centroids_GCD=_together([theirs.centroids_GCD for theirs, _, _ in gathered]),
     )
 
@@ -229,8 +229,8 @@ def run_case(case: Case) -> dict[str, Any]:
     q, k, v, dout = (x.split(list(case.sizes), dim=2)[axes.rank].clone() for x in tensors)
     mine = None if mask is None else mask.split(list(case.sizes), dim=1)[axes.rank]
     seen: list[Any] = []
-    first_settle = layer.settle
-    layer.settle = lambda make: seen.append(first_settle(make)) or seen[-1]  # type: ignore[method-assign, func-returns-value]
+    first_settle = layer.record_or_replay
+    layer.record_or_replay = lambda make: seen.append(first_settle(make)) or seen[-1]  # type: ignore[method-assign, func-returns-value]
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return sparse_attention(q, k, v, mine, axes, case.sizes, case.sizes, positions(), layer)
@@ -268,7 +268,7 @@ def run_case(case: Case) -> dict[str, Any]:
         worst = (got.double() - part).abs().max().item() if part.numel() else 0.0
         errors.append(worst / expected.abs().max().item())
     # recomputation: rows travel, and nothing is decided again
-    layer.settle = first_settle  # type: ignore[method-assign]
+    layer.record_or_replay = first_settle  # type: ignore[method-assign]
     run = replayed(call)
     once = run(*inputs)
     axes.ring.ledger.clear()

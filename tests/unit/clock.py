@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from mmspeed.memory.offload.copies import CpuCopies, HostBuffer
+from mmspeed.memory.offload.copies import CpuCopyEngine, HostBuffer
 
 RUBBISH = 0xA5
 
@@ -144,12 +144,12 @@ class Reckoned:
 
     def out(self, source_Z: Tensor, target: HostBuffer) -> _ReckonedJob:
         """To the host's memory."""
-        CpuCopies().out(source_Z, target)
+        CpuCopyEngine().out(source_Z, target)
         return self._job("out", source_Z.numel())
 
     def back(self, source: HostBuffer, target_Z: Tensor) -> _ReckonedJob:
         """To the device."""
-        CpuCopies().back(source, target_Z)
+        CpuCopyEngine().back(source, target_Z)
         return self._job("back", target_Z.numel())
 
 

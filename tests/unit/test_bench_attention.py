@@ -20,8 +20,8 @@ from mmspeed.bench.attention import ask, bench_attention, relative_error
 from mmspeed.bench.attention_data import GAINS, make_qkv, oracle_share
 from mmspeed.bench.attention_plans import grid_of, method, window_of
 from mmspeed.bench.attention_run import bench_run
-from mmspeed.bench.attention_suggest import Layer, Point, fewest_dense, suggest
-from mmspeed.bench.attention_verdicts import Row, Speed, error_at, verdicts
+from mmspeed.bench.attention_suggest import LayerResult, MethodResult, fewest_dense, suggest
+from mmspeed.bench.attention_verdicts import AttentionRow, Speedup, error_at, verdicts
 from mmspeed.compute.sparse import clustered_attention
 from mmspeed.config import Config, make_config
 from mmspeed.config.sparse import SparseConfig
@@ -31,7 +31,7 @@ from mmspeed.preprocess import CacheBuilder
 from tests.runs import small_tree
 
 GRID = (8, 8, 8)
-ROW = Row(
+ROW = AttentionRow(
     tokens=16_384,
     keep=0.1,
     planner="clusters",
@@ -46,8 +46,8 @@ ROW = Row(
     plan_seconds=0.1,
     warm_seconds=0.06,
     both_seconds=1.0,
-    forward=Speed(4.1, 4.2),
-    both=Speed(5.6, 5.7),
+    forward=Speedup(4.1, 4.2),
+    both=Speedup(5.6, 5.7),
     peak_bytes=180,
     dense_peak_bytes=120,
     throughput=0.7,
@@ -120,7 +120,7 @@ def test_rows_are_those_of_direct_calls(planner: str, tail: str) -> None:
     assert "90 % of a query's mass lies on" in "\n".join(result.lines())
 
 
-def _passed(rows: list[Row], words: str, device: str = "cpu") -> bool:
+def _passed(rows: list[AttentionRow], words: str, device: str = "cpu") -> bool:
     (verdict,) = [verdict for verdict in verdicts(rows, device) if words in verdict.goal]
     assert verdict.line().startswith("PASSED" if verdict.passed else "FAILED")
     return verdict.passed
@@ -130,9 +130,9 @@ def _passed(rows: list[Row], words: str, device: str = "cpu") -> bool:
     ("words", "change"),
     [
         ("error at most", {"error": 0.051}),
-        ("forward at least", {"forward": Speed(3.9, 4.2)}),
-        ("forward at least", {"forward": Speed(6.0, 3.9)}),
-        ("forward + backward at least", {"both": Speed(5.4)}),
+        ("forward at least", {"forward": Speedup(3.9, 4.2)}),
+        ("forward at least", {"forward": Speedup(6.0, 3.9)}),
+        ("forward + backward at least", {"both": Speedup(5.4)}),
         ("memory beyond the inputs", {"peak_bytes": 217}),
         ("a warm plan", {"warm_seconds": 0.081}),
     ],
@@ -144,11 +144,11 @@ def test_verdicts_of_one_row(words: str, change: dict[str, object]) -> None:
 
 
 def test_verdicts_of_long_videos() -> None:
-    tenth = replace(ROW, tokens=32_768, forward=Speed(4.7), both=Speed(6.5), peak_bytes=360, dense_peak_bytes=240)
-    twentieth = replace(tenth, keep=0.05, error=0.075, both=Speed(10.5))
+    tenth = replace(ROW, tokens=32_768, forward=Speedup(4.7), both=Speedup(6.5), peak_bytes=360, dense_peak_bytes=240)
+    twentieth = replace(tenth, keep=0.05, error=0.075, both=Speedup(10.5))
     assert all(verdict.passed for verdict in verdicts([ROW, tenth, twentieth], "cpu"))
     assert not _passed([replace(twentieth, error=0.081)], "error at most 0.08")
-    assert not _passed([replace(twentieth, both=Speed(9.9))], "at least 10.0x")
+    assert not _passed([replace(twentieth, both=Speedup(9.9))], "at least 10.0x")
     assert not _passed([ROW, replace(tenth, peak_bytes=700, dense_peak_bytes=700)], "grows as the tokens do")
 
 
@@ -243,25 +243,27 @@ def test_fewest_dense_blocks(bad: list[int], ends: tuple[int, int]) -> None:
     assert fewest_dense(bad, 6) == ends
 
 
-def _layers(errors: list[float], span: str = "full") -> list[Layer]:
+def _layers(errors: list[float], span: str = "full") -> list[LayerResult]:
     """Of each block, the error at 0.1 kept; half of it at 0.2, and twice for tiles."""
 
-    def points(error: float) -> list[Point]:
+    def points(error: float) -> list[MethodResult]:
         methods = [("clusters", "summary", 1.0), ("tiles", "summary", 2.0)]
         return [
-            Point(p, t, keep, [keep], [e], e)
+            MethodResult(p, t, keep, [keep], [e], e)
             for p, t, times in methods
             for keep in (0.1, 0.2)
             for e in [times * error * 0.1 / keep]
         ]
 
-    return [Layer(block, span, 16_384, [0.9], [0.1], points(error)) for block, error in enumerate(errors)]
+    return [LayerResult(block, span, 16_384, [0.9], [0.1], points(error)) for block, error in enumerate(errors)]
 
 
-def _timings(clusters: float, tiles: float) -> list[Row]:
+def _timings(clusters: float, tiles: float) -> list[AttentionRow]:
     speeds = {"clusters": clusters, "tiles": tiles}
     return [
-        replace(ROW, planner=planner, keep=keep, both=Speed(speed * 0.1 / keep), both_seconds=10 / (speed * 0.1 / keep))
+        replace(
+            ROW, planner=planner, keep=keep, both=Speedup(speed * 0.1 / keep), both_seconds=10 / (speed * 0.1 / keep)
+        )
         for planner, speed in speeds.items()
         for keep in (0.1, 0.2)
     ]

@@ -12,10 +12,10 @@ import pytest
 
 from mmspeed.__main__ import main
 from mmspeed.data import Batching
-from mmspeed.data.sampling.assignment import Cost, deal
+from mmspeed.data.sampling.assignment import Cost, assign_slots
 from mmspeed.data.sampling.order import Order
-from mmspeed.data.sampling.rank_batches import lots_of
-from mmspeed.data.sampling.schedule import Plan
+from mmspeed.data.sampling.rank_batches import bucket_batches_of
+from mmspeed.data.sampling.schedule import EpochSchedule
 from mmspeed.errors import UserError
 from mmspeed.preprocess.decoding.transform import rank_buckets
 from mmspeed.preprocess.decoding.windows import covers
@@ -24,9 +24,9 @@ from mmspeed.shapes import Bucket
 from tests.claims.buckets_simulated import (
     OURS,
     SAME,
-    Row,
+    ScheduleRow,
+    ScheduleTable,
     SimulatedResult,
-    Table,
     count_dealing,
     dealt_out_row,
     grouped,
@@ -133,7 +133,9 @@ def test_figures_are_those_of_a_count_by_hand(rule: str) -> None:
     for step in range(plan.steps):
         pieces = plan.pieces(step)
         costs = []
-        for cells in deal(lots_of([(buckets[bucket], count) for bucket, _, count in pieces], batching), world):
+        for cells in assign_slots(
+            bucket_batches_of([(buckets[bucket], count) for bucket, _, count in pieces], batching), world
+        ):
             costs.append([])
             for cell in cells:
                 bucket, start, _ = pieces[cell.lot if cell else 0]
@@ -158,7 +160,7 @@ def test_a_wrong_order_is_noticed() -> None:
     """The counts that say 'lost 0, twice 0' see what is missing and what comes again."""
     batching = batching_of("same", 2)
     columns = [np.array(column) for column in ((0, 1, 2), (0, 0), (3, 3), (0, 2))]  # uses 0 1 2, then 2 3 4; of 6
-    plan = Plan(*columns)
+    plan = EpochSchedule(*columns)
     assert steps_of_uses(plan, [LARGE], [6])[LARGE].tolist() == [1, 1, 2, 1, 1, 0]
     assert count_dealing(plan, [LARGE], batching, 2) == (0, 0)
 
@@ -249,8 +251,8 @@ def test_ranks() -> None:
 )
 def test_verdicts(changed: dict[str, float], failed: str) -> None:
     figures = {"imbalance": 1.01, "worst": 2.0, "epoch": 1.01, "once": 1.01, "lost": 0, "twice": 0, "idle": 0}
-    row = Row(**{"rule": SAME, "ranks": 8, "steps": 5, **figures, "seconds": 1.0, "peak_bytes": 1, **changed})  # type: ignore[arg-type]
-    rival = Row("(a)", 8, 5, 3.0, 3.0, 3.0, 3.0, 99, 0, 0, 99.0, 10**10)
-    result = SimulatedResult(DataSet(COUNTS, {}, 8.5, 6.0), 0, (Table("full", 1.0, (row, rival)),))
+    row = ScheduleRow(**{"rule": SAME, "ranks": 8, "steps": 5, **figures, "seconds": 1.0, "peak_bytes": 1, **changed})  # type: ignore[arg-type]
+    rival = ScheduleRow("(a)", 8, 5, 3.0, 3.0, 3.0, 3.0, 99, 0, 0, 99.0, 10**10)
+    result = SimulatedResult(DataSet(COUNTS, {}, 8.5, 6.0), 0, (ScheduleTable("full", 1.0, (row, rival)),))
     bad = [line for line in result.lines() if line.startswith("FAILED")]
     assert result.passed() is (not failed) and len(bad) == bool(failed) and all(failed in line for line in bad)

@@ -11,13 +11,13 @@ from dataclasses import replace
 import pytest
 
 from mmspeed.__main__ import main
-from mmspeed.bench.comm import BATCH, HIDDEN, CommResult, Row, bench_comm
+from mmspeed.bench.comm import BATCH, HIDDEN, CommResult, ExchangeRow, bench_comm
 from mmspeed.errors import UserError
 
-ROW = Row("all-gather, SBH", "point_to_point", 100, 100, True, 0, 1, 1, 0.5, 200.0, 1.25)
+ROW = ExchangeRow("all-gather, SBH", "point_to_point", 100, 100, True, 0, 1, 1, 0.5, 200.0, 1.25)
 
 
-def _result(*rows: Row) -> CommResult:
+def _result(*rows: ExchangeRow) -> CommResult:
     return CommResult(2, "cpu", 100, 3, list(rows))
 
 

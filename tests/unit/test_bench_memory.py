@@ -12,21 +12,21 @@ from typing import Any
 import pytest
 
 from mmspeed.bench import memory_budget
-from mmspeed.bench.memory import CASES, Found, Setting, Stage, grown_bytes, measure
+from mmspeed.bench.memory import CASES, BenchModel, PolicyResult, PolicySetting, grown_bytes, measure
 from mmspeed.bench.memory_all import bench_memory
 from mmspeed.bench.memory_budget import measure_budgets
-from mmspeed.bench.memory_tiers import Size, lines, measure_tiers
+from mmspeed.bench.memory_tiers import TierModelSize, lines, measure_tiers
 from mmspeed.cli.app import run
 from mmspeed.config import Config, dump_config, make_config
 from mmspeed.errors import UserError
 from mmspeed.memory.planning.tracked import kept_bytes
 from tests.runs import small_config
 
-TINY = Setting(width=96, heads=4, rank=8, depth=2, latent=(5, 16, 16), rounds=1, device="cpu", sizes=False)
+TINY = PolicySetting(width=96, heads=4, rank=8, depth=2, latent=(5, 16, 16), rounds=1, device="cpu", sizes=False)
 
 
 @pytest.fixture(scope="module")
-def found() -> Found:
+def found() -> PolicyResult:
     wanted = (
         "plain",
         "block: recompute",
@@ -38,7 +38,7 @@ def found() -> Found:
     return measure(TINY, [case for case in CASES if case.name in wanted])
 
 
-def test_ways_are_told_with_what_they_give_and_cost(found: Found) -> None:
+def test_ways_are_told_with_what_they_give_and_cost(found: PolicyResult) -> None:
     plain, again, swapped, cheap, parts, sums = found.rows
     assert all(row.equal for row in found.rows[:-2]) and plain.time == 1.0
     # whether parts are bitwise is this machine's affair; sums over parts are in another order on all of them
@@ -62,7 +62,7 @@ def test_a_process_that_keeps_less_grows_less() -> None:
 
 
 def test_what_is_measured_is_let_go() -> None:
-    stage = Stage(TINY)
+    stage = BenchModel(TINY)
     seen = []
 
     def forward() -> Any:
@@ -77,7 +77,7 @@ def test_what_is_measured_is_let_go() -> None:
     assert all(parameter.grad is None for parameter in stage.model.parameters())
 
 
-def test_a_way_that_changes_a_gradient_fails(found: Found) -> None:
+def test_a_way_that_changes_a_gradient_fails(found: PolicyResult) -> None:
     plain, _, _, cheap, *_ = found.rows
     assert not replace(found, rows=(plain, replace(cheap, equal=False))).passed()
     assert not replace(found, rows=(plain, replace(cheap, kept=plain.kept))).passed()
@@ -88,7 +88,7 @@ def test_a_way_that_changes_a_gradient_fails(found: Found) -> None:
 
 
 def test_tiers_have_the_bytes_they_are_meant_to_have() -> None:
-    rows = measure_tiers(Size(width=192, depth=2, heads=6, rank=16), rounds=1, device="cpu", bucket="1MiB")
+    rows = measure_tiers(TierModelSize(width=192, depth=2, heads=6, rank=16), rounds=1, device="cpu", bucket="1MiB")
     assert [round(row.device) for row in rows] == [12, 4, 14, 12, 4, 2]
     assert [row.equal for row in rows] == [None, True, None, True, True, True]
     assert all(row.passed() for row in rows) and lines(rows)[-1].startswith("PASSED")

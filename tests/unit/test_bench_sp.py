@@ -13,10 +13,10 @@ import pytest
 from mmspeed.__main__ import main
 from mmspeed.bench.latents import parse_latent
 from mmspeed.errors import UserError
-from tests.claims.sp import DEPTH, Parts, Ratio, Row, SpResult, bench_sp, parts_of, schemes
+from tests.claims.sp import DEPTH, Ratio, SchemeRow, SpResult, StepShares, bench_sp, parts_of, schemes
 
-PARTS = Parts(0.5, 0.1, 0.1, 0.1, 0.1, 0.1, 0.02)
-ROW = Row("full, ring", 1.0, Ratio(1.2, 1.1, 1.4), Ratio(1.1, 1.0, 1.2), PARTS, 100, 100, True, 0.51)
+PARTS = StepShares(0.5, 0.1, 0.1, 0.1, 0.1, 0.1, 0.02)
+ROW = SchemeRow("full, ring", 1.0, Ratio(1.2, 1.1, 1.4), Ratio(1.1, 1.0, 1.2), PARTS, 100, 100, True, 0.51)
 RESULT = SpResult(2, 1, 64, 48, 3, Ratio(1.01, 0.9, 1.1), Ratio(1.0, 1.0, 1.0), [ROW])
 
 

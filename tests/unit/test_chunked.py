@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from mmspeed.config.memory import MemoryConfig, refused
 from mmspeed.device import Device
 from mmspeed.errors import UserError
-from mmspeed.memory import Keeping, peak_bytes
+from mmspeed.memory import BlockPolicies, peak_bytes
 from mmspeed.memory.chunked import UNITS, _even_parts, chunked_mlp, in_chunks
-from mmspeed.memory.planning.count import MatmulCount
+from mmspeed.memory.planning.count import MatmulCounter
 from mmspeed.memory.planning.tracked import kept_bytes
 from mmspeed.models.sora.layers import Mlp, gelu
 from mmspeed.models.sora.model import SoraDiT, SoraDiTConfig
@@ -266,7 +266,7 @@ def test_products_of_backward() -> None:
     for chunk, exact in ((None, True), (250, False), (250, True)):
         mlp, x = make_mlp(chunk, exact)
         out = mlp(x)
-        with MatmulCount() as count:
+        with MatmulCounter() as count:
             out.sum().backward()
         counts[chunk, exact] = count.total, count.work
     once = 2 * TOKENS * WIDTH * 4 * WIDTH
@@ -276,7 +276,7 @@ def test_products_of_backward() -> None:
 @pytest.mark.parametrize("exact", [True, False])
 def test_without_gradients_parts_are_computed_once(exact: bool) -> None:
     mlp, x = make_mlp(300, exact)
-    with torch.no_grad(), MatmulCount() as count:
+    with torch.no_grad(), MatmulCounter() as count:
         got = mlp(x)
     assert count.total == 2 * 4
     whole = make_mlp(None)[0](x)
@@ -306,7 +306,9 @@ def loss_of(model: nn.Module) -> Tensor:
     return model(x, torch.tensor([0.3, 0.7]), text, mask).square().mean()
 
 
-def step(keeping: Keeping | None, dtype: torch.dtype = torch.float32) -> tuple[Tensor, dict[str, Tensor], nn.Module]:
+def step(
+    keeping: BlockPolicies | None, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, dict[str, Tensor], nn.Module]:
     model = SoraDiT(SoraDiTConfig(**CONFIG))
     g = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -336,7 +338,7 @@ def parts_of_blocks_have_the_bits_of_the_whole(dtype: torch.dtype) -> bool:
 def test_a_model_with_its_mlps_in_parts(ways: dict[str, Any], dtype: torch.dtype, exact: bool) -> None:
     """Under autocast products are rounded to 8 bits; a sum's gradient is rounded in each part and summed in float32: 2^-8 twice."""
     plain_loss, plain, _ = step(None, dtype)
-    loss, grads, model = step(Keeping((ways,), mlp_chunk=20, mlp_exact=exact), dtype)
+    loss, grads, model = step(BlockPolicies((ways,), mlp_chunk=20, mlp_exact=exact), dtype)
     assert all(
         part.token_chunk == 20 for part in model.modules() if isinstance(part, Mlp) and part is not model.text_in
     )
@@ -355,7 +357,7 @@ def test_gradients_of_many_parts_are_as_close_to_float32_as_those_of_one() -> No
     _, wanted, _ = step(None)
 
     def distance(chunk: int | None) -> float:
-        _, found, _ = step(Keeping(mlp_chunk=chunk, mlp_exact=False), torch.bfloat16)
+        _, found, _ = step(BlockPolicies(mlp_chunk=chunk, mlp_exact=False), torch.bfloat16)
         return max(float((found[n] - v).abs().max() / v.abs().max()) for n, v in wanted.items() if "mlp" in n)
 
     assert 0 < distance(1) < 1.3 * distance(None)
@@ -363,7 +365,7 @@ def test_gradients_of_many_parts_are_as_close_to_float32_as_those_of_one() -> No
 
 def test_a_block_without_such_an_mlp_is_refused_by_name() -> None:
     with pytest.raises(UserError, match=r"memory\.mlp_chunk: Linear has no MLP"):
-        Keeping(mlp_chunk=8).put_on(nn.Linear(2, 2), 0)
+        BlockPolicies(mlp_chunk=8).apply(nn.Linear(2, 2), 0)
 
 
 def test_what_does_not_go_with_parts_is_refused_in_a_sentence() -> None:

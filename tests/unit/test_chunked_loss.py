@@ -13,7 +13,7 @@ from torch import Tensor
 from mmspeed.device import Device
 from mmspeed.memory import peak_bytes
 from mmspeed.memory.chunked import chunked_cross_entropy
-from mmspeed.memory.planning.count import MatmulCount
+from mmspeed.memory.planning.count import MatmulCounter
 
 CPU = Device("cpu", 0)
 
@@ -67,14 +67,14 @@ def test_logits_are_never_whole_and_cost_no_product_more() -> None:
     parts = peak_bytes(CPU, 0, lambda: chunked_cross_entropy(hidden, weight, labels, chunk).backward())
     assert plain > 2 * whole
     assert parts < 4 * 4 * chunk * words + 4 * 4 * (tokens + words) * width < whole
-    with MatmulCount() as count:
+    with MatmulCounter() as count:
         chunked_cross_entropy(hidden, weight, labels, chunk).backward()
     assert count.total == 3 * tokens // chunk
 
 
 def test_only_the_gradients_that_are_wanted_are_made() -> None:
     hidden, weight, labels = logits(torch.float32)
-    with torch.no_grad(), MatmulCount() as count:
+    with torch.no_grad(), MatmulCounter() as count:
         chunked_cross_entropy(hidden, weight, labels, 10)
     assert count.total == 4
     chunked_cross_entropy(hidden, weight.detach(), labels, 10).backward()

@@ -17,7 +17,7 @@ import yaml
 
 from mmspeed.__main__ import main
 from mmspeed.cli.app import output_paths, sheet_path, split_debug
-from mmspeed.cli.doctor import Check, diagnose, render, to_json
+from mmspeed.cli.doctor import Diagnosis, diagnose, render, to_json
 from mmspeed.cli.failures import describe
 from mmspeed.cli.launch import explain, wanted
 from mmspeed.config import load_config
@@ -250,12 +250,12 @@ def test_doctor_sees_this_machine(tmp_path: Path) -> None:
 
 
 def test_doctor_as_text_and_json() -> None:
-    checks = [Check("torch", "ok", "2.13"), Check("MiniLM", "warn", "not installed", "pip install it")]
+    checks = [Diagnosis("torch", "ok", "2.13"), Diagnosis("MiniLM", "warn", "not installed", "pip install it")]
     text = render(checks)
     assert "warn    MiniLM  not installed" in text and "-> pip install it" in text and "1 to know about" in text
     body = json.loads(to_json(checks))
     assert body["ok"] and body["checks"][1]["advice"] == "pip install it"
-    broken = [*checks, Check("PyAV", "missing", "cannot be imported", "pip install av")]
+    broken = [*checks, Diagnosis("PyAV", "missing", "cannot be imported", "pip install av")]
     assert not json.loads(to_json(broken))["ok"] and "1 missing" in render(broken)
 
 

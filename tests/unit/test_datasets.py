@@ -18,7 +18,7 @@ import pytest
 from mmspeed.config import Config
 from mmspeed.config.schema import DataConfig
 from mmspeed.data import DatasetCache, Sample
-from mmspeed.data.cache.index import FACTS, SAMPLES_SCHEMA, Facts, _write, list_index
+from mmspeed.data.cache.index import FACTS, SAMPLES_SCHEMA, IndexFacts, _write, list_index
 from mmspeed.data.cache.tables import SAMPLES_FILE, OldSamplesError, parquet_bytes, read_info, sample_schema, write_info
 from mmspeed.data.maintenance.merge import MergeReport, merge, unite_samples
 from mmspeed.data.maintenance.prune_pack import plan_prune
@@ -157,7 +157,7 @@ def make_old(root: Path) -> None:
     path.write_bytes(parquet_bytes(table.drop_columns(["dataset"]).to_pylist(), schema))
     arrow = root / "index" / "samples.arrow"
     with pa.ipc.open_file(arrow) as reader:
-        batch, facts = reader.get_batch(0), Facts(**json.loads(reader.schema.metadata[FACTS]))
+        batch, facts = reader.get_batch(0), IndexFacts(**json.loads(reader.schema.metadata[FACTS]))
         batch = pa.RecordBatch.from_arrays(
             [column.take(pa.array(range(len(column)))) for column in batch], schema=batch.schema
         )
@@ -168,7 +168,7 @@ def make_old(root: Path) -> None:
     )
     entries = root / "index" / "entries.arrow"
     with pa.ipc.open_file(entries) as reader:
-        batch, facts = reader.get_batch(0), Facts(**json.loads(reader.schema.metadata[FACTS]))
+        batch, facts = reader.get_batch(0), IndexFacts(**json.loads(reader.schema.metadata[FACTS]))
         batch = pa.RecordBatch.from_arrays(
             [column.take(pa.array(range(len(column)))) for column in batch], schema=batch.schema
         )

@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmspeed.data.sampling.assignment import MOST, Cost, Lot, deal, load_of
+from mmspeed.data.sampling.assignment import MOST, BucketBatch, Cost, assign_slots, assignment_load
 
 costs = st.builds(Cost, st.sampled_from([0.0, 0.5]), st.sampled_from([1.0, 1.7, 3.0, 8.0]))
-lots = st.lists(st.builds(Lot, st.integers(1, 30), costs, st.none() | st.integers(1, 9)), min_size=1, max_size=4).map(
-    tuple
-)
+lots = st.lists(
+    st.builds(BucketBatch, st.integers(1, 30), costs, st.none() | st.integers(1, 9)), min_size=1, max_size=4
+).map(tuple)
 
 
 @settings(max_examples=200, deadline=None)
 @given(lots, st.integers(1, 9))
-def test_every_sample_is_in_one_cell_and_lanes_have_equal_rows(dealt: tuple[Lot, ...], lanes: int) -> None:
-    rows = deal(dealt, lanes)
+def test_every_sample_is_in_one_cell_and_lanes_have_equal_rows(dealt: tuple[BucketBatch, ...], lanes: int) -> None:
+    rows = assign_slots(dealt, lanes)
     found: Counter[tuple[int, int]] = Counter()
     for row in rows:
         assert len(row) == lanes
@@ -37,14 +37,14 @@ def test_every_sample_is_in_one_cell_and_lanes_have_equal_rows(dealt: tuple[Lot,
 
 def test_more_rows_where_they_pay() -> None:
     """Nine images and a video on two lanes: a lane each would take 216, in two rows of even cells it is 144."""
-    assert load_of((Lot(9, Cost(0, 24.0)), Lot(1, Cost(0, 72.0))), 2).slowest == 144.0
+    assert assignment_load((BucketBatch(9, Cost(0, 24.0)), BucketBatch(1, Cost(0, 72.0))), 2).slowest == 144.0
     # a micro-batch that itself takes long is not worth it
-    assert load_of((Lot(9, Cost(100, 24.0)), Lot(1, Cost(100, 72.0))), 2).rows == 1
+    assert assignment_load((BucketBatch(9, Cost(100, 24.0)), BucketBatch(1, Cost(100, 72.0))), 2).rows == 1
     # and what comes out even is left alone
-    assert load_of((Lot(8, Cost(0, 3.0)), Lot(2, Cost(0, 12.0))), 2).rows == 1
+    assert assignment_load((BucketBatch(8, Cost(0, 3.0)), BucketBatch(2, Cost(0, 12.0))), 2).rows == 1
 
 
-def best_possible(dealt: tuple[Lot, ...], room: int) -> float:
+def best_possible(dealt: tuple[BucketBatch, ...], room: int) -> float:
     """The least that the costliest cell can cost, by trying every number of cells of every lot."""
     choices = [range(math.ceil(lot.count / (lot.most or lot.count)), lot.count + 1) for lot in dealt]
     return min(
@@ -56,41 +56,41 @@ def best_possible(dealt: tuple[Lot, ...], room: int) -> float:
 
 @settings(max_examples=80, deadline=None)
 @given(lots, st.integers(1, 6))
-def test_the_costliest_cell_costs_as_little_as_it_can(dealt: tuple[Lot, ...], lanes: int) -> None:
+def test_the_costliest_cell_costs_as_little_as_it_can(dealt: tuple[BucketBatch, ...], lanes: int) -> None:
     if math.prod(lot.count for lot in dealt) > 30_000:
         dealt = dealt[:2]
-    rows = deal(dealt, lanes)
+    rows = assign_slots(dealt, lanes)
     worst = max(dealt[cell.lot].cost.of(cell.size) for row in rows for cell in row if cell is not None)
     assert worst == pytest.approx(best_possible(dealt, len(rows) * lanes), rel=1e-6)
 
 
 @settings(max_examples=200, deadline=None)
 @given(lots, st.integers(1, 9))
-def test_the_load_is_that_of_the_cells(dealt: tuple[Lot, ...], lanes: int) -> None:
-    rows = [[dealt[cell.lot].cost.of(cell.size) if cell else 0.0 for cell in row] for row in deal(dealt, lanes)]
+def test_the_load_is_that_of_the_cells(dealt: tuple[BucketBatch, ...], lanes: int) -> None:
+    rows = [[dealt[cell.lot].cost.of(cell.size) if cell else 0.0 for cell in row] for row in assign_slots(dealt, lanes)]
     totals = [sum(lane) for lane in zip(*rows, strict=True)]
-    load = load_of(dealt, lanes)
+    load = assignment_load(dealt, lanes)
     assert load.slowest == pytest.approx(sum(map(max, rows))) and load.busiest == pytest.approx(max(totals))
     assert load.mean == pytest.approx(sum(totals) / lanes)
     assert (load.rows, load.idle) == (len(rows), sum(row.count(0.0) for row in rows))
 
 
 def test_what_divides_is_dealt_evenly() -> None:
-    lot = Lot(64, Cost(0.1, 2.0), 4)
-    load = load_of((lot,), 8)
+    lot = BucketBatch(64, Cost(0.1, 2.0), 4)
+    load = assignment_load((lot,), 8)
     assert (load.rows, load.idle, load.imbalance) == (2, 0, pytest.approx(1.0))
-    assert load_of((lot,), 48).imbalance == pytest.approx(2 * 48 / 64, rel=0.1)  # 64 samples on 48: some have 2
-    three = load_of((Lot(3, Cost(0, 1.0)),), 8)
+    assert assignment_load((lot,), 48).imbalance == pytest.approx(2 * 48 / 64, rel=0.1)  # 64 samples on 48: some have 2
+    three = assignment_load((BucketBatch(3, Cost(0, 1.0)),), 8)
     assert three.idle == 5 and three.imbalance == pytest.approx(8 / 3)
 
 
 def test_cells_of_like_cost_share_a_row_and_lanes_even_out() -> None:
-    dealt = (Lot(4, Cost(0, 8.0), 1), Lot(8, Cost(0, 1.0), 2))
-    rows = deal(dealt, 4)
+    dealt = (BucketBatch(4, Cost(0, 8.0), 1), BucketBatch(8, Cost(0, 1.0), 2))
+    rows = assign_slots(dealt, 4)
     assert [{cell.lot for cell in row if cell is not None} for row in rows] == [{0}, {1}]
-    odd = (Lot(3, Cost(0, 5.0), 1), Lot(3, Cost(0, 4.0), 1), Lot(2, Cost(0, 1.0), 1))
+    odd = (BucketBatch(3, Cost(0, 5.0), 1), BucketBatch(3, Cost(0, 4.0), 1), BucketBatch(2, Cost(0, 1.0), 1))
     totals = [0.0] * 4
-    for row in deal(odd, 4):
+    for row in assign_slots(odd, 4):
         for lane, cell in enumerate(row):
             totals[lane] += odd[cell.lot].cost.of(cell.size) if cell is not None else 0.0
     assert sorted(totals) == [6.0, 6.0, 8.0, 9.0]  # rows of 5 5 5 4 and 4 4 1 1
@@ -112,6 +112,6 @@ def test_what_a_batch_costs_holds_the_batch(fixed: float, each: float, count: in
 
 
 def test_nothing_to_deal_is_an_error() -> None:
-    for bad in [((), 2), ((Lot(0, Cost(0, 1.0)),), 2), ((Lot(1, Cost(0, 1.0)),), 0)]:
+    for bad in [((), 2), ((BucketBatch(0, Cost(0, 1.0)),), 2), ((BucketBatch(1, Cost(0, 1.0)),), 0)]:
         with pytest.raises(ValueError, match="nothing to deal"):
-            deal(*bad)
+            assign_slots(*bad)

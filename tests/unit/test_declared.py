@@ -21,7 +21,7 @@ from mmspeed.errors import UserError
 from mmspeed.models.diffusers.plans import PLANS, converted, plan_for
 from mmspeed.parallel.declared.apply import Leading, SequencePlan, Split, _part, sequence_parallel
 from mmspeed.parallel.declared.attention_hook import key_mask
-from mmspeed.parallel.declared.split_group import Record, SplitGroup
+from mmspeed.parallel.declared.split_group import ForwardRecord, SplitGroup
 from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes
 from mmspeed.parallel.sequence.zigzag import zigzag_order
 from mmspeed.pipelines.accelerate import parallel_config
@@ -34,7 +34,7 @@ def group_at(ring: int, ulysses: int, place: int, causal: bool = False) -> Split
         Axis("ring", None, ring, place // ulysses), Axis("ulysses", None, ulysses, place % ulysses)
     )  # fmt: skip
     group = SplitGroup(axes, SequencePlan(causal=causal))
-    group.record = Record()
+    group.record = ForwardRecord()
     return group
 
 

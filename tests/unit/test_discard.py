@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from mmspeed.memory.planning.count import MatmulCount
+from mmspeed.memory.planning.count import MatmulCounter
 from mmspeed.memory.recompute.discard import Discard, discarded
-from mmspeed.memory.recompute.spans import course_of, set_ways, span
-from mmspeed.replay import kept, recording
+from mmspeed.memory.recompute.spans import region, region_runner, set_policies
+from mmspeed.replay import checkpointed, recording
 from tests.memory_ways import Step, assert_same, make_inputs, make_model, step_of
 
 WIDTH, HIDDEN, TOKENS, LAYERS = 128, 512, 1024, 4
@@ -33,14 +33,14 @@ class Chain(nn.Module):
         self.ups = nn.ModuleList(nn.Linear(WIDTH, HIDDEN) for _ in range(LAYERS))
         self.downs = nn.ModuleList(nn.Linear(HIDDEN, WIDTH) for _ in range(LAYERS))
         self.scale, self.act = nn.Parameter(torch.rand(HIDDEN)), act
-        self._courses = {} if way == "save" else {"activation": course_of(way, None)}
+        self._courses = {} if way == "save" else {"activation": region_runner(way, None)}
 
     def forward(self, x: Tensor) -> Tensor:
         def before(hidden: Tensor) -> Tensor:
             return self.act(hidden) * self.scale  # a tensor that is no argument
 
         for up, down in zip(self.ups, self.downs, strict=True):
-            x = x + span(self, "activation", down, up(x), before=before)
+            x = x + region(self, "activation", down, up(x), before=before)
         return x
 
 
@@ -50,7 +50,7 @@ def run(way: Any, **given: Any) -> tuple[list[Tensor], dict[str, float]]:
     x.requires_grad_()
     tracker = MemTracker()
     tracker.track_external(model, x)
-    with MatmulCount() as count, tracker:
+    with MatmulCounter() as count, tracker:
         loss = model(x).square().mean()
         forward, after = count.total, tracker.get_tracker_snapshot("current")[torch.device("cpu")]["Total"]
         loss.backward()
@@ -160,7 +160,7 @@ def test_what_an_exchange_gave_is_kept_or_exchanged_again() -> None:
                 calls.append(1)
                 return (torch.cat((x, x)),)
 
-            return kept("exchange", make)[0]
+            return checkpointed("exchange", make)[0]
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Any:
@@ -203,8 +203,8 @@ def test_what_cannot_be_discarded() -> None:
             discarded(torch.exp, use, x)
     with pytest.raises(ValueError, match="only a span that says what comes before"):
         owner = nn.Module()
-        owner._courses = {"mlp": course_of("discard", None)}  # type: ignore[assignment]
-        span(owner, "mlp", linear, x)
+        owner._courses = {"mlp": region_runner("discard", None)}  # type: ignore[assignment]
+        region(owner, "mlp", linear, x)
     assert not recording()
 
 
@@ -249,7 +249,7 @@ def test_an_exception_in_the_function_leaves_nothing_in_force() -> None:
 def test_nothing_is_left_of_a_step(ends: str) -> None:
     model, inputs = make_model(), make_inputs()
     for block in model.blocks:
-        set_ways(block, {"norm": "discard", "activation": "discard"})
+        set_policies(block, {"norm": "discard", "activation": "discard"})
     seen: list[weakref.ref[Any]] = []
     for block in model.blocks:
         block.register_forward_hook(lambda module, args, out: seen.append(weakref.ref(out)))

@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from mmspeed.data import Batching, BatchSampler, DatasetCache, Draw, Loader
+from mmspeed.data import Batching, BatchSampler, DatasetCache, Loader, SampleUse
 from mmspeed.data.loading.prefetch import in_workers, on_device, read_ahead
 from mmspeed.device import Device
 from mmspeed.errors import UserError
@@ -178,7 +178,7 @@ class Counting(BatchSampler):
 
     asked = 0
 
-    def draws(self, step: int) -> list[Draw]:
+    def draws(self, step: int) -> list[SampleUse]:
         self.asked += 1
         return super().draws(step)
 

@@ -16,15 +16,15 @@ from mmspeed.comm import Axis, Ledger, RowCounts, finish, finish_all
 from mmspeed.comm.axis import launched_nodes
 from mmspeed.memory.recompute.block_checkpoint import recompute
 from mmspeed.memory.recompute.discard import Discard, discarded
-from mmspeed.memory.recompute.region import Policy, run_region
-from mmspeed.replay import Decides, Record
+from mmspeed.memory.recompute.region import RegionPolicy, run_region
+from mmspeed.replay import DecisionRecord, RecordedModule
 
 from .clock import ReckonedGroup
 
 RANKS, ROWS, WIDTH, LAYERS = 4, 8, 16, 5
 MESSAGE = ROWS * WIDTH * 4 * (RANKS - 1) // RANKS  # bytes that a rank sends in an exchange
 COMPUTE = 1.0  # seconds of what lies between the halves
-KEEPS, AGAIN = Policy(exchange="save"), Policy(exchange="recompute")
+KEEPS, AGAIN = RegionPolicy(exchange="save"), RegionPolicy(exchange="recompute")
 
 
 def make_axis(share: float = 1.0, nodes: tuple[int, ...] = (), message: int = MESSAGE) -> tuple[Axis, ReckonedGroup]:
@@ -187,8 +187,8 @@ def gradient(run: Callable[[Tensor], Tensor], group: ReckonedGroup) -> tuple[Ten
     return x.grad, there, group.events.count("issue") - there
 
 
-def region(run: Callable[..., Any], *args: Any, policy: Policy) -> Any:
-    return run_region(run, *args, policy=policy, fates=policy.fates(), group=None, rng=False)
+def region(run: Callable[..., Any], *args: Any, policy: RegionPolicy) -> Any:
+    return run_region(run, *args, policy=policy, fates=policy.op_policies(), group=None, rng=False)
 
 
 def test_a_second_pass_issues_nothing_where_exchanges_are_kept() -> None:
@@ -213,7 +213,7 @@ def test_a_second_pass_issues_nothing_where_exchanges_are_kept() -> None:
 
 
 @pytest.mark.parametrize("policy", [KEEPS, AGAIN], ids=["keeps", "again"])
-def test_a_start_in_a_region_whose_finish_lies_outside_is_not_issued_again(policy: Policy) -> None:
+def test_a_start_in_a_region_whose_finish_lies_outside_is_not_issued_again(policy: RegionPolicy) -> None:
     axis, group = make_axis()
 
     def first(x: Tensor) -> tuple[comm.PendingExchange, Tensor]:
@@ -234,7 +234,7 @@ def test_a_finish_in_a_region_whose_start_lies_outside_is_kept_or_refused() -> N
     def second(pending: comm.PendingExchange, x: Tensor) -> Tensor:
         return torch.sigmoid(finish(pending).sin() * x.sum())
 
-    def run(x: Tensor, policy: Policy | None) -> Tensor:
+    def run(x: Tensor, policy: RegionPolicy | None) -> Tensor:
         pending = comm.start_all_to_all(torch.tanh(x), axis, 1, 0)
         return second(pending, x) if policy is None else region(second, pending, x, policy=policy)
 
@@ -346,7 +346,7 @@ def test_misuse() -> None:
 
 def test_row_counts_are_a_decision_that_is_made_once() -> None:
     axis, group = make_axis()
-    record, found = Record(), []
+    record, found = DecisionRecord(), []
     sends = torch.tensor([2, 1, 0, 5])
     for _ in range(2):
         with record.in_force():
@@ -354,8 +354,8 @@ def test_row_counts_are_a_decision_that_is_made_once() -> None:
     assert found == [RowCounts((2, 1, 0, 5), (2, 2, 2, 2))] * 2 and found[0].back().back() == found[0]
     assert group.events.count("issue") == 1 and axis.ledger.bytes == {("counts", "a"): 8 * (RANKS - 1)}
     with record.in_force():  # as a part of a greater decision it is not one by itself
-        record.settle(lambda: None)
-    greater = Record()
+        record.record_or_replay(lambda: None)
+    greater = DecisionRecord()
     for _ in range(2):
         with greater.in_force():
             routed, _ = greater.settle(lambda: (sends, comm.row_counts(sends, axis)))
@@ -363,7 +363,7 @@ def test_row_counts_are_a_decision_that_is_made_once() -> None:
     assert group.events.count("issue") == 2
 
 
-class Routed(Decides):
+class Routed(RecordedModule):
     """Rows by counts that are known at run time, as of experts."""
 
     def __init__(self, axis: Axis) -> None:

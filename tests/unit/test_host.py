@@ -16,7 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.memory.offload import copies as host
-from mmspeed.memory.offload.copies import ALIGNMENT, CpuCopies, HostBuffer, HostPool, Slab, StreamCopies, copies_for
+from mmspeed.memory.offload.copies import (
+    ALIGNMENT,
+    CpuCopyEngine,
+    HostBuffer,
+    HostPool,
+    HostSlab,
+    StreamCopyEngine,
+    copies_for,
+)
 
 CPU = Device("cpu", 0)
 
@@ -59,7 +67,7 @@ def test_a_pool_does_not_grow_for_other_sizes_that_fit() -> None:
 
 
 def test_a_slab_joins_its_gaps_and_refuses_a_second_return() -> None:
-    slab = Slab(4 * ALIGNMENT, pinned=False)
+    slab = HostSlab(4 * ALIGNMENT, pinned=False)
     places = [slab.take(ALIGNMENT) for _ in range(4)]
     assert slab.room(1) is None
     for place in (places[0], places[2], places[1]):
@@ -97,7 +105,7 @@ def test_slabs_that_nobody_uses_make_room_before_the_host_is_full(monkeypatch: p
 def test_copies_of_a_cpu_are_done_at_once() -> None:
     source, buffer = torch.arange(200, dtype=torch.uint8), HostBuffer(256, pinned=False)
     copies = copies_for(CPU)
-    assert isinstance(copies, CpuCopies)
+    assert isinstance(copies, CpuCopyEngine)
     assert copies.out(source, buffer).done()
     target = torch.zeros(200, dtype=torch.uint8)
     assert copies.back(buffer, target).done()
@@ -183,7 +191,7 @@ def pinned_stand_in(nbytes: int) -> HostBuffer:
 
 
 def test_streams_copy_after_what_was_queued_and_are_waited_for_by_what_follows(streams: Streams) -> None:
-    copies = StreamCopies(Device("cuda", 0))
+    copies = StreamCopyEngine(Device("cuda", 0))
     buffer, source_Z = pinned_stand_in(64), torch.arange(64, dtype=torch.uint8)
     with Copied(streams):
         made = streams.add(streams.compute, "kernel")

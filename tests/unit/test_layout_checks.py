@@ -14,7 +14,7 @@ from mmspeed.errors import UserError
 from mmspeed.models import SoraDiT, SoraDiTConfig
 from mmspeed.parallel import SequencePlan, Split, check_layout, sequence_parallel
 from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes
-from mmspeed.preprocess.report.schedule_preview import foresee
+from mmspeed.preprocess.report.schedule_preview import preview_schedule
 from mmspeed.shapes import Bucket
 from tests.runs import small_config
 from tests.unit.test_sampler import BUCKETS, make_samples
@@ -36,8 +36,8 @@ def test_steps_of_a_given_size_are_the_same_in_any_layout(by: str) -> None:
         found.add((sampler.order_fingerprint, tuple(steps)))
         video = next(bucket for bucket in BUCKETS if not bucket.is_image)
         if parallel is not None:  # and each device's part of it is smaller
-            alone = make_batching(rule, train, BUCKETS, COSTS, 12).lane_cost(video).each
-            assert batching.lane_cost(video).each == pytest.approx(alone / parallel.group)
+            alone = make_batching(rule, train, BUCKETS, COSTS, 12).dp_group_cost(video).each
+            assert batching.dp_group_cost(video).each == pytest.approx(alone / parallel.group)
     assert len(found) == 1
 
 
@@ -73,8 +73,8 @@ def test_a_schedule_is_for_whole_groups(tmp_path: Path) -> None:
     config = small_config(tmp_path, "parallel.ring=2", "parallel.ulysses=2")
     groups = {(Bucket(5, 32, 48), config.data.dataset_names[0]): 20}
     with pytest.raises(UserError, match="6 devices are no multiple of the 4 that make ring x ulysses x tp"):
-        foresee(config, groups, COSTS, (6,))
-    assert foresee(config, groups, COSTS, (4, 8)).worlds == (4, 8)
+        preview_schedule(config, groups, COSTS, (6,))
+    assert preview_schedule(config, groups, COSTS, (4, 8)).worlds == (4, 8)
 
 
 def test_plans_with_misspelt_arguments_are_told() -> None:

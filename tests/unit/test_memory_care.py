@@ -15,7 +15,7 @@ from mmspeed.config import Config
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.loop.averages import EMA
-from mmspeed.pipelines.training.oom_advice import MemoryCare, advise, summed_blocks
+from mmspeed.pipelines.training.oom_advice import OomAdvisor, advise, summed_blocks
 from tests.runs import small_config
 
 GB = 10**9
@@ -56,12 +56,12 @@ class FakeDevice(Device):
         self.asked.append("empty")  # type: ignore[attr-defined]
 
 
-def care(config: Config, device: Device, folder: Path) -> MemoryCare:
+def care(config: Config, device: Device, folder: Path) -> OomAdvisor:
     model = nn.Linear(1000, 1000)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 1000)).sum().backward()
     optimizer.step()
-    return MemoryCare(config, device, folder, model, optimizer, EMA(model, 0.9))
+    return OomAdvisor(config, device, folder, model, optimizer, EMA(model, 0.9))
 
 
 def advice(tmp_path: Path, held: dict[str, int], *overrides: str, **given: Any) -> str:

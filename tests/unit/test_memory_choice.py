@@ -17,20 +17,27 @@ from mmspeed.config import Config, dump_config, make_config
 from mmspeed.config.memory import MemoryConfig
 from mmspeed.device import Device
 from mmspeed.errors import UserError
-from mmspeed.memory import set_ways
-from mmspeed.memory.offload.swap import Swap
-from mmspeed.memory.planning.count import MatmulCount
+from mmspeed.memory import set_policies
+from mmspeed.memory.offload.swap import Offloader
+from mmspeed.memory.planning.count import MatmulCounter
 from mmspeed.memory.planning.knapsack import Option
-from mmspeed.memory.planning.measure import DeviceGauge, ShapeGauge
-from mmspeed.memory.planning.options import combinations, front, single_ways, static_bytes
+from mmspeed.memory.planning.measure import DeviceProfiler, FakeTensorProfiler
+from mmspeed.memory.planning.options import combinations, front, single_policies, static_bytes
 from mmspeed.mesh import process_group
 from mmspeed.models import SoraDiT, build_model
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.tuning.memory_estimate import Speeds, plan_memory, shape_figures, spread
-from mmspeed.pipelines.tuning.memory_measure import Bench, Call, capture
-from mmspeed.pipelines.tuning.memory_search import MEMORY_NAME, Step, Tried, budget_bytes, measured_figures, settle
+from mmspeed.pipelines.tuning.memory_estimate import DeviceSpeeds, plan_memory, shape_figures, spread
+from mmspeed.pipelines.tuning.memory_measure import BlockCall, BlockProfiler, capture
+from mmspeed.pipelines.tuning.memory_search import (
+    MEMORY_NAME,
+    MeasuredModel,
+    Step,
+    budget_bytes,
+    fastest_within,
+    measured_figures,
+)
 from mmspeed.pipelines.tuning.profile import profile
-from mmspeed.pipelines.tuning.synthetic_step import Inputs, Trial
+from mmspeed.pipelines.tuning.synthetic_step import Inputs, SyntheticStep
 from mmspeed.preprocess import CacheBuilder
 from mmspeed.shapes import Strides
 from tests.runs import losses, small_config, small_tree
@@ -61,9 +68,9 @@ def alone() -> Iterator[None]:
         yield
 
 
-def calls_of(config: Config, blocks: int = 2) -> list[Call]:
+def calls_of(config: Config, blocks: int = 2) -> list[BlockCall]:
     """Calls of the first blocks, with weights that hide no gradient."""
-    step = Trial(config, CPU, blocks=range(blocks), given=INPUTS)
+    step = SyntheticStep(config, CPU, blocks=range(blocks), given=INPUTS)
     for name, parameter in step.parts.model.named_parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.05, generator=torch.Generator().manual_seed(len(name)))
     batch = step.batch(config.buckets[0], 1)
@@ -77,8 +84,8 @@ def calls_of(config: Config, blocks: int = 2) -> list[Call]:
 def test_figures_of_branches_add_up(tmp_path: Path) -> None:
     """Bytes of any combination of ways are those of each way alone, so few runs are needed."""
     [call, _] = calls_of(config_of(tmp_path))
-    bench = Bench(DeviceGauge(CPU), Swap(CPU, 1 << 14), with_swap=True)
-    singles = [bench.weigh(call, ways) for ways in single_ways(cast(Any, call.block).spans, True)]
+    bench = BlockProfiler(DeviceProfiler(CPU), Offloader(CPU, 1 << 14), with_swap=True)
+    singles = [bench.weigh(call, ways) for ways in single_policies(cast(Any, call.block).spans, True)]
     every = combinations(singles)
     assert len(every) == 125 + 4 + 1  # each of 5 ways of 3 branches; 4 of the block; norm and activation
     shared = 0
@@ -105,7 +112,7 @@ def test_shapes_tell_what_is_measured(tmp_path: Path, dtype: str, monkeypatch: p
     config = config_of(tmp_path, f"device.dtype={dtype}", "memory.swap_from=16KiB", f"model.arrangement={kinds}")
     step = Step(config.buckets[0], 1, False)
     real = measured_figures(config, bare_of(config), CPU, step, INPUTS, with_swap=True)
-    shapes = shape_figures(config, step, INPUTS, Speeds())
+    shapes = shape_figures(config, step, INPUTS, DeviceSpeeds())
     assert real.static == shapes.static and real.gradients == shapes.gradients and real.kinds == shapes.kinds
     assert shapes.ends == pytest.approx(real.ends, rel=0.05)
     together, stray = 0, 0 if dtype == "float32" else 3 * 4 * 320  # 3 norms, 320 tokens
@@ -130,7 +137,7 @@ def test_a_roofline_counts_as_the_model_does(tmp_path: Path) -> None:
     from torch.nn.functional import scaled_dot_product_attention
 
     with FakeTensorMode():
-        gauge = ShapeGauge(1e9, 1e30)
+        gauge = FakeTensorProfiler(1e9, 1e30)
         x, w = torch.empty(100, 64, requires_grad=True), torch.empty(64, 32, requires_grad=True)
         [seconds] = gauge.seconds([(lambda: None, lambda: (x @ w).sum().backward())], 1)
         assert seconds == pytest.approx(3 * 2 * 100 * 64 * 32 / 1e9)
@@ -147,7 +154,7 @@ def test_a_roofline_counts_as_the_model_does(tmp_path: Path) -> None:
 )
 def test_static_bytes_are_those_between_steps(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     config = config_of(tmp_path, *overrides, depth=2, size=64, frames=1)
-    steps = Trial(config, CPU, given=INPUTS)
+    steps = SyntheticStep(config, CPU, given=INPUTS)
     steps.run(config.buckets[0], 1)
     numbers = sum(parameter.numel() for parameter in steps.bare.parameters())
     formula = static_bytes(numbers, config.memory, average=config.train.ema_decay is not None)
@@ -183,7 +190,7 @@ def check_budgets(folder: Path, shares: tuple[float, ...], **shape: int) -> list
     step = Step(config.buckets[0], 1, False)
     figures = measured_figures(config, bare_of(config), CPU, step, INPUTS)
     plain = figures.ways([0] * len(figures.kinds))
-    tried = Tried(config, CPU, step, INPUTS, plain)
+    tried = MeasuredModel(config, CPU, step, INPUTS, plain)
     peak = tried.peak(plain)
     assert peak is not None and figures.plain_peak() == pytest.approx(peak, rel=0.05)
     steps, found = tried.steps, []
@@ -192,8 +199,8 @@ def check_budgets(folder: Path, shares: tuple[float, ...], **shape: int) -> list
 
     def grads(ways: list[Any]) -> tuple[list[Tensor], int]:
         for block, own in zip(steps.bare.blocks, ways, strict=True):
-            set_ways(block, own)
-        with MatmulCount() as count:
+            set_policies(block, own)
+        with MatmulCounter() as count:
             steps.parts.loss_fn(steps.parts.model, steps.batch(step.bucket, 1)).sum().backward()
         taken = gradients(steps.parts.model)
         steps.parts.model.zero_grad(set_to_none=True)
@@ -201,7 +208,7 @@ def check_budgets(folder: Path, shares: tuple[float, ...], **shape: int) -> list
 
     expected, products = grads(plain)
     for share in shares:
-        choice = settle(figures, int(share * peak), tried)
+        choice = fastest_within(figures, int(share * peak), tried)
         measured = tried.peak(choice.ways)
         assert measured == choice.measured_peak <= int(share * peak)
         assert choice.expected_peak == pytest.approx(measured, rel=0.05)
@@ -236,15 +243,15 @@ def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
     step = Step(config.buckets[0], 1, False)
     figures = measured_figures(config, bare_of(config), CPU, step, INPUTS)
     assert figures.choose(figures.least()) is not None and figures.choose(figures.least() - 1) is None
-    tried = Tried(config, CPU, step, INPUTS, figures.ways([0, 0]))
+    tried = MeasuredModel(config, CPU, step, INPUTS, figures.ways([0, 0]))
     with pytest.raises(UserError, match=r"at least .* more than the budget of 1.0 MB.*memory.states.*fsdp.*smaller"):
-        settle(figures, 1_000_000, tried)
+        fastest_within(figures, 1_000_000, tried)
 
 
 def test_a_choice_that_takes_more_is_made_again(tmp_path: Path) -> None:
     """A device that takes a tenth more than is expected: the next try aims lower, and then as high as it can."""
     config = config_of(tmp_path)
-    figures = shape_figures(config, Step(config.buckets[0], 1, False), INPUTS, Speeds(), with_swap=False)
+    figures = shape_figures(config, Step(config.buckets[0], 1, False), INPUTS, DeviceSpeeds(), with_swap=False)
 
     class Device10:
         def peak(self, ways: Any) -> int:
@@ -258,11 +265,11 @@ def test_a_choice_that_takes_more_is_made_again(tmp_path: Path) -> None:
             return 1.0
 
     budget = int(0.9 * figures.plain_peak())
-    choice = settle(figures, budget, cast(Any, Device10()))
+    choice = fastest_within(figures, budget, cast(Any, Device10()))
     assert choice.measured_peak <= budget and len(choice.tries) > 1
     assert choice.tries[0]["measured_bytes"] > budget
     with pytest.raises(UserError, match="at least"):
-        settle(figures, figures.least(), cast(Any, Device10()))
+        fastest_within(figures, figures.least(), cast(Any, Device10()))
 
 
 def test_fractions_are_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +287,7 @@ def test_fractions_are_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_plan_of_several_devices_divides(tmp_path: Path) -> None:
     config = config_of(tmp_path, "parallel.strategy=fsdp", "parallel.ulysses=2")
-    whole = shape_figures(config, Step(config.buckets[0], 1, False), INPUTS, Speeds(), with_swap=False)
+    whole = shape_figures(config, Step(config.buckets[0], 1, False), INPUTS, DeviceSpeeds(), with_swap=False)
     part = spread(whole, config, 8)
     assert part.static.between == pytest.approx(whole.static.between / 8, rel=0.01)
     assert part.options[0][0].kept == pytest.approx(whole.options[0][0].kept / 2, rel=0.01)
@@ -290,8 +297,8 @@ def test_a_plan_of_several_devices_divides(tmp_path: Path) -> None:
 def test_a_plan_swaps_where_copies_hide(tmp_path: Path) -> None:
     config = config_of(tmp_path, "memory.swap_from=16KiB")
     step, given = Step(config.buckets[0], 1, False), {"inputs": INPUTS}
-    fast = plan_memory(config, step=step, speeds=Speeds(flops=1e10, host=1e15), **given)
-    slow = plan_memory(config, step=step, speeds=Speeds(flops=1e10, host=1e3), **given)
+    fast = plan_memory(config, step=step, speeds=DeviceSpeeds(flops=1e10, host=1e15), **given)
+    slow = plan_memory(config, step=step, speeds=DeviceSpeeds(flops=1e10, host=1e3), **given)
     budget = int(0.7 * fast.figures.plain_peak())
     ways = [plan.figures.ways(plan.figures.choose(budget) or []) for plan in (fast, slow)]
     swapping = [sum("swap" in way for block in each for way in block.values()) for each in ways]

@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 
 from mmspeed.memory.planning.knapsack import Option
-from mmspeed.memory.planning.options import Static, StepFigures, front, least_bytes
-from mmspeed.pipelines.tuning.memory_search import MEMORY_NAME, read_choice, settle
+from mmspeed.memory.planning.options import StaticMemory, StepFigures, front, least_bytes
+from mmspeed.pipelines.tuning.memory_search import MEMORY_NAME, fastest_within, read_choice
 
 
 def test_the_least_of_bytes_is_always_an_option() -> None:
@@ -26,7 +26,7 @@ def test_a_choice_that_takes_a_little_more_than_expected_is_left_for_the_next() 
     """Also where the next target would give the same choice again; and what takes least is tried before giving up."""
     kinds = (0, 0, 0)
     options = (Option(100), Option(60, 30, 30, seconds=1.0), Option(10, 60, 60, seconds=3.0))
-    figures = StepFigures(Static(0, 0, 0, 0, 0, 0), 0, 0, kinds, (options,), (0, 0, 0), keep_last=False)
+    figures = StepFigures(StaticMemory(0, 0, 0, 0, 0, 0), 0, 0, kinds, (options,), (0, 0, 0), keep_last=False)
     measured: list[list[int]] = []
 
     class Device:
@@ -48,7 +48,7 @@ def test_a_choice_that_takes_a_little_more_than_expected_is_left_for_the_next() 
         measured.clear()
         if budget <= named.least():
             continue
-        choice = settle(named, budget, cast(Any, Device()))
+        choice = fastest_within(named, budget, cast(Any, Device()))
         assert choice.measured_peak <= budget
         assert (
             len(measured) == len({tuple(one) for one in measured[:-1]}) + 1

@@ -12,14 +12,14 @@ import torch
 from mmspeed.config import Config, dump_config
 from mmspeed.device import Device
 from mmspeed.errors import UserError
-from mmspeed.memory import set_ways
-from mmspeed.memory.planning.report import CATEGORIES, Layer, MemoryReport, runs_of
+from mmspeed.memory import set_policies
+from mmspeed.memory.planning.report import CATEGORIES, LayerMemory, MemoryReport, runs_of
 from mmspeed.memory.planning.tracked import AT_THE_END, kept_bytes, layers_of
 from mmspeed.mesh import process_group
 from mmspeed.models.sora.layers import Mlp
 from mmspeed.pipelines.report.memory_page import measure_report, page_part, report_figure
 from mmspeed.pipelines.report.run_page import write_report
-from mmspeed.pipelines.tuning.synthetic_step import Trial
+from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep
 from mmspeed.shapes import Bucket
 from tests.runs import small_config
 
@@ -33,7 +33,7 @@ WIDER = (
 def measured(folder: Path, *overrides: str, batch: int = 2) -> tuple[MemoryReport, dict[str, int]]:
     """The report of a step, and bytes that are known."""
     with process_group(CPU):
-        trial = Trial(small_config(folder, *WIDER, *overrides), CPU)
+        trial = SyntheticStep(small_config(folder, *WIDER, *overrides), CPU)
         report = measure_report(trial, BUCKET, batch)
         parameters = list(trial.bare.parameters())
         return report, {
@@ -113,7 +113,7 @@ def test_what_autocast_frees_at_the_end_is_told_apart(tmp_path: Path) -> None:
 
 def test_compiled_steps_are_refused(tmp_path: Path) -> None:
     with process_group(CPU):
-        trial = Trial(small_config(tmp_path, *WIDER), CPU)
+        trial = SyntheticStep(small_config(tmp_path, *WIDER), CPU)
         trial.config = small_config(tmp_path, *WIDER, "train.compile=true")
         with pytest.raises(UserError, match=r"train\.compile: false"):
             measure_report(trial, BUCKET, 1)
@@ -122,12 +122,16 @@ def test_compiled_steps_are_refused(tmp_path: Path) -> None:
 def test_kept_bytes_are_those_of_a_linear_layers_result() -> None:
     mlp, x = Mlp(16, 64, 16), torch.randn(10, 16, requires_grad=True)
     assert kept_bytes(CPU, mlp, lambda: mlp(x), [x]) == 4 * 10 * (64 + 64 + 16)
-    set_ways(mlp, {"activation": "recompute"})
+    set_policies(mlp, {"activation": "recompute"})
     assert kept_bytes(CPU, mlp, lambda: mlp(x), [x]) == 4 * 10 * (64 + 16)
 
 
 def example(**changes: Any) -> MemoryReport:
-    layers = (Layer("patch_in", 10), *(Layer(f"blocks.{n}", 4000) for n in range(28)), Layer("final", 0))
+    layers = (
+        LayerMemory("patch_in", 10),
+        *(LayerMemory(f"blocks.{n}", 4000) for n in range(28)),
+        LayerMemory("final", 0),
+    )
     given: dict[str, Any] = {
         "device": "a device", "setting": "17x128x128, 2 a device", "peak": 100_000, "phase": "backward",
         "module": "blocks.27.mlp", "host": {"activations": 40_000, "optimizer": 8_000}, "layers": layers,

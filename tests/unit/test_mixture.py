@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmspeed.data.sampling.mixture import Pool, Uses, rates, uses_of
+from mmspeed.data.sampling.mixture import BucketUses, SamplePool, rates, uses_of
 from mmspeed.shapes import Bucket
 
 BUCKET = Bucket(17, 64, 96)
 
 
-def pool(size: int, rate: float, dataset: str = "a", first: int = 0) -> Pool:
-    return Pool(BUCKET, dataset, np.arange(first, first + size), uses_of([size], rate)[0])
+def pool(size: int, rate: float, dataset: str = "a", first: int = 0) -> SamplePool:
+    return SamplePool(BUCKET, dataset, np.arange(first, first + size), uses_of([size], rate)[0])
 
 
 def test_rates_of_repeats_weights_and_temperature() -> None:
@@ -54,7 +54,7 @@ def test_rounding_does_not_add_up_over_the_pools_of_a_data_set(sizes: list[int],
 @given(st.integers(1, 23), st.sampled_from([0.05, 0.3, 0.5, 0.99, 1.0, 1.5, 2.0, 3.7]), st.integers(0, 5))
 def test_an_epoch_names_no_use_twice(size: int, rate: float, epoch: int) -> None:
     made = pool(size, rate)
-    uses = Uses([made], epoch, seed=1)[:]
+    uses = BucketUses([made], epoch, seed=1)[:]
     assert len(uses) == made.uses == max(1, round(rate * size))
     assert len(set(uses)) == len(uses), "two uses of one name would meet the same noise"
     times = Counter(place for place, _ in uses)
@@ -67,16 +67,16 @@ def test_an_epoch_names_no_use_twice(size: int, rate: float, epoch: int) -> None
 def test_over_the_epochs_every_sample_is_used_as_often_as_any_other(size: int, rate: float, epochs: int) -> None:
     made, times = pool(size, rate), Counter(dict.fromkeys(range(size), 0))
     for epoch in range(epochs):
-        times.update(place for place, _ in Uses([made], epoch, seed=3)[:])
+        times.update(place for place, _ in BucketUses([made], epoch, seed=3)[:])
     assert max(times.values()) - min(times.values()) <= 1
 
 
 def test_pools_of_a_bucket_are_shuffled_together_and_any_part_can_be_asked_for() -> None:
     pools = [pool(6, 1.0), pool(4, 2.5, "b", first=6)]
-    uses = Uses(pools, 2, seed=0)
+    uses = BucketUses(pools, 2, seed=0)
     assert Counter(place >= 6 for place, _ in uses[:]) == {False: 6, True: 10}
     assert uses[:][3:9] == uses[3:9]
-    assert uses[:] != Uses(pools, 3, seed=0)[:] != Uses(pools, 3, seed=1)[:]
+    assert uses[:] != BucketUses(pools, 3, seed=0)[:] != BucketUses(pools, 3, seed=1)[:]
     sets = [place >= 6 for place, _ in uses[:]]
     assert sets not in (sorted(sets), sorted(sets, reverse=True))
 

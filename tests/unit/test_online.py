@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from mmspeed.config import Config, dump_config, make_config
-from mmspeed.data import BatchSampler, DatasetCache, Draw, FirstEpoch
-from mmspeed.data.sampling.order import Stage
+from mmspeed.data import BatchSampler, DatasetCache, FirstEpoch, SampleUse
+from mmspeed.data.sampling.order import TrainingStage
 from mmspeed.device import pick
 from mmspeed.errors import UserError
 from mmspeed.log import read_metrics
@@ -181,7 +181,7 @@ def test_a_long_stage_is_planned_by_its_first_epoch(tmp_path: Path) -> None:
     asked = []
 
     class Asked(BatchSampler):
-        def draws(self, step: int) -> list[Draw]:
+        def draws(self, step: int) -> list[SampleUse]:
             asked.append(step)
             return super().draws(step)
 
@@ -189,7 +189,7 @@ def test_a_long_stage_is_planned_by_its_first_epoch(tmp_path: Path) -> None:
     builder = OnlineBuilder(config)
     builder.plan(pick("cpu"), 0, 1, None)
     cache = DatasetCache(config.cache_dir, partial=True)
-    sampler = Asked(cache.split("train"), 3, seed=0, stages=[Stage(5000), Stage()])
+    sampler = Asked(cache.split("train"), 3, seed=0, stages=[TrainingStage(5000), TrainingStage()])
     FirstEpoch(cache, sampler, builder, 0, 1, start=0, stop=10_000).close()
     assert asked == [0, 1, 2, 5000, 5001, 5002]
 

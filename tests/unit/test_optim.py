@@ -22,7 +22,7 @@ from mmspeed.loop.optimizers.build import learning_rate, make_optimizer, set_lea
 from mmspeed.loop.signals import StopSignals
 from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
 from mmspeed.parallel import make_half
-from mmspeed.plan.throughput import Meter, mfu, training_flops
+from mmspeed.plan.throughput import ThroughputMeter, mfu, training_flops
 from tests.tiers import TIERS
 from tests.toy import ToyDiT
 
@@ -204,7 +204,7 @@ def test_ema_follows_the_formula_and_swaps_bitwise() -> None:
 def test_throughput_counts_model_flops_only() -> None:
     assert training_flops(10) == 30 and training_flops(10, checkpointing=True) == 40
     assert mfu(100, seconds=2, peak_flops=300, devices=2) == pytest.approx(0.25)
-    meter = Meter(peak_flops=100, devices=3)
+    meter = ThroughputMeter(peak_flops=100, devices=3)
     for _ in range(2):
         meter.add(samples=8, tokens=80, forward_flops=50, data_wait_s=0.5, wall_s=2.0)
     rates = meter.read()

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from mmspeed.data import Batching, BatchSampler
 from mmspeed.data.cache.keys import digest
-from mmspeed.data.sampling.assignment import Cost, load_of
+from mmspeed.data.sampling.assignment import Cost, assignment_load
 from mmspeed.data.sampling.forecast import forecast
-from mmspeed.data.sampling.order import Order, Stage
-from mmspeed.data.sampling.rank_batches import lots_of
-from mmspeed.data.sampling.schedule import Supply, divide, shuffle
+from mmspeed.data.sampling.order import Order, TrainingStage
+from mmspeed.data.sampling.rank_batches import bucket_batches_of
+from mmspeed.data.sampling.schedule import BucketSupply, partition_epoch, shuffle
 from mmspeed.errors import UserError
 from mmspeed.rng import generator
 from mmspeed.shapes import Bucket
@@ -112,13 +112,13 @@ def test_resume_at_the_very_end_of_an_epoch() -> None:
 
 # -- stages and shares -----------------------------------------------------------------------------------------------
 
-IMAGES = Stage(3, takes=lambda bucket: bucket.is_image)
-SHORT = Stage(4, takes=lambda bucket: bucket.frames <= 17)
+IMAGES = TrainingStage(3, takes=lambda bucket: bucket.is_image)
+SHORT = TrainingStage(4, takes=lambda bucket: bucket.frames <= 17)
 
 
 def test_stages_follow_each_other_and_no_use_has_the_name_of_another() -> None:
     samples = make_samples(9, 6, 0, 5)
-    sampler = BatchSampler(samples, 4, seed=1, stages=[IMAGES, SHORT, Stage()])
+    sampler = BatchSampler(samples, 4, seed=1, stages=[IMAGES, SHORT, TrainingStage()])
     steps = [sampler.draws(step) for step in range(30)]
     frames = [{draw.sample.bucket.frames for draw in step} for step in steps]
     assert all(f == {1} for f in frames[:3]) and all(f <= {1, 17} for f in frames[3:7])
@@ -136,7 +136,7 @@ def test_stages_follow_each_other_and_no_use_has_the_name_of_another() -> None:
 @settings(max_examples=60, deadline=None)
 @given(batchings, batchings, st.integers(0, 25))
 def test_stages_resume_anywhere(first: Batching, second: Batching, stop: int) -> None:
-    samples, stages = make_samples(9, 6, 3, 5), [IMAGES, SHORT, Stage()]
+    samples, stages = make_samples(9, 6, 3, 5), [IMAGES, SHORT, TrainingStage()]
     one = BatchSampler(samples, first, seed=1, stages=stages)
     met = Counter(draw.name for step in range(stop) for draw in one.draws(step))
     two = BatchSampler(samples, second, seed=1, stages=stages)
@@ -152,16 +152,23 @@ def test_stages_resume_anywhere(first: Batching, second: Batching, stop: int) ->
 def test_what_changes_elsewhere_in_the_curriculum_leaves_the_epoch_whole() -> None:
     """Where training ends, and stages before and after: the rest of this one's epoch comes all the same."""
     samples = make_samples(9, 6, 3, 5)
-    state = BatchSampler(samples, 4, seed=1, stages=[IMAGES, Stage(20), SHORT, Stage(50)]).state(6)
-    assert BatchSampler(samples, 4, seed=1, stages=[IMAGES, Stage(20), SHORT, Stage()]).resume(state) is None
-    first = BatchSampler(samples, 4, seed=1, stages=[IMAGES, Stage(20), SHORT, Stage(50)])
+    state = BatchSampler(samples, 4, seed=1, stages=[IMAGES, TrainingStage(20), SHORT, TrainingStage(50)]).state(6)
+    assert (
+        BatchSampler(samples, 4, seed=1, stages=[IMAGES, TrainingStage(20), SHORT, TrainingStage()]).resume(state)
+        is None
+    )
+    first = BatchSampler(samples, 4, seed=1, stages=[IMAGES, TrainingStage(20), SHORT, TrainingStage(50)])
     met = Counter(draw.name for step in range(3, 6) for draw in first.draws(step))
-    for stages in ([IMAGES, Stage(30), Stage()], [replace(IMAGES, steps=2), Stage()], [Stage()]):
+    for stages in (
+        [IMAGES, TrainingStage(30), TrainingStage()],
+        [replace(IMAGES, steps=2), TrainingStage()],
+        [TrainingStage()],
+    ):
         other = BatchSampler(samples, 4, seed=1, stages=stages)
         told = other.resume(json.loads(json.dumps(state)))
         assert told is not None and f"the {23 - met.total()} of 23 uses that are left of epoch 1" in told
         assert met + drawn(other, 6, 1)[0] == Counter((sample.key, 1, 0) for sample in samples)
-    gone = BatchSampler(samples, 4, seed=1, stages=[replace(IMAGES, steps=9), Stage()])
+    gone = BatchSampler(samples, 4, seed=1, stages=[replace(IMAGES, steps=9), TrainingStage()])
     assert "another curriculum" in (gone.resume(state) or "") and gone.locate(6) == (0, 2, 0)
 
 
@@ -172,7 +179,7 @@ def test_repeats_that_no_memory_holds_are_refused() -> None:
 
 def test_shares_of_data_sets_hold_in_every_epoch_and_stage() -> None:
     samples = [*make_samples(90, 30, dataset="web"), *make_samples(10, 0, 5, dataset="own")]
-    even = Stage(weights={"web": 1.0, "own": 1.0})
+    even = TrainingStage(weights={"web": 1.0, "own": 1.0})
     sampler = BatchSampler(samples, 5, seed=0, stages=[even])
     length, often = sampler.steps_per_epoch, Counter[str]()
     for epoch in range(6):
@@ -182,7 +189,9 @@ def test_shares_of_data_sets_hold_in_every_epoch_and_stage() -> None:
         often.update(draw.sample.key for draw in draws)
     web = [often[sample.key] for sample in samples if sample.dataset == "web"]
     assert max(web) - min(web) <= 1 and sum(web) == pytest.approx(6 * 135 / 2, abs=6)
-    only = BatchSampler(samples, 5, seed=0, stages=[Stage(2, weights={"own": 1.0}), Stage(repeats={"own": 3})])
+    only = BatchSampler(
+        samples, 5, seed=0, stages=[TrainingStage(2, weights={"own": 1.0}), TrainingStage(repeats={"own": 3})]
+    )
     assert {draw.sample.dataset for step in (0, 1) for draw in only.draws(step)} == {"own"}
     assert only.uses(1) == 120 + 3 * 15
 
@@ -192,12 +201,12 @@ def test_shares_of_data_sets_hold_in_every_epoch_and_stage() -> None:
 
 def test_every_full_step_costs_all_slots_the_same() -> None:
     supplies = [
-        Supply(1000, 16, Cost(0.5, 1.0), 8),
-        Supply(300, 4, Cost(0.5, 4.1), 8),
-        Supply(77, 1, Cost(0.5, 15.9), 8),
+        BucketSupply(1000, 16, Cost(0.5, 1.0), 8),
+        BucketSupply(300, 4, Cost(0.5, 4.1), 8),
+        BucketSupply(77, 1, Cost(0.5, 15.9), 8),
     ]
     for mix, tolerance in (("same", 0.0), ("matched", 0.05)):
-        division = divide(supplies, mix, tolerance)  # type: ignore[arg-type]
+        division = partition_epoch(supplies, mix, tolerance)  # type: ignore[arg-type]
         plan = shuffle(division, generator(0, "test"))
         assert plan.steps == division.steps
         costs = []
@@ -224,7 +233,9 @@ def test_a_large_set_is_balanced_on_any_world(world: int) -> None:
     assert told.mean_imbalance < 1.02 and told.unmet == 0 and told.samples == 30_000
     alone = []
     for step in range(plan.steps):  # the forecast against dealing every step anew
-        load = load_of(lots_of([(numbered[b], count) for b, _, count in plan.pieces(step)], batching), world)
+        load = assignment_load(
+            bucket_batches_of([(numbered[b], count) for b, _, count in plan.pieces(step)], batching), world
+        )
         alone.append(load.imbalance)
     assert told.lockstep.tolist() == pytest.approx(alone)
     assert told.tokens == sum(int(n) * b.frames for n, b in zip(counts_, buckets, strict=True))
@@ -234,8 +245,8 @@ def test_a_large_set_is_balanced_on_any_world(world: int) -> None:
 @pytest.mark.parametrize("mix", ["same", "matched", "window"])
 def test_a_bucket_of_nearly_free_samples_is_divided(mix: str) -> None:
     """Such a cost comes from a measurement whose times do not rise with the batch."""
-    supplies = [Supply(100, 7, Cost(0.5, 1e-9), 2), Supply(90, 3, Cost(0.5, 0.1), 2)]
-    plan = shuffle(divide(supplies, mix, 0.0), generator(0, "test"))  # type: ignore[arg-type]
+    supplies = [BucketSupply(100, 7, Cost(0.5, 1e-9), 2), BucketSupply(90, 3, Cost(0.5, 0.1), 2)]
+    plan = shuffle(partition_epoch(supplies, mix, 0.0), generator(0, "test"))  # type: ignore[arg-type]
     assert plan.used(plan.steps, 2) == [100, 90]
 
 
@@ -253,6 +264,6 @@ def test_the_order_is_the_one_that_older_checkpoints_count_in() -> None:
     """A checkpoint holds how many uses are behind, not which: another torch or numpy must not shuffle otherwise."""
     samples = [*make_samples(40, 30, 20, dataset="web"), *make_samples(9, 0, 5, dataset="own")]
     batching = Batching(3, dict.fromkeys(BUCKETS, 2), mix="window")
-    sampler = BatchSampler(samples, batching, seed=7, stages=[Stage(weights={"web": 1.0, "own": 1.0})])
+    sampler = BatchSampler(samples, batching, seed=7, stages=[TrainingStage(weights={"web": 1.0, "own": 1.0})])
     told = json.dumps([[draw.name for draw in sampler.draws(step)] for step in range(40)])
     assert digest(told.encode()) == "416659114f7a43b47a67f668418a8c34"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mmspeed.cli.app import numbers_of, run
 from mmspeed.config import Bucket, Config, dump_config
-from mmspeed.data.sampling.assignment import Lot, deal
+from mmspeed.data.sampling.assignment import BucketBatch, assign_slots
 from mmspeed.data.sampling.batch_sizes import SampleCosts, make_batching, make_stages
 from mmspeed.data.sampling.order import Order
 from mmspeed.errors import UserError
@@ -23,8 +23,8 @@ from mmspeed.preprocess.records.statistics import DataStatistics
 from mmspeed.preprocess.report.costs import estimate, hints
 from mmspeed.preprocess.report.page_html import DataPage, render
 from mmspeed.preprocess.report.page_schedule import schedule_section
-from mmspeed.preprocess.report.schedule_preview import POINTS, Outlook, foresee
-from mmspeed.preprocess.report.schedule_text import outlook_hints, outlook_lines, stage_tables, training_table
+from mmspeed.preprocess.report.schedule_preview import POINTS, SchedulePreview, preview_schedule
+from mmspeed.preprocess.report.schedule_text import preview_hints, preview_lines, stage_tables, training_table
 from mmspeed.shapes import Strides
 from tests.runs import small_config
 from tests.unit.test_page import Reader
@@ -66,9 +66,10 @@ def replayed(config: Config, groups: dict[tuple[Bucket, str], int], world: int) 
     steps = []
     for step in range(config.train.steps):
         pieces = order.pieces(step)
-        lots = tuple(Lot(count, batching.cost(b), batching.at_a_time(b)) for b, _, count in pieces)
+        lots = tuple(BucketBatch(count, batching.cost(b), batching.at_a_time(b)) for b, _, count in pieces)
         rows = [
-            [0.0 if cell is None else lots[cell.lot].cost.of(cell.size) for cell in row] for row in deal(lots, world)
+            [0.0 if cell is None else lots[cell.lot].cost.of(cell.size) for cell in row]
+            for row in assign_slots(lots, world)
         ]
         steps.append(
             {
@@ -92,7 +93,7 @@ STAGES = "curriculum=[{steps: 3, max_frames: 1}, {steps: 7, max_frames: 5, weigh
 def test_what_is_foreseen_is_what_training_does(tmp_path: Path, world: int, mix: str) -> None:
     groups = groups_of(40, 11, 9, name="a") | groups_of(6, 0, 5, name="b")
     config = two_sets(tmp_path, STAGES, "train.steps=25", "batching.accumulate=2", f"batching.mix={mix}")
-    outlook = foresee(config, groups, COSTS, [world])
+    outlook = preview_schedule(config, groups, COSTS, [world])
     steps = replayed(config, groups, world)
     for stage in outlook.stages:
         (epoch,) = stage.epochs
@@ -118,7 +119,7 @@ def test_ddp_waits_once_a_step_and_sharded_ranks_in_every_micro_batch(tmp_path: 
     found = {}
     for strategy in ("fsdp", "ddp"):
         config = config_of(tmp_path, *options, f"parallel.strategy={strategy}")
-        (stage,) = foresee(config, groups, COSTS, [3]).stages
+        (stage,) = preview_schedule(config, groups, COSTS, [3]).stages
         (epoch,) = stage.epochs
         first = replayed(config, groups, 3)[: epoch.steps]
         found[strategy] = [step["lockstep" if strategy == "fsdp" else "window"] for step in first]
@@ -130,9 +131,9 @@ def test_ddp_waits_once_a_step_and_sharded_ranks_in_every_micro_batch(tmp_path: 
 def test_lines_and_page_have_the_same_numbers(tmp_path: Path) -> None:
     groups = groups_of(40, 11, 9, name="a") | groups_of(6, 0, 5, name="b")
     config = two_sets(tmp_path, STAGES, "train.steps=25")
-    outlook = foresee(config, groups, COSTS, [1, 3, 16])
+    outlook = preview_schedule(config, groups, COSTS, [1, 3, 16])
     keyed = Reader(schedule_section(outlook)).keyed
-    lines = outlook_lines(outlook)
+    lines = preview_lines(outlook)
     tables = [table for stage in outlook.stages for table in stage_tables(outlook, stage)] + [training_table(outlook)]
     assert [table.key for table in tables[:3]] == ["stage0-epoch", "stage0-buckets", "stage0-datasets"]
     assert len(keyed) == sum(len(table.rows) * len(table.head) for table in tables)
@@ -148,7 +149,7 @@ def test_lines_and_page_have_the_same_numbers(tmp_path: Path) -> None:
 def test_the_shares_of_data_sets_and_when_all_of_one_is_met(tmp_path: Path) -> None:
     groups = {(SHORT, "a"): 20, (SHORT, "b"): 80}
     config = two_sets(tmp_path)
-    (stage,) = foresee(config, groups, COSTS, [1]).stages
+    (stage,) = preview_schedule(config, groups, COSTS, [1]).stages
     shares = {one.name: (one.samples, one.uses, one.asked, one.share, one.epochs) for one in stage.datasets}
     assert shares == {"a": (20, 75, 0.75, 0.75, 1), "b": (80, 25, 0.25, 0.25, 4)}
     places = {group: np.arange(count) for group, count in groups.items()}
@@ -158,16 +159,16 @@ def test_the_shares_of_data_sets_and_when_all_of_one_is_met(tmp_path: Path) -> N
     pool = next(pool for pool in order.pools[0][SHORT] if pool.dataset == "b")
     met = [{int(p) for epoch in range(n) for p in pool.in_turn(epoch, 0)[0]} for n in (3, 4)]
     assert len(met[0]) < 80 and len(met[1]) == 80
-    only = foresee(two_sets(tmp_path, "curriculum=[{weights: {b: 1}}]"), groups, COSTS, [1]).stages[0]
+    only = preview_schedule(two_sets(tmp_path, "curriculum=[{weights: {b: 1}}]"), groups, COSTS, [1]).stages[0]
     assert [(one.uses, one.asked, one.epochs) for one in only.datasets] == [(0, 0.0, 0), (100, 1.0, 1)]
     later = "curriculum=[{steps: 1, max_frames: 5}, {}]"
-    second = foresee(two_sets(tmp_path, later), groups, COSTS, [1]).stages[1]
+    second = preview_schedule(two_sets(tmp_path, later), groups, COSTS, [1]).stages[1]
     assert second.datasets[1].epochs == 6, "begins inside a turn: 55 are left of it, and the next has all 80"
 
 
 def test_hints_name_the_setting(tmp_path: Path) -> None:
     def told(config: Config, groups: dict[tuple[Bucket, str], int], *worlds: int) -> str:
-        return "\n".join(outlook_hints(config, foresee(config, groups, COSTS, worlds)))
+        return "\n".join(preview_hints(config, preview_schedule(config, groups, COSTS, worlds)))
 
     plain = config_of(tmp_path)
     assert told(plain, groups_of(0, 30), 1, 3) == ""
@@ -251,7 +252,7 @@ def test_the_plot_keeps_each_bins_greatest(
     tmp_path_factory: pytest.TempPathFactory, counts: list[int], world: int, mix: str
 ) -> None:
     config = config_of(tmp_path_factory.getbasetemp(), *FLOPS, f"batching.mix={mix}")
-    outlook = foresee(config, groups_of(*counts), COSTS, [world])
+    outlook = preview_schedule(config, groups_of(*counts), COSTS, [world])
     (epoch,) = outlook.stages[0].epochs
     curve = epoch.curve
     assert curve.steps[0] == 0 and curve.steps[-1] == epoch.steps and len(curve.mean) == min(epoch.steps, POINTS)
@@ -267,7 +268,7 @@ def test_the_plot_keeps_each_bins_greatest(
 
 def test_a_long_epoch_is_drawn_small_with_its_worst_step(tmp_path: Path) -> None:
     config = config_of(tmp_path, *FLOPS)
-    outlook = foresee(config, groups_of(4000, 3001, 2003), COSTS, [2])
+    outlook = preview_schedule(config, groups_of(4000, 3001, 2003), COSTS, [2])
     (epoch,) = outlook.stages[0].epochs
     assert epoch.steps > 3000 and len(epoch.curve.mean) == POINTS
     assert epoch.worst_imbalance > 1 and epoch.curve.imbalance.max() == epoch.worst_imbalance
@@ -277,7 +278,7 @@ def test_a_long_epoch_is_drawn_small_with_its_worst_step(tmp_path: Path) -> None
 def test_the_page_has_the_schedule_and_the_time_of_the_busiest(tmp_path: Path) -> None:
     numbers, config = statistics_of(groups_of(0, 30)), small_config(tmp_path)
     costs, problems = estimate(config, numbers, 3, 4, Strides(4, 8), [1, 6])
-    assert costs is not None and isinstance(costs.outlook, Outlook) and not problems
+    assert costs is not None and isinstance(costs.outlook, SchedulePreview) and not problems
     one, six = costs.seconds(1e12)
     assert six == pytest.approx(one / 3), "3 of the 6 have nothing to do: a step of 3 samples"
     page = Reader(render(DataPage(config, "check", numbers, "Ready", False, costs=costs, peaks=[("x", 1e12)])))
@@ -305,7 +306,7 @@ def test_padding_of_captions_follows_their_lengths() -> None:
 def test_a_share_that_comes_out_another_is_told(tmp_path: Path) -> None:
     """A data set of one clip in each bucket is met in every epoch, however small its share; a stage without the other is no news."""
     config = two_sets(tmp_path, "data.sources.0.weight=1000", "data.sources.1.weight=1")
-    few = foresee(config, groups_of(9, 9, 9, name="a") | groups_of(1, 1, 1, name="b"), COSTS, [1])
-    assert any("data set b makes 9.09%" in hint and "not 0.10%" in hint for hint in outlook_hints(config, few))
-    alone = foresee(config, groups_of(9, 9, 9, name="b"), COSTS, [1])
-    assert not any("data set" in hint for hint in outlook_hints(config, alone))
+    few = preview_schedule(config, groups_of(9, 9, 9, name="a") | groups_of(1, 1, 1, name="b"), COSTS, [1])
+    assert any("data set b makes 9.09%" in hint and "not 0.10%" in hint for hint in preview_hints(config, few))
+    alone = preview_schedule(config, groups_of(9, 9, 9, name="b"), COSTS, [1])
+    assert not any("data set" in hint for hint in preview_hints(config, alone))

@@ -21,12 +21,19 @@ from mmspeed.log import format_figure
 from mmspeed.preprocess.decoding.clips import Clip
 from mmspeed.preprocess.decoding.probe import Probe
 from mmspeed.preprocess.records.stale_entries import SectionState
-from mmspeed.preprocess.records.statistics import EXAMPLES, SHOWN_SOURCES, Counts, DataStatistics, Histogram, covered
+from mmspeed.preprocess.records.statistics import (
+    EXAMPLES,
+    SHOWN_SOURCES,
+    DataStatistics,
+    Histogram,
+    NameCounts,
+    covered,
+)
 from mmspeed.preprocess.report.charts import bars, foreign
 from mmspeed.preprocess.report.costs import estimate, hints
 from mmspeed.preprocess.report.page import default_path, thumbnail_jpeg, write_page
 from mmspeed.preprocess.report.page_html import PAGE_BYTES, CacheState, DataPage, render
-from mmspeed.preprocess.sources.listing import Listing
+from mmspeed.preprocess.sources.listing import SourceListing
 from mmspeed.preprocess.sources.rejections import Reason, Rejection
 from mmspeed.preprocess.sources.source import Kind, Source
 from mmspeed.shapes import Strides
@@ -120,7 +127,7 @@ def gathered(items: list, first: bool = True) -> DataStatistics:
     if first:
         listed = [source for source, _, _ in sources]
         listed += [Source(r.source, "x", None, None, "video", (), "train") for r in rejected]
-        numbers.add_listing(Listing(listed, [], files=len(listed) + 3, caption_files=2, ignored=1))
+        numbers.add_listing(SourceListing(listed, [], files=len(listed) + 3, caption_files=2, ignored=1))
     for rejection in rejected:
         numbers.add_rejection(rejection)
     for number, (source, probe, clips) in enumerate(sources):
@@ -273,7 +280,7 @@ def test_histograms_and_counts_are_bounded_and_count_everything() -> None:
     assert (histogram.least, histogram.greatest, histogram.mean, histogram.count) == (0.5, 7.0, 2.5, 4)
     with pytest.raises(ValueError, match="edges"):
         histogram.merge(Histogram((1, 2)))
-    counts = Counts(limit=10)
+    counts = NameCounts(limit=10)
     for k in range(1000):
         counts.add(f"rare {k}")
         counts.add("common")

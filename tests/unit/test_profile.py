@@ -25,8 +25,16 @@ from mmspeed.log import read_metrics
 from mmspeed.memory import peak_bytes
 from mmspeed.mesh import process_group
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.tuning.profile import Limits, Profile, Tried, load_measured, memory_limit, next_batch, profile
-from mmspeed.pipelines.tuning.synthetic_step import Trial
+from mmspeed.pipelines.tuning.profile import (
+    BucketMeasurements,
+    BucketProfile,
+    ProfileLimits,
+    load_measured,
+    memory_limit,
+    next_batch,
+    profile,
+)
+from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep
 from mmspeed.preprocess import CacheBuilder
 from mmspeed.shapes import Bucket
 from tests.runs import small_config
@@ -47,9 +55,11 @@ memories = st.builds(
 )
 
 
-def go(memory: Memory, limits: Limits, state: int, careful: bool, breaks_at: int | None = None) -> Tried:
+def go(
+    memory: Memory, limits: ProfileLimits, state: int, careful: bool, breaks_at: int | None = None
+) -> BucketMeasurements:
     """All that `next_batch` asks for, on a machine whose memory is a function."""
-    tried = Tried()
+    tried = BucketMeasurements()
     for _ in range(200):
         batch = next_batch(tried, limits, state, careful)
         if batch is None:
@@ -75,14 +85,14 @@ def fits(memory: Memory, limit: int) -> int:
 @given(memories, st.integers(10**4, 10**8))
 def test_a_careful_measurement_is_never_over_the_limit(found: tuple[int, Memory], limit: int) -> None:
     state, memory = found
-    rows = go(memory, Limits(limit), state, careful=True).rows
+    rows = go(memory, ProfileLimits(limit), state, careful=True).rows
     assert all(row.peak_bytes <= limit for row in rows if row.batch > 1)
 
 
 @given(memories, st.integers(10**4, 10**8), st.booleans())
 def test_the_most_is_in_the_limit_and_near_it(found: tuple[int, Memory], limit: int, careful: bool) -> None:
     state, memory = found
-    tried = go(memory, Limits(limit), state, careful)
+    tried = go(memory, ProfileLimits(limit), state, careful)
     most = Measured(tried.rows, limit).most(LONG)
     best, last = fits(memory, limit), max((r.batch for r in tried.rows if r.peak_bytes <= limit), default=0)
     assert (most == 0) == (best == 0)
@@ -96,7 +106,7 @@ def test_the_most_is_in_the_limit_and_near_it(found: tuple[int, Memory], limit: 
 def test_running_out_of_memory_ends_in_the_middle(found: tuple[int, Memory], breaks_at: int, most: int) -> None:
     """A device whose memory is in pieces gives up before the line says so."""
     state, memory = found
-    tried = go(memory, Limits(10**12, most=most), state, careful=False, breaks_at=breaks_at)
+    tried = go(memory, ProfileLimits(10**12, most=most), state, careful=False, breaks_at=breaks_at)
     assert all(row.batch < breaks_at and row.batch <= most for row in tried.rows)
     measured = Measured(tried.rows or (Measurement(SHORT, 1, 1.0, 1),), 10**12, {}, {LONG: tried.too_large or 10**9})
     if breaks_at == 1:
@@ -107,10 +117,10 @@ def test_running_out_of_memory_ends_in_the_middle(found: tuple[int, Memory], bre
 
 def test_slow_steps_and_wishes_end_a_measurement() -> None:
     row = Measurement(LONG, 4, 2.0, 100)
-    assert next_batch(Tried((row,)), Limits(10**6, seconds=1.0), 0, False) is None
-    assert next_batch(Tried((row,)), Limits(10**6, seconds=3.0), 0, False) == 8
-    assert next_batch(Tried((row,)), Limits(10**6, most=6), 0, False) == 6
-    assert next_batch(Tried((row,)), Limits(10**6, most=4), 0, False) is None
+    assert next_batch(BucketMeasurements((row,)), ProfileLimits(10**6, seconds=1.0), 0, False) is None
+    assert next_batch(BucketMeasurements((row,)), ProfileLimits(10**6, seconds=3.0), 0, False) == 8
+    assert next_batch(BucketMeasurements((row,)), ProfileLimits(10**6, most=6), 0, False) == 6
+    assert next_batch(BucketMeasurements((row,)), ProfileLimits(10**6, most=4), 0, False) is None
 
 
 def test_limits_of_memory() -> None:
@@ -199,7 +209,7 @@ def test_which_errors_say_that_memory_is_full() -> None:
 def trial(config: Config, bucket: Bucket, batch: int) -> tuple[int, int, int]:
     """(state, peak, peak once more) of a step."""
     with process_group(CPU):
-        found = Trial(config, CPU)
+        found = SyntheticStep(config, CPU)
         found.run(bucket, batch)
         return found.state_bytes, found.peak(bucket, batch), found.peak(bucket, batch)
 
@@ -207,7 +217,7 @@ def trial(config: Config, bucket: Bucket, batch: int) -> tuple[int, int, int]:
 def test_a_step_takes_weights_gradients_moments_average_and_activations(tmp_path: Path) -> None:
     config = small_config(tmp_path, BUCKETS)
     with process_group(CPU):
-        weights = 4 * sum(p.numel() for p in Trial(config, CPU).bare.parameters())
+        weights = 4 * sum(p.numel() for p in SyntheticStep(config, CPU).bare.parameters())
     state, peak, again = trial(config, LONG, 8)
     assert 4 * weights <= state < 4.01 * weights  # weights, two moments (and step counts), the average
     assert peak == again > state + weights
@@ -229,11 +239,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(home: Path) -> Profile:
+def found(home: Path) -> BucketProfile:
     return profile(small_config(home, BUCKETS, "name=timed"), most=4, repeats=1)
 
 
-def test_measurements_are_written_and_read(found: Profile) -> None:
+def test_measurements_are_written_and_read(found: BucketProfile) -> None:
     assert not dist.is_initialized()
     measured = Measured.load(found.path)
     assert measured == found.measured and found.path.name == MEASURED_NAME
@@ -250,7 +260,7 @@ def test_measurements_are_written_and_read(found: Profile) -> None:
     )
 
 
-def test_what_is_printed(found: Profile) -> None:
+def test_what_is_printed(found: BucketProfile) -> None:
     text = lines(found)
     assert any("allocator's count on CPU" in line for line in text)
     assert sum(line.startswith("5x32x48 ") for line in text) == 4  # three steps, one line of batches
@@ -281,7 +291,7 @@ def test_a_table_has_columns() -> None:
     assert table(["a", "bb"], [["long", "1"]]) == ["a     bb", "----  --", "long   1"]
 
 
-def test_training_by_time_uses_them(home: Path, found: Profile) -> None:
+def test_training_by_time_uses_them(home: Path, found: BucketProfile) -> None:
     overrides = ("name=timed", "batching.by=time", "train.batch_size=null", "train.steps=2")
     pipeline = TrainPipeline(small_config(home, *overrides))
     assert pipeline.run().finished
@@ -295,7 +305,7 @@ def test_training_by_time_uses_them(home: Path, found: Profile) -> None:
     assert pipeline.run().finished and pipeline.sampler.batching.sizes == {LONG: 2}
 
 
-def test_measurements_of_something_else_are_refused(home: Path, found: Profile) -> None:
+def test_measurements_of_something_else_are_refused(home: Path, found: BucketProfile) -> None:
     folder = home / "runs" / "other"
     folder.mkdir(parents=True)
     (folder / MEASURED_NAME).write_bytes(found.path.read_bytes())
@@ -311,7 +321,7 @@ def test_without_measurements_there_is_no_training_by_time(home: Path) -> None:
         TrainPipeline(small_config(home, "name=absent", "batching.by=time", "train.batch_size=null")).run()
 
 
-def test_what_is_told_of_measurements(found: Profile) -> None:
+def test_what_is_told_of_measurements(found: BucketProfile) -> None:
     setting = dict(found.measured.setting)
     assert load_measured(found.path, setting) == (found.measured, None)
     assert load_measured(found.path, setting | {"torch": "3.0"})[1] is None

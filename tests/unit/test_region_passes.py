@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmspeed.device import Device
 from mmspeed.errors import UserError
-from mmspeed.memory import Keeping
-from mmspeed.memory.offload.swap import Swap
-from mmspeed.memory.planning.count import MatmulCount
-from mmspeed.memory.recompute.region import Policy, run_region
-from mmspeed.memory.recompute.spans import course_of, set_ways, span
+from mmspeed.memory import BlockPolicies
+from mmspeed.memory.offload.swap import Offloader
+from mmspeed.memory.planning.count import MatmulCounter
+from mmspeed.memory.recompute.region import RegionPolicy, run_region
+from mmspeed.memory.recompute.spans import region, region_runner, set_policies
 from mmspeed.parallel import parallelize
-from mmspeed.replay import kept, recording
+from mmspeed.replay import checkpointed, recording
 from tests.memory_ways import LARGE, make_inputs, make_model
 
 
@@ -51,7 +51,7 @@ def block_step(block: nn.Module, x: Tensor, times: int = 1, **given: Any) -> lis
 def told(way: Any, block: nn.Module | None = None) -> nn.Module:
     torch.manual_seed(0)
     block = block or Dropped()
-    set_ways(block, {"block": way}, Swap(Device("cpu", 0), 16).group)
+    set_policies(block, {"block": way}, Offloader(Device("cpu", 0), 16).group)
     return block
 
 
@@ -85,7 +85,7 @@ def test_gradients_by_torch_autograd_grad(way: Any) -> None:
     parameters = [p for p in model.parameters() if p.requires_grad]
     wanted = torch.autograd.grad(model(*inputs).square().mean(), parameters, allow_unused=True)
     for block in model.blocks:
-        set_ways(block, {"block": way}, Swap(Device("cpu", 0), 1 << 10).group)
+        set_policies(block, {"block": way}, Offloader(Device("cpu", 0), 1 << 10).group)
     found = torch.autograd.grad(model(*inputs).square().mean(), parameters, allow_unused=True)
     for one, other in zip(found, wanted, strict=True):
         assert one is None is other or torch.equal(one, other)
@@ -207,7 +207,7 @@ def test_a_kept_result_that_is_changed_in_place_is_noticed(way: Any) -> None:
 def test_nothing_is_left_of_a_step(way: Any, ends: str) -> None:
     """Nor does a forward pass without a backward leave anything, without the garbage collector."""
     model, inputs = make_model(), make_inputs()
-    swap = Swap(Device("cpu", 0), 1 << 10)
+    swap = Offloader(Device("cpu", 0), 1 << 10)
     seen: list[weakref.ref[Tensor]] = []
 
     class Watch(TorchDispatchMode):
@@ -218,7 +218,7 @@ def test_nothing_is_left_of_a_step(way: Any, ends: str) -> None:
             return result
 
     for block in model.blocks:
-        set_ways(block, {"block": way}, swap.group)
+        set_policies(block, {"block": way}, swap.group)
     model(*inputs).square().mean().backward()
     model.zero_grad()
     gc.collect()
@@ -245,7 +245,7 @@ def test_kept_tensors_are_given_up_as_the_second_pass_takes_them() -> None:
             x = torch.tanh(x @ weight)
         return x
 
-    policy = Policy(matmul="save")
+    policy = RegionPolicy(matmul="save")
     held: list[int] = []
 
     class Watch(TorchDispatchMode):
@@ -260,7 +260,7 @@ def test_kept_tensors_are_given_up_as_the_second_pass_takes_them() -> None:
     results: list[weakref.ref[Tensor]] = []
     x = torch.randn(64, 64, requires_grad=True)
     with Watch():
-        out = run_region(run, x, policy=policy, fates=policy.fates(), group=None, rng=False)
+        out = run_region(run, x, policy=policy, fates=policy.op_policies(), group=None, rng=False)
         held.clear()
         out.sum().backward()
     assert len(held) == 4 and not any(weak() for weak in results)
@@ -277,7 +277,7 @@ def test_the_second_pass_is_under_the_autocast_of_the_first() -> None:
 
     for way in LARGE:
         dtypes.clear()
-        course = course_of(way, Swap(Device("cpu", 0), 1).group)
+        course = region_runner(way, Offloader(Device("cpu", 0), 1).group)
         assert course is not None
         with torch.autocast("cpu", torch.bfloat16):
             y = course.run(run, x)
@@ -293,10 +293,10 @@ def test_offered_results_are_made_once_and_what_is_inside_of_them_is_not_kept_on
         def forward(ctx: Any, x: Tensor, kind: Any) -> Tensor:
             def make() -> tuple[Tensor]:
                 made.append(kind)
-                inner = kept("matmul", lambda: (x @ x,))[0]  # part of the whole
+                inner = checkpointed("matmul", lambda: (x @ x,))[0]  # part of the whole
                 return (inner @ x,)
 
-            (out,) = kept(kind, make)
+            (out,) = checkpointed(kind, make)
             ctx.save_for_backward(x)
             return out
 
@@ -313,9 +313,9 @@ def test_offered_results_are_made_once_and_what_is_inside_of_them_is_not_kept_on
     for way in ("recompute", "recompute_cheap", "swap_cheap"):
         for again in (False, True):
             made.clear()
-            course = course_of(way, Swap(Device("cpu", 0), 1).group, exchange_again=again)  # type: ignore[arg-type]
+            course = region_runner(way, Offloader(Device("cpu", 0), 1).group, exchange_again=again)  # type: ignore[arg-type]
             assert course is not None
-            with MatmulCount() as count:
+            with MatmulCounter() as count:
                 (grad,) = torch.autograd.grad(course.run(run, x).sum(), x)
             assert torch.equal(grad, wanted)
             counts[way, again] = (made.count("attention"), made.count("exchange"), count.total)
@@ -331,28 +331,28 @@ def test_offered_results_are_made_once_and_what_is_inside_of_them_is_not_kept_on
 
 def test_ways_that_cannot_be() -> None:
     with pytest.raises(ValueError, match="needs somewhere to swap to"):
-        set_ways(Dropped(), {"block": "swap"})
-    compiled = Keeping(({"block": "recompute_cheap"},))
+        set_policies(Dropped(), {"block": "swap"})
+    compiled = BlockPolicies(({"block": "recompute_cheap"},))
     with pytest.raises(UserError, match=r"with train\.compile"):
-        compiled.put_on(make_model().blocks[0], 0, compiled=True)
+        compiled.apply(make_model().blocks[0], 0, compiled=True)
     with pytest.raises(UserError, match="has no span norm"):
-        Keeping(({"norm": "recompute"},)).put_on(Dropped(), 0)
+        BlockPolicies(({"norm": "recompute"},)).apply(Dropped(), 0)
 
 
 def test_without_gradients_nothing_is_kept_and_spans_inside_of_spans_stand_as_they_are() -> None:
     model, inputs = make_model(), make_inputs()
     with torch.no_grad():
         wanted = model(*inputs)
-    parallelize(model, None, "none", keeping=Keeping.everywhere({"block": "recompute_cheap"}))
+    parallelize(model, None, "none", keeping=BlockPolicies.everywhere({"block": "recompute_cheap"}))
     with torch.no_grad():
         assert torch.equal(model(*inputs), wanted)
     owner = nn.Module()
-    owner._courses = {"mlp": course_of("recompute", None), "norm": course_of("discard", None)}  # type: ignore[assignment]
+    owner._courses = {"mlp": region_runner("recompute", None), "norm": region_runner("discard", None)}  # type: ignore[assignment]
     seen = []
 
     def inner(x: Tensor) -> Tensor:
         seen.append(recording())
-        return span(owner, "norm", torch.tanh, x, before=torch.relu)
+        return region(owner, "norm", torch.tanh, x, before=torch.relu)
 
-    span(owner, "mlp", inner, torch.randn(3, requires_grad=True)).sum().backward()
+    region(owner, "mlp", inner, torch.randn(3, requires_grad=True)).sum().backward()
     assert seen == [True, True]

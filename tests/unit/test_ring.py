@@ -17,10 +17,10 @@ from torch import Tensor
 from mmspeed.comm.axis import Axis
 from mmspeed.parallel.sequence.ring import first_rows, ring_attention
 from mmspeed.parallel.sequence.ring_schedule import (
-    Arriving,
     Hop,
+    PendingBlock,
+    RingStep,
     Shapes,
-    Step,
     backward_steps,
     forward_steps,
     run_backward,
@@ -42,7 +42,7 @@ class Wires:
     lines: dict[tuple[int, int], queue.Queue[Sequence[Tensor]]]
     hops: list[Hop] = field(default_factory=list)
 
-    def start(self, tensors: Sequence[Tensor], hop: Hop, shapes: Shapes) -> Arriving:
+    def start(self, tensors: Sequence[Tensor], hop: Hop, shapes: Shapes) -> PendingBlock:
         self.hops.append(hop)
         self.lines[self.rank, hop.to].put(tensors)
         return _Line(self.lines[hop.source, self.rank])
@@ -64,7 +64,7 @@ def carry_out(ranks: int, window: int | None) -> list[tuple[list[int], Tensor, l
     def rank_does(rank: int) -> tuple[list[int], Tensor, list[Hop], list[Hop]]:
         own, forward, backward, saw = [torch.tensor([rank])], Wires(rank, lines), Wires(rank, lines), []
 
-        def attend(step: Step, block: Sequence[Tensor]) -> list[Tensor]:
+        def attend(step: RingStep, block: Sequence[Tensor]) -> list[Tensor]:
             assert block[0].item() == step.owner  # the block that the schedule says is here
             saw.append(step.owner)
             share = torch.zeros(ranks, 2)
@@ -134,7 +134,7 @@ class Costs:
         inner, outer = (self.grads, self.outer_grads) if grads else (self.keys, self.outer_keys)
         return outer if hop.outer else inner
 
-    def step(self, step: Step) -> float:
+    def step(self, step: RingStep) -> float:
         share = self.keys / (self.keys + self.grads) if self.grads else 0.0
         return self.compute * {"all": 1.0, "first": share, "rest": 1.0 - share}[step.rows]
 
@@ -147,7 +147,7 @@ class Clock:
         self.now, self.computed, self.sent = 0.0, 0.0, 0.0
         self.free: Counter[bool] = Counter()
 
-    def start(self, tensors: Sequence[Tensor], hop: Hop, shapes: Shapes) -> Arriving:
+    def start(self, tensors: Sequence[Tensor], hop: Hop, shapes: Shapes) -> PendingBlock:
         took = self.costs.message(hop, grads=len(tensors) == 2)
         self.free[hop.outer] = max(self.now, self.free[hop.outer]) + took  # type: ignore[assignment]
         self.sent += took
@@ -156,7 +156,7 @@ class Clock:
             self.now = due
         return _Due(self, due, list(tensors))
 
-    def compute(self, step: Step, block: Sequence[Tensor]) -> list[Tensor]:
+    def compute(self, step: RingStep, block: Sequence[Tensor]) -> list[Tensor]:
         self.now += self.costs.step(step)
         self.computed += self.costs.step(step)
         return [torch.zeros(1), torch.zeros(1)]

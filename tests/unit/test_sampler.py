@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmspeed.data import Batching, BatchSampler, Draw, Sample
+from mmspeed.data import Batching, BatchSampler, Sample, SampleUse
 from mmspeed.data.sampling.assignment import Cost
-from mmspeed.data.sampling.order import Stage
-from mmspeed.data.sampling.rank_batches import count_present, meeting, share
+from mmspeed.data.sampling.order import TrainingStage
+from mmspeed.data.sampling.rank_batches import count_present, rank_batches, ranks_of_samples
 from mmspeed.errors import UserError
 from mmspeed.shapes import Bucket
 
@@ -31,12 +31,12 @@ def make_samples(*counts: int, dataset: str = "") -> list[Sample]:
     ]
 
 
-def epoch_draws(sampler: BatchSampler, epoch: int) -> list[list[Draw]]:
+def epoch_draws(sampler: BatchSampler, epoch: int) -> list[list[SampleUse]]:
     length = sampler.steps_per_epoch
     return [sampler.draws(step) for step in range(epoch * length, (epoch + 1) * length)]
 
 
-def names(steps: list[list[Draw]]) -> list[list[Name]]:
+def names(steps: list[list[SampleUse]]) -> list[list[Name]]:
     return [[draw.name for draw in step] for step in steps]
 
 
@@ -106,7 +106,7 @@ def test_ranks_share_a_step(sizes: list[int], batching: Batching, lanes: int, se
     world = lanes * batching.group
     sampler = BatchSampler(make_samples(*sizes), batching, seed)
     for draws in epoch_draws(sampler, 0)[:4]:
-        parts = [share(draws, batching, rank, world) for rank in range(world)]
+        parts = [rank_batches(draws, batching, rank, world) for rank in range(world)]
         assert len({len(part) for part in parts}) == 1, "ranks would wait for each other for ever"
         weights: dict[Name, float] = defaultdict(float)
         for rank, part in enumerate(parts):
@@ -123,7 +123,7 @@ def test_ranks_share_a_step(sizes: list[int], batching: Batching, lanes: int, se
             same = [[pair for pair in m if pair[1]] for m in parts[leader] if not m[0][0].sample.bucket.is_image]
             assert [m for m in videos if m] == [m for m in same if m], "ranks of a group meet the same videos"
         assert weights == pytest.approx({draw.name: 1.0 for draw in draws})
-        met = Counter((draw.name, rank) for draw, ranks in meeting(draws, batching, world) for rank in ranks)
+        met = Counter((draw.name, rank) for draw, ranks in ranks_of_samples(draws, batching, world) for rank in ranks)
         held = {(d.name, rank) for rank, part in enumerate(parts) for micro in part for d, w in micro if w}
         assert set(met) == held and max(met.values()) == 1
 
@@ -135,12 +135,12 @@ def test_images_are_not_split_over_a_group() -> None:
     images = BatchSampler(make_samples(8), batching, seed=0).draws(0)
     videos = BatchSampler(make_samples(0, 4), batching, seed=0).draws(0)
     assert len(images) == 4 and len(videos) == 2
-    own = [share(images, batching, rank, 4) for rank in range(4)]
+    own = [rank_batches(images, batching, rank, 4) for rank in range(4)]
     assert [[weight for _, weight in micro] for part in own for micro in part] == [[1.0]] * 4
     assert len({part[0][0][0].name for part in own}) == 4
-    pairs = [share(videos, batching, rank, 4) for rank in range(4)]
+    pairs = [rank_batches(videos, batching, rank, 4) for rank in range(4)]
     assert pairs[0] == pairs[1] != pairs[2] == pairs[3] and pairs[0][0][0][1] == 0.5
-    mixed = [share([*images, *videos], batching, rank, 4) for rank in range(4)]
+    mixed = [rank_batches([*images, *videos], batching, rank, 4) for rank in range(4)]
     rows = [{micro[0][0].sample.bucket.is_image for micro in row} for row in zip(*mixed, strict=True)]
     assert rows == [{False}, {True}], "in a row all ranks exchange or none does"
 
@@ -149,7 +149,7 @@ def test_tensor_parallel_ranks_meet_images_and_videos_in_one_row() -> None:
     """4 ranks in groups of 2 without a split of tokens: one lane takes the video, the other the image, at the same time."""
     batching = Batching(4, dict.fromkeys(BUCKETS, 1), group=2, tensor=2, mix="window")
     image, video = (BatchSampler(make_samples(*n), batching, seed=0).draws(0)[:1] for n in ((1,), (0, 1)))
-    mixed = [share([*image, *video], batching, rank, 4) for rank in range(4)]
+    mixed = [rank_batches([*image, *video], batching, rank, 4) for rank in range(4)]
     assert mixed[0] == mixed[1] != mixed[2] == mixed[3]
     assert [[weight for _, weight in micro] for part in mixed for micro in part] == [[0.5]] * 4
 
@@ -163,13 +163,13 @@ def test_tensor_parallel_ranks_meet_images_and_videos_in_one_row() -> None:
 )
 def test_lost_draws_are_replaced_with_weight_0(lost: list[bool], world: int, micro: int | None, images: int) -> None:
     samples = make_samples(min(images, len(lost) - 1), len(lost))[-len(lost) :]
-    draws = [Draw(replace(sample, lost=gone), 0, 0) for sample, gone in zip(samples, lost, strict=True)]
-    bare = [Draw(replace(draw.sample, lost=False), 0, 0) for draw in draws]
+    draws = [SampleUse(replace(sample, lost=gone), 0, 0) for sample, gone in zip(samples, lost, strict=True)]
+    bare = [SampleUse(replace(draw.sample, lost=False), 0, 0) for draw in draws]
     batching = Batching(1, most=micro)
     weights: Counter[Name] = Counter()
     for rank in range(world):
-        parts = share(draws, batching, rank, world)
-        assert len(parts) == len(share(bare, batching, rank, world))
+        parts = rank_batches(draws, batching, rank, world)
+        assert len(parts) == len(rank_batches(bare, batching, rank, world))
         for part in parts:
             assert part and not any(draw.sample.lost for draw, _ in part)
             assert len({draw.sample.bucket for draw, _ in part}) == 1
@@ -185,8 +185,8 @@ def test_idle_ranks_of_images_are_not_given_a_video(lost: bool) -> None:
     batching = Batching(4, dict.fromkeys(BUCKETS, 1), cheap_video, group=2)
     images, videos = make_samples(3), make_samples(0, 2)
     images[0] = replace(images[0], lost=lost)
-    draws = [Draw(sample, 0, 0) for sample in [*images, *videos]]
-    rows = zip(*[share(draws, batching, rank, 4) for rank in range(4)], strict=True)
+    draws = [SampleUse(sample, 0, 0) for sample in [*images, *videos]]
+    rows = zip(*[rank_batches(draws, batching, rank, 4) for rank in range(4)], strict=True)
     assert [{micro[0][0].sample.bucket.is_image for micro in row} for row in rows] == [{False}, {True}]
 
 
@@ -195,9 +195,9 @@ def test_share_refuses_nonsense() -> None:
     plain = Batching(4)
     for bad in [([], plain, 0, 1), (draws, plain, 2, 2), (draws, plain, -1, 2), (draws, replace(plain, group=2), 0, 3)]:
         with pytest.raises(ValueError, match="no micro-batches"):
-            share(*bad)
+            rank_batches(*bad)
     with pytest.raises(ValueError, match="no draw of this step"):
-        share([Draw(replace(draw.sample, lost=True), 0, 0) for draw in draws], plain, 0, 1)
+        rank_batches([SampleUse(replace(draw.sample, lost=True), 0, 0) for draw in draws], plain, 0, 1)
 
 
 def test_order_is_a_pure_function_of_seed_and_epoch() -> None:
@@ -251,7 +251,7 @@ def test_few_samples_still_have_their_steps_on_any_world(sizes: tuple[int, ...],
     for world in (1, 3, 64):
         for draws in epoch_draws(sampler, 0):
             weights = [
-                weight for r in range(world) for m in share(draws, sampler.batching, r, world) for _, weight in m
+                weight for r in range(world) for m in rank_batches(draws, sampler.batching, r, world) for _, weight in m
             ]
             assert math.fsum(weights) == len(draws)
 
@@ -265,7 +265,9 @@ def test_fingerprints_tell_data_from_batching() -> None:
     other_uses = [
         *other_samples,
         BatchSampler(samples, 2, seed=0, repeats=2),
-        BatchSampler(samples, 2, seed=0, stages=[Stage(4, takes=lambda bucket: bucket.is_image), Stage()]),
+        BatchSampler(
+            samples, 2, seed=0, stages=[TrainingStage(4, takes=lambda bucket: bucket.is_image), TrainingStage()]
+        ),
         BatchSampler(make_samples(5, 3, dataset="b"), 2, seed=0),
     ]
     assert len({base.data_fingerprint(0), *(other.data_fingerprint(0) for other in other_uses)}) == 6
@@ -275,7 +277,7 @@ def test_fingerprints_tell_data_from_batching() -> None:
         BatchSampler(samples, Batching(2, costs={BUCKETS[0]: Cost(1.0, 2.0)}), seed=0),
         BatchSampler(samples, Batching(2, mix="window"), seed=0),
         BatchSampler(samples, Batching(4, dict.fromkeys(BUCKETS, 1), group=2), seed=0),
-        BatchSampler(samples, 2, seed=0, stages=[Stage(4), Stage()]),
+        BatchSampler(samples, 2, seed=0, stages=[TrainingStage(4), TrainingStage()]),
     ]
     # steps of so many samples are the same however many ranks compute a video together
     assert BatchSampler(samples, Batching(2, group=2), seed=0).order_fingerprint == base.order_fingerprint
@@ -283,7 +285,7 @@ def test_fingerprints_tell_data_from_batching() -> None:
     assert len({base.order_fingerprint, *(other.order_fingerprint for other in other_order)}) == 7
     # neither how many samples are computed at a time, nor where training ends, changes a step
     for same in (Batching(2, most=1), Batching(2)):
-        stages = [Stage(None if same.most else 7)]
+        stages = [TrainingStage(None if same.most else 7)]
         assert BatchSampler(samples, same, seed=0, stages=stages).order_fingerprint == base.order_fingerprint
 
 
@@ -295,4 +297,6 @@ def test_no_samples_is_an_error_for_people() -> None:
     with pytest.raises(ValueError, match="distinct"):
         BatchSampler(make_samples(2) * 2, 2, seed=0)
     with pytest.raises(UserError, match="stage 2 meets no training sample"):
-        BatchSampler(make_samples(2), 1, seed=0, stages=[Stage(3), Stage(takes=lambda bucket: bucket.frames > 1)])
+        BatchSampler(
+            make_samples(2), 1, seed=0, stages=[TrainingStage(3), TrainingStage(takes=lambda bucket: bucket.frames > 1)]
+        )

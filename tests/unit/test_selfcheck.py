@@ -22,9 +22,16 @@ from mmspeed.errors import UserError
 from mmspeed.models.sora.sizes import resolve_config
 from mmspeed.pipelines.selfcheck.children import Child, run_children
 from mmspeed.pipelines.selfcheck.run import with_layout
-from mmspeed.pipelines.selfcheck.shrink import Miniature, miniature, shrunk_latent, shrunk_size
+from mmspeed.pipelines.selfcheck.shrink import ShrunkRun, shrink_run, shrunk_latent, shrunk_size
 from mmspeed.pipelines.selfcheck.verdict import compare, expected, gaps_of, named
-from mmspeed.pipelines.selfcheck.worker import Found, Met, StepFound, disagreements, other_gradients, uneven
+from mmspeed.pipelines.selfcheck.worker import (
+    MicroBatchDigest,
+    StepReport,
+    WorkerReport,
+    disagreements,
+    other_gradients,
+    uneven,
+)
 from mmspeed.shapes import Strides
 from tests.runs import small_config
 
@@ -59,8 +66,8 @@ def test_small_latents_split_as_large_ones_do(grid: tuple[int, int, int], sequen
     assert h // 2 * (w // 2) >= min(sequence * tensor, grid[1] * grid[2])
 
 
-def small(config: Config, layout: str) -> Miniature:
-    return miniature(with_layout(config, layout), STRIDES)
+def small(config: Config, layout: str) -> ShrunkRun:
+    return shrink_run(with_layout(config, layout), STRIDES)
 
 
 def test_the_small_model_keeps_what_decides_its_split(config: Config) -> None:
@@ -121,7 +128,7 @@ def test_layouts_that_are_refused(config: Config, layout: str, told: str) -> Non
 
 def test_buckets_that_do_not_fit_are_told(config: Config) -> None:
     with pytest.raises(UserError, match="does not fit the codec"):
-        miniature(with_layout(config, "ring=2"), Strides(8, 8))
+        shrink_run(with_layout(config, "ring=2"), Strides(8, 8))
 
 
 def test_the_command_takes_no_options_of_the_other_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,11 +148,11 @@ RIGHT = {
 SENT = {"all_gather sequence": 10, "all_to_all sequence": 20}
 
 
-def found(scale: dict[str, float] | None = None, loss: float = 1.0, **changes: Any) -> Found:
+def found(scale: dict[str, float] | None = None, loss: float = 1.0, **changes: Any) -> WorkerReport:
     """Three steps with the same right gradients, but for those in `scale`; `changes` are of all steps."""
     grads = {name: grad * (scale or {}).get(name, 1.0) for name, grad in RIGHT.items()}
     steps = [
-        StepFound(
+        StepReport(
             kind,
             loss,
             2.0,
@@ -153,10 +160,10 @@ def found(scale: dict[str, float] | None = None, loss: float = 1.0, **changes: A
         )
         for kind in ("images", "videos", "mixed")
     ]
-    return Found(steps, "fsdp", 1, 2, [0.0, 1.0], [])
+    return WorkerReport(steps, "fsdp", 1, 2, [0.0, 1.0], [])
 
 
-def verdict(config: Config, here: Found) -> tuple[bool, str]:
+def verdict(config: Config, here: WorkerReport) -> tuple[bool, str]:
     result = compare(small(config, "ulysses=2"), here, found())
     return result.passed, "\n".join(result.lines())
 
@@ -228,8 +235,8 @@ def test_what_a_video_step_must_send(config: Config, layout: str, wanted: set[st
 # --- what ranks meet ---
 
 
-def met(names: list[str], weight: float, digest: str = "x", image: bool = False) -> Met:
-    return Met(image, names, [weight] * len(names), digest)
+def met(names: list[str], weight: float, digest: str = "x", image: bool = False) -> MicroBatchDigest:
+    return MicroBatchDigest(image, names, [weight] * len(names), digest)
 
 
 def test_ranks_of_a_group_meet_the_same() -> None:

@@ -19,28 +19,28 @@ from hypothesis import strategies as st
 from mmspeed.config.schema import DataConfig
 from mmspeed.errors import UserError
 from mmspeed.preprocess.sources.captions import clean_caption
-from mmspeed.preprocess.sources.discover import Listing, content_id, list_sources
+from mmspeed.preprocess.sources.discover import SourceListing, content_id, list_sources
 from mmspeed.preprocess.sources.rejections import Reason, Rejected
 from tests.media import write_hostile_tar, write_tar
 
 BUCKETS = [{"frames": 9, "height": 32, "width": 48}]
 
 
-def listed(path: Path | str, limit: int | None = None, max_caption_chars: int = 4096, **options: Any) -> Listing:
+def listed(path: Path | str, limit: int | None = None, max_caption_chars: int = 4096, **options: Any) -> SourceListing:
     source = {"path": str(path), **options}
     data = {"sources": [source], "buckets": BUCKETS, "limit": limit, "max_caption_chars": max_caption_chars}
     return list_sources(DataConfig(**data))
 
 
-def reasons(listing: Listing) -> dict[str, Reason]:
+def reasons(listing: SourceListing) -> dict[str, Reason]:
     return {rejection.source: rejection.reason for rejection in listing.rejections}
 
 
-def captions(listing: Listing) -> dict[str, tuple[str, ...]]:
+def captions(listing: SourceListing) -> dict[str, tuple[str, ...]]:
     return {source.name: source.captions for source in listing.sources}
 
 
-def accounted(listing: Listing) -> int:
+def accounted(listing: SourceListing) -> int:
     counted = len(listing.sources) + listing.beyond_limit + listing.caption_files
     return counted + len(listing.rejections) + listing.ignored
 

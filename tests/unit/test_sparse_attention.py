@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mmspeed import rng
-from mmspeed.compute.sparse import Attended, ClusterPlan, Tail, clustered_attention, key_means
+from mmspeed.compute.sparse import ClusterPlan, SparseOutput, TailClusters, clustered_attention, key_means
 from mmspeed.compute.sparse.attention import KERNELS, choose_kernel
-from mmspeed.compute.sparse.kernels.kernel import Kernel
+from mmspeed.compute.sparse.kernels.kernel import SparseKernel
 from tests.sparse_plans import PLANS, TOLERANCE, alike, all_kept, error, gradients, plan_of, qkv, random_plan, results
 
 TAILS = ("zero", "summary")
@@ -242,7 +242,7 @@ def test_equal_keys_are_a_mean(backend: str, dtype: torch.dtype, tail: str) -> N
         assert error(out, kept @ v / kept.sum(dim=-1, keepdim=True)) <= 1e-12
         return
     fewer = replace(
-        plan, tail=Tail(torch.zeros_like(plan.tail.label_GM), 1, plan.tail.dropped_GCK.sum(2, keepdim=True))
+        plan, tail=TailClusters(torch.zeros_like(plan.tail.label_GM), 1, plan.tail.dropped_GCK.sum(2, keepdim=True))
     )  # type: ignore[union-attr]
     kept, everyone = plan.kept_mask().double(), v.mean(dim=2, keepdim=True)
     right = (kept @ v + (40 - kept.sum(dim=-1, keepdim=True)) * everyone) / 40
@@ -253,7 +253,7 @@ def test_equal_keys_are_a_mean(backend: str, dtype: torch.dtype, tail: str) -> N
 # ---- the function around the kernels
 
 
-def attended(backend: str = "auto", tail: str = "zero", **options: Any) -> Attended:
+def attended(backend: str = "auto", tail: str = "zero", **options: Any) -> SparseOutput:
     plan = random_plan(2, 2, 30, 40, clusters=5, keep=0.2, tail_clusters=4)
     return clustered_attention(*qkv(plan), plan, tail=tail, backend=backend, **options)  # type: ignore[arg-type]
 
@@ -294,7 +294,7 @@ def test_a_named_kernel_never_falls_back(monkeypatch: pytest.MonkeyPatch) -> Non
         choose_kernel(meta, meta, meta, plan, None, "grouped")
     with pytest.raises(ValueError, match=r"'nonsense' is not one of auto, .*grouped.*masked"):
         attended("nonsense")
-    monkeypatch.setitem(KERNELS, "picky", Kernel("picky", lambda *_: "this call", KERNELS["grouped"].attend))
+    monkeypatch.setitem(KERNELS, "picky", SparseKernel("picky", lambda *_: "this call", KERNELS["grouped"].attend))
     counter: Counter[str] = Counter()
     with pytest.raises(ValueError, match="'picky' does not serve this call"):
         attended("picky", counter=counter)

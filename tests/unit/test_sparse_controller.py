@@ -12,7 +12,7 @@ from mmspeed.compute.sparse.mass_histogram import ShareCounts, threshold
 from mmspeed.compute.sparse.module import ClusteredAttention, clustered_layers, warm_plans
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.memory import recompute
-from mmspeed.replay import Record, recording, replayed, settle
+from mmspeed.replay import DecisionRecord, record_or_replay, recording, replayed
 
 
 def own(values: list[float]) -> list[float]:
@@ -237,10 +237,10 @@ def test_a_dense_pass_that_is_made_again_looks_at_nothing() -> None:
 
 def test_a_record_replays_in_order() -> None:
     made = []
-    record = Record()
+    record = DecisionRecord()
     for _ in range(2):
         with record.in_force():
-            made.append([settle(lambda n=n: n) for n in ("a", "b")])
+            made.append([record_or_replay(lambda n=n: n) for n in ("a", "b")])
     assert made == [[("a", True), ("b", True)], [("a", False), ("b", False)]]
     assert replayed(lambda: 3)() == 3
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from mmspeed import rng
-from mmspeed.compute.sparse import ClusterPlan, Means, clustered_attention, key_means
+from mmspeed.compute.sparse import ClusterMeans, ClusterPlan, clustered_attention, key_means
 from mmspeed.compute.sparse.kernels import flex, packed, varlen
 from mmspeed.compute.sparse.kernels import tail as coarse
 from mmspeed.compute.sparse.kernels.masked import weights
-from mmspeed.compute.sparse.planners.selection import Context, Keep
+from mmspeed.compute.sparse.planners.selection import KeepRule, PlannerContext
 from mmspeed.compute.sparse.planners.tiles import plan_tiles
 from tests.packed_attention import packed_backward, packed_forward
 from tests.sparse_plans import random_plan
@@ -83,7 +83,7 @@ def test_varlen_equals_the_oracle(
     results = []
     for sparse in (True, False):
         leaves = [x.detach().clone().requires_grad_() for x in (q, k, v, means.k_BAKD, means.v_BAKD)]
-        given = Means(*leaves[3:]) if tail == "summary" else None
+        given = ClusterMeans(*leaves[3:]) if tail == "summary" else None
         if sparse:
             out, lse = varlen.VARLEN.attend(*leaves[:3], plan, given, 0.25)
         else:
@@ -99,7 +99,7 @@ def test_varlen_calls_fit_the_operators(width: int) -> None:
     """Against the operators' own shape functions."""
     q, k = (torch.empty(n, 1, width, device="meta", dtype=torch.bfloat16) for n in (9, 20))
     index = torch.empty(0, dtype=torch.int64)
-    batch = packed.Batch(index, index, [4, 9], [13, 20], 5, 13)
+    batch = packed.PackedBatch(index, index, [4, 9], [13, 20], 5, 13)
     out, lse = varlen.varlen_forward(q, k, k, batch, 0.1)
     assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, (9,), torch.float32)
     grads = varlen.varlen_backward(q, q, k, k, out, lse, batch, 0.1)
@@ -122,14 +122,14 @@ def tiled(tile: tuple[int, int, int], masked: bool) -> ClusterPlan:
     """495 tokens, of which the last eleven have no place; tiles of many sizes."""
     positions = torch.tensor(list(itertools.product(range(4), range(11), range(11))))
     positions = torch.cat((positions, torch.full((11, 3), -1)))
-    context = Context(positions_NX=positions)
+    context = PlannerContext(positions_NX=positions)
     if masked:
         seen = torch.ones(2, len(positions), dtype=torch.bool)
         seen[0, -5:], seen[1, 17:60] = False, False
         text = torch.arange(len(positions)) >= len(positions) - 11
-        context = Context(positions_NX=positions, key_mask_BM=seen, always_keep=text, full_queries_N=text)
+        context = PlannerContext(positions_NX=positions, key_mask_BM=seen, always_keep=text, full_queries_N=text)
     q, k = (rng.normal((2, 2, len(positions), 16), 0, "flex", name) for name in "qk")
-    return plan_tiles(q, k, Keep("top", 0.3), context, tile=tile, tail=True)
+    return plan_tiles(q, k, KeepRule("top", 0.3), context, tile=tile, tail=True)
 
 
 @pytest.mark.parametrize("tail", ["zero", "summary"])
@@ -201,7 +201,7 @@ def test_coarse_part_merged_has_the_gradients_of_one_softmax(monkeypatch: pytest
     results = []
     for merged in (True, False):
         leaves = [x.clone().requires_grad_() for x in (q, k, v, means.k_BAKD, means.v_BAKD)]
-        given = Means(*leaves[3:])
+        given = ClusterMeans(*leaves[3:])
         if merged:
             fine, _, lse = weights(*leaves[:2], plan, None, 0.3)
             out, whole = coarse.merge_parts(fine @ leaves[2], lse, *coarse.coarse(leaves[0], plan, given, 0.3))

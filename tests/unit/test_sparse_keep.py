@@ -13,7 +13,7 @@ from mmspeed import rng
 from mmspeed.bench.attention_data import make_qkv
 from mmspeed.compute.sparse import clustered_attention
 from mmspeed.compute.sparse.planners.clusters import plan_clusters
-from mmspeed.compute.sparse.planners.selection import Context, Keep
+from mmspeed.compute.sparse.planners.selection import KeepRule, PlannerContext
 from mmspeed.compute.sparse.planners.topk import largest, upper_quantile
 
 
@@ -26,8 +26,8 @@ def test_kept_keys_are_those_of_a_probability_above_the_threshold() -> None:
     mask_BM = torch.ones(2, 40, dtype=torch.bool)
     mask_BM[1, 25:] = False
     seen: list[tuple[Tensor, Tensor]] = []
-    context = Context(key_mask_BM=mask_BM, observe=lambda share, weight, groups: seen.append((share, weight)))
-    plan = plan_clusters(q, k, Keep("threshold", 1.3), context, cluster_size=10)
+    context = PlannerContext(key_mask_BM=mask_BM, observe=lambda share, weight, groups: seen.append((share, weight)))
+    plan = plan_clusters(q, k, KeepRule("threshold", 1.3), context, cluster_size=10)
     member_GCN = torch.nn.functional.one_hot(plan.cluster_of_query(), plan.clusters).float().mT
     centre_GCD = member_GCN @ q.flatten(0, 1) / member_GCN.sum(dim=-1, keepdim=True).clamp(min=1)
     torch.testing.assert_close(plan.centroids_GCD[plan.sizes() > 0], centre_GCD[plan.sizes() > 0])
@@ -49,7 +49,7 @@ def test_a_lower_threshold_keeps_more_and_errs_less() -> None:
     dense = torch.nn.functional.scaled_dot_product_attention(q, k, v)
     kept, errors = [], []
     for tau in (0.0, 1e-3, 0.03, 0.3, 1.0, 3.0):
-        plan = plan_clusters(q, k, Keep("threshold", tau), cluster_size=16)
+        plan = plan_clusters(q, k, KeepRule("threshold", tau), cluster_size=16)
         out = clustered_attention(q, k, v, plan, backend="masked").out_BAND
         kept.append(float(plan.kept_share().mean()))
         errors.append(float((out - dense).norm() / dense.norm()))
@@ -63,14 +63,14 @@ def test_a_fraction_is_met_over_the_heads_of_each_sample(share: float, masked: b
     sharp = torch.tensor([0.3, 1.0, 2.0, 3.0])[:, None, None]
     q, k = draw(2, 4, 1536, 8) * sharp, draw(2, 4, 1400, 8, seed=1)
     mask = torch.arange(1400)[None] < torch.tensor([[1400], [900]]) if masked else None
-    plan = plan_clusters(q, k, Keep("fraction", share), Context(key_mask_BM=mask), cluster_size=48)
+    plan = plan_clusters(q, k, KeepRule("fraction", share), PlannerContext(key_mask_BM=mask), cluster_size=48)
     seen = torch.tensor([1400, 900 if masked else 1400]) / 1400
     kept_BA = plan.kept_share() / seen[:, None]
     torch.testing.assert_close(kept_BA.mean(dim=1), torch.full((2,), share), atol=2e-3, rtol=0)
     assert kept_BA.std(dim=1).min() > 0.01, "one threshold, not the same share for every head"
     assert plan.tau_G is not None and len(plan.tau_G.unique()) == 2 and (plan.tau_G[:4] == plan.tau_G[0]).all()
     again = plan_clusters(
-        q, k, Keep("threshold", float(plan.tau_G[0])), Context(key_mask_BM=mask), cluster_size=48
+        q, k, KeepRule("threshold", float(plan.tau_G[0])), PlannerContext(key_mask_BM=mask), cluster_size=48
     ).kept_share()[0]
     torch.testing.assert_close(again, plan.kept_share()[0], atol=1e-4, rtol=0)
 
@@ -80,9 +80,9 @@ def test_one_threshold_errs_less_than_a_mass_for_every_cluster_at_equal_budget()
     q, k, v, _ = make_qkv((8, 12, 16), heads=4, width=64, seed=0)
     dense = torch.nn.functional.scaled_dot_product_attention(q, k, v)
 
-    def error_and_mass(keep: Keep) -> tuple[float, float, float]:
+    def error_and_mass(keep: KeepRule) -> tuple[float, float, float]:
         shares: list[Tensor] = []
-        context = Context(observe=lambda share, weight, groups: shares.append(share))
+        context = PlannerContext(observe=lambda share, weight, groups: shares.append(share))
         plan = plan_clusters(q, k, keep, context, cluster_size=64)
         out = clustered_attention(q, k, v, plan, backend="masked").out_BAND
         held_GC = (torch.cat(shares) * plan.kept_keys()).sum(dim=-1) / k.shape[2]
@@ -90,15 +90,15 @@ def test_one_threshold_errs_less_than_a_mass_for_every_cluster_at_equal_budget()
         return float((out - dense).norm() / dense.norm()), float(plan.kept_share().mean()), float(held)
 
     for budget in (0.1, 0.2):
-        error, kept, held = error_and_mass(Keep("fraction", budget))
+        error, kept, held = error_and_mass(KeepRule("fraction", budget))
         assert abs(kept - budget) < 2e-3
         low, high = 0.0, 1.0
         for _ in range(9):
             middle = (low + high) / 2
-            plan = plan_clusters(q, k, Keep("mass", middle), cluster_size=64)
+            plan = plan_clusters(q, k, KeepRule("mass", middle), cluster_size=64)
             low, high = (middle, high) if float(plan.kept_share().mean()) < budget else (low, middle)
-        mass_error, mass_kept, mass_held = error_and_mass(Keep("mass", high))
-        top_error, top_kept, top_held = error_and_mass(Keep("top", budget))
+        mass_error, mass_kept, mass_held = error_and_mass(KeepRule("mass", high))
+        top_error, top_kept, top_held = error_and_mass(KeepRule("top", budget))
         assert abs(mass_kept - budget) < 3e-3 and abs(top_kept - budget) < 1e-3
         assert error < 0.92 * mass_error and held > mass_held
         # the heads of this set are about equally peaked, where the same share for each is as good
@@ -108,14 +108,14 @@ def test_one_threshold_errs_less_than_a_mass_for_every_cluster_at_equal_budget()
 def test_mass_and_top_are_per_cluster() -> None:
     q, k = draw(1, 2, 200, 8) * 3, draw(1, 2, 300, 8, seed=1)
     shares: list[Tensor] = []
-    context = Context(observe=lambda share, weight, groups: shares.append(share))
-    plan = plan_clusters(q, k, Keep("mass", 0.7), context, cluster_size=20)
+    context = PlannerContext(observe=lambda share, weight, groups: shares.append(share))
+    plan = plan_clusters(q, k, KeepRule("mass", 0.7), context, cluster_size=20)
     p_GCM = torch.cat(shares) / 300
     kept_GCM, busy_GC = plan.kept_keys(), plan.sizes() > 0
     held_GC = (p_GCM * kept_GCM).sum(dim=-1)
     least_GC = p_GCM.masked_fill(~kept_GCM, 2.0).amin(dim=-1)
     assert (held_GC[busy_GC] >= 0.7 - 1e-5).all() and (held_GC - least_GC)[busy_GC].max() < 0.7 + 1e-5
-    top = plan_clusters(q, k, Keep("top", 0.1), cluster_size=20)
+    top = plan_clusters(q, k, KeepRule("top", 0.1), cluster_size=20)
     assert (top.lengths()[top.sizes() > 0] == 30).all()
     assert ((p_GCM * top.kept_keys()).sum(-1) - p_GCM.topk(30).values.sum(-1)).abs()[busy_GC].max() < 1e-5
 
@@ -123,12 +123,12 @@ def test_mass_and_top_are_per_cluster() -> None:
 def test_a_threshold_above_all_keeps_the_most_probable_key() -> None:
     q, k = draw(1, 1, 8, 4).abs() + 0.1, -draw(1, 1, 12, 4, seed=1).abs()
     k[0, 0, 5] = 3.0
-    plan = plan_clusters(q, k, Keep("threshold", 1e9), cluster_size=2)
+    plan = plan_clusters(q, k, KeepRule("threshold", 1e9), cluster_size=2)
     assert set(plan.kv_index_Z.tolist()) == {5} and (plan.lengths()[plan.sizes() > 0] == 1).all()
     k[0, 0, 5] = torch.inf
-    plan = plan_clusters(q, k, Keep("threshold", 1e9), cluster_size=2, metric="euclid")
+    plan = plan_clusters(q, k, KeepRule("threshold", 1e9), cluster_size=2, metric="euclid")
     assert 5 in plan.kv_index_Z.tolist()  # its probability is not a number, nor is the output
-    plan = plan_clusters(q, torch.ones(1, 1, 12, 4), Keep("threshold", 1.5), cluster_size=2)
+    plan = plan_clusters(q, torch.ones(1, 1, 12, 4), KeepRule("threshold", 1.5), cluster_size=2)
     assert set(plan.kv_index_Z.tolist()) == {0}, "the first of equals"
 
 
@@ -148,9 +148,9 @@ def test_ranks_are_exact_with_ties_by_place() -> None:
 def test_rules_that_make_no_sense_are_refused() -> None:
     for wrong in (("threshold", -1.0), ("fraction", 0.0), ("mass", 1.1), ("top", float("nan")), ("best", 0.5)):
         with pytest.raises(ValueError, match="rule"):
-            Keep(*wrong)  # type: ignore[arg-type]
+            KeepRule(*wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="at_least"):
-        Keep("top", 0.5, at_least=0)
+        KeepRule("top", 0.5, at_least=0)
 
 
 @pytest.mark.parametrize("rule", ["threshold", "top", "mass"])
@@ -159,6 +159,6 @@ def test_a_key_that_is_not_a_number_is_not_hidden(rule: str) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 64, 16) for _ in range(3))
     k[0, 0, 3, 2] = torch.nan
-    plan = plan_clusters(q, k, Keep(rule, 0.3), cluster_size=8)
+    plan = plan_clusters(q, k, KeepRule(rule, 0.3), cluster_size=8)
     out = clustered_attention(q, k, v, plan).out_BAND
     assert out[0, 0].isnan().all() and out[0, 1].isfinite().all()

@@ -14,14 +14,14 @@ from mmspeed.config.sparse import SparseConfig
 from mmspeed.errors import UserError
 from mmspeed.log import read_metrics
 from mmspeed.loop.checkpoint.manager import load_weights
-from mmspeed.memory import Keeping
+from mmspeed.memory import BlockPolicies
 from mmspeed.models import SoraDiT, SoraDiTConfig, build_model
 from mmspeed.parallel import parallelize
 from mmspeed.pipelines import TextToVideo, TrainPipeline, write_report
 from mmspeed.preprocess import CacheBuilder
 from tests.runs import losses, small_config
 
-RECOMPUTED = Keeping.everywhere({"block": "recompute"})
+RECOMPUTED = BlockPolicies.everywhere({"block": "recompute"})
 
 SPARSE = {
     "min_tokens": 16,

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from mmspeed import rng
-from mmspeed.compute.sparse import ClusterPlan, Means, clustered_attention, key_means
+from mmspeed.compute.sparse import ClusterMeans, ClusterPlan, clustered_attention, key_means
 from mmspeed.compute.sparse.kernels import npu_kernels, packed
-from mmspeed.compute.sparse.planners.selection import Context, Keep
+from mmspeed.compute.sparse.planners.selection import KeepRule, PlannerContext
 from mmspeed.compute.sparse.planners.tiles import plan_tiles
 from tests.packed_attention import packed_backward, packed_forward
 from tests.sparse_plans import random_plan
@@ -128,7 +128,7 @@ def check(plan: ClusterPlan, backend: str, tail: Any, width: int, dtype: torch.d
     results = []
     for name in (backend, "masked"):
         leaves = [x.detach().clone().requires_grad_() for x in (q, k, v, means.k_BAKD, means.v_BAKD)]
-        given = Means(*leaves[3:]) if tail == "summary" else None
+        given = ClusterMeans(*leaves[3:]) if tail == "summary" else None
         done = clustered_attention(*leaves[:3], plan, tail=tail, means=given, backend=name)
         wanted = leaves if given is not None else leaves[:3]
         results.append([done.out_BAND, done.lse_BAN, *torch.autograd.grad(done.out_BAND, wanted, dout)])
@@ -177,7 +177,9 @@ def tiled(width: int = 128, dtype: torch.dtype = torch.bfloat16, frames: int = 5
     """128 tokens of a tile; the last tile has half of them."""
     positions = torch.tensor(list(itertools.product(range(frames), range(8), range(8))))
     q, k = (rng.normal((2, 2, len(positions), width), 0, "tiled", name).to(dtype) for name in "qk")
-    return plan_tiles(q, k, Keep("top", 0.4), Context(positions_NX=positions, **more), tile=(2, 8, 8), tail=True)
+    return plan_tiles(
+        q, k, KeepRule("top", 0.4), PlannerContext(positions_NX=positions, **more), tile=(2, 8, 8), tail=True
+    )
 
 
 @pytest.mark.parametrize("tail", ["zero", "summary"])

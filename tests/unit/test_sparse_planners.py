@@ -18,7 +18,7 @@ from mmspeed.compute.sparse import ClusterPlan
 from mmspeed.compute.sparse.planners.clusters import plan_clusters
 from mmspeed.compute.sparse.planners.kmeans import covariance, kmeans, spread
 from mmspeed.compute.sparse.planners.patterns import plan_skip, plan_window
-from mmspeed.compute.sparse.planners.selection import Context, Keep
+from mmspeed.compute.sparse.planners.selection import KeepRule, PlannerContext
 from mmspeed.compute.sparse.planners.tiles import plan_tiles, tiling
 from mmspeed.compute.sparse.planners.topk import largest
 
@@ -40,7 +40,7 @@ def kept_pairs(plan: ClusterPlan) -> Tensor:
     return plan.kept_mask().flatten(0, 1)
 
 
-def holds(plan: ClusterPlan, keys: int, context: Context, batch: int, heads: int, at_least: int = 1) -> None:
+def holds(plan: ClusterPlan, keys: int, context: PlannerContext, batch: int, heads: int, at_least: int = 1) -> None:
     """What every plan holds."""
     plan.check()
     groups = batch * heads
@@ -77,7 +77,7 @@ def holds(plan: ClusterPlan, keys: int, context: Context, batch: int, heads: int
 
 
 @st.composite
-def cases(pick: st.DrawFn) -> tuple[Tensor, Tensor, Context, Keep]:
+def cases(pick: st.DrawFn) -> tuple[Tensor, Tensor, PlannerContext, KeepRule]:
     batch, heads, width = pick(st.integers(1, 2)), pick(st.integers(1, 2)), pick(st.sampled_from((1, 4, 8)))
     sizes = pick(st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 5)))
     text, seed = pick(st.integers(0, 3)), pick(st.integers(0, 99))
@@ -101,13 +101,17 @@ def cases(pick: st.DrawFn) -> tuple[Tensor, Tensor, Context, Keep]:
     full = full if pick(st.booleans()) else None
     rule = pick(st.sampled_from(("threshold", "fraction", "mass", "top")))
     value = pick(st.sampled_from((0.0, 0.5, 1.0, 1.5, 1e9))) if rule == "threshold" else pick(st.floats(0.01, 1.0))
-    keep = Keep(rule, value, at_least=pick(st.sampled_from((1, 3, 1000))), at_most=pick(st.sampled_from((0.2, 1.0))))
-    return q, k, Context(mask, always, full, positions), keep
+    keep = KeepRule(
+        rule, value, at_least=pick(st.sampled_from((1, 3, 1000))), at_most=pick(st.sampled_from((0.2, 1.0)))
+    )
+    return q, k, PlannerContext(mask, always, full, positions), keep
 
 
 @settings(max_examples=150, deadline=None)
 @given(cases(), st.data())
-def test_every_plan_holds_what_plans_hold(case: tuple[Tensor, Tensor, Context, Keep], data: st.DataObject) -> None:
+def test_every_plan_holds_what_plans_hold(
+    case: tuple[Tensor, Tensor, PlannerContext, KeepRule], data: st.DataObject
+) -> None:
     q, k, context, keep = case
     batch, heads, tokens, _ = q.shape
     tile = data.draw(st.sampled_from(((1, 1, 1), (2, 2, 2), (1, 3, 2), (9, 9, 9))))
@@ -143,7 +147,7 @@ def test_every_plan_holds_what_plans_hold(case: tuple[Tensor, Tensor, Context, K
 def test_the_logit_metric_is_that_of_centred_rows_of_scores() -> None:
     q, k = draw(1, 2, 60, 8).double(), draw(1, 2, 50, 8, seed=1).double() * torch.linspace(0.1, 3, 8) + 5
     mask_BM = torch.arange(50)[None] % 7 != 3
-    plan = plan_clusters(q, k, Keep("top", 0.5), Context(key_mask_BM=mask_BM), cluster_size=6, subsample=1)
+    plan = plan_clusters(q, k, KeepRule("top", 0.5), PlannerContext(key_mask_BM=mask_BM), cluster_size=6, subsample=1)
     rows_GNM = (q @ k[:, :, mask_BM[0]].mT)[0]
     rows_GNM = rows_GNM - rows_GNM.mean(dim=-1, keepdim=True)
     centres_GCM = rows_GNM[:, spread(10, 60, q.device)]
@@ -155,14 +159,16 @@ def test_the_logit_metric_is_that_of_centred_rows_of_scores() -> None:
         count_GC1 = one_hot_GNC.sum(dim=1)[..., None]
         centres_GCM = torch.where(count_GC1 > 0, one_hot_GNC.mT @ rows_GNM / count_GC1.clamp(min=1), centres_GCM)
     assert torch.equal(plan.cluster_of_query(), label_GN)
-    euclid = plan_clusters(q, k, Keep("top", 0.5), Context(key_mask_BM=mask_BM), cluster_size=6, metric="euclid")
+    euclid = plan_clusters(
+        q, k, KeepRule("top", 0.5), PlannerContext(key_mask_BM=mask_BM), cluster_size=6, metric="euclid"
+    )
     assert not torch.equal(euclid.cluster_of_query(), label_GN)
 
 
 @pytest.mark.parametrize("rule,value", [("threshold", 1e12), ("fraction", 0.05), ("mass", 0.5), ("top", 0.05)])
 def test_odd_scores_leave_a_plan_that_holds(rule: str, value: float) -> None:
-    keep = Keep(rule, value)  # type: ignore[arg-type]
-    context = Context(positions_NX=grid(2, 4, 5), key_mask_BM=torch.arange(40)[None] >= 3)
+    keep = KeepRule(rule, value)  # type: ignore[arg-type]
+    context = PlannerContext(positions_NX=grid(2, 4, 5), key_mask_BM=torch.arange(40)[None] >= 3)
     for fill in (float("inf"), float("-inf"), float("nan"), 1e30):
         for where in ("one key", "one query", "all"):
             q, k = draw(1, 2, 40, 4), draw(1, 2, 40, 4, seed=1)
@@ -179,11 +185,11 @@ def test_odd_scores_leave_a_plan_that_holds(rule: str, value: float) -> None:
 
 def test_the_same_inputs_give_the_same_bits_and_samples_do_not_meet() -> None:
     q, k = draw(2, 2, 300, 8) * 2, draw(2, 2, 300, 8, seed=1)
-    context = Context(positions_NX=grid(3, 10, 10))
+    context = PlannerContext(positions_NX=grid(3, 10, 10))
     makers: list[Callable[[Tensor, Tensor], ClusterPlan]] = [
-        lambda q, k: plan_clusters(q, k, Keep("fraction", 0.1), cluster_size=20, tail_clusters=4),
-        lambda q, k: plan_clusters(q, k, Keep("mass", 0.4), cluster_size=20, tail_clusters=4),
-        lambda q, k: plan_tiles(q, k, Keep("fraction", 0.1), context, tail=True),
+        lambda q, k: plan_clusters(q, k, KeepRule("fraction", 0.1), cluster_size=20, tail_clusters=4),
+        lambda q, k: plan_clusters(q, k, KeepRule("mass", 0.4), cluster_size=20, tail_clusters=4),
+        lambda q, k: plan_tiles(q, k, KeepRule("fraction", 0.1), context, tail=True),
     ]
     for make in makers:
         plan = make(q, k)
@@ -199,7 +205,7 @@ def test_the_same_inputs_give_the_same_bits_and_samples_do_not_meet() -> None:
 
 def test_plans_of_inputs_that_need_gradients_have_none() -> None:
     q, k = draw(1, 1, 64, 8).requires_grad_(), draw(1, 1, 64, 8, seed=1).requires_grad_()
-    plan = plan_clusters(q, k, Keep("fraction", 0.2), cluster_size=8, tail_clusters=4)
+    plan = plan_clusters(q, k, KeepRule("fraction", 0.2), cluster_size=8, tail_clusters=4)
     assert plan.centroids_GCD is not None and not plan.centroids_GCD.requires_grad
     assert (
         plan.tail is not None and plan.kv_index_Z.dtype == torch.int32 and plan.tail.dropped_GCK.dtype == torch.float32
@@ -208,7 +214,7 @@ def test_plans_of_inputs_that_need_gradients_have_none() -> None:
 
 def test_a_warm_start_finds_the_same_clusters_without_iterations() -> None:
     q, k = draw(1, 2, 512, 8) * 2, draw(1, 2, 512, 8, seed=1)
-    keep = Keep("fraction", 0.1)
+    keep = KeepRule("fraction", 0.1)
     cold = plan_clusters(q, k, keep, cluster_size=32, iterations=25, subsample=1, tail_clusters=8)
     warm = plan_clusters(
         q,
@@ -231,9 +237,11 @@ def test_a_warm_start_finds_the_same_clusters_without_iterations() -> None:
 
 
 def test_more_tail_clusters_than_keys_are_as_many_as_keys() -> None:
-    plan = plan_clusters(draw(1, 1, 9, 4), draw(1, 1, 5, 4, seed=1), Keep("top", 0.2), cluster_size=3, tail_clusters=64)
+    plan = plan_clusters(
+        draw(1, 1, 9, 4), draw(1, 1, 5, 4, seed=1), KeepRule("top", 0.2), cluster_size=3, tail_clusters=64
+    )
     assert plan.tail is not None and plan.tail.clusters == 5
-    holds(plan, 5, Context(), 1, 1)
+    holds(plan, 5, PlannerContext(), 1, 1)
 
 
 def test_tiles_are_neighbours_in_raster_order_with_smaller_ones_at_edges() -> None:
@@ -249,11 +257,13 @@ def test_tiles_are_neighbours_in_raster_order_with_smaller_ones_at_edges() -> No
 def test_tokens_in_another_order_keep_the_same_pairs() -> None:
     q, k, positions = draw(1, 2, 64, 8) * 2, draw(1, 2, 64, 8, seed=1), grid(4, 4, 4)
     order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
-    for keep in (Keep("threshold", 1.02), Keep("top", 0.25)):
-        plan = plan_tiles(q, k, keep, Context(positions_NX=positions), tile=(2, 2, 2))
-        moved = plan_tiles(q[:, :, order], k[:, :, order], keep, Context(positions_NX=positions[order]), tile=(2, 2, 2))
+    for keep in (KeepRule("threshold", 1.02), KeepRule("top", 0.25)):
+        plan = plan_tiles(q, k, keep, PlannerContext(positions_NX=positions), tile=(2, 2, 2))
+        moved = plan_tiles(
+            q[:, :, order], k[:, :, order], keep, PlannerContext(positions_NX=positions[order]), tile=(2, 2, 2)
+        )
         assert torch.equal(kept_pairs(plan)[:, order][:, :, order], kept_pairs(moved))
-    keep, start = Keep("threshold", 1.2), q.flatten(0, 1)[:, ::8]
+    keep, start = KeepRule("threshold", 1.2), q.flatten(0, 1)[:, ::8]
     plan = plan_clusters(q, k, keep, cluster_size=8, start_GCD=start, subsample=1)
     moved = plan_clusters(q[:, :, order], k[:, :, order], keep, cluster_size=8, start_GCD=start, subsample=1)
     assert torch.equal(kept_pairs(plan)[:, order][:, :, order], kept_pairs(moved))
@@ -262,43 +272,45 @@ def test_tokens_in_another_order_keep_the_same_pairs() -> None:
 def test_tiles_keep_what_the_mean_query_scores_highest() -> None:
     positions = grid(2, 4, 4)
     q, k = draw(1, 1, 32, 8) * 4, draw(1, 1, 32, 8, seed=1)
-    plan = plan_tiles(q, k, Keep("top", 0.5), Context(positions_NX=positions), tile=(1, 2, 2), tail=True)
+    plan = plan_tiles(q, k, KeepRule("top", 0.5), PlannerContext(positions_NX=positions), tile=(1, 2, 2), tail=True)
     tile_N = tiling(positions, (1, 2, 2)).tile_N
     member = torch.nn.functional.one_hot(tile_N).float().mT / 4
     score_CR = (member @ q[0, 0]) @ (member @ k[0, 0]).mT
     assert plan.tiles is not None
     kept_CR = plan.tiles.kept_GCR[0]
     assert torch.equal(kept_CR, largest(score_CR, torch.full((8,), 4)))
-    mass = plan_tiles(q, k, Keep("mass", 0.6), Context(positions_NX=positions), tile=(1, 2, 2)).tiles
+    mass = plan_tiles(q, k, KeepRule("mass", 0.6), PlannerContext(positions_NX=positions), tile=(1, 2, 2)).tiles
     assert mass is not None
     p_CR = (score_CR * 8**-0.5).softmax(dim=-1)
     assert ((p_CR * mass.kept_GCR[0]).sum(dim=-1) >= 0.6 - 1e-5).all()
-    limited = plan_tiles(q, k, Keep("mass", 0.99, at_most=0.25), Context(positions_NX=positions), tile=(1, 2, 2))
+    limited = plan_tiles(
+        q, k, KeepRule("mass", 0.99, at_most=0.25), PlannerContext(positions_NX=positions), tile=(1, 2, 2)
+    )
     assert limited.lengths().max() <= 8
 
 
 def test_keys_may_have_other_places_than_queries() -> None:
     q, k = draw(1, 1, 16, 4), draw(1, 1, 24, 4, seed=1)
-    context = Context(positions_NX=grid(1, 4, 4), key_positions_MX=grid(2, 3, 4))
-    plan = plan_tiles(q, k, Keep("top", 0.5), context, tile=(1, 2, 2), tail=True)
+    context = PlannerContext(positions_NX=grid(1, 4, 4), key_positions_MX=grid(2, 3, 4))
+    plan = plan_tiles(q, k, KeepRule("top", 0.5), context, tile=(1, 2, 2), tail=True)
     assert plan.clusters == 4 and plan.tail is not None and plan.tail.clusters == 8
     holds(plan, 24, context, 1, 1)
     with pytest.raises(ValueError, match="positions"):
-        plan_tiles(q, k, Keep("top", 0.5), Context(positions_NX=grid(1, 4, 4)))
+        plan_tiles(q, k, KeepRule("top", 0.5), PlannerContext(positions_NX=grid(1, 4, 4)))
     with pytest.raises(ValueError, match="positions"):
-        plan_tiles(q, k, Keep("top", 0.5), Context())
+        plan_tiles(q, k, KeepRule("top", 0.5), PlannerContext())
     with pytest.raises(ValueError, match="do not fit positions"):
-        plan_tiles(q, k, Keep("top", 0.5), context, tile=(2, 2))
+        plan_tiles(q, k, KeepRule("top", 0.5), context, tile=(2, 2))
 
 
 def test_a_window_keeps_the_tiles_around() -> None:
     positions = grid(2, 6, 6)
     q = k = draw(1, 1, 72, 4)
-    plan = plan_window(q, k, Context(positions_NX=positions), tile=(1, 2, 2), window=(1, 3, 3), tail=True)
+    plan = plan_window(q, k, PlannerContext(positions_NX=positions), tile=(1, 2, 2), window=(1, 3, 3), tail=True)
     far = (positions[:, None] // torch.tensor([1, 2, 2]) - positions[None] // torch.tensor([1, 2, 2])).abs()
     assert torch.equal(kept_pairs(plan)[0], (far <= torch.tensor([0, 1, 1])).all(dim=-1))
     with pytest.raises(ValueError, match="odd"):
-        plan_window(q, k, Context(positions_NX=positions), tile=(1, 2, 2), window=(2, 3, 3))
+        plan_window(q, k, PlannerContext(positions_NX=positions), tile=(1, 2, 2), window=(2, 3, 3))
 
 
 def test_skipping_meets_every_stride_th_token() -> None:
@@ -310,7 +322,7 @@ def test_skipping_meets_every_stride_th_token() -> None:
     text = place < 4
     q = k = draw(1, 1, 40, 4)
     text = torch.arange(40) < 4
-    plan = plan_skip(q, k, Context(full_queries_N=text, always_keep=text), stride=3, way=1)
+    plan = plan_skip(q, k, PlannerContext(full_queries_N=text, always_keep=text), stride=3, way=1)
     assert torch.equal(kept_pairs(plan)[0, 4:, 4:], group[:, None] == group[None])
     assert kept_pairs(plan)[0, :4].all() and kept_pairs(plan)[0, :, :4].all()
 
@@ -344,4 +356,4 @@ def test_kmeans_leaves_masked_points_out_and_spreads_its_start() -> None:
 def test_masks_that_do_not_fit_are_named(problem: dict[str, Tensor]) -> None:
     q = draw(1, 1, 8, 4)
     with pytest.raises(ValueError, match=next(iter(problem)).split("_")[0]):
-        plan_clusters(q, q, Keep("top", 0.5), Context(**problem))
+        plan_clusters(q, q, KeepRule("top", 0.5), PlannerContext(**problem))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mmspeed import rng
 from mmspeed.comm import Axis, swap_rows
-from mmspeed.compute.sparse.planners.selection import Context, Keep
+from mmspeed.compute.sparse.planners.selection import KeepRule, PlannerContext
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes
 from mmspeed.parallel.sparse.exchange import lists_of, pack_bits, unpack_bits
@@ -70,9 +70,9 @@ def test_rows_that_do_not_fit() -> None:
 
 def test_queries_that_keep_all_are_refused() -> None:
     x = torch.zeros(1, 1, 4, 2)
-    context = Context(full_queries_N=torch.ones(4, dtype=torch.bool))
+    context = PlannerContext(full_queries_N=torch.ones(4, dtype=torch.bool))
     with pytest.raises(ValueError, match="not served over a ring"):
-        plan_split(x, x, Keep("threshold", 1.0), context, ALONE, [4], SparseConfig())
+        plan_split(x, x, KeepRule("threshold", 1.0), context, ALONE, [4], SparseConfig())
 
 
 @pytest.mark.parametrize("processes", [1, 3, 4])
@@ -87,8 +87,8 @@ def test_positions_of_all_are_those_of_the_parts(processes: int, full: bool) -> 
             layout = TokenLayout(
                 SequenceAxes(ring, Axis.alone("ulysses")), group, Axis("tp", None, tensor, 0), "ulysses", shard
             )  # type: ignore[arg-type]
-            spread = layout.spread(pos_TSX, None, 0, full=full, image=False)
-            part = spread.part("S" if full or shard == "columns" else "T")
+            spread = layout.shard_tokens(pos_TSX, None, 0, full=full, image=False)
+            part = spread.shard_along("S" if full or shard == "columns" else "T")
             if part.lengths is not None:
                 parts.append(part.pos_NX)
                 whole.append(part.positions_of_all())

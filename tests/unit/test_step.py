@@ -15,14 +15,14 @@ from mmspeed.config.schema import TrainConfig
 from mmspeed.errors import UserError
 from mmspeed.loop.optimizers.build import make_optimizer
 from mmspeed.loop.step import StepResult
-from mmspeed.memory import Keeping
+from mmspeed.memory import BlockPolicies
 from mmspeed.parallel import parallelize, resolve_strategy
 from mmspeed.plan.throughput import training_flops
 from mmspeed.protocols import Batch, DiffusionModel
 from tests.steps import train_step
 from tests.toy import H, T, ToyDiT, W, flow_loss, make_batch, split
 
-RECOMPUTED = Keeping.everywhere({"block": "recompute"})
+RECOMPUTED = BlockPolicies.everywhere({"block": "recompute"})
 
 KEYS = [f"s{i}" for i in range(7)]  # of 8 slots: the last is a filler
 Grads = dict[str, torch.Tensor]

@@ -24,15 +24,15 @@ from mmspeed.preprocess import check
 from mmspeed.preprocess.decoding.probe import Probe
 from mmspeed.preprocess.decoding.transform import rank_buckets
 from mmspeed.preprocess.decoding.windows import covers, frames_available
-from mmspeed.preprocess.records.source_shapes import Cells, SourceShapes
+from mmspeed.preprocess.records.source_shapes import ShapeHistogram, SourceShapes
 from mmspeed.preprocess.report.bucket_search import kept_by, on_a_line, search
-from mmspeed.preprocess.report.suggest import Grid, Outcome, suggest
+from mmspeed.preprocess.report.suggest import BucketGrid, BucketOutcome, suggest
 from mmspeed.preprocess.sources.rejections import Rejected
 from mmspeed.shapes import Bucket
 from tests.media import write_image, write_video
 from tests.runs import small_tree
 
-GRID = Grid(temporal=4, patch_frames=1, height=16, width=16)
+GRID = BucketGrid(temporal=4, patch_frames=1, height=16, width=16)
 FPS = 8.0
 Shape = tuple[int, int, int, bool]  # width, height, frames, image
 
@@ -119,7 +119,7 @@ def probed(width: int, height: int, frames: int, image: bool = False) -> Probe:
     return Probe(kind, width, height, FPS, times, "h264", 8, 0, Fraction(1), "mov", "pyav", [0.0], width, height)
 
 
-def counted(shapes: Sequence[Shape], present: Sequence[Bucket]) -> Cells:
+def counted(shapes: Sequence[Shape], present: Sequence[Bucket]) -> ShapeHistogram:
     found = SourceShapes(max(bucket.frames for bucket in present))
     for shape in shapes:
         found.add_probe(probed(*shape), FPS)
@@ -208,14 +208,14 @@ def test_only_images_only_videos_one_clip_and_none_that_fits() -> None:
     ).suggested
     assert one.clips == (1,) and one.buckets[0].frames == 9 and one.trimmed == pytest.approx(2 / 11)
     unfit = suggest(counted([(640, 360, 3, False)], [Bucket(17, 96, 160)]), [Bucket(17, 96, 160)], GRID, 4, False)
-    assert unfit.suggested == Outcome((), (), 0.0, 0.0, 0.0, 1, 0.0)
+    assert unfit.suggested == BucketOutcome((), (), 0.0, 0.0, 0.0, 1, 0.0)
     videos = suggest(counted([(640, 360, 30, False)], [Bucket(1, 96, 160)]), [Bucket(1, 96, 160)], GRID, 4, False)
     assert videos.suggested.buckets == () and videos.suggested.rejected == 1
 
 
 def test_lengths_and_sides_fit_codec_and_patch() -> None:
     assert [GRID.frames(n) for n in (0, 1, 4, 5, 8, 9, 50)] == [0, 1, 1, 5, 5, 9, 49]
-    pairs = Grid(temporal=4, patch_frames=2, height=16, width=32)
+    pairs = BucketGrid(temporal=4, patch_frames=2, height=16, width=32)
     assert [pairs.frames(n) for n in (1, 4, 5, 12, 13)] == [0, 0, 5, 5, 13]  # 2 and 4 latent frames
     assert (
         pairs.holds(Bucket(13, 48, 64)) and not pairs.holds(Bucket(13, 64, 48)) and not pairs.holds(Bucket(9, 48, 64))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mmspeed.device import Device
-from mmspeed.memory.offload.swap import Swap
+from mmspeed.memory.offload.swap import Offloader
 
 CPU = Device("cpu", 0)
 DTYPES = (
@@ -22,8 +22,8 @@ DTYPES = (
 )  # fmt: skip
 
 
-def swap_all(**given: Any) -> Swap:
-    return Swap(CPU, from_bytes=1, **given)
+def swap_all(**given: Any) -> Offloader:
+    return Offloader(CPU, from_bytes=1, **given)
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def test_what_stays_is_not_copied_and_is_the_same_memory() -> None:
         weight, weight.t(), weight[1:], leaf, leaf[2:], torch.ones(3), torch.empty(0), torch.ones(64).as_subclass(Other),
         torch.ones(4, 4, device="meta"), torch.ones(1).expand(100), torch.ones(8, 8).to_sparse(),
     ]  # fmt: skip
-    swap = Swap(CPU, from_bytes=16)
+    swap = Offloader(CPU, from_bytes=16)
     group = swap.group()
     for tensor in staying:
         back = group.store(tensor)()
@@ -168,7 +168,7 @@ def test_memory_that_was_changed_between_two_stores_goes_twice() -> None:
 @pytest.mark.parametrize("from_bytes", [1, 1 << 20])
 def test_a_change_in_place_is_noticed_as_autograd_does(from_bytes: int) -> None:
     """Of a tensor that went, and of one that stayed."""
-    swap = Swap(CPU, from_bytes)
+    swap = Offloader(CPU, from_bytes)
     x = torch.randn(64, requires_grad=True)
     with swap.group().hooks():
         y = x.exp()

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from mmspeed.device import Device
-from mmspeed.memory.offload.copies import CpuCopies, HostBuffer
-from mmspeed.memory.offload.swap import Swap
-from mmspeed.memory.offload.swap_group import SwapGroup
+from mmspeed.memory.offload.copies import CpuCopyEngine, HostBuffer
+from mmspeed.memory.offload.swap import Offloader
+from mmspeed.memory.offload.swap_group import PooledOffloadGroup
 
 from .clock import ControlledClock, Reckoned
 
@@ -39,7 +39,7 @@ class Timed(torch.autograd.Function):
         return 2 * grads[0] + x, None
 
 
-def step(x: Tensor, swap: Swap | None, compute: Callable[[], None], parts: int, keep_last: bool = True) -> Tensor:
+def step(x: Tensor, swap: Offloader | None, compute: Callable[[], None], parts: int, keep_last: bool = True) -> Tensor:
     """Gradient of a chain of layers of so many functions each."""
     leaf = x.clone().requires_grad_()
     y = leaf * 1
@@ -62,7 +62,7 @@ def exposed(parts: int, share: float, keep_last: bool = True) -> float:
     """What swapping adds to a step, over the time of all copies; a layer's copies take `share` of its computation."""
     clock = Reckoned(NUMBERS * 4 * parts / (share * COMPUTE))
     x = torch.randn(NUMBERS, generator=torch.Generator().manual_seed(0))
-    step(x, Swap(CPU, from_bytes=1, copies=clock), lambda: clock.compute(COMPUTE / parts), parts, keep_last)
+    step(x, Offloader(CPU, from_bytes=1, copies=clock), lambda: clock.compute(COMPUTE / parts), parts, keep_last)
     added = clock.now - 2 * LAYERS * COMPUTE
     assert clock.copying > 0.8 * 2 * (LAYERS - 2) * share * COMPUTE
     return added / clock.copying
@@ -74,7 +74,7 @@ def test_swapping_hides_behind_the_computation(monkeypatch: pytest.MonkeyPatch, 
     """All of it: what the newest group stored is on the device when backward comes to it, and one group ahead is enough."""
     assert abs(exposed(parts, share)) < 1e-6
     assert abs(exposed(parts, share, keep_last=False)) < 1e-6
-    monkeypatch.setattr(SwapGroup, "_prefetch", lambda self: None)
+    monkeypatch.setattr(PooledOffloadGroup, "_prefetch", lambda self: None)
     assert exposed(parts, share) >= 0.4 / parts  # of copies back, all of a layer's first one
 
 
@@ -82,7 +82,7 @@ def timed(parts: int, share: float) -> tuple[float, float]:
     """(seconds that swapping adds to a step, seconds of all copies), as they pass; a layer's copies take `share` of its computation."""
     nbytes = NUMBERS * 4
     clock = ControlledClock(nbytes * parts / (share * COMPUTE))
-    swap = Swap(CPU, from_bytes=1, copies=clock)
+    swap = Offloader(CPU, from_bytes=1, copies=clock)
     swap.pool.give(swap.pool.take(LAYERS * parts * nbytes))  # a run's first step gets the host's memory
     x = torch.randn(NUMBERS, generator=torch.Generator().manual_seed(0))
     late = 0.0
@@ -93,7 +93,7 @@ def timed(parts: int, share: float) -> tuple[float, float]:
         clock.compute(COMPUTE / parts)
         late += time.perf_counter() - began - COMPUTE / parts  # a busy machine wakes its sleepers late
 
-    def seconds(swap: Swap | None) -> tuple[float, Tensor]:
+    def seconds(swap: Offloader | None) -> tuple[float, Tensor]:
         nonlocal late
         late, began = 0.0, time.perf_counter()
         grad = step(x, swap, compute, parts)
@@ -123,7 +123,7 @@ def test_swapping_hides_95_percent_behind_the_computation_as_time_passes() -> No
 
 @pytest.mark.slow
 def test_without_prefetch_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SwapGroup, "_prefetch", lambda self: None)
+    monkeypatch.setattr(PooledOffloadGroup, "_prefetch", lambda self: None)
     shares = [added / copying for added, copying in (timed(parts=1, share=0.8) for _ in range(2))]
     assert max(shares) >= 0.3, shares
 
@@ -133,7 +133,7 @@ def test_without_prefetch_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_copies_slower_than_the_computation_are_waited_for(parts: int, keep_last: bool) -> None:
     """The clock puts rubbish where a copy is under way, and raises for memory that was freed too early."""
     clock = ControlledClock(NUMBERS * 4 / 0.004)
-    swap = Swap(CPU, from_bytes=1, copies=clock)
+    swap = Offloader(CPU, from_bytes=1, copies=clock)
     x = torch.randn(NUMBERS, generator=torch.Generator().manual_seed(0))
     wanted = step(x, None, lambda: None, parts)
     for _ in range(3):
@@ -144,7 +144,7 @@ def test_copies_slower_than_the_computation_are_waited_for(parts: int, keep_last
 
 def test_graphs_that_are_dropped_while_they_are_copied() -> None:
     clock = ControlledClock(NUMBERS * 4 / 0.01)
-    swap = Swap(CPU, from_bytes=1, copies=clock)
+    swap = Offloader(CPU, from_bytes=1, copies=clock)
     group = swap.group()
     give = group.store(torch.ones(NUMBERS))
     other = group.store(torch.ones(NUMBERS))
@@ -170,7 +170,7 @@ class Deferred:
     """Copies that are made when they are waited for, and never before: what does not wait finds nothing."""
 
     def __init__(self) -> None:
-        self.copies, self.made, self.waited = CpuCopies(), 0, 0
+        self.copies, self.made, self.waited = CpuCopyEngine(), 0, 0
 
     def _job(self, copy: Callable[[], object]) -> Any:
         outer, self.made, left = self, self.made + 1, [copy]
@@ -196,7 +196,7 @@ class Deferred:
 @pytest.mark.parametrize("parts", [1, 2])
 def test_nothing_hangs_on_asking_whether_a_copy_is_done(parts: int) -> None:
     """As on a device that is far behind the host: memory is let go after waiting alone, two groups later."""
-    swap = Swap(CPU, from_bytes=1, copies=Deferred())
+    swap = Offloader(CPU, from_bytes=1, copies=Deferred())
     x = torch.randn(NUMBERS, generator=torch.Generator().manual_seed(0))
     wanted = step(x, None, lambda: None, parts)
     assert torch.equal(step(x, swap, lambda: None, parts, keep_last=False), wanted)

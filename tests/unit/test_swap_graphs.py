@@ -16,14 +16,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from mmspeed.device import Device
 from mmspeed.errors import UserError
-from mmspeed.memory.offload.copies import CpuCopies, HostBuffer, Job
-from mmspeed.memory.offload.swap import Swap
+from mmspeed.memory.offload.copies import CopyJob, CpuCopyEngine, HostBuffer
+from mmspeed.memory.offload.swap import Offloader
 
 CPU = Device("cpu", 0)
 
 
-def swap_all(**given: Any) -> Swap:
-    return Swap(CPU, from_bytes=1, **given)
+def swap_all(**given: Any) -> Offloader:
+    return Offloader(CPU, from_bytes=1, **given)
 
 
 class Chain(nn.Module):
@@ -34,7 +34,7 @@ class Chain(nn.Module):
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
 
-    def forward(self, x: Tensor, swap: Swap | None = None) -> Tensor:
+    def forward(self, x: Tensor, swap: Offloader | None = None) -> Tensor:
         for layer in self.layers:
             group = swap.group() if swap is not None else None
             if group is None:
@@ -78,7 +78,7 @@ def test_two_forwards_before_two_backwards(order: tuple[int, int]) -> None:
 def test_accumulation_retained_graphs_and_second_derivatives() -> None:
     model, batches = Chain(3), inputs(3)
 
-    def gradients(swap: Swap | None) -> list[Tensor]:
+    def gradients(swap: Offloader | None) -> list[Tensor]:
         for x in batches:
             model(x, swap).sum().backward()
         found = model.gradients()
@@ -147,7 +147,7 @@ def test_nothing_is_left_of_graphs_without_backward() -> None:
 
 
 def test_results_that_an_operator_saves_are_not_kept_alive_by_themselves() -> None:
-    swap = Swap(CPU, from_bytes=1 << 20)
+    swap = Offloader(CPU, from_bytes=1 << 20)
     with swap.group().hooks():
         y = torch.ones(64, requires_grad=True).exp()  # small: it stays
     storage = StorageWeakRef(y.untyped_storage())
@@ -208,9 +208,9 @@ class Broken:
     """Copies of which one direction fails, at once or when they are waited for."""
 
     def __init__(self, direction: str, at_once: bool) -> None:
-        self.direction, self.at_once, self.copies = direction, at_once, CpuCopies()
+        self.direction, self.at_once, self.copies = direction, at_once, CpuCopyEngine()
 
-    def _job(self, direction: str, job: Job) -> Any:
+    def _job(self, direction: str, job: CopyJob) -> Any:
         if direction != self.direction:
             return job
         if self.at_once:

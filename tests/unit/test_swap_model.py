@@ -15,18 +15,18 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mmspeed.config.memory import Way
+from mmspeed.config.memory import ActivationPolicy
 from mmspeed.device import Device
-from mmspeed.memory.offload.swap import Swap
+from mmspeed.memory.offload.swap import Offloader
 from mmspeed.memory.recompute.region import matmul_operators
-from mmspeed.memory.recompute.spans import set_ways
+from mmspeed.memory.recompute.spans import set_policies
 from mmspeed.models.sora.model import SoraDiT, SoraDiTConfig
 from mmspeed.parallel import parallelize
 
 CPU = Device("cpu", 0)
 FROM = 1 << 13  # bytes
 BRANCHES = ("attention", "cross_attention", "mlp")
-WAYS: list[dict[str, Way]] = [
+WAYS: list[dict[str, ActivationPolicy]] = [
     {"block": "swap"},
     {"block": "swap_cheap"},
     dict.fromkeys(BRANCHES, "swap"),
@@ -84,7 +84,7 @@ class Step:
 class Stage:
     arrangement: str
     dtype: torch.dtype
-    ways: dict[str, Way] = field(default_factory=dict)
+    ways: dict[str, ActivationPolicy] = field(default_factory=dict)
     groups: Callable[[], Any] | None = None
 
     def __post_init__(self) -> None:
@@ -97,7 +97,7 @@ class Stage:
             if parameter.ndim >= 2 and not parameter.any():
                 nn.init.normal_(parameter, std=0.02)
         for block in self.model.blocks:
-            set_ways(block, self.ways, self.groups)
+            set_policies(block, self.ways, self.groups)
         parallelize(self.model, None, "none", compute_dtype=self.dtype)
         random = torch.Generator().manual_seed(1)
         self.batch = (
@@ -135,7 +135,7 @@ def plain(arrangement: str, dtype: torch.dtype) -> Step:
     return Stage(arrangement, dtype).step()
 
 
-def noted(arrangement: str, dtype: torch.dtype, ways: dict[str, Way]) -> int:
+def noted(arrangement: str, dtype: torch.dtype, ways: dict[str, ActivationPolicy]) -> int:
     """Bytes of all storages that spans of these ways store, over all groups, each storage once."""
     alive: list[Noting] = []
 
@@ -157,8 +157,10 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 @pytest.mark.parametrize("ways", WAYS, ids=lambda ways: ",".join(f"{name}:{way}" for name, way in ways.items()))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("arrangement", ["factorised", "full"])
-def test_gradients_are_bitwise_those_of_plain(arrangement: str, dtype: torch.dtype, ways: dict[str, Way]) -> None:
-    base, swap = plain(arrangement, dtype), Swap(CPU, FROM)
+def test_gradients_are_bitwise_those_of_plain(
+    arrangement: str, dtype: torch.dtype, ways: dict[str, ActivationPolicy]
+) -> None:
+    base, swap = plain(arrangement, dtype), Offloader(CPU, FROM)
     stage = Stage(arrangement, dtype, ways, swap.group)
     step = stage.step()
     assert same(step.gradients, base.gradients)
@@ -177,7 +179,7 @@ def test_gradients_are_bitwise_those_of_plain(arrangement: str, dtype: torch.dty
 
 
 def test_steps_take_the_same_memory_again_and_leave_nothing() -> None:
-    swap = Swap(CPU, FROM)
+    swap = Offloader(CPU, FROM)
     stage = Stage("factorised", torch.float32, {"block": "swap"}, swap.group)
     pools = []
     for _ in range(4):
@@ -197,8 +199,8 @@ def test_steps_take_the_same_memory_again_and_leave_nothing() -> None:
 
 
 @pytest.mark.parametrize("ways", [{"block": "swap"}, {"block": "swap_cheap"}], ids=["swap", "swap_cheap"])
-def test_several_graphs_at_a_time_in_any_order(ways: dict[str, Way]) -> None:
-    swap = Swap(CPU, FROM)
+def test_several_graphs_at_a_time_in_any_order(ways: dict[str, ActivationPolicy]) -> None:
+    swap = Offloader(CPU, FROM)
     stages = [Stage("factorised", torch.float32), Stage("factorised", torch.float32, ways, swap.group)]
     found = []
     for stage in stages:
@@ -211,7 +213,7 @@ def test_several_graphs_at_a_time_in_any_order(ways: dict[str, Way]) -> None:
 
 
 def test_blocks_share_the_caption_and_a_span_its_projection() -> None:
-    swap = Swap(CPU, from_bytes=1 << 11)
+    swap = Offloader(CPU, from_bytes=1 << 11)
     stage = Stage("full", torch.float32, {"block": "swap_cheap"}, swap.group)
     stage.loss().backward()
     text = 12 * 96 * 4  # bytes of the caption that each of three blocks is given

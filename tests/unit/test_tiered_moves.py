@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from mmspeed.errors import UserError
 from mmspeed.memory import peak_bytes
-from mmspeed.memory.offload.copies import CpuCopies, HostBuffer, Job
+from mmspeed.memory.offload.copies import CopyJob, CpuCopyEngine, HostBuffer
 from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
 from tests.unit.clock import ControlledClock, Reckoned
 from tests.unit.tiered_cases import (
@@ -109,7 +109,7 @@ def test_at_most_three_buckets_of_states_are_on_the_device(copies: str) -> None:
         "parameters",
         "host",
         bucket_bytes=BUCKET,
-        copies=CpuCopies() if copies == "at once" else slow,
+        copies=CpuCopyEngine() if copies == "at once" else slow,
     )
     allowed = 3 if copies == "under way" else 2 + 1
     first = peak_of_step(ours, groups)
@@ -249,8 +249,8 @@ class Failing:
         self.direction, self.number, self.late = direction, number, late
         self.on = False
 
-    def _copy(self, direction: str, a: Any, b: Any) -> Job:
-        job = getattr(CpuCopies(), direction)(a, b)
+    def _copy(self, direction: str, a: Any, b: Any) -> CopyJob:
+        job = getattr(CpuCopyEngine(), direction)(a, b)
         if self.on and direction == self.direction:
             self.number -= 1
             if self.number == 0:
@@ -259,10 +259,10 @@ class Failing:
                 return _Lost()
         return job
 
-    def out(self, source_Z: Tensor, target: HostBuffer) -> Job:
+    def out(self, source_Z: Tensor, target: HostBuffer) -> CopyJob:
         return self._copy("out", source_Z, target)
 
-    def back(self, source: HostBuffer, target_Z: Tensor) -> Job:
+    def back(self, source: HostBuffer, target_Z: Tensor) -> CopyJob:
         return self._copy("back", source, target_Z)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmspeed.comm import Axis, even_sizes
 from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes
-from mmspeed.parallel.tokens import Part, Spread, TokenLayout, held_by, split_range
+from mmspeed.parallel.tokens import ShardedTokens, TokenLayout, TokenShard, shard_of, split_range
 
 sizes = st.integers(0, 13)
 lengths = st.integers(1, 13)  # of what a model sees
@@ -40,12 +40,12 @@ def layout_at(
 
 def spread_at(
     layout: TokenLayout, shape: tuple[int, int], kind: str, image: bool = False, masked: bool = False
-) -> Spread:
+) -> ShardedTokens:
     rows, columns = shape
     number = torch.arange(rows * columns).view(rows, columns)
     pos_TSX = torch.stack((number // columns, number % columns, number), -1)
     mask = (number % 3 != 0)[None] if masked else None
-    return layout.spread(pos_TSX, mask, 7, full=kind == "full", image=image)
+    return layout.shard_tokens(pos_TSX, mask, 7, full=kind == "full", image=image)
 
 
 @given(start=st.integers(-5, 50), length=st.integers(0, 60), parts=st.integers(1, 70))
@@ -60,7 +60,7 @@ def test_parts_of_a_range_join_to_it(start: int, length: int, parts: int) -> Non
 def test_every_token_is_held_once(rows: int, columns: int, n: int, m: int, holding: Any) -> None:
     counts = torch.zeros(rows, columns, dtype=torch.int64)
     for place in range(n):
-        held = held_by(holding, (rows, columns), n, place, m)
+        held = shard_of(holding, (rows, columns), n, place, m)
         assert len(held.columns) == m and held.tokens == len(held.rows) * held.width
         for own in held.columns:
             counts[held.rows.start : held.rows.stop, own.start : own.stop] += 1
@@ -72,7 +72,7 @@ def test_every_token_is_held_once(rows: int, columns: int, n: int, m: int, holdi
 def test_shares_differ_little(rows: int, columns: int, n: int, m: int) -> None:
     """By one row, or by one column for each tensor-parallel process."""
     for holding, each in (("rows", columns), ("columns", rows * m)):
-        tokens = [held_by(holding, (rows, columns), n, place, m).tokens for place in range(n)]  # type: ignore[arg-type]
+        tokens = [shard_of(holding, (rows, columns), n, place, m).tokens for place in range(n)]  # type: ignore[arg-type]
         assert max(tokens) - min(tokens) <= each
 
 
@@ -90,8 +90,8 @@ def test_parts_of_all_processes_agree(rows: int, columns: int, degree: Any, kind
             for part_number in range(tp):
                 layout = layout_at(ring, ulysses, tp, place, part_number, kind)
                 spread = spread_at(layout, shape, kind, image, masked=True)
-                part = spread.part(along)  # type: ignore[arg-type]
-                own = spread.cut(whole, part)
+                part = spread.shard_along(along)  # type: ignore[arg-type]
+                own = spread.shard(whole, part)
                 check_part(part, own, kind, along, shape)
                 counts[own.flatten()] += 1
                 seen.append(own)
@@ -104,20 +104,20 @@ def test_parts_of_all_processes_agree(rows: int, columns: int, degree: Any, kind
         assert bool((counts == (1 if split else n)).all())
 
 
-def check_part(part: Part, own: Tensor, kind: str, along: str, shape: tuple[int, int]) -> None:
+def check_part(part: TokenShard, own: Tensor, kind: str, along: str, shape: tuple[int, int]) -> None:
     """One process's part, whose own tokens have the numbers `own`."""
     rows, columns = shape
-    assert own.shape[2] == part.widths[part.spread.layout.tensor.rank] and sum(part.widths) == part.held.width
+    assert own.shape[2] == part.widths[part.sharded.layout.tensor.rank] and sum(part.widths) == part.held.width
     frames = own[0] // columns
     assert torch.equal(part.frames.expand(own.shape[1:]) if own.numel() else frames, frames)
     split = {"T": "rows", "S": "columns"}[along]
     length = len(part.held.rows) if along == "T" else part.held.width
     assert len(part.pos_NX) == length
     if part.lengths is None:
-        assert part.holding != split and length == (rows if along == "T" else columns)
+        assert part.placement != split and length == (rows if along == "T" else columns)
     else:
-        assert part.holding == split and sum(part.lengths) == (rows if along == "T" else columns)
-        assert part.lengths[part.spread.layout.whole.rank] == length
+        assert part.placement == split and sum(part.lengths) == (rows if along == "T" else columns)
+        assert part.lengths[part.sharded.layout.whole.rank] == length
     if kind == "switch":
         assert part.lengths is None  # no attention crosses processes
 
@@ -132,7 +132,7 @@ def test_tokens_turn_there_and_back(rows: int, columns: int, n: int, m: int, bac
         mine = split_range(range(columns), m, part_number)
         by_rows, by_columns = even_sizes(rows, n), even_sizes(len(mine), n)
         held = {
-            holding: [cut(whole, held_by(holding, (rows, columns), n, place, m), part_number) for place in range(n)]  # type: ignore[arg-type]
+            holding: [cut(whole, shard_of(holding, (rows, columns), n, place, m), part_number) for place in range(n)]  # type: ignore[arg-type]
             for holding in (now, wanted)
         }
         scatter, gather, sent = (1, 2, by_rows) if back else (2, 1, by_columns)
@@ -151,7 +151,7 @@ def cut(whole_BTS: Tensor, held: Any, part: int) -> Tensor:
 def test_captions_are_split_from_a_length_on(place: int, tokens: int, least: int, image: bool) -> None:
     layout = layout_at(3, 2, 1, place, 0, "full", least)
     spread = replace(spread_at(layout, (1, 12), "full", image), text_tokens=tokens)
-    spread = layout.spread(spread.pos_TSX, None, tokens, full=True, image=image)
+    spread = layout.shard_tokens(spread.pos_TSX, None, tokens, full=True, image=image)
     text_BL = torch.arange(tokens)[None]
     if tokens < least or image:
         assert not spread.text_is_split and spread.text(text_BL) is text_BL
@@ -163,6 +163,6 @@ def test_one_process_moves_nothing() -> None:
     layout = TokenLayout()
     spread = spread_at(layout, (3, 4), "switch")
     x = torch.randn(2, 3, 4, 5)
-    rows, columns = spread.part("S"), spread.part("T")
-    assert spread.turn(x, rows, columns) is x and spread.join(x, columns) is x
-    assert rows.gather(x) is x and rows.shed(x) is x and rows.lengths is None and not layout.ledger.calls
+    rows, columns = spread.shard_along("S"), spread.shard_along("T")
+    assert spread.reshard(x, rows, columns) is x and spread.unshard(x, columns) is x
+    assert rows.all_gather(x) is x and rows.reduce_scatter(x) is x and rows.lengths is None and not layout.ledger.calls

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.parallel.sequence.ring_schedule import backward_steps, forward_steps
 from mmspeed.plan.traffic import (
-    Place,
+    AttentionWorkload,
+    RankCoordinates,
     Traffic,
-    Work,
     block_traffic,
     ends_traffic,
     gradient_traffic,
@@ -29,14 +29,14 @@ from mmspeed.plan.traffic import (
 )
 
 FACTORISED = ("spatial", "temporal") * 3
-CLIP = Work(1, (8, 16, 16), 64, 8, FACTORISED, 16, 12)
+CLIP = AttentionWorkload(1, (8, 16, 16), 64, 8, FACTORISED, 16, 12)
 
 
 def _parallel(**fields: Any) -> ParallelConfig:
     return ParallelConfig(**fields)
 
 
-def _group(work: Work, parallel: ParallelConfig, span: str) -> list[Traffic]:
+def _group(work: AttentionWorkload, parallel: ParallelConfig, span: str) -> list[Traffic]:
     return [block_traffic(work, parallel, place, span) for place in places(parallel)]  # type: ignore[arg-type]
 
 
@@ -110,7 +110,7 @@ def test_uneven_sizes(
 ) -> None:
     """Over all ranks, all-to-alls send as much forward as backward, and each gather as much as its sum back."""
     ring, ulysses, tp = degrees
-    work = Work(2, grid, 32, 8, ("full",) * 3 if full else FACTORISED[:3], 4, 12, 4, masked)
+    work = AttentionWorkload(2, grid, 32, 8, ("full",) * 3 if full else FACTORISED[:3], 4, 12, 4, masked)
     parallel = _parallel(ring=ring, ulysses=ulysses, tp=tp, scheme=scheme, shard=shard, shard_text=text)
     total = Traffic()
     for place in places(parallel):
@@ -130,14 +130,14 @@ def test_images_and_one_process_send_nothing() -> None:
     image = replace(CLIP, grid=(1, 16, 16), image=True)
     for parallel in (_parallel(ulysses=4), _parallel(ring=2, ulysses=2, scheme="ulysses", shard_text=1)):
         assert all(not step_traffic(image, parallel, place) for place in places(parallel))
-    assert not step_traffic(CLIP, _parallel(), Place())
+    assert not step_traffic(CLIP, _parallel(), RankCoordinates())
 
 
 def test_recomputation_makes_the_forward_exchanges_of_its_blocks_again() -> None:
     parallel = _parallel(ulysses=4, scheme="ulysses", tp=2)
-    plain = step_traffic(CLIP, parallel, Place(0, 1, 1))
-    again = step_traffic(CLIP, parallel, Place(0, 1, 1), recomputed=(1, 2))
-    more = [block_traffic(CLIP, parallel, Place(0, 1, 1), span).forward for span in ("temporal", "spatial")]
+    plain = step_traffic(CLIP, parallel, RankCoordinates(0, 1, 1))
+    again = step_traffic(CLIP, parallel, RankCoordinates(0, 1, 1), recomputed=(1, 2))
+    more = [block_traffic(CLIP, parallel, RankCoordinates(0, 1, 1), span).forward for span in ("temporal", "spatial")]
     assert again == plain + more[0] + more[1] and again.total() > plain.total()
 
 
@@ -148,4 +148,4 @@ def test_shared_gradients_are_summed_as_a_ring_does_it() -> None:
 
 def test_places_are_in_the_order_of_the_ranks() -> None:
     found = list(places(_parallel(ring=2, ulysses=3, tp=2)))
-    assert found == [Place(*at) for at in itertools.product(range(2), range(3), range(2))]
+    assert found == [RankCoordinates(*at) for at in itertools.product(range(2), range(3), range(2))]

@@ -8,7 +8,16 @@ kernels/        masked.py (the oracle, O(N^2)), grouped.py (CPU), triton_*.py, v
 module.py, controller.py        the attention of a layer, and what steers its threshold; mass_histogram.py: what it steers by
 """
 
-from .attention import Attended, Stats, clustered_attention
-from .plan import ClusterPlan, Means, Tail, Tiles, key_means
+from .attention import SparseOutput, Stats, clustered_attention
+from .plan import ClusterMeans, ClusterPlan, TailClusters, Tiles, key_means
 
-__all__ = ["Attended", "ClusterPlan", "Means", "Stats", "Tail", "Tiles", "clustered_attention", "key_means"]
+__all__ = [
+    "ClusterMeans",
+    "ClusterPlan",
+    "SparseOutput",
+    "Stats",
+    "TailClusters",
+    "Tiles",
+    "clustered_attention",
+    "key_means",
+]

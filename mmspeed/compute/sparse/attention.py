@@ -20,16 +20,16 @@ from mmspeed.errors import UserError, nearest
 
 from .kernels.flex import FLEX
 from .kernels.grouped import GROUPED
-from .kernels.kernel import Kernel
+from .kernels.kernel import SparseKernel
 from .kernels.masked import MASKED, weights
 from .kernels.npu_kernels import NPU_BLOCK, NPU_TND
 from .kernels.triton_gather import TRITON
 from .kernels.varlen import VARLEN
-from .plan import ClusterPlan, Means, fits, key_means
+from .plan import ClusterMeans, ClusterPlan, fits, key_means
 
 TailKind = Literal["zero", "summary"]
 
-KERNELS: dict[str, Kernel] = {
+KERNELS: dict[str, SparseKernel] = {
     kernel.name: kernel for kernel in (GROUPED, TRITON, FLEX, VARLEN, NPU_BLOCK, NPU_TND, MASKED)
 }
 
@@ -45,7 +45,7 @@ class Stats:
     tail_weights_BANK: Tensor | None = None  # and of each mean
 
 
-class Attended(NamedTuple):
+class SparseOutput(NamedTuple):
     """What `clustered_attention` gives."""
 
     out_BAND: Tensor
@@ -60,12 +60,12 @@ def clustered_attention(
     plan: ClusterPlan,
     *,
     tail: TailKind = "zero",
-    means: Means | None = None,
+    means: ClusterMeans | None = None,
     scale: float | None = None,
     backend: str = "auto",
     counter: Counter[str] | None = None,
     return_weights: bool = False,
-) -> Attended:
+) -> SparseOutput:
     """Attention of every query to the keys that its cluster keeps; differentiable in queries, keys and values.
 
     Args:
@@ -108,7 +108,7 @@ def clustered_attention(
         with torch.no_grad():
             full, full_tail, _ = weights(q_BAND, k_BAMD, plan, means, scale)
     stats = Stats(kernel.name, plan.kept_share(), kernel.pairs(plan, means is not None), full, full_tail)
-    return Attended(out_BAND, lse_BAN, stats)
+    return SparseOutput(out_BAND, lse_BAN, stats)
 
 
 def check_backend(name: str, knob: str) -> None:
@@ -118,8 +118,8 @@ def check_backend(name: str, knob: str) -> None:
 
 
 def choose_kernel(
-    q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, plan: ClusterPlan, means: Means | None, backend: str = "auto"
-) -> Kernel:
+    q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, plan: ClusterPlan, means: ClusterMeans | None, backend: str = "auto"
+) -> SparseKernel:
     """The kernel that serves a call. Raises ValueError when a named one does not, or none does."""
     if backend != "auto":
         if backend not in KERNELS:

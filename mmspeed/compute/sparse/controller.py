@@ -15,7 +15,7 @@ from torch import nn
 from mmspeed.config.sparse import SparseConfig
 
 from .mass_histogram import threshold
-from .module import ClusteredAttention, Seen, Work, clustered_layers
+from .module import AttentionFlops, ClusteredAttention, WatchedCalls, clustered_layers
 
 Reduce = Callable[[list[float]], list[float]]  # sum over all ranks
 
@@ -122,14 +122,14 @@ class SparsityController:
             return False
         if not finite:
             for layer in layers:
-                layer.seen = Seen()
+                layer.seen = WatchedCalls()
             return False
         sums = [_sums(layer.seen, self.settings.steered) for layer in layers]
         total = iter(reduce([value for each in sums for value in each]))
         self.rows = []
         for name, layer in self.layers.items():
             self.rows.append(self._read(name, layer, [next(total) for _ in sums[0]]))
-            layer.seen = Seen()
+            layer.seen = WatchedCalls()
         return True
 
     def saved_flops(self, reduce: Reduce) -> float:
@@ -140,7 +140,7 @@ class SparsityController:
         mine = 0.0
         for layer in self.layers.values():
             mine += layer.work.dense_flops - float(layer.work.flops)
-            layer.work = Work()
+            layer.work = AttentionFlops()
         return reduce([mine])[0]
 
     def _read(self, name: str, layer: ClusteredAttention, sums: list[float]) -> LayerRow:
@@ -160,7 +160,7 @@ class SparsityController:
         )
 
 
-def _sums(seen: Seen, steered: bool) -> list[float]:
+def _sums(seen: WatchedCalls, steered: bool) -> list[float]:
     """What is added up over ranks."""
     plain = [seen.calls, seen.all_pairs, seen.kept_pairs, seen.wrong, seen.size, seen.plan_seconds]
     return [float(value) for value in plain] + (seen.shares.values() if steered else [])

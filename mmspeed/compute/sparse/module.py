@@ -22,26 +22,26 @@ from mmspeed.config.sparse import SparseConfig
 from mmspeed.errors import UserError
 from mmspeed.graphs import outside_graphs
 from mmspeed.protocols import StateRule
-from mmspeed.replay import Decides
+from mmspeed.replay import RecordedModule
 
-from .attention import Attended, choose_kernel, clustered_attention
+from .attention import SparseOutput, choose_kernel, clustered_attention
 from .mass_histogram import ShareCounts
 from .plan import ClusterPlan, key_means, usual_tail_clusters
 from .planners.clusters import plan_clusters
 from .planners.patterns import plan_skip, plan_window
-from .planners.selection import Context, Keep
+from .planners.selection import KeepRule, PlannerContext
 from .planners.tiles import plan_tiles
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 Phase = Literal["sparse", "dense"]
 T = TypeVar("T")
 
-CALIBRATION = Keep("threshold", 1.0)  # what it keeps is not used, the shares that it looks at are
+CALIBRATION = KeepRule("threshold", 1.0)  # what it keeps is not used, the shares that it looks at are
 SAMPLED_ROWS = 16  # queries of a head whose exact output the error is estimated on
 
 
 @dataclass
-class Work:
+class AttentionFlops:
     """Arithmetic of the calls that were sparse, in training: sums over forward passes."""
 
     dense_flops: int = 0  # what dense attention would have computed
@@ -49,7 +49,7 @@ class Work:
 
 
 @dataclass
-class Seen:
+class WatchedCalls:
     """What the watched calls of a layer showed: sums. Tensors stay on the device."""
 
     calls: int = 0
@@ -69,7 +69,7 @@ class WarmStarts:
     starts: dict[str, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
 
 
-class ClusteredAttention(Decides):
+class ClusteredAttention(RecordedModule):
     """Self-attention in which groups of queries attend to the keys that matter to them; see `SparseConfig`.
 
     Where `settings` steer a threshold, `tau` holds it (a buffer, declared as state of the run): a `SparsityController` sets it in
@@ -93,7 +93,7 @@ class ClusteredAttention(Decides):
         self.keep_now = settings.keep
         self.watching = False
         self.offset = 0  # of the sampled rows
-        self.work, self.seen = Work(), Seen()
+        self.work, self.seen = AttentionFlops(), WatchedCalls()
         self.counter: Counter[str] = Counter()  # calls by kernel, "dense" for dense ones
         self.warm: WarmStarts | None = None
         self.register_buffer("tau", torch.tensor(math.nan))
@@ -109,25 +109,25 @@ class ClusteredAttention(Decides):
         """Whether a sequence of so many tokens meets dense attention now."""
         return self.phase == "dense" or tokens < self.settings.min_tokens
 
-    def keep(self) -> Keep:
+    def keep(self) -> KeepRule:
         """Which keys are kept now."""
         settings = self.settings
         if settings.selection == "mass":
-            return Keep("mass", settings.mass, at_most=settings.max_keep)
+            return KeepRule("mass", settings.mass, at_most=settings.max_keep)
         if settings.selection == "top":
-            return Keep("top", self.keep_now, at_most=settings.max_keep)
+            return KeepRule("top", self.keep_now, at_most=settings.max_keep)
         tau = float(self.tau)
         if math.isnan(tau):
-            return Keep("fraction", self.keep_now, at_most=settings.max_keep)
-        return Keep("threshold", tau, at_most=settings.max_keep)
+            return KeepRule("fraction", self.keep_now, at_most=settings.max_keep)
+        return KeepRule("threshold", tau, at_most=settings.max_keep)
 
-    def context(self, key_mask_BM: Tensor | None, positions_NX: Tensor, text_M: Tensor | None = None) -> Context:
+    def context(self, key_mask_BM: Tensor | None, positions_NX: Tensor, text_M: Tensor | None = None) -> PlannerContext:
         """What planners know of a call. Tokens of text are keys that are always kept, and queries that keep every key."""
         always_M = positions_NX[:, 0] == 0 if self.settings.keep_first_frame and self.frames else None
         if text_M is not None:
             always_M = text_M if always_M is None else always_M | text_M
         observe = self.seen.shares.add if self.watching and self.training else None
-        return Context(key_mask_BM, always_M, full_queries_N=text_M, positions_NX=positions_NX, observe=observe)
+        return PlannerContext(key_mask_BM, always_M, full_queries_N=text_M, positions_NX=positions_NX, observe=observe)
 
     @outside_graphs
     def forward(
@@ -147,13 +147,13 @@ class ClusteredAttention(Decides):
         # plans are made from what kernels get, as they are after the exchanges of sequence parallelism
         q_BAND, k_BAMD, v_BAMD = autocast_alike(q_BAND, k_BAMD, v_BAMD)
         context = self.context(key_mask_BM, positions_NX, text_M)
-        dense, first = self.settle(lambda: self.is_dense(q_BAND.shape[2]))
+        dense, first = self.record_or_replay(lambda: self.is_dense(q_BAND.shape[2]))
         if dense:
             if first and self.calibrates(q_BAND.shape[2]):
                 self.plan(q_BAND.detach(), k_BAMD.detach(), CALIBRATION, context)
             self.counter["dense"] += 1
             return self.dense(q_BAND, k_BAMD, v_BAMD, key_mask_BM)
-        plan, first = self.settle(lambda: self.timed(lambda: self.plan(q_BAND, k_BAMD, self.keep(), context)))
+        plan, first = self.record_or_replay(lambda: self.timed(lambda: self.plan(q_BAND, k_BAMD, self.keep(), context)))
         attended = self.compute(q_BAND, k_BAMD, v_BAMD, plan)
         if first:
             self.note(plan, attended)
@@ -161,14 +161,14 @@ class ClusteredAttention(Decides):
                 self.compare(q_BAND, k_BAMD, v_BAMD, key_mask_BM, attended.out_BAND)
         return attended.out_BAND
 
-    def compute(self, q: Tensor, k: Tensor, v: Tensor, plan: ClusterPlan, **given: Any) -> Attended:
+    def compute(self, q: Tensor, k: Tensor, v: Tensor, plan: ClusterPlan, **given: Any) -> SparseOutput:
         """Attention by a plan, with this layer's tail and kernel."""
         tail = self.settings.tail
         return clustered_attention(
             q, k, v, plan, tail=tail, backend=self.settings.backend, counter=self.counter, **given
         )
 
-    def plan(self, q_BAND: Tensor, k_BAMD: Tensor, keep: Keep, context: Context) -> ClusterPlan:
+    def plan(self, q_BAND: Tensor, k_BAMD: Tensor, keep: KeepRule, context: PlannerContext) -> ClusterPlan:
         """The plan of this layer's planner for whole sequences."""
         settings, summary = self.settings, self.settings.tail == "summary"
         if settings.grouping == "tiles":
@@ -205,7 +205,7 @@ class ClusteredAttention(Decides):
         positions_NX = torch.cartesian_prod(*(torch.arange(size, device=device) for size in grid))
         x_BAND = torch.zeros(1, 1, len(positions_NX), width, device=device, dtype=dtype)
         x_BAND[..., 0, 0] = 1.0
-        plan = self.plan(x_BAND, x_BAND, Keep("top", 0.5), self.context(None, positions_NX))
+        plan = self.plan(x_BAND, x_BAND, KeepRule("top", 0.5), self.context(None, positions_NX))
         means = key_means(x_BAND, x_BAND, plan.tail) if settings.tail == "summary" and plan.tail is not None else None
         try:
             choose_kernel(x_BAND, x_BAND, x_BAND, plan, means, settings.backend)
@@ -222,7 +222,7 @@ class ClusteredAttention(Decides):
         self.seen.plan_seconds += _now(wait) - started
         return made
 
-    def note(self, plan: ClusterPlan, attended: Attended) -> None:
+    def note(self, plan: ClusterPlan, attended: SparseOutput) -> None:
         """Count what a call computed."""
         if not self.training:
             return

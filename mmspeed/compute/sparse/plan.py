@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Tail:
+class TailClusters:
     """Clusters of keys, whose means stand in for the keys that a cluster of queries drops.
 
     After PISA (2026), which approximates blocks that are not computed exactly; here by clusters of tokens.
@@ -39,7 +39,7 @@ class Tiles:
 
 
 @dataclass(frozen=True)
-class Means:
+class ClusterMeans:
     """Mean key and value of each cluster of keys; gradients flow through them."""
 
     k_BAKD: Tensor
@@ -58,7 +58,7 @@ class ClusterPlan:
     q_offsets_GC: Tensor  # int64, C + 1 columns: where a cluster begins among the sorted queries of its head
     kv_index_Z: Tensor  # int32: kept keys (0 .. M - 1), ascending within a cluster; cluster by cluster, head by head
     kv_offsets: Tensor  # int64, G C + 1: where a cluster's kept keys begin
-    tail: Tail | None = None
+    tail: TailClusters | None = None
     tiles: Tiles | None = None
     centroids_GCD: Tensor | None = None  # for a warm start, in the planner's own metric
     tail_centroids_GKD: Tensor | None = None
@@ -158,7 +158,7 @@ def usual_tail_clusters(keys: int) -> int:
     return max(1, math.ceil(keys / 128) if keys <= 16_384 else round(math.sqrt(keys)))
 
 
-def key_means(k_BAMD: Tensor, v_BAMD: Tensor, tail: Tail) -> Means:
+def key_means(k_BAMD: Tensor, v_BAMD: Tensor, tail: TailClusters) -> ClusterMeans:
     """Means of the keys and values of each cluster, over all its keys that are not masked (kept by some cluster or not).
 
     Summed in float32 at least, in the order of the keys on every device. A cluster without keys has means 0 and, in every plan, drops
@@ -168,7 +168,7 @@ def key_means(k_BAMD: Tensor, v_BAMD: Tensor, tail: Tail) -> Means:
     rows = (x_BAMD.flatten(0, 1).to(wide) for x_BAMD in (k_BAMD, v_BAMD))
     *sums, size_GK = _ClusterSums.apply(*rows, tail.label_GM, tail.clusters)
     share_GK1 = size_GK.to(wide).clamp(min=1.0).reciprocal()[..., None]
-    return Means(*((sum_GKD * share_GK1).to(k_BAMD.dtype).unflatten(0, shape) for sum_GKD in sums))
+    return ClusterMeans(*((sum_GKD * share_GK1).to(k_BAMD.dtype).unflatten(0, shape) for sum_GKD in sums))
 
 
 class _ClusterSums(torch.autograd.Function):

@@ -81,7 +81,7 @@ SAMPLES_SCHEMA = pa.schema(
 
 
 @dataclass(frozen=True)
-class Facts:
+class IndexFacts:
     """What stands in a compiled file beside its columns."""
 
     files: str  # digest of names and sizes of the Parquet files
@@ -98,14 +98,14 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Listing:
+class IndexFiles:
     """Which Parquet files an index consists of."""
 
     files: str
     stamps: str
 
 
-def list_index(root: Path) -> Listing:
+def list_index(root: Path) -> IndexFiles:
     """The Parquet files of a cache's index as they are now. Raises UserError when there are no samples yet."""
     if not (root / SAMPLES_FILE).exists():
         raise UserError(f"cache {root} lists no samples yet; run mmspeed preprocess to its end")
@@ -114,7 +114,7 @@ def list_index(root: Path) -> Listing:
         with suppress(FileNotFoundError):
             found = path.stat()
             rows.append([path.name, found.st_size, found.st_mtime_ns])
-    return Listing(digest_of_files([row[:2] for row in rows]), digest_of_files(rows))
+    return IndexFiles(digest_of_files([row[:2] for row in rows]), digest_of_files(rows))
 
 
 def fits(schema: pa.Schema, wanted: pa.Schema) -> bool | None:
@@ -252,8 +252,8 @@ class _Entries:
             places = places + 1
         return found
 
-    def write(self, path: Path, listing: Listing) -> int:
-        facts = Facts(
+    def write(self, path: Path, listing: IndexFiles) -> int:
+        facts = IndexFacts(
             **asdict(listing),
             buckets=self.buckets,
             shards=self.shards,
@@ -303,7 +303,7 @@ def _read_part(path: Path) -> tuple[dict[str, Array], list[str]]:
 # -- samples --------------------------------------------------------------------------------------------------------
 
 
-def _write_samples(root: Path, target: Path, listing: Listing, entries: _Entries) -> int:
+def _write_samples(root: Path, target: Path, listing: IndexFiles, entries: _Entries) -> int:
     """`samples.arrow` of the table of samples; how many."""
     path = root / SAMPLES_FILE
     made: dict[str, pa.Array] = {}
@@ -317,7 +317,7 @@ def _write_samples(root: Path, target: Path, listing: Listing, entries: _Entries
     lacking = _lacking(entries, made)
     names = {name: made[name].dictionary.to_pylist() for name in ("bucket", "dataset")}
     made |= {name: made[name].indices.cast(pa.int32()) for name in names}
-    facts = Facts(
+    facts = IndexFacts(
         **asdict(listing),
         buckets=names["bucket"],
         datasets=names["dataset"],
@@ -384,7 +384,7 @@ def _binary(keys: Array) -> pa.Array:
     return pa.FixedSizeBinaryArray.from_buffers(_KEY, len(keys), [None, pa.py_buffer(np.ascontiguousarray(keys))])
 
 
-def _write(path: Path, arrays: list[pa.Array], schema: pa.Schema, facts: Facts) -> None:
+def _write(path: Path, arrays: list[pa.Array], schema: pa.Schema, facts: IndexFacts) -> None:
     """One record batch as a sealed Arrow file, whole or absent."""
     schema = schema.with_metadata({FACTS: json.dumps(asdict(facts)), "mmspeed.seal": BLANK})
     with disk_errors(path):

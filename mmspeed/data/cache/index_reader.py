@@ -31,8 +31,8 @@ from .index import (
     SAMPLES_NAME,
     SAMPLES_SCHEMA,
     Array,
-    Facts,
-    Listing,
+    IndexFacts,
+    IndexFiles,
     compile_index,
     compile_lock,
     fits,
@@ -45,7 +45,7 @@ _CHECKED_BYTES = 1 << 25  # a compiled file up to this size has its seal looked 
 _STEP = 4096  # rows turned into Python objects at a time
 
 
-class Place(NamedTuple):
+class PayloadLocation(NamedTuple):
     """Where an entry's payload lies, and what it is checked against."""
 
     shard: str
@@ -57,7 +57,7 @@ class Place(NamedTuple):
 class EntryTable:
     """The entries: rows by key."""
 
-    def __init__(self, path: Path, batch: pa.RecordBatch, facts: Facts) -> None:
+    def __init__(self, path: Path, batch: pa.RecordBatch, facts: IndexFacts) -> None:
         self._path, self._batch, self._facts = path, batch, facts
         columns = {name: _numbers(batch, name) for name in ("prefix", "shard", "offset", "bytes")}
         self._shard, self._offset, self._bytes = columns["shard"], columns["offset"], columns["bytes"]
@@ -85,13 +85,13 @@ class EntryTable:
             place += 1
         return None
 
-    def place(self, row: int) -> Place:
+    def place(self, row: int) -> PayloadLocation:
         """Where the payload of a row lies. Raises UserError when the row makes no sense."""
         shard, offset, size = int(self._shard[row]), int(self._offset[row]), int(self._bytes[row])
         if not 0 <= shard < len(self._facts.shards) or offset < 0 or size < 0:
             raise damaged_index(self._path)
         checksum = bytes(self._checksum[row * KEY_BYTES : (row + 1) * KEY_BYTES])
-        return Place(self._facts.shards[shard], offset, size, checksum)
+        return PayloadLocation(self._facts.shards[shard], offset, size, checksum)
 
     def count(self, section: str) -> int:
         """Entries of a section."""
@@ -107,7 +107,7 @@ class EntryTable:
 class SampleTable(Sequence[Sample]):
     """The samples, or some of them, in the order of their keys; a `Sample` is made when it is asked for."""
 
-    def __init__(self, path: Path, batch: pa.RecordBatch, facts: Facts, rows: Array | None = None) -> None:
+    def __init__(self, path: Path, batch: pa.RecordBatch, facts: IndexFacts, rows: Array | None = None) -> None:
         self._path, self._batch, self._facts, self._rows = path, batch, facts, rows
         self._number = {name: _numbers(batch, name) for name in ("split", "bucket", "dataset", "tokens", "lost")}
         self.null_key, self.lacking, self.lacking_source = facts.null_key, facts.lacking, facts.lacking_source
@@ -260,7 +260,7 @@ def open_tables(root: Path) -> Tables:
     return tables
 
 
-def try_open(folder: Path, listing: Listing | None, stamped: bool = True) -> Tables | None:
+def try_open(folder: Path, listing: IndexFiles | None, stamped: bool = True) -> Tables | None:
     """The compiled index in `folder`; None when it is absent, damaged, or not of the Parquet files listed.
 
     With `stamped` false the Parquet files' times do not matter.
@@ -296,7 +296,7 @@ def damaged_index(path: Path) -> UserError:
     )
 
 
-def _map(path: Path, schema: pa.Schema) -> tuple[pa.RecordBatch, Facts] | None:
+def _map(path: Path, schema: pa.Schema) -> tuple[pa.RecordBatch, IndexFacts] | None:
     """The one batch of a compiled file, as views of its mapping; None when it is of another version.
 
     Raises ValueError and Arrow's errors for anything else.
@@ -311,7 +311,7 @@ def _map(path: Path, schema: pa.Schema) -> tuple[pa.RecordBatch, Facts] | None:
             raise ValueError("another table")
         batch, metadata = reader.get_batch(0), reader.schema.metadata or {}
     batch.validate()
-    facts = Facts(**json.loads(metadata[FACTS]))
+    facts = IndexFacts(**json.loads(metadata[FACTS]))
     for name in schema.names:
         column = batch.column(name)
         if column.null_count or column.offset or len(column) != batch.num_rows:

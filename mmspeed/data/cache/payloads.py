@@ -31,7 +31,7 @@ BROKEN: tuple[type[Exception], ...] = (
 
 
 @dataclass(frozen=True)
-class Block:
+class StoredPayload:
     """What a shard holds of one entry, as it lies there, and the end of it."""
 
     payload: bytes
@@ -43,7 +43,7 @@ class DamagedError(Exception):
     """An entry's bytes are not what the index says."""
 
 
-def read_block(file: BinaryIO, entry: Entry) -> Block:
+def read_block(file: BinaryIO, entry: Entry) -> StoredPayload:
     """An entry's payload and sidecar, compared with its row. Raises DamagedError, OSError."""
     size = os.fstat(file.fileno()).st_size
     if entry.offset + entry.bytes > size:
@@ -60,7 +60,7 @@ def read_block(file: BinaryIO, entry: Entry) -> Block:
     sidecar = pread(file, length, start + _BLOCK)
     if (what := _differs(sidecar, entry)) is not None:
         raise DamagedError(what)
-    return Block(payload, sidecar, start + _BLOCK + padded(length))
+    return StoredPayload(payload, sidecar, start + _BLOCK + padded(length))
 
 
 def _differs(sidecar: bytes, entry: Entry) -> str | None:
@@ -107,7 +107,7 @@ def trusted_rows(root: Path, shard: str) -> list[Entry]:
     return sorted(entries, key=lambda entry: entry.offset)
 
 
-def salvage(root: Path, shard: str) -> Iterator[tuple[Entry, Block]]:
+def salvage(root: Path, shard: str) -> Iterator[tuple[Entry, StoredPayload]]:
     """The whole entries that a shard holds by its own word, without an index. Raises OSError."""
     with open(root / shard, "rb") as file:
         at, size = 0, os.fstat(file.fileno()).st_size
@@ -118,7 +118,7 @@ def salvage(root: Path, shard: str) -> Iterator[tuple[Entry, Block]]:
             at = found[1].end if found is not None else at + _BLOCK
 
 
-def _own_word(file: BinaryIO, shard: str, at: int, size: int) -> tuple[Entry, Block] | None:
+def _own_word(file: BinaryIO, shard: str, at: int, size: int) -> tuple[Entry, StoredPayload] | None:
     """The entry whose header lies at `at`, by its sidecar; None when there is none that is whole."""
     name, length = _header(file, at)
     key = name.removesuffix(".safetensors")

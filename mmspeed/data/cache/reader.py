@@ -22,7 +22,7 @@ from mmspeed.protocols import TextEntry
 
 from .files import ReaderLock
 from .index import Array
-from .index_reader import EntryTable, Place, SampleTable, Tables, damaged_index, open_tables
+from .index_reader import EntryTable, PayloadLocation, SampleTable, Tables, damaged_index, open_tables
 from .remote import RemoteStore
 from .store import LocalStore, ShortError, Store
 from .tables import SECTIONS, SPLITS, Entry, entry_schema, index_path, read_info, read_rejects, read_table
@@ -178,11 +178,11 @@ class DatasetCache:
         except (ValueError, RuntimeError, OverflowError) as error:
             raise self._damaged(key, place) from error
 
-    def _payload(self, section: str, key: str) -> tuple[Place, memoryview]:
+    def _payload(self, section: str, key: str) -> tuple[PayloadLocation, memoryview]:
         """An entry's bytes, checked, and where they lie."""
         opened, told = self._opened, self._overlay.get((section, key))
         if told is not None:
-            place = Place(told.shard, told.offset, told.bytes, bytes.fromhex(told.checksum))
+            place = PayloadLocation(told.shard, told.offset, told.bytes, bytes.fromhex(told.checksum))
             try:
                 return place, self._view(section, key, place, self.verify)
             except FileNotFoundError:  # the shard was sealed since, and has another name
@@ -205,7 +205,7 @@ class DatasetCache:
         opened.seen[row] = True
         return place, payload
 
-    def _view(self, section: str, key: str, place: Place, check: bool) -> memoryview:
+    def _view(self, section: str, key: str, place: PayloadLocation, check: bool) -> memoryview:
         try:
             payload = self._store.view(section, key, place)
             if not check or _whole(payload, place):
@@ -259,7 +259,7 @@ class DatasetCache:
         where = f"cache {self.location}" + (f", {section}" if section else "")
         return UserError(f"{where}: no entry {key}; run mmspeed preprocess again")
 
-    def _damaged(self, key: str, place: Place) -> UserError:
+    def _damaged(self, key: str, place: PayloadLocation) -> UserError:
         return UserError(
             f"cache {self.location}: shard {place.shard} is damaged at entry {key}; "
             "delete that file and run mmspeed preprocess again: it remakes only that shard's entries"
@@ -281,5 +281,5 @@ def _entry(table: pa.Table, row: int) -> Entry:
     return Entry(**{**fields, "frames": tuple(fields["frames"])})
 
 
-def _whole(payload: memoryview, place: Place) -> bool:
+def _whole(payload: memoryview, place: PayloadLocation) -> bool:
     return hashlib.sha256(payload).digest()[: len(place.checksum)] == place.checksum

@@ -26,8 +26,8 @@ from mmspeed.errors import UserError
 from mmspeed.log import get_logger
 
 from .files import TEMP_SUFFIX, disk_errors, write_whole
-from .index import ENTRIES_NAME, SAMPLES_NAME, Listing, compile_index, digest_of_files
-from .index_reader import Place, Tables, damaged_index, try_open
+from .index import ENTRIES_NAME, SAMPLES_NAME, IndexFiles, compile_index, digest_of_files
+from .index_reader import PayloadLocation, Tables, damaged_index, try_open
 from .store import ShortError
 
 Result = TypeVar("Result")
@@ -67,7 +67,7 @@ class RemoteStore:
         remote = self._list("index")
         parquet = {name: row for name, row in remote.items() if name.endswith(".parquet")}
         files = digest_of_files([[name.split("/")[-1], row[0]] for name, row in parquet.items()])
-        listing = Listing(files, "")
+        listing = IndexFiles(files, "")
         with self._lock(), disk_errors(self.folder):
             known = self._manifest()
             for name, row in {**described, **self._list("rejects"), **self._list("codec")}.items():
@@ -91,7 +91,11 @@ class RemoteStore:
         return self.folder / name
 
     def _copy_index(
-        self, remote: dict[str, list[Any]], parquet: dict[str, list[Any]], listing: Listing, known: dict[str, list[Any]]
+        self,
+        remote: dict[str, list[Any]],
+        parquet: dict[str, list[Any]],
+        listing: IndexFiles,
+        known: dict[str, list[Any]],
     ) -> Tables:
         """The compiled index of the remote cache, where it is up to date; else one made here of its Parquet files."""
         compiled = [f"index/{name}" for name in (ENTRIES_NAME, SAMPLES_NAME)]
@@ -179,7 +183,7 @@ class RemoteStore:
 
     # -- payloads ---------------------------------------------------------------------------------------------------
 
-    def view(self, section: str, key: str, place: Place) -> memoryview:
+    def view(self, section: str, key: str, place: PayloadLocation) -> memoryview:
         """A payload, mapped from the local folder; fetched into it first when it is not there."""
         path = self._path(section, key, place)
         try:
@@ -190,14 +194,14 @@ class RemoteStore:
         except (OSError, ShortError):
             return self.again(section, key, place)
 
-    def again(self, section: str, key: str, place: Place) -> memoryview:
+    def again(self, section: str, key: str, place: PayloadLocation) -> memoryview:
         """A payload, fetched; kept when its checksum is right, and else handed out for the caller to refuse."""
         payload = self._try(lambda: self._range(place), f"cannot fetch {section} {key} of the cache {self.url}")
         if hashlib.sha256(payload).digest()[: len(place.checksum)] == place.checksum:
             self._keep(self._path(section, key, place), payload)
         return memoryview(bytearray(payload))
 
-    def _range(self, place: Place) -> bytes:
+    def _range(self, place: PayloadLocation) -> bytes:
         filesystem, root = self._filesystem()
         self.requests += 1
         payload: bytes = filesystem.cat_file(f"{root}/{place.shard}", place.offset, place.offset + place.size)
@@ -206,7 +210,7 @@ class RemoteStore:
         self.fetched_bytes += len(payload)
         return payload
 
-    def _path(self, section: str, key: str, place: Place) -> Path:
+    def _path(self, section: str, key: str, place: PayloadLocation) -> Path:
         return self.folder / "payloads" / key[:2] / f"{section}-{key}-{place.checksum.hex()}"
 
     def _keep(self, path: Path, payload: bytes) -> None:

@@ -22,7 +22,7 @@ _BLOCK = tarfile.BLOCKSIZE
 
 
 @dataclass(frozen=True)
-class Member:
+class ShardMember:
     """One entry of a shard: where its safetensors payload lies, and its parsed sidecar."""
 
     key: str
@@ -114,7 +114,7 @@ def _digest(file: BinaryIO) -> str:
     return result.hexdigest()
 
 
-def read_shard(path: Path) -> Iterator[Member]:
+def read_shard(path: Path) -> Iterator[ShardMember]:
     """The entries of a sealed shard, in order. Raises UserError when the file is not a whole shard."""
     damaged = UserError(
         f"shard {path} is damaged; delete it and run mmspeed preprocess again: it remakes only these entries"
@@ -130,7 +130,7 @@ def read_shard(path: Path) -> Iterator[Member]:
                 names = (f"{key}.safetensors", f"{key}.json")
                 if second is None or (first.name, second.name) != names:
                     raise damaged
-                yield Member(key, first.offset_data, _read(tar, first), json.loads(_read(tar, second)))
+                yield ShardMember(key, first.offset_data, _read(tar, first), json.loads(_read(tar, second)))
     except (tarfile.TarError, ValueError, OSError) as error:
         raise damaged from error
 

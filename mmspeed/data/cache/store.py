@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from .index_reader import Place
+from .index_reader import PayloadLocation
 
 _MAPPINGS = 128
 
@@ -20,11 +20,11 @@ class ShortError(Exception):
 class Store(Protocol):
     """What a cache reads payloads from."""
 
-    def view(self, section: str, key: str, place: Place) -> memoryview:
+    def view(self, section: str, key: str, place: PayloadLocation) -> memoryview:
         """The bytes of a payload. Raises FileNotFoundError without its shard, ShortError when that is cut off."""
         ...
 
-    def again(self, section: str, key: str, place: Place) -> memoryview | None:
+    def again(self, section: str, key: str, place: PayloadLocation) -> memoryview | None:
         """The bytes anew after they were found damaged; None where there is no other place to take them from."""
         ...
 
@@ -45,7 +45,7 @@ class LocalStore:
         self._maps: dict[str, mmap.mmap] = {}  # the last used is last; single steps on it are safe between threads
         self.mapped = 0  # mappings made so far
 
-    def view(self, section: str, key: str, place: Place) -> memoryview:
+    def view(self, section: str, key: str, place: PayloadLocation) -> memoryview:
         end = place.offset + place.size
         mapping = self._maps.pop(place.shard, None)
         if mapping is None or len(mapping) < end:  # a shard in progress grows
@@ -59,7 +59,7 @@ class LocalStore:
             raise ShortError
         return memoryview(mapping)[place.offset : end]
 
-    def again(self, section: str, key: str, place: Place) -> memoryview | None:
+    def again(self, section: str, key: str, place: PayloadLocation) -> memoryview | None:
         return None
 
     def _map(self, path: Path) -> mmap.mmap:

@@ -67,7 +67,7 @@ class Sample:
     dataset: str = ""
 
 
-class Rejection(NamedTuple):
+class RejectionRow(NamedTuple):
     """One source that was not encoded, and why."""
 
     path: str
@@ -245,8 +245,8 @@ def read_samples(root: Path) -> tuple[list[Sample], str | None]:
 
 def write_rejects(root: Path | str, rejections: Iterable[tuple[str, str, str]]) -> None:
     """Replace the list of rejected sources: (path, reason, detail) of each."""
-    schema = pa.schema({name: pa.string() for name in Rejection._fields})
-    rows = [Rejection(*rejection)._asdict() for rejection in sorted(rejections)]
+    schema = pa.schema({name: pa.string() for name in RejectionRow._fields})
+    rows = [RejectionRow(*rejection)._asdict() for rejection in sorted(rejections)]
     write_whole(Path(root) / _REJECTS, parquet_bytes(rows, schema))
 
 

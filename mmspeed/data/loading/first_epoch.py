@@ -1,6 +1,6 @@
 """The first epoch on an incomplete cache: what a step lacks is made before the step, every entry by one process, once.
 
-Preprocess does the making (`Maker`); here stands who makes what, and when. That is a function of the order of training alone, so
+Preprocess does the making (`OnlineEncoder`); here stands who makes what, and when. That is a function of the order of training alone, so
 the ranks agree without asking. What they tell each other before every step is where new entries lie, and which samples
 are lost because their source failed. Between processes the entries themselves travel through the cache's files.
 """
@@ -16,8 +16,8 @@ import torch.distributed as dist
 from mmspeed import comm
 from mmspeed.data.cache.reader import DatasetCache
 from mmspeed.data.cache.tables import Entry, Sample
-from mmspeed.data.sampling.rank_batches import meeting
-from mmspeed.data.sampling.sampler import BatchSampler, Draw
+from mmspeed.data.sampling.rank_batches import ranks_of_samples
+from mmspeed.data.sampling.sampler import BatchSampler, SampleUse
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, format_bytes, get_logger
@@ -28,7 +28,7 @@ _PART = 256  # samples that are made between two talks of the ranks, where no st
 
 
 @dataclass
-class Made:
+class EncodedEntries:
     """What a maker did: where new entries lie, entries that have moved since they were told, and samples that are lost."""
 
     entries: list[Entry] = field(default_factory=list)
@@ -37,14 +37,14 @@ class Made:
 
 
 @dataclass(frozen=True)
-class Task:
+class EncodeJob:
     """Sources and captions (keys of texts) that one rank makes before one step."""
 
     sources: tuple[str, ...] = ()
     texts: tuple[str, ...] = ()
 
 
-class Maker(Protocol):
+class OnlineEncoder(Protocol):
     """What makes entries: preprocess, seen from training. All its files are in the cache's own format."""
 
     def plan(self, device: Device, rank: int, world: int, group: dist.ProcessGroup | None) -> None:
@@ -54,11 +54,11 @@ class Maker(Protocol):
         """
         ...
 
-    def start(self, cache: DatasetCache, tasks: Sequence[Task]) -> None:
+    def start(self, cache: DatasetCache, tasks: Sequence[EncodeJob]) -> None:
         """Make ready for this rank's tasks in their order: decoding may run ahead."""
         ...
 
-    def make(self, task: Task) -> Made:
+    def make(self, task: EncodeJob) -> EncodedEntries:
         """Encode one task and store it. Entries that other ranks may read are durable when this returns."""
         ...
 
@@ -79,7 +79,7 @@ class Maker(Protocol):
         ...
 
 
-class Owners:
+class EncodeOwners:
     """Who makes what: each thing before its first use, by a rank that uses it, in turn among those that do.
 
     Several ranks meet a sample under sequence or tensor parallelism.
@@ -115,7 +115,7 @@ class FirstEpoch:
         self,
         cache: DatasetCache,
         sampler: BatchSampler,
-        maker: Maker,
+        maker: OnlineEncoder,
         rank: int,
         world: int,
         start: int,
@@ -148,9 +148,9 @@ class FirstEpoch:
         if step < self._next:
             raise ValueError(f"step {step} was provided for already")
         self._next = step + 1
-        self._share(self._tasks.pop(step, Task()))
+        self._share(self._tasks.pop(step, EncodeJob()))
 
-    def mark(self, draws: Sequence[Draw]) -> list[Draw]:
+    def mark(self, draws: Sequence[SampleUse]) -> list[SampleUse]:
         """The draws, with those samples marked lost whose source has failed."""
         return [
             replace(draw, sample=replace(draw.sample, lost=True)) if draw.sample.key in self.lost else draw
@@ -184,9 +184,9 @@ class FirstEpoch:
             self.maker.close()
             self.active = False
 
-    def _plan(self, first: Sequence[Sample], steps: range) -> dict[int, Task]:
+    def _plan(self, first: Sequence[Sample], steps: range) -> dict[int, EncodeJob]:
         """This rank's tasks by step: `first` with the first step (in parts without steps), then the uses of `steps` in order."""
-        sources, texts = Owners(), Owners()
+        sources, texts = EncodeOwners(), EncodeOwners()
         for step, ranks, sample in self._uses(first, steps):
             if self._lacks_latent(sample):
                 sources.used(sample.source, step, ranks)
@@ -199,7 +199,7 @@ class FirstEpoch:
                 lists = by_step.setdefault(step, ([], []))
                 if rank == self.rank:
                     lists[place].append(thing)
-        return {step: Task(tuple(names), tuple(keys)) for step, (names, keys) in sorted(by_step.items())}
+        return {step: EncodeJob(tuple(names), tuple(keys)) for step, (names, keys) in sorted(by_step.items())}
 
     def _uses(self, first: Sequence[Sample], steps: range) -> Iterable[tuple[int, tuple[int, ...], Sample]]:
         """(step, ranks, sample) of `first` and of the draws of `steps`; a stage is left when all its samples were met."""
@@ -212,7 +212,7 @@ class FirstEpoch:
                 there = self.sampler.samples_of(stage)
             if len(met) == there:
                 continue
-            for draw, ranks in meeting(self.sampler.draws(step), self.sampler.batching, self.world):
+            for draw, ranks in ranks_of_samples(self.sampler.draws(step), self.sampler.batching, self.world):
                 if draw.sample.key not in met and draw.sample.key not in self.lost:
                     yield step, ranks, draw.sample
                 met.add(draw.sample.key)
@@ -220,9 +220,9 @@ class FirstEpoch:
     def _lacks_latent(self, sample: Sample) -> bool:
         return any(not self.cache.has("latents", key) for key in sample.latent_keys)
 
-    def _share(self, task: Task) -> None:
+    def _share(self, task: EncodeJob) -> None:
         """Make a task, and tell all ranks; a UserError of one rank is raised on all."""
-        made, problem = Made(), None
+        made, problem = EncodedEntries(), None
         try:
             made = self.maker.make(task)
         except UserError as error:

@@ -12,25 +12,25 @@ from typing import Protocol
 
 from mmspeed.data.cache.reader import DatasetCache
 from mmspeed.data.collate import VideoCollate
-from mmspeed.data.sampling.rank_batches import count_present, imbalance, share
-from mmspeed.data.sampling.sampler import BatchSampler, Draw
+from mmspeed.data.sampling.rank_batches import count_present, imbalance, rank_batches
+from mmspeed.data.sampling.sampler import BatchSampler, SampleUse
 from mmspeed.device import Device
 from mmspeed.protocols import Batch, BatchShape, Item, StepData
 
 from .first_epoch import FirstEpoch
 from .prefetch import in_workers, on_device, read_ahead
 
-Part = list[tuple[Draw, float]]  # a micro-batch before it is read
+MicroBatchUses = list[tuple[SampleUse, float]]  # a micro-batch before it is read
 
 
 class Collate(Protocol):
     """Makes the batch of (draw, weight) pairs of one shape class; it travels to other processes."""
 
-    def __call__(self, draws: Part, /) -> Batch:
+    def __call__(self, draws: MicroBatchUses, /) -> Batch:
         """The batch, padded. Each item is what it would be in any other batch."""
         ...
 
-    def shape(self, draws: Part, /) -> BatchShape:
+    def shape(self, draws: MicroBatchUses, /) -> BatchShape:
         """The shapes of the batch's tensors, without reading them."""
         ...
 
@@ -77,7 +77,7 @@ class Batches:
             self._next()
 
 
-_Tag = tuple[list[Draw], int]  # of a micro-batch: its step's draws, and how many micro-batches the step has
+_Tag = tuple[list[SampleUse], int]  # of a micro-batch: its step's draws, and how many micro-batches the step has
 _Source = Generator[tuple[_Tag, Batch | None], None, None]
 
 
@@ -87,7 +87,7 @@ class _Reader:
     def __init__(self, collate: Collate) -> None:
         self.collate = collate
 
-    def __call__(self, part: Part) -> Batch | None:
+    def __call__(self, part: MicroBatchUses) -> Batch | None:
         return self.collate(part) if part else None
 
 
@@ -157,7 +157,7 @@ class Loader:
             yield self._step(draws, batches)
             batches.drop()
 
-    def _step(self, draws: list[Draw], batches: Batches) -> StepData:
+    def _step(self, draws: list[SampleUse], batches: Batches) -> StepData:
         """A step's data: its divisor is the number of its samples that are there."""
         there = [draw for draw in draws if not draw.sample.lost]
         return StepData(
@@ -182,29 +182,29 @@ class Loader:
 
     # -- what is read, and where ------------------------------------------------------------------------------------
 
-    def _parts(self, step: int) -> tuple[list[Draw], list[Part]]:
+    def _parts(self, step: int) -> tuple[list[SampleUse], list[MicroBatchUses]]:
         """A step's draws over all ranks, and this rank's micro-batches; none of these when all samples are lost."""
         draws = self.sampler.draws(step)
         if self.first_epoch is not None:
             draws = self.first_epoch.mark(draws)
         if not count_present(draws):
             return draws, []
-        return draws, share(draws, self.sampler.batching, self.rank, self.world)
+        return draws, rank_batches(draws, self.sampler.batching, self.rank, self.world)
 
-    def _jobs(self, steps: range) -> Iterator[tuple[_Tag, Part]]:
+    def _jobs(self, steps: range) -> Iterator[tuple[_Tag, MicroBatchUses]]:
         """The parts of all steps in their order; an empty one for a step that has none."""
         for step in steps:
             draws, parts = self._parts(step)
             for part in parts or [[]]:
                 yield (draws, len(parts)), part
 
-    def _read(self, jobs: Iterator[tuple[_Tag, Part]], pin: bool = False) -> _Source:
+    def _read(self, jobs: Iterator[tuple[_Tag, MicroBatchUses]], pin: bool = False) -> _Source:
         """The micro-batches of `jobs`, read when they are asked for."""
         read = _Reader(self.collate)
         for tag, part in jobs:
             yield tag, (_pinned(read(part)) if pin else read(part))
 
-    def _source(self, jobs: Iterator[tuple[_Tag, Part]]) -> _Source:
+    def _source(self, jobs: Iterator[tuple[_Tag, MicroBatchUses]]) -> _Source:
         """The micro-batches of `jobs`, read and copied ahead."""
         copied = self.device is not None and self.device.kind != "cpu" and (self.prefetch >= 2 or self.workers > 0)
         ahead = self.prefetch - copied  # the copy on the device is one of them

@@ -82,7 +82,7 @@ def close(source: Iterator[Any]) -> None:
 
 
 @dataclass(frozen=True)
-class _Failure:
+class _WorkerFailure:
     """An error, on its way from a worker in the place of the item."""
 
     text: str
@@ -92,7 +92,7 @@ class _Failure:
         return UserError(self.text) if self.known else RuntimeError(self.text)
 
 
-class _Work(Dataset[Any]):
+class _WorkerResult(Dataset[Any]):
     """A job's result, by the job."""
 
     def __init__(self, read: Callable[[Any], Any]) -> None:
@@ -103,9 +103,9 @@ class _Work(Dataset[Any]):
         try:
             return self.read(job)
         except UserError as error:
-            return _Failure(str(error), known=True)
+            return _WorkerFailure(str(error), known=True)
         except Exception as error:
-            return _Failure(f"{type(error).__name__}: {error}\n{traceback.format_exc()}", known=False)
+            return _WorkerFailure(f"{type(error).__name__}: {error}\n{traceback.format_exc()}", known=False)
 
 
 def in_workers(
@@ -142,7 +142,7 @@ def in_workers(
             result = next(results)
         except (RuntimeError, OSError, EOFError) as error:  # no result came, so it is not the reading that failed
             raise _lost(processes, error) from None
-        if isinstance(result, _Failure):
+        if isinstance(result, _WorkerFailure):
             raise result.error()
         return result if finish is None else finish(result)
 
@@ -165,7 +165,7 @@ def _start(order: Iterator[Any], read: Callable[[Any], Any], workers: int, each:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)  # as many as the user wants
         loader: DataLoader[Any] = DataLoader(
-            _Work(read),
+            _WorkerResult(read),
             sampler=order,  # type: ignore[arg-type]
             batch_size=None,
             num_workers=workers,

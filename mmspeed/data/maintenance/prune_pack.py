@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mmspeed.data.cache.files import READERS_LOCK, TEMP_SUFFIX, abandoned, disk_errors, try_lock
-from mmspeed.data.cache.payloads import BROKEN, Block, DamagedError, read_block, sealed_table, trusted_rows
+from mmspeed.data.cache.payloads import BROKEN, DamagedError, StoredPayload, read_block, sealed_table, trusted_rows
 from mmspeed.data.cache.shards import ShardWriter
 from mmspeed.data.cache.tables import (
     Entry,
@@ -87,7 +87,7 @@ def forget_compiled(root: Path) -> None:
 # -- copying entries ------------------------------------------------------------------------------------------------
 
 
-def publish(root: Path, folder: str, blocks: Iterable[tuple[Entry, Block]]) -> str | None:
+def publish(root: Path, folder: str, blocks: Iterable[tuple[Entry, StoredPayload]]) -> str | None:
     """A new shard of `folder` with its index, holding these entries byte for byte; its name. None when there is none.
 
     Raises UserError when the disk is full, or what the iterator raises; nothing is left behind then.
@@ -112,7 +112,7 @@ def publish(root: Path, folder: str, blocks: Iterable[tuple[Entry, Block]]) -> s
     return shard
 
 
-def blocks_of(root: Path, entries: Iterable[Entry]) -> Iterator[tuple[Entry, Block]]:
+def blocks_of(root: Path, entries: Iterable[Entry]) -> Iterator[tuple[Entry, StoredPayload]]:
     """Entries with their bytes, each compared with its row. Raises UserError for one that is damaged."""
     files: dict[str, BinaryIO] = {}
     try:
@@ -160,7 +160,7 @@ def rows_of(root: Path, shard: str) -> list[Entry]:
 
 
 @dataclass
-class Shelf:
+class ShardUsage:
     """The rows of one shard, parted into what stays and what goes."""
 
     shard: str
@@ -173,12 +173,12 @@ class Shelf:
         return bool(self.unused or self.twice)
 
 
-def shelves(root: Path, is_used: Callable[[Entry], bool]) -> list[Shelf]:
+def shelves(root: Path, is_used: Callable[[Entry], bool]) -> list[ShardUsage]:
     """Every shard that is there with its rows; of an entry that stands twice the first stays, as it does for readers."""
     seen: set[Where] = set()
     result = []
     for path in index_files(root):
-        shelf = Shelf(shard_of_index(path))
+        shelf = ShardUsage(shard_of_index(path))
         if not (root / shelf.shard).exists():
             continue
         for entry in rows_of(root, shelf.shard):
@@ -190,7 +190,7 @@ def shelves(root: Path, is_used: Callable[[Entry], bool]) -> list[Shelf]:
     return result
 
 
-def check_first_copies(root: Path, shelved: Sequence[Shelf]) -> None:
+def check_first_copies(root: Path, shelved: Sequence[ShardUsage]) -> None:
     """Raises UserError when of an entry that stands twice the copy that would stay is damaged."""
     twice = {(e.section, e.key) for shelf in shelved for e in shelf.twice}
     for _ in blocks_of(root, [e for shelf in shelved for e in shelf.keep if (e.section, e.key) in twice]):
@@ -204,13 +204,13 @@ def check_first_copies(root: Path, shelved: Sequence[Shelf]) -> None:
 class PrunePlan:
     """What `prune` would remove."""
 
-    everything: list[Shelf]
+    everything: list[ShardUsage]
     orphans: list[Path]  # index files whose shard is gone
     reasons: Counter[str]  # of unused entries: what differs from the entries in use
     left: list[str]  # temporary files of writers that are gone
 
     @property
-    def shelved(self) -> list[Shelf]:
+    def shelved(self) -> list[ShardUsage]:
         """The shards that change."""
         return [shelf for shelf in self.everything if shelf.changes]
 
@@ -276,7 +276,7 @@ def plan_prune(root: Path, keep_codecs: Sequence[str] = ()) -> PrunePlan:
     return PrunePlan(everything, orphans, why_unused(everything, used), left)
 
 
-def why_unused(shelved: Sequence[Shelf], used: dict[str, set[str]]) -> Counter[str]:
+def why_unused(shelved: Sequence[ShardUsage], used: dict[str, set[str]]) -> Counter[str]:
     """How many unused entries there are of each kind: what differs from the nearest used one of the same content or caption."""
     current: dict[tuple[str, Any], list[dict[str, Any]]] = {}
     unused: list[tuple[Entry, dict[str, Any]]] = []
@@ -354,9 +354,9 @@ def pack(root: Path, shard_bytes: int) -> PackReport:
         return report
 
 
-def pack_groups(root: Path, shelved: Sequence[Shelf], shard_bytes: int) -> list[list[Shelf]]:
+def pack_groups(root: Path, shelved: Sequence[ShardUsage], shard_bytes: int) -> list[list[ShardUsage]]:
     """Which shards become one: neighbours of a folder that are small or hold copies, up to `shard_bytes` together."""
-    groups: list[list[Shelf]] = []
+    groups: list[list[ShardUsage]] = []
     folder, total = "", 0
     for shelf in shelved:
         size = (root / shelf.shard).stat().st_size

@@ -27,7 +27,7 @@ from mmspeed.data.cache.tables import (
     SECTIONS,
     Entry,
     OldSamplesError,
-    Rejection,
+    RejectionRow,
     entry_schema,
     index_files,
     index_path,
@@ -196,7 +196,7 @@ def _check_tables(root: Path, info: dict[str, Any], findings: Findings) -> None:
     rejects = {"rejects/rejects.parquet", *(f"rejects/{p.name}" for p in (root / "rejects").glob("[!.]*.parquet"))}
     for name in sorted(rejects):
         try:
-            sealed_table(root / name, pa.schema({column: pa.string() for column in Rejection._fields}))
+            sealed_table(root / name, pa.schema({column: pa.string() for column in RejectionRow._fields}))
         except BROKEN as error:
             findings.damage.append(Damage(name, _first_line(error)))
     try:

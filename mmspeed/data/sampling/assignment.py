@@ -31,7 +31,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Lot:
+class BucketBatch:
     """The samples of a step that are of one bucket. `most` is how many may be computed at a time; None: any number."""
 
     count: int
@@ -40,7 +40,7 @@ class Lot:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class Slot:
     """Samples [start, stop) of a lot."""
 
     lot: int
@@ -52,11 +52,11 @@ class Cell:
         return self.stop - self.start
 
 
-Rows = tuple[tuple["Cell | None", ...], ...]
+Assignment = tuple[tuple["Slot | None", ...], ...]
 
 
 @functools.lru_cache(maxsize=32)  # of ten thousand lanes one takes a megabyte
-def deal(lots: tuple[Lot, ...], lanes: int) -> Rows:
+def assign_slots(lots: tuple[BucketBatch, ...], lanes: int) -> Assignment:
     """The cells of every row and lane; None where nothing is left for a lane.
 
     Each sample is in exactly one cell. There are as few rows as `most` allows (a few more where several lots come out much more
@@ -64,7 +64,7 @@ def deal(lots: tuple[Lot, ...], lanes: int) -> Rows:
     that has had least gets the costliest (longest processing time first, Graham 1969). Raises ValueError without samples or lanes.
     """
     cells = [
-        Cell(number, *_part(lot.count, count, place))
+        Slot(number, *_part(lot.count, count, place))
         for number, (lot, count) in enumerate(zip(lots, _best_cells(lots, lanes), strict=True))
         for place in range(count)
     ]
@@ -72,7 +72,7 @@ def deal(lots: tuple[Lot, ...], lanes: int) -> Rows:
     order = sorted(range(len(cells)), key=costs.__getitem__, reverse=True)
     rows, totals = [], [0.0] * lanes
     for first in range(0, len(order), lanes):
-        row: list[Cell | None] = [None] * lanes
+        row: list[Slot | None] = [None] * lanes
         for lane, cell in zip(sorted(range(lanes), key=totals.__getitem__), order[first : first + lanes], strict=False):
             row[lane] = cells[cell]
             totals[lane] += costs[cell]
@@ -80,7 +80,7 @@ def deal(lots: tuple[Lot, ...], lanes: int) -> Rows:
     return tuple(rows)
 
 
-def _best_cells(lots: tuple[Lot, ...], lanes: int) -> list[int]:
+def _best_cells(lots: tuple[BucketBatch, ...], lanes: int) -> list[int]:
     """How many cells each lot is cut into. Where several lots leave lanes waiting, more rows are tried, and must be worth it."""
     best = _cells_of(lots, lanes)
     several = sum(count > 0 for count in best)
@@ -96,7 +96,7 @@ def _best_cells(lots: tuple[Lot, ...], lanes: int) -> list[int]:
     return best
 
 
-def _cell_costs(lots: tuple[Lot, ...], counts: list[int]) -> list[float]:
+def _cell_costs(lots: tuple[BucketBatch, ...], counts: list[int]) -> list[float]:
     """The costs of all cells, greatest first: with L lanes every L-th is a row's slowest."""
     costs: list[float] = []
     for lot, count in zip(lots, counts, strict=True):
@@ -107,7 +107,7 @@ def _cell_costs(lots: tuple[Lot, ...], counts: list[int]) -> list[float]:
     return costs
 
 
-def _cells_of(lots: tuple[Lot, ...], lanes: int, rows: int = 0) -> list[int]:
+def _cells_of(lots: tuple[BucketBatch, ...], lanes: int, rows: int = 0) -> list[int]:
     """As few cells as `most` allows, then the costliest are cut anew, with what fills the last row and `rows` more."""
     if lanes < 1 or not any(lot.count for lot in lots):
         raise ValueError(f"nothing to deal: {lots} over {lanes} lanes")
@@ -140,7 +140,7 @@ def _part(count: int, parts: int, place: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Load:
+class StepLoad:
     """What a step costs a world. `slowest` adds up each row's costliest cell: the time when all wait for each other in every row."""
 
     slowest: float
@@ -156,7 +156,7 @@ class Load:
 
 
 @functools.lru_cache(maxsize=32)
-def load_of(lots: tuple[Lot, ...], lanes: int) -> Load:
+def assignment_load(lots: tuple[BucketBatch, ...], lanes: int) -> StepLoad:
     """What dealing these lots comes to."""
     costs = _cell_costs(lots, _best_cells(lots, lanes))
     rows, idle = -(-len(costs) // lanes), -len(costs) % lanes
@@ -164,4 +164,4 @@ def load_of(lots: tuple[Lot, ...], lanes: int) -> Load:
     for first in range(0, len(costs), lanes):
         row = costs[first : first + lanes] + [0.0] * (idle if first + lanes > len(costs) else 0)
         totals = [total + cost for total, cost in zip(sorted(totals), row, strict=True)]
-    return Load(sum(costs[::lanes]), max(totals), sum(costs) / lanes, rows, idle)
+    return StepLoad(sum(costs[::lanes]), max(totals), sum(costs) / lanes, rows, idle)

@@ -19,7 +19,7 @@ from mmspeed.protocols import DiffusionModel, ShapeClass
 from mmspeed.shapes import Bucket, Strides, as_bucket
 
 from .assignment import Cost
-from .order import Batching, Stage
+from .order import Batching, TrainingStage
 
 FORMAT = 1
 COUNTED_TEXT_TOKENS = 64  # caption tokens that a sample's FLOPs are counted with
@@ -230,7 +230,7 @@ def sample_costs(model: DiffusionModel, strides: Strides, max_text_tokens: int) 
     )
 
 
-def make_stages(data: DataConfig, curriculum: Sequence[StageConfig]) -> list[Stage]:
+def make_stages(data: DataConfig, curriculum: Sequence[StageConfig]) -> list[TrainingStage]:
     """The stages of a config; one of everything where it has no curriculum."""
     repeats = {
         name: data.repeats * source.repeats for name, source in zip(data.dataset_names, data.sources, strict=True)
@@ -243,7 +243,9 @@ def make_stages(data: DataConfig, curriculum: Sequence[StageConfig]) -> list[Sta
     stages = []
     for stage in curriculum or [StageConfig()]:
         own = stage.weights if stage.weights is not None else weights or None
-        stages.append(Stage(stage.steps, _taker(stage), repeats, own, data.temperature if own is None else None))
+        stages.append(
+            TrainingStage(stage.steps, _taker(stage), repeats, own, data.temperature if own is None else None)
+        )
     return stages
 
 

@@ -12,7 +12,7 @@ from mmspeed.protocols import ShapeClass
 
 from .order import Batching
 from .rank_batches import step_load
-from .schedule import Array, Plan
+from .schedule import Array, EpochSchedule
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Forecast:
 
 
 def forecast(
-    plan: Plan,
+    plan: EpochSchedule,
     buckets: Sequence[ShapeClass],
     batching: Batching,
     world: int,

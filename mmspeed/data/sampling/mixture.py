@@ -68,7 +68,7 @@ def uses_of(sizes: Sequence[int], rate: float) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Pool:
+class SamplePool:
     """Samples of one bucket and data set: their places among all samples, and how many uses an epoch makes of them."""
 
     bucket: ShapeClass
@@ -98,10 +98,10 @@ class Pool:
         return self.places[torch.randperm(len(self.places), generator=generator(seed, "turn", *names)).numpy()]
 
 
-class Uses:
+class BucketUses:
     """An epoch's uses of one bucket, in a random order: those of its pools one after another, shuffled."""
 
-    def __init__(self, pools: list[Pool], epoch: int, seed: int) -> None:
+    def __init__(self, pools: list[SamplePool], epoch: int, seed: int) -> None:
         self._pools, self._ends = pools, np.cumsum([pool.uses for pool in pools])
         self._in_turn = [pool.in_turn(epoch, seed) for pool in pools]
         names = epoch, pools[0].bucket.name

@@ -18,8 +18,8 @@ from mmspeed.protocols import ShapeClass
 from mmspeed.rng import generator
 
 from .assignment import Cost
-from .mixture import Pool, rates, uses_of
-from .schedule import Array, Division, Mix, Plan, Supply, divide, shuffle
+from .mixture import SamplePool, rates, uses_of
+from .schedule import Array, BucketSupply, EpochPartition, EpochSchedule, Mix, partition_epoch, shuffle
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Batching:
         """What the order of steps goes by."""
         return (self.alone or self.costs).get(bucket) or _by_size(bucket)
 
-    def lane_cost(self, bucket: ShapeClass) -> Cost:
+    def dp_group_cost(self, bucket: ShapeClass) -> Cost:
         """What each of the ranks that compute it together takes."""
         return self.costs.get(bucket) or _by_size(bucket)
 
@@ -59,10 +59,10 @@ class Batching:
         """The most samples that a device computes at a time; None: any number."""
         return min(self.sizes[bucket], self.most or self.sizes[bucket]) if bucket in self.sizes else self.most
 
-    def supply(self, bucket: ShapeClass, uses: int) -> Supply:
+    def supply(self, bucket: ShapeClass, uses: int) -> BucketSupply:
         shared = bucket in self.sizes and self.alone is None
         slots = max(1, self.slots // self.ranks(bucket)) if shared else self.slots
-        return Supply(uses, self.sizes.get(bucket, 1), self.cost(bucket), slots)
+        return BucketSupply(uses, self.sizes.get(bucket, 1), self.cost(bucket), slots)
 
 
 def _by_size(bucket: ShapeClass) -> Cost:
@@ -70,7 +70,7 @@ def _by_size(bucket: ShapeClass) -> Cost:
 
 
 @dataclass(frozen=True)
-class Stage:
+class TrainingStage:
     """A part of training: how many steps (the last has all that come), which buckets, and how often an epoch uses the data sets.
 
     `repeats`, `weights` and `temperature` are those of `mmspeed.data.sampling.mixture.rates`, over what the stage takes.
@@ -84,7 +84,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Position:
+class SamplerState:
     """A place in the order of training: at `step`, so many uses of each bucket (by name) are behind in this epoch of this stage."""
 
     step: int = 0
@@ -93,7 +93,7 @@ class Position:
     used: Mapping[str, int] = field(default_factory=dict)
 
 
-class Place(NamedTuple):
+class StepLocation(NamedTuple):
     """Where a step stands: epochs are counted through all stages."""
 
     stage: int
@@ -102,7 +102,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Run:
+class _EpochRun:
     """Epochs of a stage that have the same uses: `first` to its end, each of `length` steps, from step `begin` to `end`."""
 
     stage: int
@@ -129,12 +129,12 @@ class Order:
     Raises UserError when there are no samples for a stage.
     """
 
-    def __init__(self, groups: Groups, batching: Batching, seed: int, stages: Sequence[Stage] = ()) -> None:
+    def __init__(self, groups: Groups, batching: Batching, seed: int, stages: Sequence[TrainingStage] = ()) -> None:
         if batching.slots < 1:
             raise ValueError(f"a step of {batching.slots}: use at least 1")
         self.batching, self.seed = batching, seed
         self.sizes = _sizes(groups)
-        self.stages = tuple(stages) or (Stage(),)
+        self.stages = tuple(stages) or (TrainingStage(),)
         self.pools = [_pools(stage, groups) for stage in self.stages]
         for number, pools in enumerate(self.pools, start=1):
             if not pools:
@@ -145,7 +145,7 @@ class Order:
                 raise UserError(
                     f"an epoch would use samples {self.uses(number - 1):,} times, more than {MOST_USES:,}: lower the repeats"
                 )
-        self.origin = Position()
+        self.origin = SamplerState()
         # read-ahead may be an epoch further than training
         self._plan = functools.lru_cache(maxsize=2)(self._make_plan)
         self._division = functools.lru_cache(maxsize=8)(self._divide)
@@ -155,13 +155,13 @@ class Order:
         """Steps of every whole epoch of the first stage."""
         return self._division(0, ()).steps
 
-    def locate(self, step: int) -> Place:
+    def locate(self, step: int) -> StepLocation:
         """Where an optimizer step stands. Raises IndexError for one before the origin, or after the last stage."""
         run = self._run(step)
         turn, index = divmod(step - run.begin, run.length)
-        return Place(run.stage, run.epoch + turn, index)
+        return StepLocation(run.stage, run.epoch + turn, index)
 
-    def position(self, step: int) -> Position:
+    def position(self, step: int) -> SamplerState:
         """What goes into a checkpoint taken before `step`."""
         run = self._run(step)
         place = self.locate(step)
@@ -170,7 +170,7 @@ class Order:
         used = {
             bucket.name: count + run.used.get(bucket.name, 0) for bucket, count in zip(buckets, behind, strict=True)
         }
-        return Position(step, place.stage, place.epoch, {name: count for name, count in used.items() if count})
+        return SamplerState(step, place.stage, place.epoch, {name: count for name, count in used.items() if count})
 
     def uses(self, stage: int = 0) -> int:
         """Uses of samples in an epoch of a stage."""
@@ -180,7 +180,7 @@ class Order:
         """How many samples a stage meets sooner or later."""
         return sum(len(pool.places) for pools in self.pools[stage].values() for pool in pools)
 
-    def whole_epoch(self, stage: int = 0, epoch: int = 0) -> tuple[Plan, list[ShapeClass]]:
+    def whole_epoch(self, stage: int = 0, epoch: int = 0) -> tuple[EpochSchedule, list[ShapeClass]]:
         """The steps of a whole epoch of a stage, and what its buckets' numbers mean."""
         return self._plan(stage, epoch, ()), self._buckets(stage)
 
@@ -190,7 +190,7 @@ class Order:
         run = next(run for run in self._runs if run.stage == len(self.stages) - 1)
         return run.begin + run.length
 
-    def _run(self, step: int) -> _Run:
+    def _run(self, step: int) -> _EpochRun:
         if step >= self.origin.step:
             for run in self._runs:
                 if run.end is None or step < run.end:
@@ -198,7 +198,7 @@ class Order:
         raise IndexError(f"there is no step {step}: the order begins at {self.origin.step}")
 
     @functools.cached_property
-    def _runs(self) -> list[_Run]:
+    def _runs(self) -> list[_EpochRun]:
         """The runs from the origin on: what is left of its epoch, then the whole epochs of its stage and of those that follow."""
         starts = [0, *itertools.accumulate(stage.steps or 0 for stage in self.stages)]
         runs, step, epoch, used = [], self.origin.step, self.origin.epoch, self.origin.used
@@ -207,11 +207,11 @@ class Order:
             if any(used.values()):
                 length = self._division(number, _frozen(used)).steps
                 close = step + length if end is None else min(end, step + length)
-                runs.append(_Run(number, step, close, epoch, length, used))
+                runs.append(_EpochRun(number, step, close, epoch, length, used))
                 step, epoch, used = close, epoch + 1, {}
             length = self._division(number, ()).steps
             if end is None or step < end:
-                runs.append(_Run(number, step, end, epoch, length, {}))
+                runs.append(_EpochRun(number, step, end, epoch, length, {}))
             if end is not None and step < end:
                 epoch += -(-(end - step) // length)
                 step = end
@@ -229,18 +229,18 @@ class Order:
     def _buckets(self, stage: int) -> list[ShapeClass]:
         return list(self.pools[stage])
 
-    def _divide(self, stage: int, used: tuple[tuple[str, int], ...]) -> Division:
+    def _divide(self, stage: int, used: tuple[tuple[str, int], ...]) -> EpochPartition:
         behind, batching = dict(used), self.batching
         supplies = [
             batching.supply(bucket, sum(pool.uses for pool in pools) - behind.get(bucket.name, 0))
             for bucket, pools in self.pools[stage].items()
         ]
-        return divide(supplies, batching.mix, batching.tolerance)
+        return partition_epoch(supplies, batching.mix, batching.tolerance)
 
-    def _make_plan(self, stage: int, epoch: int, used: tuple[tuple[str, int], ...]) -> Plan:
+    def _make_plan(self, stage: int, epoch: int, used: tuple[tuple[str, int], ...]) -> EpochSchedule:
         return shuffle(self._division(stage, used), generator(self.seed, "step_order", epoch))
 
-    def start_from(self, origin: Position) -> None:
+    def start_from(self, origin: SamplerState) -> None:
         """Let the order begin at a position: what is behind it in its epoch does not come again."""
         self.origin = origin
         self.__dict__.pop("_runs", None)
@@ -263,7 +263,7 @@ def _sizes(groups: Mapping[tuple[ShapeClass, str], Array]) -> dict[str, int]:
     return sizes
 
 
-def _pools(stage: Stage, groups: Mapping[tuple[ShapeClass, str], Array]) -> dict[ShapeClass, list[Pool]]:
+def _pools(stage: TrainingStage, groups: Mapping[tuple[ShapeClass, str], Array]) -> dict[ShapeClass, list[SamplePool]]:
     """What an epoch of a stage uses, by bucket."""
     taken: dict[str, dict[ShapeClass, Array]] = {}
     for (bucket, dataset), places in groups.items():
@@ -272,12 +272,12 @@ def _pools(stage: Stage, groups: Mapping[tuple[ShapeClass, str], Array]) -> dict
     sizes = {dataset: sum(map(len, of.values())) for dataset, of in taken.items()}
     rate = rates(sizes, stage.repeats, stage.weights, stage.temperature)
     pools = [
-        Pool(bucket, dataset, places, uses)
+        SamplePool(bucket, dataset, places, uses)
         for dataset, of in taken.items()
         for (bucket, places), uses in zip(of.items(), uses_of([*map(len, of.values())], rate[dataset]), strict=True)
         if uses
     ]
-    found: dict[ShapeClass, list[Pool]] = {}
+    found: dict[ShapeClass, list[SamplePool]] = {}
     for pool in sorted(pools, key=lambda pool: (pool.bucket, pool.dataset)):
         found.setdefault(pool.bucket, []).append(pool)
     return found

@@ -8,19 +8,19 @@ from collections.abc import Iterator, Sequence
 
 from mmspeed.protocols import ShapeClass
 
-from .assignment import Load, Lot, Rows, deal, load_of
+from .assignment import Assignment, BucketBatch, StepLoad, assign_slots, assignment_load
 from .order import Batching
-from .sampler import Draw
+from .sampler import SampleUse
 
-Micro = list[tuple[Draw, float]]
+MicroBatchUses = list[tuple[SampleUse, float]]
 
 
-def count_present(draws: Sequence[Draw]) -> int:
+def count_present(draws: Sequence[SampleUse]) -> int:
     """How many draws of a step are not lost: what its mean loss is taken over."""
     return sum(not draw.sample.lost for draw in draws)
 
 
-def share(draws: Sequence[Draw], batching: Batching, rank: int, world: int) -> list[Micro]:
+def rank_batches(draws: Sequence[SampleUse], batching: Batching, rank: int, world: int) -> list[MicroBatchUses]:
     """A rank's part of one step, cut into micro-batches of (draw, weight), each of one bucket.
 
     Every rank gets the same number of micro-batches, and none is empty: where nothing is left for a rank it repeats a draw of
@@ -35,7 +35,7 @@ def share(draws: Sequence[Draw], batching: Batching, rank: int, world: int) -> l
             f"no micro-batches of {len(draws)} draws for rank {rank} of {world}, groups of {batching.group}"
         )
     found = []
-    dealt = list(_dealt(draws, batching, world))
+    dealt = list(_assigned(draws, batching, world))
     fillers = [_filler(lots, batching) for lots, _, _ in dealt]
     anything = next((filler for filler in fillers if filler is not None), None)
     if anything is None:
@@ -52,11 +52,13 @@ def share(draws: Sequence[Draw], batching: Batching, rank: int, world: int) -> l
     return found
 
 
-def meeting(draws: Sequence[Draw], batching: Batching, world: int) -> list[tuple[Draw, tuple[int, ...]]]:
+def ranks_of_samples(
+    draws: Sequence[SampleUse], batching: Batching, world: int
+) -> list[tuple[SampleUse, tuple[int, ...]]]:
     """Each draw of a step, with the ranks that meet it."""
     return [
         (draw, tuple(range(lane * ranks, (lane + 1) * ranks)))
-        for lots, rows, ranks in _dealt(draws, batching, world)
+        for lots, rows, ranks in _assigned(draws, batching, world)
         for row in rows
         for lane, cell in enumerate(row)
         if cell is not None
@@ -64,29 +66,31 @@ def meeting(draws: Sequence[Draw], batching: Batching, world: int) -> list[tuple
     ]
 
 
-def imbalance(draws: Sequence[Draw], batching: Batching, world: int) -> float:
+def imbalance(draws: Sequence[SampleUse], batching: Batching, world: int) -> float:
     """Greatest over mean cost across ranks of one step, where ranks meet in every micro-batch; 1 at best."""
     counts = Counter(draw.sample.bucket for draw in draws)
     return step_load(sorted(counts.items()), batching, world).imbalance
 
 
-def step_load(pieces: Sequence[tuple[ShapeClass, int]], batching: Batching, world: int) -> Load:
+def step_load(pieces: Sequence[tuple[ShapeClass, int]], batching: Batching, world: int) -> StepLoad:
     """What a step of so many samples of each bucket costs a rank; kinds of lanes come one after another. `idle` counts ranks."""
     slowest = busiest = mean = 0.0
     rows = idle = 0
-    for part, ranks in lanes_of(pieces, batching):
-        load = load_of(lots_of(part, batching), world // ranks)
+    for part, ranks in dp_groups_of(pieces, batching):
+        load = assignment_load(bucket_batches_of(part, batching), world // ranks)
         slowest, busiest, mean = slowest + load.slowest, busiest + load.busiest, mean + load.mean
         rows, idle = rows + load.rows, idle + load.idle * ranks
-    return Load(slowest, busiest, mean, rows, idle)
+    return StepLoad(slowest, busiest, mean, rows, idle)
 
 
-def lots_of(pieces: Sequence[tuple[ShapeClass, int]], batching: Batching) -> tuple[Lot, ...]:
+def bucket_batches_of(pieces: Sequence[tuple[ShapeClass, int]], batching: Batching) -> tuple[BucketBatch, ...]:
     """So many samples of each bucket, as dealing takes them."""
-    return tuple(Lot(count, batching.lane_cost(bucket), batching.at_a_time(bucket)) for bucket, count in pieces)
+    return tuple(
+        BucketBatch(count, batching.dp_group_cost(bucket), batching.at_a_time(bucket)) for bucket, count in pieces
+    )
 
 
-def lanes_of(
+def dp_groups_of(
     pieces: Sequence[tuple[ShapeClass, int]], batching: Batching
 ) -> list[tuple[list[tuple[ShapeClass, int]], int]]:
     """The pieces of a step that are dealt together, with how many ranks make a lane.
@@ -101,14 +105,20 @@ def lanes_of(
     return [(part, ranks) for part, ranks in ((videos, batching.group), (images, batching.tensor)) if part]
 
 
-def _dealt(draws: Sequence[Draw], batching: Batching, world: int) -> Iterator[tuple[list[list[Draw]], Rows, int]]:
+def _assigned(
+    draws: Sequence[SampleUse], batching: Batching, world: int
+) -> Iterator[tuple[list[list[SampleUse]], Assignment, int]]:
     """For each kind of lanes: the draws of each lot, the cells, and the ranks of a lane."""
     by_bucket = {bucket: list(group) for bucket, group in itertools.groupby(draws, key=lambda draw: draw.sample.bucket)}
-    for pieces, ranks in lanes_of([(b, len(group)) for b, group in by_bucket.items()], batching):
-        yield [by_bucket[bucket] for bucket, _ in pieces], deal(lots_of(pieces, batching), world // ranks), ranks
+    for pieces, ranks in dp_groups_of([(b, len(group)) for b, group in by_bucket.items()], batching):
+        yield (
+            [by_bucket[bucket] for bucket, _ in pieces],
+            assign_slots(bucket_batches_of(pieces, batching), world // ranks),
+            ranks,
+        )
 
 
-def _filler(lots: Sequence[Sequence[Draw]], batching: Batching) -> Draw | None:
+def _filler(lots: Sequence[Sequence[SampleUse]], batching: Batching) -> SampleUse | None:
     """A present draw of the cheapest bucket; of those that are dealt together, as a row is of videos or of images on all ranks."""
     there = [next((draw for draw in lot if not draw.sample.lost), None) for lot in lots]
     return min(filter(None, there), key=lambda draw: batching.cost(draw.sample.bucket).of(1), default=None)

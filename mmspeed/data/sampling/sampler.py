@@ -17,13 +17,13 @@ from mmspeed.data.cache.tables import Sample
 from mmspeed.errors import UserError
 from mmspeed.protocols import ShapeClass
 
-from .mixture import Uses
-from .order import Batching, Order, Position, Stage
+from .mixture import BucketUses
+from .order import Batching, Order, SamplerState, TrainingStage
 from .schedule import Array
 
 
 @dataclass(frozen=True)
-class Draw:
+class SampleUse:
     """One use of a sample: the `repeat`-th time in an epoch."""
 
     sample: Sample
@@ -55,7 +55,7 @@ class BatchSampler(Order):
         batching: Batching | int,
         seed: int,
         repeats: int = 1,
-        stages: Sequence[Stage] = (),
+        stages: Sequence[TrainingStage] = (),
     ) -> None:
         if not samples:
             raise UserError(
@@ -69,22 +69,23 @@ class BatchSampler(Order):
             groups,
             Batching(batching) if isinstance(batching, int) else batching,
             seed,
-            stages or [Stage(repeats=repeats)],
+            stages or [TrainingStage(repeats=repeats)],
         )
         self._uses = functools.lru_cache(maxsize=2)(self._make_uses)  # read-ahead may be an epoch further than training
 
-    def draws(self, step: int) -> list[Draw]:
+    def draws(self, step: int) -> list[SampleUse]:
         """The draws of one optimizer step over all devices, those of one bucket together, buckets in order."""
         place, found = self.locate(step), []
         uses = self._uses(place.stage, place.epoch)
         for bucket, start, count in self.pieces(step):
             found += [
-                Draw(self.samples[where], place.epoch, repeat) for where, repeat in uses[bucket][start : start + count]
+                SampleUse(self.samples[where], place.epoch, repeat)
+                for where, repeat in uses[bucket][start : start + count]
             ]
         return found
 
-    def _make_uses(self, stage: int, epoch: int) -> dict[ShapeClass, Uses]:
-        return {bucket: Uses(pools, epoch, self.seed) for bucket, pools in self.pools[stage].items()}
+    def _make_uses(self, stage: int, epoch: int) -> dict[ShapeClass, BucketUses]:
+        return {bucket: BucketUses(pools, epoch, self.seed) for bucket, pools in self.pools[stage].items()}
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -96,7 +97,7 @@ class BatchSampler(Order):
         return result.hexdigest()[:KEY_LENGTH]
 
     def data_fingerprint(self, stage: int) -> str:
-        """Names the samples and how often an epoch of a stage uses them: what `Position.used` counts."""
+        """Names the samples and how often an epoch of a stage uses them: what `SamplerState.used` counts."""
         return _digest([self.fingerprint, self._uses_of(stage)])
 
     @functools.cached_property
@@ -137,10 +138,10 @@ class BatchSampler(Order):
         another world size that it was chosen by), or other stages before or after this one, exactly the uses that are left of
         the epoch come, in other company. With other data, or in another stage, a new epoch begins.
         """
-        position = Position(**state["position"])
+        position = SamplerState(**state["position"])
         stage = self.stage_at(position.step)
         if state["data"] != self.data_fingerprint(stage):
-            self.start_from(Position(position.step, stage, position.epoch + 1))
+            self.start_from(SamplerState(position.step, stage, position.epoch + 1))
             return f"the training data changed since the checkpoint ({self._changes(state['samples'], state['keys'])}): a new epoch begins"
         if state["order"] != self.order_fingerprint:
             self.start_from(replace(position, stage=stage))
@@ -150,7 +151,7 @@ class BatchSampler(Order):
                 f"batches or stages are made in another way than before the checkpoint: the {left:,} of {total:,} uses that "
                 f"are left of epoch {position.epoch} come in new company"
             )
-        self.start_from(Position(**state["origin"]))
+        self.start_from(SamplerState(**state["origin"]))
         return None
 
     def _changes(self, before: Mapping[str, int], keys: str) -> str:

@@ -23,7 +23,7 @@ _WORTH = 0.5  # of a slot's cost: what cheaper samples must come to, to share a 
 
 
 @dataclass(frozen=True)
-class Supply:
+class BucketSupply:
     """A bucket's part of an epoch."""
 
     uses: int
@@ -38,7 +38,7 @@ class Supply:
 
 
 @dataclass(frozen=True)
-class Division:
+class EpochPartition:
     """An epoch divided into steps, before they are shuffled: no random number is in it, so every epoch has as many steps."""
 
     classes: tuple[
@@ -56,7 +56,7 @@ class Division:
 
 
 @dataclass(frozen=True)
-class Plan:
+class EpochSchedule:
     """The steps of an epoch in their order, as pieces: so many uses of one bucket, from so far in its order."""
 
     offsets: Array  # (steps + 1): the pieces of step i are [offsets[i], offsets[i + 1])
@@ -79,7 +79,7 @@ class Plan:
         return np.bincount(self.bucket[part], weights=self.count[part], minlength=buckets).astype(np.int64).tolist()
 
 
-def divide(supplies: Sequence[Supply], mix: Mix = "same", tolerance: float = 0.02) -> Division:
+def partition_epoch(supplies: Sequence[BucketSupply], mix: Mix = "same", tolerance: float = 0.02) -> EpochPartition:
     """Full steps and the tail. Every use is in exactly one of them."""
     classes: list[list[list[int]]] = []
     rest = [supply.uses for supply in supplies]
@@ -97,14 +97,14 @@ def divide(supplies: Sequence[Supply], mix: Mix = "same", tolerance: float = 0.0
     for slots in sorted({supply.slots for supply in supplies}):
         alike = [bucket for bucket, supply in enumerate(supplies) if supply.slots == slots]
         tail += _tail(supplies, alike, rest, classes, tolerance)
-    return Division(
+    return EpochPartition(
         tuple(tuple((part[0], part[1], part[2]) for part in parts) for parts in classes),
         tuple(supplies[parts[0][0]].slots for parts in classes),
         tuple(tail),
     )
 
 
-def shuffle(division: Division, generator: torch.Generator) -> Plan:
+def shuffle(division: EpochPartition, generator: torch.Generator) -> EpochSchedule:
     """The steps of one epoch in a random order; within a class, which slots meet is random too."""
     steps, buckets, counts, made = [], [], [], 0
     for parts, slots in zip(division.classes, division.slots, strict=True):
@@ -130,7 +130,7 @@ def shuffle(division: Division, generator: torch.Generator) -> Plan:
     return _ordered(np.concatenate(steps), np.concatenate(buckets), np.concatenate(counts), made, generator)
 
 
-def _ordered(step: Array, bucket: Array, count: Array, steps: int, generator: torch.Generator) -> Plan:
+def _ordered(step: Array, bucket: Array, count: Array, steps: int, generator: torch.Generator) -> EpochSchedule:
     """Pieces in the order of their shuffled steps, with their starts in their buckets' orders."""
     step = torch.randperm(steps, generator=generator).numpy()[step]
     order = np.lexsort((bucket, step))
@@ -139,10 +139,10 @@ def _ordered(step: Array, bucket: Array, count: Array, steps: int, generator: to
     before = np.cumsum(count[by_bucket]) - count[by_bucket]
     start = np.empty_like(before)
     start[by_bucket] = before - before[np.searchsorted(bucket[by_bucket], bucket[by_bucket])]
-    return Plan(np.searchsorted(step, np.arange(steps + 1)), bucket, count, start)
+    return EpochSchedule(np.searchsorted(step, np.arange(steps + 1)), bucket, count, start)
 
 
-def _classes(supplies: Sequence[Supply], mix: Mix, tolerance: float) -> list[list[tuple[int, int]]]:
+def _classes(supplies: Sequence[BucketSupply], mix: Mix, tolerance: float) -> list[list[tuple[int, int]]]:
     """Groups of (bucket, samples a slot) whose slots may meet in a step: they cost the same, or `mix` does not mind."""
     left = [bucket for bucket, supply in enumerate(supplies) if supply.uses]
     left.sort(key=lambda bucket: (-supplies[bucket].cost.each, bucket))
@@ -162,7 +162,7 @@ def _classes(supplies: Sequence[Supply], mix: Mix, tolerance: float) -> list[lis
 
 
 def _matching(
-    supplies: Sequence[Supply], buckets: Sequence[int], lead: Supply, target: float, least: float
+    supplies: Sequence[BucketSupply], buckets: Sequence[int], lead: BucketSupply, target: float, least: float
 ) -> list[tuple[int, int]]:
     """(bucket, samples a slot) of those that come to `least` to 1 of `target`, the nearest first."""
     found = []
@@ -176,7 +176,7 @@ def _matching(
 
 
 def _tail(
-    supplies: Sequence[Supply],
+    supplies: Sequence[BucketSupply],
     alike: list[int],
     rest: list[int],
     classes: list[list[list[int]]],
@@ -222,7 +222,7 @@ def _fill(step: dict[int, int], rest: list[int], bucket: int, size: int, free: i
     return free - -(-taken // size)
 
 
-def _spread(step: dict[int, int], lead: int, supply: Supply, own: list[int]) -> list[dict[int, int]]:
+def _spread(step: dict[int, int], lead: int, supply: BucketSupply, own: list[int]) -> list[dict[int, int]]:
     """A last step of one bucket alone; with a full step of its own it is spread anew, where that leaves fewer slots behind.
 
     Of t whole samples a slot and a remainder r, t + 1 go to every slot of one step, and the others lack one at most in slots

@@ -81,7 +81,7 @@ class TrainingState:
 
 
 @dataclass
-class _Pending:
+class _PendingSave:
     step: int
     temporary: Path
     future: Future[Any]
@@ -103,7 +103,7 @@ class CheckpointManager:
             group = dist.new_group(backend="gloo")
         self.group = group
         self._lead = not dist.is_initialized() or dist.get_rank() == 0
-        self._pending: _Pending | None = None
+        self._pending: _PendingSave | None = None
         self._losses: dict[int, float] = {}
         self._in_use: int | None = None
         self._base: tuple[nn.Module, str | None] | None = None  # a model and the fingerprint of its frozen weights
@@ -134,7 +134,7 @@ class CheckpointManager:
         temporary = self.folder / f".tmp-{step_name(step)}"
         writer = SafetensorsWriter(temporary, tensors, partial(self._commit, step, temporary, meta))
         future = dcp.async_save(cast(dict[str, Any], tensors), storage_writer=writer, process_group=self.group)
-        self._pending = _Pending(step, temporary, cast("Future[Any]", future))
+        self._pending = _PendingSave(step, temporary, cast("Future[Any]", future))
         if blocking:
             self.wait()
 

@@ -24,7 +24,7 @@ SLAB_BYTES = 256 << 20  # the pool grows by no more at a time, but for a larger 
 class HostBuffer:
     """Bytes in the host's memory: its own, or those of `slab` from byte `start` on."""
 
-    def __init__(self, nbytes: int, pinned: bool, slab: Slab | None = None, start: int = 0) -> None:
+    def __init__(self, nbytes: int, pinned: bool, slab: HostSlab | None = None, start: int = 0) -> None:
         self.nbytes, self.slab, self.start = nbytes, slab, start
         self.tensor: Tensor | None = None
         if slab is not None:
@@ -38,7 +38,7 @@ class HostBuffer:
             self.array = np.empty(nbytes, np.uint8)
 
 
-class Slab:
+class HostSlab:
     """Memory that buffers are cut from. `gaps`: what none of them has, (start, end) in order, not touching one another."""
 
     def __init__(self, nbytes: int, pinned: bool) -> None:
@@ -76,7 +76,7 @@ class Slab:
         return self.gaps == [(0, self.memory.nbytes)]
 
 
-class Job(Protocol):
+class CopyJob(Protocol):
     """A copy under way."""
 
     def wait(self) -> None:
@@ -88,15 +88,15 @@ class Job(Protocol):
         ...
 
 
-class Copies(Protocol):
+class CopyEngine(Protocol):
     """Who copies. Both arguments have the same number of bytes; device tensors are flat and uint8.
 
     A copy begins when what was queued on the device before is done. Neither side may be changed or freed before the job is done.
     """
 
-    def out(self, source_Z: Tensor, target: HostBuffer) -> Job: ...
+    def out(self, source_Z: Tensor, target: HostBuffer) -> CopyJob: ...
 
-    def back(self, source: HostBuffer, target_Z: Tensor) -> Job: ...
+    def back(self, source: HostBuffer, target_Z: Tensor) -> CopyJob: ...
 
 
 class _Done:
@@ -107,14 +107,14 @@ class _Done:
         return True
 
 
-class CpuCopies:
+class CpuCopyEngine:
     """Copies made at once, unseen by torch. Raises ValueError for a buffer that is too small."""
 
-    def out(self, source_Z: Tensor, target: HostBuffer) -> Job:
+    def out(self, source_Z: Tensor, target: HostBuffer) -> CopyJob:
         _move(source_Z, target, out=True)
         return _Done()
 
-    def back(self, source: HostBuffer, target_Z: Tensor) -> Job:
+    def back(self, source: HostBuffer, target_Z: Tensor) -> CopyJob:
         _move(target_Z, source, out=False)
         return _Done()
 
@@ -139,31 +139,31 @@ class _Event:
         return bool(self._event.query())
 
 
-class StreamCopies:
+class StreamCopyEngine:
     """Copies on two streams beside the one that computes, one for each direction."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self._out, self._back = device.side_stream(), device.side_stream()
 
-    def _begin(self, stream: torch.Stream, target: Tensor, source: Tensor) -> Job:
+    def _begin(self, stream: torch.Stream, target: Tensor, source: Tensor) -> CopyJob:
         stream.wait_event(torch.accelerator.current_stream(self.device.torch_device).record_event())
         with stream:
             target.copy_(source, non_blocking=True)
         return _Event(stream.record_event(), self.device)
 
-    def out(self, source_Z: Tensor, target: HostBuffer) -> Job:
+    def out(self, source_Z: Tensor, target: HostBuffer) -> CopyJob:
         assert target.tensor is not None
         return self._begin(self._out, target.tensor[: source_Z.numel()], source_Z)
 
-    def back(self, source: HostBuffer, target_Z: Tensor) -> Job:
+    def back(self, source: HostBuffer, target_Z: Tensor) -> CopyJob:
         assert source.tensor is not None
         return self._begin(self._back, target_Z, source.tensor[: target_Z.numel()])
 
 
-def copies_for(device: Device) -> Copies:
+def copies_for(device: Device) -> CopyEngine:
     """Who copies for a device."""
-    return CpuCopies() if device.kind == "cpu" else StreamCopies(device)
+    return CpuCopyEngine() if device.kind == "cpu" else StreamCopyEngine(device)
 
 
 class HostPool:
@@ -177,7 +177,7 @@ class HostPool:
 
     def __init__(self, device: Device, advice: str = "swap less in memory.spans, or raise memory.swap_from") -> None:
         self._pinned = device.kind != "cpu"
-        self._slabs: list[Slab] = []
+        self._slabs: list[HostSlab] = []
         self._advice = advice
         self.bytes = self.used = self.peak = 0
 
@@ -202,7 +202,7 @@ class HostPool:
         self._slabs = [slab for slab in self._slabs if not slab.idle]
         self.bytes = sum(slab.memory.nbytes for slab in self._slabs)
 
-    def _grow(self, nbytes: int) -> Slab:
+    def _grow(self, nbytes: int) -> HostSlab:
         wanted = _power_of_two(max(nbytes, min(self.bytes // 4, SLAB_BYTES)))
         slab = self._new(wanted)
         if slab is None:
@@ -217,12 +217,12 @@ class HostPool:
         self.bytes += slab.memory.nbytes
         return slab
 
-    def _new(self, nbytes: int) -> Slab | None:
+    def _new(self, nbytes: int) -> HostSlab | None:
         # most hosts promise memory that they do not have, and end the process that uses it
         if nbytes > Device("cpu", 0).free_memory_bytes():
             return None
         try:
-            return Slab(nbytes, self._pinned)
+            return HostSlab(nbytes, self._pinned)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from mmspeed.device import Device
 
-from .copies import Copies, HostBuffer, HostPool, Job
+from .copies import CopyEngine, CopyJob, HostBuffer, HostPool
 
 ALIGNMENT = 128  # bytes; where vectorised kernels like tensors to begin
 
 
 @dataclass(frozen=True)
-class Place:
+class FlatSlice:
     """Where a tensor lies in a flat one: from `start`, `length` of its elements. With a dtype, the flat one holds bytes."""
 
     start: int
@@ -40,37 +40,37 @@ def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
     return torch.empty_like(tensor, device="meta").stride()
 
 
-def lay_out(tensors: Iterable[Tensor]) -> tuple[list[Place], int]:
+def lay_out(tensors: Iterable[Tensor]) -> tuple[list[FlatSlice], int]:
     """Places one after another in a flat tensor of elements, and that one's number of elements."""
     places, total = [], 0
     for tensor in tensors:
-        places.append(Place(total, tensor.numel(), tuple(tensor.shape), _dense_stride(tensor)))
+        places.append(FlatSlice(total, tensor.numel(), tuple(tensor.shape), _dense_stride(tensor)))
         total = _up(total + tensor.numel(), ALIGNMENT // 4)
     return places, places[-1].start + places[-1].length if places else 0
 
 
-def lay_out_bytes(tensors: Iterable[Tensor]) -> tuple[list[Place], int]:
+def lay_out_bytes(tensors: Iterable[Tensor]) -> tuple[list[FlatSlice], int]:
     """As `lay_out`, for tensors of several dtypes in a flat tensor of bytes."""
     places, end = [], 0
     for tensor in tensors:
         start = _up(end, ALIGNMENT)
         end = start + tensor.numel() * tensor.element_size()
-        places.append(Place(start, end - start, tuple(tensor.shape), _dense_stride(tensor), tensor.dtype))
+        places.append(FlatSlice(start, end - start, tuple(tensor.shape), _dense_stride(tensor), tensor.dtype))
     return places, end
 
 
-class Parcel:
+class OffloadedBuffer:
     """Bytes that lie in the host's memory, and visit the device as one flat uint8 tensor: `fetch`, `here`, then `send` or `forget`.
 
     Many parcels share a pool, which gets page-locked memory in large pieces.
     """
 
-    def __init__(self, device: Device, copies: Copies, pool: HostPool | None = None) -> None:
+    def __init__(self, device: Device, copies: CopyEngine, pool: HostPool | None = None) -> None:
         self.device, self.copies, self.pool = device, copies, pool or HostPool(device)
         self.buffer: HostBuffer | None = None
         self._flat_Z: Tensor | None = None
-        self._coming: Job | None = None
-        self._going: tuple[Job, Tensor] | None = None
+        self._coming: CopyJob | None = None
+        self._going: tuple[CopyJob, Tensor] | None = None
 
     @property
     def nbytes(self) -> int:

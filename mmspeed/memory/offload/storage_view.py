@@ -15,7 +15,7 @@ CHANGED = "a tensor that backward needs was changed in place after a span that s
 
 
 @dataclass(frozen=True)
-class Look:
+class StorageView:
     """How a tensor looks into its storage; `offset` in bytes."""
 
     dtype: torch.dtype
@@ -26,7 +26,7 @@ class Look:
     negative: bool
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Look:
+    def of(cls, tensor: Tensor) -> StorageView:
         offset = int(tensor.storage_offset()) * tensor.element_size()
         return cls(tensor.dtype, tuple(tensor.shape), tensor.stride(), offset, tensor.is_conj(), tensor.is_neg())
 
@@ -45,7 +45,7 @@ class Look:
         return self.offset, self.offset + (last + 1) * self.dtype.itemsize
 
 
-def part_of_storage(look: Look, nbytes: int) -> tuple[int, int]:
+def part_of_storage(look: StorageView, nbytes: int) -> tuple[int, int]:
     """What is copied for a tensor, (start, end) in bytes: all of a storage of `nbytes` if it sees half of it, else what it sees.
 
     It begins where the device's memory is aligned, so that kernels meet the same alignment as before.
@@ -60,7 +60,7 @@ def flat_bytes(storage: torch.UntypedStorage, start: int, end: int) -> Tensor:
     return flat_Z.set_(storage, start, (end - start,), (1,))  # type: ignore[call-overload,no-any-return]
 
 
-class Witness:
+class VersionGuard:
     """Notices that a tensor is changed in place, as autograd does, without holding its memory."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -78,7 +78,7 @@ class Witness:
             raise RuntimeError(CHANGED)
 
 
-def kept(tensor: Tensor) -> Callable[[], Tensor]:
+def guarded(tensor: Tensor) -> Callable[[], Tensor]:
     """Gives a tensor that stays where it is. Raises RuntimeError if it was changed in place meanwhile."""
     if not tensor.is_leaf:
         tensor = tensor.detach()  # a node must not hold its own result: nothing would free the two
@@ -104,7 +104,7 @@ def cast_of_parameter(tensor: Tensor) -> nn.Parameter | None:
     return source if same and copy.untyped_storage().nbytes() == copy.numel() * copy.element_size() else None
 
 
-def looks_into_parameter(tensor: Tensor) -> bool:
+def views_parameter(tensor: Tensor) -> bool:
     """Whether a tensor sees the memory of a parameter that is a DTensor: this process's part of it, as layers compute with it."""
     node = tensor.grad_fn
     for _ in range(4):  # a few views
@@ -121,7 +121,7 @@ def looks_into_parameter(tensor: Tensor) -> bool:
 
 def cast_again(tensor: Tensor, source: nn.Parameter) -> Callable[[], Tensor]:
     """Gives what `cast_of_parameter` found by casting the parameter again."""
-    look, copied, parameter = Look.of(tensor), Witness(tensor), Witness(source)
+    look, copied, parameter = StorageView.of(tensor), VersionGuard(tensor), VersionGuard(source)
 
     def give() -> Tensor:
         copied.check()

@@ -8,10 +8,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .swap_group import Depot, SwapGroup
+from .swap_group import OffloadPool, PooledOffloadGroup
 
 
-class Group(Protocol):
+class OffloadGroup(Protocol):
     """What one span of one forward pass keeps in the host's memory."""
 
     def store(self, tensor: Tensor) -> Callable[[], Tensor]:
@@ -31,9 +31,9 @@ class Group(Protocol):
         ...
 
 
-class Swap(Depot):
+class Offloader(OffloadPool):
     """Where a model's spans swap to. Tensors of fewer than `from_bytes` stay."""
 
-    def group(self) -> Group:
+    def group(self) -> OffloadGroup:
         """A new group, for one run of a span."""
-        return SwapGroup(self)
+        return PooledOffloadGroup(self)

@@ -23,44 +23,44 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from mmspeed.device import Device
 
-from .copies import Copies, HostBuffer, HostPool, Job, copies_for
+from .copies import CopyEngine, CopyJob, HostBuffer, HostPool, copies_for
 from .storage_view import (
-    Look,
-    Witness,
+    StorageView,
+    VersionGuard,
     cast_again,
     cast_of_parameter,
     flat_bytes,
-    kept,
-    looks_into_parameter,
+    guarded,
     part_of_storage,
+    views_parameter,
 )
 
 OPEN_GROUPS = 2  # whose copies out may be under way: the one that was closed last, and the one before
 
 
 @dataclass
-class Leaving:
+class PendingRelease:
     """What nobody will ask for any more, held until copies from and to it are done."""
 
-    jobs: list[Job]
+    jobs: list[CopyJob]
     memory_Z: Tensor | None = None
     buffer: HostBuffer | None = None
     storage: int | None = None  # of the part that it was
 
 
-def _at_end(owner: object, depot: Depot, what: Leaving) -> weakref.finalize:
+def _at_end(owner: object, depot: OffloadPool, what: PendingRelease) -> weakref.finalize:
     end = weakref.finalize(owner, depot.leave, what)
     end.atexit = False  # the process takes all memory with it
     return end
 
 
-class Arrival:
+class DeviceCopy:
     """A part that is on the device, or will be when `job` is done; `memory_Z` are its bytes."""
 
-    def __init__(self, depot: Depot, memory_Z: Tensor, job: Job | None = None) -> None:
+    def __init__(self, depot: OffloadPool, memory_Z: Tensor, job: CopyJob | None = None) -> None:
         self.memory_Z, self._job = memory_Z, job
         # if nobody asks, a copy may still write there
-        self._unasked = None if job is None else _at_end(self, depot, Leaving([job], memory_Z))
+        self._unasked = None if job is None else _at_end(self, depot, PendingRelease([job], memory_Z))
 
     def wait(self) -> None:
         """What is queued on the device from now on finds it."""
@@ -69,18 +69,18 @@ class Arrival:
             self._unasked.detach()
 
 
-class Part:
+class OffloadedStorage:
     """Bytes of a storage that lie in the host's memory. Made under the depot's lock."""
 
-    def __init__(self, depot: Depot, tensor: Tensor, start: int, end: int) -> None:
+    def __init__(self, depot: OffloadPool, tensor: Tensor, start: int, end: int) -> None:
         storage = tensor.untyped_storage()
         self.depot, self.start, self.end = depot, start, end
-        self.witness = Witness(tensor)
+        self.witness = VersionGuard(tensor)
         self._storage = StorageWeakRef(storage)  # as long as it is there, no other storage has the same `_cdata`
-        self._arrival: weakref.ref[Arrival] | None = None
+        self._arrival: weakref.ref[DeviceCopy] | None = None
         self._buffer = depot.pool.take(end - start)
         # the device's memory is held until the copy out is done
-        self._lying = Leaving([], flat_bytes(storage, start, end), self._buffer, storage._cdata)
+        self._lying = PendingRelease([], flat_bytes(storage, start, end), self._buffer, storage._cdata)
         _at_end(self, depot, self._lying)
         self._out = depot.copies.out(self._lying.memory_Z, self._buffer)  # type: ignore[arg-type]
         self._lying.jobs.append(self._out)
@@ -102,7 +102,7 @@ class Part:
         self._out.wait()
         self._lying.memory_Z = None
 
-    def load(self) -> Arrival:
+    def load(self) -> DeviceCopy:
         """Begin the copy back, if the part is not on the device. Under the depot's lock."""
         arrival = None if self._arrival is None else self._arrival()
         if arrival is None:
@@ -113,10 +113,10 @@ class Part:
                 job = depot.copies.back(self._buffer, memory_Z)
                 self._lying.jobs[1:] = [job]
                 depot.moved_back += nbytes
-                arrival = Arrival(depot, memory_Z, job)
+                arrival = DeviceCopy(depot, memory_Z, job)
             else:
                 depot.found += nbytes
-                arrival = Arrival(depot, there_Z)
+                arrival = DeviceCopy(depot, there_Z)
             self._arrival = weakref.ref(arrival)
         return arrival
 
@@ -133,7 +133,7 @@ class Part:
         return flat_bytes(storage, self.start, self.end)
 
 
-class Depot:
+class OffloadPool:
     """What lies in the host's memory for all groups of a model: parts of storages, the copies of them, and counts in bytes.
 
     moved_out, moved_back: copied. shared: of stored tensors whose part was there already. found: of parts that were asked for while they
@@ -141,17 +141,17 @@ class Depot:
     `from_bytes`, which stay.
     """
 
-    def __init__(self, device: Device, from_bytes: int = 1 << 20, copies: Copies | None = None) -> None:
+    def __init__(self, device: Device, from_bytes: int = 1 << 20, copies: CopyEngine | None = None) -> None:
         self.device, self.from_bytes = device, from_bytes
         self.copies = copies or copies_for(device)
         self.pool = HostPool(device)
         self.moved_out = self.moved_back = self.shared = self.found = self.recast = self.kept_small = 0
         self.lock = threading.Lock()  # backward runs in threads of autograd's
-        self.leaving: deque[Leaving] = deque()  # filled by finalizers, which wait for no lock
-        self.newest: weakref.ref[SwapGroup] | None = None
-        self._parts: dict[int, list[weakref.ref[Part]]] = {}  # by storage
-        self._outgoing: deque[weakref.ref[Part]] = deque()
-        self._closed: deque[weakref.ref[SwapGroup]] = deque()
+        self.leaving: deque[PendingRelease] = deque()  # filled by finalizers, which wait for no lock
+        self.newest: weakref.ref[PooledOffloadGroup] | None = None
+        self._parts: dict[int, list[weakref.ref[OffloadedStorage]]] = {}  # by storage
+        self._outgoing: deque[weakref.ref[OffloadedStorage]] = deque()
+        self._closed: deque[weakref.ref[PooledOffloadGroup]] = deque()
 
     def stays(self, tensor: Tensor) -> bool:
         """Whether a tensor is kept as it is: a parameter or a view of one, a leaf that wants a gradient, one that is small, not of the
@@ -159,33 +159,33 @@ class Depot:
         roots = [tensor] if tensor._base is None else [tensor, tensor._base]
         if any(type(root) is not Tensor or (root.is_leaf and root.requires_grad) for root in roots):
             return True
-        if looks_into_parameter(tensor):
+        if views_parameter(tensor):
             return True
         plain = tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_inference()
         if not plain or tensor.is_nested or tensor.device != self.device.torch_device or tensor.numel() == 0:
             return True
-        start, end = Look.of(tensor).reach()
+        start, end = StorageView.of(tensor).reach()
         if end - start < self.from_bytes:
             self.kept_small += end - start
             return True
         return tensor.untyped_storage().nbytes() < end  # was freed on purpose, and somebody will restore it
 
-    def part(self, tensor: Tensor) -> Part:
+    def part(self, tensor: Tensor) -> OffloadedStorage:
         """The part that a tensor looks into, on its way out from now on if it was not yet. Under the lock."""
         storage = tensor.untyped_storage()
-        start, end = part_of_storage(Look.of(tensor), storage.nbytes())
+        start, end = part_of_storage(StorageView.of(tensor), storage.nbytes())
         for weak in self._parts.get(storage._cdata, ()):
             part = weak()
             if part is not None and part.serves(start, end, tensor._version):
                 self.shared += end - start
                 return part
-        part = Part(self, tensor, start, end)
+        part = OffloadedStorage(self, tensor, start, end)
         self._parts.setdefault(storage._cdata, []).append(weakref.ref(part))
         if not part.let_go_if_done():
             self._outgoing.append(weakref.ref(part))
         return part
 
-    def closed(self, group: SwapGroup) -> SwapGroup | None:
+    def closed(self, group: PooledOffloadGroup) -> PooledOffloadGroup | None:
         """A group is closed; the one whose copies out must be done now. Under the lock."""
         self._closed.append(weakref.ref(group))
         return self._closed.popleft()() if len(self._closed) > OPEN_GROUPS else None
@@ -196,7 +196,7 @@ class Depot:
             self._outgoing.popleft()
         self._free()
 
-    def leave(self, what: Leaving) -> None:
+    def leave(self, what: PendingRelease) -> None:
         """Nobody will ask for something any more. For finalizers, which may come at any time, inside of the lock too."""
         self.leaving.append(what)
         if self.lock.acquire(blocking=False):
@@ -218,23 +218,23 @@ class Depot:
                 if parts:
                     self._parts[left.storage] = parts
 
-    def __deepcopy__(self, memo: object) -> Depot:
+    def __deepcopy__(self, memo: object) -> OffloadPool:
         """A copy of a model swaps to the same place."""
         return self
 
 
-class Held:
+class OffloadedTensor:
     """A stored tensor."""
 
-    def __init__(self, group: SwapGroup, place: int, part: Part, tensor: Tensor) -> None:
+    def __init__(self, group: PooledOffloadGroup, place: int, part: OffloadedStorage, tensor: Tensor) -> None:
         self.group, self.place, self.part = group, place, part
-        self.look, self.witness = Look.of(tensor), Witness(tensor)
+        self.look, self.witness = StorageView.of(tensor), VersionGuard(tensor)
         start, end = self.look.reach()
         self.nbytes = end - start
-        self.arrival: Arrival | None = None
+        self.arrival: DeviceCopy | None = None
         self.given = False  # in this backward
 
-    def load(self) -> Arrival:
+    def load(self) -> DeviceCopy:
         """Begin to copy it back. Under the depot's lock."""
         if self.arrival is None:
             self.arrival = self.part.load()
@@ -249,13 +249,13 @@ class Held:
             return self.look.into(arrival.memory_Z, self.part.start)
 
 
-class SwapGroup:
-    """What one run of a span keeps in the host's memory; a `Group`. Only who may ask for its tensors holds it."""
+class PooledOffloadGroup:
+    """What one run of a span keeps in the host's memory; an `OffloadGroup`. Only who may ask for its tensors holds it."""
 
-    def __init__(self, depot: Depot) -> None:
+    def __init__(self, depot: OffloadPool) -> None:
         self.depot = depot
-        self._held: list[weakref.ref[Held]] = []
-        self._before: Callable[[], SwapGroup | None] = lambda: None
+        self._held: list[weakref.ref[OffloadedTensor]] = []
+        self._before: Callable[[], PooledOffloadGroup | None] = lambda: None
         self._nbytes = 0
         self._begun = self._forward = False
         self._given = 0  # of those stored, since it was begun
@@ -265,13 +265,13 @@ class SwapGroup:
         depot = self.depot
         with torch.no_grad(), depot.lock:
             if depot.stays(tensor):
-                return kept(tensor)
+                return guarded(tensor)
             source = cast_of_parameter(tensor)
             if source is not None:
                 depot.recast += tensor.numel() * tensor.element_size()
                 return cast_again(tensor, source)
             depot.tidy()
-            held = Held(self, len(self._held), depot.part(tensor), tensor)
+            held = OffloadedTensor(self, len(self._held), depot.part(tensor), tensor)
             if not self._held:  # a group that keeps nothing would break the chain
                 self._before = depot.newest or self._before
                 depot.newest = weakref.ref(self)
@@ -301,7 +301,7 @@ class SwapGroup:
         """Inside, all that autograd saves is stored."""
         return torch.autograd.graph.saved_tensors_hooks(self.store, lambda give: give())
 
-    def ask(self, held: Held) -> Arrival:
+    def ask(self, held: OffloadedTensor) -> DeviceCopy:
         """A tensor is needed now: it is on its way. Who loaded it for the sake of `held` holds it no longer."""
         with self.depot.lock:
             # a second pass asks for the first, backward for the last
@@ -340,5 +340,5 @@ class SwapGroup:
             one.load()
             begun += one.nbytes
 
-    def _alive(self) -> list[Held]:
+    def _alive(self) -> list[OffloadedTensor]:
         return [held for weak in self._held if (held := weak()) is not None]

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mmspeed.device import Device
-from mmspeed.memory.offload.copies import Copies, HostPool
-from mmspeed.memory.offload.host_buffers import Parcel, lay_out
+from mmspeed.memory.offload.copies import CopyEngine, HostPool
+from mmspeed.memory.offload.host_buffers import OffloadedBuffer, lay_out
 
 from .split_bits import halves_of, join, rounded, split
 
@@ -45,7 +45,7 @@ class Masters(ABC):
     """The masters of one bucket. The optimizer knows them as `masters`, whose values are there between `open` and `close`."""
 
     dtype = torch.bfloat16  # of the parameters
-    parcel: Parcel | None = None  # what lies in the host's memory
+    parcel: OffloadedBuffer | None = None  # what lies in the host's memory
 
     def __init__(self, parameters: list[nn.Parameter], device: Device) -> None:
         self.parameters, self.device = parameters, device
@@ -225,10 +225,10 @@ class SplitMasters(Masters):
 class HostMasters(SplitMasters):
     """As `SplitMasters`, and the 16 bits lie in the host's memory."""
 
-    parcel: Parcel
+    parcel: OffloadedBuffer
 
-    def __init__(self, parameters: list[nn.Parameter], device: Device, copies: Copies, pool: HostPool) -> None:
-        self.parcel = Parcel(device, copies, pool)
+    def __init__(self, parameters: list[nn.Parameter], device: Device, copies: CopyEngine, pool: HostPool) -> None:
+        self.parcel = OffloadedBuffer(device, copies, pool)
         super().__init__(parameters, device)
 
     def _first_rest(self) -> None:
@@ -253,7 +253,9 @@ class HostMasters(SplitMasters):
         return self.parcel.nbytes
 
 
-def masters_for(tier: str, parameters: list[nn.Parameter], device: Device, copies: Copies, pool: HostPool) -> Masters:
+def masters_for(
+    tier: str, parameters: list[nn.Parameter], device: Device, copies: CopyEngine, pool: HostPool
+) -> Masters:
     """The masters of a bucket in a tier: parameters, float32, split or host."""
     if tier == "parameters":
         return ParameterMasters(parameters, device)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mmspeed.device import Device
-from mmspeed.memory.offload.copies import Copies, HostPool
-from mmspeed.memory.offload.host_buffers import Parcel, Place, lay_out_bytes
+from mmspeed.memory.offload.copies import CopyEngine, HostPool
+from mmspeed.memory.offload.host_buffers import FlatSlice, OffloadedBuffer, lay_out_bytes
 
 State = dict[str, Any]
 States = dict[Any, State]  # as in Optimizer.state: by parameter
@@ -97,12 +97,12 @@ class HostStates(DeviceStates):
     """In the host's memory, as one parcel. Between steps the optimizer holds tensors of the meta device in their stead."""
 
     def __init__(
-        self, masters: list[nn.Parameter], states: States, device: Device, copies: Copies, pool: HostPool
+        self, masters: list[nn.Parameter], states: States, device: Device, copies: CopyEngine, pool: HostPool
     ) -> None:
         super().__init__(masters, states, device)
-        self.parcel = Parcel(device, copies, pool)
-        self._places: list[Place] = []
-        self._place_of: dict[int, Place] = {}  # by the identity of the tensor that stands for it
+        self.parcel = OffloadedBuffer(device, copies, pool)
+        self._places: list[FlatSlice] = []
+        self._place_of: dict[int, FlatSlice] = {}  # by the identity of the tensor that stands for it
         self._standing: list[Tensor] = []  # kept, so that identities are theirs alone
 
     def fetch(self) -> None:
@@ -215,7 +215,7 @@ class MappedStates(DeviceStates):
 
 
 def states_for(
-    where: str, masters: list[nn.Parameter], states: States, device: Device, copies: Copies, pool: HostPool
+    where: str, masters: list[nn.Parameter], states: States, device: Device, copies: CopyEngine, pool: HostPool
 ) -> DeviceStates:
     """`where`: device, host or mapped."""
     if where == "host":

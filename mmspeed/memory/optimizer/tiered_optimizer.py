@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from mmspeed.device import Device
 from mmspeed.errors import UserError
-from mmspeed.memory.offload.copies import Copies, HostPool, copies_for
+from mmspeed.memory.offload.copies import CopyEngine, HostPool, copies_for
 
 from .master_weights import local_gradient, local_part, masters_for
 from .states import DeviceStates, State, states_for, transform
@@ -66,7 +66,7 @@ class TieredOptimizer:
         states: StateTier,
         bucket_bytes: int,
         device: Device,
-        copies: Copies | None = None,
+        copies: CopyEngine | None = None,
     ) -> None:
         parameters = [p for group in groups for p in group["params"]]
         if not parameters or len({id(p) for p in parameters}) < len(parameters):

@@ -12,7 +12,7 @@ from mmspeed.memory.recompute.region import matmul_operators
 from .measure import operations
 
 
-class MatmulCount(TorchDispatchMode):
+class MatmulCounter(TorchDispatchMode):
     """Inside, counts the matrix products that are computed, by operator. Those that a region gives back are not.
 
     `work` is their floating-point operations, where torch knows the operator's.

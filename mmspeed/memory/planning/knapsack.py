@@ -60,7 +60,7 @@ def choose(
 
     Raises ValueError where a block has no option, or the numbers do not match the blocks.
     """
-    table = _Table(blocks, in_flight, gradients, unit)
+    table = _OptionTable(blocks, in_flight, gradients, unit)
     levels = _levels(table, room // unit, None)
     if levels is None:
         return None
@@ -75,7 +75,7 @@ def peak_of(
     blocks: Blocks, chosen: Sequence[int], in_flight: InFlight = 1, *, gradients: Sequence[int] | None = None
 ) -> int:
     """The most bytes that a choice takes at a time."""
-    table = _Table(blocks, in_flight, gradients, 1)
+    table = _OptionTable(blocks, in_flight, gradients, 1)
     kept = peak = 0
     for block, option in enumerate(chosen):
         kept += int(table.kept[block][option])
@@ -87,7 +87,7 @@ def least_room(
     blocks: Blocks, in_flight: InFlight = 1, *, gradients: Sequence[int] | None = None
 ) -> tuple[int, list[int]]:
     """The least room in which something fits, in bytes, and what does."""
-    table = _Table(blocks, in_flight, gradients, 1)
+    table = _OptionTable(blocks, in_flight, gradients, 1)
     low, high = 0, peak_of(blocks, [0] * len(blocks), in_flight, gradients=gradients)
     while low < high:
         middle = (low + high) // 2
@@ -97,7 +97,7 @@ def least_room(
     return low, found
 
 
-def _fits(table: _Table, room: int) -> list[int] | None:
+def _fits(table: _OptionTable, room: int) -> list[int] | None:
     """Any choice within a room: the least that is kept up to a block leaves most to the next ones."""
     kept, chosen = 0, []
     for block, own in enumerate(table.kept):
@@ -109,7 +109,7 @@ def _fits(table: _Table, room: int) -> list[int] | None:
     return chosen
 
 
-class _Table:
+class _OptionTable:
     """The figures of all options as arrays, block by block, in units of memory and nanoseconds."""
 
     def __init__(self, blocks: Blocks, in_flight: InFlight, gradients: Sequence[int] | None, unit: int) -> None:
@@ -144,7 +144,7 @@ class _Level:
     option: np.ndarray
 
 
-def _levels(table: _Table, room: int, host_room: int | None) -> list[_Level] | None:
+def _levels(table: _OptionTable, room: int, host_room: int | None) -> list[_Level] | None:
     """The points after each block; None where there are none. Without `host_room` the host's bytes are left out."""
     zero = np.zeros(1, np.int64)
     level = _Level(zero, zero, zero, zero, zero)

@@ -26,7 +26,7 @@ Work = Callable[[], object]
 _DEVICE = torch.ops.prim.device.default
 
 
-class Gauge(Protocol):
+class Profiler(Protocol):
     """Who measures."""
 
     @property
@@ -43,7 +43,7 @@ class Gauge(Protocol):
         ...
 
 
-class DeviceGauge:
+class DeviceProfiler:
     """Measures on a device: by the allocator's count, and by a clock."""
 
     def __init__(self, device: Device) -> None:
@@ -78,14 +78,14 @@ class DeviceGauge:
         return [statistics.median(each) for each in taken]
 
 
-class ShapeGauge:
+class FakeTensorProfiler:
     """Measures fake tensors. Use it inside of a `FakeTensorMode`.
 
     flops: operations a second of a device, a multiply-add as two. bandwidth: bytes a second of its memory.
     """
 
     def __init__(self, flops: float, bandwidth: float) -> None:
-        self._count, self._roofline = StorageCount(), Roofline(flops, bandwidth)
+        self._count, self._roofline = StorageTracker(), Roofline(flops, bandwidth)
 
     @property
     def spent(self) -> float:
@@ -108,7 +108,7 @@ class ShapeGauge:
         return found
 
 
-class StorageCount(TorchDispatchMode):
+class StorageTracker(TorchDispatchMode):
     """Bytes of all storages that were made inside and are alive, now and at the peak."""
 
     def __init__(self) -> None:

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import cast
 
-from mmspeed.config.memory import MemoryConfig, Way, parse_bytes
-from mmspeed.memory.recompute.spans import Ways
+from mmspeed.config.memory import ActivationPolicy, MemoryConfig, parse_bytes
+from mmspeed.memory.recompute.spans import ActivationPolicies
 
 from .knapsack import Option, choose, least_room, peak_of
 
 BRANCHES = ("attention", "cross_attention", "mlp")
-SMALL: Ways = {"norm": "recompute", "activation": "recompute"}
-WAYS: tuple[Way, ...] = ("recompute", "recompute_cheap", "swap_cheap", "swap")
+SMALL: ActivationPolicies = {"norm": "recompute", "activation": "recompute"}
+WAYS: tuple[ActivationPolicy, ...] = ("recompute", "recompute_cheap", "swap_cheap", "swap")
 UNITS = 1 << 14  # of the room, that bytes are rounded up to where an exact choice would be long in coming
 
 # -- what a block can do -----------------------------------------------------------------------------------------------
@@ -28,10 +28,10 @@ def swaps(ways: Mapping[str, str]) -> bool:
     return any(way.startswith("swap") for way in ways.values())
 
 
-def single_ways(spans: Sequence[str], with_swap: bool) -> list[Ways]:
+def single_policies(spans: Sequence[str], with_swap: bool) -> list[ActivationPolicies]:
     """Each way of each span alone, saving everything first: what is measured of a block that names these spans."""
     each = [way for way in WAYS if with_swap or not way.startswith("swap")]
-    found: list[Ways] = [{}, *({"block": way} for way in each)]
+    found: list[ActivationPolicies] = [{}, *({"block": way} for way in each)]
     found += [{span: way} for span in BRANCHES if span in spans for way in each]
     if all(span in spans for span in SMALL):
         found.append(SMALL)
@@ -105,7 +105,7 @@ STATE_BYTES = {"adamw": 8.0, "adamw8bit": 2.1, "muon": 4.5}  # a parameter; of m
 
 
 @dataclass(frozen=True)
-class Static:
+class StaticMemory:
     """Bytes on a device that do not depend on what is computed. `update`: what an optimizer's step takes for itself."""
 
     parameters: int
@@ -123,7 +123,7 @@ class Static:
 
 def static_bytes(
     numbers: int, memory: MemoryConfig, *, average: bool, optimizer: str = "adamw", largest: int = 0
-) -> Static:
+) -> StaticMemory:
     """What so many parameters take on a device that holds them, by formula.
 
     average: whether there is a moving average of them. largest: numbers of the largest parameter, which a bucket is at least of.
@@ -135,7 +135,7 @@ def static_bytes(
         update = (2 if half else 1) * bucket + (2 * int(bucket * each / 4) if memory.states == "host" else 0)
     else:  # the kernels of lists of tensors have one number for each parameter at a time
         update = 4 * numbers
-    return Static(
+    return StaticMemory(
         parameters=(2 if half else 4) * numbers,
         master={"parameters": 0, "float32": 4, "split": 2, "host": 0}[memory.master] * numbers,
         states=0 if memory.states == "host" else int(each * numbers),
@@ -161,7 +161,7 @@ class StepFigures:
         keep_last: whether the last block swaps nothing.
     """
 
-    static: Static
+    static: StaticMemory
     ends: int
     tail: int
     kinds: tuple[int, ...]
@@ -241,9 +241,12 @@ class StepFigures:
         own = sum(self.plain_seconds[kind] for kind in self.kinds) if self.plain_seconds else 0.0
         return self.seconds(chosen) / own if own else 0.0
 
-    def ways(self, chosen: Sequence[int]) -> list[Ways]:
+    def ways(self, chosen: Sequence[int]) -> list[ActivationPolicies]:
         """The ways of each block."""
-        return [cast(Ways, dict(block[option].ways)) for block, option in zip(self.blocks(), chosen, strict=True)]
+        return [
+            cast(ActivationPolicies, dict(block[option].ways))
+            for block, option in zip(self.blocks(), chosen, strict=True)
+        ]
 
 
 def kinds_of(keys: Sequence[object]) -> tuple[tuple[int, ...], list[list[int]]]:
@@ -258,7 +261,9 @@ def words_of(ways: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {way}" for name, way in ways.items()) or "save"
 
 
-def runs_of(ways: Sequence[Ways], by: Callable[[Ways], str] = words_of) -> list[tuple[str, int]]:
+def runs_of(
+    ways: Sequence[ActivationPolicies], by: Callable[[ActivationPolicies], str] = words_of
+) -> list[tuple[str, int]]:
     """How many blocks have which ways, the most frequent first."""
     counts: dict[str, int] = {}
     for each in ways:

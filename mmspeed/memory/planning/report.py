@@ -27,7 +27,7 @@ MEANING = {
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerMemory:
     """A layer of the model, with what is computed between it and the next. `kept`: bytes that its forward leaves for backward."""
 
     name: str
@@ -45,7 +45,7 @@ class MemoryReport:
     module: str  # the innermost that was at work at the peak; "" outside of the model
     categories: dict[str, int]
     host: dict[str, int] = field(default_factory=dict)
-    layers: tuple[Layer, ...] = ()
+    layers: tuple[LayerMemory, ...] = ()
     counted_peak: int | None = None  # as the allocator counts
 
     @property
@@ -77,13 +77,13 @@ class MemoryReport:
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> MemoryReport:
         """Raises TypeError or KeyError for what is no report."""
-        return cls(**{**given, "layers": tuple(Layer(**layer) for layer in given["layers"])})
+        return cls(**{**given, "layers": tuple(LayerMemory(**layer) for layer in given["layers"])})
 
 
-def runs_of(layers: Iterable[Layer]) -> list[tuple[str, int]]:
+def runs_of(layers: Iterable[LayerMemory]) -> list[tuple[str, int]]:
     """Layers in their order, without those that keep nothing. Neighbours that keep as much, within 1 %, are one row such as
     "blocks.0 to blocks.6, each", with the most of them."""
-    rows: list[list[Layer]] = []
+    rows: list[list[LayerMemory]] = []
     for layer in layers:
         if rows and abs(rows[-1][0].kept - layer.kept) <= 0.01 * abs(layer.kept):
             rows[-1].append(layer)
@@ -113,7 +113,9 @@ def host_pools(model: nn.Module) -> list[HostPool]:
     pools: dict[int, HostPool] = {}
     for part in model.modules():
         for course in getattr(part, "_courses", {}).values():
-            pool = getattr(getattr(course.groups, "__self__", None), "pool", None)  # of the Swap whose groups are made
+            pool = getattr(
+                getattr(course.groups, "__self__", None), "pool", None
+            )  # of the Offloader whose groups are made
             if isinstance(pool, HostPool):
                 pools[id(pool)] = pool
     return list(pools.values())

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from mmspeed.device import Device
 
-from .report import Layer, MemoryReport, optimizer_bytes
+from .report import LayerMemory, MemoryReport, optimizer_bytes
 
 AT_THE_END = "end of forward"  # what is freed or made after the last layer, such as autocast's copies of weights
 
@@ -118,13 +118,13 @@ class _Tracker(MemTracker):
     def _lies_in(self, inner: nn.Module | None, outer: nn.Module) -> bool:
         return inner is not None and f"{self.names.get(inner, '')}.".startswith(f"{self.names.get(outer, '')}.")
 
-    def kept(self) -> tuple[Layer, ...]:
+    def kept(self) -> tuple[LayerMemory, ...]:
         """What each layer left behind, in the order of their first runs."""
         starts = [*self.begun, (AT_THE_END, self.ended), ("", self.left)]
         kept: dict[str, int] = {}
         for (name, before), (_, after) in pairwise(starts):
             kept[name] = kept.get(name, 0) + after - before
-        return tuple(Layer(name, count) for name, count in kept.items())
+        return tuple(LayerMemory(name, count) for name, count in kept.items())
 
 
 def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mmspeed.mixin import mix_in
-from mmspeed.replay import deciders, replayed
+from mmspeed.replay import recorded_modules, replayed
 
 
 class _Recomputed(nn.Module):
@@ -46,4 +46,4 @@ def recompute(block: nn.Module, around_graphs: bool = False) -> None:
     """
     mix_in(block, _Recomputed)
     block._reentrant = around_graphs  # type: ignore[assignment]
-    block._decides = bool(deciders(block))  # type: ignore[assignment]
+    block._decides = bool(recorded_modules(block))  # type: ignore[assignment]

@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from mmspeed.replay import Kind, Record
+from mmspeed.replay import DecisionRecord, Kind
 
 ONCE = "what was discarded is restored for one backward pass: a second one (retain_graph) finds it no more"
 
@@ -102,7 +102,7 @@ class Output:
 
     def __init__(self, f: Callable[..., Tensor], args: tuple[Any, ...], exchange_again: bool, rng: bool) -> None:
         self.f, self.args = f, args
-        self.record = _Exchanges(exchange_again)
+        self.record = _ExchangeRecord(exchange_again)
         self.circumstances = _Circumstances.now(args, rng)
         self.packed, self.saved = 0, list[Tensor | None]()
         with self.record.in_force(), saved_tensors_hooks(self._pack, self._unpack):
@@ -169,7 +169,7 @@ class Output:
             self.storage = None
 
 
-class _Exchanges(Record):
+class _ExchangeRecord(DecisionRecord):
     """Keeps what exchanges gave, for the second run."""
 
     def __init__(self, again: bool) -> None:
@@ -179,7 +179,7 @@ class _Exchanges(Record):
     def holds(self, kind: Kind) -> bool:
         return kind == "exchange" and not self.again
 
-    def kept(self, kind: Kind, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    def checkpointed(self, kind: Kind, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         if not self.holds(kind):
             return make()
         if self.second:

@@ -8,45 +8,50 @@ from typing import Any
 
 from torch import nn
 
-from mmspeed.config.memory import MemoryConfig, Way, parse_bytes
+from mmspeed.config.memory import ActivationPolicy, MemoryConfig, parse_bytes
 from mmspeed.device import Device
 from mmspeed.errors import UserError
-from mmspeed.memory.offload.swap import Group, Swap
+from mmspeed.memory.offload.swap import Offloader, OffloadGroup
 
 from .block_checkpoint import recompute
-from .spans import Ways, set_ways
+from .spans import ActivationPolicies, set_policies
 
-SWAPPED: dict[str, Way] = {"swap": "save", "swap_cheap": "recompute_cheap"}  # and what they are without swapping
+SWAPPED: dict[str, ActivationPolicy] = {
+    "swap": "save",
+    "swap_cheap": "recompute_cheap",
+}  # and what they are without swapping
 
 
 @dataclass(frozen=True)
-class Keeping:
+class BlockPolicies:
     """The ways of a model's spans, block by block.
 
     Args:
         ways: of each block; one of them alone stands for all blocks.
-        groups: makes a place to swap to for each run of a span that swaps; of `Swap.group`.
+        groups: makes a place to swap to for each run of a span that swaps; of `Offloader.group`.
         exchange_again: whether recomputation exchanges between devices again.
         mlp_chunk: tokens that an MLP computes at a time; None: all.
         mlp_exact: whether each number of its gradients is then the whole MLP's sum, not one over the parts.
     """
 
-    ways: tuple[Ways, ...] = field(default_factory=lambda: ({},))
-    groups: Callable[[], Group] | None = None
+    ways: tuple[ActivationPolicies, ...] = field(default_factory=lambda: ({},))
+    groups: Callable[[], OffloadGroup] | None = None
     exchange_again: bool = False
     mlp_chunk: int | None = None
     mlp_exact: bool = True
 
     @classmethod
-    def everywhere(cls, ways: Ways, blocks: int = 1, keep_last: bool = False, **given: Any) -> Keeping:
+    def everywhere(
+        cls, ways: ActivationPolicies, blocks: int = 1, keep_last: bool = False, **given: Any
+    ) -> BlockPolicies:
         """The same ways for all blocks. `keep_last`: but the last one swaps nothing, which backward needs at once."""
         last = {name: SWAPPED.get(way, way) for name, way in ways.items()} if keep_last else ways
         return cls((*[ways] * (blocks - 1), last), **given)
 
-    def of(self, block: int) -> Ways:
+    def of(self, block: int) -> ActivationPolicies:
         return self.ways[block] if len(self.ways) > 1 else self.ways[0]
 
-    def put_on(self, block: nn.Module, number: int, compiled: bool = False, around_graphs: bool = False) -> None:
+    def apply(self, block: nn.Module, number: int, compiled: bool = False, around_graphs: bool = False) -> None:
         """Tell block `number` its ways, in place. `compiled`: torch.compile makes graphs of it; `around_graphs`: see `recompute`.
 
         Raises UserError for a span that the block does not name, for `mlp_chunk` where there is no such MLP, and for another way than
@@ -64,7 +69,7 @@ class Keeping:
                 raise UserError("memory.spans: with train.compile, `block: recompute` is the only way beside `save`")
             recompute(block, around_graphs)
         elif ways:
-            set_ways(block, ways, self.groups, exchange_again=self.exchange_again)
+            set_policies(block, ways, self.groups, exchange_again=self.exchange_again)
 
 
 def set_chunks(block: nn.Module, tokens: int | None, exact: bool = True) -> bool:
@@ -75,7 +80,7 @@ def set_chunks(block: nn.Module, tokens: int | None, exact: bool = True) -> bool
     return bool(parts)
 
 
-def count_ways(keeping: Iterable[Ways]) -> dict[str, int]:
+def count_policies(keeping: Iterable[ActivationPolicies]) -> dict[str, int]:
     """How many spans there are of each way, such as "mlp: recompute", over all blocks."""
     counts: dict[str, int] = {}
     for ways in keeping:
@@ -84,18 +89,22 @@ def count_ways(keeping: Iterable[Ways]) -> dict[str, int]:
     return counts
 
 
-def make_keeping(
-    memory: MemoryConfig, checkpointing: bool, blocks: int, device: Device, choice: Sequence[Ways] | None = None
-) -> Keeping:
+def make_block_policies(
+    memory: MemoryConfig,
+    checkpointing: bool,
+    blocks: int,
+    device: Device,
+    choice: Sequence[ActivationPolicies] | None = None,
+) -> BlockPolicies:
     """What a config's memory section makes a model of so many blocks keep.
 
     checkpointing: `train.checkpointing`, short for `block: recompute`. choice: the ways of each block that were chosen under a budget.
     """
-    swap = Swap(device, parse_bytes(memory.swap_from))
+    swap = Offloader(device, parse_bytes(memory.swap_from))
     given = {"groups": swap.group, **memory.model_dump(include={"exchange_again", "mlp_chunk", "mlp_exact"})}
     if choice is not None:
-        return Keeping(tuple(choice), **given)  # type: ignore[arg-type]
-    spans: dict[str, Way] = {"block": "recompute"}
+        return BlockPolicies(tuple(choice), **given)  # type: ignore[arg-type]
+    spans: dict[str, ActivationPolicy] = {"block": "recompute"}
     if not checkpointing:
         spans = {str(name): way for name, way in memory.spans.items()}
-    return Keeping.everywhere(spans, blocks, memory.keep_last, **given)
+    return BlockPolicies.everywhere(spans, blocks, memory.keep_last, **given)

@@ -20,10 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from mmspeed.memory.offload.swap import Group
-from mmspeed.replay import Kind, Record
+from mmspeed.memory.offload.swap import OffloadGroup
+from mmspeed.replay import DecisionRecord, Kind
 
-Fate = Literal["save", "swap", "recompute"]
+OpPolicy = Literal["save", "swap", "recompute"]
 
 _MATMUL_NAMES = (
     "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "linear", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm",
@@ -53,21 +53,21 @@ def matmul_operators() -> set[Any]:
 
 
 @dataclass(frozen=True)
-class Policy:
+class RegionPolicy:
     """What becomes of the results of each kind of operation; those of all others are computed again."""
 
-    matmul: Fate = "recompute"
-    attention: Fate = "recompute"
-    exchange: Fate = "save"
+    matmul: OpPolicy = "recompute"
+    attention: OpPolicy = "recompute"
+    exchange: OpPolicy = "save"
     inputs: Literal["save", "swap"] = "save"
 
     @property
     def swaps(self) -> bool:
         return "swap" in (self.matmul, self.attention, self.exchange, self.inputs)
 
-    def fates(self) -> dict[Any, Fate]:
+    def op_policies(self) -> dict[Any, OpPolicy]:
         """By operator, for those whose results are kept."""
-        kept: dict[Any, Fate] = {}
+        kept: dict[Any, OpPolicy] = {}
         for names, fate in ((_MATMUL_NAMES, self.matmul), (_ATTENTION_NAMES, self.attention)):
             if fate != "recompute":
                 kept |= dict.fromkeys(_overloads(names), fate)
@@ -75,28 +75,28 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _StoredResult:
     """What gives a kept tensor back."""
 
     give: Callable[[], Tensor]
 
 
-class _Pass(Record):
+class _RegionRecord(DecisionRecord):
     """What one region keeps of its first pass. Results are given up as the second pass takes them."""
 
-    def __init__(self, policy: Policy, fates: dict[Any, Fate], group: Group | None) -> None:
+    def __init__(self, policy: RegionPolicy, fates: dict[Any, OpPolicy], group: OffloadGroup | None) -> None:
         super().__init__()
-        self.policy, self.fates, self.group = policy, fates, group
+        self.policy, self.op_policies, self.group = policy, fates, group
         self.results: deque[tuple[Any, Any]] = deque()  # of what, and held
         self.second = False
         self.aside = False  # inside of what is kept, or computed again, as a whole
         self.within = False  # inside of what is kept as a whole
 
-    def put(self, what: Any, fate: Fate, result: Any) -> None:
-        def hold(tensor: Tensor) -> _Held:
+    def put(self, what: Any, fate: OpPolicy, result: Any) -> None:
+        def hold(tensor: Tensor) -> _StoredResult:
             tensor = tensor.detach()  # what autograd gets is another object
             if fate == "swap" and self.group is not None:
-                return _Held(self.group.store(tensor))
+                return _StoredResult(self.group.store(tensor))
             version = tensor._version
 
             def unchanged() -> Tensor:
@@ -106,7 +106,7 @@ class _Pass(Record):
                     )
                 return tensor
 
-            return _Held(unchanged)
+            return _StoredResult(unchanged)
 
         with _counting_changes():
             self.results.append((what, tree_map_only(Tensor, hold, result)))
@@ -120,15 +120,15 @@ class _Pass(Record):
         of_first, held = self.results.popleft()
         if of_first != what:
             raise RuntimeError(f"the second pass of a region computes {what} where the first computed {of_first}")
-        return tree_map_only(_Held, lambda one: one.give(), held)
+        return tree_map_only(_StoredResult, lambda one: one.give(), held)
 
     def holds(self, kind: Kind) -> bool:
         return getattr(self.policy, kind) != "recompute"
 
-    def kept(self, kind: Kind, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    def checkpointed(self, kind: Kind, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         if self.within:
             return make()
-        fate: Fate = getattr(self.policy, kind)
+        fate: OpPolicy = getattr(self.policy, kind)
         if fate == "recompute":
             with self._apart(within=False):  # its own operations are not kept one by one
                 return make()
@@ -156,7 +156,7 @@ def _counting_changes() -> AbstractContextManager[None]:
 class _Phase:
     """The first or the second pass of a region. May be entered again: autograd does so for a graph that it was told to retain."""
 
-    def __init__(self, record: _Pass, second: bool) -> None:
+    def __init__(self, record: _RegionRecord, second: bool) -> None:
         self.record, self.second = record, second
         self.open = ExitStack()
 
@@ -170,7 +170,7 @@ class _Phase:
                 else:
                     opened.callback(record.group.close)
             opened.enter_context(record.in_force())
-            if record.fates:
+            if record.op_policies:
                 opened.enter_context(_Operations(record))
             self.open = opened.pop_all()
 
@@ -192,13 +192,13 @@ class _Operations(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True  # what a kernel of torch.compile does inside is no operation of ours; torch would else not use the kernel
 
-    def __init__(self, record: _Pass) -> None:
+    def __init__(self, record: _RegionRecord) -> None:
         super().__init__()
         self.record = record
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         record = self.record
-        fate = None if record.aside or not torch.is_grad_enabled() else record.fates.get(func)
+        fate = None if record.aside or not torch.is_grad_enabled() else record.op_policies.get(func)
         if fate is None:
             return func(*args, **(kwargs or {}))
         if record.second:
@@ -211,9 +211,9 @@ class _Operations(TorchDispatchMode):
 def run_region(
     run: Callable[..., Any],
     *args: Any,
-    policy: Policy,
-    fates: dict[Any, Fate],
-    group: Group | None,
+    policy: RegionPolicy,
+    fates: dict[Any, OpPolicy],
+    group: OffloadGroup | None,
     rng: bool,
     **kwargs: Any,
 ) -> Any:
@@ -222,7 +222,7 @@ def run_region(
     fates: `policy.fates()`, which is the same for every call. group: where swapped tensors go. rng: whether `run` draws random numbers
     (from torch's generators) that the second pass must draw again.
     """
-    record = _Pass(policy, fates, group)
+    record = _RegionRecord(policy, fates, group)
     inputs = group.hooks() if group is not None and policy.inputs == "swap" else nullcontext()
     with inputs:
         return checkpoint(

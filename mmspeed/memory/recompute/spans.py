@@ -1,7 +1,7 @@
 """Spans: the parts of a block that can each be told what backward finds of them.
 
-A model names them where it computes, `span(self, "mlp", self._mlp, x)`, and knows nothing else of memory. `set_ways` tells a block its
-ways.
+A model names them where it computes, `region(self, "mlp", self._mlp, x)`, and knows nothing else of memory. `set_policies` tells a block
+its ways.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from mmspeed.config.memory import Way
-from mmspeed.memory.offload.swap import Group
+from mmspeed.config.memory import ActivationPolicy
+from mmspeed.memory.offload.swap import OffloadGroup
 from mmspeed.mixin import mix_in
 from mmspeed.replay import recording
 
 from .discard import discarded
-from .region import Fate, Policy, run_region
+from .region import OpPolicy, RegionPolicy, run_region
 
 T = TypeVar("T")
-Ways = Mapping[str, Way]  # by span; one that is not named saves all
+ActivationPolicies = Mapping[str, ActivationPolicy]  # by span; one that is not named saves all
 
-POLICIES: dict[str, Policy] = {
-    "recompute": Policy(),
-    "recompute_cheap": Policy(matmul="save", attention="save"),
-    "swap_cheap": Policy(matmul="swap", attention="swap", exchange="swap", inputs="swap"),
+POLICIES: dict[str, RegionPolicy] = {
+    "recompute": RegionPolicy(),
+    "recompute_cheap": RegionPolicy(matmul="save", attention="save"),
+    "swap_cheap": RegionPolicy(matmul="swap", attention="swap", exchange="swap", inputs="swap"),
 }
 
 
 @dataclass(frozen=True)
-class Course:
+class RegionRunner:
     """How a span is run. `groups` makes a group for each run, where something is swapped."""
 
-    way: Way
-    policy: Policy | None
-    fates: dict[Any, Fate]
-    groups: Callable[[], Group] | None
+    way: ActivationPolicy
+    policy: RegionPolicy | None
+    op_policies: dict[Any, OpPolicy]
+    groups: Callable[[], OffloadGroup] | None
     rng: bool
     exchange_again: bool = False
 
-    def __deepcopy__(self, memo: Any) -> Course:
+    def __deepcopy__(self, memo: Any) -> RegionRunner:
         return self  # nothing in it changes; a copy of a model swaps to the same place
 
     def run(self, run: Callable[..., T], *args: Any, before: Callable[..., Any] | None = None) -> T:
@@ -61,15 +61,17 @@ class Course:
                     return run(*args)
             finally:
                 group.close()
-        return cast(T, run_region(run, *args, policy=self.policy, fates=self.fates, group=group, rng=self.rng))
+        return cast(T, run_region(run, *args, policy=self.policy, fates=self.op_policies, group=group, rng=self.rng))
 
 
-def span(owner: nn.Module, name: str, run: Callable[..., T], *args: Any, before: Callable[..., Any] | None = None) -> T:
+def region(
+    owner: nn.Module, name: str, run: Callable[..., T], *args: Any, before: Callable[..., Any] | None = None
+) -> T:
     """`run(*args)`, as the way of the span `name` says; inside of another span that is not saved, as it stands.
 
     before: `run(before(*args))`, where the span is what comes before a matrix product.
     """
-    course: Course | None = getattr(owner, "_courses", {}).get(name)
+    course: RegionRunner | None = getattr(owner, "_courses", {}).get(name)
     if course is None or not torch.is_grad_enabled() or recording():
         return run(*args) if before is None else run(before(*args))
     return course.run(run, *args, before=before)
@@ -79,9 +81,9 @@ def _joined(before: Callable[..., Any], run: Callable[..., T]) -> Callable[..., 
     return lambda *args: run(before(*args))
 
 
-def course_of(
-    way: Way, groups: Callable[[], Group] | None, *, exchange_again: bool = False, rng: bool = False
-) -> Course | None:
+def region_runner(
+    way: ActivationPolicy, groups: Callable[[], OffloadGroup] | None, *, exchange_again: bool = False, rng: bool = False
+) -> RegionRunner | None:
     """How a span of a way is run; None for `save`. Raises ValueError for a way that swaps without `groups`."""
     if way == "save":
         return None
@@ -91,34 +93,38 @@ def course_of(
     swaps = way != "discard" and (policy is None or policy.swaps)
     if swaps and groups is None:
         raise ValueError(f"the way {way} needs somewhere to swap to")
-    return Course(
-        way, policy, policy.fates() if policy is not None else {}, groups if swaps else None, rng, exchange_again
+    return RegionRunner(
+        way, policy, policy.op_policies() if policy is not None else {}, groups if swaps else None, rng, exchange_again
     )
 
 
-def set_ways(
-    block: nn.Module, ways: Ways, groups: Callable[[], Group] | None = None, *, exchange_again: bool = False
+def set_policies(
+    block: nn.Module,
+    ways: ActivationPolicies,
+    groups: Callable[[], OffloadGroup] | None = None,
+    *,
+    exchange_again: bool = False,
 ) -> None:
     """Tell a block the ways of its spans, in place. The span `block` is the whole of it, of a model that names no spans too.
 
     groups: makes a place to swap to for each run of a span that swaps. Raises ValueError where one is needed and None is given.
     """
     courses = {
-        name: course_of(way, groups, exchange_again=exchange_again, rng=name == "block" and _draws(block))
+        name: region_runner(way, groups, exchange_again=exchange_again, rng=name == "block" and _draws(block))
         for name, way in ways.items()
     }
     told = {name: course for name, course in courses.items() if course is not None}
     if "block" in told:
-        mix_in(block, _Spanned)
+        mix_in(block, _WholeBlockRegion)
     for part in block.modules():
         part._courses = told  # type: ignore[assignment]
 
 
-class _Spanned(nn.Module):
+class _WholeBlockRegion(nn.Module):
     """Mixed in before a block's own class: its forward is the span `block`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return span(self, "block", partial(super().forward, **kwargs), *args)
+        return region(self, "block", partial(super().forward, **kwargs), *args)
 
 
 def _draws(block: nn.Module) -> bool:

@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from mmspeed.comm import Axis, Exchange, Ledger
+from mmspeed.comm import Axis, ExchangeMethod, Ledger
 from mmspeed.errors import UserError, nearest
 from mmspeed.graphs import outside_graphs
 from mmspeed.mixin import mix_in
@@ -34,13 +34,13 @@ from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes
 
 from .attention_hook import HybridAttention
 from .plan import Attends, Gather, Leading, SequencePlan, Split
-from .split_group import Record, SplitGroup
+from .split_group import ForwardRecord, SplitGroup
 
 __all__ = ["Attends", "Gather", "Leading", "SequencePlan", "Split", "sequence_axes", "sequence_parallel"]
 
 
 @dataclass
-class _Role:
+class _ModuleRole:
     """What the plan says of one module."""
 
     group: SplitGroup
@@ -56,7 +56,7 @@ class _Role:
 class _Declared(nn.Module):
     """Mixed in before a module's own class: its forward splits, attends and gathers as its role says."""
 
-    _sequence_role: _Role
+    _sequence_role: _ModuleRole
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         role, group, run = self._sequence_role, self._sequence_role.group, super().forward
@@ -96,14 +96,16 @@ def _begin(group: SplitGroup, names: Sequence[str], args: tuple[Any, ...], kwarg
     whole = False
     if group.frames is not None and (value := arguments.get(group.frames[0])) is not None:
         whole = (value if group.frames[1] is None else value.shape[group.frames[1]]) == 1
-    group.record = Record(whole=bool(whole))
+    group.record = ForwardRecord(whole=bool(whole))
     if not whole and not group.checked:
         group.check_same(arguments)
         group.checked = True
 
 
 @outside_graphs
-def _split_inputs(role: _Role, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _split_inputs(
+    role: _ModuleRole, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     listed, kwargs, names = list(args), dict(kwargs), role.names
     for name, split in role.inputs.items():
         where = f"{role.where}, argument {name!r}"
@@ -128,7 +130,7 @@ def _part(group: SplitGroup, value: Any, split: Split | Leading, where: str) -> 
 
 
 @outside_graphs
-def _change_outputs(role: _Role, out: Any) -> Any:
+def _change_outputs(role: _ModuleRole, out: Any) -> Any:
     single = isinstance(out, torch.Tensor)
     items: Any = [out] if single else (dict(out) if isinstance(out, Mapping) else list(out))
     for place, what in role.outputs.items():
@@ -141,7 +143,7 @@ def _change_outputs(role: _Role, out: Any) -> Any:
 
 
 @outside_graphs  # of a compiled block, all but the attention is compiled
-def _attend(role: _Role, attends: Attends, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _attend(role: _ModuleRole, attends: Attends, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The module's forward, with its attention over all ranks."""
     group, keys = role.group, attends.keys or attends.queries
     q_sizes, k_sizes = group.added(attends.queries, role.where), group.added(keys, role.where)
@@ -174,7 +176,7 @@ def _matching(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]
         raise UserError(f"sequence plan: {type(model).__name__} has no module {pattern!r}{hint}")
 
 
-def _check_argument(role: _Role, own: type[nn.Module], argument: str) -> None:
+def _check_argument(role: _ModuleRole, own: type[nn.Module], argument: str) -> None:
     """Raises UserError for an argument that no call of the module can have."""
     kinds = inspect.signature(own.forward).parameters.values()
     names = [p.name for p in kinds if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -182,12 +184,12 @@ def _check_argument(role: _Role, own: type[nn.Module], argument: str) -> None:
         raise UserError(f"sequence plan: {role.where} has no argument {argument}{nearest(argument, role.names)}")
 
 
-def _roles(model: nn.Module, plan: SequencePlan, group: SplitGroup) -> dict[nn.Module, _Role]:
-    roles: dict[nn.Module, _Role] = {}
+def _roles(model: nn.Module, plan: SequencePlan, group: SplitGroup) -> dict[nn.Module, _ModuleRole]:
+    roles: dict[nn.Module, _ModuleRole] = {}
 
-    def of(name: str, module: nn.Module) -> _Role:
+    def of(name: str, module: nn.Module) -> _ModuleRole:
         where = f"{name} ({type(module).__name__})" if name else type(model).__name__
-        return roles.setdefault(module, _Role(group, where, argument_names(type(module))))
+        return roles.setdefault(module, _ModuleRole(group, where, argument_names(type(module))))
 
     of("", model).root = True
     for pattern, inputs in plan.inputs.items():
@@ -213,7 +215,7 @@ def sequence_axes(
     mesh: DeviceMesh,
     *,
     window: int | None = None,
-    exchange: Exchange = "collective",
+    exchange: ExchangeMethod = "collective",
     ledger: Ledger | None = None,
     nodes: Sequence[int] | None = None,
 ) -> SequenceAxes:
@@ -242,7 +244,7 @@ def sequence_parallel(
     plan: SequencePlan | None = None,
     *,
     window: int | None = None,
-    exchange: Exchange = "collective",
+    exchange: ExchangeMethod = "collective",
     ledger: Ledger | None = None,
 ) -> nn.Module:
     """Make `model`, in place, compute one sample on all ranks of `mesh`'s axes `ring` and `ulysses` together.

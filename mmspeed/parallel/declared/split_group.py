@@ -23,7 +23,7 @@ from .plan import Gather, SequencePlan, Split
 
 
 @dataclass
-class Record:
+class ForwardRecord:
     """One forward: lengths of its sequences over all ranks; `whole` for an image."""
 
     lengths: dict[str, int] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class SplitGroup:
         self.axes, self.frames = axes, plan.frames
         self.zigzag = plan.causal and axes.ring.size > 1  # over Ulysses alone, zigzag order is the sequence's own
         self.degree, self.place = axes.size, axes.rank
-        self.record: Record | None = None
+        self.record: ForwardRecord | None = None
         self.checked = False
 
     def __deepcopy__(self, memo: Any) -> SplitGroup:
@@ -158,7 +158,7 @@ class _Mark(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: SplitGroup, record: Record) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, tensor: torch.Tensor, group: SplitGroup, record: ForwardRecord) -> torch.Tensor:  # type: ignore[override]
         ctx.group, ctx.record = group, record
         return tensor.view_as(tensor)
 

@@ -29,9 +29,19 @@ from torch.autograd.function import once_differentiable
 from mmspeed.comm.axis import Axis
 from mmspeed.comm.exchange import pass_on
 from mmspeed.compute.block_attention import block_backward, block_forward, merge
-from mmspeed.replay import offered
+from mmspeed.replay import checkpointed_if
 
-from .ring_schedule import Arriving, Hop, Link, Shapes, Step, backward_steps, forward_steps, run_backward, run_forward
+from .ring_schedule import (
+    Hop,
+    Link,
+    PendingBlock,
+    RingStep,
+    Shapes,
+    backward_steps,
+    forward_steps,
+    run_backward,
+    run_forward,
+)
 from .zigzag import Piece, causal_pieces, cut_rows, zigzag_lengths
 
 
@@ -46,7 +56,7 @@ class AxisLink:
     axis: Axis
     outer: Axis | None = None
 
-    def start(self, tensors: Sequence[Tensor], hop: Hop, shapes: Shapes) -> Arriving:
+    def start(self, tensors: Sequence[Tensor], hop: Hop, shapes: Shapes) -> PendingBlock:
         axis = self.outer if hop.outer and self.outer is not None else self.axis
         return pass_on(tensors, axis, hop.to, hop.source, shapes, name="ring_outer" if hop.outer else None)
 
@@ -99,7 +109,7 @@ class _Ring:
     backend: str
     counter: Counter[str] | None
 
-    def pieces(self, step: Step, queries: int, first: int) -> list[Piece]:
+    def pieces(self, step: RingStep, queries: int, first: int) -> list[Piece]:
         """What is to be computed in a step; `first`: how many queries make the first rows."""
         start, stop = {"all": (0, queries), "first": (0, first), "rest": (first, queries)}[step.rows]
         keys = self.lengths[step.owner]
@@ -130,7 +140,7 @@ class _RingAttention(torch.autograd.Function):
     ) -> Tensor:
         own = [k_BKMD.contiguous(), v_BKMD.contiguous()] + ([] if key_mask_BM is None else [key_mask_BM.contiguous()])
         ctx.ring = ring
-        out_BAND, lse_BAN = offered(offers, "exchange", lambda: _attend_forward(ring, q_BAND, own))
+        out_BAND, lse_BAN = checkpointed_if(offers, "exchange", lambda: _attend_forward(ring, q_BAND, own))
         ctx.save_for_backward(q_BAND, *own[:2], key_mask_BM, out_BAND, lse_BAN)
         return out_BAND
 
@@ -144,7 +154,7 @@ class _RingAttention(torch.autograd.Function):
         queries, dout_BAND = q_BAND.shape[2], dout_BAND.contiguous()
         first = first_rows(queries, k_BKMD.element_size(), ring.total is not None)
 
-        def attend(step: Step, block: Sequence[Tensor]) -> list[Tensor]:
+        def attend(step: RingStep, block: Sequence[Tensor]) -> list[Tensor]:
             grads = [torch.zeros_like(x, dtype=lse_BAN.dtype) for x in block[:2]]
             for piece in ring.pieces(step, queries, first):
                 rows, keys = slice(piece.q_start, piece.q_stop), slice(piece.k_start, piece.k_stop)
@@ -168,7 +178,7 @@ def _attend_forward(ring: _Ring, q_BAND: Tensor, own: list[Tensor]) -> tuple[Ten
     out_BAND = q_BAND.new_zeros(q_BAND.shape, dtype=wide)
     lse_BAN = q_BAND.new_full(q_BAND.shape[:3], -torch.inf, dtype=wide)
 
-    def attend(step: Step, block: Sequence[Tensor]) -> None:
+    def attend(step: RingStep, block: Sequence[Tensor]) -> None:
         for piece in ring.pieces(step, q_BAND.shape[2], 0):
             rows = slice(piece.q_start, piece.q_stop)
             k, v, mask = _keys(block, piece)

@@ -42,7 +42,7 @@ class Hop:
 
 
 @dataclass(frozen=True)
-class Step:
+class RingStep:
     """Attend to the block of `owner` with these rows of the queries.
 
     `keys` set out before the compute. After it, gradients that have come for `owner` are added to the step's own, and the sum
@@ -55,7 +55,7 @@ class Step:
     grads: Hop | None = None
 
 
-class Arriving(Protocol):
+class PendingBlock(Protocol):
     """A message under way."""
 
     def wait(self) -> list[Tensor]: ...
@@ -64,26 +64,26 @@ class Arriving(Protocol):
 class Link(Protocol):
     """What messages travel over."""
 
-    def start(self, tensors: Sequence[Tensor], hop: Hop, shapes: Shapes) -> Arriving:
+    def start(self, tensors: Sequence[Tensor], hop: Hop, shapes: Shapes) -> PendingBlock:
         """Send, and begin to receive tensors of `shapes`; neither blocks."""
         ...
 
 
-def forward_steps(rank: int, ranks: int, window: int | None = None) -> list[Step]:
+def forward_steps(rank: int, ranks: int, window: int | None = None) -> list[RingStep]:
     """The schedule of the forward pass. Raises ValueError for a window that does not divide the ring."""
-    grid = _Grid.at(rank, ranks, window)
+    grid = _RingPosition.at(rank, ranks, window)
     steps = []
     for turn in range(grid.windows):
         for offset in range(grid.width):
-            steps.append(Step(grid.owner(turn, offset), "all", grid.key_hops(turn, offset)))
+            steps.append(RingStep(grid.owner(turn, offset), "all", grid.key_hops(turn, offset)))
     return steps
 
 
-def backward_steps(rank: int, ranks: int, window: int | None = None) -> list[Step]:
+def backward_steps(rank: int, ranks: int, window: int | None = None) -> list[RingStep]:
     """The schedule of the backward pass: own window with the first queries, the others, own window with the rest."""
-    grid = _Grid.at(rank, ranks, window)
+    grid = _RingPosition.at(rank, ranks, window)
     if ranks == 1:
-        return [Step(rank)]
+        return [RingStep(rank)]
     width, steps = grid.width, []
     for turn in range(grid.windows):
         for offset in range(width):
@@ -99,15 +99,15 @@ def backward_steps(rank: int, ranks: int, window: int | None = None) -> list[Ste
                 turn == grid.windows - 1 and last and width > 1
             ):  # the neighbour's block, which the last round begins with
                 keys += (grid.inner(0, 0),)
-            steps.append(Step(grid.owner(turn, offset), "all" if turn else "first", keys, grads))
+            steps.append(RingStep(grid.owner(turn, offset), "all" if turn else "first", keys, grads))
     for offset in range(1, width):
         keys = (grid.inner(0, offset),) if offset < width - 1 else ()
-        steps.append(Step(grid.owner(0, offset), "rest", keys, grid.inner(0, offset)))
-    return [*steps, Step(rank, "rest")]
+        steps.append(RingStep(grid.owner(0, offset), "rest", keys, grid.inner(0, offset)))
+    return [*steps, RingStep(rank, "rest")]
 
 
 @dataclass(frozen=True)
-class _Grid:
+class _RingPosition:
     """A rank's place: `place` of `width` in window `of` of `windows`. A single ring is made of windows of one rank."""
 
     of: int
@@ -116,7 +116,7 @@ class _Grid:
     width: int
 
     @classmethod
-    def at(cls, rank: int, ranks: int, window: int | None) -> _Grid:
+    def at(cls, rank: int, ranks: int, window: int | None) -> _RingPosition:
         width = 1 if window is None or window >= ranks else window
         if width < 1 or ranks % width:
             raise ValueError(f"a ring of {ranks} ranks cannot be cut into windows of {window}")
@@ -150,31 +150,31 @@ class _Grid:
 
 
 def run_forward(
-    steps: Sequence[Step],
+    steps: Sequence[RingStep],
     rank: int,
     own: Sequence[Tensor],
     link: Link,
     shapes: Callable[[int], Shapes],
-    compute: Callable[[Step, Sequence[Tensor]], Any],
+    compute: Callable[[RingStep, Sequence[Tensor]], Any],
 ) -> None:
     """Carry out a forward schedule. `own` is this rank's block, `shapes(owner)` are those of a block."""
-    coming: dict[int, Arriving] = {}
+    coming: dict[int, PendingBlock] = {}
     for step in steps:
         compute(step, _begin(step, rank, own, link, shapes, coming))
 
 
 def run_backward(
-    steps: Sequence[Step],
+    steps: Sequence[RingStep],
     rank: int,
     own: Sequence[Tensor],
     link: Link,
     shapes: Callable[[int], Shapes],
-    compute: Callable[[Step, Sequence[Tensor]], list[Tensor]],
+    compute: Callable[[RingStep, Sequence[Tensor]], list[Tensor]],
     grad_shapes: Callable[[int], Shapes],
 ) -> list[Tensor]:
     """Carry out a backward schedule. `compute` gives a step's gradients of the block, fresh tensors; returns the sums for `own`."""
-    coming: dict[int, Arriving] = {}
-    sums: dict[int, list[Arriving]] = {}
+    coming: dict[int, PendingBlock] = {}
+    sums: dict[int, list[PendingBlock]] = {}
     for step in steps:
         block = _begin(step, rank, own, link, shapes, coming)
         grads = compute(step, block)
@@ -182,7 +182,7 @@ def run_backward(
             for grad, other in zip(grads, before.wait(), strict=True):
                 grad.add_(other)
         if step.grads is None:
-            sums.setdefault(step.owner, []).append(_Here(grads))
+            sums.setdefault(step.owner, []).append(_LocalBlock(grads))
         else:
             arriving = link.start(grads, step.grads, grad_shapes(step.grads.brings))
             sums.setdefault(step.grads.brings, []).append(arriving)
@@ -191,12 +191,12 @@ def run_backward(
 
 
 def _begin(
-    step: Step,
+    step: RingStep,
     rank: int,
     own: Sequence[Tensor],
     link: Link,
     shapes: Callable[[int], Shapes],
-    coming: dict[int, Arriving],
+    coming: dict[int, PendingBlock],
 ) -> Sequence[Tensor]:
     """The step's block, when it is here and what is to set out has."""
     block = own if step.owner == rank else coming.pop(step.owner).wait()
@@ -206,7 +206,7 @@ def _begin(
 
 
 @dataclass(frozen=True)
-class _Here:
+class _LocalBlock:
     """Tensors that need no way."""
 
     tensors: list[Tensor]

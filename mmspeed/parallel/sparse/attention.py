@@ -27,10 +27,10 @@ from mmspeed.comm.axis import Axis
 from mmspeed.comm.exchange import all_gather, all_to_all
 from mmspeed.compute.autocast import autocast_alike
 from mmspeed.compute.block_attention import block_forward, merge
-from mmspeed.compute.sparse.attention import Attended, Stats
+from mmspeed.compute.sparse.attention import SparseOutput, Stats
 from mmspeed.compute.sparse.module import CALIBRATION, ClusteredAttention
-from mmspeed.compute.sparse.plan import Tail, key_means
-from mmspeed.compute.sparse.planners.selection import Keep
+from mmspeed.compute.sparse.plan import TailClusters, key_means
+from mmspeed.compute.sparse.planners.selection import KeepRule
 from mmspeed.graphs import outside_graphs
 from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes, of_nothing, with_heads_exchanged
 from mmspeed.parallel.sequence.ring import ring_attention
@@ -86,7 +86,7 @@ def _over_ring(
     """`ClusteredAttention.forward`, of the part of a ring's rank; positions are its own."""
     ring, tokens = axes.ring, sum(lengths)
 
-    def plan(keep: Keep) -> SplitPlan:
+    def plan(keep: KeepRule) -> SplitPlan:
         with torch.no_grad():
             context = layer.context(key_mask_BM, positions_NX)
             made = plan_split(
@@ -104,13 +104,13 @@ def _over_ring(
             layer.carry_over(made.plan.centroids_GCD, made.tail_centroids_GKD)
             return made
 
-    dense, first = layer.settle(lambda: layer.is_dense(tokens))
+    dense, first = layer.record_or_replay(lambda: layer.is_dense(tokens))
     if dense:
         if first and layer.calibrates(tokens):
             plan(CALIBRATION)
         layer.counter["dense"] += 1
         return ring_attention(q_BAND, k_BAMD, v_BAMD, key_mask_BM, ring, lengths, window=axes.window, outer=axes.outer)
-    split, first = layer.settle(lambda: layer.timed(lambda: plan(layer.keep())))
+    split, first = layer.record_or_replay(lambda: layer.timed(lambda: plan(layer.keep())))
     attended = attend_split(q_BAND, k_BAMD, v_BAMD, split, ring, layer)
     if first:
         layer.note(replace(split.plan, keys=tokens), attended)
@@ -123,11 +123,11 @@ def _over_ring(
 
 def attend_split(
     q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, split: SplitPlan, ring: Axis, layer: ClusteredAttention
-) -> Attended:
+) -> SparseOutput:
     """Attention of this rank's queries to what its clusters keep, of the keys of all ranks."""
     means = None
     if split.label_GM is not None:
-        tail = Tail(split.label_GM, split.mean_sizes[ring.rank], torch.empty(0))
+        tail = TailClusters(split.label_GM, split.mean_sizes[ring.rank], torch.empty(0))
         means = key_means(k_BAMD, v_BAMD, tail)
     k_BATD, v_BATD, means = fetch(k_BAMD, v_BAMD, means, split.mean_sizes, split.rows, ring)
     if q_BAND.numel():
@@ -136,7 +136,7 @@ def attend_split(
     if means is not None:
         out = out + means.k_BAKD[..., :0].sum() + means.v_BAKD[..., :0].sum()
     nothing = q_BAND.new_zeros(())
-    return Attended(out, q_BAND.new_zeros(q_BAND.shape[:3]), Stats("none", split.plan.kept_share(), nothing))
+    return SparseOutput(out, q_BAND.new_zeros(q_BAND.shape[:3]), Stats("none", split.plan.kept_share(), nothing))
 
 
 @torch.no_grad()

@@ -27,12 +27,12 @@ from torch.autograd.function import once_differentiable
 from mmspeed.comm.axis import Axis
 from mmspeed.comm.exchange import RowCounts, start_all_gather, start_reduce_scatter, start_rows, swap_rows
 from mmspeed.comm.halves import finish
-from mmspeed.compute.sparse.plan import Means
-from mmspeed.replay import offered
+from mmspeed.compute.sparse.plan import ClusterMeans
+from mmspeed.replay import checkpointed_if
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowExchange:
     """Which rows go where; the same in every pass. Row g * M + m is key m of head g; place g * T + t is place t of its table."""
 
     sends: tuple[int, ...]  # rows for each rank; those for this one, which do not travel, too
@@ -64,7 +64,7 @@ def unpack_bits(bits_GTW: Tensor, clusters: int) -> Tensor:
     return on_GCT.bool().contiguous()
 
 
-def route(bits_RGMW: Sequence[Tensor], axis: Axis) -> tuple[Rows, Tensor]:
+def route(bits_RGMW: Sequence[Tensor], axis: Axis) -> tuple[RowExchange, Tensor]:
     """From what is kept of this rank's keys by the clusters of each rank: the rows, and what this rank's clusters keep of its table.
 
     `bits_RGMW`: for each rank (G, M, W), W of that rank's clusters. The second is uint8, (G, T, W). Waits for the device once.
@@ -86,7 +86,7 @@ def route(bits_RGMW: Sequence[Tensor], axis: Axis) -> tuple[Rows, Tensor]:
     table = max(1, int(comes_RG.sum(dim=0).max())) if groups else 1
     place_Z = _places(comes_RG, table).to(came.device)
     bits_GTW = came.new_zeros(groups * table, width).index_copy(0, place_Z, came).view(groups, table, width)
-    return Rows(sends, comes, index_Z, place_Z, table), bits_GTW
+    return RowExchange(sends, comes, index_Z, place_Z, table), bits_GTW
 
 
 def _places(comes_RG: Tensor, table: int) -> Tensor:
@@ -113,8 +113,8 @@ def lists_of(bits_GTW: Tensor, clusters: int, most: int) -> tuple[Tensor, Tensor
 
 
 def fetch(
-    k_BAMD: Tensor, v_BAMD: Tensor, means: Means | None, mean_sizes: Sequence[int], rows: Rows, axis: Axis
-) -> tuple[Tensor, Tensor, Means | None]:
+    k_BAMD: Tensor, v_BAMD: Tensor, means: ClusterMeans | None, mean_sizes: Sequence[int], rows: RowExchange, axis: Axis
+) -> tuple[Tensor, Tensor, ClusterMeans | None]:
     """This rank's tables of keys and values (B, A, T, D), and the means of all ranks; gradients go back to their owners.
 
     `means` are of this rank's clusters of keys, `mean_sizes` how many each rank has. Every rank makes the call, and its backward.
@@ -124,11 +124,16 @@ def fetch(
         k, v = _Fetch.apply(*how, k_BAMD, v_BAMD, None, None)
         return k, v, None
     k, v, mean_k, mean_v = _Fetch.apply(*how, k_BAMD, v_BAMD, means.k_BAKD, means.v_BAKD)
-    return k, v, Means(mean_k, mean_v)
+    return k, v, ClusterMeans(mean_k, mean_v)
 
 
 def _fetched(
-    rows: Rows, axis: Axis, mean_sizes: tuple[int, ...], k_BAMD: Tensor, v_BAMD: Tensor, means: Means | None
+    rows: RowExchange,
+    axis: Axis,
+    mean_sizes: tuple[int, ...],
+    k_BAMD: Tensor,
+    v_BAMD: Tensor,
+    means: ClusterMeans | None,
 ) -> tuple[Tensor, ...]:
     """Tables of keys and values, and the means of all ranks where there are means."""
     batch, heads, width = *k_BAMD.shape[:2], k_BAMD.shape[3]
@@ -153,7 +158,7 @@ class _Fetch(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        rows: Rows,
+        rows: RowExchange,
         axis: Axis,
         mean_sizes: tuple[int, ...],
         offers: bool,
@@ -165,8 +170,8 @@ class _Fetch(torch.autograd.Function):
         ctx.how = rows, axis, mean_sizes, (k_BAMD.shape, v_BAMD.shape)
         # so that a rank without queries, which saves nothing else, also makes a checkpointed pass again before it goes back
         ctx.save_for_backward(rows.row_Z)
-        means = None if mean_k is None or mean_v is None else Means(mean_k, mean_v)
-        return offered(offers, "exchange", lambda: _fetched(rows, axis, mean_sizes, k_BAMD, v_BAMD, means))
+        means = None if mean_k is None or mean_v is None else ClusterMeans(mean_k, mean_v)
+        return checkpointed_if(offers, "exchange", lambda: _fetched(rows, axis, mean_sizes, k_BAMD, v_BAMD, means))
 
     @staticmethod
     @once_differentiable

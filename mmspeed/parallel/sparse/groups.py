@@ -18,7 +18,7 @@ from mmspeed.comm.exchange import even_sizes
 from mmspeed.compute.sparse.planners.clusters import KeyClusters, sort_queries, tail_of_keys
 from mmspeed.compute.sparse.planners.kmeans import covariance, kmeans, sorted_means, sums
 from mmspeed.compute.sparse.planners.patterns import skip_group
-from mmspeed.compute.sparse.planners.selection import Masks
+from mmspeed.compute.sparse.planners.selection import KeyMasks
 from mmspeed.compute.sparse.planners.tiles import Tiling, tiling
 from mmspeed.config.sparse import SparseConfig
 
@@ -30,12 +30,12 @@ SUBSAMPLE = 4  # one query, or key, of so many moves the centroids
 
 
 @dataclass(frozen=True)
-class Part:
+class SequenceShard:
     """One rank's part of a sequence, and how it is to be grouped. Masked keys are 0."""
 
     q_GND: Tensor
     k_GMD: Tensor
-    masks: Masks
+    masks: KeyMasks
     scale: float
     positions_NX: Tensor | None
     settings: SparseConfig
@@ -65,7 +65,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Grouped:
+class GroupedSequence:
     """A rank's queries and keys in groups."""
 
     q_index_GN: Tensor
@@ -89,7 +89,7 @@ class Grouped:
         return 0 if self.tail is None else self.tail.clusters
 
 
-def grouped(part: Part, ring: Axis, first: int) -> Grouped:
+def grouped(part: SequenceShard, ring: Axis, first: int) -> GroupedSequence:
     """The groups of the config's planner; `first`: place of this rank's first token in the sequence. Every rank makes the call."""
     planner = part.settings.grouping
     if planner == "clusters":
@@ -99,7 +99,7 @@ def grouped(part: Part, ring: Axis, first: int) -> Grouped:
     return by_tiles(part, nearby=planner == "window")
 
 
-def by_clusters(part: Part, ring: Axis) -> Grouped:
+def by_clusters(part: SequenceShard, ring: Axis) -> GroupedSequence:
     """Groups of queries by k-means, in the metric of the keys of all ranks (see `plan_clusters`); keys one by one."""
     groups, queries, width = part.q_GND.shape
     sigma_GDD = covariance_of_all(part.k_GMD, part.seen_GM, ring) if part.settings.metric == "logit" else None
@@ -121,10 +121,10 @@ def by_clusters(part: Part, ring: Axis) -> Grouped:
     def judge(sign_gCD: Tensor, some: slice) -> Tensor:
         return (sign_gCD * part.scale) @ part.k_GMD[some].mT
 
-    return Grouped(*order, sign_GCD, _each_key(part), judge, False, None, _always(part), part.tail(ring))
+    return GroupedSequence(*order, sign_GCD, _each_key(part), judge, False, None, _always(part), part.tail(ring))
 
 
-def by_tiles(part: Part, nearby: bool) -> Grouped:
+def by_tiles(part: SequenceShard, nearby: bool) -> GroupedSequence:
     """Groups of queries, and units of keys, by place: see `plan_tiles`, and `plan_window` for `nearby`. Tiles are cut where ranks meet."""
     groups, queries, width = part.q_GND.shape
     if part.positions_NX is None or len(part.positions_NX) != queries or part.k_GMD.shape[1] != queries:
@@ -163,10 +163,10 @@ def by_tiles(part: Part, nearby: bool) -> Grouped:
     tail = KeyClusters(label_GM.contiguous(), mean_GUD, size_GU) if part.settings.tail == "summary" else None
     judge = near if nearby else score
     size = size_GU.to(part.k_GMD.dtype)
-    return Grouped(*order, sign, size, judge, nearby, at.tile_N, _with_always(part, at), tail)
+    return GroupedSequence(*order, sign, size, judge, nearby, at.tile_N, _with_always(part, at), tail)
 
 
-def by_skip(part: Part, ring: Axis, first: int) -> Grouped:
+def by_skip(part: SequenceShard, ring: Axis, first: int) -> GroupedSequence:
     """Every so many-th token of the whole sequence: see `plan_skip`."""
     groups, queries, _ = part.q_GND.shape
     stride, device = part.settings.stride, part.q_GND.device
@@ -181,7 +181,7 @@ def by_skip(part: Part, ring: Axis, first: int) -> Grouped:
         return (sign_1C1[0] == label_M).expand(some.stop - some.start, -1, -1)
 
     sign_1C1 = torch.arange(stride, device=device)[None, :, None]
-    return Grouped(*order, sign_1C1, _each_key(part), judge, True, None, _always(part), part.tail(ring))
+    return GroupedSequence(*order, sign_1C1, _each_key(part), judge, True, None, _always(part), part.tail(ring))
 
 
 def covariance_of_all(k_GMD: Tensor, seen_GM: Tensor | None, ring: Axis) -> Tensor:
@@ -201,25 +201,25 @@ def covariance_of_all(k_GMD: Tensor, seen_GM: Tensor | None, ring: Axis) -> Tens
     return (weight_RG1[..., None] * around).sum(dim=0)
 
 
-def _nobody(part: Part) -> tuple[Tensor, Tensor]:
+def _nobody(part: SequenceShard) -> tuple[Tensor, Tensor]:
     """(q_index_GN, q_offsets_GC) of no queries: one group, which is empty."""
     groups = part.q_GND.shape[0]
     index_GN = torch.zeros(groups, 0, dtype=torch.int64, device=part.q_GND.device)
     return index_GN, index_GN.new_zeros(groups, 2)
 
 
-def _each_key(part: Part) -> Tensor:
+def _each_key(part: SequenceShard) -> Tensor:
     if part.seen_GM is not None:
         return part.seen_GM.to(part.k_GMD.dtype)
     return part.k_GMD.new_ones(part.k_GMD.shape[:2])
 
 
-def _always(part: Part) -> Tensor | None:
+def _always(part: SequenceShard) -> Tensor | None:
     always_BM = part.masks.always_BM
     return None if always_BM is None else always_BM.repeat_interleave(part.masks.heads, dim=0)
 
 
-def _with_always(part: Part, at: Tiling) -> Tensor | None:
+def _with_always(part: SequenceShard, at: Tiling) -> Tensor | None:
     """Tiles with a key that is always kept."""
     always_GM = _always(part)
     if always_GM is None:

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from mmspeed.comm.axis import Axis
 from mmspeed.comm.exchange import all_gather, all_to_all
-from mmspeed.compute.sparse.plan import ClusterPlan, Tail
-from mmspeed.compute.sparse.planners.selection import Context, Keep, Masks
+from mmspeed.compute.sparse.plan import ClusterPlan, TailClusters
+from mmspeed.compute.sparse.planners.selection import KeepRule, KeyMasks, PlannerContext
 from mmspeed.config.sparse import SparseConfig
 
-from .exchange import Rows, lists_of, pack_bits, route
-from .groups import Grouped, Part, grouped
+from .exchange import RowExchange, lists_of, pack_bits, route
+from .groups import GroupedSequence, SequenceShard, grouped
 from .select import choose, count_shares, gather_each, shares, threshold_of
 
 # truth values or scores of C x M at a time
@@ -42,14 +42,14 @@ class SplitPlan:
     """A rank's plan over its table of received keys, and how the table is filled."""
 
     plan: ClusterPlan  # its keys are places of the table
-    rows: Rows
+    rows: RowExchange
     label_GM: Tensor | None  # the cluster of each of this rank's keys, whose means travel; None: no tail
     mean_sizes: tuple[int, ...]  # clusters of keys of each rank
     tail_centroids_GKD: Tensor | None  # of this rank's
 
 
 @dataclass(frozen=True)
-class Everyone:
+class GlobalGroups:
     """What the groups of all ranks are."""
 
     sizes_R: tuple[int, ...]  # C of each rank
@@ -60,11 +60,11 @@ class Everyone:
     seen_B: Tensor  # keys that count
 
     @staticmethod
-    def of(mine: Grouped, seen_B: Tensor, ring: Axis) -> Everyone:
+    def of(mine: GroupedSequence, seen_B: Tensor, ring: Axis) -> GlobalGroups:
         device = mine.sign_GCD.device
         table = gather_each(torch.tensor([mine.groups, mine.means, mine.size_GU.shape[1]], device=device), ring)
         groups, means, units = (tuple(column) for column in table.T.tolist())
-        return Everyone(
+        return GlobalGroups(
             groups,
             means,
             max(units),
@@ -85,8 +85,8 @@ class Everyone:
 def plan_split(
     q_BAND: Tensor,
     k_BAMD: Tensor,
-    keep: Keep,
-    context: Context,
+    keep: KeepRule,
+    context: PlannerContext,
     ring: Axis,
     lengths: Sequence[int],
     settings: SparseConfig,
@@ -111,15 +111,15 @@ def plan_split(
     batch, heads, queries, width = q_BAND.shape
     wide = torch.promote_types(q_BAND.dtype, torch.float32)
     q_GND, k_GMD = q_BAND.flatten(0, 1).to(wide), k_BAMD.flatten(0, 1).to(wide)
-    masks = Masks.of(context, batch, heads, queries, k_BAMD.shape[2], q_BAND.device)
+    masks = KeyMasks.of(context, batch, heads, queries, k_BAMD.shape[2], q_BAND.device)
     if masks.seen_BM is not None:  # what is masked may be anything
         k_GMD = k_GMD.masked_fill(~masks.seen_BM.repeat_interleave(heads, dim=0)[..., None], 0.0)
     scale = width**-0.5 if context.scale is None else context.scale
-    part = Part(q_GND, k_GMD, masks, scale, context.positions_NX, settings, way, tail_clusters, starts)
+    part = SequenceShard(q_GND, k_GMD, masks, scale, context.positions_NX, settings, way, tail_clusters, starts)
     longest = max(lengths)
     with torch.autocast(q_BAND.device.type, enabled=False):
         mine = grouped(part, ring, sum(lengths[: ring.rank]))
-        everyone = Everyone.of(mine, masks.count_B, ring)
+        everyone = GlobalGroups.of(mine, masks.count_B, ring)
         tau_G = thresholds(mine, everyone, masks, keep, ring, longest)
         bits_RGMW, dropped_GCK = decide(mine, everyone, masks, keep, tau_G, ring, longest, context)
         rows, bits_GTW = route(bits_RGMW, ring)
@@ -128,7 +128,7 @@ def plan_split(
         if dropped_GCK is not None:
             dropped_GCK = all_to_all(dropped_GCK, ring, 1, 2, everyone.sizes_R, everyone.means_R)
             nowhere = torch.full((batch * heads, rows.table), sum(everyone.means_R), device=q_BAND.device)
-            tail = Tail(nowhere, sum(everyone.means_R), dropped_GCK)
+            tail = TailClusters(nowhere, sum(everyone.means_R), dropped_GCK)
     plan = ClusterPlan(
         batch,
         heads,
@@ -147,7 +147,9 @@ def plan_split(
     return SplitPlan(plan, rows, mine.tail.label_GM, everyone.means_R, mine.tail.centroid_GKD)
 
 
-def thresholds(mine: Grouped, everyone: Everyone, masks: Masks, keep: Keep, ring: Axis, longest: int) -> Tensor:
+def thresholds(
+    mine: GroupedSequence, everyone: GlobalGroups, masks: KeyMasks, keep: KeepRule, ring: Axis, longest: int
+) -> Tensor:
     """tau of each head; that of "fraction" from the pairs of all heads of a sample that this ring has, to a hundredth."""
     value = keep.value if keep.rule == "threshold" else 0.0
     tau_G = torch.full((everyone.weight_GC.shape[0],), value, dtype=torch.float32, device=everyone.weight_GC.device)
@@ -164,14 +166,14 @@ def thresholds(mine: Grouped, everyone: Everyone, masks: Masks, keep: Keep, ring
 
 
 def decide(
-    mine: Grouped,
-    everyone: Everyone,
-    masks: Masks,
-    keep: Keep,
+    mine: GroupedSequence,
+    everyone: GlobalGroups,
+    masks: KeyMasks,
+    keep: KeepRule,
     tau_G: Tensor,
     ring: Axis,
     longest: int,
-    context: Context,
+    context: PlannerContext,
 ) -> tuple[list[Tensor], Tensor | None]:
     """What the groups of all ranks keep of this rank's keys: for each rank the bits (G, M, W); and the keys that they drop, (G, C, K)."""
     seen_G = everyone.seen_B.repeat_interleave(masks.heads)
@@ -218,7 +220,9 @@ def _first_for_none(kept_gCM: Tensor, seen_g1M: Tensor | None, ring: Axis) -> Te
     return mine_gC[..., None] & there_g1M & (there_g1M.cumsum(dim=2) == 1)
 
 
-def _observe(context: Context, share_gCU: Tensor, weight_gC: Tensor, mine: Grouped, masks: Masks, some: slice) -> None:
+def _observe(
+    context: PlannerContext, share_gCU: Tensor, weight_gC: Tensor, mine: GroupedSequence, masks: KeyMasks, some: slice
+) -> None:
     """Tell how the pairs of these heads are spread, by key also where keys are kept by tiles."""
     assert context.observe is not None
     share_gCM = share_gCU if mine.unit_M is None else share_gCU.index_select(2, mine.unit_M)
@@ -226,7 +230,7 @@ def _observe(context: Context, share_gCU: Tensor, weight_gC: Tensor, mine: Group
     context.observe(share_gCM if seen is None else share_gCM.masked_fill(~seen, -1.0), weight_gC, some)
 
 
-def _always(mine: Grouped, some: slice) -> Tensor | None:
+def _always(mine: GroupedSequence, some: slice) -> Tensor | None:
     return None if mine.always_GU is None else mine.always_GU[some]
 
 

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from mmspeed.comm.axis import Axis
 from mmspeed.comm.exchange import all_gather
-from mmspeed.compute.sparse.planners.selection import Keep
+from mmspeed.compute.sparse.planners.selection import KeepRule
 
 _TRIED = 15  # cuts at once: four bits a round
 
 
 @dataclass(frozen=True)
-class Shares:
+class MassShares:
     """How probable this rank's units are to the clusters of all ranks."""
 
     share_GCU: (
@@ -42,7 +42,7 @@ def gather_each(x: Tensor, ring: Axis) -> Tensor:
     return all_gather(x[None].contiguous(), ring, 0)
 
 
-def shares(score_GCU: Tensor, size_GU: Tensor, seen_G: Tensor, always_GU: Tensor | None, ring: Axis) -> Shares:
+def shares(score_GCU: Tensor, size_GU: Tensor, seen_G: Tensor, always_GU: Tensor | None, ring: Axis) -> MassShares:
     """Probabilities over the keys of all ranks. Every rank makes the call, whatever it holds.
 
     Args:
@@ -62,10 +62,10 @@ def shares(score_GCU: Tensor, size_GU: Tensor, seen_G: Tensor, always_GU: Tensor
     if always_GU is not None:
         share_GCU = true_GCU.masked_fill(always_GU[:, None] & there_G1U, torch.inf)
     best = _is_best(both[:, 1], first_GC, score_GCU.shape[2], ring.rank) & there_G1U
-    return Shares(share_GCU, best, size_GU, seen_G, true_GCU)
+    return MassShares(share_GCU, best, size_GU, seen_G, true_GCU)
 
 
-def choose(found: Shares, keep: Keep, tau_G: Tensor, ring: Axis) -> Tensor:
+def choose(found: MassShares, keep: KeepRule, tau_G: Tensor, ring: Axis) -> Tensor:
     """What each cluster keeps of this rank's units, bool (G, C, U). `tau_G`: for "threshold" and "fraction" (see `threshold_of`)."""
     share_GCU = found.share_GCU
     size_GCU = found.size_GU.to(torch.float64)[:, None].expand_as(share_GCU)

@@ -22,15 +22,15 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from mmspeed.compute.block_kernels import HALF
-from mmspeed.compute.sparse.plan import ClusterPlan, Means, Tiles
+from mmspeed.compute.sparse.plan import ClusterMeans, ClusterPlan, Tiles
 
-from .kernel import Kernel, nobody
+from .kernel import SparseKernel, nobody
 from .tail import coarse, merge_parts
 
 BLOCK = 128
 
 
-def _refuses(q: Tensor, k: Tensor, v: Tensor, plan: ClusterPlan, means: Means | None) -> str:
+def _refuses(q: Tensor, k: Tensor, v: Tensor, plan: ClusterPlan, means: ClusterMeans | None) -> str:
     kind = q.device.type
     if plan.tiles is None:
         return "a plan that is not made of tiles"
@@ -46,7 +46,7 @@ def _refuses(q: Tensor, k: Tensor, v: Tensor, plan: ClusterPlan, means: Means | 
     return "" if q.dtype in (*HALF, torch.float32) and q.shape[-1] >= 16 else f"{q.dtype} heads of width {q.shape[-1]}"
 
 
-class Filled(NamedTuple):
+class PaddedRows(NamedTuple):
     """Rows in whole blocks."""
 
     row: Tensor  # int64, (G, L) or (1, S): the row at each place; any one where it is filling
@@ -55,7 +55,7 @@ class Filled(NamedTuple):
     place: Tensor  # int64, (G, N) or (1, M): where each sorted row is
 
 
-def filled(offsets: Tensor, index: Tensor) -> Filled:
+def filled(offsets: Tensor, index: Tensor) -> PaddedRows:
     """Parts of sorted rows, each filled up to whole blocks. Copies a number to the host: the most blocks of a head.
 
     Args:
@@ -77,7 +77,7 @@ def filled(offsets: Tensor, index: Tensor) -> Filled:
     where = torch.zeros(len(offsets), index.shape[1] + 1, dtype=torch.int64, device=device)
     where.scatter_(1, of_place, torch.arange(place.shape[1], device=device).expand_as(place))
     rows = index.gather(1, place.clamp(max=max(0, index.shape[1] - 1)))
-    return Filled(rows, live, part, where[:, :-1])
+    return PaddedRows(rows, live, part, where[:, :-1])
 
 
 def seen_keys(plan: ClusterPlan) -> Tensor:
@@ -91,7 +91,7 @@ def seen_keys(plan: ClusterPlan) -> Tensor:
     return seen
 
 
-def block_mask(plan: ClusterPlan, tiles: Tiles, queries: Filled, keys: Filled) -> BlockMask:
+def block_mask(plan: ClusterPlan, tiles: Tiles, queries: PaddedRows, keys: PaddedRows) -> BlockMask:
     """Which blocks are computed, and which of them without a mask. Its mask is right by itself, whether or not blocks are left out."""
     shape = plan.batch, plan.heads
     groups = plan.batch * plan.heads
@@ -136,7 +136,7 @@ def _attend(
     k_BAMD: Tensor,
     v_BAMD: Tensor,
     plan: ClusterPlan,
-    means: Means | None,
+    means: ClusterMeans | None,
     scale: float,
     ran: Callable[[], object] = nobody,
 ) -> tuple[Tensor, Tensor]:
@@ -169,4 +169,4 @@ def _pairs(plan: ClusterPlan, tail: bool) -> Tensor:
     return pairs
 
 
-FLEX = Kernel("flex", _refuses, _attend, _pairs)
+FLEX = SparseKernel("flex", _refuses, _attend, _pairs)

@@ -24,15 +24,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mmspeed.compute.sparse.plan import ClusterPlan, Means
+from mmspeed.compute.sparse.plan import ClusterMeans, ClusterPlan
 
-from .kernel import Gradients, Kernel, explicit
+from .kernel import Gradients, SparseKernel, explicit
 
 ROWS = 512  # queries of a group at most: larger clusters are several groups, for balance and for the cache
 SERIAL = 1 << 22  # pairs x width below which threads cost more than they save
 
 
-class _Group(NamedTuple):
+class _QueryGroup(NamedTuple):
     """Queries of one cluster."""
 
     head: int
@@ -48,7 +48,7 @@ class _Group(NamedTuple):
         return (self.last - self.first) * (self.end - self.begin + self.means)
 
 
-class _Seen(NamedTuple):
+class _VisibleKeys(NamedTuple):
     """What a group's queries see, means first."""
 
     k_11mD: Tensor
@@ -58,29 +58,29 @@ class _Seen(NamedTuple):
     means: Tensor | None  # which means; None: all, in order, or none
 
 
-def _groups(plan: ClusterPlan, tail: bool) -> list[_Group]:
+def _groups(plan: ClusterPlan, tail: bool) -> list[_QueryGroup]:
     """Head by head, the largest first. Clusters without queries or that see nothing are none."""
     clusters, offsets = plan.clusters, plan.kv_offsets.tolist()
     means_GC = [[0] * clusters] * (plan.batch * plan.heads)
     if tail and plan.tail is not None:
         means_GC = plan.tail.dropped_GCK.count_nonzero(dim=2).tolist()
-    groups: list[_Group] = []
+    groups: list[_QueryGroup] = []
     for head, bounds in enumerate(plan.q_offsets_GC.tolist()):
-        cut: list[_Group] = []
+        cut: list[_QueryGroup] = []
         for cluster in range(clusters):
             begin, end = offsets[head * clusters + cluster : head * clusters + cluster + 2]
             start, queries, means = bounds[cluster], bounds[cluster + 1] - bounds[cluster], means_GC[head][cluster]
             parts = -(-queries // ROWS) if end - begin + means else 0
             places = [start + queries * part // max(1, parts) for part in range(parts + 1)]
-            cut += [_Group(head, cluster, *part, begin, end, means) for part in itertools.pairwise(places)]
+            cut += [_QueryGroup(head, cluster, *part, begin, end, means) for part in itertools.pairwise(places)]
         groups += sorted(cut, key=lambda group: -group.pairs)
     return groups
 
 
-class _Call:
+class _GroupedCall:
     """Queries, keys, values and means by head, in one width (the operator knows one), and the groups."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, plan: ClusterPlan, means: Means | None) -> None:
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, plan: ClusterPlan, means: ClusterMeans | None) -> None:
         self.width, self.value_width = q.shape[-1], v.shape[-1]
         self.q, self.k, self.v = (self.by_head(x) for x in (q, k, v))
         self.wide = torch.promote_types(q.dtype, torch.float32)  # computes in it
@@ -98,7 +98,7 @@ class _Call:
         x_GND, wanted = x_BAND.detach().flatten(0, 1), max(self.width, self.value_width)
         return x_GND if x_GND.shape[-1] == wanted else F.pad(x_GND, (0, wanted - x_GND.shape[-1]))
 
-    def queries(self, group: _Group) -> Tensor:
+    def queries(self, group: _QueryGroup) -> Tensor:
         """The group's queries, as places in their head."""
         return self.plan.q_index_GN[group.head, group.first : group.last]
 
@@ -106,9 +106,9 @@ class _Call:
         """(1, 1, n, D): rows of a head."""
         return x_GND[head].index_select(0, rows).to(self.wide)[None, None]
 
-    def run(self, work: Callable[[int, _Group, _Scratch], None]) -> None:
+    def run(self, work: Callable[[int, _QueryGroup, _Scratch], None]) -> None:
         """`work` on each group, which has a number, on as many threads as torch may use."""
-        queue: Iterator[tuple[int, _Group]] = enumerate(self.groups)
+        queue: Iterator[tuple[int, _QueryGroup]] = enumerate(self.groups)
 
         def serve() -> None:
             scratch = _Scratch(self)
@@ -140,19 +140,19 @@ class _Call:
 class _Scratch:
     """Where one thread gathers keys and values, group after group."""
 
-    def __init__(self, call: _Call) -> None:
+    def __init__(self, call: _GroupedCall) -> None:
         self.call = call
         rows = max((group.means + group.end - group.begin for group in call.groups), default=0)
         self.k_mD, self.v_mD = (x.new_empty(rows, x.shape[-1], dtype=call.wide) for x in (call.k, call.v))
         self.bias_m = call.q.new_zeros(rows, dtype=call.wide) if call.clusters else None
         self.head = -1  # whose means lie at the front, all of them
 
-    def seen(self, group: _Group) -> _Seen:
+    def seen(self, group: _QueryGroup) -> _VisibleKeys:
         """Keys, values and bias of a group, until the next call."""
         call, head, few, many = self.call, group.head, group.means, group.end - group.begin
         if few == 0 and many == call.plan.keys:
             k_11MD, v_11MD = (x_GMD[head].to(call.wide)[None, None] for x_GMD in (call.k, call.v))
-            return _Seen(k_11MD, v_11MD, None, None, None)
+            return _VisibleKeys(k_11MD, v_11MD, None, None, None)
         kept = call.plan.kv_index_Z[group.begin : group.end].long()
         k_mD, v_mD = self.k_mD[: few + many], self.v_mD[: few + many]
         bias_111m, means = None, None
@@ -174,7 +174,7 @@ class _Scratch:
             self.head = -1
         _take(call.k[head], kept, k_mD[few:])
         _take(call.v[head], kept, v_mD[few:])
-        return _Seen(k_mD[None, None], v_mD[None, None], bias_111m, kept, means)
+        return _VisibleKeys(k_mD[None, None], v_mD[None, None], bias_111m, kept, means)
 
 
 class _Turns:
@@ -200,7 +200,7 @@ class _Turns:
                 self.next, self.busy = self.next + 1, False
 
 
-def _refuses(q: Tensor, k: Tensor, v: Tensor, plan: ClusterPlan, means: Means | None) -> str:
+def _refuses(q: Tensor, k: Tensor, v: Tensor, plan: ClusterPlan, means: ClusterMeans | None) -> str:
     return "" if q.device.type == "cpu" else f"tensors on {q.device.type}"
 
 
@@ -213,14 +213,14 @@ def _take(x_MD: Tensor, rows: Tensor, out_mD: Tensor) -> None:
 
 
 def _forward(
-    q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, plan: ClusterPlan, means: Means | None, scale: float
+    q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, plan: ClusterPlan, means: ClusterMeans | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    call = _Call(q_BAND, k_BAMD, v_BAMD, plan, means)
+    call = _GroupedCall(q_BAND, k_BAMD, v_BAMD, plan, means)
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     out_GND = q_BAND.new_zeros(*call.q.shape[:2], call.value_width)
     lse_GN = q_BAND.new_full(call.q.shape[:2], -torch.inf, dtype=call.wide)
 
-    def work(number: int, group: _Group, scratch: _Scratch) -> None:
+    def work(number: int, group: _QueryGroup, scratch: _Scratch) -> None:
         rows, seen = call.queries(group), scratch.seen(group)
         # scaled here, not by the operator: its backward rounds scaled scores otherwise than its forward, and beyond 1e9 their
         # difference overflows exp(score - lse)
@@ -241,10 +241,10 @@ def _backward(
     out_BAND: Tensor,
     lse_BAN: Tensor,
     plan: ClusterPlan,
-    means: Means | None,
+    means: ClusterMeans | None,
     scale: float,
 ) -> Gradients:
-    call = _Call(q_BAND, k_BAMD, v_BAMD, plan, means)
+    call = _GroupedCall(q_BAND, k_BAMD, v_BAMD, plan, means)
     differentiate = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     out_GND, dout_GND, lse_GN = call.by_head(out_BAND), call.by_head(dout_BAND), lse_BAN.flatten(0, 1)
     dq_GND = q_BAND.new_zeros(*call.q.shape[:2], call.width)
@@ -253,7 +253,7 @@ def _backward(
     dmeans = [q_BAND.new_zeros(len(call.k), call.clusters, width, dtype=call.wide) for width in both]
     turns = _Turns()
 
-    def add(group: _Group, seen: _Seen, parts: tuple[Tensor, Tensor]) -> None:
+    def add(group: _QueryGroup, seen: _VisibleKeys, parts: tuple[Tensor, Tensor]) -> None:
         few = group.means
         for dkey_GMD, dmean_GKD, part_11mD in zip(dkeys, dmeans, parts, strict=True):
             part_mD = part_11mD[0, 0, :, : dkey_GMD.shape[-1]]
@@ -261,7 +261,7 @@ def _backward(
             if few:
                 _add(dmean_GKD[group.head], seen.means, part_mD[:few])
 
-    def work(number: int, group: _Group, scratch: _Scratch) -> None:
+    def work(number: int, group: _QueryGroup, scratch: _Scratch) -> None:
         rows, seen = call.queries(group), scratch.seen(group)
         dout_11nD, q_11nD, out_11nD = (call.take(x_GND, group.head, rows) for x_GND in (dout_GND, call.q, out_GND))
         lse_11n = lse_GN[group.head].index_select(0, rows)[None, None]
@@ -276,7 +276,12 @@ def _backward(
     call.run(work)
     dk_BAMD, dv_BAMD = (x.to(q_BAND.dtype).unflatten(0, q_BAND.shape[:2]) for x in dkeys)
     of_means = [x.to(q_BAND.dtype).unflatten(0, q_BAND.shape[:2]) for x in dmeans]
-    return dq_GND.unflatten(0, q_BAND.shape[:2]), dk_BAMD, dv_BAMD, Means(*of_means) if means is not None else None
+    return (
+        dq_GND.unflatten(0, q_BAND.shape[:2]),
+        dk_BAMD,
+        dv_BAMD,
+        ClusterMeans(*of_means) if means is not None else None,
+    )
 
 
 def _add(total_MD: Tensor, rows: Tensor | None, part_mD: Tensor) -> None:
@@ -286,4 +291,4 @@ def _add(total_MD: Tensor, rows: Tensor | None, part_mD: Tensor) -> None:
         total_MD.index_add_(0, rows, part_mD)
 
 
-GROUPED = Kernel("grouped", _refuses, explicit(_forward, _backward))
+GROUPED = SparseKernel("grouped", _refuses, explicit(_forward, _backward))

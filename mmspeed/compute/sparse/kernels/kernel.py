@@ -12,16 +12,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mmspeed.compute.sparse.plan import ClusterPlan, Means
-from mmspeed.replay import offered
+from mmspeed.compute.sparse.plan import ClusterMeans, ClusterPlan
+from mmspeed.replay import checkpointed_if
 
 # why a kernel does not serve a call, or nothing
-Refuses = Callable[[Tensor, Tensor, Tensor, ClusterPlan, "Means | None"], str]
+Refuses = Callable[[Tensor, Tensor, Tensor, ClusterPlan, "ClusterMeans | None"], str]
 # (q, k, v, plan, means, scale) -> out_BAND in the dtype of the queries, lse_BAN in float32 (float64 for float64)
-Forward = Callable[[Tensor, Tensor, Tensor, ClusterPlan, "Means | None", float], tuple[Tensor, Tensor]]
+Forward = Callable[[Tensor, Tensor, Tensor, ClusterPlan, "ClusterMeans | None", float], tuple[Tensor, Tensor]]
 # (dout, q, k, v, out, lse, plan, means, scale) -> dq, dk, dv, and dmeans where there are means
-Gradients = tuple[Tensor, Tensor, Tensor, "Means | None"]
-Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, ClusterPlan, "Means | None", float], Gradients]
+Gradients = tuple[Tensor, Tensor, Tensor, "ClusterMeans | None"]
+Backward = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, ClusterPlan, "ClusterMeans | None", float], Gradients
+]
 # pairs of a query and a key (or a mean) that the kernel computes for a plan, those of padding with them: an int64 scalar
 Pairs = Callable[[ClusterPlan, bool], Tensor]
 
@@ -47,7 +49,7 @@ class Attend(Protocol):
         k: Tensor,
         v: Tensor,
         plan: ClusterPlan,
-        means: Means | None,
+        means: ClusterMeans | None,
         scale: float,
         ran: Callable[[], object] = nobody,
         /,
@@ -55,7 +57,7 @@ class Attend(Protocol):
 
 
 @dataclass(frozen=True)
-class Kernel:
+class SparseKernel:
     """A way to compute a plan. `attend` has gradients in queries, keys, values and means; its log-sum-exp need not.
 
     A kernel that computes its own gradients (`explicit`) offers its results to whoever recomputes. Of others, whose gradients are
@@ -76,7 +78,7 @@ def explicit(forward: Forward, backward: Backward) -> Attend:
         k_BAMD: Tensor,
         v_BAMD: Tensor,
         plan: ClusterPlan,
-        means: Means | None,
+        means: ClusterMeans | None,
         scale: float,
         ran: Callable[[], object] = nobody,
     ) -> tuple[Tensor, Tensor]:
@@ -108,9 +110,9 @@ class _Explicit(torch.autograd.Function):
         backward: Backward,
         offers: bool,
     ) -> tuple[Tensor, Tensor]:
-        means = None if mean_k is None or mean_v is None else Means(mean_k, mean_v)
+        means = None if mean_k is None or mean_v is None else ClusterMeans(mean_k, mean_v)
         given = q_BAND, k_BAMD, v_BAMD, plan, means, scale
-        out_BAND, lse_BAN = offered(offers, "attention", lambda: forward(*given))
+        out_BAND, lse_BAN = checkpointed_if(offers, "attention", lambda: forward(*given))
         ctx.save_for_backward(q_BAND, k_BAMD, v_BAMD, mean_k, mean_v, out_BAND, lse_BAN)
         ctx.plan, ctx.scale, ctx.gradients = plan, scale, backward
         ctx.mark_non_differentiable(lse_BAN)
@@ -119,7 +121,7 @@ class _Explicit(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout_BAND: Tensor, _: Any) -> Any:
         q, k, v, mean_k, mean_v, out, lse = ctx.saved_tensors
-        means = None if mean_k is None else Means(mean_k, mean_v)
+        means = None if mean_k is None else ClusterMeans(mean_k, mean_v)
         dq, dk, dv, dmeans = ctx.gradients(dout_BAND, q, k, v, out, lse, ctx.plan, means, ctx.scale)
         both = (None, None) if dmeans is None else (dmeans.k_BAKD, dmeans.v_BAKD)
         return dq, dk, dv, *both, None, None, None, None, None

@@ -10,12 +10,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mmspeed.compute.sparse.plan import ClusterPlan, Means
+from mmspeed.compute.sparse.plan import ClusterMeans, ClusterPlan
 
-from .kernel import Kernel, nobody
+from .kernel import SparseKernel, nobody
 
 
-def _never(q: Tensor, k: Tensor, v: Tensor, plan: ClusterPlan, means: Means | None) -> str:
+def _never(q: Tensor, k: Tensor, v: Tensor, plan: ClusterPlan, means: ClusterMeans | None) -> str:
     return ""
 
 
@@ -27,7 +27,7 @@ def tail_bias(plan: ClusterPlan, dtype: torch.dtype) -> Tensor:
 
 
 def weights(
-    q_BAND: Tensor, k_BAMD: Tensor, plan: ClusterPlan, means: Means | None, scale: float
+    q_BAND: Tensor, k_BAMD: Tensor, plan: ClusterPlan, means: ClusterMeans | None, scale: float
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """(weights_BANM, tail_weights_BANK, lse_BAN): the weight of each key, 0 at dropped ones, and that of each mean.
 
@@ -51,7 +51,7 @@ def _attend(
     k_BAMD: Tensor,
     v_BAMD: Tensor,
     plan: ClusterPlan,
-    means: Means | None,
+    means: ClusterMeans | None,
     scale: float,
     ran: Callable[[], object] = nobody,
 ) -> tuple[Tensor, Tensor]:
@@ -69,4 +69,4 @@ def _all_pairs(plan: ClusterPlan, tail: bool) -> Tensor:
     return torch.tensor(plan.batch * plan.heads * plan.queries * keys)
 
 
-MASKED = Kernel("masked", _never, _attend, _all_pairs)
+MASKED = SparseKernel("masked", _never, _attend, _all_pairs)

@@ -10,24 +10,26 @@ import torch
 from torch import Tensor
 
 from mmspeed.compute.block_kernels import HALF
-from mmspeed.compute.sparse.plan import ClusterPlan, Means, Tiles
+from mmspeed.compute.sparse.plan import ClusterMeans, ClusterPlan, Tiles
 
-from .kernel import Gradients, Kernel, explicit
-from .packed import Batch, packed_kernel
+from .kernel import Gradients, SparseKernel, explicit
+from .packed import PackedBatch, packed_kernel
 from .tail import with_means, with_means_backward
 
 SEQUENCES = 2048  # that one call takes
 KEY_BLOCK = 128  # the block operator's blocks of keys are a multiple of it
 
 
-def _packed_refuses(q: Tensor, k: Tensor, v: Tensor, plan: ClusterPlan, means: Means | None) -> str:
+def _packed_refuses(q: Tensor, k: Tensor, v: Tensor, plan: ClusterPlan, means: ClusterMeans | None) -> str:
     if not hasattr(torch.ops.npu, "npu_fusion_attention"):
         return "a machine without torch_npu"
     fits = q.dtype in (*HALF, torch.float32) and v.shape[-1] == q.shape[-1] <= 512
     return "" if fits else f"{q.dtype} heads of width {q.shape[-1]} and values of width {v.shape[-1]}"
 
 
-def _packed_forward(q_T1D: Tensor, k_S1D: Tensor, v_S1D: Tensor, batch: Batch, scale: float) -> tuple[Tensor, Tensor]:
+def _packed_forward(
+    q_T1D: Tensor, k_S1D: Tensor, v_S1D: Tensor, batch: PackedBatch, scale: float
+) -> tuple[Tensor, Tensor]:
     results = torch.ops.npu.npu_fusion_attention(
         q_T1D,
         k_S1D,
@@ -49,7 +51,7 @@ def _packed_backward(
     v_S1D: Tensor,
     out_T1D: Tensor,
     lse_T: Tensor,
-    batch: Batch,
+    batch: PackedBatch,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     top_T18 = lse_T[:, None, None].expand(-1, 1, 8).contiguous()  # exp(score - max) / sum with max = lse and sum = 1
@@ -70,7 +72,7 @@ def _packed_backward(
     return dq, dk, dv
 
 
-def _block_refuses(q: Tensor, k: Tensor, v: Tensor, plan: ClusterPlan, means: Means | None) -> str:
+def _block_refuses(q: Tensor, k: Tensor, v: Tensor, plan: ClusterPlan, means: ClusterMeans | None) -> str:
     if not hasattr(torch.ops.npu, "npu_block_sparse_attention"):
         return "a machine whose torch_npu has no block sparse attention"
     if plan.tiles is None:
@@ -127,7 +129,7 @@ def _blocks(plan: ClusterPlan) -> tuple[Tiles, Tensor, list[int], Tensor]:
 
 
 def _block_forward(
-    q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, plan: ClusterPlan, means: Means | None, scale: float
+    q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, plan: ClusterPlan, means: ClusterMeans | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     _, key_GM, shape, kept = _blocks(plan)
     out, lse = torch.ops.npu.npu_block_sparse_attention(
@@ -156,7 +158,7 @@ def _block_backward(
     out_BAND: Tensor,
     lse_BAN: Tensor,
     plan: ClusterPlan,
-    means: Means | None,
+    means: ClusterMeans | None,
     scale: float,
 ) -> Gradients:
     _, key_GM, shape, kept = _blocks(plan)
@@ -170,4 +172,4 @@ def _block_backward(
 
 
 NPU_TND = packed_kernel("npu_tnd", _packed_refuses, _packed_forward, _packed_backward, SEQUENCES)
-NPU_BLOCK = Kernel("npu_block", _block_refuses, explicit(_block_forward, _block_backward))
+NPU_BLOCK = SparseKernel("npu_block", _block_refuses, explicit(_block_forward, _block_backward))

@@ -17,16 +17,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmspeed.compute.sparse.plan import ClusterPlan, Means
+from mmspeed.compute.sparse.plan import ClusterMeans, ClusterPlan
 
-from .kernel import Gradients, Kernel, Refuses, explicit
+from .kernel import Gradients, Refuses, SparseKernel, explicit
 from .tail import with_means, with_means_backward
 
 BATCH_BYTES = 1 << 28  # keys, or values, gathered at a time
 
 
 @dataclass(frozen=True)
-class Batch:
+class PackedBatch:
     """Sequences that one call of an operator computes. None is without queries or without keys."""
 
     query_T: Tensor  # int64: query + N x head
@@ -38,9 +38,11 @@ class Batch:
 
 
 # (q_T1D, k_S1D, v_S1D, batch, scale) -> out_T1D, lse_T
-PackedForward = Callable[[Tensor, Tensor, Tensor, Batch, float], tuple[Tensor, Tensor]]
+PackedForward = Callable[[Tensor, Tensor, Tensor, PackedBatch, float], tuple[Tensor, Tensor]]
 # (dout_T1D, q_T1D, k_S1D, v_S1D, out_T1D, lse_T, batch, scale) -> dq_T1D, dk_S1D, dv_S1D
-PackedBackward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Batch, float], tuple[Tensor, Tensor, Tensor]]
+PackedBackward = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, PackedBatch, float], tuple[Tensor, Tensor, Tensor]
+]
 
 
 def _spread(start_E: Tensor, length_E: Tensor, total: int) -> Tensor:
@@ -51,7 +53,7 @@ def _spread(start_E: Tensor, length_E: Tensor, total: int) -> Tensor:
     )
 
 
-def batches(plan: ClusterPlan, row_bytes: int, most_sequences: int) -> Iterator[Batch]:
+def batches(plan: ClusterPlan, row_bytes: int, most_sequences: int) -> Iterator[PackedBatch]:
     """All clusters that have queries and keys, so many keys at a time that they fill BATCH_BYTES, or one list if that is longer."""
     device, groups = plan.kv_index_Z.device, plan.batch * plan.heads
     host = torch.cat((plan.q_offsets_GC.flatten(), plan.kv_offsets)).cpu()
@@ -72,7 +74,7 @@ def batches(plan: ClusterPlan, row_bytes: int, most_sequences: int) -> Iterator[
         at, sizes_E, begin, lengths_E, base = table.to(device)
         total, keys = int(sizes.sum()), int(lengths.sum())
         key_S = plan.kv_index_Z[_spread(begin, lengths_E, keys)].long()
-        yield Batch(
+        yield PackedBatch(
             sorted_query[_spread(at, sizes_E, total)],
             key_S + base.repeat_interleave(lengths_E, output_size=keys),
             sizes.cumsum(0).tolist(),
@@ -84,14 +86,14 @@ def batches(plan: ClusterPlan, row_bytes: int, most_sequences: int) -> Iterator[
 
 def packed_kernel(
     name: str, refuses: Refuses, forward_op: PackedForward, backward_op: PackedBackward, most_sequences: int = 1 << 30
-) -> Kernel:
+) -> SparseKernel:
     """The kernel of an operator that computes sequences. Means are a second part of the softmax, merged."""
 
-    def parts(plan: ClusterPlan, k: Tensor) -> Iterator[Batch]:
+    def parts(plan: ClusterPlan, k: Tensor) -> Iterator[PackedBatch]:
         return batches(plan, k.shape[-1] * k.element_size(), most_sequences)
 
     def forward(
-        q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, plan: ClusterPlan, means: Means | None, scale: float
+        q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, plan: ClusterPlan, means: ClusterMeans | None, scale: float
     ) -> tuple[Tensor, Tensor]:
         q, k, v = (x.reshape(-1, 1, x.shape[-1]) for x in (q_BAND, k_BAMD, v_BAMD))
         out = q.new_zeros(len(q), 1, v.shape[-1])
@@ -110,7 +112,7 @@ def packed_kernel(
         out_BAND: Tensor,
         lse_BAN: Tensor,
         plan: ClusterPlan,
-        means: Means | None,
+        means: ClusterMeans | None,
         scale: float,
     ) -> Gradients:
         q, k, v, out, dout = (x.reshape(-1, 1, x.shape[-1]) for x in (q_BAND, k_BAMD, v_BAMD, out_BAND, dout_BAND))
@@ -126,4 +128,4 @@ def packed_kernel(
         dq_BAND, dmeans = with_means_backward(dq_BAND, dout_BAND, q_BAND, out_BAND, lse_BAN, plan, means, scale)
         return dq_BAND, dk.view(k_BAMD.shape).to(k.dtype), dv.view(v_BAMD.shape).to(v.dtype), dmeans
 
-    return Kernel(name, refuses, explicit(forward, backward))
+    return SparseKernel(name, refuses, explicit(forward, backward))

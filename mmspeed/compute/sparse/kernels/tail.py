@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspeed.compute.sparse.plan import ClusterPlan, Means
+from mmspeed.compute.sparse.plan import ClusterMeans, ClusterPlan
 
 SCORES = 1 << 25  # scores held at a time: 128 MiB in float32
 
@@ -36,7 +36,7 @@ def _scores(q_GnD: Tensor, k_GKD: Tensor, plan: ClusterPlan, cluster_Gn: Tensor,
     return torch.baddbmm(count_GnK.to(q_GnD.dtype).log_(), q_GnD, k_GKD.mT, alpha=scale)
 
 
-def coarse_forward(q_BAND: Tensor, plan: ClusterPlan, means: Means, scale: float) -> tuple[Tensor, Tensor]:
+def coarse_forward(q_BAND: Tensor, plan: ClusterPlan, means: ClusterMeans, scale: float) -> tuple[Tensor, Tensor]:
     """(out_BAND, lse_BAN) over the means alone, in float32 at least; 0 and -inf where a query's means stand for nothing."""
     wide = torch.promote_types(q_BAND.dtype, torch.float32)
     q_GND, k_GKD, v_GKD = (x.flatten(0, 1) for x in (q_BAND, means.k_BAKD.to(wide), means.v_BAKD.to(wide)))
@@ -53,8 +53,14 @@ def coarse_forward(q_BAND: Tensor, plan: ClusterPlan, means: Means, scale: float
 
 
 def coarse_backward(
-    dout_BAND: Tensor, q_BAND: Tensor, lse_BAN: Tensor, delta_BAN: Tensor, plan: ClusterPlan, means: Means, scale: float
-) -> tuple[Tensor, Means]:
+    dout_BAND: Tensor,
+    q_BAND: Tensor,
+    lse_BAN: Tensor,
+    delta_BAN: Tensor,
+    plan: ClusterPlan,
+    means: ClusterMeans,
+    scale: float,
+) -> tuple[Tensor, ClusterMeans]:
     """(dq_BAND, dmeans) in float32 at least: what the means give to a softmax whose log-sum-exp over all its parts is `lse`.
 
     delta_BAN: sum(dout x out) of that softmax; less the gradient of its log-sum-exp, where that has one.
@@ -75,7 +81,7 @@ def coarse_backward(
         dk_GKD[g] += ds_GnK.mT @ q_GnD
         dv_GKD[g] += p_GnK.mT @ dout_GnD
     shape = q_BAND.shape[:2]
-    return dq_GND.unflatten(0, shape), Means(dk_GKD.unflatten(0, shape), dv_GKD.unflatten(0, shape))
+    return dq_GND.unflatten(0, shape), ClusterMeans(dk_GKD.unflatten(0, shape), dv_GKD.unflatten(0, shape))
 
 
 class _Coarse(torch.autograd.Function):
@@ -83,7 +89,7 @@ class _Coarse(torch.autograd.Function):
     def forward(
         ctx: Any, q_BAND: Tensor, k_BAKD: Tensor, v_BAKD: Tensor, plan: ClusterPlan, scale: float
     ) -> tuple[Tensor, Tensor]:
-        out_BAND, lse_BAN = coarse_forward(q_BAND, plan, Means(k_BAKD, v_BAKD), scale)
+        out_BAND, lse_BAN = coarse_forward(q_BAND, plan, ClusterMeans(k_BAKD, v_BAKD), scale)
         ctx.save_for_backward(q_BAND, k_BAKD, v_BAKD, out_BAND, lse_BAN)
         ctx.plan, ctx.scale = plan, scale
         return out_BAND, lse_BAN
@@ -92,11 +98,11 @@ class _Coarse(torch.autograd.Function):
     def backward(ctx: Any, dout_BAND: Tensor, dlse_BAN: Tensor) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
         delta = (dout_BAND * out).sum(dim=-1) - dlse_BAN
-        dq, dmeans = coarse_backward(dout_BAND, q, lse, delta, ctx.plan, Means(k, v), ctx.scale)
+        dq, dmeans = coarse_backward(dout_BAND, q, lse, delta, ctx.plan, ClusterMeans(k, v), ctx.scale)
         return dq.to(q.dtype), dmeans.k_BAKD.to(k.dtype), dmeans.v_BAKD.to(v.dtype), None, None
 
 
-def coarse(q_BAND: Tensor, plan: ClusterPlan, means: Means, scale: float) -> tuple[Tensor, Tensor]:
+def coarse(q_BAND: Tensor, plan: ClusterPlan, means: ClusterMeans, scale: float) -> tuple[Tensor, Tensor]:
     """`coarse_forward`, differentiable in queries and means by its output and by its log-sum-exp."""
     out_BAND, lse_BAN = _Coarse.apply(q_BAND, means.k_BAKD, means.v_BAKD, plan, scale)
     return out_BAND, lse_BAN
@@ -111,7 +117,7 @@ def merge_parts(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) 
 
 
 def with_means(
-    q_BAND: Tensor, out_BAND: Tensor, lse_BAN: Tensor, plan: ClusterPlan, means: Means | None, scale: float
+    q_BAND: Tensor, out_BAND: Tensor, lse_BAN: Tensor, plan: ClusterPlan, means: ClusterMeans | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp over kept keys and means, from those over kept keys. Without means, the same."""
     if means is None:
@@ -127,13 +133,13 @@ def with_means_backward(
     out_BAND: Tensor,
     lse_BAN: Tensor,
     plan: ClusterPlan,
-    means: Means | None,
+    means: ClusterMeans | None,
     scale: float,
-) -> tuple[Tensor, Means | None]:
+) -> tuple[Tensor, ClusterMeans | None]:
     """The queries' gradient over kept keys and means, from that over kept keys, and the means' own; output and lse are of both."""
     if means is None:
         return dq_BAND, None
     delta_BAN = (dout_BAND.to(lse_BAN.dtype) * out_BAND).sum(dim=-1)
     more, wide = coarse_backward(dout_BAND, q_BAND, lse_BAN, delta_BAN, plan, means, scale)
-    dmeans = Means(wide.k_BAKD.to(means.k_BAKD.dtype), wide.v_BAKD.to(means.v_BAKD.dtype))
+    dmeans = ClusterMeans(wide.k_BAKD.to(means.k_BAKD.dtype), wide.v_BAKD.to(means.v_BAKD.dtype))
     return (more + dq_BAND).to(q_BAND.dtype), dmeans

@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mmspeed.compute.sparse.plan import ClusterPlan, Means
+from mmspeed.compute.sparse.plan import ClusterMeans, ClusterPlan
 
-from .kernel import Gradients, Kernel, explicit
+from .kernel import Gradients, SparseKernel, explicit
 
 QUERY_BLOCKS = (64, 128)  # queries of a program: the larger where clusters have at least twice as many
 KEY_BLOCK = 64  # keys, or means, of a step
@@ -40,7 +40,7 @@ WIDE_MEMORY = 160 << 10  # bytes of fast memory that rows of more than half as m
 LOG2E = 1.4426950408889634
 
 
-class Shape(NamedTuple):
+class LaunchShape(NamedTuple):
     """Constants of a launch: the width of a head, filled up to a power of two, the number type of products, warps and stages."""
 
     width: int
@@ -60,7 +60,7 @@ def query_block(plan: ClusterPlan) -> int:
     return QUERY_BLOCKS[plan.queries >= 2 * QUERY_BLOCKS[1] * plan.clusters]
 
 
-def shape_for(q_BAND: Tensor, block: int) -> Shape:
+def shape_for(q_BAND: Tensor, block: int) -> LaunchShape:
     """Fixed choices by the bytes of a row; float32 products are exact unless torch was told otherwise."""
     width = q_BAND.shape[-1]
     padded = max(16, 1 << (width - 1).bit_length())
@@ -70,7 +70,7 @@ def shape_for(q_BAND: Tensor, block: int) -> Shape:
     if q_BAND.device.type == "cpu" and q_BAND.dtype == torch.bfloat16:
         exact = "widen"
     large = block * row > 1 << 14 or q_BAND.dtype == torch.float32
-    return Shape(width, padded, exact, 8 if large else 4, 2 if row <= 256 else 1)
+    return LaunchShape(width, padded, exact, 8 if large else 4, 2 if row <= 256 else 1)
 
 
 def key_launch(q_BAND: Tensor) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def key_launch(q_BAND: Tensor) -> dict[str, Any]:
     return shape.launch(BLOCK_Q=QUERY_BLOCKS[0] if row <= 256 else QUERY_BLOCKS[0] // 2, BLOCK_K=KEY_BLOCK)
 
 
-def _refuses(q: Tensor, k: Tensor, v: Tensor, plan: ClusterPlan, means: Means | None) -> str:
+def _refuses(q: Tensor, k: Tensor, v: Tensor, plan: ClusterPlan, means: ClusterMeans | None) -> str:
     kind = q.device.type
     if kind != "cuda" and not (kind == "cpu" and _interpreted()):
         return f"tensors on {kind}" + (" without Triton's interpreter" if kind == "cpu" else "")
@@ -165,7 +165,7 @@ def _lists(plan: ClusterPlan) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return plan.q_index_GN.contiguous(), plan.q_offsets_GC.contiguous(), plan.kv_index_Z, plan.kv_offsets
 
 
-def _tail(plan: ClusterPlan, means: Means | None, q_BAND: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
+def _tail(plan: ClusterPlan, means: ClusterMeans | None, q_BAND: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
     """(mean keys, mean values, dropped counts) and K; the queries stand in for them where there is no tail, and are not read."""
     if means is None or plan.tail is None:
         return (q_BAND, q_BAND, q_BAND), 0
@@ -174,7 +174,7 @@ def _tail(plan: ClusterPlan, means: Means | None, q_BAND: Tensor) -> tuple[tuple
 
 
 def _forward(
-    q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, plan: ClusterPlan, means: Means | None, scale: float
+    q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, plan: ClusterPlan, means: ClusterMeans | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     from .triton_forward import forward
 
@@ -206,7 +206,7 @@ def _backward(
     out_BAND: Tensor,
     lse_BAN: Tensor,
     plan: ClusterPlan,
-    means: Means | None,
+    means: ClusterMeans | None,
     scale: float,
 ) -> Gradients:
     from . import triton_backward as kernels
@@ -249,7 +249,7 @@ def _backward(
                 plan.heads, plan.queries, clusters, count, shares, *scales,
                 **key_launch(q),
             )  # fmt: skip
-            dmeans = Means(dk.sum(dim=0).to(k.dtype), dv.sum(dim=0).to(k.dtype))
+            dmeans = ClusterMeans(dk.sum(dim=0).to(k.dtype), dv.sum(dim=0).to(k.dtype))
     return dq, sums[0].to(k.dtype), sums[1].to(v.dtype), dmeans
 
 
@@ -263,4 +263,4 @@ def _pairs(plan: ClusterPlan, tail: bool) -> Tensor:
     return (queries_GC * keys_GC).sum()
 
 
-TRITON = Kernel("triton", _refuses, explicit(_forward, _backward), _pairs)
+TRITON = SparseKernel("triton", _refuses, explicit(_forward, _backward), _pairs)

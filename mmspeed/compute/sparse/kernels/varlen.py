@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from mmspeed.compute.block_kernels import HALF
-from mmspeed.compute.sparse.plan import ClusterPlan, Means
+from mmspeed.compute.sparse.plan import ClusterMeans, ClusterPlan
 
-from .packed import Batch, packed_kernel
+from .packed import PackedBatch, packed_kernel
 
 
-def _refuses(q: Tensor, k: Tensor, v: Tensor, plan: ClusterPlan, means: Means | None) -> str:
+def _refuses(q: Tensor, k: Tensor, v: Tensor, plan: ClusterPlan, means: ClusterMeans | None) -> str:
     if q.device.type != "cuda":
         return f"tensors on {q.device.type}"
     if torch.cuda.get_device_capability(q.device) < (8, 0):
@@ -35,7 +35,9 @@ def _ends(ends: list[int], like: Tensor) -> Tensor:
     return torch.tensor([0, *ends], dtype=torch.int32).to(like.device)
 
 
-def varlen_forward(q_T1D: Tensor, k_S1D: Tensor, v_S1D: Tensor, batch: Batch, scale: float) -> tuple[Tensor, Tensor]:
+def varlen_forward(
+    q_T1D: Tensor, k_S1D: Tensor, v_S1D: Tensor, batch: PackedBatch, scale: float
+) -> tuple[Tensor, Tensor]:
     """(out_T1D, lse_T)."""
     ends = _ends(batch.query_ends, q_T1D), _ends(batch.key_ends, q_T1D)
     op = torch.ops.aten._flash_attention_forward
@@ -51,7 +53,7 @@ def varlen_backward(
     v_S1D: Tensor,
     out_T1D: Tensor,
     lse_T: Tensor,
-    batch: Batch,
+    batch: PackedBatch,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq_T1D, dk_S1D, dv_S1D)."""

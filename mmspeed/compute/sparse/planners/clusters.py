@@ -16,17 +16,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mmspeed.compute.sparse.plan import ClusterPlan, Tail
+from mmspeed.compute.sparse.plan import ClusterPlan, TailClusters
 
 from .kmeans import covariance, kmeans, means, sorted_means, spread
-from .selection import Context, Keep, Lists, Masks, Score, choose_keys
+from .selection import KeepRule, KeyLists, KeyMasks, PlannerContext, Score, choose_keys
 
 
 def plan_clusters(
     q_BAND: Tensor,
     k_BAMD: Tensor,
-    keep: Keep,
-    context: Context | None = None,
+    keep: KeepRule,
+    context: PlannerContext | None = None,
     *,
     cluster_size: int = 128,
     metric: Literal["logit", "euclid"] = "logit",
@@ -53,7 +53,7 @@ def plan_clusters(
         raise ValueError("cluster_size and subsample are positive, iterations and tail_clusters not negative")
     if metric not in ("logit", "euclid"):
         raise ValueError(f"metric {metric!r} is not one of logit, euclid")
-    context = Context() if context is None else context
+    context = PlannerContext() if context is None else context
     with torch.no_grad(), torch.autocast(q_BAND.device.type, enabled=False):
         q_GND, k_GMD, masks = inputs(q_BAND, k_BAMD, context)
         mask_GM = group_mask(masks)
@@ -96,7 +96,7 @@ def plan_clusters(
     )
 
 
-def inputs(q_BAND: Tensor, k_BAMD: Tensor, context: Context) -> tuple[Tensor, Tensor, Masks]:
+def inputs(q_BAND: Tensor, k_BAMD: Tensor, context: PlannerContext) -> tuple[Tensor, Tensor, KeyMasks]:
     """Queries and keys in float32 at least, heads of all samples in one dimension; masked keys are 0. Raises ValueError."""
     if (
         q_BAND.dim() != 4
@@ -113,18 +113,18 @@ def inputs(q_BAND: Tensor, k_BAMD: Tensor, context: Context) -> tuple[Tensor, Te
         raise ValueError(f"a plan needs queries and keys, not {queries} and {keys}")
     wide = torch.promote_types(q_BAND.dtype, torch.float32)
     q_GND, k_GMD = q_BAND.detach().flatten(0, 1).to(wide), k_BAMD.detach().flatten(0, 1).to(wide)
-    masks = Masks.of(context, batch, heads, queries, keys, q_BAND.device)
+    masks = KeyMasks.of(context, batch, heads, queries, keys, q_BAND.device)
     if masks.seen_BM is not None:  # what is masked may be anything
         k_GMD = k_GMD.masked_fill(~masks.seen_BM.repeat_interleave(heads, dim=0)[..., None], 0.0)
     return q_GND, k_GMD, masks
 
 
-def group_mask(masks: Masks) -> Tensor | None:
+def group_mask(masks: KeyMasks) -> Tensor | None:
     """Keys seen by each group, (G, M)."""
     return None if masks.seen_BM is None else masks.seen_BM.repeat_interleave(masks.heads, dim=0)
 
 
-def scores(query_GCD: Tensor, k_GMD: Tensor, masks: Masks, scale: float) -> Score:
+def scores(query_GCD: Tensor, k_GMD: Tensor, masks: KeyMasks, scale: float) -> Score:
     """What `choose_keys` asks for: scores of some queries with all keys, -inf at masked ones."""
     scaled_GCD = query_GCD * scale
 
@@ -144,7 +144,7 @@ def sort_queries(label_GN: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
     return label_GN.sort(dim=1, stable=True).indices, torch.nn.functional.pad(size_GC.cumsum(dim=1), (1, 0))
 
 
-def with_full(order_GN: Tensor, offsets_GC: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
+def with_full(order_GN: Tensor, offsets_GC: Tensor, masks: KeyMasks) -> tuple[Tensor, Tensor]:
     """(q_index_GN, q_offsets_GC) of all queries, from those of the ones that choose: the full ones are one more cluster."""
     if masks.full_F is None or masks.choosing is None:
         return order_GN, offsets_GC
@@ -165,10 +165,10 @@ class KeyClusters:
         """K."""
         return self.size_GK.shape[1]
 
-    def plan(self, lists: Lists) -> Tail:
+    def plan(self, lists: KeyLists) -> TailClusters:
         """With the count of what each cluster of queries drops."""
         assert lists.kept_GCK is not None
-        return Tail(self.label_GM, self.clusters, (self.size_GK[:, None] - lists.kept_GCK).float())
+        return TailClusters(self.label_GM, self.clusters, (self.size_GK[:, None] - lists.kept_GCK).float())
 
 
 def tail_of_keys(

@@ -17,7 +17,7 @@ _BLOCK_ELSE = 1 << 26
 
 
 @dataclass(frozen=True)
-class Lists:
+class KeyLists:
     """Kept keys of every cluster, the full one among them."""
 
     kv_index_Z: Tensor
@@ -36,7 +36,7 @@ def blocks(groups: int, clusters: int, keys: int, device: torch.device) -> Itera
             yield slice(g, min(g + wide, groups)), slice(c, min(c + tall, clusters))
 
 
-class ListMaker:
+class KeyListBuilder:
     """Gathers the lists of kept keys, block by block."""
 
     def __init__(
@@ -70,12 +70,12 @@ class ListMaker:
             counts = torch.bincount(code_Z, minlength=length_gc.numel() * self.labels)
             self.kept_GCK[groups, rows] = counts.view(*length_gc.shape, self.labels)
 
-    def finish(self, tau_G: Tensor | None = None) -> Lists:
+    def finish(self, tau_G: Tensor | None = None) -> KeyLists:
         """All of it."""
         device = self.length_GC.device
         kv_offsets = torch.zeros(self.length_GC.numel() + 1, dtype=torch.int64, device=device)
         torch.cumsum(self.length_GC.flatten(), dim=0, out=kv_offsets[1:])
-        return Lists(torch.cat(self.index), kv_offsets, tau_G, self.kept_GCK)
+        return KeyLists(torch.cat(self.index), kv_offsets, tau_G, self.kept_GCK)
 
 
 def flat_lists(keep_gcM: Tensor) -> tuple[Tensor, Tensor]:

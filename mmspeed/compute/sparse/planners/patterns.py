@@ -14,15 +14,15 @@ from torch import Tensor
 from mmspeed.compute.sparse.plan import ClusterPlan
 
 from .clusters import group_mask, inputs, sort_queries, tail_of_keys, with_full
-from .csr import ListMaker, blocks, flat_lists
-from .selection import Context
+from .csr import KeyListBuilder, blocks, flat_lists
+from .selection import PlannerContext
 from .tiles import plan_of_tiles, tile_inputs
 
 
 def plan_window(
     q_BAND: Tensor,
     k_BAMD: Tensor,
-    context: Context,
+    context: PlannerContext,
     *,
     tile: Sequence[int],
     window: Sequence[int] = (3, 3, 3),
@@ -63,7 +63,7 @@ def plan_window(
 def plan_skip(
     q_BAND: Tensor,
     k_BAMD: Tensor,
-    context: Context | None = None,
+    context: PlannerContext | None = None,
     *,
     stride: int = 4,
     way: Literal[0, 1] = 0,
@@ -83,7 +83,7 @@ def plan_skip(
     """
     if stride < 1 or way not in (0, 1):
         raise ValueError(f"stride {stride} is positive, way {way} is 0 or 1")
-    context = Context() if context is None else context
+    context = PlannerContext() if context is None else context
     with torch.no_grad(), torch.autocast(q_BAND.device.type, enabled=False):
         q_GND, k_GMD, masks = inputs(q_BAND, k_BAMD, context)
         groups, queries, keys, device = len(q_GND), q_GND.shape[1], k_GMD.shape[1], q_GND.device
@@ -98,7 +98,7 @@ def plan_skip(
         first_M = torch.arange(keys, device=device) == 0
         tail = tail_of_keys(k_GMD, group_mask(masks), tail_clusters, iterations, subsample, tail_start_GKD)
         rows = stride + (masks.full_F is not None)
-        lists = ListMaker(
+        lists = KeyListBuilder(
             groups, rows, keys, device, None if tail is None else tail.label_GM, 0 if tail is None else tail.clusters
         )
         for g, c in blocks(groups, rows, keys, device):

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .csr import ListMaker, Lists, blocks, flat_lists
+from .csr import KeyListBuilder, KeyLists, blocks, flat_lists
 from .topk import largest, strided, tau_of_share
 
 Rule = Literal["threshold", "fraction", "mass", "top"]
@@ -33,7 +33,7 @@ _SAMPLED = 1 << 19  # pairs of a cluster and a key that a threshold for a fracti
 
 
 @dataclass(frozen=True)
-class Keep:
+class KeepRule:
     """Which keys a cluster of queries keeps. Keys that are always kept are kept beside the cap, and count in every share."""
 
     rule: Rule
@@ -53,7 +53,7 @@ class Keep:
 
 
 @dataclass(frozen=True)
-class Context:
+class PlannerContext:
     """What a planner knows beside queries and keys."""
 
     key_mask_BM: Tensor | None = None  # bool: keys that count
@@ -66,7 +66,7 @@ class Context:
 
 
 @dataclass(frozen=True)
-class Masks:
+class KeyMasks:
     """The masks of a context, checked."""
 
     keys: int  # M
@@ -78,7 +78,7 @@ class Masks:
     choosing: Tensor | None  # indices of the others; None: all queries
 
     @staticmethod
-    def of(context: Context, batch: int, heads: int, queries: int, keys: int, device: torch.device) -> Masks:
+    def of(context: PlannerContext, batch: int, heads: int, queries: int, keys: int, device: torch.device) -> KeyMasks:
         """Raises ValueError for masks of other shapes."""
         seen, always, full = context.key_mask_BM, context.always_keep, context.full_queries_N
         if seen is not None:
@@ -101,7 +101,7 @@ class Masks:
             full_F, choosing = full.nonzero()[:, 0], (~full).nonzero()[:, 0]
             if not len(full_F):
                 full_F, choosing = None, None
-        return Masks(keys, heads, seen, always, count_B, full_F, choosing)
+        return KeyMasks(keys, heads, seen, always, count_B, full_F, choosing)
 
     def seen(self, groups: slice) -> Tensor | None:
         """Of some groups, (g, 1, M)."""
@@ -126,14 +126,14 @@ Score = Callable[[slice, slice], Tensor]
 
 def choose_keys(
     score: Score,
-    keep: Keep,
-    masks: Masks,
+    keep: KeepRule,
+    masks: KeyMasks,
     weight_GC: Tensor,
     *,
     label_GM: Tensor | None = None,
     labels: int = 0,
     observe: Observe | None = None,
-) -> Lists:
+) -> KeyLists:
     """The kept keys of each cluster; a full cluster, if there is one, comes last in each group, beside those of `weight_GC`.
 
     Args:
@@ -146,7 +146,7 @@ def choose_keys(
     everyone = masks.full_F is not None
     rows = clusters + everyone
     any_empty = bool((weight_GC == 0).any())
-    lists = ListMaker(groups, rows, masks.keys, device, label_GM, labels)
+    lists = KeyListBuilder(groups, rows, masks.keys, device, label_GM, labels)
     for g, c in blocks(groups, rows, masks.keys, device):
         chosen = slice(c.start, min(c.stop, clusters))
         keep_gcM = torch.empty(g.stop - g.start, c.stop - c.start, masks.keys, dtype=torch.bool, device=device)
@@ -184,7 +184,7 @@ def choose_keys(
     return lists.finish(tau_G)
 
 
-def _log_share(score_gcM: Tensor, masks: Masks, groups: slice) -> Tensor:
+def _log_share(score_gcM: Tensor, masks: KeyMasks, groups: slice) -> Tensor:
     """Log of the probability of each key x keys seen: 0 at an even share. +inf at keys that are always kept."""
     x_gcM = score_gcM.log_softmax(dim=-1)
     x_gcM += masks.count(groups).clamp(min=1).log()
@@ -192,13 +192,13 @@ def _log_share(score_gcM: Tensor, masks: Masks, groups: slice) -> Tensor:
     return x_gcM if always is None else x_gcM.masked_fill_(always, torch.inf)
 
 
-def _share(x_gcM: Tensor, masks: Masks, groups: slice) -> Tensor:
+def _share(x_gcM: Tensor, masks: KeyMasks, groups: slice) -> Tensor:
     share_gcM = x_gcM.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).exp_()
     seen = masks.seen(groups)
     return share_gcM if seen is None else share_gcM.masked_fill_(~seen, -1.0)
 
 
-def _keep_top(share: float, score_gcM: Tensor, masks: Masks, groups: slice, out_gcM: Tensor) -> None:
+def _keep_top(share: float, score_gcM: Tensor, masks: KeyMasks, groups: slice, out_gcM: Tensor) -> None:
     """Writes True at the same share of the keys for each cluster."""
     rank_gcM, always = _ranked(score_gcM, masks.seen(groups)), masks.always(groups)
     if always is not None:
@@ -209,7 +209,7 @@ def _keep_top(share: float, score_gcM: Tensor, masks: Masks, groups: slice, out_
         out_gcM |= always
 
 
-def _keep_mass(share: float, x_gcM: Tensor, masks: Masks, groups: slice, out_gcM: Tensor) -> None:
+def _keep_mass(share: float, x_gcM: Tensor, masks: KeyMasks, groups: slice, out_gcM: Tensor) -> None:
     """Writes True at the most probable keys of each cluster that hold a share of its probability."""
     sorted_gcM, order_gcM = x_gcM.nan_to_num(nan=-torch.inf, posinf=torch.inf).sort(
         dim=-1, descending=True, stable=True
@@ -226,12 +226,12 @@ def _keep_mass(share: float, x_gcM: Tensor, masks: Masks, groups: slice, out_gcM
 
 
 def _mend(
-    keep: Keep,
+    keep: KeepRule,
     score: Callable[[], Tensor],
     out_gcM: Tensor,
     length_gc: Tensor,
     weight_gc: Tensor,
-    masks: Masks,
+    masks: KeyMasks,
     groups: slice,
 ) -> bool:
     """Puts rows right that keep too few or too many keys; whether there were any. Most blocks have none, and need no scores again."""
@@ -265,7 +265,7 @@ def _ranked(score_gcM: Tensor, seen: Tensor | None) -> Tensor:
     return rank_gcM if seen is None else rank_gcM.masked_fill_(~seen, -torch.inf)
 
 
-def _thresholds(score: Score, keep: Keep, masks: Masks, weight_GC: Tensor) -> tuple[Tensor, Tensor | None]:
+def _thresholds(score: Score, keep: KeepRule, masks: KeyMasks, weight_GC: Tensor) -> tuple[Tensor, Tensor | None]:
     """(tau_G, log shares of all where they were held): tau of each group; 0 for rules that have none."""
     groups, clusters = weight_GC.shape
     device = weight_GC.device

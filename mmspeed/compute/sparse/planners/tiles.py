@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmspeed.compute.sparse.plan import ClusterPlan, Tail, Tiles
+from mmspeed.compute.sparse.plan import ClusterPlan, TailClusters, Tiles
 
 from .clusters import group_mask, inputs
-from .csr import ListMaker, blocks, flat_lists
+from .csr import KeyListBuilder, blocks, flat_lists
 from .kmeans import sums
-from .selection import Context, Keep, Masks
+from .selection import KeepRule, KeyMasks, PlannerContext
 from .topk import tau_of_share
 
 
@@ -60,11 +60,11 @@ def tiling(positions_NX: Tensor, tile: Sequence[int]) -> Tiling:
 
 
 @dataclass(frozen=True)
-class Tiled:
+class TiledInputs:
     """Queries and keys of a call in tiles."""
 
     shape: tuple[int, int, int, int]  # B, A, N, M
-    masks: Masks
+    masks: KeyMasks
     queries: Tiling | None  # of the queries that choose; None: there is none
     keys: Tiling
     label_GM: Tensor  # tile of each key; R at masked keys
@@ -82,7 +82,9 @@ class Tiled:
         return 0 if self.queries is None else self.queries.count
 
 
-def tile_inputs(q_BAND: Tensor, k_BAMD: Tensor, context: Context, tile: Sequence[int]) -> tuple[Tensor, Tensor, Tiled]:
+def tile_inputs(
+    q_BAND: Tensor, k_BAMD: Tensor, context: PlannerContext, tile: Sequence[int]
+) -> tuple[Tensor, Tensor, TiledInputs]:
     """(q_GND, k_GMD, tiles). Raises ValueError without positions, or for such that do not fit."""
     q_GND, k_GMD, masks = inputs(q_BAND, k_BAMD, context)
     queries, keys = q_GND.shape[1], k_GMD.shape[1]
@@ -113,14 +115,14 @@ def tile_inputs(q_BAND: Tensor, k_BAMD: Tensor, context: Context, tile: Sequence
         forced_GR = hits.view(groups, -1)[:, : of_keys.count] > 0
     batch, heads = q_BAND.shape[:2]
     shape = (batch, heads, queries, keys)
-    return q_GND, k_GMD, Tiled(shape, masks, of_queries, of_keys, label_GM.contiguous(), size_GR, forced_GR)
+    return q_GND, k_GMD, TiledInputs(shape, masks, of_queries, of_keys, label_GM.contiguous(), size_GR, forced_GR)
 
 
 def plan_tiles(
     q_BAND: Tensor,
     k_BAMD: Tensor,
-    keep: Keep,
-    context: Context,
+    keep: KeepRule,
+    context: PlannerContext,
     *,
     tile: Sequence[int] = (4, 4, 4),
     tail: bool = False,
@@ -154,7 +156,7 @@ def plan_tiles(
 
 
 def _choose_tiles(
-    score_GCR: Tensor, weight_GC: Tensor, keep: Keep, tiled: Tiled, context: Context
+    score_GCR: Tensor, weight_GC: Tensor, keep: KeepRule, tiled: TiledInputs, context: PlannerContext
 ) -> tuple[Tensor, Tensor]:
     """(kept_GCR, tau_G)."""
     masks, heads = tiled.masks, tiled.masks.heads
@@ -200,7 +202,7 @@ def _choose_tiles(
     return torch.zeros_like(taken).scatter_(-1, order_GCR, taken), tau_G
 
 
-def _observe(context: Context, x_GCR: Tensor, weight_GC: Tensor, tiled: Tiled) -> None:
+def _observe(context: PlannerContext, x_GCR: Tensor, weight_GC: Tensor, tiled: TiledInputs) -> None:
     """Shows the shares of all keys, as those of their tiles."""
     assert context.observe is not None
     masks = tiled.masks
@@ -214,12 +216,12 @@ def _observe(context: Context, x_GCR: Tensor, weight_GC: Tensor, tiled: Tiled) -
         context.observe(share_gcM, weight_GC[g, c], g)
 
 
-def plan_of_tiles(tiled: Tiled, kept_GCR: Tensor, tail: bool, tau_G: Tensor | None = None) -> ClusterPlan:
+def plan_of_tiles(tiled: TiledInputs, kept_GCR: Tensor, tail: bool, tau_G: Tensor | None = None) -> ClusterPlan:
     """The plan in which tiles of queries keep tiles of keys; the full queries, behind them, keep all."""
     masks, groups, device = tiled.masks, tiled.groups, kept_GCR.device
     if masks.full_F is not None:
         kept_GCR = torch.cat((kept_GCR, torch.ones_like(tiled.forced_GR)[:, None]), dim=1)
-    lists = ListMaker(groups, kept_GCR.shape[1], masks.keys, device)
+    lists = KeyListBuilder(groups, kept_GCR.shape[1], masks.keys, device)
     for g, c in blocks(groups, kept_GCR.shape[1], masks.keys, device):
         keep_gcM = kept_GCR[g, c].index_select(-1, tiled.keys.tile_N)
         seen = masks.seen(g)
@@ -232,13 +234,15 @@ def plan_of_tiles(tiled: Tiled, kept_GCR: Tensor, tail: bool, tau_G: Tensor | No
         q_offsets_GC=q_offsets_C.expand(groups, -1).contiguous(),
         kv_index_Z=made.kv_index_Z,
         kv_offsets=made.kv_offsets,
-        tail=Tail(tiled.label_GM, tiled.keys.count, (tiled.size_GR[:, None] * ~kept_GCR).float()) if tail else None,
+        tail=TailClusters(tiled.label_GM, tiled.keys.count, (tiled.size_GR[:, None] * ~kept_GCR).float())
+        if tail
+        else None,
         tiles=Tiles(tiled.keys.tile_N.sort(stable=True).indices, _offsets(tiled.keys), kept_GCR),
         tau_G=tau_G,
     )
 
 
-def _by_tile(tiled: Tiled) -> tuple[Tensor, Tensor]:
+def _by_tile(tiled: TiledInputs) -> tuple[Tensor, Tensor]:
     """(q_index_N, q_offsets_C)."""
     masks, queries = tiled.masks, tiled.shape[2]
     if tiled.queries is None:
