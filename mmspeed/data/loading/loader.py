@@ -81,7 +81,7 @@ _Tag = tuple[list[SampleUse], int]  # of a micro-batch: its step's draws, and ho
 _Source = Generator[tuple[_Tag, Batch | None], None, None]
 
 
-class _Reader:
+class _BatchReader:
     """Reads a micro-batch; None for a step that has none."""
 
     def __init__(self, collate: Collate) -> None:
@@ -200,7 +200,7 @@ class Loader:
 
     def _read(self, jobs: Iterator[tuple[_Tag, MicroBatchUses]], pin: bool = False) -> _Source:
         """The micro-batches of `jobs`, read when they are asked for."""
-        read = _Reader(self.collate)
+        read = _BatchReader(self.collate)
         for tag, part in jobs:
             yield tag, (_pinned(read(part)) if pin else read(part))
 
@@ -210,7 +210,7 @@ class Loader:
         ahead = self.prefetch - copied  # the copy on the device is one of them
         source: _Source
         if self.workers:
-            read = _Reader(self.collate)
+            read = _BatchReader(self.collate)
             each = max(1, (ahead - 1) // self.workers)  # the one that the thread has taken is one of them too
             finish = _pinned if copied else None
             source = read_ahead(in_workers(jobs, read, self.workers, each, finish), 1)

@@ -143,7 +143,7 @@ def _is_entry(entry: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class _Location:
+class _TensorPlace:
     """Where a chunk lies; the attribute that torch's reader asks for."""
 
     relative_path: str
@@ -187,13 +187,13 @@ class SafetensorsReader(HuggingFaceStorageReader):
 
     def read_metadata(self) -> Metadata:
         tensors: dict[str, TensorStorageMetadata] = {}
-        locations: dict[MetadataIndex, _Location] = {}
+        locations: dict[MetadataIndex, _TensorPlace] = {}
         for name, entry in self._index["tensors"].items():
             chunks = []
             for chunk in entry["chunks"]:
                 offsets = torch.Size(chunk["offsets"])
                 chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk["shape"])))
-                locations[MetadataIndex(name, offsets)] = _Location(str(self._folder / chunk["file"]))
+                locations[MetadataIndex(name, offsets)] = _TensorPlace(str(self._folder / chunk["file"]))
             properties = TensorProperties(dtype=getattr(torch, entry["dtype"]))
             tensors[name] = TensorStorageMetadata(properties, torch.Size(entry["shape"]), chunks)
         return Metadata(state_dict_metadata=dict(tensors), storage_data=locations)
