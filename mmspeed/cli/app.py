@@ -172,13 +172,13 @@ def check(
     ] = None,
 ) -> None:
     """Read the data set and say what will happen and what it will cost, in lines and as an HTML page; needs no accelerator."""
-    from mmspeed.config import load_config
+    from mmspeed.config import load_config, load_run_config
 
     if parallel is not None:
         from .check_parallel import check_parallel
 
         others = {"--report": report_file, "--suggest-buckets": suggest_buckets, "--ranks": ranks}
-        raise typer.Exit(check_parallel(load_config(config, overrides or ()), parallel, others))
+        raise typer.Exit(check_parallel(load_run_config(config, overrides or ()), parallel, others))
     from rich.console import Console
 
     from mmspeed.preprocess import check as check_data

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from mmspeed.errors import UserError
 
 if TYPE_CHECKING:
-    from mmspeed.config import Config
+    from mmspeed.config import RunConfig
 
 
-def check_parallel(config: Config, layout: str, others: Mapping[str, object]) -> int:
+def check_parallel(config: RunConfig, layout: str, others: Mapping[str, object]) -> int:
     """Print the report; 0 where the layout passed, else 1. Raises UserError for options that go with another check."""
     given = next((name for name, value in others.items() if value is not None), None)
     if given is not None:

@@ -19,6 +19,7 @@ from .model import (
 )
 from .shapes import ShapeClass
 from .task import (
+    CheckNotes,
     CheckTask,
     LossFunction,
     MicroBatchSize,
@@ -34,6 +35,7 @@ from .task import (
 __all__ = [
     "Batch",
     "BatchShape",
+    "CheckNotes",
     "CheckTask",
     "CountsDenseFlops",
     "Data",

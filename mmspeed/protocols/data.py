@@ -59,7 +59,10 @@ class Location(Protocol):
 class Data(Protocol):
     """The order of training, and this rank's share of each step."""
 
-    waited_seconds: float  # for which the trainer stood still for data, so far
+    @property
+    def waited_seconds(self) -> float:
+        """Seconds for which the trainer stood still for data, so far."""
+        ...
 
     @property
     def fingerprint(self) -> str:

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from mmspeed.config import RunConfig
 from mmspeed.device import Device
 
 from .batch import Batch, Terms
 from .data import Data, Divisors, StepData
-from .model import PutWeight
 from .shapes import ShapeClass
 
 Models = Mapping[str, nn.Module]  # by role: "model", and such as "reference", "reward", "critic"
@@ -237,36 +237,78 @@ class Task(Protocol):
 
     # -- checking ---------------------------------------------------------------------------------------------------------
 
-    def shrunk(self) -> CheckTask:
-        """The task made small: the same layout of heads and sequences, sizes that a laptop computes in a moment."""
+    def shrunk(self, known: Mapping[str, Any] | None = None) -> CheckTask:
+        """The task made small: the same layout of heads and sequences, sizes that a laptop computes in a moment.
+
+        Needs no data and is asked before `open`. `known`: of the small task that another process made of the same config. Raises UserError
+        for a config that cannot be trained.
+        """
         ...
 
 
+@dataclass(frozen=True)
+class CheckNotes:
+    """The task's part of a check's report.
+
+    Args:
+        model: the sizes of the small model, in a few words.
+        settings: what else was kept of the config, beside number type, strategy, checkpointing and compilation.
+        items: lines about the made-up items.
+        remarks: lines about what is otherwise than in training.
+    """
+
+    model: str
+    settings: Sequence[str] = ()
+    items: Sequence[str] = ()
+    remarks: Sequence[str] = ()
+
+
 class CheckTask(Protocol):
-    """A task made small, with made-up items, for comparing layouts."""
+    """A task made small, with made-up items, for comparing a layout with one process.
+
+    All that an item holds is drawn by its name, and every rank can make each, so that any layout meets the same items.
+    """
 
     @property
-    def about(self) -> list[str]:
-        """Lines that say what is compared."""
+    def config(self) -> RunConfig:
+        """The config of the small run; its parallel section names the layout with numbers only."""
+        ...
+
+    @property
+    def known(self) -> Mapping[str, Any]:
+        """What was looked up outside of the config, in JSON's types: other processes make the same small task with it."""
+        ...
+
+    @property
+    def notes(self) -> CheckNotes:
+        """What the report says of the small task."""
         ...
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of steps, such as images, videos, mixed."""
+        """Kinds of steps, such as images, videos, mixed; each is taken once."""
+        ...
+
+    def with_config(self, config: RunConfig) -> CheckTask:
+        """The same items and model under another layout, number type or optimizer."""
         ...
 
     def task(self) -> Task:
-        """The small task."""
+        """The small task, ready to build its models."""
         ...
 
     def step(self, kind: str, place: RunPlace) -> StepData:
-        """The step of a kind; the micro-batches are this rank's."""
+        """The step of a kind; the micro-batches are this rank's, as training would deal them."""
         ...
 
-    def fill(self, model: nn.Module, put: PutWeight) -> None:
-        """Give every parameter a value off its start: the zeros of a fresh model would hide most gradients."""
+    def expected(self, kind: str) -> Sequence[str]:
+        """Exchanges that a step of a kind must make at this layout, as "kind axis": else an axis does nothing."""
         ...
 
-    def problems(self, models: Models, place: RunPlace) -> tuple[list[str], dict[str, Any]]:
-        """What is wrong with the task's own draws, such as uneven times, and facts for the report."""
+    def silent(self, kind: str) -> Sequence[str]:
+        """Axes over which a step of a kind may send nothing."""
+        ...
+
+    def problems(self, place: RunPlace) -> tuple[list[str], list[str]]:
+        """(what is wrong with the task's own draws, such as uneven times; lines for the report). A collective call."""
         ...

@@ -1,12 +1,11 @@
 """`mmspeed check CONFIG --parallel LAYOUT`: does a layout compute what one process computes? On CPU processes, without data.
 
-A config's model is made small (`shrink.py`) and takes training steps of made-up samples, once on the processes of the layout and
-once on one (`worker.py`); here the two are started and compared.
+A config's task is made small (`Task.shrunk`) and takes training steps of made-up items, once on the processes of the layout and
+once on one (`worker.py`); here the two are started and compared (`verdict.py`). Nothing in these files knows a domain.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import re
@@ -14,30 +13,32 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TypeVar
 
 import yaml
 
-from mmspeed.config import Config, make_config
+from mmspeed.config import RunConfig, make_run_config
 from mmspeed.config.parallel import AXES
+from mmspeed.config.tasks import CONFIGS
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
-from mmspeed.models.codecs.vae import codec_geometry
 from mmspeed.pipelines.selfcheck.children import Child, run_children
-from mmspeed.pipelines.selfcheck.shrink import shrink_run
 from mmspeed.pipelines.selfcheck.verdict import SelfCheck, compare, named, processes
 from mmspeed.pipelines.selfcheck.worker import WorkerReport
-from mmspeed.shapes import Strides
+from mmspeed.pipelines.tasks import TASKS, make_task
+from mmspeed.protocols import CheckTask
 
 __all__ = ["SelfCheck", "selfcheck", "with_layout"]
 
 log = get_logger("check")
 
 MOST_PROCESSES = 16  # of one machine, which computes them in turns
-USUAL_STRIDES = Strides(4, 8)  # of most video codecs
 TIMEOUT_SECONDS = 600.0
 
+AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
 
-def selfcheck(config: Config, layout: str) -> SelfCheck:
+
+def selfcheck(config: RunConfig, layout: str) -> SelfCheck:
     """Run a config, made small, at a layout such as "ulysses=2,ring=2" and on one process, and compare.
 
     `layout` sets fields of the config's parallel section; axes that it does not name are 1. Raises UserError for a layout that
@@ -45,32 +46,27 @@ def selfcheck(config: Config, layout: str) -> SelfCheck:
     """
     started = time.monotonic()
     config = with_layout(config, layout)
-    strides, told = _strides(config)
-    if config.model.sparse is not None:
-        note = "attention is dense in this check: over a ring, sparse attention plans otherwise than one process"
-        told = note if told is None else f"{told}; {note}"
-    mini = shrink_run(config, strides)
+    check = make_task(config).shrunk()
     world = processes(config.parallel)
     log.info(f"{named(config.parallel)}: {world} processes and one, on this machine's CPU")
     runs = {"layout": world, "alone": 1}  # and how many processes
     if config.device.dtype != "float32":
         runs["exact"] = 1
     with tempfile.TemporaryDirectory(prefix="mmspeed-check-") as folder:
-        children = [
-            child for run, size in runs.items() for child in _children(run, size, config, strides, Path(folder))
-        ]
+        children = [child for run, size in runs.items() for child in _children(run, size, config, check, Path(folder))]
         run_children(children, max(1, (os.cpu_count() or 1) // len(children)))
         found = {run: WorkerReport.load(Path(folder) / run) for run in runs}
-    result = compare(mini, found["layout"], found["alone"], found.get("exact"), told)
+    result = compare(check, found["layout"], found["alone"], found.get("exact"))
     return dataclasses.replace(result, seconds=time.monotonic() - started)
 
 
-def _children(run: str, world: int, config: Config, strides: Strides, root: Path) -> list[Child]:
+def _children(run: str, world: int, config: RunConfig, check: CheckTask, root: Path) -> list[Child]:
     """The processes of a run: of the layout, of one process alone, or of one in float32."""
     (root / run).mkdir()
     job = {
         "config": config.model_dump(mode="json", by_alias=True),
-        "strides": dataclasses.astuple(strides),
+        "classes": [CONFIGS[config.task], TASKS[config.task]],  # of a task that only this process has registered too
+        "known": dict(check.known),
         "run": run,
         "world": world,
         "store": str(root / f"{run}.store"),
@@ -87,7 +83,7 @@ def _children(run: str, world: int, config: Config, strides: Strides, root: Path
 # -- the layout --------------------------------------------------------------------------------------------------------
 
 
-def with_layout(config: Config, layout: str) -> Config:
+def with_layout(config: AnyConfig, layout: str) -> AnyConfig:
     """The config with the fields of its parallel section that `layout` names; axes that are not named are 1.
 
     Raises UserError for words that are no key=value, unknown keys, values that do not fit, and too many processes or one alone.
@@ -103,7 +99,8 @@ def with_layout(config: Config, layout: str) -> Config:
         given[key] = value
     dump = config.model_dump(mode="json", by_alias=True)
     dump["parallel"].update(dict.fromkeys(AXES, 1), ring_window=None)
-    changed = make_config(dump, [f"parallel.{key}={value}" for key, value in given.items()], origin="--parallel")
+    changed = make_run_config(dump, [f"parallel.{key}={value}" for key, value in given.items()], origin="--parallel")
+    assert isinstance(changed, type(config))
     for axis, size in changed.parallel.sizes().items():
         if size < 1 or isinstance(yaml.safe_load(given.get(axis, "1")), bool):
             raise UserError(
@@ -120,13 +117,3 @@ def with_layout(config: Config, layout: str) -> Config:
             "smaller axes take the same code"
         )
     return changed
-
-
-def _strides(config: Config) -> tuple[Strides, str | None]:
-    """The codec's strides, and what to tell where the codec is not at hand."""
-    with contextlib.suppress(UserError):
-        return codec_geometry(config.vae)[1], None
-    return (
-        USUAL_STRIDES,
-        f"the codec is not at hand: latents as of strides {USUAL_STRIDES.temporal}x{USUAL_STRIDES.spatial}",
-    )

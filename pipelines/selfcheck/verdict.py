@@ -11,8 +11,8 @@ import numpy as np
 
 from mmspeed.config.parallel import AXES, ParallelConfig
 from mmspeed.log import format_bytes, format_seconds
-from mmspeed.pipelines.selfcheck.shrink import HEAD_WIDTH, ShrunkRun
 from mmspeed.pipelines.selfcheck.worker import Arrays, StepReport, WorkerReport
+from mmspeed.protocols import CheckTask
 
 WORST = 5  # gradients that are shown
 # A smaller gradient is compared with so much of the largest: it may be nothing but rounding, as that of queries over one frame is.
@@ -148,20 +148,15 @@ def named(parallel: ParallelConfig) -> str:
     return " ".join(axes + others)
 
 
-def compare(
-    mini: ShrunkRun,
-    found: WorkerReport,
-    truth: WorkerReport,
-    exact: WorkerReport | None = None,
-    told: str | None = None,
-) -> SelfCheck:
+def compare(check: CheckTask, found: WorkerReport, truth: WorkerReport, exact: WorkerReport | None = None) -> SelfCheck:
     """The verdict on what a layout and one process found. `exact`: of one process in float32, where they compute in less."""
-    dtype = mini.config.device.dtype
+    config = check.config
+    dtype, parallel = config.device.dtype, config.parallel
     tolerance = TOLERANCES[dtype]
     problems, steps = list(found.problems), []
     failing: list[GradientGap] = []
     for here, alone, best in zip(found.steps, truth.steps, (exact or truth).steps, strict=True):
-        step = _compared(here, alone, best, tolerance, _silent(here.kind), expected(mini, here.kind))
+        step = _compared(here, alone, best, tolerance, check.silent(here.kind), check.expected(here.kind))
         steps.append(step)
         over = [gap for gap in step.gaps if gap.excess > 1]
         failing += over
@@ -175,23 +170,34 @@ def compare(
         if over:
             worst, share = over[0], f"{len(over)} of {len(step.gaps)} gradients differ"
             problems.append(f"{step.kind}: {share} by more than {worst.allowed:.1g}, most that of {worst.name}")
-    sharded = mini.config.parallel.dp_shard * mini.config.parallel.ring * mini.config.parallel.ulysses > 1
+    sharded = parallel.dp_shard * parallel.ring * parallel.ulysses > 1
     if found.strategy == "fsdp" and sharded and found.held >= found.parameters:
         problems.append("fsdp: a process holds all parameters, none is sharded")
     return SelfCheck(
-        layout=named(mini.config.parallel),
-        processes=processes(mini.config.parallel),
+        layout=named(parallel),
+        processes=processes(parallel),
         dtype=dtype,
         tolerance=tolerance,
-        about=_about(mini, found, told),
+        about=_about(check, found),
         steps=steps,
         problems=problems,
-        hint=hint(failing, steps, [name for name, _ in mini.model().named_parameters()]),
+        hint=hint(failing, steps, _parameter_order(check)),
     )
 
 
+def _parameter_order(check: CheckTask) -> list[str]:
+    """Names of the learning model's parameters, from its input to its output."""
+    task = check.task()
+    return [name for name, _ in task.build()[task.updates()[0].roles[0]].named_parameters()]
+
+
 def _compared(
-    here: StepReport, alone: StepReport, best: StepReport, tolerance: float, silent: list[str], wanted: list[str]
+    here: StepReport,
+    alone: StepReport,
+    best: StepReport,
+    tolerance: float,
+    silent: Sequence[str],
+    wanted: Sequence[str],
 ) -> StepCheck:
     noise = {gap.name: gap.relative for gap in gaps_of(alone.grads, best.grads)}
     problems = list(here.problems)
@@ -200,7 +206,9 @@ def _compared(
     problems += [f"no gradient of {name} at the layout" for name in sorted(alone.grads.keys() - here.grads.keys())]
     problems += [f"a gradient of {name} at the layout only" for name in sorted(here.grads.keys() - alone.grads.keys())]
     problems += [f"no {what} was sent, so the layout did not take part" for what in wanted if not here.sent.get(what)]
-    problems += [f"images take no part in it, yet {what} was sent" for what in here.sent if what.split()[1] in silent]
+    problems += [
+        f"{here.kind} take no part in it, yet {what} was sent" for what in here.sent if what.split()[1] in silent
+    ]
     return StepCheck(
         kind=here.kind,
         loss=here.loss,
@@ -232,30 +240,6 @@ def gaps_of(here: Arrays, alone: Arrays, allowed: Mapping[str, float] | None = N
         relative = absolute / scale if scale else math.inf if absolute else 0.0
         gaps.append(GradientGap(name, relative, absolute, share, (allowed or {}).get(name, 1.0)))
     return sorted(gaps, key=lambda gap: (-gap.excess, gap.name))
-
-
-def expected(mini: ShrunkRun, kind: str) -> list[str]:
-    """What must be sent in a step of a kind, as "kind axis": else an axis of the layout does nothing."""
-    parallel, model = mini.config.parallel, mini.config.model
-    found = [f"{what} tp" for what in ("all_gather", "reduce_scatter", "all_reduce") if parallel.tp > 1]
-    if kind == "images" or parallel.ring * parallel.ulysses == 1:
-        return found
-    found.append("all_gather sequence")  # the prediction, from all
-    full, crosses = model.arrangement == "full", (model.depth or 1) > 1 or parallel.shard == "space"
-    if full or (parallel.scheme == "ulysses" and crosses):
-        found += ["all_to_all ulysses"] if parallel.ulysses > 1 else []
-        found += ["ring ring"] if parallel.ring > 1 else []
-        found += (
-            ["ring ring_outer"] if parallel.ring_window is not None and parallel.ring_window < parallel.ring else []
-        )
-    elif crosses and parallel.scheme == "switch":
-        found.append("all_to_all sequence")
-    return found
-
-
-def _silent(kind: str) -> list[str]:
-    """Axes over which nothing may be sent in a step of a kind."""
-    return ["sequence", "ring", "ring_outer", "ulysses"] if kind == "images" else []
 
 
 def hint(failing: list[GradientGap], steps: list[StepCheck], order: Sequence[str]) -> str | None:
@@ -295,19 +279,17 @@ def _role(name: str) -> str:
     return re.sub(r"\.\d+\.", ".*.", _layer(name))
 
 
-def _about(mini: ShrunkRun, found: WorkerReport, told: str | None) -> list[str]:
-    model, train = mini.config.model, mini.config.train
-    settings = [mini.config.device.dtype, f"strategy {found.strategy}", f"objective {mini.config.objective.kind}"]
-    settings += ["checkpointing"] if train.checkpointing else []
-    settings += ["compiled"] if train.compile else []
-    low, high = found.times
+def _about(check: CheckTask, found: WorkerReport) -> list[str]:
+    config, notes = check.config, check.notes
+    settings = [config.device.dtype, f"strategy {found.strategy}", *notes.settings]
+    settings += ["checkpointing"] if config.train.checkpointing else []
+    settings += ["compiled"] if config.train.compile else []
     return [
-        f"model, made small: {model.arrangement}, {model.depth} blocks, {model.heads} heads of width {HEAD_WIDTH}, patch "
-        f"{'x'.join(map(str, model.patch or ()))}; {', '.join(settings)}",
-        *(f"{count} made-up samples of {shown}" for count, shown in zip(mini.samples, mini.shown, strict=True)),
-        f"captions of {mini.text_tokens} tokens with padding; times of many draws from {low:.3f} to {high:.3f}",
+        f"model, made small: {notes.model}; {', '.join(settings)}",
+        *notes.items,
+        *found.lines,
         f"a process holds {found.held:,} of {found.parameters:,} parameters at most",
-        *([told] if told else []),
+        *notes.remarks,
     ]
 
 

@@ -1,4 +1,4 @@
-"""What one process of `mmspeed check --parallel` does: training steps of the small run, and what came of them.
+"""One process of `mmspeed check --parallel`: training steps of the small task, and what came of them.
 
 `python -m mmspeed.pipelines.selfcheck.worker` is started by `run.py`, once for each process of the layout and once alone.
 """
@@ -23,33 +23,32 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from mmspeed import comm
-from mmspeed.config import Config, make_config
-from mmspeed.data.collate import draw_quantiles
-from mmspeed.data.sampling.order import Batching
-from mmspeed.data.sampling.rank_batches import count_present, rank_batches
+from mmspeed import comm, rng
+from mmspeed.config import RunConfig, make_run_config
+from mmspeed.config.parallel import ParallelConfig
+from mmspeed.config.tasks import CONFIGS
 from mmspeed.device import Device
+from mmspeed.errors import UserError
 from mmspeed.loop.optimizers.build import set_learning_rate
 from mmspeed.loop.step import train_step
+from mmspeed.models.sora.layers import initial_value, set_parameter
 from mmspeed.parallel import TokenLayout, unwrap
 from mmspeed.parallel.tensor import local
 from mmspeed.pipelines.run.build import Assembly, Placement, assemble, place
 from mmspeed.pipelines.selfcheck.children import ERROR, follow_parent, write_error
-from mmspeed.pipelines.selfcheck.shrink import ShrunkRun, shrink_run
-from mmspeed.protocols import Batch
-from mmspeed.shapes import Strides
+from mmspeed.pipelines.tasks import TASKS, make_task
+from mmspeed.protocols import Batch, CheckTask, RunPlace
 
 Arrays = dict[str, "np.ndarray[Any, Any]"]
 
-TIME_STEPS, TIME_SAMPLES, TIME_BINS = 64, 64, 10
-UNEVEN_TIMES = 50.0  # chi-square of 9 degrees of freedom: even times exceed it once in ten million tries
+OFF_START = 0.1  # how far scales and biases are moved off their ones and zeros
 CLIP_EPS = 1e-6  # torch's own, in the factor by which gradients are clipped
 
 
 class MicroBatchDigest(NamedTuple):
-    """What a rank met in a micro-batch; `digest` is of all numbers that the model gets."""
+    """What a rank met in a micro-batch. `splits`: whether a group computes its items together; `digest`: of all its tensors."""
 
-    image: bool
+    splits: bool
     names: list[str]
     weights: list[float]
     digest: str
@@ -69,13 +68,16 @@ class StepReport:
 
 @dataclass
 class WorkerReport:
-    """What a run of the small config gave. `held` and `parameters`: numbers on the rank that holds most, and of the model."""
+    """What a run of the small task gave. `held` and `parameters`: numbers on the rank that holds most, and of the model.
+
+    `lines`: what the task says of its draws.
+    """
 
     steps: list[StepReport]
     strategy: str
     held: int
     parameters: int
-    times: list[float]  # smallest and largest model time of many draws
+    lines: list[str]
     problems: list[str]
 
     def save(self, folder: Path) -> None:
@@ -96,7 +98,21 @@ class WorkerReport:
         return cls(steps=list(steps.values()), **content)
 
 
-def with_plain_optimizer(config: Config) -> Config:
+def alone(config: RunConfig) -> RunConfig:
+    """The config on one process."""
+    return config.model_copy(update={"parallel": ParallelConfig()})
+
+
+def exact(config: RunConfig) -> RunConfig:
+    """The config on one process in float32."""
+    device = config.device.model_copy(update={"dtype": "float32"})
+    return alone(config).model_copy(update={"device": device})
+
+
+RUNS: dict[str, Callable[[RunConfig], RunConfig]] = {"layout": lambda config: config, "alone": alone, "exact": exact}
+
+
+def with_plain_optimizer(config: RunConfig) -> RunConfig:
     """The config with float32 parameters that AdamW updates after backward: layouts are compared by gradients, which that leaves whole."""
     memory = {"master": "parameters", "states": "device", "release_gradients": False, "ema": "device"}
     return config.model_copy(
@@ -107,52 +123,56 @@ def with_plain_optimizer(config: Config) -> Config:
     )
 
 
-def examine(mini: ShrunkRun, change: Callable[[TokenLayout], TokenLayout] | None = None) -> WorkerReport:
+def examine(check: CheckTask, change: Callable[[TokenLayout], TokenLayout] | None = None) -> WorkerReport:
     """One step of each kind over all ranks of the process group; a collective call. Rank 0 has the gradients.
 
-    It is training's own way, but that the learning rate is 0. `change` puts another token layout in place (tests break it so).
+    The steps are training's own, but for the learning rate, which is 0. `change` puts another token layout in place (tests break it so).
+    Raises UserError for a task whose steps have several updates.
     """
-    device, config = Device("cpu", 0), with_plain_optimizer(mini.config)
+    device = Device("cpu", 0)
+    check = check.with_config(with_plain_optimizer(check.config))
+    config, task = check.config, check.task()
     placement = place(config, device)
     if change is not None:
         placement = replace(placement, layout=change(placement.layout))
-    bare = mini.model()
-    parts = assemble(config, bare, placement, device)
+    parts = assemble(config, task, task.build(), placement, device)
+    if len(parts.learners) > 1:
+        raise UserError(f"--parallel compares one update, and a step of the task {task.name} has {len(parts.learners)}")
     set_learning_rate(parts.optimizer, 0.0)  # all kinds of steps meet the same weights
-    mini.fill(unwrap(parts.model))
-    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    batching = mini.batching(bare, world)
-    steps = [_step(mini, kind, parts, placement, batching, rank, world) for kind in mini.kinds]
-    own = sum(local(p).numel() for p in unwrap(parts.model).parameters())
-    times, problems = _times(mini, parts, batching, rank, world)
+    model = unwrap(parts.model)
+    fill(model, config.seed)
+    where = placement.at(device, config.run_dir)
+    steps = [_step(check, kind, parts, placement, where) for kind in check.kinds]
+    problems, lines = check.problems(where)
     return WorkerReport(
         steps=steps,
         strategy=placement.strategy,
-        held=max(comm.all_gather_objects(own)),
-        parameters=sum(p.numel() for p in unwrap(parts.model).parameters()),
-        times=times,
+        held=max(comm.all_gather_objects(sum(local(p).numel() for p in model.parameters()))),
+        parameters=sum(p.numel() for p in model.parameters()),
+        lines=lines,
         problems=problems,
     )
 
 
-def _step(
-    mini: ShrunkRun, kind: str, parts: Assembly, placement: Placement, batching: Batching, rank: int, world: int
-) -> StepReport:
-    draws, ledger, clip = mini.draws(kind), placement.layout.ledger, mini.config.train.clip_norm
-    batches = [mini.batch(part) for part in rank_batches(draws, batching, rank, world)]
+def fill(model: nn.Module, seed: int) -> None:
+    """Give every parameter a value off its start, drawn by name: the zeros of a fresh model would hide most gradients."""
+    for name, parameter in model.named_parameters():
+        shape = parameter.shape
+        value = initial_value(name, shape, seed, zero=False) if shape else torch.zeros(())
+        if parameter.dim() < 2:  # matrices are drawn already
+            value = value + OFF_START * rng.normal(shape, seed, "off start", name)
+        set_parameter(parameter, value)
+
+
+def _step(check: CheckTask, kind: str, parts: Assembly, placement: Placement, where: RunPlace) -> StepReport:
+    data, ledger, config = check.step(kind, where), placement.layout.ledger, check.config
+    batches, clip = list(data.batches), config.train.clip_norm
     grads: Arrays = {}
     assert isinstance(parts.optimizer, Optimizer)
     hook = parts.optimizer.register_step_pre_hook(lambda *_: grads.update(whole_gradients(unwrap(parts.model))))
     before = ledger.copy()
     result = train_step(
-        parts.model,
-        batches,
-        parts.loss_fn,
-        parts.optimizer,
-        global_samples=count_present(draws),
-        clip_norm=clip,
-        strategy=placement.strategy,
-        tensor=placement.layout.tensor,
+        parts.models, parts.learners, batches, data.divisors, clip_norm=clip, tensor=placement.layout.tensor
     )
     hook.remove()
     if clip is not None:  # undone, so that a wrong norm does not make every gradient look wrong
@@ -164,7 +184,7 @@ def _step(
     everyone = [
         [MicroBatchDigest(*one) for one in row] for row in comm.all_gather_objects([_met(batch) for batch in batches])
     ]
-    problems = disagreements(everyone, batching.group, batching.tensor)
+    problems = disagreements(everyone, config.parallel.together(split=True), config.parallel.together(split=False))
     problems += other_gradients(comm.all_gather_objects({name: float(np.abs(g).sum()) for name, g in grads.items()}))
     return StepReport(kind, result.loss, result.grad_norm, dict(sent), problems, grads)
 
@@ -181,8 +201,8 @@ def whole_gradients(model: nn.Module) -> Arrays:
 def disagreements(everyone: Sequence[Sequence[MicroBatchDigest]], group: int, tensor: int) -> list[str]:
     """What is wrong with the micro-batches that the ranks met, by rank.
 
-    The ranks of a group must meet the same videos with the same noise, times and captions (the tensor-parallel ones the same images),
-    and of every sample the weights of all ranks must sum to 1.
+    The ranks of a group must meet the same items with the same numbers where these are split over a group (else the tensor-parallel ones),
+    and of every item the weights of all ranks must sum to 1.
     """
     found: list[str] = []
     if len({len(rows) for rows in everyone}) > 1:
@@ -190,7 +210,7 @@ def disagreements(everyone: Sequence[Sequence[MicroBatchDigest]], group: int, te
     total: defaultdict[str, float] = defaultdict(float)
     for rank, rows in enumerate(everyone):
         for number, met in enumerate(rows):
-            together = tensor if met.image else group
+            together = group if met.splits else tensor
             first = rank - rank % together
             if met != everyone[first][number]:
                 found.append(
@@ -216,47 +236,12 @@ def other_gradients(everyone: Sequence[dict[str, float]], tolerance: float = 1e-
     return found
 
 
-def uneven(counts: Sequence[int]) -> float:
-    """Chi-square of a histogram against an even one."""
-    expected = sum(counts) / len(counts)
-    return sum((count - expected) ** 2 for count in counts) / expected if expected else 0.0
-
-
-def _times(
-    mini: ShrunkRun, parts: Assembly, batching: Batching, rank: int, world: int
-) -> tuple[list[float], list[str]]:
-    """The range of times over many steps, and which ranks meet a part of it only: each must meet all of it evenly."""
-    kind = mini.kinds[-1]
-    names = [
-        draw.name
-        for step in range(TIME_STEPS)
-        for part in rank_batches(mini.draws(kind, TIME_SAMPLES, step), batching, rank, world)
-        for draw, weight in part
-        if weight
-    ]
-    u_B = draw_quantiles(names, mini.config.seed)
-    counts = torch.histc(u_B.float(), TIME_BINS, 0.0, 1.0).long().tolist()
-    everyone = comm.all_gather_objects(counts)
-    problems = [
-        f"rank {place} meets the times unevenly: of ten equal parts of their distribution {found} samples"
-        for place, found in enumerate(everyone)
-        if uneven(found) > UNEVEN_TIMES
-    ]
-    t_B = parts.objective.time_from_quantile(u_B)
-    ends = comm.all_gather_objects([t_B.min().item(), t_B.max().item()])
-    return [min(low for low, _ in ends), max(high for _, high in ends)], problems
-
-
 def _met(batch: Batch) -> MicroBatchDigest:
     digest = hashlib.sha256()
-    for tensor in [
-        *(batch.movable()[name] for name in sorted(batch.movable()) if name != "weights_B"),
-        batch["quantiles"],
-    ]:
-        assert tensor is not None
-        digest.update(tensor.contiguous().numpy().tobytes())
+    for _, tensor in sorted(batch.tensors.items()):
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     names = ["/".join(map(str, name)) for name in batch.names]
-    return MicroBatchDigest(batch.bucket.is_image, names, batch.weights_I.tolist(), digest.hexdigest())
+    return MicroBatchDigest(batch.shape.splits, names, batch.weights_I.tolist(), digest.hexdigest())
 
 
 def main() -> None:
@@ -276,7 +261,10 @@ def _work(job: dict[str, Any]) -> None:
     import torch.distributed as dist
 
     os.environ.update(RANK=str(job["rank"]), LOCAL_RANK=str(job["rank"]), WORLD_SIZE=str(job["world"]))
-    mini = shrink_run(make_config(job["config"]), Strides(*job["strides"]))
+    config_class, task_class = job["classes"]
+    name = job["config"]["task"]
+    CONFIGS[name], TASKS[name] = config_class, task_class
+    check = make_task(make_run_config(job["config"])).shrunk(job["known"])
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(job["store"], job["world"]),
@@ -284,7 +272,7 @@ def _work(job: dict[str, Any]) -> None:
         world_size=job["world"],
         timeout=datetime.timedelta(seconds=job["timeout"]),
     )
-    found = examine({"layout": mini, "alone": mini.alone(), "exact": mini.exact()}[job["run"]])
+    found = examine(check.with_config(RUNS[job["run"]](check.config)))
     if job["rank"] == 0:
         found.save(Path(job["folder"]))
     comm.barrier()

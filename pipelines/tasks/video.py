@@ -417,11 +417,11 @@ class VideoTask:
         """The model's parameters and saved buffers, whole, one at a time."""
         return whole_tensors(models["model"])
 
-    def shrunk(self) -> CheckTask:
+    def shrunk(self, known: Mapping[str, Any] | None = None) -> CheckTask:
         """The task made small for comparing layouts."""
-        from mmspeed.pipelines.selfcheck.shrink import shrink_run
+        from mmspeed.pipelines.tasks.video_check import shrunk_video
 
-        return shrink_run(self)
+        return shrunk_video(self, known)
 
 
 class VideoData:

@@ -17,9 +17,10 @@ from mmspeed.mesh import process_group
 from mmspeed.parallel import TokenLayout
 from mmspeed.parallel.tokens import ShardedTokens, TokenShard
 from mmspeed.pipelines.selfcheck.run import with_layout
-from mmspeed.pipelines.selfcheck.shrink import ShrunkRun, shrink_run
 from mmspeed.pipelines.selfcheck.verdict import SelfCheck, compare
-from mmspeed.pipelines.selfcheck.worker import WorkerReport, examine
+from mmspeed.pipelines.selfcheck.worker import WorkerReport, alone, examine
+from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.pipelines.tasks.video_check import ShrunkRun, shrink_run
 from mmspeed.shapes import Strides
 from tests.runs import small_tree
 from tests.spawn import run_ranks
@@ -92,7 +93,7 @@ def work(config: dict[str, Any]) -> dict[str, WorkerReport]:
 
 
 def small(config: Config) -> ShrunkRun:
-    return shrink_run(with_layout(config, LAYOUT), Strides(4, 8))
+    return shrink_run(VideoTask(with_layout(config, LAYOUT)), Strides(4, 8))
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +101,7 @@ def checks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SelfCheck]:
     config = make_config(tree(tmp_path_factory.mktemp("selfcheck")))
     mini = small(config)
     with process_group(Device("cpu", 0)):
-        truth = examine(mini.alone())
+        truth = examine(mini.with_config(alone(mini.config)))
     found = run_ranks(work, 2, config.model_dump(mode="json", by_alias=True))[0]
     return {kind: compare(mini, found[kind], truth) for kind in SPREADS}
 

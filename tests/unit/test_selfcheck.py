@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,21 +20,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmspeed.__main__ import main
-from mmspeed.config import Config
+from mmspeed.config import Config, make_config
+from mmspeed.config.sparse import SparseConfig
 from mmspeed.errors import UserError
 from mmspeed.models.sora.sizes import resolve_config
+from mmspeed.pipelines.selfcheck import run, worker
+from mmspeed.pipelines.selfcheck import verdict as selfcheck_verdict
 from mmspeed.pipelines.selfcheck.children import Child, run_children
 from mmspeed.pipelines.selfcheck.run import with_layout
-from mmspeed.pipelines.selfcheck.shrink import ShrunkRun, shrink_run, shrunk_latent, shrunk_size
-from mmspeed.pipelines.selfcheck.verdict import compare, expected, gaps_of, named
+from mmspeed.pipelines.selfcheck.verdict import compare, gaps_of, named
 from mmspeed.pipelines.selfcheck.worker import (
     MicroBatchDigest,
     StepReport,
     WorkerReport,
     disagreements,
     other_gradients,
-    uneven,
 )
+from mmspeed.pipelines.tasks import video_check
+from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.pipelines.tasks.video_check import ShrunkRun, shrink_run, shrunk_latent, shrunk_size, uneven
 from mmspeed.shapes import Strides
 from tests.runs import small_config
 
@@ -67,7 +74,7 @@ def test_small_latents_split_as_large_ones_do(grid: tuple[int, int, int], sequen
 
 
 def small(config: Config, layout: str) -> ShrunkRun:
-    return shrink_run(with_layout(config, layout), STRIDES)
+    return shrink_run(VideoTask(with_layout(config, layout)), STRIDES)
 
 
 def test_the_small_model_keeps_what_decides_its_split(config: Config) -> None:
@@ -89,6 +96,41 @@ def test_samples_are_those_of_their_names(config: Config) -> None:
     assert batch["noise"] is not None and one["noise"] is not None
     assert batch["noise"][1].equal(one["noise"][0]) and batch["latents"][1].equal(one["latents"][0])
     assert not batch["text_mask"].all() and batch["text_mask"].any(1).all()  # padding, and real tokens, in each
+
+
+def test_other_processes_make_the_same_small_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = VideoTask(with_layout(config, "ring=2"))
+    first = task.shrunk()
+    monkeypatch.setattr(video_check, "codec_geometry", lambda *_: pytest.fail("the codec was asked again"))
+    other = VideoTask(make_config(json.loads(task.config.model_dump_json(by_alias=True)))).shrunk(
+        json.loads(json.dumps(first.known))
+    )
+    assert isinstance(first, ShrunkRun) and isinstance(other, ShrunkRun)
+    assert (other.config, other.strides, other.latents) == (first.config, first.strides, first.latents)
+
+
+def test_the_report_tells_what_is_otherwise_than_in_training(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: object) -> None:
+        raise UserError("no such codec")
+
+    monkeypatch.setattr(video_check, "codec_geometry", missing)
+    sparse = config.model_copy(
+        update={"model": config.model.model_copy(update={"sparse": SparseConfig(dense_first=0, dense_last=0)})}
+    )
+    codec, dense = "the codec is not at hand: latents as of strides 4x8", "attention is dense in this check"
+    (remark,) = VideoTask(with_layout(config, "ring=2")).shrunk().notes.remarks
+    assert remark == codec
+    check = VideoTask(sparse).shrunk()
+    (remark,) = check.notes.remarks
+    assert remark.startswith(f"{codec}; {dense}") and check.task().config.model.sparse is None
+    text = "\n".join(compare(small(config, "ulysses=2"), found(), found()).lines())
+    assert "factorised, 2 blocks, 4 heads of width 12, patch 1x2x2; float32, strategy fsdp, objective flow" in text
+
+
+@pytest.mark.parametrize("module", [run, selfcheck_verdict, worker])
+def test_what_compares_knows_no_domain(module: ModuleType) -> None:
+    source = inspect.getsource(module)
+    assert re.findall(r"(?i)latent|video|image|caption|bucket|codec|quantile", source) == []
 
 
 # --- layouts in words ---
@@ -128,7 +170,7 @@ def test_layouts_that_are_refused(config: Config, layout: str, told: str) -> Non
 
 def test_buckets_that_do_not_fit_are_told(config: Config) -> None:
     with pytest.raises(UserError, match="does not fit the codec"):
-        shrink_run(with_layout(config, "ring=2"), Strides(8, 8))
+        shrink_run(VideoTask(with_layout(config, "ring=2")), Strides(8, 8))
 
 
 def test_the_command_takes_no_options_of_the_other_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,7 +202,7 @@ def found(scale: dict[str, float] | None = None, loss: float = 1.0, **changes: A
         )
         for kind in ("images", "videos", "mixed")
     ]
-    return WorkerReport(steps, "fsdp", 1, 2, [0.0, 1.0], [])
+    return WorkerReport(steps, "fsdp", 1, 2, [], [])
 
 
 def verdict(config: Config, here: WorkerReport) -> tuple[bool, str]:
@@ -228,15 +270,15 @@ def test_gaps_are_sorted_and_rounding_is_none() -> None:
     ],
 )
 def test_what_a_video_step_must_send(config: Config, layout: str, wanted: set[str]) -> None:
-    assert set(expected(small(config, layout), "videos")) == wanted
-    assert set(expected(small(config, layout), "images")) == {what for what in wanted if what.endswith(" tp")}
+    assert set(small(config, layout).expected("videos")) == wanted
+    assert set(small(config, layout).expected("images")) == {what for what in wanted if what.endswith(" tp")}
 
 
 # --- what ranks meet ---
 
 
 def met(names: list[str], weight: float, digest: str = "x", image: bool = False) -> MicroBatchDigest:
-    return MicroBatchDigest(image, names, [weight] * len(names), digest)
+    return MicroBatchDigest(not image, names, [weight] * len(names), digest)
 
 
 def test_ranks_of_a_group_meet_the_same() -> None:

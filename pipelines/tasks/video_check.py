@@ -1,6 +1,6 @@
-"""A config made small: the same arrangement, heads and layout, sizes that a laptop computes in a moment, samples made up.
+"""The video task made small: the same arrangement, heads and layout, sizes that a laptop computes in a moment, samples made up.
 
-What decides how tokens and heads are split is kept: the number of heads, and of every size its remainder by the number of parts,
+Decisions on how tokens and heads are split are kept: the number of heads, and of every size its remainder by the number of parts,
 so that what did not divide still does not.
 
 Legend: B samples, C channels, T h w latent, L caption tokens, D text width.
@@ -8,28 +8,37 @@ Legend: B samples, C channels, T h w latent, L caption tokens, D text width.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import torch
-from torch import nn
 
-from mmspeed import rng
-from mmspeed.config import Config
+from mmspeed import comm, rng
+from mmspeed.config import Config, RunConfig
 from mmspeed.config.schema import ModelConfig
 from mmspeed.data import Batching, Sample, SampleUse
-from mmspeed.data.collate import draw_noise, draw_quantiles
+from mmspeed.data.collate import draw_noise, draw_quantiles, video_batch
+from mmspeed.data.loading.loader import Batches
 from mmspeed.data.sampling.batch_sizes import make_batching, sample_costs
+from mmspeed.data.sampling.rank_batches import count_present, rank_batches
+from mmspeed.errors import UserError
 from mmspeed.models import SoraDiTConfig
-from mmspeed.models.sora.layers import initial_value, set_parameter
+from mmspeed.models.codecs.vae import codec_geometry
 from mmspeed.models.sora.sizes import resolve_config
-from mmspeed.pipelines.tuning.synthetic_step import latent_in
-from mmspeed.protocols import Batch
+from mmspeed.pipelines.tasks.video import EncoderShapes, VideoTask, diffusion_model
+from mmspeed.protocols import Batch, CheckNotes, Item, RunPlace, StepData
 from mmspeed.shapes import Bucket, Strides
 
 CHANNELS, TEXT_WIDTH, HEAD_WIDTH, RANK = 4, 16, 12, 8
 SHORTEST_CAPTION = 7  # tokens, padding included
-OFF_START = 0.1  # how far scales and biases are moved off their ones and zeros
+USUAL_STRIDES = Strides(4, 8)  # of most video codecs
+TIME_STEPS, TIME_SAMPLES, TIME_BINS = 64, 64, 10
+UNEVEN_TIMES = 50.0  # chi-square of 9 degrees of freedom: even times exceed it once in ten million tries
 Latent = tuple[int, int, int]
 
 
@@ -72,7 +81,7 @@ def shrunk_model(model: SoraDiTConfig, tensor: int) -> ModelConfig:
 
 @dataclass(frozen=True)
 class ShrunkRun:
-    """A small run. `latents` are one image's, one video's or both; `shown` names what they were made of."""
+    """A small run of the video task, a `CheckTask`. `latents`: of an image, a video or both; `shown` names what they were made of."""
 
     video: VideoTask
     config: Config  # with the model and parallel sections of the small run
@@ -81,6 +90,26 @@ class ShrunkRun:
     shown: tuple[str, ...]
     text_tokens: int
     samples: tuple[int, ...]  # of a step, for each latent
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def known(self) -> dict[str, Any]:
+        """The codec's strides: to ask a codec for them it is loaded, which one process does for all."""
+        return {"strides": list(astuple(self.strides))}
+
+    @property
+    def notes(self) -> CheckNotes:
+        """Sizes of the model, and the samples."""
+        model = self.config.model
+        patch = "x".join(map(str, model.patch or ()))
+        return CheckNotes(
+            model=f"{model.arrangement}, {model.depth} blocks, {model.heads} heads of width {HEAD_WIDTH}, patch {patch}",
+            settings=[f"objective {self.config.objective.kind}"],
+            items=[
+                f"{count} made-up samples of {shown}" for count, shown in zip(self.samples, self.shown, strict=True)
+            ],
+            remarks=self.remarks,
+        )
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -88,18 +117,20 @@ class ShrunkRun:
         kinds = tuple("images" if latent[0] == 1 else "videos" for latent in self.latents)
         return (*kinds, "mixed") if len(kinds) > 1 else kinds
 
-    def with_config(self, config: Config) -> ShrunkRun:
+    def with_config(self, config: RunConfig) -> ShrunkRun:
         """The same samples and model under another config."""
+        assert isinstance(config, Config)
         return replace(self, config=config)
 
-    @property
-    def about(self) -> list[str]:
-        """The shapes that are compared."""
-        return list(self.shown)
+    @cached_property
+    def _task(self) -> VideoTask:
+        return self.video.with_config(self.config).use(EncoderShapes(CHANNELS, self.strides, TEXT_WIDTH))
 
     def task(self) -> VideoTask:
         """The task of the small run."""
-        return self.video.with_config(self.config).use(Inputs(CHANNELS, self.strides, TEXT_WIDTH))
+        return self._task
+
+    # -- samples --------------------------------------------------------------------------------------------------------
 
     def batching(self, world: int) -> Batching:
         """The config's batching of the small samples. Budgets are of large ones, so the costliest bucket sets it."""
@@ -107,18 +138,19 @@ class ShrunkRun:
         if batching.by != "samples":
             by = "tokens" if batching.by == "time" else batching.by  # nothing is measured here
             batching = batching.model_copy(update={"by": by, "budget": None})
-        costs = sample_costs(diffusion_model(self.task().bare), self.strides, self.text_tokens)
+        costs = sample_costs(diffusion_model(self._task.bare), self.strides, self.text_tokens)
         buckets = [self.bucket(latent) for latent in self.latents]
         return make_batching(batching, self.config.train, buckets, costs, world, self.config.parallel)
 
     def step(self, kind: str, place: RunPlace) -> StepData:
         """The step of a kind, with this rank's micro-batches."""
         draws = self.draws(kind)
-        parts = share(draws, self.batching(place.world), place.rank, place.world)
-        batches = [self.batch(part) for part in parts]
+        batches = [
+            self.batch(part) for part in rank_batches(draws, self.batching(place.dealt), place.number, place.dealt)
+        ]
         pending = iter(batches)
         return StepData(
-            divisors={"samples": float(len(draws))},
+            divisors={"samples": float(count_present(draws))},
             batches=Batches(len(batches), None, lambda: next(pending)),
             items=[Item(*draw.name, draw.sample.source, draw.sample.bucket.name) for draw in draws],
             counts=Counter(draw.sample.bucket for draw in draws),
@@ -138,13 +170,13 @@ class ShrunkRun:
                 found += [SampleUse(Sample(key, (), (), "train", bucket, "made up"), epoch, 0) for key in keys]
         return sorted(found, key=lambda draw: draw.sample.bucket)
 
-    def batch(self, part: list[tuple[SampleUse, float]]) -> Batch:
+    def batch(self, part: Sequence[tuple[SampleUse, float]]) -> Batch:
         """The micro-batch of (draw, weight) pairs of one bucket: what is in a sample depends on its name alone."""
         seed, names, bucket = self.config.seed, [draw.name for draw, _ in part], part[0][0].sample.bucket
         shape = (CHANNELS, *self.strides.latent(bucket))
         text = (self.text_tokens, TEXT_WIDTH)
         lengths_B = torch.tensor([1 + rng.key64(seed, "caption length", name[0]) % (text[0] - 1) for name in names])
-        return Batch(
+        return video_batch(
             latents_BCThw=torch.stack([rng.normal(shape, seed, "latent", name[0]) for name in names]),
             text_BLD=torch.stack([rng.normal(text, seed, "text", name[0]) for name in names]),
             text_mask_BL=torch.arange(text[0])[None] < lengths_B[:, None],
@@ -156,18 +188,87 @@ class ShrunkRun:
             u_B=draw_quantiles(names, seed),
         )
 
-    def fill(self, model: nn.Module) -> None:
-        """Give every parameter a value off its start: the zeros of a fresh model would hide most gradients."""
-        seed = self.config.seed
-        for name, parameter in model.named_parameters():
-            value = initial_value(name, parameter.shape, seed, zero=False)
-            if parameter.dim() == 1:  # matrices are drawn already
-                value = value + OFF_START * rng.normal(parameter.shape, seed, "off start", name)
-            set_parameter(parameter, value)
+    # -- what must hold -------------------------------------------------------------------------------------------------
 
-    def problems(self, place: RunPlace) -> tuple[list[str], list[float]]:
-        """What is wrong with the times of many draws, and the smallest and the largest. A collective call."""
-        return _times(self, self.batching(place.world), place.rank, place.world)
+    def expected(self, kind: str) -> list[str]:
+        """What must be sent in a step of a kind, as "kind axis": else an axis of the layout does nothing."""
+        parallel, model = self.config.parallel, self.config.model
+        found = [f"{what} tp" for what in ("all_gather", "reduce_scatter", "all_reduce") if parallel.tp > 1]
+        if kind == "images" or parallel.ring * parallel.ulysses == 1:
+            return found
+        found.append("all_gather sequence")  # the prediction, from all
+        full, crosses = model.arrangement == "full", (model.depth or 1) > 1 or parallel.shard == "space"
+        if full or (parallel.scheme == "ulysses" and crosses):
+            found += ["all_to_all ulysses"] if parallel.ulysses > 1 else []
+            found += ["ring ring"] if parallel.ring > 1 else []
+            found += (
+                ["ring ring_outer"] if parallel.ring_window is not None and parallel.ring_window < parallel.ring else []
+            )
+        elif crosses and parallel.scheme == "switch":
+            found.append("all_to_all sequence")
+        return found
+
+    def silent(self, kind: str) -> list[str]:
+        """Axes of a video's group, in a step of images."""
+        return ["sequence", "ring", "ring_outer", "ulysses"] if kind == "images" else []
+
+    def problems(self, place: RunPlace) -> tuple[list[str], list[str]]:
+        """(ranks that meet a part of the times only, a line about captions and times). A collective call.
+
+        Over many steps each rank must meet all times evenly.
+        """
+        kind, batching = self.kinds[-1], self.batching(place.dealt)
+        names = [
+            draw.name
+            for step in range(TIME_STEPS)
+            for part in rank_batches(self.draws(kind, TIME_SAMPLES, step), batching, place.number, place.dealt)
+            for draw, weight in part
+            if weight
+        ]
+        u_B = draw_quantiles(names, self.config.seed)
+        counts = torch.histc(u_B.float(), TIME_BINS, 0.0, 1.0).long().tolist()
+        everyone = comm.all_gather_objects(counts)
+        problems = [
+            f"rank {rank} meets the times unevenly: of ten equal parts of their distribution {found} samples"
+            for rank, found in enumerate(everyone)
+            if uneven(found) > UNEVEN_TIMES
+        ]
+        t_B = self._task.objective.time_from_quantile(u_B)
+        ends = comm.all_gather_objects([t_B.min().item(), t_B.max().item()])
+        low, high = min(low for low, _ in ends), max(high for _, high in ends)
+        times = f"times of many draws from {low:.3f} to {high:.3f}"
+        return problems, [f"captions of {self.text_tokens} tokens with padding; {times}"]
+
+
+def uneven(counts: Sequence[int]) -> float:
+    """Chi-square of a histogram against an even one."""
+    expected = sum(counts) / len(counts)
+    return sum((count - expected) ** 2 for count in counts) / expected if expected else 0.0
+
+
+def shrunk_video(video: VideoTask, known: Mapping[str, Any] | None = None) -> ShrunkRun:
+    """The small run of a video task. `known`: the strides, from another process; else the codec is asked, and taken for a usual one
+    where it is not at hand. Raises UserError as `shrink_run`.
+    """
+    remarks = []
+    if known is not None:
+        strides = Strides(*known["strides"])
+    else:
+        strides, found = codec_strides(video.config)
+        if not found:
+            remarks.append(f"the codec is not at hand: latents as of strides {strides.temporal}x{strides.spatial}")
+    if video.config.model.sparse is not None:
+        remarks.append(
+            "attention is dense in this check: over a ring, sparse attention plans otherwise than one process"
+        )
+    return replace(shrink_run(video, strides), remarks=("; ".join(remarks),) if remarks else ())
+
+
+def codec_strides(config: Config) -> tuple[Strides, bool]:
+    """(the codec's strides, True), or usual ones and False where it is not at hand."""
+    with contextlib.suppress(UserError):
+        return codec_geometry(config.vae)[1], True
+    return USUAL_STRIDES, False
 
 
 def shrink_run(video: VideoTask, strides: Strides) -> ShrunkRun:
@@ -187,7 +288,7 @@ def shrink_run(video: VideoTask, strides: Strides) -> ShrunkRun:
     for images in (True, False):
         some = [bucket for bucket in config.buckets if bucket.is_image == images]
         if some:
-            fitting = {bucket: latent_in(bucket, strides, model) for bucket in some}
+            fitting = {bucket: _latent_in(bucket, strides, model) for bucket in some}
             bucket = max(some, key=lambda bucket: _awkward(fitting[bucket], model, sequence))
             small = shrunk_latent(fitting[bucket], model.patch, sequence, parallel.together(split=False))
             latents.append(small)
@@ -200,6 +301,18 @@ def shrink_run(video: VideoTask, strides: Strides) -> ShrunkRun:
         }
     )
     return ShrunkRun(video, small_config, strides, tuple(latents), tuple(shown), text_tokens, tuple(samples))
+
+
+def _latent_in(bucket: Bucket, strides: Strides, model: SoraDiTConfig) -> Latent:
+    try:
+        latent = strides.latent(bucket)
+    except ValueError as error:
+        raise UserError(f"bucket {bucket} does not fit the codec: {error}") from None
+    try:
+        model.grid(latent)
+    except ValueError as error:
+        raise UserError(f"bucket {bucket} does not fit the model: {error}") from None
+    return latent
 
 
 def _awkward(latent: Latent, model: SoraDiTConfig, sequence: int) -> tuple[bool, bool, int]:

@@ -1,0 +1,63 @@
+"""The self-check of a task that is no video: what only this process has registered, right and wrong by one part in a hundred."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mmspeed.__main__ import main
+from mmspeed.config.tasks import CONFIGS
+from mmspeed.pipelines.tasks import TASKS
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The config of a character model that is known to this process alone."""
+    monkeypatch.setitem(CONFIGS, "characters", "tests.characters:CharactersConfig")
+    monkeypatch.setitem(TASKS, "characters", "tests.characters:CharacterTask")
+    path = tmp_path / "run.yaml"
+    tree = {"task": "characters", "output": str(tmp_path / "runs"), "device": {"kind": "cpu"}}
+    path.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp_shard=2",
+        pytest.param("strategy=ddp,dp_replicate=2", marks=pytest.mark.slow),
+        pytest.param("dp_shard=2,dp_replicate=2", marks=pytest.mark.slow),
+    ],
+)
+def test_a_right_layout_passes(path: Path, layout: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(path), "--parallel", layout]) == 0
+    text = capsys.readouterr().out
+    assert "PASSED" in text and "packs: the 5 gradients of 17 that differ most" in text
+    strategy = "ddp" if "ddp" in layout else "fsdp"
+    assert f"model, made small: 2 blocks of width 10; float32, strategy {strategy}" in text
+    assert "5 packs of 6 characters" in text and "packs of 11 kinds of characters" in text
+
+
+@pytest.mark.parametrize("layout", ["dp_shard=2", pytest.param("strategy=ddp,dp_replicate=2", marks=pytest.mark.slow)])
+def test_a_gradient_that_is_one_percent_too_large_fails(
+    path: Path, layout: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", str(path), "fault=1.01", "--parallel", layout]) == 1
+    text = capsys.readouterr().out
+    assert "FAILED" in text and "packs: 1 of 17 gradients differ" in text
+    assert "only gradients of blocks.*.up differ; the losses are equal" in text
+    assert "the mistake is in backward, at blocks.1.up" in text
+
+
+@pytest.mark.slow
+def test_bfloat16_is_compared_with_float32(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["check", str(path), "device.dtype=bfloat16", "train.checkpointing=true", "--parallel", "dp_shard=2"]
+    assert main(words) == 0
+    assert "what bfloat16 is off in one process" in capsys.readouterr().out
+
+
+def test_a_layout_that_does_not_fit_is_refused(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(path), "--parallel", "ulisses=2"]) == 1
+    assert "did you mean 'ulysses'" in capsys.readouterr().err
