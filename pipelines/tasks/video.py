@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from pydantic_core import to_jsonable_python
 from torch import Tensor, nn
 
 from mmspeed import rng
@@ -410,7 +411,7 @@ class VideoTask:
         """The model's sizes and the codec's strides."""
         strides, bare = self.inputs.strides, self.bare
         sizes = asdict(bare.config) if isinstance(bare, SoraDiT) else self.config.model.model_dump(mode="json")
-        named = {f"model.{name}": list(value) if isinstance(value, tuple) else value for name, value in sizes.items()}
+        named = {f"model.{name}": to_jsonable_python(value) for name, value in sizes.items()}
         return {**named, "vae.strides": [strides.temporal, strides.spatial]}
 
     def export(self, models: Models) -> Iterator[tuple[str, Tensor]]:

@@ -21,14 +21,26 @@ LAYOUTS = {
 
 def train(folder: str, overrides: tuple[str, ...]) -> Any:
     """What each block was told in the run, and what was written down."""
+    from mmspeed.parallel import unwrap
     from mmspeed.pipelines import TrainPipeline
+    from mmspeed.pipelines.tasks.video import VideoTask
     from mmspeed.pipelines.tuning.memory_search import MEMORY_NAME
+    from mmspeed.pipelines.tuning.synthetic_step import learning_model
+    from mmspeed.protocols import Models, RunPlace
 
-    pipeline = TrainPipeline(small_config(Path(folder), *overrides))
+    class KeepsModels(VideoTask):
+        """The video task, which keeps the models that a run trains."""
+
+        def prepare(self, models: Models, place: RunPlace) -> None:
+            self.given = models
+            super().prepare(models, place)
+
+    config = small_config(Path(folder), *overrides)
+    task = KeepsModels(config)
+    pipeline = TrainPipeline(config, task=task)
     pipeline.run()
-    told = [
-        {name: course.way for name, course in getattr(block, "_courses", {}).items()} for block in pipeline.bare.blocks
-    ]
+    blocks = learning_model(task, {"model": unwrap(task.given["model"])}).blocks
+    told = [{name: course.way for name, course in getattr(block, "_courses", {}).items()} for block in blocks]
     path = pipeline.folder.root / MEMORY_NAME
     return [told, json.loads(path.read_text()) if path.exists() else None]
 

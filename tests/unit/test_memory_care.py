@@ -12,10 +12,13 @@ from torch import nn
 
 from mmspeed.cli.failures import describe
 from mmspeed.config import Config
+from mmspeed.data.loading.loader import Batches
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.loop.averages import EMA
+from mmspeed.loop.callbacks import StepOutcome
 from mmspeed.pipelines.training.oom_advice import OomAdvisor, advise, summed_blocks
+from mmspeed.protocols import StepData
 from tests.runs import small_config
 
 GB = 10**9
@@ -207,15 +210,20 @@ def test_other_errors_go_through_as_they_are(tmp_path: Path) -> None:
     assert device.asked == [True, False]  # type: ignore[attr-defined]
 
 
+def taken(step: int) -> StepOutcome:
+    data = StepData(divisors={}, batches=Batches(0, None, lambda: None), items=[], counts={})
+    return StepOutcome(step, 0, data, None)
+
+
 def test_unused_memory_is_given_back_when_the_config_says(tmp_path: Path) -> None:
     device = FakeDevice()
     kept = care(small_config(tmp_path, "memory.empty_cache=3"), device, tmp_path)
     for step in range(1, 8):
-        kept.after_step(step)
+        kept.after_step(taken(step))
     assert device.asked == ["empty"] * 2  # type: ignore[attr-defined]
     device = FakeDevice()
     kept = care(small_config(tmp_path), device, tmp_path)
-    kept.after_step(1)
+    kept.after_step(taken(1))
     with pytest.raises(KeyError), kept.around_validation():
         assert device.asked == ["empty"]  # type: ignore[attr-defined]
         raise KeyError

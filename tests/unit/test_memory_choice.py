@@ -24,26 +24,27 @@ from mmspeed.memory.planning.knapsack import Option
 from mmspeed.memory.planning.measure import DeviceProfiler, FakeTensorProfiler
 from mmspeed.memory.planning.options import combinations, front, single_policies, static_bytes
 from mmspeed.mesh import process_group
-from mmspeed.models import SoraDiT, build_model
 from mmspeed.pipelines import TrainPipeline
+from mmspeed.pipelines.tasks.video import EncoderShapes, VideoTask
 from mmspeed.pipelines.tuning.memory_estimate import DeviceSpeeds, plan_memory, shape_figures, spread
 from mmspeed.pipelines.tuning.memory_measure import BlockCall, BlockProfiler, capture
 from mmspeed.pipelines.tuning.memory_search import (
     MEMORY_NAME,
     MeasuredModel,
-    Step,
     budget_bytes,
     fastest_within,
+    full_setting,
     measured_figures,
 )
 from mmspeed.pipelines.tuning.profile import profile
-from mmspeed.pipelines.tuning.synthetic_step import Inputs, SyntheticStep
+from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep
 from mmspeed.preprocess import CacheBuilder
+from mmspeed.protocols import MicroBatchSize, RunPlace
 from mmspeed.shapes import Strides
 from tests.runs import losses, small_config, small_tree
 
 CPU = Device("cpu", 0)
-INPUTS = Inputs(4, Strides(4, 8), 32)
+INPUTS = EncoderShapes(4, Strides(4, 8), 32)
 
 
 def config_of(
@@ -58,8 +59,8 @@ def config_of(
     return make_config(tree, overrides, origin="test")
 
 
-def bare_of(config: Config) -> SoraDiT:
-    return build_model(config.model, INPUTS.channels, INPUTS.text_width, device="meta")
+def task_of(config: Config) -> VideoTask:
+    return VideoTask(config).use(INPUTS)
 
 
 @pytest.fixture
@@ -70,11 +71,12 @@ def alone() -> Iterator[None]:
 
 def calls_of(config: Config, blocks: int = 2) -> list[BlockCall]:
     """Calls of the first blocks, with weights that hide no gradient."""
-    step = SyntheticStep(config, CPU, blocks=range(blocks), given=INPUTS)
+    task = task_of(config)
+    step = SyntheticStep(config, task, CPU, blocks=range(blocks))
     for name, parameter in step.parts.model.named_parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.05, generator=torch.Generator().manual_seed(len(name)))
     batch = step.batch(config.buckets[0], 1)
-    return capture(lambda: step.parts.loss_fn(step.parts.model, batch), list(cast(Any, step.parts.model).blocks))
+    return capture(lambda: task.loss(step.parts.models, batch), list(step.model.blocks))
 
 
 # -- what is measured -------------------------------------------------------------------------------------------------
@@ -110,9 +112,9 @@ def test_shapes_tell_what_is_measured(tmp_path: Path, dtype: str, monkeypatch: p
     monkeypatch.setattr("mmspeed.pipelines.tuning.memory_measure.front", alone)
     kinds = "factorised" if dtype == "float32" else "full"
     config = config_of(tmp_path, f"device.dtype={dtype}", "memory.swap_from=16KiB", f"model.arrangement={kinds}")
-    step = Step(config.buckets[0], 1, False)
-    real = measured_figures(config, bare_of(config), CPU, step, INPUTS, with_swap=True)
-    shapes = shape_figures(config, step, INPUTS, DeviceSpeeds())
+    step = MicroBatchSize(config.buckets[0], 1, False)
+    real = measured_figures(config, task_of(config), CPU, step, with_swap=True)
+    shapes = shape_figures(config, task_of(config), step, DeviceSpeeds())
     assert real.static == shapes.static and real.gradients == shapes.gradients and real.kinds == shapes.kinds
     assert shapes.ends == pytest.approx(real.ends, rel=0.05)
     together, stray = 0, 0 if dtype == "float32" else 3 * 4 * 320  # 3 norms, 320 tokens
@@ -154,9 +156,9 @@ def test_a_roofline_counts_as_the_model_does(tmp_path: Path) -> None:
 )
 def test_static_bytes_are_those_between_steps(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     config = config_of(tmp_path, *overrides, depth=2, size=64, frames=1)
-    steps = SyntheticStep(config, CPU, given=INPUTS)
+    steps = SyntheticStep(config, task_of(config), CPU)
     steps.run(config.buckets[0], 1)
-    numbers = sum(parameter.numel() for parameter in steps.bare.parameters())
+    numbers = sum(parameter.numel() for parameter in steps.model.parameters())
     formula = static_bytes(numbers, config.memory, average=config.train.ema_decay is not None)
     assert steps.state_bytes == pytest.approx(formula.between, rel=0.01)
 
@@ -187,10 +189,11 @@ def gradients(model: nn.Module) -> list[Tensor]:
 def check_budgets(folder: Path, shares: tuple[float, ...], **shape: int) -> list[list[dict[str, Any]]]:
     """Each share of the plain peak is kept to, with the gradients of plain; the ways that were chosen."""
     config = config_of(folder, **shape)
-    step = Step(config.buckets[0], 1, False)
-    figures = measured_figures(config, bare_of(config), CPU, step, INPUTS)
+    task = task_of(config)
+    step = MicroBatchSize(config.buckets[0], 1, False)
+    figures = measured_figures(config, task, CPU, step)
     plain = figures.ways([0] * len(figures.kinds))
-    tried = MeasuredModel(config, CPU, step, INPUTS, plain)
+    tried = MeasuredModel(config, task, CPU, step, plain)
     peak = tried.peak(plain)
     assert peak is not None and figures.plain_peak() == pytest.approx(peak, rel=0.05)
     steps, found = tried.steps, []
@@ -198,10 +201,10 @@ def check_budgets(folder: Path, shares: tuple[float, ...], **shape: int) -> list
         torch.nn.init.normal_(parameter, 0.0, 0.02, generator=torch.Generator().manual_seed(len(name)))
 
     def grads(ways: list[Any]) -> tuple[list[Tensor], int]:
-        for block, own in zip(steps.bare.blocks, ways, strict=True):
+        for block, own in zip(steps.model.blocks, ways, strict=True):
             set_policies(block, own)
         with MatmulCounter() as count:
-            steps.parts.loss_fn(steps.parts.model, steps.batch(step.bucket, 1)).sum().backward()
+            task.loss(steps.parts.models, steps.batch(step.shape, 1))["loss"].loss_I.sum().backward()
         taken = gradients(steps.parts.model)
         steps.parts.model.zero_grad(set_to_none=True)
         return taken, count.total
@@ -240,10 +243,10 @@ def test_budgets_down_to_a_seventh_of_the_plain_peak(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("alone")
 def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
     config = config_of(tmp_path, depth=2, size=64)
-    step = Step(config.buckets[0], 1, False)
-    figures = measured_figures(config, bare_of(config), CPU, step, INPUTS)
+    step = MicroBatchSize(config.buckets[0], 1, False)
+    figures = measured_figures(config, task_of(config), CPU, step)
     assert figures.choose(figures.least()) is not None and figures.choose(figures.least() - 1) is None
-    tried = MeasuredModel(config, CPU, step, INPUTS, figures.ways([0, 0]))
+    tried = MeasuredModel(config, task_of(config), CPU, step, figures.ways([0, 0]))
     with pytest.raises(UserError, match=r"at least .* more than the budget of 1.0 MB.*memory.states.*fsdp.*smaller"):
         fastest_within(figures, 1_000_000, tried)
 
@@ -251,7 +254,8 @@ def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
 def test_a_choice_that_takes_more_is_made_again(tmp_path: Path) -> None:
     """A device that takes a tenth more than is expected: the next try aims lower, and then as high as it can."""
     config = config_of(tmp_path)
-    figures = shape_figures(config, Step(config.buckets[0], 1, False), INPUTS, DeviceSpeeds(), with_swap=False)
+    step = MicroBatchSize(config.buckets[0], 1, False)
+    figures = shape_figures(config, task_of(config), step, DeviceSpeeds(), with_swap=False)
 
     class Device10:
         def peak(self, ways: Any) -> int:
@@ -282,12 +286,22 @@ def test_fractions_are_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     assert budget_bytes(MemoryConfig(fraction=0.5), Device("cuda", 0)) == 4 * 10**9
 
 
+def test_what_a_choice_depends_on_is_of_jsons_types(tmp_path: Path) -> None:
+    """It is written down, and compared with what was read."""
+    config = config_of(tmp_path, "memory.budget=1GB", "model.sparse={dense_first: 0, dense_last: 0, keep: 0.25}")
+    task, place = task_of(config), RunPlace(CPU)
+    setting = full_setting(config, task, place, task.largest_micro_batch(place))
+    assert json.loads(json.dumps(setting)) == setting
+    assert setting["model.sparse"]["keep"] == 0.25 and setting["vae.strides"] == [4, 8]
+
+
 # -- plans ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_plan_of_several_devices_divides(tmp_path: Path) -> None:
     config = config_of(tmp_path, "parallel.strategy=fsdp", "parallel.ulysses=2")
-    whole = shape_figures(config, Step(config.buckets[0], 1, False), INPUTS, DeviceSpeeds(), with_swap=False)
+    step = MicroBatchSize(config.buckets[0], 1, False)
+    whole = shape_figures(config, task_of(config), step, DeviceSpeeds(), with_swap=False)
     part = spread(whole, config, 8)
     assert part.static.between == pytest.approx(whole.static.between / 8, rel=0.01)
     assert part.options[0][0].kept == pytest.approx(whole.options[0][0].kept / 2, rel=0.01)
@@ -296,9 +310,9 @@ def test_a_plan_of_several_devices_divides(tmp_path: Path) -> None:
 
 def test_a_plan_swaps_where_copies_hide(tmp_path: Path) -> None:
     config = config_of(tmp_path, "memory.swap_from=16KiB")
-    step, given = Step(config.buckets[0], 1, False), {"inputs": INPUTS}
-    fast = plan_memory(config, step=step, speeds=DeviceSpeeds(flops=1e10, host=1e15), **given)
-    slow = plan_memory(config, step=step, speeds=DeviceSpeeds(flops=1e10, host=1e3), **given)
+    step, task = MicroBatchSize(config.buckets[0], 1, False), task_of(config)
+    fast = plan_memory(config, task=task, step=step, speeds=DeviceSpeeds(flops=1e10, host=1e15))
+    slow = plan_memory(config, task=task, step=step, speeds=DeviceSpeeds(flops=1e10, host=1e3))
     budget = int(0.7 * fast.figures.plain_peak())
     ways = [plan.figures.ways(plan.figures.choose(budget) or []) for plan in (fast, slow)]
     swapping = [sum("swap" in way for block in each for way in block.values()) for each in ways]

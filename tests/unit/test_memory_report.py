@@ -19,6 +19,7 @@ from mmspeed.mesh import process_group
 from mmspeed.models.sora.layers import Mlp
 from mmspeed.pipelines.report.memory_page import measure_report, page_part, report_figure
 from mmspeed.pipelines.report.run_page import write_report
+from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep
 from mmspeed.shapes import Bucket
 from tests.runs import small_config
@@ -30,12 +31,18 @@ WIDER = (
 )  # fmt: skip
 
 
+def trial_of(config: Config) -> SyntheticStep:
+    task = VideoTask(config)
+    task.open_without_data()
+    return SyntheticStep(config, task, CPU)
+
+
 def measured(folder: Path, *overrides: str, batch: int = 2) -> tuple[MemoryReport, dict[str, int]]:
     """The report of a step, and bytes that are known."""
     with process_group(CPU):
-        trial = SyntheticStep(small_config(folder, *WIDER, *overrides), CPU)
+        trial = trial_of(small_config(folder, *WIDER, *overrides))
         report = measure_report(trial, BUCKET, batch)
-        parameters = list(trial.bare.parameters())
+        parameters = list(trial.model.parameters())
         return report, {
             "parameters": sum(p.nbytes for p in parameters),
             "float32": sum(4 * p.numel() for p in parameters),
@@ -113,7 +120,7 @@ def test_what_autocast_frees_at_the_end_is_told_apart(tmp_path: Path) -> None:
 
 def test_compiled_steps_are_refused(tmp_path: Path) -> None:
     with process_group(CPU):
-        trial = SyntheticStep(small_config(tmp_path, *WIDER), CPU)
+        trial = trial_of(small_config(tmp_path, *WIDER))
         trial.config = small_config(tmp_path, *WIDER, "train.compile=true")
         with pytest.raises(UserError, match=r"train\.compile: false"):
             measure_report(trial, BUCKET, 1)

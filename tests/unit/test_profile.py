@@ -25,6 +25,7 @@ from mmspeed.log import read_metrics
 from mmspeed.memory import peak_bytes
 from mmspeed.mesh import process_group
 from mmspeed.pipelines import TrainPipeline
+from mmspeed.pipelines.tasks.video import VideoData, VideoTask
 from mmspeed.pipelines.tuning.profile import (
     BucketMeasurements,
     BucketProfile,
@@ -36,6 +37,7 @@ from mmspeed.pipelines.tuning.profile import (
 )
 from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep
 from mmspeed.preprocess import CacheBuilder
+from mmspeed.protocols import RunPlace
 from mmspeed.shapes import Bucket
 from tests.runs import small_config
 
@@ -206,10 +208,16 @@ def test_which_errors_say_that_memory_is_full() -> None:
     )
 
 
+def task_of(config: Config) -> VideoTask:
+    task = VideoTask(config)
+    task.open_without_data()
+    return task
+
+
 def trial(config: Config, bucket: Bucket, batch: int) -> tuple[int, int, int]:
     """(state, peak, peak once more) of a step."""
     with process_group(CPU):
-        found = SyntheticStep(config, CPU)
+        found = SyntheticStep(config, task_of(config), CPU)
         found.run(bucket, batch)
         return found.state_bytes, found.peak(bucket, batch), found.peak(bucket, batch)
 
@@ -217,7 +225,7 @@ def trial(config: Config, bucket: Bucket, batch: int) -> tuple[int, int, int]:
 def test_a_step_takes_weights_gradients_moments_average_and_activations(tmp_path: Path) -> None:
     config = small_config(tmp_path, BUCKETS)
     with process_group(CPU):
-        weights = 4 * sum(p.numel() for p in SyntheticStep(config, CPU).bare.parameters())
+        weights = 4 * sum(p.numel() for p in SyntheticStep(config, task_of(config), CPU).model.parameters())
     state, peak, again = trial(config, LONG, 8)
     assert 4 * weights <= state < 4.01 * weights  # weights, two moments (and step counts), the average
     assert peak == again > state + weights
@@ -291,18 +299,28 @@ def test_a_table_has_columns() -> None:
     assert table(["a", "bb"], [["long", "1"]]) == ["a     bb", "----  --", "long   1"]
 
 
+class KeepsData(VideoTask):
+    """The video task, which keeps the data that a run was given."""
+
+    def data(self, place: RunPlace) -> VideoData:
+        self.given = super().data(place)
+        return self.given
+
+
 def test_training_by_time_uses_them(home: Path, found: BucketProfile) -> None:
     overrides = ("name=timed", "batching.by=time", "train.batch_size=null", "train.steps=2")
-    pipeline = TrainPipeline(small_config(home, *overrides))
-    assert pipeline.run().finished
+    config = small_config(home, *overrides)
+    task = KeepsData(config)
+    assert TrainPipeline(config, task=task).run().finished
     most = found.measured.most(LONG)
-    assert pipeline.sampler.batching.sizes == {LONG: most}
+    assert task.given.sampler.batching.sizes == {LONG: most}
     steps = [row for row in read_metrics(found.path.parent / "metrics.jsonl") if row["kind"] == "train"]
     assert max(row["samples"] for row in steps) == min(most, 7)  # the epoch has 7, so one of its steps is full
     cost = found.measured.cost(LONG)
     budget = (cost.of(2) + cost.of(3)) / 2
-    pipeline = TrainPipeline(small_config(home, *overrides, f"batching.budget={budget}", "train.steps=3"))
-    assert pipeline.run().finished and pipeline.sampler.batching.sizes == {LONG: 2}
+    config = small_config(home, *overrides, f"batching.budget={budget}", "train.steps=3")
+    task = KeepsData(config)
+    assert TrainPipeline(config, task=task).run().finished and task.given.sampler.batching.sizes == {LONG: 2}
 
 
 def test_measurements_of_something_else_are_refused(home: Path, found: BucketProfile) -> None:
