@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -19,7 +20,9 @@ from . import bench_app, cache_app, launch
 from .failures import report as report_failure
 
 if TYPE_CHECKING:
-    from mmspeed.config import Config
+    from mmspeed.config import RunConfig
+
+Resolved = TypeVar("Resolved", bound="RunConfig")
 
 HELP = (
     "Train Sora-class video diffusion models: encode once into a cache, then train on one to many devices.\n\n"
@@ -220,7 +223,9 @@ def preprocess(
     if shard is not None and launch.wanted(nproc):
         raise UserError("--shard and --nproc both share out the work: use one of them")
     workers = ray_workers(ray, alone=shard is None and not nproc and "RANK" not in os.environ)
-    resolved = _resolve(context, "preprocess", config, overrides, nproc, print_config)
+    from mmspeed.config import load_config
+
+    resolved = _resolve(context, "preprocess", load_config, config, overrides, nproc, print_config)
     if ray is not None:
         from mmspeed.preprocess.build.ray import build_on_ray
 
@@ -240,12 +245,17 @@ def train(
     print_config: PrintConfig = False,
 ) -> None:
     """Train from the cache, which the first epoch completes where it is not whole; a run that was stopped goes on."""
-    resolved = _resolve(context, "train", config, overrides, nproc, print_config)
+    from mmspeed.config import Config, load_run_config
+
+    resolved = _resolve(context, "train", load_run_config, config, overrides, nproc, print_config)
     from mmspeed.pipelines import TrainPipeline
     from mmspeed.preprocess import OnlineBuilder
 
-    online = resolved.preprocess.online and not is_url(resolved.data.cache)
-    _print_lines(TrainPipeline(resolved, OnlineBuilder(resolved) if online else None).run().lines())
+    # what encodes missing data of the video task; other tasks have nothing to make
+    maker = None
+    if isinstance(resolved, Config) and resolved.preprocess.online and not is_url(resolved.data.cache):
+        maker = OnlineBuilder(resolved)
+    _print_lines(TrainPipeline(resolved, maker).run().lines())
 
 
 @app.command()
@@ -328,12 +338,18 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for
 
 
 def _resolve(
-    context: typer.Context, command: str, path: Path, overrides: list[str] | None, nproc: int | None, print_config: bool
-) -> Config:
-    """The config of a command that may run in several processes; does not return when others do the work."""
-    from mmspeed.config import dump_config, load_config
+    context: typer.Context,
+    command: str,
+    load: Callable[[Path, Sequence[str]], Resolved],
+    path: Path,
+    overrides: list[str] | None,
+    nproc: int | None,
+    print_config: bool,
+) -> Resolved:
+    """The config, by `load`, of a command that may run in several processes; does not return when others do the work."""
+    from mmspeed.config import dump_config
 
-    config = load_config(path, overrides or ())  # before processes start: a mistake in it is shown at once
+    config = load(path, overrides or ())  # before processes start: a mistake in it is shown at once
     if print_config:
         _print_lines([dump_config(config).rstrip()])
         raise typer.Exit()

@@ -79,7 +79,14 @@ class SequentialRunner:
 
     @staticmethod
     def _note(record: RunRecord, batch: Batch, terms: Terms, scales: Mapping[str, float]) -> Tensor:
-        """Record the terms of a micro-batch; returns the scalar that is differentiated. Raises ValueError where none trains."""
+        """Record the terms of a micro-batch; returns the scalar that is differentiated.
+
+        Raises ValueError where none trains, or one has a divisor that the step's data does not name.
+        """
+        for name, term in terms.items():
+            if term.divisor not in scales:
+                known = ", ".join(scales)
+                raise ValueError(f"the term '{name}' has the divisor '{term.divisor}', and the step's data has {known}")
         totals = {name: term.total() for name, term in terms.items()}
         parts = [totals[name] * scales[term.divisor] for name, term in terms.items() if term.trains]
         if not parts:

@@ -92,8 +92,9 @@ def apply_update(
 
     All ranks bring equally many micro-batches. A loss or gradient that is not finite on any rank leaves parameters and optimizer
     untouched on all; with an optimizer that updates in backward it raises UserError. A divisor that is known only afterwards (None) costs
-    a scaling of the gradients, which clipping takes along. `tensor` is the tensor-parallel axis, where there is one, `mesh` that of the models. `group` is for small
-    CPU collectives. The device is waited for once. Raises UserError for a divisor that is not positive.
+    a scaling of the gradients, which clipping takes along. `tensor` is the tensor-parallel axis, where there is one, `mesh` that of the
+    models. `group` is for small CPU collectives. The device is waited for once, and once more for divisors that are known only
+    afterwards. Raises UserError for a divisor that is not positive.
     """
     update, optimizer = learner.update, learner.optimizer
     releasing = optimizer if isinstance(optimizer, ReleasingOptimizer) else None
@@ -107,18 +108,22 @@ def apply_update(
     if tensor is not None:
         for model in learning:
             sum_shared_gradients(model.parameters(), tensor)
-    late = _late_divisor(record, divisors, group, releasing)
+    late = _late_divisors(record, divisors, group)
+    scale = _late_scale(record, late, releasing)
     names = list(record.divisors)
     sums = [record.total(name) for name in names]
     if releasing is None:
-        norm = clip_gradients(learning, clip_norm, mesh, None if late is None else 1 / late)
+        norm = clip_gradients(learning, clip_norm, mesh, scale)
         *mine, grad_norm = torch.stack([*sums, norm]).tolist()  # the wait for the device
     else:
         mine, grad_norm = torch.stack(sums).tolist(), releasing.gradient_norm(group)
     broken = not (all(map(math.isfinite, mine)) and math.isfinite(grad_norm))
     *totals, broken_ranks = all_reduce_sum([*mine, float(broken)], group)
-    known = {name: late if value is None else value for name, value in divisors.items()}
-    terms = {name: total / _number(known[record.divisors[name]]) for name, total in zip(names, totals, strict=True)}
+    known = {name: value for name, value in divisors.items() if value is not None} | late
+    values = ((name, total, known[record.divisors[name]]) for name, total in zip(names, totals, strict=True))
+    terms = {
+        name: total / divisor for name, total, divisor in values if divisor
+    }  # a logged mean of nothing is left out
     loss = sum(value for name, value in terms.items() if name in record.trained)
     bad: list[str] = []
     if broken_ranks:
@@ -137,27 +142,30 @@ def _positive(name: str, value: float) -> float:
     return value
 
 
-def _number(value: float | None) -> float:
-    assert value is not None
-    return value
+def _late_divisors(record: RunRecord, divisors: Divisors, group: dist.ProcessGroup | None) -> dict[str, float]:
+    """The sums of the weights of all ranks, for the divisors of terms that are not known beforehand; waits for the device."""
+    late = sorted({name for name in record.divisors.values() if divisors[name] is None})
+    if not late:
+        return {}
+    return dict(zip(late, all_reduce_sum([record.weight(name).item() for name in late], group), strict=True))
 
 
-def _late_divisor(
-    record: RunRecord, divisors: Divisors, group: dist.ProcessGroup | None, releasing: ReleasingOptimizer | None
-) -> float | None:
-    """The sum of the weights of all ranks, where the divisor of the terms that train is not known beforehand; else None.
+def _late_scale(record: RunRecord, late: Mapping[str, float], releasing: ReleasingOptimizer | None) -> float | None:
+    """What gradients are multiplied by, where the divisor of the terms that train was not known beforehand; else None.
 
-    Raises UserError where gradients are applied before it is known, where terms have several divisors, or where it is 0.
+    Raises UserError where gradients are applied before it is known, where terms that train have several divisors, or where it is 0.
     """
     used = {record.divisors[name] for name in record.trained}
-    late = sorted(name for name in record.divisors.values() if divisors[name] is None)
-    if not late:
+    if not used & late.keys():
         return None
+    name = min(used & late.keys())
     if releasing is not None:
-        raise UserError("memory.release_gradients needs a divisor that is known before a step, and this task has none")
-    if used != {late[0]} or len(set(late)) > 1:
-        raise UserError(f"the divisor '{late[0]}' is known after the step only, so all terms of the loss must have it")
-    return _positive(late[0], all_reduce_sum([record.weight(late[0]).item()], group)[0])
+        raise UserError(
+            f"memory.release_gradients needs divisors that are known before a step, and this task's '{name}' is not"
+        )
+    if len(used) > 1:
+        raise UserError(f"the divisor '{name}' is known after the step only, so all terms of the loss must have it")
+    return 1 / _positive(name, late[name])
 
 
 def _partly_applied(loss: float, grad_norm: float, bad: Sequence[str]) -> UserError:

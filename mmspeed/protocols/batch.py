@@ -122,7 +122,8 @@ class Term:
     """One named part of a loss, item by item.
 
     A step's value of it is the sum over all items of all ranks of `loss_I * weight_I`, divided by the step's divisor of the name
-    `divisor`. The losses of all terms that train add up to what is differentiated.
+    `divisor`. The losses of all terms that train add up to what is differentiated. Terms of one divisor that is known only afterwards
+    have the same weights, whose sum it is.
     """
 
     loss_I: Tensor  # float32

@@ -102,14 +102,15 @@ def assemble(
         raise UserError(
             f"the task {task.name} trains {', '.join(sorted(learning))}: a run keeps the state of one model"
         )
+    empty = {role for role, model in bare.items() if any(parameter.is_meta for parameter in model.parameters())}
     models = {
         role: _placed(config, task, model, placement, device, role in learning, choice) for role, model in bare.items()
     }
     (role,) = learning
     optimizer = make_optimizer(models[role], config.train, config.memory, device, placement.mesh)
-    _fill(bare[role], config.seed, weight_setter(models[role], optimizer))
-    for other in bare.keys() - learning:
-        _fill(bare[other], config.seed, set_parameter)
+    for each in sorted(empty):
+        put = weight_setter(models[role], optimizer) if each == role else set_parameter
+        _fill(bare[each], config.seed, put)
     ema = make_ema(models[role], optimizer, config, device) if config.train.ema_decay is not None else None
     learners = [learner(update, models, placement.strategy, optimizer, device) for update in updates]
     return Assembly(models, learners, ema)
@@ -149,10 +150,12 @@ def _placed(
         bare.to(device.torch_device)
     elif placement.strategy != "fsdp":
         bare.to_empty(device=device.torch_device)
+    # what does not train has no gradients to sum: where ranks have replicas, nothing is between them
+    strategy = "none" if placement.strategy == "ddp" and not learns else placement.strategy
     model = parallelize(
         bare,
         placement.mesh,
-        placement.strategy,
+        strategy,
         layout=placement.layout,
         compute_dtype=parse_dtype(config.device.dtype),
         keeping=keeping,
@@ -164,9 +167,9 @@ def _placed(
 
 
 def _fill(bare: nn.Module, seed: int, put: Callable[[nn.Parameter, Tensor], None]) -> None:
-    """Give a model the weights of a seed, drawn by name (law 1), where it can make them; others came with theirs."""
-    if isinstance(bare, InitializesWeights):
-        bare.init_weights(seed, put)
+    """Give a model that came without weights those of a seed, drawn by name (law 1)."""
+    assert isinstance(bare, InitializesWeights)
+    bare.init_weights(seed, put)
 
 
 def weight_setter(model: nn.Module, optimizer: AnyOptimizer) -> Callable[[nn.Parameter, Tensor], None]:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmspeed.config import Config, RunConfig, dump_config, load_config
+from mmspeed.config import Config, RunConfig, dump_config, load_config, load_run_config
 from mmspeed.config.schema import ModelConfig
 from mmspeed.data.cache.files import write_whole
 from mmspeed.errors import UserError
@@ -111,7 +111,7 @@ class RunFolder:
         """Sections that differ from the run's own config. Raises UserError when one of `fixed_on_resume` does."""
         if not self.config_file.exists():
             return []
-        before, now = load_config(self.config_file).model_dump(by_alias=True), config.model_dump(by_alias=True)
+        before, now = load_run_config(self.config_file).model_dump(by_alias=True), config.model_dump(by_alias=True)
         changed = _differing(before, now)
         for section, key in config.free_on_resume:
             for tree in (before, now):

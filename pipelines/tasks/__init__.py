@@ -6,11 +6,17 @@ from importlib import import_module
 from typing import Any
 
 from mmspeed.config import RunConfig
+from mmspeed.config.tasks import CONFIGS
 from mmspeed.errors import UserError, nearest
 from mmspeed.protocols import Task
 
 # name of a task in configs -> "module:class"; the class is made from the config and what encodes missing data, if anything does
 TASKS: dict[str, str] = {"video": "mmspeed.pipelines.tasks.video:VideoTask"}
+
+
+def register(name: str, task: str, config: str) -> None:
+    """Make a task known by its name in configs; `task` and `config` are "module:class". Before the first config of it is read."""
+    TASKS[name], CONFIGS[name] = task, config
 
 
 def make_task(config: RunConfig, maker: Any = None) -> Task:

@@ -1,0 +1,78 @@
+"""Several forward passes before one backward, frozen references, late divisors and several updates: ranks against one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmspeed.device import Device
+from mmspeed.protocols import RunPlace
+from tests.spawn import run_ranks
+from tests.support.character_runs import character_config, losses, rows
+from tests.support.characters import CharacterModel, collate
+from tests.support.checkpoints import farthest, whole_checkpoint
+from tests.support.preferences import PreferenceTask, preference, train_task
+
+# A loss of about 1 is of differences of sums of about 80, whose last bit is 8e-6. Adam makes of that a share of its steps of 1e-3.
+LOSS, WEIGHTS = {"rel": 1e-5}, 1e-5
+LAYOUTS = {"fsdp": "parallel.strategy=fsdp", "ddp": "parallel.strategy=ddp"}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with runs of one process."""
+    folder = tmp_path_factory.mktemp("terms")
+    for kind in ("known", "late", "twice"):
+        train_task(str(folder), kind, (f"name={kind}",))
+    return folder
+
+
+def check_equal(home: Path, name: str, truth: str) -> None:
+    found, one = (character_config(home, f"name={each}") for each in (name, truth))
+    assert losses(found) == pytest.approx(losses(one), **LOSS) and len(losses(one)) == 6
+    norms = [[row["grad_norm"] for row in rows(config)] for config in (found, one)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    assert farthest(whole_checkpoint(found.run_dir), whole_checkpoint(one.run_dir), "model.") < WEIGHTS
+
+
+def test_one_process_takes_the_loss_of_pairs_with_the_reference_that_came(home: Path) -> None:
+    config = character_config(home, "name=known")
+    task = PreferenceTask(config)
+    packs = task.data(RunPlace(Device("cpu", 0))).step_packs(0)
+    models = {"model": CharacterModel(config.width, config.depth), "reference": task.build()["reference"]}
+    models["model"].init_weights(config.seed)
+    with torch.no_grad():
+        terms = preference(models, collate([(pack, 1.0) for pack in packs], task.shape))
+    first = rows(config)[0]
+    assert first["loss"] == pytest.approx(terms["loss"].loss_I.mean().item(), rel=1e-6)
+    assert first["terms"]["preferred"] == pytest.approx(terms["preferred"].loss_I.mean().item())
+    assert losses(config)[-1] < losses(config)[0]
+    names = {name.split(".")[1] for name in whole_checkpoint(config.run_dir) if name.startswith("model.")}
+    assert names == {"embed", "blocks", "head"}  # the reference is no part of the run's state
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pairs_on_two_ranks_equal_one_process(home: Path, layout: str) -> None:
+    """Two forward passes of the sharded model and two of the sharded reference, then one backward; micro-batches of two."""
+    given = (f"name=pairs-{layout}", "train.micro_batch_size=2", LAYOUTS[layout])
+    run_ranks(train_task, 2, str(home), "known", given)
+    check_equal(home, f"pairs-{layout}", "known")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_divisor_that_is_known_afterwards_is_the_known_one(home: Path, layout: str) -> None:
+    """On one process and on two, with clipping, which all these steps meet."""
+    check_equal(home, "late", "known")
+    assert all(row["grad_norm"] > 1.0 for row in rows(character_config(home, "name=known")))
+    run_ranks(train_task, 2, str(home), "late", (f"name=late-{layout}", LAYOUTS[layout]))
+    check_equal(home, f"late-{layout}", "known")
+
+
+def test_two_updates_of_a_step_on_two_ranks_equal_one_process(home: Path) -> None:
+    run_ranks(train_task, 2, str(home), "twice", ("name=twice-fsdp", LAYOUTS["fsdp"]))
+    check_equal(home, "twice-fsdp", "twice")
+    first = rows(character_config(home, "name=twice"))[1]["terms"]  # the learning rate is not 0
+    assert set(first) == {"model.loss", "model.right", "again.loss", "again.right"}
+    assert first["again.loss"] < first["model.loss"]

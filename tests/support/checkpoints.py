@@ -1,0 +1,39 @@
+"""What checkpoints hold, whole, whatever the number of ranks that wrote them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from mmspeed.loop.checkpoint.load import latest, open_checkpoint
+
+
+def whole_checkpoint(run: Path, folder: Path | None = None) -> dict[str, Tensor]:
+    """Every tensor of a run's latest checkpoint (or of `folder`) by its name: model.*, ema.*, optimizer.*."""
+    place = folder or latest(run / "checkpoints")
+    assert place is not None
+    found: dict[str, Tensor] = {}
+    for name, entry in open_checkpoint(place)[1]["tensors"].items():
+        for chunk in entry["chunks"]:
+            with safe_open(place / chunk["file"], "pt") as file:
+                part = file.get_tensor(name)
+            whole = found.setdefault(name, torch.empty(entry["shape"], dtype=part.dtype))
+            slices = tuple(slice(o, o + n) for o, n in zip(chunk["offsets"], chunk["shape"], strict=True))
+            whole[slices] = part.reshape(chunk["shape"])
+    return found
+
+
+def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    """Names of tensors that are not bitwise the same."""
+    assert one.keys() == other.keys() and one
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def farthest(one: dict[str, Tensor], other: dict[str, Tensor], prefix: str) -> float:
+    """The greatest difference of two numbers in the same place of the tensors whose names begin with `prefix`."""
+    names = [name for name in one if name.startswith(prefix)]
+    assert names and one.keys() == other.keys()
+    return max((one[name] - other[name]).abs().max().item() for name in names if one[name].numel())

@@ -1,0 +1,150 @@
+"""Bad input about tasks: one line says what is wrong, where, and what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mmspeed.cli.app import run
+from mmspeed.config import make_config, make_run_config
+from mmspeed.config.tasks import CONFIGS
+from mmspeed.errors import UserError
+from mmspeed.pipelines import TrainPipeline
+from mmspeed.pipelines.tasks import make_task, register
+from mmspeed.pipelines.tasks.video import VideoTask
+from tests.runs import small_config, small_tree
+from tests.support.character_runs import character_config, character_tree, register_characters
+from tests.support.characters import CharacterModel, CharacterTask
+from tests.support.toy_runs import toy_config, write_toy_cache
+from tests.toy import ToyDiT
+
+
+class Without(nn.Module):
+    """The toy without what is named."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        toy = ToyDiT()
+        for name in {"blocks", "tokens", "flops"} - {*names}:
+            setattr(self, name, getattr(toy, name))
+
+    def forward(self, x_BCThw: Tensor, t: Tensor, text_BLD: Tensor, text_mask_BL: Tensor) -> Tensor:
+        return x_BCThw
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_task_is_told_with_the_nearest_one(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"test: task 'vidoe' is not known; did you mean 'video'\? \(known: video"):
+        make_run_config({**small_tree(tmp_path), "task": "vidoe"}, origin="test")
+    with pytest.raises(UserError, match="task 3 is not known"):
+        make_run_config({**small_tree(tmp_path), "task": 3}, origin="test")
+    register_characters()
+    with pytest.raises(UserError, match=r"task: 'character' is not known; did you mean 'characters'\?"):
+        make_task(character_config(tmp_path).model_copy(update={"task": "character"}))
+
+
+def test_a_task_is_known_by_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("mmspeed.pipelines.tasks.TASKS", TASKS := {})
+    monkeypatch.setattr("mmspeed.pipelines.tasks.CONFIGS", CONFIGS)
+    register("letters", "tests.support.characters:CharacterTask", "tests.support.characters:CharacterConfig")
+    try:
+        assert TASKS == {"letters": "tests.support.characters:CharacterTask"}
+        config = character_config(tmp_path)
+        assert isinstance(make_task(config.model_copy(update={"task": "letters"})), CharacterTask)
+    finally:
+        del CONFIGS["letters"]
+
+
+def test_a_task_that_is_missing_is_video(tmp_path: Path) -> None:
+    assert make_run_config(small_tree(tmp_path)).task == "video" == small_config(tmp_path).task
+    assert isinstance(make_task(small_config(tmp_path)), VideoTask)
+
+
+# -- keys -------------------------------------------------------------------------------------------------------------
+
+
+def test_keys_of_another_task_are_told_with_their_task(tmp_path: Path) -> None:
+    register_characters()
+    with pytest.raises(
+        UserError,
+        match="unknown key 'objective', which is a section of the task video; this config is of the task characters",
+    ):
+        make_run_config({**character_tree(tmp_path), "objective": {"kind": "flow"}}, origin="test")
+    with pytest.raises(
+        UserError,
+        match="unknown key 'pack', which is a section of the task characters; this config is of the task video",
+    ):
+        make_run_config({**small_tree(tmp_path), "pack": 8}, origin="test")
+    with pytest.raises(UserError, match=r"unknown key 'train\.setps'; did you mean 'steps'\?"):
+        make_run_config({**character_tree(tmp_path), "train": {"setps": 3}}, origin="test")
+    with pytest.raises(UserError, match="batching: packs are of one size"):
+        character_config(tmp_path, "batching.mix=window")
+
+
+def test_what_is_for_videos_refuses_other_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    register_characters()
+    with pytest.raises(UserError, match="this is for the video task, and the config is of the task characters"):
+        make_config(character_tree(tmp_path), origin="test")
+    file = tmp_path / "run.yaml"
+    file.write_text("task: characters\n", encoding="utf-8")
+    for command in ("check", "preprocess"):
+        assert run([command, str(file)]) == 1
+        assert "this is for the video task" in capsys.readouterr().err
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lacking", [("tokens",), ("blocks", "flops")])
+def test_a_model_that_lacks_part_of_the_protocol_is_told_what(tmp_path: Path, lacking: tuple[str, ...]) -> None:
+    config = toy_config(tmp_path)
+    write_toy_cache(config)
+    task = VideoTask(config, build=lambda *_: Without(*lacking))
+    with pytest.raises(UserError, match=f"Without cannot be trained by the task video: it lacks {', '.join(lacking)} "):
+        TrainPipeline(config, task=task).run()
+
+
+def test_a_model_of_another_task_without_blocks_is_told(tmp_path: Path) -> None:
+    class Blockless(CharacterTask):
+        def build(self) -> dict[str, nn.Module]:
+            return {"model": nn.Linear(2, 2)}
+
+    config = character_config(tmp_path)
+    message = (
+        r"Linear cannot be trained by the task characters: it lacks blocks \(see mmspeed\.protocols\.TrainableModel\)"
+    )
+    with pytest.raises(UserError, match=message):
+        TrainPipeline(config, task=Blockless(config)).run()
+
+
+def test_a_model_without_weights_must_make_them(tmp_path: Path) -> None:
+    class Weightless(CharacterTask):
+        def build(self) -> dict[str, nn.Module]:
+            with torch.device("meta"):
+                model = CharacterModel(16, 1)
+            bare = nn.Module()
+            bare.blocks = model.blocks
+            return {"model": bare}
+
+    config = character_config(tmp_path)
+    with pytest.raises(UserError, match="Module came without weights and has no init_weights to make them"):
+        TrainPipeline(config, task=Weightless(config)).run()
+
+
+def test_two_models_that_learn_are_refused(tmp_path: Path) -> None:
+    class Two(CharacterTask):
+        def build(self) -> dict[str, nn.Module]:
+            return {**super().build(), "critic": super().build()["model"]}
+
+        def updates(self):  # type: ignore[no-untyped-def]
+            [update] = super().updates()
+            return [update, type(update)(update.loss, ("critic",), "critic")]
+
+    config = character_config(tmp_path)
+    with pytest.raises(UserError, match="the task characters trains critic, model: a run keeps the state of one model"):
+        TrainPipeline(config, task=Two(config)).run()
