@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
 
@@ -49,3 +50,11 @@ def rejection(call: Callable[[], object]) -> Rejected:
     with pytest.raises(Rejected) as rejected:
         call()
     return rejected.value
+
+
+def video_of(path: Path) -> tuple[np.ndarray, float]:
+    """All frames (F, H, W, 3) of a video, GIF or image file, uint8, and their average rate."""
+    with av.open(str(path)) as container:
+        track = container.streams.video[0]
+        frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(track)]
+        return np.stack(frames), float(track.average_rate or 1)

@@ -23,8 +23,8 @@ from mmspeed.models import SoraDiT, SoraDiTConfig
 from mmspeed.parallel import parallelize
 
 BRANCHES = ("attention", "cross_attention", "mlp")
-LARGE: tuple[ActivationPolicy, ...] = ("recompute", "recompute_cheap", "swap", "swap_cheap")
-SMALL: tuple[ActivationPolicy, ...] = ("recompute", "discard")
+LARGE: tuple[ActivationPolicy, ...] = ("recompute", "selective", "offload", "offload_selective")
+SMALL: tuple[ActivationPolicy, ...] = ("recompute", "recompute_output")
 BLOCKS = 3
 SPARSE: dict[str, Any] = {
     "min_tokens": 16,
@@ -58,7 +58,7 @@ def combinations() -> list[dict[str, ActivationPolicy]]:
         found += [{"norm": small, "activation": other} for other in SMALL]
         found += [{"activation": small, "attention": way, "cross_attention": way} for way in LARGE]
     for ways in found:
-        MemoryConfig.model_validate({"spans": ways})  # raises where a config would
+        MemoryConfig.model_validate({"activation_policy": ways})  # raises where a config would
     return found
 
 

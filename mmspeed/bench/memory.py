@@ -40,7 +40,7 @@ from mmspeed.models.sora.model import SoraDiT, SoraDiTConfig, count_parameters
 from mmspeed.parallel import autocast
 
 CHANNELS, TEXT_WIDTH, TEXT_TOKENS = 16, 64, 32
-KEPT_GOAL, MATMUL_GOAL = 0.30, 0.03  # of swap_cheap: share of plain's bytes, added share of matrix products
+KEPT_GOAL, MATMUL_GOAL = 0.30, 0.03  # of offload_selective: share of plain's bytes, added share of matrix products
 # of MLPs in parts, the share of a gradient's largest value that another order of its sums explains: sums of up to 10^4 terms, 100 x 2^-23,
 # with room of a factor of ten for eight blocks; roundings to bfloat16, 2^-8, with room of a factor of eight
 CLOSE = {"float32": 1e-4, "bfloat16": 3e-2}
@@ -60,27 +60,27 @@ class PolicyCase:
 CASES = (
     PolicyCase("plain"),
     PolicyCase("norm: recompute", {"norm": "recompute"}),
-    PolicyCase("norm: discard", {"norm": "discard"}),
+    PolicyCase("norm: recompute_output", {"norm": "recompute_output"}),
     PolicyCase("activation: recompute", {"activation": "recompute"}),
-    PolicyCase("activation: discard", {"activation": "discard"}),
+    PolicyCase("activation: recompute_output", {"activation": "recompute_output"}),
     PolicyCase("mlp: recompute", {"mlp": "recompute"}),
     PolicyCase("attention: recompute", {"attention": "recompute"}),
     PolicyCase("cross_attention: recompute", {"cross_attention": "recompute"}),
     PolicyCase("block: recompute", {"block": "recompute"}),
-    PolicyCase("block: recompute_cheap", {"block": "recompute_cheap"}),
-    PolicyCase("attention: swap", {"attention": "swap"}),
-    PolicyCase("block: swap", {"block": "swap"}),
-    PolicyCase("block: swap_cheap", {"block": "swap_cheap"}),
+    PolicyCase("block: selective", {"block": "selective"}),
+    PolicyCase("attention: offload", {"attention": "offload"}),
+    PolicyCase("block: offload", {"block": "offload"}),
+    PolicyCase("block: offload_selective", {"block": "offload_selective"}),
     PolicyCase("norm + activation: recompute", {"norm": "recompute", "activation": "recompute"}),
-    PolicyCase("each branch: swap_cheap", dict.fromkeys(BRANCHES, "swap_cheap")),
-    PolicyCase("attention: swap_cheap, mlp: recompute_cheap", {"attention": "swap_cheap", "mlp": "recompute_cheap"}),
+    PolicyCase("each branch: offload_selective", dict.fromkeys(BRANCHES, "offload_selective")),
+    PolicyCase("attention: offload_selective, mlp: selective", {"attention": "offload_selective", "mlp": "selective"}),
     PolicyCase(
-        "attention: swap, mlp: recompute, cross: cheap",
-        {"attention": "swap", "mlp": "recompute", "cross_attention": "recompute_cheap"},
+        "attention: offload, mlp: recompute, cross: cheap",
+        {"attention": "offload", "mlp": "recompute", "cross_attention": "selective"},
     ),
     PolicyCase("mlp in 4 parts", {}, 4),
     PolicyCase("mlp in 4 parts, not exact", {}, 4, False),
-    PolicyCase("attention: swap_cheap, mlp in 4 parts", {"attention": "swap_cheap"}, 4),
+    PolicyCase("attention: offload_selective, mlp in 4 parts", {"attention": "offload_selective"}, 4),
     PolicyCase("block: recompute, mlp in 4 parts", {"block": "recompute"}, 4),
 )
 
@@ -140,7 +140,7 @@ class PolicyResult:
 
     def verdicts(self) -> list[tuple[bool, str]]:
         """What was asked for, and whether it is so."""
-        plain, swapped = self.rows[0], [row for row in self.rows if row.name == "block: swap_cheap"]
+        plain, swapped = self.rows[0], [row for row in self.rows if row.name == "block: offload_selective"]
         wrong = [row.name for row in self.rows if not row.equal and row.case.mlp_parts is None]
         told = [(not wrong, "gradients bitwise equal to plain" + (f", but for {', '.join(wrong)}" if wrong else ""))]
         parts = [row for row in self.rows if row.case.mlp_parts is not None]

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mmspeed import log
-from mmspeed.config.places import is_url
 from mmspeed.errors import UserError
 from mmspeed.version import __version__
 
@@ -21,8 +19,6 @@ from .failures import report as report_failure
 
 if TYPE_CHECKING:
     from mmspeed.config import RunConfig
-
-Resolved = TypeVar("Resolved", bound="RunConfig")
 
 HELP = (
     "Train Sora-class video diffusion models: encode once into a cache, then train on one to many devices.\n\n"
@@ -138,11 +134,12 @@ def init(
         Path | None, typer.Option(help="Folder or manifest of your videos; without it, the demo clips.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
+    task: Annotated[str, typer.Option(help="What is to be trained.")] = "video",
 ) -> None:
     """Write a commented config, ready to edit."""
     from .init import write_config
 
-    written = write_config(path, videos, force)
+    written = write_config(path, videos, force, task)
     print(f"{written}: edit it, then run `mmspeed check {written}`")
 
 
@@ -175,7 +172,7 @@ def check(
     ] = None,
 ) -> None:
     """Read the data set and say what will happen and what it will cost, in lines and as an HTML page; needs no accelerator."""
-    from mmspeed.config import load_config, load_run_config
+    from mmspeed.config import load_run_config
 
     if parallel is not None:
         from .check_parallel import check_parallel
@@ -184,12 +181,12 @@ def check(
         raise typer.Exit(check_parallel(load_run_config(config, overrides or ()), parallel, others))
     from rich.console import Console
 
-    from mmspeed.preprocess import check as check_data
-
     from .check_memory import memory_lines
+    from .preparations import preparation
 
-    made = load_config(config, overrides or ())
-    report = check_data(made, report_file, suggest_buckets, None if ranks is None else numbers_of(ranks))
+    made = load_run_config(config, overrides or ())
+    numbers = None if ranks is None else numbers_of(ranks)
+    report = preparation(made, "check").check(report_file, suggest_buckets, numbers)
     report.print(Console())
     if report.problems:
         raise typer.Exit(1)
@@ -223,17 +220,11 @@ def preprocess(
     if shard is not None and launch.wanted(nproc):
         raise UserError("--shard and --nproc both share out the work: use one of them")
     workers = ray_workers(ray, alone=shard is None and not nproc and "RANK" not in os.environ)
-    from mmspeed.config import load_config
+    resolved = _resolve(context, "preprocess", config, overrides, nproc, print_config)
+    from .preparations import preparation
 
-    resolved = _resolve(context, "preprocess", load_config, config, overrides, nproc, print_config)
-    if ray is not None:
-        from mmspeed.preprocess.build.ray import build_on_ray
-
-        _print_lines(build_on_ray(resolved, workers).lines())
-        return
-    from mmspeed.preprocess import CacheBuilder
-
-    _print_lines(CacheBuilder(resolved, shard).run().lines())
+    made = preparation(resolved, "preprocess")
+    _print_lines(made.build(shard) if ray is None else made.build_on_ray(workers))
 
 
 @app.command()
@@ -245,17 +236,12 @@ def train(
     print_config: PrintConfig = False,
 ) -> None:
     """Train from the cache, which the first epoch completes where it is not whole; a run that was stopped goes on."""
-    from mmspeed.config import Config, load_run_config
-
-    resolved = _resolve(context, "train", load_run_config, config, overrides, nproc, print_config)
+    resolved = _resolve(context, "train", config, overrides, nproc, print_config)
     from mmspeed.pipelines import TrainPipeline
-    from mmspeed.preprocess import OnlineBuilder
 
-    # what encodes missing data of the video task; other tasks have nothing to make
-    maker = None
-    if isinstance(resolved, Config) and resolved.preprocess.online and not is_url(resolved.data.cache):
-        maker = OnlineBuilder(resolved)
-    _print_lines(TrainPipeline(resolved, maker).run().lines())
+    from .preparations import maker_of
+
+    _print_lines(TrainPipeline(resolved, maker_of(resolved)).run().lines())
 
 
 @app.command()
@@ -338,18 +324,12 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for
 
 
 def _resolve(
-    context: typer.Context,
-    command: str,
-    load: Callable[[Path, Sequence[str]], Resolved],
-    path: Path,
-    overrides: list[str] | None,
-    nproc: int | None,
-    print_config: bool,
-) -> Resolved:
-    """The config, by `load`, of a command that may run in several processes; does not return when others do the work."""
-    from mmspeed.config import dump_config
+    context: typer.Context, command: str, path: Path, overrides: list[str] | None, nproc: int | None, print_config: bool
+) -> RunConfig:
+    """The config of a command that may run in several processes; does not return when others do the work."""
+    from mmspeed.config import dump_config, load_run_config
 
-    config = load(path, overrides or ())  # before processes start: a mistake in it is shown at once
+    config = load_run_config(path, overrides or ())  # before processes start: a mistake in it is shown at once
     if print_config:
         _print_lines([dump_config(config).rstrip()])
         raise typer.Exit()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mmspeed.config import Config
+    from mmspeed.config import RunConfig
 
 
-def memory_lines(config: Config) -> list[str]:
+def memory_lines(config: RunConfig) -> list[str]:
     """The step's memory and what the budget would choose; nothing without one. Raises UserError as `plan_memory`."""
     if not config.memory.chooses:
         return []

@@ -18,15 +18,13 @@ from pydantic.fields import FieldInfo
 
 from mmspeed.config.docs import REQUIRED, default_of, is_list, kind_of, section_options, show_type, show_value
 from mmspeed.config.load import sections
-from mmspeed.config.schema import Config
+from mmspeed.config.schema import RunConfig
+from mmspeed.config.tasks import config_class
 from mmspeed.data.cache.files import write_whole
 from mmspeed.errors import UserError
 from mmspeed.version import __version__
 
-DEMO_CLIPS = Path(__file__).resolve().parent.parent / "assets" / "demo-clips" / "metadata.jsonl"
-
-# Every demo clip has 49 frames at up to 30 in a second: 1.6 s, which is 13 frames at 8 in a second.
-BUCKETS = [{"frames": 13, "height": 96, "width": 160}]
+from .preparations import preparation_class
 
 # The key that stands switched on in each section where the essentials name none, so that the section is never empty.
 FIRST_KEYS = {
@@ -37,17 +35,17 @@ FIRST_KEYS = {
     "validate": "every",
     "sample": "steps",
     "parallel": "strategy",
-    "memory": "spans",
+    "memory": "activation_policy",
     "device": "kind",
     "preprocess": "decode_workers",
 }
 
 
-def write_config(path: Path, videos: Path | None = None, force: bool = False) -> Path:
+def write_config(path: Path, videos: Path | None = None, force: bool = False, task: str = "video") -> Path:
     """Write the template to `path` (`.yaml` is added when it has no such ending) and return where it lies.
 
-    `videos` is the folder or manifest to train on; without it, the demo clips. Raises UserError when `videos` is not
-    there, when `path` is a folder's name, and when the file exists and `force` is false.
+    `videos` is the folder or manifest to train on; without it, what ships with the package. Raises UserError for a task that has no
+    such template, when `videos` is not there, when `path` is a folder's name, and when the file exists and `force` is false.
     """
     if path.suffix not in (".yaml", ".yml"):
         if not path.name or path.name == "..":
@@ -55,7 +53,7 @@ def write_config(path: Path, videos: Path | None = None, force: bool = False) ->
         path = path.with_name(path.name + ".yaml")
     if path.is_dir():
         raise UserError(f"{path} is a folder; name a config file")
-    text = template(run_name(path), source_path(path, videos))
+    text = template(run_name(path), source_path(path, videos), task)
     if not write_whole(path, text.encode(), replace=force):
         raise UserError(f"{path} exists already; edit it, name another file, or overwrite it with --force")
     return path
@@ -67,30 +65,35 @@ def run_name(path: Path) -> str:
     return name or "run"
 
 
-def source_path(config: Path, videos: Path | None) -> str:
-    """What stands in the file for the media: relative to the config file where they lie beside or below it."""
+def source_path(config: Path, videos: Path | None) -> str | None:
+    """What stands in the file for the media: relative to the config file where they lie beside or below it; None for the demo's."""
     if videos is None:
-        return str(DEMO_CLIPS)
+        return None
     if not videos.exists():
         raise UserError(f"--videos {videos}: no such folder or manifest")
     target, base = videos.resolve(), config.resolve().parent
     return os.path.relpath(target, base) if target.is_relative_to(base) else str(target)
 
 
-def template(name: str, source: str) -> str:
-    """The text of the commented config of a run called `name` that trains on the media at `source`."""
+def template(name: str, source: str | None, task: str = "video") -> str:
+    """The text of the commented config of a run called `name` that trains on the media at `source` (None: the demo's).
+
+    Raises UserError for a task that is not known or has no such template.
+    """
+    kind = config_class(task, "--task")
     values: dict[str, Any] = {
         "name": name,
         "output": "runs",
         "seed": 0,
-        "data": {"sources": [{"path": source}], "cache": f"cache/{name}", "fps": 8.0, "buckets": BUCKETS},
-        "vae": {"kind": "linear"},
-        "text": {"kind": "minilm"},
-        "objective": {"kind": "flow"},
+        **preparation_class(task, "init").starting_values(name, source),
     }
+    if task != default_of(RunConfig.model_fields["task"]):  # that of a config without the key
+        values["task"] = task
+    fields = dict(sections(kind))
     for section, key in FIRST_KEYS.items():
-        model = section_options(_field(section))[0]
-        values[section] = {key: default_of(model.model_fields[key])}
+        if section in fields and section not in values:
+            model = section_options(fields[section])[0]
+            values[section] = {key: default_of(model.model_fields[key])}
     lines = [
         f"# A run of mmspeed {__version__}. Lines behind a bare # show defaults; remove the # to change one.",
         "# Sizes are in pixels, times in seconds. Relative paths are taken from the folder of this file.",
@@ -98,13 +101,9 @@ def template(name: str, source: str) -> str:
         "#   mmspeed preprocess FILE   encode the data once, into the cache",
         "#   mmspeed train FILE        train from the cache",
     ]
-    for key, field in sections(Config):
+    for key, field in fields.items():
         lines += ["", *_render(key, field, values.get(key), "")]
     return "\n".join(lines) + "\n"
-
-
-def _field(section: str) -> FieldInfo:
-    return next(f for name, f in Config.model_fields.items() if (f.alias or name) == section)
 
 
 def _render(key: str, field: FieldInfo, value: Any, indent: str) -> list[str]:

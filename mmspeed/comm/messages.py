@@ -85,6 +85,8 @@ class AllToAll:
 
 @dataclass(frozen=True)
 class AllGather:
+    """The parts of all ranks, joined along a dim."""
+
     axis: Axis
     dim: int
     sizes: Sizes

@@ -1,6 +1,17 @@
 """Configuration: YAML to pydantic, unknown keys forbidden, dotted overrides."""
 
-from .load import all_fields, dump_config, load_config, load_run_config, make_config, make_run_config, sections
+from .load import (
+    all_fields,
+    dump_config,
+    load_config,
+    load_record,
+    load_run_config,
+    make_config,
+    make_run_config,
+    sections,
+    today,
+    video_config,
+)
 from .schema import Bucket, Config, RunConfig
 
 __all__ = [
@@ -10,8 +21,11 @@ __all__ = [
     "all_fields",
     "dump_config",
     "load_config",
+    "load_record",
     "load_run_config",
     "make_config",
     "make_run_config",
     "sections",
+    "today",
+    "video_config",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from mmspeed.errors import UserError, nearest
 
+from .renamed import note, refuse_old, translated
 from .schema import Config, RunConfig
 from .tasks import CONFIGS, config_class
 
@@ -22,9 +24,32 @@ def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfi
     """The resolved config of a YAML file, of any task.
 
     `overrides` are `train.lr=1e-4` strings whose value is YAML. Relative paths in the file are taken from its folder, those in
-    overrides too. Raises UserError for a missing or unreadable file, an unknown key (with the nearest real one) or a bad value.
+    overrides too. The `config.yaml` that a run folder holds may be of an earlier version (`load_record`). Raises UserError for a
+    missing or unreadable file, an unknown key (with the nearest real one), a renamed key (with the new one) or a bad value.
     """
     path = Path(path)
+    tree = _read_tree(path)
+    if path.name == "config.yaml" and (path.parent / "run.json").is_file():
+        tree = today(tree, path.parent)
+    return make_run_config(tree, overrides, base=path.resolve().parent, origin=str(path))
+
+
+def load_record(path: str | Path) -> RunConfig:
+    """As `load_run_config`, of a file that mmspeed itself wrote: keys of earlier versions are read as today's, and logged in one line."""
+    path = Path(path)
+    return make_run_config(today(_read_tree(path), path.parent), base=path.resolve().parent, origin=str(path))
+
+
+def today(record: Mapping[str, Any], origin: str | Path) -> dict[str, Any]:
+    """A recorded config in today's keys and values; old ones are logged in one line, with where the record was found."""
+    tree, found = translated(record)
+    if found:
+        logging.getLogger("mmspeed.config").info(note(str(origin), found))
+    return tree
+
+
+def _read_tree(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file. Raises UserError for anything else."""
     try:
         tree = _YamlLoader(path.read_text(encoding="utf-8")).get_single_data()
     except FileNotFoundError:
@@ -39,7 +64,7 @@ def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfi
         raise UserError(
             f"{path}: a config is a mapping of sections (data:, train:, ...), this file holds {_kind(tree)}"
         )
-    return make_run_config(tree, overrides, base=path.resolve().parent, origin=str(path))
+    return tree
 
 
 def make_run_config(
@@ -52,6 +77,7 @@ def make_run_config(
         raise UserError(f"{origin}: keys are words, and no section holds itself ({error})") from None
     for override in overrides:
         _apply_override(own, override)
+    refuse_old(own, origin)
     kind = config_class(own.get("task", "video"), origin)
     for section, default in _DEFAULT_KINDS.items():
         if section in kind.model_fields and isinstance(own.get(section), dict):
@@ -65,17 +91,18 @@ def make_run_config(
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """As `load_run_config`, of the video task. Raises UserError for a config of another."""
-    return _video(load_run_config(path, overrides), str(path))
+    return video_config(load_run_config(path, overrides), str(path))
 
 
 def make_config(
     tree: Mapping[str, Any], overrides: Sequence[str] = (), base: Path | None = None, origin: str = "config"
 ) -> Config:
     """As `make_run_config`, of the video task. Raises UserError for a config of another."""
-    return _video(make_run_config(tree, overrides, base, origin), origin)
+    return video_config(make_run_config(tree, overrides, base, origin), origin)
 
 
-def _video(config: RunConfig, origin: str) -> Config:
+def video_config(config: RunConfig, origin: str) -> Config:
+    """The config, as one of the video task. Raises UserError for a config of another."""
     if not isinstance(config, Config):
         raise UserError(f"{origin}: this is for the video task, and the config is of the task {config.task}")
     return config

@@ -11,9 +11,9 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from .inputs import Section
 
 RegionName = Literal["block", "attention", "cross_attention", "mlp", "norm", "activation"]
-ActivationPolicy = Literal["save", "recompute", "recompute_cheap", "swap", "swap_cheap", "discard"]
+ActivationPolicy = Literal["save", "recompute", "selective", "offload", "offload_selective", "recompute_output"]
 
-# Spans that lie in one another cannot both be told a way.
+# Of regions that lie in one another only one can have a policy.
 INSIDE: dict[str, tuple[str, ...]] = {
     "block": ("attention", "cross_attention", "mlp", "norm", "activation"),
     "attention": ("norm",),
@@ -21,7 +21,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
     "mlp": ("norm", "activation"),
 }
 SMALL = ("norm", "activation")  # a few operations before a matrix product
-SMALL_WAYS = ("save", "recompute", "discard")
+SMALL_WAYS = ("save", "recompute", "recompute_output")
 
 _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
 
@@ -41,13 +41,13 @@ def parse_bytes(text: str | int) -> int:
 class MemoryConfig(Section):
     """What training keeps in a device's memory: every key trades memory for time, and none changes what is learned."""
 
-    spans: dict[RegionName, ActivationPolicy] = Field(
+    activation_policy: dict[RegionName, ActivationPolicy] = Field(
         default_factory=dict,
-        description="What backward finds of each span of a block. `save`: all that it needs (the default). `recompute`: the span's input, the rest is computed again. `recompute_cheap`: the results of matrix products and attention; only what is cheap is computed again. `swap`: all of it, from the host's memory. `swap_cheap`: results of matrix products and attention from the host's memory, the rest is computed again. `discard`: as `recompute`, by freeing the result (norm and activation only). Spans: `block`, its branches `attention`, `cross_attention` and `mlp` (each with its norm), and `norm` and `activation` alone.",
+        description="What is kept for backward of each region of a block. `save`: all that it needs (the default). `recompute`: the region's input, the rest is computed again. `selective`: the results of matrix products and attention; only what is cheap is computed again. `swap`: all of it, from the host's memory. `offload_selective`: results of matrix products and attention from the host's memory, the rest is computed again. `discard`: as `recompute`, by freeing the result (norm and activation only). Regions: `block`, its branches `attention`, `cross_attention` and `mlp` (each with its norm), and `norm` and `activation` alone.",
     )
     budget: str | int | None = Field(
         None,
-        description="Bytes of one device that training may take, such as `60GiB`: the ways of all spans of all blocks are then chosen, from a measured step, so that least time is added. Null: `spans` tells them.",
+        description="Bytes of one device that training may take, such as `60GiB`: the policies of all regions of all blocks are then chosen, from a measured step, so that least time is added. Null: `activation_policy` names them.",
     )
     fraction: float | None = Field(
         None, gt=0, le=1, description="As `budget`, in shares of the device's memory (on a CPU of what is free)."
@@ -57,9 +57,9 @@ class MemoryConfig(Section):
         description="Recomputation exchanges between devices again, where a video is split over several: less memory, more traffic. Else what came is kept.",
     )
     keep_last: bool = Field(
-        True, description="The last block's tensors are not swapped out: backward needs them at once."
+        True, description="The last block's tensors are not offloaded: backward needs them at once."
     )
-    swap_from: str | int = Field("1MiB", description="Smaller tensors are not swapped.")
+    offload_from: str | int = Field("1MiB", description="Smaller tensors are not offloaded.")
     master: Literal["parameters", "float32", "split", "host"] = Field(
         "parameters",
         description="Where the optimizer's float32 weights are between steps. `parameters`: the parameters are float32. Else parameters are bfloat16 (with `device.dtype: bfloat16`), and `float32`: a copy beside them; `split`: the 16 bits that bfloat16 lacks; `host`: those, in the host's memory.",
@@ -94,7 +94,7 @@ class MemoryConfig(Section):
         True, description="When a device's memory runs out, write the allocator's record into the run's folder."
     )
 
-    @field_validator("budget", "swap_from", "bucket", mode="before")
+    @field_validator("budget", "offload_from", "bucket", mode="before")
     @classmethod
     def _bytes(cls, value: object, info: ValidationInfo) -> object:
         if value is None and info.field_name == "budget":
@@ -120,23 +120,28 @@ class MemoryConfig(Section):
             raise ValueError("budget and fraction both say how much memory training may take: use one of them")
         if self.budget is not None and parse_bytes(self.budget) == 0:
             raise ValueError("budget 0 leaves no memory: write it like 60GiB, or null for none")
-        if self.spans and self.chooses:
-            raise ValueError("with a budget or a fraction the ways of spans are chosen: leave `spans` out")
-        told = [name for name, way in self.spans.items() if way != "save"]
+        if self.activation_policy and self.chooses:
+            raise ValueError(
+                "with a budget or a fraction the policies of regions are chosen: leave `activation_policy` out"
+            )
+        told = [name for name, way in self.activation_policy.items() if way != "save"]
         for outer in told:
             inner = next((name for name in INSIDE.get(outer, ()) if name in told), None)
             if inner is not None:
-                raise ValueError(f"spans: {inner} lies in {outer}, so only one of them can be told a way")
+                raise ValueError(f"activation_policy: {inner} lies in {outer}, so only one of them can have a policy")
         for name in told:
-            if name in SMALL and self.spans[name] not in SMALL_WAYS:
-                raise ValueError(f"spans: {name} can be {' or '.join(SMALL_WAYS)}, not {self.spans[name]}")
-            if name not in SMALL and self.spans[name] == "discard":
-                raise ValueError(f"spans: {name} cannot be discard, which frees one result: norm and activation can")
+            policy = self.activation_policy[name]
+            if name in SMALL and policy not in SMALL_WAYS:
+                raise ValueError(f"activation_policy: {name} can be {' or '.join(SMALL_WAYS)}, not {policy}")
+            if name not in SMALL and policy == "recompute_output":
+                raise ValueError(
+                    f"activation_policy: {name} cannot be recompute_output, which frees one result: norm and activation can"
+                )
         return self
 
     @property
     def chooses(self) -> bool:
-        """Whether the ways of spans are chosen under a budget."""
+        """Whether the policies of regions are chosen under a budget."""
         return self.budget is not None or self.fraction is not None
 
     @property
@@ -150,7 +155,6 @@ def refused(
     *,
     dtype: str,
     compiles: bool,
-    checkpointing: bool,
     clips: bool,
     accumulates: bool,
     strategy: str,
@@ -159,13 +163,11 @@ def refused(
     skips: bool = False,
 ) -> str | None:
     """Why a memory section does not go with the rest of a config, in a sentence; None where it does."""
-    if checkpointing and (memory.spans or memory.chooses):
-        return "train.checkpointing is short for `spans: {block: recompute}`: set one of train.checkpointing, memory.spans and a budget"
     if compiles and memory.chooses:
-        return "a budget chooses ways that torch.compile cannot follow: leave train.compile or the budget out"
-    told = {name: way for name, way in memory.spans.items() if way != "save"}
+        return "a budget chooses policies that torch.compile cannot follow: leave train.compile or the budget out"
+    told = {name: way for name, way in memory.activation_policy.items() if way != "save"}
     if compiles and told not in ({}, {"block": "recompute"}):
-        return "with train.compile, `block: recompute` is the only way of a span beside `save`: compiled blocks choose themselves what they keep"
+        return "with train.compile, `block: recompute` is the only policy beside `save`: compiled blocks choose themselves what they keep"
     if memory.ema == "host" and not averages:
         return "ema says where the moving average of the weights is, and train.ema_decay: null makes none: leave one of them out"
     if memory.mlp_chunk is None and not memory.mlp_exact:
@@ -179,7 +181,7 @@ def refused(
         and told not in ({}, {"block": "recompute"})
         and {"mlp", "norm", "activation", "block"} & told.keys()
     ):
-        return "mlp_chunk recomputes the MLP part by part: it goes with `block: recompute` and with ways of the attentions alone"
+        return "mlp_chunk recomputes the MLP part by part: it goes with `block: recompute` and with policies of the attentions alone"
     if memory.master != "parameters" and dtype != "bfloat16":
         return f"master: {memory.master} makes the parameters bfloat16, so it needs device.dtype: bfloat16, not {dtype}"
     if memory.release_gradients:

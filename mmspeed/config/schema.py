@@ -256,7 +256,6 @@ class RunConfig(Section):
             self.memory,
             dtype=self.device.dtype,
             compiles=train.compile,
-            checkpointing=train.checkpointing,
             clips=train.clip_norm is not None,
             accumulates=train.micro_batch_size is not None or self.batching.accumulate > 1,
             strategy=parallel.strategy,

@@ -58,10 +58,6 @@ class TrainConfig(Section):
         lt=1,
         description="Decay of the moving average of the weights, warmed up as min(decay, (1 + n) / (10 + n)); null: none.",
     )
-    checkpointing: bool = Field(
-        False,
-        description="Recompute each block's activations in backward: less memory, about a third more compute. Short for `memory.spans: {block: recompute}`.",
-    )
     compile: bool = Field(False, description="Compile the blocks with torch.compile.")
     skip_non_finite: int = Field(
         0,

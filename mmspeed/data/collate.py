@@ -46,7 +46,7 @@ def first_frame(stored: dict[str, Tensor]) -> Tensor:
     """The latent (C, 1, h, w), float32, of a clip's first frame alone: what image-to-video training is conditioned on.
 
     It is the entry's own first latent frame, since a causal codec sees nothing but the first frame there; for codecs that
-    see more, `preprocess.first_frame` stores it apart.
+    see more, `preprocess.first_frame` stores it apart. Internal: no pipeline reaches it yet.
     """
     return (stored["first"] if "first" in stored else stored["mean"][:, :1]).float()
 
@@ -105,7 +105,7 @@ def video_batch(
         text_mask_BL: bool, True at real tokens.
         weights_B: 1 for samples, 0 for fillers that keep ranks in step.
         names: (sample key, epoch, repeat) of each sample.
-        pooled_BD: each caption's pooled vector, where the text encoder has one.
+        pooled_BD: each caption's pooled vector, where the text encoder has one. Internal: no pipeline reaches it yet.
         noise_BCThw: what training mixes in, drawn by name; None where none was asked for.
         u_B: float64 in [0, 1), the quantile of each sample's time.
     """

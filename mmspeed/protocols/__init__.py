@@ -17,6 +17,7 @@ from .model import (
     TrainableModel,
     check_model,
 )
+from .preparation import CheckReport, Preparation
 from .shapes import ShapeClass
 from .task import (
     CheckNotes,
@@ -36,6 +37,7 @@ __all__ = [
     "Batch",
     "BatchShape",
     "CheckNotes",
+    "CheckReport",
     "CheckTask",
     "CountsDenseFlops",
     "Data",
@@ -53,6 +55,7 @@ __all__ = [
     "NamesRegions",
     "NumberRule",
     "Posterior",
+    "Preparation",
     "PutWeight",
     "Role",
     "RunPlace",

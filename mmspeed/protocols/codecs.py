@@ -15,7 +15,10 @@ from mmspeed.shapes import Strides
 
 @dataclass(frozen=True)
 class TextEntry:
-    """One encoded caption: real tokens only, no padding."""
+    """One encoded caption: real tokens only, no padding.
+
+    `pooled_D` is one vector for the whole caption, which some encoders give. Internal: no pipeline reaches it yet.
+    """
 
     embeds_LD: Tensor
     pooled_D: Tensor | None = None

@@ -270,10 +270,11 @@ class SoraDiT(nn.Module):
 
         Args:
             t: in [0, 1], of samples (B,) or of latent frames (B, T): 0 at frames that are given, such as the first one of a
-                video made from an image. It should come as float32 (bfloat16 holds no more than 8 bits of it).
+                video made from an image (times of frames are internal: no pipeline reaches them yet). It should come as float32
+                (bfloat16 holds no more than 8 bits of it).
             text_mask_BL: bool, True at real tokens.
             video_mask_BThw: bool, True at real latents, False at padding: no token attends to a patch without a real latent.
-                None: all are real.
+                None: all are real. Internal: no pipeline reaches it yet.
 
         Raises ValueError when the latent has not the model's channels or does not divide into patches, or a mask or the times
         have another shape.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from mmspeed.config.schema import ModelConfig
 from mmspeed.errors import UserError, nearest
-from mmspeed.models.sora.model import SoraDiT, SoraDiTConfig, count_parameters, on_meta
+from mmspeed.models.sora.model import SoraDiT, SoraDiTConfig, on_meta
 
 # "S/2" and the like are named as in DiT: the size and the spatial patch. The head widths of the large ones suit fused
 # kernels, and their numbers of heads split over 2 to 16 devices.
@@ -23,15 +22,6 @@ SIZES: dict[str, dict[str, Any]] = {
     "3B": {"width": 2048, "depth": 42, "heads": 16, "adaln_rank": 256},
     "8B": {"width": 4096, "depth": 28, "heads": 32, "adaln_rank": 256},
 }
-
-
-@dataclass(frozen=True)
-class SizeRow:
-    """One line of the table of sizes."""
-
-    name: str
-    parameters: int
-    gflops: float  # forward pass of one sample
 
 
 def resolve_config(model_cfg: ModelConfig, latent_channels: int, text_width: int) -> SoraDiTConfig:
@@ -65,22 +55,3 @@ def build_model(
         model.to_empty(device=target)
         model.init_weights(seed)
     return model
-
-
-def parameter_table(
-    latent: tuple[int, int, int] = (13, 60, 106),
-    text_tokens: int = 256,
-    latent_channels: int = 16,
-    text_width: int = 4096,
-    arrangement: Literal["factorised", "full"] = "factorised",
-) -> list[SizeRow]:
-    """Parameters and forward GFLOPs of every size, for one sample; built without memory for weights.
-
-    The defaults are 49 frames of 480 x 848 pixels through a codec of stride 4 x 8 x 8, and a caption of 256 tokens.
-    """
-    rows = []
-    for name in SIZES:
-        model_cfg = ModelConfig(size=name, arrangement=arrangement)
-        model = on_meta(resolve_config(model_cfg, latent_channels, text_width))
-        rows.append(SizeRow(name, count_parameters(model), model.flops(latent, text_tokens) / 1e9))
-    return rows

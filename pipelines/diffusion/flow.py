@@ -34,12 +34,12 @@ def velocity(x0: Tensor, noise: Tensor) -> Tensor:
 
 
 def x0_from_velocity(x_t: Tensor, v: Tensor, t_B: Tensor) -> Tensor:
-    """The data end of the line through `x_t` (B, ...) with velocity `v` (B, ...) at time `t_B`."""
+    """The data end of the line through `x_t` (B, ...) with velocity `v` (B, ...) at time `t_B`. Internal: no pipeline reaches it yet."""
     return x_t - per_sample(t_B, x_t) * v
 
 
 def noise_from_velocity(x_t: Tensor, v: Tensor, t_B: Tensor) -> Tensor:
-    """The noise end of the line through `x_t` (B, ...) with velocity `v` (B, ...) at time `t_B`."""
+    """The noise end of the line through `x_t` (B, ...) with velocity `v` (B, ...) at time `t_B`. Internal: no pipeline reaches it yet."""
     return x_t + per_sample(1 - t_B, x_t) * v
 
 

@@ -85,23 +85,6 @@ def from_model_range(video_3FHW: torch.Tensor, fps: float) -> Video:
     return Video(pixels_FHWC.contiguous().numpy(), fps)
 
 
-def read_video(path: str | Path) -> Video:
-    """All frames of a video, GIF or image file, upright, in the order they are shown, with their average rate.
-
-    Raises UserError when the file is missing or holds no frame that can be decoded.
-    """
-    try:
-        with av.open(str(path)) as container:
-            stream = container.streams.video[0]
-            frames = [_upright(frame) for frame in container.decode(stream)]
-            fps = float(stream.average_rate or 1)
-    except (OSError, IndexError, av.FFmpegError) as error:
-        raise UserError(f"{path}: cannot be read as a video: {error}") from None
-    if not frames:
-        raise UserError(f"{path}: holds no frame that can be decoded")
-    return Video(np.stack(frames), fps)
-
-
 def psnr(a: np.ndarray, b: np.ndarray) -> float:
     """Peak signal-to-noise ratio of two uint8 arrays of one shape, in dB; infinite when they are equal."""
     if a.shape != b.shape or a.dtype != np.uint8 or b.dtype != np.uint8:
@@ -214,11 +197,6 @@ def _fsync(path: Path) -> None:
 
 def _rate(fps: float) -> Fraction:
     return Fraction(fps).limit_denominator(1001)  # 1001: 23.976 and its like are n * 1000 / 1001
-
-
-def _upright(frame: av.VideoFrame) -> np.ndarray:
-    """The frame (H, W, 3) turned as its display matrix asks, which PyAV itself does not do."""
-    return np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
 
 
 def _cell(frame_HWC: np.ndarray) -> Image.Image:

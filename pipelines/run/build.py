@@ -20,7 +20,7 @@ from mmspeed.loop.runner import SequentialRunner
 from mmspeed.loop.step import Learner
 from mmspeed.memory import ActivationPolicies
 from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
-from mmspeed.memory.recompute.policy import make_block_policies
+from mmspeed.memory.recompute.policy import make_keeping
 from mmspeed.mesh import Mesh, make_mesh
 from mmspeed.models.sora.layers import own_part, set_parameter
 from mmspeed.parallel import Strategy, TokenLayout, is_half, make_half, make_layout, parallelize, resolve_strategy
@@ -141,7 +141,7 @@ def _placed(
         raise UserError(f"{type(bare).__name__} came without weights and has no init_weights to make them")
     keeping = None
     if learns:
-        keeping = make_block_policies(config.memory, config.train.checkpointing, len(bare.blocks), device, choice)
+        keeping = make_keeping(config.memory, len(bare.blocks), device, choice)
     else:
         bare.requires_grad_(False).eval()
     if learns and config.memory.master != "parameters":  # float32 weights are the optimizer's

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmspeed.config import Config, RunConfig, dump_config, load_config, load_run_config
+from mmspeed.config import Config, RunConfig, dump_config, load_record, video_config
 from mmspeed.config.schema import ModelConfig
 from mmspeed.data.cache.files import write_whole
 from mmspeed.errors import UserError
@@ -96,8 +96,8 @@ class RunFolder:
             yield
 
     def config(self) -> Config:
-        """The resolved config of the run."""
-        return load_config(self.config_file)
+        """The resolved config of the run. Raises UserError for a run of another task than video."""
+        return video_config(load_record(self.config_file), str(self.config_file))
 
     def info(self) -> dict[str, Any]:
         """run.json. Raises UserError when it is missing or damaged."""
@@ -111,7 +111,7 @@ class RunFolder:
         """Sections that differ from the run's own config. Raises UserError when one of `fixed_on_resume` does."""
         if not self.config_file.exists():
             return []
-        before, now = load_run_config(self.config_file).model_dump(by_alias=True), config.model_dump(by_alias=True)
+        before, now = load_record(self.config_file).model_dump(by_alias=True), config.model_dump(by_alias=True)
         changed = _differing(before, now)
         for section, key in config.free_on_resume:
             for tree in (before, now):
@@ -158,7 +158,7 @@ def other_shape(place: str | Path, model: ModelConfig) -> list[str]:
     found = next((root / "config.yaml" for root in roots if (root / "config.yaml").is_file()), None)
     if found is None:
         return []
-    here, there = (resolve_config(each, 1, 1) for each in (model, load_config(found).model))
+    here, there = (resolve_config(each, 1, 1) for each in (model, video_config(load_record(found), str(found)).model))
     return [
         f"train.start_from: {place} was trained with model.{name} {getattr(there, name)}, here it is {getattr(here, name)}"
         for name in ("arrangement", "heads", "patch")

@@ -282,7 +282,7 @@ def _role(name: str) -> str:
 def _about(check: CheckTask, found: WorkerReport) -> list[str]:
     config, notes = check.config, check.notes
     settings = [config.device.dtype, f"strategy {found.strategy}", *notes.settings]
-    settings += ["checkpointing"] if config.train.checkpointing else []
+    settings += ["recompute"] if "recompute" in config.memory.activation_policy.values() else []
     settings += ["compiled"] if config.train.compile else []
     return [
         f"model, made small: {notes.model}; {', '.join(settings)}",

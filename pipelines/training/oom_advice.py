@@ -145,21 +145,23 @@ def advise(held: Mapping[str, int], config: RunConfig, *, world: int = 1, growin
 def _less_activations(config: RunConfig, count: int, world: int) -> list[str]:
     memory, told = config.memory, []
     size = format_bytes(count)
-    ways = {name for name, way in memory.spans.items() if way != "save"}
-    if not (ways or memory.chooses or config.train.checkpointing):
+    ways = {name for name, way in memory.activation_policy.items() if way != "save"}
+    if not (ways or memory.chooses):
         told.append(
-            f"activations take {size} and all are kept: set memory.fraction: 0.9, which chooses what to recompute and swap, or "
-            "memory.spans: {block: swap_cheap} or {block: recompute}"
+            f"activations take {size} and all are kept: set memory.fraction: 0.9, which chooses what to recompute and offload, or "
+            "memory.activation_policy: {block: offload_selective} or {block: recompute}"
         )
     elif memory.chooses:
         told.append(
-            f"activations take {size}: lower memory.budget or memory.fraction, so that more is recomputed and swapped"
+            f"activations take {size}: lower memory.budget or memory.fraction, so that more is recomputed and offloaded"
         )
-    elif config.train.checkpointing or memory.spans.get("block") == "recompute":
+    elif memory.activation_policy.get("block") == "recompute":
         if memory.mlp_chunk is None and not config.train.compile:
             told.append(f"activations take {size} while a block is computed again: set memory.mlp_chunk: 4096")
     else:
-        told.append(f"activations take {size}: set memory.spans: {{block: recompute}}, which keeps least on the device")
+        told.append(
+            f"activations take {size}: set memory.activation_policy: {{block: recompute}}, which keeps least on the device"
+        )
     told += _fewer_samples(config, world)
     if config.parallel.group == 1:
         told.append("split each video over several devices (parallel.ulysses or parallel.ring), or use smaller buckets")

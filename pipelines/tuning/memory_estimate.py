@@ -170,7 +170,7 @@ def shape_figures(
         if dtype != torch.float32:
             autocast(bare, dtype)
         batch, loss = task.sketch(bare, step.shape, step.items)
-        swap = FakeOffloader(host, parse_bytes(memory.swap_from))
+        swap = FakeOffloader(host, parse_bytes(memory.offload_from))
         gauge = FakeTensorProfiler(speeds.flops, speeds.memory)
         bench = BlockProfiler(
             gauge, swap, with_swap, memory.exchange_again, most=FEW_OPTIONS, swap_seconds=speeds.swap_seconds

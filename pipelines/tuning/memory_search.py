@@ -23,6 +23,7 @@ from torch import Tensor
 from mmspeed import comm
 from mmspeed.config import RunConfig
 from mmspeed.config.memory import MemoryConfig, parse_bytes
+from mmspeed.config.renamed import renamed_policies, translated_setting
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, format_bytes, get_logger
@@ -116,7 +117,7 @@ def measured_figures(
         steps = SyntheticStep(
             plain, task, device, choice=[{}] * len(wanted), blocks=wanted, text_tokens=task.longest_text()
         )
-        swap = Offloader(device, parse_bytes(memory.swap_from))
+        swap = Offloader(device, parse_bytes(memory.offload_from))
         swapping = device.kind != "cpu" if with_swap is None else with_swap
         line = running.enter_context(ProgressLine("measure memory", None, "run"))
         bench = BlockProfiler(DeviceProfiler(device), swap, swapping, memory.exchange_again, progress=line.advance)
@@ -158,7 +159,7 @@ class MeasuredModel:
         self._step = (step.shape, step.items, 2 if step.accumulates else 1)
         plain = config.model_copy(update={"memory": memory})
         self.steps = SyntheticStep(plain, task, device, choice=list(ways), text_tokens=task.longest_text())
-        self.swap = Offloader(device, parse_bytes(memory.swap_from))
+        self.swap = Offloader(device, parse_bytes(memory.offload_from))
         self._ran = False
 
     def peak(self, ways: Sequence[ActivationPolicies]) -> int | None:
@@ -285,10 +286,13 @@ def read_choice(path: Path, setting: Mapping[str, Any], blocks: int) -> MemoryCh
         found = json.loads(path.read_text(encoding="utf-8"))
         if "setting" not in found and "report" in found:  # of `mmspeed bench memory` alone
             return None
-        if found["setting"] != json.loads(json.dumps(setting)):
+        if translated_setting(found["setting"]) != json.loads(json.dumps(setting)):
             return None
         expected, measured = found["expected"], found["measured"]
-        ways = tuple(MemoryConfig(spans=each).spans for each in found["blocks"])
+        ways = tuple(
+            MemoryConfig.model_validate({"activation_policy": renamed_policies(each)}).activation_policy
+            for each in found["blocks"]
+        )
         if len(ways) != blocks:
             raise ValueError(f"ways of {len(ways)} blocks")
         return MemoryChoice(
@@ -353,8 +357,8 @@ def policies_under_budget(config: RunConfig, task: Task, place: RunPlace) -> lis
         return None
     if config.batching.by == "time":
         raise UserError(
-            "batching.by: time goes by steps that were measured with given ways, and memory's budget chooses them for given batches: tell "
-            "memory.spans instead of a budget, or use batching.by: tokens or flops"
+            "batching.by: time goes by steps that were measured with given ways, and memory's budget chooses them for given batches: set "
+            "memory.activation_policy instead of a budget, or use batching.by: tokens or flops"
         )
     step = task.largest_micro_batch(place)
     setting = full_setting(config, task, place, step)

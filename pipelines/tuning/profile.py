@@ -23,6 +23,7 @@ from mmspeed import comm, rng
 from mmspeed.axes import ITEMS
 from mmspeed.config import RunConfig
 from mmspeed.config.memory import MemoryConfig
+from mmspeed.config.renamed import translated_setting
 from mmspeed.data.sampling.batch_sizes import MEASURED_NAME, Measured, Measurement, SampleCosts, line_slope
 from mmspeed.device import Device, pick
 from mmspeed.errors import UserError
@@ -48,7 +49,6 @@ def setting_of(config: RunConfig, task: Mapping[str, Any], place: RunPlace) -> d
     setting = {
         **task,
         "device.dtype": config.device.dtype,
-        "train.checkpointing": config.train.checkpointing,
         "train.compile": config.train.compile,
         "device.kind": place.device.kind,
         "device.name": place.device.name,
@@ -79,7 +79,7 @@ def load_measured(path: Path, setting: Mapping[str, Any]) -> tuple[Measured, str
     other recomputation or compilation, than `setting` has.
     """
     measured = Measured.load(path)
-    before = measured.setting
+    before = translated_setting(measured.setting)
     other = [name for name in {**setting, **before} if before.get(name) != setting.get(name) and name not in UNUSED]
 
     def shown(names: Sequence[str]) -> str:
@@ -204,7 +204,8 @@ def profile(
     """
     if config.memory.chooses:
         raise UserError(
-            "memory's budget chooses ways for given batches, and this measures batches in given ways: tell memory.spans instead of a budget"
+            "memory's budget chooses policies for given batches, and this measures batches under given policies: "
+            "set memory.activation_policy instead of a budget"
         )
     device = pick(config.device.kind)
     device.activate()

@@ -169,5 +169,6 @@ def does_not_fit(state_bytes: int, limit_bytes: int) -> UserError:
     """What to say when nothing can be trained in the memory there is."""
     return UserError(
         f"not one sample of any bucket fits in {format_bytes(limit_bytes)}, of which the model with its optimizer takes "
-        f"{format_bytes(state_bytes)}: set train.checkpointing: true, shard the model, make it smaller, or raise --memory-limit"
+        f"{format_bytes(state_bytes)}: set "
+        "memory.activation_policy: {block: recompute}, shard the model, make it smaller, or raise --memory-limit"
     )

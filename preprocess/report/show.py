@@ -16,7 +16,7 @@ import torch
 import yaml
 from PIL import Image, ImageDraw, ImageFont
 
-from mmspeed.config import Config, make_config
+from mmspeed.config import Config, make_config, today
 from mmspeed.data import DatasetCache, Entry, Sample
 from mmspeed.data.cache.codec_file import own_codec
 from mmspeed.data.cache.files import write_whole
@@ -66,7 +66,7 @@ def stored_config(cache: DatasetCache) -> Config:
     text = cache.info.get("config")
     if not isinstance(text, str):
         raise UserError(f"cache {cache.root} does not say with which config it was made")
-    return make_config(yaml.safe_load(text), origin=f"the config in {cache.root / 'cache.json'}")
+    return make_config(today(yaml.safe_load(text), cache.root), origin=f"the config in {cache.root / 'cache.json'}")
 
 
 def _codec(cache: DatasetCache, config: Config) -> VideoCodec:

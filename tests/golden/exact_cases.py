@@ -10,9 +10,19 @@ STEPS = 12
 
 
 # What the new code calls the keys below: an old key, or the beginning of several, to the new one.
-NEW_KEYS: dict[str, str] = {}
+NEW_KEYS: dict[str, str] = {
+    "memory.spans": "memory.activation_policy",
+    "memory.swap_from": "memory.offload_from",
+    "train.checkpointing": "memory.activation_policy.block",
+}
 # Values that the new code spells otherwise, by the old key: {"train.checkpointing": {True: "recompute"}}.
-NEW_VALUES: dict[str, dict[Any, Any]] = {}
+_POLICIES: dict[Any, Any] = {"swap": "offload", "swap_cheap": "offload_selective", "recompute_cheap": "selective"}
+NEW_VALUES: dict[str, dict[Any, Any]] = {
+    "memory.spans.attention": _POLICIES,
+    "memory.spans.cross_attention": _POLICIES,
+    "memory.spans.mlp": _POLICIES,
+    "train.checkpointing": {True: "recompute", False: "save"},
+}
 # Parts of the names of tensors in checkpoints (whole words between dots) that the new code calls otherwise.
 RENAMED: dict[str, str] = {}
 

@@ -26,13 +26,18 @@ from tests.spawn import run_ranks
 
 WAYS: list[Any] = [
     *({"block": way} for way in LARGE),
-    *(dict.fromkeys(BRANCHES, way) for way in ("recompute", "swap_cheap")),
+    *(dict.fromkeys(BRANCHES, way) for way in ("recompute", "offload_selective")),
     *({"norm": way, "activation": way} for way in SMALL),
-    {"attention": "swap_cheap", "cross_attention": "recompute", "activation": "discard"},
+    {"attention": "offload_selective", "cross_attention": "recompute", "activation": "recompute_output"},
 ]
 # enough in every run: whole blocks, branches, and a mix with both small ones; all ways and all layouts are tried with `slow`
-FEW: list[Any] = [{"block": "recompute"}, dict.fromkeys(BRANCHES, "swap_cheap"), WAYS[-1]]
-AGAIN: list[Any] = [{"block": "recompute"}, {"block": "recompute_cheap"}, {"block": "swap_cheap"}, {"norm": "discard"}]
+FEW: list[Any] = [{"block": "recompute"}, dict.fromkeys(BRANCHES, "offload_selective"), WAYS[-1]]
+AGAIN: list[Any] = [
+    {"block": "recompute"},
+    {"block": "selective"},
+    {"block": "offload_selective"},
+    {"norm": "recompute_output"},
+]
 # strategy, arrangement, parallel, more
 CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "fsdp": ("fsdp", "factorised", {}, {}),
@@ -169,14 +174,14 @@ def check(ranks: list[dict[str, Any]]) -> None:
                     wrong.append(
                         f"{where}: sent {step['sent']} {step['engine']}, plain {plain['sent']} {plain['engine']}"
                     )
-                if (step["moved"] > 0) != ("swap" in ways):
+                if (step["moved"] > 0) != ("offload" in ways):
                     wrong.append(f"{where}: {step['moved']} bytes to the host")
                 extra = step["products"][1] - plain["products"][1]
-                if ("recompute" in ways.replace("recompute_cheap", "") and "norm" not in ways) != (
+                if ("recompute" in ways.replace("recompute_output", "") and "norm" not in ways) != (
                     extra > 0
                 ) or extra < 0:
                     wrong.append(f"{where}: {extra} products more")
-                if "recompute" not in ways.replace("recompute_cheap", "") and step["kernels"] != plain["kernels"]:
+                if "recompute" not in ways.replace("recompute_output", "") and step["kernels"] != plain["kernels"]:
                     wrong.append(f"{where}: kernels {step['kernels']}, plain {plain['kernels']}")
             for ways, other, sent in found["again"]:
                 more = {kind: sent[kind] - plain["sent"].get(kind, 0) for kind in sent}

@@ -144,10 +144,16 @@ def test_a_wrong_gradient_is_named(checks: dict[str, SelfCheck]) -> None:
 def test_the_command_passes_and_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(tree(tmp_path)), encoding="utf-8")
-    words = ["check", str(path), "model.arrangement=factorised", "train.checkpointing=true", "train.micro_batch_size=1"]
+    words = [
+        "check",
+        str(path),
+        "model.arrangement=factorised",
+        "memory.activation_policy={block: recompute}",
+        "train.micro_batch_size=1",
+    ]
     assert main([*words, "--parallel", "ring=2"]) == 0
     text = capsys.readouterr().out
-    assert "PASSED" in text and "all_to_all sequence" in text and "checkpointing" in text
+    assert "PASSED" in text and "all_to_all sequence" in text and "recompute" in text
     assert main([*words, "--parallel", "tp=3"]) == 1
     error = capsys.readouterr().err
     assert "mmspeed: error: parallel.tp 3 does not divide the model's 4 heads: use one of 1, 2, 4" in error

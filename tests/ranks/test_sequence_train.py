@@ -35,7 +35,7 @@ ALL = (
     "parallel.tp=2",
     "model.arrangement=full",
     "parallel.shard_text=2",
-    "train.checkpointing=true",
+    "memory.activation_policy={block: recompute}",
 )
 
 

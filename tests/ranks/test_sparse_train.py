@@ -26,7 +26,7 @@ SPARSE = (
     "validate.samples=0",
 )
 ULYSSES = ("parallel.ulysses=2",)
-RING = ("parallel.ring=2", "train.checkpointing=true")
+RING = ("parallel.ring=2", "memory.activation_policy={block: recompute}")
 
 
 def train(folder: str, *runs: tuple[str, ...]) -> None:
@@ -46,7 +46,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         train,
         2,
         str(folder),
-        ("name=fsdp", "train.checkpointing=true"),
+        ("name=fsdp", "memory.activation_policy={block: recompute}"),
         ("name=ulysses", *ULYSSES),
         ("name=ring", *RING),
         ("name=parts", "train.steps=2", *ULYSSES),

@@ -68,6 +68,7 @@ def test_floors_can_break(tmp_path: Path) -> None:
         "plan",
         "comm",
         "config",
+        "protocols",
     ):
         (package / module).mkdir(parents=True)
         (package / module / "__init__.py").touch()
@@ -76,7 +77,6 @@ def test_floors_can_break(tmp_path: Path) -> None:
         "__main__",
         "rng",
         "log",
-        "protocol",
         "shapes",
         "axes",
         "mesh",

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mmspeed.models.sora.sizes import SIZES, parameter_table
+from mmspeed.models.sora.sizes import SIZES
+from tests.model_sizes import size_rows
 
 
 @pytest.mark.parametrize("column", ["factorised", "full"])
@@ -16,7 +17,7 @@ def test_the_table_of_sizes_is_true(root: Path, column: str) -> None:
         row[0]: row
         for row in ([c.strip() for c in line.strip("|").split("|")] for line in lines if line.startswith("|"))
     }
-    for row in parameter_table(arrangement=column):  # type: ignore[arg-type]
+    for row in size_rows(column):  # type: ignore[arg-type]
         shown = cells[row.name]
         assert shown[1:4] == [str(SIZES[row.name][name]) for name in ("width", "depth", "heads")]
         assert shown[4] == f"{row.parameters / 1e6:,.1f} M"

@@ -30,8 +30,8 @@ def found() -> PolicyResult:
     wanted = (
         "plain",
         "block: recompute",
-        "block: swap",
-        "block: swap_cheap",
+        "block: offload",
+        "block: offload_selective",
         "mlp in 4 parts",
         "mlp in 4 parts, not exact",
     )
@@ -109,7 +109,7 @@ def test_a_budget_is_kept_to_or_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_step_of_a_config_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = small_config(tmp_path, "memory.spans={block: recompute}")
+    config = small_config(tmp_path, "memory.activation_policy={block: recompute}")
     path = tmp_path / "run.yaml"
     path.write_text(dump_config(config))
     assert run(["bench", "memory", str(path), "--output", str(tmp_path / "out")]) == 0

@@ -165,16 +165,15 @@ def test_a_run_of_another_width_is_refused(home: Path) -> None:
 
 
 POLICIES = {
-    "checkpointing": "train.checkpointing=true",
-    "recompute": "memory.spans={block: recompute}",
-    "cheap": "memory.spans={block: recompute_cheap}",
+    "recompute": "memory.activation_policy={block: recompute}",
+    "cheap": "memory.activation_policy={block: selective}",
 }
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_recomputation_changes_no_bit_and_costs_the_blocks(home: Path, policy: str) -> None:
     flops = {}
-    for name, override in ((f"saved-{policy}", "memory.spans={}"), (policy, POLICIES[policy])):
+    for name, override in ((f"saved-{policy}", "memory.activation_policy={}"), (policy, POLICIES[policy])):
         with FlopCounterMode(display=False) as counter:
             train_characters(str(home), (f"name={name}", override, "train.steps=2"))
         flops[name] = counter.get_total_flops()

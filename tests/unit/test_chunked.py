@@ -333,7 +333,7 @@ def parts_of_blocks_have_the_bits_of_the_whole(dtype: torch.dtype) -> bool:
 
 
 @pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("ways", [{}, {"block": "recompute"}, {"attention": "recompute_cheap"}])
+@pytest.mark.parametrize("ways", [{}, {"block": "recompute"}, {"attention": "selective"}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_with_its_mlps_in_parts(ways: dict[str, Any], dtype: torch.dtype, exact: bool) -> None:
     """Under autocast products are rounded to 8 bits; a sum's gradient is rounded in each part and summed in float32: 2^-8 twice."""
@@ -370,7 +370,7 @@ def test_a_block_without_such_an_mlp_is_refused_by_name() -> None:
 
 def test_what_does_not_go_with_parts_is_refused_in_a_sentence() -> None:
     rest: dict[str, Any] = {
-        "dtype": "float32", "compiles": False, "checkpointing": False, "clips": True, "accumulates": False, "strategy": "none",
+        "dtype": "float32", "compiles": False, "clips": True, "accumulates": False, "strategy": "none",
         "tp": 1, "averages": True,
     }  # fmt: skip
     for ways, fine in (
@@ -378,7 +378,7 @@ def test_what_does_not_go_with_parts_is_refused_in_a_sentence() -> None:
         ({"attention": "recompute"}, True),
         ({"block": "recompute"}, True),
     ):
-        found = refused(MemoryConfig(mlp_chunk=64, spans=ways), **rest)
+        found = refused(MemoryConfig(mlp_chunk=64, activation_policy=ways), **rest)
         assert (found is None) == fine
         assert fine or "mlp_chunk" in str(found)
     assert "set mlp_chunk" in str(refused(MemoryConfig(mlp_exact=False), **rest))

@@ -65,7 +65,7 @@ def test_gradients_and_bytes_are_those_of_recomputation(act: Any) -> None:
     """The peak is no higher: what is made again is there twice only until the product's gradient is computed, which takes as much."""
     plain, plain_cost = run("save", act=act)
     recomputed, recomputed_cost = run("recompute", act=act)
-    freed, cost = run("discard", act=act)
+    freed, cost = run("recompute_output", act=act)
     assert len(plain) == len(freed) and all(map(torch.equal, plain, recomputed)) and all(map(torch.equal, plain, freed))
     assert cost["after"] == recomputed_cost["after"] < plain_cost["after"] - 7  # the results of 4 layers, of 2 MiB
     assert cost["peak"] <= recomputed_cost["peak"] < plain_cost["peak"]
@@ -78,13 +78,16 @@ def test_gradients_and_bytes_are_those_of_recomputation(act: Any) -> None:
 def test_a_model_keeps_as_much_as_under_recomputation(arrangement: str, dtype: torch.dtype) -> None:
     make, inputs = partial(make_model, arrangement), make_inputs(frames=True, masked=True)
     found: dict[str, Step] = {}
-    for way in ("save", "recompute", "discard"):
+    for way in ("save", "recompute", "recompute_output"):
         ways: Any = {"norm": way, "activation": way}
         found[way] = step_of(ways, make, inputs, dtype, track=True)
-    assert_same(found["discard"], found["save"])
-    assert found["discard"].kept < found["save"].kept and found["discard"].backward == found["save"].backward
+    assert_same(found["recompute_output"], found["save"])
+    assert (
+        found["recompute_output"].kept < found["save"].kept
+        and found["recompute_output"].backward == found["save"].backward
+    )
     if dtype == torch.float32:  # under autocast a region holds no low-precision copies of its product's weights either
-        assert found["discard"].kept == found["recompute"].kept
+        assert found["recompute_output"].kept == found["recompute"].kept
 
 
 def test_the_memory_is_given_back_and_comes_again() -> None:
@@ -203,7 +206,7 @@ def test_what_cannot_be_discarded() -> None:
             discarded(torch.exp, use, x)
     with pytest.raises(ValueError, match="only a span that says what comes before"):
         owner = nn.Module()
-        owner._courses = {"mlp": region_runner("discard", None)}  # type: ignore[assignment]
+        owner._courses = {"mlp": region_runner("recompute_output", None)}  # type: ignore[assignment]
         region(owner, "mlp", linear, x)
     assert not recording()
 
@@ -249,7 +252,7 @@ def test_an_exception_in_the_function_leaves_nothing_in_force() -> None:
 def test_nothing_is_left_of_a_step(ends: str) -> None:
     model, inputs = make_model(), make_inputs()
     for block in model.blocks:
-        set_policies(block, {"norm": "discard", "activation": "discard"})
+        set_policies(block, {"norm": "recompute_output", "activation": "recompute_output"})
     seen: list[weakref.ref[Any]] = []
     for block in model.blocks:
         block.register_forward_hook(lambda module, args, out: seen.append(weakref.ref(out)))

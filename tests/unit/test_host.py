@@ -81,7 +81,7 @@ def test_a_full_host_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> N
     pool = HostPool(CPU)
     pool.take(1000)
     monkeypatch.setattr(Device, "free_memory_bytes", lambda self: 4096)
-    with pytest.raises(UserError, match=r"host's memory is full.*memory\.spans"):
+    with pytest.raises(UserError, match=r"host's memory is full.*memory\.activation_policy"):
         pool.take(1 << 20)
     assert pool.used == 1000  # what was not given is not counted
     monkeypatch.setattr(Device, "free_memory_bytes", lambda self: 1 << 40)

@@ -19,15 +19,8 @@ from PIL import Image
 
 from mmspeed.errors import UserError
 from mmspeed.pipelines.inference import media
-from mmspeed.pipelines.inference.media import (
-    Video,
-    contact_sheet,
-    evenly_spaced,
-    from_model_range,
-    psnr,
-    read_video,
-    save_image,
-)
+from mmspeed.pipelines.inference.media import Video, contact_sheet, evenly_spaced, from_model_range, psnr, save_image
+from tests.decoding import video_of
 
 COLOURS = [(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0), (255, 255, 255), (0, 0, 0), (200, 100, 50)]
 
@@ -59,19 +52,19 @@ def full_disk(room: int) -> Iterator[None]:
 def test_mp4_keeps_frames_rate_and_picture(tmp_path: Path, fps: float) -> None:
     video = Video(gradient(), fps)
     video.save(tmp_path / "a.mp4")
-    found = read_video(tmp_path / "a.mp4")
-    assert found.frames_FHWC.shape == video.frames_FHWC.shape
-    assert found.fps == pytest.approx(fps, rel=1e-6)
-    each = [psnr(a, b) for a, b in zip(found.frames_FHWC, video.frames_FHWC, strict=True)]
+    found_FHWC, found_fps = video_of(tmp_path / "a.mp4")
+    assert found_FHWC.shape == video.frames_FHWC.shape
+    assert found_fps == pytest.approx(fps, rel=1e-6)
+    each = [psnr(a, b) for a, b in zip(found_FHWC, video.frames_FHWC, strict=True)]
     assert min(each) > 38
     # A frame is nearer to itself than to its neighbours: none is dropped, doubled or out of order.
-    assert all(each[i] > psnr(found.frames_FHWC[i], video.frames_FHWC[i + 1]) for i in range(8))
+    assert all(each[i] > psnr(found_FHWC[i], video.frames_FHWC[i + 1]) for i in range(8))
 
 
 def test_mp4_keeps_colours_and_says_which_they_are(tmp_path: Path) -> None:
     Video(flat(), 8.0).save(tmp_path / "a.mp4")
-    found = read_video(tmp_path / "a.mp4")
-    assert np.abs(found.frames_FHWC.astype(int) - flat()).max() <= 4
+    found_FHWC, _ = video_of(tmp_path / "a.mp4")
+    assert np.abs(found_FHWC.astype(int) - flat()).max() <= 4
     with av.open(str(tmp_path / "a.mp4")) as container:
         stream = container.streams.video[0]
         frame = next(container.decode(stream))
@@ -89,7 +82,7 @@ def test_mp4_index_stands_before_the_pictures(tmp_path: Path) -> None:
 def test_mp4_of_odd_size_repeats_its_edge(tmp_path: Path, height: int, width: int) -> None:
     frames_FHWC = gradient(3, height, width)
     Video(frames_FHWC, 8.0).save(tmp_path / "a.mp4")
-    found_FHWC = read_video(tmp_path / "a.mp4").frames_FHWC
+    found_FHWC, _ = video_of(tmp_path / "a.mp4")
     assert found_FHWC.shape == (3, height + height % 2, width + width % 2, 3)
     assert psnr(found_FHWC[:, :height, :width], frames_FHWC) > 35
     assert psnr(found_FHWC[:, height - 1, :width], found_FHWC[:, -1, :width]) > 35
@@ -98,9 +91,9 @@ def test_mp4_of_odd_size_repeats_its_edge(tmp_path: Path, height: int, width: in
 @pytest.mark.parametrize("fps", [8.0, 24.0, 30.0])
 def test_gif_keeps_the_frames_and_the_duration(tmp_path: Path, fps: float) -> None:
     Video(gradient(), fps).save(tmp_path / "a.gif")
-    found = read_video(tmp_path / "a.gif")
-    assert found.frames_FHWC.shape == gradient().shape
-    assert psnr(found.frames_FHWC, gradient()) > 30  # 256 colours
+    found_FHWC, _ = video_of(tmp_path / "a.gif")
+    assert found_FHWC.shape == gradient().shape
+    assert psnr(found_FHWC, gradient()) > 30  # 256 colours
     with Image.open(tmp_path / "a.gif") as gif:
         assert gif.info["loop"] == 0
         durations = []
@@ -113,7 +106,7 @@ def test_gif_keeps_the_frames_and_the_duration(tmp_path: Path, fps: float) -> No
 
 def test_png_holds_one_frame_exactly(tmp_path: Path) -> None:
     Video(gradient(1), 8.0).save(tmp_path / "a.PNG")
-    assert np.array_equal(read_video(tmp_path / "a.PNG").frames_FHWC, gradient(1))
+    assert np.array_equal(video_of(tmp_path / "a.PNG")[0], gradient(1))
     with pytest.raises(UserError, match=r"one frame, the video has 9: use \.mp4 or \.gif"):
         Video(gradient(), 8.0).save(tmp_path / "b.png")
     assert not (tmp_path / "b.png").exists()
@@ -136,7 +129,7 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path: Path, name: 
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == [name]
     Video(frames_FHWC, 8.0).save(path)
-    assert len(read_video(path).frames_FHWC) == 1
+    assert len(video_of(path)[0]) == 1
     assert os.listdir(tmp_path) == [name]
 
 
@@ -145,29 +138,6 @@ def test_folders_are_made_and_impossible_ones_named(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "folder" / "a.png").exists()
     with pytest.raises(UserError, match=r"b\.png: cannot be written"):
         Video(gradient(1), 8.0).save(tmp_path / "new" / "folder" / "a.png" / "b.png")
-
-
-def test_unreadable_files_are_named(tmp_path: Path) -> None:
-    (tmp_path / "a.mp4").write_text("no video")
-    for name in ("a.mp4", "missing.mp4"):
-        with pytest.raises(UserError, match=rf"{name}: cannot be read as a video"):
-            read_video(tmp_path / name)
-
-
-@pytest.mark.parametrize(
-    ("matrix", "turns"),  # the display matrix of an mp4 track, and quarter turns against the clock
-    [((0, 1, -1, 0), 3), ((-1, 0, 0, -1), 2), ((0, -1, 1, 0), 1)],
-)
-def test_turned_videos_are_read_upright(tmp_path: Path, matrix: tuple[int, ...], turns: int) -> None:
-    path = tmp_path / "a.mp4"
-    Video(gradient(3, 176, 320), 8.0).save(path)
-    plain_FHWC = read_video(path).frames_FHWC
-    data = bytearray(path.read_bytes())
-    start = data.find(b"tkhd") + 4 + 40  # after version, times, track id, duration, layer and volume
-    a, b, c, d = matrix
-    data[start : start + 20] = (np.array([a, b, 0, c, d]) * 2**16).astype(">i4").tobytes()
-    path.write_bytes(data)
-    assert np.array_equal(read_video(path).frames_FHWC, np.rot90(plain_FHWC, turns, axes=(1, 2)))
 
 
 @pytest.mark.parametrize(

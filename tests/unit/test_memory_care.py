@@ -76,10 +76,10 @@ def advice(tmp_path: Path, held: dict[str, int], *overrides: str, **given: Any) 
     [
         ({"activations": 90, "parameters": 10}, (), ("memory.fraction: 0.9", "{block: recompute}", "micro_batch_size to 1"), "states"),
         ({"activations": 90, "parameters": 10}, ("train.micro_batch_size=1",), ("memory.fraction",), "micro_batch_size"),
-        ({"activations": 90}, ("memory.fraction=0.8",), ("lower memory.budget",), "memory.spans"),
-        ({"activations": 90}, ("train.checkpointing=true",), ("memory.mlp_chunk: 4096",), "memory.spans"),
-        ({"activations": 90}, ("memory.spans={block: recompute}", "memory.mlp_chunk=64"), ("parallel.ulysses",), "mlp_chunk"),
-        ({"activations": 90}, ("memory.spans={mlp: recompute}",), ("memory.spans: {block: recompute}",), "fraction"),
+        ({"activations": 90}, ("memory.fraction=0.8",), ("lower memory.budget",), "memory.activation_policy"),
+        ({"activations": 90}, ("memory.activation_policy={block: recompute}",), ("memory.mlp_chunk: 4096",), "memory.activation_policy"),
+        ({"activations": 90}, ("memory.activation_policy={block: recompute}", "memory.mlp_chunk=64"), ("parallel.ulysses",), "mlp_chunk"),
+        ({"activations": 90}, ("memory.activation_policy={mlp: recompute}",), ("activation_policy: {block: recompute}",), "fraction"),
         ({"optimizer": 60, "parameters": 40}, (), ("memory.states: host", "parallel.strategy: fsdp"), "activations"),
         ({"optimizer": 60}, ("memory.states=host",), ("--nproc",), "memory.states"),
         (
@@ -131,7 +131,8 @@ def test_every_key_that_is_advised_is_one_of_the_config(tmp_path: Path) -> None:
     """What is told must be settable as it stands."""
     small_config(tmp_path, "memory.fraction=0.9")
     for override in (
-        "memory.spans={block: swap_cheap}", "memory.spans={block: recompute}", "memory.mlp_chunk=4096", "memory.empty_cache=1",
+        "memory.activation_policy={block: offload_selective}", "memory.activation_policy={block: recompute}",
+        "memory.mlp_chunk=4096", "memory.empty_cache=1",
         "memory.states=host", "memory.ema=host", "train.micro_batch_size=1", "parallel.strategy=fsdp",
     ):  # fmt: skip
         small_config(tmp_path, override)

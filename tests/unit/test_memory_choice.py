@@ -101,7 +101,7 @@ def test_figures_of_branches_add_up(tmp_path: Path) -> None:
     plain = singles[0].kept
     whole = next(one for one in singles if one.ways == {"block": "recompute"})
     assert whole.kept < 0.1 * plain and whole.backward > 0.8 * plain
-    assert next(one for one in singles if one.ways == {"block": "swap"}).host > 0.5 * plain
+    assert next(one for one in singles if one.ways == {"block": "offload"}).host > 0.5 * plain
 
 
 @pytest.mark.usefixtures("alone")
@@ -111,7 +111,7 @@ def test_shapes_tell_what_is_measured(tmp_path: Path, dtype: str, monkeypatch: p
     alone = lambda options, *_: [one for one in options if len(one.ways) < 2]  # noqa: E731  # whatever the clock says
     monkeypatch.setattr("mmspeed.pipelines.tuning.memory_measure.front", alone)
     kinds = "factorised" if dtype == "float32" else "full"
-    config = config_of(tmp_path, f"device.dtype={dtype}", "memory.swap_from=16KiB", f"model.arrangement={kinds}")
+    config = config_of(tmp_path, f"device.dtype={dtype}", "memory.offload_from=16KiB", f"model.arrangement={kinds}")
     step = MicroBatchSize(config.buckets[0], 1, False)
     real = measured_figures(config, task_of(config), CPU, step, with_swap=True)
     shapes = shape_figures(config, task_of(config), step, DeviceSpeeds())
@@ -309,17 +309,17 @@ def test_a_plan_of_several_devices_divides(tmp_path: Path) -> None:
 
 
 def test_a_plan_swaps_where_copies_hide(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "memory.swap_from=16KiB")
+    config = config_of(tmp_path, "memory.offload_from=16KiB")
     step, task = MicroBatchSize(config.buckets[0], 1, False), task_of(config)
     fast = plan_memory(config, task=task, step=step, speeds=DeviceSpeeds(flops=1e10, host=1e15))
     slow = plan_memory(config, task=task, step=step, speeds=DeviceSpeeds(flops=1e10, host=1e3))
     budget = int(0.7 * fast.figures.plain_peak())
     ways = [plan.figures.ways(plan.figures.choose(budget) or []) for plan in (fast, slow)]
-    swapping = [sum("swap" in way for block in each for way in block.values()) for each in ways]
+    swapping = [sum("offload" in way for block in each for way in block.values()) for each in ways]
     assert swapping[0] > 0 == swapping[1]
-    assert not any("swap" in way for way in ways[0][-1].values())  # keep_last
+    assert not any("offload" in way for way in ways[0][-1].values())  # keep_last
     told = "\n".join(replace(fast, budget=budget, chosen=fast.figures.choose(budget)).lines())
-    assert "estimated from shapes" in told and "swap" in told and "TFLOP/s" in told
+    assert "estimated from shapes" in told and "offload" in told and "TFLOP/s" in told
     assert "nothing fits" in "\n".join(replace(fast, budget=1000, chosen=None).lines())
 
 

@@ -41,7 +41,8 @@ def test_a_choice_that_takes_a_little_more_than_expected_is_left_for_the_next() 
             return 1.0
 
     told = [
-        replace(option, ways={"block": way}) for option, way in zip(options, ("save", "recompute", "swap"), strict=True)
+        replace(option, ways={"block": way})
+        for option, way in zip(options, ("save", "recompute", "offload"), strict=True)
     ]
     named = replace(figures, options=(tuple(told),))
     for budget in {named.peak([a, b, c]) for a in range(3) for b in range(3) for c in range(3)}:

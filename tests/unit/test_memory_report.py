@@ -57,9 +57,9 @@ HALF = ("device.dtype=bfloat16", "memory.bucket=256KiB")
     ("overrides", "within"),
     [
         ((), 0.0),
-        (("memory.spans={block: recompute}",), 0.0),
-        (("memory.spans={mlp: recompute_cheap}",), 0.0),
-        (("memory.spans={block: swap_cheap}", "memory.swap_from=1"), 0.0),
+        (("memory.activation_policy={block: recompute}",), 0.0),
+        (("memory.activation_policy={mlp: selective}",), 0.0),
+        (("memory.activation_policy={block: offload_selective}", "memory.offload_from=1"), 0.0),
         (("memory.mlp_chunk=50",), 0.01),
         (("device.dtype=bfloat16",), 0.02),
         (("memory.states=host",), 0.02),
@@ -82,7 +82,7 @@ def test_the_report_sums_to_what_torch_counts(tmp_path: Path, overrides: tuple[s
     assert report.phase in ("forward", "loss", "backward", "update")
     assert report.host.keys() == {
         name
-        for name, key in {"activations": "swap", "optimizer": "states=host", "average": "ema=host"}.items()
+        for name, key in {"activations": "offload", "optimizer": "states=host", "average": "ema=host"}.items()
         if any(key in override for override in overrides)
     }
 
@@ -97,7 +97,7 @@ def test_blocks_keep_alike_and_recomputed_blocks_only_their_input(tmp_path: Path
         blocks[:2] == blocks[2:] and abs(blocks[0] - blocks[1]) < row < blocks[0] / 20
     )  # spatial and temporal in turn
     assert ("blocks.0 to blocks.3, each", max(blocks)) in runs_of(plain.layers)
-    again, _ = measured(tmp_path / "again", "memory.spans={block: recompute}", batch=8)
+    again, _ = measured(tmp_path / "again", "memory.activation_policy={block: recompute}", batch=8)
     assert [layer.kept for layer in again.layers if layer.name.startswith("blocks.")] == [row] * 4
     assert again.peak < 0.7 * plain.peak
     assert again.module.startswith("blocks.") and again.phase == "backward"
@@ -111,7 +111,7 @@ def order(report: MemoryReport) -> list[tuple[str, int]]:
 
 def test_what_autocast_frees_at_the_end_is_told_apart(tmp_path: Path) -> None:
     """A recomputed MLP keeps no casts of its weights, which autocast holds to the end of forward."""
-    report, _ = measured(tmp_path, "device.dtype=bfloat16", "memory.spans={mlp: recompute}")
+    report, _ = measured(tmp_path, "device.dtype=bfloat16", "memory.activation_policy={mlp: recompute}")
     kept = {layer.name: layer.kept for layer in report.layers}
     casts = 4 * 2 * 2 * 4 * 96 * 96  # of 4 blocks, two matrices of 4 E x E in bfloat16
     assert kept[AT_THE_END] <= -casts

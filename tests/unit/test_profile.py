@@ -231,7 +231,7 @@ def test_a_step_takes_weights_gradients_moments_average_and_activations(tmp_path
     assert peak == again > state + weights
     without = trial(small_config(tmp_path, BUCKETS, "train.ema_decay=null"), LONG, 8)
     assert state - without[0] == weights
-    recomputed = trial(small_config(tmp_path, BUCKETS, "train.checkpointing=true"), LONG, 8)
+    recomputed = trial(small_config(tmp_path, BUCKETS, "memory.activation_policy={block: recompute}"), LONG, 8)
     assert recomputed[1] < peak
 
 
@@ -287,10 +287,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     file = tmp_path / "small.yaml"
     file.write_text(dump_config(config), encoding="utf-8")
     options = ["--most", "2", "--repeats", "1", "--memory-limit", "1GB"]
-    assert run(["bench", "buckets", str(file), "train.checkpointing=true", *options]) == 0
+    assert run(["bench", "buckets", str(file), "memory.activation_policy={block: recompute}", *options]) == 0
     assert "batching: {by: time, budget: " in capsys.readouterr().out
     measured = Measured.load(config.run_dir / MEASURED_NAME)
-    assert measured.limit_bytes == 10**9 and measured.setting["train.checkpointing"] is True
+    assert measured.limit_bytes == 10**9 and measured.setting["memory.activation_policy"] == {"block": "recompute"}
     assert run(["bench", "buckets", str(file), "--memory-limit", "much"]) == 1
     assert "--memory-limit much: use bytes" in capsys.readouterr().err
 
@@ -345,7 +345,11 @@ def test_what_is_told_of_measurements(found: BucketProfile) -> None:
     assert load_measured(found.path, setting | {"torch": "3.0"})[1] is None
     told = load_measured(found.path, setting | {"devices": 8, "parallel.strategy": "fsdp"})[1]
     assert told is not None and "parallel.strategy (none, here fsdp)" in told and "devices (1, here 8)" in told
-    for name, value in {"device.dtype": "bfloat16", "train.checkpointing": True, "train.compile": True}.items():
+    for name, value in {
+        "device.dtype": "bfloat16",
+        "memory.activation_policy": {"block": "recompute"},
+        "train.compile": True,
+    }.items():
         with pytest.raises(UserError, match=name):
             load_measured(found.path, setting | {name: value})
 

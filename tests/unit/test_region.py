@@ -29,12 +29,12 @@ PER_BLOCK = 9  # products of a block's forward pass: modulation 2, attention 2, 
 AGAIN = {"block": PER_BLOCK, "attention": 2, "cross_attention": 2, "mlp": 2, "norm": 0, "activation": 0}
 # bytes of activations after the forward pass, of plain ones at most: float32, factorised, of 3 blocks and what is around them
 AT_MOST = {
-    "block": {"recompute": 0.08, "recompute_cheap": 0.48, "swap": 0.06, "swap_cheap": 0.05},
-    "attention": {"recompute": 0.66, "recompute_cheap": 0.81, "swap": 0.64, "swap_cheap": 0.64},
-    "cross_attention": {"recompute": 0.83, "recompute_cheap": 0.93, "swap": 0.80, "swap_cheap": 0.80},
-    "mlp": {"recompute": 0.70, "recompute_cheap": 0.84, "swap": 0.67, "swap_cheap": 0.67},
-    "norm": {"recompute": 0.87, "discard": 0.87},
-    "activation": {"recompute": 0.90, "discard": 0.90},
+    "block": {"recompute": 0.08, "selective": 0.48, "offload": 0.06, "offload_selective": 0.05},
+    "attention": {"recompute": 0.66, "selective": 0.81, "offload": 0.64, "offload_selective": 0.64},
+    "cross_attention": {"recompute": 0.83, "selective": 0.93, "offload": 0.80, "offload_selective": 0.80},
+    "mlp": {"recompute": 0.70, "selective": 0.84, "offload": 0.67, "offload_selective": 0.67},
+    "norm": {"recompute": 0.87, "recompute_output": 0.87},
+    "activation": {"recompute": 0.90, "recompute_output": 0.90},
 }
 
 
@@ -51,7 +51,7 @@ def test_every_way_gives_the_gradients_of_the_plain_step(arrangement: str, dtype
     ((name, way),) = ways.items()
     again = AGAIN[name] * BLOCKS if way == "recompute" else 0
     assert found.forward == wanted.forward and found.backward == wanted.backward + again
-    assert (found.moved > 0) == ("swap" in way)
+    assert (found.moved > 0) == ("offload" in way)
 
 
 @pytest.mark.parametrize("ways", combinations(), ids=name_of)
@@ -77,7 +77,9 @@ INPUTS = {"masked": {"masked": True}, "times of frames": {"frames": True}, "both
 
 
 @pytest.mark.parametrize(
-    "ways", [{"block": way} for way in LARGE] + [{"norm": "discard", "activation": "discard"}], ids=name_of
+    "ways",
+    [{"block": way} for way in LARGE] + [{"norm": "recompute_output", "activation": "recompute_output"}],
+    ids=name_of,
 )
 @pytest.mark.parametrize("given", INPUTS)
 def test_masks_and_times_of_frames(given: str, ways: Any) -> None:
@@ -88,7 +90,7 @@ def test_masks_and_times_of_frames(given: str, ways: Any) -> None:
 
 
 SPARSE_WAYS: list[Any] = (
-    [{"block": way} for way in LARGE] + [{"attention": way} for way in LARGE] + [{"norm": "discard"}]
+    [{"block": way} for way in LARGE] + [{"attention": way} for way in LARGE] + [{"norm": "recompute_output"}]
 )
 
 
@@ -122,5 +124,5 @@ def test_sparse_attention(settings: dict[str, Any], ways: Any) -> None:
             counters[0] == [{"sparse_grouped": 1 + runs_again}] * BLOCKS
             and counters[1] == [{"sparse_grouped": 1}] * BLOCKS
         )
-    if "swap" in ways.values() or "recompute_cheap" in ways.values():
+    if "offload" in ways.values() or "selective" in ways.values():
         assert found.backward == wanted.backward

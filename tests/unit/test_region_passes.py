@@ -139,7 +139,7 @@ def test_an_exception_leaves_no_record_in_force(way: Any) -> None:
         block(x)
     assert not recording() and not _modes()
     block.fails_at = 3  # type: ignore[assignment]
-    if way == "swap":  # has no second pass
+    if way == "offload":  # has no second pass
         block.fails_at = 0  # type: ignore[assignment]
         block_step(block, x.detach())
         return
@@ -156,7 +156,7 @@ def _modes() -> list[Any]:
 
 def test_a_graph_that_is_retained() -> None:
     x = torch.randn(5, 8)
-    for way, fails in (("recompute", False), ("recompute_cheap", True), ("swap_cheap", True), ("swap", False)):
+    for way, fails in (("recompute", False), ("selective", True), ("offload_selective", True), ("offload", False)):
         block = told(way)
         first, again = block_step(block, x), x.clone().requires_grad_()
         torch.manual_seed(3)
@@ -185,10 +185,10 @@ def test_a_second_pass_of_other_operations_is_noticed() -> None:
             return torch.tanh(y).exp()
 
     with pytest.raises(RuntimeError, match=r"second pass of a region computes aten\.addmm"):
-        told("recompute_cheap", Changing())(torch.randn(8, 8, requires_grad=True)).sum().backward()
+        told("selective", Changing())(torch.randn(8, 8, requires_grad=True)).sum().backward()
 
 
-@pytest.mark.parametrize("way", ["recompute_cheap", "swap_cheap"])
+@pytest.mark.parametrize("way", ["selective", "offload_selective"])
 def test_a_kept_result_that_is_changed_in_place_is_noticed(way: Any) -> None:
     class Changing(nn.Module):
         def __init__(self) -> None:
@@ -282,7 +282,7 @@ def test_the_second_pass_is_under_the_autocast_of_the_first() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             y = course.run(run, x)
         y.float().sum().backward()
-        assert dtypes == [(True, torch.bfloat16)] * (1 if way == "swap" else 2)
+        assert dtypes == [(True, torch.bfloat16)] * (1 if way == "offload" else 2)
 
 
 def test_offered_results_are_made_once_and_what_is_inside_of_them_is_not_kept_one_by_one() -> None:
@@ -310,7 +310,7 @@ def test_offered_results_are_made_once_and_what_is_inside_of_them_is_not_kept_on
     x = torch.randn(4, 4, requires_grad=True)
     (wanted,) = torch.autograd.grad(run(x).sum(), x)
     counts = {}
-    for way in ("recompute", "recompute_cheap", "swap_cheap"):
+    for way in ("recompute", "selective", "offload_selective"):
         for again in (False, True):
             made.clear()
             course = region_runner(way, Offloader(Device("cpu", 0), 1).group, exchange_again=again)  # type: ignore[arg-type]
@@ -322,20 +322,20 @@ def test_offered_results_are_made_once_and_what_is_inside_of_them_is_not_kept_on
     assert counts == {
         ("recompute", False): (2, 1, 8),
         ("recompute", True): (2, 2, 10),
-        ("recompute_cheap", False): (1, 1, 6),
-        ("recompute_cheap", True): (1, 2, 7),
-        ("swap_cheap", False): (1, 1, 6),
-        ("swap_cheap", True): (1, 2, 7),
+        ("selective", False): (1, 1, 6),
+        ("selective", True): (1, 2, 7),
+        ("offload_selective", False): (1, 1, 6),
+        ("offload_selective", True): (1, 2, 7),
     }
 
 
 def test_ways_that_cannot_be() -> None:
     with pytest.raises(ValueError, match="needs somewhere to swap to"):
-        set_policies(Dropped(), {"block": "swap"})
-    compiled = BlockPolicies(({"block": "recompute_cheap"},))
+        set_policies(Dropped(), {"block": "offload"})
+    compiled = BlockPolicies(({"block": "selective"},))
     with pytest.raises(UserError, match=r"with train\.compile"):
         compiled.apply(make_model().blocks[0], 0, compiled=True)
-    with pytest.raises(UserError, match="has no span norm"):
+    with pytest.raises(UserError, match="has no region norm"):
         BlockPolicies(({"norm": "recompute"},)).apply(Dropped(), 0)
 
 
@@ -343,11 +343,11 @@ def test_without_gradients_nothing_is_kept_and_spans_inside_of_spans_stand_as_th
     model, inputs = make_model(), make_inputs()
     with torch.no_grad():
         wanted = model(*inputs)
-    parallelize(model, None, "none", keeping=BlockPolicies.everywhere({"block": "recompute_cheap"}))
+    parallelize(model, None, "none", keeping=BlockPolicies.everywhere({"block": "selective"}))
     with torch.no_grad():
         assert torch.equal(model(*inputs), wanted)
     owner = nn.Module()
-    owner._courses = {"mlp": region_runner("recompute", None), "norm": region_runner("discard", None)}  # type: ignore[assignment]
+    owner._courses = {"mlp": region_runner("recompute", None), "norm": region_runner("recompute_output", None)}  # type: ignore[assignment]
     seen = []
 
     def inner(x: Tensor) -> Tensor:

@@ -26,9 +26,10 @@ from mmspeed.errors import UserError
 from mmspeed.models import SIZES, SoraDiT, SoraDiTConfig, build_model
 from mmspeed.models.sora.layers import initial_value, patchify, timestep_embedding, unpatchify
 from mmspeed.models.sora.model import ZERO_MODULES, count_parameters, on_meta
-from mmspeed.models.sora.sizes import parameter_table, resolve_config
+from mmspeed.models.sora.sizes import resolve_config
 from mmspeed.parallel.tokens import Attend
 from mmspeed.protocols import DiffusionModel
+from tests.model_sizes import size_rows
 
 SMALL = SoraDiTConfig(width=48, depth=4, heads=4, latent_channels=3, text_width=10, adaln_rank=4)
 ARRANGEMENTS = ("factorised", "full")
@@ -236,13 +237,13 @@ PARAMETERS = {
 
 
 def test_sizes_have_the_parameters_they_promise() -> None:
-    rows = {row.name: row for row in parameter_table()}
+    rows = {row.name: row for row in size_rows()}
     assert list(rows) == list(SIZES)
     assert {name: rows[name].parameters for name in PARAMETERS} == PARAMETERS
     assert abs(rows["3B"].parameters / 3e9 - 1) < 0.05 and abs(rows["8B"].parameters / 8e9 - 1) < 0.05
     gflops = [row.gflops for row in rows.values()]
     assert gflops == sorted(gflops) and gflops[0] > 1
-    full = {row.name: row.gflops for row in parameter_table(arrangement="full")}
+    full = {row.name: row.gflops for row in size_rows("full")}
     assert all(full[name] > row.gflops for name, row in rows.items())
     assert count_parameters(build_model(ModelConfig(size="nano"), 16, 384, device="meta")) < 300_000
     assert 3e6 < count_parameters(build_model(ModelConfig(size="tiny"), 16, 384, device="meta")) < 6e6

@@ -27,11 +27,11 @@ CPU = Device("cpu", 0)
 FROM = 1 << 13  # bytes
 BRANCHES = ("attention", "cross_attention", "mlp")
 WAYS: list[dict[str, ActivationPolicy]] = [
-    {"block": "swap"},
-    {"block": "swap_cheap"},
-    dict.fromkeys(BRANCHES, "swap"),
-    dict.fromkeys(BRANCHES, "swap_cheap"),
-    {"attention": "swap", "cross_attention": "swap_cheap", "mlp": "recompute"},
+    {"block": "offload"},
+    {"block": "offload_selective"},
+    dict.fromkeys(BRANCHES, "offload"),
+    dict.fromkeys(BRANCHES, "offload_selective"),
+    {"attention": "offload", "cross_attention": "offload_selective", "mlp": "recompute"},
 ]
 
 
@@ -171,7 +171,7 @@ def test_gradients_are_bitwise_those_of_plain(
     if "recompute" not in ways.values():
         assert step.activations <= 0.3 * base.activations
         assert step.matmuls == base.matmuls
-    if dtype == torch.bfloat16 and ways == {"block": "swap"}:
+    if dtype == torch.bfloat16 and ways == {"block": "offload"}:
         weights = sum(
             p.numel() for b in stage.model.blocks for p in b.parameters() if p.ndim >= 2 and p.numel() * 2 >= FROM
         )
@@ -180,7 +180,7 @@ def test_gradients_are_bitwise_those_of_plain(
 
 def test_steps_take_the_same_memory_again_and_leave_nothing() -> None:
     swap = Offloader(CPU, FROM)
-    stage = Stage("factorised", torch.float32, {"block": "swap"}, swap.group)
+    stage = Stage("factorised", torch.float32, {"block": "offload"}, swap.group)
     pools = []
     for _ in range(4):
         stage.loss().backward()
@@ -198,7 +198,9 @@ def test_steps_take_the_same_memory_again_and_leave_nothing() -> None:
     assert swap.pool.used == 0
 
 
-@pytest.mark.parametrize("ways", [{"block": "swap"}, {"block": "swap_cheap"}], ids=["swap", "swap_cheap"])
+@pytest.mark.parametrize(
+    "ways", [{"block": "offload"}, {"block": "offload_selective"}], ids=["offload", "offload_selective"]
+)
 def test_several_graphs_at_a_time_in_any_order(ways: dict[str, ActivationPolicy]) -> None:
     swap = Offloader(CPU, FROM)
     stages = [Stage("factorised", torch.float32), Stage("factorised", torch.float32, ways, swap.group)]
@@ -214,7 +216,7 @@ def test_several_graphs_at_a_time_in_any_order(ways: dict[str, ActivationPolicy]
 
 def test_blocks_share_the_caption_and_a_span_its_projection() -> None:
     swap = Offloader(CPU, from_bytes=1 << 11)
-    stage = Stage("full", torch.float32, {"block": "swap_cheap"}, swap.group)
+    stage = Stage("full", torch.float32, {"block": "offload_selective"}, swap.group)
     stage.loss().backward()
     text = 12 * 96 * 4  # bytes of the caption that each of three blocks is given
     assert swap.shared >= 2 * text

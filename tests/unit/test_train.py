@@ -20,9 +20,9 @@ from mmspeed.config import Config, dump_config
 from mmspeed.errors import UserError
 from mmspeed.log import read_metrics
 from mmspeed.pipelines import TextToVideo, TrainPipeline, write_report
-from mmspeed.pipelines.inference.media import read_video
 from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.preprocess import CacheBuilder
+from tests.decoding import video_of
 from tests.runs import losses, small_config, small_tree
 
 
@@ -75,7 +75,12 @@ def test_seven_samples_in_batches_of_three_end_each_epoch_with_a_batch_of_one(fi
     "overrides",
     [
         (),
-        ("model.arrangement=full", "objective.kind=ddpm", "train.checkpointing=true", "train.schedule=cosine"),
+        (
+            "model.arrangement=full",
+            "objective.kind=ddpm",
+            "memory.activation_policy={block: recompute}",
+            "train.schedule=cosine",
+        ),
         ("train.micro_batch_size=1", "train.prefetch=0", "train.caption_dropout=0.5"),
     ],
     ids=["factorised-flow", "full-ddpm", "micro-batches"],
@@ -136,8 +141,8 @@ def test_a_run_is_trained_by_one_process_at_a_time(home: Path) -> None:
 def test_samples_during_training_are_videos(finished: Config) -> None:
     for step in (3, 6):
         folder = finished.run_dir / "samples" / f"step-{step:08d}"
-        video = read_video(folder / "000.mp4")
-        assert video.frames_FHWC.shape == (5, 32, 48, 3)
+        frames_FHWC, _ = video_of(folder / "000.mp4")
+        assert frames_FHWC.shape == (5, 32, 48, 3)
         assert (folder / "000.txt").read_text() == "a rabbit in a meadow"
         assert (folder / "contact-sheet.png").stat().st_size > 500
 
@@ -311,6 +316,6 @@ def test_compiled_blocks_train_to_the_same_losses(
     monkeypatch.setenv(
         "TORCHINDUCTOR_CACHE_DIR", str(home / "inductor")
     )  # a killed compilation elsewhere leaves half files
-    config = small_config(home, "name=compiled", "train.compile=true", "train.checkpointing=true")
+    config = small_config(home, "name=compiled", "train.compile=true", "memory.activation_policy={block: recompute}")
     TrainPipeline(config).run()
     assert losses(config) == pytest.approx(losses(finished), rel=1e-4)

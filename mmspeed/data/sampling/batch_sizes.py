@@ -195,7 +195,7 @@ def make_batching(
         for bucket in (bucket for bucket in wanted if not most[bucket]):
             raise UserError(
                 f"bucket {bucket} does not fit the device's memory even alone, as `mmspeed bench buckets` measured: set "
-                "train.checkpointing: true, shard the model, or take it out of data.buckets"
+                "memory.activation_policy: {block: recompute}, shard the model, or take it out of data.buckets"
             )
         each = alone = {bucket: measured.cost(bucket) for bucket in wanted}
     fixed = batching.slots is not None

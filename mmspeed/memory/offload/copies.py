@@ -175,7 +175,9 @@ class HostPool:
     advice: what a person whose host has no more memory is told to do.
     """
 
-    def __init__(self, device: Device, advice: str = "swap less in memory.spans, or raise memory.swap_from") -> None:
+    def __init__(
+        self, device: Device, advice: str = "offload less in memory.activation_policy, or raise memory.offload_from"
+    ) -> None:
         self._pinned = device.kind != "cpu"
         self._slabs: list[HostSlab] = []
         self._advice = advice

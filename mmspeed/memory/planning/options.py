@@ -17,7 +17,7 @@ from .knapsack import Option, choose, least_room, peak_of
 
 BRANCHES = ("attention", "cross_attention", "mlp")
 SMALL: ActivationPolicies = {"norm": "recompute", "activation": "recompute"}
-WAYS: tuple[ActivationPolicy, ...] = ("recompute", "recompute_cheap", "swap_cheap", "swap")
+WAYS: tuple[ActivationPolicy, ...] = ("recompute", "selective", "offload_selective", "offload")
 UNITS = 1 << 14  # of the room, that bytes are rounded up to where an exact choice would be long in coming
 
 # -- what a block can do -----------------------------------------------------------------------------------------------
@@ -25,12 +25,12 @@ UNITS = 1 << 14  # of the room, that bytes are rounded up to where an exact choi
 
 def swaps(ways: Mapping[str, str]) -> bool:
     """Whether anything goes to the host."""
-    return any(way.startswith("swap") for way in ways.values())
+    return any(way.startswith("offload") for way in ways.values())
 
 
 def single_policies(spans: Sequence[str], with_swap: bool) -> list[ActivationPolicies]:
     """Each way of each span alone, saving everything first: what is measured of a block that names these spans."""
-    each = [way for way in WAYS if with_swap or not way.startswith("swap")]
+    each = [way for way in WAYS if with_swap or not way.startswith("offload")]
     found: list[ActivationPolicies] = [{}, *({"block": way} for way in each)]
     found += [{span: way} for span in BRANCHES if span in spans for way in each]
     if all(span in spans for span in SMALL):

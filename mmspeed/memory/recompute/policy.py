@@ -17,8 +17,8 @@ from .block_checkpoint import recompute
 from .spans import ActivationPolicies, set_policies
 
 SWAPPED: dict[str, ActivationPolicy] = {
-    "swap": "save",
-    "swap_cheap": "recompute_cheap",
+    "offload": "save",
+    "offload_selective": "selective",
 }  # and what they are without swapping
 
 
@@ -63,10 +63,14 @@ class BlockPolicies:
         known = ("block", *getattr(block, "spans", ()))
         unknown = next((name for name in ways if name not in known), None)
         if unknown is not None:
-            raise UserError(f"memory.spans: {type(block).__name__} has no span {unknown} (it has {', '.join(known)})")
+            raise UserError(
+                f"memory.activation_policy: {type(block).__name__} has no region {unknown} (it has {', '.join(known)})"
+            )
         if compiled and ways:
             if ways != {"block": "recompute"}:
-                raise UserError("memory.spans: with train.compile, `block: recompute` is the only way beside `save`")
+                raise UserError(
+                    "memory.activation_policy: with train.compile, `block: recompute` is the only policy beside `save`"
+                )
             recompute(block, around_graphs)
         elif ways:
             set_policies(block, ways, self.groups, exchange_again=self.exchange_again)
@@ -89,22 +93,16 @@ def count_policies(keeping: Iterable[ActivationPolicies]) -> dict[str, int]:
     return counts
 
 
-def make_block_policies(
-    memory: MemoryConfig,
-    checkpointing: bool,
-    blocks: int,
-    device: Device,
-    choice: Sequence[ActivationPolicies] | None = None,
+def make_keeping(
+    memory: MemoryConfig, blocks: int, device: Device, choice: Sequence[ActivationPolicies] | None = None
 ) -> BlockPolicies:
     """What a config's memory section makes a model of so many blocks keep.
 
-    checkpointing: `train.checkpointing`, short for `block: recompute`. choice: the ways of each block that were chosen under a budget.
+    choice: the ways of each block that were chosen under a budget.
     """
-    swap = Offloader(device, parse_bytes(memory.swap_from))
+    swap = Offloader(device, parse_bytes(memory.offload_from))
     given = {"groups": swap.group, **memory.model_dump(include={"exchange_again", "mlp_chunk", "mlp_exact"})}
     if choice is not None:
         return BlockPolicies(tuple(choice), **given)  # type: ignore[arg-type]
-    spans: dict[str, ActivationPolicy] = {"block": "recompute"}
-    if not checkpointing:
-        spans = {str(name): way for name, way in memory.spans.items()}
-    return BlockPolicies.everywhere(spans, blocks, memory.keep_last, **given)
+    policies: ActivationPolicies = {str(name): way for name, way in memory.activation_policy.items()}
+    return BlockPolicies.everywhere(policies, blocks, memory.keep_last, **given)

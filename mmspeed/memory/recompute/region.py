@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from mmspeed.memory.offload.swap import OffloadGroup
 from mmspeed.replay import DecisionRecord, Kind
 
-OpPolicy = Literal["save", "swap", "recompute"]
+OpPolicy = Literal["save", "offload", "recompute"]
 
 _MATMUL_NAMES = (
     "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "linear", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm",
@@ -59,11 +59,11 @@ class RegionPolicy:
     matmul: OpPolicy = "recompute"
     attention: OpPolicy = "recompute"
     exchange: OpPolicy = "save"
-    inputs: Literal["save", "swap"] = "save"
+    inputs: Literal["save", "offload"] = "save"
 
     @property
     def swaps(self) -> bool:
-        return "swap" in (self.matmul, self.attention, self.exchange, self.inputs)
+        return "offload" in (self.matmul, self.attention, self.exchange, self.inputs)
 
     def op_policies(self) -> dict[Any, OpPolicy]:
         """By operator, for those whose results are kept."""
@@ -95,7 +95,7 @@ class _RegionRecord(DecisionRecord):
     def put(self, what: Any, fate: OpPolicy, result: Any) -> None:
         def hold(tensor: Tensor) -> _StoredResult:
             tensor = tensor.detach()  # what autograd gets is another object
-            if fate == "swap" and self.group is not None:
+            if fate == "offload" and self.group is not None:
                 return _StoredResult(self.group.store(tensor))
             version = tensor._version
 
@@ -223,7 +223,7 @@ def run_region(
     (from torch's generators) that the second pass must draw again.
     """
     record = _RegionRecord(policy, fates, group)
-    inputs = group.hooks() if group is not None and policy.inputs == "swap" else nullcontext()
+    inputs = group.hooks() if group is not None and policy.inputs == "offload" else nullcontext()
     with inputs:
         return checkpoint(
             run,

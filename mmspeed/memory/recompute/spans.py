@@ -27,8 +27,8 @@ ActivationPolicies = Mapping[str, ActivationPolicy]  # by span; one that is not 
 
 POLICIES: dict[str, RegionPolicy] = {
     "recompute": RegionPolicy(),
-    "recompute_cheap": RegionPolicy(matmul="save", attention="save"),
-    "swap_cheap": RegionPolicy(matmul="swap", attention="swap", exchange="swap", inputs="swap"),
+    "selective": RegionPolicy(matmul="save", attention="save"),
+    "offload_selective": RegionPolicy(matmul="offload", attention="offload", exchange="offload", inputs="offload"),
 }
 
 
@@ -47,7 +47,7 @@ class RegionRunner:
         return self  # nothing in it changes; a copy of a model swaps to the same place
 
     def run(self, run: Callable[..., T], *args: Any, before: Callable[..., Any] | None = None) -> T:
-        if self.way == "discard":
+        if self.way == "recompute_output":
             if before is None:
                 raise ValueError("only a span that says what comes before its product can be discard")
             return cast(T, discarded(before, cast(Any, run), *args, exchange_again=self.exchange_again))
@@ -90,7 +90,7 @@ def region_runner(
     policy = POLICIES.get(way)
     if policy is not None and exchange_again:
         policy = replace(policy, exchange="recompute")
-    swaps = way != "discard" and (policy is None or policy.swaps)
+    swaps = way != "recompute_output" and (policy is None or policy.swaps)
     if swaps and groups is None:
         raise ValueError(f"the way {way} needs somewhere to swap to")
     return RegionRunner(

@@ -1,0 +1,60 @@
+"""What comes before a task's training: its data made ready and looked at, and a config to begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from mmspeed.config import RunConfig
+
+
+class CheckReport(Protocol):
+    """The findings of a check of a config and its data."""
+
+    @property
+    def problems(self) -> Sequence[str]:
+        """Reasons why the config cannot be trained with; none where it can."""
+        ...
+
+    def print(self, console: Any = None) -> None:
+        """Print the findings (to a rich console when one is given)."""
+        ...
+
+
+class Preparation(Protocol):
+    """The work of the commands `init`, `check` and `preprocess` for a task, and what `train` completes data with."""
+
+    def __init__(self, config: RunConfig) -> None:
+        """Take a config of the task. Reads nothing."""
+        ...
+
+    @classmethod
+    def starting_values(cls, name: str, videos: str | None) -> Mapping[str, Any]:
+        """The sections and keys of the task alone that stand switched on in a new config of a run called `name`.
+
+        videos: what is trained on, as it stands in the file; None: what ships with the package.
+        """
+        ...
+
+    def check(
+        self, page: Path | None = None, suggest_buckets: int | None = None, ranks: Sequence[int] | None = None
+    ) -> CheckReport:
+        """Read the data set and estimate what will happen and cost, without an accelerator. Writes the page (None: its usual place).
+
+        Raises UserError where the data set cannot be found.
+        """
+        ...
+
+    def build(self, shard: str | None = None) -> list[str]:
+        """Make or complete the cache, or one part of it such as `3/8`; returns lines about what was done."""
+        ...
+
+    def build_on_ray(self, workers: int | None = None) -> list[str]:
+        """As `build`, by so many workers of Ray Data; None: one for each device."""
+        ...
+
+    def maker(self) -> Any:
+        """What completes the cache in the first epoch, of the kind that the task takes; None where the config wants none."""
+        ...
