@@ -89,8 +89,8 @@ def test_reading_puts_every_number_into_the_batch() -> None:
     assert read_all(samples.__getitem__, [5, 0, 3, 2, 1], buffer) > 0
     for slot, number in enumerate([1, 0, 3, 2]):  # the fifth sample stands where the first one stood
         sample = samples[number]
-        assert np.array_equal(buffer["latents"][slot], [sample.mean_CThw, sample.logvar_CThw])
-        assert np.array_equal(buffer["text"][slot, : len(sample.embeds_LD)], sample.embeds_LD)
+        assert np.array_equal(buffer.latents_BCThw[slot], [sample.mean_CThw, sample.logvar_CThw])
+        assert np.array_equal(buffer.text_BLD[slot, : len(sample.embeds_LD)], sample.embeds_LD)
     before = buffer.memory.copy()
     assert read_all(samples.__getitem__, [4, 4, 4, 4], buffer, touch=False) > 0
     assert np.array_equal(buffer.memory, before)

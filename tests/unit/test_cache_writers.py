@@ -84,7 +84,8 @@ def test_an_error_elsewhere_keeps_whole_entries(tmp_path: Path) -> None:
 
 WORKER = """
 import sys, torch
-from mmspeed.data import CacheWriter, entry_key
+from mmspeed.data import CacheWriter
+from mmspeed.data.cache.keys import entry_key
 from mmspeed.shapes import Bucket
 root, first, last, size, stop = sys.argv[1], *map(int, sys.argv[2:])
 writer = CacheWriter(root, size)

@@ -358,8 +358,8 @@ def test_row_counts_are_a_decision_that_is_made_once() -> None:
     greater = DecisionRecord()
     for _ in range(2):
         with greater.in_force():
-            routed, _ = greater.settle(lambda: (sends, comm.row_counts(sends, axis)))
-            assert greater.settle(lambda: "next")[0] == "next" and routed[1] == found[0]
+            routed, _ = greater.record_or_replay(lambda: (sends, comm.row_counts(sends, axis)))
+            assert greater.record_or_replay(lambda: "next")[0] == "next" and routed[1] == found[0]
     assert group.events.count("issue") == 2
 
 

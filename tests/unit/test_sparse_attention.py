@@ -263,7 +263,7 @@ def test_weights_make_the_output(backend: str, dtype: torch.dtype, tail: str) ->
     plan = random_plan(2, 2, 30, 40, clusters=5, keep=0.2, min_keep=1, tail_clusters=4)
     q, k, v = qkv(plan, dtype=dtype)
     got = clustered_attention(q, k, v, plan, tail=tail, backend=backend, return_weights=True)
-    weights, of_means = got.stats.weights_IANM, got.stats.tail_weights_BANK
+    weights, of_means = got.stats.weights_BANM, got.stats.tail_weights_BANK
     assert weights is not None and weights[~plan.kept_mask()].eq(0).all() and not weights.requires_grad
     total, out = weights.sum(dim=-1), weights @ v.to(weights.dtype)
     if tail == "summary":

@@ -94,7 +94,7 @@ def test_what_is_for_videos_refuses_other_tasks(tmp_path: Path, capsys: pytest.C
     file.write_text("task: characters\n", encoding="utf-8")
     for command in ("check", "preprocess"):
         assert run([command, str(file)]) == 1
-        assert "this is for the video task" in capsys.readouterr().err
+        assert f"`mmspeed {command}` is not there for the task characters" in capsys.readouterr().err
 
 
 # -- models -----------------------------------------------------------------------------------------------------------
