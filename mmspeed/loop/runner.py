@@ -20,6 +20,7 @@ from mmspeed.parallel import Strategy, no_sync
 from mmspeed.protocols import Batch, MicroBatches, Terms
 
 Forward = Callable[[Batch], Terms]
+Scales = Mapping[str, "float | None"]
 
 
 @dataclass
@@ -47,10 +48,11 @@ class RunRecord:
 class Runner(Protocol):
     """Drives the micro-batches of one update."""
 
-    def run(self, forward: Forward, batches: MicroBatches, scales: Mapping[str, float]) -> RunRecord:
+    def run(self, forward: Forward, batches: MicroBatches, scales: Scales) -> RunRecord:
         """Forward and backward of all micro-batches; gradients are summed over ranks with the last one.
 
-        `scales`: by divisor, what the losses of its terms are multiplied by. Of a micro-batch nothing but its terms and sources is kept
+        `scales`: by divisor, what the losses of its terms are multiplied by; None: the divisor is known afterwards, and the weights
+        are summed. Of a micro-batch nothing but its terms and sources is kept
         when the next one is asked for.
         """
         ...
@@ -63,7 +65,7 @@ class SequentialRunner:
     models: Sequence[nn.Module]
     strategy: Strategy
 
-    def run(self, forward: Forward, batches: MicroBatches, scales: Mapping[str, float]) -> RunRecord:
+    def run(self, forward: Forward, batches: MicroBatches, scales: Scales) -> RunRecord:
         record = RunRecord()
         for batch in batches:  # no enumerate: it would hold on to a batch while the next is waited for
             with ExitStack() as stack:
@@ -78,7 +80,7 @@ class SequentialRunner:
         return record
 
     @staticmethod
-    def _note(record: RunRecord, batch: Batch, terms: Terms, scales: Mapping[str, float]) -> Tensor:
+    def _note(record: RunRecord, batch: Batch, terms: Terms, scales: Scales) -> Tensor:
         """Record the terms of a micro-batch; returns the scalar that is differentiated.
 
         Raises ValueError where none trains, or one has a divisor that the step's data does not name.
@@ -88,12 +90,13 @@ class SequentialRunner:
                 known = ", ".join(scales)
                 raise ValueError(f"the term '{name}' has the divisor '{term.divisor}', and the step's data has {known}")
         totals = {name: term.total() for name, term in terms.items()}
-        parts = [totals[name] * scales[term.divisor] for name, term in terms.items() if term.trains]
+        parts = [totals[name] * (scales[term.divisor] or 1.0) for name, term in terms.items() if term.trains]
         if not parts:
             raise ValueError(f"no term of {', '.join(terms) or 'the loss'} trains")
         record.losses.append({name: term.loss_I.detach() for name, term in terms.items()})
         record.totals.append({name: total.detach() for name, total in totals.items()})
-        record.weights.append({term.divisor: term.weight_I.sum() for term in terms.values()})
+        late = {term.divisor: term.weight_I for term in terms.values() if scales[term.divisor] is None}
+        record.weights.append({divisor: weight_I.sum() for divisor, weight_I in late.items()})
         record.sources.append(batch.sources)
         record.divisors.update({name: term.divisor for name, term in terms.items()})
         record.trained.update(name for name, term in terms.items() if term.trains)

@@ -100,7 +100,7 @@ def apply_update(
     releasing = optimizer if isinstance(optimizer, ReleasingOptimizer) else None
     if releasing is not None:
         releasing.begin(len(batches))
-    scales = {name: 1.0 if value is None else 1 / _positive(name, value) for name, value in divisors.items()}
+    scales = {name: None if value is None else 1 / _positive(name, value) for name, value in divisors.items()}
     record = learner.runner.run(
         lambda batch: update.loss(models, batch.to(learner.device, torch.float32)), batches, scales
     )
