@@ -22,11 +22,11 @@ from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, format_seconds, get_logger
 from mmspeed.loop.callbacks import Averages, Callback, LearningRate, Sparsity, StepOutcome
+from mmspeed.loop.checkpoint.load import load_start
 from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState
 from mmspeed.loop.frozen import frozen_fingerprint, frozen_names
 from mmspeed.loop.signals import StopSignals
 from mmspeed.loop.step import StepResult, train_step
-from mmspeed.loop.warm_start import load_start
 from mmspeed.mesh import process_group
 from mmspeed.pipelines.run.build import Assembly, Placement, assemble, place
 from mmspeed.pipelines.run.run_folder import RunFolder, trim_metrics
