@@ -8,15 +8,14 @@ if TYPE_CHECKING:
     from mmspeed.pipelines.inference.media import Video
     from mmspeed.pipelines.inference.text_to_video import TextToVideo
     from mmspeed.pipelines.report.run_page import write_report
-    from mmspeed.pipelines.run.result import TrainResult
-    from mmspeed.pipelines.training.trainer import TrainPipeline
+    from mmspeed.pipelines.training.trainer import TrainPipeline, TrainResult
 
 __all__ = ["TextToVideo", "TrainPipeline", "TrainResult", "Video", "write_report"]
 
 _HOME = {
     "TextToVideo": "inference.text_to_video",
     "TrainPipeline": "training.trainer",
-    "TrainResult": "run.result",
+    "TrainResult": "training.trainer",
     "Video": "inference.media",
     "write_report": "report.run_page",
 }

@@ -175,13 +175,13 @@ def check(
     from mmspeed.config import load_run_config
 
     if parallel is not None:
-        from .check_parallel import check_parallel
+        from .check import check_parallel
 
         others = {"--report": report_file, "--suggest-buckets": suggest_buckets, "--ranks": ranks}
         raise typer.Exit(check_parallel(load_run_config(config, overrides or ()), parallel, others))
     from rich.console import Console
 
-    from .check_memory import memory_lines
+    from .check import memory_lines
     from .preparations import preparation
 
     made = load_run_config(config, overrides or ())

@@ -1,30 +1,63 @@
-"""`TextToVideo`: a trained run as a function from prompts to videos."""
+"""`TextToVideo`: a trained run as a function from prompts to videos.
+
+Prompts are encoded once, stored beside the run where it is trained on, and the encoder is freed.
+"""
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from mmspeed.compute.sparse.controller import SparsityController
 from mmspeed.compute.sparse.module import clustered_layers
 from mmspeed.config import Bucket, Config
+from mmspeed.config.schema import TextConfig
 from mmspeed.data.cache.keys import number_duplicates
 from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.loop.checkpoint.manager import best, latest, load_weights, step_name, steps_in
 from mmspeed.models import SoraDiT, build_model
 from mmspeed.models.codecs.vae import load_codec
+from mmspeed.models.text.encoders import load_text_encoder, text_identity
 from mmspeed.parallel import autocast
 from mmspeed.pipelines.diffusion.objective import make_objective
 from mmspeed.pipelines.inference.generate import SampleSettings, generate_latents
 from mmspeed.pipelines.inference.media import Video, from_model_range
-from mmspeed.pipelines.inference.prompts import encode_prompts
-from mmspeed.pipelines.run.run_folder import RunFolder
-from mmspeed.protocols import DiffusionModel, VideoCodec
+from mmspeed.pipelines.run.run_folder import RunFolder, sync_file
+from mmspeed.protocols import DiffusionModel, TextEntry, VideoCodec
 from mmspeed.shapes import Strides
+
+
+def encode_prompts(prompts: list[str], config: TextConfig, device: Device) -> list[TextEntry]:
+    """The text entries of prompts, on the CPU; the encoder is gone from memory afterwards."""
+    encoder = load_text_encoder(config, device)
+    entries = encoder.encode(prompts)
+    del encoder
+    gc.collect()
+    device.empty_cache()
+    return entries
+
+
+def stored_prompts(path: Path, prompts: list[str], config: TextConfig, device: Device) -> list[TextEntry]:
+    """As `encode_prompts`, kept in a safetensors file that is used again while prompts and encoder stay the same."""
+    wanted = {"prompts": "\x1f".join(prompts), "encoder": text_identity(config)}
+    if path.exists():
+        with safe_open(path, "pt") as file:
+            if file.metadata() == wanted:
+                return [TextEntry(file.get_tensor(str(index))) for index in range(len(prompts))]
+    entries = encode_prompts(prompts, config, device)
+    temporary = path.with_suffix(f".tmp{os.getpid()}")
+    save_file({str(i): e.embeds_LD.float().contiguous() for i, e in enumerate(entries)}, temporary, metadata=wanted)
+    sync_file(temporary)
+    os.replace(temporary, path)
+    return entries
 
 
 def video_shape(

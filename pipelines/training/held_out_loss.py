@@ -20,8 +20,7 @@ from mmspeed.models.codecs.vae import load_codec
 from mmspeed.pipelines.diffusion.objective import Objective
 from mmspeed.pipelines.inference.generate import generate_latents
 from mmspeed.pipelines.inference.media import contact_sheet, save_image
-from mmspeed.pipelines.inference.prompts import stored_prompts
-from mmspeed.pipelines.inference.text_to_video import decode_videos, sampler_settings, video_shape
+from mmspeed.pipelines.inference.text_to_video import decode_videos, sampler_settings, stored_prompts, video_shape
 from mmspeed.pipelines.run.run_folder import RunFolder, write_text
 from mmspeed.protocols import DiffusionModel, Divisors, Models, RunPlace, Term, Terms
 from mmspeed.shapes import Strides

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -19,16 +20,15 @@ from mmspeed.config import RunConfig
 from mmspeed.data.loading.first_epoch import OnlineEncoder
 from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.errors import UserError
-from mmspeed.log import ProgressLine, get_logger
+from mmspeed.log import ProgressLine, format_seconds, get_logger
 from mmspeed.loop.callbacks import Averages, Callback, LearningRate, Sparsity, StepOutcome
+from mmspeed.loop.checkpoint.load import load_start
 from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState
 from mmspeed.loop.frozen import frozen_fingerprint, frozen_names
 from mmspeed.loop.signals import StopSignals
 from mmspeed.loop.step import StepResult, train_step
-from mmspeed.loop.warm_start import load_start
 from mmspeed.mesh import process_group
 from mmspeed.pipelines.run.build import Assembly, Placement, assemble, place
-from mmspeed.pipelines.run.result import TrainResult
 from mmspeed.pipelines.run.run_folder import RunFolder, trim_metrics
 from mmspeed.pipelines.run.telemetry import Telemetry, TelemetryCallback
 from mmspeed.pipelines.tasks import make_task
@@ -52,6 +52,29 @@ class Run:
     manager: CheckpointManager
     step: int = 0  # from which it goes on
     skipped: int = 0  # steps left out so far, since something in them was not finite
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended."""
+
+    run: Path
+    step: int
+    finished: bool  # False when it was stopped by a signal or a `stop` file
+    already: bool  # the run had been finished before
+    loss: float | None
+    seconds: float
+
+    def lines(self) -> list[str]:
+        """The summary that people read."""
+        if self.already:
+            return [
+                f"{self.run} is finished: {self.step} steps are trained.",
+                "Raise train.steps to train on, or choose another name for a new run.",
+            ]
+        state = "finished" if self.finished else "stopped and saved; the same command goes on"
+        loss = f", loss {self.loss:.4f}" if self.loss is not None else ""
+        return [f"{self.run}: {state} at step {self.step}{loss}, {format_seconds(self.seconds)}"]
 
 
 class TrainPipeline:

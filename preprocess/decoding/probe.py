@@ -18,8 +18,7 @@ import av.video
 from PIL import Image
 
 from mmspeed.preprocess.decoding.images import open_picture, picture_times, shown_size
-from mmspeed.preprocess.sources.containers import DEMUXERS, is_picture, structural_cut
-from mmspeed.preprocess.sources.pickles import holds_pickle
+from mmspeed.preprocess.sources.containers import DEMUXERS, holds_pickle, is_picture, structural_cut
 from mmspeed.preprocess.sources.rejections import Reason, Rejected
 from mmspeed.preprocess.sources.source import Kind, Source
 

@@ -1,20 +1,25 @@
-"""What the first bytes and the boxes of a file tell: which reader it is for, and whether its end is missing.
+"""What the first bytes and the boxes of a file tell: which reader it is for, whether it is a pickle, and whether its end is missing.
 
 Decoders are silent about many cut files, but the formats say how long they should be: ISO base media (mp4, mov) in
 its boxes, Matroska (webm, mkv) in its segment, AVI in its RIFF header.
+
+A pickle runs code when it is read, so none is ever opened.
 """
 
 from __future__ import annotations
 
+import os
 import struct
 from typing import BinaryIO
 
+HEAD_BYTES = 512  # enough of a file to tell
 DEMUXERS = (
     "mov", "mp4", "m4a", "3gp", "3g2", "mj2", "matroska", "webm", "avi", "mpegts", "mpeg", "mpegvideo", "flv", "asf",
     "ogg", "mxf", "dv", "ivf", "nut", "yuv4mpegpipe", "h264", "hevc", "obu", "wtv", "mp3", "wav", "flac", "aac",
 )  # fmt: skip
 _ISO_STARTS = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip", b"pnot")
 _ISO_BOXES = frozenset(_ISO_STARTS) | {b"moof", b"mfra", b"sidx", b"styp", b"uuid", b"meta", b"udta", b"emsg", b"ssix"}
+_PICKLE_ENDINGS = frozenset(".pkl .pickle .pt .pth .ckpt .joblib .dill .p".split())
 _EBML, _SEGMENT = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"
 
 
@@ -26,6 +31,25 @@ def is_picture(head: bytes) -> bool:
         or (head[:2] == b"BM" and head[6:10] == b"\0\0\0\0")
         or (head[4:8] == b"ftyp" and head[8:12] in (b"avif", b"avis"))
     )
+
+
+def is_pickle(name: str, head: bytes = b"") -> bool:
+    """Whether a file is a pickle, or holds one: by its ending, or by its first bytes where those are given.
+
+    Seen are bare pickles (protocol 2 and later), zips whose first file is one (what torch writes), and NumPy arrays of objects.
+    """
+    return os.path.splitext(name)[1].lower() in _PICKLE_ENDINGS or holds_pickle(head)
+
+
+def holds_pickle(head: bytes) -> bool:
+    """Whether the first bytes of a file are a pickle's, or of a zip or a NumPy array that holds one."""
+    if head[:1] == b"\x80" and head[1:2] in (b"\2", b"\3", b"\4", b"\5"):
+        # A framed pickle states its frame; an older one goes on with an opcode, which is a printable sign.
+        return head[2:3] == b"\x95" or 0x20 <= (head[2:3] or b"\0")[0] < 0x7F or head[2:3] in (b"\x8a", b"\x8c")
+    if head.startswith(b"PK\x03\x04"):
+        length = int.from_bytes(head[26:28], "little")
+        return head[30 : 30 + length].endswith(b".pkl")
+    return head.startswith(b"\x93NUMPY") and (b"'|O" in head or b"'O" in head)
 
 
 def structural_cut(file: BinaryIO, head: bytes, size: int) -> str:

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 from mmspeed.config.schema import DataConfig, SourceConfig
 from mmspeed.errors import UserError
 from mmspeed.preprocess.sources.captions import MAX_CAPTION_BYTES, is_missing, strings
+from mmspeed.preprocess.sources.containers import HEAD_BYTES, holds_pickle, is_pickle
 from mmspeed.preprocess.sources.folders import no_file, read_folder
 from mmspeed.preprocess.sources.listing import (
     CAPTION_ENDINGS,
@@ -25,7 +26,6 @@ from mmspeed.preprocess.sources.listing import (
     is_media,
 )
 from mmspeed.preprocess.sources.manifests import READERS, Columns
-from mmspeed.preprocess.sources.pickles import HEAD_BYTES, holds_pickle, is_pickle
 from mmspeed.preprocess.sources.rejections import Reason, Rejection, readable
 from mmspeed.preprocess.sources.source import Kind, Source, Split, content_id
 from mmspeed.preprocess.sources.tars import TarMember, is_unsafe, read_headers

@@ -6,8 +6,8 @@ import os
 
 from mmspeed.config.schema import SourceConfig
 from mmspeed.preprocess.sources.captions import MAX_CAPTION_BYTES
+from mmspeed.preprocess.sources.containers import is_pickle
 from mmspeed.preprocess.sources.listing import CAPTION_ENDINGS, SourceCollector, ending, is_media
-from mmspeed.preprocess.sources.pickles import is_pickle
 from mmspeed.preprocess.sources.rejections import Reason
 
 

@@ -22,8 +22,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mmspeed.data.cache.checksum import BLANK
-from mmspeed.data.cache.checksummed_files import seal_file
+from mmspeed.data.cache.checksum import BLANK, seal_file
 from mmspeed.data.cache.index import compile_index
 from mmspeed.data.cache.index_reader import open_tables
 from mmspeed.data.cache.tables import entry_schema, index_path, sample_schema

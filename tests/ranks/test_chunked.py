@@ -18,7 +18,7 @@ from mmspeed import rng
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.device import Device
 from mmspeed.memory import BlockPolicies, peak_bytes
-from mmspeed.memory.planning.count import MatmulCounter
+from mmspeed.memory.planning.measure import MatmulCounter
 from mmspeed.memory.planning.report import CATEGORIES, MemoryReport
 from mmspeed.memory.planning.tracked import measure_step
 from mmspeed.mesh import make_mesh

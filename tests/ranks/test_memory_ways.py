@@ -17,7 +17,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from mmspeed.compute.sparse.module import clustered_layers
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.device import Device
-from mmspeed.memory.offload.swap import Offloader
+from mmspeed.memory.offload.swap_group import Offloader
 from mmspeed.mesh import make_mesh
 from mmspeed.parallel import TokenLayout, make_layout, parallelize, unwrap
 from mmspeed.parallel.tensor import sum_shared_gradients

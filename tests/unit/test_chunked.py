@@ -20,7 +20,7 @@ from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.memory import BlockPolicies, peak_bytes
 from mmspeed.memory.chunked import UNITS, _even_parts, chunked_mlp, in_chunks
-from mmspeed.memory.planning.count import MatmulCounter
+from mmspeed.memory.planning.measure import MatmulCounter
 from mmspeed.memory.planning.tracked import kept_bytes
 from mmspeed.models.sora.layers import Mlp, gelu
 from mmspeed.models.sora.model import SoraDiT, SoraDiTConfig

@@ -13,7 +13,7 @@ from torch import Tensor
 from mmspeed.device import Device
 from mmspeed.memory import peak_bytes
 from mmspeed.memory.chunked import chunked_cross_entropy
-from mmspeed.memory.planning.count import MatmulCounter
+from mmspeed.memory.planning.measure import MatmulCounter
 
 CPU = Device("cpu", 0)
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from mmspeed.memory.planning.count import MatmulCounter
+from mmspeed.memory.planning.measure import MatmulCounter
 from mmspeed.memory.recompute.discard import Discard, discarded
 from mmspeed.memory.recompute.spans import region, region_runner, set_policies
 from mmspeed.replay import checkpointed, recording

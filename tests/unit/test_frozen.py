@@ -14,10 +14,10 @@ from mmspeed.compute.sparse.module import ClusteredAttention
 from mmspeed.errors import UserError
 from mmspeed.loop import frozen
 from mmspeed.loop.averages import EMA, ema_decay
+from mmspeed.loop.checkpoint.load import load_start
 from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState, load, load_weights, step_name
 from mmspeed.loop.checkpoint.state import declared_state, weights_to_save
 from mmspeed.loop.frozen import fingerprint, frozen_fingerprint, frozen_names
-from mmspeed.loop.warm_start import load_start
 from mmspeed.parallel import is_half, make_half, take_float32_gradients
 from mmspeed.protocols import DeclaredState
 from tests.adapted import (

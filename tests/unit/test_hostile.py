@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmspeed.errors import UserError
-from mmspeed.preprocess.sources.pickles import is_pickle
+from mmspeed.preprocess.sources.containers import is_pickle
 from mmspeed.preprocess.sources.rejections import Reason, Rejection
 from mmspeed.preprocess.sources.tars import read_headers
 from tests.media import write_tar

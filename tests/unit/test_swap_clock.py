@@ -12,8 +12,7 @@ from torch import Tensor
 
 from mmspeed.device import Device
 from mmspeed.memory.offload.copies import CpuCopyEngine, HostBuffer
-from mmspeed.memory.offload.swap import Offloader
-from mmspeed.memory.offload.swap_group import PooledOffloadGroup
+from mmspeed.memory.offload.swap_group import Offloader, PooledOffloadGroup
 
 from .clock import ControlledClock, Reckoned
 

@@ -16,10 +16,10 @@ from mmspeed.config.memory import MemoryConfig
 from mmspeed.config.training import TrainConfig
 from mmspeed.errors import UserError
 from mmspeed.log import read_metrics
+from mmspeed.loop.checkpoint.load import load_start
 from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState, load, load_weights, step_name
 from mmspeed.loop.host_averages import HostAverages
 from mmspeed.loop.optimizers.build import learning_rate, make_adamw, make_groups, make_optimizer, set_learning_rate
-from mmspeed.loop.warm_start import load_start
 from mmspeed.memory.optimizer.split_bits import rounded
 from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
 from mmspeed.models.sora.layers import set_parameter

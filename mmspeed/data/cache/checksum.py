@@ -2,17 +2,24 @@
 
 A seal is a mark and 64 hexadecimal digits: the digest of the file with zeros in place of the digits. The last mark of a file counts,
 and others with the same digits (Arrow writes its metadata twice); marks in what users wrote, such as captions, do not.
+
+Files too large to hold twice in memory are checked and sealed through a mapping, in pieces.
 """
 
 from __future__ import annotations
 
 import hashlib
+import mmap
+import os
 import re
+from pathlib import Path
 
 _MARK = b"mmspeed-sha256:"
-_ZEROS = b"0" * 64
+_DIGITS = 64
+_ZEROS = b"0" * _DIGITS
 BLANK = (_MARK + _ZEROS).decode()  # what is written where the seal is to stand
 _SEAL = re.compile(re.escape(_MARK) + rb"([0-9a-f]{64})")
+_PIECE = 1 << 24
 
 
 def seal(data: bytes) -> bytes:
@@ -31,3 +38,56 @@ def is_sealed(data: bytes) -> bool:
         return False
     blank = data.replace(_MARK + found[-1], _MARK + _ZEROS)
     return hashlib.sha256(blank).hexdigest().encode() == found[-1]
+
+
+def sealed_file(path: Path) -> bool:
+    """Whether a file carries a seal that is its own, as `is_sealed` of its bytes. Raises OSError."""
+    with open(path, "rb") as file:
+        if os.fstat(file.fileno()).st_size == 0:
+            return False
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            places = _places(data)
+            if not places:
+                return False
+            digits = data[places[-1] : places[-1] + _DIGITS]
+            return _digest(data, [place for place in places if data[place : place + _DIGITS] == digits]) == digits
+
+
+def seal_file(path: Path) -> None:
+    """Turn the first and the last `BLANK` of a file, where Arrow has its metadata, into its seal. Raises ValueError without one."""
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_WRITE) as data:
+        places = [place for place in _places(data) if data[place : place + _DIGITS] == _ZEROS]
+        if not places:
+            raise ValueError("there is no place for a seal")
+        # Others, in what users wrote, stay as they are: they read as zeros before and after.
+        digits = _digest(data, places)
+        for place in (places[0], places[-1]):
+            data[place : place + _DIGITS] = digits
+
+
+def _places(data: mmap.mmap) -> list[int]:
+    """Where the digits of seals stand."""
+    places, at = [], data.find(_MARK)
+    while at >= 0:
+        place = at + len(_MARK)
+        digits = data[place : place + _DIGITS]
+        if len(digits) == _DIGITS and all(digit in b"0123456789abcdef" for digit in digits):
+            places.append(place)
+        at = data.find(_MARK, place)
+    return places
+
+
+def _digest(data: mmap.mmap, places: list[int]) -> bytes:
+    """Hexadecimal digest of the file with zeros in place of the digits."""
+    result, at = hashlib.sha256(), 0
+    with memoryview(data) as view:
+        for place in [*places, len(data)]:
+            while at < place:
+                end = min(place, at + _PIECE)
+                with view[at:end] as piece:
+                    result.update(piece)
+                at = end
+            if place < len(data):
+                result.update(_ZEROS)
+                at = place + _DIGITS
+    return result.hexdigest().encode()

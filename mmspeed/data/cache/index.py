@@ -28,8 +28,7 @@ import pyarrow.parquet as pq
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
 
-from .checksum import BLANK
-from .checksummed_files import seal_file
+from .checksum import BLANK, seal_file
 from .files import TempFile, disk_errors
 from .keys import canonical_json
 from .tables import (

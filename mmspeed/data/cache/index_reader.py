@@ -22,7 +22,7 @@ from mmspeed.log import get_logger
 from mmspeed.protocols import ShapeClass
 from mmspeed.shapes import Bucket
 
-from .checksummed_files import sealed_file
+from .checksum import sealed_file
 from .index import (
     ENTRIES_NAME,
     ENTRIES_SCHEMA,

@@ -15,8 +15,7 @@ from mmspeed.errors import UserError
 from mmspeed.shapes import Bucket
 from mmspeed.version import __version__
 
-from .checksum import BLANK, is_sealed, seal
-from .checksummed_files import sealed_file
+from .checksum import BLANK, is_sealed, seal, sealed_file
 from .files import write_whole
 
 SCHEMA_VERSION = 2

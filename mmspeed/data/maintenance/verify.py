@@ -15,8 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from mmspeed.data.cache.checksum import is_sealed
-from mmspeed.data.cache.checksummed_files import sealed_file
+from mmspeed.data.cache.checksum import is_sealed, sealed_file
 from mmspeed.data.cache.codec_file import codec_problems
 from mmspeed.data.cache.files import TEMP_SUFFIX, held
 from mmspeed.data.cache.index import ENTRIES_NAME, ENTRIES_SCHEMA, SAMPLES_NAME, SAMPLES_SCHEMA, fits

@@ -1,4 +1,4 @@
-"""What one run of a span keeps in the host's memory, and when it goes and comes.
+"""Swapping: what one run of a span keeps in the host's memory until backward, and when it goes and comes.
 
 What is copied are parts of storages, not tensors: many saved tensors look into the same memory (queries, keys and values of one projection;
 a tensor that two operators save), which goes out once and comes back once. A part lives as long as somebody may ask for it, so its place
@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -249,6 +250,26 @@ class OffloadedTensor:
             return self.look.into(arrival.memory_Z, self.part.start)
 
 
+class OffloadGroup(Protocol):
+    """What one span of one forward pass keeps in the host's memory."""
+
+    def store(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Begin to copy a tensor out; the result gives it back, on its device. A tensor that is not worth it is kept as it is."""
+        ...
+
+    def close(self) -> None:
+        """The span's forward is done."""
+        ...
+
+    def fetch(self) -> None:
+        """Backward has come to the span: begin to copy its tensors back, and those of the span before it."""
+        ...
+
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Inside, all that autograd saves is stored."""
+        ...
+
+
 class PooledOffloadGroup:
     """What one run of a span keeps in the host's memory; an `OffloadGroup`. Only who may ask for its tensors holds it."""
 
@@ -342,3 +363,11 @@ class PooledOffloadGroup:
 
     def _alive(self) -> list[OffloadedTensor]:
         return [held for weak in self._held if (held := weak()) is not None]
+
+
+class Offloader(OffloadPool):
+    """Where a model's spans swap to. Tensors of fewer than `from_bytes` stay."""
+
+    def group(self) -> OffloadGroup:
+        """A new group, for one run of a span."""
+        return PooledOffloadGroup(self)

@@ -3,12 +3,15 @@
 From shapes, tensors are torch's fake ones: every operation tells what it would return, and nothing is computed. Bytes are then those of
 all tensors that are alive, which is exact but for what an operation takes for itself while it runs. Time is that of the roofline model
 (Williams et al., 2009): an operation takes as long as its arithmetic or its memory traffic, whichever is longer.
+
+What recomputation costs is also counted, in matrix products as they are made: a number that no clock disturbs.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -19,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from mmspeed.device import Device
+from mmspeed.memory.recompute.region import matmul_operators
 
 from .peak import added_on_cpu
 
@@ -176,6 +180,30 @@ class Roofline(TorchDispatchMode):
         self.bytes += traffic
         self.seconds += max(flops / self._flops, traffic / self._bandwidth)
         return result
+
+
+class MatmulCounter(TorchDispatchMode):
+    """Inside, counts the matrix products that are computed, by operator. Those that a region gives back are not.
+
+    `work` is their floating-point operations, where torch knows the operator's.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.work = 0
+        self._operators = matmul_operators()
+
+    @property
+    def total(self) -> int:
+        return sum(self.calls.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in self._operators:
+            self.calls[str(func)] += 1
+            self.work += operations(func, args, kwargs or {}, out)
+        return out
 
 
 def operations(func: Any, args: Any, kwargs: Any, result: Any) -> int:

@@ -11,7 +11,7 @@ from torch import nn
 from mmspeed.config.memory import ActivationPolicy, MemoryConfig, parse_bytes
 from mmspeed.device import Device
 from mmspeed.errors import UserError
-from mmspeed.memory.offload.swap import Offloader, OffloadGroup
+from mmspeed.memory.offload.swap_group import Offloader, OffloadGroup
 
 from .block_checkpoint import recompute
 from .spans import ActivationPolicies, set_policies

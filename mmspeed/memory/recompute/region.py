@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from mmspeed.memory.offload.swap import OffloadGroup
+from mmspeed.memory.offload.swap_group import OffloadGroup
 from mmspeed.replay import DecisionRecord, Kind
 
 OpPolicy = Literal["save", "offload", "recompute"]

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from mmspeed.config.memory import ActivationPolicy
-from mmspeed.memory.offload.swap import OffloadGroup
+from mmspeed.memory.offload.swap_group import OffloadGroup
 from mmspeed.mixin import mix_in
 from mmspeed.replay import recording
 

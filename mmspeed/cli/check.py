@@ -1,4 +1,4 @@
-"""`mmspeed check CONFIG --parallel LAYOUT`: the report of `pipelines.selfcheck`, and its exit code."""
+"""`mmspeed check CONFIG` beside the data: what a budget of memory would choose, and with `--parallel` the self-check of a layout."""
 
 from __future__ import annotations
 
@@ -21,3 +21,12 @@ def check_parallel(config: RunConfig, layout: str, others: Mapping[str, object])
     result = selfcheck(config, layout)
     print("\n".join(result.lines()))
     return 0 if result.passed else 1
+
+
+def memory_lines(config: RunConfig) -> list[str]:
+    """The step's memory and what the budget would choose; nothing without one. Raises UserError as `plan_memory`."""
+    if not config.memory.chooses:
+        return []
+    from mmspeed.pipelines.tuning.memory_estimate import plan_memory
+
+    return plan_memory(config, with_swap=config.device.kind != "cpu").lines()
