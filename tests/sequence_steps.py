@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from mmspeed import rng
 from mmspeed.comm import Ledger
 from mmspeed.config.parallel import ParallelConfig
-from mmspeed.data.collate import video_batch
+from mmspeed.data.loading.collate import video_batch
 from mmspeed.device import Device
 from mmspeed.memory import BlockPolicies
 from mmspeed.mesh import Mesh, make_mesh

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mmspeed import rng
-from mmspeed.data.collate import video_batch
+from mmspeed.data.loading.collate import video_batch
 from mmspeed.protocols import Batch
 from mmspeed.shapes import Bucket
 

@@ -23,7 +23,7 @@ from mmspeed.compute.rope import grid_positions
 from mmspeed.compute.sparse import clustered_attention
 from mmspeed.data import DatasetCache, Sample, SampleUse
 from mmspeed.data.cache.files import write_whole
-from mmspeed.data.collate import assemble
+from mmspeed.data.loading.collate import assemble
 from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger

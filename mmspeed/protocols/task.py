@@ -93,7 +93,7 @@ class MicroBatchSize:
 class Update:
     """One update of a step: the roles that learn by it, and their loss.
 
-    A step takes its updates in order, each with an optimizer of its own. Models of other roles are there, and do not learn.
+    A step takes its updates in order; those of one role share its optimizer. Models of other roles are there, and do not learn.
     """
 
     loss: LossFunction

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mmspeed import rng
 from mmspeed.compute.sparse.module import warm_plans
-from mmspeed.data.collate import pad_texts
+from mmspeed.data.loading.collate import pad_texts
 from mmspeed.device import Device
 from mmspeed.pipelines.diffusion.objective import Objective
 from mmspeed.pipelines.diffusion.samplers import Predict, guided

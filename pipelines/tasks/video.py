@@ -21,7 +21,7 @@ from mmspeed.compute.sparse.module import clustered_layers
 from mmspeed.config import Config
 from mmspeed.config.schema import ModelConfig
 from mmspeed.data import Batching, BatchSampler, DatasetCache, FirstEpoch, Loader, Sample
-from mmspeed.data.collate import video_batch
+from mmspeed.data.loading.collate import VideoCollate, video_batch
 from mmspeed.data.loading.first_epoch import OnlineEncoder
 from mmspeed.data.sampling.batch_sizes import (
     COUNTED_TEXT_TOKENS,
@@ -228,6 +228,7 @@ class VideoTask:
             prefetch=config.train.prefetch,
             workers=config.train.loader_workers,
             device=place.device,
+            collate=VideoCollate(cache, config.seed, config.train.caption_dropout),
         )
         return VideoData(self, sampler, loader)
 

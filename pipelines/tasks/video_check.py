@@ -22,7 +22,7 @@ from mmspeed import comm, rng
 from mmspeed.config import Config, RunConfig
 from mmspeed.config.schema import ModelConfig
 from mmspeed.data import Batching, Sample, SampleUse
-from mmspeed.data.collate import draw_noise, draw_quantiles, video_batch
+from mmspeed.data.loading.collate import draw_noise, draw_quantiles, video_batch
 from mmspeed.data.loading.loader import Batches
 from mmspeed.data.sampling.batch_sizes import make_batching, sample_costs
 from mmspeed.data.sampling.rank_batches import count_present, rank_batches

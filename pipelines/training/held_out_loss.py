@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mmspeed import comm, rng
 from mmspeed.config import Config
 from mmspeed.data import DatasetCache, Sample, SampleUse
-from mmspeed.data.collate import assemble
+from mmspeed.data.loading.collate import assemble
 from mmspeed.log import get_logger
 from mmspeed.models.codecs.vae import load_codec
 from mmspeed.pipelines.diffusion.objective import Objective

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from mmspeed.config import Config, make_config
 from mmspeed.data import Batching, BatchSampler, DatasetCache
 from mmspeed.data.cache.keys import digest
-from mmspeed.data.collate import assemble
+from mmspeed.data.loading.collate import assemble
 from mmspeed.data.sampling.rank_batches import rank_batches
 from mmspeed.preprocess import CacheBuilder
 from mmspeed.protocols import Batch

@@ -12,7 +12,7 @@ import pytest
 from mmspeed.config import Config
 from mmspeed.data import BatchSampler, DatasetCache
 from mmspeed.data.cache.keys import digest
-from mmspeed.data.collate import assemble, draw_quantiles
+from mmspeed.data.loading.collate import assemble, draw_quantiles
 from mmspeed.data.sampling.batch_sizes import make_batching, sample_costs
 from mmspeed.data.sampling.rank_batches import rank_batches
 from mmspeed.models import build_model

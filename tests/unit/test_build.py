@@ -18,7 +18,7 @@ import webdataset
 
 from mmspeed.config import Bucket, dump_config, make_config
 from mmspeed.data import CacheWriter, DatasetCache
-from mmspeed.data.collate import first_frame
+from mmspeed.data.loading.collate import first_frame
 from mmspeed.device import Device, pick
 from mmspeed.errors import UserError
 from mmspeed.models.codecs.linear import LinearCodec

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mmspeed import rng
 from mmspeed.config.schema import DdpmConfig
-from mmspeed.data.collate import draw_noise, draw_quantiles
+from mmspeed.data.loading.collate import draw_noise, draw_quantiles
 from mmspeed.pipelines.diffusion import ddpm
 from mmspeed.pipelines.diffusion.objective import DdpmObjective, make_objective
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mmspeed import rng
 from mmspeed.config.schema import FlowConfig
-from mmspeed.data.collate import draw_noise, draw_quantiles
+from mmspeed.data.loading.collate import draw_noise, draw_quantiles
 from mmspeed.pipelines.diffusion import flow
 from mmspeed.pipelines.diffusion.objective import FlowObjective, make_objective
 

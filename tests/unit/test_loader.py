@@ -13,7 +13,7 @@ import torch
 from mmspeed import rng
 from mmspeed.data import Batching, BatchSampler, DatasetCache, Loader
 from mmspeed.data.cache.tables import read_samples, write_samples
-from mmspeed.data.collate import assemble, choose_text, draw_noise, draw_quantiles
+from mmspeed.data.loading.collate import assemble, choose_text, draw_noise, draw_quantiles
 from mmspeed.errors import UserError
 from mmspeed.protocols import Batch
 from tests.loading import IMAGE, VIDEO, WIDTH, assert_same, by_name, draw_of, embeds_of, make_cache, mean_of

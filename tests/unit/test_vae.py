@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mmspeed import rng
 from mmspeed.config.schema import DiffusersVaeConfig, LinearVaeConfig
-from mmspeed.data.collate import first_frame
+from mmspeed.data.loading.collate import first_frame
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.models.codecs.linear import LinearCodec

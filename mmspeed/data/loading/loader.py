@@ -11,12 +11,12 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Protocol
 
 from mmspeed.data.cache.reader import DatasetCache
-from mmspeed.data.collate import VideoCollate
 from mmspeed.data.sampling.rank_batches import count_present, imbalance, rank_batches
 from mmspeed.data.sampling.sampler import BatchSampler, SampleUse
 from mmspeed.device import Device
 from mmspeed.protocols import Batch, BatchShape, Item, StepData
 
+from .collate import VideoCollate
 from .first_epoch import FirstEpoch
 from .prefetch import in_workers, on_device, read_ahead
 

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmspeed.data.cache.reader import DatasetCache
+from mmspeed.data.cache.tables import Sample
+from mmspeed.data.sampling.sampler import SampleUse
 from mmspeed.errors import UserError
 from mmspeed.protocols import Batch, BatchShape, Item, NumberRule, TextEntry
 from mmspeed.rng import normal, uniform
 from mmspeed.shapes import Bucket, Strides
-
-from .cache.reader import DatasetCache
-from .cache.tables import Sample
-from .sampling.sampler import SampleUse
 
 # Quantiles of times are worked with on the CPU in float64; all other numbers take the number type of the computation.
 RULES: dict[str, NumberRule] = {

@@ -1,0 +1,29 @@
+"""A task's tensors leave whole from any layout, one at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.spawn import run_ranks
+from tests.toy import ToyDiT
+
+
+def exported(strategy: Any) -> dict[str, np.ndarray[Any, Any]]:
+    from mmspeed.device import Device
+    from mmspeed.loop.checkpoint.state import whole_tensors
+    from mmspeed.mesh import make_mesh
+    from mmspeed.parallel import parallelize
+
+    model = parallelize(ToyDiT(), make_mesh(Device("cpu", 0), *((1, -1) if strategy == "fsdp" else (-1, 1))), strategy)
+    return {name: tensor.numpy().copy() for name, tensor in whole_tensors(model)}
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_every_rank_streams_the_whole_model(strategy: str) -> None:
+    expected = ToyDiT().state_dict()
+    for found in run_ranks(exported, 2, strategy):
+        assert found.keys() == expected.keys()
+        assert all(np.array_equal(found[name], value.numpy()) for name, value in expected.items())
