@@ -7,19 +7,23 @@ parameters; and nothing outside of the module changes.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
+M = TypeVar("M", bound=nn.Module)
 
-def mix_in(module: nn.Module, mixin: type[nn.Module], rename: bool = True) -> None:
-    """Put `mixin` before the class of `module`, in place; once, if it is there already.
+
+def mix_in(module: nn.Module, mixin: type[M], rename: bool = True) -> M:
+    """The module itself, with `mixin` put before its class, in place; once, if it is there already.
 
     `rename`: the class tells of the mixin by its name, such as RecomputedSoraBlock; else it keeps its own, which may be written
     to files.
     """
     if not isinstance(module, mixin):
         module.__class__ = _mixed(type(module), mixin, rename)  # type: ignore[arg-type]
+    assert isinstance(module, mixin)
+    return module
 
 
 @cache

@@ -17,6 +17,7 @@ from mmspeed.errors import UserError, nearest
 from mmspeed.mesh import make_mesh
 from mmspeed.models.diffusers.plans import plan_for
 from mmspeed.parallel.declared.apply import SequencePlan, sequence_parallel
+from mmspeed.parallel.declared.plan import plan_of
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -55,7 +56,7 @@ def accelerate_model(
             "torchrun or accelerate, and call torch.distributed.init_process_group (or make the Accelerator) before"
         )
     if plan is None:
-        plan = getattr(transformer, "sequence_plan", None) or plan_for(transformer)
+        plan = plan_of(transformer) or plan_for(transformer)
     kind = next((parameter.device.type for parameter in transformer.parameters()), "cpu")
     world = dist.get_world_size()
     if world % degree:

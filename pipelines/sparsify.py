@@ -16,7 +16,8 @@ from mmspeed.config.schema import Config
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.errors import UserError, nearest
 from mmspeed.models.diffusers.sparse import Grid, layout_for
-from mmspeed.models.diffusers.sparsified import sparsify
+from mmspeed.models.diffusers.sparsified import is_context_parallel, sparsify
+from mmspeed.parallel.declared.apply import is_sequence_parallel
 
 
 class ModelSparsity(SparsityController):
@@ -65,11 +66,10 @@ def sparsify_model(
     name = type(transformer).__name__
     if clustered_layers(transformer):
         raise UserError(f"sparsify_model: {name} has sparse attention already")
-    for module in transformer.modules():
-        if hasattr(module, "_sequence_role") or getattr(getattr(module, "processor", None), "_parallel_config", None):
-            raise UserError(
-                f"sparsify_model: {name} is sequence parallel; foreign models are either that or sparse for now, mmspeed's own are both"
-            )
+    if is_sequence_parallel(transformer) or is_context_parallel(transformer):
+        raise UserError(
+            f"sparsify_model: {name} is sequence parallel; foreign models are either that or sparse for now, mmspeed's own are both"
+        )
     return ModelSparsity(sparsify(transformer, layout_for(transformer, attention, grid), settings), settings)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from mmspeed.errors import UserError
 from mmspeed.graphs import compile_forward
 from mmspeed.memory import BlockPolicies
 from mmspeed.mesh import Mesh
-from mmspeed.protocols import DiffusionModel, Role
+from mmspeed.protocols import CountsHeads, DeclaresRoles, Role, trainable
 from mmspeed.replay import recorded_modules
 
 from .data_parallel import (
@@ -34,7 +34,7 @@ from .declared.apply import sequence_axes, sequence_parallel
 from .declared.plan import Attends, Gather, Leading, SequencePlan, Split
 from .sequence.hybrid_attention import SequenceAxes
 from .tensor import check_heads, split_layers, sum_shared_gradients
-from .tokens import TokenLayout
+from .tokens import SpreadsTokens, TokenLayout
 
 __all__ = [
     "Attends",
@@ -126,7 +126,7 @@ def parallelize(
     # Recomputation is part of the graphs, block by block; but exchanges and plans break graphs, and none is made of a block with both
     breaks = exchanges or bool(recorded_modules(model))
     backend = compile if isinstance(compile, str) else "inductor"
-    for number, block in enumerate(cast(DiffusionModel, model).blocks):
+    for number, block in enumerate(trainable(model).blocks):
         if compile and breaks:
             compile_forward(block, backend=backend)
         if keeping is not None:  # what backward finds
@@ -147,25 +147,23 @@ def _tensor_parts(model: nn.Module, strategy: Strategy, mesh: Mesh) -> tuple[int
     """The heads and roles of a model that tensor parallelism takes. Raises UserError where it cannot."""
     if strategy == "ddp" or (strategy == "none" and mesh.storage.size() > mesh.size(AxisName.TP)):
         raise UserError("parallel.tp goes with parallel.strategy: fsdp")
-    roles = getattr(model, "roles", None)
-    if not roles:
+    if not isinstance(model, DeclaresRoles) or not model.roles:
         raise UserError(f"parallel.tp: {type(model).__name__} declares no roles of its layers; use ring and ulysses")
-    return cast(int, model.heads), roles
+    return model.heads, model.roles
 
 
 def shard_tokens(model: nn.Module, layout: TokenLayout) -> None:
     """Hand a model its layout, in place. Raises UserError when the model cannot be spread so."""
-    if not isinstance(getattr(model, "layout", None), TokenLayout):
+    if not isinstance(model, SpreadsTokens) or not isinstance(model.layout, TokenLayout):
         raise UserError(
             f"parallel: {type(model).__name__} has no token layout; declare a plan with mmspeed.parallel.sequence_parallel"
         )
     sizes = {"ulysses": layout.axes.ulysses.size, "tp": layout.tensor.size}
     check_layout(model, ParallelConfig(scheme=layout.scheme, **sizes))
-    cast(Any, model).layout = layout
+    model.layout = layout
 
 
-def check_layout(model: nn.Module, parallel: ParallelConfig) -> None:
+def check_layout(model: CountsHeads, parallel: ParallelConfig) -> None:
     """Raises UserError where the heads of a model (which may be on the meta device) do not fit `ulysses` or `tp`."""
-    known = cast(Any, model)
-    crosses = parallel.scheme == "ulysses" or known.attends_over_all  # else tokens are moved, not heads
-    check_heads(known.heads, parallel.ulysses if crosses else 1, parallel.tp)
+    crosses = parallel.scheme == "ulysses" or model.attends_over_all  # else tokens are moved, not heads
+    check_heads(model.heads, parallel.ulysses if crosses else 1, parallel.tp)

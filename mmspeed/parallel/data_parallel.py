@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mmspeed.axes import AxisName
 from mmspeed.mesh import Mesh
 from mmspeed.mixin import mix_in
-from mmspeed.protocols import DiffusionModel
+from mmspeed.protocols import trainable
 
 Strategy = Literal["none", "ddp", "fsdp"]
 
@@ -38,8 +38,7 @@ class _Autocast(nn.Module):
 
 def autocast(model: nn.Module, dtype: torch.dtype) -> None:
     """Make `model` compute its matrix products in `dtype`, in place; parameters and names stay as they are."""
-    mix_in(model, _Autocast)
-    cast(_Autocast, model)._autocast_dtype = dtype
+    mix_in(model, _Autocast)._autocast_dtype = dtype
 
 
 def shard(model: nn.Module, mesh: Mesh, compute_dtype: torch.dtype) -> nn.Module:
@@ -51,7 +50,7 @@ def shard(model: nn.Module, mesh: Mesh, compute_dtype: torch.dtype) -> nn.Module
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     axes = (AxisName.DP_REPLICATE, AxisName.SHARD) if mesh.size(AxisName.DP_REPLICATE) > 1 else (AxisName.SHARD,)
     data_mesh = mesh.submesh(*axes)
-    for block in cast(DiffusionModel, model).blocks:
+    for block in trainable(model).blocks:
         fully_shard(block, mesh=data_mesh, mp_policy=policy)
     # The root is resharded too (not torch's default): after an evaluation its gathered parameters would otherwise
     # stay, and hide what an EMA swap or a loaded checkpoint writes into the shards.
@@ -109,7 +108,7 @@ def take_float32_gradients(model: nn.Module) -> None:
 
 def _keep_sums_in_float32(model: nn.Module) -> None:
     """The sharding engine would round the sums of gradients over ranks to the parameters' dtype, which it looks up at the first forward."""
-    states = [cast(Any, module)._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    states: list[Any] = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
 
     def before(*_: Any) -> None:
         for state in states:
@@ -152,6 +151,5 @@ def no_sync(model: nn.Module, strategy: Strategy, last: bool) -> Iterator[None]:
     """Around forward and backward of one micro-batch: gradients are exchanged only with the `last` one of a step."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
-    waiting = isinstance(model, DistributedDataParallel) and not last
-    with cast(DistributedDataParallel, model).no_sync() if waiting else nullcontext():
+    with model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext():
         yield

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -32,19 +31,19 @@ from mmspeed.mixin import mix_in
 from mmspeed.protocols import Role
 
 
-class _TensorSplitLinear(nn.Module):
-    """Mixed in before nn.Linear: computes with this process's part of the weight."""
+class _TensorSplitLinear(nn.Linear):
+    """Mixed in before a linear layer's own class: computes with this process's part of the weight."""
 
     _bias_share: float
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, *applied(cast(nn.Linear, self)))
+        return F.linear(x, *applied(self))
 
 
 def applied(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
     """The weight and the bias that this process computes a linear layer with, split or not."""
     bias = local(layer.bias) if layer.bias is not None else None
-    share = getattr(layer, "_bias_share", 1.0)
+    share = layer._bias_share if isinstance(layer, _TensorSplitLinear) else 1.0
     if bias is not None and share != 1.0:
         bias = bias * share  # every process adds a part: their outputs are summed
     return local(layer.weight), bias
@@ -99,8 +98,7 @@ def _split_layer(layer: nn.Linear, mesh: DeviceMesh, role: Role, name: str) -> N
     layer.weight = part(layer.weight, dim)
     if layer.bias is not None and role == "column":
         layer.bias = part(layer.bias, 0)
-    mix_in(layer, _TensorSplitLinear)
-    cast(Any, layer)._bias_share = 1.0 if role == "column" else 1.0 / parts
+    mix_in(layer, _TensorSplitLinear)._bias_share = 1.0 if role == "column" else 1.0 / parts
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from torch import Tensor
 from mmspeed.comm import Axis, Ledger, all_gather, all_to_all, even_sizes, reduce_scatter
 from mmspeed.compute.sparse.module import ClusteredAttention
 from mmspeed.graphs import outside_graphs
+from mmspeed.protocols import CountsHeads
 
 from .sequence.hybrid_attention import SequenceAxes, autocast_alike, hybrid_attention, of_nothing
 from .sparse.attention import sparse_attention
@@ -127,6 +128,13 @@ class TokenLayout:
             holdings = {"T": self.shard, "S": self.shard}
         text_split = split and self.text_from is not None and text_tokens >= self.text_from
         return ShardedTokens(self, pos_TSX, mask_BTS, full, image, holdings, text_tokens, text_split)
+
+
+@runtime_checkable
+class SpreadsTokens(CountsHeads, Protocol):
+    """A model that computes the tokens that its layout gives to this process."""
+
+    layout: TokenLayout
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,9 @@ from .batch import Batch, Item, MicroBatches, NumberRule, Term, Terms
 from .codecs import Posterior, TextEncoder, TextEntry, VideoCodec
 from .data import BatchShape, Data, Divisors, Location, StepData
 from .model import (
+    ComputesInChunks,
     CountsDenseFlops,
+    CountsHeads,
     DeclaredState,
     DeclaresRoles,
     DiffusionModel,
@@ -16,6 +18,7 @@ from .model import (
     StateRule,
     TrainableModel,
     check_model,
+    trainable,
 )
 from .preparation import CheckReport, Preparation
 from .shapes import ShapeClass
@@ -39,7 +42,9 @@ __all__ = [
     "CheckNotes",
     "CheckReport",
     "CheckTask",
+    "ComputesInChunks",
     "CountsDenseFlops",
+    "CountsHeads",
     "Data",
     "DeclaredState",
     "DeclaresRoles",
@@ -75,4 +80,5 @@ __all__ = [
     "VideoCodec",
     "Work",
     "check_model",
+    "trainable",
 ]

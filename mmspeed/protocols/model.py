@@ -6,7 +6,7 @@ Legend: B batch, C channels, T h w latent, L caption tokens, D text width.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, cast, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -55,6 +55,21 @@ class DeclaresRoles(Protocol):
     @property
     def heads(self) -> int:
         """Attention heads, over all processes."""
+        ...
+
+
+@runtime_checkable
+class CountsHeads(Protocol):
+    """A model whose attention can be spread over processes: by its heads, or by its tokens where no attention crosses the split."""
+
+    @property
+    def heads(self) -> int:
+        """Attention heads, over all processes."""
+        ...
+
+    @property
+    def attends_over_all(self) -> bool:
+        """Whether its blocks attend over all tokens, so that attention crosses any split of them."""
         ...
 
 
@@ -110,18 +125,36 @@ class NamesRegions(Protocol):
 
 
 @runtime_checkable
+class ComputesInChunks(Protocol):
+    """A part of a block, such as an MLP, that can compute some tokens at a time."""
+
+    token_chunk: int | None  # tokens of all samples that are computed at a time; None: all
+    exact_chunks: bool  # each number of a gradient is then the sum of the whole, not one over the chunks
+
+
+@runtime_checkable
 class SpansBlock(Protocol):
     """A block that says along which tokens it attends; its model reads that of whatever stands in a block's place."""
 
     span: str
 
 
-def check_model(model: nn.Module, protocol: type, task: str) -> None:
+def trainable(model: nn.Module, task: str | None = None) -> TrainableModel:
+    """The module as a model that can be trained. Raises UserError that names what it lacks.
+
+    Not by `isinstance`: from Python 3.12 on that does not see submodules, such as `blocks`.
+    """
+    check_model(model, TrainableModel, task)
+    return cast(TrainableModel, model)
+
+
+def check_model(model: nn.Module, protocol: type, task: str | None = None) -> None:
     """Raises UserError that names what `model` lacks of a protocol."""
     lacking = sorted(name for name in protocol_members(protocol) if not hasattr(model, name))
     if lacking:
+        by = f" by the task {task}" if task is not None else ""
         raise UserError(
-            f"{type(model).__name__} cannot be trained by the task {task}: it lacks {', '.join(lacking)} "
+            f"{type(model).__name__} cannot be trained{by}: it lacks {', '.join(lacking)} "
             f"(see mmspeed.protocols.{protocol.__name__})"
         )
 

@@ -272,3 +272,9 @@ def _matching(model: nn.Module, layout: SparseLayout) -> list[tuple[str, nn.Modu
         hint = nearest(pattern, [name for name, _ in model.named_modules()])
         raise UserError(f"sparse attention: {type(model).__name__} has no module {pattern!r}{hint}")
     return found
+
+
+def is_context_parallel(transformer: nn.Module) -> bool:
+    """Whether diffusers' own context parallelism was enabled for a transformer: its attention processors are given a config then."""
+    processors = (getattr(module, "processor", None) for module in transformer.modules())
+    return any(getattr(processor, "_parallel_config", None) for processor in processors)

@@ -24,7 +24,7 @@ from mmspeed.memory.recompute.policy import make_keeping
 from mmspeed.mesh import Mesh, make_mesh
 from mmspeed.models.sora.layers import own_part, set_parameter
 from mmspeed.parallel import Strategy, TokenLayout, is_half, make_half, make_layout, parallelize, resolve_strategy
-from mmspeed.protocols import InitializesWeights, RunPlace, Task, TrainableModel, Update, check_model
+from mmspeed.protocols import InitializesWeights, RunPlace, Task, Update, trainable
 
 
 @dataclass(frozen=True)
@@ -134,14 +134,13 @@ def _placed(
     choice: Sequence[ActivationPolicies] | None,
 ) -> nn.Module:
     """A model on its devices, as the config's layout and number types want it; without weights if it came so."""
-    check_model(bare, TrainableModel, task.name)
-    assert isinstance(bare, TrainableModel)
+    blocks = trainable(bare, task.name).blocks
     empty = any(parameter.is_meta for parameter in bare.parameters())
     if empty and not isinstance(bare, InitializesWeights):
         raise UserError(f"{type(bare).__name__} came without weights and has no init_weights to make them")
     keeping = None
     if learns:
-        keeping = make_keeping(config.memory, len(bare.blocks), device, choice)
+        keeping = make_keeping(config.memory, len(blocks), device, choice)
     else:
         bare.requires_grad_(False).eval()
     if learns and config.memory.master != "parameters":  # float32 weights are the optimizer's

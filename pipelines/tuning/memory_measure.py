@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,8 @@ from mmspeed.memory.planning.options import (
 )
 from mmspeed.parallel.tensor import local
 from mmspeed.protocols import NamesRegions, SpansBlock, TrainableModel
+
+Made = TypeVar("Made")
 
 MOST_OPTIONS = 16  # of a kind whose bytes are measured
 ROUNDS = 3  # timed runs of each single way
@@ -236,7 +238,7 @@ class BlockProfiler:
         rest = [one for key, one in found.items() if key]
         return [plain, *rest], seconds[0]
 
-    def ends(self, model: TrainableModel, batch: Callable[[], Any], loss: Callable[[Any], Tensor]) -> tuple[int, int]:
+    def ends(self, model: TrainableModel, batch: Callable[[], Made], loss: Callable[[Made], Tensor]) -> tuple[int, int]:
         """(bytes kept outside of the blocks, bytes above them at the peak) of a forward and backward pass of a batch."""
         held: dict[str, Any] = {}
 
@@ -268,8 +270,8 @@ def without_blocks(model: TrainableModel) -> Iterator[None]:
 def step_figures(
     bench: BlockProfiler,
     model: TrainableModel,
-    batch: Callable[[], Any],
-    loss: Callable[[Any], Tensor],
+    batch: Callable[[], Made],
+    loss: Callable[[Made], Tensor],
     kinds: tuple[int, ...],
     chosen: Sequence[Sequence[int]],
     **given: Any,

@@ -43,7 +43,7 @@ UNMEASURED = ("empty_cache", "snapshot")  # of the memory section: nothing of a 
 # -- what figures depend on -------------------------------------------------------------------------------------------
 
 
-def setting_of(config: RunConfig, task: Mapping[str, Any], place: RunPlace) -> dict[str, Any]:
+def setting_of(config: RunConfig, task: Mapping[str, object], place: RunPlace) -> dict[str, Any]:
     """All that a step's time and memory depend on beside shape and batch, flat, in JSON's types; `task`: what the task says of it."""
     axes = config.parallel.sizes()
     setting = {

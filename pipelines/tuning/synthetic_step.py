@@ -23,7 +23,7 @@ from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
 from mmspeed.memory.planning.options import static_bytes
 from mmspeed.memory.planning.peak import local_bytes
 from mmspeed.pipelines.run.build import assemble, place
-from mmspeed.protocols import Batch, Models, ShapeClass, Task, TrainableModel, check_model
+from mmspeed.protocols import Batch, Models, ShapeClass, Task, TrainableModel, trainable
 
 RATE = 1e-6  # learning rate of the steps: weights move, so that no product is of zeros only, and no loss runs away
 
@@ -159,10 +159,7 @@ class SyntheticStep:
 
 def learning_model(task: Task, models: Models) -> TrainableModel:
     """Of models by role, the one that learns. Raises UserError for one that lacks part of `TrainableModel`."""
-    model = models[task.updates()[0].roles[0]]
-    check_model(model, TrainableModel, task.name)
-    assert isinstance(model, TrainableModel)
-    return model
+    return trainable(models[task.updates()[0].roles[0]], task.name)
 
 
 def does_not_fit(state_bytes: int, limit_bytes: int) -> UserError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from inspect import ismethod
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch.optim import Optimizer
 
 from mmspeed.log import format_bytes
 from mmspeed.memory.offload.copies import HostPool
+from mmspeed.memory.offload.swap import Offloader
+from mmspeed.memory.recompute.spans import runners_of
 
 from .peak import local_bytes
 
@@ -112,10 +115,8 @@ def host_pools(model: nn.Module) -> list[HostPool]:
     """Where the spans of a model's blocks swap to."""
     pools: dict[int, HostPool] = {}
     for part in model.modules():
-        for course in getattr(part, "_courses", {}).values():
-            pool = getattr(
-                getattr(course.groups, "__self__", None), "pool", None
-            )  # of the Offloader whose groups are made
-            if isinstance(pool, HostPool):
-                pools[id(pool)] = pool
+        for runner in runners_of(part).values():
+            maker = runner.groups.__self__ if ismethod(runner.groups) else None
+            if isinstance(maker, Offloader):
+                pools[id(maker.pool)] = maker.pool
     return list(pools.values())

@@ -44,6 +44,6 @@ def recompute(block: nn.Module, around_graphs: bool = False) -> None:
     keep other tensors, so torch's reentrant way is taken: it keeps none of the first pass and matches nothing. That one takes
     positional arguments alone, and `backward()` rather than `torch.autograd.grad`.
     """
-    mix_in(block, _Recomputed)
-    block._reentrant = around_graphs  # type: ignore[assignment]
-    block._decides = bool(recorded_modules(block))  # type: ignore[assignment]
+    recomputed = mix_in(block, _Recomputed)
+    recomputed._reentrant = around_graphs
+    recomputed._decides = bool(recorded_modules(block))

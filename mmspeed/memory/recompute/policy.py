@@ -12,9 +12,10 @@ from mmspeed.config.memory import ActivationPolicy, MemoryConfig, parse_bytes
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.memory.offload.swap_group import Offloader, OffloadGroup
+from mmspeed.protocols import ComputesInChunks
 
 from .block_checkpoint import recompute
-from .spans import ActivationPolicies, set_policies
+from .spans import ActivationPolicies, regions_of, set_policies
 
 SWAPPED: dict[str, ActivationPolicy] = {
     "offload": "save",
@@ -60,7 +61,7 @@ class BlockPolicies:
         ways = {name: way for name, way in self.of(number).items() if way != "save"}
         if self.mlp_chunk is not None and not set_chunks(block, self.mlp_chunk, self.mlp_exact):
             raise UserError(f"memory.mlp_chunk: {type(block).__name__} has no MLP that computes in parts; leave it out")
-        known = ("block", *getattr(block, "spans", ()))
+        known = ("block", *regions_of(block))
         unknown = next((name for name in ways if name not in known), None)
         if unknown is not None:
             raise UserError(
@@ -78,7 +79,7 @@ class BlockPolicies:
 
 def set_chunks(block: nn.Module, tokens: int | None, exact: bool = True) -> bool:
     """Let a block's MLPs compute so many tokens at a time, None: all of them; whether it has an MLP that can."""
-    parts: list[Any] = [part for part in block.modules() if hasattr(part, "token_chunk")]
+    parts = [part for part in block.modules() if isinstance(part, ComputesInChunks)]
     for part in parts:
         part.token_chunk, part.exact_chunks = tokens, exact
     return bool(parts)

@@ -17,6 +17,7 @@ from torch import nn
 from mmspeed.config.memory import ActivationPolicy
 from mmspeed.memory.offload.swap_group import OffloadGroup
 from mmspeed.mixin import mix_in
+from mmspeed.protocols import NamesRegions
 from mmspeed.replay import recording
 
 from .discard import discarded
@@ -71,10 +72,21 @@ def region(
 
     before: `run(before(*args))`, where the span is what comes before a matrix product.
     """
-    course: RegionRunner | None = getattr(owner, "_courses", {}).get(name)
+    course = runners_of(owner).get(name)
     if course is None or not torch.is_grad_enabled() or recording():
         return run(*args) if before is None else run(before(*args))
     return course.run(run, *args, before=before)
+
+
+def runners_of(module: nn.Module) -> Mapping[str, RegionRunner]:
+    """The runners that `set_policies` gave to a module of a block, by region; none of any other module."""
+    runners: Mapping[str, RegionRunner] = getattr(module, "_courses", {})
+    return runners
+
+
+def regions_of(block: nn.Module) -> tuple[str, ...]:
+    """The regions that a block names; none of a block that names no regions."""
+    return tuple(block.spans) if isinstance(block, NamesRegions) else ()
 
 
 def _joined(before: Callable[..., Any], run: Callable[..., T]) -> Callable[..., T]:
@@ -129,4 +141,4 @@ class _WholeBlockRegion(nn.Module):
 
 def _draws(block: nn.Module) -> bool:
     """Whether a block may draw random numbers: only one that declares its spans is known not to."""
-    return not getattr(block, "spans", ())
+    return not regions_of(block)

@@ -33,7 +33,7 @@ from mmspeed.mixin import mix_in
 from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes
 
 from .attention_hook import HybridAttention
-from .plan import Attends, Gather, Leading, SequencePlan, Split
+from .plan import Attends, Gather, Leading, SequencePlan, Split, plan_of
 from .split_group import ForwardRecord, SplitGroup
 
 __all__ = ["Attends", "Gather", "Leading", "SequencePlan", "Split", "sequence_axes", "sequence_parallel"]
@@ -255,7 +255,7 @@ def sequence_parallel(
 
     Raises UserError for a plan that does not fit the model.
     """
-    plan = plan if plan is not None else getattr(model, "sequence_plan", None)
+    plan = plan if plan is not None else plan_of(model)
     if plan is None:
         raise UserError(
             f"sequence_parallel: no plan for {type(model).__name__}; give `plan=SequencePlan(...)`, or call "
@@ -265,9 +265,8 @@ def sequence_parallel(
         raise UserError(f"sequence_parallel: the plan is a {type(plan).__name__}, not a SequencePlan")
     if not isinstance(mesh, SequenceAxes):
         mesh = sequence_axes(mesh, window=window, exchange=exchange, ledger=ledger)
-    for module in model.modules():
-        if isinstance(module, _Declared):
-            raise UserError(f"sequence_parallel: {type(model).__name__} is sequence-parallel already")
+    if is_sequence_parallel(model):
+        raise UserError(f"sequence_parallel: {type(model).__name__} is sequence-parallel already")
     group = SplitGroup(mesh, plan)
     roles = _roles(model, plan, group)
     for role_module, role in roles.items():
@@ -278,6 +277,11 @@ def sequence_parallel(
             )
     if group.degree > 1:
         for role_module, role in roles.items():
-            mix_in(role_module, _Declared, rename=False)  # diffusers writes the name into a checkpoint's config
-            role_module._sequence_role = role  # type: ignore[assignment]
+            # diffusers writes the name into a checkpoint's config
+            mix_in(role_module, _Declared, rename=False)._sequence_role = role
     return model
+
+
+def is_sequence_parallel(model: nn.Module) -> bool:
+    """Whether `sequence_parallel` was applied to a model, or to a part of it."""
+    return any(isinstance(module, _Declared) for module in model.modules())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 
 @dataclass(frozen=True)
@@ -65,3 +66,15 @@ class SequencePlan:
     attention: Mapping[str, tuple[str, ...] | Attends] = field(default_factory=dict)
     frames: tuple[str, int | None] | None = None
     causal: bool = False
+
+
+@runtime_checkable
+class DeclaresSequencePlan(Protocol):
+    """A model that says itself how its sequences are split."""
+
+    sequence_plan: SequencePlan
+
+
+def plan_of(model: object) -> SequencePlan | None:
+    """The plan that a model declares; None of one that declares none."""
+    return model.sequence_plan if isinstance(model, DeclaresSequencePlan) else None
