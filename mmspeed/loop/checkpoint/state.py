@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from mmspeed.loop.optimizers.build import AnyOptimizer, state_names
 from mmspeed.loop.optimizers.eight_bit import packed, unpacked
@@ -29,6 +28,7 @@ from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
 from mmspeed.parallel import is_half, unwrap
 from mmspeed.parallel.tensor import local
 from mmspeed.protocols import DeclaredState, StateRule
+from mmspeed.torch_internals import dtensor_like
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -41,10 +41,7 @@ def laid_out(parameter: Tensor, value: Tensor) -> Tensor:
         value = torch.from_numpy(
             value.numpy()
         )  # a DTensor in the host's memory that begins inside of other memory cannot be copied
-    # not DTensor.from_local, which would bring a value in the host's memory to the mesh's devices
-    meta = TensorMeta(parameter.shape, parameter.stride(), value.dtype)
-    spec = DTensorSpec(parameter.device_mesh, parameter.placements, meta)
-    return DTensor(value, spec, requires_grad=False)  # type: ignore[call-arg]
+    return dtensor_like(parameter, value)
 
 
 def has_masters(model: nn.Module, optimizer: Any) -> bool:

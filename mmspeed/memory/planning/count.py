@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from mmspeed.memory.recompute.region import matmul_operators
+from mmspeed.torch_internals import TorchDispatchMode
 
 from .measure import operations
 
