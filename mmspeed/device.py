@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from .errors import UserError
+from .torch_internals import memory_segments, record_memory_history
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
@@ -98,13 +99,13 @@ class Device:
         """Begin, or end, to note for each block of memory the Python lines that asked for it. CPU memory is not noted."""
         if self.kind != "cpu":
             noted = {"enabled": "state", "context": "state", "stacks": "python"} if on else {"enabled": None}
-            getattr(torch, self.kind).memory._record_memory_history(**noted)
+            record_memory_history(getattr(torch, self.kind).memory, **noted)
 
     def allocations(self) -> list[dict[str, Any]]:
         """The allocator's segments of this device, each with its `blocks` as noted; none on CPU."""
         if self.kind == "cpu":
             return []
-        segments = getattr(torch, self.kind).memory._snapshot()["segments"]
+        segments = memory_segments(getattr(torch, self.kind).memory)
         return [segment for segment in segments if segment.get("device", self.index) == self.index]
 
     @property

@@ -7,13 +7,14 @@ from functools import cache
 from typing import Any, cast
 
 import torch
-from torch import _compile, nn
+from torch import nn
 
 from .mixin import mix_in
+from .torch_internals import allow_recompiles, disable_dynamo
 
 # A graph breaks at a function under this, and the function runs as it is written. `torch.compiler.disable` is the same, but loads the
 # compiler when a file is imported; this does so at the first call.
-outside_graphs = _compile._disable_dynamo
+outside_graphs = disable_dynamo
 
 Backend = str | Callable[..., Any]
 
@@ -34,10 +35,7 @@ class _Compiled(nn.Module):
 
 def compile_forward(block: nn.Module, backend: Backend = "inductor") -> None:
     """Make graphs of the forward of `block`, as it is now, in place. Blocks of one class share them."""
-    import torch._dynamo  # here: it takes a second to load
-
-    config = cast(Any, torch._dynamo.config)
-    config.recompile_limit = max(config.recompile_limit, MOST_GRAPHS)
+    allow_recompiles(MOST_GRAPHS)
     mix_in(block, _Compiled)
     cast(_Compiled, block)._backend = backend
 

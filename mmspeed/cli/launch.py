@@ -94,9 +94,10 @@ def _all_ended_well(error: BaseException) -> bool:
     torch's launcher reports the signal alone, so the processes are looked up in the agent that `error` passed through;
     False when another torch keeps them elsewhere.
     """
+    from mmspeed.torch_internals import launched_processes
+
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        context = getattr(frame.f_locals.get("agent"), "_pcontext", None)
-        processes = [handler.proc for handler in getattr(context, "subprocess_handlers", {}).values()]
+        processes = launched_processes(frame.f_locals.get("agent"))
         if processes:
             return all(process.returncode == 0 for process in processes)
     return False

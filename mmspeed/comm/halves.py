@@ -25,6 +25,7 @@ from torch import Tensor
 
 from mmspeed.graphs import outside_graphs
 from mmspeed.replay import FirstHalf, begin, complete
+from mmspeed.torch_internals import storage_address, version_of
 
 from .messages import Move, Underway, wait_all
 from .packing import Sizes, layout
@@ -70,16 +71,16 @@ class PendingExchange:
 
     def _issue(self, layouts: Sequence[Sizes], xs: Sequence[Tensor]) -> None:
         self._underway = self._move.begin(xs, layouts)
-        sent = self._underway.sent.untyped_storage()._cdata
-        in_place = [x for x in xs if not x.is_inference() and x.untyped_storage()._cdata == sent]
-        self._watched = [(x, x._version) for x in in_place]
+        sent = storage_address(self._underway.sent.untyped_storage())
+        in_place = [x for x in xs if not x.is_inference() and storage_address(x.untyped_storage()) == sent]
+        self._watched = [(x, version_of(x)) for x in in_place]
 
     def _complete(self) -> tuple[Tensor, ...]:
         if self._underway is None:
             raise RuntimeError(
                 "an exchange is finished once: this one was finished before, or its finish is made again (recomputed) and its start is not"
             )
-        if any(x._version != version for x, version in self._watched):
+        if any(version_of(x) != version for x, version in self._watched):
             raise RuntimeError("a tensor was changed in place between start and finish of its exchange")
         underway, self._underway, self._watched = self._underway, None, []
         return underway.complete()

@@ -25,6 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmspeed.torch_internals import cpu_flash, cuda_efficient, cuda_flash
+
 Backend = Literal["auto", "sdpa", "eager"]
 
 # Fused CUDA kernels put batch (or batch x heads) on a grid axis that holds 65535 blocks.
@@ -186,15 +188,15 @@ def fused_lse_op(q_BAND: Tensor) -> FusedLse | None:
 
 
 def _cpu_lse(q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor) -> tuple[Tensor, Tensor]:
-    out_BAND, lse_BAN = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q_BAND, k_BAMD, v_BAMD)
+    out_BAND, lse_BAN = cpu_flash(q_BAND, k_BAMD, v_BAMD)
     return out_BAND, lse_BAN
 
 
 def _cuda_flash_lse(q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor) -> tuple[Tensor, Tensor]:
-    out_BAND, lse_BAN = torch.ops.aten._scaled_dot_product_flash_attention(q_BAND, k_BAMD, v_BAMD)[:2]
+    out_BAND, lse_BAN = cuda_flash(q_BAND, k_BAMD, v_BAMD)[:2]
     return out_BAND, lse_BAN
 
 
 def _cuda_efficient_lse(q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor) -> tuple[Tensor, Tensor]:
-    results = torch.ops.aten._scaled_dot_product_efficient_attention(q_BAND, k_BAMD, v_BAMD, None, True)
+    results = cuda_efficient(q_BAND, k_BAMD, v_BAMD, None, True)
     return results[0], results[1][..., : q_BAND.shape[2]]  # this kernel pads the queries of its log-sum-exp

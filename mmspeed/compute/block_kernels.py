@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mmspeed.torch_internals import cpu_flash, cpu_flash_backward
+
 Forward = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool, float], tuple[Tensor, Tensor]]
 Backward = Callable[
     [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, bool, float], tuple[Tensor, Tensor, Tensor]
@@ -73,8 +75,7 @@ def _cpu_forward(
     q_BAND: Tensor, k_BKMD: Tensor, v_BKMD: Tensor, key_mask_BM: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     bias_B11M = None if key_mask_BM is None else bias(key_mask_BM, q_BAND.dtype)
-    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out_BAND, lse_BAN = op(q_BAND, k_BKMD, v_BKMD, 0.0, causal, attn_mask=bias_B11M, scale=scale)
+    out_BAND, lse_BAN = cpu_flash(q_BAND, k_BKMD, v_BKMD, 0.0, causal, attn_mask=bias_B11M, scale=scale)
     return out_BAND, lse_BAN
 
 
@@ -90,8 +91,9 @@ def _cpu_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     bias_B11M = None if key_mask_BM is None else bias(key_mask_BM, q_BAND.dtype)
-    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    dq, dk, dv = op(dout_BAND, q_BAND, k_BKMD, v_BKMD, out_BAND, lse_BAN, 0.0, causal, attn_mask=bias_B11M, scale=scale)
+    dq, dk, dv = cpu_flash_backward(
+        dout_BAND, q_BAND, k_BKMD, v_BKMD, out_BAND, lse_BAN, 0.0, causal, attn_mask=bias_B11M, scale=scale
+    )
     return dq, dk, dv
 
 

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmspeed.torch_internals import cuda_efficient, cuda_efficient_backward, cuda_flash, cuda_flash_backward
+
 from .block_kernels import HALF, BlockKernel, bias, fold, repeat
 
 
@@ -30,8 +32,7 @@ def _flash_refuses(q: Tensor, k: Tensor, key_mask: Tensor | None, causal: bool) 
 def _flash_forward(
     q_BAND: Tensor, k_BKMD: Tensor, v_BKMD: Tensor, key_mask_BM: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    op = torch.ops.aten._scaled_dot_product_flash_attention
-    out_BAND, lse_BAN = op(q_BAND, k_BKMD, v_BKMD, 0.0, causal, False, scale=scale)[:2]
+    out_BAND, lse_BAN = cuda_flash(q_BAND, k_BKMD, v_BKMD, 0.0, causal, False, scale=scale)[:2]
     return out_BAND, lse_BAN[..., : q_BAND.shape[2]]
 
 
@@ -48,9 +49,8 @@ def _flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     seed, unused = (torch.zeros(size, dtype=torch.uint64, device=q_BAND.device) for size in (2, 0))  # no dropout
     lengths = (None, None, q_BAND.shape[2], k_BKMD.shape[2])
-    op = torch.ops.aten._scaled_dot_product_flash_attention_backward
     inputs = (dout_BAND, q_BAND, k_BKMD, v_BKMD, out_BAND, lse_BAN)
-    dq, dk, dv = op(*inputs, *lengths, 0.0, causal, seed, unused, scale=scale)
+    dq, dk, dv = cuda_flash_backward(*inputs, *lengths, 0.0, causal, seed, unused, scale=scale)
     return dq, dk, dv
 
 
@@ -74,8 +74,7 @@ def _efficient_forward(
     q_BAND: Tensor, k_BKMD: Tensor, v_BKMD: Tensor, key_mask_BM: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     k_BAMD, v_BAMD = repeat(k_BKMD, q_BAND.shape[1]), repeat(v_BKMD, q_BAND.shape[1])
-    op = torch.ops.aten._scaled_dot_product_efficient_attention
-    out_BAND, lse_BAN = op(
+    out_BAND, lse_BAN = cuda_efficient(
         q_BAND, k_BAMD, v_BAMD, _efficient_bias(q_BAND, key_mask_BM), True, 0.0, causal, scale=scale
     )[:2]
     return out_BAND, lse_BAN[..., : q_BAND.shape[2]]  # it pads the queries of its log-sum-exp
@@ -95,9 +94,8 @@ def _efficient_backward(
     k_BAMD, v_BAMD = repeat(k_BKMD, q_BAND.shape[1]), repeat(v_BKMD, q_BAND.shape[1])
     padded = F.pad(lse_BAN, (0, -lse_BAN.shape[-1] % 32), value=torch.inf)
     seed, offset = (torch.zeros((), dtype=torch.int64, device=q_BAND.device) for _ in range(2))  # no dropout
-    op = torch.ops.aten._scaled_dot_product_efficient_attention_backward
     inputs = (dout_BAND, q_BAND, k_BAMD, v_BAMD, _efficient_bias(q_BAND, key_mask_BM), out_BAND, padded)
-    dq, dk, dv, _ = op(*inputs, seed, offset, 0.0, [True, True, True, False], causal, scale=scale)
+    dq, dk, dv, _ = cuda_efficient_backward(*inputs, seed, offset, 0.0, [True, True, True, False], causal, scale=scale)
     return dq, fold(dk, k_BKMD.shape[1]), fold(dv, k_BKMD.shape[1])
 
 

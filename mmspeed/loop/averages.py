@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mmspeed.device import Device
 from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
 from mmspeed.parallel import unwrap
+from mmspeed.torch_internals import lerp_each_
 
 from .checkpoint.state import declared_state, has_masters, laid_out, local, named_masters
 from .host_averages import HostAverages
@@ -99,10 +100,10 @@ class EMA:
             self._host.lerp((values for _, values in self._weights(model)), weight)
         elif self.optimizer is not None:
             for name, values in self._weights(model):
-                torch._foreach_lerp_([local(self.tensors[name])], [values], weight)
+                lerp_each_([local(self.tensors[name])], [values], weight)
         else:
             weights = [values for _, values in self._weights(model)]
-            torch._foreach_lerp_([local(t) for t in self.tensors.values()], weights, weight)
+            lerp_each_([local(t) for t in self.tensors.values()], weights, weight)
 
     @torch.no_grad()
     def begin_state(self, model: nn.Module, names: Collection[str]) -> None:

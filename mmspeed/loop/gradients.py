@@ -12,6 +12,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from mmspeed.mesh import Mesh, by_mesh, layout_of
 from mmspeed.parallel.tensor import local
+from mmspeed.torch_internals import multiply_each_
 
 CLIP_EPS = 1e-6  # as torch has it in clip_grads_with_norm_
 
@@ -47,7 +48,7 @@ def clip_gradients(
         if clip_norm is not None:
             factor = factor * (clip_norm / (norm + CLIP_EPS)).clamp(max=1.0)
         for kind in by_mesh(parameters):
-            torch._foreach_mul_([local(p.grad) for p in kind if p.grad is not None], factor)
+            multiply_each_([local(p.grad) for p in kind if p.grad is not None], factor)
     elif clip_norm is not None:
         for kind in by_mesh(parameters):
             clip_grads_with_norm_(kind, clip_norm, norm)

@@ -11,6 +11,7 @@ from torch import Tensor
 from mmspeed.device import Device
 from mmspeed.memory.offload.copies import CopyEngine, HostPool, copies_for
 from mmspeed.memory.offload.host_buffers import FlatSlice, OffloadedBuffer, lay_out
+from mmspeed.torch_internals import lerp_each_
 
 
 class HostAverages:
@@ -48,7 +49,7 @@ class HostAverages:
                 bytes_Z = torch.empty(0, dtype=torch.uint8, device=parcel.device.torch_device)
             flat_Z = bytes_Z.view(torch.float32)
             for place, value in zip(places, islice(coming, len(places)), strict=True):
-                torch._foreach_lerp_([place.of(flat_Z)], [value], weight)
+                lerp_each_([place.of(flat_Z)], [value], weight)
             parcel.send(bytes_Z)
             if number:
                 self._parcels[number - 1][0].settle()

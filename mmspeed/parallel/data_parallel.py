@@ -21,6 +21,7 @@ from mmspeed.axes import AxisName
 from mmspeed.mesh import Mesh
 from mmspeed.mixin import mix_in
 from mmspeed.protocols import trainable
+from mmspeed.torch_internals import fsdp_state, sum_in_float32
 
 Strategy = Literal["none", "ddp", "fsdp"]
 
@@ -108,18 +109,11 @@ def take_float32_gradients(model: nn.Module) -> None:
 
 def _keep_sums_in_float32(model: nn.Module) -> None:
     """The sharding engine would round the sums of gradients over ranks to the parameters' dtype, which it looks up at the first forward."""
-    states: list[Any] = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    states = [fsdp_state(module) for module in model.modules() if isinstance(module, FSDPModule)]
 
     def before(*_: Any) -> None:
         for state in states:
-            # torch 2.13 can have several groups of parameters a module, 2.11 has one
-            groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-            for group in filter(None, groups):
-                if not hasattr(group, "_orig_dtype"):
-                    raise RuntimeError(
-                        f"torch {torch.__version__} rounds sums of gradients elsewhere: mmspeed does not know it"
-                    )
-                group._orig_dtype = torch.float32
+            sum_in_float32(state)
 
     model.register_forward_pre_hook(before)  # comes after the engine's own
 

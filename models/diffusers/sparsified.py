@@ -37,6 +37,7 @@ from mmspeed.models.diffusers.sparse import Grid, SparseLayout
 from mmspeed.parallel.declared.apply import argument_names, named_like
 from mmspeed.parallel.declared.attention_hook import key_mask
 from mmspeed.replay import recorded_modules, recording, replayed
+from mmspeed.torch_internals import in_backward
 
 NAME = "mmspeed_sparse"  # of the layer in an attention module
 
@@ -151,7 +152,7 @@ class _SparseSelfAttention(nn.Module):
 def _attend(
     role: _AttentionRole, layer: ClusteredAttention, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    if not recording() and torch._C._current_graph_task_id() != -1:  # in backward
+    if not recording() and in_backward():  # in backward
         raise UserError(
             f"{role.where} is computed again in backward by a checkpoint that does not keep which keys it kept; use the model's "
             "enable_gradient_checkpointing(), or mmspeed.memory.recompute(block) after sparsify_model"

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mmspeed.config import RunConfig
@@ -32,6 +31,7 @@ from mmspeed.pipelines.tuning.memory_measure import BlockProfiler, key_of, step_
 from mmspeed.pipelines.tuning.memory_search import budget_bytes
 from mmspeed.pipelines.tuning.synthetic_step import learning_model
 from mmspeed.protocols import MicroBatchSize, RunPlace, Task
+from mmspeed.torch_internals import FakeTensorMode, base_of
 
 FEW_OPTIONS = 8  # of a kind of block: fake tensors are slow
 
@@ -249,7 +249,7 @@ class FakeOffloader(Offloader):
         return _FakeOffloadGroup(self)
 
     def stays(self, tensor: Tensor) -> bool:
-        root: Any = tensor if tensor._base is None else tensor._base
+        root: Any = tensor if (base := base_of(tensor)) is None else base
         if any(isinstance(each, nn.Parameter) or (each.is_leaf and each.requires_grad) for each in (tensor, root)):
             return True
         return tensor.numel() == 0 or _reach(tensor) < self.from_bytes
@@ -263,7 +263,7 @@ def _reach(tensor: Tensor) -> int:
 
 def _cast_of(tensor: Tensor) -> Tensor | None:
     """The parameter that autocast made `tensor` of, as `looks.cast_of_parameter` finds it, which knows torch's own tensors only."""
-    copy: Tensor = tensor if tensor._base is None else tensor._base
+    copy: Tensor = tensor if (base := base_of(tensor)) is None else base
     if copy.grad_fn is None or copy.grad_fn.name() != "ToCopyBackward0":
         return None
     source = getattr(copy.grad_fn.next_functions[0][0], "variable", None)

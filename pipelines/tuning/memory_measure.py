@@ -15,7 +15,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from mmspeed import comm
 from mmspeed.compute.sparse.module import clustered_layers
@@ -34,6 +33,7 @@ from mmspeed.memory.planning.options import (
 )
 from mmspeed.parallel.tensor import local
 from mmspeed.protocols import NamesRegions, SpansBlock, TrainableModel
+from mmspeed.torch_internals import tree_map_only
 
 Made = TypeVar("Made")
 

@@ -84,6 +84,7 @@ def test_floors_can_break(tmp_path: Path) -> None:
         "replay",
         "graphs",
         "device",
+        "torch_internals",
         "errors",
         "version",
     }

@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.protocols import Batch
+from mmspeed.torch_internals import end_loader, loader_processes
 
 Item = TypeVar("Item")
 Job = TypeVar("Job")
@@ -133,7 +134,7 @@ def in_workers(
             problems.append(error)
 
     results = _start(order(), read, workers, each)
-    processes: Sequence[Any] = results._workers
+    processes: Sequence[Any] = loader_processes(results)
     end = functools.partial(_end, processes)
     atexit.register(end)  # before multiprocessing's own end, which would ask them with SIGTERM and wait
 
@@ -152,7 +153,7 @@ def in_workers(
         if problems:
             raise problems[0]
     finally:
-        results._shutdown_workers()  # by name: a traceback may hold on to it, so that its last reference does not go here
+        end_loader(results)  # by name: a traceback may hold on to it, so that its last reference does not go here
         end()
         atexit.unregister(end)
 

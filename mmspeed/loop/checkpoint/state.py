@@ -25,13 +25,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from mmspeed.loop.optimizers.build import AnyOptimizer, state_names
 from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
 from mmspeed.parallel import is_half, unwrap
 from mmspeed.parallel.tensor import local
 from mmspeed.protocols import DeclaredState, StateRule
+from mmspeed.torch_internals import dtensor_like
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 LEAST = 4096  # 8-bit states: smaller tensors stay float32, and those that are no whole number of blocks
@@ -46,10 +46,7 @@ def laid_out(parameter: Tensor, value: Tensor) -> Tensor:
         value = torch.from_numpy(
             value.numpy()
         )  # a DTensor in the host's memory that begins inside of other memory cannot be copied
-    # not DTensor.from_local, which would bring a value in the host's memory to the mesh's devices
-    meta = TensorMeta(parameter.shape, parameter.stride(), value.dtype)
-    spec = DTensorSpec(parameter.device_mesh, parameter.placements, meta)
-    return DTensor(value, spec, requires_grad=False)  # type: ignore[call-arg]
+    return dtensor_like(parameter, value)
 
 
 def has_masters(model: nn.Module, optimizer: Any) -> bool:

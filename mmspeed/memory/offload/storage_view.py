@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from mmspeed.torch_internals import base_of, negative_view, storage_address, version_of
+
 from .copies import ALIGNMENT
 
 CHANGED = "a tensor that backward needs was changed in place after a span that swaps had stored it"
@@ -37,7 +39,7 @@ class StorageView:
         # no view in autograd's sense: it may be the result of an operator
         looking.set_(memory_Z.untyped_storage(), offset // self.dtype.itemsize, self.shape, self.strides)  # type: ignore[call-overload]
         looking = looking.conj() if self.conjugate else looking
-        return torch._neg_view(looking) if self.negative else looking
+        return negative_view(looking) if self.negative else looking
 
     def reach(self) -> tuple[int, int]:
         """The first byte of the storage that it sees and the one after the last; of a tensor that is not empty."""
@@ -66,11 +68,11 @@ class VersionGuard:
     def __init__(self, tensor: Tensor) -> None:
         self._counts = tensor.detach()  # has the same version counter, and keeps it with other data
         self._counts.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        self.version = tensor._version
+        self.version = version_of(tensor)
 
     @property
     def changed(self) -> bool:
-        return self._counts._version != self.version
+        return version_of(self._counts) != self.version
 
     def check(self) -> None:
         """Raises RuntimeError for a tensor that was changed."""
@@ -82,10 +84,10 @@ def guarded(tensor: Tensor) -> Callable[[], Tensor]:
     """Gives a tensor that stays where it is. Raises RuntimeError if it was changed in place meanwhile."""
     if not tensor.is_leaf:
         tensor = tensor.detach()  # a node must not hold its own result: nothing would free the two
-    version = -1 if tensor.is_inference() else tensor._version
+    version = -1 if tensor.is_inference() else version_of(tensor)
 
     def give() -> Tensor:
-        if version >= 0 and tensor._version != version:
+        if version >= 0 and version_of(tensor) != version:
             raise RuntimeError(CHANGED)
         return tensor
 
@@ -94,11 +96,11 @@ def guarded(tensor: Tensor) -> Callable[[], Tensor]:
 
 def cast_of_parameter(tensor: Tensor) -> nn.Parameter | None:
     """The parameter whose copy in another dtype `tensor` is, or looks into, as autocast makes it; None for all others."""
-    copy: Tensor = tensor if tensor._base is None else tensor._base
+    copy: Tensor = tensor if (base := base_of(tensor)) is None else base
     if copy.grad_fn is None or copy.grad_fn.name() != "ToCopyBackward0":
         return None
     source = getattr(copy.grad_fn.next_functions[0][0], "variable", None)
-    if type(source) is not nn.Parameter or copy.device != source.device or copy._version:
+    if type(source) is not nn.Parameter or copy.device != source.device or version_of(copy):
         return None
     same = (source.shape, source.stride()) == (copy.shape, copy.stride())
     return source if same and copy.untyped_storage().nbytes() == copy.numel() * copy.element_size() else None
@@ -115,7 +117,7 @@ def views_parameter(tensor: Tensor) -> bool:
         if isinstance(parameter, DTensor):
             with torch.no_grad():
                 local = parameter.to_local()
-            return local.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+            return storage_address(local.untyped_storage()) == storage_address(tensor.untyped_storage())
     return False
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mmspeed.device import Device
+from mmspeed.torch_internals import base_of, storage_address, storage_at, version_of
 
 from .copies import CopyEngine, CopyJob, HostBuffer, HostPool, copies_for
 from .storage_view import (
@@ -77,11 +78,11 @@ class OffloadedStorage:
         storage = tensor.untyped_storage()
         self.depot, self.start, self.end = depot, start, end
         self.witness = VersionGuard(tensor)
-        self._storage = StorageWeakRef(storage)  # as long as it is there, no other storage has the same `_cdata`
+        self._storage = StorageWeakRef(storage)  # as long as it is there, no other storage has the same address
         self._arrival: weakref.ref[DeviceCopy] | None = None
         self._buffer = depot.pool.take(end - start)
         # the device's memory is held until the copy out is done
-        self._lying = PendingRelease([], flat_bytes(storage, start, end), self._buffer, storage._cdata)
+        self._lying = PendingRelease([], flat_bytes(storage, start, end), self._buffer, storage_address(storage))
         _at_end(self, depot, self._lying)
         self._out = depot.copies.out(self._lying.memory_Z, self._buffer)  # type: ignore[arg-type]
         self._lying.jobs.append(self._out)
@@ -128,7 +129,7 @@ class OffloadedStorage:
         memory_Z = self._lying.memory_Z  # another thread may let it go
         if memory_Z is not None:
             return memory_Z
-        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        storage = storage_at(self._storage.cdata)
         if storage is None or storage.nbytes() < self.end:
             return None
         return flat_bytes(storage, self.start, self.end)
@@ -157,7 +158,7 @@ class OffloadPool:
     def stays(self, tensor: Tensor) -> bool:
         """Whether a tensor is kept as it is: a parameter or a view of one, a leaf that wants a gradient, one that is small, not of the
         device, of no plain memory, or of a sub-class (such as DTensor)."""
-        roots = [tensor] if tensor._base is None else [tensor, tensor._base]
+        roots = [tensor] if (base := base_of(tensor)) is None else [tensor, base]
         if any(type(root) is not Tensor or (root.is_leaf and root.requires_grad) for root in roots):
             return True
         if views_parameter(tensor):
@@ -175,13 +176,13 @@ class OffloadPool:
         """The part that a tensor looks into, on its way out from now on if it was not yet. Under the lock."""
         storage = tensor.untyped_storage()
         start, end = part_of_storage(StorageView.of(tensor), storage.nbytes())
-        for weak in self._parts.get(storage._cdata, ()):
+        for weak in self._parts.get(storage_address(storage), ()):
             part = weak()
-            if part is not None and part.serves(start, end, tensor._version):
+            if part is not None and part.serves(start, end, version_of(tensor)):
                 self.shared += end - start
                 return part
         part = OffloadedStorage(self, tensor, start, end)
-        self._parts.setdefault(storage._cdata, []).append(weakref.ref(part))
+        self._parts.setdefault(storage_address(storage), []).append(weakref.ref(part))
         if not part.let_go_if_done():
             self._outgoing.append(weakref.ref(part))
         return part

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from mmspeed.device import Device
 from mmspeed.memory.offload.copies import CopyEngine, HostPool
 from mmspeed.memory.offload.host_buffers import OffloadedBuffer, lay_out
+from mmspeed.torch_internals import copy_each_
 
 from .split_bits import halves_of, join, rounded, split
 
@@ -103,11 +104,11 @@ class Masters(ABC):
     def _gathered(self) -> Tensor:
         """The parameters, flat."""
         flat_Z = self._empty(self.dtype)
-        torch._foreach_copy_(self._views(flat_Z), [local_part(p) for p in self.parameters])
+        copy_each_(self._views(flat_Z), [local_part(p) for p in self.parameters])
         return flat_Z
 
     def _scatter(self, flat_Z: Tensor) -> None:
-        torch._foreach_copy_([local_part(p) for p in self.parameters], self._views(flat_Z))
+        copy_each_([local_part(p) for p in self.parameters], self._views(flat_Z))
 
 
 class ParameterMasters(Masters):

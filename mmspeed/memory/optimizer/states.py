@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mmspeed.device import Device
 from mmspeed.memory.offload.copies import CopyEngine, HostPool
 from mmspeed.memory.offload.host_buffers import FlatSlice, OffloadedBuffer, lay_out_bytes
+from mmspeed.torch_internals import is_traceable_wrapper_subclass
 
 State = dict[str, Any]
 States = dict[Any, State]  # as in Optimizer.state: by parameter

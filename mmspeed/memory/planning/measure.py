@@ -17,12 +17,21 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from mmspeed.device import Device
 from mmspeed.memory.recompute.region import matmul_operators
+from mmspeed.torch_internals import (
+    CPU_FLASH,
+    TorchDispatchMode,
+    changes_arguments,
+    free_weak_pointer,
+    packet_of,
+    storage_address,
+    storage_at,
+    tree_leaves,
+    weak_pointer,
+)
 
 from .peak import added_on_cpu
 
@@ -131,9 +140,9 @@ class StorageTracker(TorchDispatchMode):
         """Bytes alive."""
         total = 0
         for pointer in list(self._alive):
-            storage = torch.UntypedStorage._new_with_weak_ptr(pointer)
+            storage = storage_at(pointer)
             if storage is None:
-                torch.UntypedStorage._free_weak_ref(pointer)
+                free_weak_pointer(pointer)
                 del self._alive[pointer]
             else:
                 total += storage.nbytes()
@@ -149,9 +158,9 @@ class StorageTracker(TorchDispatchMode):
         return result
 
     def _see(self, storage: torch.UntypedStorage) -> None:
-        pointer: Any = storage._weak_ref()
+        pointer: Any = weak_pointer(storage)
         if pointer in self._alive:
-            torch.UntypedStorage._free_weak_ref(pointer)  # it counts its weak references: one is enough
+            free_weak_pointer(pointer)  # it counts its weak references: one is enough
         else:
             self._alive[pointer] = None
 
@@ -171,7 +180,7 @@ class Roofline(TorchDispatchMode):
             return result
         read = {_place(tensor): tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
         made = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
-        writes = func._schema.is_mutable
+        writes = changes_arguments(func)
         if not made or (not writes and all(_place(tensor) in read for tensor in made)):
             return result  # a view, or nothing
         traffic = sum(map(_nbytes, [*read.values(), *made]))
@@ -208,18 +217,18 @@ class MatmulCounter(TorchDispatchMode):
 
 def operations(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """FLOPs of a matrix product or of attention; 0 of others, whose time is that of memory."""
-    name = str(func._overloadpacket)
-    if name.startswith("aten._scaled_dot_product_flash_attention_for_cpu"):  # torch's list has the accelerators' only
+    name = str(packet_of(func))
+    if name.startswith(CPU_FLASH):  # torch's list has the accelerators' only
         backward = name.endswith("backward")
         q_BAND, k_BAMD, v_BAMD = args[1:4] if backward else args[:3]
         pairs = q_BAND.shape[0] * q_BAND.shape[1] * q_BAND.shape[2] * k_BAMD.shape[2]
         return (5 if backward else 2) * pairs * (k_BAMD.shape[3] + v_BAMD.shape[3])
-    count = flop_registry.get(func._overloadpacket)
+    count = flop_registry.get(packet_of(func))
     return int(count(*args, **kwargs, out_val=result)) if count is not None else 0
 
 
 def _place(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return storage_address(tensor.untyped_storage())
 
 
 def _nbytes(tensor: Tensor) -> int:

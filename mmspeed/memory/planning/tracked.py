@@ -13,31 +13,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
-from torch.distributed._tools.mod_tracker import ModTracker
 from torch.optim import Optimizer
 
 from mmspeed.device import Device
+from mmspeed.torch_internals import memory_kinds, memory_tracker, memory_tracker_class
 
 from .report import LayerMemory, MemoryReport, optimizer_bytes
 
 AT_THE_END = "end of forward"  # what is freed or made after the last layer, such as autocast's copies of weights
 
-
-class _Modules(ModTracker):
-    """Does not wait for the gradients of all inputs of a module to say that it is done: it would hold them, and measure itself."""
-
-    def _fw_pre_hook(self, mod: nn.Module, input: Any) -> None:
-        super()._fw_pre_hook(mod, ())
+_MemoryKind = memory_kinds()
 
 
-class _Tracker(MemTracker):
+class _Tracker(memory_tracker_class()):  # type: ignore[misc]
     """Knows beside the bytes in which phase and module the peak is, and what the forward pass had left when each layer began."""
 
     def __init__(self, model: nn.Module, device: Device) -> None:
-        super().__init__()
-        self._mod_tracker = _Modules()
-        self.device = device.torch_device
+        super().__init__(device.torch_device)
         self.model = model
         self.names = weakref.WeakKeyDictionary({part: name for name, part in model.named_modules()})
         self.layers = {part: name for name, part in layers_of(model)}
@@ -54,66 +46,59 @@ class _Tracker(MemTracker):
         for group in inner.param_groups:
             for weight in group["params"]:
                 if weight.device == self.device:
-                    super()._track(_MemRefType.OPT, weight)  # known ones stay what they are
+                    self.count(_MemoryKind.OPT, weight)  # known ones stay what they are
 
-    def bytes_of(self, kind: _MemRefType | str, at: str = "current") -> int:
+    def bytes_of(self, kind: str, at: str = "current") -> int:
         return int(self.get_tracker_snapshot(at).get(self.device, {}).get(kind, 0))
 
     def _now(self) -> str:
-        if self._mod_tracker.is_bw:
+        if self.in_backward:
             return "backward"
-        if len(self._mod_tracker.parents) > 1:
+        if len(self.running) > 1:
             return "forward"
         return "update" if self._behind else "loss" if self.begun else "batch"
 
-    def _track(self, reftype: Any, t: Tensor) -> None:
-        self._behind = self._behind or self._mod_tracker.is_bw
-        if reftype == _MemRefType.ACT and self._behind:
-            reftype = _MemRefType.TEMP  # computed again, or in the update
-        super()._track(reftype, t)
+    def kind_of(self, kind: Any) -> Any:
+        self._behind = self._behind or self.in_backward
+        # computed again, or in the update
+        return _MemoryKind.TEMP if kind == _MemoryKind.ACT and self._behind else kind
 
-    def _update_peak_stats(self, peak_state: Any) -> None:
-        before = self._peak_mem.get(self.device, 0)
-        super()._update_peak_stats(peak_state)
-        if self._peak_mem.get(self.device, 0) > before:
-            self.phase = self._now()
-            self.module = self._at_work()
+    def peak_grew(self) -> None:
+        self.phase = self._now()
+        self.module = self._at_work()
 
     def _at_work(self) -> str:
         """The innermost module that is running, by its name; of backward the one that it came to last."""
         part = self.latest
         if self.phase == "forward":
             known = {stats.mod_fqn: part for part, stats in self.memory_tracking.items()}
-            active = sorted((name for name in self._mod_tracker.parents if name in known), key=lambda n: n.count("."))
+            active = sorted((name for name in self.running if name in known), key=lambda n: n.count("."))
             part = known[active[-1]] if active else None
         elif self.phase != "backward":
             part = None
         return "" if part is None else self.names.get(part, "")
 
-    def _pre_fw_hook(self, module: nn.Module, inputs: Any) -> None:
-        if module in self.layers and not self._mod_tracker.is_bw:
-            self.begun.append((self.layers[module], self.bytes_of(_MemRefType.ACT)))
-        if self._mod_tracker.is_bw:
+    def before_forward(self, module: nn.Module) -> None:
+        if module in self.layers and not self.in_backward:
+            self.begun.append((self.layers[module], self.bytes_of(_MemoryKind.ACT)))
+        if self.in_backward:
             self.latest = module
-        super()._pre_fw_hook(module, inputs)
 
-    def _post_fw_hook(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        super()._post_fw_hook(module, inputs, outputs)
-        if self._mod_tracker.is_bw:
+    def after_forward(self, module: nn.Module) -> None:
+        if self.in_backward:
             return
         if self.begun and self.layers.get(module) == self.begun[-1][0]:
-            self.ended = self.bytes_of(_MemRefType.ACT)
+            self.ended = self.bytes_of(_MemoryKind.ACT)
         if module is self.model:
-            self.left = self.bytes_of(_MemRefType.ACT)
+            self.left = self.bytes_of(_MemoryKind.ACT)
 
-    def _pre_bw_hook(self, module: nn.Module, args: Any) -> None:
+    def before_backward(self, module: nn.Module) -> None:
         if not self._lies_in(self.latest, module):  # what ends a module is told before it
             self.latest = module
         if module in self.layers:  # sharded parameters get their gradients without the hooks that would tell of it
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
-                    self._update_and_maybe_create_winfos(parameter.grad, _MemRefType.GRAD)
-        super()._pre_bw_hook(module, args)
+                    self.recount(_MemoryKind.GRAD, parameter.grad)
 
     def _lies_in(self, inner: nn.Module | None, outer: nn.Module) -> bool:
         return inner is not None and f"{self.names.get(inner, '')}.".startswith(f"{self.names.get(outer, '')}.")
@@ -159,18 +144,18 @@ def measure_step(
     tracker.track_external(model, *average)
     tracker.own(optimizer)
     held = optimizer_bytes(optimizer)
-    unseen = max(0, held - tracker.bytes_of(_MemRefType.OPT))  # the 16 bits that bfloat16 weights lack
+    unseen = max(0, held - tracker.bytes_of(_MemoryKind.OPT))  # the 16 bits that bfloat16 weights lack
     with tracker:
         work()
-    at_peak = {kind: tracker.bytes_of(kind, "peak") for kind in _MemRefType}
-    optimizing = min(at_peak[_MemRefType.OPT], held - unseen)
+    at_peak = {kind: tracker.bytes_of(kind, "peak") for kind in _MemoryKind}
+    optimizing = min(at_peak[_MemoryKind.OPT], held - unseen)
     categories = {
-        "parameters": at_peak[_MemRefType.PARAM] + at_peak[_MemRefType.BUFFER],
-        "gradients": at_peak[_MemRefType.GRAD],
+        "parameters": at_peak[_MemoryKind.PARAM] + at_peak[_MemoryKind.BUFFER],
+        "gradients": at_peak[_MemoryKind.GRAD],
         "optimizer": optimizing + unseen,
-        "average": at_peak[_MemRefType.OTH],
-        "activations": at_peak[_MemRefType.ACT],
-        "temporary": at_peak[_MemRefType.TEMP] + at_peak[_MemRefType.OPT] - optimizing,
+        "average": at_peak[_MemoryKind.OTH],
+        "activations": at_peak[_MemoryKind.ACT],
+        "temporary": at_peak[_MemoryKind.TEMP] + at_peak[_MemoryKind.OPT] - optimizing,
     }
     in_host = {name: count for name, count in host().items() if count}
     peak, layers = sum(categories.values()), tracker.kept()
@@ -184,7 +169,7 @@ def kept_bytes(device: Device, model: nn.Module, forward: Callable[[], object], 
 
     inputs: tensors that are there before; else what forward keeps of them counts.
     """
-    tracker = MemTracker()
+    tracker = memory_tracker()
     tracker.track_external(model, *inputs)
     with tracker:
         before = tracker.get_tracker_snapshot().get(device.torch_device, {}).get("Total", 0)

@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from mmspeed.replay import DecisionRecord, Kind
+from mmspeed.torch_internals import base_of, storage_address, storage_at, version_of
 
 ONCE = "what was discarded is restored for one backward pass: a second one (retain_graph) finds it no more"
 
@@ -73,7 +74,7 @@ class Discard:
             raise ValueError(f"discard: what uses a result gives one tensor, not {type(result).__name__}")
         for output in self.outputs:
             assert output.value is not None
-            if output.value._version != output.version:
+            if version_of(output.value) != output.version:
                 raise ValueError("discard: a result was changed in place by what uses it, so it cannot be made again")
             if _same_memory(result, output.value):
                 raise ValueError("discard: what uses a result gives a view of it, which would lose its numbers")
@@ -112,10 +113,10 @@ class Output:
         self.value: Tensor | None = value
         self.requires_grad = value.requires_grad
         given = [x for x in map(_value, args) if isinstance(x, Tensor)]
-        of_others = (value.is_leaf and value.requires_grad) or (value._base is not None and value._base.is_leaf)
+        of_others = (value.is_leaf and value.requires_grad) or ((base := base_of(value)) is not None and base.is_leaf)
         if of_others or any(_same_memory(value, x) for x in given):
             raise ValueError("discard: the result is an input, or a view of one, and has no memory of its own to free")
-        self.version, self.layout = value._version, (value.shape, value.stride(), value.dtype)
+        self.version, self.layout = version_of(value), (value.shape, value.stride(), value.dtype)
         self.memory = StorageWeakRef(value.untyped_storage())
         self.kept = any(_same_memory(value, x) for held in self.record.results for x in held)
         self.storage: torch.UntypedStorage | None = None
@@ -138,7 +139,7 @@ class Output:
         """Give the memory back; whoever holds the tensor finds it empty. `used_later`: by a function whose result is freed too."""
         if self.kept:
             return
-        storage = torch.UntypedStorage._new_with_weak_ptr(self.memory.cdata)
+        storage = storage_at(self.memory.cdata)
         if storage is None:
             if not used_later:
                 raise ValueError(
@@ -253,7 +254,7 @@ def _narrowed(value: Tensor) -> Tensor:
 
 
 def _same_memory(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return storage_address(one.untyped_storage()) == storage_address(other.untyped_storage())
 
 
 def _never(_: Any) -> Tensor:

@@ -10,46 +10,39 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from mmspeed.memory.offload.swap_group import OffloadGroup
 from mmspeed.replay import DecisionRecord, Kind
+from mmspeed.torch_internals import (
+    ATTENTION_NAMES,
+    MATMUL_NAMES,
+    TorchDispatchMode,
+    changes_arguments,
+    counting_changes,
+    tree_map_only,
+    version_of,
+)
 
 OpPolicy = Literal["save", "offload", "recompute"]
-
-_MATMUL_NAMES = (
-    "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "linear", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm",
-    "convolution", "_convolution", "mkldnn_linear",
-)  # fmt: skip
-_ATTENTION_NAMES = (
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_fused_attention_overrideable",
-    "_flash_attention_forward",
-    "_efficient_attention_forward",
-)
 
 
 def _overloads(names: tuple[str, ...]) -> set[Any]:
     packets = [getattr(torch.ops.aten, name, None) for name in names]
     found = {getattr(packet, overload) for packet in packets if packet is not None for overload in packet.overloads()}
     # those that write to a given tensor cannot be replaced by their result
-    return {overload for overload in found if not overload._schema.is_mutable}
+    return {overload for overload in found if not changes_arguments(overload)}
 
 
 def matmul_operators() -> set[Any]:
     """The operators that count as matrix products."""
-    return _overloads(_MATMUL_NAMES)
+    return _overloads(MATMUL_NAMES)
 
 
 @dataclass(frozen=True)
@@ -68,7 +61,7 @@ class RegionPolicy:
     def op_policies(self) -> dict[Any, OpPolicy]:
         """By operator, for those whose results are kept."""
         kept: dict[Any, OpPolicy] = {}
-        for names, fate in ((_MATMUL_NAMES, self.matmul), (_ATTENTION_NAMES, self.attention)):
+        for names, fate in ((MATMUL_NAMES, self.matmul), (ATTENTION_NAMES, self.attention)):
             if fate != "recompute":
                 kept |= dict.fromkeys(_overloads(names), fate)
         return kept
@@ -97,10 +90,10 @@ class _RegionRecord(DecisionRecord):
             tensor = tensor.detach()  # what autograd gets is another object
             if fate == "offload" and self.group is not None:
                 return _StoredResult(self.group.store(tensor))
-            version = tensor._version
+            version = version_of(tensor)
 
             def unchanged() -> Tensor:
-                if tensor._version != version:
+                if version_of(tensor) != version:
                     raise RuntimeError(
                         "a result that a region keeps for backward was changed in place after it was made"
                     )
@@ -108,7 +101,7 @@ class _RegionRecord(DecisionRecord):
 
             return _StoredResult(unchanged)
 
-        with _counting_changes():
+        with counting_changes():
             self.results.append((what, tree_map_only(Tensor, hold, result)))
 
     def take(self, what: Any) -> Any:
@@ -146,11 +139,6 @@ class _RegionRecord(DecisionRecord):
             yield
         finally:
             self.aside, self.within = before
-
-
-def _counting_changes() -> AbstractContextManager[None]:
-    """Inside, `detach` shares the count of changes in place, as it does outside of a dispatch mode."""
-    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)  # type: ignore[return-value]
 
 
 class _Phase:

@@ -24,13 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
 from mmspeed.comm import Axis, ExchangeMethod, Ledger
 from mmspeed.errors import UserError, nearest
 from mmspeed.graphs import outside_graphs
 from mmspeed.mixin import mix_in
 from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes
+from mmspeed.torch_internals import tree_map_only
 
 from .attention_hook import HybridAttention
 from .plan import Attends, Gather, Leading, SequencePlan, Split, plan_of
@@ -71,7 +71,7 @@ class _Declared(nn.Module):
         out = run(*args, **kwargs) if role.attends is None else _attend(role, role.attends, run, args, kwargs)
         if role.outputs:
             out = _change_outputs(role, out)
-        return pytree.tree_map_only(torch.Tensor, group.mark, out) if role.marks else out
+        return tree_map_only(torch.Tensor, group.mark, out) if role.marks else out
 
 
 def argument_names(own: type[nn.Module]) -> tuple[str, ...]:

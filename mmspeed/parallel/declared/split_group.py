@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from mmspeed.comm import Ledger, all_gather, even_sizes
 from mmspeed.errors import UserError
 from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes
 from mmspeed.parallel.sequence.zigzag import zigzag_lengths, zigzag_order
+from mmspeed.torch_internals import tree_leaves
 
 from .plan import Gather, SequencePlan, Split
 
@@ -131,12 +131,12 @@ class SplitGroup:
         """
         names, prints = [], []
         for name, value in sorted(arguments.items()):
-            tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+            tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
             sizes = [float(size) for tensor in tensors for size in (tensor.ndim, *tensor.shape)]
             shape = sum(size * math.sqrt(place + 2) for place, size in enumerate(sizes))
             names.append(name)
             prints += [shape, sum(float(tensor.detach().float().sum()) for tensor in tensors)]
-        device = next((v.device for v in pytree.tree_leaves(arguments) if isinstance(v, torch.Tensor)), None)
+        device = next((v.device for v in tree_leaves(arguments) if isinstance(v, torch.Tensor)), None)
         mine = torch.tensor(prints).nan_to_num().to(device).unsqueeze(0)
         with torch.no_grad():
             every = mine

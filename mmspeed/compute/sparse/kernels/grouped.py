@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mmspeed.compute.sparse.plan import ClusterMeans, ClusterPlan
+from mmspeed.torch_internals import cpu_flash, cpu_flash_backward
 
 from .kernel import Gradients, SparseKernel, explicit
 
@@ -216,7 +217,6 @@ def _forward(
     q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, plan: ClusterPlan, means: ClusterMeans | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     call = _GroupedCall(q_BAND, k_BAMD, v_BAMD, plan, means)
-    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     out_GND = q_BAND.new_zeros(*call.q.shape[:2], call.value_width)
     lse_GN = q_BAND.new_full(call.q.shape[:2], -torch.inf, dtype=call.wide)
 
@@ -225,7 +225,7 @@ def _forward(
         # scaled here, not by the operator: its backward rounds scaled scores otherwise than its forward, and beyond 1e9 their
         # difference overflows exp(score - lse)
         q_11nD = call.take(call.q, group.head, rows).mul_(scale)
-        out_11nD, lse_11n = attend(q_11nD, seen.k_11mD, seen.v_11mD, attn_mask=seen.bias_111m, scale=1.0)
+        out_11nD, lse_11n = cpu_flash(q_11nD, seen.k_11mD, seen.v_11mD, attn_mask=seen.bias_111m, scale=1.0)
         out_GND[group.head].index_copy_(0, rows, out_11nD[0, 0, :, : call.value_width].to(out_GND.dtype))
         lse_GN[group.head].index_copy_(0, rows, lse_11n[0, 0])
 
@@ -245,7 +245,6 @@ def _backward(
     scale: float,
 ) -> Gradients:
     call = _GroupedCall(q_BAND, k_BAMD, v_BAMD, plan, means)
-    differentiate = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     out_GND, dout_GND, lse_GN = call.by_head(out_BAND), call.by_head(dout_BAND), lse_BAN.flatten(0, 1)
     dq_GND = q_BAND.new_zeros(*call.q.shape[:2], call.width)
     both = (call.width, call.value_width)
@@ -267,7 +266,7 @@ def _backward(
         lse_11n = lse_GN[group.head].index_select(0, rows)[None, None]
         q_11nD.mul_(scale)
         k_11mD, v_11mD, bias = seen[:3]
-        dq_11nD, *parts = differentiate(
+        dq_11nD, *parts = cpu_flash_backward(
             dout_11nD, q_11nD, k_11mD, v_11mD, out_11nD, lse_11n, 0.0, False, attn_mask=bias, scale=1.0
         )
         dq_GND[group.head].index_copy_(0, rows, dq_11nD[0, 0, :, : call.width].mul_(scale).to(dq_GND.dtype))

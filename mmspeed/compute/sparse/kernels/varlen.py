@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mmspeed.compute.block_kernels import HALF
 from mmspeed.compute.sparse.plan import ClusterMeans, ClusterPlan
+from mmspeed.torch_internals import varlen_flash, varlen_flash_backward
 
 from .packed import PackedBatch, packed_kernel
 
@@ -40,9 +41,8 @@ def varlen_forward(
 ) -> tuple[Tensor, Tensor]:
     """(out_T1D, lse_T)."""
     ends = _ends(batch.query_ends, q_T1D), _ends(batch.key_ends, q_T1D)
-    op = torch.ops.aten._flash_attention_forward
     most = batch.most_queries, batch.most_keys
-    out_T1D, lse_1T = op(q_T1D, k_S1D, v_S1D, *ends, *most, 0.0, False, False, scale=scale)[:2]
+    out_T1D, lse_1T = varlen_flash(q_T1D, k_S1D, v_S1D, *ends, *most, 0.0, False, False, scale=scale)[:2]
     return out_T1D, lse_1T[0]
 
 
@@ -60,9 +60,8 @@ def varlen_backward(
     ends = _ends(batch.query_ends, q_T1D), _ends(batch.key_ends, q_T1D)
     seed, unused = (torch.zeros(size, dtype=torch.uint64, device=q_T1D.device) for size in (2, 0))  # no dropout
     inputs = (dout_T1D, q_T1D, k_S1D, v_S1D, out_T1D, lse_T[None].contiguous())
-    op = torch.ops.aten._flash_attention_backward
     most = batch.most_queries, batch.most_keys
-    dq, dk, dv = op(*inputs, *ends, *most, 0.0, False, seed, unused, scale=scale)
+    dq, dk, dv = varlen_flash_backward(*inputs, *ends, *most, 0.0, False, seed, unused, scale=scale)
     return dq, dk, dv
 
 

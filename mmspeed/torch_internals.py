@@ -1,0 +1,333 @@
+"""Names of torch that begin with an underscore: all that mmspeed uses of them, here and nowhere else.
+
+They may change with any release of torch. Each has a test in tests/unit/test_torch_internals.py, so that a new torch that lacks one, or
+does something else by it, says so there. What is costly to import is imported by the function that needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._compile import (
+    _disable_dynamo as disable_dynamo,  # `torch.compiler.disable`, without loading the compiler now
+)
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["FakeTensorMode", "TorchDispatchMode", "disable_dynamo", "is_traceable_wrapper_subclass"]
+__all__ += ["tree_leaves", "tree_map_only"]
+
+# ---- tensors and storages
+
+
+def version_of(tensor: Tensor) -> int:
+    """The number of changes in place that autograd has counted. Raises RuntimeError for inference tensors, which have no count."""
+    return tensor._version
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """The tensor of which `tensor` is a view, as autograd knows it."""
+    return tensor._base
+
+
+def negative_view(tensor: Tensor) -> Tensor:
+    """A view whose numbers are those of `tensor` with the other sign; they change when they are read."""
+    return torch._neg_view(tensor)
+
+
+def storage_address(storage: torch.UntypedStorage) -> int:
+    """The address of the storage object: the same for tensors that share memory, and for those that are freed and filled again."""
+    return storage._cdata
+
+
+def weak_pointer(storage: torch.UntypedStorage) -> Any:
+    """A weak pointer to a storage, which counts as a weak reference until `free_weak_pointer`."""
+    return storage._weak_ref()
+
+
+def storage_at(pointer: Any) -> torch.UntypedStorage | None:
+    """The storage behind a weak pointer; None when it is gone."""
+    return torch.UntypedStorage._new_with_weak_ptr(pointer)
+
+
+def free_weak_pointer(pointer: Any) -> None:
+    """Give up a weak pointer."""
+    torch.UntypedStorage._free_weak_ref(pointer)
+
+
+# ---- lists of tensors, in place
+
+
+def lerp_each_(tensors: list[Tensor], ends: list[Tensor], weight: float) -> None:
+    """Move each tensor towards its end by a share `weight` of the way."""
+    torch._foreach_lerp_(tensors, ends, weight)
+
+
+def multiply_each_(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply each tensor by one factor ()."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def copy_each_(tensors: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy each source to its tensor, in the tensor's dtype."""
+    torch._foreach_copy_(tensors, sources)
+
+
+# ---- operators. Arguments and results are those of the operators of these names in torch's native_functions.yaml
+
+MATMUL_NAMES = (
+    "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "linear", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm",
+    "convolution", "_convolution", "mkldnn_linear",
+)  # fmt: skip
+ATTENTION_NAMES = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_flash_attention_forward",
+    "_efficient_attention_forward",
+)
+CPU_FLASH = "aten._scaled_dot_product_flash_attention_for_cpu"
+
+
+def cpu_flash(*args: Any, **kwargs: Any) -> Any:
+    """Flash attention on the CPU: (out, log-sum-exp)."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(*args, **kwargs)
+
+
+def cpu_flash_backward(*args: Any, **kwargs: Any) -> Any:
+    """Gradients of `cpu_flash`: (dq, dk, dv)."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(*args, **kwargs)
+
+
+def cuda_flash(*args: Any, **kwargs: Any) -> Any:
+    """Flash attention on CUDA, for half types: (out, log-sum-exp, ...)."""
+    return torch.ops.aten._scaled_dot_product_flash_attention(*args, **kwargs)
+
+
+def cuda_flash_backward(*args: Any, **kwargs: Any) -> Any:
+    """Gradients of `cuda_flash`: (dq, dk, dv)."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward(*args, **kwargs)
+
+
+def cuda_efficient(*args: Any, **kwargs: Any) -> Any:
+    """Memory-efficient attention on CUDA: (out, log-sum-exp, ...)."""
+    return torch.ops.aten._scaled_dot_product_efficient_attention(*args, **kwargs)
+
+
+def cuda_efficient_backward(*args: Any, **kwargs: Any) -> Any:
+    """Gradients of `cuda_efficient`: (dq, dk, dv, dbias)."""
+    return torch.ops.aten._scaled_dot_product_efficient_attention_backward(*args, **kwargs)
+
+
+def varlen_flash(*args: Any, **kwargs: Any) -> Any:
+    """Flash attention on CUDA of packed sequences of several lengths: (out, log-sum-exp, ...)."""
+    return torch.ops.aten._flash_attention_forward(*args, **kwargs)
+
+
+def varlen_flash_backward(*args: Any, **kwargs: Any) -> Any:
+    """Gradients of `varlen_flash`: (dq, dk, dv)."""
+    return torch.ops.aten._flash_attention_backward(*args, **kwargs)
+
+
+def changes_arguments(operator: Any) -> bool:
+    """Whether an operator writes to tensors that it is given."""
+    return bool(operator._schema.is_mutable)
+
+
+def packet_of(operator: Any) -> Any:
+    """The operator with all its overloads, of one overload."""
+    return operator._overloadpacket
+
+
+# ---- autograd
+
+
+def counting_changes() -> AbstractContextManager[None]:
+    """Inside, `detach` shares the count of changes in place, as it does outside of a dispatch mode."""
+    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)  # type: ignore[return-value]
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside of a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+# ---- torch.compile
+
+
+def allow_recompiles(most: int) -> None:
+    """Let torch.compile make at least `most` graphs of one function."""
+    import torch._dynamo  # here: it takes a second to load
+
+    config: Any = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, most)
+
+
+# ---- distributed
+
+
+def fsdp_state(module: nn.Module) -> Any:
+    """What `fully_shard` holds of a module that it was called with."""
+    found: Any = module
+    return found._get_fsdp_state()
+
+
+def sum_in_float32(state: Any) -> None:
+    """Keep the sums of an `fsdp_state` in float32, after its first forward began. Raises RuntimeError for a torch that sums otherwise."""
+    # torch 2.13 can have several groups of parameters a module, 2.11 has one
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    for group in filter(None, groups):
+        if not hasattr(group, "_orig_dtype"):
+            raise RuntimeError(
+                f"torch {torch.__version__} rounds sums of gradients elsewhere: mmspeed does not know it"
+            )
+        group._orig_dtype = torch.float32
+
+
+def dtensor_like(like: DTensor, local: Tensor) -> DTensor:
+    """A DTensor spread as `like` is, whose local part is `local`, wherever that lies; its memory is shared."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    # not DTensor.from_local, which would bring a value in the host's memory to the mesh's devices
+    meta = TensorMeta(like.shape, like.stride(), local.dtype)
+    spec = DTensorSpec(like.device_mesh, like.placements, meta)
+    return DTensor(local, spec, requires_grad=False)
+
+
+def launched_processes(agent: Any) -> list[Any]:
+    """The processes of a launcher's agent; none when another torch keeps them elsewhere."""
+    context = getattr(agent, "_pcontext", None)
+    return [handler.proc for handler in getattr(context, "subprocess_handlers", {}).values()]
+
+
+# ---- the loader's processes
+
+
+def loader_processes(iterator: Any) -> Sequence[Any]:
+    """The worker processes of a DataLoader's iterator."""
+    found: Sequence[Any] = iterator._workers
+    return found
+
+
+def end_loader(iterator: Any) -> None:
+    """End the worker processes of a DataLoader's iterator."""
+    iterator._shutdown_workers()
+
+
+# ---- the allocator. `memory`: the vendor's module, such as torch.cuda.memory
+
+
+def record_memory_history(memory: Any, **settings: str | None) -> None:
+    """Begin, or end, to note who asks for memory."""
+    memory._record_memory_history(**settings)
+
+
+def memory_segments(memory: Any) -> list[dict[str, Any]]:
+    """The allocator's segments on all devices, each with its blocks."""
+    found: list[dict[str, Any]] = memory._snapshot()["segments"]
+    return found
+
+
+# ---- torch's memory tracker. Importing it imports torch's compiler, half a second of it
+
+
+def memory_kinds() -> Any:
+    """The enumeration of what memory is for: PARAM, BUFFER, GRAD, ACT, TEMP, OPT, OTH."""
+    from torch.distributed._tools.mem_tracker import _MemRefType
+
+    return _MemRefType
+
+
+def memory_tracker() -> Any:
+    """A MemTracker of torch as it is."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    return MemTracker()
+
+
+@cache
+def memory_tracker_class() -> Any:
+    """torch's MemTracker as a base class, with public names for what a subclass may change (`kind_of` to `before_backward`)."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+    from torch.distributed._tools.mod_tracker import ModTracker
+
+    class Modules(ModTracker):
+        """Does not wait for the gradients of all inputs of a module to say that it is done: it would hold them, and measure itself."""
+
+        def _fw_pre_hook(self, mod: nn.Module, input: Any) -> None:
+            super()._fw_pre_hook(mod, ())
+
+    class WatchedTracker(MemTracker):
+        """Begin with the `device` of which peaks are reported."""
+
+        def __init__(self, device: torch.device) -> None:
+            super().__init__()
+            self._mod_tracker = Modules()
+            self.device = device
+
+        @property
+        def in_backward(self) -> bool:
+            return self._mod_tracker.is_bw
+
+        @property
+        def running(self) -> set[str]:
+            """The names of the modules that are at work, with the tracker's own for the whole."""
+            return self._mod_tracker.parents
+
+        def count(self, kind: Any, tensor: Tensor) -> None:
+            """Count a tensor; one that is known stays what it is."""
+            super()._track(kind, tensor)
+
+        def recount(self, kind: Any, tensor: Tensor) -> None:
+            """Count a tensor as of this kind, whatever it was."""
+            self._update_and_maybe_create_winfos(tensor, kind)
+
+        def kind_of(self, kind: Any) -> Any:
+            return kind
+
+        def peak_grew(self) -> None:
+            pass
+
+        def before_forward(self, module: nn.Module) -> None:
+            pass
+
+        def after_forward(self, module: nn.Module) -> None:
+            pass
+
+        def before_backward(self, module: nn.Module) -> None:
+            pass
+
+        def _track(self, reftype: Any, t: Tensor) -> None:
+            super()._track(self.kind_of(reftype), t)
+
+        def _update_peak_stats(self, peak_state: Any) -> None:
+            before = self._peak_mem.get(self.device, 0)
+            super()._update_peak_stats(peak_state)
+            if self._peak_mem.get(self.device, 0) > before:
+                self.peak_grew()
+
+        def _pre_fw_hook(self, module: nn.Module, inputs: Any) -> None:
+            self.before_forward(module)
+            super()._pre_fw_hook(module, inputs)
+
+        def _post_fw_hook(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+            super()._post_fw_hook(module, inputs, outputs)
+            self.after_forward(module)
+
+        def _pre_bw_hook(self, module: nn.Module, args: Any) -> None:
+            self.before_backward(module)
+            super()._pre_bw_hook(module, args)
+
+    return WatchedTracker

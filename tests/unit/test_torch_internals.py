@@ -1,0 +1,508 @@
+"""Every underscored name of torch that mmspeed uses is there, and does what it is used for.
+
+Legend: B batch, A heads, N items, D head width.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.utils.data import DataLoader
+
+from mmspeed import torch_internals as internals
+from mmspeed.device import Device
+from mmspeed.mesh import process_group
+from mmspeed.parallel import take_float32_gradients
+
+CPU = Device("cpu", 0)
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+def attention_inputs(dtype: torch.dtype, device: str) -> list[Tensor]:
+    """q, k, v and the gradient of the output, each (B, A, N, D)."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, 3, 32, 16, generator=generator).to(device, dtype) for _ in range(4)]
+
+
+def reference(q_BAND: Tensor, k_BAND: Tensor, v_BAND: Tensor, dout_BAND: Tensor) -> list[Tensor]:
+    """(out, dq, dk, dv) by formulas in float64."""
+    given = [x.detach().double().requires_grad_() for x in (q_BAND, k_BAND, v_BAND)]
+    q, k, v = given
+    out_BAND = F.softmax(q @ k.mT / 4, -1) @ v
+    return [out_BAND.detach(), *torch.autograd.grad(out_BAND, given, dout_BAND.double())]
+
+
+def log_sum_exp(q_BAND: Tensor, k_BAND: Tensor) -> Tensor:
+    return (q_BAND.double() @ k_BAND.double().mT / 4).logsumexp(-1)
+
+
+def agree(found: Tensor, expected: Tensor, tolerance: float) -> bool:
+    return torch.allclose(found.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+# ---- tensors and storages
+
+
+def test_version_of() -> None:
+    tensor = torch.zeros(4)
+    view, before = tensor[1:], internals.version_of(tensor)
+    view.add_(1)
+    assert internals.version_of(tensor) == internals.version_of(view) == before + 1
+    with torch.inference_mode():
+        unversioned = torch.zeros(1)
+    with pytest.raises(RuntimeError):
+        internals.version_of(unversioned)
+
+
+def test_base_of() -> None:
+    tensor = torch.zeros(4)
+    assert internals.base_of(tensor) is None and internals.base_of(tensor[1:][1:]) is tensor
+
+
+def test_negative_view() -> None:
+    tensor = torch.tensor([1.0, -2.0])
+    view = internals.negative_view(tensor)
+    assert view.is_neg() and view.tolist() == [-1.0, 2.0] and view.data_ptr() == tensor.data_ptr()
+
+
+def test_storage_address() -> None:
+    tensor, other = torch.zeros(4), torch.zeros(4)
+    address = internals.storage_address(tensor.untyped_storage())
+    assert internals.storage_address(tensor[2:].detach().untyped_storage()) == address
+    assert internals.storage_address(other.untyped_storage()) != address
+    tensor.untyped_storage().resize_(0)
+    assert internals.storage_address(tensor.untyped_storage()) == address
+
+
+def test_weak_pointer() -> None:
+    tensor = torch.zeros(4)
+    pointers = [internals.weak_pointer(tensor.untyped_storage()) for _ in range(2)]
+    assert pointers[0] == pointers[1] and hash(pointers[0]) == hash(pointers[1])
+    for pointer in pointers:
+        internals.free_weak_pointer(pointer)
+
+
+def test_storage_at() -> None:
+    tensor = torch.zeros(4)
+    pointer = internals.weak_pointer(tensor.untyped_storage())
+    storage = internals.storage_at(pointer)
+    assert storage is not None and storage.nbytes() == 16 and storage.data_ptr() == tensor.data_ptr()
+    del storage, tensor
+    assert internals.storage_at(pointer) is None  # it did not keep the storage alive
+    internals.free_weak_pointer(pointer)
+
+
+def test_free_weak_pointer() -> None:
+    tensor = torch.zeros(4)
+    first, second = (internals.weak_pointer(tensor.untyped_storage()) for _ in range(2))
+    internals.free_weak_pointer(first)
+    del tensor
+    assert internals.storage_at(second) is None  # one reference is left, so the address is not given to another storage
+    internals.free_weak_pointer(second)
+
+
+# ---- lists of tensors
+
+
+def test_lerp_each() -> None:
+    tensors, ends = [torch.zeros(2), torch.ones(3)], [torch.ones(2), torch.full((3,), 3.0)]
+    internals.lerp_each_(tensors, ends, 0.25)
+    assert [t.tolist() for t in tensors] == [[0.25] * 2, [1.5] * 3]
+
+
+def test_multiply_each() -> None:
+    tensors = [torch.ones(2), torch.full((3,), 2.0)]
+    internals.multiply_each_(tensors, torch.tensor(0.5))
+    assert [t.tolist() for t in tensors] == [[0.5] * 2, [1.0] * 3]
+
+
+def test_copy_each() -> None:
+    tensors = [torch.zeros(2, dtype=torch.bfloat16), torch.zeros(1)]
+    internals.copy_each_(tensors, [torch.tensor([1.0, 1.001]), torch.tensor([3.0])])
+    assert [t.tolist() for t in tensors] == [[1.0, 1.0], [3.0]] and tensors[0].dtype == torch.bfloat16
+
+
+# ---- operators
+
+
+def operators(names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: getattr(torch.ops.aten, name, None) for name in names}
+
+
+def test_matmul_names() -> None:
+    found = operators(internals.MATMUL_NAMES)
+    assert not [name for name, operator in found.items() if operator is None and name != "mkldnn_linear"]
+
+
+def test_attention_names() -> None:
+    assert None not in operators(internals.ATTENTION_NAMES).values()
+
+
+def test_cpu_flash() -> None:
+    q, k, v, dout = attention_inputs(torch.float32, "cpu")
+    out, lse = internals.cpu_flash(q, k, v)
+    assert agree(out, reference(q, k, v, dout)[0], 1e-5) and agree(lse, log_sum_exp(q, k), 1e-5)
+    bias = torch.zeros(2, 1, 1, 32).index_fill_(3, torch.arange(16, 32), -torch.inf)
+    masked, _ = internals.cpu_flash(q, k, v, 0.0, False, attn_mask=bias, scale=0.25)
+    assert agree(masked, reference(q, k[:, :, :16], v[:, :, :16], dout)[0], 1e-5)
+
+
+def test_cpu_flash_backward() -> None:
+    q, k, v, dout = attention_inputs(torch.float32, "cpu")
+    out, lse = internals.cpu_flash(q, k, v)
+    found = internals.cpu_flash_backward(dout, q, k, v, out, lse, 0.0, False, attn_mask=None, scale=0.25)
+    assert all(agree(x, y, 1e-4) for x, y in zip(found, reference(q, k, v, dout)[1:], strict=True))
+
+
+# What runs on CUDA alone: elsewhere, tensors of the meta device show that the operators take the arguments that we give.
+
+
+def where() -> str:
+    return "cuda" if torch.cuda.is_available() else "meta"
+
+
+def right(found: Tensor, expected: Tensor) -> bool:
+    """Whether a result has the right numbers, on the meta device the right shape."""
+    return found.shape == expected.shape and (found.is_meta or agree(found, expected, 2e-2))
+
+
+def test_cuda_flash() -> None:
+    q, k, v, dout = attention_inputs(torch.bfloat16, where())
+    out, lse = internals.cuda_flash(q, k, v, 0.0, False, False, scale=0.25)[:2]
+    assert right(out, reference(q, k, v, dout)[0]) and right(lse[..., :32], log_sum_exp(q, k))
+
+
+def test_cuda_flash_backward() -> None:
+    q, k, v, dout = attention_inputs(torch.bfloat16, where())
+    out, lse = internals.cuda_flash(q, k, v, 0.0, False, False, scale=0.25)[:2]
+    seed, unused = (torch.zeros(size, dtype=torch.uint64, device=q.device) for size in (2, 0))
+    given = (dout, q, k, v, out, lse, None, None, 32, 32, 0.0, False, seed, unused)
+    found = internals.cuda_flash_backward(*given, scale=0.25)
+    assert all(right(x, y) for x, y in zip(found, reference(q, k, v, dout)[1:], strict=True))
+
+
+def test_cuda_efficient() -> None:
+    q, k, v, dout = attention_inputs(torch.float32, where())
+    out, lse = internals.cuda_efficient(q, k, v, None, True, 0.0, False, scale=0.25)[:2]
+    assert right(out, reference(q, k, v, dout)[0]) and right(lse[..., :32], log_sum_exp(q, k))
+
+
+def test_cuda_efficient_backward() -> None:
+    q, k, v, dout = attention_inputs(torch.float32, where())
+    out, lse = internals.cuda_efficient(q, k, v, None, True, 0.0, False, scale=0.25)[:2]
+    seed, offset = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
+    given = (dout, q, k, v, None, out, lse, seed, offset, 0.0, [True, True, True, False], False)
+    found = internals.cuda_efficient_backward(*given, scale=0.25)[:3]
+    assert all(right(x, y) for x, y in zip(found, reference(q, k, v, dout)[1:], strict=True))
+
+
+def packed(x_BAND: Tensor) -> Tensor:
+    """One head, the batch's sequences one after the other: (T, 1, D)."""
+    return x_BAND[:, 0].flatten(0, 1)[:, None]
+
+
+def test_varlen_flash() -> None:
+    q, k, v, dout = attention_inputs(torch.bfloat16, where())
+    ends = torch.tensor([0, 32, 64], dtype=torch.int32, device=q.device)
+    given = (*map(packed, (q, k, v)), ends, ends, 32, 32, 0.0, False, False)
+    out, lse = internals.varlen_flash(*given, scale=0.25)[:2]
+    assert right(out, packed(reference(q, k, v, dout)[0]))
+    if not lse.is_meta:  # its shape on the meta device is that of sequences of one length
+        assert right(lse[0], log_sum_exp(q, k)[:, 0].flatten())
+
+
+@needs_cuda
+def test_varlen_flash_backward() -> None:
+    q, k, v, dout = attention_inputs(torch.bfloat16, "cuda")
+    ends = torch.tensor([0, 32, 64], dtype=torch.int32, device=q.device)
+    sequences = (ends, ends, 32, 32, 0.0, False)
+    out, lse = internals.varlen_flash(*map(packed, (q, k, v)), *sequences, False, scale=0.25)[:2]
+    seed, unused = (torch.zeros(size, dtype=torch.uint64, device=q.device) for size in (2, 0))
+    given = (*map(packed, (dout, q, k, v)), out, lse, *sequences, seed, unused)
+    found = internals.varlen_flash_backward(*given, scale=0.25)
+    assert all(right(x, packed(y)) for x, y in zip(found, reference(q, k, v, dout)[1:], strict=True))
+
+
+def test_changes_arguments() -> None:
+    assert internals.changes_arguments(torch.ops.aten.add_.Tensor)
+    assert not internals.changes_arguments(torch.ops.aten.add.Tensor)
+
+
+def test_packet_of() -> None:
+    assert internals.packet_of(torch.ops.aten.mm.default) is torch.ops.aten.mm
+
+
+def test_cpu_flash_name() -> None:
+    seen = []
+
+    class Watch(internals.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(internals.packet_of(func)))
+            return func(*args, **(kwargs or {}))
+
+    q, k, v, _ = attention_inputs(torch.float32, "cpu")
+    with Watch():
+        internals.cpu_flash(q, k, v)
+    assert seen == [internals.CPU_FLASH]
+
+
+# ---- modes and trees
+
+
+def test_torchdispatchmode() -> None:
+    class Doubled(internals.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {})) * 2
+
+    tensor = torch.ones(1)
+    with Doubled():
+        found = tensor + tensor
+    assert found.item() == 4 and (tensor + tensor).item() == 2
+
+
+def test_faketensormode() -> None:
+    with internals.FakeTensorMode():
+        found = torch.zeros(1 << 40) + 1
+    assert found.shape == (1 << 40,) and found.device.type == "cpu"
+
+
+def test_is_traceable_wrapper_subclass() -> None:
+    with process_group(CPU):
+        mesh = dist.init_device_mesh("cpu", (1,))
+        spread = distribute_tensor(torch.zeros(2), mesh, [Replicate()])
+        assert internals.is_traceable_wrapper_subclass(spread)
+    assert not internals.is_traceable_wrapper_subclass(torch.zeros(2))
+
+
+def test_tree_leaves() -> None:
+    assert internals.tree_leaves({"a": [1, (2,)], "b": None, "c": 3}) == [1, 2, None, 3]
+
+
+def test_tree_map_only() -> None:
+    assert internals.tree_map_only(int, lambda n: n + 1, {"a": [1, "x"]}) == {"a": [2, "x"]}
+
+
+# ---- autograd and torch.compile
+
+
+def test_counting_changes() -> None:
+    class Detaches(internals.TorchDispatchMode):
+        def __init__(self, counting: bool) -> None:
+            super().__init__()
+            self.counting, self.shared = counting, False
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if self.counting:
+                with internals.counting_changes():
+                    detached = result.detach()
+            else:
+                detached = result.detach()
+            before = internals.version_of(detached)
+            with internals.counting_changes():
+                result.add_(1)
+            self.shared = internals.version_of(detached) == before + 1
+            return result
+
+    for counting in (False, True):
+        with Detaches(counting) as mode:
+            torch.ones(2) * 2
+        assert mode.shared == counting
+
+
+def test_in_backward() -> None:
+    seen = []
+    tensor = torch.ones(1, requires_grad=True)
+    product = tensor * 2
+    product.register_hook(lambda _: seen.append(internals.in_backward()))
+    product.sum().backward()
+    assert seen == [True] and not internals.in_backward()
+
+
+def test_disable_dynamo() -> None:
+    code = (
+        "import sys, torch; known = set(sys.modules)\n"
+        "from mmspeed.torch_internals import disable_dynamo\n"
+        "f = disable_dynamo(lambda x: (torch.compiler.is_compiling(), x + 1))\n"
+        "assert not {m for m in set(sys.modules) - known if m.startswith(('torch._inductor', 'torch.distributed.tensor'))}\n"
+        "g = torch.compile(lambda x: (torch.compiler.is_compiling(), f(x)), backend='eager')\n"
+        "inside, (outside, value) = g(torch.ones(1))\n"
+        "assert inside and not outside and value.item() == 2\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+def test_allow_recompiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._dynamo
+
+    config = cast(Any, torch._dynamo.config)
+    with config.patch(recompile_limit=3):
+        internals.allow_recompiles(5)
+        assert config.recompile_limit == 5
+        internals.allow_recompiles(4)
+        assert config.recompile_limit == 5
+
+
+# ---- distributed
+
+
+def test_fsdp_state() -> None:
+    with process_group(CPU):
+        layer = nn.Linear(2, 2)
+        fully_shard(layer, mesh=dist.init_device_mesh("cpu", (1,)))
+        state = internals.fsdp_state(layer)
+        assert state is internals.fsdp_state(layer)
+        assert hasattr(state, "_fsdp_param_groups") or hasattr(state, "_fsdp_param_group")
+
+
+def test_sum_in_float32() -> None:
+    with process_group(CPU):
+        layer = nn.Linear(2, 2).bfloat16()
+        fully_shard(layer, mesh=dist.init_device_mesh("cpu", (1,)))
+        state = internals.fsdp_state(layer)
+        dtypes = []
+
+        def before(*_: Any) -> None:
+            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+                dtypes.append(group._orig_dtype)
+            internals.sum_in_float32(state)
+            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+                dtypes.append(group._orig_dtype)
+
+        take_float32_gradients(layer)
+        layer.register_forward_pre_hook(before)
+        layer(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+        assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in layer.parameters())
+    assert dtypes == [torch.bfloat16, torch.float32]
+
+
+def test_sum_in_float32_of_an_unknown_torch() -> None:
+    with pytest.raises(RuntimeError, match="mmspeed does not know it"):
+        internals.sum_in_float32(SimpleNamespace(_fsdp_param_group=object()))
+
+
+def test_dtensor_like() -> None:
+    with process_group(CPU):
+        mesh = dist.init_device_mesh("cpu", (1,))
+        like = distribute_tensor(torch.zeros(4, 2), mesh, [Replicate()])
+        local = torch.ones(4, 2, dtype=torch.bfloat16)
+        found = internals.dtensor_like(like, local)
+        assert isinstance(found, DTensor) and found.placements == like.placements and found.dtype == torch.bfloat16
+        assert found.shape == (4, 2) and found.to_local().data_ptr() == local.data_ptr()
+
+
+def test_launched_processes(tmp_path: Path) -> None:
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
+
+    logs = DefaultLogsSpecs(log_dir=str(tmp_path))
+    context = start_processes("test", sys.executable, {0: ("-c", "pass")}, {0: {}}, logs)
+    (process,) = internals.launched_processes(SimpleNamespace(_pcontext=context))
+    assert process.wait(60) == process.returncode == 0
+    context.close()
+    assert "_pcontext" in LocalElasticAgent.__init__.__code__.co_names  # where torch's agent has it
+    assert internals.launched_processes(None) == internals.launched_processes(SimpleNamespace()) == []
+
+
+def test_loader_processes() -> None:
+    iterator = iter(DataLoader([1, 2, 3], num_workers=1, batch_size=None))  # type: ignore[arg-type,var-annotated]
+    (process,) = internals.loader_processes(iterator)
+    assert process.is_alive() and next(iterator) == 1
+    internals.end_loader(iterator)
+
+
+def test_end_loader() -> None:
+    iterator = iter(DataLoader([1, 2, 3], num_workers=1, batch_size=None))  # type: ignore[arg-type,var-annotated]
+    (process,) = internals.loader_processes(iterator)
+    internals.end_loader(iterator)
+    assert not process.is_alive()
+
+
+# ---- the allocator
+
+
+def test_record_memory_history() -> None:
+    assert callable(torch.cuda.memory._record_memory_history)
+    seen: dict[str, Any] = {}
+    internals.record_memory_history(SimpleNamespace(_record_memory_history=seen.update), enabled="state")
+    assert seen == {"enabled": "state"}
+
+
+@needs_cuda
+def test_memory_history_of_a_device() -> None:
+    internals.record_memory_history(torch.cuda.memory, enabled="state", context="state", stacks="python")
+    held = torch.zeros(1 << 20, device="cuda")
+    blocks = [block for segment in internals.memory_segments(torch.cuda.memory) for block in segment["blocks"]]
+    internals.record_memory_history(torch.cuda.memory, enabled=None)
+    assert any(frame["filename"] == __file__ for block in blocks for frame in block.get("frames", ())) and held.is_cuda
+
+
+def test_memory_segments() -> None:
+    assert callable(torch.cuda.memory._snapshot)
+    memory = SimpleNamespace(_snapshot=lambda: {"segments": [{"blocks": []}]})
+    assert internals.memory_segments(memory) == [{"blocks": []}]
+
+
+# ---- the memory tracker
+
+
+def test_memory_kinds() -> None:
+    names = {kind.name for kind in internals.memory_kinds()}
+    assert names >= {"PARAM", "BUFFER", "GRAD", "ACT", "TEMP", "OPT", "OTH"}
+
+
+def test_memory_tracker() -> None:
+    tracker, kinds = internals.memory_tracker(), internals.memory_kinds()
+    layer = nn.Linear(64, 64, bias=False)
+    tracker.track_external(layer)
+    with tracker:
+        held = layer(torch.ones(8, 64))
+    now = tracker.get_tracker_snapshot()[torch.device("cpu")]
+    assert now[kinds.PARAM] == 64 * 64 * 4 and now[kinds.ACT] >= held.nbytes and now["Total"] >= held.nbytes
+
+
+def test_memory_tracker_class() -> None:
+    kinds, seen = internals.memory_kinds(), list[str]()
+
+    class Tracker(internals.memory_tracker_class()):  # type: ignore[misc]
+        def kind_of(self, kind: Any) -> Any:
+            return kinds.TEMP if kind == kinds.ACT else kind
+
+        def peak_grew(self) -> None:
+            seen.append("peak")
+
+        def before_forward(self, module: nn.Module) -> None:
+            seen.append(f"before {type(module).__name__} {self.in_backward} {len(self.running)}")
+
+        def after_forward(self, module: nn.Module) -> None:
+            seen.append(f"after {type(module).__name__}")
+
+        def before_backward(self, module: nn.Module) -> None:
+            seen.append(f"back {type(module).__name__} {self.in_backward}")
+
+    layer, state = nn.Linear(64, 64, bias=False), torch.zeros(10)
+    tracker = Tracker(torch.device("cpu"))
+    tracker.track_external(layer)
+    tracker.count(kinds.OPT, state)
+    tracker.count(kinds.GRAD, state)  # stays what it is
+    with tracker:
+        layer(torch.ones(8, 64)).sum().backward()
+        snapshot = tracker.get_tracker_snapshot()[torch.device("cpu")]
+        assert snapshot[kinds.OPT] == 40 and snapshot[kinds.ACT] == 0
+        tracker.recount(kinds.GRAD, state)
+        assert tracker.get_tracker_snapshot()[torch.device("cpu")][kinds.OPT] == 0
+    assert "peak" in seen
+    events = [event for event in seen if event != "peak"]
+    assert events == ["before Linear False 2", "after Linear", "back Linear True"]
