@@ -115,7 +115,7 @@ def views_parameter(tensor: Tensor) -> bool:
         if isinstance(parameter, DTensor):
             with torch.no_grad():
                 local = parameter.to_local()
-            return local.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+            return bool(local.untyped_storage()._cdata == tensor.untyped_storage()._cdata)
     return False
 
 

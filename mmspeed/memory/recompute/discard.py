@@ -253,7 +253,7 @@ def _narrowed(value: Tensor) -> Tensor:
 
 
 def _same_memory(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def _never(_: Any) -> Tensor:
