@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from mmspeed.device import Device
 from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
 from mmspeed.parallel import unwrap
+from mmspeed.parallel.tensor import local
 from mmspeed.torch_internals import lerp_each_
 
-from .checkpoint.state import declared_state, has_masters, laid_out, local, named_masters
+from .checkpoint.state import declared_state, has_masters, laid_out, named_masters
 from .host_averages import HostAverages
 
 

@@ -49,7 +49,8 @@ def _even_parts(whole: int, size: int, multiple: int) -> list[int]:
 
 
 def _parts(x_NE: Tensor, size: int) -> tuple[Tensor, ...]:
-    return x_NE.split(_even_parts(len(x_NE), size, ROWS))
+    parts: tuple[Tensor, ...] = x_NE.split(_even_parts(len(x_NE), size, ROWS))
+    return parts
 
 
 def chunked_mlp(x_NE: Tensor, up: Linear, act: Callable[[Tensor], Tensor], down: Linear, size: int) -> Tensor:
@@ -237,4 +238,6 @@ def chunked_cross_entropy(
                 f"labels lie in {int(real.min())}..{int(real.max())}, the vocabulary in 0..{len(weight_VE) - 1}"
             )
     learns = torch.is_grad_enabled()  # inside of a function it is off
-    return _ChunkedCrossEntropy.apply(hidden_NE, weight_VE, labels_N, chunk, ignore_index, reduction == "mean", learns)
+    mean = reduction == "mean"
+    loss: Tensor = _ChunkedCrossEntropy.apply(hidden_NE, weight_VE, labels_N, chunk, ignore_index, mean, learns)
+    return loss

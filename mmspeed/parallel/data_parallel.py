@@ -132,7 +132,8 @@ def replicate(model: nn.Module) -> nn.Module:
 def _summed(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """The sum of a bucket of gradients over a group, in the bucket's own memory."""
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
-    return work.get_future().then(lambda reduced: reduced.value()[0])
+    summed: torch.futures.Future[Tensor] = work.get_future().then(lambda reduced: reduced.value()[0])
+    return summed
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -23,11 +23,12 @@ import torch
 from torch import Tensor
 
 from mmspeed.comm import Axis, Ledger, all_gather, all_to_all, even_sizes, reduce_scatter
+from mmspeed.compute.autocast import autocast_alike
 from mmspeed.compute.sparse.module import ClusteredAttention
 from mmspeed.graphs import outside_graphs
 from mmspeed.protocols import CountsHeads
 
-from .sequence.hybrid_attention import SequenceAxes, autocast_alike, hybrid_attention, of_nothing
+from .sequence.hybrid_attention import SequenceAxes, hybrid_attention, of_nothing
 from .sparse.attention import sparse_attention
 
 Along = Literal["T", "S"]
@@ -272,7 +273,8 @@ class TokenShard:
             )
         if not q_BAND.numel():
             return of_nothing(q_BAND, k_BAND, v_BAND)
-        return layer(q_BAND, k_BAND, v_BAND, mask_BN, self.pos_NX.long())
+        out_BAND: Tensor = layer(q_BAND, k_BAND, v_BAND, mask_BN, self.pos_NX.long())
+        return out_BAND
 
     def attend_text(
         self, local: Attend, q_BAND: Tensor, k_BALD: Tensor, v_BALD: Tensor, mask_BL: Tensor | None

@@ -77,6 +77,7 @@ def _predictor(model: nn.Module, text: TextEntry, device: Device, before: Callab
 
     def predict(x_1CThw: Tensor, t_1: Tensor) -> Tensor:
         before()
-        return model(x_1CThw, t_1, text_1LD, mask_1L).float()
+        prediction_1CThw: Tensor = model(x_1CThw, t_1, text_1LD, mask_1L)
+        return prediction_1CThw.float()
 
     return predict

@@ -103,7 +103,8 @@ class RunFolder:
         """run.json. Raises UserError when it is missing or damaged."""
         path = self.root / "run.json"
         try:
-            return json.loads(path.read_text(encoding="utf-8"))
+            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            return found
         except (OSError, ValueError) as error:
             raise UserError(f"{path} cannot be read ({error}); start the training again to write it anew") from None
 

@@ -143,7 +143,8 @@ def packed(name: str, values: Tensor) -> Tensor:
     shares = blocks / scales.clamp(min=1e-12)[:, None]
     state.codes.copy_(quantize_8bit_with_qmap(shares.reshape(values.shape), state.qmap))
     state.scale.copy_(scales)
-    return state
+    held: Tensor = state
+    return held
 
 
 def states_to_save(model: nn.Module, optimizer: AnyOptimizer) -> dict[str, Tensor]:

@@ -90,7 +90,9 @@ def make_adamw8bit(groups: Groups, cfg: TrainConfig) -> Optimizer:
     """AdamW whose moments have 8 bits and a scale for each block of 256 (Dettmers et al., 2022). Small tensors stay float32."""
     from torchao.optim import AdamW8bit
 
-    return AdamW8bit([{**group, "eight_bit": True} for group in groups], lr=cfg.lr, betas=cfg.betas, eps=cfg.eps)
+    eight_bit = [{**group, "eight_bit": True} for group in groups]
+    optimizer: Optimizer = AdamW8bit(eight_bit, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps)
+    return optimizer
 
 
 class MuonWithAdamW(Optimizer):

@@ -50,7 +50,7 @@ class PendingRelease:
     storage: int | None = None  # of the part that it was
 
 
-def _at_end(owner: object, depot: OffloadPool, what: PendingRelease) -> weakref.finalize:
+def _at_end(owner: object, depot: OffloadPool, what: PendingRelease) -> weakref.finalize[..., object]:
     end = weakref.finalize(owner, depot.leave, what)
     end.atexit = False  # the process takes all memory with it
     return end

@@ -156,7 +156,8 @@ class HostStates(DeviceStates):
             return super().read(master)
         bytes_Z = self.parcel.on_host()
         places = self._place_of
-        return transform(super().read(master), lambda t: places[id(t)].of(bytes_Z) if id(t) in places else t)
+        state: State = transform(super().read(master), lambda t: places[id(t)].of(bytes_Z) if id(t) in places else t)
+        return state
 
     def device_bytes(self) -> int:
         return super().device_bytes() + self.parcel.device_bytes
@@ -194,7 +195,8 @@ class MappedStates(DeviceStates):
         def on_host(tensor: Tensor) -> Tensor:
             return torch.empty_like(tensor).fill_(1).mul_(tensor).cpu() if id(tensor) in self._mapped else tensor
 
-        return transform(super().read(master), on_host)
+        state: State = transform(super().read(master), on_host)
+        return state
 
     def _bytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in self._mapped.values())

@@ -222,7 +222,7 @@ def operations(func: Any, args: Any, kwargs: Any, result: Any) -> int:
         backward = name.endswith("backward")
         q_BAND, k_BAMD, v_BAMD = args[1:4] if backward else args[:3]
         pairs = q_BAND.shape[0] * q_BAND.shape[1] * q_BAND.shape[2] * k_BAMD.shape[2]
-        return (5 if backward else 2) * pairs * (k_BAMD.shape[3] + v_BAMD.shape[3])
+        return int((5 if backward else 2) * pairs * (k_BAMD.shape[3] + v_BAMD.shape[3]))
     count = flop_registry.get(packet_of(func))
     return int(count(*args, **kwargs, out_val=result)) if count is not None else 0
 

@@ -116,7 +116,8 @@ class _RegionRecord(DecisionRecord):
         return tree_map_only(_StoredResult, lambda one: one.give(), held)
 
     def holds(self, kind: Kind) -> bool:
-        return getattr(self.policy, kind) != "recompute"
+        fate: OpPolicy = getattr(self.policy, kind)
+        return fate != "recompute"
 
     def checkpointed(self, kind: Kind, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         if self.within:
