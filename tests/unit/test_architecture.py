@@ -5,17 +5,17 @@ from __future__ import annotations
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 
-from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.pipelines.tasks.video import VideoData, VideoTask
 from mmspeed.pipelines.training.trainer import TrainPipeline
 from mmspeed.preprocess import CacheBuilder
-from mmspeed.protocols import Data, RunPlace, StepData
+from mmspeed.protocols import RunPlace, StepData
 from tests.runs import small_config
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -56,11 +56,11 @@ class TracedTask(VideoTask):
 
     recorder: FileRecorder
 
-    def data(self, place: RunPlace) -> Data:
+    def data(self, place: RunPlace) -> VideoData:
         data = super().data(place)
         recorder, steps = self.recorder, data.steps
 
-        def traced(first: int, last: int) -> Iterator[StepData]:
+        def traced(first: int, last: int) -> Generator[StepData, None, None]:
             inner = steps(first, last)
             for number in range(first, last):
                 if number == TRACED:
@@ -69,7 +69,7 @@ class TracedTask(VideoTask):
                 yield step
                 recorder.stop()
 
-        data.steps = traced  # type: ignore[method-assign]
+        data.steps = traced  # type: ignore[assignment, method-assign]
         return data
 
 
