@@ -25,7 +25,7 @@ from mmspeed.replay import record_or_replay
 
 from .axis import Axis, nbytes
 from .halves import PendingExchange, finish, finish_all, start
-from .messages import AllGather, AllToAll, ReduceScatter, RowExchange, between, wait_all
+from .messages import AllGather, AllToAll, ReduceScatter, RowMove, between, wait_all
 from .packing import Sizes, even_sizes, laid_out
 
 
@@ -193,7 +193,7 @@ def start_rows(x_ZE: Tensor, axis: Axis, counts: RowCounts, kind: str = "rows") 
         raise ValueError(f"{axis.name}: {len(x_ZE)} rows on rank {axis.rank}, not {sends} to go and {comes} to come")
     if axis.size == 1:
         return PendingExchange([x_ZE])
-    return start(RowExchange(axis, sends, comes, kind), [_natural(x_ZE)], [x_ZE])
+    return start(RowMove(axis, sends, comes, kind), [_natural(x_ZE)], [x_ZE])
 
 
 def swap_rows(x_ZE: Tensor, axis: Axis, sends: Sequence[int], comes: Sequence[int], kind: str = "rows") -> Tensor:

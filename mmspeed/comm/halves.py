@@ -31,7 +31,7 @@ from .messages import Move, Underway, wait_all
 from .packing import Sizes, layout
 
 
-class _Link:
+class _ReverseHalf:
     """Between the two halves in the graph: in backward the exchange of the gradients goes from finish to start."""
 
     back: PendingExchange | None = None
@@ -40,7 +40,7 @@ class _Link:
 class PendingExchange:
     """An exchange between its halves, to be finished. Holds what is sent; until then the tensors that were handed in must not change."""
 
-    _link: _Link
+    _link: _ReverseHalf
     _move: Move
     _half: FirstHalf | None
     _token: Tensor
@@ -57,7 +57,7 @@ class PendingExchange:
     def _of(cls, move: Move, layouts: Sequence[Sizes], xs: Sequence[Tensor], offers: bool) -> PendingExchange:
         """Start a move. `offers`: see the head of the file."""
         pending = cls()
-        pending._move, pending._link, pending._records = move, _Link(), torch.is_grad_enabled()
+        pending._move, pending._link, pending._records = move, _ReverseHalf(), torch.is_grad_enabled()
         pending._layouts_back = tuple(layout(x) for x in xs)
         pending._half, issues = begin("exchange") if offers else (None, True)
         pending._again = pending._half is not None and pending._half.whole

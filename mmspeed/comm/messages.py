@@ -144,7 +144,7 @@ class ReduceScatter:
 
 
 @dataclass(frozen=True)
-class RowExchange:
+class RowMove:
     """Of x_ZE, `sends[r]` rows to each rank r, which sends `comes[r]`. `kind`: what the ledger counts the bytes as."""
 
     axis: Axis
@@ -152,9 +152,9 @@ class RowExchange:
     comes: Sizes
     kind: str
 
-    def back(self) -> RowExchange:
+    def back(self) -> RowMove:
         """The move of the gradients."""
-        return RowExchange(self.axis, self.comes, self.sends, self.kind)
+        return RowMove(self.axis, self.comes, self.sends, self.kind)
 
     def begin(self, xs: Sequence[Tensor], layouts: Sequence[Sizes]) -> Underway:
         (x_ZE,), axis = xs, self.axis

@@ -20,7 +20,7 @@ from .model import (
     check_model,
     trainable,
 )
-from .preparation import CheckReport, Preparation
+from .preparation import CheckOutcome, Preparation
 from .shapes import ShapeClass
 from .task import (
     CheckNotes,
@@ -40,7 +40,7 @@ __all__ = [
     "Batch",
     "BatchShape",
     "CheckNotes",
-    "CheckReport",
+    "CheckOutcome",
     "CheckTask",
     "ComputesInChunks",
     "CountsDenseFlops",

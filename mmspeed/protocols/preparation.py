@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from mmspeed.config import RunConfig
 
 
-class CheckReport(Protocol):
+class CheckOutcome(Protocol):
     """The findings of a check of a config and its data."""
 
     @property
@@ -40,7 +40,7 @@ class Preparation(Protocol):
 
     def check(
         self, page: Path | None = None, suggest_buckets: int | None = None, ranks: Sequence[int] | None = None
-    ) -> CheckReport:
+    ) -> CheckOutcome:
         """Read the data set and estimate what will happen and cost, without an accelerator. Writes the page (None: its usual place).
 
         Raises UserError where the data set cannot be found.
