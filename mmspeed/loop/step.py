@@ -61,10 +61,13 @@ def train_step(
     The loss and the gradient norm are those of the first update. Raises UserError as `apply_update`.
     """
     kept: MicroBatches = batches if len(learners) == 1 else list(batches)
-    results = [
-        apply_update(models, learner, kept, divisors, clip_norm=clip_norm, tensor=tensor, mesh=mesh, group=group)
-        for learner in learners
-    ]
+    results = []
+    for learner in learners:
+        results.append(
+            apply_update(models, learner, kept, divisors, clip_norm=clip_norm, tensor=tensor, mesh=mesh, group=group)
+        )
+        for other in learners if len(learners) > 1 else ():  # a loss may reach models that another update trains
+            other.optimizer.zero_grad(set_to_none=True)
     first = results[0]
     if len(results) == 1:
         return first

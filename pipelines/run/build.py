@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from mmspeed.config.memory import parse_bytes
 from mmspeed.device import Device, parse_dtype
 from mmspeed.errors import UserError
 from mmspeed.loop.averages import EMA
+from mmspeed.loop.checkpoint.manager import TrainingState
 from mmspeed.loop.optimizers.build import AnyOptimizer, make_optimizer
 from mmspeed.loop.runner import SequentialRunner
 from mmspeed.loop.step import Learner
@@ -29,21 +31,43 @@ from mmspeed.protocols import InitializesWeights, RunPlace, Task, Update, traina
 
 @dataclass(frozen=True)
 class Assembly:
-    """What a run trains with. `models` by role, as `parallelize` made them; a learner for each update of a step."""
+    """What a run trains with.
+
+    `models` by role, as `parallelize` made them; a learner for each update of a step; averages of the roles that learn, where the run
+    has averages.
+    """
 
     models: Mapping[str, nn.Module]
     learners: Sequence[Learner]
-    ema: EMA | None
+    averages: Mapping[str, EMA]
+
+    @property
+    def roles(self) -> list[str]:
+        """The roles that learn, in the order of their updates."""
+        return list(dict.fromkeys(learner.update.roles[0] for learner in self.learners))
 
     @property
     def model(self) -> nn.Module:
-        """The model that learns by the first update; its state is what checkpoints hold."""
-        return self.models[self.learners[0].update.roles[0]]
+        """The model that learns by the first update."""
+        return self.models[self.roles[0]]
 
     @property
     def optimizer(self) -> AnyOptimizer:
         """The optimizer of the first update."""
         return self.learners[0].optimizer
+
+    @property
+    def ema(self) -> EMA | None:
+        """The average of the model that learns by the first update."""
+        return self.averages.get(self.roles[0])
+
+    def state(self, meta: dict[str, Any] | None = None) -> TrainingState:
+        """What checkpoints hold: the first role's state, and those of the others that learn."""
+        optimizers = {learner.update.roles[0]: learner.optimizer for learner in self.learners}
+        first, *others = (
+            TrainingState(self.models[role], optimizers[role], self.averages.get(role)) for role in self.roles
+        )
+        return replace(first, meta=meta or {}, others=dict(zip(self.roles[1:], others, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -94,26 +118,36 @@ def assemble(
 
     A model that comes on the meta device gets the weights of the config's seed; another keeps those that it came with. Models that no
     update trains are frozen. `choice`: the activation policies of each block that were chosen under a budget of memory. Raises
-    UserError for a model that lacks part of `TrainableModel`, and for several models that learn.
+    UserError for a model that lacks part of `TrainableModel`, for an update of several roles, and for a budget with several.
     """
     updates = task.updates()
-    learning = {role for update in updates for role in update.roles}
-    if len(learning) != 1 or any(update.roles != updates[0].roles for update in updates):
+    for update in updates:
+        if len(update.roles) != 1 or update.roles[0] not in bare:
+            raise UserError(
+                f"the task {task.name}: update {update.name} trains {', '.join(update.roles) or 'nothing'}; "
+                f"an update trains one of the roles {', '.join(bare)}"
+            )
+    learning = list(dict.fromkeys(update.roles[0] for update in updates))
+    if choice is not None and len(learning) > 1:
         raise UserError(
-            f"the task {task.name} trains {', '.join(sorted(learning))}: a run keeps the state of one model"
+            f"memory.budget chooses for one model, and the task {task.name} trains {', '.join(learning)}: "
+            "say memory.activation_policy instead"
         )
     empty = {role for role, model in bare.items() if any(parameter.is_meta for parameter in model.parameters())}
     models = {
         role: _placed(config, task, model, placement, device, role in learning, choice) for role, model in bare.items()
     }
-    (role,) = learning
-    optimizer = make_optimizer(models[role], config.train, config.memory, device, placement.mesh)
-    for each in sorted(empty):
-        put = weight_setter(models[role], optimizer) if each == role else set_parameter
-        _fill(bare[each], config.seed, put)
-    ema = make_ema(models[role], optimizer, config, device) if config.train.ema_decay is not None else None
-    learners = [learner(update, models, placement.strategy, optimizer, device) for update in updates]
-    return Assembly(models, learners, ema)
+    optimizers = {
+        role: make_optimizer(models[role], config.train, config.memory, device, placement.mesh) for role in learning
+    }
+    for role in sorted(empty):
+        put = weight_setter(models[role], optimizers[role]) if role in optimizers else set_parameter
+        _fill(bare[role], config.seed, put)
+    averages = {}
+    if config.train.ema_decay is not None:
+        averages = {role: make_ema(models[role], optimizers[role], config, device) for role in learning}
+    learners = [learner(update, models, placement.strategy, optimizers[update.roles[0]], device) for update in updates]
+    return Assembly(models, learners, averages)
 
 
 def learner(

@@ -23,7 +23,7 @@ from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, format_seconds, get_logger
 from mmspeed.loop.callbacks import Averages, Callback, LearningRate, Sparsity, StepOutcome
 from mmspeed.loop.checkpoint.load import load_start
-from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState
+from mmspeed.loop.checkpoint.manager import CheckpointManager
 from mmspeed.loop.frozen import frozen_fingerprint, frozen_names
 from mmspeed.loop.signals import StopSignals
 from mmspeed.loop.step import StepResult, train_step
@@ -154,7 +154,10 @@ class TrainPipeline:
                 parts.ema.restart(parts.model)
         if name is not None:
             path = self.folder.checkpoints / name
-            meta = run.manager.load(path, parts.model, parts.optimizer, parts.ema)
+            state = parts.state()
+            meta = run.manager.load(path, state.model, state.optimizer, state.ema)
+            for role, other in state.others.items():
+                run.manager.load(path, other.model, other.optimizer, other.ema, role)
             run.step, run.skipped = int(meta["step"]), int(meta["skipped"])
             if changed and where.rank == 0:
                 log.info(f"going on from step {run.step}; changed since it was saved: {', '.join(changed)}")
@@ -178,8 +181,8 @@ class TrainPipeline:
     def _callbacks(self, run: Run, telemetry: Telemetry, memory: OomAdvisor) -> list[Callback]:
         """What happens around each step, in this order on all ranks."""
         parts, config = run.parts, self.config
-        sparsity = Sparsity.of(parts.model, comm.all_reduce_sum)
-        averages = [] if parts.ema is None else [Averages(parts.ema, parts.model)]
+        sparsity = [one for role in parts.roles for one in Sparsity.of(parts.models[role], comm.all_reduce_sum)]
+        averages = [Averages(ema, parts.models[role]) for role, ema in parts.averages.items()]
         return [
             LearningRate(config.train, [learner.optimizer for learner in parts.learners]),
             *sparsity,
@@ -309,7 +312,7 @@ class TrainPipeline:
         parts = run.parts
         run.manager.save(
             run.step,
-            TrainingState(parts.model, parts.optimizer, parts.ema, meta),
+            parts.state(meta),
             blocking=blocking or not self.config.checkpoint.asynchronous,
         )
 

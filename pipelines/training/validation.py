@@ -27,8 +27,10 @@ class Validator:
             return {}
         started = time.monotonic()
         row: dict[str, Any] = {"kind": "validation", "step": step}
-        ema, models = self.parts.ema, self.parts.models
-        with ema.swap(self.parts.model) if ema is not None else contextlib.nullcontext():
+        models = self.parts.models
+        with contextlib.ExitStack() as swapped:
+            for role, ema in self.parts.averages.items():
+                swapped.enter_context(ema.swap(models[role]))
             terms = self.validation.measure(models)
             if terms:
                 row |= self.validation.row(reduce_terms(terms, self.validation.divisors()))

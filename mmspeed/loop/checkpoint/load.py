@@ -22,6 +22,7 @@ from .storage import (
     FORMAT,
     FROZEN,
     META,
+    ROLES,
     STATE,
     THRESHOLD,
     DamageError,
@@ -76,6 +77,11 @@ def best(folder: Path) -> Path | None:
 # ---- what is in them ----
 
 
+def of_role(part: str, role: str | None) -> str:
+    """The prefix of a part of a role's state (`model`, `ema`, `optimizer`) in a checkpoint; the first role's is bare."""
+    return part if role is None else f"{role}:{part}"
+
+
 def prefixed(prefix: str, tensors: dict[str, Any]) -> dict[str, Tensor]:
     """The tensors of a dict, by names that begin with `prefix`."""
     return {f"{prefix}.{name}": tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
@@ -96,7 +102,7 @@ def _check(folder: Path, meta: dict[str, Any], index: dict[str, Any], wanted: di
     unknown = (name for name in held if name.split(".", 1)[0] in parts and name.split(".", 1)[1] not in stems)
     extra = next((name for name in unknown if not name.endswith(THRESHOLD)), None)
     if extra is not None:
-        owner = "optimizer" if extra.startswith("optimizer.") else "model"
+        owner = "optimizer" if extra.rpartition(":")[2].startswith("optimizer.") else "model"
         raise UserError(f"checkpoint {folder} holds `{extra}`, which the {owner} here does not have: {_advice(extra)}")
 
 
@@ -117,7 +123,7 @@ def _check_base(
 
 
 def _advice(name: str, has_base: bool = False) -> str:
-    if name.startswith("optimizer."):
+    if name.rpartition(":")[2].startswith("optimizer."):
         return "the checkpoint is of another train.optimizer: restore it, or begin a new run with train.start_from"
     if has_base:
         return "it did not train when the checkpoint was written; let the same parameters train, or begin a new run"
@@ -148,8 +154,11 @@ def load(
     optimizer: AnyOptimizer | None = None,
     ema: EMA | None = None,
     group: dist.ProcessGroup | None = None,
+    role: str | None = None,
 ) -> dict[str, Any]:
     """Load a checkpoint into what is given, in place, whatever the ranks, strategy and tiers of memory that wrote it.
+
+    `role`: that of a further model that learned; None: the first.
 
     Parameters that do not train stay as they are where the checkpoint has none of them; then they must be those that it was trained on.
 
@@ -157,17 +166,24 @@ def load(
     of another model or optimizer, or of another base.
     """
     meta, index = open_checkpoint(folder)
+    if role is not None:
+        if role not in meta.get(ROLES, {}):
+            raise UserError(f"checkpoint {folder} holds no state of the role {role}: begin a new run")
+        meta = {key: value for key, value in meta.items() if key not in (FROZEN, STATE)} | meta[ROLES][role]
+    of_model, of_ema, of_optimizer = (of_role(part, role) for part in ("model", "ema", "optimizer"))
     weights = room_for_weights(model, optimizer)
-    base = [name for name in frozen_names(model) if f"model.{name}" not in index["tensors"]] if FROZEN in meta else []
-    wanted = prefixed("model", {name: tensor for name, tensor in weights.items() if name not in base})
+    base = []
+    if FROZEN in meta:
+        base = [name for name in frozen_names(model) if f"{of_model}.{name}" not in index["tensors"]]
+    wanted = prefixed(of_model, {name: tensor for name, tensor in weights.items() if name not in base})
     if ema is not None:
         if meta["ema_updates"] is None:
             raise UserError(f"checkpoint {folder} has no EMA weights: set train.ema_decay to null, or start anew")
-        wanted |= prefixed("ema", ema.state_dict())
+        wanted |= prefixed(of_ema, ema.state_dict())
     states: StatesRoom | None = None
-    if optimizer is not None and any(name.startswith("optimizer.") for name in index["tensors"]):
+    if optimizer is not None and any(name.startswith(f"{of_optimizer}.") for name in index["tensors"]):
         states = StatesRoom(model, optimizer)
-        wanted |= prefixed("optimizer", states.tensors)
+        wanted |= prefixed(of_optimizer, states.tensors)
     state = declared_state(model)
     lacking = {name for name in wanted if name.split(".", 1)[1] in state and name not in index["tensors"]}
     wanted = {name: tensor for name, tensor in wanted.items() if name not in lacking}
@@ -186,7 +202,7 @@ def load(
         states.take()
     if ema is not None:
         ema.updates = meta["ema_updates"]
-        ema.begin_state(model, [name.removeprefix("ema.") for name in lacking if name.startswith("ema.")])
+        ema.begin_state(model, [name.removeprefix(f"{of_ema}.") for name in lacking if name.startswith(f"{of_ema}.")])
     return {**meta["meta"], "step": meta["step"]}
 
 

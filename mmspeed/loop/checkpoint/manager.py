@@ -16,7 +16,7 @@ import json
 import math
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +25,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mmspeed.comm import all_reduce_max, barrier
@@ -34,13 +34,14 @@ from mmspeed.loop.averages import EMA
 from mmspeed.loop.frozen import frozen_fingerprint
 from mmspeed.loop.optimizers.build import AnyOptimizer
 
-from .load import Which, best, latest, load, load_weights, open_checkpoint, prefixed, recorded
+from .load import Which, best, latest, load, load_weights, of_role, open_checkpoint, prefixed, recorded
 from .state import declared_state, states_to_save, weights_to_save
 from .storage import (
     FORMAT,
     FROZEN,
     META,
     RECORD,
+    ROLES,
     STATE,
     DamageError,
     SafetensorsWriter,
@@ -69,15 +70,29 @@ __all__ = [
 
 @dataclass
 class TrainingState:
-    """What a checkpoint holds. `meta` is JSON: epoch position, config, data fingerprint, and so on."""
+    """What a checkpoint holds. `meta` is JSON: epoch position, config, data fingerprint, and so on.
+
+    `others`: the states of further models that learn, by role; their own `meta` and `others` are not read.
+    """
 
     model: nn.Module
     optimizer: AnyOptimizer | None = None
     ema: EMA | None = None
     meta: dict[str, Any] = field(default_factory=dict)
+    others: Mapping[str, TrainingState] = field(default_factory=dict)
 
 
 # ---- saving ----
+
+
+def state_tensors(state: TrainingState, role: str | None = None) -> dict[str, Tensor]:
+    """The tensors of a state by their names in a checkpoint: `model.*`, `ema.*`, `optimizer.*`; of a further role `role:model.*`."""
+    tensors = prefixed(of_role("model", role), weights_to_save(state.model, state.optimizer))
+    if state.ema is not None:
+        tensors |= prefixed(of_role("ema", role), state.ema.state_dict())
+    if state.optimizer is not None:
+        tensors |= prefixed(of_role("optimizer", role), states_to_save(state.model, state.optimizer))
+    return tensors
 
 
 @dataclass
@@ -106,7 +121,9 @@ class CheckpointManager:
         self._pending: _PendingSave | None = None
         self._losses: dict[int, float] = {}
         self._in_use: int | None = None
-        self._base: tuple[nn.Module, str | None] | None = None  # a model and the fingerprint of its frozen weights
+        self._bases: dict[
+            str | None, tuple[nn.Module, str | None]
+        ] = {}  # by role: a model, the fingerprint of its frozen weights
         self._lock = threading.Lock()  # the record is changed by the training thread and by the writing one
         if self._lead:
             folder.mkdir(parents=True, exist_ok=True)
@@ -120,16 +137,11 @@ class CheckpointManager:
         Waits first for the write before this one. Raises UserError when that one (or, blocking, this one) failed.
         """
         self.wait()
-        tensors = prefixed("model", weights_to_save(state.model, state.optimizer))
-        if state.ema is not None:
-            tensors |= prefixed("ema", state.ema.state_dict())
-        if state.optimizer is not None:
-            tensors |= prefixed("optimizer", states_to_save(state.model, state.optimizer))
-        updates = state.ema.updates if state.ema is not None else None
-        meta: dict[str, Any] = {"format": FORMAT, "step": step, "ema_updates": updates, "meta": state.meta}
-        frozen, rules = self._frozen(state.model), declared_state(state.model)
-        meta |= {FROZEN: frozen} if frozen is not None else {}
-        meta |= {STATE: rules} if rules else {}
+        tensors = state_tensors(state)
+        meta: dict[str, Any] = {"format": FORMAT, "step": step, **self._facts(state), "meta": state.meta}
+        for role, other in state.others.items():
+            tensors |= state_tensors(other, role)
+            meta.setdefault(ROLES, {})[role] = self._facts(other, role)
         meta = json.loads(json.dumps(meta))
         temporary = self.folder / f".tmp-{step_name(step)}"
         writer = SafetensorsWriter(temporary, tensors, partial(self._commit, step, temporary, meta))
@@ -185,20 +197,32 @@ class CheckpointManager:
         return best(self.folder)
 
     def load(
-        self, folder: Path, model: nn.Module, optimizer: AnyOptimizer | None = None, ema: EMA | None = None
+        self,
+        folder: Path,
+        model: nn.Module,
+        optimizer: AnyOptimizer | None = None,
+        ema: EMA | None = None,
+        role: str | None = None,
     ) -> dict[str, Any]:
         """`load`, after the write under way, and with `folder` safe from removal."""
         self.wait()
         if folder.parent == self.folder and step_of(folder) is not None:
             self._in_use = step_of(folder)  # kept until another is loaded: a rollback returns to it
-        self._base = None  # an older checkpoint holds frozen weights too, and brings its own
-        return load(folder, model, optimizer, ema, self.group)
+        self._bases.clear()  # an older checkpoint holds frozen weights too, and brings its own
+        return load(folder, model, optimizer, ema, self.group, role)
 
-    def _frozen(self, model: nn.Module) -> str | None:
+    def _facts(self, state: TrainingState, role: str | None = None) -> dict[str, Any]:
+        """What meta.json says of a state beside its tensors."""
+        facts: dict[str, Any] = {"ema_updates": state.ema.updates if state.ema is not None else None}
+        frozen, rules = self._frozen(state.model, role), declared_state(state.model)
+        facts |= {FROZEN: frozen} if frozen is not None else {}
+        return facts | ({STATE: rules} if rules else {})
+
+    def _frozen(self, model: nn.Module, role: str | None) -> str | None:
         """The fingerprint of a model's frozen weights, taken once: nothing changes them."""
-        if self._base is None or self._base[0] is not model:
-            self._base = (model, frozen_fingerprint(model, self.group))
-        return self._base[1]
+        if role not in self._bases or self._bases[role][0] is not model:
+            self._bases[role] = (model, frozen_fingerprint(model, self.group))
+        return self._bases[role][1]
 
     def _commit(self, step: int, temporary: Path, meta: dict[str, Any]) -> None:
         """Called on rank 0 by the writer, when all ranks' files are on disk."""
