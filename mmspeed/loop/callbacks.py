@@ -17,6 +17,7 @@ from mmspeed.protocols import StepData
 
 from .averages import EMA
 from .optimizers.build import AnyOptimizer, learning_rate, set_learning_rate
+from .signals import Request, StopSignals
 from .step import StepResult
 
 SumOverRanks = Callable[[list[float]], list[float]]
@@ -107,6 +108,17 @@ class Sparsity(BaseCallback):
 
     def row(self) -> dict[str, Any]:
         return {"attention": [asdict(row) for row in self.controller.rows]}
+
+
+class Signals(BaseCallback):
+    """Asks after each step whether the run is to save or to stop; the same answer on all ranks."""
+
+    def __init__(self, signals: StopSignals) -> None:
+        self.signals = signals
+        self.request: Request = "none"
+
+    def after_step(self, outcome: StepOutcome) -> None:
+        self.request = self.signals.poll()
 
 
 class Averages(BaseCallback):

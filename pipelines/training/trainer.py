@@ -21,7 +21,7 @@ from mmspeed.data.loading.first_epoch import OnlineEncoder
 from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, format_seconds, get_logger
-from mmspeed.loop.callbacks import Averages, Callback, LearningRate, Sparsity, StepOutcome
+from mmspeed.loop.callbacks import Averages, Callback, LearningRate, Signals, Sparsity, StepOutcome
 from mmspeed.loop.checkpoint.load import load_start
 from mmspeed.loop.checkpoint.manager import CheckpointManager
 from mmspeed.loop.frozen import frozen_fingerprint, frozen_names
@@ -178,7 +178,7 @@ class TrainPipeline:
             trim_metrics(self.folder.metrics, run.step)
         comm.barrier()
 
-    def _callbacks(self, run: Run, telemetry: Telemetry, memory: OomAdvisor) -> list[Callback]:
+    def _callbacks(self, run: Run, telemetry: Telemetry, memory: OomAdvisor, signals: Signals) -> list[Callback]:
         """What happens around each step, in this order on all ranks."""
         parts, config = run.parts, self.config
         sparsity = [one for role in parts.roles for one in Sparsity.of(parts.models[role], comm.all_reduce_sum)]
@@ -189,6 +189,7 @@ class TrainPipeline:
             *averages,
             memory,
             TelemetryCallback(telemetry, run.task, run.data, sparsity),
+            signals,
         ]
 
     # -- the loop -------------------------------------------------------------------------------------------------
@@ -204,9 +205,9 @@ class TrainPipeline:
             memory = stack.enter_context(
                 OomAdvisor(config, run.place.device, self.folder.root, parts.model, parts.optimizer, parts.ema)
             )
-            signals = stack.enter_context(StopSignals(self.folder.root))
+            signals = Signals(stack.enter_context(StopSignals(self.folder.root)))
             line = stack.enter_context(ProgressLine("train", train.steps, "step", start=run.step))
-            callbacks = self._callbacks(run, telemetry, memory)
+            callbacks = self._callbacks(run, telemetry, memory, signals)
             for data in stack.enter_context(closing(batches)):
                 # 1. one optimizer step
                 for callback in callbacks:
@@ -230,7 +231,7 @@ class TrainPipeline:
                     fields = [callback.row() for callback in callbacks]
                     telemetry.write(self._row(run, outcome, result, fields))
                 # 4. signals, checkpoint, validation: in this order, on all ranks, so that no mistake in validation costs a step
-                wish = signals.poll()
+                wish = signals.request
                 due = last or wish != "none" or run.step % config.checkpoint.every == 0
                 if due:
                     self._save(run, blocking=last or wish == "stop")

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from mmspeed.cli.app import run
 from tests.spawn import run_ranks
-from tests.support.character_runs import character_config, losses, rows, train_characters
+from tests.support.character_runs import (
+    character_config,
+    character_tree,
+    losses,
+    register_characters,
+    rows,
+    train_characters,
+)
 from tests.support.checkpoints import differing, farthest, whole_checkpoint
 
 # Gradients are sums of the same numbers in another order: a few eps (1.2e-7) of them, in six steps.
@@ -71,3 +80,15 @@ def test_a_run_goes_on_with_another_number_of_ranks(home: Path) -> None:
     assert (
         farthest(whole_checkpoint(found.run_dir), whole_checkpoint(character_config(home).run_dir), "model.") < WEIGHTS
     )
+
+
+@pytest.mark.parametrize("layout", ["dp_shard=2", pytest.param("strategy=ddp,dp_replicate=2", marks=pytest.mark.slow)])
+def test_check_compares_a_layout_with_one_process(
+    tmp_path: Path, layout: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    register_characters()
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(character_tree(tmp_path)), encoding="utf-8")
+    assert run(["check", str(file), "--parallel", layout]) == 0
+    text = capsys.readouterr().out
+    assert "PASSED" in text and "packs: the 5 gradients of" in text
