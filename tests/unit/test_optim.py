@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -213,6 +214,17 @@ def test_throughput_counts_model_flops_only() -> None:
     assert meter.read().samples_per_s == 0.0  # read starts a new interval
 
 
+@pytest.fixture
+def usual_handlers() -> Iterator[None]:
+    """The handlers that Python begins with, whatever a launcher in this process has left; those found come back."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    found = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in found.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("usual_handlers")
 def test_stop_signals_and_files(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with StopSignals(tmp_path) as asked:
