@@ -184,15 +184,10 @@ class VideoTask:
 
     def prepare(self, models: Models, place: RunPlace) -> None:
         """Try out the kernel of sparse attention and MLPs in parts. Raises UserError where the kernel does not serve this device."""
-        layers = clustered_layers(models["model"])
-        bare = self.bare
-        if layers and isinstance(bare, SoraDiT):
-            layer = next(iter(layers.values()))
-            width = bare.config.width // bare.config.heads
-            layer.try_out(place.device.torch_device, parse_dtype(self.config.device.dtype), width)
-        model = unwrap(models["model"])
+        model, dtype = unwrap(models["model"]), parse_dtype(self.config.device.dtype)
         if isinstance(model, SoraDiT):
-            dtype = parse_dtype(self.config.device.dtype)
+            for layer in list(clustered_layers(model).values())[:1]:
+                layer.try_out(place.device.torch_device, dtype, model.config.width // model.config.heads)
             self._mlp_trials = MlpTrials(model, model.layout, dtype, place.device, place.rank == 0)
             batching = self.batching(place)
             sizes = {bucket: self._usual_batch(batching, bucket, place.groups)[0] for bucket in self.buckets()}
@@ -223,8 +218,6 @@ class VideoTask:
             sampler,
             rank=place.number,
             world=place.dealt,
-            seed=config.seed,
-            caption_dropout=config.train.caption_dropout,
             prefetch=config.train.prefetch,
             workers=config.train.loader_workers,
             device=place.device,

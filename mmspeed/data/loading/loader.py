@@ -97,7 +97,7 @@ class Loader:
     Args:
         cache, sampler: where samples lie, and in which order they come.
         rank, world: this rank among those that split the batch.
-        seed, caption_dropout: of the draws that are made when a sample is read.
+        seed, caption_dropout: of the draws that are made when a sample is read, where `collate` is None.
         prefetch: micro-batches in memory ahead of the one that was asked for, by a thread; 0: read when asked for.
         first_epoch: makes what an incomplete cache lacks; may be set later, before `steps`.
         workers: processes that read, beside the thread. Each has one micro-batch under way at least, and one waits here
@@ -122,7 +122,7 @@ class Loader:
     ) -> None:
         self.cache, self.sampler = cache, sampler
         self.rank, self.world = rank, world
-        self.seed, self.caption_dropout, self.prefetch = seed, caption_dropout, prefetch
+        self.prefetch = prefetch
         self.first_epoch, self.workers, self.device = first_epoch, workers, device
         self.collate: Collate = collate or VideoCollate(cache, seed, caption_dropout)
         self.waited_seconds = 0.0  # time the consumer stood still for data, over all steps so far
