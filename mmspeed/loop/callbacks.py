@@ -32,10 +32,9 @@ class StepOutcome:
     data: StepData
     result: StepResult | None
 
-    @property
-    def applied(self) -> bool:
-        """Whether the weights changed."""
-        return self.result is not None and self.result.finite
+    def updated(self, role: str) -> bool:
+        """Whether the weights of a role changed."""
+        return self.result is not None and role in self.result.updated
 
 
 class Callback(Protocol):
@@ -122,11 +121,11 @@ class Signals(BaseCallback):
 
 
 class Averages(BaseCallback):
-    """Moves the averages of the weights after each step that changed them."""
+    """Moves the averages of a role's weights after each step that changed them."""
 
-    def __init__(self, ema: EMA, model: nn.Module) -> None:
-        self.ema, self.model = ema, model
+    def __init__(self, ema: EMA, model: nn.Module, role: str = "model") -> None:
+        self.ema, self.model, self.role = ema, model, role
 
     def after_step(self, outcome: StepOutcome) -> None:
-        if outcome.applied:
+        if outcome.updated(self.role):
             self.ema.update(self.model)

@@ -8,7 +8,8 @@ Legend: I items of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -16,11 +17,13 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from mmspeed.errors import UserError
 from mmspeed.parallel import Strategy, no_sync
-from mmspeed.protocols import Batch, MicroBatches, Terms
+from mmspeed.protocols import Batch, Divisors, MicroBatches, Term, Terms
+
+from .terms import TermKind
 
 Forward = Callable[[Batch], Terms]
-Scales = Mapping[str, "float | None"]
 
 
 @dataclass
@@ -32,28 +35,36 @@ class RunRecord:
     weights: list[dict[str, Tensor]] = field(
         default_factory=list
     )  # sums of weights, by divisor that is not known beforehand
+    disagreements: list[Tensor] = field(default_factory=list)  # of the weights of terms that share such a divisor
     sources: list[list[str]] = field(default_factory=list)
-    divisors: dict[str, str] = field(default_factory=dict)  # of each term
-    trained: set[str] = field(default_factory=set)  # terms
+    kinds: dict[str, TermKind] = field(default_factory=dict)  # by term
 
     def total(self, name: str) -> Tensor:
-        """The weighted sum of a term over all micro-batches, a scalar on the device."""
-        return torch.stack([totals[name] for totals in self.totals if name in totals]).sum()
+        """The weighted sum of a term over all micro-batches, a scalar on the device; 0 where no micro-batch has it."""
+        return _sum([totals[name] for totals in self.totals if name in totals])
 
     def weight(self, divisor: str) -> Tensor:
         """The sum of the weights of a divisor over all micro-batches, a scalar on the device."""
-        return torch.stack([weights[divisor] for weights in self.weights if divisor in weights]).sum()
+        return _sum([weights[divisor] for weights in self.weights if divisor in weights])
+
+    def disagreement(self) -> Tensor:
+        """The sum of what weights of one late divisor differ by, from term to term; 0 at best, a scalar on the device."""
+        return _sum(self.disagreements)
+
+
+def _sum(scalars: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(scalars)).sum() if scalars else torch.zeros(())
 
 
 class Runner(Protocol):
     """Drives the micro-batches of one update."""
 
-    def run(self, forward: Forward, batches: MicroBatches, scales: Scales) -> RunRecord:
+    def run(self, forward: Forward, batches: MicroBatches, divisors: Divisors) -> RunRecord:
         """Forward and backward of all micro-batches; gradients are summed over ranks with the last one.
 
-        `scales`: by divisor, what the losses of its terms are multiplied by; None: the divisor is known afterwards, and the weights
-        are summed. Of a micro-batch nothing but its terms and sources is kept
-        when the next one is asked for.
+        `divisors`: what the losses of terms are divided by; None: it is known afterwards, and the weights are summed. Of a micro-batch
+        nothing but its terms and sources is kept when the next one is asked for. Raises UserError for a divisor of a term that
+        trains which is not positive.
         """
         ...
 
@@ -65,7 +76,7 @@ class SequentialRunner:
     models: Sequence[nn.Module]
     strategy: Strategy
 
-    def run(self, forward: Forward, batches: MicroBatches, scales: Scales) -> RunRecord:
+    def run(self, forward: Forward, batches: MicroBatches, divisors: Divisors) -> RunRecord:
         record = RunRecord()
         for batch in batches:  # no enumerate: it would hold on to a batch while the next is waited for
             with ExitStack() as stack:
@@ -73,31 +84,47 @@ class SequentialRunner:
                 for model in self.models:
                     stack.enter_context(no_sync(model, self.strategy, last=last))
                 terms = forward(batch)
-                loss = self._note(record, batch, terms, scales)
+                loss = self._note(record, batch, terms, divisors)
                 loss.backward()
             # a graph that has run still holds what its functions keep beside tensors, such as plans
             del batch, terms, loss
         return record
 
     @staticmethod
-    def _note(record: RunRecord, batch: Batch, terms: Terms, scales: Scales) -> Tensor:
+    def _note(record: RunRecord, batch: Batch, terms: Terms, divisors: Divisors) -> Tensor:
         """Record the terms of a micro-batch; returns the scalar that is differentiated.
 
         Raises ValueError where none trains, or one has a divisor that the step's data does not name.
         """
         for name, term in terms.items():
-            if term.divisor not in scales:
-                known = ", ".join(scales)
+            if term.divisor not in divisors:
+                known = ", ".join(divisors)
                 raise ValueError(f"the term '{name}' has the divisor '{term.divisor}', and the step's data has {known}")
         totals = {name: term.total() for name, term in terms.items()}
-        parts = [totals[name] * (scales[term.divisor] or 1.0) for name, term in terms.items() if term.trains]
+        parts = [
+            totals[name] * scale_of(term.divisor, divisors[term.divisor]) for name, term in terms.items() if term.trains
+        ]
         if not parts:
             raise ValueError(f"no term of {', '.join(terms) or 'the loss'} trains")
         record.losses.append({name: term.loss_I.detach() for name, term in terms.items()})
         record.totals.append({name: total.detach() for name, total in totals.items()})
-        late = {term.divisor: term.weight_I for term in terms.values() if scales[term.divisor] is None}
-        record.weights.append({divisor: weight_I.sum() for divisor, weight_I in late.items()})
+        late: dict[str, Term] = {}
+        for term in terms.values():
+            if divisors[term.divisor] is not None:
+                continue
+            first = late.setdefault(term.divisor, term)
+            if first.weight_I is not term.weight_I:
+                record.disagreements.append((first.weight_I - term.weight_I).abs().sum())
+        record.weights.append({divisor: term.weight_I.sum() for divisor, term in late.items()})
         record.sources.append(batch.sources)
-        record.divisors.update({name: term.divisor for name, term in terms.items()})
-        record.trained.update(name for name, term in terms.items() if term.trains)
+        record.kinds.update({name: TermKind(term.divisor, term.trains) for name, term in terms.items()})
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+
+
+def scale_of(name: str, divisor: float | None) -> float:
+    """One over a divisor, 1 for one that is known afterwards. Raises UserError for one that is not positive and finite."""
+    if divisor is None:
+        return 1.0
+    if not divisor > 0 or not math.isfinite(divisor):
+        raise UserError(f"the step's divisor '{name}' is {divisor:g}: it has no item that counts, so it has no mean")
+    return 1 / divisor

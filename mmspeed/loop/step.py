@@ -21,18 +21,24 @@ from mmspeed.protocols import Divisors, MicroBatches, Models, Update
 from .gradients import clip_gradients
 from .optimizers.build import AnyOptimizer
 from .optimizers.gradient_release import ReleasingOptimizer
-from .runner import Runner, RunRecord
+from .runner import Runner, RunRecord, scale_of
+from .terms import TermKind, terms_of_all
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did, the same on every rank."""
+    """What a step did, the same on every rank.
+
+    A step ends at its first update that is not finite: updates before it stand, it and those after it changed nothing.
+    """
 
     loss: float  # sum of the terms that train, each over its divisor
     grad_norm: float  # global, before clipping
-    finite: bool  # False: nothing was updated
+    finite: bool  # of all updates
     bad: list[str] = field(default_factory=list)  # sources of the items whose loss was not finite
     terms: Mapping[str, float] = field(default_factory=dict)  # each over its divisor
+    updated: frozenset[str] = frozenset()  # roles whose weights changed
+    broken: str | None = None  # the update that is not finite
 
 
 @dataclass(frozen=True)
@@ -56,28 +62,33 @@ def train_step(
     mesh: Mesh | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> StepResult:
-    """The updates of one step, in order. With several the micro-batches are kept, and the result names the terms of all.
+    """The updates of one step, in order, up to the first that is not finite. With several the micro-batches are kept, and the result
+    names the terms of all.
 
     The loss and the gradient norm are those of the first update. Raises UserError as `apply_update`.
     """
-    kept: MicroBatches = batches if len(learners) == 1 else list(batches)
-    results = []
+    several = len(learners) > 1
+    kept: MicroBatches = list(batches) if several else batches
+    results: dict[str, StepResult] = {}
     for learner in learners:
-        results.append(
-            apply_update(models, learner, kept, divisors, clip_norm=clip_norm, tensor=tensor, mesh=mesh, group=group)
-        )
-        for other in learners if len(learners) > 1 else ():  # a loss may reach models that another update trains
+        result = apply_update(models, learner, kept, divisors, clip_norm=clip_norm, tensor=tensor, mesh=mesh, group=group)
+        results[learner.update.name] = result
+        for other in learners if several else ():  # a loss may reach models that another update trains
             other.optimizer.zero_grad(set_to_none=True)
-    first = results[0]
-    if len(results) == 1:
+        if not result.finite:
+            break
+    first = next(iter(results.values()))
+    if not several:
         return first
-    terms = {
-        f"{learner.update.name}.{name}": value
-        for learner, result in zip(learners, results, strict=True)
-        for name, value in result.terms.items()
-    }
-    bad = sorted({source for result in results for source in result.bad})
-    return StepResult(first.loss, first.grad_norm, all(result.finite for result in results), bad, terms)
+    return StepResult(
+        first.loss,
+        first.grad_norm,
+        finite=result.finite,
+        bad=result.bad,
+        terms={f"{name}.{term}": value for name, each in results.items() for term, value in each.terms.items()},
+        updated=frozenset().union(*(each.updated for each in results.values())),
+        broken=result.broken,
+    )
 
 
 def apply_update(
@@ -103,18 +114,17 @@ def apply_update(
     releasing = optimizer if isinstance(optimizer, ReleasingOptimizer) else None
     if releasing is not None:
         releasing.begin(len(batches))
-    scales = {name: None if value is None else 1 / _positive(name, value) for name, value in divisors.items()}
     record = learner.runner.run(
-        lambda batch: update.loss(models, batch.to(learner.device, torch.float32)), batches, scales
+        lambda batch: update.loss(models, batch.to(learner.device, torch.float32)), batches, divisors
     )
     learning = [models[role] for role in update.roles]
     if tensor is not None:
         for model in learning:
             sum_shared_gradients(model.parameters(), tensor)
-    late = _late_divisors(record, divisors, group)
-    scale = _late_scale(record, late, releasing)
-    names = list(record.divisors)
-    sums = [record.total(name) for name in names]
+    kinds = terms_of_all(record.kinds, group)  # before the device is waited for
+    late = _late_divisors(record, kinds, divisors, group)
+    scale = _late_scale(kinds, late, releasing)
+    sums = [record.total(name).to(learner.device) for name in kinds]
     if releasing is None:
         norm = clip_gradients(learning, clip_norm, mesh, scale)
         *mine, grad_norm = torch.stack([*sums, norm]).tolist()  # the wait for the device
@@ -123,11 +133,9 @@ def apply_update(
     broken = not (all(map(math.isfinite, mine)) and math.isfinite(grad_norm))
     *totals, broken_ranks = all_reduce_sum([*mine, float(broken)], group)
     known = {name: value for name, value in divisors.items() if value is not None} | late
-    values = ((name, total, known[record.divisors[name]]) for name, total in zip(names, totals, strict=True))
-    terms = {
-        name: total / divisor for name, total, divisor in values if divisor
-    }  # a logged mean of nothing is left out
-    loss = sum(value for name, value in terms.items() if name in record.trained)
+    values = ((name, total, known[kind.divisor]) for (name, kind), total in zip(kinds.items(), totals, strict=True))
+    terms = {name: total / divisor for name, total, divisor in values if divisor > 0}  # a mean of nothing is left out
+    loss = sum(value for name, value in terms.items() if kinds[name].trains)
     bad: list[str] = []
     if broken_ranks:
         bad = sorted({name for names in all_gather_objects(non_finite(record), group) for name in names})
@@ -136,29 +144,39 @@ def apply_update(
     else:
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(loss, grad_norm, not broken_ranks, bad, terms)
+    if broken_ranks:
+        return StepResult(loss, grad_norm, False, bad, terms, broken=update.name)
+    return StepResult(loss, grad_norm, True, bad, terms, updated=frozenset(update.roles))
 
 
-def _positive(name: str, value: float) -> float:
-    if not value > 0 or not math.isfinite(value):
-        raise UserError(f"the step's divisor '{name}' is {value:g}: it has no item that counts, so it has no mean")
-    return value
+def _late_divisors(
+    record: RunRecord, kinds: Mapping[str, TermKind], divisors: Divisors, group: dist.ProcessGroup | None
+) -> dict[str, float]:
+    """The sums of the weights of all ranks, for the divisors of terms that are not known beforehand; waits for the device.
 
-
-def _late_divisors(record: RunRecord, divisors: Divisors, group: dist.ProcessGroup | None) -> dict[str, float]:
-    """The sums of the weights of all ranks, for the divisors of terms that are not known beforehand; waits for the device."""
-    late = sorted({name for name in record.divisors.values() if divisors[name] is None})
+    Raises UserError where terms of one such divisor have other weights than another.
+    """
+    late = sorted({kind.divisor for kind in kinds.values() if divisors[kind.divisor] is None})
     if not late:
         return {}
-    return dict(zip(late, all_reduce_sum([record.weight(name).item() for name in late], group), strict=True))
+    mine = [record.weight(name).item() for name in late]
+    *weights, apart = all_reduce_sum([*mine, record.disagreement().item()], group)
+    if apart:
+        raise UserError(
+            f"the divisor {' or '.join(late)} is the sum of its terms' weights, and its terms have different ones: give them the same "
+            "weights, or a divisor each"
+        )
+    return dict(zip(late, weights, strict=True))
 
 
-def _late_scale(record: RunRecord, late: Mapping[str, float], releasing: ReleasingOptimizer | None) -> float | None:
+def _late_scale(
+    kinds: Mapping[str, TermKind], late: Mapping[str, float], releasing: ReleasingOptimizer | None
+) -> float | None:
     """What gradients are multiplied by, where the divisor of the terms that train was not known beforehand; else None.
 
     Raises UserError where gradients are applied before it is known, where terms that train have several divisors, or where it is 0.
     """
-    used = {record.divisors[name] for name in record.trained}
+    used = {kind.divisor for kind in kinds.values() if kind.trains}
     if not used & late.keys():
         return None
     name = min(used & late.keys())
@@ -168,7 +186,7 @@ def _late_scale(record: RunRecord, late: Mapping[str, float], releasing: Releasi
         )
     if len(used) > 1:
         raise UserError(f"the divisor '{name}' is known after the step only, so all terms of the loss must have it")
-    return 1 / _positive(name, late[name])
+    return scale_of(name, late[name])
 
 
 def _partly_applied(loss: float, grad_norm: float, bad: Sequence[str]) -> UserError:

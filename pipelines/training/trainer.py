@@ -182,7 +182,7 @@ class TrainPipeline:
         """What happens around each step, in this order on all ranks."""
         parts, config = run.parts, self.config
         sparsity = [one for role in parts.roles for one in Sparsity.of(parts.models[role], comm.all_reduce_sum)]
-        averages = [Averages(ema, parts.models[role]) for role, ema in parts.averages.items()]
+        averages = [Averages(ema, parts.models[role], role) for role, ema in parts.averages.items()]
         return [
             LearningRate(config.train, [learner.optimizer for learner in parts.learners]),
             *sparsity,
@@ -217,7 +217,7 @@ class TrainPipeline:
                 run.step += 1
                 for callback in callbacks:
                     callback.after_step(outcome)
-                # 2. a step that is not finite changed nothing, and too many end the run
+                # 2. an update that is not finite changed nothing and ended its step; too many of them end the run
                 if result is None:
                     self._all_lost(run, data, telemetry)
                 elif result.finite:
@@ -331,8 +331,11 @@ class TrainPipeline:
         samples = ", ".join(result.bad[:8]) or "none alone (the gradient overflowed)"
         message = f"step {run.step}: loss {result.loss}, gradient norm {result.grad_norm}; samples with a non-finite loss: {samples}"
         telemetry.write({"kind": "non_finite", "step": run.step, "loss": result.loss, "samples": result.bad})
+        kept = "Nothing was updated"
+        if result.updated:
+            kept = f"Update '{result.broken}' is not finite and ended the step; of this step {', '.join(sorted(result.updated))} was updated"
         if run.skipped > self.config.train.skip_non_finite:
             raise UserError(
-                f"{message}. Nothing was updated. Lower train.lr, look at these samples, or allow skips with train.skip_non_finite."
+                f"{message}. {kept}. Lower train.lr, look at these samples, or allow skips with train.skip_non_finite."
             )
-        log.warning(f"{message}; the step is skipped ({run.skipped} of {self.config.train.skip_non_finite})")
+        log.warning(f"{message}; {'the step is skipped' if not result.updated else kept} ({run.skipped} of {self.config.train.skip_non_finite})")

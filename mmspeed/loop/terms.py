@@ -1,0 +1,68 @@
+"""Named terms over all ranks: which there are, and what they come to.
+
+Ranks pair their terms by name. A rank whose micro-batches have no such term counts 0 for it, so that images on one rank and videos on
+another may have terms of their own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from mmspeed.comm import all_gather_objects, all_reduce_max, all_reduce_sum
+from mmspeed.errors import UserError
+from mmspeed.protocols import Divisors, Terms
+
+
+@dataclass(frozen=True)
+class TermKind:
+    """What is the same of a term on all ranks: the name of its divisor, and whether it trains."""
+
+    divisor: str
+    trains: bool
+
+
+def terms_of_all(kinds: Mapping[str, TermKind], group: dist.ProcessGroup | None) -> dict[str, TermKind]:
+    """The terms of all ranks, sorted by name. A collective call, of two numbers where all ranks have the same ones.
+
+    Raises UserError on every rank for a term that has another divisor, or trains, on some ranks alone.
+    """
+    own = [[name, kinds[name].divisor, kinds[name].trains] for name in sorted(kinds)]
+    digest = hashlib.sha256(json.dumps(own).encode()).digest()
+    number = float(int.from_bytes(digest[:6], "big"))  # 48 bits, which float64 holds exactly
+    largest, smallest = all_reduce_max([number, -number], group)
+    if largest == -smallest:
+        return {name: kinds[name] for name in sorted(kinds)}
+    union: dict[str, TermKind] = {}
+    for rank, entries in enumerate(all_gather_objects(own, group)):
+        for name, divisor, trains in entries:
+            kind = TermKind(divisor, trains)
+            if union.setdefault(name, kind) != kind:
+                raise UserError(
+                    f"the term '{name}' is not the same on all ranks: rank {rank} has {kind}, a rank before it {union[name]}"
+                )
+    return {name: union[name] for name in sorted(union)}
+
+
+def reduce_terms(terms: Terms, divisors: Divisors) -> dict[str, float]:
+    """Each term summed over the items of all ranks in float64, over its divisor; None: the sum of its weights. A collective call.
+
+    Empty where no rank has a term; a term without an item that counts is left out.
+    """
+    kinds = terms_of_all({name: TermKind(term.divisor, term.trains) for name, term in terms.items()}, None)
+    sums: list[float] = []
+    for name in kinds:
+        losses, weights = (terms[name].loss_I.tolist(), terms[name].weight_I.tolist()) if name in terms else ([], [])
+        sums += [sum(loss * weight for loss, weight in zip(losses, weights, strict=True)), sum(weights)]
+    totals = all_reduce_sum(sums) if kinds else []
+    values = {}
+    for place, (name, kind) in enumerate(kinds.items()):
+        given = divisors[kind.divisor]
+        divisor = totals[2 * place + 1] if given is None else given
+        if divisor:
+            values[name] = totals[2 * place] / divisor
+    return values
