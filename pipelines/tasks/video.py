@@ -422,7 +422,7 @@ class VideoTask:
 class VideoData:
     """The order of a video run, its loader, and the first epoch that completes its cache."""
 
-    def __init__(self, task: VideoTask, sampler: BatchSampler, loader: Loader) -> None:
+    def __init__(self, task: VideoTask, sampler: BatchSampler[Sample], loader: Loader) -> None:
         self.task, self.sampler, self.loader = task, sampler, loader
 
     @property
