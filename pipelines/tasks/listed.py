@@ -1,18 +1,15 @@
 """`ListedTask`: a task whose samples are a list in memory. It says what is its own (model, loss, samples, work); all else stands here.
 
 The order of steps, resuming, sharing over ranks, batching by cost and reading ahead are those of every task (`BatchSampler`, `Loader`).
-
-Legend: I items of a micro-batch.
 """
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
-from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import cycle, islice
 from typing import Any, ClassVar, Generic, TypeVar
@@ -26,14 +23,20 @@ from mmspeed.data import Batching, BatchSampler, Loader, SampleUse
 from mmspeed.data.loading.loader import Batches
 from mmspeed.data.sampling.batch_sizes import SampleCosts, make_batching
 from mmspeed.errors import UserError
-from mmspeed.pipelines.tasks.base import SampledData, TaskDefaults, largest_batch, shares
+from mmspeed.pipelines.tasks.base import TaskDefaults, largest_batch
+from mmspeed.pipelines.tasks.listed_samples import (
+    Length,
+    ListedData,
+    ListedSample,
+    ListedValidation,
+    StackedSamples,
+    real_tokens,
+)
 from mmspeed.protocols import (
     Batch,
-    BatchShape,
     CheckNotes,
     Data,
     Divisors,
-    Item,
     MicroBatchSize,
     Models,
     NumberRule,
@@ -42,88 +45,16 @@ from mmspeed.protocols import (
     StepData,
     StepUsage,
     Task,
-    Term,
     Terms,
     Update,
     Validation,
     Work,
 )
 
+__all__ = ["Length", "ListedCheck", "ListedSample", "ListedTask"]
+
 C = TypeVar("C", bound=RunConfig)
 CHECKED = "step"  # the one kind of step that `check --parallel` takes
-
-
-@dataclass(frozen=True, order=True)
-class Length:
-    """The shape class of samples of so many tokens, real ones or padding."""
-
-    numbers: int
-    splits: ClassVar[bool] = False
-
-    @property
-    def name(self) -> str:
-        """Such as `004096`."""
-        return f"{self.numbers:06d}"
-
-
-@dataclass(frozen=True, eq=False)
-class ListedSample:
-    """One sample of a list.
-
-    Args:
-        name: unique in its list; messages name the sample by it.
-        tensors: what it holds; in all samples of a shape class they have the same names and shapes.
-        shape: its class.
-        tokens: real ones, without padding.
-    """
-
-    name: str
-    tensors: Mapping[str, Tensor]
-    shape: ShapeClass
-    tokens: int
-    dataset: ClassVar[str] = ""
-    lost: ClassVar[bool] = False
-
-    @cached_property
-    def key(self) -> str:
-        """Its name and a hash of its tensors (law 5): order, draws and fingerprints go by it."""
-        digest = hashlib.sha256()
-        for name, tensor in sorted(self.tensors.items()):
-            digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}:".encode())
-            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        return f"{self.name}-{digest.hexdigest()[:16]}"
-
-    @property
-    def bucket(self) -> ShapeClass:
-        """Its class, by the name that the order of training asks for."""
-        return self.shape
-
-    @property
-    def source(self) -> str:
-        """Its name."""
-        return self.name
-
-
-@dataclass(frozen=True)
-class StackedSamples:
-    """Makes batches of listed samples: their tensors stacked along a new first dim."""
-
-    rules: Mapping[str, NumberRule]
-
-    def __call__(self, draws: Sequence[tuple[SampleUse[ListedSample], float]]) -> Batch:
-        samples = [draw.sample for draw, _ in draws]
-        return Batch(
-            {name: torch.stack([sample.tensors[name] for sample in samples]) for name in samples[0].tensors},
-            [_item(draw) for draw, _ in draws],
-            torch.tensor([weight for _, weight in draws], dtype=torch.float32),
-            samples[0].shape,
-            self.rules,
-        )
-
-    def shape(self, draws: Sequence[tuple[SampleUse[ListedSample], float]]) -> BatchShape:
-        """The shapes of the batch, from those of its first sample."""
-        first, size = draws[0][0].sample, len(draws)
-        return BatchShape(first.shape, size, {name: (size, *tensor.shape) for name, tensor in first.tensors.items()})
 
 
 class ListedTask(TaskDefaults, ABC, Generic[C]):
@@ -227,7 +158,7 @@ class ListedTask(TaskDefaults, ABC, Generic[C]):
             device=place.device,
             collate=StackedSamples(self.rules),
         )
-        return ListedData(self, sampler, loader)
+        return ListedData(sampler, loader, self.by_key, self.divisors)
 
     def batch_of(self, samples: Sequence[ListedSample]) -> Batch:
         """The batch of samples of one class, each with weight 1."""
@@ -295,75 +226,14 @@ class ListedTask(TaskDefaults, ABC, Generic[C]):
 
     def validation(self, models: Models, data: Data, place: RunPlace) -> Validation | None:
         """The mean of the loss's terms over the held-out samples; None where there are none."""
-        return ListedValidation(self, place) if self.held_out else None
+        if not self.held_out:
+            return None
+        most = self.config.train.micro_batch_size
+        return ListedValidation(self.loss, self.divisors, self.held_out, StackedSamples(self.rules), most, place)
 
     def shrunk(self, known: Mapping[str, Any] | None = None) -> ListedCheck[C]:
         """The task as it is."""
         return ListedCheck(self, self.config)
-
-
-class ListedData(SampledData[ListedSample]):
-    """The order of a list's samples, with their divisors and real tokens."""
-
-    def __init__(self, task: ListedTask[Any], sampler: BatchSampler[ListedSample], loader: Loader) -> None:
-        super().__init__(sampler, loader)
-        self.task = task
-
-    def steps(self, start: int, stop: int) -> Generator[StepData, None, None]:
-        with closing(super().steps(start, stop)) as steps:
-            for step in steps:
-                samples = [self.task.by_key[item.sample] for item in step.items]
-                yield replace(step, divisors=self.task.divisors(samples), tokens=real_tokens(samples))
-
-
-class ListedValidation:
-    """The mean of the loss's terms over held-out samples: each on the rank that leads its group, in training's micro-batches."""
-
-    def __init__(self, task: ListedTask[Any], place: RunPlace) -> None:
-        self.task, self.place, self.samples = task, place, task.held_out
-        self._trained: set[str] = set()
-
-    @torch.no_grad()
-    def measure(self, models: Models) -> Terms:
-        """The terms of this rank's samples."""
-        training = [model for model in models.values() if model.training]
-        for model in training:
-            model.eval()
-        device = self.place.device.torch_device
-        found = [self.task.loss(models, batch.to(device, torch.float32)) for batch in self._batches()]
-        for model in training:
-            model.train()
-        terms = {name: _joined([each[name] for each in found]) for name in found[0]}
-        self._trained = {name for name, term in terms.items() if term.trains}
-        return terms
-
-    def _batches(self) -> list[Batch]:
-        """As many on every rank; a filler, or a sample that another rank of the group speaks for, has the weight 0."""
-        by_shape: defaultdict[ShapeClass, list[ListedSample]] = defaultdict(list)
-        for sample in self.samples:
-            by_shape[sample.shape].append(sample)
-        batches = []
-        for _, samples in sorted(by_shape.items()):
-            own = shares(samples, self.place)
-            most = self.task.config.train.micro_batch_size or len(own)
-            for part in (own[start : start + most] for start in range(0, len(own), most)):
-                weights_I = torch.tensor([float(real and self.place.leads) for _, real in part])
-                batches.append(replace(self.task.batch_of([sample for sample, _ in part]), weights_I=weights_I))
-        return batches
-
-    def divisors(self) -> Divisors:
-        """Those of all held-out samples."""
-        return self.task.divisors(self.samples)
-
-    def row(self, values: Mapping[str, float]) -> dict[str, Any]:
-        """The sum of the terms that train, the terms where there are several, and how many samples."""
-        row: dict[str, Any] = {"loss": sum(values[name] for name in values if name in self._trained)}
-        if len(values) > 1:
-            row["terms"] = dict(values)
-        return row | {"samples": len(self.samples)}
-
-    def sample(self, models: Models, step: int) -> None:
-        """Nothing is sampled."""
 
 
 class ListedCheck(Generic[C]):
@@ -417,24 +287,6 @@ class ListedCheck(Generic[C]):
     def problems(self, place: RunPlace) -> tuple[list[str], list[str]]:
         """None: nothing is drawn."""
         return [], []
-
-
-def real_tokens(samples: Iterable[ListedSample]) -> int:
-    """The tokens of samples, without padding."""
-    return sum(sample.tokens for sample in samples)
-
-
-def _item(draw: SampleUse[ListedSample]) -> Item:
-    return Item(*draw.name, draw.sample.source, draw.sample.shape.name)
-
-
-def _joined(terms: Sequence[Term]) -> Term:
-    """One term of the items of several."""
-    return replace(
-        terms[0],
-        loss_I=torch.cat([term.loss_I for term in terms]),
-        weight_I=torch.cat([term.weight_I for term in terms]),
-    )
 
 
 def _flat(prefix: str, tree: Mapping[str, Any]) -> Generator[tuple[str, Any], None, None]:
