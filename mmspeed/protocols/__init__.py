@@ -2,7 +2,7 @@
 
 from .batch import Batch, Item, MicroBatches, NumberRule, Term, Terms
 from .codecs import Posterior, TextEncoder, TextEntry, VideoCodec
-from .data import BatchShape, Data, Divisors, Location, StepData
+from .data import BatchShape, Data, Divisors, Location, OrderedSample, StepData
 from .model import (
     ComputesInChunks,
     CountsDenseFlops,
@@ -59,6 +59,7 @@ __all__ = [
     "Models",
     "NamesRegions",
     "NumberRule",
+    "OrderedSample",
     "Posterior",
     "Preparation",
     "PutWeight",

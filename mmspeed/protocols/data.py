@@ -47,6 +47,35 @@ class StepData:
     imbalance: float = 1.0
 
 
+class OrderedSample(Protocol):
+    """What the order of training knows of a sample."""
+
+    @property
+    def key(self) -> str:
+        """The name of its content: unique, and another one when the content changes."""
+        ...
+
+    @property
+    def bucket(self) -> ShapeClass:
+        """Its shape class."""
+        ...
+
+    @property
+    def dataset(self) -> str:
+        """The name of the data set that it belongs to; empty where there is one only."""
+        ...
+
+    @property
+    def source(self) -> str:
+        """Where it comes from, for messages."""
+        ...
+
+    @property
+    def lost(self) -> bool:
+        """Whether it keeps its place in the order without being there."""
+        ...
+
+
 class Location(Protocol):
     """The place of a step in the order of training."""
 

@@ -1,15 +1,30 @@
-"""Answers that most tasks give alike. A task may derive from `TaskDefaults` and say only what is its own."""
+"""What most tasks need alike: their simplest answers (`TaskDefaults`), data from a sampler and a loader, shares of held-out samples."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
+from mmspeed.data import Batching, BatchSampler, Loader
+from mmspeed.data.sampling.order import StepLocation
 from mmspeed.loop.checkpoint.state import whole_tensors
-from mmspeed.protocols import Data, Models, RunPlace, Validation
+from mmspeed.protocols import (
+    BatchShape,
+    Data,
+    MicroBatchSize,
+    Models,
+    OrderedSample,
+    RunPlace,
+    ShapeClass,
+    StepData,
+    Validation,
+)
+
+Thing = TypeVar("Thing")
+S = TypeVar("S", bound=OrderedSample)
 
 
 class TaskDefaults:
@@ -54,3 +69,73 @@ class TaskDefaults:
     def export(self, models: Models) -> Iterator[tuple[str, Tensor]]:
         """The parameters and saved buffers of the role "model"."""
         return whole_tensors(models["model"])
+
+
+class SampledData(Generic[S]):
+    """The order of a sampler and what its loader reads, as the trainer meets them."""
+
+    def __init__(self, sampler: BatchSampler[S], loader: Loader) -> None:
+        self.sampler, self.loader = sampler, loader
+
+    @property
+    def waited_seconds(self) -> float:
+        return self.loader.waited_seconds
+
+    @property
+    def fingerprint(self) -> str:
+        return self.sampler.fingerprint
+
+    def steps(self, start: int, stop: int) -> Generator[StepData, None, None]:
+        """The optimizer steps in [start, stop)."""
+        return self.loader.steps(start, stop)
+
+    def shapes(self, step: int) -> list[BatchShape]:
+        return self.loader.shapes(step)
+
+    def locate(self, step: int) -> StepLocation:
+        return self.sampler.locate(step)
+
+    def state(self, step: int) -> dict[str, Any]:
+        return self.sampler.state(step)
+
+    def resume(self, state: Mapping[str, Any]) -> str | None:
+        return self.sampler.resume(state)
+
+    def summary(self) -> dict[str, Any] | None:
+        """None: there is nothing to say."""
+        return None
+
+    def close(self) -> None:
+        """Nothing was started beside `steps`."""
+
+
+def usual_batch(batching: Batching, shape: ShapeClass, groups: int) -> MicroBatchSize:
+    """The micro-batch of a shape class where `groups` groups of devices share a step."""
+    share = -(-batching.slots // groups)  # of a step of so many samples on each group of devices
+    most = batching.at_a_time(shape)
+    if shape not in batching.sizes:
+        return MicroBatchSize(shape, min(share, most or share), share > (most or share))
+    return MicroBatchSize(shape, most or 1, batching.slots > groups)
+
+
+def largest_batch(
+    batching: Batching, shapes: Iterable[ShapeClass], tokens: Callable[[ShapeClass], int], groups: int
+) -> MicroBatchSize:
+    """The micro-batch with the most tokens; it says whether a step of any of the classes has several."""
+    usual = [usual_batch(batching, shape, groups) for shape in sorted(shapes)]
+    largest = max(usual, key=lambda size: tokens(size.shape) * size.items)
+    return MicroBatchSize(largest.shape, largest.items, any(size.accumulates for size in usual))
+
+
+def shares(things: Sequence[Thing], place: RunPlace) -> list[tuple[Thing, bool]]:
+    """This rank's things, those of its group, filled up so that all have the same number; the flag is False for fillers.
+
+    Sharded models need every rank in every forward pass.
+    """
+    if not things:
+        return []
+    rounds = -(-len(things) // place.groups)
+    return [
+        (things[index], True) if index < len(things) else (things[-1], False)
+        for index in range(place.group, rounds * place.groups, place.groups)
+    ]

@@ -31,7 +31,6 @@ from mmspeed.data.sampling.batch_sizes import (
     make_stages,
     sample_costs,
 )
-from mmspeed.data.sampling.order import StepLocation
 from mmspeed.device import parse_dtype
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
@@ -45,12 +44,12 @@ from mmspeed.parallel import unwrap
 from mmspeed.pipelines.diffusion.objective import Objective, make_objective
 from mmspeed.pipelines.mlp_trials import MlpTrials
 from mmspeed.pipelines.run.run_folder import other_shape
+from mmspeed.pipelines.tasks.base import SampledData, largest_batch, usual_batch
 from mmspeed.pipelines.training.held_out_loss import VideoValidation
 from mmspeed.pipelines.training.open_cache import open_cache
 from mmspeed.pipelines.tuning.profile import load_measured, setting_of
 from mmspeed.protocols import (
     Batch,
-    BatchShape,
     CheckTask,
     CountsDenseFlops,
     Data,
@@ -190,7 +189,7 @@ class VideoTask:
                 layer.try_out(place.device.torch_device, dtype, model.config.width // model.config.heads)
             self._mlp_trials = MlpTrials(model, model.layout, dtype, place.device, place.rank == 0)
             batching = self.batching(place)
-            sizes = {bucket: self._usual_batch(batching, bucket, place.groups)[0] for bucket in self.buckets()}
+            sizes = {bucket: usual_batch(batching, bucket, place.groups).items for bucket in self.buckets()}
             self._mlp_trials.before_steps((self.latent(bucket), size) for bucket, size in sizes.items())
 
     def notes(self) -> tuple[list[str], list[str]]:
@@ -316,19 +315,7 @@ class VideoTask:
 
     def largest_micro_batch(self, place: RunPlace) -> MicroBatchSize:
         """The bucket whose micro-batch has most tokens, and that micro-batch."""
-        batching = self.batching(place)
-        sizes = {bucket: self._usual_batch(batching, bucket, place.groups) for bucket in self.buckets()}
-        bucket = max(sorted(sizes), key=lambda bucket: self.tokens(bucket) * sizes[bucket][0])
-        return MicroBatchSize(bucket, sizes[bucket][0], any(more for _, more in sizes.values()))
-
-    @staticmethod
-    def _usual_batch(batching: Batching, bucket: Bucket, groups: int) -> tuple[int, bool]:
-        """The samples of a micro-batch of a bucket, and whether a step has several of them on a device."""
-        share = -(-batching.slots // groups)  # of a step of so many samples on each group of devices
-        most = batching.at_a_time(bucket)
-        if bucket not in batching.sizes:
-            return min(share, most or share), share > (most or share)
-        return most or 1, batching.slots > groups
+        return largest_batch(self.batching(place), self.buckets(), self.tokens, place.groups)
 
     # -- work -----------------------------------------------------------------------------------------------------------
 
@@ -419,19 +406,12 @@ class VideoTask:
         return shrunk_video(self, known)
 
 
-class VideoData:
+class VideoData(SampledData[Sample]):
     """The order of a video run, its loader, and the first epoch that completes its cache."""
 
-    def __init__(self, task: VideoTask, sampler: BatchSampler, loader: Loader) -> None:
-        self.task, self.sampler, self.loader = task, sampler, loader
-
-    @property
-    def waited_seconds(self) -> float:
-        return self.loader.waited_seconds
-
-    @property
-    def fingerprint(self) -> str:
-        return self.sampler.fingerprint
+    def __init__(self, task: VideoTask, sampler: BatchSampler[Sample], loader: Loader) -> None:
+        super().__init__(sampler, loader)
+        self.task = task
 
     def steps(self, start: int, stop: int) -> Generator[StepData, None, None]:
         """The optimizer steps; what an incomplete cache lacks is made on the way."""
@@ -450,18 +430,6 @@ class VideoData:
                 group=task.group,
             )
         return self.loader.steps(start, stop)
-
-    def shapes(self, step: int) -> list[BatchShape]:
-        return self.loader.shapes(step)
-
-    def locate(self, step: int) -> StepLocation:
-        return self.sampler.locate(step)
-
-    def state(self, step: int) -> dict[str, Any]:
-        return self.sampler.state(step)
-
-    def resume(self, state: Mapping[str, Any]) -> str | None:
-        return self.sampler.resume(state)
 
     def lost(self) -> set[str]:
         """Keys of the samples that were lost in this run's first epoch."""

@@ -160,7 +160,7 @@ class ShrunkRun:
         """The pixel shape that a latent would come from."""
         return self.strides.pixels(latent)
 
-    def draws(self, kind: str, each: int | None = None, epoch: int = 0) -> list[SampleUse]:
+    def draws(self, kind: str, each: int | None = None, epoch: int = 0) -> list[SampleUse[Sample]]:
         """The samples of a step of a kind, those of one bucket together; `each` sets how many of a bucket."""
         found = []
         for latent, count in zip(self.latents, self.samples, strict=True):
@@ -170,7 +170,7 @@ class ShrunkRun:
                 found += [SampleUse(Sample(key, (), (), "train", bucket, "made up"), epoch, 0) for key in keys]
         return sorted(found, key=lambda draw: draw.sample.bucket)
 
-    def batch(self, part: Sequence[tuple[SampleUse, float]]) -> Batch:
+    def batch(self, part: Sequence[tuple[SampleUse[Sample], float]]) -> Batch:
         """The micro-batch of (draw, weight) pairs of one bucket: what is in a sample depends on its name alone."""
         seed, names, bucket = self.config.seed, [draw.name for draw, _ in part], part[0][0].sample.bucket
         shape = (CHANNELS, *self.strides.latent(bucket))

@@ -6,7 +6,7 @@ Legend: B batch, C T h w latent, Q quantiles.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,26 +22,11 @@ from mmspeed.pipelines.inference.generate import generate_latents
 from mmspeed.pipelines.inference.media import contact_sheet, save_image
 from mmspeed.pipelines.inference.text_to_video import decode_videos, sampler_settings, stored_prompts, video_shape
 from mmspeed.pipelines.run.run_folder import RunFolder, write_text
+from mmspeed.pipelines.tasks.base import shares
 from mmspeed.protocols import DiffusionModel, Divisors, Models, RunPlace, Term, Terms
 from mmspeed.shapes import Strides
 
 log = get_logger("validate")
-
-Thing = TypeVar("Thing")
-
-
-def shares(things: Sequence[Thing], place: RunPlace) -> list[tuple[Thing, bool]]:
-    """This rank's things, those of its group, filled up so that all have the same number; the flag is False for fillers.
-
-    Sharded models need every rank in every forward pass.
-    """
-    if not things:
-        return []
-    rounds = -(-len(things) // place.groups)
-    return [
-        (things[index], True) if index < len(things) else (things[-1], False)
-        for index in range(place.group, rounds * place.groups, place.groups)
-    ]
 
 
 class VideoValidation:

@@ -162,6 +162,7 @@ def shape_figures(
     kinds, members = kinds_of([key_of(block) for block in model.blocks])
     model.blocks = nn.ModuleList(model.blocks[blocks[0]] for blocks in members)
     task.shapes()
+    batch, loss = task.sketch(bare, step.shape, step.items)  # here, where tensors that it looks at have values
     if memory.master != "parameters":
         make_half(bare)
     with FakeTensorMode():
@@ -169,7 +170,6 @@ def shape_figures(
         dtype = parse_dtype(config.device.dtype)
         if dtype != torch.float32:
             autocast(bare, dtype)
-        batch, loss = task.sketch(bare, step.shape, step.items)
         swap = FakeOffloader(host, parse_bytes(memory.offload_from))
         gauge = FakeTensorProfiler(speeds.flops, speeds.memory)
         bench = BlockProfiler(

@@ -91,4 +91,4 @@ def test_check_compares_a_layout_with_one_process(
     file.write_text(json.dumps(character_tree(tmp_path)), encoding="utf-8")
     assert run(["check", str(file), "--parallel", layout]) == 0
     text = capsys.readouterr().out
-    assert "PASSED" in text and "packs: the 5 gradients of" in text
+    assert "PASSED" in text and "step: the 5 gradients of" in text

@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmspeed.device import Device
 from mmspeed.loop.averages import ema_decay
 from mmspeed.loop.optimizers.build import learning_rate
-from mmspeed.protocols import RunPlace
 from tests.spawn import run_ranks
-from tests.support.character_runs import character_config, losses
+from tests.support.character_runs import ALONE, character_config, losses
 from tests.support.checkpoints import differing, farthest, whole_checkpoint
 from tests.support.distillation import DistillationTask, critic_loss, student_loss, train_both
 
@@ -51,7 +49,7 @@ def test_a_run_is_the_updates_by_hand(home: Path) -> None:
         for role, model in models.items()
     }
     found = []
-    for number, step in enumerate(task.data(RunPlace(Device("cpu", 0))).steps(0, config.train.steps)):
+    for number, step in enumerate(task.data(ALONE).steps(0, config.train.steps)):
         (batch,) = step.batches
         for role, loss_fn in (("model", student_loss), ("critic", critic_loss)):
             loss = loss_fn(models, batch)["loss"].total() / step.divisors["tokens"]

@@ -5,18 +5,41 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 import yaml
+from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from mmspeed.__main__ import main
 from mmspeed.config.tasks import CONFIGS
 from mmspeed.pipelines.tasks import TASKS
+from tests.support.characters import CharacterModel, CharacterTask
+
+
+class FaultyLinear(nn.Linear):
+    """Computes as it should; the gradient of its weight is 1.01 times what it should be."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight + 0.01 * (self.weight - self.weight.detach()), self.bias)
+
+
+class FaultyTask(CharacterTask):
+    """The character task with a mistake in one layer's backward where there are several processes."""
+
+    def build(self) -> dict[str, nn.Module]:
+        model = super().build()["model"]
+        assert isinstance(model, CharacterModel)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            up = model.blocks[1].up
+            model.blocks[1].up = FaultyLinear(up.in_features, up.out_features, device="meta")
+        return {"model": model}
 
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The config of a character model that is known to this process alone."""
-    monkeypatch.setitem(CONFIGS, "characters", "tests.characters:CharactersConfig")
-    monkeypatch.setitem(TASKS, "characters", "tests.characters:CharacterTask")
+    monkeypatch.setitem(CONFIGS, "characters", "tests.support.characters:CharacterConfig")
+    monkeypatch.setitem(TASKS, "characters", "tests.support.characters:CharacterTask")
     path = tmp_path / "run.yaml"
     tree = {"task": "characters", "output": str(tmp_path / "runs"), "device": {"kind": "cpu"}}
     path.write_text(yaml.safe_dump(tree), encoding="utf-8")
@@ -34,19 +57,20 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_right_layout_passes(path: Path, layout: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(path), "--parallel", layout]) == 0
     text = capsys.readouterr().out
-    assert "PASSED" in text and "packs: the 5 gradients of 17 that differ most" in text
+    assert "PASSED" in text and "step: the 5 gradients of 36 that differ most" in text
     strategy = "ddp" if "ddp" in layout else "fsdp"
-    assert f"model, made small: 2 blocks of width 10; float32, strategy {strategy}" in text
-    assert "5 packs of 6 characters" in text and "packs of 11 kinds of characters" in text
+    assert f"model, made small: as it is, pack 24, width 16, depth 3; float32, strategy {strategy}" in text
+    assert "a step of 8 of its samples" in text
 
 
 @pytest.mark.parametrize("layout", ["dp_shard=2", pytest.param("strategy=ddp,dp_replicate=2", marks=pytest.mark.slow)])
 def test_a_gradient_that_is_one_percent_too_large_fails(
-    path: Path, layout: str, capsys: pytest.CaptureFixture[str]
+    path: Path, layout: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert main(["check", str(path), "fault=1.01", "--parallel", layout]) == 1
+    monkeypatch.setitem(TASKS, "characters", "tests.ranks.test_selfcheck_tasks:FaultyTask")
+    assert main(["check", str(path), "--parallel", layout]) == 1
     text = capsys.readouterr().out
-    assert "FAILED" in text and "packs: 1 of 17 gradients differ" in text
+    assert "FAILED" in text and "step: 1 of 36 gradients differ" in text
     assert "only gradients of blocks.*.up differ; the losses are equal" in text
     assert "the mistake is in backward, at blocks.1.up" in text
 

@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmspeed.device import Device
-from mmspeed.protocols import RunPlace
 from tests.spawn import run_ranks
-from tests.support.character_runs import character_config, losses, rows
-from tests.support.characters import CharacterModel, collate
+from tests.support.character_runs import character_config, losses, rows, step_packs
+from tests.support.characters import CharacterModel
 from tests.support.checkpoints import farthest, whole_checkpoint
 from tests.support.preferences import PreferenceTask, preference, train_task
 
@@ -40,17 +38,20 @@ def check_equal(home: Path, name: str, truth: str) -> None:
 def test_one_process_takes_the_loss_of_pairs_with_the_reference_that_came(home: Path) -> None:
     config = character_config(home, "name=known")
     task = PreferenceTask(config)
-    packs = task.data(RunPlace(Device("cpu", 0))).step_packs(0)
     models = {"model": CharacterModel(config.width, config.depth), "reference": task.build()["reference"]}
     models["model"].init_weights(config.seed)
     with torch.no_grad():
-        terms = preference(models, collate([(pack, 1.0) for pack in packs], task.shape))
+        terms = preference(models, task.batch_of(step_packs(task, 0)))
     first = rows(config)[0]
     assert first["loss"] == pytest.approx(terms["loss"].loss_I.mean().item(), rel=1e-6)
     assert first["terms"]["preferred"] == pytest.approx(terms["preferred"].loss_I.mean().item())
-    assert losses(config)[-1] < losses(config)[0]
-    names = {name.split(".")[1] for name in whole_checkpoint(config.run_dir) if name.startswith("model.")}
-    assert names == {"embed", "blocks", "head"}  # the reference is no part of the run's state
+    state = whole_checkpoint(config.run_dir)
+    trained = {name.removeprefix("model."): value for name, value in state.items() if name.startswith("model.")}
+    assert {name.split(".")[0] for name in trained} == {"embed", "blocks", "head"}  # the reference is no part of it
+    models["model"].load_state_dict(trained)
+    with torch.no_grad():
+        later = preference(models, task.batch_of(step_packs(task, 0)))
+    assert later["loss"].loss_I.mean() < terms["loss"].loss_I.mean()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

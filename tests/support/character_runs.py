@@ -6,10 +6,15 @@ from pathlib import Path
 from typing import Any, cast
 
 from mmspeed.config import make_run_config
+from mmspeed.device import Device
 from mmspeed.log import read_metrics
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.tasks import register
-from tests.support.characters import CharacterConfig
+from mmspeed.pipelines.tasks.listed import ListedSample
+from mmspeed.protocols import RunPlace
+from tests.support.characters import CharacterConfig, CharacterTask
+
+ALONE = RunPlace(Device("cpu", 0))
 
 
 def register_characters() -> None:
@@ -18,7 +23,7 @@ def register_characters() -> None:
 
 
 def character_tree(folder: Path) -> dict[str, Any]:
-    """Six steps; an epoch has three of six packs and one of two."""
+    """Six steps; an epoch has three of six packs and, at any place among them, one of two."""
     return {
         "task": "characters",
         "name": "small",
@@ -44,6 +49,11 @@ def train_characters(folder: str, overrides: tuple[str, ...] = ()) -> None:
 def rows(config: CharacterConfig, kind: str = "train") -> list[dict[str, Any]]:
     """The rows of a kind of a run's metrics."""
     return [row for row in read_metrics(config.run_dir / "metrics.jsonl") if row["kind"] == kind]
+
+
+def step_packs(task: CharacterTask, step: int) -> list[ListedSample]:
+    """The packs of a step over all ranks."""
+    return [draw.sample for draw in task.data(ALONE).sampler.draws(step)]
 
 
 def losses(config: CharacterConfig) -> list[float]:

@@ -5,17 +5,17 @@ The likelihood of both, by the model and by a frozen reference, goes into one lo
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, logsigmoid
 
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.protocols import Batch, Data, Models, RunPlace, StepData, Term, Terms, Update
+from mmspeed.pipelines.tasks.listed import ListedSample
+from mmspeed.protocols import Batch, Data, Divisors, Models, RunPlace, Term, Terms, Update
 from tests.support.character_runs import character_config
-from tests.support.characters import CharacterData, CharacterModel, CharacterTask
+from tests.support.characters import CharacterModel, CharacterTask
 
 BETA = 0.5
 
@@ -40,18 +40,6 @@ def preference(models: Models, batch: Batch) -> Terms:
     }
 
 
-class PreferenceData(CharacterData):
-    """The steps of the characters, divided by their pairs."""
-
-    def __init__(self, data: CharacterData, late: bool) -> None:
-        super().__init__(data.config, data.packs, data.place)
-        self.late = late
-
-    def steps(self, start: int, stop: int) -> Generator[StepData, None, None]:
-        for step in super().steps(start, stop):
-            yield replace(step, divisors={"pairs": None if self.late else float(len(step.items))})
-
-
 class PreferenceTask(CharacterTask):
     """A model that learns, and a frozen reference that comes with weights of its own. `late`: pairs are counted after the step only."""
 
@@ -65,8 +53,8 @@ class PreferenceTask(CharacterTask):
     def updates(self) -> Sequence[Update]:
         return (Update(preference),)
 
-    def data(self, place: RunPlace) -> PreferenceData:
-        return PreferenceData(super().data(place), self.late)
+    def divisors(self, samples: Sequence[ListedSample]) -> Divisors:
+        return {"pairs": None if self.late else float(len(samples))}
 
     def validation(self, models: Models, data: Data, place: RunPlace) -> None:
         return None

@@ -17,15 +17,15 @@ from mmspeed.config import dump_config
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.pipelines import TrainPipeline
+from mmspeed.pipelines.tasks.listed import ListedSample
 from mmspeed.pipelines.tuning.memory_estimate import plan_memory
 from mmspeed.pipelines.tuning.memory_search import MEMORY_NAME
 from mmspeed.protocols import RunPlace
-from tests.support.character_runs import character_config, losses, rows, train_characters
-from tests.support.characters import VOCABULARY, CharacterConfig, CharacterModel, CharacterTask, Pack
+from tests.support.character_runs import ALONE, character_config, losses, rows, step_packs, train_characters
+from tests.support.characters import VOCABULARY, CharacterConfig, CharacterModel, CharacterTask
 from tests.support.checkpoints import differing, farthest, whole_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
-ALONE = RunPlace(Device("cpu", 0))
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +36,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def plain_loss(model: CharacterModel, packs: list[Pack]) -> float:
+def plain_loss(model: CharacterModel, packs: list[ListedSample]) -> float:
     """The mean loss of a character, pack by pack and without padding."""
     total, count = 0.0, 0
     for pack in packs:
-        ids_N = torch.tensor([VOCABULARY.index(sign) for sign in pack.text])
+        ids_N = pack.tensors["ids"][: pack.tokens + 1]
         with torch.no_grad():
             loss_N = cross_entropy(model(ids_N[None, :-1])[0], ids_N[1:], reduction="none")
         total, count = total + loss_N.double().sum().item(), count + len(loss_N)
@@ -63,13 +63,13 @@ def test_an_epoch_has_each_pack_once_and_shapes_are_known_before(home: Path) -> 
     config = character_config(home, "train.micro_batch_size=2")
     task = CharacterTask(config)
     whole = task.data(ALONE)
-    epoch = [pack.item.sample for step in range(4) for pack in whole.step_packs(step)]
-    assert sorted(epoch) == sorted(pack.item.sample for pack in task.training) and len(set(epoch)) == len(epoch)
+    epoch = [pack.key for step in range(4) for pack in step_packs(task, step)]
+    assert sorted(epoch) == sorted(pack.key for pack in task.training) and len(set(epoch)) == len(epoch)
     assert [whole.locate(step).epoch for step in (0, 3, 4)] == [0, 0, 1]
-    assert epoch != [pack.item.sample for step in range(4, 8) for pack in whole.step_packs(step)]
+    assert epoch != [pack.key for step in range(4, 8) for pack in step_packs(task, step)]
     real: dict[int, list[str]] = {}
     for rank in range(3):
-        data = task.data(RunPlace(Device("cpu", 0), rank=rank, world=3))
+        data = task.data(RunPlace(Device("cpu", 0), rank=rank, world=3, groups=3, group=rank, dealt=3, number=rank))
         for number, step in enumerate(data.steps(2, 5), start=2):
             expected = data.shapes(number)
             batches = list(step.batches)
@@ -79,9 +79,10 @@ def test_an_epoch_has_each_pack_once_and_shapes_are_known_before(home: Path) -> 
                 assert all(tensor.dim() <= 2 for tensor in batch.tensors.values())
                 named = zip(batch.items, batch.weights_I.tolist(), strict=True)
                 real.setdefault(number, []).extend(item.sample for item, weight in named if weight)
-            assert step.divisors == {"tokens": sum(pack.tokens for pack in data.step_packs(number))}
+            packs = step_packs(task, number)
+            assert step.divisors == {"samples": len(packs), "tokens": sum(pack.tokens for pack in packs)}
     for number, found in real.items():  # over all ranks each pack counts once, whatever the fillers
-        assert sorted(found) == sorted(pack.item.sample for pack in whole.step_packs(number))
+        assert sorted(found) == sorted(pack.key for pack in step_packs(task, number))
 
 
 # -- a run ------------------------------------------------------------------------------------------------------------
@@ -90,12 +91,13 @@ def test_an_epoch_has_each_pack_once_and_shapes_are_known_before(home: Path) -> 
 def test_a_run_learns_and_its_numbers_are_those_made_by_hand(home: Path) -> None:
     config = character_config(home)
     task, steps = CharacterTask(config), rows(config)
-    packs = [task.data(ALONE).step_packs(step) for step in range(6)]
+    packs = [step_packs(task, step) for step in range(6)]
     # the order of sums is another: a few eps (1.2e-7)
     assert steps[0]["loss"] == pytest.approx(plain_loss(model_of(config), packs[0]), rel=1e-6)
-    assert steps[-1]["loss"] < steps[0]["loss"]
+    held_out = [row["loss"] for row in rows(config, "validation")]
+    assert held_out[1] < held_out[0]
     for row, drawn in zip(steps, packs, strict=True):
-        real = sum(len(pack.text) - 1 for pack in drawn)
+        real = sum(int((pack.tensors["ids"][1:] != 0).sum()) for pack in drawn)
         assert row["tokens"] == real < len(drawn) * config.pack and row["samples"] == len(drawn)
         assert row["tokens_per_s"] / row["samples_per_s"] == pytest.approx(real / len(drawn))
         assert row["terms"].keys() == {"loss", "right"} and 0 <= row["terms"]["right"] <= 1
@@ -119,10 +121,11 @@ def test_a_validation_is_the_mean_by_the_averaged_weights(home: Path) -> None:
 def test_counted_work_is_that_of_the_forward_pass(home: Path) -> None:
     config = character_config(home)
     task = CharacterTask(config)
-    batch = task.synthetic_batch(task.shape, 5, ALONE)
+    [shape] = task.shapes()
+    batch = task.synthetic_batch(shape, 5, ALONE)
     with FlopCounterMode(display=False) as counter:
         model_of(config)(batch["ids"][:, :-1])
-    assert counter.get_total_flops() == 5 * task.work(task.shape).matmul
+    assert counter.get_total_flops() == 5 * task.work(shape).matmul
     for row in rows(config):
         seconds = row["samples"] / row["samples_per_s"]
         counted = 3 * row["samples"] / 5 * counter.get_total_flops()
@@ -153,7 +156,8 @@ def test_another_size_of_steps_is_told_when_a_run_goes_on(home: Path, caplog: py
     train_characters(str(home), ("name=resized", "train.steps=2"))
     with caplog.at_level("WARNING", logger="mmspeed"):
         train_characters(str(home), ("name=resized", "train.batch_size=5", "train.steps=3"))
-    assert "step 2: the packs or the size of a step are others now" in caplog.text
+    told = "step 2: batches or stages are made in another way than before the checkpoint: the 8 of 20 uses"
+    assert told in caplog.text
 
 
 def test_a_run_of_another_width_is_refused(home: Path) -> None:
@@ -181,10 +185,11 @@ def test_recomputation_changes_no_bit_and_costs_the_blocks(home: Path, policy: s
     saved, found = (character_config(home, f"name={name}").run_dir for name in flops)
     assert differing(whole_checkpoint(saved), whole_checkpoint(found)) == []
     task = CharacterTask(character_config(home))
-    length, width, depth = task.shape.numbers, task.config.width, task.config.depth
+    [shape] = task.shapes()
+    length, width, depth = shape.numbers, task.config.width, task.config.depth
     head, last = 2 * length * width * len(VOCABULARY), depth * 2 * length * 4 * width**2
     # of two steps of six packs; a block's last product is needed by no backward
-    again = 12 * (task.work(task.shape).matmul - head - last)
+    again = 12 * (task.work(shape).matmul - head - last)
     assert flops[policy] - flops[f"saved-{policy}"] == (0 if policy == "cheap" else again)
 
 
@@ -229,7 +234,7 @@ def test_the_command_line_trains_it(home: Path) -> None:
     assert done.returncode == 0, done.stderr
     config = character_config(home, "name=commanded")
     assert losses(config) == losses(character_config(home))[:2]
-    assert "20 packs of 24 characters" in done.stderr
+    assert "20 samples to train on, 4 held out" in done.stderr
 
 
 def test_a_task_object_needs_no_registration(home: Path) -> None:

@@ -16,7 +16,7 @@ from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.tasks import make_task, register
 from mmspeed.pipelines.tasks.video import VideoTask
 from tests.runs import small_config, small_tree
-from tests.support.character_runs import character_config, character_tree, register_characters
+from tests.support.character_runs import ALONE, character_config, character_tree, register_characters
 from tests.support.characters import CharacterModel, CharacterTask
 from tests.support.toy_runs import toy_config, write_toy_cache
 from tests.toy import ToyDiT
@@ -82,8 +82,11 @@ def test_keys_of_another_task_are_told_with_their_task(tmp_path: Path) -> None:
         make_run_config({**small_tree(tmp_path), "pack": 8}, origin="test")
     with pytest.raises(UserError, match=r"unknown key 'train\.setps'; did you mean 'steps'\?"):
         make_run_config({**character_tree(tmp_path), "train": {"setps": 3}}, origin="test")
-    with pytest.raises(UserError, match="batching: packs are of one size"):
-        character_config(tmp_path, "batching.mix=window")
+    timed = CharacterTask(character_config(tmp_path, "batching.by=time", "train.batch_size=null"))
+    with pytest.raises(
+        UserError, match=r"batching\.by: time is not there for the task characters: use samples, tokens"
+    ):
+        timed.data(ALONE)
 
 
 def test_what_is_for_videos_refuses_other_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

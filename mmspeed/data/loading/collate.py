@@ -121,7 +121,7 @@ def video_batch(
 
 def assemble(
     cache: DatasetCache,
-    draws: Sequence[tuple[SampleUse, float]],
+    draws: Sequence[tuple[SampleUse[Sample], float]],
     seed: int,
     caption_dropout: float,
     noise: bool = False,
@@ -182,11 +182,11 @@ class VideoCollate:
             self._cache = kind(*arguments)
         return self._cache
 
-    def __call__(self, draws: Sequence[tuple[SampleUse, float]]) -> Batch:
+    def __call__(self, draws: Sequence[tuple[SampleUse[Sample], float]]) -> Batch:
         """The batch. Raises UserError as `assemble`."""
         return assemble(self.cache, draws, self._seed, self._caption_dropout, noise=True)
 
-    def shape(self, draws: Sequence[tuple[SampleUse, float]]) -> BatchShape:
+    def shape(self, draws: Sequence[tuple[SampleUse[Sample], float]]) -> BatchShape:
         """The shapes of a batch's tensors, from the index of the cache alone."""
         encoders, bucket = self.cache.info["encoders"], draws[0][0].sample.bucket
         latent = (encoders["vae"]["channels"], *Strides(*encoders["vae"]["strides"]).latent(bucket))
@@ -200,7 +200,7 @@ class VideoCollate:
         }
         return BatchShape(bucket, count, tensors)
 
-    def _text_tokens(self, draw: SampleUse) -> int:
+    def _text_tokens(self, draw: SampleUse[Sample]) -> int:
         key = choose_text(draw.sample, self._seed, draw.name, self._caption_dropout)
         if key is None:
             return self.cache.entry(self.cache.null_key, "null").tokens

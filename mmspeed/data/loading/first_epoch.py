@@ -114,7 +114,7 @@ class FirstEpoch:
     def __init__(
         self,
         cache: DatasetCache,
-        sampler: BatchSampler,
+        sampler: BatchSampler[Sample],
         maker: OnlineEncoder,
         rank: int,
         world: int,
@@ -150,7 +150,7 @@ class FirstEpoch:
         self._next = step + 1
         self._share(self._tasks.pop(step, EncodeJob()))
 
-    def mark(self, draws: Sequence[SampleUse]) -> list[SampleUse]:
+    def mark(self, draws: Sequence[SampleUse[Sample]]) -> list[SampleUse[Sample]]:
         """The draws, with those samples marked lost whose source has failed."""
         return [
             replace(draw, sample=replace(draw.sample, lost=True)) if draw.sample.key in self.lost else draw

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 from mmspeed.data.cache.reader import DatasetCache
 from mmspeed.data.sampling.rank_batches import count_present, imbalance, rank_batches
@@ -20,7 +20,7 @@ from .collate import VideoCollate
 from .first_epoch import FirstEpoch
 from .prefetch import in_workers, on_device, read_ahead
 
-MicroBatchUses = list[tuple[SampleUse, float]]  # a micro-batch before it is read
+MicroBatchUses = list[tuple[SampleUse[Any], float]]  # a micro-batch before it is read
 
 
 class Collate(Protocol):
@@ -77,7 +77,7 @@ class Batches:
             self._next()
 
 
-_Tag = tuple[list[SampleUse], int]  # of a micro-batch: its step's draws, and how many micro-batches the step has
+_Tag = tuple[list[SampleUse[Any]], int]  # of a micro-batch: its step's draws, and how many micro-batches the step has
 _Source = Generator[tuple[_Tag, Batch | None], None, None]
 
 
@@ -95,7 +95,8 @@ class Loader:
     """A rank's batches of any range of steps.
 
     Args:
-        cache, sampler: where samples lie, and in which order they come.
+        cache: what videos are read from, where `collate` is None.
+        sampler: the order in which samples come.
         rank, world: this rank among those that split the batch.
         seed, caption_dropout: of the draws that are made when a sample is read, where `collate` is None.
         prefetch: micro-batches in memory ahead of the one that was asked for, by a thread; 0: read when asked for.
@@ -108,8 +109,8 @@ class Loader:
 
     def __init__(
         self,
-        cache: DatasetCache,
-        sampler: BatchSampler,
+        cache: DatasetCache | None,
+        sampler: BatchSampler[Any],
         rank: int = 0,
         world: int = 1,
         seed: int = 0,
@@ -120,11 +121,14 @@ class Loader:
         device: Device | None = None,
         collate: Collate | None = None,
     ) -> None:
-        self.cache, self.sampler = cache, sampler
+        if collate is None:
+            if cache is None:
+                raise ValueError("a loader without a cache needs a collate of its own")
+            collate = VideoCollate(cache, seed, caption_dropout)
+        self.sampler, self.collate = sampler, collate
         self.rank, self.world = rank, world
         self.prefetch = prefetch
         self.first_epoch, self.workers, self.device = first_epoch, workers, device
-        self.collate: Collate = collate or VideoCollate(cache, seed, caption_dropout)
         self.waited_seconds = 0.0  # time the consumer stood still for data, over all steps so far
 
     def steps(self, start: int, stop: int) -> Generator[StepData, None, None]:
@@ -157,7 +161,7 @@ class Loader:
             yield self._step(draws, batches)
             batches.drop()
 
-    def _step(self, draws: list[SampleUse], batches: Batches) -> StepData:
+    def _step(self, draws: list[SampleUse[Any]], batches: Batches) -> StepData:
         """A step's data: its divisor is the number of its samples that are there."""
         there = [draw for draw in draws if not draw.sample.lost]
         return StepData(
@@ -182,7 +186,7 @@ class Loader:
 
     # -- what is read, and where ------------------------------------------------------------------------------------
 
-    def _parts(self, step: int) -> tuple[list[SampleUse], list[MicroBatchUses]]:
+    def _parts(self, step: int) -> tuple[list[SampleUse[Any]], list[MicroBatchUses]]:
         """A step's draws over all ranks, and this rank's micro-batches; none of these when all samples are lost."""
         draws = self.sampler.draws(step)
         if self.first_epoch is not None:

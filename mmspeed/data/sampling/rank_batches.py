@@ -6,21 +6,21 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from mmspeed.protocols import ShapeClass
+from mmspeed.protocols import OrderedSample, ShapeClass
 
 from .assignment import Assignment, BucketBatch, StepLoad, assign_slots, assignment_load
 from .order import Batching
-from .sampler import SampleUse
-
-MicroBatchUses = list[tuple[SampleUse, float]]
+from .sampler import S, SampleUse
 
 
-def count_present(draws: Sequence[SampleUse]) -> int:
+def count_present(draws: Sequence[SampleUse[OrderedSample]]) -> int:
     """How many draws of a step are not lost: what its mean loss is taken over."""
     return sum(not draw.sample.lost for draw in draws)
 
 
-def rank_batches(draws: Sequence[SampleUse], batching: Batching, rank: int, world: int) -> list[MicroBatchUses]:
+def rank_batches(
+    draws: Sequence[SampleUse[S]], batching: Batching, rank: int, world: int
+) -> list[list[tuple[SampleUse[S], float]]]:
     """A rank's part of one step, cut into micro-batches of (draw, weight), each of one bucket.
 
     Every rank gets the same number of micro-batches, and none is empty: where nothing is left for a rank it repeats a draw of
@@ -53,8 +53,8 @@ def rank_batches(draws: Sequence[SampleUse], batching: Batching, rank: int, worl
 
 
 def ranks_of_samples(
-    draws: Sequence[SampleUse], batching: Batching, world: int
-) -> list[tuple[SampleUse, tuple[int, ...]]]:
+    draws: Sequence[SampleUse[S]], batching: Batching, world: int
+) -> list[tuple[SampleUse[S], tuple[int, ...]]]:
     """Each draw of a step, with the ranks that meet it."""
     return [
         (draw, tuple(range(lane * ranks, (lane + 1) * ranks)))
@@ -66,7 +66,7 @@ def ranks_of_samples(
     ]
 
 
-def imbalance(draws: Sequence[SampleUse], batching: Batching, world: int) -> float:
+def imbalance(draws: Sequence[SampleUse[OrderedSample]], batching: Batching, world: int) -> float:
     """Greatest over mean cost across ranks of one step, where ranks meet in every micro-batch; 1 at best."""
     counts = Counter(draw.sample.bucket for draw in draws)
     return step_load(sorted(counts.items()), batching, world).imbalance
@@ -106,8 +106,8 @@ def dp_groups_of(
 
 
 def _assigned(
-    draws: Sequence[SampleUse], batching: Batching, world: int
-) -> Iterator[tuple[list[list[SampleUse]], Assignment, int]]:
+    draws: Sequence[SampleUse[S]], batching: Batching, world: int
+) -> Iterator[tuple[list[list[SampleUse[S]]], Assignment, int]]:
     """For each kind of lanes: the draws of each lot, the cells, and the ranks of a lane."""
     by_bucket = {bucket: list(group) for bucket, group in itertools.groupby(draws, key=lambda draw: draw.sample.bucket)}
     for pieces, ranks in dp_groups_of([(b, len(group)) for b, group in by_bucket.items()], batching):
@@ -118,7 +118,7 @@ def _assigned(
         )
 
 
-def _filler(lots: Sequence[Sequence[SampleUse]], batching: Batching) -> SampleUse | None:
+def _filler(lots: Sequence[Sequence[SampleUse[S]]], batching: Batching) -> SampleUse[S] | None:
     """A present draw of the cheapest bucket; of those that are dealt together, as a row is of videos or of images on all ranks."""
     there = [next((draw for draw in lot if not draw.sample.lost), None) for lot in lots]
     return min(filter(None, there), key=lambda draw: batching.cost(draw.sample.bucket).of(1), default=None)

@@ -7,26 +7,28 @@ import hashlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from mmspeed.data.cache.index_reader import SampleTable
 from mmspeed.data.cache.keys import KEY_LENGTH, canonical_json
-from mmspeed.data.cache.tables import Sample
 from mmspeed.errors import UserError
-from mmspeed.protocols import ShapeClass
+from mmspeed.protocols import OrderedSample, ShapeClass
 
 from .mixture import BucketUses
 from .order import Batching, Order, SamplerState, TrainingStage
 from .schedule import Array
 
+S = TypeVar("S", bound=OrderedSample)
+S_co = TypeVar("S_co", bound=OrderedSample, covariant=True)
+
 
 @dataclass(frozen=True)
-class SampleUse:
+class SampleUse(Generic[S_co]):
     """One use of a sample: the `repeat`-th time in an epoch."""
 
-    sample: Sample
+    sample: S_co
     epoch: int
     repeat: int
 
@@ -36,7 +38,7 @@ class SampleUse:
         return self.sample.key, self.epoch, self.repeat
 
 
-class BatchSampler(Order):
+class BatchSampler(Order, Generic[S]):
     """The order of training, with the samples in it.
 
     Args:
@@ -51,7 +53,7 @@ class BatchSampler(Order):
 
     def __init__(
         self,
-        samples: Sequence[Sample],
+        samples: Sequence[S],
         batching: Batching | int,
         seed: int,
         repeats: int = 1,
@@ -62,7 +64,8 @@ class BatchSampler(Order):
                 "the data set has no training samples; `mmspeed check` tells why sources are rejected, "
                 "and data.val_fraction how many are held out"
             )
-        self.samples = samples if isinstance(samples, SampleTable) else _in_order(samples)
+        mapped = isinstance(samples, SampleTable)
+        self.samples: Sequence[S] = samples if mapped else _in_order(samples)
         # Places in `samples`, not objects: there may be many millions.
         groups = self.samples.by_group() if isinstance(self.samples, SampleTable) else _grouped(self.samples)
         super().__init__(
@@ -73,9 +76,10 @@ class BatchSampler(Order):
         )
         self._uses = functools.lru_cache(maxsize=2)(self._make_uses)  # read-ahead may be an epoch further than training
 
-    def draws(self, step: int) -> list[SampleUse]:
+    def draws(self, step: int) -> list[SampleUse[S]]:
         """The draws of one optimizer step over all devices, those of one bucket together, buckets in order."""
-        place, found = self.locate(step), []
+        place = self.locate(step)
+        found: list[SampleUse[S]] = []
         uses = self._uses(place.stage, place.epoch)
         for bucket, start, count in self.pieces(step):
             found += [
@@ -178,7 +182,7 @@ def _digest(content: Any) -> str:
     return hashlib.sha256(canonical_json(content).encode()).hexdigest()[:KEY_LENGTH]
 
 
-def _in_order(samples: Sequence[Sample]) -> list[Sample]:
+def _in_order(samples: Sequence[S]) -> list[S]:
     """Samples by their keys. Raises ValueError when two have the same."""
     ordered = sorted(samples, key=lambda sample: sample.key)
     if any(before.key == sample.key for before, sample in itertools.pairwise(ordered)):
@@ -186,7 +190,7 @@ def _in_order(samples: Sequence[Sample]) -> list[Sample]:
     return ordered
 
 
-def _grouped(samples: Sequence[Sample]) -> dict[tuple[ShapeClass, str], Array]:
+def _grouped(samples: Sequence[OrderedSample]) -> dict[tuple[ShapeClass, str], Array]:
     """The places of the samples of each bucket and data set, in order."""
     places: dict[tuple[ShapeClass, str], list[int]] = {}
     for place, sample in enumerate(samples):

@@ -1,0 +1,298 @@
+"""`ListedTask`: a task whose samples are a list in memory. It says what is its own (model, loss, samples, work); all else stands here.
+
+The order of steps, resuming, sharing over ranks, batching by cost and reading ahead are those of every task (`BatchSampler`, `Loader`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from functools import cached_property
+from itertools import cycle, islice
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from mmspeed.config import RunConfig
+from mmspeed.config.training import BatchingConfig
+from mmspeed.data import Batching, BatchSampler, Loader, SampleUse
+from mmspeed.data.loading.loader import Batches
+from mmspeed.data.sampling.batch_sizes import SampleCosts, make_batching
+from mmspeed.errors import UserError
+from mmspeed.pipelines.tasks.base import TaskDefaults, largest_batch
+from mmspeed.pipelines.tasks.listed_samples import (
+    Length,
+    ListedData,
+    ListedSample,
+    ListedValidation,
+    StackedSamples,
+    real_tokens,
+)
+from mmspeed.protocols import (
+    Batch,
+    CheckNotes,
+    Data,
+    Divisors,
+    MicroBatchSize,
+    Models,
+    NumberRule,
+    RunPlace,
+    ShapeClass,
+    StepData,
+    StepUsage,
+    Task,
+    Terms,
+    Update,
+    Validation,
+    Work,
+)
+
+__all__ = ["Length", "ListedCheck", "ListedSample", "ListedTask"]
+
+C = TypeVar("C", bound=RunConfig)
+CHECKED = "step"  # the one kind of step that `check --parallel` takes
+
+
+class ListedTask(TaskDefaults, ABC, Generic[C]):
+    """A task whose samples are a list in memory.
+
+    A class of its own says `name`, `build`, `loss`, `samples` and `work`. Terms of the loss may have the divisors "samples" and "tokens",
+    or those of a `divisors` of its own. Random draws of a sample are made in `loss`, by the batch's `names`.
+    """
+
+    name: str
+    rules: ClassVar[
+        Mapping[str, NumberRule]
+    ] = {}  # what happens to the number type of a sample's tensor; none: it is kept
+
+    def __init__(self, config: C, maker: object = None) -> None:
+        self.config = config
+
+    # -- what each task says itself ---------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def build(self) -> dict[str, nn.Module]:
+        """The models by role, as `mmspeed.protocols.Task.build`."""
+
+    @abstractmethod
+    def loss(self, models: Models, batch: Batch) -> Terms:
+        """The terms of a micro-batch; validation is the mean of the same terms."""
+
+    @abstractmethod
+    def samples(self) -> tuple[Sequence[ListedSample], Sequence[ListedSample]]:
+        """(those to train on, those held out). Asked once."""
+
+    @abstractmethod
+    def work(self, shape: ShapeClass, text_tokens: int | None = None) -> Work:
+        """Work of the forward pass of one sample."""
+
+    # -- what it may say otherwise ----------------------------------------------------------------------------------------
+
+    def tokens(self, shape: ShapeClass) -> int:
+        """The size of the class."""
+        return shape.numbers
+
+    def divisors(self, samples: Sequence[ListedSample]) -> Divisors:
+        """The divisors of a step of these samples: their number and their real tokens. None: known after the step only."""
+        return {"samples": float(len(samples)), "tokens": float(real_tokens(samples))}
+
+    def updates(self) -> Sequence[Update]:
+        """One update, of the role "model" by `loss`."""
+        return (Update(self.loss),)
+
+    # -- samples ----------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _lists(self) -> tuple[list[ListedSample], list[ListedSample]]:
+        training, held_out = map(list, self.samples())
+        for found in (training, held_out):
+            twice = [name for name, count in Counter(sample.name for sample in found).items() if count > 1]
+            if twice:
+                raise UserError(f"two samples of the task {self.name} have the name {twice[0]!r}")
+        if not training:
+            raise UserError(f"the task {self.name} has no samples to train on")
+        return training, held_out
+
+    @property
+    def training(self) -> list[ListedSample]:
+        """The samples to train on. Raises UserError where there is none, or two have one name."""
+        return self._lists[0]
+
+    @property
+    def held_out(self) -> list[ListedSample]:
+        """The first `validate.samples` of those that are held out."""
+        return self._lists[1][: self.config.validate_.samples]
+
+    @cached_property
+    def by_key(self) -> dict[str, ListedSample]:
+        """The training samples by their keys."""
+        return {sample.key: sample for sample in self.training}
+
+    def shapes(self) -> Sequence[ShapeClass]:
+        """The classes of the training samples."""
+        return sorted({sample.shape for sample in self.training})
+
+    def batching(self, place: RunPlace) -> Batching:
+        """How many samples of each class make a step. Raises UserError for batching by measured time, which is there for videos alone."""
+        config = self.config
+        if config.batching.by == "time":
+            raise UserError(f"batching.by: time is not there for the task {self.name}: use samples, tokens or flops")
+        costs = SampleCosts(self.tokens, self.cost)
+        return make_batching(config.batching, config.train, self.shapes(), costs, place.dealt, config.parallel)
+
+    def data(self, place: RunPlace) -> ListedData:
+        """Each epoch's samples in an order drawn by its number, and this rank's share of each step."""
+        train = self.config.train
+        sampler = BatchSampler(self.training, self.batching(place), self.config.seed)
+        loader = Loader(
+            None,
+            sampler,
+            rank=place.number,
+            world=place.dealt,
+            prefetch=train.prefetch,
+            workers=train.loader_workers,
+            device=place.device,
+            collate=StackedSamples(self.rules),
+        )
+        return ListedData(sampler, loader, self.by_key, self.divisors)
+
+    def batch_of(self, samples: Sequence[ListedSample]) -> Batch:
+        """The batch of samples of one class, each with weight 1."""
+        return StackedSamples(self.rules)([(SampleUse(sample, 0, 0), 1.0) for sample in samples])
+
+    def _some(self, shape: ShapeClass, items: int) -> list[ListedSample]:
+        """So many training samples of a class, the same ones again where it has fewer."""
+        return list(islice(cycle([sample for sample in self.training if sample.shape == shape]), items))
+
+    def synthetic_batch(self, shape: ShapeClass, items: int, place: RunPlace, tokens: int | None = None) -> Batch:
+        """The first training samples of the class, on the device."""
+        return self.batch_of(self._some(shape, items)).to(place.device.torch_device, torch.float32)
+
+    def synthetic_divisors(self, batch: Batch, batches: int) -> Divisors:
+        """The divisors of the batch's samples, so many times."""
+        one = self.divisors([self.by_key[item.sample] for item in batch.items])
+        return {name: None if value is None else value * batches for name, value in one.items()}
+
+    def sketch(
+        self, model: nn.Module, shape: ShapeClass, items: int
+    ) -> tuple[Callable[[], Any], Callable[[Any], Tensor]]:
+        """A batch of empty tensors, and the sum of its terms. Raises UserError where the first update knows several models."""
+        update, made = self.updates()[0], self.batch_of(self._some(shape, items))
+        roles = list(self.build())
+        if len(roles) > 1:
+            raise UserError(f"memory is planned for one model, and the task {self.name} has {', '.join(roles)}")
+
+        def batch() -> Batch:
+            tensors = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in made.tensors.items()}
+            return replace(made, tensors=tensors, weights_I=torch.ones(items))
+
+        def loss(batch: Batch) -> Tensor:
+            terms = update.loss({roles[0]: model}, batch)
+            return torch.stack([term.total() for term in terms.values() if term.trains]).sum()
+
+        return batch, loss
+
+    def largest_micro_batch(self, place: RunPlace) -> MicroBatchSize:
+        """The micro-batch with the most tokens, padding included."""
+        return largest_batch(self.batching(place), self.shapes(), self.tokens, place.groups)
+
+    # -- looking at a run --------------------------------------------------------------------------------------------------
+
+    def cost(self, shape: ShapeClass) -> float:
+        """Three forward passes: backward counts as two."""
+        return 3 * self.work(shape).matmul
+
+    def usage(self, step: StepData) -> StepUsage:
+        """Samples, real tokens, and the work of each sample as if it had no padding that is left out."""
+        forward = sum((self.work(shape) * count for shape, count in step.counts.items()), Work())
+        return StepUsage(sum(step.counts.values()), step.tokens or 0, forward)
+
+    def describe(self, step: StepData) -> dict[str, Any]:
+        """Samples and real tokens."""
+        return {"samples": sum(step.counts.values()), "tokens": step.tokens}
+
+    def notes(self) -> tuple[list[str], list[str]]:
+        """How many samples there are."""
+        return [f"{len(self.training):,} samples to train on, {len(self.held_out):,} held out"], []
+
+    def setting(self) -> dict[str, Any]:
+        """The config's keys that are the task's own."""
+        own = type(self.config).model_fields.keys() - RunConfig.model_fields.keys()
+        return dict(_flat("", self.config.model_dump(mode="json", include=own)))
+
+    def validation(self, models: Models, data: Data, place: RunPlace) -> Validation | None:
+        """The mean of the loss's terms over the held-out samples; None where there are none."""
+        if not self.held_out:
+            return None
+        most = self.config.train.micro_batch_size
+        return ListedValidation(self.loss, self.divisors, self.held_out, StackedSamples(self.rules), most, place)
+
+    def shrunk(self, known: Mapping[str, Any] | None = None) -> ListedCheck[C]:
+        """The task as it is."""
+        return ListedCheck(self, self.config)
+
+
+class ListedCheck(Generic[C]):
+    """The task at its own size on one step of its data, the same samples at any layout; for comparing layouts."""
+
+    kinds = (CHECKED,)
+
+    def __init__(self, task: ListedTask[C], config: C) -> None:
+        self._task, self.config = task, config.model_copy(update={"batching": BatchingConfig()})
+
+    @property
+    def known(self) -> Mapping[str, Any]:
+        """Nothing."""
+        return {}
+
+    @property
+    def notes(self) -> CheckNotes:
+        """The task's own keys."""
+        sizes = ", ".join(f"{key} {value}" for key, value in self._task.setting().items())
+        count = min(self.config.train.samples_per_step, len(self._task.training))
+        return CheckNotes(f"as it is, {sizes}", items=[f"a step of {count} of its samples"])
+
+    def with_config(self, config: RunConfig) -> ListedCheck[C]:
+        """The same task under another config of its kind."""
+        if not isinstance(config, type(self.config)):
+            raise TypeError(f"a {type(config).__name__} is no config of the task {self._task.name}")
+        return ListedCheck(self._task, config)
+
+    def task(self) -> Task:
+        """The task of the config."""
+        return self._listed()
+
+    def _listed(self) -> ListedTask[C]:
+        return type(self._task)(self.config)
+
+    def step(self, kind: str, place: RunPlace) -> StepData:
+        """The first step of training; its micro-batches are read at once."""
+        with closing(self._listed().data(place).steps(0, 1)) as steps:
+            step = next(steps)
+            made = iter(list(step.batches))
+        return replace(step, batches=Batches(len(step.batches), None, lambda: next(made)))
+
+    def expected(self, kind: str) -> Sequence[str]:
+        """None: the exchanges of sharding are torch's, and not counted."""
+        return []
+
+    def silent(self, kind: str) -> Sequence[str]:
+        """None."""
+        return []
+
+    def problems(self, place: RunPlace) -> tuple[list[str], list[str]]:
+        """None: nothing is drawn."""
+        return [], []
+
+
+def _flat(prefix: str, tree: Mapping[str, Any]) -> Generator[tuple[str, Any], None, None]:
+    """The leaves of nested sections, under dotted names."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flat(f"{prefix}{name}.", value)
+        else:
+            yield prefix + name, value

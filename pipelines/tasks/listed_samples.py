@@ -1,0 +1,208 @@
+"""Samples of a list in memory: as batches, as steps of training, and as what validation looks at.
+
+Legend: I items of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from mmspeed.data import BatchSampler, Loader, SampleUse
+from mmspeed.pipelines.tasks.base import SampledData, shares
+from mmspeed.protocols import (
+    Batch,
+    BatchShape,
+    Divisors,
+    Item,
+    LossFunction,
+    Models,
+    NumberRule,
+    RunPlace,
+    ShapeClass,
+    StepData,
+    Term,
+    Terms,
+)
+
+DivisorsOf = Callable[[Sequence["ListedSample"]], Divisors]
+
+
+@dataclass(frozen=True, order=True)
+class Length:
+    """The shape class of samples of so many tokens, real ones or padding."""
+
+    numbers: int
+    splits: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:
+        """Such as `004096`."""
+        return f"{self.numbers:06d}"
+
+
+@dataclass(frozen=True, eq=False)
+class ListedSample:
+    """One sample of a list.
+
+    Args:
+        name: unique in its list; messages name the sample by it.
+        tensors: what it holds; in all samples of a shape class they have the same names and shapes.
+        shape: its class.
+        tokens: real ones, without padding.
+    """
+
+    name: str
+    tensors: Mapping[str, Tensor]
+    shape: ShapeClass
+    tokens: int
+    dataset: ClassVar[str] = ""
+    lost: ClassVar[bool] = False
+
+    @cached_property
+    def key(self) -> str:
+        """Its name and a hash of its tensors (law 5): order, draws and fingerprints go by it."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.tensors.items()):
+            digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}:".encode())
+            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        return f"{self.name}-{digest.hexdigest()[:16]}"
+
+    @property
+    def bucket(self) -> ShapeClass:
+        """Its class, by the name that the order of training asks for."""
+        return self.shape
+
+    @property
+    def source(self) -> str:
+        """Its name."""
+        return self.name
+
+
+@dataclass(frozen=True)
+class StackedSamples:
+    """Makes batches of listed samples: their tensors stacked along a new first dim."""
+
+    rules: Mapping[str, NumberRule]
+
+    def __call__(self, draws: Sequence[tuple[SampleUse[ListedSample], float]]) -> Batch:
+        samples = [draw.sample for draw, _ in draws]
+        return Batch(
+            {name: torch.stack([sample.tensors[name] for sample in samples]) for name in samples[0].tensors},
+            [_item(draw) for draw, _ in draws],
+            torch.tensor([weight for _, weight in draws], dtype=torch.float32),
+            samples[0].shape,
+            self.rules,
+        )
+
+    def shape(self, draws: Sequence[tuple[SampleUse[ListedSample], float]]) -> BatchShape:
+        """The shapes of the batch, from those of its first sample."""
+        first, size = draws[0][0].sample, len(draws)
+        return BatchShape(first.shape, size, {name: (size, *tensor.shape) for name, tensor in first.tensors.items()})
+
+
+class ListedData(SampledData[ListedSample]):
+    """The order of a list's samples, with their divisors and real tokens."""
+
+    def __init__(
+        self,
+        sampler: BatchSampler[ListedSample],
+        loader: Loader,
+        by_key: Mapping[str, ListedSample],
+        divisors: DivisorsOf,
+    ) -> None:
+        super().__init__(sampler, loader)
+        self.by_key, self.divisors = by_key, divisors
+
+    def steps(self, start: int, stop: int) -> Generator[StepData, None, None]:
+        """The optimizer steps in [start, stop)."""
+        with closing(super().steps(start, stop)) as steps:
+            for step in steps:
+                samples = [self.by_key[item.sample] for item in step.items]
+                yield replace(step, divisors=self.divisors(samples), tokens=real_tokens(samples))
+
+
+class ListedValidation:
+    """The mean of a loss's terms over held-out samples, at most `most` at a time; each counts on the rank that leads its group."""
+
+    def __init__(
+        self,
+        loss: LossFunction,
+        divisors: DivisorsOf,
+        samples: Sequence[ListedSample],
+        collate: StackedSamples,
+        most: int | None,
+        place: RunPlace,
+    ) -> None:
+        self._loss, self._divisors, self.samples = loss, divisors, samples
+        self._collate, self._most, self._place = collate, most, place
+        self._trained: set[str] = set()
+
+    @torch.no_grad()
+    def measure(self, models: Models) -> Terms:
+        """The terms of this rank's samples."""
+        training = [model for model in models.values() if model.training]
+        for model in training:
+            model.eval()
+        device = self._place.device.torch_device
+        found = [self._loss(models, batch.to(device, torch.float32)) for batch in self._batches()]
+        for model in training:
+            model.train()
+        terms = {name: _joined([each[name] for each in found]) for name in found[0]}
+        self._trained = {name for name, term in terms.items() if term.trains}
+        return terms
+
+    def _batches(self) -> list[Batch]:
+        """As many on every rank; a filler, or a sample that another rank of the group speaks for, has the weight 0."""
+        by_shape: defaultdict[ShapeClass, list[ListedSample]] = defaultdict(list)
+        for sample in self.samples:
+            by_shape[sample.shape].append(sample)
+        batches = []
+        for _, samples in sorted(by_shape.items()):
+            own = shares(samples, self._place)
+            most = self._most or len(own)
+            for part in (own[start : start + most] for start in range(0, len(own), most)):
+                weights = [float(real and self._place.leads) for _, real in part]
+                uses = [SampleUse(sample, 0, 0) for sample, _ in part]
+                batches.append(self._collate(list(zip(uses, weights, strict=True))))
+        return batches
+
+    def divisors(self) -> Divisors:
+        """Those of all held-out samples."""
+        return self._divisors(self.samples)
+
+    def row(self, values: Mapping[str, float]) -> dict[str, Any]:
+        """The sum of the terms that train, the terms where there are several, and how many samples."""
+        row: dict[str, Any] = {"loss": sum(values[name] for name in values if name in self._trained)}
+        if len(values) > 1:
+            row["terms"] = dict(values)
+        return row | {"samples": len(self.samples)}
+
+    def sample(self, models: Models, step: int) -> None:
+        """Nothing is sampled."""
+
+
+def real_tokens(samples: Iterable[ListedSample]) -> int:
+    """The tokens of samples, without padding."""
+    return sum(sample.tokens for sample in samples)
+
+
+def _item(draw: SampleUse[ListedSample]) -> Item:
+    return Item(*draw.name, draw.sample.source, draw.sample.shape.name)
+
+
+def _joined(terms: Sequence[Term]) -> Term:
+    """One term of the items of several."""
+    return replace(
+        terms[0],
+        loss_I=torch.cat([term.loss_I for term in terms]),
+        weight_I=torch.cat([term.weight_I for term in terms]),
+    )
