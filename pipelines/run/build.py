@@ -62,12 +62,13 @@ class Assembly:
         return self.averages.get(self.roles[0])
 
     def state(self, meta: dict[str, Any] | None = None) -> TrainingState:
-        """What checkpoints hold: the first role's state, and those of the others that learn."""
+        """What checkpoints hold: the first role's state, those of the others that learn, and fingerprints of those that do not."""
         optimizers = {learner.update.roles[0]: learner.optimizer for learner in self.learners}
         first, *others = (
             TrainingState(self.models[role], optimizers[role], self.averages.get(role)) for role in self.roles
         )
-        return replace(first, meta=meta or {}, others=dict(zip(self.roles[1:], others, strict=True)))
+        frozen = {role: model for role, model in self.models.items() if role not in self.roles}
+        return replace(first, meta=meta or {}, others=dict(zip(self.roles[1:], others, strict=True)), frozen=frozen)
 
 
 @dataclass(frozen=True)

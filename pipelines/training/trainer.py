@@ -24,7 +24,7 @@ from mmspeed.log import ProgressLine, format_seconds, get_logger
 from mmspeed.loop.callbacks import Averages, Callback, LearningRate, Signals, Sparsity, StepOutcome
 from mmspeed.loop.checkpoint.load import load_start
 from mmspeed.loop.checkpoint.manager import CheckpointManager
-from mmspeed.loop.frozen import frozen_fingerprint, frozen_names
+from mmspeed.loop.frozen import frozen_names
 from mmspeed.loop.signals import StopSignals
 from mmspeed.loop.step import StepResult, train_step
 from mmspeed.mesh import process_group
@@ -155,6 +155,11 @@ class TrainPipeline:
         if name is not None:
             path = self.folder.checkpoints / name
             state = parts.state()
+            unknown = run.manager.check_frozen_roles(path, state.frozen)
+            if unknown and where.rank == 0:
+                log.warning(
+                    f"{path} records no weights of {', '.join(unknown)}: they are taken to be those that it was trained beside"
+                )
             meta = run.manager.load(path, state.model, state.optimizer, state.ema)
             for role, other in state.others.items():
                 run.manager.load(path, other.model, other.optimizer, other.ema, role)
@@ -168,15 +173,23 @@ class TrainPipeline:
             message = run.data.resume(meta["order"])
             if message is not None and where.rank == 0 and run.step < config.train.steps:
                 log.warning(f"step {run.step}: {message}")
-        base = frozen_fingerprint(parts.model)  # a collective call
+        bases = self._bases(run)
         if where.rank == 0 and run.step < config.train.steps:
             parameters = sum(p.numel() for p in parts.model.parameters())
             info = {**run.task.info(), "parameters": parameters, "data": run.data.fingerprint}
-            if base is not None:
-                info["frozen"] = base
+            info |= bases
             self.folder.write_start(config, info, run.task.files())
             trim_metrics(self.folder.metrics, run.step)
         comm.barrier()
+
+    def _bases(self, run: Run) -> dict[str, Any]:
+        """Fingerprints for run.json of weights that do not train, those of further models by role. A collective call."""
+        state, manager = run.parts.state(), run.manager
+        base = manager.frozen(state.model)
+        others = {role: other.model for role, other in state.others.items()} | dict(state.frozen)
+        by_role = {role: manager.frozen(model, role) for role, model in others.items()}
+        roles = {role: {"frozen": found} for role, found in by_role.items() if found is not None}
+        return ({"frozen": base} if base is not None else {}) | ({"roles": roles} if roles else {})
 
     def _callbacks(self, run: Run, telemetry: Telemetry, memory: OomAdvisor, signals: Signals) -> list[Callback]:
         """What happens around each step, in this order on all ranks."""
@@ -338,4 +351,6 @@ class TrainPipeline:
             raise UserError(
                 f"{message}. {kept}. Lower train.lr, look at these samples, or allow skips with train.skip_non_finite."
             )
-        log.warning(f"{message}; {'the step is skipped' if not result.updated else kept} ({run.skipped} of {self.config.train.skip_non_finite})")
+        log.warning(
+            f"{message}; {'the step is skipped' if not result.updated else kept} ({run.skipped} of {self.config.train.skip_non_finite})"
+        )

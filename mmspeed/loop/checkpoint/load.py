@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -19,6 +20,7 @@ from mmspeed.parallel import unwrap
 
 from .state import StatesRoom, declared_state, room_for_weights, take_weights
 from .storage import (
+    EMA_UPDATES,
     FORMAT,
     FROZEN,
     META,
@@ -122,6 +124,26 @@ def _check_base(
         )
 
 
+def check_frozen_roles(folder: Path, found: Mapping[str, str]) -> list[str]:
+    """Compare the fingerprints of models that do not learn, by role, with those that a checkpoint was trained beside.
+
+    Returns the roles that it records nothing of: it is of an earlier mmspeed, or they are new. Raises UserError for a model with other
+    weights than then, and for one that learned then.
+    """
+    roles = open_checkpoint(folder)[0].get(ROLES, {})
+    for role in found.keys() & roles.keys():
+        if EMA_UPDATES in roles[role]:
+            raise UserError(
+                f"checkpoint {folder} holds what the role {role} learned, and here it does not learn: begin a new run"
+            )
+        if roles[role][FROZEN] != found[role]:
+            raise UserError(
+                f"checkpoint {folder} was trained beside another {role}: that role's weights, which do not learn, are not those "
+                "of then. Begin from the same ones, in the same number type, or begin a new run"
+            )
+    return sorted(found.keys() - roles.keys())
+
+
 def _advice(name: str, has_base: bool = False) -> str:
     if name.rpartition(":")[2].startswith("optimizer."):
         return "the checkpoint is of another train.optimizer: restore it, or begin a new run with train.start_from"
@@ -167,7 +189,7 @@ def load(
     """
     meta, index = open_checkpoint(folder)
     if role is not None:
-        if role not in meta.get(ROLES, {}):
+        if EMA_UPDATES not in meta.get(ROLES, {}).get(role, {}):
             raise UserError(f"checkpoint {folder} holds no state of the role {role}: begin a new run")
         meta = {key: value for key, value in meta.items() if key not in (FROZEN, STATE)} | meta[ROLES][role]
     of_model, of_ema, of_optimizer = (of_role(part, role) for part in ("model", "ema", "optimizer"))
@@ -177,7 +199,7 @@ def load(
         base = [name for name in frozen_names(model) if f"{of_model}.{name}" not in index["tensors"]]
     wanted = prefixed(of_model, {name: tensor for name, tensor in weights.items() if name not in base})
     if ema is not None:
-        if meta["ema_updates"] is None:
+        if meta[EMA_UPDATES] is None:
             raise UserError(f"checkpoint {folder} has no EMA weights: set train.ema_decay to null, or start anew")
         wanted |= prefixed(of_ema, ema.state_dict())
     states: StatesRoom | None = None
@@ -201,7 +223,7 @@ def load(
     if states is not None:
         states.take()
     if ema is not None:
-        ema.updates = meta["ema_updates"]
+        ema.updates = meta[EMA_UPDATES]
         ema.begin_state(model, [name.removeprefix(f"{of_ema}.") for name in lacking if name.startswith(f"{of_ema}.")])
     return {**meta["meta"], "step": meta["step"]}
 
@@ -219,7 +241,7 @@ def load_weights(
     checkpoint has no values of, since they did not train, stay as they are and must be those that it was trained on.
     """
     meta, index = open_checkpoint(folder)
-    if which == "ema" and meta["ema_updates"] is None:
+    if which == "ema" and meta[EMA_UPDATES] is None:
         raise UserError(f"checkpoint {folder} has no EMA weights: ask for the model's own")
     held, state = index["tensors"], declared_state(model)
     averaged = {name for name, _ in unwrap(model).named_parameters()}
@@ -268,7 +290,7 @@ def load_start(place: str | Path, model: nn.Module, optimizer: AnyOptimizer | No
     """
     folder = starting_checkpoint(place)
     try:
-        averaged = open_checkpoint(folder)[0]["ema_updates"] is not None
+        averaged = open_checkpoint(folder)[0][EMA_UPDATES] is not None
         which, alone = "ema" if averaged else "model", not dist.is_initialized()
         load_weights(folder, unwrap(model), which, alone, optimizer)  # type: ignore[arg-type]
     except UserError as error:

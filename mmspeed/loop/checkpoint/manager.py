@@ -3,7 +3,7 @@
     checkpoints/
       latest.json               the checkpoints in the order they were written, with validation losses
       step-00000123/
-        meta.json               step and whatever else is no tensor; the fingerprint of weights that do not train (frozen.py)
+        meta.json               step and whatever else is no tensor; fingerprints of weights that do not train (frozen.py)
         index.json              which tensor lies where (storage.py)
         shard-*.safetensors     `model.*`, `ema.*` and `optimizer.*`, by names of parameters and buffers (state.py)
 
@@ -34,9 +34,21 @@ from mmspeed.loop.averages import EMA
 from mmspeed.loop.frozen import frozen_fingerprint
 from mmspeed.loop.optimizers.build import AnyOptimizer
 
-from .load import Which, best, latest, load, load_weights, of_role, open_checkpoint, prefixed, recorded
+from .load import (
+    Which,
+    best,
+    check_frozen_roles,
+    latest,
+    load,
+    load_weights,
+    of_role,
+    open_checkpoint,
+    prefixed,
+    recorded,
+)
 from .state import declared_state, states_to_save, weights_to_save
 from .storage import (
+    EMA_UPDATES,
     FORMAT,
     FROZEN,
     META,
@@ -72,7 +84,8 @@ __all__ = [
 class TrainingState:
     """What a checkpoint holds. `meta` is JSON: epoch position, config, data fingerprint, and so on.
 
-    `others`: the states of further models that learn, by role; their own `meta` and `others` are not read.
+    `others`: the states of further models that learn, by role; their own `meta` and `others` are not read. `frozen`: models that do not
+    learn, by role, of which a fingerprint alone is held.
     """
 
     model: nn.Module
@@ -80,6 +93,7 @@ class TrainingState:
     ema: EMA | None = None
     meta: dict[str, Any] = field(default_factory=dict)
     others: Mapping[str, TrainingState] = field(default_factory=dict)
+    frozen: Mapping[str, nn.Module] = field(default_factory=dict)
 
 
 # ---- saving ----
@@ -142,6 +156,9 @@ class CheckpointManager:
         for role, other in state.others.items():
             tensors |= state_tensors(other, role)
             meta.setdefault(ROLES, {})[role] = self._facts(other, role)
+        for role, model in state.frozen.items():
+            if (base := self.frozen(model, role)) is not None:
+                meta.setdefault(ROLES, {})[role] = {FROZEN: base}
         meta = json.loads(json.dumps(meta))
         temporary = self.folder / f".tmp-{step_name(step)}"
         writer = SafetensorsWriter(temporary, tensors, partial(self._commit, step, temporary, meta))
@@ -208,18 +225,30 @@ class CheckpointManager:
         self.wait()
         if folder.parent == self.folder and step_of(folder) is not None:
             self._in_use = step_of(folder)  # kept until another is loaded: a rollback returns to it
-        self._bases.clear()  # an older checkpoint holds frozen weights too, and brings its own
+        self._bases.pop(role, None)  # an older checkpoint holds frozen weights too, and brings its own
         return load(folder, model, optimizer, ema, self.group, role)
+
+    def check_frozen_roles(self, folder: Path, models: Mapping[str, nn.Module]) -> list[str]:
+        """Compare models that do not learn with those that a checkpoint was trained beside; as `load.check_frozen_roles`.
+
+        A collective call.
+        """
+        self.wait()
+        found = {role: self.frozen(model, role) for role, model in models.items()}
+        return check_frozen_roles(folder, {role: base for role, base in found.items() if base is not None})
 
     def _facts(self, state: TrainingState, role: str | None = None) -> dict[str, Any]:
         """What meta.json says of a state beside its tensors."""
-        facts: dict[str, Any] = {"ema_updates": state.ema.updates if state.ema is not None else None}
-        frozen, rules = self._frozen(state.model, role), declared_state(state.model)
+        facts: dict[str, Any] = {EMA_UPDATES: state.ema.updates if state.ema is not None else None}
+        frozen, rules = self.frozen(state.model, role), declared_state(state.model)
         facts |= {FROZEN: frozen} if frozen is not None else {}
         return facts | ({STATE: rules} if rules else {})
 
-    def _frozen(self, model: nn.Module, role: str | None) -> str | None:
-        """The fingerprint of a model's frozen weights, taken once: nothing changes them."""
+    def frozen(self, model: nn.Module, role: str | None = None) -> str | None:
+        """The fingerprint of a model's frozen weights, taken once: nothing changes them. `role`: as for `load`.
+
+        A collective call, while no write is under way.
+        """
         if role not in self._bases or self._bases[role][0] is not model:
             self._bases[role] = (model, frozen_fingerprint(model, self.group))
         return self._bases[role][1]

@@ -35,7 +35,8 @@ FORMAT = 1
 THRESHOLD = ".attend.tau"  # ends the names of the only state that checkpoints without a STATE hold: thresholds of sparse attention
 INDEX, META, RECORD = "index.json", "meta.json", "latest.json"
 FROZEN, STATE = "frozen", "state"  # in META, where there is any: the base's fingerprint, the rules of declared state
-ROLES = "roles"  # in META, where there are any: the same of further models that learn, by role
+EMA_UPDATES = "ema_updates"  # in META, of each model that learns: how often its average moved; None without one
+ROLES = "roles"  # in META, where there are any: the same of further models, by role; of one that does not learn its fingerprint alone
 
 
 class DamageError(Exception):
