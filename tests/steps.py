@@ -44,6 +44,6 @@ def train_step(
     group: dist.ProcessGroup | None = None,
 ) -> StepResult:
     """A step by the mean over `global_samples` samples of all ranks."""
-    learner = Learner(update_of(loss_fn), SequentialRunner([model], strategy), optimizer)
+    learner = Learner(update_of(loss_fn), SequentialRunner([model], strategy), [optimizer])
     divisors = {"samples": float(global_samples)}
     return take_step({"model": model}, [learner], batches, divisors, clip_norm=clip_norm, tensor=tensor, group=group)

@@ -68,16 +68,16 @@ class BaseCallback:
 
 
 class LearningRate(BaseCallback):
-    """Sets the learning rate of every optimizer before each step."""
+    """Sets the learning rate of every optimizer before each step: the config's, times the optimizer's factor."""
 
-    def __init__(self, config: TrainConfig, optimizers: Sequence[AnyOptimizer]) -> None:
+    def __init__(self, config: TrainConfig, optimizers: Sequence[tuple[AnyOptimizer, float]]) -> None:
         self.config, self.optimizers = config, optimizers
         self.rate = 0.0
 
     def before_step(self, step: int) -> None:
         self.rate = learning_rate(step, self.config)
-        for optimizer in self.optimizers:
-            set_learning_rate(optimizer, self.rate)
+        for optimizer, factor in self.optimizers:
+            set_learning_rate(optimizer, self.rate * factor)
 
     def row(self) -> dict[str, Any]:
         return {"lr": self.rate}

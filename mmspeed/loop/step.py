@@ -43,12 +43,25 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Learner:
-    """One update of a step, and what it needs: who drives its micro-batches, and who applies its gradients."""
+    """One update of a step, and what it needs: who drives its micro-batches, and who applies its gradients.
+
+    `optimizers`: of its roles, in their order.
+    """
 
     update: Update
     runner: Runner
-    optimizer: AnyOptimizer
+    optimizers: Sequence[AnyOptimizer]
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def releasing(self) -> list[ReleasingOptimizer]:
+        """The optimizers that update in backward: of all roles or of none."""
+        return [one for one in self.optimizers if isinstance(one, ReleasingOptimizer)]
+
+    def forget_gradients(self) -> None:
+        """Free the gradients of its roles."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
 
 
 def train_step(
@@ -61,28 +74,35 @@ def train_step(
     tensor: Axis | None = None,
     mesh: Mesh | None = None,
     group: dist.ProcessGroup | None = None,
+    step: int = 0,
 ) -> StepResult:
-    """The updates of one step, in order, up to the first that is not finite. With several the micro-batches are kept, and the result
-    names the terms of all.
+    """The updates of step number `step` (from 0), in order, up to the first that is not finite.
 
-    The loss and the gradient norm are those of the first update. Raises UserError as `apply_update`.
+    With several the micro-batches are kept, and the result names the terms of all. The loss and the gradient norm are those of the first
+    update that every step makes, or of the one that was not finite before it. Raises UserError as `apply_update`.
     """
     several = len(learners) > 1
-    kept: MicroBatches = list(batches) if several else batches
+    due = [learner for learner in learners if step % learner.update.every == 0]
+    kept: MicroBatches = list(batches) if len(due) > 1 else batches
     results: dict[str, StepResult] = {}
-    for learner in learners:
-        result = apply_update(models, learner, kept, divisors, clip_norm=clip_norm, tensor=tensor, mesh=mesh, group=group)
+    for learner in due:
+        result = apply_update(
+            models, learner, kept, divisors, clip_norm=clip_norm, tensor=tensor, mesh=mesh, group=group
+        )
         results[learner.update.name] = result
         for other in learners if several else ():  # a loss may reach models that another update trains
-            other.optimizer.zero_grad(set_to_none=True)
+            other.forget_gradients()
         if not result.finite:
             break
-    first = next(iter(results.values()))
     if not several:
-        return first
+        return result
+    steady = (
+        results[learner.update.name] for learner in due if learner.update.every == 1 and learner.update.name in results
+    )
+    main = next(steady, result)
     return StepResult(
-        first.loss,
-        first.grad_norm,
+        main.loss,
+        main.grad_norm,
         finite=result.finite,
         bad=result.bad,
         terms={f"{name}.{term}": value for name, each in results.items() for term, value in each.terms.items()},
@@ -110,10 +130,9 @@ def apply_update(
     models. `group` is for small CPU collectives. The device is waited for once, and once more for divisors that are known only
     afterwards. Raises UserError for a divisor that is not positive.
     """
-    update, optimizer = learner.update, learner.optimizer
-    releasing = optimizer if isinstance(optimizer, ReleasingOptimizer) else None
-    if releasing is not None:
-        releasing.begin(len(batches))
+    update, releasing = learner.update, learner.releasing
+    for optimizer in releasing:
+        optimizer.begin(len(batches))
     record = learner.runner.run(
         lambda batch: update.loss(models, batch.to(learner.device, torch.float32)), batches, divisors
     )
@@ -123,13 +142,14 @@ def apply_update(
             sum_shared_gradients(model.parameters(), tensor)
     kinds = terms_of_all(record.kinds, group)  # before the device is waited for
     late = _late_divisors(record, kinds, divisors, group)
-    scale = _late_scale(kinds, late, releasing)
+    scale = _late_scale(kinds, late, bool(releasing))
     sums = [record.total(name).to(learner.device) for name in kinds]
-    if releasing is None:
+    if not releasing:
         norm = clip_gradients(learning, clip_norm, mesh, scale)
         *mine, grad_norm = torch.stack([*sums, norm]).tolist()  # the wait for the device
     else:
-        mine, grad_norm = torch.stack(sums).tolist(), releasing.gradient_norm(group)
+        mine = torch.stack(sums).tolist()
+        grad_norm = math.hypot(*(optimizer.gradient_norm(group) for optimizer in releasing))
     broken = not (all(map(math.isfinite, mine)) and math.isfinite(grad_norm))
     *totals, broken_ranks = all_reduce_sum([*mine, float(broken)], group)
     known = {name: value for name, value in divisors.items() if value is not None} | late
@@ -139,11 +159,12 @@ def apply_update(
     bad: list[str] = []
     if broken_ranks:
         bad = sorted({name for names in all_gather_objects(non_finite(record), group) for name in names})
-        if releasing is not None:
+        if releasing:
             raise _partly_applied(loss, grad_norm, bad)
     else:
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+        for each in learner.optimizers:
+            each.step()
+    learner.forget_gradients()
     if broken_ranks:
         return StepResult(loss, grad_norm, False, bad, terms, broken=update.name)
     return StepResult(loss, grad_norm, True, bad, terms, updated=frozenset(update.roles))
@@ -169,9 +190,7 @@ def _late_divisors(
     return dict(zip(late, weights, strict=True))
 
 
-def _late_scale(
-    kinds: Mapping[str, TermKind], late: Mapping[str, float], releasing: ReleasingOptimizer | None
-) -> float | None:
+def _late_scale(kinds: Mapping[str, TermKind], late: Mapping[str, float], releasing: bool) -> float | None:
     """What gradients are multiplied by, where the divisor of the terms that train was not known beforehand; else None.
 
     Raises UserError where gradients are applied before it is known, where terms that train have several divisors, or where it is 0.
@@ -180,7 +199,7 @@ def _late_scale(
     if not used & late.keys():
         return None
     name = min(used & late.keys())
-    if releasing is not None:
+    if releasing:
         raise UserError(
             f"memory.release_gradients needs divisors that are known before a step, and this task's '{name}' is not"
         )

@@ -90,15 +90,39 @@ class MicroBatchSize:
 
 
 @dataclass(frozen=True)
+class OptimizerSetting:
+    """In what an update's optimizer differs from the config's; None: in nothing.
+
+    Args:
+        lr_factor: what the config's learning rate is multiplied by, over its whole course.
+        betas, eps, weight_decay: as in the config's `train` section.
+    """
+
+    lr_factor: float = 1.0
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
+    weight_decay: float | None = None
+
+
+@dataclass(frozen=True)
 class Update:
     """One update of a step: the roles that learn by it, and their loss.
 
-    A step takes its updates in order; those of one role share its optimizer. Models of other roles are there, and do not learn.
+    A step takes its updates in order. Models of other roles are there, and do not learn.
+
+    Args:
+        loss: the named terms of a micro-batch, of all models.
+        roles: that learn together: one gradient norm, by which all are clipped. Each has an optimizer, which all its updates share.
+        name: its own among the updates of a task.
+        optimizer: None: as the config says. The same in all updates of a role.
+        every: it is made at steps 0, `every`, 2 `every` and so on. At least one update is made at every step.
     """
 
     loss: LossFunction
     roles: tuple[str, ...] = ("model",)
     name: str = "model"
+    optimizer: OptimizerSetting | None = None
+    every: int = 1
 
 
 class Validation(Protocol):
@@ -144,7 +168,7 @@ class Task(Protocol):
         ...
 
     def updates(self) -> Sequence[Update]:
-        """The updates of a step, in order."""
+        """The updates of a step, in order; the same at every call. The first role of the first is what samples and exports are made of."""
         ...
 
     def prepare(self, models: Models, place: RunPlace) -> None:

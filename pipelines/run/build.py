@@ -26,6 +26,7 @@ from mmspeed.memory.recompute.policy import make_keeping
 from mmspeed.mesh import Mesh, make_mesh
 from mmspeed.models.sora.layers import own_part, set_parameter
 from mmspeed.parallel import Strategy, TokenLayout, is_half, make_half, make_layout, parallelize, resolve_strategy
+from mmspeed.pipelines.run.updates import learning_roles, own_train
 from mmspeed.protocols import InitializesWeights, RunPlace, Task, Update, trainable
 
 
@@ -44,28 +45,44 @@ class Assembly:
     @property
     def roles(self) -> list[str]:
         """The roles that learn, in the order of their updates."""
-        return list(dict.fromkeys(learner.update.roles[0] for learner in self.learners))
+        return list(self.optimizers)
 
     @property
     def model(self) -> nn.Module:
-        """The model that learns by the first update."""
+        """The first model that learns."""
         return self.models[self.roles[0]]
 
     @property
+    def optimizers(self) -> dict[str, AnyOptimizer]:
+        """The optimizer of each role that learns, in the order of their updates."""
+        return {
+            role: optimizer
+            for learner in self.learners
+            for role, optimizer in zip(learner.update.roles, learner.optimizers, strict=True)
+        }
+
+    @property
+    def rate_factors(self) -> list[tuple[AnyOptimizer, float]]:
+        """Each optimizer, with what its learning rate is multiplied by."""
+        settings = {role: learner.update.optimizer for learner in self.learners for role in learner.update.roles}
+        rates = {role: 1.0 if setting is None else setting.lr_factor for role, setting in settings.items()}
+        return [(optimizer, rates[role]) for role, optimizer in self.optimizers.items()]
+
+    @property
     def optimizer(self) -> AnyOptimizer:
-        """The optimizer of the first update."""
-        return self.learners[0].optimizer
+        """The optimizer of the first role that learns."""
+        return self.optimizers[self.roles[0]]
 
     @property
     def ema(self) -> EMA | None:
-        """The average of the model that learns by the first update."""
+        """The average of the first model that learns."""
         return self.averages.get(self.roles[0])
 
     def state(self, meta: dict[str, Any] | None = None) -> TrainingState:
         """What checkpoints hold: the first role's state, those of the others that learn, and fingerprints of those that do not."""
-        optimizers = {learner.update.roles[0]: learner.optimizer for learner in self.learners}
         first, *others = (
-            TrainingState(self.models[role], optimizers[role], self.averages.get(role)) for role in self.roles
+            TrainingState(self.models[role], optimizer, self.averages.get(role))
+            for role, optimizer in self.optimizers.items()
         )
         frozen = {role: model for role, model in self.models.items() if role not in self.roles}
         return replace(first, meta=meta or {}, others=dict(zip(self.roles[1:], others, strict=True)), frozen=frozen)
@@ -119,16 +136,11 @@ def assemble(
 
     A model that comes on the meta device gets the weights of the config's seed; another keeps those that it came with. Models that no
     update trains are frozen. `choice`: the activation policies of each block that were chosen under a budget of memory. Raises
-    UserError for a model that lacks part of `TrainableModel`, for an update of several roles, and for a budget with several.
+    UserError for a model that lacks part of `TrainableModel`, as `learning_roles`, and for a budget with several roles that learn.
     """
     updates = task.updates()
-    for update in updates:
-        if len(update.roles) != 1 or update.roles[0] not in bare:
-            raise UserError(
-                f"the task {task.name}: update {update.name} trains {', '.join(update.roles) or 'nothing'}; "
-                f"an update trains one of the roles {', '.join(bare)}"
-            )
-    learning = list(dict.fromkeys(update.roles[0] for update in updates))
+    settings = learning_roles(task.name, updates, bare)
+    learning = list(settings)
     if choice is not None and len(learning) > 1:
         raise UserError(
             f"memory.budget chooses for one model, and the task {task.name} trains {', '.join(learning)}: "
@@ -139,7 +151,10 @@ def assemble(
         role: _placed(config, task, model, placement, device, role in learning, choice) for role, model in bare.items()
     }
     optimizers = {
-        role: make_optimizer(models[role], config.train, config.memory, device, placement.mesh) for role in learning
+        role: make_optimizer(
+            models[role], own_train(config.train, settings[role]), config.memory, device, placement.mesh
+        )
+        for role in learning
     }
     for role in sorted(empty):
         put = weight_setter(models[role], optimizers[role]) if role in optimizers else set_parameter
@@ -147,16 +162,20 @@ def assemble(
     averages = {}
     if config.train.ema_decay is not None:
         averages = {role: make_ema(models[role], optimizers[role], config, device) for role in learning}
-    learners = [learner(update, models, placement.strategy, optimizers[update.roles[0]], device) for update in updates]
+    learners = [learner(update, models, placement.strategy, optimizers, device) for update in updates]
     return Assembly(models, learners, averages)
 
 
 def learner(
-    update: Update, models: Mapping[str, nn.Module], strategy: Strategy, optimizer: AnyOptimizer, device: Device
+    update: Update,
+    models: Mapping[str, nn.Module],
+    strategy: Strategy,
+    optimizers: Mapping[str, AnyOptimizer],
+    device: Device,
 ) -> Learner:
-    """What drives an update: micro-batches one after another."""
+    """What drives an update: micro-batches one after another. `models` and `optimizers` by role."""
     runner = SequentialRunner([models[role] for role in update.roles], strategy)
-    return Learner(update, runner, optimizer, device.torch_device)
+    return Learner(update, runner, [optimizers[role] for role in update.roles], device.torch_device)
 
 
 def _placed(

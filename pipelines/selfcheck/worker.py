@@ -127,7 +127,7 @@ def examine(check: CheckTask, change: Callable[[TokenLayout], TokenLayout] | Non
     """One step of each kind over all ranks of the process group; a collective call. Rank 0 has the gradients.
 
     The steps are training's own, but for the learning rate, which is 0. `change` puts another token layout in place (tests break it so).
-    Raises UserError for a task whose steps have several updates.
+    Raises UserError for a task whose steps have several updates, or train several roles.
     """
     device = Device("cpu", 0)
     check = check.with_config(with_plain_optimizer(check.config))
@@ -138,6 +138,8 @@ def examine(check: CheckTask, change: Callable[[TokenLayout], TokenLayout] | Non
     parts = assemble(config, task, task.build(), placement, device)
     if len(parts.learners) > 1:
         raise UserError(f"--parallel compares one update, and a step of the task {task.name} has {len(parts.learners)}")
+    if len(parts.roles) > 1:
+        raise UserError(f"--parallel compares one model, and the task {task.name} trains {', '.join(parts.roles)}")
     set_learning_rate(parts.optimizer, 0.0)  # all kinds of steps meet the same weights
     model = unwrap(parts.model)
     fill(model, config.seed)

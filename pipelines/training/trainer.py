@@ -197,7 +197,7 @@ class TrainPipeline:
         sparsity = [one for role in parts.roles for one in Sparsity.of(parts.models[role], comm.all_reduce_sum)]
         averages = [Averages(ema, parts.models[role], role) for role, ema in parts.averages.items()]
         return [
-            LearningRate(config.train, [learner.optimizer for learner in parts.learners]),
+            LearningRate(config.train, parts.rate_factors),
             *sparsity,
             *averages,
             memory,
@@ -277,6 +277,7 @@ class TrainPipeline:
                 clip_norm=self.config.train.clip_norm,
                 tensor=run.placement.layout.tensor,
                 mesh=run.placement.mesh,
+                step=run.step,
             )
         except UserError as error:
             raise UserError(f"step {run.step + 1}: {error}") from error
@@ -293,7 +294,7 @@ class TrainPipeline:
             "imbalance": outcome.data.imbalance,
             "skipped_steps": run.skipped,
         }
-        if len(result.terms) > 1:
+        if len(result.terms) > 1 or len(run.parts.learners) > 1:
             row["terms"] = dict(result.terms)
         for more in fields:
             row |= more

@@ -64,7 +64,8 @@ class SyntheticStep:
         if limit_bytes is not None and least > limit_bytes:
             raise does_not_fit(least, limit_bytes)
         self.parts = assemble(config, task, bare, self.placement, device, choice)
-        set_learning_rate(self.parts.optimizer, RATE)
+        for optimizer in self.parts.optimizers.values():
+            set_learning_rate(optimizer, RATE)
 
     @property
     def model(self) -> TrainableModel:
@@ -79,12 +80,15 @@ class SyntheticStep:
     @property
     def state_bytes(self) -> int:
         """What stays in memory between steps, once there was one: weights, optimizer's and average's state."""
-        ema, optimizer = self.parts.ema, self.parts.optimizer
+        return sum(self._state_bytes(role) for role in self.parts.roles)
+
+    def _state_bytes(self, role: str) -> int:
+        ema, optimizer = self.parts.averages.get(role), self.parts.optimizers[role]
         averages = list(ema.tensors.values()) if ema is not None and not ema.on_host else []
         if isinstance(optimizer, TieredOptimizer):
             held = optimizer.device_bytes()
             return held["parameters"] + held["master"] + held["states"] + local_bytes(averages)
-        return resident_bytes([*self.parts.model.parameters(), *averages], optimizer)
+        return resident_bytes([*self.parts.models[role].parameters(), *averages], optimizer)
 
     def _least_bytes(self) -> int:
         """What weights, gradients, the optimizer's states and the average take on the device; 0 where they are sharded."""
@@ -110,8 +114,8 @@ class SyntheticStep:
             raise UserError(
                 f"bucket {shape}: the loss of random samples is {result.loss}; a step like that is not timed"
             )
-        if parts.ema is not None:
-            parts.ema.update(parts.model)
+        for role, ema in parts.averages.items():
+            ema.update(parts.models[role])
 
     def seconds(self, shape: ShapeClass, batch: int, micro_batches: int = 1) -> float:
         """Time of one step, until the device has done it; of the slowest process."""
@@ -147,7 +151,8 @@ class SyntheticStep:
                 raise UserError(
                     f"memory ran out in the middle of a step with parallel.strategy {self.strategy}: lower --memory-limit"
                 ) from None
-        self.parts.optimizer.zero_grad(set_to_none=True)
+        for learner in self.parts.learners:
+            learner.forget_gradients()
         gc.collect()
         self.device.empty_cache()
         return None

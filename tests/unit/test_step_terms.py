@@ -42,7 +42,7 @@ def learner(model: nn.Module, update: Update, grads: Grads, optimizer: AnyOptimi
     made = optimizer or make_optimizer(model, TrainConfig())
     if optimizer is None:
         made.register_step_pre_hook(lambda *_: grads.update(gradients(model)))
-    return Learner(update, SequentialRunner([model], "none"), made)
+    return Learner(update, SequentialRunner([model], "none"), [made])
 
 
 def step(loss: object, divisors: Divisors, clip: float | None = None, micro: int = 4) -> Taken:

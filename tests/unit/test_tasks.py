@@ -137,24 +137,3 @@ def test_a_model_without_weights_must_make_them(tmp_path: Path) -> None:
     config = character_config(tmp_path)
     with pytest.raises(UserError, match="Module came without weights and has no init_weights to make them"):
         TrainPipeline(config, task=Weightless(config)).run()
-
-
-def test_updates_of_several_roles_or_of_none_are_refused(tmp_path: Path) -> None:
-    class Two(CharacterTask):
-        roles: tuple[str, ...] = ("model", "critic")
-
-        def build(self) -> dict[str, nn.Module]:
-            return {**super().build(), "critic": super().build()["model"]}
-
-        def updates(self):  # type: ignore[no-untyped-def]
-            [update] = super().updates()
-            return [type(update)(update.loss, self.roles, "both")]
-
-    config = character_config(tmp_path)
-    with pytest.raises(
-        UserError, match="update both trains model, critic; an update trains one of the roles model, critic"
-    ):
-        TrainPipeline(config, task=Two(config)).run()
-    Two.roles = ("teacher",)
-    with pytest.raises(UserError, match="update both trains teacher; an update trains one of the roles model, critic"):
-        TrainPipeline(config, task=Two(config)).run()

@@ -1,0 +1,72 @@
+"""What a task's updates ask for: the roles that learn, and how their optimizers differ from the config's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+
+from pydantic import ValidationError
+from torch import nn
+
+from mmspeed.config.training import TrainConfig
+from mmspeed.errors import UserError
+from mmspeed.protocols import OptimizerSetting, Update
+
+
+def learning_roles(
+    task: str, updates: Sequence[Update], models: Mapping[str, nn.Module]
+) -> dict[str, OptimizerSetting | None]:
+    """The roles that learn, in the order of their updates, and how the optimizer of each differs from the config's.
+
+    Raises UserError for updates that cannot be made: of roles that the task does not build or that share weights, of one name, with two
+    settings for one role, or none at some steps.
+    """
+    settings: dict[str, OptimizerSetting | None] = {}
+    for update in updates:
+        what = f"the task {task}: update {update.name}"
+        if not update.roles or len(set(update.roles)) < len(update.roles) or not set(update.roles) <= models.keys():
+            raise UserError(
+                f"{what} trains {', '.join(update.roles) or 'nothing'}; an update trains one or more of the roles "
+                f"{', '.join(models)}, each once"
+            )
+        if update.every < 1:
+            raise UserError(f"{what} is made at every {update.every}-th step: `every` is 1 or more")
+        for role in update.roles:
+            if settings.setdefault(role, update.optimizer) != update.optimizer:
+                raise UserError(f"{what} has another optimizer setting for the role {role} than an update before it")
+    names = [update.name for update in updates]
+    if len(set(names)) < len(names):
+        raise UserError(f"the task {task} has updates of one name, {', '.join(names)}: terms are told by it")
+    if all(update.every > 1 for update in updates):
+        raise UserError(
+            f"the task {task} has no update that is made at every step: {', '.join(names) or 'none at all'}"
+        )
+    _check_owners(task, models, settings)
+    return settings
+
+
+def own_train(train: TrainConfig, setting: OptimizerSetting | None) -> TrainConfig:
+    """The config's section with an update's own optimizer settings. Raises UserError for one that the section does not take."""
+    if setting is None:
+        return train
+    if not (setting.lr_factor > 0 and math.isfinite(setting.lr_factor)):
+        raise UserError(f"an update's lr_factor is {setting.lr_factor:g}: it is above 0")
+    own = {"betas": setting.betas, "eps": setting.eps, "weight_decay": setting.weight_decay}
+    changed = {key: value for key, value in own.items() if value is not None}
+    try:
+        return type(train).model_validate({**train.model_dump(), **changed})
+    except ValidationError as error:
+        told = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+        raise UserError(f"an update's optimizer setting: {told}") from None
+
+
+def _check_owners(task: str, models: Mapping[str, nn.Module], learning: Collection[str]) -> None:
+    """Raise UserError where a parameter that trains belongs to two roles: each would change it, or one would freeze it."""
+    owners: dict[nn.Parameter, str] = {}
+    for role in sorted(models, key=lambda role: role not in learning):
+        for name, parameter in models[role].named_parameters():
+            if parameter.requires_grad and owners.setdefault(parameter, role) != role and owners[parameter] in learning:
+                raise UserError(
+                    f"the task {task}: the roles {owners[parameter]} and {role} share `{name}`, which trains: "
+                    "give each its own, or build one model of both"
+                )

@@ -1,0 +1,174 @@
+"""Updates of several roles, with optimizers of their own, at every k-th step: by hand, over ranks, and resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from mmspeed.loop.averages import ema_decay
+from mmspeed.loop.optimizers.build import learning_rate
+from mmspeed.protocols import OptimizerSetting, Update
+from tests.spawn import run_ranks
+from tests.support.character_runs import ALONE, character_config, losses, rows
+from tests.support.characters import CharacterConfig
+from tests.support.checkpoints import differing, farthest, whole_checkpoint
+from tests.support.updates import TASKS, train_updates, train_whole_and_in_parts
+
+# Gradients are sums of the same numbers in another order; Adam divides small ones by their own size, in six steps of 1e-3.
+LOSS, WEIGHTS = {"rel": 1e-6}, 1e-6
+KINDS = ("joint", "slow")
+PLAIN = OptimizerSetting()
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of each task on one process."""
+    folder = tmp_path_factory.mktemp("updates")
+    for kind in KINDS:
+        train_updates(str(folder), kind, (f"name={kind}",))
+    return folder
+
+
+class ByHand:
+    """Training of six steps in plain torch: by each update's own gradients, clipped over all of its roles together."""
+
+    def __init__(self, config: CharacterConfig, kind: str) -> None:
+        task = TASKS[kind](config)
+        self.config, self.updates, self.models = config, task.updates(), task.build()
+        for model in self.models.values():
+            if any(p.is_meta for p in model.parameters()):
+                model.to_empty(device="cpu").init_weights(config.seed)  # type: ignore[operator]
+        self.averages = {role: dict(self.trained(role)) for role in self.models}
+        self.averages = {role: {n: p.detach().clone() for n, p in held.items()} for role, held in self.averages.items()}
+        self.moved = dict.fromkeys(self.models, 0)
+        self.made = {role: self.optimizer(u, role) for u in self.updates for role in u.roles}
+        self.losses: list[float] = []
+        for number, step in enumerate(task.data(ALONE).steps(0, config.train.steps)):
+            (batch,) = step.batches
+            self.step(number, batch, step.divisors)
+
+    def trained(self, role: str) -> Mapping[str, nn.Parameter]:
+        return {name: p for name, p in self.models[role].named_parameters() if p.requires_grad}
+
+    def optimizer(self, update: Update, role: str) -> torch.optim.AdamW:
+        train, own = self.config.train, update.optimizer or PLAIN
+        held = self.trained(role).values()
+        decay = train.weight_decay if own.weight_decay is None else own.weight_decay
+        groups = [
+            {"params": [p for p in held if p.ndim >= 2], "weight_decay": decay},
+            {"params": [p for p in held if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, betas=own.betas or train.betas, eps=own.eps or train.eps)
+
+    def step(self, number: int, batch: object, divisors: Mapping[str, float | None]) -> None:
+        moved: set[str] = set()
+        for update in self.updates:
+            if number % update.every:
+                continue
+            loss = update.loss(self.models, batch)["loss"].total() / divisors["tokens"]  # type: ignore[arg-type, operator]
+            held = [p for role in update.roles for p in self.trained(role).values()]
+            for p, grad in zip(held, torch.autograd.grad(loss, held), strict=True):
+                p.grad = grad
+            if self.config.train.clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(held, self.config.train.clip_norm)
+            for role in update.roles:
+                for group in self.made[role].param_groups:
+                    group["lr"] = learning_rate(number, self.config.train) * (update.optimizer or PLAIN).lr_factor
+                self.made[role].step()
+            moved |= {*update.roles}
+            if update.every == 1 and len(self.losses) == number:
+                self.losses.append(loss.item())
+        self.average(moved)
+
+    def average(self, roles: set[str]) -> None:
+        for role in roles:
+            self.moved[role] += 1
+            weight = 1 - ema_decay(self.config.train.ema_decay or 0.0, self.moved[role])
+            for name, p in self.trained(role).items():
+                self.averages[role][name].lerp_(p.detach(), weight)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("clip", ["0.05", "null"])
+def test_a_run_is_the_updates_by_hand(home: Path, kind: str, clip: str) -> None:
+    """One norm over all roles of an update; each role moves, and its average with it, at its own steps."""
+    overrides = (f"name={kind}-{clip}", f"train.clip_norm={clip}")
+    train_updates(str(home), kind, overrides)
+    config = character_config(home, *overrides)
+    truth = ByHand(config, kind)
+    assert losses(config) == pytest.approx(truth.losses, **LOSS)
+    held = whole_checkpoint(config.run_dir)
+    expected: set[str] = set()
+    for role in truth.models:
+        prefix = "" if role == "model" else f"{role}:"
+        for name, parameter in truth.trained(role).items():
+            assert torch.allclose(held[f"{prefix}model.{name}"], parameter.detach(), atol=WEIGHTS, rtol=0), (role, name)
+            assert torch.allclose(held[f"{prefix}ema.{name}"], truth.averages[role][name], atol=WEIGHTS, rtol=0)
+            expected |= {f"{prefix}model.{name}", f"{prefix}ema.{name}"}
+    assert {name for name in held if "optimizer." not in name} == expected
+
+
+def test_an_update_of_every_second_step_is_told_at_its_steps(home: Path) -> None:
+    terms = [row["terms"] for row in rows(character_config(home, "name=slow"))]
+    assert ["model.loss" in row for row in terms] == [True, False] * 3
+    assert all("critic.loss" in row for row in terms)
+    steps = {
+        name: float(t)
+        for name, t in whole_checkpoint(character_config(home, "name=slow").run_dir).items()
+        if name.endswith(".step")
+    }
+    assert {value for name, value in steps.items() if name.startswith("critic:")} == {6.0}
+    assert {value for name, value in steps.items() if not name.startswith("critic:")} == {3.0}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_two_ranks_equal_one_process_and_go_on_bitwise(home: Path, kind: str, strategy: str) -> None:
+    layout = (f"parallel.strategy={strategy}",)
+    run_ranks(train_whole_and_in_parts, 2, str(home), kind, f"{kind}-{strategy}", layout)
+    whole, parts = (character_config(home, f"name={kind}-{strategy}{part}", *layout) for part in ("", "-parts"))
+    assert losses(parts) == losses(whole)
+    assert differing(whole_checkpoint(parts.run_dir), whole_checkpoint(whole.run_dir)) == []
+    one = character_config(home, f"name={kind}")
+    assert losses(whole) == pytest.approx(losses(one), **LOSS)
+    near(whole, one)
+
+
+def near(found: CharacterConfig, truth: CharacterConfig) -> None:
+    """The weights and averages of both runs, of all roles."""
+    state, expected = whole_checkpoint(found.run_dir), whole_checkpoint(truth.run_dir)
+    assert state.keys() == expected.keys()
+    parts: Sequence[str] = sorted({name.split(".", 1)[0] for name in state if "optimizer." not in name})
+    assert len(parts) == 4
+    assert all(farthest(state, expected, f"{part}.") < WEIGHTS for part in parts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stop", [1, 4])
+def test_a_stopped_run_goes_on_bitwise(home: Path, kind: str, stop: int) -> None:
+    name = f"name={kind}-{stop}"
+    train_updates(str(home), kind, (name, f"train.steps={stop}"))
+    train_updates(str(home), kind, (name,))
+    parts, whole = character_config(home, name), character_config(home, f"name={kind}")
+    assert losses(parts) == losses(whole)
+    assert differing(whole_checkpoint(parts.run_dir), whole_checkpoint(whole.run_dir)) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_released_gradients_change_no_bit(home: Path, kind: str) -> None:
+    """Each role's weights are updated in backward; the norm is that of all roles of the first update."""
+    plain = ("train.clip_norm=null",)
+    train_updates(str(home), kind, (f"name={kind}-kept", *plain))
+    train_updates(
+        str(home), kind, (f"name={kind}-freed", *plain, "memory.release_gradients=true", "memory.bucket=4KiB")
+    )
+    freed, kept = (character_config(home, f"name={kind}-{part}") for part in ("freed", "kept"))
+    assert losses(freed) == losses(kept)
+    norms = [[row["grad_norm"] for row in rows(config)] for config in (freed, kept)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+    held = (whole_checkpoint(config.run_dir) for config in (freed, kept))
+    assert differing(*({name: t for name, t in each.items() if "optimizer." not in name} for each in held)) == []
