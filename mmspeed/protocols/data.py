@@ -103,7 +103,10 @@ class Data(Protocol):
         ...
 
     def shapes(self, step: int) -> list[BatchShape]:
-        """The shapes of this rank's micro-batches of a step, before any of them is read."""
+        """The shapes of this rank's micro-batches of a step, before any of them is read.
+
+        Asked by tests so far; kept for a pipeline's runner, whose stages make room for what they receive, and for the planner.
+        """
         ...
 
     def locate(self, step: int) -> Location:

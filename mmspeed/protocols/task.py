@@ -218,7 +218,10 @@ class Task(Protocol):
         ...
 
     def work(self, shape: ShapeClass, text_tokens: int | None = None) -> Work:
-        """Work of the forward pass of one item; `text_tokens` of a text beside it, where there is one (None: the usual)."""
+        """Work of the forward pass of one item; `text_tokens` of a text beside it, where there is one (None: the usual).
+
+        Asked by tasks themselves so far, for `usage` and `cost`; kept for the planner, which needs the kinds of work apart.
+        """
         ...
 
     def cost(self, shape: ShapeClass) -> float:
@@ -256,7 +259,10 @@ class Task(Protocol):
         ...
 
     def export(self, models: Models) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors by name, one at a time, from any layout. A collective call."""
+        """Whole tensors by name, one at a time, from any layout. A collective call.
+
+        Asked by tests so far: `mmspeed export` reads checkpoints. Kept for exports in other tools' layouts, of any task.
+        """
         ...
 
     # -- checking ---------------------------------------------------------------------------------------------------------
