@@ -71,7 +71,9 @@ def train_step(
     kept: MicroBatches = list(batches) if several else batches
     results: dict[str, StepResult] = {}
     for learner in learners:
-        result = apply_update(models, learner, kept, divisors, clip_norm=clip_norm, tensor=tensor, mesh=mesh, group=group)
+        result = apply_update(
+            models, learner, kept, divisors, clip_norm=clip_norm, tensor=tensor, mesh=mesh, group=group
+        )
         results[learner.update.name] = result
         for other in learners if several else ():  # a loss may reach models that another update trains
             other.optimizer.zero_grad(set_to_none=True)

@@ -230,7 +230,7 @@ class TrainPipeline:
                 if result is not None and (last or run.step % train.log_every == 0):
                     fields = [callback.row() for callback in callbacks]
                     telemetry.write(self._row(run, outcome, result, fields))
-                # 4. signals, checkpoint, validation: in this order, on all ranks, so that no mistake in validation costs a step
+                # 4. checkpoint (that a signal may have asked for), validation: in this order, on all ranks, so that no mistake in validation costs a step
                 wish = signals.request
                 due = last or wish != "none" or run.step % config.checkpoint.every == 0
                 if due:
@@ -338,4 +338,6 @@ class TrainPipeline:
             raise UserError(
                 f"{message}. {kept}. Lower train.lr, look at these samples, or allow skips with train.skip_non_finite."
             )
-        log.warning(f"{message}; {'the step is skipped' if not result.updated else kept} ({run.skipped} of {self.config.train.skip_non_finite})")
+        log.warning(
+            f"{message}; {'the step is skipped' if not result.updated else kept} ({run.skipped} of {self.config.train.skip_non_finite})"
+        )
