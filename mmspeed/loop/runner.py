@@ -36,13 +36,17 @@ class RunRecord:
     divisors: dict[str, str] = field(default_factory=dict)  # of each term
     trained: set[str] = field(default_factory=set)  # terms
 
-    def total(self, name: str) -> Tensor:
-        """The weighted sum of a term over all micro-batches, a scalar on the device."""
-        return torch.stack([totals[name] for totals in self.totals if name in totals]).sum()
+    def total(self, name: str, device: torch.device) -> Tensor:
+        """The weighted sum of a term over all micro-batches, a scalar on `device`; 0 where the term was not met here."""
+        return _sum([totals[name] for totals in self.totals if name in totals], device)
 
-    def weight(self, divisor: str) -> Tensor:
-        """The sum of the weights of a divisor over all micro-batches, a scalar on the device."""
-        return torch.stack([weights[divisor] for weights in self.weights if divisor in weights]).sum()
+    def weight(self, divisor: str, device: torch.device) -> Tensor:
+        """The sum of the weights of a divisor over all micro-batches, as `total`."""
+        return _sum([weights[divisor] for weights in self.weights if divisor in weights], device)
+
+
+def _sum(scalars: list[Tensor], device: torch.device) -> Tensor:
+    return torch.stack(scalars).sum() if scalars else torch.zeros((), device=device)
 
 
 class Runner(Protocol):
@@ -53,7 +57,7 @@ class Runner(Protocol):
 
         `scales`: by divisor, what the losses of its terms are multiplied by; None: the divisor is known afterwards, and the weights
         are summed. Of a micro-batch nothing but its terms and sources is kept
-        when the next one is asked for.
+        when the next one is asked for. On a pipeline stage that does not know the loss the record has no terms.
         """
         ...
 

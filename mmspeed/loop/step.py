@@ -111,10 +111,12 @@ def apply_update(
     if tensor is not None:
         for model in learning:
             sum_shared_gradients(model.parameters(), tensor)
-    late = _late_divisors(record, divisors, group)
+    if mesh is not None and mesh.across_stages():
+        _learn_terms(record, group)
+    late = _late_divisors(record, divisors, learner.device, group)
     scale = _late_scale(record, late, releasing)
     names = list(record.divisors)
-    sums = [record.total(name) for name in names]
+    sums = [record.total(name, learner.device) for name in names]
     if releasing is None:
         norm = clip_gradients(learning, clip_norm, mesh, scale)
         *mine, grad_norm = torch.stack([*sums, norm]).tolist()  # the wait for the device
@@ -145,12 +147,22 @@ def _positive(name: str, value: float) -> float:
     return value
 
 
-def _late_divisors(record: RunRecord, divisors: Divisors, group: dist.ProcessGroup | None) -> dict[str, float]:
+def _learn_terms(record: RunRecord, group: dist.ProcessGroup | None) -> None:
+    """Make the terms that the last pipeline stage met known on every rank, in one order."""
+    met = all_gather_objects([record.divisors, sorted(record.trained)], group)
+    record.divisors = {name: divisor for divisors, _ in met for name, divisor in divisors.items()}
+    record.trained = {name for _, trained in met for name in trained}
+
+
+def _late_divisors(
+    record: RunRecord, divisors: Divisors, device: torch.device, group: dist.ProcessGroup | None
+) -> dict[str, float]:
     """The sums of the weights of all ranks, for the divisors of terms that are not known beforehand; waits for the device."""
     late = sorted({name for name in record.divisors.values() if divisors[name] is None})
     if not late:
         return {}
-    return dict(zip(late, all_reduce_sum([record.weight(name).item() for name in late], group), strict=True))
+    weights = [record.weight(name, device).item() for name in late]
+    return dict(zip(late, all_reduce_sum(weights, group), strict=True))
 
 
 def _late_scale(record: RunRecord, late: Mapping[str, float], releasing: ReleasingOptimizer | None) -> float | None:
