@@ -277,7 +277,7 @@ class TrainPipeline:
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             **run.task.describe(outcome.data),
-            "imbalance": outcome.data.imbalance,
+            "imbalance": outcome.data.imbalance(),
             "skipped_steps": run.skipped,
         }
         if len(result.terms) > 1:
