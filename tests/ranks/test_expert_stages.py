@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 
 from mmspeed import rng
-from mmspeed.axes import AxisName
+from mmspeed.axes import AxisName, AxisSizes
 from mmspeed.config.training import TrainConfig
 from mmspeed.device import Device
 from mmspeed.errors import UserError
@@ -106,7 +106,7 @@ def stages_of(mesh: Mesh) -> range:
 
 def saved_and_loaded(sizes: dict[str, int], folder: Path) -> dict[str, Any]:
     """Train, save, load into other parameters; load into a model that lacks one."""
-    mesh = make_mesh(CPU, **sizes)
+    mesh = make_mesh(CPU, AxisSizes(**sizes))
     state = state_of(mesh, stages_of(mesh))
     norms = train(mesh, state)
     manager = CheckpointManager(folder)
@@ -128,7 +128,7 @@ def saved_and_loaded(sizes: dict[str, int], folder: Path) -> dict[str, Any]:
 
 def loaded(sizes: dict[str, int], written: Path) -> Arrays:
     """What parameters hold after loading what others wrote."""
-    mesh = make_mesh(CPU, **sizes)
+    mesh = make_mesh(CPU, AxisSizes(**sizes))
     state = state_of(mesh, stages_of(mesh), "other")
     load(written, state.model, state.optimizer, state.ema)
     return whole(state)
@@ -167,7 +167,7 @@ def all_of_it(folder: str, written: str | None) -> dict[str, Any]:
     }
     if written is not None:
         found["read"] = {name: loaded(EXPERTS[4][name], Path(written)) for name in EXPERTS[4] if name != "stages"}
-    mesh = make_mesh(CPU, pp=2, dp_replicate=world // 2, dp_shard=1)
+    mesh = make_mesh(CPU, AxisSizes(pp=2, dp_replicate=world // 2, dp_shard=1))
     return {"states": found, "staged": {case: staged(mesh, case) for case in CASES}}
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from mmspeed.axes import EXPERT, AxisName
+from mmspeed.axes import EXPERT, AxisName, AxisSizes
 from mmspeed.comm import Axis, all_reduce_sum
 from mmspeed.device import Device
 from mmspeed.loop.gradients import clip_gradients, squared_norm
@@ -35,7 +35,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
 
 def norms(name: str, sharded_experts: bool) -> dict[str, Any]:
     """Both norms of a layout, the gradients after clipping, and where parameters lie. Stages have parameters of their own."""
-    mesh = make_mesh(Device("cpu", 0), **LAYOUTS[name])
+    mesh = make_mesh(Device("cpu", 0), AxisSizes(**LAYOUTS[name]))
     stage = mesh.table.place(mesh.rank)[AxisName.PP]
     model = nn.Module()
     for key, at in placements(mesh, sharded_experts).items():
@@ -58,7 +58,7 @@ def norms(name: str, sharded_experts: bool) -> dict[str, Any]:
 
 def shared_sums() -> dict[str, Any]:
     """What is summed over tensor-parallel ranks: what they replicate on the storage view; experts lie on another."""
-    mesh = make_mesh(Device("cpu", 0), tp=2, ep=2)
+    mesh = make_mesh(Device("cpu", 0), AxisSizes(tp=2, ep=2))
     tensor = Axis.of(mesh.dense, AxisName.TP.value)
     cases = placements(mesh, True)
     parameters = {key: nn.Parameter(spread(mesh, torch.zeros(SHAPES[key]), at)) for key, at in cases.items()}
@@ -71,7 +71,7 @@ def shared_sums() -> dict[str, Any]:
 
 def engine_layout() -> tuple[Any, tuple[int, ...], bool]:
     """The layout that the sharding engine gives to experts which are split already; it sums over the replicas of these alone."""
-    mesh = make_mesh(Device("cpu", 0), ep=2)
+    mesh = make_mesh(Device("cpu", 0), AxisSizes(ep=2))
     whole = gradient("experts", 0)
     experts = nn.Module()
     experts.register_parameter("weight", nn.Parameter(spread(mesh, whole, {AxisName.EP_INNER: Shard(0)})))
