@@ -86,8 +86,8 @@ def train(mesh: Mesh | None, state: TrainingState) -> list[float]:
 
 def whole(state: TrainingState) -> Arrays:
     """Every tensor of the state, gathered."""
-    assert state.optimizer is not None and state.ema is not None
-    tensors = {f"model.{n}": p for n, p in state.model.named_parameters()}
+    assert isinstance(state.optimizer, torch.optim.Optimizer) and state.ema is not None
+    tensors: dict[str, Tensor] = {f"model.{n}": p for n, p in state.model.named_parameters()}
     tensors |= {f"ema.{n}": t for n, t in state.ema.state_dict().items()}
     for name, p in state.model.named_parameters():
         tensors |= {f"optimizer.{name}.{key}": value for key, value in state.optimizer.state[p].items()}
