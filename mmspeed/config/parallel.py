@@ -91,7 +91,7 @@ class ParallelConfig(Section):
         return max(1, self.dp_replicate)
 
     def sizes(self, sharded: bool = True) -> dict[str, int]:
-        """The size of each axis, as `mmspeed.mesh.make_mesh` takes them; without `sharded` what is left are replicas."""
+        """The size of each axis, as `mmspeed.axes.AxisSizes` has them; without `sharded` what is left are replicas."""
         found = {axis: int(getattr(self, axis)) for axis in AXES}
         return found if sharded else found | {AxisName.DP_REPLICATE.value: -1, AxisName.DP_SHARD.value: 1}
 

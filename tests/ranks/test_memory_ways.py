@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
+from mmspeed.axes import AxisSizes
 from mmspeed.compute.sparse.module import clustered_layers
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.device import Device
@@ -68,7 +69,9 @@ class Bench:
         self.strategy, self.arrangement, self.parallel, self.more = case
         config = ParallelConfig(**self.parallel)
         shard = 1 if self.strategy == "ddp" else -1
-        self.mesh = make_mesh(Device("cpu", 0), -1 if shard == 1 else 1, shard, config.ring, config.ulysses, config.tp)
+        self.mesh = make_mesh(
+            Device("cpu", 0), AxisSizes(-1 if shard == 1 else 1, shard, config.ring, config.ulysses, config.tp)
+        )
         spread = config.ring * config.ulysses * config.tp > 1
         self.layout = make_layout(self.mesh, config) if spread else TokenLayout()
         given = {key: value for key, value in self.more.items() if key in ("masked", "frames", "latent")}

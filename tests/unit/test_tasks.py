@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,14 +12,16 @@ from torch import Tensor, nn
 from mmspeed.cli.app import run
 from mmspeed.config import make_config, make_run_config
 from mmspeed.config.tasks import CONFIGS
+from mmspeed.data.loading import loader
 from mmspeed.errors import UserError
+from mmspeed.log import read_metrics
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.tasks import make_task, register
 from mmspeed.pipelines.tasks.video import VideoTask
 from tests.runs import small_config, small_tree
 from tests.support.character_runs import ALONE, character_config, character_tree, register_characters
 from tests.support.characters import CharacterModel, CharacterTask
-from tests.support.toy_runs import toy_config, write_toy_cache
+from tests.support.toy_runs import toy_config, train_toy, write_toy_cache
 from tests.toy import ToyDiT
 
 
@@ -33,6 +36,30 @@ class Without(nn.Module):
 
     def forward(self, x_BCThw: Tensor, t: Tensor, text_BLD: Tensor, text_mask_BL: Tensor) -> Tensor:
         return x_BCThw
+
+
+# -- what is worked out for rows of metrics alone ------------------------------------------------------------------------
+
+
+def test_items_and_imbalance_are_worked_out_for_rows_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+    imbalance = loader.imbalance
+
+    def counted(*args: Any) -> float:
+        asked.append(imbalance(*args))
+        return asked[-1]
+
+    def no_item(*args: Any) -> None:
+        raise AssertionError("a run without lost steps looks at no item of a step")
+
+    monkeypatch.setattr(loader, "imbalance", counted)
+    monkeypatch.setattr(loader, "Item", no_item)
+    config = toy_config(tmp_path, "train.log_every=4")
+    write_toy_cache(config)
+    train_toy(str(tmp_path), ("train.log_every=4",))
+    rows = [row for row in read_metrics(config.run_dir / "metrics.jsonl") if row["kind"] == "train"]
+    assert [row["step"] for row in rows] == [4, 6]
+    assert [row["imbalance"] for row in rows] == asked
 
 
 # -- names ------------------------------------------------------------------------------------------------------------

@@ -73,16 +73,16 @@ def route(bits_RGMW: Sequence[Tensor], axis: Axis) -> tuple[RowExchange, Tensor]
     groups, keys, width = mine.shape
     wanted_RGM = torch.stack([bits.any(dim=2) for bits in bits_RGMW])
     counts_RG = wanted_RGM.sum(dim=2)
-    each = [1] * axis.size
-    comes_RG = swap_rows(counts_RG, axis, each, each, "lists").cpu()
+    each = (1,) * axis.size
+    comes_RG = swap_rows(counts_RG, axis, RowCounts(each, each), "lists").cpu()
     numbers = torch.stack([counts_RG.sum(dim=1).cpu(), comes_RG.sum(dim=1)]).tolist()
     sends, comes = tuple(numbers[0]), tuple(numbers[1])
     index_Z = wanted_RGM.view(-1).nonzero()[:, 0] % max(1, groups * keys)
     lists = [
         bits.flatten(0, 1)[rows].view(-1) for bits, rows in zip(bits_RGMW, index_Z.split(list(sends)), strict=True)
     ]
-    bytes_there = [len(part) for part in lists]
-    came = swap_rows(torch.cat(lists), axis, bytes_there, [n * width for n in comes], "lists").view(-1, width)
+    list_bytes = RowCounts(tuple(map(len, lists)), tuple(n * width for n in comes))
+    came = swap_rows(torch.cat(lists), axis, list_bytes, "lists").view(-1, width)
     table = max(1, int(comes_RG.sum(dim=0).max())) if groups else 1
     place_Z = _places(comes_RG, table).to(came.device)
     bits_GTW = came.new_zeros(groups * table, width).index_copy(0, place_Z, came).view(groups, table, width)
