@@ -182,11 +182,11 @@ def check(
     from rich.console import Console
 
     from .check import memory_lines
-    from .preparations import preparation
+    from .preparations import needed_preparation
 
     made = load_run_config(config, overrides or ())
     numbers = None if ranks is None else numbers_of(ranks)
-    report = preparation(made, "check").check(report_file, suggest_buckets, numbers)
+    report = needed_preparation(made, "check").check(report_file, suggest_buckets, numbers)
     report.print(Console())
     if report.problems:
         raise typer.Exit(1)
@@ -221,9 +221,9 @@ def preprocess(
         raise UserError("--shard and --nproc both share out the work: use one of them")
     workers = ray_workers(ray, alone=shard is None and not nproc and "RANK" not in os.environ)
     resolved = _resolve(context, "preprocess", config, overrides, nproc, print_config)
-    from .preparations import preparation
+    from .preparations import needed_preparation
 
-    made = preparation(resolved, "preprocess")
+    made = needed_preparation(resolved, "preprocess")
     _print_lines(made.build(shard) if ray is None else made.build_on_ray(workers))
 
 

@@ -19,12 +19,12 @@ from pydantic.fields import FieldInfo
 from mmspeed.config.docs import REQUIRED, default_of, is_list, kind_of, section_options, show_type, show_value
 from mmspeed.config.load import sections
 from mmspeed.config.schema import RunConfig
-from mmspeed.config.tasks import config_class
+from mmspeed.config.tasks import config_class, preparation_class
 from mmspeed.data.cache.files import write_whole
 from mmspeed.errors import UserError
 from mmspeed.version import __version__
 
-from .preparations import preparation_class
+from .preparations import not_there
 
 # The key that stands switched on in each section where the essentials name none, so that the section is never empty.
 FIRST_KEYS = {
@@ -81,12 +81,10 @@ def template(name: str, source: str | None, task: str = "video") -> str:
     Raises UserError for a task that is not known or has no such template.
     """
     kind = config_class(task, "--task")
-    values: dict[str, Any] = {
-        "name": name,
-        "output": "runs",
-        "seed": 0,
-        **preparation_class(task, "init").starting_values(name, source),
-    }
+    preparation = preparation_class(task)
+    if preparation is None:
+        raise not_there(task, "init")
+    values: dict[str, Any] = {"name": name, "output": "runs", "seed": 0, **preparation.starting_values(name, source)}
     if task != default_of(RunConfig.model_fields["task"]):  # that of a config without the key
         values["task"] = task
     fields = dict(sections(kind))

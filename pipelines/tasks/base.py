@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
+from mmspeed.config import RunConfig
 from mmspeed.loop.checkpoint.state import whole_tensors
-from mmspeed.protocols import Data, Models, RunPlace, Validation
+from mmspeed.protocols import Data, Models, Preparation, RunPlace, Validation
 
 
 class TaskDefaults:
@@ -17,6 +18,10 @@ class TaskDefaults:
 
     What a step's time and memory depend on (`setting`) has no default: a wrong one would let figures of another model be used again.
     """
+
+    # read where an installed package declares the task by its class alone (mmspeed/config/tasks.py)
+    config_class: ClassVar[type[RunConfig] | None] = None
+    preparation_class: ClassVar[type[Preparation] | None] = None
 
     def open(self, place: RunPlace) -> None:
         """Nothing is to be opened."""

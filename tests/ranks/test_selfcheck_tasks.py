@@ -8,15 +8,14 @@ import pytest
 import yaml
 
 from mmspeed.__main__ import main
-from mmspeed.config.tasks import CONFIGS
-from mmspeed.pipelines.tasks import TASKS
+from mmspeed.config.tasks import TASKS, TaskEntry
 
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The config of a character model that is known to this process alone."""
-    monkeypatch.setitem(CONFIGS, "characters", "tests.characters:CharactersConfig")
-    monkeypatch.setitem(TASKS, "characters", "tests.characters:CharacterTask")
+    entry = TaskEntry("tests.characters:CharacterTask", "tests.characters:CharactersConfig", origin="a test")
+    monkeypatch.setitem(TASKS, "characters", entry)
     path = tmp_path / "run.yaml"
     tree = {"task": "characters", "output": str(tmp_path / "runs"), "device": {"kind": "cpu"}}
     path.write_text(yaml.safe_dump(tree), encoding="utf-8")

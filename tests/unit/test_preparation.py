@@ -17,7 +17,7 @@ from mmspeed.cli.app import run
 from mmspeed.cli.init import template, write_config
 from mmspeed.config import RunConfig, load_config, load_run_config, make_config, make_run_config
 from mmspeed.config.inputs import Section
-from mmspeed.config.tasks import CONFIGS
+from mmspeed.config.tasks import TASKS, TaskEntry
 from mmspeed.errors import UserError
 from mmspeed.preprocess import OnlineBuilder
 from mmspeed.preprocess.preparation import VideoPreparation
@@ -80,16 +80,20 @@ class ToyPreparation:
         return "toy maker"
 
 
+def toy_entry(preparation: str | None = None) -> TaskEntry:
+    return TaskEntry(f"{__name__}:NoTask", f"{__name__}:ToyConfig", preparation, origin="a test")
+
+
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
     """A task whose config is known, without a preparation."""
-    monkeypatch.setitem(CONFIGS, "toy", f"{__name__}:ToyConfig")
+    monkeypatch.setitem(TASKS, "toy", toy_entry())
 
 
 @pytest.fixture
 def prepared(monkeypatch: pytest.MonkeyPatch, toy: None) -> list[Any]:
     """The task with a preparation, and what that is asked for."""
-    monkeypatch.setitem(preparations.PREPARATIONS, "toy", f"{__name__}:ToyPreparation")
+    monkeypatch.setitem(TASKS, "toy", toy_entry(f"{__name__}:ToyPreparation"))
     monkeypatch.setattr(ToyPreparation, "asked", [])
     monkeypatch.setattr(ToyPreparation, "problems", [])
     return ToyPreparation.asked
@@ -210,7 +214,7 @@ BUCKET = {"frames": 5, "height": 32, "width": 48}
 def test_a_config_without_a_task_is_of_videos(tmp_path: Path) -> None:
     tree = small_tree(tmp_path)
     assert "task" not in tree and make_run_config(tree).task == "video"
-    assert isinstance(preparations.preparation(make_run_config(tree), "check"), VideoPreparation)
+    assert isinstance(preparations.preparation(make_run_config(tree)), VideoPreparation)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mmspeed.cli.app import run
 from mmspeed.config import make_config, make_run_config
-from mmspeed.config.tasks import CONFIGS
+from mmspeed.config.tasks import TASKS, TaskEntry
 from mmspeed.errors import UserError
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.tasks import make_task, register
@@ -44,20 +44,17 @@ def test_an_unknown_task_is_told_with_the_nearest_one(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="task 3 is not known"):
         make_run_config({**small_tree(tmp_path), "task": 3}, origin="test")
     register_characters()
-    with pytest.raises(UserError, match=r"task: 'character' is not known; did you mean 'characters'\?"):
+    with pytest.raises(UserError, match=r"task 'character' is not known; did you mean 'characters'\?"):
         make_task(character_config(tmp_path).model_copy(update={"task": "character"}))
 
 
 def test_a_task_is_known_by_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("mmspeed.pipelines.tasks.TASKS", TASKS := {})
-    monkeypatch.setattr("mmspeed.pipelines.tasks.CONFIGS", CONFIGS)
-    register("letters", "tests.support.characters:CharacterTask", "tests.support.characters:CharacterConfig")
-    try:
-        assert TASKS == {"letters": "tests.support.characters:CharacterTask"}
-        config = character_config(tmp_path)
-        assert isinstance(make_task(config.model_copy(update={"task": "letters"})), CharacterTask)
-    finally:
-        del CONFIGS["letters"]
+    monkeypatch.setitem(TASKS, "letters", TaskEntry("a:B"))  # as it was before, when this test ends
+    names = "tests.support.characters:CharacterTask", "tests.support.characters:CharacterConfig"
+    register("letters", *names)
+    assert TASKS["letters"] == TaskEntry(*names, origin="this program")
+    config = character_config(tmp_path)
+    assert isinstance(make_task(config.model_copy(update={"task": "letters"})), CharacterTask)
 
 
 def test_a_task_that_is_missing_is_video(tmp_path: Path) -> None:
