@@ -181,12 +181,11 @@ def check(
         raise typer.Exit(check_parallel(load_run_config(config, overrides or ()), parallel, others))
     from rich.console import Console
 
-    from .check import memory_lines
-    from .preparations import needed_preparation
+    from .check import check_config, memory_lines
 
     made = load_run_config(config, overrides or ())
     numbers = None if ranks is None else numbers_of(ranks)
-    report = needed_preparation(made, "check").check(report_file, suggest_buckets, numbers)
+    report = check_config(made, report_file, suggest_buckets, numbers)
     report.print(Console())
     if report.problems:
         raise typer.Exit(1)

@@ -156,18 +156,33 @@ def test_init_writes_the_tasks_own_sections(prepared: list[Any], tmp_path: Path)
     assert yaml.safe_load(template("a", None, "toy"))["corpus"] == {"path": "a.txt"}
 
 
-@pytest.mark.parametrize("command", ["preprocess", "check"])
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("preprocess", []),
+        ("check --report", ["--report", "page.html"]),
+        ("check --suggest-buckets", ["--suggest-buckets", "2"]),
+    ],
+)
 def test_a_command_that_a_task_does_not_have_says_so_in_one_line(
-    toy: None, file: Path, command: str, capsys: pytest.CaptureFixture[str]
+    toy: None, file: Path, command: str, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run([command, str(file)]) == 1
+    assert run([command.split()[0], str(file), *words]) == 1
     error = capsys.readouterr().err.strip()
     assert error.count("\n") == 0 and f"`mmspeed {command}` is not there for the task toy (it is for: video)" in error
 
 
-def test_init_of_such_a_task_writes_nothing(toy: None, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="`mmspeed init` is not there for the task toy"):
-        write_config(tmp_path / "new.yaml", task="toy")
+def test_init_of_such_a_task_writes_its_keys(toy: None, tmp_path: Path) -> None:
+    text = write_config(tmp_path / "new.yaml", task="toy").read_text(encoding="utf-8")
+    assert "\ntask: toy\n" in text and "\n#corpus: null\n" in text and "mmspeed preprocess" not in text
+    with pytest.raises(UserError, match="'corpus' is missing"):
+        load_run_config(tmp_path / "new.yaml")
+    assert load_run_config(tmp_path / "new.yaml", ["corpus.path=a.txt"]).train == RunConfig().train
+
+
+def test_init_of_such_a_task_takes_no_media(toy: None, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="`mmspeed init --videos` is not there for the task toy"):
+        write_config(tmp_path / "new.yaml", videos=tmp_path, task="toy")
     assert not (tmp_path / "new.yaml").exists()
 
 
