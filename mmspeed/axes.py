@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
 
 from .errors import UserError
@@ -118,25 +118,33 @@ class MeshTable:
         return index == 0 and self.knows_loss(rank)
 
 
-def mesh_table(
-    world: int,
-    dp_replicate: int = 1,
-    dp_shard: int = -1,
-    ring: int = 1,
-    ulysses: int = 1,
-    tp: int = 1,
-    *,
-    pp: int = 1,
-    ep: int = 1,
-    ep_inner: int | None = None,
-    etp: int = 1,
-) -> MeshTable:
-    """The table of a world. One of dp_replicate and dp_shard may be -1: it takes what the others leave.
+@dataclass(frozen=True)
+class AxisSizes:
+    """The sizes of a mesh's axes, as they are asked for.
 
-    `ep` ranks share the experts, groups of `ep_inner` of them (all, when None) within a node; each expert's matrices are split over
-    `etp`. Raises UserError when the product of the axes is not the world size, or the ranks of a replica are no multiple of ep x etp.
+    One of dp_replicate and dp_shard may be -1: it takes what the others leave. `ep` ranks share the experts, groups of `ep_inner` of them
+    (all, when None) within a node; each expert's matrices are split over `etp`.
     """
-    sizes = dict(zip(DENSE, (pp, dp_replicate, dp_shard, ring, ulysses, tp), strict=True))
+
+    dp_replicate: int = 1
+    dp_shard: int = -1
+    ring: int = 1
+    ulysses: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    ep_inner: int | None = None
+    etp: int = 1
+
+
+def mesh_table(world: int, asked: AxisSizes | None = None) -> MeshTable:
+    """The table of a world; None: all of it shards.
+
+    Raises UserError when the product of the axes is not the world size, or the ranks of a replica are no multiple of ep x etp.
+    """
+    asked = asked or AxisSizes()
+    given = asdict(asked)
+    sizes: dict[AxisName, int] = {axis: given[axis.value] for axis in DENSE}
     free = [axis for axis, size in sizes.items() if size == -1]
     if len(free) > 1:
         raise UserError("parallel: only one of dp_replicate and dp_shard may be -1")
@@ -147,7 +155,8 @@ def mesh_table(
         shown = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "one device"
         raise UserError(f"parallel: {shown} does not make the {world} processes of this run; change one, or --nproc")
     shard = math.prod(sizes[axis] for axis in (AxisName.DP_SHARD, *TOKENS))
-    inner = ep if ep_inner is None else ep_inner
+    ep, etp, tp = asked.ep, asked.etp, asked.tp
+    inner = ep if asked.ep_inner is None else asked.ep_inner
     if min(ep, inner, etp) < 1 or ep % inner:
         raise UserError(f"parallel: ep {ep}, ep_inner {inner} and etp {etp} must be at least 1, and ep_inner divide ep")
     if shard * tp % (ep * etp):

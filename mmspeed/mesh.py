@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from .axes import DENSE, EXPERT, STAGES, STORAGE, AxisName, MeshTable, Reader, mesh_table
+from .axes import DENSE, EXPERT, STAGES, STORAGE, AxisName, AxisSizes, MeshTable, Reader, mesh_table
 from .device import Device
 
 
@@ -105,31 +105,15 @@ class Mesh:
         return [self.dense.get_group(axis.value) for axis in STAGES if self.size(axis) > 1]
 
 
-def make_mesh(
-    device: Device,
-    dp_replicate: int = 1,
-    dp_shard: int = -1,
-    ring: int = 1,
-    ulysses: int = 1,
-    tp: int = 1,
-    *,
-    pp: int = 1,
-    ep: int = 1,
-    ep_inner: int | None = None,
-    etp: int = 1,
-) -> Mesh:
-    """The mesh of this world; a collective call. One of dp_replicate and dp_shard may be -1: it takes what the others leave.
-
-    Raises UserError where `mesh_table` does.
-    """
-    world = dist.get_world_size()
-    table = mesh_table(world, dp_replicate, dp_shard, ring, ulysses, tp, pp=pp, ep=ep, ep_inner=ep_inner, etp=etp)
+def make_mesh(device: Device, sizes: AxisSizes | None = None) -> Mesh:
+    """The mesh of this world; a collective call. None: all processes shard. Raises UserError where `mesh_table` does."""
+    table = mesh_table(dist.get_world_size(), sizes)
 
     def view(axes: tuple[AxisName, ...]) -> DeviceMesh:
         names = tuple(axis.value for axis in axes)
         return init_device_mesh(device.kind, table.shape(axes), mesh_dim_names=names)
 
-    expert = view(EXPERT) if ep * etp > 1 else None
+    expert = view(EXPERT) if sizes is not None and sizes.ep * sizes.etp > 1 else None
     return Mesh(table, dist.get_rank(), view(DENSE), view(STORAGE), expert)
 
 

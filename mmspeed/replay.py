@@ -3,7 +3,10 @@
 A decision that hangs on rounding (which keys are kept, which expert a token goes to) may fall otherwise when it is made again: then the
 gradient is that of another function. So it is recorded in the first pass and replayed in all later ones. And some results are dear
 to make again, such as an exchange between devices: code that makes them offers them (`checkpointed`), and whoever recomputes says whether
-they are held (`DecisionRecord.kept`).
+they are held (`DecisionRecord.holds`).
+
+A record belongs to one forward pass and goes with its graph: passes of several micro-batches may overlap, and the second one may run in
+another thread. Records nest: the first pass of an inner one asks the record around it, which may be in its second pass.
 """
 
 from __future__ import annotations
@@ -16,8 +19,11 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor, nn
 
+from mmspeed.torch_internals import counting_changes, keeps_graph, version_of
+
 T = TypeVar("T")
 Kind = Literal["matmul", "attention", "exchange"]  # of what is dear to make again
+Made = Callable[[], tuple[Tensor, ...]]
 
 # Of the pass that this thread is in: a span's work reaches code that knows nothing of spans, as autocast does.
 _CURRENT: ContextVar[DecisionRecord | None] = ContextVar("mmspeed_record", default=None)
@@ -25,9 +31,18 @@ _CURRENT: ContextVar[DecisionRecord | None] = ContextVar("mmspeed_record", defau
 
 @dataclass(eq=False)
 class FirstHalf:
-    """The first half of a result that is made in two. `whole`: the second half was made in the same first pass, of the same record."""
+    """The first half of a result that is made in two, as one record knows it.
 
+    outer: the same half, as the record around knows it. whole: the second half was made in the same first pass, of the same record.
+    """
+
+    outer: FirstHalf | None = None
     whole: bool = False
+
+    @property
+    def made_again(self) -> bool:
+        """Whether a first pass had it already."""
+        return self.whole or (self.outer is not None and self.outer.made_again)
 
 
 class DecisionRecord:
@@ -36,27 +51,46 @@ class DecisionRecord:
     def __init__(self) -> None:
         self._made: list[Any] = []
         self._place = 0
-        self._deciding = False
         self._begun: list[FirstHalf] = []
         self._next = 0
+        self._facts: dict[object, Any] = {}
+        self._passes = 0  # that have ended
+        self._outer: DecisionRecord | None = None  # in whose pass the first pass of this one runs
+
+    within_region = False  # regions inside run as they stand: one around them says what backward finds
+
+    @property
+    def later(self) -> bool:
+        """Whether a pass has ended, so that this one is made again."""
+        return self._passes > 0
 
     def record_or_replay(self, make: Callable[[], T]) -> tuple[T, bool]:
         """The decision at this place, and whether it was made just now. One that is a part of another is not recorded by itself."""
-        if self._deciding:
-            return make(), True
-        first = self._place == len(self._made)
-        if first:
-            self._deciding = True
-            try:
-                self._made.append(make())
-            finally:
-                self._deciding = False
+        fresh = False
+        if self._place == len(self._made):
+            if self._outer is not None:
+                made, fresh = self._outer.record_or_replay(make)
+            else:
+                with apart():
+                    made, fresh = make(), True
+            self._made.append(made)
         self._place += 1
-        return self._made[self._place - 1], first
+        return self._made[self._place - 1], fresh
 
-    def checkpointed(self, kind: Kind, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """Results that are dear to make again."""
-        return make()
+    def fact(self, key: object, make: Callable[[], T]) -> T:
+        """What `make()` gave when it was first asked for, in any pass."""
+        if key not in self._facts:
+            self._facts[key] = make() if self._outer is None else self._outer.fact(key, make)
+        known: T = self._facts[key]
+        return known
+
+    def set_fact(self, key: object, value: object) -> None:
+        """From here on, `fact` gives `value`; each pass comes here again."""
+        self._facts[key] = value
+
+    def checkpointed(self, kind: Kind, make: Made, what: object = None) -> tuple[Tensor, ...]:
+        """Results that are dear to make again. `what`: of which work, to be held against that of the first pass."""
+        return make() if self._outer is None else self._outer.checkpointed(kind, make, what)
 
     def holds(self, kind: Kind) -> bool:
         """Whether later passes are given the results of this kind that the first one made."""
@@ -64,31 +98,139 @@ class DecisionRecord:
 
     def begin(self, kind: Kind) -> tuple[FirstHalf, bool]:
         """The first half at this place, and whether this pass is to make it: a later one does where it makes the second half again."""
-        first = self._next == len(self._begun)
-        if first:
-            self._begun.append(FirstHalf())
-        half = self._begun[self._next]
+        if self._next == len(self._begun):
+            outer, issues = (None, True) if self._outer is None else self._outer.begin(kind)
+            self._begun.append(FirstHalf(outer))
+        else:
+            issues = self._begun[self._next].whole and not self.holds(kind)
         self._next += 1
-        return half, first or (half.whole and not self.holds(kind))
+        return self._begun[self._next - 1], issues
 
-    def began(self, half: FirstHalf) -> bool:
-        """Whether this record has the first half."""
-        return any(half is one for one in self._begun)
+    def complete(self, kind: Kind, half: FirstHalf, make: Made, what: object = None) -> tuple[Tensor, ...]:
+        """The second half of a result. Raises RuntimeError as the function of this name does."""
+        record: DecisionRecord | None = self
+        while record is not None:
+            own = record._own(half)
+            if own is not None:
+                own.whole = True
+            elif not record.holds(kind):
+                raise RuntimeError(
+                    f"an {kind} that was started before a recomputed region is finished inside it, and the region computes each {kind} "
+                    "again: start it inside, or keep its results"
+                )
+            record = record._outer
+        return self.checkpointed(kind, make, what)
+
+    def _own(self, half: FirstHalf | None) -> FirstHalf | None:
+        """A half as this record knows it; None where it was begun elsewhere."""
+        while half is not None and not any(half is one for one in self._begun):
+            half = half.outer
+        return half
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
         """A pass begins: inside, `record_or_replay`, `checkpointed` and `begin` come here."""
         self._place = self._next = 0
+        self._outer = None if self.later else _CURRENT.get()
+        self.within_region |= self._outer is not None and self._outer.within_region
         token = _CURRENT.set(self)
         try:
             yield
         finally:
             _CURRENT.reset(token)
+            self._outer = None
+            self._passes += 1
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What one piece of work gave, and the changes in place of each tensor until then."""
+
+    what: tuple[Kind, object]
+    tensors: tuple[Tensor, ...]
+    versions: tuple[int, ...]
+
+    def give(self) -> tuple[Tensor, ...]:
+        if self.versions != tuple(map(version_of, self.tensors)):
+            raise RuntimeError(
+                "what an exchange gave is kept for recomputation and was changed in place after it was made"
+            )
+        return tuple(tensor.detach() for tensor in self.tensors)
+
+
+class ExchangeRecord(DecisionRecord):
+    """Keeps what exchanges gave, too, until a later pass takes it; `again`: keeps none, and later passes exchange again."""
+
+    def __init__(self, again: bool = False, within_region: bool = False) -> None:
+        super().__init__()
+        self._again, self._results, self._taken = again, list[_Kept | None](), 0
+        self.within_region = within_region
+
+    def holds(self, kind: Kind) -> bool:
+        return kind == "exchange" and not self._again
+
+    def tensors(self) -> list[Tensor]:
+        """What is kept now."""
+        return [tensor for kept in self._results if kept is not None for tensor in kept.tensors]
+
+    def checkpointed(self, kind: Kind, make: Made, what: object = None) -> tuple[Tensor, ...]:
+        if not self.holds(kind):
+            return super().checkpointed(kind, make, what)
+        if self.later:
+            return self._take((kind, what))
+        with apart():  # what they are made of is not kept by itself
+            made = super().checkpointed(kind, make, what)
+        with counting_changes():
+            kept = tuple(tensor.detach() for tensor in made)  # what autograd gets is another object
+        self._results.append(_Kept((kind, what), kept, tuple(map(version_of, kept))))
+        return made
+
+    def _take(self, what: tuple[Kind, object]) -> tuple[Tensor, ...]:
+        place, self._taken = self._taken, self._taken + 1
+        kept = self._results[place] if place < len(self._results) else None
+        if kept is None:
+            raise RuntimeError(
+                f"recomputation makes an {what[0]} of which it has no result: it computes something else than the first pass, or it is "
+                "the second of a graph that was not retained"
+            )
+        if kept.what != what:
+            raise RuntimeError(
+                f"recomputation makes another {what[0]} than the first pass made at this place: both must make the same, in one order"
+            )
+        if not keeps_graph():
+            self._results[place] = None
+        return kept.give()
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        self._taken = 0
+        with super().in_force():
+            try:
+                yield
+            finally:
+                if self.later and not keeps_graph():  # it stopped when backward had all that it needs
+                    self._results = [None] * len(self._results)
 
 
 def recording() -> bool:
     """Whether this thread is in a pass that will be, or is, made again."""
     return _CURRENT.get() is not None
+
+
+def in_region() -> bool:
+    """Whether this thread is in a pass of a region."""
+    record = _CURRENT.get()
+    return record is not None and record.within_region
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Inside, nothing is recorded: work of the first pass alone, such as a measurement, has no place among what both passes do."""
+    token = _CURRENT.set(None)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
 
 
 def record_or_replay(make: Callable[[], T]) -> tuple[T, bool]:
@@ -97,21 +239,34 @@ def record_or_replay(make: Callable[[], T]) -> tuple[T, bool]:
     return (make(), True) if record is None else record.record_or_replay(make)
 
 
-def checkpointed(kind: Kind, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+def fact(key: object, make: Callable[[], T]) -> T:
+    """`make()`, or what it gave when the forward pass that is made again asked first. It stands by itself: in no order with others."""
+    record = _CURRENT.get()
+    return make() if record is None else record.fact(key, make)
+
+
+def set_fact(key: object, value: object) -> None:
+    """From here on, `fact` gives `value` in the pass that this thread is in."""
+    record = _CURRENT.get()
+    if record is not None:
+        record.set_fact(key, value)
+
+
+def checkpointed(kind: Kind, make: Made, what: object = None) -> tuple[Tensor, ...]:
     """`make()`, or, in a second pass that held them, the tensors of the first.
 
-    Call it where no gradient is recorded, such as in the forward of an autograd function, with new tensors as results. They must not
-    be changed afterwards.
+    Call it where no gradient is recorded, such as in the forward of an autograd function, with new tensors as results, in both passes
+    (`apart` for what the first makes alone). They must not be changed afterwards.
     """
     record = _CURRENT.get()
-    return make() if record is None else record.checkpointed(kind, make)
+    return make() if record is None else record.checkpointed(kind, make, what)
 
 
-def checkpointed_if(offers: bool, kind: Kind, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+def checkpointed_if(offers: bool, kind: Kind, make: Made) -> tuple[Tensor, ...]:
     """`checkpointed` where `offers`, else `make()`.
 
     offers: whether the caller of the autograd function records gradients. What is made without may be made in the first pass alone, such
-    as a plan; then it has no place among the results of both passes. Exchanges of gradients are never offered.
+    as a plan; then it has no place among the results of both passes.
     """
     return checkpointed(kind, make) if offers else make()
 
@@ -126,22 +281,13 @@ def begin(kind: Kind) -> tuple[FirstHalf, bool]:
     return (FirstHalf(), True) if record is None else record.begin(kind)
 
 
-def complete(kind: Kind, half: FirstHalf | None, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+def complete(kind: Kind, half: FirstHalf | None, make: Made, what: object = None) -> tuple[Tensor, ...]:
     """`checkpointed`, of the second half of a result; `make()` alone for a first half that was not offered (None).
 
     Raises RuntimeError where a pass that holds no such results would make the second half again without the first.
     """
     record = _CURRENT.get()
-    if half is None or record is None:
-        return make()
-    if record.began(half):
-        half.whole = True
-    elif not record.holds(kind):
-        raise RuntimeError(
-            f"an {kind} that was started before a recomputed region is finished inside it, and the region computes each {kind} again: "
-            "start it inside, or keep its results"
-        )
-    return record.checkpointed(kind, make)
+    return make() if half is None or record is None else record.complete(kind, half, make, what)
 
 
 class RecordedModule(nn.Module):
@@ -155,9 +301,9 @@ def recorded_modules(module: nn.Module) -> list[RecordedModule]:
     return [part for part in module.modules() if isinstance(part, RecordedModule)]
 
 
-def replayed(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run`, whose second call decides as its first did. For one forward pass."""
-    record = DecisionRecord()
+def replayed(run: Callable[..., Any], exchange_again: bool = False) -> Callable[..., Any]:
+    """`run`, whose second call decides as its first did, and exchanges nothing unless `exchange_again`. For one forward pass."""
+    record = ExchangeRecord(exchange_again)
 
     def once(*args: Any, **kwargs: Any) -> Any:
         with record.in_force():

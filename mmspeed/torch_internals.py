@@ -163,6 +163,11 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def keeps_graph() -> bool:
+    """Whether the backward pass that this thread is in retains its graph, so that another may follow; True outside of any."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
 # ---- torch.compile
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mmspeed import rng
+from mmspeed.axes import AxisSizes
 from mmspeed.compute.sparse.module import ClusteredAttention
 from mmspeed.config.memory import MemoryConfig
 from mmspeed.config.sparse import SparseConfig
@@ -83,7 +84,7 @@ def state_of(
 ) -> TrainingState:
     """The toy in training, as `assemble` makes a model."""
     config = MemoryConfig(**({"bucket": BUCKET} | memory))
-    mesh = make_mesh(CPU, replicate, -1) if dist.is_initialized() else None
+    mesh = make_mesh(CPU, AxisSizes(replicate, -1)) if dist.is_initialized() else None
     bare, values = AdaptedDiT(), AdaptedDiT(base, seed)
     half = config.master != "parameters"
     if half:

@@ -1,7 +1,9 @@
 """What the machine at hand does with cut matrix products, asked before a test expects equal bits of them; and other machines, made up.
 
 The bits of a sum depend on its order, and a library chooses that by the shape of the product: so products of other shapes have the same
-bits on some machines only. Legend: N tokens, E width, M hidden units, O width of the result, P Q numbers of a part.
+bits on some machines only. Even numbers that are computed each apart may be rounded otherwise at the end of a tensor, where a vector
+register is not full. What holds everywhere is that the same shapes give the same bits.
+Legend: N tokens, E width, M hidden units, O width of the result, P Q numbers of a part.
 """
 
 from __future__ import annotations
@@ -59,6 +61,16 @@ def parts_have_the_bits_of_the_whole(mlp: Mlp, x_NE: Tensor, grad_NO: Tensor, si
             same &= torch.equal(t.t() @ x_NE, up_grad_ME[some]) and torch.equal(t.sum(0), up_grad_M[some])
             start += part
     return bool(same)
+
+
+def parts_of_numbers_have_the_bits_of_the_whole(x: Tensor, part: slice) -> bool:
+    """Whether this machine computes what treats each number apart with the same bits over a part of the first dim as at once."""
+    functions: tuple[Callable[[Tensor], Tensor], ...] = (
+        lambda y: torch.sin(y + 0.7),
+        lambda y: 0.3 * y + 0.7 * y.cos(),
+        lambda y: (y - 0.3 * y.sin()) / 0.7,
+    )
+    return all(torch.equal(function(x[part]), function(x)[part]) for function in functions)
 
 
 def _gradient(hidden_PQ: Tensor, grad_PQ: Tensor) -> Tensor:

@@ -118,11 +118,11 @@ def own(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def keeping_of(ways: Ways, swap: Offloader | None = None, **given: Any) -> BlockPolicies:
-    return BlockPolicies((ways,), (swap or Offloader(Device("cpu", 0), 1 << 10)).group, **given)
+def keeping_of(ways: Ways, offloader: Offloader | None = None, **given: Any) -> BlockPolicies:
+    return BlockPolicies((ways,), (offloader or Offloader(Device("cpu", 0), 1 << 10)).group, **given)
 
 
-def run_step(model: nn.Module, inputs: list[Tensor], swap: Offloader | None = None, track: bool = False) -> Step:
+def run_step(model: nn.Module, inputs: list[Tensor], offloader: Offloader | None = None, track: bool = False) -> Step:
     """One pass of a model that is ready for training."""
     tracker, count = MemTracker() if track else None, MatmulCounter()
     if tracker is not None:
@@ -142,7 +142,9 @@ def run_step(model: nn.Module, inputs: list[Tensor], swap: Offloader | None = No
                 n for kind, n in tracker.get_tracker_snapshot("peak")[torch.device("cpu")].items() if kind != "Total"
             )
     grads = {name: own(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-    return Step(loss.item(), grads, forward, count.total - forward, kept, peak, 0 if swap is None else swap.moved_out)
+    return Step(
+        loss.item(), grads, forward, count.total - forward, kept, peak, 0 if offloader is None else offloader.moved_out
+    )
 
 
 def step_of(
@@ -154,9 +156,9 @@ def step_of(
     **given: Any,
 ) -> Step:
     """One step of one process with these ways."""
-    swap = Offloader(Device("cpu", 0), 1 << 10)
-    model = parallelize(make(), None, "none", compute_dtype=dtype, keeping=keeping_of(ways, swap, **given))
-    return run_step(model, inputs if inputs is not None else make_inputs(), swap, track)
+    offloader = Offloader(Device("cpu", 0), 1 << 10)
+    model = parallelize(make(), None, "none", compute_dtype=dtype, keeping=keeping_of(ways, offloader, **given))
+    return run_step(model, inputs if inputs is not None else make_inputs(), offloader, track)
 
 
 def assert_same(found: Step, plain: Step) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mmspeed import rng
+from mmspeed.axes import AxisSizes
 from mmspeed.comm import Ledger
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.data.loading.collate import video_batch
@@ -178,7 +179,7 @@ class Groups:
     def of(self, replicate: int, shard: int, parallel: ParallelConfig) -> tuple[Mesh, TokenLayout]:
         sizes = (replicate, shard, parallel.ring, parallel.ulysses, parallel.tp)
         if sizes not in self.meshes:
-            self.meshes[sizes] = make_mesh(Device("cpu", 0), *sizes)
+            self.meshes[sizes] = make_mesh(Device("cpu", 0), AxisSizes(*sizes))
         if (sizes, parallel) not in self.layouts:
             self.layouts[sizes, parallel] = make_layout(self.meshes[sizes], parallel)
         return self.meshes[sizes], self.layouts[sizes, parallel]

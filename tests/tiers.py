@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from mmspeed.axes import AxisSizes
 from mmspeed.config.memory import MemoryConfig
 from mmspeed.config.training import TrainConfig
 from mmspeed.device import Device
@@ -54,7 +55,7 @@ def state_of(
 ) -> TrainingState:
     """A toy in training in a tier, as `assemble` makes a model; its weights are those of the toy's seed. `fixed` do not train."""
     config = MemoryConfig(**({"bucket": BUCKET} | TIERS[tier] | memory))
-    mesh: Mesh | None = make_mesh(CPU, replicate, -1) if dist.is_initialized() else None
+    mesh: Mesh | None = make_mesh(CPU, AxisSizes(replicate, -1)) if dist.is_initialized() else None
     bare, values = ToyDiT(), ToyDiT(seed=seed)
     for name in fixed:
         bare.get_parameter(name).requires_grad_(False)

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mmspeed import log
-from mmspeed.config import load_config
+from mmspeed.config import load_run_config
 from mmspeed.config.memory import parse_bytes
 from mmspeed.config.training import BatchingConfig, TrainConfig
 from mmspeed.data.sampling.batch_sizes import Measured, line_slope, make_batching
 from mmspeed.errors import UserError
 from mmspeed.pipelines.tuning.profile import BucketProfile, profile
-from mmspeed.protocols import ShapeClass
+from mmspeed.protocols import ShapeClass, shape_words
 
 
 def profile_buckets(
@@ -40,7 +40,7 @@ def profile_buckets(
     limit = parse_memory(memory_limit) if memory_limit is not None else None
     if budget_seconds <= 0 or minutes <= 0 or repeats < 1 or (most is not None and most < 1):
         raise UserError("--budget-seconds, --minutes, --repeats and --most must be positive")
-    config = load_config(config_path, overrides)
+    config = load_run_config(config_path, overrides)
     found = profile(config, output, memory=limit, seconds=budget_seconds, most=most, repeats=repeats, minutes=minutes)
     if log.rank() == 0:
         print("\n".join(lines(found)))
@@ -86,11 +86,13 @@ def lines(found: BucketProfile) -> list[str]:
     ]
     for bucket in found.measured.too_large:
         if measured.most(bucket):
-            result.append(f"{bucket}: memory ran out at a batch of {measured.too_large[bucket]}")
+            result.append(f"{shape_words(bucket)}: memory ran out at a batch of {measured.too_large[bucket]}")
     for bucket in _buckets(found):
         if not measured.most(bucket):
             why = "by the memory of smaller buckets, it was not tried" if bucket in found.untried else "measured"
-            result.append(f"{bucket}: not even one sample fits in {limit} ({why}); `batching.by: time` will refuse it")
+            result.append(
+                f"{shape_words(bucket)}: not even one sample fits in {limit} ({why}); `batching.by: time` will refuse it"
+            )
     if not fitting:
         return [*result, f"written: {found.path}"]
     budget = suggested_budget(measured, fitting)
@@ -124,7 +126,7 @@ def _steps_table(found: BucketProfile) -> list[str]:
             rate = row.batch / row.seconds
             rows.append(
                 [
-                    str(bucket),
+                    shape_words(bucket),
                     f"{tokens:,}",
                     str(row.batch),
                     f"{row.seconds:.4g}",
@@ -161,7 +163,7 @@ def _batches_table(found: BucketProfile, buckets: Sequence[ShapeClass]) -> list[
         cost, most = measured.cost(bucket), measured.most(bucket)
         rows.append(
             [
-                str(bucket),
+                shape_words(bucket),
                 f"{cost.fixed:.4g} + n x {cost.each:.4g} s",
                 f"{measured.misfit(bucket):.1%}",
                 f"{most}{'+' if _more(measured, bucket) else ''}",
@@ -174,8 +176,8 @@ def _batches_table(found: BucketProfile, buckets: Sequence[ShapeClass]) -> list[
     head = ["bucket", "seconds of n samples", "off by", "most", budget, f"{even.budget:g} s", "by tokens", "by FLOPs"]
     notes = [
         "most: samples that fit; +: perhaps more, which was not measured. The columns behind it are device batches: with",
-        f"`by: time` and {budget}, with {even.budget:g} s, and, for the same batch of {costliest} ({reference}), by tokens and by",
-        "modelled FLOPs; ! is over `most`.",
+        f"`by: time` and {budget}, with {even.budget:g} s, and, for the same batch of {shape_words(costliest)} ({reference}), by tokens",
+        "and by modelled FLOPs; ! is over `most`.",
     ]
     return [*table(head, rows), *notes]
 

@@ -23,13 +23,14 @@ from mmspeed.comm import (
     all_gather,
     all_gather_objects,
     all_to_all,
-    all_to_all_many,
     barrier,
     even_sizes,
+    finish_all,
     ledger,
     nbytes,
     pass_on,
     reduce_scatter,
+    start_all_to_all_many,
 )
 from mmspeed.device import Device, pick
 from mmspeed.errors import UserError
@@ -193,7 +194,12 @@ def primitives_of(axis: Axis, x_BSH: Tensor) -> list[Primitive]:
             BATCH * x_BSH.shape[1] * (odd.shape[2] - odd_H[rank]) * size,
             2,
         ),
-        made("all-to-all of three in one message", lambda: all_to_all_many(threes, axis, 2, 1), 3 * exchanged, 2),
+        made(
+            "all-to-all of three in one message",
+            lambda: finish_all(start_all_to_all_many(threes, axis, 2, 1)),
+            3 * exchanged,
+            2,
+        ),
         made("reduce-scatter, BSH", lambda: reduce_scatter(gathered_SBH.transpose(0, 1), axis, 1), others * part, 1),
         made("reduce-scatter, SBH", lambda: reduce_scatter(gathered_SBH, axis, 0), others * part, 0),
         made("all-gather, BSH", lambda: all_gather(x_BSH, axis, 1), others * part, 1),

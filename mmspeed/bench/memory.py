@@ -140,7 +140,7 @@ class PolicyResult:
 
     def verdicts(self) -> list[tuple[bool, str]]:
         """What was asked for, and whether it is so."""
-        plain, swapped = self.rows[0], [row for row in self.rows if row.name == "block: offload_selective"]
+        plain, offloaded = self.rows[0], [row for row in self.rows if row.name == "block: offload_selective"]
         wrong = [row.name for row in self.rows if not row.equal and row.case.mlp_parts is None]
         told = [(not wrong, "gradients bitwise equal to plain" + (f", but for {', '.join(wrong)}" if wrong else ""))]
         parts = [row for row in self.rows if row.case.mlp_parts is not None]
@@ -149,7 +149,7 @@ class PolicyResult:
             close = CLOSE[self.setting.dtype]
             text = f"MLPs in parts: gradients within {far:.0e} of plain (goal {close:.0e}), {bitwise} of {len(parts)} ways bitwise"
             told.append((far <= close, text))
-        for row in swapped:
+        for row in offloaded:
             kept, added = row.kept / plain.kept, added_matmuls(row, plain)
             good = kept <= KEPT_GOAL and added <= MATMUL_GOAL
             told.append(
@@ -223,7 +223,7 @@ class BenchModel:
             torch.ones(1, TEXT_TOKENS, dtype=torch.bool),
         ]
         self.inputs = [x.to(self.device.torch_device) for x in made]
-        self.swap = Offloader(self.device)
+        self.offloader = Offloader(self.device)
 
     @property
     def tokens(self) -> int:
@@ -233,7 +233,7 @@ class BenchModel:
         """From now on, steps keep what `case` says."""
         chunk = None if case.mlp_parts is None else -(-self.tokens // case.mlp_parts)
         for block in self.model.blocks:
-            set_policies(block, case.ways, self.swap.group)
+            set_policies(block, case.ways, self.offloader.group)
             set_chunks(block, chunk, case.mlp_exact)
 
     def forward(self) -> Tensor:
@@ -294,9 +294,9 @@ def measure(
         distance = 0.0 if equal else largest_distance(grads, truth)
         del grads
         gc.collect()
-        before = stage.swap.moved_out
+        before = stage.offloader.moved_out
         kept = kept_bytes(stage.device, stage.model, stage.forward, stage.inputs)
-        host = stage.swap.moved_out - before
+        host = stage.offloader.moved_out - before
         resident = sum(p.numel() * p.element_size() for p in stage.model.parameters())
         peak = peak_bytes(stage.device, resident, stage.step)
         grown = grown_bytes(setting, case) if setting.sizes else None

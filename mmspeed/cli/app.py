@@ -181,12 +181,11 @@ def check(
         raise typer.Exit(check_parallel(load_run_config(config, overrides or ()), parallel, others))
     from rich.console import Console
 
-    from .check import memory_lines
-    from .preparations import preparation
+    from .check import check_config, memory_lines
 
     made = load_run_config(config, overrides or ())
     numbers = None if ranks is None else numbers_of(ranks)
-    report = preparation(made, "check").check(report_file, suggest_buckets, numbers)
+    report = check_config(made, report_file, suggest_buckets, numbers)
     report.print(Console())
     if report.problems:
         raise typer.Exit(1)
@@ -221,9 +220,9 @@ def preprocess(
         raise UserError("--shard and --nproc both share out the work: use one of them")
     workers = ray_workers(ray, alone=shard is None and not nproc and "RANK" not in os.environ)
     resolved = _resolve(context, "preprocess", config, overrides, nproc, print_config)
-    from .preparations import preparation
+    from .preparations import needed_preparation
 
-    made = preparation(resolved, "preprocess")
+    made = needed_preparation(resolved, "preprocess")
     _print_lines(made.build(shard) if ray is None else made.build_on_ray(workers))
 
 

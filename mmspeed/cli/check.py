@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmspeed.errors import UserError
 
+from .preparations import not_there, preparation
+
 if TYPE_CHECKING:
     from mmspeed.config import RunConfig
+    from mmspeed.protocols import CheckOutcome
+
+
+def check_config(
+    config: RunConfig, page: Path | None, suggest_buckets: int | None, ranks: Sequence[int] | None
+) -> CheckOutcome:
+    """What the task's preparation finds in the data; of a task without one, what the config will train.
+
+    Raises UserError as these do, and for options that the task does not have.
+    """
+    made = preparation(config)
+    if made is not None:
+        return made.check(page, suggest_buckets, ranks)
+    for option, value in (("--report", page), ("--suggest-buckets", suggest_buckets)):
+        if value is not None:
+            raise not_there(config.task, f"check {option}")
+    from mmspeed.pipelines.report.task_check import check_task
+
+    return check_task(config, ranks)
 
 
 def check_parallel(config: RunConfig, layout: str, others: Mapping[str, object]) -> int:

@@ -50,7 +50,7 @@ def describe(error: BaseException) -> Failure:
     if _out_of_memory(error):
         return Failure(
             "error: out of memory; lower train.micro_batch_size, set memory.fraction: 0.9 (what backward needs is then recomputed or "
-            "swapped as far as it must be) or memory.states: host, or use smaller buckets; in sampling set vae.tiling: true"
+            "swapped as far as it must be) or memory.states: host, or use smaller items; for sampling videos set vae.tiling: true"
             f"\n  {_first_line(error)}"
         )
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("mmspeed"):

@@ -19,12 +19,12 @@ from pydantic.fields import FieldInfo
 from mmspeed.config.docs import REQUIRED, default_of, is_list, kind_of, section_options, show_type, show_value
 from mmspeed.config.load import sections
 from mmspeed.config.schema import RunConfig
-from mmspeed.config.tasks import config_class
+from mmspeed.config.tasks import config_class, preparation_class
 from mmspeed.data.cache.files import write_whole
 from mmspeed.errors import UserError
 from mmspeed.version import __version__
 
-from .preparations import preparation_class
+from .preparations import not_there
 
 # The key that stands switched on in each section where the essentials name none, so that the section is never empty.
 FIRST_KEYS = {
@@ -41,11 +41,25 @@ FIRST_KEYS = {
 }
 
 
+# What stands at the head of a file, for tasks with a preparation and for others.
+PREPARED = (
+    "# Sizes are in pixels, times in seconds. Relative paths are taken from the folder of this file.",
+    "#   mmspeed check FILE        what is in the data, what will happen, what it will cost",
+    "#   mmspeed preprocess FILE   encode the data once, into the cache",
+    "#   mmspeed train FILE        train from the cache",
+)
+PLAIN = (
+    "# Relative paths are taken from the folder of this file.",
+    "#   mmspeed check FILE        what will be trained, and what it will cost",
+    "#   mmspeed train FILE        train; a run that was stopped goes on",
+)
+
+
 def write_config(path: Path, videos: Path | None = None, force: bool = False, task: str = "video") -> Path:
     """Write the template to `path` (`.yaml` is added when it has no such ending) and return where it lies.
 
-    `videos` is the folder or manifest to train on; without it, what ships with the package. Raises UserError for a task that has no
-    such template, when `videos` is not there, when `path` is a folder's name, and when the file exists and `force` is false.
+    `videos` is the folder or manifest to train on; without it, what ships with the package. Raises UserError for a task that is not
+    known or takes no `videos`, when `videos` is not there, when `path` is a folder's name, and when the file exists and `force` is false.
     """
     if path.suffix not in (".yaml", ".yml"):
         if not path.name or path.name == "..":
@@ -78,15 +92,15 @@ def source_path(config: Path, videos: Path | None) -> str | None:
 def template(name: str, source: str | None, task: str = "video") -> str:
     """The text of the commented config of a run called `name` that trains on the media at `source` (None: the demo's).
 
-    Raises UserError for a task that is not known or has no such template.
+    A task without a preparation has all keys at their defaults. Raises UserError for a task that is not known, and for media that
+    a task does not take.
     """
     kind = config_class(task, "--task")
-    values: dict[str, Any] = {
-        "name": name,
-        "output": "runs",
-        "seed": 0,
-        **preparation_class(task, "init").starting_values(name, source),
-    }
+    preparation = preparation_class(task)
+    if preparation is None and source is not None:
+        raise not_there(task, "init --videos")
+    own = {} if preparation is None else preparation.starting_values(name, source)
+    values: dict[str, Any] = {"name": name, "output": "runs", "seed": 0, **own}
     if task != default_of(RunConfig.model_fields["task"]):  # that of a config without the key
         values["task"] = task
     fields = dict(sections(kind))
@@ -96,10 +110,7 @@ def template(name: str, source: str | None, task: str = "video") -> str:
             values[section] = {key: default_of(model.model_fields[key])}
     lines = [
         f"# A run of mmspeed {__version__}. Lines behind a bare # show defaults; remove the # to change one.",
-        "# Sizes are in pixels, times in seconds. Relative paths are taken from the folder of this file.",
-        "#   mmspeed check FILE        what is in the data, what will happen, what it will cost",
-        "#   mmspeed preprocess FILE   encode the data once, into the cache",
-        "#   mmspeed train FILE        train from the cache",
+        *(PREPARED if preparation is not None else PLAIN),
     ]
     for key, field in fields.items():
         lines += ["", *_render(key, field, values.get(key), "")]
@@ -112,7 +123,9 @@ def _render(key: str, field: FieldInfo, value: Any, indent: str) -> list[str]:
     lines = _comment(field.description or "", indent)
     if options and value is None:  # a list, or a section that is left out
         for name, part in options[0].model_fields.items():
-            lines += _comment(f"- {name}: {show_value(default_of(part))} ({part.description or ''})", indent)
+            default = default_of(part)
+            shown = "must be given" if default is REQUIRED else show_value(default)
+            lines += _comment(f"- {name}: {shown} ({part.description or ''})", indent)
         return [*lines, _off(indent, key, "[]" if is_list(field) else "null")]
     if is_list(field) and options:
         lines.append(f"{indent}{key}:")

@@ -1,35 +1,37 @@
-"""The table of what comes before training, by task."""
+"""What comes before the training of a config's task, for the commands that ask for it."""
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from mmspeed.config.tasks import preparation_class, prepared_tasks
 from mmspeed.errors import UserError
 
 if TYPE_CHECKING:
     from mmspeed.config import RunConfig
     from mmspeed.protocols.preparation import Preparation
 
-# name of a task in configs -> "module:class"; a task whose data need no preparation is not in it
-PREPARATIONS: dict[str, str] = {"video": "mmspeed.preprocess.preparation:VideoPreparation"}
+
+def preparation(config: RunConfig) -> Preparation | None:
+    """The preparation of a config's task; None where its data need none."""
+    kind = preparation_class(config.task)
+    return None if kind is None else kind(config)
 
 
-def preparation_class(task: str, command: str) -> type[Preparation]:
-    """The preparation of a task. Raises UserError, which names the command, for a task that has none."""
-    if task not in PREPARATIONS:
-        known = ", ".join(PREPARATIONS)
-        raise UserError(f"`mmspeed {command}` is not there for the task {task} (it is for: {known})")
-    module, _, name = PREPARATIONS[task].partition(":")
-    kind: type[Preparation] = getattr(import_module(module), name)
-    return kind
+def needed_preparation(config: RunConfig, command: str) -> Preparation:
+    """As `preparation`. Raises UserError, which names the command, for a task that has none."""
+    found = preparation(config)
+    if found is None:
+        raise not_there(config.task, command)
+    return found
 
 
-def preparation(config: RunConfig, command: str) -> Preparation:
-    """The preparation of a config's task. Raises UserError as `preparation_class`."""
-    return preparation_class(config.task, command)(config)
+def not_there(task: str, command: str) -> UserError:
+    """The error of a command that does not serve a task."""
+    return UserError(f"`mmspeed {command}` is not there for the task {task} (it is for: {', '.join(prepared_tasks())})")
 
 
 def maker_of(config: RunConfig) -> Any:
     """What completes a config's data in the first epoch; None where nothing does."""
-    return preparation(config, "train").maker() if config.task in PREPARATIONS else None
+    found = preparation(config)
+    return None if found is None else found.maker()

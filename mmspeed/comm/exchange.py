@@ -24,7 +24,7 @@ from mmspeed.graphs import outside_graphs
 from mmspeed.replay import record_or_replay
 
 from .axis import Axis, nbytes
-from .halves import PendingExchange, finish, finish_all, start
+from .halves import PendingExchange, finish, start
 from .messages import AllGather, AllToAll, ReduceScatter, RowMove, between, wait_all
 from .packing import Sizes, even_sizes, laid_out
 
@@ -66,25 +66,6 @@ def start_all_to_all(
     return start_all_to_all_many([x], axis, scatter_dim, gather_dim, each, gather_sizes, order)
 
 
-def all_to_all_many(
-    xs: Sequence[Tensor],
-    axis: Axis,
-    scatter_dim: int,
-    gather_dim: int,
-    scatter_sizes_each: Sequence[Sequence[int] | None] | None = None,
-    gather_sizes: Sequence[int] | None = None,
-    order: Sequence[int] | None = None,
-) -> list[Tensor]:
-    """`all_to_all` of several tensors in one message, such as queries, keys and values with different numbers of heads.
-
-    All have the same number of dims, number type and size of `gather_dim`; `scatter_sizes_each` has the sizes of each tensor.
-    """
-    if not xs:
-        return []
-    started = start_all_to_all_many(xs, axis, scatter_dim, gather_dim, scatter_sizes_each, gather_sizes, order)
-    return finish_all(started)
-
-
 def start_all_to_all_many(
     xs: Sequence[Tensor],
     axis: Axis,
@@ -94,7 +75,10 @@ def start_all_to_all_many(
     gather_sizes: Sequence[int] | None = None,
     order: Sequence[int] | None = None,
 ) -> PendingExchange:
-    """The first half of `all_to_all_many`, of one tensor or more; `finish_all` is the second."""
+    """The first half of `all_to_all` of several tensors in one message, such as queries, keys and values; `finish_all` is the second.
+
+    All have the same number of dims, number type and size of `gather_dim`; `scatter_sizes_each` has the sizes of each tensor.
+    """
     if len({(x.dim(), x.dtype, x.device) for x in xs}) != 1:
         raise ValueError("tensors of one exchange have the same number of dims, number type and device")
     dims = xs[0].dim()
@@ -171,17 +155,17 @@ def row_counts(sends_R: Tensor, axis: Axis) -> RowCounts:
         raise ValueError(f"{axis.name}: counts for {axis.size} ranks are whole numbers of shape ({axis.size},)")
 
     def exchanged() -> RowCounts:
-        ones = [1] * axis.size
+        ones = (1,) * axis.size
         with torch.no_grad():
             counts = sends_R.detach().long()
-            sends, comes = torch.stack((counts, swap_rows(counts, axis, ones, ones, "counts"))).tolist()
+            sends, comes = torch.stack((counts, swap_rows(counts, axis, RowCounts(ones, ones), "counts"))).tolist()
         return RowCounts(tuple(sends), tuple(comes))
 
     return record_or_replay(exchanged)[0]
 
 
 def start_rows(x_ZE: Tensor, axis: Axis, counts: RowCounts, kind: str = "rows") -> PendingExchange:
-    """The first half of `swap_rows`, by counts from the host or from `row_counts`; `finish` is the second."""
+    """The first half of `swap_rows`; `finish` is the second."""
     sends, comes = counts.sends, counts.comes
     if (
         len(sends) != axis.size
@@ -196,16 +180,17 @@ def start_rows(x_ZE: Tensor, axis: Axis, counts: RowCounts, kind: str = "rows") 
     return start(RowMove(axis, sends, comes, kind), [_natural(x_ZE)], [x_ZE])
 
 
-def swap_rows(x_ZE: Tensor, axis: Axis, sends: Sequence[int], comes: Sequence[int], kind: str = "rows") -> Tensor:
-    """Give each rank some rows, another number to each, and get `comes[r]` from rank r, rank by rank. Backward: the same, back.
+def swap_rows(x_ZE: Tensor, axis: Axis, counts: RowCounts, kind: str = "rows") -> Tensor:
+    """Give each rank some rows, another number to each, and get `counts.comes[r]` from rank r, rank by rank. Backward: the same, back.
 
     Args:
-        x_ZE: rows (of any shape) for rank 0 first, `sends[0]` of them, then those for rank 1. Ranks may be given none.
+        x_ZE: rows (of any shape) for rank 0 first, `counts.sends[0]` of them, then those for rank 1. Ranks may be given none.
+        counts: from the host, or from `row_counts`.
         kind: what the ledger counts the bytes as.
 
     Raises ValueError for numbers of rows that do not fit.
     """
-    return finish(start_rows(x_ZE, axis, RowCounts(tuple(sends), tuple(comes)), kind))
+    return finish(start_rows(x_ZE, axis, counts, kind))
 
 
 class PendingTensors:

@@ -6,7 +6,7 @@ what was issued between the halves in forward lies between them in backward too.
 token, which carries the edge of the graph and nothing else.
 
 What came is offered at finish to whoever recomputes (`mmspeed.replay`); where it is held, neither half issues anything in the second pass.
-An exchange of gradients, or one that is made while no gradient is recorded, is not offered: it may be made in the first pass alone.
+So is an exchange that records no gradient: a reentrant checkpoint's first pass records none at all. One of gradients is not offered.
 
 On an accelerator messages travel on the process group's own stream and neither half makes the host wait; both halves belong on one
 stream. On the CPU finish blocks until the messages are here.
@@ -60,7 +60,7 @@ class PendingExchange:
         pending._move, pending._link, pending._records = move, _ReverseHalf(), torch.is_grad_enabled()
         pending._layouts_back = tuple(layout(x) for x in xs)
         pending._half, issues = begin("exchange") if offers else (None, True)
-        pending._again = pending._half is not None and pending._half.whole
+        pending._again = pending._half is not None and pending._half.made_again
         pending._token = _Start.apply(pending, tuple(layouts), issues, *xs)
         return pending
 
@@ -93,7 +93,7 @@ def start(move: Move, layouts: Sequence[Sizes], xs: Sequence[Tensor]) -> Pending
 
 @outside_graphs
 def _started(move: Move, layouts: Sequence[Sizes], xs: Sequence[Tensor]) -> PendingExchange:
-    return PendingExchange._of(move, layouts, xs, offers=torch.is_grad_enabled())
+    return PendingExchange._of(move, layouts, xs, offers=True)
 
 
 def finish(pending: PendingExchange) -> Tensor:
@@ -148,7 +148,7 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pending: PendingExchange, token: Tensor) -> tuple[Tensor, ...]:
         ctx.link, ctx.move, ctx.layouts = pending._link, pending._move, pending._layouts_back
-        return complete("exchange", pending._half, pending._complete)
+        return complete("exchange", pending._half, pending._complete, pending._move)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from mmspeed.errors import UserError, nearest
 
 from .renamed import note, refuse_old, translated
 from .schema import Config, RunConfig
-from .tasks import CONFIGS, config_class
+from .tasks import config_class, known_tasks
 
 
 def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -78,14 +79,15 @@ def make_run_config(
     for override in overrides:
         _apply_override(own, override)
     refuse_old(own, origin)
-    kind = config_class(own.get("task", "video"), origin)
+    task = own.get("task", "video")
+    kind = config_class(task, origin)
     for section, default in _DEFAULT_KINDS.items():
         if section in kind.model_fields and isinstance(own.get(section), dict):
             own[section].setdefault("kind", default)
     try:
         config = kind.model_validate(own)
     except ValidationError as error:
-        raise UserError(f"{origin}: {_describe(error, kind)}") from None
+        raise UserError(f"{origin}: {_describe(error, kind, task)}") from None
     return config.absolute(base) if base is not None else config
 
 
@@ -188,7 +190,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
             node = node[part]
 
 
-def _describe(error: ValidationError, kind: type[RunConfig]) -> str:
+def _describe(error: ValidationError, kind: type[RunConfig], task: str) -> str:
     """The first mistake in one line, and how many more there are."""
     problems = error.errors()
     within = {problem["loc"][: depth + 1] for problem in problems for depth in range(len(problem["loc"]) - 1)}
@@ -199,7 +201,7 @@ def _describe(error: ValidationError, kind: type[RunConfig]) -> str:
         loc = [part for part in problem["loc"] if part not in _TAGS and part != "[key]"]
         where = ".".join(str(part) for part in loc)
         if problem["type"] == "extra_forbidden":
-            lines.append(f"unknown key '{where}'{_suggest(loc, problem['loc'], kind)}")
+            lines.append(f"unknown key '{where}'{_suggest(loc, problem['loc'], kind, task)}")
         elif problem["type"] == "missing":
             lines.append(f"'{where}' is missing")
         elif problem["type"].startswith("union_tag"):
@@ -227,13 +229,12 @@ _DEFAULT_KINDS = {"vae": "linear", "text": "minilm", "objective": "flow"}
 _TAGS = {"linear", "diffusers", "minilm", "transformers", "flow", "ddpm"}
 
 
-def _suggest(loc: list[Any], full_loc: tuple[Any, ...], kind: type[RunConfig]) -> str:
+def _suggest(loc: list[Any], full_loc: tuple[Any, ...], kind: type[RunConfig], own: str) -> str:
     """The task that the key is of, the nearest real key in the same section, or the nearest in the whole tree."""
     if len(loc) == 1:
-        for task in CONFIGS:
-            other = config_class(task)
-            if other is not kind and any(loc[0] == (f.alias or name) for name, f in other.model_fields.items()):
-                return f", which is a section of the task {task}; this config is of the task {_task_of(kind)}"
+        for task, other in _other_configs(kind):
+            if any(loc[0] == (f.alias or name) for name, f in other.model_fields.items()):
+                return f", which is a section of the task {task}; this config is of the task {own}"
     section = _section_at(kind, [part for part in full_loc[:-1] if not isinstance(part, int)])
     key = str(loc[-1])
     if section is not None:
@@ -245,8 +246,13 @@ def _suggest(loc: list[Any], full_loc: tuple[Any, ...], kind: type[RunConfig]) -
     return hint.replace(f"'{hint.split(chr(39))[1]}'", f"'{everywhere[hint.split(chr(39))[1]]}'") if hint else ""
 
 
-def _task_of(kind: type[RunConfig]) -> str:
-    return next((task for task in CONFIGS if config_class(task) is kind), kind.__name__)
+def _other_configs(kind: type[RunConfig]) -> Iterator[tuple[str, type[RunConfig]]]:
+    """The configs of the other tasks, by name; without those of broken packages, which nobody has asked for."""
+    for task in known_tasks():
+        with contextlib.suppress(UserError):
+            other = config_class(task)
+            if other is not kind:
+                yield task, other
 
 
 def _models_of(annotation: Any) -> list[type[BaseModel]]:

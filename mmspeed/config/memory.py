@@ -54,7 +54,7 @@ class MemoryConfig(Section):
     )
     exchange_again: bool = Field(
         False,
-        description="Recomputation exchanges between devices again, where a video is split over several: less memory, more traffic. Else what came is kept.",
+        description="Recomputation exchanges between devices again, where an item is split over several: less memory, more traffic. Else what came is kept.",
     )
     keep_last: bool = Field(
         True, description="The last block's tensors are not offloaded: backward needs them at once."

@@ -30,12 +30,12 @@ class ParallelConfig(Section):
     ring: int = Field(
         1,
         ge=1,
-        description="Sequence parallelism: parts of a video's tokens whose keys and values travel round (ring attention). Any number; for slow links.",
+        description="Sequence parallelism: parts of an item's tokens whose keys and values travel round (ring attention). Any number; for slow links.",
     )
     ulysses: int = Field(
         1,
         ge=1,
-        description="Sequence parallelism: parts of a video's tokens that are exchanged for heads around attention (Ulysses). At most the heads of a device; for fast links.",
+        description="Sequence parallelism: parts of an item's tokens that are exchanged for heads around attention (Ulysses). At most the heads of a device; for fast links.",
     )
     tp: int = Field(
         1, ge=1, description="Tensor parallelism: devices that share each weight matrix; must divide the heads."
@@ -51,7 +51,7 @@ class ParallelConfig(Section):
     shard_text: int | None = Field(
         None,
         ge=1,
-        description="Captions of at least so many tokens are split over the devices of a video too; null: every device holds them whole.",
+        description="Captions of at least so many tokens are split over the devices of an item too; null: every device holds them whole.",
     )
     ring_window: int | None = Field(
         None,
@@ -73,12 +73,12 @@ class ParallelConfig(Section):
 
     @property
     def sequence(self) -> int:
-        """Devices that share the tokens of a video."""
+        """Devices that share the tokens of an item."""
         return self.ring * self.ulysses
 
     @property
     def group(self) -> int:
-        """Devices that compute one video together."""
+        """Devices that compute one item together."""
         return self.together(split=True)
 
     def together(self, split: bool) -> int:
@@ -91,7 +91,7 @@ class ParallelConfig(Section):
         return max(1, self.dp_replicate)
 
     def sizes(self, sharded: bool = True) -> dict[str, int]:
-        """The size of each axis, as `mmspeed.mesh.make_mesh` takes them; without `sharded` what is left are replicas."""
+        """The size of each axis, as `mmspeed.axes.AxisSizes` has them; without `sharded` what is left are replicas."""
         found = {axis: int(getattr(self, axis)) for axis in AXES}
         return found if sharded else found | {AxisName.DP_REPLICATE.value: -1, AxisName.DP_SHARD.value: 1}
 

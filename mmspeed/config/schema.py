@@ -139,7 +139,7 @@ class CheckpointConfig(Section):
 
 
 class ValidateConfig(Section):
-    """Held-out loss and sample videos during training, from the EMA weights."""
+    """Held-out loss and samples during training, from the EMA weights."""
 
     every: int = Field(500, ge=1, description="Steps between two validations. The end of a run is always validated.")
     samples: int = Field(16, ge=0, description="Held-out samples that the loss is taken on; 0: no held-out loss.")
@@ -149,8 +149,10 @@ class ValidateConfig(Section):
         le=100,
         description="Fixed timesteps a sample is evaluated at: the middles of this many equal parts of the training distribution.",
     )
-    prompts: tuple[str, ...] = Field((), description="Captions that videos are sampled for during training.")
-    seed: int = Field(0, description="Seed of the sampled videos.")
+    prompts: tuple[str, ...] = Field(
+        (), description="Prompts that samples are made for during training, such as captions of videos."
+    )
+    seed: int = Field(0, description="Seed of the samples.")
 
 
 class SampleConfig(Section):
@@ -193,7 +195,7 @@ class RunConfig(Section):
     # the order in which people read them; those that are not named come last
     order: ClassVar[tuple[str, ...]] = ()
 
-    task: str = Field("video", description="What is trained: `video`.")
+    task: str = Field("video", description="What is trained.")
     name: str = Field(
         "run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run; its folder is `output`/`name`."
     )
@@ -210,7 +212,7 @@ class RunConfig(Section):
         default_factory=CheckpointConfig, description="When the state of a run is written."
     )
     validate_: ValidateConfig = Field(
-        default_factory=ValidateConfig, alias="validate", description="Held-out loss and sample videos during training."
+        default_factory=ValidateConfig, alias="validate", description="Held-out loss and samples during training."
     )
     parallel: ParallelConfig = Field(
         default_factory=ParallelConfig, description="How the model is spread over devices."

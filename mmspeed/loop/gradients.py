@@ -25,6 +25,8 @@ def total_norm(parameters: Iterable[nn.Parameter], mesh: Mesh | None = None) -> 
     kinds = by_mesh(p for p in parameters if p.grad is not None)
     norms = [get_total_norm([p.grad for p in kind if p.grad is not None]) for kind in kinds]
     wholes = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    if not wholes:  # a pipeline stage of which nothing trains
+        wholes = [torch.zeros((), device=mesh.dense.device_type if mesh is not None else "cpu")]
     norm = wholes[0] if len(wholes) == 1 else torch.stack(wholes).square().sum().sqrt()
     for group in mesh.across_stages() if mesh is not None else ():
         square = norm.square()

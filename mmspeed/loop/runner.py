@@ -39,21 +39,21 @@ class RunRecord:
     sources: list[list[str]] = field(default_factory=list)
     kinds: dict[str, TermKind] = field(default_factory=dict)  # by term
 
-    def total(self, name: str) -> Tensor:
-        """The weighted sum of a term over all micro-batches, a scalar on the device; 0 where no micro-batch has it."""
-        return _sum([totals[name] for totals in self.totals if name in totals])
+    def total(self, name: str, device: torch.device) -> Tensor:
+        """The weighted sum of a term over all micro-batches, a scalar on `device`; 0 where the term was not met here."""
+        return _sum([totals[name] for totals in self.totals if name in totals], device)
 
-    def weight(self, divisor: str) -> Tensor:
-        """The sum of the weights of a divisor over all micro-batches, a scalar on the device."""
-        return _sum([weights[divisor] for weights in self.weights if divisor in weights])
+    def weight(self, divisor: str, device: torch.device) -> Tensor:
+        """The sum of the weights of a divisor over all micro-batches, as `total`."""
+        return _sum([weights[divisor] for weights in self.weights if divisor in weights], device)
 
-    def disagreement(self) -> Tensor:
-        """The sum of what weights of one late divisor differ by, from term to term; 0 at best, a scalar on the device."""
-        return _sum(self.disagreements)
+    def disagreement(self, device: torch.device) -> Tensor:
+        """The sum of what weights of one late divisor differ by, from term to term; 0 at best, a scalar on `device`."""
+        return _sum(self.disagreements, device)
 
 
-def _sum(scalars: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(scalars)).sum() if scalars else torch.zeros(())
+def _sum(scalars: list[Tensor], device: torch.device) -> Tensor:
+    return torch.stack(scalars).sum() if scalars else torch.zeros((), device=device)
 
 
 class Runner(Protocol):
@@ -64,7 +64,7 @@ class Runner(Protocol):
 
         `divisors`: what the losses of terms are divided by; None: it is known afterwards, and the weights are summed. Of a micro-batch
         nothing but its terms and sources is kept when the next one is asked for. Raises UserError for a divisor of a term that
-        trains which is not positive.
+        trains which is not positive. On a pipeline stage that does not know the loss the record has no terms.
         """
         ...
 

@@ -141,9 +141,9 @@ def apply_update(
         for model in learning:
             sum_shared_gradients(model.parameters(), tensor)
     kinds = terms_of_all(record.kinds, group)  # before the device is waited for
-    late = _late_divisors(record, kinds, divisors, group)
+    late = _late_divisors(record, kinds, divisors, learner.device, group)
     scale = _late_scale(kinds, late, bool(releasing))
-    sums = [record.total(name).to(learner.device) for name in kinds]
+    sums = [record.total(name, learner.device) for name in kinds]
     if not releasing:
         norm = clip_gradients(learning, clip_norm, mesh, scale)
         *mine, grad_norm = torch.stack([*sums, norm]).tolist()  # the wait for the device
@@ -171,7 +171,11 @@ def apply_update(
 
 
 def _late_divisors(
-    record: RunRecord, kinds: Mapping[str, TermKind], divisors: Divisors, group: dist.ProcessGroup | None
+    record: RunRecord,
+    kinds: Mapping[str, TermKind],
+    divisors: Divisors,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
 ) -> dict[str, float]:
     """The sums of the weights of all ranks, for the divisors of terms that are not known beforehand; waits for the device.
 
@@ -180,8 +184,8 @@ def _late_divisors(
     late = sorted({kind.divisor for kind in kinds.values() if divisors[kind.divisor] is None})
     if not late:
         return {}
-    mine = [record.weight(name).item() for name in late]
-    *weights, apart = all_reduce_sum([*mine, record.disagreement().item()], group)
+    mine = [record.weight(name, device).item() for name in late]
+    *weights, apart = all_reduce_sum([*mine, record.disagreement(device).item()], group)
     if apart:
         raise UserError(
             f"the divisor {' or '.join(late)} is the sum of its terms' weights, and its terms have different ones: give them the same "

@@ -51,9 +51,12 @@ def terms_of_all(kinds: Mapping[str, TermKind], group: dist.ProcessGroup | None)
 def reduce_terms(terms: Terms, divisors: Divisors) -> dict[str, float]:
     """Each term summed over the items of all ranks in float64, over its divisor; None: the sum of its weights. A collective call.
 
-    Empty where no rank has a term; a term without an item that counts is left out.
+    Empty where no rank has a term; a term without an item that counts is left out. Raises ValueError for a divisor that is not given.
     """
     kinds = terms_of_all({name: TermKind(term.divisor, term.trains) for name, term in terms.items()}, None)
+    for name, kind in kinds.items():
+        if kind.divisor not in divisors:
+            raise ValueError(f"the term '{name}' has the divisor '{kind.divisor}', and there are {', '.join(divisors)}")
     sums: list[float] = []
     for name in kinds:
         losses, weights = (terms[name].loss_I.tolist(), terms[name].weight_I.tolist()) if name in terms else ([], [])

@@ -30,7 +30,7 @@ from .data_parallel import (
     take_float32_gradients,
     unwrap,
 )
-from .declared.apply import sequence_axes, sequence_parallel
+from .declared.apply import is_sequence_parallel, sequence_axes, sequence_parallel
 from .declared.plan import Attends, Gather, Leading, SequencePlan, Split
 from .sequence.hybrid_attention import SequenceAxes
 from .tensor import check_heads, split_layers, sum_shared_gradients
@@ -124,7 +124,7 @@ def parallelize(
     if exchanges:  # who computes which tokens
         shard_tokens(model, layout)
     # Recomputation is part of the graphs, block by block; but exchanges and plans break graphs, and none is made of a block with both
-    breaks = exchanges or bool(recorded_modules(model))
+    breaks = exchanges or is_sequence_parallel(model) or bool(recorded_modules(model))
     backend = compile if isinstance(compile, str) else "inductor"
     for number, block in enumerate(trainable(model).blocks):
         if compile and breaks:

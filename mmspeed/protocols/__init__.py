@@ -21,7 +21,7 @@ from .model import (
     trainable,
 )
 from .preparation import CheckOutcome, Preparation
-from .shapes import ShapeClass
+from .shapes import ShapeClass, shape_words
 from .task import (
     CheckNotes,
     CheckTask,
@@ -83,5 +83,6 @@ __all__ = [
     "VideoCodec",
     "Work",
     "check_model",
+    "shape_words",
     "trainable",
 ]

@@ -6,7 +6,7 @@ micro-batches themselves.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,6 +26,11 @@ class BatchShape:
     tensors: Mapping[str, tuple[int, ...]]
 
 
+def even() -> float:
+    """The imbalance of a step that costs every rank the same."""
+    return 1.0
+
+
 @dataclass(frozen=True)
 class StepData:
     """One optimizer step.
@@ -33,10 +38,10 @@ class StepData:
     Args:
         divisors: what its terms are divided by, the same on every rank.
         batches: this rank's micro-batches; none when no item is there.
-        items: the step's items over all ranks, lost ones included.
+        items: the step's items over all ranks, lost ones included; a sequence that may make each when it is looked at, as few steps are.
         counts: items of each shape class over all ranks, lost ones left out.
         tokens: real tokens of these, where the data knows them; None: the task counts by shape.
-        imbalance: greatest over mean cost across ranks; 1 at best.
+        imbalance: works out the greatest over the mean cost across ranks, 1 at best; called for the steps that are written down.
     """
 
     divisors: Divisors
@@ -44,7 +49,7 @@ class StepData:
     items: Sequence[Item]
     counts: Mapping[ShapeClass, int]
     tokens: int | None = None
-    imbalance: float = 1.0
+    imbalance: Callable[[], float] = even
 
 
 class OrderedSample(Protocol):

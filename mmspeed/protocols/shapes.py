@@ -5,6 +5,11 @@ from __future__ import annotations
 from typing import Any, Protocol, runtime_checkable
 
 
+def shape_words(shape: ShapeClass) -> str:
+    """A shape class in messages: its own words, such as `49x176x320`, where it has some, else its name."""
+    return shape.name if type(shape).__str__ is object.__str__ else str(shape)
+
+
 @runtime_checkable
 class ShapeClass(Protocol):
     """A group of items whose tensors have the same shapes, such as a video bucket or packs of 4,096 tokens.

@@ -15,10 +15,9 @@ Legend: B batch, A heads, N queries, M keys, D head width, X position axes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,11 +31,12 @@ from mmspeed.compute.sparse.module import ClusteredAttention, clustered_layers
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.errors import UserError, nearest
 from mmspeed.graphs import outside_graphs
+from mmspeed.memory.recompute.block_checkpoint import replay_checkpoints
 from mmspeed.mixin import mix_in
 from mmspeed.models.diffusers.sparse import Grid, SparseLayout
 from mmspeed.parallel.declared.apply import argument_names, named_like
 from mmspeed.parallel.declared.attention_hook import key_mask
-from mmspeed.replay import recorded_modules, recording, replayed
+from mmspeed.replay import recording
 from mmspeed.torch_internals import in_backward
 
 NAME = "mmspeed_sparse"  # of the layer in an attention module
@@ -99,16 +99,6 @@ class _SparseModel(nn.Module):
         self._sparse_calls.begin(args, kwargs)
         return super().forward(*args, **kwargs)
 
-    @property
-    def _gradient_checkpointing_func(self) -> Callable[..., Any] | None:
-        """What diffusers checkpoints a block with, so that the block decides once."""
-        given = vars(self).get("_gradient_checkpointing_func")
-        return None if given is None else partial(_checkpoint, given)
-
-    @_gradient_checkpointing_func.setter
-    def _gradient_checkpointing_func(self, given: Callable[..., Any] | None) -> None:
-        vars(self)["_gradient_checkpointing_func"] = given
-
     @contextmanager
     def cache_context(self, name: str, **kwargs: Any) -> Iterator[None]:
         """Diffusers' pipelines tell by it which caption they call the model with; `warm_plans` listens."""
@@ -117,11 +107,6 @@ class _SparseModel(nn.Module):
                 if layer.warm is not None:
                     layer.warm.condition = name
             yield
-
-
-def _checkpoint(checkpoint: Callable[..., Any], block: Any, *args: Any, **kwargs: Any) -> Any:
-    decides = isinstance(block, nn.Module) and recorded_modules(block)
-    return checkpoint(replayed(block) if decides else block, *args, **kwargs)
 
 
 @dataclass
@@ -255,6 +240,7 @@ def sparsify(model: nn.Module, layout: SparseLayout, settings: SparseConfig) -> 
         mix_in(module, _SparseSelfAttention, rename=False)
         module._sparse_role = _AttentionRole(f"{name} ({type(module).__name__})", sequences, calls)  # type: ignore[assignment]
         layers[name] = layer
+    replay_checkpoints(model)
     mix_in(model, _SparseModel, rename=False)  # diffusers writes the name into a checkpoint's config
     model._sparse_calls = calls  # type: ignore[assignment]
     return layers

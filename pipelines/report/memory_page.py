@@ -17,7 +17,7 @@ from mmspeed.memory.planning.report import CATEGORIES, MemoryReport, host_pools
 from mmspeed.parallel import unwrap
 from mmspeed.pipelines.run.build import Assembly
 from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep
-from mmspeed.protocols import ShapeClass
+from mmspeed.protocols import ShapeClass, shape_words
 
 MEMORY_FILE = "memory.json"  # in a run's folder; the report is under "report"
 
@@ -52,7 +52,7 @@ def measure_report(trial: SyntheticStep, bucket: ShapeClass, batch: int) -> Memo
         parts.optimizer,
         lambda: trial.run(bucket, batch),
         device=trial.device,
-        setting=f"{bucket}, {batch} a device",
+        setting=f"{shape_words(bucket)}, {batch} a device",
         average=() if parts.ema is None or parts.ema.on_host else parts.ema.tensors.values(),
         host=lambda: host_bytes(parts),
         counted_peak=counted,

@@ -8,7 +8,7 @@ import io
 from pathlib import Path
 from typing import Any
 
-from mmspeed.config import dump_config
+from mmspeed.config import Config, RunConfig, dump_config
 from mmspeed.log import format_bytes, format_seconds, read_metrics
 from mmspeed.pipelines.report import memory_page
 from mmspeed.pipelines.run.run_folder import RunFolder, write_text
@@ -34,20 +34,21 @@ def write_report(run: str | Path) -> Path:
     The page needs no network and no other file. Raises UserError when `run` is not a run.
     """
     folder = RunFolder.open(run)
-    config = folder.config()
+    config = folder.run_config()
     rows = read_metrics(folder.metrics)
     steps = [row for row in rows if row.get("kind") == "train"]
     validations = [row for row in rows if row.get("kind") == "validation"]
     parts = [
         f"<h1>{html.escape(config.name)}</h1>",
-        f'<p class="sub">mmspeed {__version__} &middot; model {html.escape(config.model.size)},'
-        f" {config.model.arrangement} &middot; objective {config.objective.kind}</p>",
+        f'<p class="sub">mmspeed {__version__} &middot; {html.escape(_what(config))}</p>',
         _tiles(steps, validations),
         "<h2>Loss</h2>",
         _figure(
             _loss_plot(steps, validations),
             "Training loss of single steps (dots), their moving mean, and the held-out loss.",
         ),
+        _terms_part(steps),
+        _validation_part(validations),
         _quantile_part(validations),
         "<h2>Throughput</h2>",
         _figure(
@@ -55,8 +56,7 @@ def write_report(run: str | Path) -> Path:
         ),
         memory_page.page_part(folder.root, lambda figure, caption: _figure(_png(figure), caption)),
         _attention_part(steps),
-        "<h2>Samples</h2>",
-        _samples(folder.samples),
+        _samples(folder.samples, asked=isinstance(config, Config)),
         "<h2>Config</h2>",
         f"<pre>{html.escape(dump_config(config))}</pre>",
     ]
@@ -68,6 +68,13 @@ def write_report(run: str | Path) -> Path:
     )
     write_text(folder.report, page)
     return folder.report
+
+
+def _what(config: RunConfig) -> str:
+    """What is trained, in a few words."""
+    if isinstance(config, Config):
+        return f"model {config.model.size}, {config.model.arrangement} \u00b7 objective {config.objective.kind}"
+    return f"task {config.task}"
 
 
 def _numbers(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
@@ -118,6 +125,33 @@ def _loss_plot(steps: list[dict[str, Any]], validations: list[dict[str, Any]]) -
     if axis.lines:
         axis.legend(frameon=False)
     return _png(figure)
+
+
+def _terms_part(steps: list[dict[str, Any]]) -> str:
+    """The named terms of the loss over the steps, each in its own plot; nothing where there is but one."""
+    names = list(dict.fromkeys(name for row in steps for name in row.get("terms", ())))
+    if not names:
+        return ""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.5, 2.6 * -(-len(names) // 3)), layout="constrained")
+    for place, name in enumerate(names, 1):
+        axis = figure.add_subplot(-(-len(names) // 3), 3, place)
+        axis.plot(*_numbers([{"step": row["step"], **row.get("terms", {})} for row in steps], name), color="#1f5fa8")
+        axis.set_title(name, fontsize=10)
+        axis.grid(alpha=0.25)
+    return _figure(_png(figure), "The terms of the loss, and those that are logged alone, each over its divisor.")
+
+
+def _validation_part(validations: list[dict[str, Any]]) -> str:
+    """The numbers of the last validation as a table; nothing where it has the loss alone."""
+    last = validations[-1] if validations else {}
+    known = ("step", "loss", "seconds")
+    more = {name: value for name, value in last.items() if isinstance(value, int | float) and name not in known}
+    if not more:
+        return ""
+    cells = "".join(f"<tr><td>{html.escape(name)}</td><td>{value:.6g}</td></tr>" for name, value in more.items())
+    return f"<h2>Validation</h2><p class='sub'>At step {last['step']}.</p><table>{cells}</table>"
 
 
 def _throughput_plot(steps: list[dict[str, Any]]) -> str:
@@ -220,14 +254,18 @@ def _figure(source: str, caption: str) -> str:
     return f'<figure><img src="{source}" alt="{html.escape(caption)}"><figcaption>{html.escape(caption)}</figcaption></figure>'
 
 
-def _samples(folder: Path) -> str:
-    """The newest steps' videos with their prompts. A step's folder holds NNN.mp4 and NNN.txt (the prompt)."""
+def _samples(folder: Path, asked: bool) -> str:
+    """The newest steps' videos with their prompts. A step's folder holds NNN.mp4 and NNN.txt (the prompt).
+
+    asked: whether the task makes videos, so that it is told where there are none.
+    """
     steps = (
         sorted((p for p in folder.glob("step-" + "[0-9]" * 8) if p.is_dir()), reverse=True) if folder.is_dir() else []
     )
     if not steps:
-        return "<p>No videos were sampled during this run (set validate.prompts).</p>"
-    parts = []
+        none = "<h2>Samples</h2><p>No videos were sampled during this run (set validate.prompts).</p>"
+        return none if asked else ""
+    parts = ["<h2>Samples</h2>"]
     for step in steps[:SHOWN_SAMPLES]:
         parts.append(f"<h3>step {int(step.name.removeprefix('step-'))}</h3><div class='videos'>")
         for video in sorted(step.glob("*.mp4")):

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mmspeed.axes import Reader
+from mmspeed.axes import AxisSizes, Reader
 from mmspeed.config import RunConfig
 from mmspeed.config.memory import parse_bytes
 from mmspeed.device import Device, parse_dtype
@@ -120,7 +120,7 @@ def place(config: RunConfig, device: Device) -> Placement:
     parallel, world = config.parallel, dist.get_world_size()
     strategy = resolve_strategy(parallel.strategy, world)
     parallel.check_world(world)
-    mesh = make_mesh(device, **parallel.sizes(sharded=strategy == "fsdp"))
+    mesh = make_mesh(device, AxisSizes(**parallel.sizes(sharded=strategy == "fsdp")))
     return Placement(strategy, mesh, make_layout(mesh, parallel), mesh.reader(), mesh.first_of_group)
 
 

@@ -95,9 +95,13 @@ class RunFolder:
                 get_logger("train").warning(f"{self.root} cannot be locked ({error}): do not start this run twice")
             yield
 
+    def run_config(self) -> RunConfig:
+        """The resolved config of the run, of any task."""
+        return load_record(self.config_file)
+
     def config(self) -> Config:
-        """The resolved config of the run. Raises UserError for a run of another task than video."""
-        return video_config(load_record(self.config_file), str(self.config_file))
+        """As `run_config`, of the video task. Raises UserError for a run of another."""
+        return video_config(self.run_config(), str(self.root))
 
     def info(self) -> dict[str, Any]:
         """run.json. Raises UserError when it is missing or damaged."""
@@ -109,10 +113,18 @@ class RunFolder:
             raise UserError(f"{path} cannot be read ({error}); start the training again to write it anew") from None
 
     def check_same(self, config: RunConfig) -> list[str]:
-        """Sections that differ from the run's own config. Raises UserError when one of `fixed_on_resume` does."""
+        """Sections that differ from the run's own config.
+
+        Raises UserError for a run of another task, and when one of `fixed_on_resume` differs.
+        """
         if not self.config_file.exists():
             return []
-        before, now = load_record(self.config_file).model_dump(by_alias=True), config.model_dump(by_alias=True)
+        recorded = load_record(self.config_file)
+        if recorded.task != config.task:
+            raise UserError(
+                f"{self.root} is a run of the task {recorded.task}, and this config is of the task {config.task}: choose another `name`"
+            )
+        before, now = recorded.model_dump(by_alias=True), config.model_dump(by_alias=True)
         changed = _differing(before, now)
         for section, key in config.free_on_resume:
             for tree in (before, now):

@@ -19,13 +19,13 @@ import yaml
 
 from mmspeed.config import RunConfig, make_run_config
 from mmspeed.config.parallel import AXES
-from mmspeed.config.tasks import CONFIGS
+from mmspeed.config.tasks import task_entry
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
 from mmspeed.pipelines.selfcheck.children import Child, run_children
 from mmspeed.pipelines.selfcheck.verdict import SelfCheck, compare, named, processes
 from mmspeed.pipelines.selfcheck.worker import WorkerReport
-from mmspeed.pipelines.tasks import TASKS, make_task
+from mmspeed.pipelines.tasks import make_task
 from mmspeed.protocols import CheckTask
 
 __all__ = ["SelfCheck", "selfcheck", "with_layout"]
@@ -65,7 +65,7 @@ def _children(run: str, world: int, config: RunConfig, check: CheckTask, root: P
     (root / run).mkdir()
     job = {
         "config": config.model_dump(mode="json", by_alias=True),
-        "classes": [CONFIGS[config.task], TASKS[config.task]],  # of a task that only this process has registered too
+        "classes": task_entry(config.task).to_json(),  # of a task that only this process has registered too
         "known": dict(check.known),
         "run": run,
         "world": world,

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from mmspeed import comm, rng
 from mmspeed.config import RunConfig, make_run_config
 from mmspeed.config.parallel import ParallelConfig
-from mmspeed.config.tasks import CONFIGS
+from mmspeed.config.tasks import TASKS, TaskEntry
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.loop.optimizers.build import set_learning_rate
@@ -36,7 +36,7 @@ from mmspeed.parallel import TokenLayout, unwrap
 from mmspeed.parallel.tensor import local
 from mmspeed.pipelines.run.build import Assembly, Placement, assemble, place
 from mmspeed.pipelines.selfcheck.children import ERROR, follow_parent, write_error
-from mmspeed.pipelines.tasks import TASKS, make_task
+from mmspeed.pipelines.tasks import make_task
 from mmspeed.protocols import Batch, CheckTask, RunPlace
 
 Arrays = dict[str, "np.ndarray[Any, Any]"]
@@ -263,9 +263,7 @@ def _work(job: dict[str, Any]) -> None:
     import torch.distributed as dist
 
     os.environ.update(RANK=str(job["rank"]), LOCAL_RANK=str(job["rank"]), WORLD_SIZE=str(job["world"]))
-    config_class, task_class = job["classes"]
-    name = job["config"]["task"]
-    CONFIGS[name], TASKS[name] = config_class, task_class
+    TASKS[job["config"]["task"]] = TaskEntry(**job["classes"])
     check = make_task(make_run_config(job["config"])).shrunk(job["known"])
     dist.init_process_group(
         "gloo",

@@ -1,29 +1,24 @@
-"""Tasks: what the trainer must know of each domain, and the table that names them."""
+"""Tasks: what the trainer must know of each domain. The table that names them is `mmspeed/config/tasks.py`."""
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 from mmspeed.config import RunConfig
-from mmspeed.config.tasks import CONFIGS
-from mmspeed.errors import UserError, nearest
+from mmspeed.config.tasks import TASKS, TaskEntry, task_class
 from mmspeed.protocols import Task
 
-# name of a task in configs -> "module:class"; the class is made from the config and what encodes missing data, if anything does
-TASKS: dict[str, str] = {"video": "mmspeed.pipelines.tasks.video:VideoTask"}
 
+def register(name: str, task: str, config: str | None = None, preparation: str | None = None) -> None:
+    """Make a task known to this process, by its name in configs. Before the first config of it is read.
 
-def register(name: str, task: str, config: str) -> None:
-    """Make a task known by its name in configs; `task` and `config` are "module:class". Before the first config of it is read."""
-    TASKS[name], CONFIGS[name] = task, config
+    The others are "module:class", as in `TaskEntry`. Processes that this one starts with the command line (`--nproc`) do not know it:
+    for these an installed package declares it, as an entry point of the group `mmspeed.tasks`.
+    """
+    TASKS[name] = TaskEntry(task, config, preparation, origin="this program")
 
 
 def make_task(config: RunConfig, maker: Any = None) -> Task:
-    """The task that a config names. Raises UserError for one that is not known."""
-    if config.task not in TASKS:
-        known = ", ".join(TASKS)
-        raise UserError(f"task: {config.task!r} is not known{nearest(config.task, list(TASKS))} (known: {known})")
-    module, _, name = TASKS[config.task].partition(":")
-    task: Task = getattr(import_module(module), name)(config, maker)
+    """The task that a config names. Raises UserError for one that is not known or cannot be imported."""
+    task: Task = task_class(config.task)(config, maker)
     return task

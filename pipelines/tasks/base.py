@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor
 
+from mmspeed.config import RunConfig
 from mmspeed.data import Batching, BatchSampler, Loader
 from mmspeed.data.sampling.order import StepLocation
 from mmspeed.loop.checkpoint.state import whole_tensors
@@ -17,6 +18,7 @@ from mmspeed.protocols import (
     MicroBatchSize,
     Models,
     OrderedSample,
+    Preparation,
     RunPlace,
     ShapeClass,
     StepData,
@@ -32,6 +34,10 @@ class TaskDefaults:
 
     What a step's time and memory depend on (`setting`) has no default: a wrong one would let figures of another model be used again.
     """
+
+    # read where an installed package declares the task by its class alone (mmspeed/config/tasks.py)
+    config_class: ClassVar[type[RunConfig] | None] = None
+    preparation_class: ClassVar[type[Preparation] | None] = None
 
     def open(self, place: RunPlace) -> None:
         """Nothing is to be opened."""

@@ -243,7 +243,7 @@ class TrainPipeline:
                 if result is not None and (last or run.step % train.log_every == 0):
                     fields = [callback.row() for callback in callbacks]
                     telemetry.write(self._row(run, outcome, result, fields))
-                # 4. signals, checkpoint, validation: in this order, on all ranks, so that no mistake in validation costs a step
+                # 4. checkpoint, which a signal may have asked for, then validation, whose mistakes so cost no step
                 wish = signals.request
                 due = last or wish != "none" or run.step % config.checkpoint.every == 0
                 if due:
@@ -291,7 +291,7 @@ class TrainPipeline:
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             **run.task.describe(outcome.data),
-            "imbalance": outcome.data.imbalance,
+            "imbalance": outcome.data.imbalance(),
             "skipped_steps": run.skipped,
         }
         if len(result.terms) > 1 or len(run.parts.learners) > 1:
@@ -347,7 +347,8 @@ class TrainPipeline:
         telemetry.write({"kind": "non_finite", "step": run.step, "loss": result.loss, "samples": result.bad})
         kept = "Nothing was updated"
         if result.updated:
-            kept = f"Update '{result.broken}' is not finite and ended the step; of this step {', '.join(sorted(result.updated))} was updated"
+            done = ", ".join(sorted(result.updated))
+            kept = f"Update '{result.broken}' is not finite and ended the step; of this step {done} was updated"
         if run.skipped > self.config.train.skip_non_finite:
             raise UserError(
                 f"{message}. {kept}. Lower train.lr, look at these samples, or allow skips with train.skip_non_finite."

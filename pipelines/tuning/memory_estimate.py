@@ -30,7 +30,7 @@ from mmspeed.pipelines.tasks import make_task
 from mmspeed.pipelines.tuning.memory_measure import BlockProfiler, key_of, step_figures
 from mmspeed.pipelines.tuning.memory_search import budget_bytes
 from mmspeed.pipelines.tuning.synthetic_step import learning_model
-from mmspeed.protocols import MicroBatchSize, RunPlace, Task
+from mmspeed.protocols import MicroBatchSize, RunPlace, Task, shape_words
 from mmspeed.torch_internals import FakeTensorMode, base_of
 
 FEW_OPTIONS = 8  # of a kind of block: fake tensors are slow
@@ -65,7 +65,7 @@ class MemoryPlan:
         figures, static = self.figures, self.figures.static
         activations = figures.plain_peak() - static.between - static.gradients
         lines = [
-            f"memory of a step of {self.step.shape} x {self.step.items}, estimated from shapes: "
+            f"memory of a step of {shape_words(self.step.shape)} x {self.step.items}, estimated from shapes: "
             f"{format_bytes(figures.plain_peak())} with all saved (weights, optimizer, average {format_bytes(static.between)}, gradients "
             f"{format_bytes(static.gradients)}, activations about {format_bytes(max(0, activations))}); "
             f"least {format_bytes(figures.least())}"

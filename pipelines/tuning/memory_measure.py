@@ -27,9 +27,9 @@ from mmspeed.memory.planning.options import (
     combinations,
     front,
     least_bytes,
+    offloads,
     single_policies,
     static_bytes,
-    swaps,
 )
 from mmspeed.parallel.tensor import local
 from mmspeed.protocols import NamesRegions, SpansBlock, TrainableModel
@@ -143,21 +143,21 @@ def capture(forward: Work, blocks: Sequence[nn.Module]) -> list[BlockCall]:
 
 @dataclass
 class BlockProfiler:
-    """Where blocks are measured. `with_swap`: whether ways that swap are options."""
+    """Where blocks are measured. `with_swap`: whether ways that offload are options."""
 
     gauge: Profiler
-    swap: Offloader
+    offloader: Offloader
     with_swap: bool
     exchange_again: bool = False
     most: int = MOST_OPTIONS
     progress: Callable[[], None] = lambda: None  # called before each run
-    # what swapping so many bytes out and back adds to a block of so many seconds, where that is not measured
+    # what offloading so many bytes out and back adds to a block of so many seconds, where that is not measured
     swap_seconds: Callable[[int, float], float] | None = None
 
     def tell(self, calls: Sequence[BlockCall], ways: Any) -> None:
         """Give blocks their ways."""
         for call in calls:
-            set_policies(call.block, ways, self.swap.group, exchange_again=self.exchange_again)
+            set_policies(call.block, ways, self.offloader.group, exchange_again=self.exchange_again)
 
     def weigh(self, call: BlockCall, ways: Any) -> Option:
         """The bytes of a block in some ways; `seconds` is not measured."""
@@ -168,19 +168,19 @@ class BlockProfiler:
         def forward() -> None:
             left.append(_NextLayer.apply(call.run(_PreviousLayer.apply(call.args[0]))))
             if self.with_swap:  # what has left may be freed
-                self.swap.device.synchronize()
-                with self.swap.lock:
-                    self.swap.tidy()
+                self.offloader.device.synchronize()
+                with self.offloader.lock:
+                    self.offloader.tidy()
 
         call.clear()
-        before = self.swap.pool.used
+        before = self.offloader.pool.used
         kept, peak = self.gauge.section(forward)
-        host = self.swap.pool.used - before
+        host = self.offloader.pool.used - before
         _, backward = self.gauge.section(lambda: left.pop().backward())
         call.clear()
         bytes_ = comm.all_reduce_max([float(kept), float(max(0, peak - kept)), float(max(0, backward)), float(host)])
         kept, forward_, backward, host = map(int, bytes_)
-        # beside a block, what the one before it swaps is on its way out in forward, and on its way back in backward
+        # beside a block, what the one before it offloads is on its way out in forward, and on its way back in backward
         return Option(kept, forward_ + host, backward + host, host, ways=ways)
 
     def clock(self, chain: Sequence[BlockCall], ways: Sequence[Any]) -> list[float]:
@@ -226,8 +226,8 @@ class BlockProfiler:
         every = combinations(singles)
         wanted = front(every, self.most)
         if self.with_swap:  # the last block takes one of these
-            wanted += front([one for one in every if not swaps(one.ways)], self.most // 2)
-        for some in (every, [one for one in every if not swaps(one.ways)]):
+            wanted += front([one for one in every if not offloads(one.ways)], self.most // 2)
+        for some in (every, [one for one in every if not offloads(one.ways)]):
             wanted += least_bytes(some)
         plain, known = singles[0], {tuple(one.ways.items()): one for one in singles}
         found = {tuple(plain.ways.items()): plain}

@@ -35,7 +35,7 @@ from mmspeed.pipelines.run.run_folder import write_text
 from mmspeed.pipelines.tuning.memory_measure import BlockProfiler, key_of, step_figures
 from mmspeed.pipelines.tuning.profile import UNMEASURED, setting_of
 from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep, learning_model
-from mmspeed.protocols import Batch, MicroBatchSize, Models, RunPlace, Task
+from mmspeed.protocols import Batch, MicroBatchSize, Models, RunPlace, Task, shape_words
 
 MEMORY_NAME = "memory.json"
 TRIES = 5  # real steps that are taken to verify a choice
@@ -347,7 +347,7 @@ def choose_policies(
     if rank == 0:
         for line in choice.lines():
             log.info(line)
-        log.info(f"memory: chosen for {step.shape} x {step.items} in {time.monotonic() - began:.1f} s")
+        log.info(f"memory: chosen for {shape_words(step.shape)} x {step.items} in {time.monotonic() - began:.1f} s")
     return replace(choice, ways=tuple(comm.broadcast_object([dict(ways) for ways in choice.ways])))
 
 

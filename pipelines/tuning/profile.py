@@ -31,7 +31,7 @@ from mmspeed.log import ProgressLine
 from mmspeed.mesh import process_group
 from mmspeed.pipelines.tasks import make_task
 from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep, does_not_fit
-from mmspeed.protocols import RunPlace, ShapeClass, Task
+from mmspeed.protocols import RunPlace, ShapeClass, Task, shape_words
 
 ACCELERATOR_SHARE, HOST_SHARE = 0.9, 0.6  # of a device's whole memory; of what a host has free, which others use too
 
@@ -276,7 +276,7 @@ def explore(
                 found[bucket] = (
                     replace(tried, too_large=batch) if row is None else replace(tried, rows=(*tried.rows, row))
                 )
-                line.advance(note=f"{bucket} x {batch}" + ("" if row else ": no room"))
+                line.advance(note=f"{shape_words(bucket)} x {batch}" + ("" if row else ": no room"))
     return found, tuple(untried)
 
 
@@ -317,7 +317,7 @@ def timed(
                         found[bucket] = replace(found[bucket], too_large=batch)
                     else:
                         taken.setdefault((bucket, batch), []).append(seconds)
-                line.advance(note=f"{bucket} x {batch}")
+                line.advance(note=f"{shape_words(bucket)} x {batch}")
     rows = [
         replace(row, seconds=statistics.median(taken[row.bucket, row.batch]))
         for row in order

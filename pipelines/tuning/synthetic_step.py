@@ -23,7 +23,7 @@ from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
 from mmspeed.memory.planning.options import static_bytes
 from mmspeed.memory.planning.peak import local_bytes
 from mmspeed.pipelines.run.build import assemble, place
-from mmspeed.protocols import Batch, Models, ShapeClass, Task, TrainableModel, trainable
+from mmspeed.protocols import Batch, Models, ShapeClass, Task, TrainableModel, shape_words, trainable
 
 RATE = 1e-6  # learning rate of the steps: weights move, so that no product is of zeros only, and no loss runs away
 
@@ -112,7 +112,7 @@ class SyntheticStep:
         )
         if not result.finite:
             raise UserError(
-                f"bucket {shape}: the loss of random samples is {result.loss}; a step like that is not timed"
+                f"bucket {shape_words(shape)}: the loss of random samples is {result.loss}; a step like that is not timed"
             )
         for role, ema in parts.averages.items():
             ema.update(parts.models[role])

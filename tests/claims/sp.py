@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from mmspeed import rng
+from mmspeed.axes import AxisSizes
 from mmspeed.cli.launch import cores
 from mmspeed.comm import all_gather_objects, barrier
 from mmspeed.config.parallel import ParallelConfig
@@ -227,7 +228,7 @@ class _SchemeBench:
 
     def row(self, scheme: LayoutScheme, step: _BenchStep) -> SchemeRow:
         """All of one scheme."""
-        mesh = make_mesh(self.device, ring=scheme.parallel.ring, ulysses=scheme.parallel.ulysses)
+        mesh = make_mesh(self.device, AxisSizes(ring=scheme.parallel.ring, ulysses=scheme.parallel.ulysses))
         layout, plain = make_layout(mesh, scheme.parallel), TokenLayout()
         shard_tokens(step.model, layout)
         split: list[Taken] = []

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from mmspeed.axes import AxisSizes
 from mmspeed.config import Config, make_config
 from mmspeed.data import Batching, BatchSampler, DatasetCache
 from mmspeed.data.cache.keys import digest
@@ -81,7 +82,7 @@ def gradients(folder: str, group: int, strategy: str) -> dict[str, Any]:
     chosen = [steps[kinds.index({True})], steps[kinds.index({False})]]
     chosen.append([*chosen[0], *chosen[1]])  # images and videos in one step
     model = build_model(config.model, 4, cache.info["encoders"]["text"]["width"])
-    mesh = make_mesh(Device("cpu", 0), 1 if strategy == "fsdp" else world, -1 if strategy == "fsdp" else 1)
+    mesh = make_mesh(Device("cpu", 0), AxisSizes(1 if strategy == "fsdp" else world, -1 if strategy == "fsdp" else 1))
     wrapped = parallelize(model, mesh, strategy)  # type: ignore[arg-type]
     optimizer = make_optimizer(wrapped, config.train.model_copy(update={"warmup_steps": 0}))
     task = VideoTask(config)

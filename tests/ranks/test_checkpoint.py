@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from mmspeed.axes import AxisSizes
 from mmspeed.config.schema import TrainConfig
 from mmspeed.device import Device
 from mmspeed.errors import UserError
@@ -31,7 +32,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def state_of(strategy: Any, replicate: int = 1, seed: int = 0) -> TrainingState:
-    mesh = make_mesh(Device("cpu", 0), replicate, -1) if dist.is_initialized() else None
+    mesh = make_mesh(Device("cpu", 0), AxisSizes(replicate, -1)) if dist.is_initialized() else None
     model = parallelize(ToyDiT(seed=seed), mesh, strategy)
     return TrainingState(model, make_optimizer(model, TrainConfig(lr=1e-2, weight_decay=0.1)), EMA(model, 0.9))
 

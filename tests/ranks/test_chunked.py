@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mmspeed import rng
+from mmspeed.axes import AxisSizes
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.device import Device
 from mmspeed.memory import BlockPolicies, peak_bytes
@@ -52,7 +53,7 @@ PARTS = {
 def step(name: str, keeping: BlockPolicies | None) -> tuple[dict[str, Tensor], int, int]:
     """Gradients, bytes that the layout exchanged, and matrix products."""
     sizes = LAYOUTS[name]
-    mesh = make_mesh(CPU, **sizes)
+    mesh = make_mesh(CPU, AxisSizes(**sizes))
     layout = make_layout(mesh, ParallelConfig(scheme="ulysses", **sizes))
     model = SoraDiT(SoraDiTConfig(**MODEL))
     with torch.no_grad():

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from mmspeed.axes import AxisSizes
 from mmspeed.config.schema import TrainConfig
 from mmspeed.device import Device
 from mmspeed.loop.averages import EMA
@@ -53,7 +54,7 @@ def run(
     strategy: Any, world: int, rank: int, replicate: int = 1, checkpointing: bool = False, micro: int = 8
 ) -> Result:
     """Some steps; what they lost, and the gradients of the first."""
-    mesh = make_mesh(Device("cpu", 0), replicate, -1) if world > 1 else None
+    mesh = make_mesh(Device("cpu", 0), AxisSizes(replicate, -1)) if world > 1 else None
     bare = ToyDiT()
     forwards = [0]
     bare.blocks[0].up.register_forward_hook(lambda *_: forwards.__setitem__(0, forwards[0] + 1))  # type: ignore[union-attr]
@@ -89,7 +90,7 @@ def run(
 
 def guard(strategy: Any, world: int, rank: int) -> Result:
     """One rank meets a NaN; then a good step."""
-    model = parallelize(ToyDiT(), make_mesh(Device("cpu", 0), 1, -1), strategy)
+    model = parallelize(ToyDiT(), make_mesh(Device("cpu", 0), AxisSizes(1, -1)), strategy)
     optimizer = make_optimizer(model, CFG)
     before = [full(p) for p in model.parameters()]
     call = {"global_samples": 7, "clip_norm": 1.0, "strategy": strategy}
@@ -127,7 +128,7 @@ def swapped(model: nn.Module) -> Result:
 
 def half(rank: int, world: int) -> Result:
     """Gradients under bfloat16 on shards, and the number types on the way."""
-    model = parallelize(ToyDiT(), make_mesh(Device("cpu", 0), 1, -1), "fsdp", compute_dtype=torch.bfloat16)
+    model = parallelize(ToyDiT(), make_mesh(Device("cpu", 0), AxisSizes(1, -1)), "fsdp", compute_dtype=torch.bfloat16)
     dtypes: list[torch.dtype] = []
     model.blocks[0].register_forward_pre_hook(lambda m, args: dtypes.append(args[1].dtype))  # type: ignore[index, union-attr]
     model.blocks[0].up.register_forward_pre_hook(lambda m, args: dtypes.append(m.weight.dtype))  # type: ignore[index, union-attr]
@@ -147,7 +148,7 @@ def work(folder: str) -> Result:
     results = {name: run(world=world, rank=rank, **case) for name, case in CASES.items()}
     results["guard"] = {strategy: guard(strategy, world, rank) for strategy in ("ddp", "fsdp")}
     results["half"] = half(rank, world)
-    model = parallelize(ToyDiT(), make_mesh(Device("cpu", 0), 1, -1), "fsdp")
+    model = parallelize(ToyDiT(), make_mesh(Device("cpu", 0), AxisSizes(1, -1)), "fsdp")
     results["ema"] = swapped(model)
     asked = StopSignals(Path(folder))
     heard = [asked.poll()]
@@ -257,7 +258,7 @@ def test_requests_are_agreed(ranks: list[Result]) -> None:
 def compiled(strategy: Any, checkpointing: bool) -> Result:
     from torch._dynamo.utils import counters
 
-    mesh = make_mesh(Device("cpu", 0), 1, -1)
+    mesh = make_mesh(Device("cpu", 0), AxisSizes(1, -1))
     grads = []
     for on in (False, True):
         bare = ToyDiT(depth=10)

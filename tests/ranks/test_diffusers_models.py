@@ -176,6 +176,9 @@ def on_two(folder: str) -> dict[str, Any]:
         f"{case} {u}x{r}": compare(case, u, r) for case in CASES for u, r in ((2, 1), (1, 2))
     }  # fmt: skip
     found["wan, compiled 2x1"] = compare("wan", 2, 1, compile=True)
+    found["wan, recomputed 2x1"] = compare("wan", 2, 1, recompute=True)
+    found["wan, recomputed 1x2"] = compare("wan", 1, 2, recompute=True)
+    found["wan, compiled and recomputed 2x1"] = compare("wan", 2, 1, recompute=True, compile=True)
     images = {
         case: image_step(case) for case in CASES if "token" not in case and "given" not in case and "own" not in case
     }
@@ -227,6 +230,13 @@ def test_four_ranks(four: dict[str, Any]) -> None:
 
 def test_compiled_blocks(two: dict[str, Any]) -> None:
     hold(two["cases"]["wan, compiled 2x1"])
+
+
+def test_blocks_that_are_recomputed_exchange_once(two: dict[str, Any]) -> None:
+    for how, layout in (("recomputed", "2x1"), ("recomputed", "1x2"), ("compiled and recomputed", "2x1")):
+        found = two["cases"][f"wan, {how} {layout}"]
+        hold(found)
+        assert found["calls"] == two["cases"][f"wan {layout}"]["calls"]
 
 
 def test_calls_are_those_of_the_formula(two: dict[str, Any]) -> None:

@@ -101,7 +101,7 @@ def _case_many(axis: Axis) -> None:
     each = [even_sizes(count, n) for count in heads]
     xs = [_part(whole, sequence, 2, r).requires_grad_() for whole in wholes]
     with comm.ledger(axis) as counted:
-        ys = comm.all_to_all_many(xs, axis, 1, 2, each, sequence, order=(0, 2, 1, 3))
+        ys = comm.finish_all(comm.start_all_to_all_many(xs, axis, 1, 2, each, sequence, order=(0, 2, 1, 3)))
     for y, whole, sizes in zip(ys, wholes, each, strict=True):
         assert torch.equal(y, _part(whole, sizes, 1, r)) and y.permute(0, 2, 1, 3).is_contiguous()
     sent = sum(count - sizes[r] for count, sizes in zip(heads, each, strict=True)) * 2 * sequence[r] * 3 * 8
@@ -401,7 +401,7 @@ def _case_links(axis: Axis) -> None:
     assert one.nodes == tuple(nodes) and Axis.of(mesh, "a").nodes == (0,) * n
     routed = _routed(axis, 10)
     x = torch.zeros(sum(routed[r]), 2)
-    comm.swap_rows(x, one, routed[r], [row[r] for row in routed])
+    comm.swap_rows(x, one, comm.RowCounts(tuple(routed[r]), tuple(row[r] for row in routed)))
     near = sum(routed[r][place] for place in range(n) if place != r and nodes[place] == nodes[r])
     far = sum(routed[r][place] for place in range(n) if nodes[place] != nodes[r])
     assert one.ledger.by_link["rows", "a", "inner"] == 8 * near and one.ledger.by_link["rows", "a", "outer"] == 8 * far
@@ -423,7 +423,7 @@ def _case_compiled(axis: Axis) -> None:
     n, r = axis.size, axis.rank
 
     def around(x: Tensor) -> Tensor:
-        q, k = comm.all_to_all_many([x * 2, x + 1], axis, 2, 1, order=SBH)
+        q, k = comm.finish_all(comm.start_all_to_all_many([x * 2, x + 1], axis, 2, 1, order=SBH))
         y = comm.all_to_all(torch.softmax(q, 1) * k, axis, 1, 2)
         hop = comm.pass_on([y], axis, r + 1, r - 1).wait()[0]
         return (y.sin() + hop + comm.reduce_scatter(comm.all_gather(x, axis, 1), axis, 1)).sum()

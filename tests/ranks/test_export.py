@@ -12,12 +12,15 @@ from tests.toy import ToyDiT
 
 
 def exported(strategy: Any) -> dict[str, np.ndarray[Any, Any]]:
+    from mmspeed.axes import AxisSizes
     from mmspeed.device import Device
     from mmspeed.loop.checkpoint.state import whole_tensors
     from mmspeed.mesh import make_mesh
     from mmspeed.parallel import parallelize
 
-    model = parallelize(ToyDiT(), make_mesh(Device("cpu", 0), *((1, -1) if strategy == "fsdp" else (-1, 1))), strategy)
+    model = parallelize(
+        ToyDiT(), make_mesh(Device("cpu", 0), AxisSizes(*((1, -1) if strategy == "fsdp" else (-1, 1)))), strategy
+    )
     return {name: tensor.numpy().copy() for name, tensor in whole_tensors(model)}
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from mmspeed.axes import AxisSizes
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.errors import UserError
 from mmspeed.loop.checkpoint.manager import CheckpointManager, load, step_name
@@ -147,7 +148,7 @@ def fingerprints() -> dict[str, str | None]:
     for name, strategy, replicate, tp in (
         ("ddp", "ddp", -1, 1), ("fsdp", "fsdp", 1, 1), ("hybrid", "fsdp", 2, 1), ("tp", "fsdp", 1, 2),
     ):  # fmt: skip
-        mesh = make_mesh(CPU, replicate, 1 if strategy == "ddp" else -1, 1, 1, tp)
+        mesh = make_mesh(CPU, AxisSizes(replicate, 1 if strategy == "ddp" else -1, 1, 1, tp))
         layout = make_layout(mesh, ParallelConfig(tp=tp))
         model: nn.Module = parallelize(half_frozen(SoraDiT(ODD)), mesh, strategy, layout=layout)  # type: ignore[arg-type]
         found[name] = frozen_fingerprint(model)

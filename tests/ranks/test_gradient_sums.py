@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmspeed import rng
+from mmspeed.axes import AxisSizes
 from mmspeed.comm import Axis, all_gather, reduce_scatter
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.device import Device
@@ -122,7 +123,7 @@ class Bench:
     def __init__(self, setting: Setting) -> None:
         self.setting, self.rank, self.world = setting, dist.get_rank(), dist.get_world_size()
         parallel = ParallelConfig(tp=setting.tp)
-        self.mesh: Mesh = make_mesh(Device("cpu", 0), setting.replicate, -1, tp=setting.tp)
+        self.mesh: Mesh = make_mesh(Device("cpu", 0), AxisSizes(setting.replicate, -1, tp=setting.tp))
         self.layout = make_layout(self.mesh, parallel) if setting.tp > 1 else TokenLayout()
 
     def model(self, averages: bool) -> nn.Module:

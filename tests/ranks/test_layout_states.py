@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mmspeed import rng
+from mmspeed.axes import AxisSizes
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.config.schema import FlowConfig
 from mmspeed.config.training import TrainConfig
@@ -69,7 +70,7 @@ class Layouts:
     def __init__(self) -> None:
         self.found: dict[str, tuple[Mesh, TokenLayout]] = {}
         for name, (replicate, shard, ring, ulysses, tp) in LAYOUTS.items():
-            mesh = make_mesh(CPU, replicate, shard, ring, ulysses, tp)
+            mesh = make_mesh(CPU, AxisSizes(replicate, shard, ring, ulysses, tp))
             self.found[name] = mesh, make_layout(mesh, ParallelConfig(ring=ring, ulysses=ulysses, tp=tp))
 
     def fresh(self, name: str, seed: int) -> tuple[nn.Module, TokenLayout]:
@@ -259,7 +260,7 @@ def all_of_it(folder: str, every: bool) -> dict[str, Any]:
     found["samples"] = sample_gaps(layouts)
     found["broken"] = broken_step(layouts)
     found["copied"] = copied(layouts)
-    mesh = make_mesh(CPU, ring=4)
+    mesh = make_mesh(CPU, AxisSizes(ring=4))
     axes = make_layout(mesh, ParallelConfig(ring=4, ring_window=2)).axes
     found["outer"] = axes.outer is not None and axes.outer.group is not axes.ring.group
     return found

@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
+from mmspeed.axes import AxisSizes
 from mmspeed.compute.sparse.module import clustered_layers
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.device import Device
+from mmspeed.memory import BlockPolicies
 from mmspeed.memory.offload.swap_group import Offloader
 from mmspeed.mesh import make_mesh
 from mmspeed.parallel import TokenLayout, make_layout, parallelize, unwrap
@@ -68,13 +70,17 @@ class Bench:
         self.strategy, self.arrangement, self.parallel, self.more = case
         config = ParallelConfig(**self.parallel)
         shard = 1 if self.strategy == "ddp" else -1
-        self.mesh = make_mesh(Device("cpu", 0), -1 if shard == 1 else 1, shard, config.ring, config.ulysses, config.tp)
+        self.mesh = make_mesh(
+            Device("cpu", 0), AxisSizes(-1 if shard == 1 else 1, shard, config.ring, config.ulysses, config.tp)
+        )
         spread = config.ring * config.ulysses * config.tp > 1
         self.layout = make_layout(self.mesh, config) if spread else TokenLayout()
         given = {key: value for key, value in self.more.items() if key in ("masked", "frames", "latent")}
         self.inputs = make_inputs(**given)
 
-    def step(self, ways: Ways, again: bool = False) -> dict[str, Any]:
+    def step(
+        self, ways: Ways, again: bool = False, keeping: BlockPolicies | None = None, compile: bool | str = False
+    ) -> dict[str, Any]:
         swap, sparse = Offloader(Device("cpu", 0), 1 << 10), self.more.get("sparse")
         model = make_model(self.arrangement, sparse is not None, **(sparse or {}))
         counters = [layer.counter for layer in clustered_layers(model).values()]
@@ -84,7 +90,8 @@ class Bench:
             self.strategy,  # type: ignore[arg-type]
             layout=self.layout,
             compute_dtype=self.more.get("dtype", torch.float32),
-            keeping=keeping_of(ways, swap, exchange_again=again),
+            keeping=keeping or keeping_of(ways, swap, exchange_again=again),
+            compile=compile,
         )
         before, engine = self.layout.ledger.copy(), CommDebugMode()
         with engine:

@@ -7,21 +7,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
-from mmspeed import rng
-from mmspeed.axes import EXPERT, AxisName
+from mmspeed.axes import EXPERT, AxisName, AxisSizes
 from mmspeed.comm import Axis, all_reduce_sum
 from mmspeed.device import Device
 from mmspeed.loop.gradients import clip_gradients, squared_norm
-from mmspeed.mesh import Mesh, layout_of, make_mesh
+from mmspeed.mesh import layout_of, make_mesh
 from mmspeed.parallel import sum_shared_gradients
 from tests.spawn import run_ranks
+from tests.support.expert_models import EP, SHAPES, gradient, placements, spread
 
 WORLD, CLIP = 4, 0.5
-SHAPES = {"norm": (12,), "column": (8, 6), "experts": (4, 6, 8)}
 LAYOUTS: dict[str, dict[str, int]] = {
     "experts over all": {"ep": 4},
     "experts over nodes": {"ep": 4, "ep_inner": 2},
@@ -32,36 +31,11 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "stages": {"pp": 2, "ep": 2},
     "dense": {"ring": 2, "tp": 2},
 }
-EP = (AxisName.EP_OUTER, AxisName.EP_INNER)
-
-
-def gradient(name: str, stage: int) -> Tensor:
-    return rng.normal(SHAPES[name], 0, name, stage)
-
-
-def spread(mesh: Mesh, value: Tensor, at: dict[AxisName, Placement]) -> Tensor:
-    """This process's part of a whole tensor, by the placements on axes of the view that has them all."""
-    return distribute_tensor(value, mesh.submesh(*at), list(at.values()), src_data_rank=None)
-
-
-def placements(mesh: Mesh, sharded_experts: bool) -> dict[str, dict[AxisName, Placement]]:
-    """Where the parameters lie: as FSDP, tensor and expert parallelism lay them."""
-    replicas: dict[AxisName, Placement] = {}
-    if mesh.size(AxisName.DP_REPLICATE) > 1:
-        replicas = {AxisName.DP_REPLICATE: Replicate()}
-    dense = {**replicas, AxisName.SHARD: Shard(0)}
-    column = {**dense, AxisName.TP: Shard(1)} if mesh.size(AxisName.TP) > 1 else dense
-    experts = dense
-    if mesh.expert is not None:
-        experts = {**replicas, AxisName.EDP: Shard(1) if sharded_experts else Replicate()}
-        experts |= {axis: Shard(0) for axis in EP}
-        experts |= {AxisName.ETP: Shard(2)} if mesh.size(AxisName.ETP) > 1 else {}
-    return {"norm": dense, "column": column, "experts": experts}
 
 
 def norms(name: str, sharded_experts: bool) -> dict[str, Any]:
     """Both norms of a layout, the gradients after clipping, and where parameters lie. Stages have parameters of their own."""
-    mesh = make_mesh(Device("cpu", 0), **LAYOUTS[name])
+    mesh = make_mesh(Device("cpu", 0), AxisSizes(**LAYOUTS[name]))
     stage = mesh.table.place(mesh.rank)[AxisName.PP]
     model = nn.Module()
     for key, at in placements(mesh, sharded_experts).items():
@@ -84,7 +58,7 @@ def norms(name: str, sharded_experts: bool) -> dict[str, Any]:
 
 def shared_sums() -> dict[str, Any]:
     """What is summed over tensor-parallel ranks: what they replicate on the storage view; experts lie on another."""
-    mesh = make_mesh(Device("cpu", 0), tp=2, ep=2)
+    mesh = make_mesh(Device("cpu", 0), AxisSizes(tp=2, ep=2))
     tensor = Axis.of(mesh.dense, AxisName.TP.value)
     cases = placements(mesh, True)
     parameters = {key: nn.Parameter(spread(mesh, torch.zeros(SHAPES[key]), at)) for key, at in cases.items()}
@@ -97,7 +71,7 @@ def shared_sums() -> dict[str, Any]:
 
 def engine_layout() -> tuple[Any, tuple[int, ...], bool]:
     """The layout that the sharding engine gives to experts which are split already; it sums over the replicas of these alone."""
-    mesh = make_mesh(Device("cpu", 0), ep=2)
+    mesh = make_mesh(Device("cpu", 0), AxisSizes(ep=2))
     whole = gradient("experts", 0)
     experts = nn.Module()
     experts.register_parameter("weight", nn.Parameter(spread(mesh, whole, {AxisName.EP_INNER: Shard(0)})))

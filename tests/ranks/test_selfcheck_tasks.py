@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from mmspeed.__main__ import main
-from mmspeed.config.tasks import CONFIGS
-from mmspeed.pipelines.tasks import TASKS
+from mmspeed.config.tasks import TASKS, TaskEntry
 from tests.support.characters import CharacterModel, CharacterTask
 
 
@@ -38,8 +37,10 @@ class FaultyTask(CharacterTask):
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The config of a character model that is known to this process alone."""
-    monkeypatch.setitem(CONFIGS, "characters", "tests.support.characters:CharacterConfig")
-    monkeypatch.setitem(TASKS, "characters", "tests.support.characters:CharacterTask")
+    entry = TaskEntry(
+        "tests.support.characters:CharacterTask", "tests.support.characters:CharacterConfig", origin="a test"
+    )
+    monkeypatch.setitem(TASKS, "characters", entry)
     path = tmp_path / "run.yaml"
     tree = {"task": "characters", "output": str(tmp_path / "runs"), "device": {"kind": "cpu"}}
     path.write_text(yaml.safe_dump(tree), encoding="utf-8")
@@ -67,7 +68,8 @@ def test_a_right_layout_passes(path: Path, layout: str, capsys: pytest.CaptureFi
 def test_a_gradient_that_is_one_percent_too_large_fails(
     path: Path, layout: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(TASKS, "characters", "tests.ranks.test_selfcheck_tasks:FaultyTask")
+    names = "tests.ranks.test_selfcheck_tasks:FaultyTask", "tests.support.characters:CharacterConfig"
+    monkeypatch.setitem(TASKS, "characters", TaskEntry(*names, origin="a test"))
     assert main(["check", str(path), "--parallel", layout]) == 1
     text = capsys.readouterr().out
     assert "FAILED" in text and "step: 1 of 36 gradients differ" in text

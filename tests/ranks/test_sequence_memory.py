@@ -13,6 +13,7 @@ import torch
 from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 
 from mmspeed import rng
+from mmspeed.axes import AxisSizes
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.device import Device
 from mmspeed.mesh import Mesh, make_mesh
@@ -72,7 +73,7 @@ def measure() -> dict[tuple[str, int, int, int], float]:
             scheme="ulysses" if name in ("ulysses", "space") else "switch",
             shard="space" if name == "space" else "frames",
         )
-        mesh = make_mesh(Device("cpu", 0), ring=ring, ulysses=ulysses, tp=tp)
+        mesh = make_mesh(Device("cpu", 0), AxisSizes(ring=ring, ulysses=ulysses, tp=tp))
         layout = make_layout(mesh, parallel)
         found[case] = kept_bytes(name, layout, mesh) / whole["full" if name == "full" else "switch"]
         assert layout.ledger.total() > 0

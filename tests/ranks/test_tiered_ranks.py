@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmspeed import rng
+from mmspeed.axes import AxisSizes
 from mmspeed.config.memory import MemoryConfig
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.config.training import TrainConfig
@@ -140,7 +141,7 @@ def forward_gaps() -> dict[str, float]:
                 parameter.copy_((parameter + 0.1 * rng.normal(parameter.shape, 0, name)).bfloat16())
         if half:
             make_half(model)
-        mesh = make_mesh(CPU, 1, -1) if strategy == "fsdp" else None
+        mesh = make_mesh(CPU, AxisSizes(1, -1)) if strategy == "fsdp" else None
         spread = parallelize(model, mesh, strategy, compute_dtype=torch.bfloat16)
         return loss_of(case, spread, batch).detach()
 
@@ -196,7 +197,7 @@ def odd_steps(state: TrainingState, layout: Any) -> list[float]:
 def over_tensors(folder: str | None) -> dict[str, Any]:
     mesh = layout = None
     if folder is not None:
-        mesh = make_mesh(CPU, 1, 1, 1, 1, 2)
+        mesh = make_mesh(CPU, AxisSizes(1, 1, 1, 1, 2))
         layout = make_layout(mesh, ParallelConfig(tp=2))
     found: dict[str, Any] = {}
     for tier in TIERS:

@@ -50,7 +50,7 @@ def test_axes_are_named_in_their_homes_alone(path: Path) -> None:
     [
         ('mesh["tp"]', 1),
         ("parallel.ring * parallel.ulysses", 2),
-        ("make_mesh(device, ring=2, pp=2)", 2),
+        ("make_mesh(device, AxisSizes(ring=2, pp=2))", 2),
         ("mesh.size(AxisName.EP_INNER)", 1),
         ("layout_of(parameter).parts", 0),
         ('"a ring of ranks"', 0),

@@ -39,7 +39,7 @@ def found() -> PolicyResult:
 
 
 def test_ways_are_told_with_what_they_give_and_cost(found: PolicyResult) -> None:
-    plain, again, swapped, cheap, parts, sums = found.rows
+    plain, again, offloaded, cheap, parts, sums = found.rows
     assert all(row.equal for row in found.rows[:-2]) and plain.time == 1.0
     # whether parts are bitwise is this machine's affair; sums over parts are in another order on all of them
     assert (
@@ -47,7 +47,7 @@ def test_ways_are_told_with_what_they_give_and_cost(found: PolicyResult) -> None
     )
     assert plain.work < sums.work < parts.work < 1.5 * plain.work and parts.kept == sums.kept < 0.8 * plain.kept
     assert again.kept < 0.2 * plain.kept and again.backward_matmuls > plain.backward_matmuls
-    assert cheap.backward_matmuls == swapped.backward_matmuls == plain.backward_matmuls
+    assert cheap.backward_matmuls == offloaded.backward_matmuls == plain.backward_matmuls
     assert plain.host == again.host == 0
     text = "\n".join(found.lines())
     assert "320 tokens" in text and "bitwise" in text and "PASSED: gradients" in text

@@ -17,7 +17,7 @@ from mmspeed.comm.axis import launched_nodes
 from mmspeed.memory.recompute.block_checkpoint import recompute
 from mmspeed.memory.recompute.discard import Discard, discarded
 from mmspeed.memory.recompute.region import RegionPolicy, run_region
-from mmspeed.replay import DecisionRecord, RecordedModule
+from mmspeed.replay import DecisionRecord, RecordedModule, replayed
 
 from .clock import ReckonedGroup
 
@@ -199,8 +199,11 @@ def test_a_second_pass_issues_nothing_where_exchanges_are_kept() -> None:
     for run, again in (
         (lambda x: region(layer, x, policy=KEEPS), 0),
         (lambda x: region(layer, x, policy=AGAIN), 2),
-        (lambda x: checkpoint(layer, x, use_reentrant=False), 2),
-        (lambda x: checkpoint(layer, x, use_reentrant=True), 2),  # keeps nothing of its first pass
+        (lambda x: checkpoint(layer, x, use_reentrant=False), 2),  # torch's own keeps no results
+        (lambda x: checkpoint(layer, x, use_reentrant=True), 2),
+        (lambda x: checkpoint(replayed(layer), x, use_reentrant=False), 0),
+        (lambda x: checkpoint(replayed(layer), x, use_reentrant=True), 0),
+        (lambda x: checkpoint(replayed(layer, exchange_again=True), x, use_reentrant=True), 2),
     ):
         found, there, back = gradient(run, group)
         assert torch.equal(found, wanted) and (there, back) == (2, 2 + again)
@@ -376,13 +379,14 @@ class Routed(RecordedModule):
         return finish(comm.start_rows(there.sin(), self.axis, counts.back())).exp().sigmoid()
 
 
-@pytest.mark.parametrize(("reentrant", "again"), [(False, 2), (True, 2)])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("again", [0, 2])
 def test_a_routed_block_that_is_recomputed_exchanges_its_counts_once(reentrant: bool, again: int) -> None:
     axis, group = make_axis()
     wanted, *counts = gradient(Routed(axis), group)
     assert counts == [3, 2]
     block = Routed(axis)
-    recompute(block, around_graphs=reentrant)
+    recompute(block, around_graphs=reentrant, exchange_again=again > 0)
     found, *counts = gradient(block, group)
     assert torch.equal(found, wanted) and counts == [3, 2 + again]
     found, *counts = gradient(lambda x: region(Routed(axis), x, policy=KEEPS), group)

@@ -148,6 +148,7 @@ def test_fitting_does_not_depend_on_order_or_repetition(codec: LinearCodec) -> N
 
 
 def test_bytes_do_not_depend_on_the_batch(codec: LinearCodec) -> None:
+    """On every machine: the codec takes items one by one, so that products have the same shapes in any batch."""
     videos = torch.stack([smooth_video(f"batch {i}") for i in range(5)])
     together = codec.encode(videos).mean_BCThw
     for i in range(5):

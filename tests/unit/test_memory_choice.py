@@ -307,15 +307,15 @@ def test_a_plan_of_several_devices_divides(tmp_path: Path) -> None:
     assert spread(whole, config_of(tmp_path), 1) is whole
 
 
-def test_a_plan_swaps_where_copies_hide(tmp_path: Path) -> None:
+def test_a_plan_offloads_where_copies_hide(tmp_path: Path) -> None:
     config = config_of(tmp_path, "memory.offload_from=16KiB")
     step, task = MicroBatchSize(config.buckets[0], 1, False), task_of(config)
     fast = plan_memory(config, task=task, step=step, speeds=DeviceSpeeds(flops=1e10, host=1e15))
     slow = plan_memory(config, task=task, step=step, speeds=DeviceSpeeds(flops=1e10, host=1e3))
     budget = int(0.7 * fast.figures.plain_peak())
     ways = [plan.figures.ways(plan.figures.choose(budget) or []) for plan in (fast, slow)]
-    swapping = [sum("offload" in way for block in each for way in block.values()) for each in ways]
-    assert swapping[0] > 0 == swapping[1]
+    offloading = [sum("offload" in way for block in each for way in block.values()) for each in ways]
+    assert offloading[0] > 0 == offloading[1]
     assert not any("offload" in way for way in ways[0][-1].values())  # keep_last
     told = "\n".join(replace(fast, budget=budget, chosen=fast.figures.choose(budget)).lines())
     assert "estimated from shapes" in told and "offload" in told and "TFLOP/s" in told

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mmspeed.axes import DENSE, EXPERT, STAGES, STORAGE, AxisName, MeshTable, Reader, mesh_table
+from mmspeed.axes import DENSE, EXPERT, STAGES, STORAGE, AxisName, AxisSizes, MeshTable, Reader, mesh_table
 from mmspeed.config.parallel import AXES, ParallelConfig
 from mmspeed.device import Device
 from mmspeed.errors import UserError
@@ -62,7 +62,7 @@ def groups(table: MeshTable, *axes: AxisName, view: tuple[AxisName, ...] = EXPER
 @pytest.mark.parametrize("case", CASES)
 def test_every_view_is_all_ranks_in_their_order(case: str) -> None:
     world, sizes = CASES[case]
-    table = mesh_table(world, **sizes)
+    table = mesh_table(world, AxisSizes(**sizes))
     assert table.world == world
     for view in (DENSE, STORAGE, EXPERT):
         places = [tuple(table.place(rank, view)[axis] for axis in view) for rank in range(world)]
@@ -73,31 +73,31 @@ def test_every_view_is_all_ranks_in_their_order(case: str) -> None:
 
 
 def test_experts_of_eight_data_parallel_ranks() -> None:
-    table = mesh_table(8, ep=4)
+    table = mesh_table(8, AxisSizes(ep=4))
     assert table.shape(EXPERT) == (1, 1, 2, 1, 4, 1)
     assert groups(table, EP_OUTER, EP_INNER) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert groups(table, EDP) == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
 def test_nodes_hold_the_inner_ranks_of_experts() -> None:
-    table = mesh_table(8, ep=4, ep_inner=2)
+    table = mesh_table(8, AxisSizes(ep=4, ep_inner=2))
     assert groups(table, EP_INNER) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert groups(table, EP_OUTER) == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert groups(table, EDP) == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
 def test_experts_go_over_the_tensor_parallel_ranks_or_are_split_by_them() -> None:
-    over = mesh_table(8, tp=2, ep=4)  # dp_shard 4: 8 ranks share one copy
+    over = mesh_table(8, AxisSizes(tp=2, ep=4))  # dp_shard 4: 8 ranks share one copy
     assert over.sizes[DP_SHARD] == 4 and over.sizes[EDP] == 2
     assert groups(over, EP_INNER) == [[0, 1, 2, 3], [4, 5, 6, 7]] and groups(over, ETP) == [[r] for r in range(8)]
-    inside = mesh_table(8, tp=2, ep=2, etp=2)
+    inside = mesh_table(8, AxisSizes(tp=2, ep=2, etp=2))
     assert groups(inside, ETP) == groups(inside, TP, view=DENSE) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert groups(inside, EP_INNER) == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert groups(inside, EDP) == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
 def test_stages_are_outermost_and_experts_stay_inside_of_one() -> None:
-    table = mesh_table(8, pp=2, ep=2)
+    table = mesh_table(8, AxisSizes(pp=2, ep=2))
     assert groups(table, PP) == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert groups(table, EP_INNER) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert groups(table, EDP) == [[0, 2], [1, 3], [4, 6], [5, 7]]
@@ -105,7 +105,7 @@ def test_stages_are_outermost_and_experts_stay_inside_of_one() -> None:
 
 
 def test_replicas_of_all_parameters_replicate_experts_too() -> None:
-    table = mesh_table(8, dp_replicate=2, ep=2)
+    table = mesh_table(8, AxisSizes(dp_replicate=2, ep=2))
     assert groups(table, DP_REPLICATE) == groups(table, DP_REPLICATE, view=DENSE) == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert groups(table, EDP) == [[0, 2], [1, 3], [4, 6], [5, 7]]
 
@@ -125,7 +125,7 @@ def test_replicas_of_all_parameters_replicate_experts_too() -> None:
 )
 def test_sizes_that_do_not_fit_are_refused(world: int, sizes: dict[str, int], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        mesh_table(world, **sizes)
+        mesh_table(world, AxisSizes(**sizes))
 
 
 def test_a_rank_outside_of_the_world_is_refused() -> None:
@@ -141,8 +141,8 @@ def test_names_are_strings_wherever_they_are_written() -> None:
 def test_a_config_names_axes_of_the_dense_view() -> None:
     assert [axis for axis in DENSE if axis in AXES] == list(AXES)
     parallel = ParallelConfig(dp_replicate=2, ring=2, ulysses=3, tp=4)
-    assert list(parallel.sizes()) == list(AXES) and mesh_table(48, **parallel.sizes()).sizes[DP_SHARD] == 1
-    replicas = mesh_table(48, **parallel.sizes(sharded=False))
+    assert list(parallel.sizes()) == list(AXES) and mesh_table(48, AxisSizes(**parallel.sizes())).sizes[DP_SHARD] == 1
+    replicas = mesh_table(48, AxisSizes(**parallel.sizes(sharded=False)))
     assert (replicas.sizes[DP_REPLICATE], replicas.sizes[DP_SHARD]) == (2, 1)
     assert parallel.group == parallel.together(split=True) == 24 and parallel.together(split=False) == 4
     assert parallel.group_in_words() == "ring 2 x ulysses 3 x tp 4"
@@ -157,7 +157,7 @@ def test_a_config_names_axes_of_the_dense_view() -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_groups_read_the_same_and_one_of_each_speaks(case: str) -> None:
     world, sizes = CASES[case]
-    table = mesh_table(world, **sizes)
+    table = mesh_table(world, AxisSizes(**sizes))
     stage = world // table.sizes[PP]
     for split in (True, False):
         together = table.sizes[TP] * (table.sizes[RING] * table.sizes[ULYSSES] if split else 1)
@@ -178,7 +178,7 @@ def test_device_meshes_are_the_table(case: str) -> None:
     world, sizes = CASES[case]
     for rank in {0, world // 3, world - 1}:
         with fake_world(rank, world):
-            mesh = make_mesh(CPU, **sizes)
+            mesh = make_mesh(CPU, AxisSizes(**sizes))
             split = sizes.get("ep", 1) * sizes.get("etp", 1) > 1
             assert (mesh.expert is not None) == split and mesh.rank == rank
             for names, view in ((DENSE, mesh.dense), (STORAGE, mesh.storage), (EXPERT, mesh.expert)):
@@ -196,7 +196,7 @@ def test_device_meshes_are_the_table(case: str) -> None:
 
 def test_submeshes_are_of_views_that_hold_parameters() -> None:
     with fake_world(0, 8):
-        mesh = make_mesh(CPU, ep=2)
+        mesh = make_mesh(CPU, AxisSizes(ep=2))
         assert mesh.submesh(AxisName.SHARD).mesh.tolist() == list(range(8))
         assert mesh.submesh(EDP, EP_INNER).mesh.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
         with pytest.raises(ValueError, match="no view of this mesh holds parameters along ring"):
@@ -219,7 +219,9 @@ def distinct(mesh: Mesh, layout: ParameterLayout) -> int:
 
 def test_layouts_of_parameters() -> None:
     with fake_world(5, 32):
-        mesh = make_mesh(CPU, dp_replicate=2, ring=2, tp=2, pp=2, ep=4, ep_inner=2)  # dp_shard 2, shard 4, edp 2
+        mesh = make_mesh(
+            CPU, AxisSizes(dp_replicate=2, ring=2, tp=2, pp=2, ep=4, ep_inner=2)
+        )  # dp_shard 2, shard 4, edp 2
         held = mesh.submesh
         cases: list[tuple[torch.Tensor, tuple[AxisName, ...], tuple[AxisName, ...], int]] = [
             (torch.ones(2), (), (DP_REPLICATE, SHARD, TP), 16),
@@ -249,7 +251,7 @@ def test_an_axis_of_one_device_holds_no_parts() -> None:
 
 def test_parameters_come_by_mesh_of_fewest_axes_first() -> None:
     with fake_world(0, 8):
-        mesh = make_mesh(CPU, tp=2, ep=2)
+        mesh = make_mesh(CPU, AxisSizes(tp=2, ep=2))
         split = [on(mesh.submesh(SHARD, TP), Shard(0), Shard(0)) for _ in range(2)]
         experts = on(mesh.submesh(EDP, EP_INNER), Shard(1), Shard(0))
         shards = [on(mesh.submesh(SHARD), Shard(0)) for _ in range(2)]
@@ -263,7 +265,7 @@ def test_parameters_come_by_mesh_of_fewest_axes_first() -> None:
 
 def test_norms_of_shards_want_the_mesh_that_knows_their_replicas() -> None:
     with fake_world(0, 4):
-        mesh = make_mesh(CPU, dp_replicate=2)
+        mesh = make_mesh(CPU, AxisSizes(dp_replicate=2))
         parameter = on(mesh.submesh(SHARD), Shard(0))
         parameter.grad = parameter.detach() * 2
         with pytest.raises(ValueError, match="needs the mesh"):

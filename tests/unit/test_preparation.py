@@ -17,7 +17,7 @@ from mmspeed.cli.app import run
 from mmspeed.cli.init import template, write_config
 from mmspeed.config import RunConfig, load_config, load_run_config, make_config, make_run_config
 from mmspeed.config.inputs import Section
-from mmspeed.config.tasks import CONFIGS
+from mmspeed.config.tasks import TASKS, TaskEntry
 from mmspeed.errors import UserError
 from mmspeed.preprocess import OnlineBuilder
 from mmspeed.preprocess.preparation import VideoPreparation
@@ -80,16 +80,20 @@ class ToyPreparation:
         return "toy maker"
 
 
+def toy_entry(preparation: str | None = None) -> TaskEntry:
+    return TaskEntry(f"{__name__}:NoTask", f"{__name__}:ToyConfig", preparation, origin="a test")
+
+
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
     """A task whose config is known, without a preparation."""
-    monkeypatch.setitem(CONFIGS, "toy", f"{__name__}:ToyConfig")
+    monkeypatch.setitem(TASKS, "toy", toy_entry())
 
 
 @pytest.fixture
 def prepared(monkeypatch: pytest.MonkeyPatch, toy: None) -> list[Any]:
     """The task with a preparation, and what that is asked for."""
-    monkeypatch.setitem(preparations.PREPARATIONS, "toy", f"{__name__}:ToyPreparation")
+    monkeypatch.setitem(TASKS, "toy", toy_entry(f"{__name__}:ToyPreparation"))
     monkeypatch.setattr(ToyPreparation, "asked", [])
     monkeypatch.setattr(ToyPreparation, "problems", [])
     return ToyPreparation.asked
@@ -152,18 +156,33 @@ def test_init_writes_the_tasks_own_sections(prepared: list[Any], tmp_path: Path)
     assert yaml.safe_load(template("a", None, "toy"))["corpus"] == {"path": "a.txt"}
 
 
-@pytest.mark.parametrize("command", ["preprocess", "check"])
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("preprocess", []),
+        ("check --report", ["--report", "page.html"]),
+        ("check --suggest-buckets", ["--suggest-buckets", "2"]),
+    ],
+)
 def test_a_command_that_a_task_does_not_have_says_so_in_one_line(
-    toy: None, file: Path, command: str, capsys: pytest.CaptureFixture[str]
+    toy: None, file: Path, command: str, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run([command, str(file)]) == 1
+    assert run([command.split()[0], str(file), *words]) == 1
     error = capsys.readouterr().err.strip()
     assert error.count("\n") == 0 and f"`mmspeed {command}` is not there for the task toy (it is for: video)" in error
 
 
-def test_init_of_such_a_task_writes_nothing(toy: None, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="`mmspeed init` is not there for the task toy"):
-        write_config(tmp_path / "new.yaml", task="toy")
+def test_init_of_such_a_task_writes_its_keys(toy: None, tmp_path: Path) -> None:
+    text = write_config(tmp_path / "new.yaml", task="toy").read_text(encoding="utf-8")
+    assert "\ntask: toy\n" in text and "\n#corpus: null\n" in text and "mmspeed preprocess" not in text
+    with pytest.raises(UserError, match="'corpus' is missing"):
+        load_run_config(tmp_path / "new.yaml")
+    assert load_run_config(tmp_path / "new.yaml", ["corpus.path=a.txt"]).train == RunConfig().train
+
+
+def test_init_of_such_a_task_takes_no_media(toy: None, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="`mmspeed init --videos` is not there for the task toy"):
+        write_config(tmp_path / "new.yaml", videos=tmp_path, task="toy")
     assert not (tmp_path / "new.yaml").exists()
 
 
@@ -210,7 +229,7 @@ BUCKET = {"frames": 5, "height": 32, "width": 48}
 def test_a_config_without_a_task_is_of_videos(tmp_path: Path) -> None:
     tree = small_tree(tmp_path)
     assert "task" not in tree and make_run_config(tree).task == "video"
-    assert isinstance(preparations.preparation(make_run_config(tree), "check"), VideoPreparation)
+    assert isinstance(preparations.preparation(make_run_config(tree)), VideoPreparation)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import signal
 from collections.abc import Callable
@@ -198,6 +199,20 @@ def test_memory_of_the_cpu_is_counted_to_the_byte() -> None:
 
     assert peak_bytes(CPU, 0, work) == 4 * 6000
     assert peak_bytes(CPU, 77, lambda: None) == 77
+
+
+def test_garbage_of_earlier_work_is_not_counted_as_given_back() -> None:
+    def litter() -> None:
+        circle: list[object] = [torch.empty(5000)]
+        circle.append(circle)
+
+    def work() -> None:
+        kept = [[] for _ in range(10_000)]  # type: ignore[var-annotated]  # so many objects would start the collector
+        kept.append([torch.empty(1000)])
+
+    gc.collect()
+    assert peak_bytes(CPU, 0, litter) == 4 * 5000
+    assert peak_bytes(CPU, 0, work) == 4 * 1000 and gc.isenabled()
 
 
 def test_which_errors_say_that_memory_is_full() -> None:

@@ -23,6 +23,7 @@ from mmspeed.errors import UserError
 from mmspeed.pipelines.diffusion import samplers
 from mmspeed.pipelines.diffusion.flow import euler_times, per_sample
 from mmspeed.pipelines.diffusion.objective import DdpmObjective, FlowObjective, Objective, make_objective
+from tests.machine import parts_of_numbers_have_the_bits_of_the_whole
 
 SHAPE = (2, 3, 2, 4, 5)
 MEAN, STD = 1.5, 0.3
@@ -222,12 +223,19 @@ def test_the_sample_stays_float32_when_the_model_answers_in_bfloat16(objective: 
 
 @pytest.mark.parametrize("objective", [flow_objective(), ddpm_objective()])
 def test_a_sample_does_not_depend_on_its_batch(objective: Objective) -> None:
+    """To the bit beside any other sample. By itself its tensors have another shape, whose last numbers a machine may round otherwise: in
+    4 steps of about 10 operations on numbers up to 4, 40 x 2^-22, and twice that for what grows on the way."""
+
     def alone(x: Tensor, t_B: Tensor) -> Tensor:
         return torch.sin(x + per_sample(t_B, x))
 
     z = noise(torch.float32)
-    together = objective.sample(alone, z, 4)
-    assert torch.equal(objective.sample(alone, z[1:], 4)[0], together[1])
+    together, beside_another = objective.sample(alone, z, 4), objective.sample(alone, torch.cat((3 - z[:1], z[1:])), 4)
+    assert torch.equal(beside_another[1], together[1]) and not torch.equal(beside_another[0], together[0])
+    by_itself = objective.sample(alone, z[1:], 4)[0]
+    torch.testing.assert_close(by_itself, together[1], rtol=0, atol=2e-5)
+    if parts_of_numbers_have_the_bits_of_the_whole(z, slice(1, 2)):
+        assert torch.equal(by_itself, together[1])
 
 
 def test_auto_takes_the_first_and_strangers_are_named() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmspeed import rng
-from mmspeed.comm import Axis, swap_rows
+from mmspeed.comm import Axis, RowCounts, swap_rows
 from mmspeed.compute.sparse.planners.selection import KeepRule, PlannerContext
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes
@@ -65,7 +65,7 @@ def test_a_threshold_for_a_share_of_pairs() -> None:
 
 def test_rows_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="3 rows on rank 0"):
-        swap_rows(torch.zeros(3, 2), Axis("ring", None, 2, 0), [1, 1], [1, 4])
+        swap_rows(torch.zeros(3, 2), Axis("ring", None, 2, 0), RowCounts((1, 1), (1, 4)))
 
 
 def test_queries_that_keep_all_are_refused() -> None:

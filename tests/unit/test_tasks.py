@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from mmspeed.cli.app import run
 from mmspeed.config import make_config, make_run_config
-from mmspeed.config.tasks import CONFIGS
+from mmspeed.config.tasks import TASKS, TaskEntry
+from mmspeed.data.loading import loader
 from mmspeed.errors import UserError
+from mmspeed.log import read_metrics
 from mmspeed.pipelines import TrainPipeline
+from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.pipelines.tasks import make_task, register
 from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.protocols import RunPlace
 from tests.runs import small_config, small_tree
 from tests.support.character_runs import ALONE, character_config, character_tree, register_characters
 from tests.support.characters import CharacterModel, CharacterTask
-from tests.support.toy_runs import toy_config, write_toy_cache
+from tests.support.toy_runs import toy_config, train_toy, write_toy_cache
 from tests.toy import ToyDiT
+
+OLD_RUN = Path(__file__).resolve().parents[1] / "golden" / "fixtures" / "e6bf4be" / "runs" / "old"
 
 
 class Without(nn.Module):
@@ -35,6 +42,30 @@ class Without(nn.Module):
         return x_BCThw
 
 
+# -- what is worked out for rows of metrics alone ------------------------------------------------------------------------
+
+
+def test_items_and_imbalance_are_worked_out_for_rows_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+    imbalance = loader.imbalance
+
+    def counted(*args: Any) -> float:
+        asked.append(imbalance(*args))
+        return asked[-1]
+
+    def no_item(*args: Any) -> None:
+        raise AssertionError("a run without lost steps looks at no item of a step")
+
+    monkeypatch.setattr(loader, "imbalance", counted)
+    monkeypatch.setattr(loader, "Item", no_item)
+    config = toy_config(tmp_path, "train.log_every=4")
+    write_toy_cache(config)
+    train_toy(str(tmp_path), ("train.log_every=4",))
+    rows = [row for row in read_metrics(config.run_dir / "metrics.jsonl") if row["kind"] == "train"]
+    assert [row["step"] for row in rows] == [4, 6]
+    assert [row["imbalance"] for row in rows] == asked
+
+
 # -- names ------------------------------------------------------------------------------------------------------------
 
 
@@ -44,20 +75,17 @@ def test_an_unknown_task_is_told_with_the_nearest_one(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="task 3 is not known"):
         make_run_config({**small_tree(tmp_path), "task": 3}, origin="test")
     register_characters()
-    with pytest.raises(UserError, match=r"task: 'character' is not known; did you mean 'characters'\?"):
+    with pytest.raises(UserError, match=r"task 'character' is not known; did you mean 'characters'\?"):
         make_task(character_config(tmp_path).model_copy(update={"task": "character"}))
 
 
 def test_a_task_is_known_by_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("mmspeed.pipelines.tasks.TASKS", TASKS := {})
-    monkeypatch.setattr("mmspeed.pipelines.tasks.CONFIGS", CONFIGS)
-    register("letters", "tests.support.characters:CharacterTask", "tests.support.characters:CharacterConfig")
-    try:
-        assert TASKS == {"letters": "tests.support.characters:CharacterTask"}
-        config = character_config(tmp_path)
-        assert isinstance(make_task(config.model_copy(update={"task": "letters"})), CharacterTask)
-    finally:
-        del CONFIGS["letters"]
+    monkeypatch.setitem(TASKS, "letters", TaskEntry("a:B"))  # as it was before, when this test ends
+    names = "tests.support.characters:CharacterTask", "tests.support.characters:CharacterConfig"
+    register("letters", *names)
+    assert TASKS["letters"] == TaskEntry(*names, origin="this program")
+    config = character_config(tmp_path)
+    assert isinstance(make_task(config.model_copy(update={"task": "letters"})), CharacterTask)
 
 
 def test_a_task_that_is_missing_is_video(tmp_path: Path) -> None:
@@ -89,15 +117,50 @@ def test_keys_of_another_task_are_told_with_their_task(tmp_path: Path) -> None:
         timed.data(ALONE)
 
 
-def test_what_is_for_videos_refuses_other_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_for_videos_refuses_other_tasks(tmp_path: Path) -> None:
     register_characters()
     with pytest.raises(UserError, match="this is for the video task, and the config is of the task characters"):
         make_config(character_tree(tmp_path), origin="test")
-    file = tmp_path / "run.yaml"
-    file.write_text("task: characters\n", encoding="utf-8")
-    for command in ("check", "preprocess"):
-        assert run([command, str(file)]) == 1
-        assert f"`mmspeed {command}` is not there for the task characters" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"memory": {"swap_from": "1KiB"}}, r"memory\.swap_from is now memory\.offload_from$"),
+        ({"memory": {"spans": {}}}, r"memory\.spans is now memory\.activation_policy"),
+    ],
+)
+def test_old_keys_are_refused_in_the_config_of_any_task(tmp_path: Path, section: Any, message: str) -> None:
+    register_characters()
+    with pytest.raises(UserError, match=message):
+        make_run_config({**character_tree(tmp_path), **section}, origin="test")
+
+
+def test_a_run_of_another_task_is_told(tmp_path: Path) -> None:
+    config = character_config(tmp_path, "name=taken")
+    RunFolder(config.run_dir).write_start(small_config(tmp_path), {}, {})
+    message = "taken is a run of the task video, and this config is of the task characters: choose another `name`"
+    with pytest.raises(UserError, match=message):
+        TrainPipeline(config).run()
+
+
+def test_weights_of_another_task_are_told(tmp_path: Path) -> None:
+    config = character_config(tmp_path, f"train.start_from={OLD_RUN}")
+    with pytest.raises(UserError, match=r"step-00000004 .*(embed|blocks|head)"):
+        TrainPipeline(config).run()
+
+
+def test_a_divisor_of_0_is_told_with_its_step(tmp_path: Path) -> None:
+    class Empty(CharacterTask):
+        def data(self, place: RunPlace) -> Any:
+            data = super().data(place)
+            plain = data.steps
+            data.steps = lambda start, stop: (replace(step, divisors={"tokens": 0.0}) for step in plain(start, stop))
+            return data
+
+    config = character_config(tmp_path)
+    with pytest.raises(UserError, match=r"step 1: the step's divisor 'tokens' is 0: it has no item that counts"):
+        TrainPipeline(config, task=Empty(config)).run()
 
 
 # -- models -----------------------------------------------------------------------------------------------------------

@@ -136,6 +136,7 @@ def test_cut_captions_are_counted_and_keep_their_end_mark(folders: Callable[[str
 
 
 def test_bytes_do_not_depend_on_the_batch(folders: Callable[[str], Path]) -> None:
+    """On every machine: `encode` takes captions one by one, so that products have the same shapes in any batch."""
     encoder = load(folders("t5"))
     together = encoder.encode(CAPTIONS)
     for caption, entry in zip(CAPTIONS, together, strict=True):

@@ -330,6 +330,15 @@ def test_in_backward() -> None:
     assert seen == [True] and not internals.in_backward()
 
 
+def test_keeps_graph() -> None:
+    seen, tensor = list[bool](), torch.ones(1, requires_grad=True)
+    product = tensor * 2
+    product.register_hook(lambda _: seen.append(internals.keeps_graph()))
+    product.sum().backward(retain_graph=True)
+    product.sum().backward()
+    assert seen == [True, False] and internals.keeps_graph()
+
+
 def test_disable_dynamo() -> None:
     code = (
         "import sys, torch; known = set(sys.modules)\n"

@@ -152,7 +152,7 @@ def test_sampling_is_a_function_of_prompt_and_seed(finished: Config) -> None:
     one = pipe("a rabbit", seed=3)[0]
     both = pipe(["a bird", "a rabbit"], seed=3)
     assert one.frames_FHWC.shape == (5, 32, 48, 3) and one.fps == 8.0
-    assert np.array_equal(both[1].frames_FHWC, one.frames_FHWC)  # whatever company it is sampled in
+    assert np.array_equal(both[1].frames_FHWC, one.frames_FHWC)  # in any company: one is sampled after the other
     assert np.array_equal(pipe("a rabbit", seed=3)[0].frames_FHWC, one.frames_FHWC)
     assert not np.array_equal(pipe("a rabbit", seed=4)[0].frames_FHWC, one.frames_FHWC)
     assert not np.array_equal(both[0].frames_FHWC, both[1].frames_FHWC)

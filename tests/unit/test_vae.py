@@ -194,6 +194,7 @@ def test_longer_videos_keep_their_length(name: str, folders: Callable[[str], Pat
 
 @pytest.mark.parametrize("name", ["wan", "hunyuan", "kl"])
 def test_bytes_do_not_depend_on_the_batch(name: str, folders: Callable[[str], Path]) -> None:
+    """On every machine: `encode` and `decode` take items one by one, so that products have the same shapes in any batch."""
     codec = load(folders(name))
     videos = pixels(codec, 2, batch=3)
     together = codec.encode(videos)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
+from typing import Any, Protocol, overload
 
 from mmspeed.data.cache.reader import DatasetCache
 from mmspeed.data.sampling.rank_batches import count_present, imbalance, rank_batches
@@ -75,6 +76,31 @@ class Batches:
         """Pass over those that nobody asked for."""
         while self._left:
             self._next()
+
+
+class DrawnItems(Sequence[Item]):
+    """The items of a step's draws, each made when it is looked at."""
+
+    def __init__(self, draws: Sequence[SampleUse[Any]]) -> None:
+        self._draws = draws
+
+    def __len__(self) -> int:
+        return len(self._draws)
+
+    @overload
+    def __getitem__(self, place: int) -> Item: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[Item]: ...
+
+    def __getitem__(self, place: int | slice) -> Item | list[Item]:
+        if isinstance(place, slice):
+            return [_item(draw) for draw in self._draws[place]]
+        return _item(self._draws[place])
+
+
+def _item(draw: SampleUse[Any]) -> Item:
+    return Item(*draw.name, draw.sample.source, draw.sample.bucket.name)
 
 
 _Tag = tuple[list[SampleUse[Any]], int]  # of a micro-batch: its step's draws, and how many micro-batches the step has
@@ -167,9 +193,9 @@ class Loader:
         return StepData(
             divisors={"samples": float(len(there))},
             batches=batches,
-            items=[Item(*draw.name, draw.sample.source, draw.sample.bucket.name) for draw in draws],
+            items=DrawnItems(draws),
             counts=Counter(draw.sample.bucket for draw in there),
-            imbalance=imbalance(draws, self.sampler.batching, self.world),
+            imbalance=partial(imbalance, draws, self.sampler.batching, self.world),
         )
 
     def shapes(self, step: int) -> list[BatchShape]:

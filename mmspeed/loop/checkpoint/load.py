@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
+from mmspeed.comm import all_gather_objects, all_reduce_max
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
 from mmspeed.loop.averages import EMA
@@ -89,23 +90,51 @@ def prefixed(prefix: str, tensors: dict[str, Any]) -> dict[str, Tensor]:
     return {f"{prefix}.{name}": tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
 
 
-def _check(folder: Path, meta: dict[str, Any], index: dict[str, Any], wanted: dict[str, Tensor]) -> None:
-    """Raise UserError at the first tensor that the checkpoint and `wanted` do not share in name and shape; state may be one's alone."""
+def _check(
+    folder: Path,
+    meta: dict[str, Any],
+    index: dict[str, Any],
+    wanted: dict[str, Tensor],
+    alone: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Raise UserError at the first tensor that the checkpoint and `wanted` do not share in name and shape; state may be one's alone.
+
+    Unless `alone`, all ranks call it and raise the same: what one pipeline stage lacks another may have.
+    """
+    problem, extra = _problem(folder, meta, index, wanted), _extra(meta, index, wanted)
+    if not alone and all_reduce_max([float(problem is not None or bool(extra))], group)[0]:
+        found = all_gather_objects([problem, extra], group)
+        problem = next((one for one, _ in found if one is not None), None)
+        extra = [name for name in extra if all(name in others for _, others in found)]
+    if problem is not None:
+        raise UserError(problem)
+    if extra:
+        owner = "optimizer" if extra[0].rpartition(":")[2].startswith("optimizer.") else "model"
+        raise UserError(
+            f"checkpoint {folder} holds `{extra[0]}`, which the {owner} here does not have: {_advice(extra[0])}"
+        )
+
+
+def _problem(folder: Path, meta: dict[str, Any], index: dict[str, Any], wanted: dict[str, Tensor]) -> str | None:
+    """What is wrong with the first wanted tensor that the checkpoint has not, or in another shape."""
     held = index["tensors"]
     for name, tensor in wanted.items():
         if name not in held:
-            raise UserError(f"checkpoint {folder} has no tensor `{name}`: {_advice(name, FROZEN in meta)}")
+            return f"checkpoint {folder} has no tensor `{name}`: {_advice(name, FROZEN in meta)}"
         if held[name]["shape"] != list(tensor.shape):
             shapes = f"{tuple(held[name]['shape'])} in the checkpoint, {tuple(tensor.shape)} here"
-            raise UserError(f"checkpoint {folder}: `{name}` is {shapes}: {_advice(name)}")
+            return f"checkpoint {folder}: `{name}` is {shapes}: {_advice(name)}"
+    return None
+
+
+def _extra(meta: dict[str, Any], index: dict[str, Any], wanted: dict[str, Tensor]) -> list[str]:
+    """Names of the checkpoint's tensors that belong to the wanted parts and are not wanted."""
     parts = {name.split(".", 1)[0] for name in wanted}
     # an average stands for its parameter when weights alone are loaded
     stems = {name.split(".", 1)[1] for name in wanted} | meta.get(STATE, {}).keys()
-    unknown = (name for name in held if name.split(".", 1)[0] in parts and name.split(".", 1)[1] not in stems)
-    extra = next((name for name in unknown if not name.endswith(THRESHOLD)), None)
-    if extra is not None:
-        owner = "optimizer" if extra.rpartition(":")[2].startswith("optimizer.") else "model"
-        raise UserError(f"checkpoint {folder} holds `{extra}`, which the {owner} here does not have: {_advice(extra)}")
+    held = (name for name in index["tensors"] if name.split(".", 1)[0] in parts and name.split(".", 1)[1] not in stems)
+    return [name for name in held if not name.endswith(THRESHOLD)]
 
 
 def _check_base(
@@ -209,7 +238,7 @@ def load(
     state = declared_state(model)
     lacking = {name for name in wanted if name.split(".", 1)[1] in state and name not in index["tensors"]}
     wanted = {name: tensor for name, tensor in wanted.items() if name not in lacking}
-    _check(folder, meta, index, wanted)
+    _check(folder, meta, index, wanted, group=group)
     if base:
         _check_base(folder, meta, model, base, group=group)
     dcp.load(
@@ -258,7 +287,7 @@ def load_weights(
             wanted[key] = tensor
     if base:
         _check_base(folder, meta, model, base, alone)
-    _check(folder, meta, index, wanted)
+    _check(folder, meta, index, wanted, alone)
     with warnings.catch_warnings():  # torch warns that one process loads; here that is what is wanted
         warnings.simplefilter("ignore")
         dcp.load(cast(dict[str, Any], wanted), storage_reader=SafetensorsReader(folder, index), no_dist=alone)

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 FORMAT = 1
@@ -158,10 +159,15 @@ class SafetensorsWriter(HuggingFaceStorageWriter):
     """
 
     def __init__(self, folder: Path, names: Iterable[str], commit: Callable[[], None]) -> None:
-        parts: dict[str, int] = {}
-        files = {name: parts.setdefault(name.split(".", 1)[0], len(parts) + 1) for name in names}
-        super().__init__(str(folder), fqn_to_index_mapping=files, save_distributed=True)
+        self._names = list(names)
+        super().__init__(str(folder), fqn_to_index_mapping=_file_numbers(self._names), save_distributed=True)
         self._folder, self._commit = folder, commit
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the coordinator: the files of all ranks' tensors, as each pipeline stage has names of its own."""
+        names = (item.index.fqn for plan in plans for item in plan.items)
+        self.fqn_to_index_mapping = _file_numbers([*self._names, *names])
+        return super().prepare_global_plan(plans)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         files = {(r.index.fqn, r.index.offset): r.storage_data.relative_path for rank in results for r in rank}
@@ -178,6 +184,12 @@ class SafetensorsWriter(HuggingFaceStorageWriter):
         sizes = {file: (self._folder / file).stat().st_size for file in sorted(set(files.values()))}
         write_json(self._folder / INDEX, {"tensors": tensors, "files": sizes})
         self._commit()
+
+
+def _file_numbers(names: Iterable[str]) -> dict[str, int]:
+    """The number of each tensor's file: one for each first word, in the order in which they are met."""
+    parts: dict[str, int] = {}
+    return {name: parts.setdefault(name.split(".", 1)[0], len(parts) + 1) for name in names}
 
 
 class SafetensorsReader(HuggingFaceStorageReader):

@@ -23,7 +23,7 @@ UNITS = 1 << 14  # of the room, that bytes are rounded up to where an exact choi
 # -- what a block can do -----------------------------------------------------------------------------------------------
 
 
-def swaps(ways: Mapping[str, str]) -> bool:
+def offloads(ways: Mapping[str, str]) -> bool:
     """Whether anything goes to the host."""
     return any(way.startswith("offload") for way in ways.values())
 
@@ -158,7 +158,7 @@ class StepFigures:
         options: of each kind; the first saves everything.
         gradients: bytes of the gradients of each block.
         gradients_stay: whether all gradients are there from the start: with accumulation, and with replicas.
-        keep_last: whether the last block swaps nothing.
+        keep_last: whether the last block offloads nothing.
     """
 
     static: StaticMemory
@@ -176,7 +176,7 @@ class StepFigures:
         """The options of each block, those of the last one with what comes after it."""
         found = [list(self.options[kind]) for kind in self.kinds]
         if self.keep_last:
-            found[-1] = [option for option in found[-1] if not swaps(option.ways)]
+            found[-1] = [option for option in found[-1] if not offloads(option.ways)]
         found[-1] = [replace(option, forward=max(option.forward, self.tail)) for option in found[-1]]
         return found
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -45,10 +47,26 @@ def peak_bytes(device: Device, resident: int, work: Callable[[], object]) -> int
     return device.peak_memory_bytes()
 
 
+@contextmanager
+def no_collector() -> Iterator[None]:
+    """Inside, the garbage collector does not start by itself.
+
+    So no count depends on the moment when it would: what an earlier work left in reference cycles is not taken for memory that this
+    one gives back.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def added_on_cpu(work: Callable[[], object]) -> tuple[int, int]:
     """(bytes of the CPU that `work` leaves allocated beyond what was there, the same at its peak), as `peak_bytes` counts."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else some versions tell of each start and stop
-    with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as recorded:
+    with no_collector(), torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as recorded:
         work()
     assert recorded.kineto_results is not None
     events = [event for event in recorded.kineto_results.events() if event.name() == MEMORY_EVENT]

@@ -112,7 +112,7 @@ def optimizer_bytes(optimizer: Any) -> int:
 
 
 def host_pools(model: nn.Module) -> list[HostPool]:
-    """Where the spans of a model's blocks swap to."""
+    """Where the spans of a model's blocks offload to."""
     pools: dict[int, HostPool] = {}
     for part in model.modules():
         for runner in runners_of(part).values():

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from mmspeed.device import Device
 from mmspeed.torch_internals import memory_kinds, memory_tracker, memory_tracker_class
 
+from .peak import no_collector
 from .report import LayerMemory, MemoryReport, optimizer_bytes
 
 AT_THE_END = "end of forward"  # what is freed or made after the last layer, such as autocast's copies of weights
@@ -145,7 +146,7 @@ def measure_step(
     tracker.own(optimizer)
     held = optimizer_bytes(optimizer)
     unseen = max(0, held - tracker.bytes_of(_MemoryKind.OPT))  # the 16 bits that bfloat16 weights lack
-    with tracker:
+    with no_collector(), tracker:
         work()
     at_peak = {kind: tracker.bytes_of(kind, "peak") for kind in _MemoryKind}
     optimizing = min(at_peak[_MemoryKind.OPT], held - unseen)

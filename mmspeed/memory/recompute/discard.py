@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from mmspeed.replay import DecisionRecord, Kind
+from mmspeed.replay import ExchangeRecord
 from mmspeed.torch_internals import base_of, storage_address, storage_at, version_of
 
 ONCE = "what was discarded is restored for one backward pass: a second one (retain_graph) finds it no more"
@@ -103,7 +103,7 @@ class Output:
 
     def __init__(self, f: Callable[..., Tensor], args: tuple[Any, ...], exchange_again: bool, rng: bool) -> None:
         self.f, self.args = f, args
-        self.record = _ExchangeRecord(exchange_again)
+        self.record = ExchangeRecord(exchange_again, within_region=True)
         self.circumstances = _Circumstances.now(args, rng)
         self.packed, self.saved = 0, list[Tensor | None]()
         with self.record.in_force(), saved_tensors_hooks(self._pack, self._unpack):
@@ -118,7 +118,7 @@ class Output:
             raise ValueError("discard: the result is an input, or a view of one, and has no memory of its own to free")
         self.version, self.layout = version_of(value), (value.shape, value.stride(), value.dtype)
         self.memory = StorageWeakRef(value.untyped_storage())
-        self.kept = any(_same_memory(value, x) for held in self.record.results for x in held)
+        self.kept = any(_same_memory(value, x) for x in self.record.tensors())
         self.storage: torch.UntypedStorage | None = None
         self.bytes = value.untyped_storage().nbytes()
 
@@ -168,32 +168,6 @@ class Output:
                 value.untyped_storage()
             )  # unseen by version counters: the numbers are those that were there
             self.storage = None
-
-
-class _ExchangeRecord(DecisionRecord):
-    """Keeps what exchanges gave, for the second run."""
-
-    def __init__(self, again: bool) -> None:
-        super().__init__()
-        self.again, self.results, self.second = again, list[tuple[Tensor, ...]](), False
-
-    def holds(self, kind: Kind) -> bool:
-        return kind == "exchange" and not self.again
-
-    def checkpointed(self, kind: Kind, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        if not self.holds(kind):
-            return make()
-        if self.second:
-            return self.results.pop(0)
-        made = make()
-        self.results.append(tuple(tensor.detach() for tensor in made))
-        return made
-
-    @contextmanager
-    def in_force(self) -> Iterator[None]:
-        with super().in_force():
-            yield
-        self.second = True
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class BlockPolicies:
                 raise UserError(
                     "memory.activation_policy: with train.compile, `block: recompute` is the only policy beside `save`"
                 )
-            recompute(block, around_graphs)
+            recompute(block, around_graphs, self.exchange_again)
         elif ways:
             set_policies(block, ways, self.groups, exchange_again=self.exchange_again)
 

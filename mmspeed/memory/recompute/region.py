@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from mmspeed.memory.offload.swap_group import OffloadGroup
-from mmspeed.replay import DecisionRecord, Kind
+from mmspeed.replay import DecisionRecord, Kind, Made, apart
 from mmspeed.torch_internals import (
     ATTENTION_NAMES,
     MATMUL_NAMES,
@@ -77,13 +77,14 @@ class _StoredResult:
 class _RegionRecord(DecisionRecord):
     """What one region keeps of its first pass. Results are given up as the second pass takes them."""
 
+    within_region = True
+
     def __init__(self, policy: RegionPolicy, fates: dict[Any, OpPolicy], group: OffloadGroup | None) -> None:
         super().__init__()
         self.policy, self.op_policies, self.group = policy, fates, group
         self.results: deque[tuple[Any, Any]] = deque()  # of what, and held
         self.second = False
         self.aside = False  # inside of what is kept, or computed again, as a whole
-        self.within = False  # inside of what is kept as a whole
 
     def put(self, what: Any, fate: OpPolicy, result: Any) -> None:
         def hold(tensor: Tensor) -> _StoredResult:
@@ -112,34 +113,35 @@ class _RegionRecord(DecisionRecord):
             )
         of_first, held = self.results.popleft()
         if of_first != what:
-            raise RuntimeError(f"the second pass of a region computes {what} where the first computed {of_first}")
+            now, then = (one[0] if isinstance(one, tuple) else one for one in (what, of_first))
+            raise RuntimeError(
+                f"the second pass of a region computes {now} where the first computed {then if now != then else 'another one'}"
+            )
         return tree_map_only(_StoredResult, lambda one: one.give(), held)
 
     def holds(self, kind: Kind) -> bool:
         fate: OpPolicy = getattr(self.policy, kind)
         return fate != "recompute"
 
-    def checkpointed(self, kind: Kind, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        if self.within:
-            return make()
+    def checkpointed(self, kind: Kind, make: Made, what: object = None) -> tuple[Tensor, ...]:
         fate: OpPolicy = getattr(self.policy, kind)
-        if fate == "recompute":
-            with self._apart(within=False):  # its own operations are not kept one by one
-                return make()
-        if self.second:
-            return tuple(self.take(kind))
-        with self._apart(within=True):
-            made = make()
-        self.put(kind, fate, made)
+        if fate != "recompute" and self.second:
+            return tuple(self.take((kind, what)))
+        with self._aside():  # its own operations are not kept one by one
+            if fate == "recompute":
+                return super().checkpointed(kind, make, what)
+            with apart():
+                made = super().checkpointed(kind, make, what)
+        self.put((kind, what), fate, made)
         return made
 
     @contextmanager
-    def _apart(self, within: bool) -> Iterator[None]:
-        before, self.aside, self.within = (self.aside, self.within), True, within
+    def _aside(self) -> Iterator[None]:
+        before, self.aside = self.aside, True
         try:
             yield
         finally:
-            self.aside, self.within = before
+            self.aside = before
 
 
 class _Phase:

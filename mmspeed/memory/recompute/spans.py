@@ -18,7 +18,7 @@ from mmspeed.config.memory import ActivationPolicy
 from mmspeed.memory.offload.swap_group import OffloadGroup
 from mmspeed.mixin import mix_in
 from mmspeed.protocols import NamesRegions
-from mmspeed.replay import recording
+from mmspeed.replay import in_region
 
 from .discard import discarded
 from .region import OpPolicy, RegionPolicy, run_region
@@ -73,7 +73,7 @@ def region(
     before: `run(before(*args))`, where the span is what comes before a matrix product.
     """
     course = runners_of(owner).get(name)
-    if course is None or not torch.is_grad_enabled() or recording():
+    if course is None or not torch.is_grad_enabled() or in_region():
         return run(*args) if before is None else run(before(*args))
     return course.run(run, *args, before=before)
 

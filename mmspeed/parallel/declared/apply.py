@@ -28,8 +28,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from mmspeed.comm import Axis, ExchangeMethod, Ledger
 from mmspeed.errors import UserError, nearest
 from mmspeed.graphs import outside_graphs
+from mmspeed.memory.recompute.block_checkpoint import replay_checkpoints
 from mmspeed.mixin import mix_in
 from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes
+from mmspeed.replay import record_or_replay, set_fact
 from mmspeed.torch_internals import tree_map_only
 
 from .attention_hook import HybridAttention
@@ -62,9 +64,11 @@ class _Declared(nn.Module):
         role, group, run = self._sequence_role, self._sequence_role.group, super().forward
         if role.root:
             _begin(group, role.names, args, kwargs)
-        if group.record is None:
+        # graphs are made for an image or a video, and read the record of the forward that is being computed
+        record = group.record if torch.compiler.is_compiling() else group.now()
+        if record is None:
             raise UserError(f"{role.where} was called outside of the forward of the model that the plan was applied to")
-        if group.record.whole:
+        if record.whole:
             return run(*args, **kwargs)
         if role.inputs:
             args, kwargs = _split_inputs(role, args, kwargs)
@@ -91,15 +95,19 @@ def _named(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 @outside_graphs
 def _begin(group: SplitGroup, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Open the record of a new forward."""
-    arguments = _named(names, args, kwargs)
+    """Open the record of a new forward, or of the one that is computed again."""
+    group.record, _ = record_or_replay(lambda: _new_record(group, _named(names, args, kwargs)))
+    set_fact(group, group.record)
+
+
+def _new_record(group: SplitGroup, arguments: dict[str, Any]) -> ForwardRecord:
     whole = False
     if group.frames is not None and (value := arguments.get(group.frames[0])) is not None:
         whole = (value if group.frames[1] is None else value.shape[group.frames[1]]) == 1
-    group.record = ForwardRecord(whole=bool(whole))
     if not whole and not group.checked:
         group.check_same(arguments)
         group.checked = True
+    return ForwardRecord(whole=bool(whole))
 
 
 @outside_graphs
@@ -276,6 +284,7 @@ def sequence_parallel(
                 "apply sequence parallelism first"
             )
     if group.degree > 1:
+        replay_checkpoints(model)
         for role_module, role in roles.items():
             # diffusers writes the name into a checkpoint's config
             mix_in(role_module, _Declared, rename=False)._sequence_role = role

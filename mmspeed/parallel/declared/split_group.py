@@ -17,6 +17,7 @@ from mmspeed.comm import Ledger, all_gather, even_sizes
 from mmspeed.errors import UserError
 from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes
 from mmspeed.parallel.sequence.zigzag import zigzag_lengths, zigzag_order
+from mmspeed.replay import fact
 from mmspeed.torch_internals import tree_leaves
 
 from .plan import Gather, SequencePlan, Split
@@ -43,9 +44,14 @@ class SplitGroup:
     def __deepcopy__(self, memo: Any) -> SplitGroup:
         return self  # process groups cannot be copied; the record is told anew before every use
 
+    def now(self) -> ForwardRecord | None:
+        """The record of the forward that is being computed, or that is being recomputed."""
+        return fact(self, lambda: self.record)
+
     def sizes(self, sequence: str, where: str) -> tuple[int, ...]:
         """Lengths of a sequence on all ranks of the group."""
-        lengths = self.record.lengths if self.record is not None else {}
+        record = self.now()
+        lengths = record.lengths if record is not None else {}
         if sequence not in lengths:
             raise UserError(f"{where}: sequence {sequence!r} was not split before it is needed; mend the plan")
         if not self.zigzag:
@@ -60,8 +66,9 @@ class SplitGroup:
 
     def tell(self, sequence: str, length: int, where: str) -> None:
         """Note a sequence's length over all ranks, or hold it against what is known."""
-        assert self.record is not None
-        known = self.record.lengths.setdefault(sequence, length)
+        record = self.now()
+        assert record is not None
+        known = record.lengths.setdefault(sequence, length)
         if known != length:
             raise UserError(
                 f"{where}: sequence {sequence!r} has {length} tokens here and had {known} before; mend the plan"
@@ -92,7 +99,6 @@ class SplitGroup:
 
     def _lengths(self, split: Split, size: int, where: str) -> list[tuple[str, int]]:
         sequences = (split.sequence,) if isinstance(split.sequence, str) else split.sequence
-        assert self.record is not None
         if len(sequences) == 1:
             self.tell(sequences[0], size, where)
         lengths = [(sequence, sum(self.sizes(sequence, where))) for sequence in sequences]
@@ -122,7 +128,7 @@ class SplitGroup:
 
     def mark(self, tensor: torch.Tensor) -> torch.Tensor:
         """Make the backward through `tensor` begin by telling this forward's record."""
-        return _Mark.apply(tensor, self, self.record) if tensor.requires_grad else tensor  # type: ignore[no-any-return]
+        return _Mark.apply(tensor, self, self.now()) if tensor.requires_grad else tensor  # type: ignore[no-any-return]
 
     def check_same(self, arguments: Mapping[str, Any]) -> None:
         """Hold the inputs of all ranks of the group against one another, by shapes and sums.

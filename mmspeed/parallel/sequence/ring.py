@@ -2,7 +2,7 @@
 
 Outputs are merged by their log-sum-exp in float32, and gradients summed in float32 (float64 for float64). The backward pass runs the ring
 again with the final output and log-sum-exp; the gradients of keys and values travel with their block. Both results are offered to whoever
-recomputes (`mmspeed.replay.kept`), as an exchange.
+recomputes (`mmspeed.replay.checkpointed`), as an exchange.
 
 Bytes that a rank sends per call, e the element size, f = max(e, 4), for even M (uneven: the sum over the blocks that it passes on):
 
@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from mmspeed.comm.axis import Axis
 from mmspeed.comm.exchange import pass_on
 from mmspeed.compute.block_attention import block_backward, block_forward, merge
-from mmspeed.replay import checkpointed_if
+from mmspeed.replay import checkpointed
 
 from .ring_schedule import (
     Hop,
@@ -92,7 +92,7 @@ def ring_attention(
         if tuple(k_lengths) != zigzag_lengths(total, axis.size) or q_BAND.shape[2] != k_BKMD.shape[2]:
             raise ValueError(f"causal ring: queries and keys of {tuple(k_lengths)} are not in zigzag order")
     ring = _Ring(axis.rank, tuple(k_lengths), AxisLink(axis, outer), total, window, scale, backend, counter)
-    result: Tensor = _RingAttention.apply(ring, torch.is_grad_enabled(), q_BAND, k_BKMD, v_BKMD, key_mask_BM)
+    result: Tensor = _RingAttention.apply(ring, q_BAND, k_BKMD, v_BKMD, key_mask_BM)
     return result
 
 
@@ -136,11 +136,12 @@ class _Ring:
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, ring: _Ring, offers: bool, q_BAND: Tensor, k_BKMD: Tensor, v_BKMD: Tensor, key_mask_BM: Tensor | None
+        ctx: Any, ring: _Ring, q_BAND: Tensor, k_BKMD: Tensor, v_BKMD: Tensor, key_mask_BM: Tensor | None
     ) -> Tensor:
         own = [k_BKMD.contiguous(), v_BKMD.contiguous()] + ([] if key_mask_BM is None else [key_mask_BM.contiguous()])
         ctx.ring = ring
-        out_BAND, lse_BAN = checkpointed_if(offers, "exchange", lambda: _attend_forward(ring, q_BAND, own))
+        what = "ring", ring.link, ring.lengths, q_BAND.shape
+        out_BAND, lse_BAN = checkpointed("exchange", lambda: _attend_forward(ring, q_BAND, own), what)
         ctx.save_for_backward(q_BAND, *own[:2], key_mask_BM, out_BAND, lse_BAN)
         return out_BAND
 
@@ -169,7 +170,7 @@ class _RingAttention(torch.autograd.Function):
         steps = backward_steps(ring.rank, len(ring.lengths), ring.window)
         shapes, grad_shapes = ring.shapes(k_BKMD, key_mask_BM is not None), ring.shapes(k_BKMD, False)
         dk, dv = run_backward(steps, ring.rank, own, ring.link, shapes, attend, grad_shapes)
-        return None, None, dq_BAND.to(q_BAND.dtype), dk.to(k_BKMD.dtype), dv.to(v_BKMD.dtype), None
+        return None, dq_BAND.to(q_BAND.dtype), dk.to(k_BKMD.dtype), dv.to(v_BKMD.dtype), None
 
 
 def _attend_forward(ring: _Ring, q_BAND: Tensor, own: list[Tensor]) -> tuple[Tensor, Tensor]:

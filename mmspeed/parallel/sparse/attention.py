@@ -34,6 +34,7 @@ from mmspeed.compute.sparse.planners.selection import KeepRule
 from mmspeed.graphs import outside_graphs
 from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes, of_nothing, with_heads_exchanged
 from mmspeed.parallel.sequence.ring import ring_attention
+from mmspeed.replay import apart
 
 from .exchange import fetch
 from .plan import SplitPlan, plan_split
@@ -107,7 +108,8 @@ def _over_ring(
     dense, first = layer.record_or_replay(lambda: layer.is_dense(tokens))
     if dense:
         if first and layer.calibrates(tokens):
-            plan(CALIBRATION)
+            with apart():
+                plan(CALIBRATION)
         layer.counter["dense"] += 1
         return ring_attention(q_BAND, k_BAMD, v_BAMD, key_mask_BM, ring, lengths, window=axes.window, outer=axes.outer)
     split, first = layer.record_or_replay(lambda: layer.timed(lambda: plan(layer.keep())))
@@ -116,7 +118,8 @@ def _over_ring(
         layer.note(replace(split.plan, keys=tokens), attended)
         if layer.watching and layer.training:
             rows = layer.sampled_rows(q_BAND.shape[2], q_BAND.device)
-            exact = exact_rows(q_BAND.detach()[:, :, rows], k_BAMD, v_BAMD, key_mask_BM, ring)
+            with apart():
+                exact = exact_rows(q_BAND.detach()[:, :, rows], k_BAMD, v_BAMD, key_mask_BM, ring)
             layer.add_error(attended.out_BAND.detach()[:, :, rows], exact)
     return attended.out_BAND
 

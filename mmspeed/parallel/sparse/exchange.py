@@ -28,7 +28,7 @@ from mmspeed.comm.axis import Axis
 from mmspeed.comm.exchange import RowCounts, start_all_gather, start_reduce_scatter, start_rows, swap_rows
 from mmspeed.comm.halves import finish
 from mmspeed.compute.sparse.plan import ClusterMeans
-from mmspeed.replay import checkpointed_if
+from mmspeed.replay import apart, checkpointed
 
 
 @dataclass(frozen=True)
@@ -73,16 +73,16 @@ def route(bits_RGMW: Sequence[Tensor], axis: Axis) -> tuple[RowExchange, Tensor]
     groups, keys, width = mine.shape
     wanted_RGM = torch.stack([bits.any(dim=2) for bits in bits_RGMW])
     counts_RG = wanted_RGM.sum(dim=2)
-    each = [1] * axis.size
-    comes_RG = swap_rows(counts_RG, axis, each, each, "lists").cpu()
+    each = (1,) * axis.size
+    comes_RG = swap_rows(counts_RG, axis, RowCounts(each, each), "lists").cpu()
     numbers = torch.stack([counts_RG.sum(dim=1).cpu(), comes_RG.sum(dim=1)]).tolist()
     sends, comes = tuple(numbers[0]), tuple(numbers[1])
     index_Z = wanted_RGM.view(-1).nonzero()[:, 0] % max(1, groups * keys)
     lists = [
         bits.flatten(0, 1)[rows].view(-1) for bits, rows in zip(bits_RGMW, index_Z.split(list(sends)), strict=True)
     ]
-    bytes_there = [len(part) for part in lists]
-    came = swap_rows(torch.cat(lists), axis, bytes_there, [n * width for n in comes], "lists").view(-1, width)
+    list_bytes = RowCounts(tuple(map(len, lists)), tuple(n * width for n in comes))
+    came = swap_rows(torch.cat(lists), axis, list_bytes, "lists").view(-1, width)
     table = max(1, int(comes_RG.sum(dim=0).max())) if groups else 1
     place_Z = _places(comes_RG, table).to(came.device)
     bits_GTW = came.new_zeros(groups * table, width).index_copy(0, place_Z, came).view(groups, table, width)
@@ -119,7 +119,7 @@ def fetch(
 
     `means` are of this rank's clusters of keys, `mean_sizes` how many each rank has. Every rank makes the call, and its backward.
     """
-    how = rows, axis, tuple(mean_sizes), torch.is_grad_enabled()
+    how = rows, axis, tuple(mean_sizes)
     if means is None:
         k, v = _Fetch.apply(*how, k_BAMD, v_BAMD, None, None)
         return k, v, None
@@ -135,7 +135,7 @@ def _fetched(
     v_BAMD: Tensor,
     means: ClusterMeans | None,
 ) -> tuple[Tensor, ...]:
-    """Tables of keys and values, and the means of all ranks where there are means."""
+    """Tables of keys and values, and the means of all ranks where there are means. Offered as one, not each exchange by itself."""
     batch, heads, width = *k_BAMD.shape[:2], k_BAMD.shape[3]
     sent_ZE = torch.cat([x.flatten(0, 2).index_select(0, rows.row_Z) for x in (k_BAMD, v_BAMD)], dim=1)
     pending, pending_means = start_rows(sent_ZE, axis, rows.counts), None
@@ -161,7 +161,6 @@ class _Fetch(torch.autograd.Function):
         rows: RowExchange,
         axis: Axis,
         mean_sizes: tuple[int, ...],
-        offers: bool,
         k_BAMD: Tensor,
         v_BAMD: Tensor,
         mean_k: Tensor | None,
@@ -171,7 +170,13 @@ class _Fetch(torch.autograd.Function):
         # so that a rank without queries, which saves nothing else, also makes a checkpointed pass again before it goes back
         ctx.save_for_backward(rows.row_Z)
         means = None if mean_k is None or mean_v is None else ClusterMeans(mean_k, mean_v)
-        return checkpointed_if(offers, "exchange", lambda: _fetched(rows, axis, mean_sizes, k_BAMD, v_BAMD, means))
+        what = "fetch", axis, rows.counts
+
+        def fetched() -> tuple[Tensor, ...]:
+            with apart():
+                return _fetched(rows, axis, mean_sizes, k_BAMD, v_BAMD, means)
+
+        return checkpointed("exchange", fetched, what)
 
     @staticmethod
     @once_differentiable
@@ -193,7 +198,7 @@ class _Fetch(torch.autograd.Function):
             part.to(dk_BATD.dtype).view(shape) for part, shape in zip(sum_ME.split(widths, 1), shapes, strict=True)
         )
         if pending_means is None:
-            return None, None, None, None, dk, dv, None, None
+            return None, None, None, dk, dv, None, None
         both = finish(pending_means)
         dmean_k, dmean_v = (part.to(dmeans[0].dtype) for part in both.split(widths, dim=3))
-        return None, None, None, None, dk, dv, dmean_k, dmean_v
+        return None, None, None, dk, dv, dmean_k, dmean_v

@@ -1,4 +1,4 @@
-"""Swapping in the blocks of a real model: equal to plain, with the bytes that were to be moved."""
+"""Offloading in the blocks of a real model: equal to plain, with the bytes that were to be moved."""
 
 from __future__ import annotations
 
@@ -160,13 +160,15 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 def test_gradients_are_bitwise_those_of_plain(
     arrangement: str, dtype: torch.dtype, ways: dict[str, ActivationPolicy]
 ) -> None:
-    base, swap = plain(arrangement, dtype), Offloader(CPU, FROM)
-    stage = Stage(arrangement, dtype, ways, swap.group)
+    base, offloader = plain(arrangement, dtype), Offloader(CPU, FROM)
+    stage = Stage(arrangement, dtype, ways, offloader.group)
     step = stage.step()
     assert same(step.gradients, base.gradients)
-    assert swap.moved_out == noted(arrangement, dtype, ways) == swap.pool.peak
-    assert swap.moved_out >= swap.moved_back > 0.8 * swap.moved_out  # what is on the device still does not come
-    assert swap.pool.used == 0
+    assert offloader.moved_out == noted(arrangement, dtype, ways) == offloader.pool.peak
+    assert (
+        offloader.moved_out >= offloader.moved_back > 0.8 * offloader.moved_out
+    )  # what is on the device still does not come
+    assert offloader.pool.used == 0
     assert step.peak < base.peak
     if "recompute" not in ways.values():
         assert step.activations <= 0.3 * base.activations
@@ -175,35 +177,35 @@ def test_gradients_are_bitwise_those_of_plain(
         weights = sum(
             p.numel() for b in stage.model.blocks for p in b.parameters() if p.ndim >= 2 and p.numel() * 2 >= FROM
         )
-        assert 0.8 * weights * 2 <= swap.recast <= weights * 2
+        assert 0.8 * weights * 2 <= offloader.recast <= weights * 2
 
 
 def test_steps_take_the_same_memory_again_and_leave_nothing() -> None:
-    swap = Offloader(CPU, FROM)
-    stage = Stage("factorised", torch.float32, {"block": "offload"}, swap.group)
+    offloader = Offloader(CPU, FROM)
+    stage = Stage("factorised", torch.float32, {"block": "offload"}, offloader.group)
     pools = []
     for _ in range(4):
         stage.loss().backward()
-        pools.append((swap.pool.bytes, swap.pool.peak, swap.pool.used))
+        pools.append((offloader.pool.bytes, offloader.pool.peak, offloader.pool.used))
     assert len(set(pools)) == 1
     assert pools[0][2] == 0
     with torch.no_grad():
-        before = swap.moved_out
+        before = offloader.moved_out
         stage.loss()
-        assert swap.moved_out == before
+        assert offloader.moved_out == before
     loss = stage.loss()
-    assert swap.pool.used > 0
+    assert offloader.pool.used > 0
     del loss
     gc.collect()
-    assert swap.pool.used == 0
+    assert offloader.pool.used == 0
 
 
 @pytest.mark.parametrize(
     "ways", [{"block": "offload"}, {"block": "offload_selective"}], ids=["offload", "offload_selective"]
 )
 def test_several_graphs_at_a_time_in_any_order(ways: dict[str, ActivationPolicy]) -> None:
-    swap = Offloader(CPU, FROM)
-    stages = [Stage("factorised", torch.float32), Stage("factorised", torch.float32, ways, swap.group)]
+    offloader = Offloader(CPU, FROM)
+    stages = [Stage("factorised", torch.float32), Stage("factorised", torch.float32, ways, offloader.group)]
     found = []
     for stage in stages:
         losses = [stage.loss() * factor for factor in (1, 2, 3)]
@@ -211,12 +213,12 @@ def test_several_graphs_at_a_time_in_any_order(ways: dict[str, ActivationPolicy]
             losses[number].backward()
         found.append(stage.gradients())
     assert same(*found)
-    assert swap.pool.used == 0
+    assert offloader.pool.used == 0
 
 
 def test_blocks_share_the_caption_and_a_span_its_projection() -> None:
-    swap = Offloader(CPU, from_bytes=1 << 11)
-    stage = Stage("full", torch.float32, {"block": "offload_selective"}, swap.group)
+    offloader = Offloader(CPU, from_bytes=1 << 11)
+    stage = Stage("full", torch.float32, {"block": "offload_selective"}, offloader.group)
     stage.loss().backward()
     text = 12 * 96 * 4  # bytes of the caption that each of three blocks is given
-    assert swap.shared >= 2 * text
+    assert offloader.shared >= 2 * text

@@ -1,4 +1,4 @@
-"""Swapping under autograd: any order of passes, failures, threads, and nothing that is left."""
+"""Offloading under autograd: any order of passes, failures, threads, and nothing that is left."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mmspeed.memory.offload.swap_group import Offloader
 CPU = Device("cpu", 0)
 
 
-def swap_all(**given: Any) -> Offloader:
+def offload_all(**given: Any) -> Offloader:
     return Offloader(CPU, from_bytes=1, **given)
 
 
@@ -34,9 +34,9 @@ class Chain(nn.Module):
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
 
-    def forward(self, x: Tensor, swap: Offloader | None = None) -> Tensor:
+    def forward(self, x: Tensor, offloader: Offloader | None = None) -> Tensor:
         for layer in self.layers:
-            group = swap.group() if swap is not None else None
+            group = offloader.group() if offloader is not None else None
             if group is None:
                 x = torch.tanh(layer(x)) * x
             else:
@@ -62,93 +62,93 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_two_forwards_before_two_backwards(order: tuple[int, int]) -> None:
-    model, swap, batches = Chain(4), swap_all(), inputs(2)
+    model, offloader, batches = Chain(4), offload_all(), inputs(2)
     sums = [model(x).sum() for x in batches]
     for number in order:
         sums[number].backward()
     wanted = model.gradients()
-    sums = [model(x, swap).sum() for x in batches]
+    sums = [model(x, offloader).sum() for x in batches]
     for number in order:
         sums[number].backward()
     assert same(model.gradients(), wanted)
-    assert swap.moved_out == swap.moved_back + swap.found > 0
-    assert swap.pool.used == 0
+    assert offloader.moved_out == offloader.moved_back + offloader.found > 0
+    assert offloader.pool.used == 0
 
 
 def test_accumulation_retained_graphs_and_second_derivatives() -> None:
     model, batches = Chain(3), inputs(3)
 
-    def gradients(swap: Offloader | None) -> list[Tensor]:
+    def gradients(offloader: Offloader | None) -> list[Tensor]:
         for x in batches:
-            model(x, swap).sum().backward()
+            model(x, offloader).sum().backward()
         found = model.gradients()
-        loss = model(batches[0], swap).sum()
+        loss = model(batches[0], offloader).sum()
         loss.backward(retain_graph=True)
         loss.backward()
         found += model.gradients()
         x = batches[1].clone().requires_grad_()
-        (first,) = torch.autograd.grad(model(x, swap).sum(), x, create_graph=True)
+        (first,) = torch.autograd.grad(model(x, offloader).sum(), x, create_graph=True)
         first.square().sum().backward()
         return [*found, *model.gradients()]
 
-    swap = swap_all()
-    assert same(gradients(swap), gradients(None))
+    offloader = offload_all()
+    assert same(gradients(offloader), gradients(None))
     gc.collect()
-    assert swap.pool.used == 0
+    assert offloader.pool.used == 0
 
 
 def test_the_pool_does_not_grow_after_the_first_step_and_copies_no_more() -> None:
-    model, swap, (x,) = Chain(4), swap_all(), inputs(1)
+    model, offloader, (x,) = Chain(4), offload_all(), inputs(1)
     sizes, moved = [], []
     for _ in range(4):
-        before = swap.moved_out
-        model(x, swap).sum().backward()
-        sizes.append((swap.pool.bytes, swap.pool.peak))
-        moved.append(swap.moved_out - before)
+        before = offloader.moved_out
+        model(x, offloader).sum().backward()
+        sizes.append((offloader.pool.bytes, offloader.pool.peak))
+        moved.append(offloader.moved_out - before)
     assert len(set(sizes)) == 1
     # of a layer: what it is given and its tanh, but of the first, what the test holds goes too
     assert moved == [4 * 2 * 16 * 32 * 4] * 4
-    assert not swap._parts
-    assert not swap.leaving
+    assert not offloader._parts
+    assert not offloader.leaving
 
 
 def test_nothing_is_left_of_graphs_without_backward() -> None:
-    model, swap, (x,) = Chain(4), swap_all(), inputs(1)
+    model, offloader, (x,) = Chain(4), offload_all(), inputs(1)
     groups: list[weakref.ref[Any]] = []
-    make = swap.group
+    make = offloader.group
 
     def group() -> Any:
         made = make()
         groups.append(weakref.ref(made))
         return made
 
-    swap.group = group  # type: ignore[method-assign]
-    result = model(x, swap)
-    assert swap.pool.used > 0
+    offloader.group = group  # type: ignore[method-assign]
+    result = model(x, offloader)
+    assert offloader.pool.used > 0
     del result
-    assert swap.pool.used == 0  # at once: reference counts, no garbage collection
+    assert offloader.pool.used == 0  # at once: reference counts, no garbage collection
     assert all(weak() is None for weak in groups)
-    assert not swap._parts
+    assert not offloader._parts
     with torch.no_grad():
-        model(x, swap)
-    assert swap.pool.used == 0
+        model(x, offloader)
+    assert offloader.pool.used == 0
 
     def fails() -> None:
-        with swap.group().hooks():
-            torch.tanh(model(x, swap)).exp()
+        with offloader.group().hooks():
+            torch.tanh(model(x, offloader)).exp()
             raise KeyError("in forward")
 
     with pytest.raises(KeyError):
         fails()
     gc.collect()
-    assert swap.pool.used == 0
-    model(x, swap).sum().backward()
+    assert offloader.pool.used == 0
+    model(x, offloader).sum().backward()
     assert model.gradients()
 
 
 def test_results_that_an_operator_saves_are_not_kept_alive_by_themselves() -> None:
-    swap = Offloader(CPU, from_bytes=1 << 20)
-    with swap.group().hooks():
+    offloader = Offloader(CPU, from_bytes=1 << 20)
+    with offloader.group().hooks():
         y = torch.ones(64, requires_grad=True).exp()  # small: it stays
     storage = StorageWeakRef(y.untyped_storage())
     del y
@@ -156,48 +156,48 @@ def test_results_that_an_operator_saves_are_not_kept_alive_by_themselves() -> No
 
 
 def test_without_gradients_nothing_goes() -> None:
-    model, swap, (x,) = Chain(2), swap_all(), inputs(1)
+    model, offloader, (x,) = Chain(2), offload_all(), inputs(1)
     with torch.no_grad():
-        model(x, swap)
-    assert swap.moved_out == swap.shared == 0
+        model(x, offloader)
+    assert offloader.moved_out == offloader.shared == 0
 
 
 def test_backward_in_another_thread() -> None:
     """As autograd does on an accelerator, while the first thread makes the next graph."""
-    model, swap, batches = Chain(4), swap_all(), inputs(2)
+    model, offloader, batches = Chain(4), offload_all(), inputs(2)
     model(batches[0]).sum().backward()
     wanted = model.gradients()
-    loss = model(batches[0], swap).sum()
+    loss = model(batches[0], offloader).sum()
     thread = threading.Thread(target=loss.backward)
     thread.start()
-    others = [model(batches[1], swap) for _ in range(20)]
+    others = [model(batches[1], offloader) for _ in range(20)]
     thread.join()
     assert same(model.gradients(), wanted)
     del others, loss
     gc.collect()
-    with swap.lock:
-        swap.tidy()
-    assert swap.pool.used == 0
+    with offloader.lock:
+        offloader.tidy()
+    assert offloader.pool.used == 0
 
 
-def test_a_copy_of_a_model_swaps_to_the_same_place() -> None:
-    swap = swap_all()
-    assert copy.deepcopy({"groups": swap.group})["groups"].__self__ is swap
+def test_a_copy_of_a_model_offloads_to_the_same_place() -> None:
+    offloader = offload_all()
+    assert copy.deepcopy({"groups": offloader.group})["groups"].__self__ is offloader
 
 
 def test_low_precision_copies_of_parameters_are_cast_again() -> None:
-    model, swap, (x,) = Chain(2), swap_all(), inputs(1)
+    model, offloader, (x,) = Chain(2), offload_all(), inputs(1)
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(x).sum()
     loss.backward()
     wanted = model.gradients()
     with torch.autocast("cpu", torch.bfloat16):
-        loss = model(x, swap).sum()
+        loss = model(x, offloader).sum()
     loss.backward()
     assert same(model.gradients(), wanted)
-    assert swap.recast == 32 * 32 * 2  # of the second: backward does not need the first's
+    assert offloader.recast == 32 * 32 * 2  # of the second: backward does not need the first's
     with torch.autocast("cpu", torch.bfloat16):
-        loss = model(x, swap).sum()
+        loss = model(x, offloader).sum()
     with torch.no_grad():
         model.layers[1].weight.add_(1)
     with pytest.raises(RuntimeError, match="changed in place"):
@@ -235,24 +235,24 @@ class Broken:
 @pytest.mark.parametrize("direction", ["out", "back"])
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_copy_that_fails_is_told_and_does_not_hang(direction: str, at_once: bool) -> None:
-    model, swap, (x,) = Chain(3), swap_all(copies=Broken(direction, at_once)), inputs(1)
+    model, offloader, (x,) = Chain(3), offload_all(copies=Broken(direction, at_once)), inputs(1)
     with pytest.raises(OSError, match="link is down"):
-        model(x, swap).sum().backward()
+        model(x, offloader).sum().backward()
     gc.collect()
-    assert swap.pool.used == 0
+    assert offloader.pool.used == 0
 
 
 def test_a_full_host_is_told_in_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, swap, (x,) = Chain(3), swap_all(), inputs(1)
+    model, offloader, (x,) = Chain(3), offload_all(), inputs(1)
     monkeypatch.setattr(Device, "free_memory_bytes", lambda self: 100)
     with pytest.raises(UserError, match=r"host's memory is full.*memory\.activation_policy"):
-        model(x, swap)
+        model(x, offloader)
     monkeypatch.undo()
-    model(x, swap).sum().backward()
-    assert swap.moved_out > 0
+    model(x, offloader).sum().backward()
+    assert offloader.moved_out > 0
 
 
 def test_tensors_of_numpy_go_too() -> None:
-    swap = swap_all()
+    offloader = offload_all()
     array = np.arange(64, dtype=np.float32)
-    assert torch.equal(swap.group().store(torch.from_numpy(array))(), torch.arange(64.0))
+    assert torch.equal(offloader.group().store(torch.from_numpy(array))(), torch.arange(64.0))

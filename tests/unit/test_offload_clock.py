@@ -1,4 +1,4 @@
-"""Swapping under a controlled clock: what is hidden behind the computation, and that no memory is used or freed too early."""
+"""Offloading under a controlled clock: what is hidden behind the computation, and that no memory is used or freed too early."""
 
 from __future__ import annotations
 
@@ -38,12 +38,14 @@ class Timed(torch.autograd.Function):
         return 2 * grads[0] + x, None
 
 
-def step(x: Tensor, swap: Offloader | None, compute: Callable[[], None], parts: int, keep_last: bool = True) -> Tensor:
+def step(
+    x: Tensor, offloader: Offloader | None, compute: Callable[[], None], parts: int, keep_last: bool = True
+) -> Tensor:
     """Gradient of a chain of layers of so many functions each."""
     leaf = x.clone().requires_grad_()
     y = leaf * 1
     for layer in range(LAYERS):
-        group = swap.group() if swap is not None and not (keep_last and layer == LAYERS - 1) else None
+        group = offloader.group() if offloader is not None and not (keep_last and layer == LAYERS - 1) else None
         for _ in range(parts):
             if group is None:
                 y = Timed.apply(y, compute)
@@ -58,7 +60,7 @@ def step(x: Tensor, swap: Offloader | None, compute: Callable[[], None], parts: 
 
 
 def exposed(parts: int, share: float, keep_last: bool = True) -> float:
-    """What swapping adds to a step, over the time of all copies; a layer's copies take `share` of its computation."""
+    """What offloading adds to a step, over the time of all copies; a layer's copies take `share` of its computation."""
     clock = Reckoned(NUMBERS * 4 * parts / (share * COMPUTE))
     x = torch.randn(NUMBERS, generator=torch.Generator().manual_seed(0))
     step(x, Offloader(CPU, from_bytes=1, copies=clock), lambda: clock.compute(COMPUTE / parts), parts, keep_last)
@@ -69,7 +71,7 @@ def exposed(parts: int, share: float, keep_last: bool = True) -> float:
 
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.8, 0.95])
-def test_swapping_hides_behind_the_computation(monkeypatch: pytest.MonkeyPatch, parts: int, share: float) -> None:
+def test_offloading_hides_behind_the_computation(monkeypatch: pytest.MonkeyPatch, parts: int, share: float) -> None:
     """All of it: what the newest group stored is on the device when backward comes to it, and one group ahead is enough."""
     assert abs(exposed(parts, share)) < 1e-6
     assert abs(exposed(parts, share, keep_last=False)) < 1e-6
@@ -78,11 +80,11 @@ def test_swapping_hides_behind_the_computation(monkeypatch: pytest.MonkeyPatch, 
 
 
 def timed(parts: int, share: float) -> tuple[float, float]:
-    """(seconds that swapping adds to a step, seconds of all copies), as they pass; a layer's copies take `share` of its computation."""
+    """(seconds that offloading adds to a step, seconds of all copies), as they pass; a layer's copies take `share` of its computation."""
     nbytes = NUMBERS * 4
     clock = ControlledClock(nbytes * parts / (share * COMPUTE))
-    swap = Offloader(CPU, from_bytes=1, copies=clock)
-    swap.pool.give(swap.pool.take(LAYERS * parts * nbytes))  # a run's first step gets the host's memory
+    offloader = Offloader(CPU, from_bytes=1, copies=clock)
+    offloader.pool.give(offloader.pool.take(LAYERS * parts * nbytes))  # a run's first step gets the host's memory
     x = torch.randn(NUMBERS, generator=torch.Generator().manual_seed(0))
     late = 0.0
 
@@ -92,24 +94,24 @@ def timed(parts: int, share: float) -> tuple[float, float]:
         clock.compute(COMPUTE / parts)
         late += time.perf_counter() - began - COMPUTE / parts  # a busy machine wakes its sleepers late
 
-    def seconds(swap: Offloader | None) -> tuple[float, Tensor]:
+    def seconds(offloader: Offloader | None) -> tuple[float, Tensor]:
         nonlocal late
         late, began = 0.0, time.perf_counter()
-        grad = step(x, swap, compute, parts)
+        grad = step(x, offloader, compute, parts)
         return time.perf_counter() - began - late, grad
 
-    (plain, wanted), (swapping, found) = seconds(None), seconds(swap)
+    (plain, wanted), (offloading, found) = seconds(None), seconds(offloader)
     assert torch.equal(found, wanted)
     assert clock.faults == []
-    assert swap.moved_out == (LAYERS - 1) * parts * nbytes == clock.outward.bytes
-    assert swap.moved_back + swap.found == swap.moved_out
+    assert offloader.moved_out == (LAYERS - 1) * parts * nbytes == clock.outward.bytes
+    assert offloader.moved_back + offloader.found == offloader.moved_out
     # of the newest groups something may be on the device still
-    assert swap.moved_back == clock.inward.bytes >= (LAYERS - 3) * parts * nbytes
-    return swapping - plain, clock.outward.seconds + clock.inward.seconds
+    assert offloader.moved_back == clock.inward.bytes >= (LAYERS - 3) * parts * nbytes
+    return offloading - plain, clock.outward.seconds + clock.inward.seconds
 
 
 @pytest.mark.slow  # of a quiet machine: the reckoned clock above says the same on any
-def test_swapping_hides_95_percent_behind_the_computation_as_time_passes() -> None:
+def test_offloading_hides_95_percent_behind_the_computation_as_time_passes() -> None:
     tries = []
     for _ in range(8):
         added, copying = timed(parts=1, share=0.8)
@@ -132,37 +134,37 @@ def test_without_prefetch_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_copies_slower_than_the_computation_are_waited_for(parts: int, keep_last: bool) -> None:
     """The clock puts rubbish where a copy is under way, and raises for memory that was freed too early."""
     clock = ControlledClock(NUMBERS * 4 / 0.004)
-    swap = Offloader(CPU, from_bytes=1, copies=clock)
+    offloader = Offloader(CPU, from_bytes=1, copies=clock)
     x = torch.randn(NUMBERS, generator=torch.Generator().manual_seed(0))
     wanted = step(x, None, lambda: None, parts)
     for _ in range(3):
-        assert torch.equal(step(x, swap, lambda: None, parts, keep_last), wanted)
+        assert torch.equal(step(x, offloader, lambda: None, parts, keep_last), wanted)
     assert clock.faults == []
-    assert swap.moved_back > 0
+    assert offloader.moved_back > 0
 
 
 def test_graphs_that_are_dropped_while_they_are_copied() -> None:
     clock = ControlledClock(NUMBERS * 4 / 0.01)
-    swap = Offloader(CPU, from_bytes=1, copies=clock)
-    group = swap.group()
+    offloader = Offloader(CPU, from_bytes=1, copies=clock)
+    group = offloader.group()
     give = group.store(torch.ones(NUMBERS))
     other = group.store(torch.ones(NUMBERS))
     del give, other  # forward's copies are under way
-    assert swap.pool.used == 2 * 4 * NUMBERS
+    assert offloader.pool.used == 2 * 4 * NUMBERS
     time.sleep(0.05)
     give, other = group.store(torch.ones(NUMBERS)), group.store(torch.zeros(NUMBERS))
-    assert swap.pool.used == 2 * 4 * NUMBERS  # of the first two no more
+    assert offloader.pool.used == 2 * 4 * NUMBERS  # of the first two no more
     time.sleep(0.05)
-    with swap.lock:
-        swap.tidy()
+    with offloader.lock:
+        offloader.tidy()
     assert torch.equal(other(), torch.zeros(NUMBERS))
     del give, other, group  # one copy back is under way, for nobody
     time.sleep(0.05)
-    with swap.lock:
-        swap.tidy()
+    with offloader.lock:
+        offloader.tidy()
     assert clock.faults == []
-    assert swap.pool.used == 0
-    assert not swap.leaving
+    assert offloader.pool.used == 0
+    assert not offloader.leaving
 
 
 class Deferred:
@@ -195,10 +197,14 @@ class Deferred:
 @pytest.mark.parametrize("parts", [1, 2])
 def test_nothing_hangs_on_asking_whether_a_copy_is_done(parts: int) -> None:
     """As on a device that is far behind the host: memory is let go after waiting alone, two groups later."""
-    swap = Offloader(CPU, from_bytes=1, copies=Deferred())
+    offloader = Offloader(CPU, from_bytes=1, copies=Deferred())
     x = torch.randn(NUMBERS, generator=torch.Generator().manual_seed(0))
     wanted = step(x, None, lambda: None, parts)
-    assert torch.equal(step(x, swap, lambda: None, parts, keep_last=False), wanted)
+    assert torch.equal(step(x, offloader, lambda: None, parts, keep_last=False), wanted)
     nbytes = NUMBERS * 4 * parts
-    assert (swap.moved_out, swap.found, swap.moved_back) == (LAYERS * nbytes, 2 * nbytes, (LAYERS - 2) * nbytes)
-    assert swap.copies.waited >= 2 * (LAYERS - 2) * parts  # type: ignore[attr-defined]
+    assert (offloader.moved_out, offloader.found, offloader.moved_back) == (
+        LAYERS * nbytes,
+        2 * nbytes,
+        (LAYERS - 2) * nbytes,
+    )
+    assert offloader.copies.waited >= 2 * (LAYERS - 2) * parts  # type: ignore[attr-defined]

@@ -1,0 +1,161 @@
+"""`mmspeed check` of a task without a preparation: what a config will train, by how much work, in how much memory. No accelerator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from mmspeed.config import RunConfig
+from mmspeed.device import Device
+from mmspeed.errors import UserError
+from mmspeed.log import format_seconds
+from mmspeed.loop.checkpoint.storage import steps_in
+from mmspeed.mesh import process_group
+from mmspeed.pipelines.run.run_folder import RunFolder
+from mmspeed.pipelines.tasks import make_task
+from mmspeed.pipelines.tuning.memory_estimate import plan_memory
+from mmspeed.protocols import RunPlace, StepData, Task, shape_words, trainable
+
+RANKS = (1, 8, 64)  # numbers of devices that micro-batches are shown for
+
+
+@dataclass
+class TaskReport:
+    """What was found. `problems` make the command fail; everything else is told."""
+
+    lines_: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        return [*self.lines_, *(f"problem: {problem}" for problem in self.problems)]
+
+    def print(self, console: Any = None) -> None:
+        """Print the lines (to a rich console when one is given)."""
+        for line in self.lines():
+            if console is None:
+                print(line)
+            else:
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def check_task(config: RunConfig, ranks: Sequence[int] | None = None) -> TaskReport:
+    """Open a task's data on the CPU, make its models without computing anything, and say what a run of the config will be.
+
+    Micro-batches are told for each number of devices in `ranks` (None: 1, 8 and 64, as far as the layout goes with them). Raises
+    UserError where the task cannot open its data, and for a model that lacks part of its protocol.
+    """
+    device = Device("cpu", 0)
+    report = TaskReport([f"task {config.task}: run {config.name}, in {config.run_dir}"])
+    with process_group(device):
+        task = make_task(config)
+        place = RunPlace(device, folder=config.run_dir)
+        task.open(place)
+        lines, warnings = task.notes()
+        report.lines_ += [*lines, *(f"warning: {warning}" for warning in warnings)]
+        report.lines_ += model_lines(task)
+        report.lines_ += [
+            f"shape class {shape_words(shape)}: {task.tokens(shape):,} tokens an item, {_flops(task.cost(shape))} to train on one"
+            for shape in task.shapes()
+        ]
+        _tell_steps(report, config, task, place)
+        _tell_ranks(report, config, task, ranks)
+        if not config.memory.chooses and config.memory.mlp_chunk is None:  # a plan says both, and has lines of its own
+            report.lines_ += plan_memory(config, task=task, with_swap=config.device.kind != "cpu").lines()
+    _tell_run(report, config)
+    return report
+
+
+def model_lines(task: Task) -> list[str]:
+    """A line for each model: its class, blocks and parameters. Raises UserError for one that lacks part of its protocol."""
+    learning = {role for update in task.updates() for role in update.roles}
+    return [_model_line(task, role, model, role in learning) for role, model in task.build().items()]
+
+
+def _model_line(task: Task, role: str, model: nn.Module, learns: bool) -> str:
+    blocks = len(trainable(model, task.name).blocks)
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    training = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad) if learns else 0
+    share = "all of which train" if training == numbers else f"of which {training:,} train"
+    return f"{role}: {type(model).__name__}, {blocks} block{'s'[: blocks != 1]}, {numbers:,} parameters, {share}"
+
+
+def _tell_steps(report: TaskReport, config: RunConfig, task: Task, place: RunPlace) -> None:
+    """The first step, and what all of them come to."""
+    steps = config.train.steps
+    data = task.data(place)
+    try:
+        with closing(data.steps(0, 1)) as first:
+            step: StepData | None = next(first, None)
+        if step is None or not step.counts:
+            report.problems.append("the first step has no item: there is nothing to train on")
+            return
+        report.problems += [
+            f"the first step's divisor '{name}' is {value:g}: it has no item that counts, so it has no mean"
+            for name, value in step.divisors.items()
+            if value is not None and not value > 0
+        ]
+        usage = task.usage(step)
+        epochs = data.locate(steps - 1).epoch + 1
+    finally:
+        data.close()
+    work = 3 * usage.forward.matmul  # backward is twice the forward pass
+    report.lines_.append(
+        f"steps: {steps:,}, over {epochs:,} epoch{'s'[: epochs != 1]}; the first has {usage.items:,} items of {usage.tokens:,} tokens, "
+        f"{_flops(work)}; all about {_flops(work * steps)}{_least_time(config, work * steps)}"
+    )
+
+
+def _tell_ranks(report: TaskReport, config: RunConfig, task: Task, ranks: Sequence[int] | None) -> None:
+    """The micro-batches of the first step on so many devices; the layout may not go with a number that was asked for."""
+    for world in RANKS if ranks is None else ranks:
+        try:
+            config.parallel.check_world(world)
+        except UserError as error:
+            report.problems += [] if ranks is None else [str(error)]
+            continue
+        groups = world // config.parallel.group
+        place = RunPlace(Device("cpu", 0), world=world, groups=groups, dealt=world, folder=config.run_dir)
+        data = task.data(place)
+        try:
+            shapes = data.shapes(0)
+        finally:
+            data.close()
+        words = ", ".join(f"{each.items} x {shape_words(each.shape)}" for each in shapes[:4])
+        more = f", ... ({len(shapes)} micro-batches)" if len(shapes) > 4 else ""
+        report.lines_.append(
+            f"on {world} device{'s'[: world != 1]}: a device takes {words or 'nothing'}{more} in the first step"
+        )
+
+
+def _tell_run(report: TaskReport, config: RunConfig) -> None:
+    """Whether there is such a run already, and whether this config goes on with it."""
+    folder = RunFolder(config.run_dir)
+    if not folder.config_file.exists():
+        return
+    try:
+        changed = folder.check_same(config)
+    except UserError as error:
+        report.problems.append(str(error))
+        return
+    done = max(steps_in(folder.checkpoints), default=0)
+    state = "is finished" if done >= config.train.steps else "goes on"
+    but = f"; changed since it was saved: {', '.join(changed)}" if changed else ""
+    report.lines_.append(f"{config.run_dir} {state} at step {done}{but}")
+
+
+def _least_time(config: RunConfig, flops: float) -> str:
+    peak = config.device.peak_tflops
+    return "" if peak is None else f", at least {format_seconds(flops / peak / 1e12)} at {peak:g} TFLOP/s"
+
+
+def _flops(count: float) -> str:
+    """`1.2 GFLOP`."""
+    for unit in ("", "k", "M", "G", "T", "P", "E"):
+        if count < 1000 or unit == "E":
+            return f"{count:.3g} {unit}FLOP"
+        count /= 1000
+    raise AssertionError("unreachable")

@@ -1,0 +1,257 @@
+"""Experts and pipeline stages over ranks: updates, averages and checkpoints of parameters on every view are those of one process, and
+the loss that the last stage alone knows is known to all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement
+
+from mmspeed import rng
+from mmspeed.axes import AxisName, AxisSizes
+from mmspeed.config.training import TrainConfig
+from mmspeed.device import Device
+from mmspeed.errors import UserError
+from mmspeed.loop.averages import EMA
+from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState, load, load_weights, step_name
+from mmspeed.loop.checkpoint.state import whole_tensors
+from mmspeed.loop.gradients import clip_gradients
+from mmspeed.loop.optimizers.build import make_optimizer
+from mmspeed.loop.runner import Runner, SequentialRunner
+from mmspeed.loop.step import Learner, StepResult, train_step
+from mmspeed.mesh import Mesh, make_mesh
+from mmspeed.protocols import Update
+from tests.spawn import run_ranks
+from tests.support.expert_models import SHAPES, placements, spread
+from tests.support.stages import TwoStageRunner, items, squared_error, stage_model
+
+CPU, CLIP, STEPS, MICRO_BATCHES = Device("cpu", 0), 0.5, 3, 4
+Arrays = dict[str, np.ndarray]
+EXPERTS: dict[int, dict[str, dict[str, int]]] = {
+    2: {"experts": {"ep": 2}, "stages": {"pp": 2}},
+    4: {
+        "sharded experts": {"ep": 2},
+        "split experts": {"ep": 2, "etp": 2},
+        "replicas": {"dp_replicate": 2, "ep": 2},
+        "stages": {"pp": 2, "ep": 2},
+    },
+}
+CASES = {
+    "known": False,
+    "late": False,
+    "frozen": True,
+    "broken": False,
+}  # of the loss; True: nothing of the first stage trains
+
+
+# -- parameters on the views
+
+
+def state_of(mesh: Mesh | None, stages: range, purpose: str = "begin") -> TrainingState:
+    """Parameters of the stages, whole without a mesh."""
+    model = nn.Module()
+    for stage in stages:
+        held = nn.Module()
+        for key, shape in SHAPES.items():
+            held.register_parameter(key, nn.Parameter(placed(mesh, key, rng.normal(shape, 0, purpose, key, stage))))
+        model.add_module(f"stage{stage}", held)
+    return TrainingState(model, make_optimizer(model, TrainConfig(lr=1e-2, weight_decay=0.1)), EMA(model, 0.9))
+
+
+def placed(mesh: Mesh | None, key: str, value: Tensor) -> Tensor:
+    """This process's part of a value of a parameter."""
+    at: dict[AxisName, Placement] = {} if mesh is None else placements(mesh, sharded_experts=True)[key]
+    return value if mesh is None else spread(mesh, value, at)
+
+
+def train(mesh: Mesh | None, state: TrainingState) -> list[float]:
+    """A few updates by gradients that are drawn; the norms."""
+    assert state.ema is not None and state.optimizer is not None
+    norms = []
+    for step in range(STEPS):
+        for name, parameter in state.model.named_parameters():
+            key = name.rpartition(".")[2]
+            parameter.grad = placed(mesh, key, rng.normal(SHAPES[key], 0, "gradient", name, step))
+        norms.append(clip_gradients([state.model], CLIP, mesh).item())
+        state.optimizer.step()
+        state.ema.update(state.model)
+    return norms
+
+
+def whole(state: TrainingState) -> Arrays:
+    """Every tensor of the state, gathered."""
+    assert isinstance(state.optimizer, torch.optim.Optimizer) and state.ema is not None
+    tensors: dict[str, Tensor] = {f"model.{n}": p for n, p in state.model.named_parameters()}
+    tensors |= {f"ema.{n}": t for n, t in state.ema.state_dict().items()}
+    for name, p in state.model.named_parameters():
+        tensors |= {f"optimizer.{name}.{key}": value for key, value in state.optimizer.state[p].items()}
+    gathered = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in tensors.items()}
+    return {n: t.detach().numpy().copy() for n, t in gathered.items()}
+
+
+def same(one: Arrays, other: Arrays) -> bool:
+    return one.keys() == other.keys() and all(np.array_equal(one[n], other[n]) for n in one)
+
+
+def stages_of(mesh: Mesh) -> range:
+    stage = mesh.table.place(mesh.rank)[AxisName.PP]
+    return range(stage, stage + 1)
+
+
+def saved_and_loaded(sizes: dict[str, int], folder: Path) -> dict[str, Any]:
+    """Train, save, load into other parameters; load into a model that lacks one."""
+    mesh = make_mesh(CPU, AxisSizes(**sizes))
+    state = state_of(mesh, stages_of(mesh))
+    norms = train(mesh, state)
+    manager = CheckpointManager(folder)
+    manager.save(STEPS, state, blocking=True)
+    other = state_of(mesh, stages_of(mesh), "other")
+    manager.load(folder / step_name(STEPS), other.model, other.optimizer, other.ema)
+    averages = state_of(mesh, stages_of(mesh), "other").model
+    load_weights(folder / step_name(STEPS), averages, alone=False)
+    at_save = whole(state)
+    found = {"norms": norms, "whole": at_save, "loaded": same(whole(other), at_save)}
+    found["exported"] = all(np.array_equal(value.numpy(), at_save[f"ema.{n}"]) for n, value in whole_tensors(averages))
+    del next(iter(other.model.children()))._parameters["norm"]
+    try:
+        manager.load(folder / step_name(STEPS), other.model)
+    except UserError as error:
+        found["lacking"] = str(error)
+    return found
+
+
+def loaded(sizes: dict[str, int], written: Path) -> Arrays:
+    """What parameters hold after loading what others wrote."""
+    mesh = make_mesh(CPU, AxisSizes(**sizes))
+    state = state_of(mesh, stages_of(mesh), "other")
+    load(written, state.model, state.optimizer, state.ema)
+    return whole(state)
+
+
+# -- the loss of the last stage
+
+
+def staged(mesh: Mesh | None, case: str) -> dict[str, Any]:
+    """Two steps of the model of two stages; without a mesh it is whole."""
+    model = stage_model(range(2) if mesh is None else stages_of(mesh), frozen=CASES[case])
+    runner: Runner = SequentialRunner([model], "none") if mesh is None else TwoStageRunner(model, mesh)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad] or [torch.zeros(1)], lr=0.1)
+    batches = items(MICRO_BATCHES, broken=case == "broken")
+    reader = mesh.reader() if mesh is not None else None
+    own = batches if reader is None else batches[reader.index :: reader.count]
+    divisors = {"samples": None if case == "late" else 2.0 * MICRO_BATCHES}
+    learner = Learner(Update(squared_error), runner, [optimizer])
+    results: list[StepResult] = [
+        train_step({"model": model}, [learner], own, divisors, clip_norm=CLIP, mesh=mesh) for _ in range(2)
+    ]
+    return {
+        "numbers": [(result.loss, result.grad_norm, dict(result.terms)) for result in results],
+        "verdict": [(result.finite, result.bad) for result in results],
+        "weights": {name: p.detach().numpy().copy() for name, p in model.named_parameters()},
+    }
+
+
+# -- on 2 and on 4 processes
+
+
+def all_of_it(folder: str, written: str | None) -> dict[str, Any]:
+    world = dist.get_world_size()
+    found: dict[str, Any] = {
+        name: saved_and_loaded(sizes, Path(folder) / f"{world}, {name}") for name, sizes in EXPERTS[world].items()
+    }
+    if written is not None:
+        found["read"] = {name: loaded(EXPERTS[4][name], Path(written)) for name in EXPERTS[4] if name != "stages"}
+    mesh = make_mesh(CPU, AxisSizes(pp=2, dp_replicate=world // 2, dp_shard=1))
+    return {"states": found, "staged": {case: staged(mesh, case) for case in CASES}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("experts")
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> list[dict[str, Any]]:
+    return run_ranks(all_of_it, 2, str(folder), None)
+
+
+@pytest.fixture(scope="module")
+def four(folder: Path, two: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return run_ranks(all_of_it, 4, str(folder), str(folder / "2, experts" / step_name(STEPS)))
+
+
+@pytest.fixture
+def results(two: list[dict[str, Any]], four: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+    return {2: two, 4: four}
+
+
+def merged(found: list[dict[str, Any]], name: str) -> Arrays:
+    """The tensors of all stages, as the ranks of each hold them."""
+    return {key: value for rank in found for key, value in rank["states"][name]["whole"].items()}
+
+
+@pytest.mark.parametrize(("world", "name"), [(world, name) for world, names in EXPERTS.items() for name in names])
+def test_updates_and_averages_of_experts_are_those_of_one_process(
+    results: dict[int, list[dict[str, Any]]], world: int, name: str
+) -> None:
+    truth = state_of(None, range(2 if name == "stages" else 1))
+    norms, found = train(None, truth), results[world]
+    expected = whole(truth)
+    assert merged(found, name).keys() == expected.keys()
+    for rank in found:
+        # norms are sums of squares in another order: a few roundings of float32 (6e-8), and AdamW's share of each number is as exact
+        assert rank["states"][name]["norms"] == pytest.approx(norms, rel=1e-6)
+        for key, value in rank["states"][name]["whole"].items():
+            np.testing.assert_allclose(value, expected[key], rtol=1e-5, atol=1e-7, err_msg=key)
+
+
+@pytest.mark.parametrize(("world", "name"), [(world, name) for world, names in EXPERTS.items() for name in names])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_checkpoints_of_experts_come_back_bit_for_bit(
+    folder: Path, results: dict[int, list[dict[str, Any]]], world: int, name: str
+) -> None:
+    for rank in results[world]:
+        state = rank["states"][name]
+        assert state["loaded"] and state["exported"]
+        assert "which the model here does not have" in state["lacking"] and ".norm`" in state["lacking"]
+    assert len({rank["states"][name]["lacking"] for rank in results[world]}) == 1
+    alone = state_of(None, range(2 if name == "stages" else 1), "other")
+    load(folder / f"{world}, {name}" / step_name(STEPS), alone.model, alone.optimizer, alone.ema)
+    assert same(whole(alone), merged(results[world], name))
+
+
+def test_four_ranks_read_experts_of_two(two: list[dict[str, Any]], four: list[dict[str, Any]]) -> None:
+    for rank in four:
+        for name, arrays in rank["states"]["read"].items():
+            assert same(arrays, merged(two, "experts")), name
+
+
+@pytest.mark.parametrize("world", EXPERTS)
+@pytest.mark.parametrize("case", CASES)
+def test_all_stages_know_the_loss_of_the_last(results: dict[int, list[dict[str, Any]]], world: int, case: str) -> None:
+    truth = staged(None, case)
+    for rank in results[world]:
+        found = rank["staged"][case]
+        assert found["verdict"] == truth["verdict"]
+        assert found["numbers"] == rank_zero(results[world], case)["numbers"] or case == "broken"  # nan is not itself
+        for (loss, norm, terms), (own_loss, own_norm, own_terms) in zip(
+            truth["numbers"], found["numbers"], strict=True
+        ):
+            # sums over two replicas in another order: a few roundings of float32 (6e-8)
+            assert own_loss == pytest.approx(loss, rel=1e-6, nan_ok=True)
+            assert own_norm == pytest.approx(norm, rel=1e-6, nan_ok=True)
+            assert own_terms == pytest.approx(terms, rel=1e-6, nan_ok=True)
+        for name, weight in found["weights"].items():
+            np.testing.assert_allclose(weight, truth["weights"][name], rtol=1e-5, atol=1e-7)
+    assert (truth["verdict"][0] == (False, ["item 1"])) == (case == "broken")
+
+
+def rank_zero(found: list[dict[str, Any]], case: str) -> dict[str, Any]:
+    one: dict[str, Any] = found[0]["staged"][case]
+    return one

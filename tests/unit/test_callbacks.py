@@ -1,0 +1,29 @@
+"""The order in which a run's callbacks are told of each step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmspeed.loop.callbacks import Callback
+from mmspeed.pipelines import TrainPipeline
+from tests.support.character_runs import character_config
+from tests.support.distillation import DistillationTask
+
+
+def test_the_order_of_a_runs_callbacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rate is set before anything reads it, averages follow the step, telemetry reads what all others did, signals come last."""
+    made: list[Callback] = []
+    own = TrainPipeline._callbacks
+
+    def noted(self: TrainPipeline, *args: Any) -> list[Callback]:
+        made.extend(own(self, *args))
+        return made
+
+    monkeypatch.setattr(TrainPipeline, "_callbacks", noted)
+    config = character_config(tmp_path, "train.steps=1", "train.ema_decay=0.9")
+    TrainPipeline(config, task=DistillationTask(config)).run()
+    order = ["LearningRate", "Averages", "Averages", "OomAdvisor", "TelemetryCallback", "Signals"]
+    assert [type(callback).__name__ for callback in made] == order

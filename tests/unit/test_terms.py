@@ -1,0 +1,120 @@
+"""Terms of a step that are no plain mean: a logged one without items, late divisors, and updates that are not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mmspeed.errors import UserError
+from mmspeed.pipelines import TrainPipeline
+from mmspeed.protocols import Batch, Data, Divisors, Models, RunPlace, StepData, Task, Term, Terms, Update
+from tests.support.character_runs import character_config, rows
+from tests.support.characters import CharacterTask
+from tests.support.checkpoints import whole_checkpoint
+from tests.support.distillation import DistillationTask, critic_loss, student_loss
+
+
+class GivenData:
+    """Data with other divisors than its own."""
+
+    def __init__(self, data: Data, divisors: Divisors) -> None:
+        self.data, self.divisors = data, divisors
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.data, name)
+
+    def steps(self, start: int, stop: int) -> Generator[StepData, None, None]:
+        for step in self.data.steps(start, stop):
+            yield replace(step, divisors={**step.divisors, **self.divisors})
+
+
+def task_with(config: object, divisors: Divisors, extra: Callable[[Terms, Batch], dict[str, Term]]) -> Task:
+    """The character task with further divisors and terms."""
+
+    class Given(CharacterTask):
+        def data(self, place: RunPlace) -> Data:
+            return GivenData(super().data(place), divisors)  # type: ignore[return-value]
+
+        def validation(self, models: Models, data: Data, place: RunPlace) -> None:
+            return None
+
+        def loss(self, models: Models, batch: Batch) -> Terms:
+            terms = dict(super().loss(models, batch))
+            return terms | extra(terms, batch)
+
+    return Given(config)  # type: ignore[arg-type]
+
+
+def test_a_logged_term_without_items_is_left_out(tmp_path: Path) -> None:
+    config = character_config(tmp_path, "train.steps=2")
+
+    def images(terms: Terms, batch: Batch) -> dict[str, Term]:
+        return {"images": Term(terms["loss"].loss_I.detach(), batch.weights_I * 0, "images", trains=False)}
+
+    TrainPipeline(config, task=task_with(config, {"images": 0.0}, images)).run()
+    assert [sorted(row["terms"]) for row in rows(config)] == [["loss", "right"]] * 2
+
+
+def test_a_divisor_of_0_of_a_term_that_trains_ends_the_run(tmp_path: Path) -> None:
+    config = character_config(tmp_path, "train.steps=2")
+    with pytest.raises(UserError, match="step 1: the step's divisor 'tokens' is 0: it has no item that counts"):
+        TrainPipeline(config, task=task_with(config, {"tokens": 0.0}, lambda terms, batch: {})).run()
+
+
+def test_terms_of_one_late_divisor_have_one_weight(tmp_path: Path) -> None:
+    config = character_config(tmp_path, "train.steps=2")
+
+    def halved(terms: Terms, batch: Batch) -> dict[str, Term]:
+        return {"half": Term(terms["loss"].loss_I.detach(), batch.weights_I / 2, "tokens", trains=False)}
+
+    with pytest.raises(UserError, match="the divisor tokens is the sum of its terms' weights, and its terms have"):
+        TrainPipeline(config, task=task_with(config, {"tokens": None}, halved)).run()
+
+
+def spoiled(loss: Callable[[Models, Batch], Terms]) -> Callable[[Models, Batch], Terms]:
+    def nan(models: Models, batch: Batch) -> Terms:
+        return {name: replace(term, loss_I=term.loss_I * math.nan) for name, term in loss(models, batch).items()}
+
+    return nan
+
+
+def changed(tmp_path: Path, updates: Sequence[Update], skip: int) -> dict[str, bool]:
+    """Whether the weights and the averages of both roles are others after two steps than at the start."""
+
+    class Given(DistillationTask):
+        def updates(self) -> Sequence[Update]:
+            return updates
+
+    given = ("train.ema_decay=0.5", f"train.skip_non_finite={skip}", "checkpoint.every=1")
+    names, found = ("start", "end"), {}
+    for name, steps in zip(names, (1, 2), strict=True):
+        config = character_config(tmp_path, f"name={name}", f"train.steps={steps}", *given)
+        TrainPipeline(config, task=Given(config)).run()
+        found[name] = whole_checkpoint(config.run_dir)
+    one, two = found["start"], found["end"]
+    kinds = {"model": "model.", "ema": "ema.", "critic": "critic:model.", "critic ema": "critic:ema."}
+    return {
+        kind: any((one[name] != two[name]).any() for name in one if name.startswith(prefix))
+        for kind, prefix in kinds.items()
+    }
+
+
+def test_a_broken_first_update_ends_the_step(tmp_path: Path) -> None:
+    updates = Update(spoiled(student_loss)), Update(critic_loss, ("critic",), "critic")
+    assert set(changed(tmp_path, updates, skip=5).values()) == {False}
+
+
+def test_a_broken_second_update_leaves_the_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    updates = Update(student_loss), Update(spoiled(critic_loss), ("critic",), "critic")
+    assert changed(tmp_path, updates, skip=5) == {"model": True, "ema": True, "critic": False, "critic ema": False}
+
+
+def test_the_message_names_what_was_updated(tmp_path: Path) -> None:
+    updates = Update(student_loss), Update(spoiled(critic_loss), ("critic",), "critic")
+    words = "Update 'critic' is not finite and ended the step; of this step model was updated"
+    with pytest.raises(UserError, match=words):
+        changed(tmp_path, updates, skip=0)
