@@ -3,6 +3,9 @@
 Every view is the same ranks 0 .. world - 1 in the same order, cut into axes in another way; outermost axis first. Pipeline stages are
 outermost, for they talk least; ranks that talk most stand nearest to each other.
 
+An axis of the dense view is in one of four rows, by what its ranks read (STAGES, ITEMS, TOKENS, TOGETHER). Who reads which items, how many
+ranks compute an item together, which of them follow one another, and who holds what are all read from these rows.
+
 | view    | axes                                                | says                                                         |
 | ------- | --------------------------------------------------- | ------------------------------------------------------------ |
 | dense   | pp, dp_replicate, dp_shard, ring, ulysses, tp       | who computes what: items, tokens, channels                   |
@@ -38,8 +41,12 @@ class AxisName(str, Enum):
     __str__ = str.__str__
 
 
-DENSE = (AxisName.PP, AxisName.DP_REPLICATE, AxisName.DP_SHARD, AxisName.RING, AxisName.ULYSSES, AxisName.TP)
-STORAGE = (AxisName.PP, AxisName.DP_REPLICATE, AxisName.SHARD, AxisName.TP)
+STAGES = (AxisName.PP,)  # axes whose ranks hold other parameters altogether
+ITEMS = (AxisName.DP_REPLICATE, AxisName.DP_SHARD)  # ranks along these always read other items
+TOKENS = (AxisName.RING, AxisName.ULYSSES)  # ranks along these share an item that is split; else each reads its own
+TOGETHER = (AxisName.TP,)  # ranks along these always read the same items
+DENSE = (*STAGES, *ITEMS, *TOKENS, *TOGETHER)  # in this order: ranks that compute an item together follow one another
+STORAGE = (*STAGES, AxisName.DP_REPLICATE, AxisName.SHARD, *TOGETHER)
 EXPERT = (
     AxisName.PP,
     AxisName.DP_REPLICATE,
@@ -48,9 +55,11 @@ EXPERT = (
     AxisName.EP_INNER,
     AxisName.ETP,
 )
-STAGES = (AxisName.PP,)  # axes whose ranks hold other parameters altogether
-ITEMS = (AxisName.DP_REPLICATE, AxisName.DP_SHARD)  # ranks along these always read other items
-TOKENS = (AxisName.RING, AxisName.ULYSSES)  # ranks along these share an item that is split; else each reads its own
+
+
+def together_along(split: bool = True) -> tuple[AxisName, ...]:
+    """The axes whose ranks compute an item together: one whose tokens are split over them, or one that is not split."""
+    return (*TOKENS, *TOGETHER) if split else TOGETHER
 
 
 @dataclass(frozen=True)
@@ -76,27 +85,27 @@ class MeshTable:
         """Number of ranks."""
         return math.prod(self.shape(DENSE))
 
-    def place(self, rank: int, view: tuple[AxisName, ...] = DENSE) -> dict[AxisName, int]:
-        """A rank's place on each axis of a view. Raises ValueError for a rank outside the world."""
+    def place(self, rank: int, view: tuple[AxisName, ...] | None = None) -> dict[AxisName, int]:
+        """A rank's place on each axis of a view (None: the dense one). Raises ValueError for a rank outside the world."""
         if not 0 <= rank < self.world:
             raise ValueError(f"rank {rank} is not one of {self.world}")
         places = {}
-        for axis in reversed(view):
+        for axis in reversed(view or DENSE):
             rank, places[axis] = divmod(rank, self.sizes[axis])
         return places
 
-    def along(self, rank: int, axes: tuple[AxisName, ...], view: tuple[AxisName, ...] = DENSE) -> tuple[int, int]:
+    def along(self, rank: int, axes: tuple[AxisName, ...], view: tuple[AxisName, ...] | None = None) -> tuple[int, int]:
         """A rank's place along several axes of a view as one, and their size."""
         places, index = self.place(rank, view), 0
         for axis in axes:
             index = index * self.sizes[axis] + places[axis]
         return index, math.prod(self.shape(axes))
 
-    def peers(self, rank: int, axes: tuple[AxisName, ...], view: tuple[AxisName, ...] = DENSE) -> list[int]:
+    def peers(self, rank: int, axes: tuple[AxisName, ...], view: tuple[AxisName, ...] | None = None) -> list[int]:
         """The ranks that differ from a rank by their places on `axes` alone, itself among them, in order."""
         own = self.place(rank, view)
         others = [(other, self.place(other, view)) for other in range(self.world)]
-        return [other for other, at in others if all(at[axis] == own[axis] for axis in view if axis not in axes)]
+        return [other for other, at in others if all(at[axis] == own[axis] for axis in own if axis not in axes)]
 
     def reader(self, rank: int, split: bool = True) -> Reader:
         """What a rank reads of items whose tokens are split over a group of ranks, or of items that are not split."""
@@ -113,8 +122,7 @@ class MeshTable:
 
     def first_of_group(self, rank: int) -> bool:
         """True for the one rank, of those that compute an item together, that knows the loss and speaks for all."""
-        apart = (*STAGES, *ITEMS)
-        index, _ = self.along(rank, tuple(axis for axis in DENSE if axis not in apart))
+        index, _ = self.along(rank, together_along())
         return index == 0 and self.knows_loss(rank)
 
 
@@ -154,18 +162,18 @@ def mesh_table(world: int, asked: AxisSizes | None = None) -> MeshTable:
     elif free or known != world:
         shown = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "one device"
         raise UserError(f"parallel: {shown} does not make the {world} processes of this run; change one, or --nproc")
-    shard = math.prod(sizes[axis] for axis in (AxisName.DP_SHARD, *TOKENS))
-    ep, etp, tp = asked.ep, asked.etp, asked.tp
+    shard = math.prod(sizes[axis] for axis in (*ITEMS, *TOKENS) if axis != AxisName.DP_REPLICATE)
+    ep, etp, copy = asked.ep, asked.etp, shard * math.prod(sizes[axis] for axis in TOGETHER)
     inner = ep if asked.ep_inner is None else asked.ep_inner
     if min(ep, inner, etp) < 1 or ep % inner:
         raise UserError(f"parallel: ep {ep}, ep_inner {inner} and etp {etp} must be at least 1, and ep_inner divide ep")
-    if shard * tp % (ep * etp):
+    if copy % (ep * etp):
         raise UserError(
-            f"parallel: ep {ep} x etp {etp} does not divide the {shard * tp} devices that share one copy of the parameters; "
+            f"parallel: ep {ep} x etp {etp} does not divide the {copy} devices that share one copy of the parameters; "
             "lower one, or raise dp_shard"
         )
     experts = {
-        AxisName.EDP: shard * tp // (ep * etp),
+        AxisName.EDP: copy // (ep * etp),
         AxisName.EP_OUTER: ep // inner,
         AxisName.EP_INNER: inner,
         AxisName.ETP: etp,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -196,9 +197,10 @@ def _describe(error: ValidationError, kind: type[RunConfig], task: str) -> str:
     within = {problem["loc"][: depth + 1] for problem in problems for depth in range(len(problem["loc"]) - 1)}
     # a list of bad items counts as too short, but that is not what is wrong with it
     problems = [problem for problem in problems if problem["type"] != "too_short" or problem["loc"] not in within]
+    tags = {tag for path, _ in all_fields(kind) for tag in re.findall(r"\((\w+)\)", path)}  # of unions
     lines = []
     for problem in problems:
-        loc = [part for part in problem["loc"] if part not in _TAGS and part != "[key]"]
+        loc = [part for part in problem["loc"] if part not in tags and part != "[key]"]
         where = ".".join(str(part) for part in loc)
         if problem["type"] == "extra_forbidden":
             lines.append(f"unknown key '{where}'{_suggest(loc, problem['loc'], kind, task)}")
@@ -226,7 +228,6 @@ _PLAIN = {  # for words of pydantic's that mean nothing in YAML
     "dict_type": "must be a section of keys",
 }
 _DEFAULT_KINDS = {"vae": "linear", "text": "minilm", "objective": "flow"}
-_TAGS = {"linear", "diffusers", "minilm", "transformers", "flow", "ddpm"}
 
 
 def _suggest(loc: list[Any], full_loc: tuple[Any, ...], kind: type[RunConfig], own: str) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pydantic import Field, model_validator
 
-from mmspeed.axes import DENSE, ITEMS, AxisName
+from mmspeed.axes import DENSE, AxisName, together_along
 from mmspeed.errors import UserError
 
 from .inputs import Section
@@ -74,7 +75,7 @@ class ParallelConfig(Section):
     @property
     def sequence(self) -> int:
         """Devices that share the tokens of an item."""
-        return self.ring * self.ulysses
+        return self.together(split=True) // self.together(split=False)
 
     @property
     def group(self) -> int:
@@ -83,7 +84,8 @@ class ParallelConfig(Section):
 
     def together(self, split: bool) -> int:
         """Devices that compute together a sample whose tokens are split over the group, or one whose tokens are not."""
-        return self.sequence * self.tp if split else self.tp
+        sizes = self.sizes()
+        return math.prod(sizes.get(axis, 1) for axis in together_along(split))
 
     @property
     def replicas(self) -> int:
@@ -97,7 +99,7 @@ class ParallelConfig(Section):
 
     def group_in_words(self) -> str:
         """The axes along which devices compute one sample together, such as "ring 2 x tp 2"."""
-        return " x ".join(f"{axis} {n}" for axis, n in self.sizes().items() if axis not in ITEMS and n > 1)
+        return " x ".join(f"{axis} {n}" for axis, n in self.sizes().items() if axis in together_along() and n > 1)
 
     def check_world(self, world: int) -> None:
         """Raises UserError where groups of devices do not divide the processes of a run."""

@@ -48,6 +48,7 @@ __all__ = [
     "MiniLmTextConfig",
     "ModelConfig",
     "ObjectiveConfig",
+    "ObjectiveSection",
     "ParallelConfig",
     "PreprocessConfig",
     "RunConfig",
@@ -81,8 +82,16 @@ class ModelConfig(Section):
     sparse: SparseConfig | None = Field(None, description="Sparse self-attention; null: all attention is dense.")
 
 
-class FlowConfig(Section):
+class ObjectiveSection(Section):
+    """Base of the sections of objectives."""
+
+    samplers: ClassVar[tuple[str, ...]]  # names of `sample.sampler` that go with it; the first is what `auto` takes
+
+
+class FlowConfig(ObjectiveSection):
     """Rectified flow: straight lines from data to noise, velocity prediction."""
+
+    samplers: ClassVar[tuple[str, ...]] = ("euler", "heun")
 
     kind: Literal["flow"] = Field(description="Rectified flow.")
     timesteps: Literal["uniform", "logit_normal"] = Field(
@@ -97,8 +106,10 @@ class FlowConfig(Section):
     )
 
 
-class DdpmConfig(Section):
+class DdpmConfig(ObjectiveSection):
     """Discrete diffusion with epsilon- or v-prediction."""
+
+    samplers: ClassVar[tuple[str, ...]] = ("ddim",)
 
     kind: Literal["ddpm"] = Field(description="Denoising diffusion.")
     steps: int = Field(1000, ge=2, description="Number of training timesteps.")
@@ -359,7 +370,7 @@ class Config(RunConfig):
 
     @model_validator(mode="after")
     def _sampler_fits(self) -> Config:
-        fitting = {"flow": ("auto", "euler", "heun"), "ddpm": ("auto", "ddim")}[self.objective.kind]
+        fitting = ("auto", *self.objective.samplers)
         if self.sample.sampler not in fitting:
             raise ValueError(
                 f"sample.sampler {self.sample.sampler} does not go with objective {self.objective.kind}: use {' or '.join(fitting)}"

@@ -8,16 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
-
-from mmspeed.config import RunConfig
-from mmspeed.device import Device
 
 from .batch import Batch, Terms
 from .data import Data, Divisors, StepData
 from .shapes import ShapeClass
+
+if TYPE_CHECKING:
+    from mmspeed.config import RunConfig
+    from mmspeed.device import Device
 
 Models = Mapping[str, nn.Module]  # by role: "model", and such as "reference", "reward", "critic"
 LossFunction = Callable[[Models, Batch], Terms]

@@ -58,7 +58,7 @@ class Objective(Protocol):
 class FlowObjective:
     """Rectified flow: the model predicts the velocity noise - x0."""
 
-    sampler_names: tuple[str, ...] = ("euler", "heun")
+    sampler_names: tuple[str, ...] = FlowConfig.samplers
 
     def __init__(self, cfg: FlowConfig) -> None:
         self.cfg = cfg
@@ -91,7 +91,7 @@ class FlowObjective:
 class DdpmObjective:
     """Denoising diffusion: the model predicts v or the noise, at one of `cfg.steps` timesteps."""
 
-    sampler_names: tuple[str, ...] = ("ddim",)
+    sampler_names: tuple[str, ...] = DdpmConfig.samplers
 
     def __init__(self, cfg: DdpmConfig) -> None:
         self.cfg = cfg

@@ -170,7 +170,7 @@ def compare(check: CheckTask, found: WorkerReport, truth: WorkerReport, exact: W
         if over:
             worst, share = over[0], f"{len(over)} of {len(step.gaps)} gradients differ"
             problems.append(f"{step.kind}: {share} by more than {worst.allowed:.1g}, most that of {worst.name}")
-    sharded = parallel.dp_shard * parallel.ring * parallel.ulysses > 1
+    sharded = parallel.dp_shard * parallel.sequence > 1
     if found.strategy == "fsdp" and sharded and found.held >= found.parameters:
         problems.append("fsdp: a process holds all parameters, none is sharded")
     return SelfCheck(

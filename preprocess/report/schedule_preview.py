@@ -165,7 +165,7 @@ def preview_schedule(
         buckets = {bucket for bucket, _ in sizes}
         if world % config.parallel.group:
             raise UserError(
-                f"{world} devices are no multiple of the {config.parallel.group} that make ring x ulysses x tp"
+                f"{world} devices are no multiple of the {config.parallel.group} of {config.parallel.group_in_words()}"
             )
         batching = make_batching(
             config.batching, config.train, buckets, costs, world, config.parallel, measured=measured

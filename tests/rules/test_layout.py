@@ -94,6 +94,8 @@ def test_floors_can_break(tmp_path: Path) -> None:
     (package / "models" / "__init__.py").write_text("import mmspeed.loop\n", encoding="utf-8")
     done = lint_imports(tmp_path)
     assert done.returncode == 1 and "mmspeed.models is not allowed to import mmspeed.loop" in done.stdout
+    (package / "protocols" / "batch.py").write_text("import mmspeed.device\n", encoding="utf-8")
+    assert "mmspeed.protocols is not allowed to import mmspeed.device" in lint_imports(tmp_path).stdout
 
 
 def bare_imports(tree: ast.Module) -> list[str]:
@@ -143,6 +145,21 @@ def test_help_loads_no_torch() -> None:
 def test_config_loads_no_torch() -> None:
     code = "import sys, mmspeed.config; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_protocols_load_torch_and_the_standard_library_alone() -> None:
+    """`mmspeed.protocols`, beside torch: itself, plain data of ours, and nothing that torch does not load by itself."""
+    code = (
+        "import sys, torch; known = set(sys.modules)\n"
+        "import mmspeed.protocols\n"
+        "loaded = {name for name in set(sys.modules) - known if name.split('.')[0] not in sys.stdlib_module_names}\n"
+        "ours = {'mmspeed', 'mmspeed.version', 'mmspeed.errors', 'mmspeed.shapes'}\n"
+        "others = {name for name in loaded - ours if not name.startswith(('mmspeed.protocols', 'torch.'))}\n"
+        "assert not others, others\n"
+        "assert not {'pydantic', 'yaml', 'mmspeed.config'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from mmspeed.cli.init import run_name, source_path, template, write_config
 from mmspeed.config import all_fields, dump_config, load_config, make_config
 from mmspeed.config.docs import REQUIRED, default_of, generate, main, section_options, show_value
-from mmspeed.config.schema import Config
+from mmspeed.config.schema import Config, ObjectiveConfig, ObjectiveSection, SampleConfig
 from mmspeed.errors import UserError
 
 BUCKET = {"frames": 13, "height": 96, "width": 160}
@@ -64,6 +65,21 @@ def test_unknown_key_names_the_nearest_real_one(content: dict[str, Any], key: st
     message = problem(content)
     assert f"unknown key {key}" in message.replace("unknown key 'data", "unknown key data")
     assert f"did you mean {nearest}" in message
+
+
+@pytest.mark.parametrize("config", typing.get_args(typing.get_args(ObjectiveConfig)[0]))
+def test_every_objective_names_its_samplers(config: type[ObjectiveSection]) -> None:
+    (kind,) = typing.get_args(config.model_fields["kind"].annotation)
+    every = typing.get_args(SampleConfig.model_fields["sampler"].annotation)
+    fitting = ("auto", *config.samplers)
+    assert len(fitting) > 1 and set(fitting) <= set(every)
+    for sampler in every:
+        content = tree(objective={"kind": kind}, sample={"sampler": sampler})
+        if sampler in fitting:
+            assert make_config(content, origin="test").sample.sampler == sampler
+        else:
+            told = f"sampler {sampler} does not go with objective {kind}: use {' or '.join(fitting)}"
+            assert told in problem(content)
 
 
 def test_a_key_like_no_other_gets_no_suggestion() -> None:
