@@ -165,7 +165,7 @@ OPEN: dict[str, str] = {
     "pipelines/training/held_out_loss.py": "row",
     "pipelines/training/oom_advice.py": "frames optimizer segments summed_blocks",
     "pipelines/training/open_cache.py": "made wanted",
-    "pipelines/training/trainer.py": "_row fields row",
+    "pipelines/training/trainer.py": "_bases _row fields row",
     "pipelines/training/validation.py": "row validate",
     "pipelines/tuning/memory_estimate.py": "_here root",
     "pipelines/tuning/memory_measure.py": "args each held kwargs ways",
