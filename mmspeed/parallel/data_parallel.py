@@ -92,7 +92,7 @@ def make_half(model: nn.Module) -> None:
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad:
-                setattr(module, name, nn.Parameter(parameter.detach().to(torch.bfloat16)))
+                module.register_parameter(name, nn.Parameter(parameter.detach().to(torch.bfloat16)))
 
 
 def is_half(model: nn.Module) -> bool:

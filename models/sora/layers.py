@@ -14,14 +14,12 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mmspeed.compute.rope import apply_rope, rope_cos_sin
 from mmspeed.memory.chunked import chunked_mlp, in_chunks
 from mmspeed.memory.recompute.spans import region
 from mmspeed.parallel.tensor import applied
 from mmspeed.parallel.tokens import Attend, TokenShard
-from mmspeed.rng import generator
 
 AttentionType = Literal["spatial", "temporal", "full"]
 
@@ -184,31 +182,3 @@ class CrossAttention(nn.Module):
         k_BALD, v_BALD = kv.permute(3, 0, 2, 1, 4).unbind(0)
         out_BAND = part.attend_text(self.attend, self.q_norm(q_BAND), self.k_norm(k_BALD), v_BALD, text_mask_BL)
         return self.out(out_BAND.transpose(1, 2).flatten(2).unflatten(1, shape))
-
-
-def initial_value(name: str, shape: torch.Size, seed: int, zero: bool) -> Tensor:
-    """The float32 value on the CPU that a parameter starts from; a pure function of its name, shape and the seed.
-
-    Matrices are Xavier-uniform (Glorot & Bengio 2010), or zero where `zero`; norm scales are one, biases zero.
-    """
-    if len(shape) == 1:
-        return torch.ones(shape) if name.endswith("weight") and not zero else torch.zeros(shape)
-    if zero:
-        return torch.zeros(shape)
-    bound = math.sqrt(6.0 / (shape[0] + shape[1]))
-    return torch.empty(shape).uniform_(-bound, bound, generator=generator(seed, "init", name))
-
-
-def own_part(parameter: nn.Parameter, value: Tensor) -> Tensor:
-    """Of a whole value, the part that this process holds of a parameter, on its device; without communication."""
-    value = value.to(parameter.device)
-    if not isinstance(parameter, DTensor):
-        return value
-    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
-
-
-@torch.no_grad()
-def set_parameter(parameter: nn.Parameter, value: Tensor) -> None:
-    """Copy a whole value into a parameter; a sharded parameter takes its own part, without communication."""
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    local.copy_(own_part(parameter, value))

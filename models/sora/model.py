@@ -26,6 +26,7 @@ from mmspeed.compute.sparse.plan import usual_tail_clusters
 from mmspeed.config.memory import RegionName
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.errors import UserError
+from mmspeed.initialize import initial_value, set_parameter
 from mmspeed.memory.recompute.spans import region
 from mmspeed.models.sora.layers import (
     NORM_EPS,
@@ -35,10 +36,8 @@ from mmspeed.models.sora.layers import (
     Mlp,
     SelfAttention,
     TimeEmbedder,
-    initial_value,
     modulate,
     patchify,
-    set_parameter,
     unpatchify,
 )
 from mmspeed.parallel.tokens import Attend, TokenLayout, TokenShard

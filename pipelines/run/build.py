@@ -15,6 +15,7 @@ from mmspeed.config import RunConfig
 from mmspeed.config.memory import parse_bytes
 from mmspeed.device import Device, parse_dtype
 from mmspeed.errors import UserError
+from mmspeed.initialize import own_part, set_parameter
 from mmspeed.loop.averages import EMA
 from mmspeed.loop.checkpoint.manager import TrainingState
 from mmspeed.loop.optimizers.build import AnyOptimizer, make_optimizer
@@ -24,7 +25,6 @@ from mmspeed.memory import ActivationPolicies
 from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
 from mmspeed.memory.recompute.policy import make_keeping
 from mmspeed.mesh import Mesh, make_mesh
-from mmspeed.models.sora.layers import own_part, set_parameter
 from mmspeed.parallel import Strategy, TokenLayout, is_half, make_half, make_layout, parallelize, resolve_strategy
 from mmspeed.pipelines.run.updates import learning_roles, own_train
 from mmspeed.protocols import InitializesWeights, RunPlace, Task, Update, trainable

@@ -138,12 +138,12 @@ def processes(parallel: ParallelConfig) -> int:
 
 def named(parallel: ParallelConfig) -> str:
     """A layout in words: the axes above 1, and what else is not as by default."""
-    default = ParallelConfig()
+    default = ParallelConfig().model_dump()
     axes = [f"{axis}={size}" for axis, size in parallel.sizes().items() if size > 1]
     others = [
         f"{name}={value}"
         for name, value in parallel.model_dump().items()
-        if name not in AXES and value != getattr(default, name)
+        if name not in AXES and value != default[name]
     ]
     return " ".join(axes + others)
 

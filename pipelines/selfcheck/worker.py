@@ -29,9 +29,9 @@ from mmspeed.config.parallel import ParallelConfig
 from mmspeed.config.tasks import TASKS, TaskEntry
 from mmspeed.device import Device
 from mmspeed.errors import UserError
+from mmspeed.initialize import initial_value, set_parameter
 from mmspeed.loop.optimizers.build import set_learning_rate
 from mmspeed.loop.step import train_step
-from mmspeed.models.sora.layers import initial_value, set_parameter
 from mmspeed.parallel import TokenLayout, unwrap
 from mmspeed.parallel.tensor import local
 from mmspeed.pipelines.run.build import Assembly, Placement, assemble, place

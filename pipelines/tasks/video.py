@@ -42,9 +42,9 @@ from mmspeed.models.sparse_note import sparse_lines, sparse_warnings
 from mmspeed.models.text.encoders import text_width
 from mmspeed.parallel import unwrap
 from mmspeed.pipelines.diffusion.objective import Objective, make_objective
-from mmspeed.pipelines.mlp_trials import MlpTrials
-from mmspeed.pipelines.run.run_folder import other_shape
 from mmspeed.pipelines.tasks.base import SampledData, largest_batch, usual_batch
+from mmspeed.pipelines.tasks.mlp_trials import MlpTrials
+from mmspeed.pipelines.tasks.video_start import other_shape
 from mmspeed.pipelines.training.held_out_loss import VideoValidation
 from mmspeed.pipelines.training.open_cache import open_cache
 from mmspeed.pipelines.tuning.profile import load_measured, setting_of

@@ -237,9 +237,10 @@ def _without_values(model: nn.Module) -> None:
     """Put a model that is on the meta device on the CPU, in place; inside of a `FakeTensorMode`, where it takes no memory."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype)))
+            module.register_parameter(name, nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype)))
         for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
+            saved = name not in module._non_persistent_buffers_set
+            module.register_buffer(name, torch.empty(buffer.shape, dtype=buffer.dtype), persistent=saved)
 
 
 class FakeOffloader(Offloader):

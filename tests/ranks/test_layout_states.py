@@ -21,13 +21,13 @@ from mmspeed.config.parallel import ParallelConfig
 from mmspeed.config.schema import FlowConfig
 from mmspeed.config.training import TrainConfig
 from mmspeed.device import Device
+from mmspeed.initialize import set_parameter
 from mmspeed.loop.averages import EMA
 from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState, load
 from mmspeed.loop.optimizers.build import make_optimizer
 from mmspeed.memory import BlockPolicies
 from mmspeed.mesh import Mesh, make_mesh
 from mmspeed.models import SoraDiT, SoraDiTConfig
-from mmspeed.models.sora.layers import set_parameter
 from mmspeed.models.sora.model import on_meta
 from mmspeed.parallel import TokenLayout, make_layout, parallelize, sum_shared_gradients
 from mmspeed.pipelines.diffusion.objective import make_objective

@@ -17,13 +17,13 @@ from mmspeed.config.memory import MemoryConfig
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.config.training import TrainConfig
 from mmspeed.errors import UserError
+from mmspeed.initialize import own_part, set_parameter
 from mmspeed.loop.averages import EMA
 from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState, load, step_name
 from mmspeed.loop.optimizers.build import make_optimizer
 from mmspeed.loop.optimizers.gradient_release import ReleasingOptimizer
 from mmspeed.mesh import make_mesh
 from mmspeed.models import SoraDiT, SoraDiTConfig
-from mmspeed.models.sora.layers import own_part, set_parameter
 from mmspeed.parallel import is_half, make_half, make_layout, parallelize
 from tests.sequence_steps import Case, loss_of, make_batch
 from tests.spawn import run_ranks

@@ -75,6 +75,7 @@ def test_floors_can_break(tmp_path: Path) -> None:
     files = {
         "__init__",
         "__main__",
+        "initialize",
         "rng",
         "log",
         "shapes",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu
 
 from mmspeed.config import RunConfig
-from mmspeed.models.sora.layers import initial_value, set_parameter
+from mmspeed.initialize import initial_value, set_parameter
 from mmspeed.pipelines.tasks.listed import Length, ListedSample, ListedTask
 from mmspeed.protocols import Batch, Models, PutWeight, ShapeClass, Term, Terms, Work
 

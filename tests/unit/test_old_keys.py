@@ -15,7 +15,8 @@ from mmspeed.config import Bucket, Config, dump_config, load_config, load_record
 from mmspeed.config.renamed import RENAMED, translated, translated_setting
 from mmspeed.data.sampling.batch_sizes import Measured, Measurement
 from mmspeed.errors import UserError
-from mmspeed.pipelines.run.run_folder import RunFolder, other_shape
+from mmspeed.pipelines.run.run_folder import RunFolder
+from mmspeed.pipelines.tasks.video_start import other_shape
 from mmspeed.pipelines.tuning.memory_search import read_choice
 from mmspeed.pipelines.tuning.profile import load_measured
 from mmspeed.preprocess.report.show import stored_config

@@ -23,8 +23,9 @@ from mmspeed import rng
 from mmspeed.compute.attention import attention
 from mmspeed.config.schema import ModelConfig
 from mmspeed.errors import UserError
+from mmspeed.initialize import initial_value
 from mmspeed.models import SIZES, SoraDiT, SoraDiTConfig, build_model
-from mmspeed.models.sora.layers import initial_value, patchify, timestep_embedding, unpatchify
+from mmspeed.models.sora.layers import patchify, timestep_embedding, unpatchify
 from mmspeed.models.sora.model import ZERO_MODULES, count_parameters, on_meta
 from mmspeed.models.sora.sizes import resolve_config
 from mmspeed.parallel.tokens import Attend

@@ -15,6 +15,7 @@ from mmspeed.config import Config
 from mmspeed.config.memory import MemoryConfig
 from mmspeed.config.training import TrainConfig
 from mmspeed.errors import UserError
+from mmspeed.initialize import set_parameter
 from mmspeed.log import read_metrics
 from mmspeed.loop.checkpoint.load import load_start
 from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState, load, load_weights, step_name
@@ -22,7 +23,6 @@ from mmspeed.loop.host_averages import HostAverages
 from mmspeed.loop.optimizers.build import learning_rate, make_adamw, make_groups, make_optimizer, set_learning_rate
 from mmspeed.memory.optimizer.split_bits import rounded
 from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
-from mmspeed.models.sora.layers import set_parameter
 from mmspeed.parallel import autocast, is_half, make_half
 from mmspeed.pipelines.training.trainer import TrainPipeline
 from mmspeed.preprocess import CacheBuilder

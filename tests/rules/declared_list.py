@@ -1,0 +1,174 @@
+"""What the core may look up, cast and leave open: exact lines with their reason, and names by file. None is a model, a task or a batch."""
+
+from __future__ import annotations
+
+# reason -> file -> lines
+ALLOWED: dict[str, dict[str, set[str]]] = {
+    "torch's own signatures are narrower than what it takes, or give Any": {
+        "mmspeed/loop/checkpoint/load.py": {
+            "cast(dict[str, Any], wanted),",
+            "dcp.load(cast(dict[str, Any], wanted), storage_reader=SafetensorsReader(folder, index), no_dist=alone)",
+        },
+        "mmspeed/loop/checkpoint/manager.py": {
+            "future = dcp.async_save(cast(dict[str, Any], tensors), storage_writer=writer, process_group=self.group)",
+            'self._pending = _PendingSave(step, temporary, cast("Future[Any]", future))',
+        },
+        "mmspeed/loop/checkpoint/state.py": {
+            "found = cast(dict[str, Tensor], get_model_state_dict(model))",
+            "set_optimizer_state_dict(self._model, optimizer, cast(Any, self._all | self.tensors), options=_FLAT)",
+        },
+        "mmspeed/memory/offload/storage_view.py": {
+            "looking.set_(memory_Z.untyped_storage(), offset // self.dtype.itemsize, self.shape, self.strides)  # type: ignore[call-overload]",  # noqa: E501
+            "return flat_Z.set_(storage, start, (end - start,), (1,))  # type: ignore[call-overload,no-any-return]",
+        },
+        "mmspeed/memory/offload/swap_group.py": {
+            "self._out = depot.copies.out(self._lying.memory_Z, self._buffer)  # type: ignore[arg-type]",
+        },
+        "mmspeed/memory/planning/tracked.py": {
+            "class _Tracker(memory_tracker_class()):  # type: ignore[misc]",
+        },
+        "mmspeed/memory/recompute/spans.py": {
+            "return cast(T, discarded(before, cast(Any, run), *args, exchange_again=self.exchange_again))",
+            "return cast(T, run_region(run, *args, policy=self.policy, fates=self.op_policies, group=group, rng=self.rng))",
+        },
+        "mmspeed/parallel/data_parallel.py": {
+            "module.set_gradient_divide_factor(cast(float, _Undivided()))",
+        },
+        "mmspeed/parallel/declared/split_group.py": {
+            "return _Mark.apply(tensor, self, self.now()) if tensor.requires_grad else tensor  # type: ignore[no-any-return]",
+        },
+        "pipelines/tuning/memory_measure.py": {
+            "return cast(Tensor, _PassFirst.apply(x, *others, *named.values()))",
+            "return cast(Tensor, self.block(x, *self.args[1:], **self.kwargs))",
+        },
+    },
+    "a word whose values a type or a table lists": {
+        "mmspeed/loop/checkpoint/load.py": {
+            "load_weights(folder, unwrap(model), which, alone, optimizer)  # type: ignore[arg-type]",
+        },
+        "mmspeed/memory/planning/options.py": {
+            "cast(ActivationPolicies, dict(block[option].ways))",
+        },
+        "mmspeed/memory/recompute/policy.py": {
+            "return BlockPolicies(tuple(choice), **given)  # type: ignore[arg-type]",
+        },
+        "mmspeed/memory/recompute/region.py": {
+            "fate: OpPolicy = getattr(self.policy, kind)",
+        },
+        "mmspeed/parallel/__init__.py": {
+            "return cast(Strategy, strategy)",
+        },
+        "mmspeed/parallel/sequence/hybrid_attention.py": {
+            "return attention(q_BAND, k_BAMD, v_BAMD, key_mask_BM, backend=cast(Backend, backend), counter=counter)",
+        },
+        "pipelines/tuning/memory_search.py": {
+            "cast(tuple[ActivationPolicies, ...], ways),",
+        },
+    },
+    "names of torch's operators, dtypes, autograd nodes and tensor subclasses": {
+        "mmspeed/loop/checkpoint/state.py": {
+            'dequantize = getattr(state, "dequantize", None)',
+        },
+        "mmspeed/loop/checkpoint/storage.py": {
+            'properties = TensorProperties(dtype=getattr(torch, entry["dtype"]))',
+        },
+        "mmspeed/memory/offload/storage_view.py": {
+            'parameter = getattr(node, "variable", None)',
+            'source = getattr(copy.grad_fn.next_functions[0][0], "variable", None)',
+        },
+        "mmspeed/memory/optimizer/states.py": {
+            "inner = {name: transform(getattr(value, name), change) for name in names}",
+        },
+        "mmspeed/memory/recompute/region.py": {
+            "found = {getattr(packet, overload) for packet in packets if packet is not None for overload in packet.overloads()}",
+            "packets = [getattr(torch.ops.aten, name, None) for name in names]",
+        },
+        "pipelines/tuning/memory_estimate.py": {
+            'source = getattr(copy.grad_fn.next_functions[0][0], "variable", None)',
+        },
+    },
+    "an optimizer, a tracker, a process or a profiler, each asked for first": {
+        "mmspeed/loop/checkpoint/state.py": {
+            "cast(TieredOptimizer, optimizer).set_master(parameter, local(found.pop(name)).to(local(parameter).device))",
+        },
+        "pipelines/run/telemetry.py": {
+            'if hasattr(tracker, "start"):',
+        },
+        "pipelines/selfcheck/children.py": {
+            "process.stdin.close()  # type: ignore[union-attr]",
+        },
+        "pipelines/tuning/memory_search.py": {
+            "steps = bench = None  # type: ignore[assignment]",
+        },
+    },
+    "Python's own ways: names imported when first used, a frozen dataclass completed, a forward set on an instance": {
+        "mmspeed/parallel/declared/apply.py": {
+            'if "forward" in vars(base):',
+            'if "forward" in vars(role_module):',
+            'kinds = list(inspect.signature(vars(base)["forward"]).parameters.values())[1:]',
+        },
+        "mmspeed/parallel/sparse/groups.py": {
+            'object.__setattr__(self, "seen_GM", None if seen_BM is None else seen_BM.repeat_interleave(self.masks.heads, 0))',
+        },
+        "pipelines/__init__.py": {
+            "def __getattr__(name: str) -> Any:",
+            'return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)',
+        },
+    },
+    "what memory itself leaves on blocks of any class": {
+        "mmspeed/memory/recompute/block_checkpoint.py": {
+            'given: Callable[..., Any] | None = vars(self).get("_gradient_checkpointing_func")',
+            'vars(self)["_gradient_checkpointing_func"] = given',
+        },
+        "mmspeed/memory/recompute/spans.py": {
+            "part._courses = told  # type: ignore[assignment]",
+            'runners: Mapping[str, RegionRunner] = getattr(module, "_courses", {})',
+        },
+    },
+}
+
+# file -> parameters, variables and functions whose type holds Any: rows of JSON, arguments that are passed on, states, drawings
+OPEN: dict[str, str] = {
+    "mmspeed/loop/averages.py": "optimizer",
+    "mmspeed/loop/callbacks.py": "row",
+    "mmspeed/loop/checkpoint/load.py": "entries index load load_weights meta open_checkpoint recorded tensors",
+    "mmspeed/loop/checkpoint/manager.py": "_facts _split entries facts future items keep load meta",
+    "mmspeed/loop/checkpoint/state.py": "_with_groups found optimizer",
+    "mmspeed/loop/checkpoint/storage.py": "_read_json entry index read_index read_meta read_record value",
+    "mmspeed/loop/optimizers/build.py": "Groups group",
+    "mmspeed/loop/signals.py": "_before",
+    "mmspeed/memory/chunked.py": "_cast tensor",
+    "mmspeed/memory/optimizer/states.py": "State States identity number transform value",
+    "mmspeed/memory/optimizer/tiered_optimizer.py": "_advanced a b groups make param_groups",
+    "mmspeed/memory/planning/measure.py": "_alive args func kwargs pointer result",
+    "mmspeed/memory/planning/report.py": "given optimizer to_json",
+    "mmspeed/memory/planning/tracked.py": "kind kind_of optimizer",
+    "mmspeed/memory/recompute/block_checkpoint.py": "__call__ _gradient_checkpointing_func given once run value",
+    "mmspeed/memory/recompute/discard.py": "_ _anew _value args argument autocast",
+    "mmspeed/memory/recompute/region.py": "_overloads fates kept matmul_operators op_policies result results run run_region take what",
+    "mmspeed/memory/recompute/spans.py": "before op_policies",
+    "mmspeed/parallel/declared/apply.py": "_attend _change_outputs _named _part _split_inputs args arguments items kwargs out run value",
+    "mmspeed/parallel/declared/split_group.py": "arguments",
+    "mmspeed/parallel/sequence/ring.py": "options",
+    "mmspeed/parallel/sequence/ring_schedule.py": "compute",
+    "pipelines/__init__.py": "__getattr__",
+    "pipelines/accelerate.py": "config given",
+    "pipelines/report/memory_page.py": "axis figure report_figure",
+    "pipelines/report/run_page.py": "_axes figure rows steps validations",
+    "pipelines/report/task_check.py": "console",
+    "pipelines/run/build.py": "meta",
+    "pipelines/run/run_folder.py": "before found info now",
+    "pipelines/run/telemetry.py": "make_trackers rates row",
+    "pipelines/selfcheck/children.py": "job output outputs",
+    "pipelines/selfcheck/worker.py": "job",
+    "pipelines/sparsify.py": "config given",
+    "pipelines/training/held_out_loss.py": "row",
+    "pipelines/training/oom_advice.py": "frames optimizer segments summed_blocks",
+    "pipelines/training/open_cache.py": "made wanted",
+    "pipelines/training/trainer.py": "_bases _row fields row",
+    "pipelines/training/validation.py": "row validate",
+    "pipelines/tuning/memory_estimate.py": "_here root",
+    "pipelines/tuning/memory_measure.py": "args each held kwargs ways",
+    "pipelines/tuning/memory_search.py": "full_setting option_rows setting told tries",
+    "pipelines/tuning/profile.py": "setting setting_of",
+}
