@@ -16,7 +16,7 @@ from mmspeed.config import RunConfig
 from mmspeed.device import Device
 
 from .batch import Batch, Terms
-from .data import Data, Divisors, StepData
+from .data import Data, Divisors, OrderedSample, StepData
 from .shapes import ShapeClass
 
 Models = Mapping[str, nn.Module]  # by role: "model", and such as "reference", "reward", "critic"
@@ -198,7 +198,11 @@ class Task(Protocol):
         ...
 
     def cost(self, shape: ShapeClass) -> float:
-        """The cost of training on one item, in FLOPs: what batches are balanced by."""
+        """The cost of training on one item, in FLOPs: what steps and sizes of batches go by."""
+        ...
+
+    def sample_cost(self, sample: OrderedSample) -> float:
+        """The cost of training on this very sample: what ranks are balanced by. That of its shape class where no other is known."""
         ...
 
     def usage(self, step: StepData) -> StepUsage:
