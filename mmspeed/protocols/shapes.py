@@ -1,4 +1,4 @@
-"""Shape classes: items of one class meet in a micro-batch, and cost alike."""
+"""Shape classes: items of one class meet in a micro-batch, and cost alike where the task knows no more of them."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor, nn
 
 from .batch import Batch, Terms
-from .data import Data, Divisors, StepData
+from .data import Data, Divisors, OrderedSample, StepData
 from .shapes import ShapeClass
 
 if TYPE_CHECKING:
@@ -226,7 +226,11 @@ class Task(Protocol):
         ...
 
     def cost(self, shape: ShapeClass) -> float:
-        """The cost of training on one item, in FLOPs: what batches are balanced by."""
+        """The cost of training on one item, in FLOPs: what steps and sizes of batches go by."""
+        ...
+
+    def sample_cost(self, sample: OrderedSample) -> float:
+        """The cost of training on this very sample: what ranks are balanced by. That of its shape class where no other is known."""
         ...
 
     def usage(self, step: StepData) -> StepUsage:

@@ -21,7 +21,7 @@ from mmspeed.config import RunConfig
 from mmspeed.config.training import BatchingConfig
 from mmspeed.data import Batching, BatchSampler, Loader, SampleUse
 from mmspeed.data.loading.loader import Batches
-from mmspeed.data.sampling.batch_sizes import SampleCosts, make_batching
+from mmspeed.data.sampling.batch_sizes import SampleCosts, costs_of_samples, make_batching
 from mmspeed.errors import UserError
 from mmspeed.pipelines.tasks.base import TaskDefaults, largest_batch
 from mmspeed.pipelines.tasks.listed_samples import (
@@ -40,6 +40,7 @@ from mmspeed.protocols import (
     MicroBatchSize,
     Models,
     NumberRule,
+    OrderedSample,
     RunPlace,
     ShapeClass,
     StepData,
@@ -96,6 +97,18 @@ class ListedTask(TaskDefaults, ABC, Generic[C]):
         """The size of the class."""
         return shape.numbers
 
+    def sample_work(self, sample: ListedSample) -> Work:
+        """Work of the forward pass of this very sample, such as of a pack of documents; that of its class where all cost alike."""
+        return self.work(sample.shape)
+
+    def cost(self, shape: ShapeClass) -> float:
+        """The mean of the class's training samples."""
+        return self._costs.flops(shape)
+
+    def sample_cost(self, sample: OrderedSample) -> float:
+        """Three forward passes of a training sample: backward counts as two."""
+        return _training_cost(self.sample_work(self.by_key[sample.key]))
+
     def divisors(self, samples: Sequence[ListedSample]) -> Divisors:
         """The divisors of a step of these samples: their number and their real tokens. None: known after the step only."""
         return {"samples": float(len(samples)), "tokens": float(real_tokens(samples))}
@@ -141,8 +154,13 @@ class ListedTask(TaskDefaults, ABC, Generic[C]):
         config = self.config
         if config.batching.by == "time":
             raise UserError(f"batching.by: time is not there for the task {self.name}: use samples, tokens or flops")
-        costs = SampleCosts(self.tokens, self.cost)
-        return make_batching(config.batching, config.train, self.shapes(), costs, place.dealt, config.parallel)
+        return make_batching(config.batching, config.train, self.shapes(), self._costs, place.dealt, config.parallel)
+
+    @cached_property
+    def _costs(self) -> SampleCosts:
+        """Of a class what its samples cost in the mean; of a sample what it costs itself."""
+        by_class = SampleCosts(self.tokens, lambda shape: _training_cost(self.work(shape)))
+        return costs_of_samples(by_class, self.training, self.sample_cost)
 
     def data(self, place: RunPlace) -> ListedData:
         """Each epoch's samples in an order drawn by its number, and this rank's share of each step."""
@@ -202,13 +220,10 @@ class ListedTask(TaskDefaults, ABC, Generic[C]):
 
     # -- looking at a run --------------------------------------------------------------------------------------------------
 
-    def cost(self, shape: ShapeClass) -> float:
-        """Three forward passes: backward counts as two."""
-        return 3 * self.work(shape).matmul
-
     def usage(self, step: StepData) -> StepUsage:
         """Samples, real tokens, and the work of each sample as if it had no padding that is left out."""
-        forward = sum((self.work(shape) * count for shape, count in step.counts.items()), Work())
+        works = Counter(self.sample_work(self.by_key[item.sample]) for item in step.items)
+        forward = sum((work * count for work, count in works.items()), Work())
         return StepUsage(sum(step.counts.values()), step.tokens or 0, forward)
 
     def describe(self, step: StepData) -> dict[str, Any]:
@@ -287,6 +302,10 @@ class ListedCheck(Generic[C]):
     def problems(self, place: RunPlace) -> tuple[list[str], list[str]]:
         """None: nothing is drawn."""
         return [], []
+
+
+def _training_cost(forward: Work) -> float:
+    return 3 * forward.matmul
 
 
 def _flat(prefix: str, tree: Mapping[str, Any]) -> Generator[tuple[str, Any], None, None]:

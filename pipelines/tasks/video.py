@@ -57,6 +57,7 @@ from mmspeed.protocols import (
     Divisors,
     MicroBatchSize,
     Models,
+    OrderedSample,
     RunPlace,
     ShapeClass,
     StepData,
@@ -331,6 +332,10 @@ class VideoTask:
     def cost(self, shape: ShapeClass) -> float:
         """FLOPs of forward and backward of a sample."""
         return self.costs.flops(shape)
+
+    def sample_cost(self, sample: OrderedSample) -> float:
+        """That of its bucket."""
+        return self.cost(sample.bucket)
 
     def work(self, shape: ShapeClass, text_tokens: int | None = None) -> Work:
         """Work of a sample's forward pass, as if all attention were dense."""

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import functools
 import heapq
+import itertools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 WORTH_A_ROW = 0.05  # of a step's time: what one more micro-batch must save
@@ -68,9 +71,14 @@ def assign_slots(lots: tuple[BucketBatch, ...], lanes: int) -> Assignment:
         for number, (lot, count) in enumerate(zip(lots, _best_cells(lots, lanes), strict=True))
         for place in range(count)
     ]
-    costs = [lots[cell.lot].cost.of(cell.size) for cell in cells]
+    return _in_rows(cells, [lots[cell.lot].cost.of(cell.size) for cell in cells], lanes)
+
+
+def _in_rows(cells: Sequence[Slot], costs: Sequence[float], lanes: int) -> Assignment:
+    """Cells of like cost in a row, the costliest of it on the lane that has had least."""
     order = sorted(range(len(cells)), key=costs.__getitem__, reverse=True)
-    rows, totals = [], [0.0] * lanes
+    rows: list[tuple[Slot | None, ...]] = []
+    totals = [0.0] * lanes
     for first in range(0, len(order), lanes):
         row: list[Slot | None] = [None] * lanes
         for lane, cell in zip(sorted(range(lanes), key=totals.__getitem__), order[first : first + lanes], strict=False):
@@ -165,3 +173,102 @@ def assignment_load(lots: tuple[BucketBatch, ...], lanes: int) -> StepLoad:
         row = costs[first : first + lanes] + [0.0] * (idle if first + lanes > len(costs) else 0)
         totals = [total + cost for total, cost in zip(sorted(totals), row, strict=True)]
     return StepLoad(sum(costs[::lanes]), max(totals), sum(costs) / lanes, rows, idle)
+
+
+Shares = Sequence[Sequence[float]]  # of the samples of each lot: what one costs, over what its bucket says
+
+
+def assign_by_share(
+    lots: tuple[BucketBatch, ...], shares: Shares, lanes: int
+) -> tuple[list[list[int]], Assignment, StepLoad]:
+    """(the order of each lot's samples that cells count in, the cells, their load) where samples of a bucket do not cost alike.
+
+    There are as many cells as `assign_slots` makes, none with more samples than the largest of its lot. Of three ways the one in which rows
+    take least: all cells of a lot alike; the costliest samples in rows of their own, alike within each; samples as they stand.
+    """
+    counts = _best_cells(lots, lanes)
+    tried = [
+        _in_parts(
+            lots, shares, [_even_parts(share, count) for share, count in zip(shares, counts, strict=True)], lanes
+        ),
+        _in_parts(
+            lots, shares, [_sorted_parts(of, count, lanes) for of, count in zip(shares, counts, strict=True)], lanes
+        ),
+        ([list(range(lot.count)) for lot in lots], assign_slots(lots, lanes)),
+    ]
+    found = [(orders, rows, _load_by_share(lots, shares, orders, rows)) for orders, rows in tried]
+    return min(found, key=lambda each: (each[2].slowest, each[2].busiest))
+
+
+Parts = list[list[int]]  # places of a lot's samples, by cell
+
+
+def _in_parts(
+    lots: Sequence[BucketBatch], shares: Shares, parts: Sequence[Parts], lanes: int
+) -> tuple[list[list[int]], Assignment]:
+    """(the order of each lot's samples, the cells) of the parts of each lot."""
+    cells = [slot for number, of in enumerate(parts) for slot in _slots(number, [len(part) for part in of])]
+    costs = [
+        _cell_cost(lot.cost, [share[place] for place in part])
+        for lot, share, of in zip(lots, shares, parts, strict=True)
+        for part in of
+    ]
+    return [[place for part in of for place in part] for of in parts], _in_rows(cells, costs, lanes)
+
+
+def _even_parts(shares: Sequence[float], count: int) -> Parts:
+    """So many parts of like cost, none of more samples than the least that holds all: longest first, to the cheapest with room."""
+    order = sorted(range(len(shares)), key=lambda place: -shares[place])
+    return _longest_first(order, shares, count, -(-len(shares) // count)) if count else []
+
+
+def _sorted_parts(shares: Sequence[float], count: int, lanes: int) -> Parts:
+    """As `_even_parts`, where each row of `lanes` parts takes the costliest samples that are left."""
+    order = sorted(range(len(shares)), key=lambda place: -shares[place])
+    room = -(-len(order) // count) if count else 0
+    parts: Parts = []
+    while len(parts) < count:
+        row = min(lanes, count - len(parts))
+        taken = min(row * room, len(order) - (count - len(parts) - row))
+        parts += _longest_first(order[:taken], shares, row, room)
+        order = order[taken:]
+    return parts
+
+
+def _longest_first(order: Sequence[int], shares: Sequence[float], count: int, room: int) -> Parts:
+    """The places `order` in `count` parts of at most `room`, each to the part that has had least; in each as they stand."""
+    parts: Parts = [[] for _ in range(count)]
+    cheapest = [(0.0, number) for number in range(count)]
+    for place in order:
+        total, number = heapq.heappop(cheapest)
+        parts[number].append(place)
+        if len(parts[number]) < room:
+            heapq.heappush(cheapest, (total + shares[place], number))
+    return [sorted(part) for part in parts]
+
+
+def _slots(lot: int, sizes: Sequence[int]) -> list[Slot]:
+    """Cells of so many samples each, one after another."""
+    stops = itertools.accumulate(sizes)
+    return [Slot(lot, stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
+
+
+def _cell_cost(cost: Cost, shares: Sequence[float]) -> float:
+    return cost.fixed + cost.each * math.fsum(shares)
+
+
+def _load_by_share(
+    lots: Sequence[BucketBatch], shares: Shares, orders: Sequence[Sequence[int]], rows: Assignment
+) -> StepLoad:
+    """What the cells come to."""
+
+    def cost(cell: Slot | None) -> float:
+        if cell is None:
+            return 0.0
+        own = [shares[cell.lot][place] for place in orders[cell.lot][cell.start : cell.stop]]
+        return _cell_cost(lots[cell.lot].cost, own)
+
+    costs = [[cost(cell) for cell in row] for row in rows]
+    totals = [math.fsum(lane) for lane in zip(*costs, strict=True)]
+    idle = sum(row.count(None) for row in rows)
+    return StepLoad(sum(map(max, costs)), max(totals), math.fsum(totals) / len(totals), len(rows), idle)

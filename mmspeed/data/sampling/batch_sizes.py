@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,11 +16,12 @@ from mmspeed.config.parallel import ParallelConfig
 from mmspeed.config.training import BatchingConfig, StageConfig, TrainConfig
 from mmspeed.data.cache.files import write_whole
 from mmspeed.errors import UserError
-from mmspeed.protocols import DiffusionModel, ShapeClass
+from mmspeed.protocols import DiffusionModel, OrderedSample, ShapeClass
 from mmspeed.shapes import Bucket, Strides, as_bucket
 
 from .assignment import Cost
 from .order import Batching, TrainingStage
+from .sampler import S
 
 FORMAT = 1
 COUNTED_TEXT_TOKENS = 64  # caption tokens that a sample's FLOPs are counted with
@@ -186,7 +188,7 @@ def make_batching(
     alone = {bucket: counted(bucket) for bucket in wanted}
     if batching.by == "samples":
         slots, at_once = train.samples_per_step, train.micro_batch_size
-        return Batching(slots, {}, each, batching.mix, batching.tolerance, group, at_once, tensor, alone)
+        return Batching(slots, {}, each, batching.mix, batching.tolerance, group, at_once, tensor, alone, costs.share)
     most: dict[ShapeClass, int] = {}
     if batching.by == "time":
         if measured is None:
@@ -209,16 +211,49 @@ def make_batching(
         sizes[bucket] = min([size, *(limit for limit in limits if limit is not None)])
     slots = batching.slots or world * batching.accumulate
     return Batching(
-        slots, sizes, each, batching.mix, batching.tolerance, group, tensor=tensor, alone=alone if fixed else None
+        slots,
+        sizes,
+        each,
+        batching.mix,
+        batching.tolerance,
+        group,
+        tensor=tensor,
+        alone=alone if fixed else None,
+        share=costs.share,
     )
 
 
 @dataclass(frozen=True)
 class SampleCosts:
-    """What one sample of a bucket costs by the model's own count."""
+    """What one sample of a bucket costs by the model's own count.
+
+    With `share` samples of a bucket do not cost alike: it says what one costs over what its bucket says, in any unit.
+    """
 
     tokens: Callable[[ShapeClass], int]
     flops: Callable[[ShapeClass], float]  # of forward and backward
+    share: Callable[[OrderedSample], float] | None = None
+
+
+def costs_of_samples(costs: SampleCosts, samples: Iterable[S], flops: Callable[[S], float]) -> SampleCosts:
+    """The costs where each of the samples has FLOPs of its own: its bucket takes their mean.
+
+    `costs` as they are where no sample has others than its bucket. Raises UserError for FLOPs that are no number above zero.
+    """
+    own: dict[ShapeClass, dict[str, float]] = {}
+    sources: dict[str, str] = {}
+    for sample in samples:
+        own.setdefault(sample.bucket, {})[sample.key] = flops(sample)
+        sources[sample.key] = sample.source
+    every = [(bucket, key, one) for bucket, of in own.items() for key, one in of.items()]
+    if all(one == costs.flops(bucket) for bucket, _, one in every):
+        return costs
+    for _, key, one in every:
+        if not (math.isfinite(one) and one > 0):
+            raise UserError(f"{sources[key]}: a sample's cost is a number of FLOPs above zero, not {one}")
+    means = {bucket: math.fsum(of.values()) / len(of) for bucket, of in own.items()}
+    shares = {key: one / means[bucket] for bucket, key, one in every}
+    return SampleCosts(costs.tokens, means.__getitem__, lambda sample: shares[sample.key])
 
 
 def sample_costs(model: DiffusionModel, strides: Strides, max_text_tokens: int) -> SampleCosts:

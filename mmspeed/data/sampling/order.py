@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mmspeed.errors import UserError
-from mmspeed.protocols import ShapeClass
+from mmspeed.protocols import OrderedSample, ShapeClass
 from mmspeed.rng import generator
 
 from .assignment import Cost
@@ -30,7 +30,8 @@ class Batching:
     named). Of videos a group of `group` ranks computes a device batch together (the sequence-parallel ones, and of these the tensor-
     parallel ones), so their steps have slots / group of them; of images the `tensor` ranks do. A bucket without a size has steps
     of `slots` samples. With `alone`, costs on one rank, steps are the same for any group: `slots` device batches of every bucket, in the
-    order that these costs give.
+    order that these costs give. With `share`, what a sample costs over what its bucket says, a step's samples are shared out by their
+    own costs; which of them meet in a step goes by the buckets' alone.
     """
 
     slots: int
@@ -42,6 +43,7 @@ class Batching:
     most: int | None = None  # samples computed at a time, where not `sizes` says it: steps of so many samples
     tensor: int = 1
     alone: Mapping[ShapeClass, Cost] | None = None
+    share: Callable[[OrderedSample], float] | None = None  # None: samples of a bucket cost alike
 
     def cost(self, bucket: ShapeClass) -> Cost:
         """What the order of steps goes by."""

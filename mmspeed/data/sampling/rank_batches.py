@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from mmspeed.protocols import OrderedSample, ShapeClass
 
-from .assignment import Assignment, BucketBatch, StepLoad, assign_slots, assignment_load
+from .assignment import Assignment, BucketBatch, StepLoad, assign_by_share, assign_slots, assignment_load
 from .order import Batching
 from .sampler import S, SampleUse
 
@@ -68,6 +68,9 @@ def ranks_of_samples(
 
 def imbalance(draws: Sequence[SampleUse[OrderedSample]], batching: Batching, world: int) -> float:
     """Greatest over mean cost across ranks of one step, where ranks meet in every micro-batch; 1 at best."""
+    if batching.share is not None:
+        loads = [load for *_, load in _by_share(draws, batching, batching.share, world)]
+        return sum(load.slowest for load in loads) / sum(load.mean for load in loads)
     counts = Counter(draw.sample.bucket for draw in draws)
     return step_load(sorted(counts.items()), batching, world).imbalance
 
@@ -109,7 +112,11 @@ def _assigned(
     draws: Sequence[SampleUse[S]], batching: Batching, world: int
 ) -> Iterator[tuple[list[list[SampleUse[S]]], Assignment, int]]:
     """For each kind of lanes: the draws of each lot, the cells, and the ranks of a lane."""
-    by_bucket = {bucket: list(group) for bucket, group in itertools.groupby(draws, key=lambda draw: draw.sample.bucket)}
+    if batching.share is not None:
+        for lots, rows, ranks, _ in _by_share(draws, batching, batching.share, world):
+            yield lots, rows, ranks
+        return
+    by_bucket = _by_bucket(draws)
     for pieces, ranks in dp_groups_of([(b, len(group)) for b, group in by_bucket.items()], batching):
         yield (
             [by_bucket[bucket] for bucket, _ in pieces],
@@ -118,7 +125,29 @@ def _assigned(
         )
 
 
+def _by_share(
+    draws: Sequence[SampleUse[S]], batching: Batching, share: Callable[[OrderedSample], float], world: int
+) -> Iterator[tuple[list[list[SampleUse[S]]], Assignment, int, StepLoad]]:
+    """As `_assigned`, by what each sample costs: a lot's draws are in the order that cells count in. The last is the load."""
+    by_bucket = _by_bucket(draws)
+    for pieces, ranks in dp_groups_of([(b, len(group)) for b, group in by_bucket.items()], batching):
+        lots = [by_bucket[bucket] for bucket, _ in pieces]
+        shares = [[share(draw.sample) for draw in lot] for lot in lots]
+        orders, rows, load = assign_by_share(bucket_batches_of(pieces, batching), shares, world // ranks)
+        ordered = [[lot[place] for place in order] for lot, order in zip(lots, orders, strict=True)]
+        yield ordered, rows, ranks, load
+
+
+def _by_bucket(draws: Sequence[SampleUse[S]]) -> dict[ShapeClass, list[SampleUse[S]]]:
+    return {bucket: list(group) for bucket, group in itertools.groupby(draws, key=lambda draw: draw.sample.bucket)}
+
+
 def _filler(lots: Sequence[Sequence[SampleUse[S]]], batching: Batching) -> SampleUse[S] | None:
-    """A present draw of the cheapest bucket; of those that are dealt together, as a row is of videos or of images on all ranks."""
-    there = [next((draw for draw in lot if not draw.sample.lost), None) for lot in lots]
-    return min(filter(None, there), key=lambda draw: batching.cost(draw.sample.bucket).of(1), default=None)
+    """A present draw of the cheapest bucket; of those that are dealt together, as a row is of videos or of images on all ranks.
+
+    Where samples have costs of their own, the cheapest of its bucket.
+    """
+    share = batching.share
+    there = [[draw for draw in lot if not draw.sample.lost] for lot in lots]
+    first = [lot[0] if share is None else min(lot, key=lambda draw: share(draw.sample)) for lot in there if lot]
+    return min(first, key=lambda draw: batching.cost(draw.sample.bucket).of(1), default=None)
