@@ -26,10 +26,10 @@ class _Recomputed(nn.Module):
         run = super().forward
         if not torch.is_grad_enabled() or (self._reentrant and not any(map(_takes_part, args))):
             return run(*args, **kwargs)
-        return checkpoint(_Run(run, self._exchange_again), *args, use_reentrant=self._reentrant, **kwargs)
+        return checkpoint(_RecomputedRun(run, self._exchange_again), *args, use_reentrant=self._reentrant, **kwargs)
 
 
-class _Run:
+class _RecomputedRun:
     """One forward pass, of which the second call decides as the first did and exchanges nothing."""
 
     def __init__(self, run: Callable[..., Any], exchange_again: bool) -> None:
