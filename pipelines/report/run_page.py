@@ -144,10 +144,11 @@ def _terms_part(steps: list[dict[str, Any]]) -> str:
 
 
 def _validation_part(validations: list[dict[str, Any]]) -> str:
-    """The numbers of the last validation as a table; nothing where it has the loss alone."""
+    """The numbers of the last validation as a table, its terms included; nothing where it has the loss alone."""
     last = validations[-1] if validations else {}
     known = ("step", "loss", "seconds")
-    more = {name: value for name, value in last.items() if isinstance(value, int | float) and name not in known}
+    numbers = {**last, **last.get("terms", {})}
+    more = {name: value for name, value in numbers.items() if isinstance(value, int | float) and name not in known}
     if not more:
         return ""
     cells = "".join(f"<tr><td>{html.escape(name)}</td><td>{value:.6g}</td></tr>" for name, value in more.items())

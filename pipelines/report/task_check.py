@@ -52,7 +52,8 @@ def check_task(config: RunConfig, ranks: Sequence[int] | None = None) -> TaskRep
     report = TaskReport([f"task {config.task}: run {config.name}, in {config.run_dir}"])
     with process_group(device):
         task = make_task(config)
-        place = RunPlace(device, folder=config.run_dir)
+        group = config.parallel.group  # the fewest devices that the layout takes
+        place = RunPlace(device, world=group, dealt=group, folder=config.run_dir)
         task.open(place)
         lines, warnings = task.notes()
         report.lines_ += [*lines, *(f"warning: {warning}" for warning in warnings)]

@@ -73,7 +73,7 @@ def test_check_tells_what_a_config_will_train(home: Path, told) -> None:  # type
 
 
 def test_check_tells_micro_batches_by_devices(home: Path, told) -> None:  # type: ignore[no-untyped-def]
-    words = ("check", "CONFIG", "--ranks", "3,2", "train.micro_batch_size=2")
+    words = ("check", "CONFIG", "--ranks", "3,2", "train.batch_size=5", "train.micro_batch_size=2", "name=other")
     code, text, _ = told(*words)
     name = CharacterTask(character_config(home)).shapes()[0].name
     assert code == 0 and f"on 2 devices: a device takes 2 x {name}, 1 x {name} in the first step" in text
@@ -110,7 +110,7 @@ def test_report_has_the_parts_that_are_there(home: Path, told) -> None:  # type:
     shown, config = page.split("<h2>Config</h2>")
     assert "task characters" in shown and "pack: 24" in config
     assert re.findall("<h2>(.*?)</h2>", shown) == ["Loss", "Validation", "Throughput"]
-    assert "The terms of the loss" in shown and "<td>perplexity</td>" in shown
+    assert "The terms of the loss" in shown and "<td>right</td>" in shown
     assert not DOMAIN.search(re.sub(r"<style>.*?</style>|<[^>]*>", "", shown, flags=re.DOTALL))
 
 

@@ -9,8 +9,8 @@
 
 On a ring, clusters are of one rank's queries: smaller ones serve better there, and Ulysses goes first where heads allow it.
 
-What a plan decides is recorded in the first pass and replayed when the pass is made again (`mmspeed.replay`): then rows travel, and nothing
-else. Every rank makes the same exchanges in the same order, whatever it holds.
+What a plan decides, and the rows that came, are recorded in the first pass and replayed when the pass is made again (`mmspeed.replay`):
+then nothing travels. Every rank makes the same exchanges in the same order, whatever it holds.
 
 Legend: B batch, A heads, N queries and M keys that this rank holds, D head width, X position axes.
 """
