@@ -19,12 +19,13 @@ from mmspeed.errors import UserError
 Group = dist.ProcessGroup | None
 
 
-def _alone(group: Group) -> bool:
+def alone(group: Group = None) -> bool:
+    """Whether this process has no peers in the group, so that there is nothing to agree on."""
     return not dist.is_initialized() or dist.get_world_size(group) == 1
 
 
 def _all_reduce(values: list[float], op: Any, group: Group) -> list[float]:
-    if _alone(group):
+    if alone(group):
         return values
     tensor = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(tensor, op=op, group=group)
@@ -43,14 +44,14 @@ def all_reduce_max(values: list[float], group: Group = None) -> list[float]:
 
 def barrier(group: Group = None) -> None:
     """Wait until every rank of the group is here."""
-    if not _alone(group):
+    if not alone(group):
         # an all-reduce on the CPU backend: `dist.barrier` would pick the accelerator and may synchronise it
         dist.all_reduce(torch.zeros(1), group=group)
 
 
 def all_gather_objects(value: Any, group: Group = None) -> list[Any]:
     """The JSON-serialisable values of all ranks, in rank order."""
-    if _alone(group):
+    if alone(group):
         return [value]
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]

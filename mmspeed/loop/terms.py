@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from mmspeed.comm import all_gather_objects, all_reduce_max, all_reduce_sum
+from mmspeed.comm import all_gather_objects, all_reduce_max, all_reduce_sum, alone
 from mmspeed.errors import UserError
 from mmspeed.protocols import Divisors, Terms
 
@@ -31,12 +31,15 @@ def terms_of_all(kinds: Mapping[str, TermKind], group: dist.ProcessGroup | None)
 
     Raises UserError on every rank for a term that has another divisor, or trains, on some ranks alone.
     """
-    own = [[name, kinds[name].divisor, kinds[name].trains] for name in sorted(kinds)]
+    ordered = dict(sorted(kinds.items()))
+    if alone(group):
+        return ordered
+    own = [[name, kind.divisor, kind.trains] for name, kind in ordered.items()]
     digest = hashlib.sha256(json.dumps(own).encode()).digest()
     number = float(int.from_bytes(digest[:6], "big"))  # 48 bits, which float64 holds exactly
     largest, smallest = all_reduce_max([number, -number], group)
     if largest == -smallest:
-        return {name: kinds[name] for name in sorted(kinds)}
+        return ordered
     union: dict[str, TermKind] = {}
     for rank, entries in enumerate(all_gather_objects(own, group)):
         for name, divisor, trains in entries:
@@ -45,7 +48,7 @@ def terms_of_all(kinds: Mapping[str, TermKind], group: dist.ProcessGroup | None)
                 raise UserError(
                     f"the term '{name}' is not the same on all ranks: rank {rank} has {kind}, a rank before it {union[name]}"
                 )
-    return {name: union[name] for name in sorted(union)}
+    return dict(sorted(union.items()))
 
 
 def reduce_terms(terms: Terms, divisors: Divisors) -> dict[str, float]:
