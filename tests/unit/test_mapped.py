@@ -18,6 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmspeed.data import BatchSampler, CacheWriter, DatasetCache, Entry, Sample
+from mmspeed.data.cache import reader as cache_reader
+from mmspeed.data.cache import writer as cache_writer
 from mmspeed.data.cache.checksum import is_sealed
 from mmspeed.data.cache.index import compile_index
 from mmspeed.data.cache.index_reader import SampleTable, open_tables
@@ -363,6 +365,45 @@ def test_overlay_reads_shards_in_progress_and_follows_them_when_sealed(tmp_path:
     cache.overlay([replace(told, key="e" * 32)])
     with pytest.raises(UserError, match="no entry e"):
         cache.latent("e" * 32)
+
+
+@pytest.mark.parametrize("moment", ["before the index", "while a reader opens the index"])
+def test_an_entry_is_readable_at_every_moment_of_sealing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Another rank may read a step's last entries while their writer closes: the cache is never without them."""
+    latents, texts = build(tmp_path)
+    key = add_latent(CacheWriter(tmp_path / "elsewhere"), 7)
+    finish(tmp_path, [*latents, key], texts)
+    cache = DatasetCache(tmp_path, partial=True)
+    writer = CacheWriter(tmp_path, mend=False, defer=True)
+    add_latent(writer, 7)
+    row = writer.place("latents", key)
+    assert row is not None
+    cache.overlay([row])
+    met: list[bool] = []
+
+    def read() -> None:
+        cache._store = LocalStore(tmp_path)  # one that has not mapped the shard in progress
+        met.append(torch.equal(cache.latent(key)["mean"], latent(7)))
+
+    if moment == "before the index":
+        whole = cache_writer.write_index
+        monkeypatch.setattr(cache_writer, "write_index", lambda *args: (read(), whole(*args)))
+        writer.close()
+    else:
+        whole_tables = cache_reader.open_tables
+
+        def tables_then_seal(root: Path) -> object:
+            tables = whole_tables(root)
+            writer.close()
+            return tables
+
+        monkeypatch.setattr(cache_reader, "open_tables", tables_then_seal)
+        cache.refresh()
+        monkeypatch.undo()
+    read()
+    assert all(met) and met
 
 
 def test_threads_read_while_the_index_is_looked_at_again(tmp_path: Path) -> None:

@@ -75,10 +75,10 @@ class TempFile:
         os.replace(self.path, target)
         fsync_folder(target.parent)
 
-    def link(self, target: Path, keep: bool = False) -> bool:
+    def link(self, target: Path) -> bool:
         """Make the contents durable and give them the name `target` unless that is taken; whether it was free.
 
-        With `keep` the temporary name stays beside it, for readers that know the file by it, until `drop_name`.
+        The temporary name stays beside it, for readers that know the file by it, until `drop_name`.
         Raises UserError when the file system has no hard links.
         """
         os.fsync(self._fd)
@@ -92,8 +92,6 @@ class TempFile:
                     f"{target.parent} is on a file system without hard links; put the cache elsewhere"
                 ) from error
             raise
-        if not keep:
-            self.path.unlink()
         fsync_folder(target.parent)
         return True
 

@@ -229,6 +229,8 @@ class DatasetCache:
 
     def refresh(self) -> None:
         """Look again at what is indexed and what the samples are. Views handed out before stay as they are."""
+        # Before the tables are read: a shard that is sealed meanwhile is listed there, or its entries stay in the overlay.
+        gone = {shard for shard in {e.shard for e in self._overlay.values()} if not (self.root / shard).exists()}
         tables = self._open_tables()
         lacking = tables.samples.lacking
         if lacking and not self.partial:
@@ -236,7 +238,6 @@ class DatasetCache:
                 f"cache {self.location}: {lacking} of {len(tables.samples)} samples have no stored encoding "
                 f"(such as {tables.samples.lacking_source}); run mmspeed preprocess again"
             )
-        gone = {shard for shard in {e.shard for e in self._overlay.values()} if not (self.root / shard).exists()}
         self._overlay = {where: entry for where, entry in self._overlay.items() if entry.shard not in gone}
         self._rows_of.cache_clear()
         self._opened = _Opened(tables.entries, tables.samples, np.zeros(len(tables.entries), bool))

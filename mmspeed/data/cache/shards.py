@@ -76,17 +76,15 @@ class ShardWriter:
         """Make what was appended so far durable, and visible to readers on other machines."""
         self._temp.sync()
 
-    def seal(self, keep_name: bool = False) -> Path:
-        """Make the shard durable under the next free number of its folder. It stays locked until `release`.
-
-        With `keep_name` it keeps its name of before too, until `release`.
+    def seal(self) -> Path:
+        """Make the shard durable under the next free number of its folder. Until `release` it stays locked and keeps its first name.
 
         Writers in several processes never take the same number: a link fails where the name exists.
         """
         self._write(bytes(2 * _BLOCK))
         numbers = [int(path.stem) for path in self.folder.glob("*.tar") if path.stem.isdigit()]
         number = max(numbers, default=-1) + 1
-        while not self._temp.link(target := self.folder / f"{number:06d}.tar", keep=keep_name):
+        while not self._temp.link(target := self.folder / f"{number:06d}.tar"):
             number += 1
         return target
 

@@ -281,8 +281,9 @@ class CacheWriter:
             if not shard.by_key:
                 self._discard(folder)
                 return []
-            path = shard.writer.seal(keep_name).relative_to(self.root).as_posix()
-            # The lock is held until the index stands, so that no repair takes the shard for a killed writer's.
+            # The first name stays until the index stands: a reader that misses it finds the entry there. So does the lock, and no
+            # repair takes the shard for a killed writer's.
+            path = shard.writer.seal().relative_to(self.root).as_posix()
             rows = [Entry(shard=path, **row) for row in shard.by_key.values()]
             write_index(self.root, path, rows, shard.writer.size, shard.writer.sha256)
             if keep_name:
