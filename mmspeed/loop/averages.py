@@ -103,7 +103,8 @@ class EMA:
             for name, values in self._weights(model):
                 lerp_each_([local(self.tensors[name])], [values], weight)
         else:
-            weights = [values for _, values in self._weights(model)]
+            averaged = self._averaged(model)
+            weights = [local(averaged[name]) for name in self.tensors]
             lerp_each_([local(t) for t in self.tensors.values()], weights, weight)
 
     @torch.no_grad()

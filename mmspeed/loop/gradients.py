@@ -22,7 +22,11 @@ def total_norm(parameters: Iterable[nn.Parameter], mesh: Mesh | None = None) -> 
 
     Squares are summed over the axes that hold parts of a parameter, and over the pipeline stages of `mesh`, and counted once over replicas.
     """
-    kinds = by_mesh(p for p in parameters if p.grad is not None)
+    return _norm_of(by_mesh([p for p in parameters if p.grad is not None]), mesh)
+
+
+def _norm_of(kinds: Sequence[Sequence[nn.Parameter]], mesh: Mesh | None) -> Tensor:
+    """`total_norm` of parameters that have gradients, in lists of one device mesh each."""
     norms = [get_total_norm([p.grad for p in kind if p.grad is not None]) for kind in kinds]
     wholes = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     if not wholes:  # a pipeline stage of which nothing trains
@@ -42,17 +46,17 @@ def clip_gradients(
 
     With `scale`, gradients are multiplied by it in the same pass, and the norm is that of the products.
     """
-    parameters = [p for model in models for p in model.parameters() if p.grad is not None]
-    norm = total_norm(parameters, mesh)
+    kinds = by_mesh([p for model in models for p in model.parameters() if p.grad is not None])
+    norm = _norm_of(kinds, mesh)
     if scale is not None:
         norm = norm * scale
         factor = torch.full_like(norm, scale)
         if clip_norm is not None:
             factor = factor * (clip_norm / (norm + CLIP_EPS)).clamp(max=1.0)
-        for kind in by_mesh(parameters):
+        for kind in kinds:
             multiply_each_([local(p.grad) for p in kind if p.grad is not None], factor)
     elif clip_norm is not None:
-        for kind in by_mesh(parameters):
+        for kind in kinds:
             clip_grads_with_norm_(kind, clip_norm, norm)
     return norm
 

@@ -82,6 +82,8 @@ class Telemetry:
         """Write a row with `kind` and `step`; trackers get its numbers as `kind/name`."""
         if self._metrics is not None:
             self._metrics.write(**row)
+        if not self._trackers:
+            return
         numbers = {
             f"{row['kind']}/{name}": value
             for name, value in row.items()
