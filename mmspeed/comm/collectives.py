@@ -20,7 +20,7 @@ Group = dist.ProcessGroup | None
 
 
 def alone(group: Group = None) -> bool:
-    """Whether this process has no peers in the group, so that there is nothing to agree on."""
+    """Tell whether this process has no peers in the group, so that there is nothing to agree on."""
     return not dist.is_initialized() or dist.get_world_size(group) == 1
 
 
