@@ -227,8 +227,26 @@ def loader_processes(iterator: Any) -> Sequence[Any]:
 
 
 def end_loader(iterator: Any) -> None:
-    """End the worker processes of a DataLoader's iterator."""
-    iterator._shutdown_workers()
+    """End the worker processes of a DataLoader's iterator.
+
+    A worker that was killed may hold the lock of the event by which torch asks the others to end, and asking would wait for it for ever;
+    torch relies on SIGCHLD there, which a child of the server of forks does not send. The others are then killed.
+    """
+    from torch.utils.data import _utils
+
+    if all(worker.is_alive() for worker in iterator._workers):
+        iterator._shutdown_workers()
+        return
+    iterator._shutdown = True  # nothing is left for torch's own end to do, by name or when the iterator is collected
+    if iterator._worker_pids_set:
+        _utils.signal_handling._remove_worker_pids(id(iterator))
+        iterator._worker_pids_set = False
+    for worker in iterator._workers:
+        worker.kill()
+        worker.join()
+    for queue in (*iterator._index_queues, iterator._worker_result_queue):
+        queue.cancel_join_thread()
+        queue.close()
 
 
 # ---- the allocator. `memory`: the vendor's module, such as torch.cuda.memory

@@ -5,8 +5,10 @@ Legend: B batch, A heads, N items, D head width.
 
 from __future__ import annotations
 
+import multiprocessing
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -437,6 +439,23 @@ def test_end_loader() -> None:
     (process,) = internals.loader_processes(iterator)
     internals.end_loader(iterator)
     assert not process.is_alive()
+
+
+def test_end_loader_after_a_worker_was_killed() -> None:
+    """It held the lock of the event by which torch asks workers to end: nobody else gets it any more."""
+    context = multiprocessing.get_context("forkserver")
+    data: Any = [torch.zeros(2), torch.ones(2)] * 50
+    iterator = iter(DataLoader(data, num_workers=2, batch_size=None, multiprocessing_context=context))
+    victim, other = internals.loader_processes(iterator)
+    assert next(iterator).tolist() == [0, 0]
+    iterator._workers_done_event._cond.acquire()
+    victim.kill()
+    victim.join()
+    ended = threading.Thread(target=internals.end_loader, args=(iterator,), daemon=True)
+    ended.start()
+    ended.join(timeout=60)
+    assert not ended.is_alive() and not other.is_alive()
+    del iterator  # and nothing waits when it is collected
 
 
 # ---- the allocator
