@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,17 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test may ask the network for weights; a test that would need them fails."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("TRANSFORMERS_OFFLINE", "1")
+
+
+@pytest.fixture(autouse=True)
+def _gradients_stay_on() -> Iterator[None]:
+    """A test that leaves gradients off fails itself, and not the many after it."""
+    import torch  # not before the variables above are set
+
+    yield
+    on = torch.is_grad_enabled()
+    torch.set_grad_enabled(True)
+    assert on, "the test left gradients off in this thread"
 
 
 @pytest.fixture(scope="session", autouse=True)
