@@ -40,7 +40,7 @@ test: $(STAMP)
 	$(PYTEST) -m "not slow" -n $(JOBS) --dist loadscope --max-worker-restart 0 $(PYTEST_ARGS)
 
 test-slow: $(STAMP)
-	$(PYTEST) -m slow $(PYTEST_ARGS)
+	$(PYTEST) -m slow -o faulthandler_timeout=3600 $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
