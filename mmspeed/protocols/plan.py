@@ -1,0 +1,282 @@
+"""The plan of a model: data beside it that says what it is made of, and where techniques may be put on it.
+
+A model is pure tensor code; `mmspeed.parallel.parallelize` reads its plan and puts tensor and sequence parallelism, sparse attention,
+activation policies, chunks and compilation on the boundaries of its modules. The same language serves our own models and classes of
+diffusers or transformers. A plan holds no tensors and runs nothing.
+
+Modules are named as in `named_modules`; in a pattern `*` stands for one whole or partial name between dots; "" is the model itself.
+Names that are not there are errors of `parallelize`, with the nearest ones.
+
+A *sequence* (the tokens of a video, of a caption) lies along one dim of a tensor (`dim`, its columns) or along two (`rows` too: frames x
+places of a frame). Each process holds a part of it. With tensor parallelism there are two levels: a process's *own* tokens, which norms and
+modulation meet, and those *seen* by its tensor-parallel processes together between a column layer and its row layer, which rotary
+positions, masks and attention meet. Without tensor parallelism both are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+Level = Literal["own", "seen"]
+Attended = Literal["rows", "columns"]
+# The part of a linear layer in its model. "column": each row of its weight makes a channel of its own (heads, hidden units);
+# "row": its inputs are such channels. Between a column layer and its row layer channels never mix. "vocabulary": a column layer whose
+# outputs are the whole vocabulary's logits, gathered. "expert": each process of the axis holds other experts' weights whole.
+Role = Literal["column", "row", "vocabulary", "expert"]
+
+
+@dataclass(frozen=True)
+class Split:
+    """Keeps this process's part of a tensor, or of each tensor in a list.
+
+    Args:
+        sequence: its name, or the names of several that lie behind one another along `dim` (a mask over [video, text]).
+        dim: of the tensor, along which the sequence (its columns) lies.
+        rows: the dim of its rows, where the tensor has one.
+        level: which part: the process's own tokens, or those that its tensor-parallel processes see together.
+        ndim: a tensor with another number of dims stays whole.
+        broadcast: a dim of size 1 stays whole.
+        least: tokens that every process must get.
+
+    The first split of a forward pass tells a sequence's length; all others must agree.
+    """
+
+    sequence: str | tuple[str, ...]
+    dim: int
+    rows: int | None = None
+    level: Level = "own"
+    ndim: int | None = None
+    broadcast: bool = False
+    least: int = 0
+
+
+@dataclass(frozen=True)
+class Leading:
+    """An integer argument, a number of tokens at the start of `sequence`: how many of them are on this process."""
+
+    sequence: str
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Brings a tensor from this process's own tokens to those that its tensor-parallel processes see: an all-gather over `tp`.
+
+    For a module whose column layers share their input, such as the projections of queries, keys and values.
+    """
+
+    sequence: str
+    dim: int
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Puts the parts of all processes together again along `dim`, and along `rows` where the tensor has them."""
+
+    sequence: str
+    dim: int
+    rows: int | None = None
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The running tokens of a block: brought to its own holding from that of the block before, where these differ."""
+
+    sequence: str
+    dim: int
+    rows: int | None = None
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block: sharded, recomputed, compiled and measured as a whole. The order of blocks is that of their calls.
+
+    attends: the dim of the tokens that its attention runs along; rows of one (a full model, a foreign one) attend along columns.
+    tokens: its running tokens, by the arguments of its forward; only where blocks of one model attend along different dims.
+    """
+
+    name: str
+    attends: Attended = "columns"
+    tokens: Mapping[str, Tokens] = field(default_factory=dict)
+
+
+# How the numbers of queries, keys and values lie in memory, outermost dim first, as all processes know it: B batch, A heads,
+# N tokens, D head width. BNAD is the layout BSH of the projections, NBAD is SBH.
+AttentionLayout = Literal["BAND", "BNAD", "NBAD"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """An attention.
+
+    queries, keys: the sequences behind one another in its queries and in its keys (None: those of the queries).
+    calls: the module is called with (q, k, v, structure) and does nothing else, as `AttentionSite` says. Otherwise it calls
+        `F.scaled_dot_product_attention` once in its forward, which is taken over.
+    sparse: sparse attention may be put here, where a model is asked to be sparse.
+    layout: of what its projections give.
+    """
+
+    queries: tuple[str, ...]
+    keys: tuple[str, ...] | None = None
+    calls: bool = False
+    sparse: bool = True
+    layout: AttentionLayout = "BAND"
+
+
+@dataclass(frozen=True)
+class Linear:
+    """The role of a linear layer under tensor parallelism.
+
+    sequence, dim: whose own tokens are gathered before a column layer, or come back summed after a row layer. None: they are not moved;
+        the layer's input is whole on all processes (a caption), or comes gathered (`Seen`).
+    """
+
+    role: Role
+    sequence: str | None = None
+    dim: int = -2
+
+
+@dataclass(frozen=True)
+class Region:
+    """A part of a block's forward whose activations can have a policy of their own.
+
+    modules: patterns of names within the block. small: it makes the one tensor that a product takes (a norm, an activation), and its
+    modules are linear layers that prepare their input (`PreparesInput`).
+    """
+
+    modules: tuple[str, ...]
+    small: bool = False
+
+
+@dataclass(frozen=True)
+class Chunked:
+    """An MLP, within a block, whose hidden layer can be made for some tokens at a time.
+
+    up, down: its linear layers. expands: the module whose forward is `up` and the activation, where that is not `up` alone.
+    activation: what stands between, number by number; None: `down` prepares its input itself (`PreparesInput`).
+    """
+
+    up: str
+    down: str
+    expands: str | None = None
+    activation: Literal["gelu_tanh", "gelu", "silu"] | None = None
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """All that techniques need to know of a model.
+
+    Args:
+        blocks: in the order of their calls.
+        inputs: module -> argument of its forward -> what becomes of it.
+        outputs: module -> place in its output (0 for a single tensor; a key of a dict) -> what becomes of it.
+        attention: attentions, by patterns.
+        linears: roles of linear layers, by patterns; none: tensor parallelism is refused.
+        heads: of attention, over all processes; None: not known.
+        channel_norms: norms over all heads, whose mean square is summed over tensor-parallel processes, by patterns.
+        divided: module pattern -> attributes that count heads or channels, divided by tensor-parallel processes.
+        regions: parts of a block, by any name; the block as a whole is the region `block`.
+        chunks: MLPs within a block.
+        cuts: names of blocks before which a pipeline may cut the model; None: before any.
+        before, after: modules that run before the first and after the last block.
+        draws: its blocks draw random numbers (dropout).
+        image: (argument of the model's forward, dim) where the number of frames stands; dim None: the argument is that number. When
+            it is 1 no tokens are split over a group: every process computes its own.
+        causal: attention is causal; parts are then cut in zigzag order, in which all processes of a ring have equal work.
+        long_text: this sequence is split only where it is as long as the configuration says (`parallel.shard_text`).
+    """
+
+    blocks: tuple[Block, ...]
+    inputs: Mapping[str, Mapping[str, Split | Leading | Seen]] = field(default_factory=dict)
+    outputs: Mapping[str, Mapping[int | str, Split | Gather]] = field(default_factory=dict)
+    attention: Mapping[str, Site] = field(default_factory=dict)
+    linears: Mapping[str, Linear] = field(default_factory=dict)
+    heads: int | None = None
+    channel_norms: tuple[str, ...] = ()
+    divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    regions: Mapping[str, Region] = field(default_factory=dict)
+    chunks: tuple[Chunked, ...] = ()
+    cuts: tuple[str, ...] | None = None
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    draws: bool = True
+    image: tuple[str, int | None] | None = None
+    causal: bool = False
+    long_text: str | None = None
+
+    @property
+    def factorised(self) -> bool:
+        """True where some blocks attend along rows, so that tokens can be re-sharded between blocks."""
+        return any(block.attends == "rows" for block in self.blocks)
+
+
+@runtime_checkable
+class DeclaresPlan(Protocol):
+    """A model with a plan: its own, or one that was put on it (`declare_plan`)."""
+
+    plan: ModelPlan
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What an attention may see beside queries, keys and values; the plan's engine cuts it for a process.
+
+    Args:
+        key_mask_BN: bool, True at keys that count; None: all do.
+        positions_NX: whole numbers, frame first, of the tokens along the attended dim; None where the attention needs none.
+        image: the sample is an image, whose attention is dense.
+        causal: each query sees the keys up to its own place.
+        window: each query sees so many keys to either side.
+        documents_BN: numbers of the documents of packed tokens, which see their own alone.
+    """
+
+    key_mask_BN: Tensor | None = None
+    positions_NX: Tensor | None = None
+    image: bool = False
+    causal: bool = False
+    window: int | None = None
+    documents_BN: Tensor | None = None
+
+
+@runtime_checkable
+class PreparesInput(Protocol):
+    """A linear layer that makes the input of its product itself: `forward(*args)` is `project(prepare(*args))`."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def prepare(self, *args: Tensor) -> Tensor:
+        """The input of the product: a norm, an activation."""
+        ...
+
+    def project(self, x: Tensor) -> Tensor:
+        """The product."""
+        ...
+
+
+def declare_plan(model: nn.Module, plan: ModelPlan) -> None:
+    """Put a plan on a model that has none of its own, in place."""
+    model.plan = plan  # type: ignore[assignment]
+
+
+def plan_of(model: nn.Module) -> ModelPlan | None:
+    """The plan that a model declares; None of one that declares none."""
+    return model.plan if isinstance(model, DeclaresPlan) else None
+
+
+@runtime_checkable
+class _HasBlocks(Protocol):
+    blocks: nn.ModuleList
+
+
+def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The blocks of a model by name, in the order of their calls: those of its plan, else of its attribute `blocks`; else none."""
+    plan = plan_of(model)
+    if plan is not None:
+        return [(block.name, model.get_submodule(block.name)) for block in plan.blocks]
+    if isinstance(model, _HasBlocks):
+        return [(f"blocks.{number}", block) for number, block in enumerate(model.blocks)]
+    return []
