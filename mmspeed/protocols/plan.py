@@ -17,9 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor, nn
+
+from mmspeed.errors import UserError, nearest
 
 Level = Literal["own", "seen"]
 Attended = Literal["rows", "columns"]
@@ -41,6 +44,7 @@ class Split:
         ndim: a tensor with another number of dims stays whole.
         broadcast: a dim of size 1 stays whole.
         least: tokens that every process must get.
+        positions: the tensor holds the tokens' positions; an attention across processes is told those of all of them.
 
     The first split of a forward pass tells a sequence's length; all others must agree.
     """
@@ -52,6 +56,7 @@ class Split:
     ndim: int | None = None
     broadcast: bool = False
     least: int = 0
+    positions: bool = False
 
 
 @dataclass(frozen=True)
@@ -245,9 +250,6 @@ class Structure:
 class PreparesInput(Protocol):
     """A linear layer that makes the input of its product itself: `forward(*args)` is `project(prepare(*args))`."""
 
-    weight: Tensor
-    bias: Tensor | None
-
     def prepare(self, *args: Tensor) -> Tensor:
         """The input of the product: a norm, an activation."""
         ...
@@ -257,9 +259,43 @@ class PreparesInput(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class BlockParts:
+    """What a block knows of its model's plan: its regions and MLPs, and along what it attends."""
+
+    regions: Mapping[str, Region] = field(default_factory=dict)
+    chunks: tuple[Chunked, ...] = ()
+    draws: bool = True
+    attends: Attended = "columns"
+
+
+@runtime_checkable
+class DeclaresParts(Protocol):
+    """A block of a model with a plan."""
+
+    block_parts: BlockParts
+
+
 def declare_plan(model: nn.Module, plan: ModelPlan) -> None:
-    """Put a plan on a model that has none of its own, in place."""
-    model.plan = plan  # type: ignore[assignment]
+    """Put a plan on a model, in place, and on each block what concerns it. Raises UserError for blocks that are not there."""
+    names = [name for name, _ in model.named_modules()]
+    for block in plan.blocks:
+        if block.name not in names:
+            raise UserError(f"plan: {type(model).__name__} has no block {block.name!r}{nearest(block.name, names)}")
+        parts = BlockParts(plan.regions, plan.chunks, plan.draws, block.attends)
+        vars(model.get_submodule(block.name))["block_parts"] = parts
+    vars(model)["plan"] = plan
+
+
+def parts_of(block: nn.Module) -> BlockParts:
+    """A block's regions and MLPs; none of a block whose model has no plan."""
+    return block.block_parts if isinstance(block, DeclaresParts) else BlockParts()
+
+
+def named_like(name: str, pattern: str) -> bool:
+    """True for a module's name that is as a plan's pattern: `*` stands for one whole or partial name between dots."""
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(fnmatchcase(*pair) for pair in zip(parts, wanted, strict=True))
 
 
 def plan_of(model: nn.Module) -> ModelPlan | None:
@@ -267,16 +303,10 @@ def plan_of(model: nn.Module) -> ModelPlan | None:
     return model.plan if isinstance(model, DeclaresPlan) else None
 
 
-@runtime_checkable
-class _HasBlocks(Protocol):
-    blocks: nn.ModuleList
-
-
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The blocks of a model by name, in the order of their calls: those of its plan, else of its attribute `blocks`; else none."""
     plan = plan_of(model)
     if plan is not None:
         return [(block.name, model.get_submodule(block.name)) for block in plan.blocks]
-    if isinstance(model, _HasBlocks):
-        return [(f"blocks.{number}", block) for number, block in enumerate(model.blocks)]
-    return []
+    listed = dict(model.named_children()).get("blocks")
+    return [(f"blocks.{name}", block) for name, block in listed.named_children()] if listed is not None else []

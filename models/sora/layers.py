@@ -1,14 +1,13 @@
 """Parts that diffusion transformers are made of.
 
-Legend: B batch (samples; sample x row or column inside an attention), T S rows and columns of the tokens (see
-`mmspeed.parallel.tokens`), N tokens, L caption tokens, A heads, D head width, E model width, C T h w channels, frames, height,
+Legend: B batch (samples; sample x row or column inside an attention), T S rows and columns of the tokens (frames x places of a
+frame; one row of all tokens where all attend to all), N tokens of an attention, L caption tokens, A heads, D head width, E model width, C T h w channels, frames, height,
 width of a latent, P values of a patch, X position axes, G rows or columns that attend apart, H half of D.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -16,10 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmspeed.compute.rope import apply_rope, rope_cos_sin
-from mmspeed.memory.chunked import chunked_mlp, in_chunks
-from mmspeed.memory.recompute.spans import region
-from mmspeed.parallel.tensor import applied
-from mmspeed.parallel.tokens import Attend, TokenShard
+from mmspeed.compute.structured import Attend
+from mmspeed.protocols.plan import Structure
 
 AttentionType = Literal["spatial", "temporal", "full"]
 
@@ -60,41 +57,78 @@ def modulate(x_BTSE: Tensor, shift_BTSE: Tensor, scale_BTSE: Tensor) -> Tensor:
     return x_BTSE * (1 + scale_BTSE) + shift_BTSE
 
 
-Before = Callable[[Tensor], Tensor]  # what comes before a layer's first product, such as its norm
+def of_tokens(cond: Tensor, frame_TS: Tensor) -> Tensor:
+    """Conditioning of samples (B, E) or of frames (B, F, E) as it meets tokens: (B, 1, 1, E) or (B, T, 1 or S, E)."""
+    return cond[:, None, None] if cond.dim() == 2 else cond[:, frame_TS]
 
 
-def nothing_before(x: Tensor) -> Tensor:
-    """Of a layer whose input comes as it is."""
-    return x
+class NormLinear(nn.Linear):
+    """LayerNorm without weights of its own, modulation, product (adaLN: Peebles & Xie 2023)."""
+
+    def forward(self, x_BTSE: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+        return self.project(self.prepare(x_BTSE, shift, scale))
+
+    def prepare(self, x_BTSE: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+        """The normed and modulated input; shift and scale (B, 1 or T, 1 or S, E)."""
+        return modulate(F.layer_norm(x_BTSE, x_BTSE.shape[-1:], eps=NORM_EPS), shift, scale)
+
+    def project(self, x_BTSE: Tensor) -> Tensor:
+        """The product."""
+        return F.linear(x_BTSE, self.weight, self.bias)
 
 
-def gelu(x: Tensor) -> Tensor:
-    """In the tanh form."""
-    return F.gelu(x, approximate="tanh")
+class AffineNormLinear(NormLinear):
+    """LayerNorm with given weights (E), product."""
+
+    def prepare(self, x_BTSE: Tensor, weight_E: Tensor, bias_E: Tensor) -> Tensor:
+        """The normed input."""
+        return F.layer_norm(x_BTSE, x_BTSE.shape[-1:], weight_E, bias_E, NORM_EPS)
+
+
+class FinalLinear(NormLinear):
+    """The last layer, whose conditioning is of samples (B, E) or of frames (B, F, E); `frame_TS`: the frame of each token."""
+
+    def forward(self, x_BTSE: Tensor, shift: Tensor, scale: Tensor, frame_TS: Tensor) -> Tensor:  # type: ignore[override]
+        return self.project(self.prepare(x_BTSE, of_tokens(shift, frame_TS), of_tokens(scale, frame_TS)))
+
+
+class ActLinear(nn.Linear):
+    """GELU (tanh form), product."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.project(self.prepare(x))
+
+    def prepare(self, x: Tensor) -> Tensor:
+        """The activated input."""
+        return F.gelu(x, approximate="tanh")
+
+    def project(self, x: Tensor) -> Tensor:
+        """The product."""
+        return F.linear(x, self.weight, self.bias)
+
+
+class TextMlp(nn.Module):
+    """Linear, GELU, linear: captions to the model's width."""
+
+    def __init__(self, width_in: int, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width_in, width)
+        self.down = ActLinear(width, width)
+
+    def forward(self, text_BLD: Tensor) -> Tensor:
+        return self.down(self.up(text_BLD))
 
 
 class Mlp(nn.Module):
-    """Linear, GELU (tanh form), linear."""
+    """Norm, linear, GELU, linear, gated and added."""
 
-    def __init__(self, width_in: int, hidden: int, width_out: int) -> None:
+    def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.up = nn.Linear(width_in, hidden)
-        self.down = nn.Linear(hidden, width_out)
-        self.token_chunk: int | None = None  # tokens of all samples that are computed at a time; None: all
-        # with the gradients of the whole, for two more products; `up` and `down` are then read, not called
-        self.exact_chunks = True
+        self.up = NormLinear(width, hidden)
+        self.down = ActLinear(hidden, width)
 
-    def forward(self, x: Tensor, before: Before = nothing_before) -> Tensor:
-        if self.token_chunk is not None:
-            x = before(x)
-            return self._in_parts(x.flatten(0, -2), self.token_chunk).unflatten(0, x.shape[:-1])
-        hidden = region(self, "norm", self.up, x, before=before)
-        return region(self, "activation", self.down, hidden, before=gelu)
-
-    def _in_parts(self, x_NE: Tensor, size: int) -> Tensor:
-        if self.exact_chunks:
-            return chunked_mlp(x_NE, applied(self.up), gelu, applied(self.down), size)
-        return in_chunks(lambda x_PE: self.down(gelu(self.up(x_PE))), x_NE, 0, size)
+    def forward(self, x_BTSE: Tensor, shift: Tensor, scale: Tensor, gate: Tensor) -> Tensor:
+        return x_BTSE + gate * self.down(self.up(x_BTSE, shift, scale))
 
 
 class TimeEmbedder(nn.Module):
@@ -124,61 +158,67 @@ class HeadNorm(nn.RMSNorm):
 
 
 class SelfAttention(nn.Module):
-    """Self-attention with QK-norm and rotary positions along one dim of the tokens.
+    """Norm, self-attention with QK-norm and rotary positions along one dim of the tokens, gated and added.
 
     The fused projection is laid out head by head (head, q/k/v, D), so that splitting its rows splits heads: how many heads there
     are is read off its output.
     """
 
-    def __init__(self, width: int, heads: int, attend: Attend) -> None:
+    def __init__(self, width: int, heads: int, along: AttentionType, attend: nn.Module) -> None:
         super().__init__()
-        self.head_width, self.attend = width // heads, attend
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.head_width, self.along = width // heads, along
+        self.attend = attend
+        self.qkv = NormLinear(width, 3 * width, bias=False)
         self.q_norm = HeadNorm(self.head_width)
         self.k_norm = HeadNorm(self.head_width)
         self.out = nn.Linear(width, width)
 
     def forward(
-        self, x_BTSE: Tensor, part: TokenShard, along: AttentionType, before: Before = nothing_before
+        self,
+        x_BTSE: Tensor,
+        shift: Tensor,
+        scale: Tensor,
+        gate: Tensor,
+        pos_TSX: Tensor,
+        mask_BTS: Tensor | None,
+        image: bool,
     ) -> Tensor:
-        """Tokens attend along T (each column for itself) in a temporal span, else along S (each row for itself)."""
-        qkv_BTSE = region(self, "norm", self.qkv, x_BTSE, before=before)
-        batch, rows, columns, _ = qkv_BTSE.shape
-        temporal = along == "temporal"
-        apart = columns if temporal else rows
-        qkv = qkv_BTSE.unflatten(-1, (-1, 3, self.head_width))  # B T S A 3 D
+        """Tokens attend along T (each column for itself) in a temporal block, else along S (each row for itself)."""
+        qkv = self.qkv(x_BTSE, shift, scale).unflatten(-1, (-1, 3, self.head_width))  # B T S A 3 D
+        batch, rows, columns = qkv.shape[:3]
+        temporal = self.along == "temporal"
         order = (4, 0, 2, 3, 1, 5) if temporal else (4, 0, 1, 3, 2, 5)
         q_BAND, k_BAND, v_BAND = qkv.permute(order).flatten(1, 2).unbind(0)  # B is batch x the other dim
-        cos_NH, sin_NH = rope_cos_sin(part.pos_NX[:, POSITION_AXES[along]], self.head_width)
+        pos_NX = pos_TSX[:, 0] if temporal else pos_TSX[0]
+        cos_NH, sin_NH = rope_cos_sin(pos_NX[:, POSITION_AXES[self.along]], self.head_width)
         q_BAND = apply_rope(self.q_norm(q_BAND), cos_NH, sin_NH)
         k_BAND = apply_rope(self.k_norm(k_BAND), cos_NH, sin_NH)
-        mask_BN = part.mask_BTS
-        if mask_BN is not None:
-            mask_BN = (mask_BN.transpose(1, 2) if temporal else mask_BN).flatten(0, 1)
-        out = part.attend(self.attend, q_BAND, k_BAND, v_BAND, mask_BN).unflatten(0, (batch, apart))  # B G A N D
+        if mask_BTS is not None:
+            mask_BTS = (mask_BTS.transpose(1, 2) if temporal else mask_BTS).flatten(0, 1)  # B N
+        out_BAND = self.attend(q_BAND, k_BAND, v_BAND, Structure(mask_BTS, pos_NX, image))
+        out = out_BAND.unflatten(0, (batch, columns if temporal else rows))  # B G A N D
         out = out.permute(0, 3, 1, 2, 4) if temporal else out.permute(0, 1, 3, 2, 4)  # B T S A D
-        return self.out(out.flatten(3))
+        return x_BTSE + gate * self.out(out.flatten(3))
 
 
 class CrossAttention(nn.Module):
-    """Attention from tokens to the caption, with QK-norm and no positions (the text encoder gave them)."""
+    """Norm, attention from tokens to the caption with QK-norm and no positions (the text encoder gave them), added."""
 
-    def __init__(self, width: int, heads: int, attend: Attend) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.head_width, self.attend = width // heads, attend
-        self.q = nn.Linear(width, width, bias=False)
+        self.head_width, self.attend = width // heads, Attend()
+        self.q = AffineNormLinear(width, width, bias=False)
         self.kv = nn.Linear(width, 2 * width, bias=False)
         self.q_norm = HeadNorm(self.head_width)
         self.k_norm = HeadNorm(self.head_width)
         self.out = nn.Linear(width, width)
 
     def forward(
-        self, x_BTSE: Tensor, text_BLE: Tensor, text_mask_BL: Tensor, part: TokenShard, before: Before = nothing_before
+        self, x_BTSE: Tensor, weight_E: Tensor, bias_E: Tensor, text_BLE: Tensor, text_mask_BL: Tensor
     ) -> Tensor:
-        q_BTSE = region(self, "norm", self.q, x_BTSE, before=before)
-        shape = q_BTSE.shape[1:3]
+        q_BTSE = self.q(x_BTSE, weight_E, bias_E)
         q_BAND = q_BTSE.flatten(1, 2).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
         kv = self.kv(text_BLE).unflatten(-1, (-1, 2, self.head_width))  # B L A 2 D
         k_BALD, v_BALD = kv.permute(3, 0, 2, 1, 4).unbind(0)
-        out_BAND = part.attend_text(self.attend, self.q_norm(q_BAND), self.k_norm(k_BALD), v_BALD, text_mask_BL)
-        return self.out(out_BAND.transpose(1, 2).flatten(2).unflatten(1, shape))
+        out_BAND = self.attend(self.q_norm(q_BAND), self.k_norm(k_BALD), v_BALD, Structure(text_mask_BL))
+        return x_BTSE + self.out(out_BAND.transpose(1, 2).flatten(2).unflatten(1, q_BTSE.shape[1:3]))

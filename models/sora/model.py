@@ -11,37 +11,38 @@ frame, or one row of all), L caption tokens, D text width, E model width, P valu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from mmspeed.compute.attention import attention
 from mmspeed.compute.rope import grid_positions
 from mmspeed.compute.sparse.attention import check_backend
 from mmspeed.compute.sparse.module import ClusteredAttention, clustered_layers
 from mmspeed.compute.sparse.plan import usual_tail_clusters
-from mmspeed.config.memory import RegionName
+from mmspeed.compute.structured import Attend
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.errors import UserError
 from mmspeed.initialize import initial_value, set_parameter
-from mmspeed.memory.recompute.spans import region
 from mmspeed.models.sora.layers import (
     NORM_EPS,
     TIME_CHANNELS,
     AttentionType,
     CrossAttention,
+    FinalLinear,
     Mlp,
     SelfAttention,
+    TextMlp,
     TimeEmbedder,
-    modulate,
+    of_tokens,
     patchify,
     unpatchify,
 )
-from mmspeed.parallel.tokens import Attend, TokenLayout, TokenShard
-from mmspeed.protocols import Role, Work
+from mmspeed.models.sora.plan import sora_plan
+from mmspeed.protocols import Work
+from mmspeed.protocols.plan import ModelPlan, Structure, declare_plan
 
 ELEMENTWISE = 60  # operations a token and channel of a block: three norms, modulation, rotary positions, GELU, gates
 # Modules whose weights start at zero: the prediction, the modulation (so all gates), and what cross-attention adds.
@@ -154,108 +155,79 @@ class SoraDiTConfig:
         return t, h, w
 
 
+class SparseAttend(ClusteredAttention):
+    """Sparse self-attention of a block; dense for an image."""
+
+    def forward(self, q_BAND: Tensor, k_BAND: Tensor, v_BAND: Tensor, structure: Structure) -> Tensor:  # type: ignore[override]
+        if structure.image or structure.positions_NX is None:
+            return self.dense(q_BAND, k_BAND, v_BAND, structure.key_mask_BN)
+        return self.attend(q_BAND, k_BAND, v_BAND, structure.key_mask_BN, structure.positions_NX.long())
+
+
 class SoraBlock(nn.Module):
-    """Self-attention over its span, cross-attention to the caption, MLP; each adds zero at the start."""
+    """Self-attention along its dim, cross-attention to the caption, MLP; each adds zero at the start."""
 
-    spans: ClassVar[tuple[RegionName, ...]] = ("attention", "cross_attention", "mlp", "norm", "activation")
-
-    def __init__(self, config: SoraDiTConfig, place: int, attend: Attend) -> None:
+    def __init__(self, config: SoraDiTConfig, place: int) -> None:
         super().__init__()
-        width = config.width
-        self.span = config.span(place)
-        self.norm_self = nn.LayerNorm(width, eps=NORM_EPS, elementwise_affine=False)
-        self.self_attention = SelfAttention(width, config.heads, attend)
+        width, along = config.width, config.span(place)
+        attend: nn.Module = Attend()
         if config.is_sparse(place):
             assert config.sparse is not None
-            self.self_attention.attend = ClusteredAttention(
-                config.sparse, way=config.way(place), frames=self.span != "spatial", dense=attend
-            )
+            attend = SparseAttend(config.sparse, way=config.way(place), frames=along != "spatial")
+        self.self_attention = SelfAttention(width, config.heads, along, attend)
         self.norm_cross = nn.LayerNorm(width, eps=NORM_EPS)
-        self.cross_attention = CrossAttention(width, config.heads, attend)
-        self.norm_mlp = nn.LayerNorm(width, eps=NORM_EPS, elementwise_affine=False)
-        self.mlp = Mlp(width, config.hidden, width)
+        self.cross_attention = CrossAttention(width, config.heads)
+        self.mlp = Mlp(width, config.hidden)
         self.modulation_down = nn.Linear(width, config.adaln_rank, bias=False)
         self.modulation_up = nn.Linear(config.adaln_rank, 6 * width)
 
     def forward(
-        self, x_BTSE: Tensor, cond: Tensor, shared: Tensor, text_BLE: Tensor, text_mask_BL: Tensor, part: TokenShard
+        self,
+        x_BTSE: Tensor,
+        cond: Tensor,
+        shared: Tensor,
+        text_BLE: Tensor,
+        text_mask_BL: Tensor,
+        frame_TS: Tensor,
+        pos_TSX: Tensor,
+        mask_BTS: Tensor | None,
+        image: bool,
     ) -> Tensor:
-        """`part` tells which tokens these are. `cond` (..., E) and `shared` (..., 6, E) are of samples (B) or of frames (B, T)."""
+        """`cond` (..., E) and `shared` (..., 6, E) are of samples (B) or of frames (B, F)."""
         own = self.modulation_up(self.modulation_down(cond)).view_as(shared)
         # each (B, 1, 1, E) or (B, T, 1 or S, E)
-        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = (of_tokens(m, part) for m in (shared + own).unbind(-2))
-        x_BTSE = region(self, "attention", self._attend, x_BTSE, shift_a, scale_a, gate_a, part)
-        x_BTSE = region(self, "cross_attention", self._attend_text, x_BTSE, text_BLE, text_mask_BL, part)
-        return region(self, "mlp", self._compute, x_BTSE, shift_m, scale_m, gate_m, part)
-
-    def _attend(self, x_BTSE: Tensor, shift: Tensor, scale: Tensor, gate: Tensor, part: TokenShard) -> Tensor:
-        def before(x_BTSE: Tensor) -> Tensor:
-            return part.all_gather(modulate(self.norm_self(x_BTSE), shift, scale))
-
-        return x_BTSE + gate * part.reduce_scatter(self.self_attention(x_BTSE, part, self.span, before))
-
-    def _attend_text(self, x_BTSE: Tensor, text_BLE: Tensor, text_mask_BL: Tensor, part: TokenShard) -> Tensor:
-        def before(x_BTSE: Tensor) -> Tensor:
-            return part.all_gather(self.norm_cross(x_BTSE))
-
-        return x_BTSE + part.reduce_scatter(self.cross_attention(x_BTSE, text_BLE, text_mask_BL, part, before))
-
-    def _compute(self, x_BTSE: Tensor, shift: Tensor, scale: Tensor, gate: Tensor, part: TokenShard) -> Tensor:
-        def before(x_BTSE: Tensor) -> Tensor:
-            return part.all_gather(modulate(self.norm_mlp(x_BTSE), shift, scale))
-
-        return x_BTSE + gate * part.reduce_scatter(self.mlp(x_BTSE, before))
-
-
-def of_tokens(cond: Tensor, part: TokenShard) -> Tensor:
-    """Conditioning of samples (B, E) or of frames (B, T, E) as it meets tokens: (B, 1, 1, E) or (B, T, 1 or S, E)."""
-    return cond[:, None, None] if cond.dim() == 2 else cond[:, part.frames]
+        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = (
+            of_tokens(m, frame_TS) for m in (shared + own).unbind(-2)
+        )
+        x_BTSE = self.self_attention(x_BTSE, shift_a, scale_a, gate_a, pos_TSX, mask_BTS, image)
+        norm = self.norm_cross
+        x_BTSE = self.cross_attention(x_BTSE, norm.weight, norm.bias, text_BLE, text_mask_BL)
+        return self.mlp(x_BTSE, shift_m, scale_m, gate_m)
 
 
 class SoraDiT(nn.Module):
-    """The diffusion transformer; satisfies `mmspeed.protocols.DiffusionModel`.
+    """The diffusion transformer; satisfies `mmspeed.protocols.DiffusionModel`. Its plan is `mmspeed.models.sora.plan`.
 
     It is made with the weights of seed 0, except on the meta device: there call `to_empty` and `init_weights` later.
-    `attend` is what all its attention goes through. `layout` says which tokens this process computes: all of them, unless a
-    parallel layer puts another there.
     """
 
-    roles: ClassVar[Mapping[str, Role]] = {
-        "blocks.*.self_attention.qkv": "column",
-        "blocks.*.self_attention.out": "row",
-        "blocks.*.cross_attention.q": "column",
-        "blocks.*.cross_attention.kv": "column",
-        "blocks.*.cross_attention.out": "row",
-        "blocks.*.mlp.up": "column",
-        "blocks.*.mlp.down": "row",
-    }
+    plan: ModelPlan
 
-    def __init__(self, config: SoraDiTConfig, attend: Attend = attention) -> None:
+    def __init__(self, config: SoraDiTConfig) -> None:
         super().__init__()
         width = config.width
         self.config = config
-        self.layout = TokenLayout()
         self.patch_in = nn.Linear(config.patch_values, width)
         self.time = TimeEmbedder(width)
         self.modulation = nn.Linear(width, 6 * width)
         self.text_norm = nn.LayerNorm(config.text_width, eps=NORM_EPS)
-        self.text_in = Mlp(config.text_width, width, width)
-        self.blocks = nn.ModuleList(SoraBlock(config, i, attend) for i in range(config.depth))
-        self.final_norm = nn.LayerNorm(width, eps=NORM_EPS, elementwise_affine=False)
+        self.text_in = TextMlp(config.text_width, width)
+        self.blocks = nn.ModuleList(SoraBlock(config, i) for i in range(config.depth))
         self.final_modulation = nn.Linear(width, 2 * width)
-        self.final = nn.Linear(width, config.patch_values)
+        self.final = FinalLinear(width, config.patch_values)
+        declare_plan(self, sora_plan([config.span(i) for i in range(config.depth)], config.heads))
         if not self.patch_in.weight.is_meta:
             self.init_weights(0)
-
-    @property
-    def heads(self) -> int:
-        """Attention heads, over all processes."""
-        return self.config.heads
-
-    @property
-    def attends_over_all(self) -> bool:
-        """Whether its blocks attend over all tokens, so that attention crosses any split of them."""
-        return self.config.arrangement == "full"
 
     def forward(
         self,
@@ -265,7 +237,7 @@ class SoraDiT(nn.Module):
         text_mask_BL: Tensor,
         video_mask_BThw: Tensor | None = None,
     ) -> Tensor:
-        """The prediction, of the shape and dtype of `x_BCThw`. Every process gets all of every argument, and gives all.
+        """The prediction, of the shape and dtype of `x_BCThw`.
 
         Args:
             t: in [0, 1], of samples (B,) or of latent frames (B, T): 0 at frames that are given, such as the first one of a
@@ -284,28 +256,19 @@ class SoraDiT(nn.Module):
         _, _, frames, height, width = x_BCThw.shape
         grid = config.grid((frames, height, width))
         shape = config.rows_and_columns(grid)
-        spread = self.layout.shard_tokens(
-            grid_positions(grid, x_BCThw.device).unflatten(0, shape),
-            self._token_mask(video_mask_BThw, x_BCThw, shape),
-            text_BLD.shape[1],
-            full=config.arrangement == "full",
-            image=frames == 1,
-        )
-        parts = {span: spread.shard_along("T" if span == "temporal" else "S") for span in {b.span for b in self.blocks}}
-        part = parts[self.blocks[0].span]
+        pos_TSX = grid_positions(grid, x_BCThw.device).unflatten(0, shape)
+        frame_TS = pos_TSX[..., 0] if config.arrangement == "full" else pos_TSX[:, :1, 0]
+        mask_BTS = self._token_mask(video_mask_BThw, x_BCThw, shape)
         dtype = self.patch_in.weight.dtype  # of the computation, under sharded mixed precision too
-        cond = self.time(self._checked_times(t, x_BCThw))
+        cond = self.time(self._checked_times(t, x_BCThw))  # (B, E) or (B, F, E)
         shared = self.modulation(cond).unflatten(-1, (6, -1))
-        text_BLE = self.text_in(self.text_norm(spread.text(text_BLD).to(dtype)))
-        text_mask_BL = spread.text(text_mask_BL)
-        patches_BTSP = patchify(x_BCThw.to(dtype), config.patch).unflatten(1, shape)
-        x_BTSE = self.patch_in(spread.shard(patches_BTSP, part))
-        for block in self.blocks:
-            x_BTSE = spread.reshard(x_BTSE, part, parts[block.span])
-            part = parts[block.span]
-            x_BTSE = block(x_BTSE, cond, shared, text_BLE, text_mask_BL, part)
-        shift, scale = (of_tokens(m, part) for m in self.final_modulation(cond).chunk(2, dim=-1))
-        out_BTSP = spread.unshard(self.final(modulate(self.final_norm(x_BTSE), shift, scale)), part)
+        text_BLE = self.text_in(self.text_norm(text_BLD.to(dtype)))
+        x_BTSE = self.patch_in(patchify(x_BCThw.to(dtype), config.patch).unflatten(1, shape))
+        for place, block in enumerate(self.blocks):
+            pos = pos_TSX[:, :1] if config.span(place) == "temporal" else pos_TSX[:1]
+            x_BTSE = block(x_BTSE, cond, shared, text_BLE, text_mask_BL, frame_TS, pos, mask_BTS, frames == 1)
+        shift, scale = self.final_modulation(cond).chunk(2, dim=-1)
+        out_BTSP = self.final(x_BTSE, shift, scale, frame_TS)
         return unpatchify(out_BTSP.flatten(1, 2), config.patch, grid).to(x_BCThw.dtype)
 
     def _checked_times(self, t: Tensor, x_BCThw: Tensor) -> Tensor:

@@ -129,8 +129,20 @@ class ClusteredAttention(RecordedModule):
         observe = self.seen.shares.add if self.watching and self.training else None
         return PlannerContext(key_mask_BM, always_M, full_queries_N=text_M, positions_NX=positions_NX, observe=observe)
 
-    @outside_graphs
     def forward(
+        self,
+        q_BAND: Tensor,
+        k_BAMD: Tensor,
+        v_BAMD: Tensor,
+        key_mask_BM: Tensor | None,
+        positions_NX: Tensor,
+        text_M: Tensor | None = None,
+    ) -> Tensor:
+        """`attend`, of a layer that is called."""
+        return self.attend(q_BAND, k_BAMD, v_BAMD, key_mask_BM, positions_NX, text_M)
+
+    @outside_graphs
+    def attend(
         self,
         q_BAND: Tensor,
         k_BAMD: Tensor,

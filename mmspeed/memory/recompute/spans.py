@@ -1,7 +1,6 @@
-"""Spans: the parts of a block that can each be told what backward finds of them.
+"""Regions: parts of a block whose activations each have a policy, put on the modules that a plan names.
 
-A model names them where it computes, `region(self, "mlp", self._mlp, x)`, and knows nothing else of memory. `set_policies` tells a block
-its ways.
+A model knows nothing of them. `set_policies` changes a block's modules by a mixin, so that their forwards run as their policies say.
 """
 
 from __future__ import annotations
@@ -15,16 +14,17 @@ import torch
 from torch import nn
 
 from mmspeed.config.memory import ActivationPolicy
+from mmspeed.errors import UserError, nearest
 from mmspeed.memory.offload.swap_group import OffloadGroup
 from mmspeed.mixin import mix_in
-from mmspeed.protocols import NamesRegions
+from mmspeed.protocols.plan import BlockParts, PreparesInput, Region, named_like, parts_of
 from mmspeed.replay import in_region
 
 from .discard import discarded
 from .region import OpPolicy, RegionPolicy, run_region
 
 T = TypeVar("T")
-ActivationPolicies = Mapping[str, ActivationPolicy]  # by span; one that is not named saves all
+ActivationPolicies = Mapping[str, ActivationPolicy]  # by region; one that is not named saves all
 
 POLICIES: dict[str, RegionPolicy] = {
     "recompute": RegionPolicy(),
@@ -35,7 +35,7 @@ POLICIES: dict[str, RegionPolicy] = {
 
 @dataclass(frozen=True)
 class RegionRunner:
-    """How a span is run. `groups` makes a group for each run, where something is swapped."""
+    """Runs a region as its policy says. `groups` makes a group for each run, where something is offloaded."""
 
     way: ActivationPolicy
     policy: RegionPolicy | None
@@ -45,15 +45,20 @@ class RegionRunner:
     exchange_again: bool = False
 
     def __deepcopy__(self, memo: Any) -> RegionRunner:
-        return self  # nothing in it changes; a copy of a model swaps to the same place
+        return self  # nothing in it changes; a copy of a model offloads to the same place
 
-    def run(self, run: Callable[..., T], *args: Any, before: Callable[..., Any] | None = None) -> T:
+    def run(
+        self, run: Callable[..., T], *args: Any, before: Callable[..., Any] | None = None, **kwargs: Any
+    ) -> T:
+        """`run(*args, **kwargs)`; with `before`, `run(before(*args))`, where the region is what comes before a product."""
         if self.way == "recompute_output":
             if before is None:
-                raise ValueError("only a span that says what comes before its product can be discard")
+                raise ValueError("only a region that makes the input of a product can be recompute_output")
             return cast(T, discarded(before, cast(Any, run), *args, exchange_again=self.exchange_again))
         if before is not None:
             run = _joined(before, run)
+        if kwargs:
+            run = partial(run, **kwargs)
         group = self.groups() if self.groups is not None else None
         if self.policy is None:
             assert group is not None
@@ -65,28 +70,40 @@ class RegionRunner:
         return cast(T, run_region(run, *args, policy=self.policy, fates=self.op_policies, group=group, rng=self.rng))
 
 
-def region(
-    owner: nn.Module, name: str, run: Callable[..., T], *args: Any, before: Callable[..., Any] | None = None
-) -> T:
-    """`run(*args)`, as the way of the span `name` says; inside of another span that is not saved, as it stands.
+class RegionModule(nn.Module):
+    """Mixed in before a module's own class: its forward is a region; inside of another that is not saved, it runs as it stands."""
 
-    before: `run(before(*args))`, where the span is what comes before a matrix product.
-    """
-    course = runners_of(owner).get(name)
-    if course is None or not torch.is_grad_enabled() or in_region():
-        return run(*args) if before is None else run(before(*args))
-    return course.run(run, *args, before=before)
+    _runner: RegionRunner | None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        runner = self._runner
+        if runner is None or not torch.is_grad_enabled() or in_region():
+            return super().forward(*args, **kwargs)
+        return runner.run(super().forward, *args, **kwargs)
 
 
-def runners_of(module: nn.Module) -> Mapping[str, RegionRunner]:
-    """The runners that `set_policies` gave to a module of a block, by region; none of any other module."""
-    runners: Mapping[str, RegionRunner] = getattr(module, "_courses", {})
-    return runners
+class PreparationRegion(nn.Module):
+    """Mixed in before a linear layer that prepares its input: what it prepares is a region."""
+
+    _runner: RegionRunner | None
+
+    def forward(self, *args: Any) -> Any:
+        runner = self._runner
+        if runner is None or not torch.is_grad_enabled() or in_region():
+            return super().forward(*args)
+        own = cast(PreparesInput, super())
+        return runner.run(own.project, *args, before=own.prepare)
+
+
+def runners_of(module: nn.Module) -> list[RegionRunner]:
+    """The runners that `set_policies` gave to a module of a block; none of any other module."""
+    runner = module._runner if isinstance(module, RegionModule | PreparationRegion) else None
+    return [runner] if runner is not None else []
 
 
 def regions_of(block: nn.Module) -> tuple[str, ...]:
-    """The regions that a block names; none of a block that names no regions."""
-    return tuple(block.spans) if isinstance(block, NamesRegions) else ()
+    """The names of a block's regions, apart from the whole of it; none of a block that declares none."""
+    return tuple(parts_of(block).regions)
 
 
 def _joined(before: Callable[..., Any], run: Callable[..., T]) -> Callable[..., T]:
@@ -96,7 +113,7 @@ def _joined(before: Callable[..., Any], run: Callable[..., T]) -> Callable[..., 
 def region_runner(
     way: ActivationPolicy, groups: Callable[[], OffloadGroup] | None, *, exchange_again: bool = False, rng: bool = False
 ) -> RegionRunner | None:
-    """How a span of a way is run; None for `save`. Raises ValueError for a way that swaps without `groups`."""
+    """The runner of a region of a policy; None for `save`. Raises ValueError for a policy that offloads without `groups`."""
     if way == "save":
         return None
     policy = POLICIES.get(way)
@@ -104,7 +121,7 @@ def region_runner(
         policy = replace(policy, exchange="recompute")
     swaps = way != "recompute_output" and (policy is None or policy.swaps)
     if swaps and groups is None:
-        raise ValueError(f"the way {way} needs somewhere to swap to")
+        raise ValueError(f"the policy {way} needs somewhere to offload to")
     return RegionRunner(
         way, policy, policy.op_policies() if policy is not None else {}, groups if swaps else None, rng, exchange_again
     )
@@ -117,28 +134,44 @@ def set_policies(
     *,
     exchange_again: bool = False,
 ) -> None:
-    """Tell a block the ways of its spans, in place. The span `block` is the whole of it, of a model that names no spans too.
+    """Give the regions of a block their policies, in place. The region `block` is the whole of it, of any block.
 
-    groups: makes a place to swap to for each run of a span that swaps. Raises ValueError where one is needed and None is given.
+    groups: makes a place to offload to for each run of a region that offloads. Raises ValueError where one is needed and None is given,
+    UserError for a region that the block has not.
     """
-    courses = {
-        name: region_runner(way, groups, exchange_again=exchange_again, rng=name == "block" and _draws(block))
-        for name, way in ways.items()
-    }
-    told = {name: course for name, course in courses.items() if course is not None}
-    if "block" in told:
-        mix_in(block, _WholeBlockRegion)
-    for part in block.modules():
-        part._courses = told  # type: ignore[assignment]
+    parts = parts_of(block)
+    for module in block.modules():
+        if isinstance(module, RegionModule | PreparationRegion):
+            module._runner = None
+    for name, way in ways.items():
+        runner = region_runner(way, groups, exchange_again=exchange_again, rng=parts.draws)
+        if runner is None:
+            continue
+        if name == "block":
+            mix_in(block, RegionModule)._runner = runner
+            continue
+        for module in region_modules(block, name, parts):
+            mixin = PreparationRegion if parts.regions[name].small else RegionModule
+            mix_in(module, mixin, rename=False)._runner = runner  # type: ignore[attr-defined]
 
 
-class _WholeBlockRegion(nn.Module):
-    """Mixed in before a block's own class: its forward is the span `block`."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return region(self, "block", partial(super().forward, **kwargs), *args)
-
-
-def _draws(block: nn.Module) -> bool:
-    """Whether a block may draw random numbers: only one that declares its spans is known not to."""
-    return not regions_of(block)
+def region_modules(block: nn.Module, name: str, parts: BlockParts | None = None) -> list[nn.Module]:
+    """The modules of a block's region. Raises UserError for a region that the block has not, or that is no preparing layer though small."""
+    parts = parts_of(block) if parts is None else parts
+    if name not in parts.regions:
+        known = ("block", *parts.regions)
+        raise UserError(
+            f"memory.activation_policy: {type(block).__name__} has no region {name} (it has {', '.join(known)}){nearest(name, known)}"
+        )
+    region: Region = parts.regions[name]
+    modules = [
+        module
+        for pattern in region.modules
+        for own, module in block.named_modules()
+        if own and named_like(own, pattern)
+    ]
+    if region.small and not all(isinstance(module, PreparesInput) for module in modules):
+        raise UserError(
+            f"plan: region {name!r} of {type(block).__name__} is small, so its modules must be linear layers that prepare their input"
+        )
+    return modules

@@ -67,7 +67,7 @@ def sparse_attention(
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         if ring.size == 1:
-            return layer(q, k, v, mask, positions_NX) if q.numel() and k.numel() else of_nothing(q, k, v)
+            return layer.attend(q, k, v, mask, positions_NX) if q.numel() and k.numel() else of_nothing(q, k, v)
         own = positions_NX.split(lengths)[ring.rank]
         return _over_ring(q, k, v, mask, axes, lengths, own, layer)
 

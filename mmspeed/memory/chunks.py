@@ -1,0 +1,155 @@
+"""MLPs that compute some tokens at a time: put on the two linear layers that a plan names.
+
+The first layer hands its input on, and the second computes both, part by part; what stands around them (norms, gathers, gates) stays as it
+is. Legend: N tokens, E width, P tokens of a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmspeed.errors import UserError, nearest
+from mmspeed.mixin import mix_in
+from mmspeed.protocols.plan import Chunked, PreparesInput, named_like, parts_of
+
+from .chunked import Linear, chunked_mlp, in_chunks
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu": F.gelu,
+    "silu": F.silu,
+}
+
+
+@runtime_checkable
+class AppliesWeights(Protocol):
+    """A linear layer that computes with other weights than its parameters, such as this process's part of them."""
+
+    def applied_weights(self) -> Linear:
+        """The weight and the bias."""
+        ...
+
+
+def applied(layer: nn.Linear) -> Linear:
+    """The weight and the bias that this process computes a linear layer with, split or not."""
+    return layer.applied_weights() if isinstance(layer, AppliesWeights) else (layer.weight, layer.bias)
+
+
+@dataclass
+class ChunkSetting:
+    """How an MLP is computed. `size`: tokens at a time; None: all. `exact`: with the gradients of the whole, for two more products."""
+
+    size: int | None
+    exact: bool
+
+
+class HandsOn(nn.Module):
+    """Mixed in before a module that expands tokens: it gives its input, for `ChunkedDown` to expand."""
+
+    _chunk_setting: ChunkSetting
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.whole(x) if self._chunk_setting.size is None else x
+
+    def whole(self, x: Tensor) -> Tensor:
+        """The module's own forward."""
+        out: Tensor = super().forward(x)
+        return out
+
+
+class HandsOnPrepared(nn.Module):
+    """The same for a linear layer that prepares its input, which is what it gives."""
+
+    _chunk_setting: ChunkSetting
+
+    def project(self, x: Tensor) -> Tensor:
+        """The input of the product."""
+        return self.whole(x) if self._chunk_setting.size is None else x
+
+    def whole(self, x: Tensor) -> Tensor:
+        """The module's own product."""
+        out: Tensor = super().project(x)  # type: ignore[misc]
+        return out
+
+
+@dataclass
+class ChunkedLayers:
+    """The first half of an MLP, as its second half meets it."""
+
+    up: nn.Linear | None  # None: not to be read, only called
+    down: nn.Linear | None
+    expands: HandsOn | HandsOnPrepared
+    activation: Callable[[Tensor], Tensor]
+
+
+class ChunkedDown(nn.Module):
+    """Mixed in before the second layer of an MLP: it computes both layers, some tokens at a time."""
+
+    _chunk_setting: ChunkSetting
+    _chunk_layers: ChunkedLayers
+
+    def forward(self, x: Tensor) -> Tensor:
+        size, layers = self._chunk_setting.size, self._chunk_layers
+        if size is None:
+            return self.whole(x)
+        x_NE = x.flatten(0, -2)
+        if self._chunk_setting.exact and layers.up is not None and layers.down is not None:
+            out = chunked_mlp(x_NE, applied(layers.up), layers.activation, applied(layers.down), size)
+        else:
+            out = in_chunks(lambda x_PE: self.whole(layers.expands.whole(x_PE)), x_NE, 0, size)
+        return out.unflatten(0, x.shape[:-1])
+
+    def whole(self, x: Tensor) -> Tensor:
+        """The layer's own forward."""
+        out: Tensor = super().forward(x)
+        return out
+
+
+def set_chunks(block: nn.Module, tokens: int | None, exact: bool = True) -> bool:
+    """Let a block's MLPs compute so many tokens at a time, None: all of them, in place; True where it has an MLP that can."""
+    chunks = parts_of(block).chunks
+    for chunk in chunks:
+        _set(block, chunk, ChunkSetting(tokens, exact))
+    return bool(chunks)
+
+
+def is_exact(block: nn.Module) -> bool:
+    """True where all MLPs of a block that can be computed in parts are of plain linear layers, whose weights can be read."""
+    return all(_readable(_module(block, name)) for chunk in parts_of(block).chunks for name in (chunk.up, chunk.down))
+
+
+def _set(block: nn.Module, chunk: Chunked, setting: ChunkSetting) -> None:
+    up, down = _module(block, chunk.up), _module(block, chunk.down)
+    expands = up if chunk.expands is None else _module(block, chunk.expands)
+    readable = _readable(up) and _readable(down)
+    mixin: Any = HandsOnPrepared if isinstance(expands, PreparesInput) else HandsOn
+    mix_in(expands, mixin, rename=False)._chunk_setting = setting
+    prepares: Any = down
+    activation = prepares.prepare if chunk.activation is None else ACTIVATIONS[chunk.activation]
+    layers = ChunkedLayers(
+        up if readable and isinstance(up, nn.Linear) else None,
+        down if readable and isinstance(down, nn.Linear) else None,
+        expands,  # type: ignore[arg-type]
+        activation,
+    )
+    mixed = mix_in(down, ChunkedDown, rename=False)
+    mixed._chunk_setting, mixed._chunk_layers = setting, layers
+
+
+def _readable(layer: nn.Module) -> bool:
+    """True for a linear layer that is its weight and nothing else: no adapter, no quantisation."""
+    return isinstance(layer, nn.Linear) and layer.weight.is_floating_point()
+
+
+def _module(block: nn.Module, pattern: str) -> nn.Module:
+    names = [name for name, _ in block.named_modules()]
+    found = next((name for name in names if named_like(name, pattern)), None)
+    if found is None:
+        raise UserError(f"plan, chunks: {type(block).__name__} has no module {pattern!r}{nearest(pattern, names)}")
+    return block.get_submodule(found)

@@ -1,0 +1,320 @@
+"""Putting a plan on a model: which boundary stands where, and what is put on before and after regions and graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from mmspeed.axes import AxisName
+from mmspeed.comm import Axis, ExchangeMethod, Ledger
+from mmspeed.comm.groups import flattened
+from mmspeed.config.parallel import ParallelConfig
+from mmspeed.errors import UserError
+from mmspeed.memory.recompute.block_checkpoint import replay_checkpoints
+from mmspeed.mesh import Mesh
+from mmspeed.mixin import mix_in
+from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes
+from mmspeed.parallel.tensor import check_heads
+from mmspeed.protocols.plan import Attended, Linear, ModelPlan, Site, plan_of
+
+from .attention import CalledSite, InterceptedSite, SiteBoundary, sparse_layer
+from .boundary import Bounded, Grid, ModuleBoundary, Root, RootBoundary
+from .layout import TokenLayout
+from .linears import Leaving, LinearBoundary, SplitExperts, SplitLinear, SplitNorm, SplitPreparingLinear, split_layer
+from .names import argument_names, check_plan, described, matching
+from .record import Sequences
+
+
+@dataclass
+class Boundaries:
+    """The boundaries of one model, made from its plan. `put_inside` comes before regions and graphs, `put_around` after them."""
+
+    model: nn.Module
+    sequences: Sequences
+    check_inputs: bool = False
+    grid: Grid | None = None
+
+    def __post_init__(self) -> None:
+        check_plan(self.model, self.plan)
+        known = root_of(self.model)
+        if known is not None:  # made sparse before it is spread
+            self.grid = self.grid or known.grid
+        for name, module in self._bounded():
+            if "forward" in vars(module):
+                raise UserError(
+                    f"parallelize: the forward of {described(name, module)} has been replaced (hooks of diffusers or accelerate do); "
+                    "apply it first"
+                )
+
+    @property
+    def plan(self) -> ModelPlan:
+        """The model's plan."""
+        return self.sequences.plan
+
+    # -- the order of techniques: see `mmspeed.parallel.parallelize` ----------------------------------------------------
+
+    def split_weights(self, mesh: DeviceMesh) -> None:
+        """Split the layers with roles over a mesh of the tensor-parallel axis. Raises UserError where they do not divide."""
+        plan, tp = self.plan, mesh.size()
+        if plan.heads is not None:
+            check_heads(plan.heads, 1, tp)
+        for pattern, linear in plan.linears.items():
+            for name, layer in matching(self.model, pattern, "plan, linears"):
+                split_layer(layer, mesh, linear, self.sequences, name, self.attends(name))
+        for pattern in plan.channel_norms:
+            for name, norm in matching(self.model, pattern, "plan, channel_norms"):
+                self._split_norm(name, norm)
+        for pattern, attributes in plan.divided.items():
+            for name, module in matching(self.model, pattern, "plan, divided"):
+                for attribute in attributes:
+                    _divide(module, attribute, tp, name)
+
+    def put_inside(self) -> None:
+        """Put attentions, and the boundaries of modules that are no blocks, in place."""
+        for name, module, site in self._sites():
+            boundary = SiteBoundary(self.sequences, described(name, module), site, self.attends(name))
+            mix_in(module, CalledSite if site.calls else InterceptedSite, rename=False)._site = boundary  # type: ignore[assignment]
+        blocks = {block.name for block in self.plan.blocks}
+        for name, boundary in self._module_boundaries().items():
+            if name and name not in blocks:
+                mix_in(self.model.get_submodule(name), Bounded, rename=False)._boundary = boundary
+
+    def put_around(self) -> None:
+        """Put the boundaries of rows' results, of blocks, and of the model itself around all else."""
+        for module in list(self.model.modules()):
+            if isinstance(module, SplitLinear | SplitPreparingLinear | SplitExperts) and module._linear.leaves:
+                mix_in(module, Leaving, rename=False)
+        blocks = {block.name for block in self.plan.blocks}
+        boundaries = self._module_boundaries()
+        for name in blocks & boundaries.keys():
+            mix_in(self.model.get_submodule(name), Bounded, rename=False)._boundary = boundaries[name]
+        root = boundaries.get("") or self._boundary("", self.model)
+        # diffusers writes the class's name into a checkpoint's config
+        mix_in(self.model, Root, rename=False)._root = RootBoundary(root, self.check_inputs, self.grid)
+        replay_checkpoints(self.model)
+
+    # -- what stands where ----------------------------------------------------------------------------------------------
+
+    def attends(self, name: str) -> Attended:
+        """The dim along which the block around a module attends; of the first block before all, of the last after all."""
+        blocks = self.plan.blocks
+        for block in blocks:
+            if name == block.name or name.startswith(f"{block.name}."):
+                return block.attends
+        if not blocks:
+            return "columns"
+        after = any(name == known for pattern in self.plan.after for known, _ in matching(self.model, pattern))
+        return blocks[-1 if after else 0].attends
+
+    def _boundary(self, name: str, module: nn.Module) -> ModuleBoundary:
+        names = [block.name for block in self.plan.blocks]
+        place = names.index(name) if name in names else 0
+        before = self.plan.blocks[place - 1].attends if place else self.attends(name)
+        where = described(name, module)
+        return ModuleBoundary(self.sequences, where, argument_names(type(module)), self.attends(name), before)
+
+    def _module_boundaries(self) -> dict[str, ModuleBoundary]:
+        """By module name, those that the plan's inputs, outputs and running tokens ask for."""
+        made: dict[str, ModuleBoundary] = {}
+
+        def of(name: str, module: nn.Module) -> ModuleBoundary:
+            return made.setdefault(name, self._boundary(name, module))
+
+        for pattern, inputs in self.plan.inputs.items():
+            for name, module in matching(self.model, pattern):
+                of(name, module).inputs.update(inputs)
+        for pattern, outputs in self.plan.outputs.items():
+            for name, module in matching(self.model, pattern):
+                of(name, module).outputs.update(outputs)
+        for block in self.plan.blocks:
+            if block.tokens:
+                of(block.name, self.model.get_submodule(block.name)).tokens.update(block.tokens)
+        return made
+
+    def _sites(self) -> list[tuple[str, nn.Module, Site]]:
+        """Attentions that tokens on other processes may reach, and those that were made sparse."""
+        layout, found = self.sequences.layout, []
+        for pattern, site in self.plan.attention.items():
+            for name, module in matching(self.model, pattern, "plan, attention"):
+                sparse = sparse_layer(module) is not None
+                if sparse and len(site.queries) > 1 and layout.whole.size > 1:
+                    raise UserError(
+                        f"{described(name, module)}: joint attention of {' and '.join(site.queries)} is either sparse or split over "
+                        "processes for now, not both: use dp, tp or strategy: fsdp beside sparse attention"
+                    )
+                if sparse or self._may_cross(site, self.attends(name)):
+                    found.append((name, module, site))
+        return found
+
+    def _may_cross(self, site: Site, attends: Attended) -> bool:
+        layout, sequences = self.sequences.layout, self.sequences
+        if layout.whole.size == 1:
+            return False
+        if site.keys is not None and site.keys != site.queries:
+            return self.plan.long_text not in site.keys or layout.text_from is not None
+        if layout.hybrid.size > 1 and attends == layout.crossing(sequences.factorised):
+            return True
+        return site.calls  # it may meet a process without tokens
+
+    def _bounded(self) -> list[tuple[str, nn.Module]]:
+        names = dict.fromkeys((*self._module_boundaries(), *(name for name, _, _ in self._sites()), ""))
+        return [(name, self.model.get_submodule(name)) for name in names]
+
+    def _split_norm(self, name: str, norm: nn.Module) -> None:
+        where = described(name, norm)
+        if not isinstance(norm, nn.RMSNorm):
+            raise UserError(f"parallel.tp: {where} is a norm over all heads in the plan, and no torch.nn.RMSNorm")
+        channels = norm.normalized_shape[-1]
+        boundary = LinearBoundary(self.sequences, where, Linear("column"), self.attends(name), 1.0, channels)
+        mix_in(norm, SplitNorm, rename=False)._linear = boundary
+
+
+def _divide(module: nn.Module, attribute: str, tp: int, name: str) -> None:
+    value = vars(module).get(attribute)
+    if not isinstance(value, int) or value % tp:
+        raise UserError(f"parallel.tp {tp} does not divide {name}.{attribute}, which is {value}")
+    setattr(module, attribute, value // tp)
+
+
+def root_of(model: nn.Module) -> RootBoundary | None:
+    """The boundary of a whole model; None of one that no plan was put on."""
+    return model._root if isinstance(model, Root) else None
+
+
+def is_spread(model: nn.Module) -> bool:
+    """True for a model whose tokens lie on several processes, or a part of which does."""
+    roots = [module._root for module in model.modules() if isinstance(module, Root)]
+    return any(root.boundary.sequences.layout.size > 1 for root in roots)
+
+
+def uncrossed(model: nn.Module) -> list[str]:
+    """Boundaries of a model that no forward has crossed since its plan was put on it."""
+    found = []
+    for module in model.modules():
+        for boundary in (
+            module._boundary if isinstance(module, Bounded) else None,
+            module._site if isinstance(module, CalledSite | InterceptedSite) else None,
+            module._linear if isinstance(module, SplitLinear | SplitPreparingLinear | SplitExperts | SplitNorm) else None,
+        ):
+            counts = boundary is not None and not (isinstance(boundary, LinearBoundary) and not _moves(boundary))
+            if boundary is not None and counts and not boundary.sequences.uses[boundary.where]:
+                found.append(boundary.where)
+    return found
+
+
+def _moves(boundary: LinearBoundary) -> bool:
+    return boundary.enters or boundary.leaves
+
+
+def sequence_axes(
+    mesh: DeviceMesh,
+    *,
+    window: int | None = None,
+    exchange: ExchangeMethod = "collective",
+    ledger: Ledger | None = None,
+    nodes: Sequence[int] | None = None,
+) -> SequenceAxes:
+    """The axes `ring` and `ulysses` of a mesh; one that the mesh lacks has one rank. `nodes`: as in `Axis.of`.
+
+    With `window`, a mesh of all processes: hops between windows get a process group of their own.
+    """
+    ledger = ledger if ledger is not None else Ledger()
+    present = mesh.mesh_dim_names or ()
+    if not {"ring", "ulysses"} & set(present):
+        raise UserError(f"sequence_parallel: the mesh has the axes {list(present)}; one must be named ring or ulysses")
+    ring, ulysses = (
+        Axis.of(mesh, name, ledger, exchange, nodes) if name in present else Axis.alone(name)
+        for name in ("ring", "ulysses")
+    )
+    outer = None
+    if window is not None and window < ring.size:
+        ranks = mesh.mesh.movedim(present.index("ring"), -1).reshape(-1, ring.size)
+        outer = replace(ring, group=dist.new_subgroups_by_enumeration(ranks.tolist())[0])
+    return SequenceAxes(ring, ulysses, window, outer)
+
+
+def make_layout(
+    mesh: Mesh | None,
+    parallel: ParallelConfig | None = None,
+    ledger: Ledger | None = None,
+    nodes: Sequence[int] | None = None,
+) -> TokenLayout:
+    """How the tokens of a forward pass are spread over a mesh; all on one process without one.
+
+    `nodes`: the node of each rank, for the ledger's bytes by link; None: by the launcher's LOCAL_WORLD_SIZE.
+    Makes process groups: every process of the run must call it.
+    """
+    if mesh is None:
+        return TokenLayout()
+    parallel, ledger = parallel or ParallelConfig(), ledger or Ledger()
+    axes = sequence_axes(
+        mesh.dense, window=parallel.ring_window, exchange=parallel.exchange, ledger=ledger, nodes=nodes
+    )
+    dsp = Axis.of(mesh.dense, AxisName.DSP.value, ledger, parallel.exchange, nodes)
+    hybrid = flattened("sequence", (axes.ring, axes.ulysses), mesh.dense, nodes)
+    return TokenLayout(
+        axes=axes,
+        hybrid=hybrid,
+        dsp=dsp,
+        whole=hybrid if dsp.size == 1 else flattened("sequence", (dsp, axes.ring, axes.ulysses), mesh.dense, nodes),
+        tensor=Axis.of(mesh.dense, AxisName.TP.value, ledger, parallel.exchange, nodes),
+        shard="rows" if parallel.shard == "frames" else "columns",
+        text_from=parallel.shard_text,
+    )
+
+
+def sequence_parallel(
+    model: nn.Module,
+    mesh: DeviceMesh | SequenceAxes,
+    plan: ModelPlan | None = None,
+    *,
+    window: int | None = None,
+    exchange: ExchangeMethod = "collective",
+    ledger: Ledger | None = None,
+) -> nn.Module:
+    """Make `model`, in place, compute one sample on all ranks of `mesh`'s axes `ring` and `ulysses` together.
+
+    plan: what to split; None takes the model's own attribute `plan`. window: inner ring of a double ring.
+    Every rank of a group must hand in the same inputs (checked at the first forward) and gets the whole output. Apply it
+    before recomputation, torch.compile, FSDP or DDP, and average gradients over all ranks, those of a group included.
+
+    Raises UserError for a plan that does not fit the model.
+    """
+    plan = plan if plan is not None else plan_of(model)
+    if plan is None:
+        raise UserError(
+            f"sequence_parallel: no plan for {type(model).__name__}; give `plan=ModelPlan(...)`, or call "
+            "mmspeed.accelerate_model, which knows plans of diffusers' models"
+        )
+    if not isinstance(plan, ModelPlan):
+        raise UserError(f"sequence_parallel: the plan is a {type(plan).__name__}, not a ModelPlan")
+    if is_spread(model):
+        raise UserError(f"sequence_parallel: {type(model).__name__} is sequence-parallel already")
+    if isinstance(mesh, SequenceAxes):
+        axes = mesh
+    else:
+        axes = sequence_axes(mesh, window=window, exchange=exchange, ledger=ledger)
+    one = axes.ring if axes.ulysses.size == 1 else axes.ulysses
+    # where both are there, the mesh need not be of all processes, so that no group can be made: gathers go over one, then the other
+    hybrid = replace(one, name="sequence", size=axes.size, rank=axes.rank, group=one.group if one.size == axes.size else None)
+    boundaries = Boundaries(model, Sequences(plan, TokenLayout(axes, hybrid, whole=hybrid)), check_inputs=True)
+    if axes.size > 1:
+        boundaries.put_inside()
+        boundaries.put_around()
+    return model
+
+
+def put_sparse_sites(model: nn.Module, plan: ModelPlan, grid: Grid) -> None:
+    """Let the attentions of a model that hold sparse layers use them, in place; `grid` tells the video's tokens of a forward."""
+    known = root_of(model)
+    layout = known.boundary.sequences.layout if known is not None else TokenLayout()
+    sequences = known.boundary.sequences if known is not None else Sequences(plan, layout)
+    boundaries = Boundaries(model, sequences, known.check_inputs if known is not None else False, grid)
+    boundaries.put_inside()
+    boundaries.put_around()
+

@@ -1,0 +1,318 @@
+"""The one place where an attention meets the processes that its tokens lie on, and sparse attention.
+
+    tokens of the attention      dense layer                        sparse layer
+    all on this process          the module's own attention         the layer
+    on several                   `hybrid_attention` (ulysses x      `sparse_attention` over the same
+                                 ring)
+
+A site is either a module that is called with (q, k, v, structure) and does nothing else, or one whose forward calls
+`F.scaled_dot_product_attention` once: that call is taken over by a `TorchFunctionMode` that is entered around its forward. Nothing of torch
+is patched, and other modules, threads and models never meet it.
+
+Legend: B batch, A heads, N queries of this process, M keys of this process, D head width, X position axes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from mmspeed.comm import Axis
+from mmspeed.compute.rope import grid_positions
+from mmspeed.compute.sparse.module import ClusteredAttention
+from mmspeed.errors import UserError
+from mmspeed.graphs import outside_graphs
+from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes, hybrid_attention, of_nothing
+from mmspeed.parallel.sparse.attention import sparse_attention
+from mmspeed.protocols.plan import Attended, Site, Structure
+from mmspeed.replay import recording
+from mmspeed.torch_internals import in_backward
+
+from .record import ForwardRecord, Sequences
+
+_HIDDEN_BELOW = -1e4  # additive masks at or below this hide a key, as -inf does: exp(-1e4) is 0 in every float type
+
+
+@dataclass
+class SiteBoundary:
+    """What the plan says of one attention."""
+
+    sequences: Sequences
+    where: str
+    site: Site
+    attends: Attended
+
+    def __deepcopy__(self, memo: Any) -> SiteBoundary:
+        return self
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The sequences of the keys."""
+        return self.site.keys or self.site.queries
+
+    def crosses(self, record: ForwardRecord) -> bool:
+        """True where some of its tokens are on other processes."""
+        if self.keys == self.site.queries:
+            return record.crosses(self.keys, self.attends, self.where)
+        return any(record.is_split(name, self.where) for name in self.keys)
+
+    def sizes(self, record: ForwardRecord) -> tuple[SequenceAxes, tuple[int, ...], tuple[int, ...]]:
+        """The axes that the attention goes over, and the lengths of queries and of keys on all their processes."""
+        layout = self.sequences.layout
+        if self.keys == self.site.queries:
+            sizes = record.attended_sizes(self.keys, self.attends, self.where)
+            return layout.axes, sizes, sizes
+        # a caption is short beside a video: its keys go round all processes, and no queries are exchanged
+        axes = SequenceAxes(layout.whole, Axis.alone("ulysses"))
+        queries = [record.all_sizes(name, self.attends, self.where) for name in self.site.queries]
+        keys = [record.all_sizes(name, self.attends, self.where) for name in self.keys]
+        return axes, _added(queries), _added(keys)
+
+
+class CalledSite(nn.Module):
+    """Mixed in before the class of a module that is called with (q, k, v, structure)."""
+
+    _site: SiteBoundary
+
+    def forward(self, q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, structure: Structure) -> Tensor:
+        layer = self if isinstance(self, ClusteredAttention) else None
+        return _attend(self._site, super().forward, layer, q_BAND, k_BAMD, v_BAMD, structure)
+
+
+@outside_graphs
+def _attend(
+    site: SiteBoundary,
+    local: Callable[..., Tensor],
+    layer: ClusteredAttention | None,
+    q_BAND: Tensor,
+    k_BAMD: Tensor,
+    v_BAMD: Tensor,
+    structure: Structure,
+) -> Tensor:
+    """The attention of a site that is called, over the tokens of all processes."""
+    site.sequences.use(site.where)
+    record = site.sequences.record(site.where)
+    if not site.crosses(record):
+        if q_BAND.numel() and k_BAMD.numel():
+            return local(q_BAND, k_BAMD, v_BAMD, structure)
+        return of_nothing(q_BAND, k_BAMD, v_BAMD)
+    if structure.window is not None or structure.documents_BN is not None:
+        kind = "a window" if structure.window is not None else "documents"
+        raise UserError(f"{site.where}: attention within {kind} is not computed across processes; use tp or dp instead")
+    axes, q_sizes, k_sizes = site.sizes(record)
+    mask = structure.key_mask_BN
+    if layer is not None and not structure.image:
+        _check_plain(structure.causal, site.where)
+        positions_NX = record.positions_of_all(site.keys[0], site.attends, site.where).long()
+        return sparse_attention(q_BAND, k_BAMD, v_BAMD, mask, axes, q_sizes, k_sizes, positions_NX, layer)
+    if structure.causal:
+        _check_order(site, axes)
+    return hybrid_attention(q_BAND, k_BAMD, v_BAMD, mask, axes, q_sizes, k_sizes, causal=structure.causal)
+
+
+def _check_order(site: SiteBoundary, axes: SequenceAxes) -> None:
+    one = site.site.queries == site.keys and len(site.keys) == 1
+    if not one or not (site.sequences.zigzag or axes.ring.size == 1):
+        raise UserError(f"{site.where}: causal attention across ranks takes one sequence, and a plan with causal=True")
+
+
+def _check_plain(causal: bool, where: str) -> None:
+    if causal:
+        raise UserError(f"{where}: sparse attention has no causal mask")
+
+
+SPARSE_LAYER = "mmspeed_sparse"  # the name of the layer in an attention module that was made sparse
+
+
+def sparse_layer(module: nn.Module) -> ClusteredAttention | None:
+    """The sparse layer that was put in an attention module; None of one that is dense."""
+    layer = dict(module.named_children()).get(SPARSE_LAYER)
+    return layer if isinstance(layer, ClusteredAttention) else None
+
+
+class InterceptedSite(nn.Module):
+    """Mixed in before the class of a module whose forward calls `F.scaled_dot_product_attention`."""
+
+    _site: SiteBoundary
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return _run_intercepted(self._site, sparse_layer(self), super().forward, args, kwargs)
+
+
+@outside_graphs  # of a compiled block, all but the attention is compiled
+def _run_intercepted(
+    site: SiteBoundary,
+    layer: ClusteredAttention | None,
+    run: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """The module's forward, with its attention over all processes, sparse where a layer is given."""
+    if layer is not None and not recording() and in_backward():
+        raise UserError(
+            f"{site.where} is computed again in backward by a checkpoint that does not keep which keys it kept; use the "
+            "model's enable_gradient_checkpointing(), or mmspeed.memory.recompute(block) after sparsify_model"
+        )
+    site.sequences.use(site.where)
+    record = site.sequences.record(site.where)
+    if layer is not None and record.image:
+        layer.counter["dense"] += 1
+    sparse = layer if not record.image else None
+    if sparse is None and not site.crosses(record):
+        return run(*args, **kwargs)
+    with _Taken(site, record, sparse) as mode:
+        out = run(*args, **kwargs)
+    if mode.calls != 1:
+        raise UserError(
+            f"{site.where}: its forward called F.scaled_dot_product_attention {mode.calls} times, not once. The plan's modules "
+            "must attend by it: with diffusers, model.set_attention_backend('native'); a module of several attentions, or a "
+            "torch.nn.MultiheadAttention, must be taken apart"
+        )
+    return out
+
+
+class _Taken(TorchFunctionMode):
+    """While active, `F.scaled_dot_product_attention` is the site's. `calls` counts how often."""
+
+    def __init__(self, site: SiteBoundary, record: ForwardRecord, layer: ClusteredAttention | None) -> None:
+        super().__init__()
+        self.site, self.record, self.layer = site, record, layer
+        self.calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            self.calls += 1
+            return self._attend(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """`F.scaled_dot_product_attention`'s own arguments, for this process's (B, A, N, D) and (B, A, M, D)."""
+        if self.layer is not None:
+            return self._sparse(
+                self.layer, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+            )  # fmt: skip
+        where = self.site.where
+        if query.ndim != 4:
+            raise UserError(f"{where}: attention over {tuple(query.shape)}; sequence parallelism takes (B, A, N, D)")
+        if dropout_p > 0:
+            raise UserError(f"{where}: attention dropout {dropout_p} is not computed across ranks; set it to 0")
+        axes, q_sizes, k_sizes = self.site.sizes(self.record)
+        if is_causal:
+            _check_order(self.site, axes)
+        if key.shape[1] != query.shape[1] and not enable_gqa:
+            raise ValueError(f"{where}: {key.shape[1]} key heads for {query.shape[1]}, without enable_gqa")
+        for name, tensor, sizes in (("queries", query, q_sizes), ("keys", key, k_sizes)):
+            if tensor.shape[2] != sizes[axes.rank]:
+                raise UserError(
+                    f"{where}: attention met {tensor.shape[2]} {name} where the plan has {sizes[axes.rank]} on this "
+                    "rank; name other splits for this module in the plan, or leave it out if it attends to whole text"
+                )
+        mask = None if attn_mask is None else key_mask(attn_mask, query.shape[0], key.shape[2], where)
+        return hybrid_attention(query, key, value, mask, axes, q_sizes, k_sizes, causal=is_causal, scale=scale)
+
+    def _sparse(
+        self,
+        layer: ClusteredAttention,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> Tensor:
+        where = self.site.where
+        if query.ndim != 4 or query.shape[2] != key.shape[2]:
+            raise UserError(
+                f"{where}: queries {tuple(query.shape)} and keys {tuple(key.shape)}; sparse attention is of (B, A, N, D) with "
+                "itself: leave cross-attention out of `attention`"
+            )
+        if dropout_p > 0:
+            raise UserError(f"{where}: sparse attention has no dropout")
+        _check_plain(is_causal, where)
+        mask_BM = None
+        if attn_mask is not None:
+            try:
+                mask_BM = key_mask(attn_mask, query.shape[0], key.shape[2], where)
+            except UserError:
+                raise UserError(
+                    f"{where}: an attention mask {tuple(attn_mask.shape)} that is not one of keys alone, the same for every query "
+                    "and head, or that adds a bias; sparse attention takes masks that show or hide keys"
+                ) from None
+        if enable_gqa and key.shape[1] != query.shape[1]:
+            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+        if scale is not None:
+            query = query * (scale * query.shape[-1] ** 0.5)
+        if self.site.crosses(self.record):
+            axes, q_sizes, k_sizes = self.site.sizes(self.record)
+            positions_NX, _ = _places(self.record, self.site.keys, sum(k_sizes), query.device, where)
+            return sparse_attention(query, key, value, mask_BM, axes, q_sizes, k_sizes, positions_NX, layer)
+        positions_NX, text_M = _places(self.record, self.site.keys, query.shape[2], query.device, where)
+        return layer.attend(query, key, value, mask_BM, positions_NX, text_M)
+
+
+def _places(
+    record: ForwardRecord, sequences: tuple[str, ...], tokens: int, device: torch.device, where: str
+) -> tuple[Tensor, Tensor | None]:
+    """(positions_NX, text_M or None where there is no text) of the tokens of an attention. Raises UserError where they do not fit."""
+    assert record.grid is not None
+    text = tokens - math.prod(record.grid)
+    if text < 0 or (text and len(sequences) == 1):
+        raise UserError(
+            f"{where}: {tokens} tokens attend as {' and '.join(sequences)}, but the video has {' x '.join(map(str, record.grid))}; "
+            "name the sequences of this module and the grid as they are"
+        )
+    key = f"{sequences} {tokens} {device}"
+    if key not in record.positions:
+        video_NX, nowhere = grid_positions(record.grid, device), torch.full((text, 3), -1, device=device)
+        record.positions[key] = torch.cat([video_NX if name == "video" else nowhere for name in sequences])
+    positions_NX = record.positions[key]
+    return positions_NX, positions_NX[:, 0] < 0 if text else None
+
+
+def key_mask(mask: Tensor, batch: int, keys: int, where: str = "attention") -> Tensor:
+    """A mask that `F.scaled_dot_product_attention` takes, as a bool mask (B, M) of keys: True counts.
+
+    Taken: bool, or numbers that are 0 or hide a key (-inf, -1e4 and below); broadcast over heads and queries. Raises
+    UserError for a mask that differs by query or head, or that adds a bias.
+    """
+    shape = (1,) * (4 - mask.ndim) + tuple(mask.shape)
+    whole = mask.reshape(shape)
+    if shape[2] != 1 or shape[3] not in (1, keys) or shape[0] not in (1, batch):
+        raise UserError(
+            f"{where}: an attention mask of shape {tuple(mask.shape)}; across ranks only masks of keys work, the same for "
+            f"every query: (B, 1, 1, {keys})"
+        )
+    if shape[1] != 1 and not bool((whole == whole[:, :1]).all()):
+        raise UserError(
+            f"{where}: an attention mask that differs from head to head; across ranks only masks of keys work"
+        )
+    row_BM = whole[:, 0, 0].expand(batch, keys)
+    if row_BM.dtype == torch.bool:
+        return row_BM
+    hidden_BM = row_BM <= _HIDDEN_BELOW
+    if bool(((row_BM != 0) & ~hidden_BM).any()):
+        raise UserError(f"{where}: an attention mask that adds a bias; across ranks a mask may only show or hide keys")
+    return ~hidden_BM
+
+
+def _added(each: list[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(sum(sizes) for sizes in zip(*each, strict=True))

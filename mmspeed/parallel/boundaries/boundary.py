@@ -1,0 +1,176 @@
+"""What happens at a module's boundary: its arguments are cut or brought elsewhere, its outputs cut or gathered.
+
+Classes are changed by mixins, not wrapped and not patched: state-dict names stay, and deep copies work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from mmspeed.errors import UserError
+from mmspeed.graphs import outside_graphs
+from mmspeed.protocols.plan import Attended, Gather, Leading, Seen, Split, Tokens
+from mmspeed.replay import record_or_replay, set_fact
+
+from .names import arguments
+from .record import _RECORD, ForwardRecord, Sequences
+
+Arguments = Mapping[str, Any]  # of a model's forward, by name; those that were given
+Grid = Callable[[Arguments], tuple[int, int, int]]  # tokens of the video along time, height and width
+
+
+@dataclass
+class ModuleBoundary:
+    """What the plan says of one module. `attends`: the dim along which the blocks around it attend, `before`: the block before."""
+
+    sequences: Sequences
+    where: str
+    names: tuple[str, ...]  # of the positional arguments of its forward
+    attends: Attended
+    before: Attended
+    inputs: dict[str, Split | Leading | Seen] = field(default_factory=dict)
+    outputs: dict[int | str, Split | Gather] = field(default_factory=dict)
+    tokens: dict[str, Tokens] = field(default_factory=dict)
+
+    def __deepcopy__(self, memo: Any) -> ModuleBoundary:
+        return self
+
+    @outside_graphs
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments as this process computes with them."""
+        record = self.sequences.record(self.where)
+        self.sequences.use(self.where)
+        listed, kwargs = list(args), dict(kwargs)
+
+        def change(argument: str, how: Callable[[Any, str], Any]) -> None:
+            where = f"{self.where}, argument {argument!r}"
+            if argument in kwargs:
+                kwargs[argument] = how(kwargs[argument], where)
+            elif argument in self.names and self.names.index(argument) < len(listed):
+                place = self.names.index(argument)
+                listed[place] = how(listed[place], where)
+
+        for argument, tokens in self.tokens.items():
+            change(argument, lambda x, where, t=tokens: record.reshard(x, t, self.before, self.attends, where))  # type: ignore[misc]
+        for argument, what in self.inputs.items():
+            change(argument, lambda x, where, w=what: self.part(record, x, w, where))  # type: ignore[misc]
+        return tuple(listed), kwargs
+
+    @outside_graphs
+    def leave(self, out: Any) -> Any:
+        """The outputs as the plan wants them."""
+        record = self.sequences.record(self.where)
+        single = isinstance(out, torch.Tensor)
+        items: Any = [out] if single else (dict(out) if isinstance(out, Mapping) else list(out))
+        for place, what in self.outputs.items():
+            where = f"{self.where}, output {place!r}"
+            if isinstance(what, Gather):
+                items[place] = record.gather(items[place], what, self.attends, where)
+            else:
+                items[place] = self.part(record, items[place], what, where)
+        return items[0] if single else type(out)(items)
+
+    def part(self, record: ForwardRecord, value: Any, what: Split | Leading | Seen, where: str) -> Any:
+        """This process's part of an argument or output, or of each tensor in a list."""
+        if value is None:
+            return None
+        if isinstance(what, Leading):
+            return record.leading(int(value), what.sequence, self.attends, where)
+        if isinstance(value, list | tuple):
+            return type(value)([self.part(record, item, what, where) for item in value])
+        if not isinstance(value, torch.Tensor):
+            raise UserError(f"{where} is a {type(value).__name__}; the plan can split tensors and lists of them")
+        if isinstance(what, Seen):
+            if self.sequences.layout.tensor.size == 1:
+                return value
+            return record.gather_seen(value, what.sequence, what.dim, self.attends, where)
+        return record.cut(value, what, self.attends, where)
+
+
+class Bounded(nn.Module):
+    """Mixed in before a module's own class: its arguments and outputs are those of this process's part."""
+
+    _boundary: ModuleBoundary
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        boundary = self._boundary
+        args, kwargs = boundary.enter(args, kwargs)
+        out = super().forward(*args, **kwargs)
+        return boundary.leave(out) if boundary.outputs else out
+
+
+@dataclass
+class RootBoundary:
+    """The boundary of the whole model: here a forward pass begins and ends.
+
+    check_inputs: the first forward holds the inputs of a group's processes against one another. `grid`: where sparse attention is asked
+    for, what tells the video's tokens along time, height and width.
+    """
+
+    boundary: ModuleBoundary
+    check_inputs: bool = False
+    grid: Grid | None = None
+
+    def __deepcopy__(self, memo: Any) -> RootBoundary:
+        return self
+
+    @outside_graphs
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Open the record of a new forward, or of the one that is computed again; a token for `end`."""
+        record, _ = record_or_replay(lambda: self._new_record(arguments(self.boundary.names, args, kwargs)))
+        set_fact(self.boundary.sequences, record)
+        return _RECORD.set(record)
+
+    @outside_graphs
+    def end(self, token: Any) -> None:
+        """Close the record."""
+        _RECORD.reset(token)
+
+    def _new_record(self, given: dict[str, Any]) -> ForwardRecord:
+        sequences = self.boundary.sequences
+        image, grid = False, None
+        if self.grid is not None:
+            told: Any = self.grid(given)
+            t, h, w = grid = tuple(int(size) for size in told) if len(told) == 3 else (0, 0, 0)
+            if min(t, h, w) < 1:
+                raise UserError(
+                    f"{self.boundary.where}: the grid of video tokens is {told}; it is (time, height, width), 1 at least"
+                )
+            image = t == 1
+        if sequences.plan.image is not None and (value := given.get(sequences.plan.image[0])) is not None:
+            dim = sequences.plan.image[1]
+            image = (value if dim is None else value.shape[dim]) == 1
+        record = ForwardRecord(sequences, bool(image), grid)
+        if self.check_inputs:
+            record.check_same(given)
+        return record
+
+
+class Root(nn.Module):
+    """Mixed in before a model's own class."""
+
+    _root: RootBoundary
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        root, boundary = self._root, self._root.boundary
+        token = root.begin(args, kwargs)
+        if torch.compiler.is_compiling():  # graphs cannot be left inside of a try
+            out = self._run(super().forward, boundary, args, kwargs)
+            root.end(token)
+            return out
+        try:
+            return self._run(super().forward, boundary, args, kwargs)
+        finally:
+            root.end(token)
+
+    @staticmethod
+    def _run(run: Callable[..., Any], boundary: ModuleBoundary, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if boundary.inputs:
+            args, kwargs = boundary.enter(args, kwargs)
+        out = run(*args, **kwargs)
+        return boundary.leave(out) if boundary.outputs else out

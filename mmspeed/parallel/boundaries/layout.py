@@ -1,0 +1,133 @@
+"""Who holds which tokens of a sequence: arithmetic of ranges, without tensors.
+
+A sequence is rows x columns (frames x places of a frame, or one row of all tokens). Three degrees share it out:
+
+    ulysses, ring   along the *crossing* dim, whose attention goes over all their processes: the rows (frames) of a factorised model, or its
+                    columns where `shard` says so; the columns of every other model
+    dsp             of factorised models: along the other dim for blocks that attend along the crossing one, and along the crossing dim,
+                    within the parts of ulysses x ring, for blocks that attend along the other one. Tokens are re-sharded in between
+
+    blocks attend along     crossing dim is split over     other dim is split over
+    the crossing dim        ulysses x ring                 dsp
+    the other dim           ulysses x ring, then dsp       nothing
+
+Tensor-parallel processes hold parts of the columns of all this again, between the layers that they split: columns are cut for them first,
+so that to re-shard is an exchange among processes of one tensor-parallel place. Parts differ by one at most, so no length has to divide.
+
+Sequence parallelism after Ulysses (Jacobs et al. 2023), ring attention (Liu et al. 2023), their hybrid (Fang and Zhao 2024); re-sharding
+between spatial and temporal blocks after DSP (Zhao et al. 2024); norms on shards between tensor-parallel layers after Korthikanti et al.
+(2022).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from mmspeed.comm import Axis, Ledger, even_sizes
+from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes
+from mmspeed.parallel.sequence.zigzag import zigzag_lengths
+from mmspeed.protocols.plan import Attended
+
+
+def split_range(whole: range, parts: int, part: int) -> range:
+    """Part number `part` of a range cut into `parts`, the first ones larger by one."""
+    sizes = even_sizes(len(whole), parts)
+    start = whole.start + sum(sizes[:part])
+    return range(start, start + sizes[part])
+
+
+@dataclass(frozen=True)
+class TokenRange:
+    """The tokens of one process of a group: `rows` x the union of `columns`, one range for each tensor-parallel process."""
+
+    rows: range
+    columns: tuple[range, ...]
+
+    @property
+    def width(self) -> int:
+        """Columns of all tensor-parallel processes."""
+        return sum(map(len, self.columns))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all tensor-parallel processes."""
+        return len(self.rows) * self.width
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """How the tokens of every forward pass are spread. Of one process by default: nothing moves.
+
+    Args:
+        axes: ring and ulysses, whose processes attend together.
+        hybrid: the same processes as one axis, ring outermost.
+        dsp: processes between which the tokens of a factorised model are re-sharded.
+        whole: dsp x ring x ulysses as one axis, in this order.
+        tensor: the tensor-parallel axis.
+        shard: the crossing dim of a factorised model.
+        text_from: a caption of at least so many tokens is split too, where it may stay whole; None: it stays whole.
+    """
+
+    axes: SequenceAxes = field(default_factory=SequenceAxes.alone)
+    hybrid: Axis = field(default_factory=lambda: Axis.alone("sequence"))
+    dsp: Axis = field(default_factory=lambda: Axis.alone("dsp"))
+    whole: Axis = field(default_factory=lambda: Axis.alone("sequence"))
+    tensor: Axis = field(default_factory=lambda: Axis.alone("tp"))
+    shard: Attended = "rows"
+    text_from: int | None = None
+
+    def __deepcopy__(self, memo: Any) -> TokenLayout:
+        return self  # nothing in it changes, and process groups cannot be copied
+
+    @property
+    def ledger(self) -> Ledger:
+        """What the exchanges of this process were, in bytes."""
+        return self.whole.ledger
+
+    @property
+    def size(self) -> int:
+        """Processes that compute one sample together."""
+        return self.whole.size * self.tensor.size
+
+    def crossing(self, factorised: bool) -> Attended:
+        """The dim that ulysses and ring split."""
+        return self.shard if factorised else "columns"
+
+    def held(
+        self,
+        shape: tuple[int, int],
+        attends: Attended,
+        factorised: bool,
+        hybrid: int | None = None,
+        dsp: int | None = None,
+    ) -> TokenRange:
+        """Tokens of rows x columns for blocks that attend along a dim, of one place of the group; None: of this process's."""
+        h = self.hybrid.rank if hybrid is None else hybrid
+        d = self.dsp.rank if dsp is None else dsp
+        crossing = self.crossing(factorised)
+
+        def cut(whole: range, dim: Attended) -> range:
+            if dim == crossing:
+                part = split_range(whole, self.hybrid.size, h)
+                return part if attends == crossing else split_range(part, self.dsp.size, d)
+            return split_range(whole, self.dsp.size, d) if attends == crossing else whole
+
+        rows, columns = cut(range(shape[0]), "rows"), range(shape[1])
+        outer = (split_range(columns, self.tensor.size, part) for part in range(self.tensor.size))
+        return TokenRange(rows, tuple(cut(part, "columns") for part in outer))
+
+    def unsplit(self, shape: tuple[int, int]) -> TokenRange:
+        """All tokens, shared among tensor-parallel processes alone."""
+        parts = (split_range(range(shape[1]), self.tensor.size, part) for part in range(self.tensor.size))
+        return TokenRange(range(shape[0]), tuple(parts))
+
+    def places(self) -> Iterator[tuple[int, int]]:
+        """(hybrid, dsp) places of all processes of the group, in the order of `whole`."""
+        return ((h, d) for d in range(self.dsp.size) for h in range(self.hybrid.size))
+
+    def zigzag_sizes(self, length: int) -> tuple[int, ...]:
+        """Lengths of the parts of a causal sequence on all processes of the hybrid axis."""
+        joined = zigzag_lengths(length, self.axes.ring.size)
+        return tuple(size for part in joined for size in even_sizes(part, self.axes.ulysses.size))

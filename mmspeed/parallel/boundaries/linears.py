@@ -1,0 +1,232 @@
+"""Tensor parallelism: weight matrices split over the `tp` axis by the roles that a plan names.
+
+After Megatron-LM (Shoeybi et al. 2019) with the norms on shards of the tokens (Korthikanti et al. 2022): between a column
+layer and its row layer a process has some heads or hidden units of all tokens; elsewhere all channels of its own tokens. Weights are
+DTensors, so that sharding, checkpoints and the optimizer know how they are split.
+
+Parameters without a role are on every process of the axis, and meet other tokens on each: their gradients are summed over it
+after the backward pass (`mmspeed.parallel.tensor.sum_shared_gradients`).
+
+Legend: I O channels in and out, K experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from mmspeed.comm import all_gather, even_sizes
+from mmspeed.errors import UserError
+from mmspeed.graphs import outside_graphs
+from mmspeed.mixin import mix_in
+from mmspeed.parallel.tensor import local
+from mmspeed.protocols.plan import Attended, Linear, PreparesInput
+
+from .record import Sequences
+
+
+@dataclass
+class LinearBoundary:
+    """What the plan says of one linear layer. `outputs`: its channels out, over all processes."""
+
+    sequences: Sequences
+    where: str
+    linear: Linear
+    attends: Attended
+    bias_share: float
+    outputs: int
+
+    def __deepcopy__(self, memo: Any) -> LinearBoundary:
+        return self
+
+    @property
+    def enters(self) -> bool:
+        """True where own tokens are gathered before the product."""
+        return self.linear.role in ("column", "vocabulary") and self.linear.sequence is not None
+
+    @property
+    def leaves(self) -> bool:
+        """True where the product's results travel."""
+        return self.linear.role in ("row", "vocabulary", "expert")
+
+    @outside_graphs
+    def enter(self, x: Tensor) -> Tensor:
+        """The tokens that the product takes."""
+        assert self.linear.sequence is not None
+        self.sequences.use(self.where)
+        record = self.sequences.record(self.where)
+        return record.gather_seen(x, self.linear.sequence, self.linear.dim, self.attends, self.where)
+
+    @outside_graphs
+    def leave(self, out: Tensor) -> Tensor:
+        """What the layer gives: own tokens of a sum, or all channels."""
+        tensor = self.sequences.layout.tensor
+        if self.linear.role == "vocabulary":
+            out = all_gather(out, tensor, -1, even_sizes(self.outputs, tensor.size))
+            if self.linear.sequence is None:
+                return out
+            widths = self.sequences.record(self.where).widths(self.linear.sequence, self.attends, self.where)
+            start = sum(widths[: tensor.rank])
+            return out.narrow(self.linear.dim, start, widths[tensor.rank])
+        assert self.linear.sequence is not None
+        self.sequences.use(self.where)
+        record = self.sequences.record(self.where)
+        return record.scatter_own(out, self.linear.sequence, self.linear.dim, self.attends, self.where)
+
+
+class SplitLinear(nn.Linear):
+    """Mixed in before a linear layer's own class: computes with this process's part of the weight."""
+
+    _linear: LinearBoundary
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self._linear.enter(x) if self._linear.enters else x, *self.applied_weights())
+
+    def applied_weights(self) -> tuple[Tensor, Tensor | None]:
+        """The weight and the bias that this process computes with."""
+        return _applied(self)
+
+
+class SplitPreparingLinear(nn.Linear):
+    """The same for a layer that prepares its input: tokens are gathered after that, so that norms meet own tokens."""
+
+    _linear: LinearBoundary
+
+    def prepare(self, *args: Tensor) -> Tensor:
+        """The input of the product, of the tokens seen."""
+        x: Tensor = super().prepare(*args)  # type: ignore[misc]
+        return self._linear.enter(x) if self._linear.enters else x
+
+    def project(self, x: Tensor) -> Tensor:
+        """This process's part of the product."""
+        return F.linear(x, *self.applied_weights())
+
+    def applied_weights(self) -> tuple[Tensor, Tensor | None]:
+        """The weight and the bias that this process computes with."""
+        return _applied(self)
+
+
+class Leaving(nn.Module):
+    """Mixed in around all else of a layer whose results travel: a row layer's sums, a vocabulary's logits."""
+
+    _linear: LinearBoundary
+
+    def forward(self, *args: Any) -> Tensor:
+        return self._linear.leave(super().forward(*args))
+
+
+class SplitExperts(nn.Module):
+    """Mixed in before a module with the role "expert": weights (K, O, I) of all experts, and a forward of tokens and gates (..., K) to
+    the sum. This process computes its own experts, for all tokens seen.
+    """
+
+    _linear: LinearBoundary
+
+    @property
+    def weight(self) -> Tensor:
+        """Weights of this process's experts."""
+        whole = self._parameters["weight"]
+        assert whole is not None
+        return local(whole)
+
+    def forward(self, x: Tensor, gates: Tensor) -> Tensor:
+        linear, tensor = self._linear, self._linear.sequences.layout.tensor
+        x, gates = linear.enter(x), linear.enter(gates)
+        own = even_sizes(gates.shape[-1], tensor.size)
+        start = sum(own[: tensor.rank])
+        out: Tensor = super().forward(x, gates.narrow(-1, start, own[tensor.rank]))
+        return out
+
+
+class SplitNorm(nn.RMSNorm):
+    """Mixed in before an RMSNorm over all heads of which a process has some: the mean square is summed over the axis."""
+
+    _linear: LinearBoundary
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _norm_of_all(self, x, self._linear)
+
+
+@outside_graphs
+def _norm_of_all(norm: nn.RMSNorm, x: Tensor, boundary: LinearBoundary) -> Tensor:
+    tensor, channels = boundary.sequences.layout.tensor, x.shape[-1]
+    boundary.sequences.use(boundary.where)
+    wide = x.float() if x.dtype != torch.float64 else x
+    squares = all_gather(wide.square().sum(-1, keepdim=True), tensor, -1, (1,) * tensor.size).sum(-1, keepdim=True)
+    eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
+    normed = wide * (squares / boundary.outputs + eps).rsqrt()
+    if norm.weight is not None:
+        start = channels * tensor.rank
+        normed = normed * norm.weight[start : start + channels]
+    return normed.to(x.dtype)
+
+
+def _applied(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    boundary: LinearBoundary = layer._linear  # type: ignore[assignment]
+    bias = local(layer.bias) if layer.bias is not None else None
+    if bias is not None and boundary.bias_share != 1.0:
+        bias = bias * boundary.bias_share  # every process adds a part: their outputs are summed
+    return local(layer.weight), bias
+
+
+def split_layer(layer: nn.Module, mesh: DeviceMesh, linear: Linear, sequences: Sequences, name: str, attends: Attended) -> None:
+    """Split one layer in place: weights along O for a column or vocabulary layer, along I for a row layer, whose bias stays whole, along K
+    for experts.
+
+    Raises UserError for a layer that is none, that an adapter or a quantisation holds, or whose channels do not divide.
+    """
+    where = f"{name} ({type(layer).__name__})"
+    if linear.role == "expert":
+        _split_experts(layer, mesh, linear, sequences, where, attends)
+        return
+    layer = _plain_linear(layer, linear, where)
+    parts, place = mesh.size(), mesh.get_local_rank()
+    dim = 1 if linear.role == "row" else 0
+    if layer.weight.shape[dim] % parts:
+        raise UserError(f"parallel.tp {parts} does not divide the {layer.weight.shape[dim]} channels of {name}")
+    outputs = layer.weight.shape[0]
+    layer.weight = _part(layer.weight, dim, mesh, parts, place)
+    if layer.bias is not None and linear.role != "row":
+        layer.bias = _part(layer.bias, 0, mesh, parts, place)
+    share = 1.0 / parts if linear.role == "row" else 1.0
+    boundary = LinearBoundary(sequences, where, linear, attends, share, outputs)
+    mixin = SplitPreparingLinear if isinstance(layer, PreparesInput) else SplitLinear
+    mix_in(layer, mixin, rename=False)._linear = boundary  # type: ignore[attr-defined]
+
+
+def _plain_linear(layer: nn.Module, linear: Linear, where: str) -> nn.Linear:
+    """The layer itself, where its weight can be read and split."""
+    if isinstance(layer, nn.Linear) and layer.weight.is_floating_point():
+        return layer
+    if isinstance(layer, nn.Linear) or "base_layer" in dict(layer.named_children()):
+        raise UserError(
+            f"parallel.tp: {where} has the role {linear.role}, and an adapter or a quantisation holds its weight: "
+            "merge it first, or use parallel.ulysses, ring or strategy: fsdp"
+        )
+    raise UserError(f"parallel.tp: {where} has the role {linear.role} in the plan and is no linear layer")
+
+
+def _split_experts(
+    layer: nn.Module, mesh: DeviceMesh, linear: Linear, sequences: Sequences, where: str, attends: Attended
+) -> None:
+    weight = dict(layer.named_parameters(recurse=False)).get("weight")
+    if weight is None or weight.dim() != 3 or linear.sequence is None:
+        raise UserError(f"parallel.tp: {where} has the role expert in the plan and no weights (K, O, I) of experts")
+    parts, place = mesh.size(), mesh.get_local_rank()
+    if len(weight) % parts:
+        raise UserError(f"parallel.tp {parts} does not divide the {len(weight)} experts of {where}")
+    boundary = LinearBoundary(sequences, where, linear, attends, 1.0, weight.shape[1])
+    layer.register_parameter("weight", _part(weight, 0, mesh, parts, place))
+    mix_in(layer, SplitExperts, rename=False)._linear = boundary
+
+
+def _part(whole: Tensor, along: int, mesh: DeviceMesh, parts: int, place: int) -> nn.Parameter:
+    own = whole.detach().chunk(parts, along)[place].clone()
+    split = DTensor.from_local(own, mesh, [Shard(along)], run_check=False)
+    return nn.Parameter(split, requires_grad=whole.requires_grad)

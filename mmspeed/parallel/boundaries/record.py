@@ -1,0 +1,366 @@
+"""One forward pass of a model that is spread over processes: lengths of its sequences, and this process's part of each tensor.
+
+The record is made by the model's own boundary and lasts as long as the forward. Boundaries, sites and layers inside ask
+`Sequences.record()`, which answers through `mmspeed.replay.fact`: whatever computes a part of the forward again (a region, a checkpoint) keeps
+the record of the forward that it belongs to, in its own thread, whatever other forwards came in between. No slot on a shared object
+holds it.
+
+Legend: B batch, T rows, S columns, N tokens, E width, X position axes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspeed.comm import Ledger, all_gather, all_to_all, even_sizes, reduce_scatter
+from mmspeed.compute.autocast import autocast_alike
+from mmspeed.errors import UserError
+from mmspeed.graphs import outside_graphs
+from mmspeed.parallel.sequence.zigzag import zigzag_order
+from mmspeed.protocols.plan import Attended, Gather, ModelPlan, Split, Tokens
+from mmspeed.replay import fact
+from mmspeed.torch_internals import tree_leaves
+
+from .layout import TokenLayout, TokenRange, split_range
+
+_RECORD: ContextVar[ForwardRecord | None] = ContextVar("mmspeed_forward", default=None)
+
+
+class Sequences:
+    """All that the boundaries of one model share: its plan, the layout, and counts of their uses. Nothing of a forward is in it."""
+
+    def __init__(self, plan: ModelPlan, layout: TokenLayout) -> None:
+        self.plan, self.layout = plan, layout
+        self.factorised = plan.factorised
+        self.gridded = {tokens.sequence for block in plan.blocks for tokens in block.tokens.values()}
+        self.tensor_split = {linear.sequence for linear in plan.linears.values() if linear.sequence is not None}
+        self.zigzag = plan.causal and layout.axes.ring.size > 1  # over Ulysses alone, zigzag order is the sequence's own
+        self.uses: Counter[str] = Counter()  # by boundary
+        self.checked = False  # that all processes of a group were given the same
+
+    def __deepcopy__(self, memo: Any) -> Sequences:
+        return self  # process groups cannot be copied, and nothing in it is of one copy
+
+    @contextmanager
+    def forward(self, record: ForwardRecord) -> Iterator[None]:
+        """Inside, boundaries of the model find this record."""
+        token = _RECORD.set(record)
+        try:
+            yield
+        finally:
+            _RECORD.reset(token)
+
+    def record(self, where: str) -> ForwardRecord:
+        """The record of the forward that is being computed, or computed again. Raises UserError outside of one."""
+        known: ForwardRecord | None = fact(self, _RECORD.get)
+        if known is None or known.sequences is not self:
+            raise UserError(f"{where} was called outside of the forward of the model that the plan was applied to")
+        return known
+
+    def use(self, where: str) -> None:
+        """Count a use of a boundary."""
+        self.uses[where] += 1
+
+
+@dataclass(eq=False)
+class ForwardRecord:
+    """One forward pass. `image`: nothing is split over the group; tensor-parallel processes still share the columns.
+
+    `grid`: video tokens along time, height and width, where sparse attention asked for it.
+    """
+
+    sequences: Sequences
+    image: bool = False
+    grid: tuple[int, int, int] | None = None
+    lengths: dict[str, tuple[int, int]] = field(default_factory=dict)
+    positions: dict[str, Tensor] = field(default_factory=dict)  # (T, S, X) of a sequence, whole
+
+    def __deepcopy__(self, memo: Any) -> ForwardRecord:
+        return self
+
+    # -- who holds what -------------------------------------------------------------------------------------------------
+
+    def shape(self, sequence: str, where: str) -> tuple[int, int]:
+        """(rows, columns) of a sequence. Raises UserError before its first split."""
+        if sequence not in self.lengths:
+            raise UserError(f"{where}: sequence {sequence!r} was not split before it is needed; mend the plan")
+        return self.lengths[sequence]
+
+    def tell(self, sequence: str, shape: tuple[int, int], where: str) -> None:
+        """Note a sequence's rows and columns, or hold them against what is known."""
+        known = self.lengths.setdefault(sequence, shape)
+        if known != shape:
+            now, then = (size[1] if size[0] == 1 else " x ".join(map(str, size)) for size in (shape, known))
+            raise UserError(f"{where}: sequence {sequence!r} has {now} tokens here and had {then} before; mend the plan")
+
+    def is_split(self, sequence: str, where: str) -> bool:
+        """True where the tokens of a sequence lie on several processes of the group."""
+        layout = self.sequences.layout
+        if self.image or layout.whole.size == 1:
+            return False
+        if sequence != self.sequences.plan.long_text:
+            return True
+        return layout.text_from is not None and math.prod(self.shape(sequence, where)) >= layout.text_from
+
+    def held(
+        self, sequence: str, attends: Attended, where: str, place: tuple[int, int] | None = None
+    ) -> TokenRange:
+        """What a place (hybrid, dsp) of the group holds of a sequence, for blocks that attend along a dim; None: this process's."""
+        layout, shape = self.sequences.layout, self.shape(sequence, where)
+        if sequence not in self.sequences.tensor_split:
+            layout = replace(layout, tensor=replace(layout.tensor, size=1, rank=0))
+        if not self.is_split(sequence, where):
+            return layout.unsplit(shape)
+        h, d = place if place is not None else (layout.hybrid.rank, layout.dsp.rank)
+        if self.sequences.factorised and sequence not in self.sequences.gridded:  # over all processes alike
+            part = split_range(range(shape[1]), layout.whole.size, d * layout.hybrid.size + h)
+            return TokenRange(range(shape[0]), (part,))
+        if self.sequences.zigzag:
+            sizes = layout.zigzag_sizes(shape[1])
+            return TokenRange(range(shape[0]), (range(sum(sizes[:h]), sum(sizes[: h + 1])),))
+        return layout.held(shape, attends, self.sequences.factorised, h, d)
+
+    def widths(self, sequence: str, attends: Attended, where: str) -> tuple[int, ...]:
+        """Own columns of each tensor-parallel process."""
+        return tuple(map(len, self.held(sequence, attends, where).columns))
+
+    def crosses(self, sequences: Sequence[str], attends: Attended, where: str) -> bool:
+        """True where an attention along a dim has tokens on other processes."""
+        names = self.sequences
+        return any(
+            self.is_split(name, where)
+            and (
+                (names.factorised and name not in names.gridded)
+                or (names.layout.hybrid.size > 1 and attends == names.layout.crossing(names.factorised))
+            )
+            for name in sequences
+        )
+
+    def attended_sizes(self, sequences: Sequence[str], attends: Attended, where: str) -> tuple[int, ...]:
+        """Tokens along the attended dim, of all processes of ring x ulysses."""
+        layout, sizes = self.sequences.layout, []
+        for place in range(layout.hybrid.size):
+            each = [self.held(name, attends, where, (place, layout.dsp.rank)) for name in sequences]
+            sizes.append(sum(len(held.rows) if attends == "rows" else held.width for held in each))
+        return tuple(sizes)
+
+    def all_sizes(self, sequence: str, attends: Attended, where: str) -> tuple[int, ...]:
+        """Tokens of all processes of the group, in the order of `TokenLayout.whole`."""
+        return tuple(self.held(sequence, attends, where, place).tokens for place in self.sequences.layout.places())
+
+    def positions_of_all(self, sequence: str, attends: Attended, where: str) -> Tensor:
+        """Whole positions along the attended dim, of the tokens of all processes of ring x ulysses in their order: (N, X)."""
+        if sequence not in self.positions:
+            raise UserError(f"{where}: sparse attention across processes needs the positions of {sequence!r}; mend the plan")
+        pos_TSX, layout = self.positions[sequence], self.sequences.layout
+        if attends == "rows":
+            return pos_TSX[:, 0]
+        held = [self.held(sequence, attends, where, (h, layout.dsp.rank)) for h in range(layout.hybrid.size)]
+        return torch.cat([pos_TSX[0, part.start : part.stop] for each in held for part in each.columns])
+
+    # -- tensors --------------------------------------------------------------------------------------------------------
+
+    def cut(self, tensor: Tensor, split: Split, attends: Attended, where: str) -> Tensor:
+        """This process's part of a tensor that all processes of the group have whole.
+
+        A copy of numbers: a view would keep the whole sequence in memory for backward. Raises UserError where lengths do not agree.
+        """
+        if split.ndim is not None and tensor.ndim != split.ndim:
+            return tensor
+        names = (split.sequence,) if isinstance(split.sequence, str) else split.sequence
+        columns, rows = tensor.shape[split.dim], 1 if split.rows is None else tensor.shape[split.rows]
+        if split.broadcast and columns == 1 and (split.rows is None or rows == 1):
+            return tensor
+        whole_columns, whole_rows = split.broadcast and columns == 1, split.broadcast and rows == 1
+        if len(names) == 1 and not (whole_columns or (whole_rows and split.rows is not None)):
+            self.tell(names[0], (rows, columns), where)
+        if split.positions:
+            self.positions[names[0]] = tensor
+        begin, parts = 0, []
+        for name in names:
+            shape = self.shape(name, where)
+            held = self.held(name, attends, where)
+            self._check_least(split, name, attends, where)
+            part = tensor
+            if split.rows is not None and not whole_rows:
+                part = _narrowed(part, split.rows, held.rows, 0)
+            if not whole_columns:
+                parts += self._columns(part, split, held, name, begin, shape[1])
+                begin += shape[1]
+            else:
+                parts.append(part)
+        if not whole_columns and begin != columns:
+            lengths = {name: math.prod(self.shape(name, where)) for name in names}
+            raise UserError(f"{where}: {columns} places for {lengths} tokens; mend the plan")
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts, split.dim)
+        if joined.shape == tensor.shape:
+            return tensor
+        return joined.clone() if len(parts) == 1 and joined.is_floating_point() else joined
+
+    def _columns(
+        self, part: Tensor, split: Split, held: TokenRange, name: str, begin: int, length: int
+    ) -> list[Tensor]:
+        own = self.sequences.layout.tensor.rank if len(held.columns) > 1 else 0
+        ranges = [held.columns[own]] if split.level == "own" else list(held.columns)
+        if self.sequences.zigzag and self.is_split(name, ""):
+            order = zigzag_order(length, self.sequences.layout.axes.ring.size)[ranges[0].start : ranges[0].stop]
+            return [part.index_select(split.dim, (begin + order).to(part.device))]
+        if len(ranges) > 1 and ranges == _neighbours(ranges):  # one part, where they follow one another
+            ranges = [range(ranges[0].start, ranges[-1].stop)]
+        return [_narrowed(part, split.dim, each, begin) for each in ranges]
+
+    def _check_least(self, split: Split, name: str, attends: Attended, where: str) -> None:
+        if not split.least or not self.is_split(name, where):
+            return
+        sizes, layout = self.all_sizes(name, attends, where), self.sequences.layout
+        if min(sizes) < split.least:
+            raise UserError(
+                f"{where}: {sum(sizes)} tokens of {name!r} for {layout.whole.size} ranks; this model needs {split.least} on "
+                f"every rank: pad to {layout.whole.size * split.least} (and mask), or lower parallel.ring or parallel.ulysses"
+            )
+
+    def leading(self, count: int, sequence: str, attends: Attended, where: str) -> int:
+        """How many of the first `count` tokens of a sequence of one row are on this process; a part keeps its tokens' order."""
+        if not self.is_split(sequence, where):
+            return count
+        columns = self.held(sequence, attends, where).columns[0]
+        if self.sequences.zigzag:
+            order = zigzag_order(self.shape(sequence, where)[1], self.sequences.layout.axes.ring.size)
+            return int((order[columns.start : columns.stop] < count).sum())
+        return min(max(count - columns.start, 0), len(columns))
+
+    @outside_graphs
+    def reshard(self, x: Tensor, tokens: Tokens, before: Attended, now: Attended, where: str) -> Tensor:
+        """Own tokens as blocks that attend along `now` hold them, from those of blocks that attend along `before`."""
+        sequences, layout = self.sequences, self.sequences.layout
+        if before == now or layout.dsp.size == 1 or not self.is_split(tokens.sequence, where):
+            return x
+        shape = self.shape(tokens.sequence, where)
+        crossing = layout.crossing(sequences.factorised)
+        dims: Mapping[Attended, int] = {"rows": _required(tokens.rows, where), "columns": tokens.dim}
+        own = split_range(range(shape[1]), layout.tensor.size, layout.tensor.rank)
+        lengths: dict[Attended, int] = {"rows": shape[0], "columns": len(own)}
+        other: Attended = "columns" if crossing == "rows" else "rows"
+        within = len(split_range(range(lengths[crossing]), layout.hybrid.size, layout.hybrid.rank))
+        parts = {crossing: even_sizes(within, layout.dsp.size), other: even_sizes(lengths[other], layout.dsp.size)}
+        away, home = (crossing, other) if before == crossing else (other, crossing)
+        return all_to_all(x, layout.dsp, dims[away], dims[home], parts[away], parts[home])
+
+    @outside_graphs
+    def gather(self, x: Tensor, gather: Gather, attends: Attended, where: str) -> Tensor:
+        """All tokens on every process, from own ones; its gradient is the sum of what all processes do with them."""
+        sequences, layout, name = self.sequences, self.sequences.layout, gather.sequence
+        shape = self.shape(name, where)
+        if self.is_split(name, where):
+            x = self._gather_group(x, gather, attends, shape, where)
+        if name in sequences.tensor_split:
+            x = all_gather(x, layout.tensor, gather.dim, even_sizes(shape[1], layout.tensor.size))
+        return x
+
+    def _gather_group(
+        self, x: Tensor, gather: Gather, attends: Attended, shape: tuple[int, int], where: str
+    ) -> Tensor:
+        sequences, layout = self.sequences, self.sequences.layout
+        if sequences.zigzag:
+            whole = self._gather_hybrid(x, gather.dim, layout.zigzag_sizes(shape[1]))
+            back = zigzag_order(shape[1], layout.axes.ring.size).argsort()
+            return whole.index_select(gather.dim, back.to(whole.device))
+        if sequences.factorised and gather.sequence not in sequences.gridded:
+            return all_gather(x, layout.whole, gather.dim, even_sizes(shape[1], layout.whole.size))
+        dims: Mapping[Attended, int] = {"columns": gather.dim}
+        if gather.rows is not None:
+            dims = {**dims, "rows": gather.rows}
+        tensor = layout.tensor if gather.sequence in sequences.tensor_split else None
+        columns = range(shape[1]) if tensor is None else split_range(range(shape[1]), tensor.size, tensor.rank)
+        lengths: dict[Attended, int] = {"rows": shape[0], "columns": len(columns)}
+        crossing = layout.crossing(sequences.factorised)
+        if layout.dsp.size > 1:
+            along: Attended = crossing if attends != crossing else ("columns" if crossing == "rows" else "rows")
+            length = lengths[along]
+            if along == crossing:
+                length = len(split_range(range(length), layout.hybrid.size, layout.hybrid.rank))
+            x = all_gather(x, layout.dsp, dims[along], even_sizes(length, layout.dsp.size))
+        return self._gather_hybrid(x, dims[crossing], even_sizes(lengths[crossing], layout.hybrid.size))
+
+    def _gather_hybrid(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        """Over ring x ulysses: at once where they are one group, else over ulysses and then over the ring."""
+        layout = self.sequences.layout
+        ring, ulysses = layout.axes.ring, layout.axes.ulysses
+        if layout.hybrid.group is not None or ring.size == 1 or ulysses.size == 1:
+            return all_gather(x, layout.hybrid, dim, sizes)
+        parts = [sizes[begin : begin + ulysses.size] for begin in range(0, len(sizes), ulysses.size)]
+        near = all_gather(x, ulysses, dim, parts[ring.rank])
+        return all_gather(near, ring, dim, [sum(part) for part in parts])
+
+    # -- tensor parallelism ---------------------------------------------------------------------------------------------
+
+    @outside_graphs
+    def gather_seen(self, x: Tensor, sequence: str, dim: int, attends: Attended, where: str) -> Tensor:
+        """The tokens seen, from the own ones of each tensor-parallel process."""
+        # norms may give float32, which the next layer would round anyway
+        return all_gather(
+            autocast_alike(x)[0], self.sequences.layout.tensor, dim, self.widths(sequence, attends, where)
+        )
+
+    @outside_graphs
+    def scatter_own(self, x: Tensor, sequence: str, dim: int, attends: Attended, where: str) -> Tensor:
+        """The own tokens of the sum over tensor-parallel processes."""
+        return reduce_scatter(x, self.sequences.layout.tensor, dim, self.widths(sequence, attends, where))
+
+    # -- what all processes must agree on -------------------------------------------------------------------------------
+
+    def check_same(self, arguments: Mapping[str, Any]) -> None:
+        """Hold the inputs of all processes of the group against one another, by shapes and sums, once a model.
+
+        Raises UserError on every process: those that compute one video together must be given the same one.
+        """
+        sequences = self.sequences
+        if sequences.checked or self.image or sequences.layout.whole.size == 1:
+            return
+        sequences.checked = True
+        names, prints = [], []
+        for name, value in sorted(arguments.items()):
+            tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+            sizes = [float(size) for tensor in tensors for size in (tensor.ndim, *tensor.shape)]
+            shape = sum(size * math.sqrt(place + 2) for place, size in enumerate(sizes))
+            names.append(name)
+            prints += [shape, sum(float(tensor.detach().float().sum()) for tensor in tensors)]
+        device = next((v.device for v in tree_leaves(arguments) if isinstance(v, torch.Tensor)), None)
+        mine = torch.tensor(prints).nan_to_num().to(device).unsqueeze(0)
+        whole, axes = sequences.layout.whole, (sequences.layout.axes.ulysses, sequences.layout.axes.ring)
+        with torch.no_grad():
+            every = mine
+            for axis in (*axes, sequences.layout.dsp):
+                every = all_gather(every, replace(axis, ledger=Ledger()), 0)
+        other = (every != every[:1]).any(0).tolist()
+        wrong = [name for name, *differ in zip(names, other[::2], other[1::2], strict=True) if any(differ)]
+        if wrong:
+            raise UserError(
+                f"sequence parallelism: {', '.join(wrong)} differ between the {whole.size} ranks that compute one video "
+                f"together; give ranks of a group the same sample, noise and timestep (group = rank // {whole.size})"
+            )
+
+
+def _narrowed(x: Tensor, dim: int, part: range, begin: int) -> Tensor:
+    return x.narrow(dim, begin + part.start, len(part))
+
+
+def _neighbours(ranges: list[range]) -> list[range]:
+    """The same ranges where each begins at the end of the one before; else none."""
+    follow = all(left.stop == right.start for left, right in zip(ranges, ranges[1:], strict=False))
+    return ranges if follow else []
+
+
+def _required(dim: int | None, where: str) -> int:
+    if dim is None:
+        raise UserError(f"{where}: tokens are re-sharded between rows and columns, and the plan names no dim of the rows")
+    return dim

@@ -1,0 +1,72 @@
+"""The plan of SoraDiT: where its tokens are split, which layers and attentions techniques meet, what can be recomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mmspeed.protocols.plan import (
+    Block,
+    Chunked,
+    Gather,
+    Linear,
+    ModelPlan,
+    Region,
+    Site,
+    Split,
+    Tokens,
+)
+
+VIDEO = Linear("column", "video", dim=2)
+REGIONS = {
+    "attention": Region(("self_attention",)),
+    "cross_attention": Region(("cross_attention",)),
+    "mlp": Region(("mlp",)),
+    "norm": Region(("self_attention.qkv", "cross_attention.q", "mlp.up"), small=True),
+    "activation": Region(("mlp.down",), small=True),
+}
+
+
+def sora_plan(kinds: Sequence[str], heads: int) -> ModelPlan:
+    """The plan of blocks that attend as `kinds` say ("spatial", "temporal" or "full")."""
+    factorised = "full" not in kinds
+    tokens = {"x_BTSE": Tokens("video", dim=2, rows=1)} if factorised else {}
+    own, text = Split("video", dim=1, rows=0, broadcast=True), Split("text", dim=1)
+    return ModelPlan(
+        blocks=tuple(
+            Block(f"blocks.{place}", "rows" if kind == "temporal" else "columns", tokens)
+            for place, kind in enumerate(kinds)
+        ),
+        before=("patch_in", "text_norm", "text_in"),
+        after=("final",),
+        inputs={
+            "patch_in": {"input": Split("video", dim=2, rows=1)},
+            "text_norm": {"input": text},
+            "blocks.*": {
+                "text_mask_BL": text,
+                "frame_TS": own,
+                "pos_TSX": Split("video", dim=1, rows=0, level="seen", broadcast=True, positions=True),
+                "mask_BTS": Split("video", dim=2, rows=1, level="seen"),
+            },
+            "final": {"frame_TS": own},
+        },
+        outputs={"final": {0: Gather("video", dim=2, rows=1)}},
+        attention={
+            "blocks.*.self_attention.attend": Site(("video",), calls=True),
+            "blocks.*.cross_attention.attend": Site(("video",), ("text",), calls=True, sparse=False),
+        },
+        linears={
+            "blocks.*.self_attention.qkv": VIDEO,
+            "blocks.*.self_attention.out": Linear("row", "video", dim=2),
+            "blocks.*.cross_attention.q": VIDEO,
+            "blocks.*.cross_attention.kv": Linear("column"),
+            "blocks.*.cross_attention.out": Linear("row", "video", dim=2),
+            "blocks.*.mlp.up": VIDEO,
+            "blocks.*.mlp.down": Linear("row", "video", dim=2),
+        },
+        heads=heads,
+        regions=REGIONS,
+        chunks=(Chunked("mlp.up", "mlp.down"),),
+        draws=False,
+        image=("x_BCThw", 2),
+        long_text="text",
+    )
