@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
 from torch import nn
 
 from mmspeed.axes import AxisName
-from mmspeed.comm import Axis, Ledger
-from mmspeed.comm.groups import flattened
-from mmspeed.config.parallel import ParallelConfig
 from mmspeed.errors import UserError
 from mmspeed.graphs import compile_forward
 from mmspeed.memory import BlockPolicies
 from mmspeed.mesh import Mesh
-from mmspeed.protocols import CountsHeads, DeclaresRoles, Role, trainable
+from mmspeed.protocols.plan import ModelPlan, blocks_of, plan_of
 from mmspeed.replay import recorded_modules
 
+from .boundaries.apply import Boundaries, is_spread, make_layout, sequence_parallel, uncrossed
+from .boundaries.layout import TokenLayout
+from .boundaries.record import Sequences
 from .data_parallel import (
     Strategy,
     autocast,
@@ -30,33 +29,26 @@ from .data_parallel import (
     take_float32_gradients,
     unwrap,
 )
-from .declared.apply import is_sequence_parallel, sequence_axes, sequence_parallel
-from .declared.plan import Attends, Gather, Leading, SequencePlan, Split
 from .sequence.hybrid_attention import SequenceAxes
-from .tensor import check_heads, split_layers, sum_shared_gradients
-from .tokens import SpreadsTokens, TokenLayout
+from .tensor import check_heads, sum_shared_gradients
 
 __all__ = [
-    "Attends",
-    "Gather",
-    "Leading",
     "SequenceAxes",
-    "SequencePlan",
-    "Split",
     "Strategy",
     "TokenLayout",
     "autocast",
     "check_layout",
     "is_half",
+    "is_spread",
     "make_half",
     "make_layout",
     "no_sync",
     "parallelize",
     "resolve_strategy",
     "sequence_parallel",
-    "shard_tokens",
     "sum_shared_gradients",
     "take_float32_gradients",
+    "uncrossed",
     "unwrap",
 ]
 
@@ -70,33 +62,6 @@ def resolve_strategy(strategy: str, world: int) -> Strategy:
     if strategy == "none" and world > 1:
         raise UserError(f"parallel.strategy: none is for one process, this run has {world}; use fsdp, ddp or auto")
     return cast(Strategy, strategy)
-
-
-def make_layout(
-    mesh: Mesh | None,
-    parallel: ParallelConfig | None = None,
-    ledger: Ledger | None = None,
-    nodes: Sequence[int] | None = None,
-) -> TokenLayout:
-    """How the tokens of a forward pass are spread over a mesh; all on one process without one.
-
-    `nodes`: the node of each rank, for the ledger's bytes by link; None: by the launcher's LOCAL_WORLD_SIZE.
-    Makes process groups: every process of the run must call it.
-    """
-    if mesh is None:
-        return TokenLayout()
-    parallel, ledger = parallel or ParallelConfig(), ledger or Ledger()
-    axes = sequence_axes(
-        mesh.dense, window=parallel.ring_window, exchange=parallel.exchange, ledger=ledger, nodes=nodes
-    )
-    return TokenLayout(
-        axes=axes,
-        whole=flattened("sequence", axes.ring, axes.ulysses, mesh.dense, nodes),
-        tensor=Axis.of(mesh.dense, AxisName.TP.value, ledger, parallel.exchange, nodes),
-        scheme=parallel.scheme,
-        shard="rows" if parallel.shard == "frames" else "columns",
-        text_from=parallel.shard_text,
-    )
 
 
 def parallelize(
@@ -117,22 +82,26 @@ def parallelize(
     State-dict names (through `torch.distributed.checkpoint.state_dict`) are those of the bare model in every strategy.
     """
     layout = layout or TokenLayout()
-    if layout.tensor.size > 1:  # first: what follows sees layers that are split already
-        assert mesh is not None
-        split_layers(model, mesh.submesh(AxisName.TP), *_tensor_parts(model, strategy, mesh))
-    exchanges = layout.tensor.size * layout.whole.size > 1
-    if exchanges:  # who computes which tokens
-        shard_tokens(model, layout)
+    boundaries = None
+    if layout.size > 1:  # with one process a sample nothing is put on: the bare class runs
+        boundaries = Boundaries(model, Sequences(_checked_plan(model, layout), layout))
+        if layout.tensor.size > 1:  # first: what follows sees layers that are split already
+            assert mesh is not None
+            _check_tensor(model, strategy, mesh)
+            boundaries.split_weights(mesh.submesh(AxisName.TP))
+        boundaries.put_inside()  # who computes which tokens, and attends to whose
     # Recomputation is part of the graphs, block by block; but exchanges and plans break graphs, and none is made of a block with both
-    breaks = exchanges or is_sequence_parallel(model) or bool(recorded_modules(model))
+    breaks = layout.size > 1 or is_spread(model) or bool(recorded_modules(model))
     backend = compile if isinstance(compile, str) else "inductor"
-    for number, block in enumerate(trainable(model).blocks):
+    for number, (_, block) in enumerate(blocks_of(model)):
         if compile and breaks:
             compile_forward(block, backend=backend)
         if keeping is not None:  # what backward finds
             keeping.apply(block, number, compiled=bool(compile), around_graphs=breaks)
         if compile and not breaks:
             compile_forward(block, backend=backend)
+    if boundaries is not None:  # around all of that: what enters and leaves blocks and the model
+        boundaries.put_around()
     if compute_dtype != torch.float32:  # around the whole model: training, validation and sampling compute alike
         autocast(model, compute_dtype)
     if strategy == "none":
@@ -143,27 +112,35 @@ def parallelize(
     return shard(model, mesh, compute_dtype) if strategy == "fsdp" or is_half(model) else replicate(model)
 
 
-def _tensor_parts(model: nn.Module, strategy: Strategy, mesh: Mesh) -> tuple[int, Mapping[str, Role]]:
-    """The heads and roles of a model that tensor parallelism takes. Raises UserError where it cannot."""
+def _checked_plan(model: nn.Module, layout: TokenLayout) -> ModelPlan:
+    """The plan of a model that is to be spread. Raises UserError where it has none, or the layout does not fit it."""
+    plan = plan_of(model)
+    if plan is None:
+        raise UserError(
+            f"parallel: {type(model).__name__} has no plan, so one sample cannot be computed by {layout.size} processes together; "
+            "declare one (mmspeed.protocols.plan.declare_plan, docs/adding-a-model.md)"
+        )
+    check_layout(plan, layout.axes.ulysses.size, layout.dsp.size, layout.tensor.size)
+    return plan
+
+
+def _check_tensor(model: nn.Module, strategy: Strategy, mesh: Mesh) -> None:
+    """Raises UserError where a model cannot be split over tensor-parallel processes."""
     if strategy == "ddp" or (strategy == "none" and mesh.storage.size() > mesh.size(AxisName.TP)):
         raise UserError("parallel.tp goes with parallel.strategy: fsdp")
-    if not isinstance(model, DeclaresRoles) or not model.roles:
-        raise UserError(f"parallel.tp: {type(model).__name__} declares no roles of its layers; use ring and ulysses")
-    return model.heads, model.roles
-
-
-def shard_tokens(model: nn.Module, layout: TokenLayout) -> None:
-    """Hand a model its layout, in place. Raises UserError when the model cannot be spread so."""
-    if not isinstance(model, SpreadsTokens) or not isinstance(model.layout, TokenLayout):
+    plan = plan_of(model)
+    if plan is None or not plan.linears:
         raise UserError(
-            f"parallel: {type(model).__name__} has no token layout; declare a plan with mmspeed.parallel.sequence_parallel"
+            f"parallel.tp: the plan of {type(model).__name__} names no roles of its layers; use ring and ulysses"
         )
-    sizes = {"ulysses": layout.axes.ulysses.size, "tp": layout.tensor.size}
-    check_layout(model, ParallelConfig(scheme=layout.scheme, **sizes))
-    model.layout = layout
 
 
-def check_layout(model: CountsHeads, parallel: ParallelConfig) -> None:
-    """Raises UserError where the heads of a model (which may be on the meta device) do not fit `ulysses` or `tp`."""
-    crosses = parallel.scheme == "ulysses" or model.attends_over_all  # else tokens are moved, not heads
-    check_heads(model.heads, parallel.ulysses if crosses else 1, parallel.tp)
+def check_layout(plan: ModelPlan, ulysses: int = 1, dsp: int = 1, tp: int = 1) -> None:
+    """Raises UserError where the heads of a model do not fit `ulysses` or `tp`, and for `dsp` of one whose blocks all attend alike."""
+    if dsp > 1 and not plan.factorised:
+        raise UserError(
+            f"parallel.dsp {dsp} re-shards tokens between spatial and temporal blocks, and this model has blocks of one kind: "
+            "use parallel.ulysses or parallel.ring"
+        )
+    if plan.heads is not None:
+        check_heads(plan.heads, ulysses, tp)
