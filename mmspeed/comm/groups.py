@@ -1,7 +1,8 @@
-"""Two axes of a mesh as one."""
+"""Several axes of a mesh as one."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,19 +12,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from .axis import Axis, nodes_of
 
 
-def flattened(name: str, outer: Axis, inner: Axis, mesh: DeviceMesh, nodes: Sequence[int] | None = None) -> Axis:
-    """`outer` x `inner` of a mesh that covers all processes as one axis, with `outer` outermost in its order.
+def flattened(name: str, *axes: Axis, mesh: DeviceMesh, nodes: Sequence[int] | None = None) -> Axis:
+    """Axes of a mesh that covers all processes as one axis, the first outermost in its order.
 
-    It has the ledger and the exchange of `inner`; `nodes` as in `Axis.of`. It may make process groups, so every process of the run must
+    It has the ledger and the exchange of the last; `nodes` as in `Axis.of`. It may make process groups, so every process of the run must
     call it.
     """
-    if outer.size == 1 or inner.size == 1:
-        return replace(inner if outer.size == 1 else outer, name=name)
+    split = [axis for axis in axes if axis.size > 1]
+    if len(split) <= 1:
+        return replace(split[0] if split else axes[-1], name=name)
     assert mesh.mesh_dim_names is not None
-    places = [mesh.mesh_dim_names.index(axis.name) for axis in (outer, inner)]
+    places = [mesh.mesh_dim_names.index(axis.name) for axis in split]
     others = [dim for dim in range(mesh.ndim) if dim not in places]
-    ranks = mesh.mesh.permute(*others, *places).reshape(-1, outer.size * inner.size)
-    group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
-    place = outer.rank * inner.size + inner.rank
+    size, rank = math.prod(axis.size for axis in split), 0
+    for axis in split:
+        rank = rank * axis.size + axis.rank
+    group, _ = dist.new_subgroups_by_enumeration(mesh.mesh.permute(*others, *places).reshape(-1, size).tolist())
     own_nodes = nodes_of(dist.get_process_group_ranks(group), nodes)
-    return Axis(name, group, outer.size * inner.size, place, inner.ledger, inner.exchange, own_nodes)
+    return Axis(name, group, size, rank, split[-1].ledger, split[-1].exchange, own_nodes)

@@ -86,14 +86,15 @@ def make_layout(
     if mesh is None:
         return TokenLayout()
     parallel, ledger = parallel or ParallelConfig(), ledger or Ledger()
+    dsp = Axis.of(mesh.dense, AxisName.DSP.value, ledger, parallel.exchange, nodes)
     axes = sequence_axes(
         mesh.dense, window=parallel.ring_window, exchange=parallel.exchange, ledger=ledger, nodes=nodes
     )
     return TokenLayout(
         axes=axes,
-        whole=flattened("sequence", axes.ring, axes.ulysses, mesh.dense, nodes),
+        whole=flattened("sequence", dsp, axes.ring, axes.ulysses, mesh=mesh.dense, nodes=nodes),
         tensor=Axis.of(mesh.dense, AxisName.TP.value, ledger, parallel.exchange, nodes),
-        scheme=parallel.scheme,
+        dsp=dsp,
         shard="rows" if parallel.shard == "frames" else "columns",
         text_from=parallel.shard_text,
     )
@@ -158,12 +159,17 @@ def shard_tokens(model: nn.Module, layout: TokenLayout) -> None:
         raise UserError(
             f"parallel: {type(model).__name__} has no token layout; declare a plan with mmspeed.parallel.sequence_parallel"
         )
-    sizes = {"ulysses": layout.axes.ulysses.size, "tp": layout.tensor.size}
-    check_layout(model, ParallelConfig(scheme=layout.scheme, **sizes))
+    check_layout(
+        model, ParallelConfig(dsp=layout.dsp.size, ulysses=layout.axes.ulysses.size, tp=layout.tensor.size)
+    )
     model.layout = layout
 
 
 def check_layout(model: CountsHeads, parallel: ParallelConfig) -> None:
-    """Raises UserError where the heads of a model (which may be on the meta device) do not fit `ulysses` or `tp`."""
-    crosses = parallel.scheme == "ulysses" or model.attends_over_all  # else tokens are moved, not heads
-    check_heads(model.heads, parallel.ulysses if crosses else 1, parallel.tp)
+    """Raises UserError where the heads of a model (which may be on the meta device) do not fit `ulysses` or `tp`, or its blocks `dsp`."""
+    if parallel.dsp > 1 and model.attends_over_all:
+        raise UserError(
+            f"parallel.dsp {parallel.dsp}: every block of {type(model).__name__} attends over all tokens, so there are no dims to "
+            "re-shard them between; use ulysses or ring"
+        )
+    check_heads(model.heads, parallel.ulysses, parallel.tp)

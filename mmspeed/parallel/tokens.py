@@ -1,16 +1,22 @@
 """Which process holds which tokens of a forward pass, and how tokens move between layers.
 
 A model sees its tokens as T x S: the frames and the places of a frame of a factorised model, one row of all tokens of a full
-one. Its blocks attend along one of the two dims. n processes of a sequence-parallel group hold parts of it, by rows ("rows") or
-by columns ("columns"); tensor-parallel processes hold parts of the columns of these again, between the layers that they split.
-Everything is uneven by one at most, so no length has to divide.
+one. Its blocks attend along one of the two dims. n = dsp x spread processes of a sequence-parallel group hold parts of it (spread is
+ring x ulysses); tensor-parallel processes hold parts of the columns of these again, between the layers that they split.
+Everything is uneven by one at most at each cut, so no length has to divide.
+
+    blocks that attend along      hold the crossing dim          hold the other dim     attention
+    the crossing dim              cut over spread                cut over dsp           over spread
+    the other dim                 cut over spread, then dsp      whole                  local
+
+Between two such blocks tokens are re-sharded over dsp alone. The crossing dim is T or S (`shard`), and S of a full model, whose dsp is 1.
 
 Sequence parallelism after Ulysses (Jacobs et al. 2023), ring attention (Liu et al. 2023), their hybrid (Fang and Zhao 2024);
 re-sharding between spatial and temporal blocks after DSP (Zhao et al. 2024); norms on shards between tensor-parallel layers
 after Korthikanti et al. (2022).
 
 Legend: B batch, T rows, S columns, N tokens, E width, C channels, A heads, D head width, L caption tokens, X position axes,
-n processes of the group, m tensor-parallel processes.
+n processes of the group, m tensor-parallel processes, P processes with the degrees (dsp, spread).
 """
 
 from __future__ import annotations
@@ -32,8 +38,7 @@ from .sequence.hybrid_attention import SequenceAxes, hybrid_attention, of_nothin
 from .sparse.attention import sparse_attention
 
 Along = Literal["T", "S"]
-TokenPlacement = Literal["whole", "rows", "columns"]
-Scheme = Literal["switch", "ulysses"]
+Degree = Literal["dsp", "spread"]
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 T_DIM, S_DIM = 1, 2  # of tokens BTSE
@@ -63,19 +68,33 @@ class TokenRange:
         return len(self.rows) * self.width
 
 
-def shard_of(holding: TokenPlacement, shape: tuple[int, int], n: int, place: int, m: int) -> TokenRange:
-    """What place `place` of n holds of T x S tokens, by tensor-parallel process.
+@dataclass(frozen=True)
+class TokenPlacement:
+    """The degrees that cut rows and columns, outermost first. Of none: every process holds all."""
+
+    rows: tuple[Degree, ...] = ()
+    columns: tuple[Degree, ...] = ()
+
+
+WHOLE = TokenPlacement()
+
+
+def shard_of(holding: TokenPlacement, shape: tuple[int, int], sizes: tuple[int, int], place: int, m: int) -> TokenRange:
+    """What a place of the group, of `sizes` (dsp, spread), holds of T x S tokens, by tensor-parallel process.
 
     Columns are cut for the m tensor-parallel processes first and then for the group, so that to re-shard is an exchange among the
     processes of one tensor-parallel place.
     """
-    rows, columns = range(shape[0]), range(shape[1])
-    outer = tuple(split_range(columns, m, part) for part in range(m))
-    if holding == "whole":
-        return TokenRange(rows, outer)
-    if holding == "rows":
-        return TokenRange(split_range(rows, n, place), outer)
-    return TokenRange(rows, tuple(split_range(part, n, place) for part in outer))
+    at = dict(zip(("dsp", "spread"), divmod(place, sizes[1]), strict=True))
+    parts = dict(zip(("dsp", "spread"), sizes, strict=True))
+
+    def cut(whole: range, degrees: tuple[Degree, ...]) -> range:
+        for degree in degrees:
+            whole = split_range(whole, parts[degree], at[degree])
+        return whole
+
+    outer = tuple(split_range(range(shape[1]), m, part) for part in range(m))
+    return TokenRange(cut(range(shape[0]), holding.rows), tuple(cut(part, holding.columns) for part in outer))
 
 
 @dataclass(frozen=True)
@@ -83,18 +102,18 @@ class TokenLayout:
     """How the tokens of every forward pass are spread. Of one process by default: nothing moves.
 
     Args:
-        axes: ring and ulysses; they compute a video together.
-        whole: the same processes as one axis, ring outermost.
+        axes: ring and ulysses; with dsp they compute a video together.
+        dsp: the axis that tokens of a factorised model are re-sharded over, between blocks that attend along other dims.
+        whole: all processes of a video as one axis, dsp outermost, then ring.
         tensor: the tensor-parallel axis.
-        scheme: how a factorised model's blocks meet all tokens of their span: `switch` moves the tokens, `ulysses` the heads.
-        shard: under `ulysses`, what the tokens are split by: "rows" (frames) or "columns" (space).
+        shard: what ring and ulysses split the tokens of a factorised model by: "rows" (frames) or "columns" (space).
         text_from: captions of at least so many tokens are split too.
     """
 
     axes: SequenceAxes = field(default_factory=SequenceAxes.alone)
     whole: Axis = field(default_factory=lambda: Axis.alone("sequence"))
     tensor: Axis = field(default_factory=lambda: Axis.alone("tp"))
-    scheme: Scheme = "switch"
+    dsp: Axis = field(default_factory=lambda: Axis.alone("dsp"))
     shard: Literal["rows", "columns"] = "rows"
     text_from: int | None = None
 
@@ -119,14 +138,14 @@ class TokenLayout:
             image: every process computes its own: nothing is split over the group.
         """
         split = self.whole.size > 1 and not image
+        if full and self.dsp.size > 1:
+            raise ValueError("a full model's tokens are not re-sharded: dsp is for factorised ones")
         if not split:
-            holdings: dict[Along, TokenPlacement] = {"T": "whole", "S": "whole"}
-        elif full:
-            holdings = {"T": "columns", "S": "columns"}
-        elif self.scheme == "switch":
-            holdings = {"T": "columns", "S": "rows"}
+            holdings: dict[Along, TokenPlacement] = {"T": WHOLE, "S": WHOLE}
+        elif full or self.shard == "columns":
+            holdings = {"S": TokenPlacement(("dsp",), ("spread",)), "T": TokenPlacement((), ("spread", "dsp"))}
         else:
-            holdings = {"T": self.shard, "S": self.shard}
+            holdings = {"T": TokenPlacement(("spread",), ("dsp",)), "S": TokenPlacement(("spread", "dsp"), ())}
         text_split = split and self.text_from is not None and text_tokens >= self.text_from
         return ShardedTokens(self, pos_TSX, mask_BTS, full, image, holdings, text_tokens, text_split)
 
@@ -156,13 +175,25 @@ class ShardedTokens:
         """(T, S)."""
         return self.pos_TSX.shape[0], self.pos_TSX.shape[1]
 
+    def everyone(self, holding: TokenPlacement) -> list[TokenRange]:
+        """What each place of the group holds."""
+        group, sizes = self.layout.whole, (self.layout.dsp.size, self.layout.axes.size)
+        tensor = self.layout.tensor.size
+        return [shard_of(holding, self.shape, sizes, place, tensor) for place in range(group.size)]
+
+    def attending(self, everyone: list[TokenRange]) -> list[TokenRange]:
+        """Of what each place holds, that of the places that attend together with this process: those of its place on dsp."""
+        spread = self.layout.axes.size
+        return everyone[self.layout.dsp.rank * spread :][:spread]
+
     def shard_along(self, along: Along) -> TokenShard:
         """This process's part for blocks that attend along a dim."""
         group, tensor, holding = self.layout.whole, self.layout.tensor, self.placements[along]
-        everyone = [shard_of(holding, self.shape, group.size, place, tensor.size) for place in range(group.size)]
+        everyone = self.everyone(holding)
         held = everyone[group.rank]
         rows, own, seen = _slice(held.rows), _slice(held.columns[tensor.rank]), [_slice(c) for c in held.columns]
-        crosses = holding == ("rows" if along == "T" else "columns")
+        cuts = holding.rows if along == "T" else holding.columns
+        crosses = cuts == ("spread",) and self.layout.axes.size > 1
         mask_BTS = self.mask_BTS
         return TokenShard(
             sharded=self,
@@ -171,7 +202,7 @@ class ShardedTokens:
             frames=self.pos_TSX[rows, own, 0] if self.full else self.pos_TSX[rows, :1, 0],
             pos_NX=self.pos_TSX[rows, 0] if along == "T" else _joined([self.pos_TSX[0, c] for c in seen], 0),
             mask_BTS=None if mask_BTS is None else _joined([mask_BTS[:, rows, c] for c in seen], 2),
-            lengths=tuple(len(h.rows) if along == "T" else h.width for h in everyone) if crosses else None,
+            lengths=tuple(len(h.rows) if along == "T" else h.width for h in self.attending(everyone)) if crosses else None,
             tokens=tuple(h.tokens for h in everyone),
             widths=tuple(map(len, held.columns)),
         )
@@ -182,24 +213,38 @@ class ShardedTokens:
 
     def reshard(self, x_BTSE: Tensor, now: TokenShard, wanted: TokenShard) -> Tensor:
         """Own tokens as `wanted` holds them; an exchange when that is otherwise than `now`."""
-        if now.placement == wanted.placement:
+        dsp, place = self.layout.dsp, self.layout.tensor.rank
+        if now.placement == wanted.placement or dsp.size == 1:
             return x_BTSE
-        group, (rows, columns) = self.layout.whole, self.shape
-        mine = split_range(range(columns), self.layout.tensor.size, self.layout.tensor.rank)
-        by_rows, by_columns = even_sizes(rows, group.size), even_sizes(len(mine), group.size)
-        if now.placement == "rows":
-            return all_to_all(x_BTSE, group, S_DIM, T_DIM, by_columns, by_rows)
-        return all_to_all(x_BTSE, group, T_DIM, S_DIM, by_rows, by_columns)
+        rows = max(len(now.held.rows), len(wanted.held.rows))  # of all processes of the axis together
+        columns = max(len(now.held.columns[place]), len(wanted.held.columns[place]))
+        by_rows, by_columns = even_sizes(rows, dsp.size), even_sizes(columns, dsp.size)
+        if "dsp" in now.placement.rows:
+            return all_to_all(x_BTSE, dsp, S_DIM, T_DIM, by_columns, by_rows)
+        return all_to_all(x_BTSE, dsp, T_DIM, S_DIM, by_rows, by_columns)
 
     def unshard(self, x_BTSE: Tensor, part: TokenShard) -> Tensor:
         """All tokens, on every process; its gradient is the sum of what all processes do with them."""
-        tensor, group, (rows, columns) = self.layout.tensor, self.layout.whole, self.shape
-        widths = even_sizes(columns, tensor.size)
-        if part.placement == "rows":
-            x_BTSE = all_gather(x_BTSE, group, T_DIM, even_sizes(rows, group.size))
-        elif part.placement == "columns":
-            x_BTSE = all_gather(x_BTSE, group, S_DIM, even_sizes(widths[tensor.rank], group.size))
-        return all_gather(x_BTSE, tensor, S_DIM, widths)
+        layout, group = self.layout, self.layout.whole
+        tensor, dsp, spread = layout.tensor, layout.dsp.size, layout.axes.size
+        if part.placement != WHOLE:
+            held = [(len(h.rows), len(h.columns[tensor.rank])) for h in self.everyone(part.placement)]
+            rows, columns = part.placement.rows, part.placement.columns
+            if dsp == 1 or spread == 1:  # one dim is cut, in the order of the group
+                dim = T_DIM if self._cuts(rows) else S_DIM
+                x_BTSE = all_gather(x_BTSE, group, dim, [sizes[dim - T_DIM] for sizes in held])
+            else:  # parts differ in both dims, or follow in another order: gathered as one list of tokens, and put in place
+                sizes = [t * s for t, s in held]
+                parts = all_gather(x_BTSE.flatten(T_DIM, S_DIM), group, T_DIM, sizes).split(sizes, T_DIM)
+                tiles = [tokens.unflatten(T_DIM, at) for tokens, at in zip(parts, held, strict=True)]
+                inner, outer = (T_DIM if "dsp" in rows else S_DIM), (T_DIM if "spread" in rows else S_DIM)
+                near = [torch.cat(tiles[place::spread], inner) for place in range(spread)]
+                x_BTSE = torch.cat(near, outer)
+        return all_gather(x_BTSE, tensor, S_DIM, even_sizes(self.shape[1], tensor.size))
+
+    def _cuts(self, degrees: tuple[Degree, ...]) -> bool:
+        """True where one of a dim's degrees has several processes."""
+        return any({"dsp": self.layout.dsp.size, "spread": self.layout.axes.size}[degree] > 1 for degree in degrees)
 
     def text(self, text_BL: Tensor) -> Tensor:
         """This process's part of captions (B, L, ...): all of it unless captions are split."""
@@ -221,19 +266,16 @@ class TokenShard:
     frames: Tensor  # frame of each own token, (T, S); (T, 1) where a row is a frame
     pos_NX: Tensor  # positions along the attended dim, of the tokens seen
     mask_BTS: Tensor | None  # of the tokens seen: True at those that count as keys
-    lengths: tuple[int, ...] | None  # of the attended dim on all processes of the group, where it is split
+    lengths: tuple[int, ...] | None  # of the attended dim on all processes of ring x ulysses, where it is split
     tokens: tuple[int, ...]  # seen, by process of the group
     widths: tuple[int, ...]  # own columns of each tensor-parallel process
 
     def positions_of_all(self) -> Tensor:
         """Positions along the attended dim, where it is split: of the tokens of all processes of the group, in their order, (N, X)."""
-        pos_TSX, (group, tensor) = self.sharded.pos_TSX, (self.sharded.layout.whole, self.sharded.layout.tensor)
-        if self.placement == "rows":
+        pos_TSX, together = self.sharded.pos_TSX, self.sharded.attending(self.sharded.everyone(self.placement))
+        if self.placement.rows == ("spread",):
             return pos_TSX[:, 0]
-        everyone = [
-            shard_of(self.placement, self.sharded.shape, group.size, place, tensor.size) for place in range(group.size)
-        ]
-        return _joined([pos_TSX[0, _slice(columns)] for held in everyone for columns in held.columns], 0)
+        return _joined([pos_TSX[0, _slice(columns)] for held in together for columns in held.columns], 0)
 
     def all_gather(self, x_BTSE: Tensor) -> Tensor:
         """The tokens seen, from the own ones of each tensor-parallel process."""
