@@ -44,7 +44,11 @@ class AxisName(str, Enum):
 
 STAGES = (AxisName.PP,)  # axes whose ranks hold other parameters altogether
 ITEMS = (AxisName.DP_REPLICATE, AxisName.DP_SHARD)  # ranks along these always read other items
-TOKENS = (AxisName.DSP, AxisName.RING, AxisName.ULYSSES)  # ranks along these share an item that is split; else each reads its own
+TOKENS = (
+    AxisName.DSP,
+    AxisName.RING,
+    AxisName.ULYSSES,
+)  # ranks along these share an item that is split; else each reads its own
 TOGETHER = (AxisName.TP,)  # ranks along these always read the same items
 DENSE = (*STAGES, *ITEMS, *TOKENS, *TOGETHER)  # in this order: ranks that compute an item together follow one another
 STORAGE = (*STAGES, AxisName.DP_REPLICATE, AxisName.SHARD, *TOGETHER)

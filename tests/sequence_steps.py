@@ -132,7 +132,11 @@ def products() -> list[Case]:
             Case(u, r, model, "few frames", "fsdp", dsp=2),
             Case(u, r, model, masked=True, times="frames", text="split", strategy="fsdp", dsp=2),
         ]
-    return [*found, Case(2, 1, "ulysses", "image", dsp=2), Case(2, 1, "ulysses", strategy="fsdp", extra="exchange again", dsp=2)]
+    return [
+        *found,
+        Case(2, 1, "ulysses", "image", dsp=2),
+        Case(2, 1, "ulysses", strategy="fsdp", extra="exchange again", dsp=2),
+    ]
 
 
 # -- one step ------------------------------------------------------------------------------------------------------------

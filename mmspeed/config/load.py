@@ -53,9 +53,7 @@ def told_degrees(config: RunConfig, origin: str) -> RunConfig:
     line = f"{origin}: parallel has {given}, a factorised model and no dsp: before, this re-sharded tokens between blocks, now `dsp: {parts}`"
     resumed = _recorded_dsp(config.run_dir / "config.yaml") == parts
     if resumed:
-        config = config.model_copy(
-            update={"parallel": parallel.model_copy(update={**RESHARDED, "dsp": parts})}
-        )
+        config = config.model_copy(update={"parallel": parallel.model_copy(update={**RESHARDED, "dsp": parts})})
         line += f"; {config.run_dir} recorded that, and goes on so (with `dsp: 1` it runs {given})"
     else:
         blocks = "temporal" if parallel.shard == "frames" else "spatial"

@@ -80,7 +80,9 @@ def translated_setting(setting: Mapping[str, Any]) -> dict[str, Any]:
     parallel = {key.removeprefix("parallel."): value for key, value in setting.items() if key.startswith("parallel.")}
     if "scheme" in parallel:
         degrees = degrees_today(parallel, setting.get("model.arrangement") == "full")
-        today |= {"parallel.dsp": 1} | {f"parallel.{key}": size for key, size in degrees.items() if key != "ring_window"}
+        today |= {"parallel.dsp": 1} | {
+            f"parallel.{key}": size for key, size in degrees.items() if key != "ring_window"
+        }
     return today
 
 
@@ -97,7 +99,12 @@ def degrees_today(parallel: Mapping[str, Any], full: bool) -> dict[str, Any]:
     `scheme` was `ulysses`.
     """
     ring, ulysses = (parallel.get(axis, 1) for axis in ("ring", "ulysses"))
-    if full or parallel.get("scheme", "switch") != "switch" or not isinstance(ring, int) or not isinstance(ulysses, int):
+    if (
+        full
+        or parallel.get("scheme", "switch") != "switch"
+        or not isinstance(ring, int)
+        or not isinstance(ulysses, int)
+    ):
         return {}
     return {**RESHARDED, "dsp": ring * ulysses} if ring * ulysses > 1 else {}
 

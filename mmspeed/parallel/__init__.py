@@ -159,9 +159,7 @@ def shard_tokens(model: nn.Module, layout: TokenLayout) -> None:
         raise UserError(
             f"parallel: {type(model).__name__} has no token layout; declare a plan with mmspeed.parallel.sequence_parallel"
         )
-    check_layout(
-        model, ParallelConfig(dsp=layout.dsp.size, ulysses=layout.axes.ulysses.size, tp=layout.tensor.size)
-    )
+    check_layout(model, ParallelConfig(dsp=layout.dsp.size, ulysses=layout.axes.ulysses.size, tp=layout.tensor.size))
     model.layout = layout
 
 

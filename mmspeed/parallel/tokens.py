@@ -202,7 +202,9 @@ class ShardedTokens:
             frames=self.pos_TSX[rows, own, 0] if self.full else self.pos_TSX[rows, :1, 0],
             pos_NX=self.pos_TSX[rows, 0] if along == "T" else _joined([self.pos_TSX[0, c] for c in seen], 0),
             mask_BTS=None if mask_BTS is None else _joined([mask_BTS[:, rows, c] for c in seen], 2),
-            lengths=tuple(len(h.rows) if along == "T" else h.width for h in self.attending(everyone)) if crosses else None,
+            lengths=tuple(len(h.rows) if along == "T" else h.width for h in self.attending(everyone))
+            if crosses
+            else None,
             tokens=tuple(h.tokens for h in everyone),
             widths=tuple(map(len, held.columns)),
         )

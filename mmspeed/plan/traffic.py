@@ -195,6 +195,11 @@ def ends_traffic(work: AttentionWorkload, parallel: ParallelConfig, place: RankC
     return found + Traffic(_sent(*forward), _sent(*backward))
 
 
+def held_tokens(work: AttentionWorkload, parallel: ParallelConfig, span: AttentionType) -> tuple[int, ...]:
+    """Tokens of a sample that each place of the group works on in blocks of a span, with all its tensor-parallel ranks."""
+    return _shares(work, parallel, span).tokens()
+
+
 def attention_traffic(
     work: AttentionWorkload,
     parallel: ParallelConfig,

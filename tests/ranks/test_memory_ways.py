@@ -230,7 +230,13 @@ def test_no_exchange_is_made_again_on_two_ranks(names: list[str], every: bool) -
 
 @pytest.mark.parametrize(
     "names",
-    [["hybrid"], *(pytest.param(names, marks=SLOW) for names in (["dsp and ulysses"], ["tp and ulysses"], ["tp and ring", "uneven"]))],
+    [
+        ["hybrid"],
+        *(
+            pytest.param(names, marks=SLOW)
+            for names in (["dsp and ulysses"], ["tp and ulysses"], ["tp and ring", "uneven"])
+        ),
+    ],
     ids=" ".join,
 )
 @EVERY

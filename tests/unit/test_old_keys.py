@@ -62,7 +62,14 @@ def test_a_users_old_key_is_refused_by_an_error_that_names_the_new_one(
 
 
 @pytest.mark.parametrize(
-    "override", ["memory.spans.block=recompute", "memory.spans={}", "memory.swap_from=1MiB", "train.checkpointing=true", "parallel.scheme=ulysses"]
+    "override",
+    [
+        "memory.spans.block=recompute",
+        "memory.spans={}",
+        "memory.swap_from=1MiB",
+        "train.checkpointing=true",
+        "parallel.scheme=ulysses",
+    ],
 )
 def test_so_is_one_on_the_command_line(tmp_path: Path, override: str) -> None:
     path = write(tmp_path / "my-run.yaml", tree())

@@ -61,7 +61,12 @@ def test_parts_of_a_range_join_to_it(start: int, length: int, parts: int) -> Non
 
 
 @given(
-    rows=sizes, columns=sizes, dsp=degrees, spread=degrees, m=degrees, holding=st.sampled_from([*CROSSING, *OTHERS, WHOLE])
+    rows=sizes,
+    columns=sizes,
+    dsp=degrees,
+    spread=degrees,
+    m=degrees,
+    holding=st.sampled_from([*CROSSING, *OTHERS, WHOLE]),
 )
 def test_every_token_is_held_once(rows: int, columns: int, dsp: int, spread: int, m: int, holding: Any) -> None:
     n = dsp * spread
