@@ -8,8 +8,8 @@ ranks compute an item together, which of them follow one another, and who holds 
 
 | view    | axes                                                | says                                                         |
 | ------- | --------------------------------------------------- | ------------------------------------------------------------ |
-| dense   | pp, dp_replicate, dp_shard, ring, ulysses, tp       | who computes what: items, tokens, channels                   |
-| storage | pp, dp_replicate, shard, tp                         | who holds what; shard is dp_shard x ring x ulysses           |
+| dense   | pp, dp_replicate, dp_shard, dsp, ring, ulysses, tp  | who computes what: items, tokens, channels                   |
+| storage | pp, dp_replicate, shard, tp                         | who holds what; shard is dp_shard x dsp x ring x ulysses     |
 | expert  | pp, dp_replicate, edp, ep_outer, ep_inner, etp      | who holds which experts; edp x ep x etp is shard x tp        |
 """
 
@@ -29,7 +29,8 @@ class AxisName(str, Enum):
     PP = "pp"  # pipeline stages: each has layers of its own
     DP_REPLICATE = "dp_replicate"  # every rank holds all parameters
     DP_SHARD = "dp_shard"  # parameters, gradients and optimizer state are split; so are the items
-    RING = "ring"  # the tokens of an item are split
+    DSP = "dsp"  # the tokens of an item are split, along another dim in each kind of block
+    RING = "ring"  # the tokens of an item are split, and keys go round
     ULYSSES = "ulysses"  # so they are here, and exchanged for heads
     TP = "tp"  # weight matrices are split
     SHARD = "shard"  # all ranks that parameters are sharded over
@@ -43,7 +44,11 @@ class AxisName(str, Enum):
 
 STAGES = (AxisName.PP,)  # axes whose ranks hold other parameters altogether
 ITEMS = (AxisName.DP_REPLICATE, AxisName.DP_SHARD)  # ranks along these always read other items
-TOKENS = (AxisName.RING, AxisName.ULYSSES)  # ranks along these share an item that is split; else each reads its own
+TOKENS = (
+    AxisName.DSP,
+    AxisName.RING,
+    AxisName.ULYSSES,
+)  # ranks along these share an item that is split; else each reads its own
 TOGETHER = (AxisName.TP,)  # ranks along these always read the same items
 DENSE = (*STAGES, *ITEMS, *TOKENS, *TOGETHER)  # in this order: ranks that compute an item together follow one another
 STORAGE = (*STAGES, AxisName.DP_REPLICATE, AxisName.SHARD, *TOGETHER)
@@ -131,7 +136,7 @@ class AxisSizes:
     """The sizes of a mesh's axes, as they are asked for.
 
     One of dp_replicate and dp_shard may be -1: it takes what the others leave. `ep` ranks share the experts, groups of `ep_inner` of them
-    (all, when None) within a node; each expert's matrices are split over `etp`.
+    (all, when None) within a node; each expert's matrices are split over `etp`. `dsp` stands last, so that sizes given by place keep theirs.
     """
 
     dp_replicate: int = 1
@@ -143,6 +148,7 @@ class AxisSizes:
     ep: int = 1
     ep_inner: int | None = None
     etp: int = 1
+    dsp: int = 1
 
 
 def mesh_table(world: int, asked: AxisSizes | None = None) -> MeshTable:

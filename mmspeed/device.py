@@ -270,6 +270,14 @@ def pick(kind: str = "auto", local_rank: int | None = None) -> Device:
     return Device(kind, local_rank)
 
 
+def accelerators(kind: str = "auto") -> int:
+    """Accelerators of a kind (a name of `device.kind`) that this machine shows; 0 where there are none."""
+    try:
+        return 0 if pick(kind).kind == "cpu" else torch.accelerator.device_count()
+    except UserError:  # the device of a config need not be in the machine that looks at it
+        return 0
+
+
 def is_device_fault(error: BaseException) -> bool:
     """Whether an error comes from the device (memory full, a broken context) and not from what was computed."""
     kinds = tuple(kind for name in ("OutOfMemoryError", "AcceleratorError") if (kind := getattr(torch, name, None)))

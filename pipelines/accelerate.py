@@ -48,6 +48,11 @@ def accelerate_model(
             f"parallel.tp is {parallel.tp}: {type(transformer).__name__} does not declare the roles of its weights; use ring "
             "and ulysses, or diffusers' TensorParallelConfig"
         )
+    if parallel.dsp > 1:
+        raise UserError(
+            f"parallel.dsp is {parallel.dsp}: it re-shards tokens between the spatial and temporal blocks of mmspeed's own models; "
+            f"{type(transformer).__name__} takes ring and ulysses"
+        )
     degree = parallel.sequence
     if degree == 1:
         return transformer

@@ -47,7 +47,7 @@ class Case:
 
     ulysses: int
     ring: int
-    model: str = "switch"  # switch, ulysses, space, full
+    model: str = "switch"  # switch (re-sharding over ulysses x ring processes), ulysses, space, full
     latent: str = "odd"
     strategy: str = "ddp"
     tp: int = 1
@@ -55,9 +55,30 @@ class Case:
     times: str = "samples"
     text: str = "whole"
     extra: str = ""
+    dsp: int = 1  # besides ulysses and ring, of a factorised model
 
     def __str__(self) -> str:
         return " ".join(str(value) for value in vars(self).values() if value != "")
+
+    @property
+    def processes(self) -> int:
+        """Processes that share a video's tokens."""
+        return self.dsp * self.ulysses * self.ring
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """The section of the layout."""
+        moves = self.model == "switch"
+        return ParallelConfig(
+            dsp=self.processes if moves else self.dsp,
+            ring=1 if moves else self.ring,
+            ulysses=1 if moves else self.ulysses,
+            tp=self.tp,
+            shard="space" if self.model == "space" else "frames",
+            shard_text=2 if self.text == "split" else None,
+            ring_window=2 if self.extra == "window" else None,
+            exchange="point_to_point" if self.extra == "point_to_point" else "collective",
+        )
 
 
 def layouts(world: int) -> list[tuple[int, int, int]]:
@@ -98,7 +119,24 @@ def cases(world: int) -> list[Case]:
     if n == 4:
         found.append(Case(1, 4, "full", extra="window"))
         found.append(Case(2, 1, "full", strategy="fsdp", extra="replicate"))
+        found += products()
     return list(dict.fromkeys(found))
+
+
+def products() -> list[Case]:
+    """Re-sharding over 2 processes times attention over 2, by Ulysses or ring, by frames or space."""
+    found = []
+    for (u, r), model in itertools.product(((2, 1), (1, 2)), ("ulysses", "space")):
+        found += [
+            Case(u, r, model, dsp=2),
+            Case(u, r, model, "few frames", "fsdp", dsp=2),
+            Case(u, r, model, masked=True, times="frames", text="split", strategy="fsdp", dsp=2),
+        ]
+    return [
+        *found,
+        Case(2, 1, "ulysses", "image", dsp=2),
+        Case(2, 1, "ulysses", strategy="fsdp", extra="exchange again", dsp=2),
+    ]
 
 
 # -- one step ------------------------------------------------------------------------------------------------------------
@@ -177,9 +215,9 @@ class Groups:
         self.alone, _ = dist.new_subgroups(1)  # for the truth, which each rank computes for itself
 
     def of(self, replicate: int, shard: int, parallel: ParallelConfig) -> tuple[Mesh, TokenLayout]:
-        sizes = (replicate, shard, parallel.ring, parallel.ulysses, parallel.tp)
+        sizes = AxisSizes(**{**parallel.sizes(), "dp_replicate": replicate, "dp_shard": shard})
         if sizes not in self.meshes:
-            self.meshes[sizes] = make_mesh(Device("cpu", 0), AxisSizes(*sizes))
+            self.meshes[sizes] = make_mesh(Device("cpu", 0), sizes)
         if (sizes, parallel) not in self.layouts:
             self.layouts[sizes, parallel] = make_layout(self.meshes[sizes], parallel)
         return self.meshes[sizes], self.layouts[sizes, parallel]
@@ -188,22 +226,12 @@ class Groups:
 def step(case: Case, world: int, groups: Groups) -> dict[str, Any]:
     """One training step over all ranks of the world: loss, norm, gradients, and what the ledger counted."""
     rank = dist.get_rank() if world > 1 else 0
-    parallel = ParallelConfig(
-        ring=case.ring,
-        ulysses=case.ulysses,
-        tp=case.tp,
-        scheme="switch" if case.model in ("switch", "full") else "ulysses",
-        shard="space" if case.model == "space" else "frames",
-        shard_text=2 if case.text == "split" else None,
-        ring_window=2 if case.extra == "window" else None,
-        exchange="point_to_point" if case.extra == "point_to_point" else "collective",
-    )
     model: nn.Module = build(case)
     layout, strategy, before = TokenLayout(), "none", Ledger()
     if world > 1:
         strategy = case.strategy
         replicate = (2 if case.extra == "replicate" else 1) if strategy == "fsdp" else -1
-        mesh, layout = groups.of(replicate, -1 if strategy == "fsdp" else 1, parallel)
+        mesh, layout = groups.of(replicate, -1 if strategy == "fsdp" else 1, case.parallel)
         before = layout.ledger.copy()
         model = parallelize(
             model,
@@ -221,7 +249,7 @@ def step(case: Case, world: int, groups: Groups) -> dict[str, Any]:
 
     optimizer.register_step_pre_hook(keep)
     # who computes what: a group computes its videos together, images are of tensor-parallel ranks alone
-    together = case.tp if case.latent == "image" else case.tp * case.ulysses * case.ring
+    together = case.tp * (1 if case.latent == "image" else case.processes)
     lane, lanes = rank // together, world // together
     mine = list(range(lane, SAMPLES, lanes))
     rows = -(-SAMPLES // lanes)
@@ -251,8 +279,9 @@ def truth_of(case: Case) -> Case:
 
 
 def some_cases(world: int, every: int) -> list[Case]:
-    """Every so many of the cases, and two that are compared with each other."""
-    return list(dict.fromkeys([Case(world, 1, "switch"), Case(world, 1, "ulysses"), *cases(world)[::every]]))
+    """Every so many of the cases, two that are compared with each other, and of 4 ranks a product of each kind."""
+    two = [Case(world, 1, "switch"), Case(world, 1, "ulysses")]
+    return list(dict.fromkeys([*two, *(products()[::3] if world == 4 else []), *cases(world)[::every]]))
 
 
 def work(world: int, every: int) -> list[dict[str, Any]]:

@@ -12,24 +12,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from .axis import Axis, nodes_of
 
 
-def flattened(name: str, axes: Sequence[Axis], mesh: DeviceMesh, nodes: Sequence[int] | None = None) -> Axis:
-    """Several axes of a mesh that covers all processes as one axis, the first outermost in its order.
+def flattened(name: str, *axes: Axis, mesh: DeviceMesh, nodes: Sequence[int] | None = None) -> Axis:
+    """Axes of a mesh that covers all processes as one axis, the first outermost in its order.
 
     It has the ledger and the exchange of the last; `nodes` as in `Axis.of`. It may make process groups, so every process of the run must
     call it.
     """
-    several = [axis for axis in axes if axis.size > 1]
-    if len(several) < 2:
-        return replace(several[0] if several else axes[-1], name=name)
+    split = [axis for axis in axes if axis.size > 1]
+    if len(split) <= 1:
+        return replace(split[0] if split else axes[-1], name=name)
     assert mesh.mesh_dim_names is not None
-    places = [mesh.mesh_dim_names.index(axis.name) for axis in several]
+    places = [mesh.mesh_dim_names.index(axis.name) for axis in split]
     others = [dim for dim in range(mesh.ndim) if dim not in places]
-    size = math.prod(axis.size for axis in several)
-    ranks = mesh.mesh.permute(*others, *places).reshape(-1, size)
-    group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
-    place = 0
-    for axis in several:
-        place = place * axis.size + axis.rank
+    size, rank = math.prod(axis.size for axis in split), 0
+    for axis in split:
+        rank = rank * axis.size + axis.rank
+    group, _ = dist.new_subgroups_by_enumeration(mesh.mesh.permute(*others, *places).reshape(-1, size).tolist())
     own_nodes = nodes_of(dist.get_process_group_ranks(group), nodes)
-    last = several[-1]
-    return Axis(name, group, size, place, last.ledger, last.exchange, own_nodes)
+    return Axis(name, group, size, rank, split[-1].ledger, split[-1].exchange, own_nodes)

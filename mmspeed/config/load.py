@@ -15,9 +15,10 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from mmspeed.axes import TOKENS
 from mmspeed.errors import UserError, nearest
 
-from .renamed import note, refuse_old, translated
+from .renamed import RESHARDED, note, refuse_old, translated
 from .schema import Config, RunConfig
 from .tasks import config_class, known_tasks
 
@@ -26,14 +27,48 @@ def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfi
     """The resolved config of a YAML file, of any task.
 
     `overrides` are `train.lr=1e-4` strings whose value is YAML. Relative paths in the file are taken from its folder, those in
-    overrides too. The `config.yaml` that a run folder holds may be of an earlier version (`load_record`). Raises UserError for a
+    overrides too. The `config.yaml` that a run folder holds may be of an earlier version (`load_record`). A user's file whose degrees
+    of sequence parallelism meant something else before is told so in a line (`told_degrees`). Raises UserError for a
     missing or unreadable file, an unknown key (with the nearest real one), a renamed key (with the new one) or a bad value.
     """
     path = Path(path)
     tree = _read_tree(path)
     if path.name == "config.yaml" and (path.parent / "run.json").is_file():
-        tree = today(tree, path.parent)
-    return make_run_config(tree, overrides, base=path.resolve().parent, origin=str(path))
+        return make_run_config(today(tree, path.parent), overrides, base=path.resolve().parent, origin=str(path))
+    return told_degrees(make_run_config(tree, overrides, base=path.resolve().parent, origin=str(path)), str(path))
+
+
+def told_degrees(config: RunConfig, origin: str) -> RunConfig:
+    """A user's config, after a line in the log where it has `ulysses` or `ring`, a factorised model and no `dsp`.
+
+    Such a run re-sharded tokens before there was `dsp`. One whose folder recorded that goes on so; another runs what its keys say.
+    """
+    parallel = config.parallel
+    parts = parallel.ring * parallel.ulysses
+    if parts == 1 or "dsp" in parallel.model_fields_set:
+        return config
+    if not isinstance(config, Config) or config.model.arrangement != "factorised":
+        return config
+    given = " x ".join(f"{axis} {size}" for axis, size in parallel.sizes().items() if axis in TOKENS and size > 1)
+    line = f"{origin}: parallel has {given}, a factorised model and no dsp: before, this re-sharded tokens between blocks, now `dsp: {parts}`"
+    resumed = _recorded_dsp(config.run_dir / "config.yaml") == parts
+    if resumed:
+        config = config.model_copy(update={"parallel": parallel.model_copy(update={**RESHARDED, "dsp": parts})})
+        line += f"; {config.run_dir} recorded that, and goes on so (with `dsp: 1` it runs {given})"
+    else:
+        blocks = "temporal" if parallel.shard == "frames" else "spatial"
+        line += f"; now {given} runs in attention of the {blocks} blocks (`dsp: 1` says that this is meant)"
+    logging.getLogger("mmspeed.config").info(line)
+    return config
+
+
+def _recorded_dsp(path: Path) -> int:
+    """The degree of re-sharding that a run folder recorded; 1 where there is no such folder."""
+    if not path.is_file():
+        return 1
+    parallel = translated(_read_tree(path))[0].get("parallel")
+    found = parallel.get("dsp", 1) if isinstance(parallel, dict) else 1
+    return found if isinstance(found, int) else 1
 
 
 def load_record(path: str | Path) -> RunConfig:

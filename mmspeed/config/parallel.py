@@ -26,28 +26,29 @@ class ParallelConfig(Section):
     )
     dp_shard: int = Field(
         -1,
-        description="Devices that share one copy of the parameters (with `fsdp`), beside those of `ring` and `ulysses`; -1: what the other axes leave.",
+        description="Devices that share one copy of the parameters (with `fsdp`), beside those of `dsp`, `ring` and `ulysses`; -1: what the other axes leave.",
+    )
+    dsp: int = Field(
+        1,
+        ge=1,
+        description="Sequence parallelism of a factorised model: parts of an item's tokens that are re-sharded between spatial and temporal blocks (DSP), so that no attention exchanges. Any number; refused for a full model.",
     )
     ring: int = Field(
         1,
         ge=1,
-        description="Sequence parallelism: parts of an item's tokens whose keys and values travel round (ring attention). Any number; for slow links.",
+        description="Sequence parallelism: parts of an item's tokens whose keys and values travel round (ring attention), in every block of a full model, in the blocks of a factorised one that `shard` names. Any number; for slow links.",
     )
     ulysses: int = Field(
         1,
         ge=1,
-        description="Sequence parallelism: parts of an item's tokens that are exchanged for heads around attention (Ulysses). At most the heads of a device; for fast links.",
+        description="Sequence parallelism: parts of an item's tokens that are exchanged for heads around attention (Ulysses), in the same blocks as `ring`. At most the heads of a device; for fast links.",
     )
     tp: int = Field(
         1, ge=1, description="Tensor parallelism: devices that share each weight matrix; must divide the heads."
     )
-    scheme: Literal["switch", "ulysses"] = Field(
-        "switch",
-        description="Sequence parallelism of a factorised model. `switch`: tokens are re-sharded between spatial and temporal blocks (two exchanges a pair of blocks). `ulysses`: tokens stay; attention of the blocks that cross shards exchanges queries, keys, values and outputs, as a full model does.",
-    )
     shard: Literal["frames", "space"] = Field(
         "frames",
-        description="What a factorised model's tokens are split by, where both would do: `frames`: the temporal blocks exchange; `space`: the spatial ones.",
+        description="The dim of a factorised model's tokens that `ring` x `ulysses` split: `frames`: the temporal blocks exchange; `space`: the spatial ones. With `dsp` too, each part is split again.",
     )
     shard_text: int | None = Field(
         None,

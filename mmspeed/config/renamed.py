@@ -17,6 +17,7 @@ RENAMED: dict[str, str] = {
     "memory.spans": "memory.activation_policy",
     "memory.swap_from": "memory.offload_from",
     "train.checkpointing": "memory.activation_policy",
+    "parallel.scheme": "parallel.dsp",
 }
 POLICIES: dict[str, str] = {
     "swap": "offload",
@@ -24,10 +25,15 @@ POLICIES: dict[str, str] = {
     "recompute_cheap": "selective",
     "discard": "recompute_output",
 }
+# the keys beside `dsp` of a run that re-shards tokens only: a double ring that never ran is none today either
+RESHARDED: dict[str, int | None] = {"ring": 1, "ulysses": 1, "ring_window": None}
 # what else an error says of a key
 _HINTS = {
     "memory.spans": f" ({', '.join(f'{old} is {new}' for old, new in POLICIES.items())})",
     "train.checkpointing": ": write `{block: recompute}` there for true, and nothing for false",
+    "parallel.scheme": (
+        ": for `switch` write `dsp` in place of `ulysses` and `ring`; for `ulysses` leave it out, and those run as they say"
+    ),
 }
 
 
@@ -42,6 +48,8 @@ def renamed_value(key: str, value: Any) -> Any:
         return {"block": "recompute"} if value is True else None
     if key == "memory.spans" and isinstance(value, Mapping):
         return renamed_policies(value)
+    if key == "parallel.scheme":  # says what the degrees beside it meant, which `degrees_today` reads
+        return None
     return value
 
 
@@ -49,7 +57,12 @@ def translated(record: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """A recorded config, of nested sections, in today's keys and values, and the old keys in it."""
     tree: dict[str, Any] = deepcopy(dict(record))
     found = [key for key in RENAMED if _section(tree, key) is not None]
-    for key in found:
+    parallel = tree.get("parallel")
+    if isinstance(parallel, Mapping) and "dsp" not in parallel:
+        tree["parallel"] = {**parallel, **degrees_today(parallel, attends_over_all(tree))}
+        if tree["parallel"].get("dsp", 1) != 1 and "parallel.scheme" not in found:
+            found.append("parallel.scheme")
+    for key in (key for key in found if _section(tree, key) is not None):
         section, name = _parts(key)
         value = renamed_value(key, tree[section].pop(name))
         if value is not None:
@@ -64,7 +77,36 @@ def translated_setting(setting: Mapping[str, Any]) -> dict[str, Any]:
     for key in RENAMED:
         if key in setting and (value := renamed_value(key, setting[key])) is not None:
             today[RENAMED[key]] = value
+    parallel = {key.removeprefix("parallel."): value for key, value in setting.items() if key.startswith("parallel.")}
+    if "scheme" in parallel:
+        degrees = degrees_today(parallel, setting.get("model.arrangement") == "full")
+        today |= {"parallel.dsp": 1} | {
+            f"parallel.{key}": size for key, size in degrees.items() if key != "ring_window"
+        }
     return today
+
+
+def attends_over_all(record: Mapping[str, Any]) -> bool:
+    """True for a recorded config whose model has no spatial and temporal blocks to re-shard tokens between."""
+    model, usual = record.get("model"), "factorised" if record.get("task", "video") == "video" else "full"
+    return (model.get("arrangement", usual) if isinstance(model, Mapping) else usual) == "full"
+
+
+def degrees_today(parallel: Mapping[str, Any], full: bool) -> dict[str, Any]:
+    """The degrees that a parallel section without `dsp` had for a model, `full` or factorised; empty where they are as they stand.
+
+    Before, `ring` and `ulysses` of a factorised model were one number of parts, between which tokens were re-sharded, unless
+    `scheme` was `ulysses`.
+    """
+    ring, ulysses = (parallel.get(axis, 1) for axis in ("ring", "ulysses"))
+    if (
+        full
+        or parallel.get("scheme", "switch") != "switch"
+        or not isinstance(ring, int)
+        or not isinstance(ulysses, int)
+    ):
+        return {}
+    return {**RESHARDED, "dsp": ring * ulysses} if ring * ulysses > 1 else {}
 
 
 def note(origin: str, keys: list[str]) -> str:

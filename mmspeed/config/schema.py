@@ -369,6 +369,15 @@ class Config(RunConfig):
         return self
 
     @model_validator(mode="after")
+    def _degrees_fit(self) -> Config:
+        if self.parallel.dsp > 1 and self.model.arrangement == "full":
+            raise ValueError(
+                f"parallel.dsp {self.parallel.dsp} re-shards tokens between spatial and temporal blocks, and model.arrangement: full "
+                "has none: use parallel.ulysses or parallel.ring"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _sampler_fits(self) -> Config:
         fitting = ("auto", *self.objective.samplers)
         if self.sample.sampler not in fitting:

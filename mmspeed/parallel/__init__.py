@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from mmspeed.axes import AxisName
+from mmspeed.config.parallel import ParallelConfig
 from mmspeed.errors import UserError
 from mmspeed.graphs import compile_forward
 from mmspeed.memory import BlockPolicies
@@ -120,7 +121,7 @@ def _checked_plan(model: nn.Module, layout: TokenLayout) -> ModelPlan:
             f"parallel: {type(model).__name__} has no plan, so one sample cannot be computed by {layout.size} processes together; "
             "declare one (mmspeed.protocols.plan.declare_plan, docs/adding-a-model.md)"
         )
-    check_layout(plan, layout.axes.ulysses.size, layout.dsp.size, layout.tensor.size)
+    check_layout(model, ParallelConfig(dsp=layout.dsp.size, ulysses=layout.axes.ulysses.size, tp=layout.tensor.size))
     return plan
 
 
@@ -135,12 +136,13 @@ def _check_tensor(model: nn.Module, strategy: Strategy, mesh: Mesh) -> None:
         )
 
 
-def check_layout(plan: ModelPlan, ulysses: int = 1, dsp: int = 1, tp: int = 1) -> None:
-    """Raises UserError where the heads of a model do not fit `ulysses` or `tp`, and for `dsp` of one whose blocks all attend alike."""
-    if dsp > 1 and not plan.factorised:
+def check_layout(model: nn.Module, parallel: ParallelConfig) -> None:
+    """Raises UserError where the heads of a model (which may be on the meta device) do not fit `ulysses` or `tp`, or its blocks `dsp`."""
+    plan = plan_of(model)
+    if parallel.dsp > 1 and (plan is None or not plan.factorised):
         raise UserError(
-            f"parallel.dsp {dsp} re-shards tokens between spatial and temporal blocks, and this model has blocks of one kind: "
-            "use parallel.ulysses or parallel.ring"
+            f"parallel.dsp {parallel.dsp}: every block of {type(model).__name__} attends over all tokens, so there are no dims to "
+            "re-shard them between; use ulysses or ring"
         )
-    if plan.heads is not None:
-        check_heads(plan.heads, ulysses, tp)
+    if plan is not None and plan.heads is not None:
+        check_heads(plan.heads, parallel.ulysses, parallel.tp)

@@ -3,7 +3,7 @@
 The numbers are those that the ledger of `mmspeed.comm` counts when the same layout trains, to the byte and on each rank:
 
     exchange                          where                                          kind, axis
-    tokens re-sharded (`switch`)      between blocks of two spans                    all_to_all, sequence
+    tokens re-sharded (`dsp`)         between blocks of two spans                    all_to_all, dsp
     queries, keys, values, output     attention over shards, "ulysses" part          all_to_all, ulysses
     key mask                          the same                                       all_gather, ulysses
     blocks of keys and gradients      attention over shards, "ring" part             ring, ring (ring_outer between windows)
@@ -16,7 +16,8 @@ with `memory.exchange_again`, or where it is compiled, it makes its forward exch
 sums are the engine's own and are not here.
 
 Legend: B batch, T S rows and columns of tokens (frames x places of a frame; 1 x all where every block attends over all), E model
-width, D head width, P values of a token's prediction, e bytes of a number, n ranks that share a sequence, m tensor-parallel ranks.
+width, D head width, P values of a token's prediction, e bytes of a number, n = dsp x ring x ulysses ranks that share a sequence, a = ring x
+ulysses of them that attend together, m tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ from mmspeed.comm.packing import even_sizes
 from mmspeed.config.parallel import ParallelConfig
 
 AttentionType = Literal["spatial", "temporal", "full"]
-TokenPlacement = Literal["whole", "rows", "columns"]
 Sent = Counter[tuple[str, str]]  # bytes by (kind, axis)
 
 GATHERS = (
@@ -83,14 +83,14 @@ class RankCoordinates:
     ring: int = 0
     ulysses: int = 0
     tp: int = 0
+    dsp: int = 0
 
 
 def places(parallel: ParallelConfig) -> Iterator[RankCoordinates]:
     """The places of the ranks that compute one video, in the order of the ranks."""
-    for ring in range(parallel.ring):
-        for ulysses in range(parallel.ulysses):
-            for tp in range(parallel.tp):
-                yield RankCoordinates(ring, ulysses, tp)
+    axes = (parallel.dsp, parallel.ring, parallel.ulysses, parallel.tp)
+    for dsp, ring, ulysses, tp in itertools.product(*map(range, axes)):
+        yield RankCoordinates(ring, ulysses, tp, dsp)
 
 
 @dataclass(frozen=True)
@@ -157,9 +157,11 @@ def block_traffic(
     found = Traffic(_sent(gathers, sums), _sent(gathers, sums))
     lengths = shares.lengths(span)
     if lengths is not None:
-        apart = work.shape[1] if span == "temporal" else work.shape[0]  # rows or columns that attend for themselves
-        found += attention_traffic(work, parallel, place, b * apart, lengths, lengths, masked=work.masked)
-    if shares.placement != "whole" and parallel.shard_text is not None and work.text >= parallel.shard_text:
+        rank = _rank(place, parallel)  # rows or columns that attend for themselves
+        apart = sum(shares.columns[rank]) if span == "temporal" else shares.rows[rank]
+        together = lengths[place.dsp * _spread(parallel) :][: _spread(parallel)]
+        found += attention_traffic(work, parallel, place, b * apart, together, together, masked=work.masked)
+    if shares.split and parallel.shard_text is not None and work.text >= parallel.shard_text:
         # a caption is short beside a video: its keys go round all ranks, and no queries are exchanged
         keys = 2 * b * work.heads // parallel.tp * work.head_width * work.element_size
         text = _ring(even_sizes(work.text, _group(parallel)), _rank(place, parallel), None, keys, b, work.element_size)
@@ -172,25 +174,30 @@ def ends_traffic(work: AttentionWorkload, parallel: ParallelConfig, place: RankC
     found, (rows, columns) = Traffic(), work.shape
     each = [_shares(work, parallel, span) for span in work.spans]
     for now, wanted in itertools.pairwise(each):
-        if now.placement != wanted.placement:
-            found += _turn(work, parallel, place, now.placement == "rows")
+        if (now.rows, now.columns) != (wanted.rows, wanted.columns):
+            found += _turn(work, parallel, place, now, wanted)
     last, rank = each[-1], _rank(place, parallel)
     token, own = work.batch * work.values * work.element_size, last.own(place, parallel)
     outer = even_sizes(columns, parallel.tp)[
         place.tp
     ]  # columns of this tensor-parallel place, on all ranks of the group
     joined = rows * outer
-    others = 0 if last.placement == "whole" else len(last.rows) - 1
+    others = len(last.rows) - 1 if last.split else 0
     forward = (
         ("all_gather", "sequence", others * own * token),
         ("all_gather", "tp", (parallel.tp - 1) * joined * token),
     )
-    part = {"rows": last.rows[rank] * outer, "columns": own, "whole": joined}[last.placement]
+    part = own if last.split else joined
     backward = (
         ("reduce_scatter", "tp", rows * (columns - outer) * token),
         ("reduce_scatter", "sequence", (joined - part) * token),
     )
     return found + Traffic(_sent(*forward), _sent(*backward))
+
+
+def held_tokens(work: AttentionWorkload, parallel: ParallelConfig, span: AttentionType) -> tuple[int, ...]:
+    """Tokens of a sample that each place of the group works on in blocks of a span, with all its tensor-parallel ranks."""
+    return _shares(work, parallel, span).tokens()
 
 
 def attention_traffic(
@@ -203,8 +210,9 @@ def attention_traffic(
     *,
     masked: bool,
 ) -> Traffic:
-    """One call of attention over shards: `q_sizes`, `k_sizes` are the lengths on all ranks of the group."""
-    u, rank, first = parallel.ulysses, _rank(place, parallel), place.ring * parallel.ulysses
+    """One call of attention over shards: `q_sizes`, `k_sizes` are the lengths on all ranks of ring x ulysses."""
+    u, first = parallel.ulysses, place.ring * parallel.ulysses
+    rank = first + place.ulysses
     heads = work.heads // parallel.tp
     mine = even_sizes(heads, u)[place.ulysses]
     row = batch * work.head_width * work.element_size  # bytes of a token's head
@@ -271,9 +279,13 @@ def _ring(
 
 @dataclass(frozen=True)
 class _TokenShares:
-    """Who holds how much of T x S tokens. `rows` by place of the group; `columns` by it and by tensor-parallel place."""
+    """Who holds how much of T x S tokens. `rows` by place of the group; `columns` by it and by tensor-parallel place.
 
-    placement: TokenPlacement
+    `crossing`: the dim of which a place has but a part though its blocks attend along it, as rows or columns; None: there is none.
+    """
+
+    split: bool
+    crossing: Literal["rows", "columns"] | None
     rows: tuple[int, ...]
     columns: tuple[tuple[int, ...], ...]
 
@@ -288,40 +300,55 @@ class _TokenShares:
 
     def lengths(self, span: AttentionType) -> tuple[int, ...] | None:
         """Lengths by place of the dim that a span attends along; None where every place has all of it."""
-        if self.placement != ("rows" if span == "temporal" else "columns"):
+        if self.crossing is None:
             return None
-        return self.rows if span == "temporal" else tuple(map(sum, self.columns))
+        return self.rows if self.crossing == "rows" else tuple(map(sum, self.columns))
 
 
 def _shares(work: AttentionWorkload, parallel: ParallelConfig, span: AttentionType) -> _TokenShares:
-    """How tokens are held in blocks of a span."""
-    n, (rows, columns) = _group(parallel), work.shape
+    """How tokens are held in blocks of a span.
+
+    The crossing dim (columns of a full model; rows or columns by `shard`) is cut over ring x ulysses. In blocks that attend along it dsp
+    cuts the other dim; in the others dsp cuts each part of it again.
+    """
+    n, spread, (rows, columns) = _group(parallel), _spread(parallel), work.shape
     outer = even_sizes(columns, parallel.tp)
-    holding: TokenPlacement
     if n == 1 or work.image:
-        holding = "whole"
-    elif span == "full":
-        holding = "columns"
-    elif parallel.scheme == "switch":
-        holding = "columns" if span == "temporal" else "rows"
-    else:
-        holding = "rows" if parallel.shard == "frames" else "columns"
-    if holding == "rows":
-        return _TokenShares(holding, even_sizes(rows, n), (outer,) * n)
-    if holding == "columns":
-        return _TokenShares(holding, (rows,) * n, tuple(zip(*(even_sizes(part, n) for part in outer), strict=True)))
-    return _TokenShares(holding, (rows,) * n, (outer,) * n)
+        return _TokenShares(False, None, (rows,) * n, (outer,) * n)
+    by_rows = span != "full" and parallel.shard == "frames"
+    crosses = span in ("full", "temporal" if by_rows else "spatial")
+
+    def crossing(size: int) -> list[int]:
+        parts = even_sizes(size, spread)
+        if crosses:
+            return [*parts] * parallel.dsp
+        each = [even_sizes(part, parallel.dsp) for part in parts]
+        return [parts[dsp] for dsp in range(parallel.dsp) for parts in each]
+
+    def other(size: int) -> list[int]:
+        parts = even_sizes(size, parallel.dsp) if crosses else (size,) * parallel.dsp
+        return [part for part in parts for _ in range(spread)]
+
+    of_rows, of_columns = (crossing, other) if by_rows else (other, crossing)
+    name: Literal["rows", "columns"] = "rows" if by_rows else "columns"
+    held = tuple(zip(*(of_columns(part) for part in outer), strict=True))
+    return _TokenShares(True, name if crosses and spread > 1 else None, tuple(of_rows(rows)), held)
 
 
-def _turn(work: AttentionWorkload, parallel: ParallelConfig, place: RankCoordinates, from_rows: bool) -> Traffic:
-    """Re-sharding of a rank's own tokens from rows to columns, or back."""
-    n, rank, (rows, columns) = _group(parallel), _rank(place, parallel), work.shape
-    outer = even_sizes(columns, parallel.tp)[place.tp]
-    by_rows, by_columns = even_sizes(rows, n)[rank], even_sizes(outer, n)[rank]
-    token = work.batch * work.width * work.element_size
-    there = _sent(("all_to_all", "sequence", by_rows * (outer - by_columns) * token))
-    back = _sent(("all_to_all", "sequence", (rows - by_rows) * by_columns * token))
-    return Traffic(there, back) if from_rows else Traffic(back, there)
+def _turn(
+    work: AttentionWorkload, parallel: ParallelConfig, place: RankCoordinates, now: _TokenShares, wanted: _TokenShares
+) -> Traffic:
+    """Re-sharding of a rank's own tokens over dsp: all but what it keeps is sent, and as much as comes goes back with the gradients."""
+    rank, token = _rank(place, parallel), work.batch * work.width * work.element_size
+    rows = min(now.rows[rank], wanted.rows[rank])
+    kept = rows * min(now.columns[rank][place.tp], wanted.columns[rank][place.tp])
+    there, back = (("all_to_all", "dsp", (of.own(place, parallel) - kept) * token) for of in (now, wanted))
+    return Traffic(_sent(there), _sent(back))
+
+
+def _spread(parallel: ParallelConfig) -> int:
+    """Ranks that attend together: ring x ulysses."""
+    return parallel.ring * parallel.ulysses
 
 
 def _group(parallel: ParallelConfig) -> int:
@@ -331,7 +358,7 @@ def _group(parallel: ParallelConfig) -> int:
 
 def _rank(place: RankCoordinates, parallel: ParallelConfig) -> int:
     """A rank's place in its sequence-parallel group."""
-    return place.ring * parallel.ulysses + place.ulysses
+    return (place.dsp * parallel.ring + place.ring) * parallel.ulysses + place.ulysses
 
 
 def _sent(*parts: tuple[str, str, int]) -> Sent:

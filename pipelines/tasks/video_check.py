@@ -194,23 +194,23 @@ class ShrunkRun:
         """What must be sent in a step of a kind, as "kind axis": else an axis of the layout does nothing."""
         parallel, model = self.config.parallel, self.config.model
         found = [f"{what} tp" for what in ("all_gather", "reduce_scatter", "all_reduce") if parallel.tp > 1]
-        if kind == "images" or parallel.ring * parallel.ulysses == 1:
+        if kind == "images" or parallel.sequence == 1:
             return found
         found.append("all_gather sequence")  # the prediction, from all
         full, crosses = model.arrangement == "full", (model.depth or 1) > 1 or parallel.shard == "space"
-        if full or (parallel.scheme == "ulysses" and crosses):
+        if full or crosses:
             found += ["all_to_all ulysses"] if parallel.ulysses > 1 else []
             found += ["ring ring"] if parallel.ring > 1 else []
             found += (
                 ["ring ring_outer"] if parallel.ring_window is not None and parallel.ring_window < parallel.ring else []
             )
-        elif crosses and parallel.scheme == "switch":
-            found.append("all_to_all sequence")
+        if parallel.dsp > 1 and (model.depth or 1) > 1:
+            found.append("all_to_all dsp")
         return found
 
     def silent(self, kind: str) -> list[str]:
         """Axes of a video's group, in a step of images."""
-        return ["sequence", "ring", "ring_outer", "ulysses"] if kind == "images" else []
+        return ["sequence", "dsp", "ring", "ring_outer", "ulysses"] if kind == "images" else []
 
     def problems(self, place: RunPlace) -> tuple[list[str], list[str]]:
         """(ranks that meet a part of the times only, a line about captions and times). A collective call.

@@ -55,7 +55,6 @@ def setting_of(config: RunConfig, task: Mapping[str, object], place: RunPlace) -
         "devices": place.world,
         "parallel.strategy": place.strategy,
         **{f"parallel.{axis}": size for axis, size in axes.items() if axis not in ITEMS},
-        "parallel.scheme": config.parallel.scheme,
         "parallel.shard": config.parallel.shard,
         "torch": torch.__version__,
     }

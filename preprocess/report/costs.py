@@ -11,13 +11,16 @@ from pathlib import Path
 
 from mmspeed.config import Bucket, Config
 from mmspeed.data.sampling.batch_sizes import MEASURED_NAME, Measured, sample_costs
-from mmspeed.device import PEAK_FLOPS, parse_dtype, pick
+from mmspeed.device import PEAK_FLOPS, accelerators, parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.log import format_bytes, format_figure
 from mmspeed.models import build_model
 from mmspeed.models.sparse_note import sparse_lines
 from mmspeed.models.text.encoders import text_width
+from mmspeed.models.sora.model import SoraDiT
 from mmspeed.parallel import check_layout
+from mmspeed.plan.degrees import degree_lines
+from mmspeed.plan.traffic import AttentionWorkload
 from mmspeed.preprocess.records.caption_lengths import CaptionLengths
 from mmspeed.preprocess.records.statistics import DataStatistics
 from mmspeed.preprocess.report.schedule_preview import SchedulePreview, preview_schedule
@@ -60,6 +63,7 @@ class Costs:
     text_bytes: float
     outlook: SchedulePreview | None
     attention: tuple[str, ...] = ()  # what is sparse of it, in words
+    degrees: tuple[str, ...] = ()  # what each degree of sequence parallelism would send, in words
 
     def seconds(self, peak_flops: float) -> tuple[float, ...]:
         """Training time at `UTILISATION` of the devices' peak, for each number of devices of the outlook; all wait for the busiest."""
@@ -116,7 +120,32 @@ def estimate(
         problems.append(f"the schedule is not known: {error}")
     parameters = sum(p.numel() for p in model.parameters())
     attention = sparse_lines(model, {row.bucket: strides.latent(row.bucket) for row in rows if row.train})
-    return Costs(parameters, tuple(rows), latent_bytes, text, outlook, tuple(attention)), problems
+    degrees = _degree_lines(config, model, strides, rows, worlds) if isinstance(model, SoraDiT) else []
+    return Costs(parameters, tuple(rows), latent_bytes, text, outlook, tuple(attention), tuple(degrees)), problems
+
+
+def _degree_lines(
+    config: Config, model: SoraDiT, strides: Strides, rows: Sequence[BucketCost], worlds: Sequence[int] | None
+) -> list[str]:
+    """What the degrees send of the longest video, over the devices that the config, `worlds` or this machine have; none for one device."""
+    videos = [row for row in rows if row.train and not row.bucket.is_image]
+    parallel = config.parallel
+    shared = [world // parallel.together(split=False) for world in sorted(worlds or [accelerators(config.device.kind)])]
+    devices = parallel.sequence if parallel.sequence > 1 else next((count for count in shared if count > 1), 1)
+    if not videos or devices < 2:
+        return []
+    sizes, bucket = model.config, max(videos, key=lambda row: row.tokens).bucket
+    work = AttentionWorkload(
+        batch=1,
+        grid=sizes.grid(strides.latent(bucket)),
+        width=sizes.width,
+        heads=sizes.heads,
+        spans=tuple(sizes.span(block) for block in range(sizes.depth)),
+        values=sizes.patch_values,
+        text=config.text.max_tokens,
+        element_size=_BYTES[config.device.dtype],
+    )
+    return degree_lines(work, parallel, devices, f"video {bucket}")
 
 
 def peaks(config: Config) -> list[tuple[str, float]]:
@@ -207,6 +236,7 @@ def cost_lines(config: Config, costs: Costs) -> list[str]:
             f"layout: {parallel.group} devices compute a video together ({parallel.group_in_words()}), "
             f"and {parallel.together(split=False)} an image"
         )
+    lines += costs.degrees
     lines += [
         f"  bucket {row.bucket}: {row.tokens} tokens, {format_figure(row.flops / 1e9)} GFLOP forward and backward for a sample"
         for row in costs.buckets

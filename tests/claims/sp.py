@@ -64,9 +64,9 @@ class LayoutScheme:
 def schemes(ranks: int) -> list[LayoutScheme]:
     """What is measured."""
     return [
-        LayoutScheme("factorised, switch", "factorised", ParallelConfig(ulysses=ranks)),
-        LayoutScheme("factorised, ulysses by frames", "factorised", ParallelConfig(ulysses=ranks, scheme="ulysses")),
-        LayoutScheme("factorised, ulysses by space", "factorised", ParallelConfig(ulysses=ranks, scheme="ulysses", shard="space")),
+        LayoutScheme("factorised, dsp", "factorised", ParallelConfig(dsp=ranks)),
+        LayoutScheme("factorised, ulysses by frames", "factorised", ParallelConfig(ulysses=ranks)),
+        LayoutScheme("factorised, ulysses by space", "factorised", ParallelConfig(ulysses=ranks, shard="space")),
         LayoutScheme("full, ulysses", "full", ParallelConfig(ulysses=ranks)),
         LayoutScheme("full, ring", "full", ParallelConfig(ring=ranks)),
     ]  # fmt: skip
@@ -228,7 +228,7 @@ class _SchemeBench:
 
     def row(self, scheme: LayoutScheme, step: _BenchStep) -> SchemeRow:
         """All of one scheme."""
-        mesh = make_mesh(self.device, AxisSizes(ring=scheme.parallel.ring, ulysses=scheme.parallel.ulysses))
+        mesh = make_mesh(self.device, AxisSizes(**scheme.parallel.sizes()))
         layout, plain = make_layout(mesh, scheme.parallel), TokenLayout()
         shard_tokens(step.model, layout)
         split: list[Taken] = []

@@ -14,6 +14,7 @@ NEW_KEYS: dict[str, str] = {
     "memory.spans": "memory.activation_policy",
     "memory.swap_from": "memory.offload_from",
     "train.checkpointing": "memory.activation_policy.block",
+    "parallel.scheme": "parallel.dsp",
 }
 # Values that the new code spells otherwise, by the old key: {"train.checkpointing": {True: "recompute"}}.
 _POLICIES: dict[Any, Any] = {"swap": "offload", "swap_cheap": "offload_selective", "recompute_cheap": "selective"}
@@ -22,6 +23,7 @@ NEW_VALUES: dict[str, dict[Any, Any]] = {
     "memory.spans.cross_attention": _POLICIES,
     "memory.spans.mlp": _POLICIES,
     "train.checkpointing": {True: "recompute", False: "save"},
+    "parallel.scheme": {"ulysses": 1},  # with `switch` the degrees beside it would change too: no case has it
 }
 # Parts of the names of tensors in checkpoints (whole words between dots) that the new code calls otherwise.
 RENAMED: dict[str, str] = {}

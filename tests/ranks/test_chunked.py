@@ -54,7 +54,7 @@ def step(name: str, keeping: BlockPolicies | None) -> tuple[dict[str, Tensor], i
     """Gradients, bytes that the layout exchanged, and matrix products."""
     sizes = LAYOUTS[name]
     mesh = make_mesh(CPU, AxisSizes(**sizes))
-    layout = make_layout(mesh, ParallelConfig(scheme="ulysses", **sizes))
+    layout = make_layout(mesh, ParallelConfig(**sizes))
     model = SoraDiT(SoraDiTConfig(**MODEL))
     with torch.no_grad():
         for key, parameter in model.named_parameters():

@@ -415,7 +415,7 @@ def _case_links(axis: Axis) -> None:
         square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
         outer, inner = (Axis.of(square, name, nodes=nodes) for name in ("outer", "inner"))
         assert inner.nodes == ((0, 0) if r < 2 else (1, 2)) and outer.nodes == ((0, 1) if r % 2 == 0 else (0, 2))
-        assert flattened("both", outer, inner, square, nodes).nodes == tuple(nodes)
+        assert flattened("both", outer, inner, mesh=square, nodes=nodes).nodes == tuple(nodes)
 
 
 def _case_compiled(axis: Axis) -> None:

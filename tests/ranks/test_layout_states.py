@@ -168,7 +168,7 @@ def half_errors(every: bool) -> dict[str, float]:
         degrees = [(2, 2, 1), (1, 2, 2)]
         for ulysses, ring, tp in degrees if every else degrees[kind == "full" :][:1]:
             case = Case(ulysses, ring, "ulysses" if kind == "switch" else kind, masked=True)
-            parallel = ParallelConfig(ring=ring, ulysses=ulysses, tp=tp, shard_text=2, scheme="ulysses")
+            parallel = ParallelConfig(ring=ring, ulysses=ulysses, tp=tp, shard_text=2)
             half = gradients(case, torch.bfloat16, *groups.of(1, -1, parallel))
             found[f"{kind} {ulysses} x {ring} x {tp}"] = ((half - right).norm() / right.norm()).item()
     return found

@@ -48,18 +48,19 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "tp": ("fsdp", "factorised", {"tp": 2}, {"masked": True}),
     "ulysses": ("fsdp", "full", {"ulysses": 2}, {"masked": True}),
     "ring": ("fsdp", "full", {"ring": 2}, {"masked": True}),
-    "switch": ("fsdp", "factorised", {"ulysses": 2}, {"frames": True}),
-    "heads": ("ddp", "factorised", {"ulysses": 2, "scheme": "ulysses"}, {"masked": True}),
+    "switch": ("fsdp", "factorised", {"dsp": 2}, {"frames": True}),
+    "heads": ("ddp", "factorised", {"ulysses": 2}, {"masked": True}),
     "point to point": ("fsdp", "full", {"ulysses": 2, "exchange": "point_to_point"}, {}),
     "sparse ring": ("fsdp", "full", {"ring": 2}, {"sparse": {"backend": "auto"}}),
     "sparse ulysses": ("fsdp", "full", {"ulysses": 2}, {"sparse": {}}),
 }
 FOUR: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "dsp and ulysses": ("fsdp", "factorised", {"dsp": 2, "ulysses": 2}, {"masked": True}),
     "hybrid": ("fsdp", "full", {"ulysses": 2, "ring": 2}, {"masked": True}),
     "tp and ulysses": ("fsdp", "factorised", {"ulysses": 2, "tp": 2}, {}),
     "tp and ring": ("fsdp", "full", {"ring": 2, "tp": 2}, {"masked": True}),
     # three frames on four ranks: one has none
-    "uneven": ("fsdp", "factorised", {"ulysses": 4, "scheme": "ulysses"}, {"latent": (3, 6, 10)}),
+    "uneven": ("fsdp", "factorised", {"ulysses": 4}, {"latent": (3, 6, 10)}),
 }
 
 
@@ -71,9 +72,10 @@ class Bench:
         config = ParallelConfig(**self.parallel)
         shard = 1 if self.strategy == "ddp" else -1
         self.mesh = make_mesh(
-            Device("cpu", 0), AxisSizes(-1 if shard == 1 else 1, shard, config.ring, config.ulysses, config.tp)
+            Device("cpu", 0),
+            AxisSizes(**{**config.sizes(), "dp_replicate": -1 if shard == 1 else 1, "dp_shard": shard}),
         )
-        spread = config.ring * config.ulysses * config.tp > 1
+        spread = config.group > 1
         self.layout = make_layout(self.mesh, config) if spread else TokenLayout()
         given = {key: value for key, value in self.more.items() if key in ("masked", "frames", "latent")}
         self.inputs = make_inputs(**given)
@@ -228,7 +230,13 @@ def test_no_exchange_is_made_again_on_two_ranks(names: list[str], every: bool) -
 
 @pytest.mark.parametrize(
     "names",
-    [["hybrid"], *(pytest.param(names, marks=SLOW) for names in (["tp and ulysses"], ["tp and ring", "uneven"]))],
+    [
+        ["hybrid"],
+        *(
+            pytest.param(names, marks=SLOW)
+            for names in (["dsp and ulysses"], ["tp and ulysses"], ["tp and ring", "uneven"])
+        ),
+    ],
     ids=" ".join,
 )
 @EVERY

@@ -151,9 +151,9 @@ def test_the_command_passes_and_refuses(tmp_path: Path, capsys: pytest.CaptureFi
         "memory.activation_policy={block: recompute}",
         "train.micro_batch_size=1",
     ]
-    assert main([*words, "--parallel", "ring=2"]) == 0
+    assert main([*words, "--parallel", "dsp=2"]) == 0
     text = capsys.readouterr().out
-    assert "PASSED" in text and "all_to_all sequence" in text and "recompute" in text
+    assert "PASSED" in text and "all_to_all dsp" in text and "recompute" in text
     assert main([*words, "--parallel", "tp=3"]) == 1
     error = capsys.readouterr().err
     assert "mmspeed: error: parallel.tp 3 does not divide the model's 4 heads: use one of 1, 2, 4" in error

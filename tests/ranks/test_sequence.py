@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from mmspeed.config.parallel import ParallelConfig
 from mmspeed.models.sora.model import SoraDiT, SoraDiTConfig, on_meta
 from mmspeed.plan.traffic import AttentionWorkload, Sent, gradient_traffic, places, step_traffic
 from tests.sequence_steps import LATENTS, MODEL, SAMPLES, Case, work
@@ -58,6 +57,9 @@ def test_every_layout_and_kind_of_step_is_there(ranks: Found) -> None:
     assert {case.latent for case in met} == set(LATENTS) and {case.strategy for case in met} == {"ddp", "fsdp"}
     assert {case.tp for case in met} == {1, 2} and {case.masked for case in met} == {True, False}
     assert {case.times for case in met} == {"samples", "frames"} and {case.text for case in met} == {"whole", "split"}
+    if len(ranks) == 4:
+        products = {(case.ulysses, case.ring, case.model) for case in met if case.dsp > 1}
+        assert products >= {(2, 1, "ulysses"), (1, 2, "ulysses"), (2, 1, "space"), (1, 2, "space")}
     pairs = {(case.ulysses, case.ring) for case in met}
     assert pairs >= ({(2, 1), (1, 2)} if len(ranks) == 2 else {(4, 1), (2, 2), (1, 4)})
 
@@ -68,8 +70,9 @@ def test_the_exchanges_ran_and_images_make_none(ranks: Found) -> None:
         case, sent = found["case"], found["sent"]
         axes = {axis for (_, axis), count in sent.items() if count}
         expected = {"tp"} if case.tp > 1 else set()
-        if case.latent != "image" and case.ulysses * case.ring > 1:
-            expected.add("sequence")  # joined at the end, and re-sharded
+        if case.latent != "image" and case.processes > 1:
+            expected.add("sequence")  # joined at the end
+            expected |= {"dsp"} if case.parallel.dsp > 1 else set()  # re-sharded
             crossing = case.model != "switch"
             assert case.latent == "few frames" or (sent.get(("ring", "sequence"), 0) > 0) == (case.text == "split"), (
                 case
@@ -84,23 +87,11 @@ def test_the_exchanges_ran_and_images_make_none(ranks: Found) -> None:
 # -- bytes ---------------------------------------------------------------------------------------------------------------
 
 
-def parallel_of(case: Case) -> ParallelConfig:
-    return ParallelConfig(
-        ring=case.ring,
-        ulysses=case.ulysses,
-        tp=case.tp,
-        scheme="ulysses" if case.model in ("ulysses", "space") else "switch",
-        shard="space" if case.model == "space" else "frames",
-        shard_text=2 if case.text == "split" else None,
-        ring_window=2 if case.extra == "window" else None,
-    )
-
-
 def foretold(case: Case, world: int, rank: int) -> Sent:
     """By the formulas: a step of the samples that this rank has."""
     config = SoraDiTConfig(**{**vars(MODEL), "arrangement": "full" if case.model == "full" else "factorised"})
-    parallel, image = parallel_of(case), case.latent == "image"
-    together = case.tp * (1 if image else case.ulysses * case.ring)
+    parallel, image = case.parallel, case.latent == "image"
+    together = case.tp * (1 if image else case.processes)
     work = AttentionWorkload(
         batch=len(range(rank // together, SAMPLES, world // together))
         or 1,  # a rank without a sample computes a filler
@@ -148,7 +139,7 @@ def test_formulas_equal_the_ledger_to_the_byte(ranks: Found) -> None:
     assert not wrong, "\n".join(wrong[:20])
 
 
-def test_switch_moves_at_most_half_of_what_ulysses_moves(ranks: Found) -> None:
+def test_dsp_moves_at_most_half_of_what_ulysses_moves(ranks: Found) -> None:
     """All-to-alls of a step, summed over the group's ranks: shards of odd numbers of frames and places are not quite even."""
     world = len(ranks)
 

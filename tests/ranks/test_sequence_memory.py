@@ -25,7 +25,7 @@ MODEL: dict[str, Any] = {"width": 96, "depth": 2, "heads": 4, "latent_channels":
 LATENT = (8, 32, 32)  # 8 frames of 16 x 16 places
 TEXT_TOKENS = 8
 WORLD, MOST = 4, 0.27
-# model, ulysses, ring, tp
+# model, ulysses, ring, tp; "switch" re-shards over ulysses x ring, "product" over 2 more
 CASES = [
     ("switch", 4, 1, 1),
     ("switch", 2, 2, 1),
@@ -35,6 +35,8 @@ CASES = [
     ("full", 4, 1, 1),
     ("full", 1, 4, 1),
     ("full", 2, 2, 1),
+    ("product", 2, 1, 1),
+    ("product", 1, 2, 1),
     ("switch", 2, 1, 2),
     ("full", 1, 2, 2),
 ]
@@ -66,14 +68,12 @@ def measure() -> dict[tuple[str, int, int, int], float]:
     found = {}
     for case in CASES:
         name, ulysses, ring, tp = case
-        parallel = ParallelConfig(
-            ulysses=ulysses,
-            ring=ring,
-            tp=tp,
-            scheme="ulysses" if name in ("ulysses", "space") else "switch",
-            shard="space" if name == "space" else "frames",
-        )
-        mesh = make_mesh(Device("cpu", 0), AxisSizes(ring=ring, ulysses=ulysses, tp=tp))
+        dsp = {"switch": ulysses * ring, "product": 2}.get(name, 1)
+        if name == "switch":
+            ulysses = ring = 1
+        shard: Any = "space" if name == "space" else "frames"
+        parallel = ParallelConfig(dsp=dsp, ulysses=ulysses, ring=ring, tp=tp, shard=shard)
+        mesh = make_mesh(Device("cpu", 0), AxisSizes(**parallel.sizes()))
         layout = make_layout(mesh, parallel)
         found[case] = kept_bytes(name, layout, mesh) / whole["full" if name == "full" else "switch"]
         assert layout.ledger.total() > 0

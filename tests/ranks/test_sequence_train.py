@@ -27,9 +27,9 @@ from tests.spawn import run_ranks
 
 TOLERANCE = {"rel": 2e-4}  # float32 rounding in another order, grown over a few steps of Adam
 
-ULYSSES = ("parallel.ulysses=2",)
+DSP = ("parallel.dsp=2",)
 TENSOR = ("parallel.tp=2",)
-FOUR = ("parallel.ring=2", "parallel.ulysses=2", "parallel.scheme=ulysses")
+FOUR = ("parallel.ring=2", "parallel.ulysses=2")
 ALL = (
     "parallel.ring=2",
     "parallel.tp=2",
@@ -59,8 +59,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_layouts_train_alike_and_read_each_others_checkpoints(home: Path) -> None:
-    """One run never stopped on one rank, and one that goes 2 ranks (ulysses), 4 (ring x ulysses), 2 (tp), 1."""
-    run_ranks(train, 2, str(home), False, ("name=parts", "train.steps=2", *ULYSSES))
+    """One run never stopped on one rank, and one that goes 2 ranks (dsp), 4 (ring x ulysses), 2 (tp), 1."""
+    run_ranks(train, 2, str(home), False, ("name=parts", "train.steps=2", *DSP))
     run_ranks(train, 4, str(home), False, ("name=parts", "train.steps=3", *FOUR), ("name=four-full", *ALL))
     run_ranks(train, 2, str(home), False, ("name=parts", "train.steps=5", *TENSOR))
     run_ranks(train, 1, str(home), False, ("name=parts", "train.steps=6"))
@@ -85,7 +85,7 @@ def test_images_and_videos_of_one_step(tmp_path: Path) -> None:
     fixed = ("batching.by=samples", "batching.mix=window", "train.batch_size=5", "train.steps=6")
     CacheBuilder(mixed_config(tmp_path, *fixed)).run()
     run_ranks(train, 1, str(tmp_path), True, ("name=one", *fixed))
-    run_ranks(train, 4, str(tmp_path), True, ("name=groups", *fixed, *ULYSSES), ("name=four", *fixed, *FOUR))
+    run_ranks(train, 4, str(tmp_path), True, ("name=groups", *fixed, *DSP), ("name=four", *fixed, *FOUR))
     expected = losses(mixed_config(tmp_path, "name=one", *fixed))
     for name in ("groups", "four"):
         assert losses(mixed_config(tmp_path, f"name={name}", *fixed)) == pytest.approx(expected, **TOLERANCE), name
@@ -113,7 +113,7 @@ def made_online(folder: str, overrides: tuple[str, ...]) -> tuple[int, int]:
     return first.made_here, first.made
 
 
-@pytest.mark.parametrize("layout", [ULYSSES, pytest.param(TENSOR, marks=pytest.mark.slow)], ids=["ulysses", "tp"])
+@pytest.mark.parametrize("layout", [DSP, pytest.param(TENSOR, marks=pytest.mark.slow)], ids=["dsp", "tp"])
 def test_a_group_shares_the_encoding_of_the_first_epoch(home: Path, tmp_path: Path, layout: tuple[str, ...]) -> None:
     """Both ranks meet every video; each entry is made by one of them, and the losses are those of a cache made before."""
     (here, everything), (there, _) = run_ranks(made_online, 2, str(tmp_path), layout)

@@ -26,7 +26,13 @@ COSTS = SampleCosts(lambda bucket: bucket.frames * bucket.height, lambda bucket:
 def test_steps_of_a_given_size_are_the_same_in_any_layout(by: str) -> None:
     train = TrainConfig(batch_size=4) if by == "samples" else TrainConfig(batch_size=None)
     rule = BatchingConfig(by=by, mix="window", slots=None if by == "samples" else 4)  # type: ignore[arg-type]
-    layouts = [None, ParallelConfig(ulysses=2), ParallelConfig(ring=3), ParallelConfig(ulysses=2, tp=2)]
+    layouts = [
+        None,
+        ParallelConfig(ulysses=2),
+        ParallelConfig(ring=3),
+        ParallelConfig(dsp=3, ulysses=2),
+        ParallelConfig(ulysses=2, tp=2),
+    ]
     samples = make_samples(9, 14, 5)
     found = set()
     for parallel in layouts:
@@ -54,12 +60,32 @@ def test_heads_that_do_not_fit_are_told() -> None:
 
     with pytest.raises(UserError, match="tp 3 does not divide the model's 4 heads: use one of 1, 2, 4"):
         check_layout(model("full"), ParallelConfig(tp=3))
-    for arrangement, parallel in (("full", {"ulysses": 5}), ("factorised", {"ulysses": 5, "scheme": "ulysses"})):
+    for arrangement in ("full", "factorised"):
         with pytest.raises(UserError, match=r"parallel.ulysses 5 is more than the 4 heads of a device: use ring"):
-            check_layout(model(arrangement), ParallelConfig(**parallel))
+            check_layout(model(arrangement), ParallelConfig(ulysses=5))
     with pytest.raises(UserError, match=r"the 2 heads of a device \(of 4, with parallel.tp 2\)"):
         check_layout(model("full"), ParallelConfig(ulysses=3, tp=2))
-    check_layout(model("factorised"), ParallelConfig(ulysses=5))  # moves tokens, not heads
+    check_layout(model("factorised"), ParallelConfig(dsp=5))  # moves tokens, not heads
+    with pytest.raises(
+        UserError, match=r"parallel.dsp 2: every block of SoraDiT attends over all tokens.*use ulysses or ring"
+    ):
+        check_layout(model("full"), ParallelConfig(dsp=2))
+
+
+def test_dsp_of_a_full_model_is_refused_where_a_config_is_read(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"parallel.dsp 2 re-shards.*model.arrangement: full has none: use parallel.ulysses"
+    ):
+        small_config(tmp_path, "parallel.dsp=2", "model.arrangement=full")
+    assert small_config(tmp_path, "parallel.dsp=2", "parallel.ulysses=2").parallel.sequence == 4
+
+
+def test_degrees_that_do_not_make_the_devices_are_refused() -> None:
+    parallel = ParallelConfig(dsp=3, ulysses=2)
+    with pytest.raises(UserError, match="dsp 3 x ulysses 2 does not divide the 8 processes"):
+        parallel.check_world(8)
+    with pytest.raises(ValueError, match="greater than or equal to 1"):
+        ParallelConfig(dsp=0)
 
 
 def test_tensor_parallelism_wants_sharding() -> None:

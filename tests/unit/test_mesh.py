@@ -23,7 +23,7 @@ from mmspeed.loop.gradients import squared_norm
 from mmspeed.mesh import Mesh, ParameterLayout, by_mesh, layout_of, make_mesh
 
 CPU = Device("cpu", 0)
-PP, DP_REPLICATE, DP_SHARD, RING, ULYSSES, TP = DENSE
+PP, DP_REPLICATE, DP_SHARD, DSP, RING, ULYSSES, TP = DENSE
 _, _, SHARD, _ = STORAGE
 _, _, EDP, EP_OUTER, EP_INNER, ETP = EXPERT
 
@@ -36,6 +36,7 @@ CASES: dict[str, tuple[int, dict[str, int]]] = {
     "tp inside experts": (8, {"tp": 2, "ep": 2, "etp": 2}),
     "stages": (8, {"pp": 2, "ep": 2}),
     "sequence": (8, {"ring": 2, "ulysses": 2, "tp": 2}),
+    "re-sharding": (8, {"dsp": 2, "ulysses": 2, "tp": 2}),
     "all": (64, {"pp": 2, "dp_replicate": 2, "ring": 2, "ulysses": 2, "tp": 2, "ep": 8, "ep_inner": 4, "etp": 2}),
 }
 
@@ -160,7 +161,7 @@ def test_groups_read_the_same_and_one_of_each_speaks(case: str) -> None:
     table = mesh_table(world, AxisSizes(**sizes))
     stage = world // table.sizes[PP]
     for split in (True, False):
-        together = table.sizes[TP] * (table.sizes[RING] * table.sizes[ULYSSES] if split else 1)
+        together = table.sizes[TP] * (table.sizes[DSP] * table.sizes[RING] * table.sizes[ULYSSES] if split else 1)
         for rank in range(world):  # inside of a stage, ranks of a group follow one another
             assert table.reader(rank, split) == Reader(rank % stage // together, stage // together)
             assert table.in_stage(rank) == Reader(rank % stage, stage)

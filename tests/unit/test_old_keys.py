@@ -45,6 +45,7 @@ def write(path: Path, content: dict[str, Any]) -> Path:
         ("memory", {"swap_from": "1KiB"}, r"memory\.swap_from is now memory\.offload_from$"),
         ("train", {"checkpointing": True}, r"train\.checkpointing is now memory\.activation_policy: write `\{block: recompute\}`"),
         ("train", {"checkpointing": False}, r"train\.checkpointing is now memory\.activation_policy"),
+        ("parallel", {"scheme": "switch"}, r"parallel\.scheme is now parallel\.dsp: for `switch` write `dsp` in place of `ulysses` and `ring`"),
         ("memory", {"activation_policy": {"mlp": "swap"}}, r"memory\.activation_policy\.mlp: swap is now offload$"),
         ("memory", {"activation_policy": {"norm": "discard"}}, r"norm: discard is now recompute_output$"),
     ],
@@ -61,7 +62,14 @@ def test_a_users_old_key_is_refused_by_an_error_that_names_the_new_one(
 
 
 @pytest.mark.parametrize(
-    "override", ["memory.spans.block=recompute", "memory.spans={}", "memory.swap_from=1MiB", "train.checkpointing=true"]
+    "override",
+    [
+        "memory.spans.block=recompute",
+        "memory.spans={}",
+        "memory.swap_from=1MiB",
+        "train.checkpointing=true",
+        "parallel.scheme=ulysses",
+    ],
 )
 def test_so_is_one_on_the_command_line(tmp_path: Path, override: str) -> None:
     path = write(tmp_path / "my-run.yaml", tree())
@@ -176,3 +184,103 @@ def test_policies_chosen_by_an_earlier_version_are_taken(tmp_path: Path) -> None
     assert found is not None
     assert found.ways == ({"attention": "offload", "mlp": "selective"}, {"norm": "recompute_output"})
     assert read_choice(file, {**setting, "memory.offload_from": "2MiB"}, 2) is None
+
+
+# -- degrees of sequence parallelism, which were said by `scheme`
+
+
+def old_parallel(folder: Path, **keys: Any) -> dict[str, Any]:
+    """The parallel section of a run's config.yaml before `dsp`: with all other keys, and `scheme`."""
+    section: dict[str, Any] = yaml.safe_load(dump_config(make_config(tree(output=str(folder)))))["parallel"]
+    del section["dsp"]
+    return {**section, "scheme": "switch", **keys}
+
+
+@pytest.mark.parametrize(
+    ("arrangement", "keys", "expected"),
+    [
+        ("factorised", {"ulysses": 4}, (4, 1, 1, None)),
+        ("factorised", {"ulysses": 2, "ring": 4, "ring_window": 2}, (8, 1, 1, None)),
+        ("factorised", {"ulysses": 2, "ring": 4, "ring_window": 2, "scheme": "ulysses"}, (1, 4, 2, 2)),
+        ("factorised", {}, (1, 1, 1, None)),
+        ("full", {"ulysses": 2, "ring": 4, "ring_window": 2}, (1, 4, 2, 2)),
+    ],
+)
+def test_old_run_folders_resume_as_they_ran(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, arrangement: str, keys: dict[str, Any], expected: tuple[Any, ...]
+) -> None:
+    caplog.set_level(logging.INFO, "mmspeed")
+    folder = RunFolder(tmp_path / "old")
+    record = old_config(tmp_path, model={"arrangement": arrangement})
+    record["parallel"] = old_parallel(tmp_path, **keys)
+    write(folder.config_file, record)
+    config = folder.config()
+    parallel = config.parallel
+    assert (parallel.dsp, parallel.ring, parallel.ulysses, parallel.ring_window) == expected
+    assert "parallel.scheme read as parallel.dsp" in caplog.text and len(caplog.records) == 1
+    assert folder.check_same(config) == []
+    folder.write_start(config, {}, {})
+    caplog.clear()
+    assert folder.config() == config and not caplog.records
+    # a record that lacks the key too is read as what was by default
+    del record["parallel"]["scheme"]
+    write(folder.config_file, record)
+    if keys.get("scheme") is None:
+        assert folder.config() == config
+
+
+def test_settings_of_measurements_have_the_degrees_that_ran() -> None:
+    old = {"model.arrangement": "factorised", "parallel.ring": 1, "parallel.ulysses": 4, "parallel.scheme": "switch"}
+    moved = {"model.arrangement": "factorised", "parallel.dsp": 4, "parallel.ring": 1, "parallel.ulysses": 1}
+    assert translated_setting(old) == moved == translated_setting(moved)
+    stays = {**old, "parallel.scheme": "ulysses"}
+    assert translated_setting(stays) == {**moved, "parallel.dsp": 1, "parallel.ulysses": 4}
+    full = {**old, "model.arrangement": "full"}
+    assert translated_setting(full) == {**moved, "model.arrangement": "full", "parallel.dsp": 1, "parallel.ulysses": 4}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "arrangement", "told"),
+    [
+        ({"ulysses": 2}, "factorised", "`dsp: 2`; now ulysses 2 runs in attention of the temporal blocks"),
+        ({"ring": 2, "ulysses": 2, "shard": "space"}, "factorised", "`dsp: 4`; now ring 2 x ulysses 2 runs in attention of the spatial"),
+        ({"ulysses": 2, "dsp": 1}, "factorised", None),
+        ({"dsp": 2}, "factorised", None),
+        ({"ulysses": 2}, "full", None),
+        ({}, "factorised", None),
+    ],
+)  # fmt: skip
+def test_a_users_degrees_that_ran_otherwise_before_are_told_in_a_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, parallel: dict[str, Any], arrangement: str, told: str | None
+) -> None:
+    caplog.set_level(logging.INFO, "mmspeed")
+    path = write(tmp_path / "my-run.yaml", tree(parallel=parallel, model={"arrangement": arrangement}))
+    config = load_config(path)
+    assert config.parallel.model_dump(include=set(parallel)) == parallel  # what is written is what runs
+    if told is None:
+        assert not caplog.records
+    else:
+        (line,) = (record.getMessage() for record in caplog.records)
+        assert line.startswith(f"{path}: parallel has ") and told in line and "\n" not in line
+    caplog.clear()
+    assert load_config(path, ["parallel.dsp=1"]).parallel.dsp == 1 and not caplog.records
+
+
+def test_a_users_file_goes_on_as_its_run_folder_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """`mmspeed train my-run.yaml` again, after an update, of a run that re-sharded."""
+    caplog.set_level(logging.INFO, "mmspeed")
+    path = write(tmp_path / "my-run.yaml", tree(output="runs", parallel={"ulysses": 2}))
+    record = old_config(tmp_path / "runs")
+    record["parallel"] = old_parallel(tmp_path, ulysses=2)
+    folder = RunFolder(tmp_path / "runs" / "old")
+    write(folder.config_file, record)
+    config = load_config(path)
+    assert (config.parallel.dsp, config.parallel.ulysses) == (2, 1)
+    (line,) = (entry.getMessage() for entry in caplog.records)
+    assert f"{folder.root} recorded that, and goes on so (with `dsp: 1` it runs ulysses 2)" in line
+    folder.write_start(config, {}, {})  # and once more, from what the resumed run recorded
+    assert load_config(path).parallel == config.parallel
+    assert load_config(path, ["parallel.dsp=1"]).parallel.ulysses == 2
+    record["parallel"] = old_parallel(tmp_path, ulysses=2, scheme="ulysses")
+    write(folder.config_file, record)
+    assert (load_config(path).parallel.dsp, load_config(path).parallel.ulysses) == (1, 2)

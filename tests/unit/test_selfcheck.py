@@ -137,10 +137,10 @@ def test_what_compares_knows_no_domain(module: ModuleType) -> None:
 
 
 def test_layouts_are_read(config: Config) -> None:
-    own = config.model_copy(update={"parallel": config.parallel.model_copy(update={"ring": 8, "scheme": "ulysses"})})
+    own = config.model_copy(update={"parallel": config.parallel.model_copy(update={"ring": 8, "shard": "space"})})
     parallel = with_layout(own, "ulysses=2, parallel.dp_shard=3").parallel
-    assert (parallel.ring, parallel.ulysses, parallel.dp_shard, parallel.scheme) == (1, 2, 3, "ulysses")
-    assert named(parallel) == "dp_shard=3 ulysses=2 scheme=ulysses"
+    assert (parallel.ring, parallel.ulysses, parallel.dp_shard, parallel.shard) == (1, 2, 3, "space")
+    assert named(parallel) == "dp_shard=3 ulysses=2 shard=space"
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,9 @@ def test_layouts_are_read(config: Config) -> None:
         ("tp=true", "a number from 1 on"),
         ("ulysses=4,ring=8", "makes 32 processes"),
         ("ring=4,ring_window=3", "must divide ring 4"),
-        ("ulysses=2,scheme=both", "parallel.scheme"),
+        ("ulysses=2,shard=both", "parallel.shard"),
+        ("ulysses=2,scheme=switch", "parallel.scheme is now parallel.dsp"),
+        ("dsp=2.5", "parallel.dsp"),
     ],
 )
 def test_layouts_that_are_refused(config: Config, layout: str, told: str) -> None:
@@ -187,7 +189,7 @@ def test_the_command_takes_no_options_of_the_other_check(tmp_path: Path, capsys:
 RIGHT = {
     f"blocks.{i}.{name}": np.full(4, 1.0 + i, np.float32) for i in range(3) for name in ("mlp.up.weight", "qkv.weight")
 }
-SENT = {"all_gather sequence": 10, "all_to_all sequence": 20}
+SENT = {"all_gather sequence": 10, "all_to_all ulysses": 20}
 
 
 def found(scale: dict[str, float] | None = None, loss: float = 1.0, **changes: Any) -> WorkerReport:
@@ -212,7 +214,7 @@ def verdict(config: Config, here: WorkerReport) -> tuple[bool, str]:
 
 def test_equal_runs_pass(config: Config) -> None:
     passed, text = verdict(config, found())
-    assert passed and "PASSED" in text and "look at the data" in text and "all_to_all sequence 20 B" in text
+    assert passed and "PASSED" in text and "look at the data" in text and "all_to_all ulysses 20 B" in text
 
 
 def test_a_wrong_layer_is_named(config: Config) -> None:
@@ -242,7 +244,7 @@ def test_gradients_that_are_not_numbers_fail(config: Config) -> None:
 
 def test_exchanges_must_be_there_and_nowhere_else(config: Config) -> None:
     passed, text = verdict(config, found(sent={}))
-    assert not passed and "no all_to_all sequence was sent" in text
+    assert not passed and "no all_to_all ulysses was sent" in text
     passed, text = verdict(config, found(sent=dict(SENT)))
     assert not passed and "images take no part in it, yet all_gather sequence was sent" in text
 
@@ -262,9 +264,10 @@ def test_gaps_are_sorted_and_rounding_is_none() -> None:
 @pytest.mark.parametrize(
     ("layout", "wanted"),
     [
-        ("ulysses=2", {"all_gather sequence", "all_to_all sequence"}),
-        ("ulysses=2,ring=2,scheme=ulysses", {"all_gather sequence", "all_to_all ulysses", "ring ring"}),
-        ("ring=4,ring_window=2,scheme=ulysses", {"all_gather sequence", "ring ring", "ring ring_outer"}),
+        ("dsp=2", {"all_gather sequence", "all_to_all dsp"}),
+        ("ulysses=2,ring=2", {"all_gather sequence", "all_to_all ulysses", "ring ring"}),
+        ("dsp=2,ulysses=2", {"all_gather sequence", "all_to_all dsp", "all_to_all ulysses"}),
+        ("ring=4,ring_window=2", {"all_gather sequence", "ring ring", "ring ring_outer"}),
         ("tp=2", {"all_gather tp", "reduce_scatter tp", "all_reduce tp"}),
         ("dp_shard=2", set()),
     ],

@@ -64,10 +64,10 @@ def test_blocks_that_a_ring_passes_on_are_those_of_its_schedule(ranks: int, wind
 def test_even_sizes_give_the_table_of_the_docs(n: int) -> None:
     """X: bytes of a rank's tokens."""
     part = 8 * 256 * 64 * 2 // n
-    one_turn, ways = replace(CLIP, spans=FACTORISED[:2], values=0), _parallel(ulysses=n)
+    one_turn, ways = replace(CLIP, spans=FACTORISED[:2], values=0), _parallel(dsp=n)
     (switch,) = {ends_traffic(one_turn, ways, place).total for place in places(ways)}
     assert switch == 2 * part * (n - 1) // n  # one re-sharding, forward and backward
-    for parallel in (_parallel(ulysses=n, scheme="ulysses"), _parallel(ulysses=n, scheme="ulysses", shard="space")):
+    for parallel in (_parallel(ulysses=n), _parallel(ulysses=n, shard="space")):
         crossing, local = ("temporal", "spatial") if parallel.shard == "frames" else ("spatial", "temporal")
         assert {t.total for t in _group(CLIP, parallel, crossing)} == {8 * part * (n - 1) // n}
         assert {t.total for t in _group(CLIP, parallel, local)} == {0}
@@ -85,12 +85,12 @@ def test_even_sizes_give_the_table_of_the_docs(n: int) -> None:
 
 @pytest.mark.parametrize("n", [2, 4, 8])
 @pytest.mark.parametrize("shard", ["frames", "space"])
-def test_the_switch_scheme_moves_half_of_ulysses(n: int, shard: str) -> None:
-    switch, ulysses = _parallel(ulysses=n), _parallel(ulysses=n, scheme="ulysses", shard=shard)
-    for place in places(switch):
+def test_dsp_moves_half_of_ulysses(n: int, shard: str) -> None:
+    switch, ulysses = _parallel(dsp=n), _parallel(ulysses=n, shard=shard)
+    for at in zip(places(switch), places(ulysses), strict=True):
         moved = [
             sum(count for (kind, _), count in step_traffic(CLIP, way, place).items() if kind == "all_to_all")
-            for way in (switch, ulysses)
+            for way, place in zip((switch, ulysses), at, strict=True)
         ]
         assert moved[0] == moved[1] / 2 * 5 / 6  # depth - 1 of depth: the first and the last block have no other side
 
@@ -99,42 +99,42 @@ def test_the_switch_scheme_moves_half_of_ulysses(n: int, shard: str) -> None:
 @given(
     grid=st.tuples(st.integers(1, 9), st.integers(1, 4), st.integers(1, 4)),
     degrees=st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 2)),
-    scheme=st.sampled_from(["switch", "ulysses"]),
+    dsp=st.integers(1, 3),
     shard=st.sampled_from(["frames", "space"]),
     full=st.booleans(),
     text=st.sampled_from([None, 3, 30]),
     masked=st.booleans(),
 )
 def test_uneven_sizes(
-    grid: Any, degrees: Any, scheme: Any, shard: Any, full: bool, text: int | None, masked: bool
+    grid: Any, degrees: Any, dsp: int, shard: Any, full: bool, text: int | None, masked: bool
 ) -> None:
     """Over all ranks, all-to-alls send as much forward as backward, and each gather as much as its sum back."""
     ring, ulysses, tp = degrees
     work = AttentionWorkload(2, grid, 32, 8, ("full",) * 3 if full else FACTORISED[:3], 4, 12, 4, masked)
-    parallel = _parallel(ring=ring, ulysses=ulysses, tp=tp, scheme=scheme, shard=shard, shard_text=text)
+    parallel = _parallel(dsp=1 if full else dsp, ring=ring, ulysses=ulysses, tp=tp, shard=shard, shard_text=text)
     total = Traffic()
     for place in places(parallel):
         total += ends_traffic(work, parallel, place)
         for span in work.spans:
             total += block_traffic(work, parallel, place, span)
-    for axis in ("sequence", "ulysses"):
+    for axis in ("dsp", "ulysses"):
         assert total.forward["all_to_all", axis] == total.backward["all_to_all", axis]
     for axis in ("sequence", "tp"):
         assert total.forward["all_gather", axis] == total.backward["reduce_scatter", axis]
         assert total.forward["reduce_scatter", axis] == total.backward["all_gather", axis]
-    if ring * ulysses * tp == 1:
+    if parallel.group == 1:
         assert not total.total
 
 
 def test_images_and_one_process_send_nothing() -> None:
     image = replace(CLIP, grid=(1, 16, 16), image=True)
-    for parallel in (_parallel(ulysses=4), _parallel(ring=2, ulysses=2, scheme="ulysses", shard_text=1)):
+    for parallel in (_parallel(dsp=4), _parallel(ring=2, ulysses=2, shard_text=1), _parallel(dsp=2, ring=2)):
         assert all(not step_traffic(image, parallel, place) for place in places(parallel))
     assert not step_traffic(CLIP, _parallel(), RankCoordinates())
 
 
 def test_recomputation_makes_the_forward_exchanges_of_its_blocks_again() -> None:
-    parallel = _parallel(ulysses=4, scheme="ulysses", tp=2)
+    parallel = _parallel(ulysses=4, tp=2)
     plain = step_traffic(CLIP, parallel, RankCoordinates(0, 1, 1))
     again = step_traffic(CLIP, parallel, RankCoordinates(0, 1, 1), recomputed=(1, 2))
     more = [block_traffic(CLIP, parallel, RankCoordinates(0, 1, 1), span).forward for span in ("temporal", "spatial")]
@@ -147,5 +147,18 @@ def test_shared_gradients_are_summed_as_a_ring_does_it() -> None:
 
 
 def test_places_are_in_the_order_of_the_ranks() -> None:
-    found = list(places(_parallel(ring=2, ulysses=3, tp=2)))
-    assert found == [RankCoordinates(*at) for at in itertools.product(range(2), range(3), range(2))]
+    found = list(places(_parallel(dsp=2, ring=2, ulysses=3, tp=2)))
+    ranks = itertools.product(range(2), range(2), range(3), range(2))
+    assert found == [RankCoordinates(ring, ulysses, tp, dsp) for dsp, ring, ulysses, tp in ranks]
+
+
+@pytest.mark.parametrize("shard", ["frames", "space"])
+def test_a_product_sends_what_its_degrees_do(shard: str) -> None:
+    """X: bytes of a rank's tokens. Even sizes: re-sharding over dsp, and around attention over ulysses, as if each were alone."""
+    part = 8 * 256 * 64 * 2 // 4
+    parallel, crossing = _parallel(dsp=2, ulysses=2, shard=shard), "temporal" if shard == "frames" else "spatial"
+    for place in places(parallel):
+        sent = step_traffic(CLIP, parallel, place)
+        assert sent["all_to_all", "dsp"] == 5 * 2 * part // 2  # one re-sharding between each two of six blocks
+        assert sent["all_to_all", "ulysses"] == 3 * 8 * part // 2
+        assert block_traffic(CLIP, parallel, place, crossing).total == 8 * part // 2  # type: ignore[arg-type]

@@ -256,12 +256,12 @@ def make_layout(
         mesh.dense, window=parallel.ring_window, exchange=parallel.exchange, ledger=ledger, nodes=nodes
     )
     dsp = Axis.of(mesh.dense, AxisName.DSP.value, ledger, parallel.exchange, nodes)
-    hybrid = flattened("sequence", (axes.ring, axes.ulysses), mesh.dense, nodes)
+    hybrid = flattened("sequence", axes.ring, axes.ulysses, mesh=mesh.dense, nodes=nodes)
     return TokenLayout(
         axes=axes,
         hybrid=hybrid,
         dsp=dsp,
-        whole=hybrid if dsp.size == 1 else flattened("sequence", (dsp, axes.ring, axes.ulysses), mesh.dense, nodes),
+        whole=hybrid if dsp.size == 1 else flattened("sequence", dsp, axes.ring, axes.ulysses, mesh=mesh.dense, nodes=nodes),
         tensor=Axis.of(mesh.dense, AxisName.TP.value, ledger, parallel.exchange, nodes),
         shard="rows" if parallel.shard == "frames" else "columns",
         text_from=parallel.shard_text,

@@ -1,0 +1,54 @@
+"""What each degree of sequence parallelism would send, which is recommended, and that `mmspeed check` says so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mmspeed.config.parallel import ParallelConfig
+from mmspeed.log import format_bytes
+from mmspeed.plan.degrees import degree_costs, degree_lines, recommended
+from mmspeed.plan.traffic import AttentionWorkload, places, step_traffic
+
+CLIP = AttentionWorkload(1, (8, 16, 16), 96, 8, ("spatial", "temporal") * 3, 16, 12)
+FULL = replace(CLIP, spans=("full",) * 6)
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_degrees_are_those_of_the_traffic_and_dsp_sends_least_of_a_factorised_model(devices: int) -> None:
+    costs = degree_costs(CLIP, ParallelConfig(), devices)
+    assert [cost.name for cost in costs] == [f"ulysses {devices}", f"ring {devices}", f"dsp {devices}"]
+    for cost in costs:
+        parallel = ParallelConfig(**{cost.name.split()[0]: devices})  # type: ignore[arg-type]
+        assert cost.sent == max(step_traffic(CLIP, parallel, place).total() for place in places(parallel))
+        assert not cost.idle and not cost.refused
+    best = recommended(costs)
+    assert best is not None and best.name == f"dsp {devices}"
+
+
+def test_a_full_model_has_no_dsp_and_more_devices_than_heads_take_a_ring_too() -> None:
+    found = {cost.name: cost for cost in degree_costs(FULL, ParallelConfig(), 16)}
+    assert list(found) == ["ulysses 16", "ring 16", "dsp 16", "ring 2 x ulysses 8"]
+    assert found["ulysses 16"].refused == "a device has 8 heads" and found["dsp 16"].refused
+    best = recommended(list(found.values()))
+    assert best is not None and best.name == "ring 2 x ulysses 8"
+    assert {cost.name: cost for cost in degree_costs(FULL, ParallelConfig(tp=4), 2)}["ulysses 2"].refused == ""
+
+
+def test_few_frames_are_split_by_space_too() -> None:
+    """Of 4 frames over 8 devices re-sharding leaves half of them without a frame; a product leaves none."""
+    short = replace(CLIP, grid=(4, 16, 16))
+    found = {cost.name: cost for cost in degree_costs(short, ParallelConfig(), 8)}
+    assert found["dsp 8"].idle == 4 and found["ulysses 8"].idle == 4
+    best = recommended(list(found.values()))
+    assert best is not None and best.name == "dsp 4 x ulysses 2 with shard: space" and not best.idle
+
+
+def test_the_sections_own_product_is_there_and_lines_mark_one() -> None:
+    parallel = ParallelConfig(dsp=2, ring=2)
+    lines = degree_lines(CLIP, parallel, 4, "video 5x32x48")
+    assert lines[0].startswith("video 5x32x48 split over 4 devices")
+    sent = step_traffic(CLIP, parallel, next(places(parallel))).total()
+    assert f"  dsp 2 x ring 2: {format_bytes(sent)}" in lines
+    assert [line for line in lines if "recommended" in line] == [line for line in lines if line.startswith("  dsp 4: ")]
