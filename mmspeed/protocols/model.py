@@ -5,16 +5,13 @@ Legend: B batch, C channels, T h w latent, L caption tokens, D text width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, Protocol, cast, runtime_checkable
 
 from torch import Tensor, nn
 
 from mmspeed.errors import UserError
 
-# The part of a linear layer in its model. "column": each row of its weight makes a channel of its own (heads, hidden units);
-# "row": its inputs are such channels. Between a column layer and its row layer channels never mix.
-Role = Literal["column", "row"]
 PutWeight = Callable[[nn.Parameter, Tensor], None]  # brings a whole float32 value to where a parameter's weights are
 
 
@@ -43,33 +40,6 @@ class InitializesWeights(Protocol):
 
     def init_weights(self, seed: int, put: PutWeight = ...) -> None:
         """Fill every parameter from a generator keyed by its name; `put` takes each whole value, float32 on the CPU."""
-        ...
-
-
-@runtime_checkable
-class DeclaresRoles(Protocol):
-    """A model whose linear layers tensor parallelism may split."""
-
-    roles: Mapping[str, Role]  # by patterns of names
-
-    @property
-    def heads(self) -> int:
-        """Attention heads, over all processes."""
-        ...
-
-
-@runtime_checkable
-class CountsHeads(Protocol):
-    """A model whose attention can be spread over processes: by its heads, or by its tokens where no attention crosses the split."""
-
-    @property
-    def heads(self) -> int:
-        """Attention heads, over all processes."""
-        ...
-
-    @property
-    def attends_over_all(self) -> bool:
-        """Whether its blocks attend over all tokens, so that attention crosses any split of them."""
         ...
 
 
@@ -115,28 +85,6 @@ class CountsDenseFlops(Protocol):
     def dense_flops(self, latent: tuple[int, int, int], text_tokens: int) -> int:
         """`flops`, if all attention were dense."""
         ...
-
-
-@runtime_checkable
-class NamesRegions(Protocol):
-    """A block that names the parts of its forward pass of which a memory policy can be set apart from the rest."""
-
-    spans: Sequence[str]
-
-
-@runtime_checkable
-class ComputesInChunks(Protocol):
-    """A part of a block, such as an MLP, that can compute some tokens at a time."""
-
-    token_chunk: int | None  # tokens of all samples that are computed at a time; None: all
-    exact_chunks: bool  # each number of a gradient is then the sum of the whole, not one over the chunks
-
-
-@runtime_checkable
-class SpansBlock(Protocol):
-    """A block that says along which tokens it attends; its model reads that of whatever stands in a block's place."""
-
-    span: str
 
 
 def trainable(model: nn.Module, task: str | None = None) -> TrainableModel:

@@ -196,9 +196,7 @@ class SoraBlock(nn.Module):
         """`cond` (..., E) and `shared` (..., 6, E) are of samples (B) or of frames (B, F)."""
         own = self.modulation_up(self.modulation_down(cond)).view_as(shared)
         # each (B, 1, 1, E) or (B, T, 1 or S, E)
-        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = (
-            of_tokens(m, frame_TS) for m in (shared + own).unbind(-2)
-        )
+        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = (of_tokens(m, frame_TS) for m in (shared + own).unbind(-2))
         x_BTSE = self.self_attention(x_BTSE, shift_a, scale_a, gate_a, pos_TSX, mask_BTS, image)
         norm = self.norm_cross
         x_BTSE = self.cross_attention(x_BTSE, norm.weight, norm.bias, text_BLE, text_mask_BL)

@@ -115,7 +115,7 @@ def host_pools(model: nn.Module) -> list[HostPool]:
     """Where the spans of a model's blocks offload to."""
     pools: dict[int, HostPool] = {}
     for part in model.modules():
-        for runner in runners_of(part).values():
+        for runner in runners_of(part):
             maker = runner.groups.__self__ if ismethod(runner.groups) else None
             if isinstance(maker, Offloader):
                 pools[id(maker.pool)] = maker.pool

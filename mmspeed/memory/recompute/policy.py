@@ -11,8 +11,8 @@ from torch import nn
 from mmspeed.config.memory import ActivationPolicy, MemoryConfig, parse_bytes
 from mmspeed.device import Device
 from mmspeed.errors import UserError
+from mmspeed.memory.chunks import set_chunks
 from mmspeed.memory.offload.swap_group import Offloader, OffloadGroup
-from mmspeed.protocols import ComputesInChunks
 
 from .block_checkpoint import recompute
 from .spans import ActivationPolicies, regions_of, set_policies
@@ -75,14 +75,6 @@ class BlockPolicies:
             recompute(block, around_graphs, self.exchange_again)
         elif ways:
             set_policies(block, ways, self.groups, exchange_again=self.exchange_again)
-
-
-def set_chunks(block: nn.Module, tokens: int | None, exact: bool = True) -> bool:
-    """Let a block's MLPs compute so many tokens at a time, None: all of them; whether it has an MLP that can."""
-    parts = [part for part in block.modules() if isinstance(part, ComputesInChunks)]
-    for part in parts:
-        part.token_chunk, part.exact_chunks = tokens, exact
-    return bool(parts)
 
 
 def count_policies(keeping: Iterable[ActivationPolicies]) -> dict[str, int]:

@@ -47,9 +47,7 @@ class RegionRunner:
     def __deepcopy__(self, memo: Any) -> RegionRunner:
         return self  # nothing in it changes; a copy of a model offloads to the same place
 
-    def run(
-        self, run: Callable[..., T], *args: Any, before: Callable[..., Any] | None = None, **kwargs: Any
-    ) -> T:
+    def run(self, run: Callable[..., T], *args: Any, before: Callable[..., Any] | None = None, **kwargs: Any) -> T:
         """`run(*args, **kwargs)`; with `before`, `run(before(*args))`, where the region is what comes before a product."""
         if self.way == "recompute_output":
             if before is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -199,7 +198,9 @@ def uncrossed(model: nn.Module) -> list[str]:
         for boundary in (
             module._boundary if isinstance(module, Bounded) else None,
             module._site if isinstance(module, CalledSite | InterceptedSite) else None,
-            module._linear if isinstance(module, SplitLinear | SplitPreparingLinear | SplitExperts | SplitNorm) else None,
+            module._linear
+            if isinstance(module, SplitLinear | SplitPreparingLinear | SplitExperts | SplitNorm)
+            else None,
         ):
             counts = boundary is not None and not (isinstance(boundary, LinearBoundary) and not _moves(boundary))
             if boundary is not None and counts and not boundary.sequences.uses[boundary.where]:
@@ -261,7 +262,9 @@ def make_layout(
         axes=axes,
         hybrid=hybrid,
         dsp=dsp,
-        whole=hybrid if dsp.size == 1 else flattened("sequence", dsp, axes.ring, axes.ulysses, mesh=mesh.dense, nodes=nodes),
+        whole=hybrid
+        if dsp.size == 1
+        else flattened("sequence", dsp, axes.ring, axes.ulysses, mesh=mesh.dense, nodes=nodes),
         tensor=Axis.of(mesh.dense, AxisName.TP.value, ledger, parallel.exchange, nodes),
         shard="rows" if parallel.shard == "frames" else "columns",
         text_from=parallel.shard_text,
@@ -301,7 +304,9 @@ def sequence_parallel(
         axes = sequence_axes(mesh, window=window, exchange=exchange, ledger=ledger)
     one = axes.ring if axes.ulysses.size == 1 else axes.ulysses
     # where both are there, the mesh need not be of all processes, so that no group can be made: gathers go over one, then the other
-    hybrid = replace(one, name="sequence", size=axes.size, rank=axes.rank, group=one.group if one.size == axes.size else None)
+    hybrid = replace(
+        one, name="sequence", size=axes.size, rank=axes.rank, group=one.group if one.size == axes.size else None
+    )
     boundaries = Boundaries(model, Sequences(plan, TokenLayout(axes, hybrid, whole=hybrid)), check_inputs=True)
     if axes.size > 1:
         boundaries.put_inside()
@@ -317,4 +322,3 @@ def put_sparse_sites(model: nn.Module, plan: ModelPlan, grid: Grid) -> None:
     boundaries = Boundaries(model, sequences, known.check_inputs if known is not None else False, grid)
     boundaries.put_inside()
     boundaries.put_around()
-

@@ -175,7 +175,9 @@ def _applied(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
     return local(layer.weight), bias
 
 
-def split_layer(layer: nn.Module, mesh: DeviceMesh, linear: Linear, sequences: Sequences, name: str, attends: Attended) -> None:
+def split_layer(
+    layer: nn.Module, mesh: DeviceMesh, linear: Linear, sequences: Sequences, name: str, attends: Attended
+) -> None:
     """Split one layer in place: weights along O for a column or vocabulary layer, along I for a row layer, whose bias stays whole, along K
     for experts.
 

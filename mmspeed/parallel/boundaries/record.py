@@ -43,7 +43,9 @@ class Sequences:
         self.factorised = plan.factorised
         self.gridded = {tokens.sequence for block in plan.blocks for tokens in block.tokens.values()}
         self.tensor_split = {linear.sequence for linear in plan.linears.values() if linear.sequence is not None}
-        self.zigzag = plan.causal and layout.axes.ring.size > 1  # over Ulysses alone, zigzag order is the sequence's own
+        self.zigzag = (
+            plan.causal and layout.axes.ring.size > 1
+        )  # over Ulysses alone, zigzag order is the sequence's own
         self.uses: Counter[str] = Counter()  # by boundary
         self.checked = False  # that all processes of a group were given the same
 
@@ -100,7 +102,9 @@ class ForwardRecord:
         known = self.lengths.setdefault(sequence, shape)
         if known != shape:
             now, then = (size[1] if size[0] == 1 else " x ".join(map(str, size)) for size in (shape, known))
-            raise UserError(f"{where}: sequence {sequence!r} has {now} tokens here and had {then} before; mend the plan")
+            raise UserError(
+                f"{where}: sequence {sequence!r} has {now} tokens here and had {then} before; mend the plan"
+            )
 
     def is_split(self, sequence: str, where: str) -> bool:
         """True where the tokens of a sequence lie on several processes of the group."""
@@ -111,9 +115,7 @@ class ForwardRecord:
             return True
         return layout.text_from is not None and math.prod(self.shape(sequence, where)) >= layout.text_from
 
-    def held(
-        self, sequence: str, attends: Attended, where: str, place: tuple[int, int] | None = None
-    ) -> TokenRange:
+    def held(self, sequence: str, attends: Attended, where: str, place: tuple[int, int] | None = None) -> TokenRange:
         """What a place (hybrid, dsp) of the group holds of a sequence, for blocks that attend along a dim; None: this process's."""
         layout, shape = self.sequences.layout, self.shape(sequence, where)
         if sequence not in self.sequences.tensor_split:
@@ -160,7 +162,9 @@ class ForwardRecord:
     def positions_of_all(self, sequence: str, attends: Attended, where: str) -> Tensor:
         """Whole positions along the attended dim, of the tokens of all processes of ring x ulysses in their order: (N, X)."""
         if sequence not in self.positions:
-            raise UserError(f"{where}: sparse attention across processes needs the positions of {sequence!r}; mend the plan")
+            raise UserError(
+                f"{where}: sparse attention across processes needs the positions of {sequence!r}; mend the plan"
+            )
         pos_TSX, layout = self.positions[sequence], self.sequences.layout
         if attends == "rows":
             return pos_TSX[:, 0]
@@ -266,9 +270,7 @@ class ForwardRecord:
             x = all_gather(x, layout.tensor, gather.dim, even_sizes(shape[1], layout.tensor.size))
         return x
 
-    def _gather_group(
-        self, x: Tensor, gather: Gather, attends: Attended, shape: tuple[int, int], where: str
-    ) -> Tensor:
+    def _gather_group(self, x: Tensor, gather: Gather, attends: Attended, shape: tuple[int, int], where: str) -> Tensor:
         sequences, layout = self.sequences, self.sequences.layout
         if sequences.zigzag:
             whole = self._gather_hybrid(x, gather.dim, layout.zigzag_sizes(shape[1]))
@@ -362,5 +364,7 @@ def _neighbours(ranges: list[range]) -> list[range]:
 
 def _required(dim: int | None, where: str) -> int:
     if dim is None:
-        raise UserError(f"{where}: tokens are re-sharded between rows and columns, and the plan names no dim of the rows")
+        raise UserError(
+            f"{where}: tokens are re-sharded between rows and columns, and the plan names no dim of the rows"
+        )
     return dim
