@@ -231,7 +231,7 @@ class ShardedTokens:
         tensor, dsp, spread = layout.tensor, layout.dsp.size, layout.axes.size
         if part.placement != WHOLE:
             held = [(len(h.rows), len(h.columns[tensor.rank])) for h in self.everyone(part.placement)]
-            rows, columns = part.placement.rows, part.placement.columns
+            rows = part.placement.rows
             if dsp == 1 or spread == 1:  # one dim is cut, in the order of the group
                 dim = T_DIM if self._cuts(rows) else S_DIM
                 x_BTSE = all_gather(x_BTSE, group, dim, [sizes[dim - T_DIM] for sizes in held])

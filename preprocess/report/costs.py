@@ -15,9 +15,9 @@ from mmspeed.device import PEAK_FLOPS, accelerators, parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.log import format_bytes, format_figure
 from mmspeed.models import build_model
+from mmspeed.models.sora.model import SoraDiT
 from mmspeed.models.sparse_note import sparse_lines
 from mmspeed.models.text.encoders import text_width
-from mmspeed.models.sora.model import SoraDiT
 from mmspeed.parallel import check_layout
 from mmspeed.plan.degrees import degree_lines
 from mmspeed.plan.traffic import AttentionWorkload
