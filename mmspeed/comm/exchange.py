@@ -72,8 +72,9 @@ def start_all_to_all(
 ) -> PendingExchange:
     """The first half of `all_to_all`; `finish` is the second."""
     each = None if scatter_sizes is None else [scatter_sizes]
-    orders = {"wire": wire, "grad_order": grad_order}
-    return start_all_to_all_many([x], axis, scatter_dim, gather_dim, each, gather_sizes, order, **orders)
+    return start_all_to_all_many(
+        [x], axis, scatter_dim, gather_dim, each, gather_sizes, order, wire=wire, grad_order=grad_order
+    )
 
 
 def start_all_to_all_many(

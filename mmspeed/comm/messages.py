@@ -127,9 +127,8 @@ class AllGather:
             others = axis.others()
             works = between([(place, mine) for place in others], [(place, parts[place]) for place in others], axis)
             parts[axis.rank].copy_(mine)
-        packs, bytes_of = int(not x.is_contiguous()), [nbytes(mine)] * axis.size
-        copied = {"packed": packs * nbytes(mine), "unpacked": came.copied()}
-        axis.count("all_gather", bytes_of, packs, int(bool(came.copies)), **copied)
+        packs, unpacks, sent = int(not x.is_contiguous()), int(bool(came.copies)), [nbytes(mine)] * axis.size
+        axis.count("all_gather", sent, packs, unpacks, packed=packs * nbytes(mine), unpacked=came.copied())
         return Underway(works, [mine], came.fill)
 
 

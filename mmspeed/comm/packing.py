@@ -222,10 +222,11 @@ def layout(x: Tensor) -> Sizes:
     return tuple(sorted(range(x.dim()), key=lambda dim: -strides[dim]))
 
 
-def _inverse(order: Sizes) -> Sizes:
+def inverse(order: Sizes) -> Sizes:
+    """The order that undoes another."""
     return tuple(order.index(dim) for dim in range(len(order)))
 
 
 def laid_out(x: Tensor, order: Sizes) -> Tensor:
     """The same tensor, contiguous in this order of its dims."""
-    return x.permute(order).contiguous().permute(_inverse(order))
+    return x.permute(order).contiguous().permute(inverse(order))
