@@ -65,6 +65,10 @@ def tokens(out: Tensor, batch: int, columns: bool, layout: Layout) -> Tensor:
     return out.permute((0, 3, 1, 2, 4) if columns else (0, 1, 3, 2, 4)).flatten(3)
 
 
+def sdpa(q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None = None) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, keys, enable_gqa=q.shape[1] != k.shape[1])
+
+
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -101,7 +105,7 @@ def truth(batch: int, columns: bool) -> tuple[Tensor, Tensor]:
     """Output and gradient of all tokens in one process."""
     shape = SHAPES["columns" if columns else "full"]
     qkv = noise(batch, *shape, 3 * E).requires_grad_()
-    out = tokens(F.scaled_dot_product_attention(*projections(qkv, columns, "BNAD")), batch, columns, "BNAD")
+    out = tokens(sdpa(*projections(qkv, columns, "BNAD")), batch, columns, "BNAD")
     return out.detach(), torch.autograd.grad(out, qkv, noise(batch, *shape, E, seed=1))[0]
 
 
@@ -130,14 +134,31 @@ class LikeQueries(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *qkv: Tensor) -> Tensor:
         ctx.save_for_backward(*qkv)
-        return torch.empty_like(qkv[0]).copy_(F.scaled_dot_product_attention(*qkv))
+        return torch.empty_like(qkv[0]).copy_(sdpa(*qkv))
 
     @staticmethod
     def backward(ctx: Any, *dout: Tensor) -> Any:
         with torch.enable_grad():
             qkv = [x.detach().requires_grad_() for x in ctx.saved_tensors]
-            grads = torch.autograd.grad(F.scaled_dot_product_attention(*qkv), qkv, dout)
+            grads = torch.autograd.grad(sdpa(*qkv), qkv, dout)
         return tuple(torch.empty_like(x).copy_(grad) for x, grad in zip(qkv, grads, strict=True))
+
+
+def in_layout(axes: SequenceAxes, sizes: tuple[int, ...], layout: Layout) -> Attention:
+    """The product's attention."""
+    return lambda q, k, v: hybrid_attention(q, k, v, None, axes, sizes, sizes, layout=layout)
+
+
+def keeping_order(axes: SequenceAxes, sizes: tuple[int, ...], layout: Layout) -> Attention:
+    """The product's exchanges around `LikeQueries`."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        result: Tensor = LikeQueries.apply(q, k, v)
+        return result
+
+    return lambda q, k, v: with_heads_exchanged(
+        q, k, v, None, axes, sizes, sizes, attend, layout=layout, reads="strided"
+    )
 
 
 def by_wire(axes: SequenceAxes, order: tuple[int, ...]) -> Attention:
@@ -145,7 +166,7 @@ def by_wire(axes: SequenceAxes, order: tuple[int, ...]) -> Attention:
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         started = comm.start_all_to_all_many([q, k, v], axes.ulysses, 1, 2, order=order)
-        out = F.scaled_dot_product_attention(*comm.finish_all(started))
+        out = sdpa(*comm.finish_all(started))
         return comm.all_to_all(out, axes.ulysses, 2, 1, order=order)
 
     return attention
@@ -167,27 +188,9 @@ def case_copies_of_a_step() -> None:
         for (batch, columns), layouts in CANDIDATES.items():
             sizes, dim = even_sizes(12 if columns else 24, axes.size), 1 if columns else 2
             wanted = [x.split(sizes, dim)[axes.rank] for x in truth(batch, columns)]
-
-            def product(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                return hybrid_attention(q, k, v, None, axes, sizes, sizes, layout=layout)  # noqa: B023
-
-            def keeps_order(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                return with_heads_exchanged(
-                    q,
-                    k,
-                    v,
-                    None,
-                    axes,
-                    sizes,
-                    sizes,
-                    lambda *x: LikeQueries.apply(*x[:3]),
-                    layout=layout,
-                    reads="strided",  # noqa: B023
-                )
-
             beside = {}
             for layout in layouts:
-                found = step(product, axes, batch, columns, layout, sizes)
+                found = step(in_layout(axes, sizes, layout), axes, batch, columns, layout, sizes)
                 # the CPU's kernel makes gradients as BNAD, where one sample's tokens come first and those of several do not
                 assert units(found) == {
                     "there pack": (1, 3),
@@ -195,7 +198,7 @@ def case_copies_of_a_step() -> None:
                     "back pack": (1, 1) if batch == 1 and not columns else (2, 4),
                     "back unpack": (1, 3),
                 }
-                ideal = step(keeps_order, axes, batch, columns, layout, sizes)
+                ideal = step(keeping_order(axes, sizes, layout), axes, batch, columns, layout, sizes)
                 assert units(ideal) == units(found) | {"back pack": (1, 1)} and total(ideal) == (4, 8)
                 for result in (found, ideal):
                     # each sample and head is computed by itself, in one order of sums
@@ -217,10 +220,7 @@ def case_order_of_travel() -> None:
             for order in ("BAND", "BNAD", "NBAD"):
                 attention = by_wire(axes, memory_order(order))  # type: ignore[arg-type]
                 found[order] = step(attention, axes, batch, columns, layout, sizes)
-            found["chosen"] = step(
-                lambda q, k, v: hybrid_attention(q, k, v, None, axes, sizes, sizes, layout=layout),  # noqa: B023
-                axes, batch, columns, layout, sizes,
-            )  # fmt: skip
+            found["chosen"] = step(in_layout(axes, sizes, layout), axes, batch, columns, layout, sizes)
             for result in found.values():
                 assert torch.equal(result.out, found["BAND"].out) and torch.equal(result.grad, found["BAND"].grad)
                 assert result.there.bytes == found["BAND"].there.bytes and result.back.bytes == found["BAND"].back.bytes
@@ -275,7 +275,7 @@ def case_parts() -> None:
             mask = noise(2 * batch, sum(parts.k), seed=4) > -0.5
         inputs = [x.double().requires_grad_() for x in wholes]
         keys = None if mask is None else mask[:, None, None]
-        right = F.scaled_dot_product_attention(*inputs, keys, enable_gqa=True)
+        right = sdpa(*inputs, keys=keys)
         wanted = [right.detach(), *torch.autograd.grad(right, inputs, dout.double())]
         found = {}
         for layout in ("BAND", "BNAD", "NBAD", "BNGAD"):
@@ -307,10 +307,7 @@ def case_ring_behind() -> None:
         layout = default_layout(batch, columns)
         if columns:
             sizes = (3, 3, 3, 3)
-        found = step(
-            lambda q, k, v: hybrid_attention(q, k, v, None, axes, sizes, sizes, layout=layout),  # noqa: B023
-            axes, batch, columns, layout, sizes,
-        )  # fmt: skip
+        found = step(in_layout(axes, sizes, layout), axes, batch, columns, layout, sizes)
         wanted = [x.split(sizes, 1 if columns else 2)[axes.rank] for x in truth(batch, columns)]
         # the ring merges what its queries see in two blocks
         torch.testing.assert_close(found.out, wanted[0], atol=1e-6, rtol=1e-5)
