@@ -226,6 +226,10 @@ def case_order_of_travel() -> None:
                 assert result.there.bytes == found["BAND"].there.bytes and result.back.bytes == found["BAND"].back.bytes
             least = min(map(total, found.values()))
             assert total(found["chosen"]) == least
+            if (
+                axes.ulysses.size == 2
+            ):  # of 4 ranks each has one head, which makes heads first and tokens first the same for one sample
+                assert total(found["BAND"]) == ((7, 15) if batch == 1 and not columns else (8, 16))
             if batch == 1 and not columns:  # one sample's tokens come first in BSH too
                 assert total(found["BNAD"]) == least == (4, 8)
             else:
