@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from mmspeed.comm import Ledger
 from mmspeed.errors import UserError
 from mmspeed.models.diffusers.plans import plan_for
-from mmspeed.parallel.declared.apply import sequence_parallel
+from mmspeed.parallel import sequence_parallel
 from tests.spawn import run_ranks
 from tests.video_transformers import CASES, loss_of, make_inputs, make_model
 
@@ -264,9 +264,9 @@ def test_saved_models_are_of_the_plain_class(two: dict[str, Any]) -> None:
         ("short text", "1 tokens of 'text' for 2 ranks; this model needs 1 on every rank: pad to 2"),
         ("processes", "does not divide the 2 processes"),
         ("tensor parallel", "parallel.tp is 2"),
-        ("unknown model", "Linear: no sequence plan is known"),
+        ("unknown model", "Linear: no plan is known"),
         ("twice", "sequence-parallel already"),
-        ("replaced forward", "apply sequence parallelism first"),
+        ("replaced forward", "spread the model over processes, or make it sparse, before"),
         ("other kernel", "set_attention_backend('native')"),
     ],
 )

@@ -19,7 +19,7 @@ from mmspeed.mesh import Mesh
 from mmspeed.mixin import mix_in
 from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes
 from mmspeed.parallel.tensor import check_heads
-from mmspeed.protocols.plan import Attended, Linear, ModelPlan, Seen, Site, plan_of
+from mmspeed.protocols.plan import Attended, Linear, ModelPlan, Seen, Site, declare_plan, plan_of
 
 from .attention import CalledSite, InterceptedSite, SiteBoundary, sparse_layer
 from .boundary import Bounded, Grid, ModuleBoundary, Root, RootBoundary
@@ -321,6 +321,7 @@ def sequence_parallel(
         one, name="sequence", size=axes.size, rank=axes.rank, group=one.group if one.size == axes.size else None
     )
     boundaries = Boundaries(model, Sequences(plan, TokenLayout(axes, hybrid, whole=hybrid)), check_inputs=True)
+    declare_plan(model, plan)
     if axes.size > 1:
         boundaries.put_inside()
         boundaries.put_around()
