@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmspeed import rng
 from mmspeed.compute.attention import attention
@@ -34,6 +34,7 @@ from mmspeed.parallel import autocast
 from mmspeed.pipelines.diffusion.objective import make_objective
 from mmspeed.pipelines.inference.text_to_video import find_checkpoint
 from mmspeed.pipelines.run.run_folder import RunFolder
+from mmspeed.protocols.plan import Structure
 
 from .attention import FULL_PLANNERS, AttentionBenchSetting, LengthBench
 from .attention_data import Grid, oracle_share
@@ -168,8 +169,8 @@ class LayerBench:
             for keep in asked.keeps
         ]
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, key_mask_BM: Tensor | None) -> Tensor:
-        """Dense attention."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask_BM: Tensor | None) -> Tensor:
+        """Dense attention, beside which the methods are tried."""
         out = attention(q, k, v, key_mask_BM)
         self.tokens = max(self.tokens, q.shape[2])
         if q.shape[2] >= LEAST_TOKENS:
@@ -211,6 +212,17 @@ class LayerBench:
         return LayerResult(self.block, self.span, self.tokens, entropy, share, points)
 
 
+class WatchedAttention(nn.Module):
+    """In place of a block's attention."""
+
+    def __init__(self, bench: LayerBench) -> None:
+        super().__init__()
+        self.bench = bench
+
+    def forward(self, q_BAND: Tensor, k_BAND: Tensor, v_BAND: Tensor, structure: Structure) -> Tensor:
+        return self.bench.attend(q_BAND, k_BAND, v_BAND, structure.key_mask_BN)
+
+
 def look(
     model: SoraDiT, folder: RunFolder, samples: Sequence[Sample], asked: AttentionBenchSetting, device: Device
 ) -> list[LayerBench]:
@@ -220,9 +232,8 @@ def look(
     looks = []
     for place, block in enumerate(model.blocks):
         assert isinstance(block, SoraBlock)
-        one = LayerBench(place, block.span, asked)
-        del block.self_attention.attend  # it may be a module
-        block.self_attention.attend = one
+        one = LayerBench(place, model.config.span(place), asked)
+        block.self_attention.attend = WatchedAttention(one)
         looks.append(one)
     for span in dict.fromkeys(one.span for one in looks):
         of_span = [one for one in looks if one.span == span]

@@ -119,9 +119,25 @@ def set_chunks(block: nn.Module, tokens: int | None, exact: bool = True) -> bool
     return bool(chunks)
 
 
-def is_exact(block: nn.Module) -> bool:
-    """True where all MLPs of a block that can be computed in parts are of plain linear layers, whose weights can be read."""
-    return all(_readable(_module(block, name)) for chunk in parts_of(block).chunks for name in (chunk.up, chunk.down))
+@dataclass(frozen=True)
+class ExactChunks:
+    """An MLP that is computed `size` tokens at a time with the gradients of the whole."""
+
+    up: nn.Linear
+    down: nn.Linear
+    activation: Callable[[Tensor], Tensor]
+    size: int
+
+
+def exact_chunks(block: nn.Module) -> list[ExactChunks]:
+    """The MLPs of a block that are computed in parts with the gradients of the whole: those whose weights can be read."""
+    found = []
+    for down in block.modules():
+        if isinstance(down, ChunkedDown):
+            setting, layers = down._chunk_setting, down._chunk_layers
+            if setting.size is not None and setting.exact and layers.up is not None and layers.down is not None:
+                found.append(ExactChunks(layers.up, layers.down, layers.activation, setting.size))
+    return found
 
 
 def _set(block: nn.Module, chunk: Chunked, setting: ChunkSetting) -> None:

@@ -16,7 +16,7 @@ from mmspeed.mesh import Mesh
 from mmspeed.protocols.plan import ModelPlan, blocks_of, plan_of
 from mmspeed.replay import recorded_modules
 
-from .boundaries.apply import Boundaries, is_spread, make_layout, sequence_parallel, uncrossed
+from .boundaries.apply import Boundaries, is_spread, make_layout, sequence_parallel, token_layout, uncrossed
 from .boundaries.layout import TokenLayout
 from .boundaries.record import Sequences
 from .data_parallel import (
@@ -49,6 +49,7 @@ __all__ = [
     "sequence_parallel",
     "sum_shared_gradients",
     "take_float32_gradients",
+    "token_layout",
     "uncrossed",
     "unwrap",
 ]

@@ -40,7 +40,7 @@ from mmspeed.models import SoraDiT, build_model
 from mmspeed.models.codecs.vae import codec_geometry
 from mmspeed.models.sparse_note import sparse_lines, sparse_warnings
 from mmspeed.models.text.encoders import text_width
-from mmspeed.parallel import unwrap
+from mmspeed.parallel import token_layout, unwrap
 from mmspeed.pipelines.diffusion.objective import Objective, make_objective
 from mmspeed.pipelines.tasks.base import SampledData, largest_batch, usual_batch
 from mmspeed.pipelines.tasks.mlp_trials import MlpTrials
@@ -188,7 +188,7 @@ class VideoTask:
         if isinstance(model, SoraDiT):
             for layer in list(clustered_layers(model).values())[:1]:
                 layer.try_out(place.device.torch_device, dtype, model.config.width // model.config.heads)
-            self._mlp_trials = MlpTrials(model, model.layout, dtype, place.device, place.rank == 0)
+            self._mlp_trials = MlpTrials(model, token_layout(model), dtype, place.device, place.rank == 0)
             batching = self.batching(place)
             sizes = {bucket: usual_batch(batching, bucket, place.groups).items for bucket in self.buckets()}
             self._mlp_trials.before_steps((self.latent(bucket), size) for bucket, size in sizes.items())

@@ -31,8 +31,13 @@ from mmspeed.memory.planning.options import (
     single_policies,
     static_bytes,
 )
+from mmspeed.memory.recompute.spans import regions_of
+from mmspeed.mixin import mix_in
+from mmspeed.parallel.boundaries.boundary import Bounded, boundary_of
+from mmspeed.parallel.boundaries.record import ForwardRecord, current_record, resumed
 from mmspeed.parallel.tensor import local
-from mmspeed.protocols import NamesRegions, SpansBlock, TrainableModel
+from mmspeed.protocols import TrainableModel
+from mmspeed.protocols.plan import parts_of
 from mmspeed.torch_internals import tree_map_only
 
 Made = TypeVar("Made")
@@ -58,11 +63,6 @@ class _PassFirst(torch.autograd.Function):
 
 class IdentityBlock(nn.Module):
     """In place of a block: does nothing."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        if isinstance(block, SpansBlock):
-            self.span = block.span
 
     def forward(self, x: Tensor, *others: Any, **named: Any) -> Tensor:
         return cast(Tensor, _PassFirst.apply(x, *others, *named.values()))
@@ -101,11 +101,15 @@ class BlockCall:
     args: tuple[Any, ...]  # detached
     kwargs: dict[str, Any]
     autocast: torch.dtype | None
+    record: ForwardRecord | None = (
+        None  # of the forward that the call was part of, where tokens lie on several processes
+    )
 
     def run(self, x: Tensor) -> Tensor:
         """The block's output for a first argument `x`; the others are those of the call."""
         kind = x.device.type
-        with torch.autocast(kind, self.autocast or torch.bfloat16, enabled=self.autocast is not None):
+        dtype = self.autocast or torch.bfloat16
+        with resumed(self.record), torch.autocast(kind, dtype, enabled=self.autocast is not None):
             return cast(Tensor, self.block(x, *self.args[1:], **self.kwargs))
 
     def clear(self) -> None:
@@ -129,7 +133,7 @@ def capture(forward: Work, blocks: Sequence[nn.Module]) -> list[BlockCall]:
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         with torch.enable_grad():
             args, kwargs = tree_map_only(Tensor, leaf, (args, kwargs))
-        calls[id(block)] = BlockCall(block, args, kwargs, dtype)
+        calls[id(block)] = BlockCall(block, args, kwargs, dtype, current_record())
 
     handles = [block.register_forward_pre_hook(take, with_kwargs=True) for block in blocks]
     try:
@@ -209,7 +213,7 @@ class BlockProfiler:
         The chain are blocks of that kind. Time is that of each way of each span alone, which adds up; bytes are those of each option.
         """
         first = chain[0].block
-        spans = first.spans if isinstance(first, NamesRegions) else ()
+        spans = regions_of(first)
         ways = single_policies(spans, self.with_swap)
         self.weigh(chain[0], {})  # the first run makes what libraries keep for good
         spent, singles = [self.gauge.spent], []
@@ -256,11 +260,20 @@ class BlockProfiler:
         return int(found[0]), int(max(found[1:]))
 
 
+def identity(block: nn.Module) -> nn.Module:
+    """What stands in for a block: it does nothing but bring tokens to where the block would."""
+    made = IdentityBlock()
+    boundary = boundary_of(block)
+    if boundary is not None:
+        mix_in(made, Bounded)._boundary = replace(boundary, inputs={}, outputs={})
+    return made
+
+
 @contextmanager
 def without_blocks(model: TrainableModel) -> Iterator[None]:
     """Inside, a model's blocks do nothing."""
     blocks = model.blocks
-    model.blocks = nn.ModuleList(IdentityBlock(block) for block in blocks)
+    model.blocks = nn.ModuleList(identity(block) for block in blocks)
     try:
         yield
     finally:
@@ -318,4 +331,4 @@ def key_of(block: nn.Module) -> tuple[object, ...]:
     """What tells blocks apart that take different memory or time: class, span, kinds of attention, number of parameters."""
     attention = tuple(sorted({type(layer).__name__ for layer in clustered_layers(block).values()}))
     numbers = sum(parameter.numel() for parameter in block.parameters())
-    return type(block).__name__, block.span if isinstance(block, SpansBlock) else None, attention, numbers
+    return type(block).__name__, parts_of(block).attends, attention, numbers

@@ -204,6 +204,12 @@ def is_spread(model: nn.Module) -> bool:
     return any(root.boundary.sequences.layout.size > 1 for root in roots)
 
 
+def token_layout(model: nn.Module) -> TokenLayout:
+    """The layout that a plan was put on a model with; that of one process where none was."""
+    root = root_of(model)
+    return TokenLayout() if root is None else root.boundary.sequences.layout
+
+
 def uncrossed(model: nn.Module) -> list[str]:
     """Boundaries of a model that no forward has crossed since its plan was put on it."""
     found = []

@@ -104,6 +104,11 @@ class Bounded(nn.Module):
         return boundary.leave(out) if boundary.outputs else out
 
 
+def boundary_of(module: nn.Module) -> ModuleBoundary | None:
+    """The boundary of a module; None of one that has none."""
+    return module._boundary if isinstance(module, Bounded) else None
+
+
 @dataclass
 class RootBoundary:
     """The boundary of the whole model: here a forward pass begins and ends.
@@ -136,7 +141,8 @@ class RootBoundary:
         image, grid = False, None
         if self.grid is not None:
             told: Any = self.grid(given)
-            t, h, w = grid = tuple(int(size) for size in told) if len(told) == 3 else (0, 0, 0)
+            t, h, w = (int(size) for size in told) if len(told) == 3 else (0, 0, 0)
+            grid = (t, h, w)
             if min(t, h, w) < 1:
                 raise UserError(
                     f"{self.boundary.where}: the grid of video tokens is {told}; it is (time, height, width), 1 at least"

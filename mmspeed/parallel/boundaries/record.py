@@ -52,15 +52,6 @@ class Sequences:
     def __deepcopy__(self, memo: Any) -> Sequences:
         return self  # process groups cannot be copied, and nothing in it is of one copy
 
-    @contextmanager
-    def forward(self, record: ForwardRecord) -> Iterator[None]:
-        """Inside, boundaries of the model find this record."""
-        token = _RECORD.set(record)
-        try:
-            yield
-        finally:
-            _RECORD.reset(token)
-
     def record(self, where: str) -> ForwardRecord:
         """The record of the forward that is being computed, or computed again. Raises UserError outside of one."""
         known: ForwardRecord | None = fact(self, _RECORD.get)
@@ -71,6 +62,21 @@ class Sequences:
     def use(self, where: str) -> None:
         """Count a use of a boundary."""
         self.uses[where] += 1
+
+
+@contextmanager
+def resumed(record: ForwardRecord | None) -> Iterator[None]:
+    """Inside, a part of a model that is run by itself finds the record of an earlier forward (`current_record`)."""
+    token = _RECORD.set(record)
+    try:
+        yield
+    finally:
+        _RECORD.reset(token)
+
+
+def current_record() -> ForwardRecord | None:
+    """The record of the forward that is being computed; None outside of a model that is spread."""
+    return _RECORD.get()
 
 
 @dataclass(eq=False)
