@@ -243,7 +243,7 @@ def test_calls_are_those_of_the_formula(two: dict[str, Any]) -> None:
     """Two layers: an exchange before attention and one after, and both again in backward; text is not exchanged."""
     for case in ("wan", "ltx"):
         calls = two["cases"][f"{case} 2x1"]["calls"]
-        assert calls == {"all_to_all ulysses": 8, "all_gather ulysses": 1, "reduce_scatter ulysses": 1}
+        assert calls == {"all_to_all ulysses": 8, "all_gather sequence": 1, "reduce_scatter sequence": 1}
 
 
 def test_images_are_not_exchanged(two: dict[str, Any]) -> None:
