@@ -35,6 +35,7 @@ from .plan import (
     Tokens,
     blocks_of,
     declare_plan,
+    keep_blocks,
     parts_of,
     plan_of,
 )
@@ -115,6 +116,7 @@ __all__ = [
     "blocks_of",
     "check_model",
     "declare_plan",
+    "keep_blocks",
     "parts_of",
     "plan_of",
     "shape_words",

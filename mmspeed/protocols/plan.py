@@ -15,8 +15,8 @@ positions, masks and attention meet. Without tensor parallelism both are the sam
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Literal, Protocol, runtime_checkable
 
@@ -44,7 +44,7 @@ class Split:
         ndim: a tensor with another number of dims stays whole.
         broadcast: a dim of size 1 stays whole.
         least: tokens that every process must get.
-        positions: the tensor holds the tokens' positions; an attention across processes is told those of all of them.
+        positions: the tensor (T, S, X) holds the tokens' positions along this dim; an attention across processes is told those of all.
 
     The first split of a forward pass tells a sequence's length; all others must agree.
     """
@@ -56,7 +56,7 @@ class Split:
     ndim: int | None = None
     broadcast: bool = False
     least: int = 0
-    positions: bool = False
+    positions: Attended | None = None
 
 
 @dataclass(frozen=True)
@@ -311,3 +311,25 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
         return [(block.name, model.get_submodule(block.name)) for block in plan.blocks]
     listed = dict(model.named_children()).get("blocks")
     return [(f"blocks.{name}", block) for name, block in listed.named_children()] if listed is not None else []
+
+
+def keep_blocks(model: nn.Module, places: Sequence[int]) -> None:
+    """Leave a model only some of its blocks, by their places in the order of calls, in place; its plan goes with them.
+
+    Blocks of one list stay in their order. Raises ValueError where a list of blocks would be left empty.
+    """
+    blocks, plan = blocks_of(model), plan_of(model)
+    kept: dict[str, list[int]] = {}
+    for place in places:
+        kept.setdefault(blocks[place][0].rpartition(".")[0], []).append(place)
+    left = {name.rpartition(".")[0] for name, _ in blocks} - kept.keys()
+    if left:
+        raise ValueError(f"{type(model).__name__}: no block of {', '.join(sorted(left))} would be left")
+    chosen: list[Block] = []
+    for name, own in kept.items():
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, nn.ModuleList(blocks[place][1] for place in own))
+        if plan is not None:
+            chosen += [replace(plan.blocks[place], name=f"{name}.{number}") for number, place in enumerate(own)]
+    if plan is not None:
+        declare_plan(model, replace(plan, blocks=tuple(chosen)))

@@ -179,7 +179,7 @@ class SelfAttention(nn.Module):
         shift: Tensor,
         scale: Tensor,
         gate: Tensor,
-        pos_TSX: Tensor,
+        pos_NX: Tensor,
         mask_BTS: Tensor | None,
         image: bool,
     ) -> Tensor:
@@ -189,7 +189,6 @@ class SelfAttention(nn.Module):
         temporal = self.along == "temporal"
         order = (4, 0, 2, 3, 1, 5) if temporal else (4, 0, 1, 3, 2, 5)
         q_BAND, k_BAND, v_BAND = qkv.permute(order).flatten(1, 2).unbind(0)  # B is batch x the other dim
-        pos_NX = pos_TSX[:, 0] if temporal else pos_TSX[0]
         cos_NH, sin_NH = rope_cos_sin(pos_NX[:, POSITION_AXES[self.along]], self.head_width)
         q_BAND = apply_rope(self.q_norm(q_BAND), cos_NH, sin_NH)
         k_BAND = apply_rope(self.k_norm(k_BAND), cos_NH, sin_NH)

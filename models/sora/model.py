@@ -170,6 +170,7 @@ class SoraBlock(nn.Module):
     def __init__(self, config: SoraDiTConfig, place: int) -> None:
         super().__init__()
         width, along = config.width, config.span(place)
+        self.along = along
         attend: nn.Module = Attend()
         if config.is_sparse(place):
             assert config.sparse is not None
@@ -189,7 +190,8 @@ class SoraBlock(nn.Module):
         text_BLE: Tensor,
         text_mask_BL: Tensor,
         frame_TS: Tensor,
-        pos_TSX: Tensor,
+        pos_T1X: Tensor,
+        pos_1SX: Tensor,
         mask_BTS: Tensor | None,
         image: bool,
     ) -> Tensor:
@@ -197,7 +199,8 @@ class SoraBlock(nn.Module):
         own = self.modulation_up(self.modulation_down(cond)).view_as(shared)
         # each (B, 1, 1, E) or (B, T, 1 or S, E)
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = (of_tokens(m, frame_TS) for m in (shared + own).unbind(-2))
-        x_BTSE = self.self_attention(x_BTSE, shift_a, scale_a, gate_a, pos_TSX, mask_BTS, image)
+        pos_NX = pos_T1X[:, 0] if self.along == "temporal" else pos_1SX[0]
+        x_BTSE = self.self_attention(x_BTSE, shift_a, scale_a, gate_a, pos_NX, mask_BTS, image)
         norm = self.norm_cross
         x_BTSE = self.cross_attention(x_BTSE, norm.weight, norm.bias, text_BLE, text_mask_BL)
         return self.mlp(x_BTSE, shift_m, scale_m, gate_m)
@@ -262,9 +265,11 @@ class SoraDiT(nn.Module):
         shared = self.modulation(cond).unflatten(-1, (6, -1))
         text_BLE = self.text_in(self.text_norm(text_BLD.to(dtype)))
         x_BTSE = self.patch_in(patchify(x_BCThw.to(dtype), config.patch).unflatten(1, shape))
-        for place, block in enumerate(self.blocks):
-            pos = pos_TSX[:, :1] if config.span(place) == "temporal" else pos_TSX[:1]
-            x_BTSE = block(x_BTSE, cond, shared, text_BLE, text_mask_BL, frame_TS, pos, mask_BTS, frames == 1)
+        pos_T1X, pos_1SX = pos_TSX[:, :1], pos_TSX[:1]
+        for block in self.blocks:
+            x_BTSE = block(
+                x_BTSE, cond, shared, text_BLE, text_mask_BL, frame_TS, pos_T1X, pos_1SX, mask_BTS, frames == 1
+            )
         shift, scale = self.final_modulation(cond).chunk(2, dim=-1)
         out_BTSP = self.final(x_BTSE, shift, scale, frame_TS)
         return unpatchify(out_BTSP.flatten(1, 2), config.patch, grid).to(x_BCThw.dtype)

@@ -44,7 +44,8 @@ def sora_plan(kinds: Sequence[str], heads: int) -> ModelPlan:
             "blocks.*": {
                 "text_mask_BL": text,
                 "frame_TS": own,
-                "pos_TSX": Split("video", dim=1, rows=0, level="seen", broadcast=True, positions=True),
+                "pos_T1X": Split("video", dim=1, rows=0, level="seen", broadcast=True, positions="rows"),
+                "pos_1SX": Split("video", dim=1, rows=0, level="seen", broadcast=True, positions="columns"),
                 "mask_BTS": Split("video", dim=2, rows=1, level="seen"),
             },
             "final": {"frame_TS": own},

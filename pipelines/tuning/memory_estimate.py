@@ -31,6 +31,7 @@ from mmspeed.pipelines.tuning.memory_measure import BlockProfiler, key_of, step_
 from mmspeed.pipelines.tuning.memory_search import budget_bytes
 from mmspeed.pipelines.tuning.synthetic_step import learning_model
 from mmspeed.protocols import MicroBatchSize, RunPlace, Task, shape_words
+from mmspeed.protocols.plan import keep_blocks
 from mmspeed.torch_internals import FakeTensorMode, base_of
 
 FEW_OPTIONS = 8  # of a kind of block: fake tensors are slow
@@ -160,7 +161,7 @@ def shape_figures(
     bare = task.build()[role]
     model = learning_model(task, {role: bare})
     kinds, members = kinds_of([key_of(block) for block in model.blocks])
-    model.blocks = nn.ModuleList(model.blocks[blocks[0]] for blocks in members)
+    keep_blocks(bare, [blocks[0] for blocks in members])
     task.shapes()
     batch, loss = task.sketch(bare, step.shape, step.items)  # here, where tensors that it looks at have values
     if memory.master != "parameters":

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch.distributed as dist
-from torch import nn
 
 from mmspeed import comm
 from mmspeed.config import RunConfig
@@ -24,6 +23,7 @@ from mmspeed.memory.planning.options import static_bytes
 from mmspeed.memory.planning.peak import local_bytes
 from mmspeed.pipelines.run.build import assemble, place
 from mmspeed.protocols import Batch, Models, ShapeClass, Task, TrainableModel, shape_words, trainable
+from mmspeed.protocols.plan import keep_blocks
 
 RATE = 1e-6  # learning rate of the steps: weights move, so that no product is of zeros only, and no loss runs away
 
@@ -56,8 +56,7 @@ class SyntheticStep:
         self.text_tokens = text_tokens
         bare = task.build()
         if blocks is not None:
-            learner = learning_model(task, bare)
-            learner.blocks = nn.ModuleList(learner.blocks[block] for block in blocks)
+            keep_blocks(bare[task.updates()[0].roles[0]], blocks)
         self.bare = bare
         task.shapes()
         least = self._least_bytes()

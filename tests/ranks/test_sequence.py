@@ -118,10 +118,11 @@ def foretold(case: Case, world: int, rank: int) -> Sent:
 
 def shared_bytes(config: SoraDiTConfig, shards: int, place: int) -> int:
     """Of gradients of parameters without a role, in the shard of one rank (cut along the first dim, as `fully_shard` does)."""
-    found = 0
-    for name, parameter in on_meta(config).named_parameters():
+    found, model = 0, on_meta(config)
+    for name, parameter in model.named_parameters():
         module, _, kind = name.rpartition(".")
-        role = next((role for pattern, role in SoraDiT.roles.items() if fnmatch.fnmatchcase(module, pattern)), None)
+        linears = model.plan.linears.items()
+        role = next((linear.role for pattern, linear in linears if fnmatch.fnmatchcase(module, pattern)), None)
         if role is None or (role == "row" and kind == "bias"):
             size = -(-parameter.shape[0] // shards)
             rows = max(0, min(size, parameter.shape[0] - size * place))

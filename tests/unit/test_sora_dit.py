@@ -28,17 +28,17 @@ from mmspeed.models import SIZES, SoraDiT, SoraDiTConfig, build_model
 from mmspeed.models.sora.layers import patchify, timestep_embedding, unpatchify
 from mmspeed.models.sora.model import ZERO_MODULES, count_parameters, on_meta
 from mmspeed.models.sora.sizes import resolve_config
-from mmspeed.parallel.tokens import Attend
 from mmspeed.protocols import DiffusionModel
 from tests.model_sizes import size_rows
+from tests.support.attention import attend_by
 
 SMALL = SoraDiTConfig(width=48, depth=4, heads=4, latent_channels=3, text_width=10, adaln_rank=4)
 ARRANGEMENTS = ("factorised", "full")
 
 
-def small(perturbed: bool = True, attend: Attend = attention, **changes: object) -> SoraDiT:
+def small(perturbed: bool = True, **changes: object) -> SoraDiT:
     """A small model; `perturbed` moves every parameter off its start, so that no zero hides anything."""
-    model = SoraDiT(dataclasses.replace(SMALL, **changes), attend)
+    model = SoraDiT(dataclasses.replace(SMALL, **changes))
     if perturbed:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -202,8 +202,7 @@ def counted_flops(config: SoraDiTConfig, latent: tuple[int, int, int], batch: in
     """(counted by torch, declared) for one batch. torch does not count the fused CPU kernel: eager runs there."""
     backend = functools.partial(attention, backend="eager" if device == "cpu" else "sdpa")
     model = (on_meta(config) if device == "meta" else SoraDiT(config)).to(device)
-    for block in model.blocks:
-        block.self_attention.attend = block.cross_attention.attend = backend
+    attend_by(model, backend)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(*[part.to(device) for part in inputs(latent, batch, config)])
     return counter.get_total_flops(), batch * model.flops(latent, 5)
@@ -334,9 +333,9 @@ def test_bfloat16_stays_near_float32(arrangement: str) -> None:
 
 def test_all_attention_goes_through_the_one_function() -> None:
     counter: Counter[str] = Counter()
-    small(attend=functools.partial(attention, counter=counter))(*inputs())
+    attend_by(small(), functools.partial(attention, counter=counter))(*inputs())
     assert counter == {"sdpa": 2 * SMALL.depth}
-    eager = small(attend=functools.partial(attention, backend="eager"))
+    eager = attend_by(small(), functools.partial(attention, backend="eager"))
     torch.testing.assert_close(eager(*inputs()), small()(*inputs()), rtol=1e-5, atol=1e-5)
 
 

@@ -167,11 +167,12 @@ class ForwardRecord:
 
     def positions_of_all(self, sequence: str, attends: Attended, where: str) -> Tensor:
         """Whole positions along the attended dim, of the tokens of all processes of ring x ulysses in their order: (N, X)."""
-        if sequence not in self.positions:
+        key = f"{sequence} {attends}"
+        if key not in self.positions:
             raise UserError(
                 f"{where}: sparse attention across processes needs the positions of {sequence!r}; mend the plan"
             )
-        pos_TSX = self.positions[sequence]
+        pos_TSX = self.positions[key]
         return pos_TSX[:, 0] if attends == "rows" else self.in_order_of_all(pos_TSX[0], sequence, attends, where)
 
     def in_order_of_all(self, columns: Tensor, sequence: str, attends: Attended, where: str) -> Tensor:
@@ -196,8 +197,8 @@ class ForwardRecord:
         whole_columns, whole_rows = split.broadcast and columns == 1, split.broadcast and rows == 1
         if len(names) == 1 and not (whole_columns or (whole_rows and split.rows is not None)):
             self.tell(names[0], (rows, columns), where)
-        if split.positions:
-            self.positions[names[0]] = tensor
+        if split.positions is not None:
+            self.positions[f"{names[0]} {split.positions}"] = tensor
         begin, parts = 0, []
         for name in names:
             shape = self.shape(name, where)
@@ -285,22 +286,35 @@ class ForwardRecord:
             whole = self._gather_hybrid(x, gather.dim, layout.zigzag_sizes(shape[1]))
             back = zigzag_order(shape[1], layout.axes.ring.size).argsort()
             return whole.index_select(gather.dim, back.to(whole.device))
-        if sequences.factorised and gather.sequence not in sequences.gridded:
-            return all_gather(x, layout.whole, gather.dim, even_sizes(shape[1], layout.whole.size))
-        dims: Mapping[Attended, int] = {"columns": gather.dim}
-        if gather.rows is not None:
-            dims = {**dims, "rows": gather.rows}
-        tensor = layout.tensor if gather.sequence in sequences.tensor_split else None
-        columns = range(shape[1]) if tensor is None else split_range(range(shape[1]), tensor.size, tensor.rank)
-        lengths: dict[Attended, int] = {"rows": shape[0], "columns": len(columns)}
-        crossing = layout.crossing(sequences.factorised)
-        if layout.dsp.size > 1:
-            along: Attended = crossing if attends != crossing else ("columns" if crossing == "rows" else "rows")
-            length = lengths[along]
-            if along == crossing:
-                length = len(split_range(range(length), layout.hybrid.size, layout.hybrid.rank))
-            x = all_gather(x, layout.dsp, dims[along], even_sizes(length, layout.dsp.size))
-        return self._gather_hybrid(x, dims[crossing], even_sizes(lengths[crossing], layout.hybrid.size))
+        if gather.sequence not in sequences.gridded:
+            if sequences.factorised:
+                return all_gather(x, layout.whole, gather.dim, even_sizes(shape[1], layout.whole.size))
+            own = split_range(range(shape[1]), layout.tensor.size, layout.tensor.rank)
+            length = len(own) if gather.sequence in sequences.tensor_split else shape[1]
+            return self._gather_hybrid(x, gather.dim, even_sizes(length, layout.hybrid.size))
+        return self._gather_grid(x, gather, attends, where)
+
+    def _gather_grid(self, x: Tensor, gather: Gather, attends: Attended, where: str) -> Tensor:
+        """Of rows and columns: parts that differ in both are gathered as one list of tokens, and put in place."""
+        layout, rows = self.sequences.layout, _required(gather.rows, where)
+        dims: Mapping[Attended, int] = {"rows": rows, "columns": gather.dim}
+        held = [self.held(gather.sequence, attends, where, place) for place in layout.places()]
+        own = layout.tensor.rank if len(held[0].columns) > 1 else 0
+        sizes = [(len(each.rows), len(each.columns[own])) for each in held]
+        crossing = layout.crossing(True)
+        other: Attended = "columns" if crossing == "rows" else "rows"
+        outer = dims[crossing]
+        inner = dims[crossing if attends != crossing else other]
+        if layout.dsp.size == 1 or layout.hybrid.size == 1:  # one dim is split, in the order of the group
+            dim = outer if layout.dsp.size == 1 else inner
+            return all_gather(x, layout.whole, dim, [size[0 if dim == rows else 1] for size in sizes])
+        if gather.dim != rows + 1:
+            raise UserError(f"{where}: rows and columns of tokens that are gathered stand next to each other")
+        lengths = [t * s for t, s in sizes]
+        parts = all_gather(x.flatten(rows, gather.dim), layout.whole, rows, lengths).split(lengths, rows)
+        tiles = [part.unflatten(rows, size) for part, size in zip(parts, sizes, strict=True)]
+        near = [torch.cat(tiles[place :: layout.hybrid.size], inner) for place in range(layout.hybrid.size)]
+        return torch.cat(near, outer)
 
     def _gather_hybrid(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         """Over ring x ulysses: at once where they are one group, else over ulysses and then over the ring."""
