@@ -53,10 +53,10 @@ def sparsify_model(
 ) -> ModelSparsity:
     """Make the self-attention of a video transformer sparse, in place; gives what steers it.
 
-    transformer: a diffusers model (Wan, LTX, CogVideoX, HunyuanVideo), or any with `grid` and a plan or `attention`. config: a `SparseConfig`, its
-    fields, a string like "keep=0.2,planner=clusters", or a whole config, whose `model.sparse` is used. attention: which modules attend
-    to themselves, as patterns of their names, each with its sequences in order: ("video",) or ("text", "video"). grid: a function of the
-    arguments of the model's forward, by name, that gives the video's tokens along time, height and width.
+    transformer: a diffusers model (Wan, LTX, CogVideoX, HunyuanVideo), or any with `grid` and a plan or `attention`. config: a
+    `SparseConfig`, its fields, a string like "keep=0.2,planner=clusters", or a whole config, whose `model.sparse` is used. attention: which
+    modules attend to themselves, as patterns of their names, each with its sequences in order: ("video",) or ("text", "video"). grid: a
+    function of the arguments of the model's forward, by name, that gives the video's tokens along time, height and width.
 
     Text that takes part keeps every key, and every query keeps it. Images stay dense. In training, call `before_step(step)` and
     `after_step(mmspeed.comm.all_reduce_sum)` of what this gives around each optimizer step; a model that only samples needs neither.

@@ -5,7 +5,6 @@ Used by `tests/ranks/test_foreign_plans.py`; one spawn of ranks computes many ca
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -130,10 +129,10 @@ def worst(found: dict[str, Tensor], true: dict[str, Tensor]) -> tuple[float, str
     return max((float((found[n] - g).abs().max()) / max(float(g.abs().max()), floor), n) for n, g in true.items())
 
 
-def compared(case: Case, groups: Groups, plain: dict[Case, Any] | None = None) -> dict[str, Any]:
+def compared(case: Case, groups: Groups) -> dict[str, Any]:
     """How far a step of all processes is from that of one."""
     found = spread_step(case, groups)
-    alone = copy.deepcopy(make_model(case.model, **case.made))
+    alone = make_model(case.model, **case.made)
     loss = backward_of(case, alone, 1.0)
     error, name = worst(found["grads"], {n: p.grad for n, p in alone.named_parameters() if p.grad is not None})
     return {

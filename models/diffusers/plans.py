@@ -60,7 +60,7 @@ def wan_plan(model: nn.Module) -> ModelPlan:
         linears=_wan_linears(model),
         heads=_config(model).num_attention_heads,
         channel_norms=("blocks.*.attn*.norm_q", "blocks.*.attn*.norm_k", *_added(model, "norm_added_k")),
-        divided={name: ("heads",) for name in attention},
+        divided=dict.fromkeys(attention, ("heads",)),
         regions={"attention": Region(("attn1",)), "cross_attention": Region(("attn2",)), "mlp": Region(("ffn",))},
         chunks=_chunks("ffn", "gelu-approximate"),
         draws=_draws(model),
@@ -123,7 +123,9 @@ def hunyuan_video_plan(model: nn.Module) -> ModelPlan:
 
     Its blocks cut text off by `[:-n]`, which takes everything for n = 0: every process needs a text token.
     """
-    blocks = tuple(block for name in ("transformer_blocks", "single_transformer_blocks") for block in _listed(model, name))
+    blocks = tuple(
+        block for name in ("transformer_blocks", "single_transformer_blocks") for block in _listed(model, name)
+    )
     if not blocks:
         raise UserError(f"{type(model).__name__} has no blocks")
     first = blocks[0].name
@@ -136,7 +138,7 @@ def hunyuan_video_plan(model: nn.Module) -> ModelPlan:
         blocks=blocks,
         before=("x_embedder", "context_embedder", "time_text_embed"),
         after=("norm_out", "proj_out"),
-        inputs={**inputs, **{stack: every for stack in stacks}},
+        inputs={**inputs, **dict.fromkeys(stacks, every)},
         outputs={"rope": {0: Split("video", 0), 1: Split("video", 0)}, "proj_out": {0: VIDEO}},
         attention={f"{stack}.attn": Site(("video", "text")) for stack in stacks},
         heads=_config(model).num_attention_heads,

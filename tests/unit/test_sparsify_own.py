@@ -116,7 +116,9 @@ def test_models_that_cannot_be_made_sparse_are_refused() -> None:
         unknown_size(**{**make_inputs("ltx"), "height": None})
 
 
-AXES = SequenceAxes(Axis.alone("ring"), Axis("ulysses", None, 2, 0))  # no process group is behind it: nothing is computed
+AXES = SequenceAxes(
+    Axis.alone("ring"), Axis("ulysses", None, 2, 0)
+)  # no process group is behind it: nothing is computed
 
 
 @pytest.mark.parametrize("case", ["cogvideox", "hunyuan"])
