@@ -136,7 +136,7 @@ class AxisSizes:
     """The sizes of a mesh's axes, as they are asked for.
 
     One of dp_replicate and dp_shard may be -1: it takes what the others leave. `ep` ranks share the experts, groups of `ep_inner` of them
-    (all, when None) within a node; each expert's matrices are split over `etp`. `dsp` stands last, so that sizes given by place keep theirs.
+    (all, when None) within a node; each expert's matrices are split over `etp`.
     """
 
     dp_replicate: int = 1

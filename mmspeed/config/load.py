@@ -50,7 +50,10 @@ def told_degrees(config: RunConfig, origin: str) -> RunConfig:
     if not isinstance(config, Config) or config.model.arrangement != "factorised":
         return config
     given = " x ".join(f"{axis} {size}" for axis, size in parallel.sizes().items() if axis in TOKENS and size > 1)
-    line = f"{origin}: parallel has {given}, a factorised model and no dsp: before, this re-sharded tokens between blocks, now `dsp: {parts}`"
+    line = (
+        f"{origin}: parallel has {given}, a factorised model and no dsp: before, this re-sharded tokens between blocks"
+    )
+    line += f", now `dsp: {parts}`"
     resumed = _recorded_dsp(config.run_dir / "config.yaml") == parts
     if resumed:
         config = config.model_copy(update={"parallel": parallel.model_copy(update={**RESHARDED, "dsp": parts})})

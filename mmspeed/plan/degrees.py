@@ -16,7 +16,7 @@ from .traffic import AttentionWorkload, held_tokens, places, step_traffic
 
 @dataclass(frozen=True)
 class DegreeCost:
-    """One way to split a video, such as "dsp 2 x ulysses 2": `sent` bytes, `idle` devices without a token in some blocks; or why it cannot be."""
+    """One way to split a video, such as "dsp 2 x ulysses 2": bytes sent, devices without a token in some blocks; or why it cannot be."""
 
     name: str
     sent: int = 0
@@ -31,7 +31,7 @@ class DegreeCost:
 
 
 def degree_costs(work: AttentionWorkload, parallel: ParallelConfig, devices: int) -> list[DegreeCost]:
-    """Each degree alone over so many devices; then products that serve where one of them does not fit; then the section's own, if it is another.
+    """Each degree alone over so many devices, then products that serve where one does not fit, then the section's own, if it is another.
 
     The section says all else: `tp`, `shard`, `shard_text`.
     """

@@ -176,7 +176,7 @@ def ends_traffic(work: AttentionWorkload, parallel: ParallelConfig, place: RankC
     for now, wanted in itertools.pairwise(each):
         if (now.rows, now.columns) != (wanted.rows, wanted.columns):
             found += _turn(work, parallel, place, now, wanted)
-    last, rank = each[-1], _rank(place, parallel)
+    last = each[-1]
     token, own = work.batch * work.values * work.element_size, last.own(place, parallel)
     outer = even_sizes(columns, parallel.tp)[
         place.tp

@@ -164,7 +164,9 @@ def _less_activations(config: RunConfig, count: int, world: int) -> list[str]:
         )
     told += _fewer_samples(config, world)
     if config.parallel.group == 1:
-        told.append("split each video over several devices (parallel.ulysses or parallel.ring), or use smaller buckets")
+        told.append(
+            "split each video over several devices (parallel.dsp, parallel.ulysses or parallel.ring), or use smaller buckets"
+        )
     return told or [f"activations take {size}: use smaller buckets"]
 
 

@@ -240,7 +240,8 @@ def too_small(budget: int, least: int, figures: StepFigures) -> UserError:
     return UserError(
         f"memory: a step takes at least {wanted}, more than the budget of {there}; weights, optimizer and "
         f"gradients are {format_bytes(static.between + static.gradients)} of it. Raise the budget, put memory.master, memory.states or "
-        "memory.ema on the host, use parallel.strategy: fsdp or a split of the video (parallel.ulysses), or take smaller batches or buckets"
+        "memory.ema on the host, use parallel.strategy: fsdp or a split of the video (parallel.dsp or parallel.ulysses), or take smaller "
+        "batches or buckets"
     )
 
 

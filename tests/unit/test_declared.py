@@ -149,6 +149,11 @@ def test_without_processes_it_says_how_to_start() -> None:
         mmspeed.accelerate_model(nn.Linear(1, 1), "ring=2")
 
 
+def test_models_of_others_have_no_dsp() -> None:
+    with pytest.raises(UserError, match=r"parallel.dsp is 2: .* Linear takes ring and ulysses"):
+        mmspeed.accelerate_model(nn.Linear(1, 1), "dsp=2")
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_plans_fit_their_models(case: str) -> None:
     model = make_model(case)

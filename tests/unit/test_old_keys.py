@@ -45,7 +45,7 @@ def write(path: Path, content: dict[str, Any]) -> Path:
         ("memory", {"swap_from": "1KiB"}, r"memory\.swap_from is now memory\.offload_from$"),
         ("train", {"checkpointing": True}, r"train\.checkpointing is now memory\.activation_policy: write `\{block: recompute\}`"),
         ("train", {"checkpointing": False}, r"train\.checkpointing is now memory\.activation_policy"),
-        ("parallel", {"scheme": "switch"}, r"parallel\.scheme is now parallel\.dsp: for `switch` write `dsp` in place of `ulysses` and `ring`"),
+        ("parallel", {"scheme": "switch"}, r"parallel\.scheme is now parallel\.dsp: for `switch` write `dsp` in place"),
         ("memory", {"activation_policy": {"mlp": "swap"}}, r"memory\.activation_policy\.mlp: swap is now offload$"),
         ("memory", {"activation_policy": {"norm": "discard"}}, r"norm: discard is now recompute_output$"),
     ],

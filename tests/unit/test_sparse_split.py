@@ -85,7 +85,7 @@ def test_positions_of_all_are_those_of_the_parts(processes: int, full: bool) -> 
         for rank in range(processes):
             ring, group = (Axis(name, None, processes, rank) for name in ("ring", "sequence"))
             layout = TokenLayout(
-                SequenceAxes(ring, Axis.alone("ulysses")), group, Axis("tp", None, tensor, 0), "ulysses", shard
+                SequenceAxes(ring, Axis.alone("ulysses")), group, Axis("tp", None, tensor, 0), shard=shard
             )  # type: ignore[arg-type]
             spread = layout.shard_tokens(pos_TSX, None, 0, full=full, image=False)
             part = spread.shard_along("S" if full or shard == "columns" else "T")
