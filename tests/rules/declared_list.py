@@ -128,7 +128,7 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
         },
         "mmspeed/parallel/boundaries/boundary.py": {
             "change(argument, lambda x, where, t=tokens: record.reshard(x, t, self.before, self.attends, where))  # type: ignore[misc]",
-            "change(argument, lambda x, where, w=what: self.part(record, x, w, where))  # type: ignore[misc]",
+            "change(argument, lambda x, where, w=what: self.piece(record, x, w, where))  # type: ignore[misc]",
         },
         "mmspeed/parallel/boundaries/linears.py": {
             "boundary: LinearBoundary = layer._linear  # type: ignore[assignment]",
@@ -172,7 +172,7 @@ OPEN: dict[str, str] = {
     "mmspeed/memory/recompute/region.py": "_overloads fates kept matmul_operators op_policies result results run run_region take what",
     "mmspeed/memory/recompute/spans.py": "before op_policies",
     "mmspeed/parallel/boundaries/attention.py": "_run_intercepted args kwargs run",
-    "mmspeed/parallel/boundaries/boundary.py": "Arguments _run args begin enter given how items kwargs leave out part run token told value",
+    "mmspeed/parallel/boundaries/boundary.py": "Arguments _run args begin enter given how items kwargs leave out piece run token told value",
     "mmspeed/parallel/boundaries/names.py": "args arguments kwargs",
     "mmspeed/parallel/boundaries/record.py": "arguments",
     "mmspeed/parallel/sequence/ring.py": "options",

@@ -43,7 +43,7 @@ class Place:
         self.record = ForwardRecord(sequences)
 
     def part(self, value: Any, what: Split | Leading, where: str) -> Any:
-        return self.boundary.part(self.record, value, what, where)
+        return self.boundary.piece(self.record, value, what, where)
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 30), st.integers(0, 30), st.booleans())
