@@ -8,8 +8,7 @@ from torch import nn
 from mmspeed.errors import UserError
 from mmspeed.memory.recompute.policy import set_chunks
 from mmspeed.mixin import mix_in
-from mmspeed.parallel.declared.plan import SequencePlan, plan_of
-from mmspeed.protocols import ComputesInChunks, trainable
+from mmspeed.protocols import ComputesInChunks, ModelPlan, plan_of, trainable
 from tests.toy import ToyDiT
 
 
@@ -46,9 +45,11 @@ def test_chunks_are_set_where_they_are_declared() -> None:
 def test_a_plan_is_taken_from_the_model_that_declares_one() -> None:
     model = nn.Linear(2, 2)
     assert plan_of(model) is None
-    plan = SequencePlan(inputs={})
-    model.sequence_plan = plan  # type: ignore[assignment]
+    plan = ModelPlan(blocks=())
+    model.plan = plan  # type: ignore[assignment]
     assert plan_of(model) is plan
+    model.plan = "something else of this name"  # type: ignore[assignment]
+    assert plan_of(model) is None
 
 
 def test_a_mixed_module_is_the_same_module() -> None:

@@ -172,11 +172,14 @@ class ForwardRecord:
             raise UserError(
                 f"{where}: sparse attention across processes needs the positions of {sequence!r}; mend the plan"
             )
-        pos_TSX, layout = self.positions[key], self.sequences.layout
-        if attends == "rows":
-            return pos_TSX[:, 0]
+        pos_TSX = self.positions[key]
+        return pos_TSX[:, 0] if attends == "rows" else self.in_order_of_all(pos_TSX[0], sequence, attends, where)
+
+    def in_order_of_all(self, columns: Tensor, sequence: str, attends: Attended, where: str) -> Tensor:
+        """What lies along the columns of a sequence (N, ...), in the order in which processes of ring x ulysses hold them."""
+        layout = self.sequences.layout
         held = [self.held(sequence, attends, where, (h, layout.dsp.rank)) for h in range(layout.hybrid.size)]
-        return torch.cat([pos_TSX[0, part.start : part.stop] for each in held for part in each.columns])
+        return torch.cat([columns[part.start : part.stop] for each in held for part in each.columns])
 
     # -- tensors --------------------------------------------------------------------------------------------------------
 
