@@ -16,7 +16,7 @@ from mmspeed.errors import UserError
 from mmspeed.graphs import compile_forward
 from mmspeed.memory import BlockPolicies
 from mmspeed.mesh import Mesh
-from mmspeed.protocols import CountsHeads, DeclaresRoles, Role, trainable
+from mmspeed.protocols import CountsHeads, DeclaresRoles, Role, blocks_of
 from mmspeed.replay import recorded_modules
 
 from .data_parallel import (
@@ -126,7 +126,7 @@ def parallelize(
     # Recomputation is part of the graphs, block by block; but exchanges and plans break graphs, and none is made of a block with both
     breaks = exchanges or is_sequence_parallel(model) or bool(recorded_modules(model))
     backend = compile if isinstance(compile, str) else "inductor"
-    for number, block in enumerate(trainable(model).blocks):
+    for number, (_, block) in enumerate(blocks_of(model)):
         if compile and breaks:
             compile_forward(block, backend=backend)
         if keeping is not None:  # what backward finds

@@ -6,6 +6,7 @@ from .data import BatchShape, Data, Divisors, Location, OrderedSample, StepData
 from .model import (
     ComputesInChunks,
     CountsDenseFlops,
+    CountsFlops,
     CountsHeads,
     DeclaredState,
     DeclaresRoles,
@@ -20,6 +21,7 @@ from .model import (
     check_model,
     trainable,
 )
+from .plan import Block, ModelPlan, blocks_of, declare_plan, plan_of
 from .preparation import CheckOutcome, Preparation
 from .shapes import ShapeClass, shape_words
 from .task import (
@@ -40,11 +42,13 @@ from .task import (
 __all__ = [
     "Batch",
     "BatchShape",
+    "Block",
     "CheckNotes",
     "CheckOutcome",
     "CheckTask",
     "ComputesInChunks",
     "CountsDenseFlops",
+    "CountsFlops",
     "CountsHeads",
     "Data",
     "DeclaredState",
@@ -57,6 +61,7 @@ __all__ = [
     "LossFunction",
     "MicroBatchSize",
     "MicroBatches",
+    "ModelPlan",
     "Models",
     "NamesRegions",
     "NumberRule",
@@ -82,7 +87,10 @@ __all__ = [
     "Validation",
     "VideoCodec",
     "Work",
+    "blocks_of",
     "check_model",
+    "declare_plan",
+    "plan_of",
     "shape_words",
     "trainable",
 ]

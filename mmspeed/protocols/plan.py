@@ -267,16 +267,12 @@ def plan_of(model: nn.Module) -> ModelPlan | None:
     return model.plan if isinstance(model, DeclaresPlan) else None
 
 
-@runtime_checkable
-class _HasBlocks(Protocol):
-    blocks: nn.ModuleList
-
-
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The blocks of a model by name, in the order of their calls: those of its plan, else of its attribute `blocks`; else none."""
     plan = plan_of(model)
     if plan is not None:
         return [(block.name, model.get_submodule(block.name)) for block in plan.blocks]
-    if isinstance(model, _HasBlocks):
-        return [(f"blocks.{number}", block) for number, block in enumerate(model.blocks)]
+    listed = dict(model.named_children()).get("blocks")  # `isinstance` sees no submodules from Python 3.12 on
+    if isinstance(listed, nn.ModuleList):
+        return [(f"blocks.{number}", block) for number, block in enumerate(listed)]
     return []

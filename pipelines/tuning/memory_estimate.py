@@ -27,10 +27,11 @@ from mmspeed.memory.planning.measure import FakeTensorProfiler
 from mmspeed.memory.planning.options import StepFigures, kinds_of, runs_of, static_bytes, words_of
 from mmspeed.parallel import autocast, make_half
 from mmspeed.pipelines.tasks import make_task
+from mmspeed.pipelines.tuning.blocks import keep_blocks
 from mmspeed.pipelines.tuning.memory_measure import BlockProfiler, key_of, step_figures
 from mmspeed.pipelines.tuning.memory_search import budget_bytes
 from mmspeed.pipelines.tuning.synthetic_step import learning_model
-from mmspeed.protocols import MicroBatchSize, RunPlace, Task, shape_words
+from mmspeed.protocols import MicroBatchSize, RunPlace, Task, blocks_of, shape_words
 from mmspeed.torch_internals import FakeTensorMode, base_of
 
 FEW_OPTIONS = 8  # of a kind of block: fake tensors are slow
@@ -159,8 +160,8 @@ def shape_figures(
     role = task.updates()[0].roles[0]
     bare = task.build()[role]
     model = learning_model(task, {role: bare})
-    kinds, members = kinds_of([key_of(block) for block in model.blocks])
-    model.blocks = nn.ModuleList(model.blocks[blocks[0]] for blocks in members)
+    kinds, members = kinds_of([key_of(block) for _, block in blocks_of(model)])
+    keep_blocks(model, [blocks[0] for blocks in members])
     task.shapes()
     batch, loss = task.sketch(bare, step.shape, step.items)  # here, where tensors that it looks at have values
     if memory.master != "parameters":

@@ -32,7 +32,8 @@ from mmspeed.memory.planning.options import (
     static_bytes,
 )
 from mmspeed.parallel.tensor import local
-from mmspeed.protocols import NamesRegions, SpansBlock, TrainableModel
+from mmspeed.pipelines.tuning.blocks import other_blocks
+from mmspeed.protocols import NamesRegions, SpansBlock, blocks_of
 from mmspeed.torch_internals import tree_map_only
 
 Made = TypeVar("Made")
@@ -238,7 +239,7 @@ class BlockProfiler:
         rest = [one for key, one in found.items() if key]
         return [plain, *rest], seconds[0]
 
-    def ends(self, model: TrainableModel, batch: Callable[[], Made], loss: Callable[[Made], Tensor]) -> tuple[int, int]:
+    def ends(self, model: nn.Module, batch: Callable[[], Made], loss: Callable[[Made], Tensor]) -> tuple[int, int]:
         """(bytes kept outside of the blocks, bytes above them at the peak) of a forward and backward pass of a batch."""
         held: dict[str, Any] = {}
 
@@ -257,19 +258,15 @@ class BlockProfiler:
 
 
 @contextmanager
-def without_blocks(model: TrainableModel) -> Iterator[None]:
+def without_blocks(model: nn.Module) -> Iterator[None]:
     """Inside, a model's blocks do nothing."""
-    blocks = model.blocks
-    model.blocks = nn.ModuleList(IdentityBlock(block) for block in blocks)
-    try:
+    with other_blocks(model, IdentityBlock):
         yield
-    finally:
-        model.blocks = blocks
 
 
 def step_figures(
     bench: BlockProfiler,
-    model: TrainableModel,
+    model: nn.Module,
     batch: Callable[[], Made],
     loss: Callable[[Made], Tensor],
     kinds: tuple[int, ...],
@@ -284,15 +281,16 @@ def step_figures(
         chosen: for each kind, the places of its blocks in `model`.
         given: `memory`, `average`, `optimizer`, for `static_bytes`; `gradients_stay`, `keep_last`.
     """
+    blocks = [block for _, block in blocks_of(model)]
     ends, tail = bench.ends(model, batch, loss)
-    calls = capture(lambda: loss(batch()), list(model.blocks))
+    calls = capture(lambda: loss(batch()), blocks)
     found = [bench.options([calls[place] for place in places]) for places in chosen]
     carried = max(
         sum(value.nbytes for value in call.args[1:] if isinstance(value, Tensor) and value.requires_grad)
         for call in calls
     )
-    each = [sum(map(numbers_of, model.blocks[places[0]].parameters())) for places in chosen]
-    of_blocks = sum(map(numbers_of, model.blocks.parameters()))
+    each = [sum(map(numbers_of, blocks[places[0]].parameters())) for places in chosen]
+    of_blocks = sum(numbers_of(parameter) for block in blocks for parameter in block.parameters())
     numbers = sum(map(numbers_of, model.parameters())) - of_blocks + sum(each[kind] for kind in kinds)
     stay, keep_last = given.pop("gradients_stay"), given.pop("keep_last")
     return StepFigures(
