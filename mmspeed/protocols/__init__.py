@@ -1,6 +1,7 @@
 """All that the floors ask of each other. Structural types and plain data; nothing here computes."""
 
 from .batch import Batch, Item, MicroBatches, NumberRule, Term, Terms
+from .calls import Conditions, ModelCall
 from .codecs import Posterior, TextEncoder, TextEntry, VideoCodec
 from .data import BatchShape, Data, Divisors, Location, OrderedSample, StepData
 from .model import (
@@ -47,6 +48,7 @@ __all__ = [
     "CheckOutcome",
     "CheckTask",
     "ComputesInChunks",
+    "Conditions",
     "CountsDenseFlops",
     "CountsFlops",
     "CountsHeads",
@@ -61,6 +63,7 @@ __all__ = [
     "LossFunction",
     "MicroBatchSize",
     "MicroBatches",
+    "ModelCall",
     "ModelPlan",
     "Models",
     "NamesRegions",

@@ -156,7 +156,9 @@ def check_model(model: nn.Module, protocol: type, task: str | None = None) -> No
         by = f" by the task {task}" if task is not None else ""
         hint = ""
         if "blocks" in lacking:
-            hint = "; name blocks in a plan (mmspeed.protocols.declare_plan) or in an attribute `blocks`, an nn.ModuleList"
+            hint = (
+                "; name blocks in a plan (mmspeed.protocols.declare_plan) or in an attribute `blocks`, an nn.ModuleList"
+            )
         raise UserError(
             f"{type(model).__name__} cannot be trained{by}: it lacks {', '.join(lacking)} "
             f"(see mmspeed.protocols.{protocol.__name__}){hint}"
