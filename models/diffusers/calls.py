@@ -96,7 +96,7 @@ class LtxCall:
             raise UserError(
                 "LTXVideoTransformer3DModel needs the frames per second of each clip, and the codec's strides"
             )
-        frames, height, width = x_BCThw.shape[2:]
+        frames, height, width = _grid(tuple(x_BCThw.shape[2:]), self._patch(config))  # the class counts in tokens
         seconds = (conditions.strides.temporal / conditions.fps_B)[:, None, None, None, None]
         return {
             "hidden_states": _packed(x_BCThw, self._patch(config)),

@@ -165,8 +165,6 @@ def conditions_of(batch: Batch, strides: Strides | None) -> Conditions:
 
 def conditions_of_text(text: TextEntry, device: torch.device, fps: float, strides: Strides | None) -> Conditions:
     """What the prediction for one caption is made from, on a device."""
-    text_1LD, mask_1L = pad_texts([text])
-    made = (text_1LD, mask_1L, None if text.pooled_D is None else text.pooled_D.float()[None], torch.full((1,), fps))
-    text_1LD, mask_1L, pooled_1D, fps_1 = (None if tensor is None else tensor.to(device) for tensor in made)
-    assert text_1LD is not None and mask_1L is not None
-    return Conditions(text_1LD, mask_1L, pooled_1D, fps_1, strides)
+    text_1LD, mask_1L = (tensor.to(device) for tensor in pad_texts([text]))
+    pooled_1D = None if text.pooled_D is None else text.pooled_D.float()[None].to(device)
+    return Conditions(text_1LD, mask_1L, pooled_1D, torch.full((1,), fps, device=device), strides)

@@ -30,7 +30,8 @@ from mmspeed.errors import UserError
 from mmspeed.models import SoraDiTConfig
 from mmspeed.models.codecs.vae import codec_geometry
 from mmspeed.models.sora.sizes import resolve_config
-from mmspeed.pipelines.tasks.video import EncoderShapes, VideoTask
+from mmspeed.pipelines.tasks.made_up import EncoderShapes
+from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.protocols import Batch, CheckNotes, Item, RunPlace, StepData
 from mmspeed.shapes import Bucket, Strides
 
