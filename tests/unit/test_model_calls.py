@@ -18,6 +18,7 @@ from mmspeed.pipelines.diffusion.objective import DdpmObjective
 from mmspeed.pipelines.diffusion.predictor import PublishedPredictor, make_predictor
 from mmspeed.protocols import Conditions, blocks_of
 from mmspeed.shapes import Strides
+from tests.support.published import called_by_hand
 from tests.video_transformers import make_model
 
 B, C, T, H, W, L, D = 2, 4, 3, 4, 6, 5, 8
@@ -56,53 +57,6 @@ def model_of(name: str) -> tuple[nn.Module, PublishedPredictor]:
     return model, predictor
 
 
-def by_hand(name: str, model: nn.Module, x: Tensor, given: Conditions) -> Tensor:
-    """The class called as its pipeline calls it, sample by sample where arguments are of one sample."""
-    text, mask = given.text_BLD, given.text_mask_BL
-    if name.startswith("wan"):
-        real = zip(text, mask, strict=True)
-        rows = [torch.cat([row[keep], row.new_zeros(512 - int(keep.sum()), D)]) for row, keep in real]
-        filled = torch.stack(rows)
-        return model(x, TIMES * 1000, filled, return_dict=False)[0]
-    if name.startswith("ltx"):
-        from diffusers import LTXPipeline
-
-        p = model.config.patch_size  # type: ignore[union-attr]
-        outs = []
-        for i in range(B):
-            packed = LTXPipeline._pack_latents(x[i : i + 1], p, 1)
-            assert given.fps_B is not None
-            out = model(
-                packed, text[i : i + 1], TIMES[i : i + 1] * 1000, mask[i : i + 1], num_frames=T, height=H // p, width=W // p,
-                rope_interpolation_scale=(4 / given.fps_B[i].item(), 8, 8), return_dict=False,
-            )[0]  # fmt: skip
-            outs.append(LTXPipeline._unpack_latents(out, T, H // p, W // p, p, 1))
-        return torch.cat(outs)
-    if name.startswith("cogvideox"):
-        rotary = None
-        config: Any = model.config
-        if config.use_rotary_positional_embeddings:
-            rotary = _rotary_of_pipeline(model)
-        filled = torch.cat([text, text.new_zeros(B, config.max_text_seq_length - L, D)], dim=1)
-        ofs = x.new_full((1,), 2.0) if config.ofs_embed_dim else None
-        indices = torch.tensor([750, 42])  # of 0..999: times 999 x 0.7507 and 0.0421
-        return model(
-            x.permute(0, 2, 1, 3, 4), filled, indices, ofs=ofs, image_rotary_emb=rotary, return_dict=False
-        )[0].permute(0, 2, 1, 3, 4)  # fmt: skip
-    guidance = torch.full((B,), 6000.0) if model.config.guidance_embeds else None  # type: ignore[union-attr]
-    return model(x, TIMES * 1000, text, mask.long(), given.pooled_BD, guidance, return_dict=False)[0]
-
-
-def _rotary_of_pipeline(model: nn.Module) -> Any:
-    """By the pipeline's own method; the size in pixels at a codec of stride 8."""
-    from types import SimpleNamespace
-
-    from diffusers import CogVideoXPipeline
-
-    owner: Any = SimpleNamespace(vae_scale_factor_spatial=8, transformer=model)
-    return CogVideoXPipeline._prepare_rotary_positional_embeddings(owner, H * 8, W * 8, T, torch.device("cpu"))
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_a_call_is_the_pipelines(name: str) -> None:
     model, predictor = model_of(name)
@@ -110,7 +64,7 @@ def test_a_call_is_the_pipelines(name: str) -> None:
     x = latent()
     found = predictor.predict(model, x, TIMES, given)
     assert found.shape == x.shape
-    torch.testing.assert_close(found, by_hand(name, model, x, given), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found, called_by_hand(name, model, x, TIMES, given), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -20,6 +19,7 @@ from mmspeed.mixin import mix_in
 from mmspeed.protocols import NamesRegions
 from mmspeed.replay import in_region
 
+from .block_checkpoint import by_position
 from .discard import discarded
 from .region import OpPolicy, RegionPolicy, run_region
 
@@ -136,7 +136,8 @@ class _WholeBlockRegion(nn.Module):
     """Mixed in before a block's own class: its forward is the span `block`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return region(self, "block", partial(super().forward, **kwargs), *args)
+        run, given = by_position(super().forward, args, kwargs)
+        return region(self, "block", run, *given)
 
 
 def _draws(block: nn.Module) -> bool:
