@@ -164,7 +164,7 @@ def test_a_run_trains_saves_and_averages(home: Path, trained: str) -> None:
     start.load_state_dict(
         {name.removeprefix("model."): value for name, value in state.items() if name.startswith("model.")}
     )
-    validations = [row for row in read_metrics(config.run_dir / "metrics.jsonl") if row["kind"] == "val"]
+    validations = [row for row in read_metrics(config.run_dir / "metrics.jsonl") if row["kind"] == "validation"]
     assert len(validations) == 2 and all(row["loss"] > 0 for row in validations)
 
 
