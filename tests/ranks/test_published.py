@@ -68,7 +68,7 @@ def test_gradients_of_two_ranks_are_those_of_one_process(home: Path, layout: str
 
 def train_all(folder: str, overrides: tuple[str, ...]) -> None:
     for name in MODELS:
-        train_published(folder, name, (f"name={name}-{'-'.join(overrides)}".replace("=", "-"), *overrides))
+        train_published(folder, name, (f"name={name}-sharded", *overrides))
 
 
 def stopped(folder: str, overrides: tuple[str, ...]) -> None:
@@ -85,7 +85,7 @@ def test_sharded_runs_are_those_of_one_process_and_go_on(home: Path) -> None:
     for name in MODELS:
         train_published(str(home), name)
         one = published_config(home, name)
-        two = published_config(home, name, f"name={name}-parallel.strategy-fsdp")
+        two = published_config(home, name, f"name={name}-sharded")
         assert losses(two) == pytest.approx(losses(one), rel=1e-5)
         state, truth = whole_checkpoint(two.run_dir), whole_checkpoint(one.run_dir)
         for prefix in ("model.", "ema."):

@@ -146,7 +146,8 @@ def one_step(
         task.prepare(parts.models, where)
         if watch is not None:
             watch(parts)
-        data = next(iter(task.data(where).steps(step, step + 1)))
+        steps = task.data(where).steps(step, step + 1)
+        data = next(steps)
         batches = list(data.batches)
         learner = parts.learners[0]
         record = learner.runner.run(
