@@ -58,15 +58,20 @@ class _PassFirst(torch.autograd.Function):
 
 
 class IdentityBlock(nn.Module):
-    """In place of a block: does nothing."""
+    """In place of a block: does nothing. `outputs`: how many tensors it returns, its first ones; 0: one tensor, and no tuple."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module, outputs: int = 0) -> None:
         super().__init__()
+        self.outputs = outputs
         if isinstance(block, SpansBlock):
             self.span = block.span
 
-    def forward(self, x: Tensor, *others: Any, **named: Any) -> Tensor:
-        return cast(Tensor, _PassFirst.apply(x, *others, *named.values()))
+    def forward(self, *args: Any, **named: Any) -> Any:
+        x, *others = (*args, *named.values())
+        passed = _PassFirst.apply(x, *others)
+        if self.outputs == 0:
+            return passed
+        return passed, *(other.view_as(other) for other in others[: self.outputs - 1])
 
 
 class _PreviousLayer(torch.autograd.Function):
@@ -96,18 +101,27 @@ class _NextLayer(torch.autograd.Function):
 
 @dataclass
 class BlockCall:
-    """How a block was called."""
+    """How a block was called: by position, or all by name."""
 
     block: nn.Module
     args: tuple[Any, ...]  # detached
     kwargs: dict[str, Any]
     autocast: torch.dtype | None
+    outputs: int = 0  # tensors that it returned; 0: one, and no tuple
 
-    def run(self, x: Tensor) -> Tensor:
-        """The block's output for a first argument `x`; the others are those of the call."""
-        kind = x.device.type
+    @property
+    def first(self) -> Tensor:
+        """The first argument, the running tokens."""
+        return cast(Tensor, self.args[0] if self.args else next(iter(self.kwargs.values())))
+
+    def run(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The block's outputs for a first argument `x`; the others are those of the call."""
+        kind, args, named = x.device.type, (x, *self.args[1:]), self.kwargs
+        if not self.args:
+            args, named = (), {**named, next(iter(named)): x}
         with torch.autocast(kind, self.autocast or torch.bfloat16, enabled=self.autocast is not None):
-            return cast(Tensor, self.block(x, *self.args[1:], **self.kwargs))
+            out = self.block(*args, **named)
+        return out if isinstance(out, tuple) else (out,)
 
     def clear(self) -> None:
         """Free all gradients."""
@@ -126,13 +140,17 @@ def capture(forward: Work, blocks: Sequence[nn.Module]) -> list[BlockCall]:
         return tensor.detach().clone().requires_grad_() if tensor.is_floating_point() else tensor
 
     def take(block: nn.Module, args: Any, kwargs: Any) -> None:
-        kind = next(value for value in args if isinstance(value, Tensor)).device.type
+        kind = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)).device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         with torch.enable_grad():
             args, kwargs = tree_map_only(Tensor, leaf, (args, kwargs))
         calls[id(block)] = BlockCall(block, args, kwargs, dtype)
 
+    def count(block: nn.Module, args: Any, out: Any) -> None:
+        calls[id(block)].outputs = len(out) if isinstance(out, tuple) else 0
+
     handles = [block.register_forward_pre_hook(take, with_kwargs=True) for block in blocks]
+    handles += [block.register_forward_hook(count) for block in blocks]
     try:
         with torch.no_grad():
             forward()
@@ -167,7 +185,7 @@ class BlockProfiler:
         left: list[Tensor] = []
 
         def forward() -> None:
-            left.append(_NextLayer.apply(call.run(_PreviousLayer.apply(call.args[0]))))
+            left.extend(_NextLayer.apply(out) for out in call.run(_PreviousLayer.apply(call.first)))
             if self.with_swap:  # what has left may be freed
                 self.offloader.device.synchronize()
                 with self.offloader.lock:
@@ -177,7 +195,7 @@ class BlockProfiler:
         before = self.offloader.pool.used
         kept, peak = self.gauge.section(forward)
         host = self.offloader.pool.used - before
-        _, backward = self.gauge.section(lambda: left.pop().backward())
+        _, backward = self.gauge.section(lambda: torch.autograd.backward(list(_emptied(left))))
         call.clear()
         bytes_ = comm.all_reduce_max([float(kept), float(max(0, peak - kept)), float(max(0, backward)), float(host)])
         kept, forward_, backward, host = map(int, bytes_)
@@ -194,10 +212,11 @@ class BlockProfiler:
                 call.clear()
 
         def work() -> None:
-            x = _PreviousLayer.apply(chain[0].args[0])
+            x, beside = _PreviousLayer.apply(chain[0].first), []
             for call in chain:
-                x = call.run(x)
-            _NextLayer.apply(x).backward()
+                x, *more = call.run(x)
+                beside += more
+            torch.autograd.backward([_NextLayer.apply(out) for out in (x, *beside)])
 
         works: list[tuple[Work, Work]] = [(partial(prepare, each), work) for each in ways]
         found = self.gauge.seconds(works, ROUNDS)
@@ -239,15 +258,20 @@ class BlockProfiler:
         rest = [one for key, one in found.items() if key]
         return [plain, *rest], seconds[0]
 
-    def ends(self, model: nn.Module, batch: Callable[[], Made], loss: Callable[[Made], Tensor]) -> tuple[int, int]:
-        """(bytes kept outside of the blocks, bytes above them at the peak) of a forward and backward pass of a batch."""
+    def ends(
+        self, model: nn.Module, batch: Callable[[], Made], loss: Callable[[Made], Tensor], outputs: Sequence[int] = ()
+    ) -> tuple[int, int]:
+        """(bytes kept outside of the blocks, bytes above them at the peak) of a forward and backward pass of a batch.
+
+        outputs: of each block, as `BlockCall` has them; none: one tensor each.
+        """
         held: dict[str, Any] = {}
 
         def forward() -> None:
             held["batch"] = batch()
             held["loss"] = loss(held["batch"])
 
-        with without_blocks(model):
+        with without_blocks(model, outputs):
             for _ in range(2):  # the first run makes what libraries keep for good
                 kept, peak = self.gauge.section(forward)
                 _, backward = self.gauge.section(lambda: held.pop("loss").backward())
@@ -258,10 +282,18 @@ class BlockProfiler:
 
 
 @contextmanager
-def without_blocks(model: nn.Module) -> Iterator[None]:
+def without_blocks(model: nn.Module, outputs: Sequence[int] = ()) -> Iterator[None]:
     """Inside, a model's blocks do nothing."""
-    with other_blocks(model, IdentityBlock):
+    blocks = [block for _, block in blocks_of(model)]
+    counts = dict(zip(map(id, blocks), outputs, strict=False))
+    with other_blocks(model, lambda block: IdentityBlock(block, counts.get(id(block), 0))):
         yield
+
+
+def _emptied(tensors: list[Tensor]) -> Iterator[Tensor]:
+    """The tensors, which the list holds no more."""
+    while tensors:
+        yield tensors.pop()
 
 
 def step_figures(
@@ -282,11 +314,15 @@ def step_figures(
         given: `memory`, `average`, `optimizer`, for `static_bytes`; `gradients_stay`, `keep_last`.
     """
     blocks = [block for _, block in blocks_of(model)]
-    ends, tail = bench.ends(model, batch, loss)
     calls = capture(lambda: loss(batch()), blocks)
+    ends, tail = bench.ends(model, batch, loss, [call.outputs for call in calls])
     found = [bench.options([calls[place] for place in places]) for places in chosen]
     carried = max(
-        sum(value.nbytes for value in call.args[1:] if isinstance(value, Tensor) and value.requires_grad)
+        sum(
+            value.nbytes
+            for value in (*call.args, *call.kwargs.values())
+            if isinstance(value, Tensor) and value.requires_grad and value is not call.first
+        )
         for call in calls
     )
     each = [sum(map(numbers_of, blocks[places[0]].parameters())) for places in chosen]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.log import read_metrics
 from mmspeed.memory.offload.swap_group import PooledOffloadGroup
@@ -17,7 +19,8 @@ from mmspeed.pipelines.diffusion.objective import make_objective
 from mmspeed.pipelines.run.build import Assembly
 from mmspeed.pipelines.tasks.published import PublishedVideoTask
 from mmspeed.pipelines.tasks.video import VideoTask
-from mmspeed.protocols import Conditions, blocks_of
+from mmspeed.pipelines.tuning.memory_estimate import plan_memory
+from mmspeed.protocols import Conditions, RunPlace, blocks_of
 from mmspeed.shapes import Strides
 from tests.runs import losses
 from tests.support.checkpoints import differing, whole_checkpoint
@@ -198,9 +201,6 @@ def test_the_weights_are_read_once(home: Path) -> None:
 def test_a_model_in_half_precision_trains_in_float32(home: Path) -> None:
     config = published_config(home, "wan", "name=half")
     task = PublishedVideoTask(config, lambda: load(home, "wan").bfloat16())
-    from mmspeed.device import Device
-    from mmspeed.protocols import RunPlace
-
     task.open(RunPlace(Device("cpu", 0)))
     assert {p.dtype for p in task.build()["model"].parameters()} == {torch.float32}
 
@@ -250,3 +250,34 @@ def test_another_class_trains_by_a_call_of_ones_own(home: Path) -> None:
     other = "chronoedit, by its own declaration"
     TrainPipeline(config, task=PublishedVideoTask(config, lambda: make_model(other), call=WanCall())).run()
     assert len(losses(config)) == 2
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_memory_is_planned_from_shapes(home: Path, name: str) -> None:
+    """Blocks that are called by name and that return several tensors are measured too; less is kept the less is asked for."""
+    config = published_config(home, name)
+    task = task_of(home, name, config)
+    task.open(RunPlace(Device("cpu", 0)))
+    plan = plan_memory(config, task=task, with_swap=False)
+    blocks = 4 if name == "hunyuan" else 2
+    assert len(plan.figures.kinds) == blocks and len(plan.figures.options) == (2 if name == "hunyuan" else 1)
+    for options in plan.figures.options:
+        kept = {str(dict(option.ways)): option.kept for option in options}
+        assert kept["{'block': 'recompute'}"] < min(kept["{}"], kept["{'block': 'selective'}"])
+    assert plan.figures.least() < plan.figures.plain_peak()
+
+
+@pytest.mark.parametrize("name", ["wan", "ltx"])
+def test_a_budget_chooses_policies(home: Path, name: str) -> None:
+    config = published_config(home, name, f"name={name}-plain", "train.steps=1")
+    task = task_of(home, name, config)
+    task.open(RunPlace(Device("cpu", 0)))
+    figures = plan_memory(config, task=task, with_swap=False).figures
+    budget = (figures.least() + figures.plain_peak()) // 2
+    TrainPipeline(
+        *(lambda c: (c, None, task_of(home, name, c)))(
+            published_config(home, name, f"name={name}-budget", "train.steps=2", f"memory.budget={budget}")
+        )
+    ).run()
+    chosen = json.loads((published_config(home, name, f"name={name}-budget").run_dir / "memory.json").read_text())
+    assert any("recompute" in str(chosen[key]) or "selective" in str(chosen[key]) for key in chosen)

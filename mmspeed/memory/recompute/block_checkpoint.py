@@ -100,8 +100,8 @@ def recompute(block: nn.Module, around_graphs: bool = False, exchange_again: boo
 
     around_graphs: what is recomputed runs as graphs of torch.compile. The second pass may find other graphs than the first, which
     keep other tensors, so torch's reentrant way is taken: it keeps none of the first pass and matches nothing. That one takes
-    `backward()` rather than `torch.autograd.grad`, and gives no gradient to tensors within lists. exchange_again: keep nothing of exchanges and make
-    them again.
+    `backward()` rather than `torch.autograd.grad`, and gives no gradient to tensors within lists. exchange_again: keep nothing of
+    exchanges and make them again.
     """
     recomputed = mix_in(block, _Recomputed)
     recomputed._reentrant, recomputed._exchange_again = around_graphs, exchange_again
