@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch.distributed as dist
+from torch import nn
 
 from mmspeed import comm
 from mmspeed.config import RunConfig

@@ -150,8 +150,10 @@ def set_policies(
             mix_in(block, RegionModule)._runner = runner
             continue
         for module in region_modules(block, name, parts):
-            mixin = PreparationRegion if parts.regions[name].small else RegionModule
-            mix_in(module, mixin, rename=False)._runner = runner  # type: ignore[attr-defined]
+            if parts.regions[name].small:
+                mix_in(module, PreparationRegion, rename=False)._runner = runner
+            else:
+                mix_in(module, RegionModule, rename=False)._runner = runner
 
 
 def check_policies(block: nn.Module, ways: ActivationPolicies) -> None:
