@@ -76,8 +76,11 @@ class Boundaries:
     def put_inside(self) -> None:
         """Put attentions, and the boundaries of modules that are no blocks, in place."""
         for name, module, site in self._sites():
-            boundary = SiteBoundary(self.sequences, described(name, module), site, self.attends(name))
-            mix_in(module, CalledSite if site.calls else InterceptedSite, rename=False)._site = boundary  # type: ignore[assignment]
+            own = SiteBoundary(self.sequences, described(name, module), site, self.attends(name))
+            if site.calls:
+                mix_in(module, CalledSite, rename=False)._site = own
+            else:
+                mix_in(module, InterceptedSite, rename=False)._site = own
         blocks = {block.name for block in self.plan.blocks}
         for name, boundary in self._module_boundaries().items():
             if name and name not in blocks:
