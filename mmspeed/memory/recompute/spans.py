@@ -5,6 +5,7 @@ A model knows nothing of them. `set_policies` changes a block's modules by a mix
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from mmspeed.config.memory import ActivationPolicy
+from mmspeed.config.memory import SMALL_WAYS, ActivationPolicy
 from mmspeed.errors import UserError, nearest
 from mmspeed.memory.offload.swap_group import OffloadGroup
 from mmspeed.mixin import mix_in
@@ -138,6 +139,7 @@ def set_policies(
     UserError for a region that the block has not.
     """
     parts = parts_of(block)
+    check_policies(block, ways)
     for module in block.modules():
         if isinstance(module, RegionModule | PreparationRegion):
             module._runner = None
@@ -151,6 +153,26 @@ def set_policies(
         for module in region_modules(block, name, parts):
             mixin = PreparationRegion if parts.regions[name].small else RegionModule
             mix_in(module, mixin, rename=False)._runner = runner  # type: ignore[attr-defined]
+
+
+def check_policies(block: nn.Module, ways: ActivationPolicies) -> None:
+    """Raises UserError for a region that a block has not, a policy that is not for it, and two of which one lies in the other."""
+    parts, names = parts_of(block), [name for name, way in ways.items() if way != "save"]
+    own = {name: region_modules(block, name, parts) if name != "block" else [block] for name in names}
+    for name in names:
+        small = name != "block" and parts.regions[name].small
+        if small and ways[name] not in SMALL_WAYS:
+            raise UserError(f"memory.activation_policy: {name} can be {' or '.join(SMALL_WAYS)}, not {ways[name]}")
+        if not small and ways[name] == "recompute_output":
+            raise UserError(
+                f"memory.activation_policy: {name} cannot be recompute_output, which frees one result: small regions can"
+            )
+    for outer, inner in itertools.permutations(own, 2):
+        within = {id(part) for module in own[outer] for part in module.modules()}
+        if outer != inner and any(id(module) in within for module in own[inner]):
+            raise UserError(
+                f"memory.activation_policy: {inner} lies in {outer} in {type(block).__name__}, so only one of them can have a policy"
+            )
 
 
 def region_modules(block: nn.Module, name: str, parts: BlockParts | None = None) -> list[nn.Module]:
