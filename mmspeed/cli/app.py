@@ -330,7 +330,9 @@ def _resolve(
     from mmspeed.config import dump_config, load_run_config
 
     told = logging.getLogger("mmspeed.config")
-    told.disabled = launch.wanted(nproc) and not print_config  # what there is to tell of the config the first process tells
+    told.disabled = (
+        launch.wanted(nproc) and not print_config
+    )  # what there is to tell of the config the first process tells
     try:
         config = load_run_config(path, overrides or ())  # before processes start: a mistake in it is shown at once
     finally:

@@ -162,7 +162,8 @@ OPEN: dict[str, str] = {
     "mmspeed/memory/planning/measure.py": "_alive args func kwargs pointer result",
     "mmspeed/memory/planning/report.py": "given optimizer to_json",
     "mmspeed/memory/planning/tracked.py": "kind kind_of optimizer",
-    "mmspeed/memory/recompute/block_checkpoint.py": "__call__ _gradient_checkpointing_func given once run value",
+    "mmspeed/memory/recompute/block_checkpoint.py": "__call__ _gradient_checkpointing_func args by_position given kwargs "
+    "named once run value",
     "mmspeed/memory/recompute/discard.py": "_ _anew _value args argument autocast",
     "mmspeed/memory/recompute/region.py": "_overloads fates kept matmul_operators op_policies result results run run_region take what",
     "mmspeed/memory/recompute/spans.py": "before op_policies",

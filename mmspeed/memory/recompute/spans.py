@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -21,6 +20,7 @@ from mmspeed.mixin import mix_in
 from mmspeed.protocols.plan import BlockParts, PreparesInput, Region, named_like, parts_of
 from mmspeed.replay import in_region
 
+from .block_checkpoint import by_position
 from .discard import discarded
 from .region import OpPolicy, RegionPolicy, run_region
 
@@ -56,8 +56,6 @@ class RegionRunner:
             return cast(T, discarded(before, cast(Any, run), *args, exchange_again=self.exchange_again))
         if before is not None:
             run = _joined(before, run)
-        if kwargs:
-            run = partial(run, **kwargs)
         group = self.groups() if self.groups is not None else None
         if self.policy is None:
             assert group is not None
@@ -78,7 +76,8 @@ class RegionModule(nn.Module):
         runner = self._runner
         if runner is None or not torch.is_grad_enabled() or in_region():
             return super().forward(*args, **kwargs)
-        return runner.run(super().forward, *args, **kwargs)
+        run, given = by_position(super().forward, args, kwargs)
+        return runner.run(run, *given)
 
 
 class PreparationRegion(nn.Module):
@@ -151,8 +150,10 @@ def set_policies(
             mix_in(block, RegionModule)._runner = runner
             continue
         for module in region_modules(block, name, parts):
-            mixin = PreparationRegion if parts.regions[name].small else RegionModule
-            mix_in(module, mixin, rename=False)._runner = runner  # type: ignore[attr-defined]
+            if parts.regions[name].small:
+                mix_in(module, PreparationRegion, rename=False)._runner = runner
+            else:
+                mix_in(module, RegionModule, rename=False)._runner = runner
 
 
 def check_policies(block: nn.Module, ways: ActivationPolicies) -> None:

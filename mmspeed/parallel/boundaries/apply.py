@@ -76,11 +76,11 @@ class Boundaries:
     def put_inside(self) -> None:
         """Put attentions, and the boundaries of modules that are no blocks, in place."""
         for name, module, site in self._sites():
-            own = SiteBoundary(self.sequences, described(name, module), site, self.attends(name))
+            at = SiteBoundary(self.sequences, described(name, module), site, self.attends(name))
             if site.calls:
-                mix_in(module, CalledSite, rename=False)._site = own
+                mix_in(module, CalledSite, rename=False)._site = at
             else:
-                mix_in(module, InterceptedSite, rename=False)._site = own
+                mix_in(module, InterceptedSite, rename=False)._site = at
         blocks = {block.name for block in self.plan.blocks}
         for name, boundary in self._module_boundaries().items():
             if name and name not in blocks:

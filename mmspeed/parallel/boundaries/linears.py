@@ -168,8 +168,7 @@ def _norm_of_all(norm: nn.RMSNorm, x: Tensor, boundary: LinearBoundary) -> Tenso
 
 
 def _applied(layer: SplitLinear | SplitPreparingLinear) -> tuple[Tensor, Tensor | None]:
-    boundary = layer._linear
-    bias = local(layer.bias) if layer.bias is not None else None
+    boundary, bias = layer._linear, local(layer.bias) if layer.bias is not None else None
     if bias is not None and boundary.bias_share != 1.0:
         bias = bias * boundary.bias_share  # every process adds a part: their outputs are summed
     return local(layer.weight), bias

@@ -1,8 +1,8 @@
 """One forward pass of a model that is spread over processes: lengths of its sequences, and this process's part of each tensor.
 
 The record is made by the model's own boundary and lasts as long as the forward. Boundaries, sites and layers inside ask
-`Sequences.record()`, which answers through `mmspeed.replay.fact`: whatever computes a part of the forward again (a region, a checkpoint) keeps
-the record of the forward that it belongs to, in its own thread, whatever other forwards came in between. No slot on a shared object
+`Sequences.record()`, which answers through `mmspeed.replay.fact`: whatever computes a part of the forward again (a region, a
+checkpoint) keeps the record of the forward that it belongs to, in its own thread, whatever other forwards came in between. No slot on a shared object
 holds it.
 
 Legend: B batch, T rows, S columns, N tokens, E width, X position axes.
@@ -10,6 +10,7 @@ Legend: B batch, T rows, S columns, N tokens, E width, X position axes.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -381,7 +382,7 @@ def _narrowed(x: Tensor, dim: int, part: range, begin: int) -> Tensor:
 
 def _neighbours(ranges: list[range]) -> list[range]:
     """The same ranges where each begins at the end of the one before; else none."""
-    follow = all(left.stop == right.start for left, right in zip(ranges, ranges[1:], strict=False))
+    follow = all(left.stop == right.start for left, right in itertools.pairwise(ranges))
     return ranges if follow else []
 
 
