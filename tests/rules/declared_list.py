@@ -35,8 +35,7 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
             "module.set_gradient_divide_factor(cast(float, _Undivided()))",
         },
         "pipelines/tuning/memory_measure.py": {
-            "return cast(Tensor, _PassFirst.apply(x, *others, *named.values()))",
-            "return cast(Tensor, self.block(x, *self.args[1:], **self.kwargs))",
+            "return cast(Tensor, self.args[0] if self.args else next(iter(self.kwargs.values())))",
         },
     },
     "a word whose values a type or a table lists": {
@@ -120,7 +119,6 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
             "out: Tensor = super().project(x)  # type: ignore[misc]",
         },
         "mmspeed/memory/recompute/spans.py": {
-            "mix_in(module, mixin, rename=False)._runner = runner  # type: ignore[attr-defined]",
             "own = cast(PreparesInput, super())",
         },
         "mmspeed/parallel/boundaries/boundary.py": {
@@ -190,7 +188,7 @@ OPEN: dict[str, str] = {
     "pipelines/training/trainer.py": "_bases _row fields row",
     "pipelines/training/validation.py": "row validate",
     "pipelines/tuning/memory_estimate.py": "_here root",
-    "pipelines/tuning/memory_measure.py": "args each held kwargs ways",
+    "pipelines/tuning/memory_measure.py": "args each held kwargs out ways",
     "pipelines/tuning/memory_search.py": "full_setting option_rows setting told tries",
     "pipelines/tuning/profile.py": "setting setting_of",
 }
