@@ -119,19 +119,13 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
             "out: Tensor = super().project(x)  # type: ignore[misc]",
         },
         "mmspeed/memory/recompute/spans.py": {
-            "mix_in(module, mixin, rename=False)._runner = runner  # type: ignore[attr-defined]",
             "own = cast(PreparesInput, super())",
-        },
-        "mmspeed/parallel/boundaries/apply.py": {
-            "mix_in(module, CalledSite if site.calls else InterceptedSite, rename=False)._site = boundary  # type: ignore[assignment]",
         },
         "mmspeed/parallel/boundaries/boundary.py": {
             "change(argument, lambda x, where, t=tokens: record.reshard(x, t, self.before, self.attends, where))  # type: ignore[misc]",
             "change(argument, lambda x, where, w=what: self.piece(record, x, w, where))  # type: ignore[misc]",
         },
         "mmspeed/parallel/boundaries/linears.py": {
-            "boundary: LinearBoundary = layer._linear  # type: ignore[assignment]",
-            "mix_in(layer, mixin, rename=False)._linear = boundary  # type: ignore[attr-defined]",
             "x: Tensor = super().prepare(*args)  # type: ignore[misc]",
         },
     },

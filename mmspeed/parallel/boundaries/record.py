@@ -2,8 +2,8 @@
 
 The record is made by the model's own boundary and lasts as long as the forward. Boundaries, sites and layers inside ask
 `Sequences.record()`, which answers through `mmspeed.replay.fact`: whatever computes a part of the forward again (a region, a
-checkpoint) keeps the record of the forward that it belongs to, in its own thread, whatever other forwards came in between. No slot on a shared object
-holds it.
+checkpoint) keeps the record of the forward that it belongs to, in its own thread, whatever other forwards came in between. No slot on
+a shared object holds it.
 
 Legend: B batch, T rows, S columns, N tokens, E width, X position axes.
 """
