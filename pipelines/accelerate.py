@@ -17,8 +17,8 @@ from mmspeed.device import Device
 from mmspeed.errors import UserError, nearest
 from mmspeed.mesh import make_mesh
 from mmspeed.models.diffusers.plans import plan_for
-from mmspeed.parallel.declared.apply import SequencePlan, sequence_parallel
-from mmspeed.parallel.declared.plan import plan_of
+from mmspeed.parallel import sequence_parallel
+from mmspeed.protocols.plan import ModelPlan, plan_of
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -27,13 +27,13 @@ def accelerate_model(
     transformer: Model,
     config: Config | ParallelConfig | Mapping[str, Any] | str,
     *,
-    plan: SequencePlan | None = None,
+    plan: ModelPlan | None = None,
     ledger: Ledger | None = None,
 ) -> Model:
     """Make a video transformer compute each sample on `ring` x `ulysses` processes together; in place, and returned.
 
-    transformer: a diffusers model (Wan, CogVideoX, HunyuanVideo, LTX, or one whose `_cp_plan` can be read), a model with an
-    attribute `sequence_plan`, or any model with `plan`. config: of its fields (section `parallel`) `ring`, `ulysses`,
+    transformer: a diffusers model (Wan, CogVideoX, HunyuanVideo, LTX, or one whose `_cp_plan` can be read), a model with a plan
+    of its own (`mmspeed.protocols.declare_plan`), or any model with `plan`. config: of its fields (section `parallel`) `ring`, `ulysses`,
     `ring_window` and `exchange` are used; a string is like "ulysses=4,ring=2". ledger: who counts the bytes of exchanges.
 
     The model stands on its device, and the launcher's process group is there. Ranks of a group follow one another:
@@ -45,8 +45,8 @@ def accelerate_model(
     parallel = parallel_config(config)
     if parallel.tp > 1:
         raise UserError(
-            f"parallel.tp is {parallel.tp}: {type(transformer).__name__} does not declare the roles of its weights; use ring "
-            "and ulysses, or diffusers' TensorParallelConfig"
+            f"parallel.tp is {parallel.tp}: it leaves each process other weights of {type(transformer).__name__}, and gradients that a "
+            "script's own DDP or FSDP would average wrongly; use ring and ulysses here, or tp in mmspeed's own training"
         )
     if parallel.dsp > 1:
         raise UserError(

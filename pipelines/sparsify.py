@@ -15,9 +15,9 @@ from mmspeed.compute.sparse.module import clustered_layers
 from mmspeed.config.schema import Config
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.errors import UserError, nearest
-from mmspeed.models.diffusers.sparse import Grid, layout_for
+from mmspeed.models.diffusers.sparse import grid_of, sparse_plan
 from mmspeed.models.diffusers.sparsified import is_context_parallel, sparsify
-from mmspeed.parallel.declared.apply import is_sequence_parallel
+from mmspeed.parallel.boundaries.boundary import Grid
 
 
 class ModelSparsity(SparsityController):
@@ -53,24 +53,27 @@ def sparsify_model(
 ) -> ModelSparsity:
     """Make the self-attention of a video transformer sparse, in place; gives what steers it.
 
-    transformer: a diffusers model (Wan, LTX, CogVideoX, HunyuanVideo), or any with `attention` and `grid`. config: a `SparseConfig`, its
-    fields, a string like "keep=0.2,planner=clusters", or a whole config, whose `model.sparse` is used. attention: which modules attend
-    to themselves, as patterns of their names, each with its sequences in order: ("video",) or ("text", "video"). grid: a function of the
-    arguments of the model's forward, by name, that gives the video's tokens along time, height and width.
+    transformer: a diffusers model (Wan, LTX, CogVideoX, HunyuanVideo), or any with `grid` and a plan or `attention`. config: a
+    `SparseConfig`, its fields, a string like "keep=0.2,planner=clusters", or a whole config, whose `model.sparse` is used. attention: which
+    modules attend to themselves, as patterns of their names, each with its sequences in order: ("video",) or ("text", "video"). grid: a
+    function of the arguments of the model's forward, by name, that gives the video's tokens along time, height and width.
 
     Text that takes part keeps every key, and every query keeps it. Images stay dense. In training, call `before_step(step)` and
     `after_step(mmspeed.comm.all_reduce_sum)` of what this gives around each optimizer step; a model that only samples needs neither.
-    It comes before compilation, FSDP, DDP and hooks. Raises UserError for a model that is not known, or that cannot be made sparse.
+    It comes before compilation, FSDP, DDP and hooks, and before or after `accelerate_model`. Raises UserError for a model that is not
+    known, or that cannot be made sparse: joint attention of text and video is either sparse or split over processes.
     """
     settings = sparse_config(config)
     name = type(transformer).__name__
     if clustered_layers(transformer):
         raise UserError(f"sparsify_model: {name} has sparse attention already")
-    if is_sequence_parallel(transformer) or is_context_parallel(transformer):
+    if is_context_parallel(transformer):
         raise UserError(
-            f"sparsify_model: {name} is sequence parallel; foreign models are either that or sparse for now, mmspeed's own are both"
+            f"sparsify_model: {name} is split by diffusers' own context parallelism, which is not sparse; use "
+            "mmspeed.accelerate_model instead, before or after sparsify_model"
         )
-    return ModelSparsity(sparsify(transformer, layout_for(transformer, attention, grid), settings), settings)
+    plan = sparse_plan(transformer, attention)
+    return ModelSparsity(sparsify(transformer, plan, grid or grid_of(transformer), settings), settings)
 
 
 def sparse_config(config: Config | SparseConfig | Mapping[str, Any] | str) -> SparseConfig:

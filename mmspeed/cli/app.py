@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from enum import Enum
@@ -328,7 +329,14 @@ def _resolve(
     """The config of a command that may run in several processes; does not return when others do the work."""
     from mmspeed.config import dump_config, load_run_config
 
-    config = load_run_config(path, overrides or ())  # before processes start: a mistake in it is shown at once
+    told = logging.getLogger("mmspeed.config")
+    told.disabled = (
+        launch.wanted(nproc) and not print_config
+    )  # what there is to tell of the config the first process tells
+    try:
+        config = load_run_config(path, overrides or ())  # before processes start: a mistake in it is shown at once
+    finally:
+        told.disabled = False
     if print_config:
         _print_lines([dump_config(config).rstrip()])
         raise typer.Exit()

@@ -20,15 +20,17 @@ Link = Literal["inner", "outer"]  # within a node, between nodes
 class Ledger:
     """Bytes that this rank sends to others, calls, and copies, by kind and axis. Made by whoever wants to count, and passed along.
 
-    `copies` are passes over a tensor to bring its parts into the order in which they travel (`pack`), or those that came into
-    the order of the result (`unpack`), by (kind, axis, side); an exchange makes one at most on each side. `by_link` are the same bytes
-    by (kind, axis, link), "inner" to ranks of the same node and "outer" to those of others (`Axis.nodes`).
+    `copies` are passes over an exchange's tensors to bring their parts into the order in which they travel (`pack`), or those that came
+    into the order of the results (`unpack`), by (kind, axis, side); an exchange makes one at most on each side. `copied` are the bytes
+    of these passes, each number once: of those tensors only that do not lie right. `by_link` are the bytes sent by (kind, axis, link),
+    "inner" to ranks of the same node and "outer" to those of others (`Axis.nodes`).
     """
 
     def __init__(self) -> None:
         self.bytes: Counter[tuple[str, str]] = Counter()  # (kind, axis)
         self.calls: Counter[tuple[str, str]] = Counter()
         self.copies: Counter[tuple[str, str, str]] = Counter()  # (kind, axis, "pack" or "unpack")
+        self.copied: Counter[tuple[str, str, str]] = Counter()  # bytes, likewise
         self.by_link: Counter[tuple[str, str, Link]] = Counter()  # (kind, axis, link)
         self._watchers: list[tuple[frozenset[str], Ledger]] = []
 
@@ -41,10 +43,13 @@ class Ledger:
         unpacks: int = 0,
         belongs_to: str | None = None,
         outer: int = 0,
+        packed: int = 0,
+        unpacked: int = 0,
     ) -> None:
         """Count a call that sends so many bytes and makes so many copies before and after, under the name `axis`.
 
         `belongs_to`: the axis whose block (`ledger`) counts it too, when that has another name. `outer`: bytes to other nodes.
+        `packed`, `unpacked`: bytes of the copies.
         """
         self.bytes[kind, axis] += sent
         self.calls[kind, axis] += 1
@@ -52,12 +57,14 @@ class Ledger:
         for link, of_link in links:
             if of_link:
                 self.by_link[kind, axis, link] += of_link
-        for side, copies in (("pack", packs), ("unpack", unpacks)):
+        for side, copies, copied in (("pack", packs, packed), ("unpack", unpacks, unpacked)):
             if copies:
                 self.copies[kind, axis, side] += copies
+            if copied:
+                self.copied[kind, axis, side] += copied
         for names, watcher in self._watchers:
             if (belongs_to or axis) in names:
-                watcher.add(kind, axis, sent, packs, unpacks, outer=outer)
+                watcher.add(kind, axis, sent, packs, unpacks, outer=outer, packed=packed, unpacked=unpacked)
 
     def total(self, axis: str | None = None, kind: str | None = None, link: Link | None = None) -> int:
         """Bytes sent over an axis, or over all; of a kind, or of all; over a link, or over both."""
@@ -69,14 +76,15 @@ class Ledger:
 
     def clear(self) -> None:
         """Begin anew."""
-        for counter in (self.bytes, self.calls, self.copies, self.by_link):
+        for counter in (self.bytes, self.calls, self.copies, self.copied, self.by_link):
             counter.clear()
 
     def since(self, before: Ledger) -> Ledger:
         """What was counted after `before`, a copy, was taken."""
         rest = Ledger()
         rest.bytes, rest.calls = self.bytes - before.bytes, self.calls - before.calls
-        rest.copies, rest.by_link = self.copies - before.copies, self.by_link - before.by_link
+        rest.copies, rest.copied = self.copies - before.copies, self.copied - before.copied
+        rest.by_link = self.by_link - before.by_link
         return rest
 
     def copy(self) -> Ledger:
@@ -146,11 +154,19 @@ class Axis:
         return [place for place in range(self.size) if place != self.rank]
 
     def count(
-        self, kind: str, sent: int | Sequence[int], packs: int = 0, unpacks: int = 0, name: str | None = None
+        self,
+        kind: str,
+        sent: int | Sequence[int],
+        packs: int = 0,
+        unpacks: int = 0,
+        name: str | None = None,
+        packed: int = 0,
+        unpacked: int = 0,
     ) -> None:
         """Write into the ledger, under the axis's name or another; nothing for an axis of one rank.
 
         `sent`: bytes for each place, of which those for this rank do not travel; one number goes to the next place, as on a ring.
+        `packs`, `unpacks`: copies before and after, of `packed` and `unpacked` bytes.
         """
         if self.size == 1:
             return
@@ -159,7 +175,8 @@ class Axis:
         far = [self.nodes[place] != self.nodes[self.rank] for place in range(self.size)] if self.nodes else None
         outer = sum(sent[place] for place in self.others() if far[place]) if far else 0
         total = sum(sent[place] for place in self.others())
-        self.ledger.add(kind, name or self.name, total, packs, unpacks, belongs_to=self.name, outer=outer)
+        copies = {"packs": packs, "unpacks": unpacks, "packed": packed, "unpacked": unpacked}
+        self.ledger.add(kind, name or self.name, total, belongs_to=self.name, outer=outer, **copies)
 
 
 def launched_nodes(world: int) -> tuple[int, ...]:

@@ -3,8 +3,8 @@
 Rank r of n holds `sizes[r]` of a dim that is shared out; sizes may be uneven and zero. What travels is one flat buffer: first all that
 rank 0 is to get, then rank 1's, and so on, each part in the order of the dims that the receiver asked for. So a transpose (B, S, H) <->
 (S, B, H) before or after an exchange rides on the copy into the buffer or out of it, of which there is one at most on each side and
-none where the parts already lie so. Which order travels depends on arguments that all ranks share and never on a rank's own strides,
-which may differ where a dim has size 0 or 1.
+none where the parts already lie so. Which order travels, and in how many messages, depends on arguments that all ranks share and never
+on a rank's own strides, which may differ where a dim has size 0 or 1.
 
 Each exchange is the finish of its start (`halves`); `start_all_to_all` and its kin give the first half by itself, and what is issued
 before `finish` overlaps with the messages. The same rules hold for both: what came is offered to whoever recomputes, and all ranks of the
@@ -37,6 +37,9 @@ def all_to_all(
     scatter_sizes: Sequence[int] | None = None,
     gather_sizes: Sequence[int] | None = None,
     order: Sequence[int] | None = None,
+    *,
+    wire: Sequence[int] | None = None,
+    grad_order: Sequence[int] | None = None,
 ) -> Tensor:
     """From whole along `scatter_dim` and shared along `gather_dim` to the other way round.
 
@@ -46,10 +49,13 @@ def all_to_all(
         gather_sizes: what each rank holds of `gather_dim`; None: as much as this rank.
         order: the result's dims from the outermost in memory to the innermost; `result.permute(order)` is contiguous. None: as
             they stand. The result's shape does not depend on it.
+        wire: the order of the dims on the way, the same on all ranks; None: `order`.
+        grad_order: that of the gradient's dims in memory; None: as those of `x` lie.
 
     Raises ValueError for dims and sizes that do not fit `x`.
     """
-    return finish(start_all_to_all(x, axis, scatter_dim, gather_dim, scatter_sizes, gather_sizes, order))
+    sizes = (scatter_sizes, gather_sizes, order)
+    return finish(start_all_to_all(x, axis, scatter_dim, gather_dim, *sizes, wire=wire, grad_order=grad_order))
 
 
 def start_all_to_all(
@@ -60,10 +66,15 @@ def start_all_to_all(
     scatter_sizes: Sequence[int] | None = None,
     gather_sizes: Sequence[int] | None = None,
     order: Sequence[int] | None = None,
+    *,
+    wire: Sequence[int] | None = None,
+    grad_order: Sequence[int] | None = None,
 ) -> PendingExchange:
     """The first half of `all_to_all`; `finish` is the second."""
     each = None if scatter_sizes is None else [scatter_sizes]
-    return start_all_to_all_many([x], axis, scatter_dim, gather_dim, each, gather_sizes, order)
+    return start_all_to_all_many(
+        [x], axis, scatter_dim, gather_dim, each, gather_sizes, order, wire=wire, grad_order=grad_order
+    )
 
 
 def start_all_to_all_many(
@@ -74,10 +85,17 @@ def start_all_to_all_many(
     scatter_sizes_each: Sequence[Sequence[int] | None] | None = None,
     gather_sizes: Sequence[int] | None = None,
     order: Sequence[int] | None = None,
+    *,
+    wire: Sequence[int] | None = None,
+    grad_order: Sequence[int] | None = None,
+    apart: bool = False,
 ) -> PendingExchange:
-    """The first half of `all_to_all` of several tensors in one message, such as queries, keys and values; `finish_all` is the second.
+    """The first half of `all_to_all` of several tensors at once, such as queries, keys and values; `finish_all` is the second.
 
-    All have the same number of dims, number type and size of `gather_dim`; `scatter_sizes_each` has the sizes of each tensor.
+    All have the same number of dims, number type and size of `gather_dim`; `scatter_sizes_each` has the sizes of each tensor. They
+    travel in one message, or each in its own where that saves a copy (`messages.AllToAll`). Where `gather_dim` comes first on the wire
+    and the results lie in its order, they lie side by side in the buffer that received them: `result.permute(order)` has each row
+    contiguous, and the tensors of other rows between. `apart`: a message for each, so that each result is contiguous.
     """
     if len({(x.dim(), x.dtype, x.device) for x in xs}) != 1:
         raise ValueError("tensors of one exchange have the same number of dims, number type and device")
@@ -93,10 +111,11 @@ def start_all_to_all_many(
         for x, sizes in zip(xs, sizes_each, strict=True)
     )
     gather = tuple(_shared(gather_sizes, x, gather_dim, axis) for x in xs)
-    wire = _order(order, dims)
+    into, back = _order(order, dims), None if grad_order is None else _order(grad_order, dims)
     if axis.size == 1:
-        return PendingExchange([laid_out(x, wire) for x in xs] if order is not None else xs)
-    return start(AllToAll(axis, scatter_dim, gather_dim, scatter, gather, wire), (wire,) * len(xs), xs)
+        return PendingExchange([laid_out(x, into) for x in xs] if order is not None else xs)
+    move = AllToAll(axis, scatter_dim, gather_dim, scatter, gather, into if wire is None else _order(wire, dims), apart)
+    return start(move, (into,) * len(xs), xs, None if back is None else (back,) * len(xs))
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
@@ -240,7 +259,8 @@ def pass_on(
     packs = sum(not tensor.is_contiguous() for tensor in tensors)
     received = [tensor.new_empty(shape) for tensor, shape in zip(sent, expected, strict=True)]
     bytes_to = [sum(map(nbytes, sent)) if place == to else 0 for place in range(axis.size)]
-    axis.count(kind, bytes_to, packs, 0, name)
+    packed = sum(nbytes(tensor) for tensor in tensors if not tensor.is_contiguous())
+    axis.count(kind, bytes_to, packs, 0, name, packed=packed)
     return PendingTensors(
         received, between([(to, tensor) for tensor in sent], [(source, t) for t in received], axis), sent
     )

@@ -54,11 +54,18 @@ class PendingExchange:
         self._watched: list[tuple[Tensor, int]] = []  # tensors that travel from where they lie, and their versions
 
     @classmethod
-    def _of(cls, move: Move, layouts: Sequence[Sizes], xs: Sequence[Tensor], offers: bool) -> PendingExchange:
+    def _of(
+        cls,
+        move: Move,
+        layouts: Sequence[Sizes],
+        xs: Sequence[Tensor],
+        offers: bool,
+        layouts_back: Sequence[Sizes] | None = None,
+    ) -> PendingExchange:
         """Start a move. `offers`: see the head of the file."""
         pending = cls()
         pending._move, pending._link, pending._records = move, _ReverseHalf(), torch.is_grad_enabled()
-        pending._layouts_back = tuple(layout(x) for x in xs)
+        pending._layouts_back = tuple(layout(x) for x in xs) if layouts_back is None else tuple(layouts_back)
         pending._half, issues = begin("exchange") if offers else (None, True)
         pending._again = pending._half is not None and pending._half.made_again
         pending._token = _Start.apply(pending, tuple(layouts), issues, *xs)
@@ -71,8 +78,8 @@ class PendingExchange:
 
     def _issue(self, layouts: Sequence[Sizes], xs: Sequence[Tensor]) -> None:
         self._underway = self._move.begin(xs, layouts)
-        sent = storage_address(self._underway.sent.untyped_storage())
-        in_place = [x for x in xs if not x.is_inference() and storage_address(x.untyped_storage()) == sent]
+        sent = {storage_address(flat.untyped_storage()) for flat in self._underway.sent}
+        in_place = [x for x in xs if not x.is_inference() and storage_address(x.untyped_storage()) in sent]
         self._watched = [(x, version_of(x)) for x in in_place]
 
     def _complete(self) -> tuple[Tensor, ...]:
@@ -86,14 +93,18 @@ class PendingExchange:
         return underway.complete()
 
 
-def start(move: Move, layouts: Sequence[Sizes], xs: Sequence[Tensor]) -> PendingExchange:
-    """Start a move. `layouts`: the order of each result's dims in memory."""
-    return _started(move, layouts, xs)
+def start(
+    move: Move, layouts: Sequence[Sizes], xs: Sequence[Tensor], layouts_back: Sequence[Sizes] | None = None
+) -> PendingExchange:
+    """Start a move. `layouts`: the order of each result's dims in memory; `layouts_back`: of each gradient's, None: as `xs` lie."""
+    return _started(move, layouts, xs, layouts_back)
 
 
 @outside_graphs
-def _started(move: Move, layouts: Sequence[Sizes], xs: Sequence[Tensor]) -> PendingExchange:
-    return PendingExchange._of(move, layouts, xs, offers=True)
+def _started(
+    move: Move, layouts: Sequence[Sizes], xs: Sequence[Tensor], layouts_back: Sequence[Sizes] | None
+) -> PendingExchange:
+    return PendingExchange._of(move, layouts, xs, offers=True, layouts_back=layouts_back)
 
 
 def finish(pending: PendingExchange) -> Tensor:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .axis import Axis, nbytes
-from .packing import Sizes, landing, lengths_of, pack, unpack
+from .packing import Landing, Packed, Sizes, landing, leads, lengths_of, pack
 
 # newer torch has these under other names, and warns of the old ones
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -27,7 +27,7 @@ class Underway:
     """An issued exchange. `sent` must neither change nor be freed before `complete`."""
 
     works: list[Any]  # of torch.distributed; on an accelerator `wait` orders the current stream, and the host goes on
-    sent: Tensor
+    sent: list[Tensor]
     land: Callable[[], tuple[Tensor, ...]]
 
     def complete(self) -> tuple[Tensor, ...]:
@@ -50,7 +50,11 @@ class Move(Protocol):
 
 @dataclass(frozen=True)
 class AllToAll:
-    """Of k tensors in one message. `wire` is the order of the dims on the way."""
+    """Of k tensors. `wire` is the order of the dims on the way; `apart`: a message for each tensor.
+
+    One message for all needs a copy into it. So tensors whose parts may lie one behind the other, as the scatter dim comes first on the
+    wire, go apart too, each from where it lies. Where the gather dim comes first, one message is made of rows.
+    """
 
     axis: Axis
     scatter_dim: int
@@ -58,29 +62,44 @@ class AllToAll:
     scatter: tuple[Sizes, ...]  # (k) of (n)
     gather: tuple[Sizes, ...]  # (k) of (n)
     wire: Sizes
+    apart: bool = False
 
     def back(self) -> AllToAll:
         """The move of the gradients: a copy that is made before here is made after there."""
-        return AllToAll(self.axis, self.gather_dim, self.scatter_dim, self.gather, self.scatter, self.wire)
+        return AllToAll(self.axis, self.gather_dim, self.scatter_dim, self.gather, self.scatter, self.wire, self.apart)
 
     def begin(self, xs: Sequence[Tensor], layouts: Sequence[Sizes]) -> Underway:
-        axis, sent = self.axis, pack(xs, self.scatter_dim, self.scatter, self.wire)
+        one_by_one = self.apart or all(leads(x.shape, self.scatter_dim, self.gather_dim, self.wire) for x in xs)
+        each = range(len(xs))
+        groups = [[of] for of in each] if one_by_one else [list(each)]
+        begun = [self._message(xs, layouts, group) for group in groups]
+        sends = [sum(sent) for sent in zip(*(packed.bytes_to_each() for packed, _, _ in begun), strict=True)]
+        packed, unpacked = sum(sent.copied() for sent, _, _ in begun), sum(came.copied() for _, came, _ in begun)
+        packs, unpacks = max(sent.copies for sent, _, _ in begun), max(bool(came.copies) for _, came, _ in begun)
+        self.axis.count("all_to_all", sends, packs, int(unpacks), packed=packed, unpacked=unpacked)
+        works = [work for _, _, of_message in begun for work in of_message]
+        return Underway(
+            works, [sent.flat for sent, _, _ in begun], lambda: tuple(x for _, came, _ in begun for x in came.fill())
+        )
+
+    def _message(
+        self, xs: Sequence[Tensor], layouts: Sequence[Sizes], group: list[int]
+    ) -> tuple[Packed, Landing, list[Any]]:
+        """Issue one message, of some of the tensors."""
+        axis, wire, xs, layouts = self.axis, self.wire, [xs[of] for of in group], [layouts[of] for of in group]
+        scatters, gathers = [self.scatter[of] for of in group], [self.gather[of] for of in group]
+        rows = len(xs) > 1 and all(leads(x.shape, self.gather_dim, self.scatter_dim, wire) for x in xs)
+        if rows:  # what was before it on the wire has size 1
+            wire = (self.gather_dim, *(dim for dim in wire if dim != self.gather_dim))
+        sent = pack(xs, self.scatter_dim, scatters, wire, rows)
         shapes = []
-        for x, scatter, gather in zip(xs, self.scatter, self.gather, strict=True):
+        for x, scatter, gather in zip(xs, scatters, gathers, strict=True):
             shape = list(x.shape)
             shape[self.scatter_dim], shape[self.gather_dim] = scatter[axis.rank], sum(gather)
             shapes.append(shape)
-        comes = lengths_of(shapes, self.gather_dim, self.gather)
-        results, flat, unpacks = landing(sent.flat, shapes, self.gather_dim, self.wire, layouts)
-        works = _swap(sent.flat, flat, sent.lengths, comes, axis)
-        axis.count("all_to_all", sent.bytes_to_each(), sent.copies, unpacks)
-
-        def land() -> tuple[Tensor, ...]:
-            if unpacks:
-                unpack(flat, results, self.gather_dim, self.gather, self.wire)
-            return tuple(results)
-
-        return Underway(works, sent.flat, land)
+        comes = lengths_of(shapes, self.gather_dim, gathers)
+        came = landing(sent.flat, shapes, self.gather_dim, gathers, wire, layouts, rows)
+        return sent, came, _swap(sent.flat, came.flat, sent.lengths, comes, axis)
 
 
 @dataclass(frozen=True)
@@ -99,7 +118,8 @@ class AllGather:
         (x,), axis, dim, sizes = xs, self.axis, self.dim, self.sizes
         mine, wire = x.contiguous().view(-1), tuple(range(x.dim()))
         shape = [*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]]
-        results, flat, unpacks = landing(x, [shape], dim, wire, [wire])
+        came = landing(x, [shape], dim, [sizes], wire, [wire])
+        flat = came.flat
         if axis.exchange == "collective" and len(set(sizes)) == 1:
             works = [_ALL_GATHER(flat, mine, group=axis.group, async_op=True)]
         else:
@@ -107,14 +127,9 @@ class AllGather:
             others = axis.others()
             works = between([(place, mine) for place in others], [(place, parts[place]) for place in others], axis)
             parts[axis.rank].copy_(mine)
-        axis.count("all_gather", [nbytes(mine)] * axis.size, int(not x.is_contiguous()), unpacks)
-
-        def land() -> tuple[Tensor, ...]:
-            if unpacks:
-                unpack(flat, results, dim, [sizes], wire)
-            return (results[0],)
-
-        return Underway(works, mine, land)
+        packs, unpacks, sent = int(not x.is_contiguous()), int(bool(came.copies)), [nbytes(mine)] * axis.size
+        axis.count("all_gather", sent, packs, unpacks, packed=packs * nbytes(mine), unpacked=came.copied())
+        return Underway(works, [mine], came.fill)
 
 
 @dataclass(frozen=True)
@@ -133,14 +148,14 @@ class ReduceScatter:
         (x,), axis, dim, sizes = xs, self.axis, self.dim, self.sizes
         sent = pack([x], dim, [sizes], tuple(range(x.dim())))
         shape = [*x.shape[:dim], sizes[axis.rank], *x.shape[dim + 1 :]]
-        axis.count("reduce_scatter", sent.bytes_to_each(), sent.copies, 0)
+        axis.count("reduce_scatter", sent.bytes_to_each(), sent.copies, packed=sent.copied())
         if axis.exchange == "collective" and len(set(sizes)) == 1:
             result = x.new_empty(shape)
             work = _REDUCE_SCATTER(result.view(-1), sent.flat, group=axis.group, async_op=True)
-            return Underway([work], sent.flat, lambda: (result,))
+            return Underway([work], [sent.flat], lambda: (result,))
         parts = x.new_empty([axis.size, *shape])
         works = _swap(sent.flat, parts.view(-1), sent.lengths, [parts.numel() // axis.size] * axis.size, axis)
-        return Underway(works, sent.flat, lambda: (parts.sum(0, dtype=x.dtype),))
+        return Underway(works, [sent.flat], lambda: (parts.sum(0, dtype=x.dtype),))
 
 
 @dataclass(frozen=True)
@@ -161,8 +176,9 @@ class RowMove:
         width, received = math.prod(x_ZE.shape[1:]), x_ZE.new_empty((sum(self.comes), *x_ZE.shape[1:]))
         flat, lengths = x_ZE.contiguous().view(-1), [n * width for n in self.sends]
         works = _swap(flat, received.view(-1), lengths, [n * width for n in self.comes], axis)
-        axis.count(self.kind, [n * x_ZE.element_size() for n in lengths], int(not x_ZE.is_contiguous()))
-        return Underway(works, flat, lambda: (received,))
+        packs = int(not x_ZE.is_contiguous())
+        axis.count(self.kind, [n * x_ZE.element_size() for n in lengths], packs, packed=packs * nbytes(flat))
+        return Underway(works, [flat], lambda: (received,))
 
 
 def _swap(flat: Tensor, received: Tensor, sends: list[int], comes: list[int], axis: Axis) -> list[Any]:

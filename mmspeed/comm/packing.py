@@ -1,7 +1,9 @@
 """How parts of tensors lie in the flat buffer that travels, and who gets how much: arithmetic and views, without a process group.
 
-The buffer holds what rank 0 is to get, then rank 1's, and so on; a rank's part holds a piece of each tensor of the message; a piece holds
-its numbers with the dims in the order of the wire.
+The buffer holds what rank 0 is to get, then rank 1's, and so on. A rank's part holds a piece of each tensor of the message, one behind
+the other; a piece holds its numbers with the dims in the order of the wire. Or it holds rows ("rows"), where the dim that the receiver
+joins comes first on the wire: each row has that row of every tensor. All ranks' rows, one behind the other, are the joined tensors side by
+side, so the receiver reads them where they are.
 """
 
 from __future__ import annotations
@@ -10,7 +12,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from .axis import nbytes
 
 Sizes = tuple[int, ...]
 
@@ -38,44 +43,120 @@ class Packed:
         """Bytes for each rank, this one included."""
         return [length * self.flat.element_size() for length in self.lengths]
 
+    def copied(self) -> int:
+        """Bytes of the copies."""
+        return self.copies * nbytes(self.flat)
 
-def pack(xs: Sequence[Tensor], dim: int, sizes_each: Sequence[Sizes], wire: Sizes) -> Packed:
-    """Parts of tensors along `dim`, rank by rank; the tensors themselves where they already lie so."""
+
+@dataclass(frozen=True)
+class Landing:
+    """Memory for what is to come: the tensors, the flat buffer that receives, and those tensors that `fill` has yet to fill from it."""
+
+    results: list[Tensor]
+    flat: Tensor
+    copies: list[tuple[Tensor, Tensor]]  # (to, from)
+
+    def copied(self) -> int:
+        """Bytes of the copies."""
+        return sum(nbytes(to) for to, _ in self.copies)
+
+    def fill(self) -> tuple[Tensor, ...]:
+        """The results, when all is in the buffer."""
+        for to, source in self.copies:
+            to.copy_(source)
+        return tuple(self.results)
+
+
+def pack(xs: Sequence[Tensor], dim: int, sizes_each: Sequence[Sizes], wire: Sizes, rows: bool = False) -> Packed:
+    """Parts of tensors along `dim`, rank by rank; the tensors themselves where they already lie so. `rows`: the first dim of the wire's."""
     lengths = lengths_of([x.shape for x in xs], dim, sizes_each)
     arranged = [x.permute(wire) for x in xs]
     if len(xs) == 1 and _outermost(arranged[0].shape, wire.index(dim)) and arranged[0].is_contiguous():
         return Packed(arranged[0].view(-1), lengths, 0)
     flat = xs[0].new_empty(sum(lengths))
-    for in_buffer, in_tensor in _pieces(flat, arranged, wire.index(dim), sizes_each):
+    pieces = _rows if rows else _pieces
+    for in_buffer, in_tensor in pieces(flat, arranged, wire.index(dim), sizes_each):
         in_buffer.copy_(in_tensor)
     return Packed(flat, lengths, 1)
 
 
 def landing(
-    like: Tensor, shapes: Sequence[Sequence[int]], dim: int, wire: Sizes, layouts: Sequence[Sizes]
-) -> tuple[list[Tensor], Tensor, int]:
-    """Memory for tensors of `shapes` whose parts along `dim` are to come: the tensors, the flat buffer that receives, and copies (0 or 1).
+    like: Tensor,
+    shapes: Sequence[Sequence[int]],
+    dim: int,
+    sizes_each: Sequence[Sizes],
+    wire: Sizes,
+    layouts: Sequence[Sizes],
+    rows: bool = False,
+) -> Landing:
+    """Memory for tensors of `shapes` whose parts along `dim` are to come.
 
-    With 0 copies the buffer is the tensor's own memory, since the parts come as they shall lie; else `unpack` fills the tensors.
-    The tensors are no views: autograd forbids that a view out of a custom function is written to.
+    Where they come as they shall lie, the buffer is the tensors' own memory and nothing is copied; tensors that come side by side in
+    rows lie so in it, in the order of their layouts but with room between. They are no views: autograd forbids that a view out of a
+    custom function is written to.
     """
-    results = [_empty(like, shape, layout) for shape, layout in zip(shapes, layouts, strict=True)]
-    first = [shapes[0][of] for of in wire]
-    if len(shapes) == 1 and _outermost(first, wire.index(dim)) and _same(shapes[0], wire, layouts[0]):
-        return results, results[0].permute(wire).view(-1), 0
-    return results, like.new_empty(sum(map(math.prod, shapes))), 1
+    right = [_same(shape, wire, order) for shape, order in zip(shapes, layouts, strict=True)]
+    if rows:
+        flat = like.new_empty(sum(map(math.prod, shapes)))
+        there = _columns(flat, shapes, wire)
+        results = [
+            x if fits else _empty(like, shape, order)
+            for x, fits, shape, order in zip(there, right, shapes, layouts, strict=True)
+        ]
+        return Landing(results, flat, [(to, x) for to, x in zip(results, there, strict=True) if to is not x])
+    results = [_empty(like, shape, order) for shape, order in zip(shapes, layouts, strict=True)]
+    if len(shapes) == 1 and right[0] and _outermost([shapes[0][of] for of in wire], wire.index(dim)):
+        return Landing(results, results[0].permute(wire).view(-1), [])
+    flat = like.new_empty(sum(map(math.prod, shapes)))
+    pieces = _pieces(flat, [x.permute(wire) for x in results], wire.index(dim), sizes_each)
+    return Landing(results, flat, [(in_tensor, in_buffer) for in_buffer, in_tensor in pieces])
 
 
-def unpack(flat: Tensor, results: Sequence[Tensor], dim: int, sizes_each: Sequence[Sizes], wire: Sizes) -> None:
-    """Bring the parts in the buffer to where they belong in the results."""
-    for in_buffer, in_tensor in _pieces(flat, [x.permute(wire) for x in results], wire.index(dim), sizes_each):
-        in_tensor.copy_(in_buffer)
+def _columns(flat: Tensor, shapes: Sequence[Sequence[int]], wire: Sizes) -> list[Tensor]:
+    """The tensors that lie side by side in rows, one row for each index of the first dim of the wire."""
+    count = shapes[0][wire[0]]
+    width, start, tensors = sum(math.prod(shape) for shape in shapes) // max(1, count), 0, []
+    for shape in shapes:
+        strides = _strides(shape, wire)
+        strides[wire[0]] = width
+        x = torch.empty(0, dtype=flat.dtype, device=flat.device)
+        x.set_(flat.untyped_storage(), flat.storage_offset() + start, tuple(shape), tuple(strides))  # type: ignore[call-overload]
+        tensors.append(x)
+        start += math.prod(shape) // max(1, count)
+    return tensors
+
+
+def _rows(
+    flat: Tensor, arranged: Sequence[Tensor], place: int, sizes_each: Sequence[Sizes]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """`_pieces` of a message in rows, of what is sent."""
+    ranks, rows = len(sizes_each[0]), arranged[0].shape[0]
+    if all(len(set(sizes)) == 1 for sizes in sizes_each):
+        even = [
+            x.unflatten(place, (ranks, sizes[0])).movedim(place, 0)
+            for x, sizes in zip(arranged, sizes_each, strict=True)
+        ]
+        widths = [math.prod(parts.shape[2:]) for parts in even]
+        block, across = flat.view(ranks, rows, sum(widths)), 0
+        for parts, width in zip(even, widths, strict=True):
+            yield block[:, :, across : across + width].unflatten(2, parts.shape[2:]), parts
+            across += width
+        return
+    split, start = [x.split(sizes, place) for x, sizes in zip(arranged, sizes_each, strict=True)], 0
+    for rank in range(ranks):
+        widths = [math.prod(parts[rank].shape[1:]) for parts in split]
+        block, across = flat[start : start + rows * sum(widths)].view(rows, sum(widths)), 0
+        for parts, width in zip(split, widths, strict=True):
+            part = parts[rank]
+            yield block[:, across : across + width].unflatten(1, part.shape[1:]), part
+            across += width
+        start += block.numel()
 
 
 def _pieces(
     flat: Tensor, arranged: Sequence[Tensor], place: int, sizes_each: Sequence[Sizes]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs of views of the same numbers, in the flat buffer and in a tensor whose dims stand in the order of the wire."""
+    """Pairs of views of the same numbers, in the flat buffer and in tensors whose dims stand in the order of the wire."""
     ranks = len(sizes_each[0])
     start = 0
     if all(len(set(sizes)) == 1 for sizes in sizes_each):  # one copy a tensor, not one for each rank
@@ -102,6 +183,15 @@ def lengths_of(shapes: Sequence[Sequence[int]], dim: int, sizes_each: Sequence[S
     ]
 
 
+def leads(shape: Sequence[int], dim: int, other: int, wire: Sizes) -> bool:
+    """Tell whether a dim comes first on the wire, on every rank: only dims of size 1 before it, which no rank has another part of.
+
+    `other`: the dim of which ranks have parts of other sizes.
+    """
+    before = wire[: wire.index(dim)]
+    return other not in before and all(shape[of] == 1 for of in before)
+
+
 def _outermost(shape: Sequence[int], place: int) -> bool:
     """Whether parts along a dim lie one behind the other: no dim outside it has another index than 0."""
     return all(size == 1 for size in shape[:place])
@@ -114,11 +204,16 @@ def _same(shape: Sequence[int], one: Sizes, other: Sizes) -> bool:
 
 def _empty(like: Tensor, shape: Sequence[int], order: Sizes) -> Tensor:
     """A tensor without contents, contiguous in this order of its dims."""
+    return like.new_empty_strided(tuple(shape), _strides(shape, order))
+
+
+def _strides(shape: Sequence[int], order: Sizes) -> list[int]:
+    """Of a tensor that is contiguous in this order of its dims."""
     strides, step = [0] * len(shape), 1
     for dim in reversed(order):
         strides[dim] = step
         step *= max(1, shape[dim])
-    return like.new_empty_strided(tuple(shape), strides)
+    return strides
 
 
 def layout(x: Tensor) -> Sizes:
@@ -127,10 +222,11 @@ def layout(x: Tensor) -> Sizes:
     return tuple(sorted(range(x.dim()), key=lambda dim: -strides[dim]))
 
 
-def _inverse(order: Sizes) -> Sizes:
+def inverse(order: Sizes) -> Sizes:
+    """The order that undoes another."""
     return tuple(order.index(dim) for dim in range(len(order)))
 
 
 def laid_out(x: Tensor, order: Sizes) -> Tensor:
     """The same tensor, contiguous in this order of its dims."""
-    return x.permute(order).contiguous().permute(_inverse(order))
+    return x.permute(order).contiguous().permute(inverse(order))

@@ -10,7 +10,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from .inputs import Section
 
-RegionName = Literal["block", "attention", "cross_attention", "mlp", "norm", "activation"]
+RegionName = str  # of a model's plan; `block` is the whole of a block
 ActivationPolicy = Literal["save", "recompute", "selective", "offload", "offload_selective", "recompute_output"]
 
 # Of regions that lie in one another only one can have a policy.

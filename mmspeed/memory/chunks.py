@@ -103,7 +103,8 @@ class ChunkedDown(nn.Module):
             out = chunked_mlp(x_NE, applied(layers.up), layers.activation, applied(layers.down), size)
         else:
             out = in_chunks(lambda x_PE: self.whole(layers.expands.whole(x_PE)), x_NE, 0, size)
-        return out.unflatten(0, x.shape[:-1])
+        parts: Tensor = out.unflatten(0, x.shape[:-1])
+        return parts
 
     def whole(self, x: Tensor) -> Tensor:
         """The layer's own forward."""

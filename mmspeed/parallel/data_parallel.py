@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mmspeed.axes import AxisName
 from mmspeed.mesh import Mesh
 from mmspeed.mixin import mix_in
-from mmspeed.protocols import trainable
+from mmspeed.protocols import blocks_of
 from mmspeed.torch_internals import fsdp_state, sum_in_float32
 
 Strategy = Literal["none", "ddp", "fsdp"]
@@ -51,7 +51,7 @@ def shard(model: nn.Module, mesh: Mesh, compute_dtype: torch.dtype) -> nn.Module
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     axes = (AxisName.DP_REPLICATE, AxisName.SHARD) if mesh.size(AxisName.DP_REPLICATE) > 1 else (AxisName.SHARD,)
     data_mesh = mesh.submesh(*axes)
-    for block in trainable(model).blocks:
+    for _, block in blocks_of(model):
         fully_shard(block, mesh=data_mesh, mp_policy=policy)
     # The root is resharded too (not torch's default): after an evaluation its gathered parameters would otherwise
     # stay, and hide what an EMA swap or a loaded checkpoint writes into the shards.

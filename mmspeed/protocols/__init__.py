@@ -1,10 +1,12 @@
 """All that the floors ask of each other. Structural types and plain data; nothing here computes."""
 
 from .batch import Batch, Item, MicroBatches, NumberRule, Term, Terms
+from .calls import Conditions, ModelCall
 from .codecs import Posterior, TextEncoder, TextEntry, VideoCodec
 from .data import BatchShape, Data, Divisors, Location, OrderedSample, StepData
 from .model import (
     CountsDenseFlops,
+    CountsFlops,
     DeclaredState,
     DiffusionModel,
     InitializesWeights,
@@ -67,7 +69,9 @@ __all__ = [
     "CheckOutcome",
     "CheckTask",
     "Chunked",
+    "Conditions",
     "CountsDenseFlops",
+    "CountsFlops",
     "Data",
     "DeclaredState",
     "DeclaresPlan",
@@ -82,6 +86,7 @@ __all__ = [
     "LossFunction",
     "MicroBatchSize",
     "MicroBatches",
+    "ModelCall",
     "ModelPlan",
     "Models",
     "NumberRule",

@@ -17,7 +17,7 @@ from mmspeed.shapes import Strides
 class TextEntry:
     """One encoded caption: real tokens only, no padding.
 
-    `pooled_D` is one vector for the whole caption, which some encoders give. Internal: no pipeline reaches it yet.
+    `pooled_D` is one vector for the whole caption, which some encoders give and some models take.
     """
 
     embeds_LD: Tensor

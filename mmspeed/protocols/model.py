@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from mmspeed.errors import UserError
 
+from .plan import blocks_of
+
 PutWeight = Callable[[nn.Parameter, Tensor], None]  # brings a whole float32 value to where a parameter's weights are
 
 
 @runtime_checkable
 class TrainableModel(Protocol):
-    """All that every model declares to the core, beside being a torch module."""
-
-    blocks: nn.ModuleList  # sharded, recomputed, compiled and measured one by one
+    """All that the core asks of every model, beside blocks: those of its plan or of its attribute `blocks` (`blocks_of`)."""
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """All parameters."""
@@ -62,8 +62,8 @@ class DeclaredState(Protocol):
         ...
 
 
-class DiffusionModel(TrainableModel, Protocol):
-    """All that the video task asks of a diffusion transformer."""
+class CountsFlops(Protocol):
+    """Counts what a diffusion transformer computes for one sample."""
 
     def tokens(self, latent: tuple[int, int, int]) -> int:
         """Tokens of one sample whose latent is (T, h, w). Raises ValueError for a latent that does not fit the model."""
@@ -72,6 +72,10 @@ class DiffusionModel(TrainableModel, Protocol):
     def flops(self, latent: tuple[int, int, int], text_tokens: int) -> int:
         """Floating-point operations of the forward pass of one sample (a multiply-add counts as two)."""
         ...
+
+
+class DiffusionModel(TrainableModel, CountsFlops, Protocol):
+    """All that the video task asks of a diffusion transformer; of a published class, a `ModelCall` answers in its place."""
 
     def forward(self, x_BCThw: Tensor, t: Tensor, text_BLD: Tensor, text_mask_BL: Tensor) -> Tensor:
         """The prediction, of the shape of `x_BCThw`. `t` (B,) is in [0, 1]: 0 data, 1 noise."""
@@ -88,23 +92,36 @@ class CountsDenseFlops(Protocol):
 
 
 def trainable(model: nn.Module, task: str | None = None) -> TrainableModel:
-    """The module as a model that can be trained. Raises UserError that names what it lacks.
-
-    Not by `isinstance`: from Python 3.12 on that does not see submodules, such as `blocks`.
-    """
+    """The module as a model that can be trained. Raises UserError that names what it lacks."""
     check_model(model, TrainableModel, task)
     return cast(TrainableModel, model)
 
 
 def check_model(model: nn.Module, protocol: type, task: str | None = None) -> None:
-    """Raises UserError that names what `model` lacks of a protocol."""
-    lacking = sorted(name for name in protocol_members(protocol) if not hasattr(model, name))
+    """Raises UserError that names what `model` lacks of a protocol, and blocks where the protocol is one of models that train."""
+    lacking = lacking_members(model, protocol)
     if lacking:
         by = f" by the task {task}" if task is not None else ""
+        hint = ""
+        if "blocks" in lacking:
+            hint = (
+                "; name blocks in a plan (mmspeed.protocols.declare_plan) or in an attribute `blocks`, an nn.ModuleList"
+            )
         raise UserError(
             f"{type(model).__name__} cannot be trained{by}: it lacks {', '.join(lacking)} "
-            f"(see mmspeed.protocols.{protocol.__name__})"
+            f"(see mmspeed.protocols.{protocol.__name__}){hint}"
         )
+
+
+def lacking_members(model: nn.Module, protocol: type) -> list[str]:
+    """The members of a protocol that a model lacks, and `blocks` of one that trains and names none.
+
+    Not by `isinstance`: from Python 3.12 on that does not see submodules.
+    """
+    lacking = {name for name in protocol_members(protocol) if not hasattr(model, name)}
+    if TrainableModel in protocol.__mro__ and not blocks_of(model):
+        lacking.add("blocks")
+    return sorted(lacking)
 
 
 def protocol_members(protocol: type) -> set[str]:

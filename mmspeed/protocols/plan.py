@@ -300,7 +300,8 @@ def named_like(name: str, pattern: str) -> bool:
 
 def plan_of(model: nn.Module) -> ModelPlan | None:
     """The plan that a model declares; None of one that declares none."""
-    return model.plan if isinstance(model, DeclaresPlan) else None
+    plan = model.plan if isinstance(model, DeclaresPlan) else None
+    return plan if isinstance(plan, ModelPlan) else None  # a model may have something else of this name
 
 
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:

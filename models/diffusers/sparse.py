@@ -1,42 +1,21 @@
-"""Which attention of diffusers' video transformers can be sparse, and how their forward's arguments tell the grid of video tokens.
+"""Which attention of video transformers can be sparse, and how their forward's arguments tell the grid of video tokens.
 
-A joint attention names its sequences in order; all tokens of a call that the grid does not account for are text.
+A joint attention names its sequences in order; all tokens of a call that the grid does not account for are text. Video tokens go time by
+time, row by row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from mmspeed.errors import UserError
 from mmspeed.models.diffusers.plans import plan_for
-from mmspeed.parallel.declared.plan import Attends
-
-Arguments = Mapping[str, Any]  # of a model's forward, by name; those that were given
-Grid = Callable[[Arguments], tuple[int, int, int]]  # tokens of the video along time, height and width
-
-
-@dataclass(frozen=True)
-class SparseLayout:
-    """The self-attention of a model, and where its tokens are.
-
-    attention: patterns of module names, as in `named_modules()` with `*` within a name, each with the sequences that attend in it, in
-    their order: ("video",), ("text", "video") or ("video", "text"). Video tokens go time by time, row by row.
-    """
-
-    attention: Mapping[str, tuple[str, ...]]
-    grid: Grid
-
-    def __post_init__(self) -> None:
-        for pattern, sequences in self.attention.items():
-            if isinstance(sequences, str) or tuple(sorted(sequences)) not in (("video",), ("text", "video")):
-                raise UserError(
-                    f"sparse attention: {pattern!r} has the sequences {sequences!r}; use ('video',), ('text', 'video') or "
-                    "('video', 'text')"
-                )
+from mmspeed.parallel.boundaries.boundary import Arguments, Grid
+from mmspeed.protocols.plan import ModelPlan, Site, plan_of
 
 
 def _wan(model: nn.Module) -> Grid:
@@ -94,22 +73,43 @@ GRIDS: Mapping[str, Callable[[nn.Module], Grid]] = {
 }
 
 
-def layout_for(
-    model: nn.Module, attention: Mapping[str, tuple[str, ...]] | None = None, grid: Grid | None = None
-) -> SparseLayout:
-    """The layout of a model: ours by the name of its class, or what is given. Raises UserError where there is neither."""
-    known = next((own.__name__ for own in type(model).__mro__ if own.__name__ in GRIDS), None)
-    if known is None and (attention is None or grid is None):
-        raise UserError(
-            f"sparsify_model: {type(model).__name__} is not one of {', '.join(GRIDS)}; say which modules attend to themselves, "
-            "attention={'blocks.*.attn1': ('video',)}, and grid=lambda arguments: (frames, height, width) in tokens"
-        )
+def sparse_plan(model: nn.Module, attention: Mapping[str, tuple[str, ...]] | None = None) -> ModelPlan:
+    """The plan of a model that is to be sparse: its own, or ours by the name of its class, with the attention that is given.
+
+    attention: patterns of module names, each with the sequences that attend in it, in their order: ("video",), ("text", "video") or
+    ("video", "text"). Raises UserError where there is neither.
+    """
+    known = plan_of(model)
+    if known is None and _known(model) is not None:
+        known = plan_for(model)
     if attention is None:
-        attention = {
-            pattern: attends.queries if isinstance(attends, Attends) else tuple(attends)
-            for pattern, attends in plan_for(model).attention.items()
-        }
-    if grid is None:
-        assert known is not None
-        grid = GRIDS[known](model)
-    return SparseLayout(attention, grid)
+        if known is None:
+            raise _unknown(model)
+        return known
+    for pattern, sequences in attention.items():
+        if isinstance(sequences, str) or tuple(sorted(sequences)) not in (("video",), ("text", "video")):
+            raise UserError(
+                f"sparse attention: {pattern!r} has the sequences {sequences!r}; use ('video',), ('text', 'video') or "
+                "('video', 'text')"
+            )
+    sites = {pattern: Site(tuple(sequences)) for pattern, sequences in attention.items()}
+    return ModelPlan(blocks=(), attention=sites) if known is None else replace(known, attention=sites)
+
+
+def grid_of(model: nn.Module) -> Grid:
+    """The function that tells a model's grid, by the name of its class. Raises UserError where there is none."""
+    known = _known(model)
+    if known is None:
+        raise _unknown(model)
+    return GRIDS[known](model)
+
+
+def _known(model: nn.Module) -> str | None:
+    return next((own.__name__ for own in type(model).__mro__ if own.__name__ in GRIDS), None)
+
+
+def _unknown(model: nn.Module) -> UserError:
+    return UserError(
+        f"sparsify_model: {type(model).__name__} is not one of {', '.join(GRIDS)}; say which modules attend to themselves, "
+        "attention={'blocks.*.attn1': ('video',)}, and grid=lambda arguments: (frames, height, width) in tokens"
+    )

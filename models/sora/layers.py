@@ -1,8 +1,9 @@
 """Parts that diffusion transformers are made of.
 
-Legend: B batch (samples; sample x row or column inside an attention), T S rows and columns of the tokens (frames x places of a
-frame; one row of all tokens where all attend to all), N tokens of an attention, L caption tokens, A heads, D head width, E model width, C T h w channels, frames, height,
-width of a latent, P values of a patch, X position axes, G rows or columns that attend apart, H half of D.
+Legend: B batch (samples; sample x row or column inside an attention), T S rows and columns of the tokens (frames x places of
+a frame; one row of all tokens where all attend to all), N tokens of an attention, F frames of a sample, L caption tokens, A heads,
+D head width, E model width, C T h w channels, frames, height, width of a latent, P values of a patch, X position axes, G rows or
+columns that attend apart, H half of D.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def of_tokens(cond: Tensor, frame_TS: Tensor) -> Tensor:
 class NormLinear(nn.Linear):
     """LayerNorm without weights of its own, modulation, product (adaLN: Peebles & Xie 2023)."""
 
-    def forward(self, x_BTSE: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    def forward(self, x_BTSE: Tensor, shift: Tensor, scale: Tensor) -> Tensor:  # type: ignore[override]
         return self.project(self.prepare(x_BTSE, shift, scale))
 
     def prepare(self, x_BTSE: Tensor, shift: Tensor, scale: Tensor) -> Tensor:

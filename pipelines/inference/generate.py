@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 from mmspeed import rng
 from mmspeed.compute.sparse.module import warm_plans
-from mmspeed.data.loading.collate import pad_texts
 from mmspeed.device import Device
 from mmspeed.pipelines.diffusion.objective import Objective
+from mmspeed.pipelines.diffusion.predictor import Ask, ask_own, conditions_of_text
 from mmspeed.pipelines.diffusion.samplers import Predict, guided
 from mmspeed.protocols import TextEntry
+from mmspeed.protocols.calls import Conditions
+from mmspeed.shapes import Strides
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,15 @@ def generate_latents(
     settings: SampleSettings,
     device: Device,
     on_step: Callable[[int, int], None] | None = None,
+    *,
+    ask: Ask = ask_own,
+    fps: float = 24.0,
+    strides: Strides | None = None,
 ) -> Tensor:
     """Latents (P, C, T, h, w) float32 of P texts, sampled one after the other: the memory of one video.
 
     The noise of each is drawn by its name (law 1), so a prompt's video does not depend on which others are sampled with it.
-    `on_step(done, total)` counts the steps of all texts.
+    `on_step(done, total)` counts the steps of all texts. ask: how the model is asked; fps, strides: for one that takes them.
     """
     was_training = model.training
     model.eval()
@@ -60,9 +66,10 @@ def generate_latents(
                     on_step(place * settings.steps + done, total)
 
             with warm_plans(model) as use:  # of sparse attention, each condition's from the step before
+                both = [conditions_of_text(each, device.torch_device, fps, strides) for each in (text, negative)]
                 predict = guided(
-                    _predictor(model, text, device, lambda: use("text")),
-                    _predictor(model, negative, device, lambda: use("negative")),
+                    _predictor(model, ask, both[0], lambda: use("text")),
+                    _predictor(model, ask, both[1], lambda: use("negative")),
                     settings.guidance,
                 )
                 latents.append(objective.sample(predict, noise_1CThw, settings.steps, settings.sampler, on_step=tell))
@@ -71,13 +78,11 @@ def generate_latents(
     return torch.cat(latents)
 
 
-def _predictor(model: nn.Module, text: TextEntry, device: Device, before: Callable[[], None]) -> Predict:
+def _predictor(model: nn.Module, ask: Ask, conditions: Conditions, before: Callable[[], None]) -> Predict:
     """The model's prediction under one caption; `before()` is called before each."""
-    text_1LD, mask_1L = (tensor.to(device.torch_device) for tensor in pad_texts([text]))
 
     def predict(x_1CThw: Tensor, t_1: Tensor) -> Tensor:
         before()
-        prediction_1CThw: Tensor = model(x_1CThw, t_1, text_1LD, mask_1L)
-        return prediction_1CThw.float()
+        return ask(model, x_1CThw, t_1, conditions).float()
 
     return predict

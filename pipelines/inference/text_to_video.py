@@ -31,7 +31,7 @@ from mmspeed.pipelines.diffusion.objective import make_objective
 from mmspeed.pipelines.inference.generate import SampleSettings, generate_latents
 from mmspeed.pipelines.inference.media import Video, from_model_range
 from mmspeed.pipelines.run.run_folder import RunFolder, sync_file
-from mmspeed.protocols import DiffusionModel, TextEntry, VideoCodec
+from mmspeed.protocols import CountsFlops, TextEntry, VideoCodec
 from mmspeed.shapes import Strides
 
 
@@ -51,10 +51,19 @@ def stored_prompts(path: Path, prompts: list[str], config: TextConfig, device: D
     if path.exists():
         with safe_open(path, "pt") as file:
             if file.metadata() == wanted:
-                return [TextEntry(file.get_tensor(str(index))) for index in range(len(prompts))]
+                names = set(file.keys())
+                return [
+                    TextEntry(
+                        file.get_tensor(str(index)),
+                        file.get_tensor(f"{index}.pooled") if f"{index}.pooled" in names else None,
+                    )
+                    for index in range(len(prompts))
+                ]
     entries = encode_prompts(prompts, config, device)
     temporary = path.with_suffix(f".tmp{os.getpid()}")
-    save_file({str(i): e.embeds_LD.float().contiguous() for i, e in enumerate(entries)}, temporary, metadata=wanted)
+    tensors = {str(i): e.embeds_LD.float().contiguous() for i, e in enumerate(entries)}
+    tensors |= {f"{i}.pooled": e.pooled_D.float().contiguous() for i, e in enumerate(entries) if e.pooled_D is not None}
+    save_file(tensors, temporary, metadata=wanted)
     sync_file(temporary)
     os.replace(temporary, path)
     return entries
@@ -63,7 +72,7 @@ def stored_prompts(path: Path, prompts: list[str], config: TextConfig, device: D
 def video_shape(
     config: Config,
     strides: Strides,
-    model: DiffusionModel,
+    model: CountsFlops,
     frames: int | None = None,
     height: int | None = None,
     width: int | None = None,

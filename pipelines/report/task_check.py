@@ -18,7 +18,7 @@ from mmspeed.mesh import process_group
 from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.pipelines.tasks import make_task
 from mmspeed.pipelines.tuning.memory_estimate import plan_memory
-from mmspeed.protocols import RunPlace, StepData, Task, shape_words, trainable
+from mmspeed.protocols import RunPlace, StepData, Task, blocks_of, shape_words, trainable
 
 RANKS = (1, 8, 64)  # numbers of devices that micro-batches are shown for
 
@@ -77,7 +77,8 @@ def model_lines(task: Task) -> list[str]:
 
 
 def _model_line(task: Task, role: str, model: nn.Module, learns: bool) -> str:
-    blocks = len(trainable(model, task.name).blocks)
+    trainable(model, task.name)
+    blocks = len(blocks_of(model))
     numbers = sum(parameter.numel() for parameter in model.parameters())
     training = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad) if learns else 0
     share = "all of which train" if training == numbers else f"of which {training:,} train"

@@ -27,7 +27,7 @@ from mmspeed.memory.recompute.policy import make_keeping
 from mmspeed.mesh import Mesh, make_mesh
 from mmspeed.parallel import Strategy, TokenLayout, is_half, make_half, make_layout, parallelize, resolve_strategy
 from mmspeed.pipelines.run.updates import learning_roles, own_train
-from mmspeed.protocols import InitializesWeights, RunPlace, Task, Update, trainable
+from mmspeed.protocols import InitializesWeights, RunPlace, Task, Update, blocks_of, trainable
 
 
 @dataclass(frozen=True)
@@ -188,13 +188,13 @@ def _placed(
     choice: Sequence[ActivationPolicies] | None,
 ) -> nn.Module:
     """A model on its devices, as the config's layout and number types want it; without weights if it came so."""
-    blocks = trainable(bare, task.name).blocks
+    trainable(bare, task.name)
     empty = any(parameter.is_meta for parameter in bare.parameters())
     if empty and not isinstance(bare, InitializesWeights):
         raise UserError(f"{type(bare).__name__} came without weights and has no init_weights to make them")
     keeping = None
     if learns:
-        keeping = make_keeping(config.memory, len(blocks), device, choice)
+        keeping = make_keeping(config.memory, len(blocks_of(bare)), device, choice)
     else:
         bare.requires_grad_(False).eval()
     if learns and config.memory.master != "parameters":  # float32 weights are the optimizer's

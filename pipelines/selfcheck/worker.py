@@ -32,7 +32,7 @@ from mmspeed.errors import UserError
 from mmspeed.initialize import initial_value, set_parameter
 from mmspeed.loop.optimizers.build import set_learning_rate
 from mmspeed.loop.step import train_step
-from mmspeed.parallel import TokenLayout, unwrap
+from mmspeed.parallel import TokenLayout, uncrossed, unwrap
 from mmspeed.parallel.tensor import local
 from mmspeed.pipelines.run.build import Assembly, Placement, assemble, place
 from mmspeed.pipelines.selfcheck.children import ERROR, follow_parent, write_error
@@ -146,6 +146,7 @@ def examine(check: CheckTask, change: Callable[[TokenLayout], TokenLayout] | Non
     where = placement.at(device, config.run_dir)
     steps = [_step(check, kind, parts, placement, where) for kind in check.kinds]
     problems, lines = check.problems(where)
+    problems = [*problems, *never_crossed(model)]
     return WorkerReport(
         steps=steps,
         strategy=placement.strategy,
@@ -154,6 +155,12 @@ def examine(check: CheckTask, change: Callable[[TokenLayout], TokenLayout] | Non
         lines=lines,
         problems=problems,
     )
+
+
+def never_crossed(model: nn.Module) -> list[str]:
+    """Boundaries of the model's plan that no process met in any step, so that nothing of what they do was tried; a collective call."""
+    everyone = [set(names) for names in comm.all_gather_objects(uncrossed(model))]
+    return [f"the boundary {name} was never crossed" for name in sorted(set.intersection(*everyone))]
 
 
 def fill(model: nn.Module, seed: int) -> None:

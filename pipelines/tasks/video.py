@@ -5,23 +5,22 @@ Legend: B samples of a micro-batch, C channels, T h w latent, L caption tokens, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from pydantic_core import to_jsonable_python
 from torch import Tensor, nn
 
-from mmspeed import rng
 from mmspeed.compute.sparse.module import clustered_layers
 from mmspeed.config import Config
 from mmspeed.config.schema import ModelConfig
-from mmspeed.data import Batching, BatchSampler, DatasetCache, FirstEpoch, Loader, Sample
-from mmspeed.data.loading.collate import VideoCollate, video_batch
+from mmspeed.data import Batching, BatchSampler, DatasetCache, Loader, Sample
+from mmspeed.data.loading.collate import VideoCollate
 from mmspeed.data.loading.first_epoch import OnlineEncoder
 from mmspeed.data.sampling.batch_sizes import (
     COUNTED_TEXT_TOKENS,
@@ -42,8 +41,18 @@ from mmspeed.models.sparse_note import sparse_lines, sparse_warnings
 from mmspeed.models.text.encoders import text_width
 from mmspeed.parallel import token_layout, unwrap
 from mmspeed.pipelines.diffusion.objective import Objective, make_objective
-from mmspeed.pipelines.tasks.base import SampledData, largest_batch, usual_batch
+from mmspeed.pipelines.diffusion.predictor import (
+    OwnPredictor,
+    Predictor,
+    PublishedPredictor,
+    conditions_of,
+    made_to_train,
+    make_predictor,
+)
+from mmspeed.pipelines.tasks.base import largest_batch, usual_batch
+from mmspeed.pipelines.tasks.made_up import EncoderShapes, made_up_batch, sketched
 from mmspeed.pipelines.tasks.mlp_trials import MlpTrials
+from mmspeed.pipelines.tasks.video_data import VideoData
 from mmspeed.pipelines.tasks.video_start import other_shape
 from mmspeed.pipelines.training.held_out_loss import VideoValidation
 from mmspeed.pipelines.training.open_cache import open_cache
@@ -56,6 +65,7 @@ from mmspeed.protocols import (
     DiffusionModel,
     Divisors,
     MicroBatchSize,
+    ModelCall,
     Models,
     OrderedSample,
     RunPlace,
@@ -67,7 +77,6 @@ from mmspeed.protocols import (
     Update,
     Validation,
     Work,
-    check_model,
 )
 from mmspeed.shapes import Bucket, Strides, as_bucket
 
@@ -76,38 +85,32 @@ log = get_logger("train")
 BuildModel = Callable[[ModelConfig, int, int, str], nn.Module]  # (section, latent channels, text width, device)
 
 
-@dataclass(frozen=True)
-class EncoderShapes:
-    """Sizes of what a codec and a text encoder give."""
-
-    channels: int
-    strides: Strides
-    text_width: int
-
-
-def diffusion_model(model: nn.Module) -> DiffusionModel:
-    """The module as a diffusion model. Raises UserError that names what it lacks."""
-    check_model(model, DiffusionModel, "video")
-    return cast(DiffusionModel, model)
-
-
 class VideoTask:
     """Trains diffusion transformers on cached latents and captions.
 
     With a `maker` (`mmspeed.preprocess.OnlineBuilder`) an incomplete cache is completed during the first epoch. `build` makes the model of
-    a config section; the default is the registry of `mmspeed.models`.
+    a config section; the default is the registry of `mmspeed.models`. It may give a published class of diffusers, with its weights: see
+    `PublishedVideoTask`. `call`: how the forward of such a class is called; None: found by its name.
     """
 
     name = "video"
 
-    def __init__(self, config: Config, maker: OnlineEncoder | None = None, build: BuildModel = build_model) -> None:
-        self.config, self.maker, self._build = config, maker, build
+    def __init__(
+        self,
+        config: Config,
+        maker: OnlineEncoder | None = None,
+        build: BuildModel = build_model,
+        call: ModelCall | None = None,
+    ) -> None:
+        self.config, self.maker, self._build, self._call = config, maker, build, call
         self.objective: Objective = make_objective(config.objective)
         self._inputs: EncoderShapes | None = None
         self._cache: DatasetCache | None = None
         self.whole = True
         self.group: dist.ProcessGroup | None = None
         self._mlp_trials: MlpTrials | None = None
+        self._predictor: Predictor | None = None
+        self._spare: nn.Module | None = None  # made with its weights to be asked for its sizes, not handed out yet
 
     # -- data that is there ---------------------------------------------------------------------------------------------
 
@@ -132,7 +135,7 @@ class VideoTask:
 
     def with_config(self, config: Config) -> VideoTask:
         """The task of another config over the same data and sizes."""
-        other = VideoTask(config, self.maker, self._build)
+        other = VideoTask(config, self.maker, self._build, self._call)
         other._inputs, other._cache, other.whole, other.group = self._inputs, self._cache, self.whole, self.group
         return other
 
@@ -153,18 +156,32 @@ class VideoTask:
     # -- models ---------------------------------------------------------------------------------------------------------
 
     def build(self) -> dict[str, nn.Module]:
-        """The model, under the role "model". Raises UserError for one that is no diffusion model."""
-        return {"model": self._make()}
+        """The model, under the role "model". Raises UserError for one that is no diffusion model, or of another objective or sizes."""
+        model, self._spare = self._spare, None
+        return {"model": self._make()[0] if model is None else model}
 
-    def _make(self) -> nn.Module:
+    def _make(self) -> tuple[nn.Module, Predictor]:
         model = self._build(self.config.model, self.inputs.channels, self.inputs.text_width, "meta")
-        diffusion_model(model)
-        return model
+        sizes = self.inputs.channels, self.inputs.text_width
+        predictor = make_predictor(model, self.config.objective, *sizes, self._call)
+        if isinstance(predictor, PublishedPredictor):
+            made_to_train(model)
+            self._predictor = predictor  # it holds no model
+        return model, predictor
 
-    @cached_property
-    def bare(self) -> nn.Module:
-        """A model that counts, and is never computed with."""
-        return self._make()
+    @property
+    def predictor(self) -> Predictor:
+        """What asks the model, and counts its work; it holds no model that is computed with."""
+        if self._predictor is None:
+            model, self._predictor = self._make()
+            if isinstance(self._predictor, PublishedPredictor):
+                self._spare = model
+        return self._predictor
+
+    @property
+    def own(self) -> DiffusionModel | None:
+        """A model that counts and is never computed with; None of a published class."""
+        return self.predictor.bare if isinstance(self.predictor, OwnPredictor) else None
 
     def updates(self) -> Sequence[Update]:
         """One update, of the model by the objective's loss."""
@@ -178,7 +195,8 @@ class VideoTask:
         device = latents_BCThw.device
         t_B = self.objective.time_from_quantile(batch["quantiles"]).float()  # worked with on the CPU
         x_BCThw, target_BCThw = self.objective.training_pair(latents_BCThw, batch["noise"], t_B)
-        prediction_BCThw = models["model"](x_BCThw, t_B.to(device), batch["text"], batch["text_mask"])
+        conditions = conditions_of(batch, self.inputs.strides)
+        prediction_BCThw = self.predictor.predict(models["model"], x_BCThw, t_B.to(device), conditions)
         loss_B = self.objective.sample_loss(prediction_BCThw, target_BCThw, t_B)
         return {"loss": Term(loss_B, batch.weights_I)}
 
@@ -195,10 +213,10 @@ class VideoTask:
 
     def notes(self) -> tuple[list[str], list[str]]:
         """Lines and warnings about what is sparse."""
-        latents = {bucket: self.latent(bucket) for bucket in sorted(self.cache.samples.buckets())}
-        if not isinstance(self.bare, SoraDiT):
+        latents, own = {bucket: self.latent(bucket) for bucket in sorted(self.cache.samples.buckets())}, self.own
+        if not isinstance(own, SoraDiT):
             return [], []
-        return sparse_lines(self.bare, latents), sparse_warnings(self.bare, latents, self.config)
+        return sparse_lines(own, latents), sparse_warnings(own, latents, self.config)
 
     def compare_start(self, start: str) -> list[str]:
         """Differences between the model of `start` (a run or a checkpoint) and this one's that its weights do not show."""
@@ -221,7 +239,7 @@ class VideoTask:
             prefetch=config.train.prefetch,
             workers=config.train.loader_workers,
             device=place.device,
-            collate=VideoCollate(cache, config.seed, config.train.caption_dropout),
+            collate=VideoCollate(cache, config.seed, config.train.caption_dropout, self.predictor.timed),
         )
         return VideoData(self, sampler, loader)
 
@@ -260,32 +278,18 @@ class VideoTask:
         except ValueError as error:
             raise UserError(f"bucket {bucket} does not fit the codec: {error}") from None
         try:
-            diffusion_model(self.bare).tokens(latent)
+            self.predictor.tokens(latent)
         except ValueError as error:
             raise UserError(f"bucket {bucket} does not fit the model: {error}") from None
         return latent
 
     def synthetic_batch(self, shape: ShapeClass, items: int, place: RunPlace, tokens: int | None = None) -> Batch:
         """Random latents with captions of half to all of `tokens` (None: the usual number), on the device."""
-        seed, latent = self.config.seed, (self.inputs.channels, *self.latent(shape))
         length = min(COUNTED_TEXT_TOKENS if tokens is None else tokens, self.config.text.max_tokens)
-        lengths_B = torch.tensor([length - i % 4 * (length // 8) for i in range(items)])
-
-        def alike(name: str, *size: int) -> Tensor:
-            return rng.normal(size, seed, "profile", name).expand(items, *size).contiguous()
-
-        batch = video_batch(
-            latents_BCThw=alike("latents", *latent),
-            text_BLD=alike("text", length, self.inputs.text_width),
-            text_mask_BL=torch.arange(length) < lengths_B[:, None],
-            weights_B=torch.ones(items),
-            names=[("profile", 0, i) for i in range(items)],
-            bucket=as_bucket(shape),
-            sources=["profile"] * items,
-            noise_BCThw=alike("noise", *latent),
-            u_B=(torch.arange(items, dtype=torch.float64) + 0.5) / items,
+        made = made_up_batch(
+            self.inputs, self.predictor, as_bucket(shape), self.latent(shape), items, length, self.config.seed
         )
-        return batch.to(place.device.torch_device, torch.float32)
+        return made.to(place.device.torch_device, torch.float32)
 
     def longest_text(self) -> int | None:
         """The longest caption that the text encoder gives."""
@@ -295,20 +299,7 @@ class VideoTask:
         self, model: nn.Module, shape: ShapeClass, items: int
     ) -> tuple[Callable[[], Any], Callable[[Any], Tensor]]:
         """A batch of empty tensors, and the mean squared error of the velocity."""
-        channels, width, length = self.inputs.channels, self.inputs.text_width, self.config.text.max_tokens
-        shape_BCThw = (items, channels, *self.latent(shape))
-
-        def batch() -> tuple[Tensor, ...]:
-            text_BLD, mask_BL = torch.empty(items, length, width), torch.ones(items, length, dtype=torch.bool)
-            return torch.empty(shape_BCThw), torch.empty(shape_BCThw), torch.empty(items), text_BLD, mask_BL
-
-        def loss(made: tuple[Tensor, ...]) -> Tensor:
-            data_BCThw, noise_BCThw, t_B, text_BLD, mask_BL = made
-            target_BCThw = noise_BCThw - data_BCThw
-            prediction_BCThw: Tensor = model(data_BCThw + noise_BCThw, t_B, text_BLD, mask_BL)
-            return (prediction_BCThw - target_BCThw).square().mean()
-
-        return batch, loss
+        return sketched(self.inputs, self.predictor, model, self.latent(shape), items, self.config.text.max_tokens)
 
     def synthetic_divisors(self, batch: Batch, batches: int) -> Divisors:
         """The number of samples."""
@@ -323,7 +314,7 @@ class VideoTask:
     @cached_property
     def costs(self) -> SampleCosts:
         """Tokens and FLOPs of a sample of each bucket."""
-        return sample_costs(diffusion_model(self.bare), self.inputs.strides, self.config.text.max_tokens)
+        return sample_costs(self.predictor, self.inputs.strides, self.config.text.max_tokens)
 
     def tokens(self, shape: ShapeClass) -> int:
         """Tokens of a sample."""
@@ -341,12 +332,12 @@ class VideoTask:
         """Work of a sample's forward pass, as if all attention were dense."""
         latent = self.inputs.strides.latent(as_bucket(shape))
         length = min(COUNTED_TEXT_TOKENS, self.config.text.max_tokens) if text_tokens is None else text_tokens
-        bare = self.bare
-        if isinstance(bare, SoraDiT):
-            return bare.work(latent, length)
-        if isinstance(bare, CountsDenseFlops):
-            return Work(products=float(bare.dense_flops(latent, length)))
-        return Work(products=float(diffusion_model(bare).flops(latent, length)))
+        own = self.own
+        if isinstance(own, SoraDiT):
+            return own.work(latent, length)
+        if isinstance(own, CountsDenseFlops):
+            return Work(products=float(own.dense_flops(latent, length)))
+        return Work(products=float(self.predictor.flops(latent, length)))
 
     def usage(self, step: StepData) -> StepUsage:
         """What a step computed. Captions count as the longest that this rank met."""
@@ -374,8 +365,8 @@ class VideoTask:
     def validation(self, models: Models, data: Data, place: RunPlace) -> Validation | None:
         """Held-out loss and sampled videos; None where neither is asked for."""
         lost = data.lost if isinstance(data, VideoData) else set[str]
-        held_out, bare = self.held_out, diffusion_model(self.bare)
-        validation = VideoValidation(self.config, self.cache, held_out, bare, self.objective, lost, place)
+        held_out, predictor = self.held_out, self.predictor
+        validation = VideoValidation(self.config, self.cache, held_out, predictor, self.objective, lost, place)
         return validation or None
 
     def info(self) -> dict[str, Any]:
@@ -395,8 +386,10 @@ class VideoTask:
 
     def setting(self) -> dict[str, Any]:
         """The model's sizes and the codec's strides."""
-        strides, bare = self.inputs.strides, self.bare
-        sizes = asdict(bare.config) if isinstance(bare, SoraDiT) else self.config.model.model_dump(mode="json")
+        strides, predictor, own = self.inputs.strides, self.predictor, self.own
+        sizes = asdict(own.config) if isinstance(own, SoraDiT) else self.config.model.model_dump(mode="json")
+        if isinstance(predictor, PublishedPredictor):
+            sizes = {"class": predictor.name} | {k: v for k, v in predictor.config.items() if not k.startswith("_")}
         named = {f"model.{name}": to_jsonable_python(value) for name, value in sizes.items()}
         return {**named, "vae.strides": [strides.temporal, strides.spatial]}
 
@@ -409,49 +402,3 @@ class VideoTask:
         from mmspeed.pipelines.tasks.video_check import shrunk_video
 
         return shrunk_video(self, known)
-
-
-class VideoData(SampledData[Sample]):
-    """The order of a video run, its loader, and the first epoch that completes its cache."""
-
-    def __init__(self, task: VideoTask, sampler: BatchSampler[Sample], loader: Loader) -> None:
-        super().__init__(sampler, loader)
-        self.task = task
-
-    def steps(self, start: int, stop: int) -> Generator[StepData, None, None]:
-        """The optimizer steps; what an incomplete cache lacks is made on the way."""
-        task = self.task
-        if not task.whole and self.loader.first_epoch is None:
-            assert task.maker is not None
-            self.loader.first_epoch = FirstEpoch(
-                task.cache,
-                self.sampler,
-                task.maker,
-                self.loader.rank,
-                self.loader.world,
-                start=start,
-                stop=stop,
-                held_out=task.held_out,
-                group=task.group,
-            )
-        return self.loader.steps(start, stop)
-
-    def lost(self) -> set[str]:
-        """Keys of the samples that were lost in this run's first epoch."""
-        first = self.loader.first_epoch
-        return first.lost if first is not None else set()
-
-    def summary(self) -> dict[str, Any] | None:
-        """What the first epoch made, as a row of metrics.jsonl; None when the cache was whole."""
-        first = self.loader.first_epoch
-        if first is None:
-            return None
-        row: dict[str, Any] = {"kind": "cache", "entries": first.made, "lost": len(first.lost)}
-        if first.freed is not None:
-            row |= {"memory_before": first.freed[0], "memory_after": first.freed[1]}
-        return row
-
-    def close(self) -> None:
-        """Store what a first epoch that was broken off has made."""
-        if self.loader.first_epoch is not None:
-            self.loader.first_epoch.close()

@@ -30,7 +30,8 @@ from mmspeed.errors import UserError
 from mmspeed.models import SoraDiTConfig
 from mmspeed.models.codecs.vae import codec_geometry
 from mmspeed.models.sora.sizes import resolve_config
-from mmspeed.pipelines.tasks.video import EncoderShapes, VideoTask, diffusion_model
+from mmspeed.pipelines.tasks.made_up import EncoderShapes
+from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.protocols import Batch, CheckNotes, Item, RunPlace, StepData
 from mmspeed.shapes import Bucket, Strides
 
@@ -138,7 +139,7 @@ class ShrunkRun:
         if batching.by != "samples":
             by = "tokens" if batching.by == "time" else batching.by  # nothing is measured here
             batching = batching.model_copy(update={"by": by, "budget": None})
-        costs = sample_costs(diffusion_model(self._task.bare), self.strides, self.text_tokens)
+        costs = sample_costs(self._task.predictor, self.strides, self.text_tokens)
         buckets = [self.bucket(latent) for latent in self.latents]
         return make_batching(batching, self.config.train, buckets, costs, world, self.config.parallel)
 

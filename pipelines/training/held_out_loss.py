@@ -18,12 +18,13 @@ from mmspeed.data.loading.collate import assemble
 from mmspeed.log import get_logger
 from mmspeed.models.codecs.vae import load_codec
 from mmspeed.pipelines.diffusion.objective import Objective
+from mmspeed.pipelines.diffusion.predictor import Predictor, ask_own, conditions_of
 from mmspeed.pipelines.inference.generate import generate_latents
 from mmspeed.pipelines.inference.media import contact_sheet, save_image
 from mmspeed.pipelines.inference.text_to_video import decode_videos, sampler_settings, stored_prompts, video_shape
 from mmspeed.pipelines.run.run_folder import RunFolder, write_text
 from mmspeed.pipelines.tasks.base import shares
-from mmspeed.protocols import DiffusionModel, Divisors, Models, RunPlace, Term, Terms
+from mmspeed.protocols import Divisors, Models, RunPlace, Term, Terms
 from mmspeed.shapes import Strides
 
 log = get_logger("validate")
@@ -40,13 +41,13 @@ class VideoValidation:
         config: Config,
         cache: DatasetCache,
         samples: list[Sample],
-        model: DiffusionModel,
+        predictor: Predictor,
         objective: Objective,
         lost: Callable[[], set[str]],
         place: RunPlace,
     ) -> None:
         self.config, self.cache, self.samples = config, cache, samples
-        self.model, self.objective, self.lost, self.place = model, objective, lost, place
+        self.predictor, self.objective, self.lost, self.place = predictor, objective, lost, place
         self.folder = RunFolder(place.folder)
         self.prompts = list(config.validate_.prompts)
         self.strides = Strides(*cache.info["encoders"]["vae"]["strides"])
@@ -55,7 +56,7 @@ class VideoValidation:
                 "no held-out samples (set data.val_fraction, or a split column): no held-out loss, no best checkpoint"
             )
         if self.prompts:
-            video_shape(config, self.strides, model)  # a size that cannot be made is said before the first step
+            video_shape(config, self.strides, predictor)  # a size that cannot be made is said before the first step
             wanted = [*self.prompts, config.sample.negative_prompt]
             if place.rank == 0:
                 stored_prompts(self.folder.prompts, wanted, config.text, place.device)
@@ -72,7 +73,14 @@ class VideoValidation:
         if not samples:
             return {}
         losses, weights = held_out_losses(
-            models["model"], self.cache, samples, self.objective, quantiles, self.config.seed, self.place
+            models["model"],
+            self.cache,
+            samples,
+            self.objective,
+            quantiles,
+            self.config.seed,
+            self.place,
+            self.predictor,
         )
         return {f"quantile {q}": Term(losses[q], weights, trains=False) for q in range(quantiles)}
 
@@ -100,7 +108,7 @@ class VideoValidation:
         config, place = self.config, self.place
         weights = self.folder.codec_weights if config.vae.kind == "linear" else None
         codec = load_codec(config.vae, place.device, weights)
-        bucket = video_shape(config, codec.strides, self.model)
+        bucket = video_shape(config, codec.strides, self.predictor)
         settings = sampler_settings(config, None, None, None, config.validate_.seed)
         mine = shares(list(enumerate(self.prompts)), place)
         latents = generate_latents(
@@ -112,6 +120,9 @@ class VideoValidation:
             (codec.channels, *codec.strides.latent(bucket)),
             settings,
             place.device,
+            ask=self.predictor.predict,
+            fps=config.data.fps or 24.0,
+            strides=codec.strides,
         )
         if not place.leads:  # the first of the group has the same latents
             return
@@ -139,18 +150,21 @@ def held_out_losses(
     quantiles: int,
     seed: int,
     place: RunPlace,
+    predictor: Predictor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The unweighted losses (Q, B) of this rank's samples at the middles of equal parts of the training distribution, and weights (B,).
 
     Noise is keyed by (sample, quantile), the caption is the first, nothing is dropped: the figure of two steps differs by the weights
-    alone. Both are float64 on the CPU. A sample counts on the rank that leads its group.
+    alone. Both are float64 on the CPU. A sample counts on the rank that leads its group. predictor: None: the model is asked as it is.
     """
+    ask = ask_own if predictor is None else predictor.predict
+    timed, strides = predictor is not None and predictor.timed, Strides(*cache.info["encoders"]["vae"]["strides"])
     was_training, device = model.training, place.device
     model.eval()
     rows: list[list[float]] = []
     weights: list[float] = []
     for sample, real in shares(samples, place):
-        batch = assemble(cache, [(SampleUse(sample, 0, 0), 1.0)], seed=seed, caption_dropout=0.0)
+        batch = assemble(cache, [(SampleUse(sample, 0, 0), 1.0)], seed=seed, caption_dropout=0.0, fps=timed)
         batch = batch.to(device.torch_device, torch.float32)
         weights.append(float(real and place.leads))
         rows.append([])
@@ -160,7 +174,7 @@ def held_out_losses(
             u_B = torch.tensor([(q + 0.5) / quantiles], dtype=torch.float64)
             t_B = objective.time_from_quantile(u_B).float()
             x_t, target = objective.training_pair(batch["latents"], noise, t_B)
-            prediction = model(x_t, device.to_device(t_B), batch["text"], batch["text_mask"])
+            prediction = ask(model, x_t, device.to_device(t_B), conditions_of(batch, strides))
             rows[-1].append((prediction.float() - target.float()).square().mean().item())
     model.train(was_training)
     losses_QB = torch.tensor(rows, dtype=torch.float64).T if rows else torch.zeros(quantiles, 0, dtype=torch.float64)

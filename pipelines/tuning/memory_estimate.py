@@ -30,7 +30,7 @@ from mmspeed.pipelines.tasks import make_task
 from mmspeed.pipelines.tuning.memory_measure import BlockProfiler, key_of, step_figures
 from mmspeed.pipelines.tuning.memory_search import budget_bytes
 from mmspeed.pipelines.tuning.synthetic_step import learning_model
-from mmspeed.protocols import MicroBatchSize, RunPlace, Task, shape_words
+from mmspeed.protocols import MicroBatchSize, RunPlace, Task, blocks_of, shape_words
 from mmspeed.protocols.plan import keep_blocks
 from mmspeed.torch_internals import FakeTensorMode, base_of
 
@@ -160,7 +160,7 @@ def shape_figures(
     role = task.updates()[0].roles[0]
     bare = task.build()[role]
     model = learning_model(task, {role: bare})
-    kinds, members = kinds_of([key_of(block) for block in model.blocks])
+    kinds, members = kinds_of([key_of(block) for _, block in blocks_of(model)])
     keep_blocks(bare, [blocks[0] for blocks in members])
     task.shapes()
     batch, loss = task.sketch(bare, step.shape, step.items)  # here, where tensors that it looks at have values

@@ -36,8 +36,8 @@ from mmspeed.mixin import mix_in
 from mmspeed.parallel.boundaries.boundary import Bounded, boundary_of
 from mmspeed.parallel.boundaries.record import ForwardRecord, current_record, resumed
 from mmspeed.parallel.tensor import local
-from mmspeed.protocols import TrainableModel
-from mmspeed.protocols.plan import parts_of
+from mmspeed.pipelines.tuning.blocks import other_blocks
+from mmspeed.protocols.plan import blocks_of, parts_of
 from mmspeed.torch_internals import tree_map_only
 
 Made = TypeVar("Made")
@@ -62,10 +62,18 @@ class _PassFirst(torch.autograd.Function):
 
 
 class IdentityBlock(nn.Module):
-    """In place of a block: does nothing."""
+    """In place of a block: does nothing. `outputs`: how many tensors it returns, its first ones; 0: one tensor, and no tuple."""
 
-    def forward(self, x: Tensor, *others: Any, **named: Any) -> Tensor:
-        return cast(Tensor, _PassFirst.apply(x, *others, *named.values()))
+    def __init__(self, outputs: int = 0) -> None:
+        super().__init__()
+        self.outputs = outputs
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        x, *others = (*args, *named.values())
+        passed = _PassFirst.apply(x, *others)
+        if self.outputs == 0:
+            return passed
+        return passed, *(other.view_as(other) for other in others[: self.outputs - 1])
 
 
 class _PreviousLayer(torch.autograd.Function):
@@ -95,22 +103,29 @@ class _NextLayer(torch.autograd.Function):
 
 @dataclass
 class BlockCall:
-    """How a block was called."""
+    """How a block was called: by position, or all by name."""
 
     block: nn.Module
     args: tuple[Any, ...]  # detached
     kwargs: dict[str, Any]
     autocast: torch.dtype | None
-    record: ForwardRecord | None = (
-        None  # of the forward that the call was part of, where tokens lie on several processes
-    )
+    record: ForwardRecord | None = None  # of the forward around it, where tokens lie on several processes
+    outputs: int = 0  # tensors that it returned; 0: one, and no tuple
 
-    def run(self, x: Tensor) -> Tensor:
-        """The block's output for a first argument `x`; the others are those of the call."""
-        kind = x.device.type
+    @property
+    def first(self) -> Tensor:
+        """The first argument, the running tokens."""
+        return cast(Tensor, self.args[0] if self.args else next(iter(self.kwargs.values())))
+
+    def run(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The block's outputs for a first argument `x`; the others are those of the call."""
+        kind, args, named = x.device.type, (x, *self.args[1:]), self.kwargs
+        if not self.args:
+            args, named = (), {**named, next(iter(named)): x}
         dtype = self.autocast or torch.bfloat16
         with resumed(self.record), torch.autocast(kind, dtype, enabled=self.autocast is not None):
-            return cast(Tensor, self.block(x, *self.args[1:], **self.kwargs))
+            out = self.block(*args, **named)
+        return out if isinstance(out, tuple) else (out,)
 
     def clear(self) -> None:
         """Free all gradients."""
@@ -129,13 +144,17 @@ def capture(forward: Work, blocks: Sequence[nn.Module]) -> list[BlockCall]:
         return tensor.detach().clone().requires_grad_() if tensor.is_floating_point() else tensor
 
     def take(block: nn.Module, args: Any, kwargs: Any) -> None:
-        kind = next(value for value in args if isinstance(value, Tensor)).device.type
+        kind = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)).device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         with torch.enable_grad():
             args, kwargs = tree_map_only(Tensor, leaf, (args, kwargs))
         calls[id(block)] = BlockCall(block, args, kwargs, dtype, current_record())
 
+    def count(block: nn.Module, args: Any, out: Any) -> None:
+        calls[id(block)].outputs = len(out) if isinstance(out, tuple) else 0
+
     handles = [block.register_forward_pre_hook(take, with_kwargs=True) for block in blocks]
+    handles += [block.register_forward_hook(count) for block in blocks]
     try:
         with torch.no_grad():
             forward()
@@ -170,7 +189,7 @@ class BlockProfiler:
         left: list[Tensor] = []
 
         def forward() -> None:
-            left.append(_NextLayer.apply(call.run(_PreviousLayer.apply(call.args[0]))))
+            left.extend(_NextLayer.apply(out) for out in call.run(_PreviousLayer.apply(call.first)))
             if self.with_swap:  # what has left may be freed
                 self.offloader.device.synchronize()
                 with self.offloader.lock:
@@ -180,7 +199,7 @@ class BlockProfiler:
         before = self.offloader.pool.used
         kept, peak = self.gauge.section(forward)
         host = self.offloader.pool.used - before
-        _, backward = self.gauge.section(lambda: left.pop().backward())
+        _, backward = self.gauge.section(lambda: torch.autograd.backward(list(_emptied(left))))
         call.clear()
         bytes_ = comm.all_reduce_max([float(kept), float(max(0, peak - kept)), float(max(0, backward)), float(host)])
         kept, forward_, backward, host = map(int, bytes_)
@@ -197,10 +216,11 @@ class BlockProfiler:
                 call.clear()
 
         def work() -> None:
-            x = _PreviousLayer.apply(chain[0].args[0])
+            x, beside = _PreviousLayer.apply(chain[0].first), []
             for call in chain:
-                x = call.run(x)
-            _NextLayer.apply(x).backward()
+                x, *more = call.run(x)
+                beside += more
+            torch.autograd.backward([_NextLayer.apply(out) for out in (x, *beside)])
 
         works: list[tuple[Work, Work]] = [(partial(prepare, each), work) for each in ways]
         found = self.gauge.seconds(works, ROUNDS)
@@ -242,15 +262,20 @@ class BlockProfiler:
         rest = [one for key, one in found.items() if key]
         return [plain, *rest], seconds[0]
 
-    def ends(self, model: TrainableModel, batch: Callable[[], Made], loss: Callable[[Made], Tensor]) -> tuple[int, int]:
-        """(bytes kept outside of the blocks, bytes above them at the peak) of a forward and backward pass of a batch."""
+    def ends(
+        self, model: nn.Module, batch: Callable[[], Made], loss: Callable[[Made], Tensor], outputs: Sequence[int] = ()
+    ) -> tuple[int, int]:
+        """(bytes kept outside of the blocks, bytes above them at the peak) of a forward and backward pass of a batch.
+
+        outputs: of each block, as `BlockCall` has them; none: one tensor each.
+        """
         held: dict[str, Any] = {}
 
         def forward() -> None:
             held["batch"] = batch()
             held["loss"] = loss(held["batch"])
 
-        with without_blocks(model):
+        with without_blocks(model, outputs):
             for _ in range(2):  # the first run makes what libraries keep for good
                 kept, peak = self.gauge.section(forward)
                 _, backward = self.gauge.section(lambda: held.pop("loss").backward())
@@ -260,9 +285,9 @@ class BlockProfiler:
         return int(found[0]), int(max(found[1:]))
 
 
-def identity(block: nn.Module) -> nn.Module:
-    """What stands in for a block: it does nothing but bring tokens to where the block would."""
-    made = IdentityBlock()
+def identity(block: nn.Module, outputs: int = 0) -> nn.Module:
+    """A stand-in for a block that returns so many tensors: it does nothing but bring tokens to where the block would."""
+    made = IdentityBlock(outputs)
     boundary = boundary_of(block)
     if boundary is not None:
         mix_in(made, Bounded)._boundary = replace(boundary, inputs={}, outputs={})
@@ -270,19 +295,23 @@ def identity(block: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def without_blocks(model: TrainableModel) -> Iterator[None]:
+def without_blocks(model: nn.Module, outputs: Sequence[int] = ()) -> Iterator[None]:
     """Inside, a model's blocks do nothing."""
-    blocks = model.blocks
-    model.blocks = nn.ModuleList(identity(block) for block in blocks)
-    try:
+    blocks = [block for _, block in blocks_of(model)]
+    counts = dict(zip(map(id, blocks), outputs, strict=False))
+    with other_blocks(model, lambda block: identity(block, counts.get(id(block), 0))):
         yield
-    finally:
-        model.blocks = blocks
+
+
+def _emptied(tensors: list[Tensor]) -> Iterator[Tensor]:
+    """The tensors, which the list holds no more."""
+    while tensors:
+        yield tensors.pop()
 
 
 def step_figures(
     bench: BlockProfiler,
-    model: TrainableModel,
+    model: nn.Module,
     batch: Callable[[], Made],
     loss: Callable[[Made], Tensor],
     kinds: tuple[int, ...],
@@ -297,15 +326,20 @@ def step_figures(
         chosen: for each kind, the places of its blocks in `model`.
         given: `memory`, `average`, `optimizer`, for `static_bytes`; `gradients_stay`, `keep_last`.
     """
-    ends, tail = bench.ends(model, batch, loss)
-    calls = capture(lambda: loss(batch()), list(model.blocks))
+    blocks = [block for _, block in blocks_of(model)]
+    calls = capture(lambda: loss(batch()), blocks)
+    ends, tail = bench.ends(model, batch, loss, [call.outputs for call in calls])
     found = [bench.options([calls[place] for place in places]) for places in chosen]
     carried = max(
-        sum(value.nbytes for value in call.args[1:] if isinstance(value, Tensor) and value.requires_grad)
+        sum(
+            value.nbytes
+            for value in (*call.args, *call.kwargs.values())
+            if isinstance(value, Tensor) and value.requires_grad and value is not call.first
+        )
         for call in calls
     )
-    each = [sum(map(numbers_of, model.blocks[places[0]].parameters())) for places in chosen]
-    of_blocks = sum(map(numbers_of, model.blocks.parameters()))
+    each = [sum(map(numbers_of, blocks[places[0]].parameters())) for places in chosen]
+    of_blocks = sum(numbers_of(parameter) for block in blocks for parameter in block.parameters())
     numbers = sum(map(numbers_of, model.parameters())) - of_blocks + sum(each[kind] for kind in kinds)
     stay, keep_last = given.pop("gradients_stay"), given.pop("keep_last")
     return StepFigures(

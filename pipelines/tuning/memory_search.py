@@ -35,7 +35,7 @@ from mmspeed.pipelines.run.run_folder import write_text
 from mmspeed.pipelines.tuning.memory_measure import BlockProfiler, key_of, step_figures
 from mmspeed.pipelines.tuning.profile import UNMEASURED, setting_of
 from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep, learning_model
-from mmspeed.protocols import Batch, MicroBatchSize, Models, RunPlace, Task, shape_words
+from mmspeed.protocols import Batch, MicroBatchSize, Models, RunPlace, Task, blocks_of, shape_words
 
 MEMORY_NAME = "memory.json"
 TRIES = 5  # real steps that are taken to verify a choice
@@ -105,7 +105,7 @@ def measured_figures(
 
     with_swap: whether policies that swap are options; None: on all but a CPU, where the host's memory is the device's.
     """
-    kinds, members = kinds_of([key_of(block) for block in learning_model(task, task.build()).blocks])
+    kinds, members = kinds_of([key_of(block) for _, block in blocks_of(learning_model(task, task.build()))])
     wanted = sorted(block for blocks in members for block in blocks[:2])
     chosen = [[wanted.index(block) for block in blocks[:2]] for blocks in members]
     # how the optimizer steps is no part of what is measured here
@@ -164,7 +164,7 @@ class MeasuredModel:
 
     def peak(self, ways: Sequence[ActivationPolicies]) -> int | None:
         """Bytes at the peak of a step; None where memory ran out. A collective call."""
-        for block, own in zip(self.steps.model.blocks, ways, strict=True):
+        for (_, block), own in zip(blocks_of(self.steps.model), ways, strict=True):
             set_policies(block, own, self.swap.group, exchange_again=self.memory.exchange_again)
 
         def work() -> int:
@@ -326,7 +326,7 @@ def choose_policies(
 
     All ranks take rank 0's. Raises UserError where nothing fits.
     """
-    path, blocks = folder / MEMORY_NAME, len(learning_model(task, task.build()).blocks)
+    path, blocks = folder / MEMORY_NAME, len(blocks_of(learning_model(task, task.build())))
     before = read_choice(path, setting, blocks) if rank == 0 else None
     found = comm.broadcast_object(None if before is None else asdict(before))
     if found is not None:

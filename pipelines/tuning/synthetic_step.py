@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch.distributed as dist
+from torch import nn
 
 from mmspeed import comm
 from mmspeed.config import RunConfig
@@ -22,7 +23,7 @@ from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
 from mmspeed.memory.planning.options import static_bytes
 from mmspeed.memory.planning.peak import local_bytes
 from mmspeed.pipelines.run.build import assemble, place
-from mmspeed.protocols import Batch, Models, ShapeClass, Task, TrainableModel, shape_words, trainable
+from mmspeed.protocols import Batch, Models, ShapeClass, Task, shape_words, trainable
 from mmspeed.protocols.plan import keep_blocks
 
 RATE = 1e-6  # learning rate of the steps: weights move, so that no product is of zeros only, and no loss runs away
@@ -67,7 +68,7 @@ class SyntheticStep:
             set_learning_rate(optimizer, RATE)
 
     @property
-    def model(self) -> TrainableModel:
+    def model(self) -> nn.Module:
         """The model that learns, without what engines wrap around it."""
         return learning_model(self.task, self.bare)
 
@@ -161,9 +162,11 @@ class SyntheticStep:
         return self.task.synthetic_batch(shape, items, self.place, self.text_tokens)
 
 
-def learning_model(task: Task, models: Models) -> TrainableModel:
+def learning_model(task: Task, models: Models) -> nn.Module:
     """Of models by role, the one that learns. Raises UserError for one that lacks part of `TrainableModel`."""
-    return trainable(models[task.updates()[0].roles[0]], task.name)
+    model = models[task.updates()[0].roles[0]]
+    trainable(model, task.name)
+    return model
 
 
 def does_not_fit(state_bytes: int, limit_bytes: int) -> UserError:

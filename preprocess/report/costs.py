@@ -14,6 +14,7 @@ from mmspeed.data.sampling.batch_sizes import MEASURED_NAME, Measured, sample_co
 from mmspeed.device import PEAK_FLOPS, accelerators, parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.log import format_bytes, format_figure
+from mmspeed.memory.recompute.spans import check_policies
 from mmspeed.models import build_model
 from mmspeed.models.sora.model import SoraDiT
 from mmspeed.models.sparse_note import sparse_lines
@@ -26,6 +27,7 @@ from mmspeed.preprocess.records.statistics import DataStatistics
 from mmspeed.preprocess.report.schedule_preview import SchedulePreview, preview_schedule
 from mmspeed.preprocess.report.schedule_text import preview_hints, preview_lines
 from mmspeed.preprocess.sources.rejections import Reason
+from mmspeed.protocols.plan import blocks_of
 from mmspeed.shapes import Strides
 
 UTILISATION = 0.4  # share of a device's peak that well-tuned training of transformers reaches
@@ -96,6 +98,8 @@ def estimate(
     width = text_width(config.text)
     model = build_model(config.model, channels, width, device="meta")
     check_layout(model, config.parallel)
+    for _, block in blocks_of(model):
+        check_policies(block, config.memory.activation_policy)
     each = sample_costs(model, strides, config.text.max_tokens)
     train, val, clips = statistics.samples("train"), statistics.samples("val"), statistics.clips()
     rows, latent_bytes = [], 0.0

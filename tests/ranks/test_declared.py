@@ -17,7 +17,9 @@ from torch.nn import functional as F
 from mmspeed.comm import Ledger
 from mmspeed.errors import UserError
 from mmspeed.memory import recompute
-from mmspeed.parallel.declared.apply import Attends, Gather, SequencePlan, Split, sequence_axes, sequence_parallel
+from mmspeed.parallel.boundaries.apply import sequence_axes, sequence_parallel
+from mmspeed.protocols.plan import Block as PlanBlock
+from mmspeed.protocols.plan import Gather, ModelPlan, Site, Split
 from tests.spawn import run_ranks
 
 TOLERANCE = 1e-5  # relative to a gradient's largest entry; sums over keys and ranks are taken in another order
@@ -61,13 +63,14 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Video tokens that attend to one another, and to text that is long enough to be split too."""
 
-    def plan(self) -> SequencePlan:
-        return dataclasses.replace(self.sequence_plan, causal=self.blocks[0].own.causal)
+    def own_plan(self) -> ModelPlan:
+        return dataclasses.replace(self.plan, causal=self.blocks[0].own.causal)
 
-    sequence_plan = SequencePlan(
+    plan = ModelPlan(
+        blocks=(PlanBlock("blocks.0"), PlanBlock("blocks.1")),
         inputs={"": {"tokens": Split("video", 1), "text": Split("text", 1), "text_mask": Split("text", 1)}},
         outputs={"head": {0: Gather("video", 1)}},
-        attention={"blocks.*.own": ("video",), "blocks.*.text": Attends(("video",), ("text",))},
+        attention={"blocks.*.own": Site(("video",)), "blocks.*.text": Site(("video",), ("text",))},
     )
 
     def __init__(self, causal: bool = False, additive: bool = False) -> None:
@@ -115,7 +118,7 @@ def compare(
     if how == "recompute before":
         for block in split.blocks:
             recompute(block)
-    sequence_parallel(split, sequence_axes(mesh, ledger=ledger, window=window), split.plan())
+    sequence_parallel(split, sequence_axes(mesh, ledger=ledger, window=window), split.own_plan())
     if how.startswith("recompute after"):
         for block in split.blocks:
             recompute(block)
@@ -153,7 +156,7 @@ def local_loss() -> float:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ulysses",))
     alone = Model()
     split = copy.deepcopy(alone)
-    plan = SequencePlan(inputs=Model.sequence_plan.inputs, attention=Model.sequence_plan.attention)
+    plan = dataclasses.replace(Model.plan, outputs={})
     sequence_parallel(split, mesh, plan)
     for block in split.blocks:
         recompute(block)
@@ -171,10 +174,10 @@ def local_loss() -> float:
 def failures() -> dict[str, str]:
     """What the user is told, by what went wrong."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ring",))
-    own = Model.sequence_plan
+    own = Model.plan
     told = {}
 
-    def catch(name: str, model: nn.Module, plan: SequencePlan | None = None, **changes: Any) -> None:
+    def catch(name: str, model: nn.Module, plan: ModelPlan | None = None, **changes: Any) -> None:
         with pytest.raises(UserError) as caught:
             sequence_parallel(model, mesh, plan)(**{**inputs(), **changes})
         told[name] = str(caught.value)
@@ -200,9 +203,9 @@ def failures() -> dict[str, str]:
         catch(kind, model)
     catch("causal", Model(causal=True))
     catch("no plan", nn.Linear(1, 1))
-    catch("no module", Model(), SequencePlan(attention={"block.*.own": ("video",)}))
-    catch("other lengths", Model(), SequencePlan(own.inputs, own.outputs, {"blocks.*.text": ("video",)}))
-    catch("not split", Model(), SequencePlan({}, {}, {"blocks.*.own": ("video",)}))
+    catch("no module", Model(), ModelPlan((), attention={"block.*.own": Site(("video",))}))
+    catch("other lengths", Model(), dataclasses.replace(own, attention={"blocks.*.text": Site(("video",))}))
+    catch("not split", Model(), ModelPlan((), attention={"blocks.*.own": Site(("video",))}))
     catch("mask too long", Model(), text_mask=torch.ones(2, 9, dtype=torch.bool))
     return told
 
@@ -262,7 +265,7 @@ def test_without_a_gather_the_losses_of_ranks_add_up(found: dict[str, Any]) -> N
         ("dropout", "attention dropout 0.1"),
         ("twice", "2 times, not once"),
         ("causal", "a plan with causal=True"),
-        ("no plan", "plan=SequencePlan(...)"),
+        ("no plan", "plan=ModelPlan(...)"),
         ("no module", "Model has no module 'block.*.own'"),
         ("other lengths", "attention met 4 keys where the plan has 6"),
         ("not split", "sequence 'video' was not split before it is needed"),

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from mmspeed.comm import Ledger
 from mmspeed.errors import UserError
 from mmspeed.models.diffusers.plans import plan_for
-from mmspeed.parallel.declared.apply import sequence_parallel
+from mmspeed.parallel import sequence_parallel
 from tests.spawn import run_ranks
 from tests.video_transformers import CASES, loss_of, make_inputs, make_model
 
@@ -243,7 +243,7 @@ def test_calls_are_those_of_the_formula(two: dict[str, Any]) -> None:
     """Two layers: an exchange before attention and one after, and both again in backward; text is not exchanged."""
     for case in ("wan", "ltx"):
         calls = two["cases"][f"{case} 2x1"]["calls"]
-        assert calls == {"all_to_all ulysses": 8, "all_gather ulysses": 1, "reduce_scatter ulysses": 1}
+        assert calls == {"all_to_all ulysses": 8, "all_gather sequence": 1, "reduce_scatter sequence": 1}
 
 
 def test_images_are_not_exchanged(two: dict[str, Any]) -> None:
@@ -264,9 +264,9 @@ def test_saved_models_are_of_the_plain_class(two: dict[str, Any]) -> None:
         ("short text", "1 tokens of 'text' for 2 ranks; this model needs 1 on every rank: pad to 2"),
         ("processes", "does not divide the 2 processes"),
         ("tensor parallel", "parallel.tp is 2"),
-        ("unknown model", "Linear: no sequence plan is known"),
+        ("unknown model", "Linear: no plan is known"),
         ("twice", "sequence-parallel already"),
-        ("replaced forward", "apply sequence parallelism first"),
+        ("replaced forward", "spread the model over processes, or make it sparse, before"),
         ("other kernel", "set_attention_backend('native')"),
     ],
 )

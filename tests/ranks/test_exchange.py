@@ -113,6 +113,43 @@ def _case_many(axis: Axis) -> None:
         assert torch.equal(grad, 2 * x if place < 2 else torch.zeros_like(x))
 
 
+def _case_rows(axis: Axis) -> None:
+    """Several tensors whose joined dim comes first on the way: one copy before, none after; and back, none before and one after."""
+    n, r = axis.size, axis.rank
+    for heads, tokens, cuts in (((7, 5, 5), 11, False), ((2 * n, n, n), 2 * n, True), ((n, n, n), n - 1, False)):
+        sequence = even_sizes(tokens, n) if n > 2 or cuts else (0, tokens)
+        each = [even_sizes(count, n) for count in heads]
+        wholes = [_noise(2, count, tokens, 2 + place, seed=place) for place, count in enumerate(heads)]
+        weights = [_noise(*whole.shape, seed=9 + place) for place, whole in enumerate(wholes)]
+        first, bsh = (2, 0, 1, 3), (0, 2, 1, 3)  # tokens first, or those of one sample
+        for apart, order, back in itertools.product((False, True), (first, bsh), (None, first)):
+            xs = [_laid(_part(whole, sequence, 2, r), bsh).requires_grad_() for whole in wholes]
+            with comm.ledger(axis) as there:
+                ys = comm.finish_all(
+                    comm.start_all_to_all_many(
+                        xs, axis, 1, 2, each, sequence, order, wire=first, grad_order=back, apart=apart
+                    )
+                )
+            joined = sum(map(comm.nbytes, ys))
+            for y, whole, sizes in zip(ys, wholes, each, strict=True):
+                assert torch.equal(y, _part(whole, sizes, 1, r)) and not y._is_view()
+                if apart or order != first:
+                    assert y.permute(order).is_contiguous()
+            assert there.copies["all_to_all", "a", "pack"] == 1 and there.calls == {("all_to_all", "a"): 1}
+            assert there.copied["all_to_all", "a", "pack"] == sum(map(comm.nbytes, xs))
+            assert there.copied["all_to_all", "a", "unpack"] == (0 if order == first or tokens == 1 else joined)
+            # gradients that lie with their tokens first travel from where they are
+            dys = [_laid(_part(w, sizes, 1, r), first) for w, sizes in zip(weights, each, strict=True)]
+            with comm.ledger(axis) as gone:
+                grads = torch.autograd.grad(ys, xs, dys)
+            for grad, weight in zip(grads, weights, strict=True):
+                assert torch.equal(grad, _part(weight, sequence, 2, r)) and grad.permute(back or bsh).is_contiguous()
+            assert gone.copied == ({("all_to_all", "a", "unpack"): sum(map(comm.nbytes, xs))} if sequence[r] else {})
+            assert gone.calls == {("all_to_all", "a"): 1}
+            ys[0].mul_(2)  # what came may be written to, and the tensors beside it stay
+            assert torch.equal(ys[1], _part(wholes[1], each[1], 1, r))
+
+
 def _case_gather_and_scatter(axis: Axis) -> None:
     """all_gather and reduce_scatter along every dim, with every cut; each is the gradient of the other, summed over ranks."""
     n, r = axis.size, axis.rank
@@ -443,6 +480,7 @@ def _case_compiled(axis: Axis) -> None:
 CASES: tuple[Callable[[Axis], None], ...] = (
     _case_all_to_all,
     _case_many,
+    _case_rows,
     _case_gather_and_scatter,
     _case_dtypes,
     _case_nothing_at_all,

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mmspeed.models.sora.model import SoraDiT, SoraDiTConfig, on_meta
+from mmspeed.models.sora.model import SoraDiTConfig, on_meta
 from mmspeed.plan.traffic import AttentionWorkload, Sent, gradient_traffic, places, step_traffic
 from tests.sequence_steps import LATENTS, MODEL, SAMPLES, Case, work
 from tests.spawn import run_ranks

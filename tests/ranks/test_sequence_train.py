@@ -17,7 +17,8 @@ from mmspeed.data.sampling.batch_sizes import make_batching, sample_costs
 from mmspeed.data.sampling.rank_batches import rank_batches
 from mmspeed.models import build_model
 from mmspeed.pipelines.report.run_page import read_metrics
-from mmspeed.pipelines.tasks.video import VideoData, VideoTask
+from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.pipelines.tasks.video_data import VideoData
 from mmspeed.preprocess import CacheBuilder, OnlineBuilder
 from mmspeed.protocols import RunPlace
 from mmspeed.shapes import Strides

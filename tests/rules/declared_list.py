@@ -34,9 +34,6 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
         "mmspeed/parallel/data_parallel.py": {
             "module.set_gradient_divide_factor(cast(float, _Undivided()))",
         },
-        "mmspeed/parallel/declared/split_group.py": {
-            "return _Mark.apply(tensor, self, self.now()) if tensor.requires_grad else tensor  # type: ignore[no-any-return]",
-        },
         "pipelines/tuning/memory_measure.py": {
             "return cast(Tensor, _PassFirst.apply(x, *others, *named.values()))",
             "return cast(Tensor, self.block(x, *self.args[1:], **self.kwargs))",
@@ -102,10 +99,12 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
         },
     },
     "Python's own ways: names imported when first used, a frozen dataclass completed, a forward set on an instance": {
-        "mmspeed/parallel/declared/apply.py": {
+        "mmspeed/parallel/boundaries/apply.py": {
+            'if "forward" in vars(module):',
+        },
+        "mmspeed/parallel/boundaries/names.py": {
             'if "forward" in vars(base):',
-            'if "forward" in vars(role_module):',
-            'kinds = list(inspect.signature(vars(base)["forward"]).parameters.values())[1:]',
+            'parameters = list(inspect.signature(vars(base)["forward"]).parameters.values())[1:]',
         },
         "mmspeed/parallel/sparse/groups.py": {
             'object.__setattr__(self, "seen_GM", None if seen_BM is None else seen_BM.repeat_interleave(self.masks.heads, 0))',
@@ -115,14 +114,38 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
             'return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)',
         },
     },
+    "mixins: a class before another is given its attribute, and calls what the protocol of the class behind it declares": {
+        "mmspeed/memory/chunks.py": {
+            "expands,  # type: ignore[arg-type]",
+            "out: Tensor = super().project(x)  # type: ignore[misc]",
+        },
+        "mmspeed/memory/recompute/spans.py": {
+            "mix_in(module, mixin, rename=False)._runner = runner  # type: ignore[attr-defined]",
+            "own = cast(PreparesInput, super())",
+        },
+        "mmspeed/parallel/boundaries/apply.py": {
+            "mix_in(module, CalledSite if site.calls else InterceptedSite, rename=False)._site = boundary  # type: ignore[assignment]",
+        },
+        "mmspeed/parallel/boundaries/boundary.py": {
+            "change(argument, lambda x, where, t=tokens: record.reshard(x, t, self.before, self.attends, where))  # type: ignore[misc]",
+            "change(argument, lambda x, where, w=what: self.piece(record, x, w, where))  # type: ignore[misc]",
+        },
+        "mmspeed/parallel/boundaries/linears.py": {
+            "boundary: LinearBoundary = layer._linear  # type: ignore[assignment]",
+            "mix_in(layer, mixin, rename=False)._linear = boundary  # type: ignore[attr-defined]",
+            "x: Tensor = super().prepare(*args)  # type: ignore[misc]",
+        },
+    },
+    "attributes that a plan names, of classes that are not ours": {
+        "mmspeed/parallel/boundaries/apply.py": {
+            "setattr(module, attribute, value // tp)",
+            "value = vars(module).get(attribute)",
+        },
+    },
     "what memory itself leaves on blocks of any class": {
         "mmspeed/memory/recompute/block_checkpoint.py": {
             'given: Callable[..., Any] | None = vars(self).get("_gradient_checkpointing_func")',
             'vars(self)["_gradient_checkpointing_func"] = given',
-        },
-        "mmspeed/memory/recompute/spans.py": {
-            "part._courses = told  # type: ignore[assignment]",
-            'runners: Mapping[str, RegionRunner] = getattr(module, "_courses", {})',
         },
     },
 }
@@ -138,17 +161,21 @@ OPEN: dict[str, str] = {
     "mmspeed/loop/optimizers/build.py": "Groups group",
     "mmspeed/loop/signals.py": "_before",
     "mmspeed/memory/chunked.py": "_cast tensor",
+    "mmspeed/memory/chunks.py": "mixin prepares",
     "mmspeed/memory/optimizer/states.py": "State States identity number transform value",
     "mmspeed/memory/optimizer/tiered_optimizer.py": "_advanced a b groups make param_groups",
     "mmspeed/memory/planning/measure.py": "_alive args func kwargs pointer result",
     "mmspeed/memory/planning/report.py": "given optimizer to_json",
     "mmspeed/memory/planning/tracked.py": "kind kind_of optimizer",
-    "mmspeed/memory/recompute/block_checkpoint.py": "__call__ _gradient_checkpointing_func given once run value",
+    "mmspeed/memory/recompute/block_checkpoint.py": "__call__ _gradient_checkpointing_func args by_position given kwargs "
+    "named once run value",
     "mmspeed/memory/recompute/discard.py": "_ _anew _value args argument autocast",
     "mmspeed/memory/recompute/region.py": "_overloads fates kept matmul_operators op_policies result results run run_region take what",
     "mmspeed/memory/recompute/spans.py": "before op_policies",
-    "mmspeed/parallel/declared/apply.py": "_attend _change_outputs _named _part _split_inputs args arguments items kwargs out run value",
-    "mmspeed/parallel/declared/split_group.py": "arguments",
+    "mmspeed/parallel/boundaries/attention.py": "_run_intercepted args kwargs run",
+    "mmspeed/parallel/boundaries/boundary.py": "Arguments _run args begin enter given how items kwargs leave out piece run token told value",
+    "mmspeed/parallel/boundaries/names.py": "args arguments kwargs",
+    "mmspeed/parallel/boundaries/record.py": "arguments",
     "mmspeed/parallel/sequence/ring.py": "options",
     "mmspeed/parallel/sequence/ring_schedule.py": "compute",
     "pipelines/__init__.py": "__getattr__",

@@ -6,9 +6,10 @@ from torch import Tensor, nn
 
 from mmspeed.memory.chunks import ACTIVATIONS, ChunkedDown, set_chunks
 from mmspeed.models.sora.layers import ActLinear
-from mmspeed.protocols.plan import BlockParts, Chunked
+from mmspeed.protocols.plan import BlockParts, Chunked, Region
 
 gelu = ACTIVATIONS["gelu_tanh"]
+PARTS = BlockParts({"activation": Region(("down",), small=True)}, (Chunked("up", "down"),), draws=False)
 
 
 class PlainMlp(nn.Module):
@@ -18,7 +19,7 @@ class PlainMlp(nn.Module):
         super().__init__()
         self.up = nn.Linear(width_in, hidden)
         self.down = ActLinear(hidden, width_out)
-        vars(self)["block_parts"] = BlockParts(chunks=(Chunked("up", "down"),))
+        vars(self)["block_parts"] = PARTS
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.up(x))

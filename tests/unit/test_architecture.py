@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from mmspeed.pipelines.tasks.video import VideoData, VideoTask
+from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.pipelines.tasks.video_data import VideoData
 from mmspeed.pipelines.training.trainer import TrainPipeline
 from mmspeed.preprocess import CacheBuilder
 from mmspeed.protocols import RunPlace, StepData

@@ -16,6 +16,7 @@ import torch
 import yaml
 
 from mmspeed.__main__ import main
+from mmspeed.cli import launch
 from mmspeed.cli.app import output_paths, sheet_path, split_debug
 from mmspeed.cli.doctor import Diagnosis, diagnose, render, to_json
 from mmspeed.cli.failures import describe
@@ -181,6 +182,16 @@ def test_nproc_is_ignored_inside_a_launcher(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 LAUNCH = "import sys; from mmspeed.cli.launch import launch; sys.exit(launch(sys.argv[1:], 2))"
+
+
+def test_what_there_is_to_tell_of_a_config_is_told_once(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the one process that reads it, or by the first of those that it starts."""
+    monkeypatch.setattr(launch, "launch", lambda *arguments: 0)
+    words = ["train", str(run_file), "parallel.ulysses=2"]
+    assert main([*words, "--nproc", "2"]) == 0 and "no dsp" not in capsys.readouterr().err
+    assert main([*words, "--print-config"]) == 0 and capsys.readouterr().err.count("no dsp") == 1
 
 
 def launched(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -19,23 +19,31 @@ from mmspeed.config.parallel import ParallelConfig
 from mmspeed.config.schema import Config
 from mmspeed.errors import UserError
 from mmspeed.models.diffusers.plans import PLANS, converted, plan_for
-from mmspeed.parallel.declared.apply import Leading, SequencePlan, Split, _part, sequence_parallel
-from mmspeed.parallel.declared.attention_hook import key_mask
-from mmspeed.parallel.declared.split_group import ForwardRecord, SplitGroup
+from mmspeed.parallel import TokenLayout, sequence_parallel
+from mmspeed.parallel.boundaries.attention import key_mask
+from mmspeed.parallel.boundaries.boundary import ModuleBoundary
+from mmspeed.parallel.boundaries.record import ForwardRecord, Sequences
 from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes
 from mmspeed.parallel.sequence.zigzag import zigzag_order
 from mmspeed.pipelines.accelerate import parallel_config
+from mmspeed.protocols.plan import Leading, ModelPlan, Split
 from tests.video_transformers import CASES, make_model
 
 
-def group_at(ring: int, ulysses: int, place: int, causal: bool = False) -> SplitGroup:
+class Place:
     """A group seen from one place; no process group is behind it, so that only local work can be done."""
-    axes = SequenceAxes(
-        Axis("ring", None, ring, place // ulysses), Axis("ulysses", None, ulysses, place % ulysses)
-    )  # fmt: skip
-    group = SplitGroup(axes, SequencePlan(causal=causal))
-    group.record = ForwardRecord()
-    return group
+
+    def __init__(self, ring: int, ulysses: int, place: int, causal: bool = False) -> None:
+        axes = SequenceAxes(
+            Axis("ring", None, ring, place // ulysses), Axis("ulysses", None, ulysses, place % ulysses)
+        )  # fmt: skip
+        whole = Axis("sequence", None, ring * ulysses, place)
+        sequences = Sequences(ModelPlan((), causal=causal), TokenLayout(axes, whole, whole=whole))
+        self.boundary = ModuleBoundary(sequences, "here", (), "columns", "columns")
+        self.record = ForwardRecord(sequences)
+
+    def part(self, value: Any, what: Split | Leading, where: str) -> Any:
+        return self.boundary.piece(self.record, value, what, where)
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 30), st.integers(0, 30), st.booleans())
@@ -43,12 +51,12 @@ def test_parts_of_all_ranks_are_the_whole(ring: int, ulysses: int, video: int, t
     x, mask = torch.arange(2 * video).view(2, video), torch.arange(video + text)[None]
     parts, masks, lead = [], [], 0
     for place in range(ring * ulysses):
-        group = group_at(ring, ulysses, place, causal)
-        parts.append(_part(group, x, Split("video", 1), "x"))
-        text_part = _part(group, torch.arange(video, video + text)[None], Split("text", 1), "text")
-        masks.append(_part(group, mask, Split(("video", "text"), -1), "mask"))
+        group = Place(ring, ulysses, place, causal)
+        parts.append(group.part(x, Split("video", 1), "x"))
+        text_part = group.part(torch.arange(video, video + text)[None], Split("text", 1), "text")
+        masks.append(group.part(mask, Split(("video", "text"), -1), "mask"))
         assert torch.equal(masks[-1], torch.cat([parts[-1][:1], text_part], 1))
-        lead += _part(group, min(video, 7), Leading("video"), "first")
+        lead += group.part(min(video, 7), Leading("video"), "first")
     order = zigzag_order(video, ring) if causal else torch.arange(video)
     assert torch.equal(torch.cat(parts, 1), x[:, order])
     assert max(p.shape[1] for p in parts) - min(p.shape[1] for p in parts) <= (2 if causal else 1)
@@ -57,22 +65,22 @@ def test_parts_of_all_ranks_are_the_whole(ring: int, ulysses: int, video: int, t
 
 
 def test_a_part_does_not_keep_the_whole_in_memory() -> None:
-    part = _part(group_at(2, 1, 0), torch.zeros(1, 8, 4), Split("video", 1), "x")
+    part = Place(2, 1, 0).part(torch.zeros(1, 8, 4), Split("video", 1), "x")
     assert part.untyped_storage().nbytes() == 4 * 4 * 4
 
 
 def test_what_is_left_whole() -> None:
-    group = group_at(2, 1, 0)
+    group = Place(2, 1, 0)
     timestep, one = torch.zeros(3), torch.zeros(3, 1)
-    assert _part(group, timestep, Split("video", 1, ndim=2), "t") is timestep
-    assert _part(group, one, Split("video", 1, broadcast=True), "t") is one
-    assert _part(group, None, Split("video", 1), "t") is None
-    pair = _part(group, (torch.zeros(4, 2), torch.zeros(4, 2)), Split("video", 0), "rotary")
+    assert group.part(timestep, Split("video", 1, ndim=2), "t") is timestep
+    assert group.part(one, Split("video", 1, broadcast=True), "t") is one
+    assert group.part(None, Split("video", 1), "t") is None
+    pair = group.part((torch.zeros(4, 2), torch.zeros(4, 2)), Split("video", 0), "rotary")
     assert [tuple(x.shape) for x in pair] == [(2, 2), (2, 2)]
     with pytest.raises(UserError, match="is a str"):
-        _part(group, "x", Split("video", 0), "rotary")
+        group.part("x", Split("video", 0), "rotary")
     with pytest.raises(UserError, match="'video' has 5 tokens here and had 4 before"):
-        _part(group, torch.zeros(5), Split("video", 0), "rotary")
+        group.part(torch.zeros(5), Split("video", 0), "rotary")
 
 
 KEYS = torch.tensor([[True, False, True], [True, True, False]])
@@ -157,7 +165,7 @@ def test_plans_fit_their_models(case: str) -> None:
 def test_declarations_that_leave_questions_open_are_refused() -> None:
     with pytest.raises(UserError, match="splits 'encoder_hidden_states' too"):
         converted(make_model("ltx"))
-    with pytest.raises(UserError, match="no sequence plan is known"):
+    with pytest.raises(UserError, match="no plan is known"):
         converted(make_model("hunyuan"))
     bare: Any = nn.Linear(1, 1)
     bare._cp_plan = {"": {"x": SimpleNamespace(split_dim=1, expected_dims=3, split_output=False)}}

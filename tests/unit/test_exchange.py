@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmspeed import comm
 from mmspeed.comm import Axis, Ledger, even_sizes
-from mmspeed.comm.packing import landing, layout, lengths_of, pack, unpack
+from mmspeed.comm.packing import landing, layout, leads, lengths_of, pack
 
 
 @given(length=st.integers(0, 10_000), parts=st.integers(1, 200))
@@ -58,7 +58,7 @@ def test_all_ranks_buffers_make_an_all_to_all(
     out: tuple[int, ...],
     tensors: int,
 ) -> None:
-    """Any dims, sizes, order on the wire, and order in memory before and after: the parts land where they belong."""
+    """Any dims, sizes, order on the wire, and order in memory before and after: the parts land where they belong, in rows too."""
     gather, *scatter_each = sizes[: tensors + 1]
     (scatter_dim, gather_dim), ranks = dims[:2], range(len(gather))
     wholes = []
@@ -66,12 +66,15 @@ def test_all_ranks_buffers_make_an_all_to_all(
         shape = [0] * 4
         shape[scatter_dim], shape[gather_dim], shape[dims[2]], shape[dims[3]] = sum(scatter), sum(gather), *rest
         wholes.append(torch.arange(math.prod(shape)).reshape(shape))
+    rows = tensors > 1 and all(leads(whole.shape, gather_dim, scatter_dim, wire) for whole in wholes)
+    if rows:
+        wire = (gather_dim, *(dim for dim in wire if dim != gather_dim))
     back = [list(into).index(dim) for dim in range(4)]
     sent, lengths = [], []
     for rank in ranks:
         xs = [whole.split(gather, gather_dim)[rank].permute(into).contiguous().permute(back) for whole in wholes]
-        packed = pack(xs, scatter_dim, scatter_each, wire)
-        assert packed.copies in (0, 1)
+        packed = pack(xs, scatter_dim, scatter_each, wire, rows)
+        assert packed.copies in (0, 1) and packed.copied() == packed.copies * comm.nbytes(packed.flat)
         sent.append(packed.flat)
         lengths.append(packed.lengths)
     for rank in ranks:
@@ -79,12 +82,19 @@ def test_all_ranks_buffers_make_an_all_to_all(
         shapes = [list(part.shape) for part in wanted]
         gathers = [gather] * tensors
         assert lengths_of(shapes, gather_dim, gathers) == [cut[rank] for cut in lengths]
-        results, flat, copies = landing(sent[0], shapes, gather_dim, wire, [out] * tensors)
-        flat.copy_(_swapped(sent, lengths, rank))
-        if copies:
-            unpack(flat, results, gather_dim, gathers, wire)
-        for result, part in zip(results, wanted, strict=True):
-            assert torch.equal(result, part) and result.permute(out).is_contiguous() and not result._is_view()
+        came = landing(sent[0], shapes, gather_dim, gathers, wire, [out] * tensors, rows)
+        came.flat.copy_(_swapped(sent, lengths, rank))
+        assert came.copied() in (0, comm.nbytes(came.flat)) or rows
+        for result, part in zip(came.fill(), wanted, strict=True):
+            assert torch.equal(result, part) and not result._is_view()
+            if rows and not came.copies:  # the tensors side by side
+                assert result.numel() == 0 or result.untyped_storage().data_ptr() == came.flat.data_ptr()
+                assert all(
+                    row.permute([d - (d > wire[0]) for d in out if d != wire[0]]).is_contiguous()
+                    for row in result.unbind(wire[0])
+                )
+            else:
+                assert rows or result.permute(out).is_contiguous()
 
 
 @given(order=st.permutations(range(4)), shape=st.tuples(*[st.integers(2, 3)] * 4))
@@ -164,9 +174,9 @@ def test_a_ledger_of_a_block_has_what_its_axes_counted_in_it() -> None:
     ring, ulysses, other = _axis("ring", ledger=shared), _axis("ulysses", ledger=shared), _axis("tp")
     ring.count("ring", 7)
     with comm.ledger(ring, ulysses) as both, comm.ledger(ulysses) as one:
-        ring.count("ring", 10, packs=1)
+        ring.count("ring", 10, packs=1, packed=5)
         ring.count("ring", 3, name="ring_inner")
-        ulysses.count("all_to_all", 100, unpacks=1)
+        ulysses.count("all_to_all", 100, unpacks=1, unpacked=50)
         other.count("all_gather", 1000)
         assert both.total() == 113  # while it runs
         with comm.ledger(other) as third:
@@ -175,6 +185,7 @@ def test_a_ledger_of_a_block_has_what_its_axes_counted_in_it() -> None:
     assert both.bytes == {("ring", "ring"): 10, ("ring", "ring_inner"): 3, ("all_to_all", "ulysses"): 100}
     assert both.calls == dict.fromkeys(both.bytes, 1)
     assert both.copies == {("ring", "ring", "pack"): 1, ("all_to_all", "ulysses", "unpack"): 1}
+    assert both.copied == {("ring", "ring", "pack"): 5, ("all_to_all", "ulysses", "unpack"): 50}
     assert one.bytes == {("all_to_all", "ulysses"): 100}
     assert third.total() == 1 and other.ledger.total() == 1001
     assert shared.total() == 127 and shared.total("ring") == 24 and shared.total(kind="all_to_all") == 100
@@ -191,11 +202,12 @@ def test_a_ledger_ends_with_its_block_when_that_fails() -> None:
 
 def test_ledgers_since_and_copy() -> None:
     ledger = Ledger()
-    ledger.add("ring", "a", 5, packs=1)
+    ledger.add("ring", "a", 5, packs=1, packed=8)
     before = ledger.copy()
-    ledger.add("ring", "a", 6, packs=1, unpacks=1)
+    ledger.add("ring", "a", 6, packs=1, unpacks=1, packed=2, unpacked=3)
     rest = ledger.since(before)
     assert rest.bytes == {("ring", "a"): 6} and rest.calls == {("ring", "a"): 1}
     assert rest.copies == dict(zip(itertools.product(["ring"], ["a"], ["pack", "unpack"]), (1, 1), strict=True))
+    assert rest.copied == dict(zip(itertools.product(["ring"], ["a"], ["pack", "unpack"]), (2, 3), strict=True))
     ledger.clear()
-    assert not ledger.bytes and not ledger.calls and not ledger.copies and before.total() == 5
+    assert not ledger.bytes and not ledger.calls and not ledger.copies and not ledger.copied and before.total() == 5

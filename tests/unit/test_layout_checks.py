@@ -12,9 +12,10 @@ from mmspeed.data import BatchSampler
 from mmspeed.data.sampling.batch_sizes import SampleCosts, make_batching
 from mmspeed.errors import UserError
 from mmspeed.models import SoraDiT, SoraDiTConfig
-from mmspeed.parallel import SequencePlan, Split, check_layout, sequence_parallel
+from mmspeed.parallel import check_layout, sequence_parallel
 from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes
 from mmspeed.preprocess.report.schedule_preview import preview_schedule
+from mmspeed.protocols.plan import ModelPlan, Split
 from mmspeed.shapes import Bucket
 from tests.runs import small_config
 from tests.unit.test_sampler import BUCKETS, make_samples
@@ -105,8 +106,8 @@ def test_a_schedule_is_for_whole_groups(tmp_path: Path) -> None:
 
 def test_plans_with_misspelt_arguments_are_told() -> None:
     model = SoraDiT(SoraDiTConfig(48, 2, 4, 3, 10, adaln_rank=4))
-    plan = SequencePlan(inputs={"": {"text_BLDD": Split("text", 1)}})
-    with pytest.raises(UserError, match=r"has no argument text_BLDD.*text_BLD"):
+    plan = ModelPlan((), inputs={"": {"text_BLDD": Split("text", 1)}})
+    with pytest.raises(UserError, match=r"has no argument 'text_BLDD'.*text_BLD"):
         sequence_parallel(model, SequenceAxes.alone(), plan)
-    with pytest.raises(UserError, match="the plan is a str, not a SequencePlan"):
+    with pytest.raises(UserError, match="the plan is a str, not a ModelPlan"):
         sequence_parallel(model, SequenceAxes.alone(), "ulysses")  # type: ignore[arg-type]

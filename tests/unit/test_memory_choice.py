@@ -24,7 +24,8 @@ from mmspeed.memory.planning.measure import DeviceProfiler, FakeTensorProfiler, 
 from mmspeed.memory.planning.options import combinations, front, single_policies, static_bytes
 from mmspeed.mesh import process_group
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.tasks.video import EncoderShapes, VideoTask
+from mmspeed.pipelines.tasks.made_up import EncoderShapes
+from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.pipelines.tuning.memory_estimate import DeviceSpeeds, plan_memory, shape_figures, spread
 from mmspeed.pipelines.tuning.memory_measure import BlockCall, BlockProfiler, capture
 from mmspeed.pipelines.tuning.memory_search import (

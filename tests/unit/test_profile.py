@@ -26,7 +26,8 @@ from mmspeed.log import read_metrics
 from mmspeed.memory import peak_bytes
 from mmspeed.mesh import process_group
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.tasks.video import VideoData, VideoTask
+from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.pipelines.tasks.video_data import VideoData
 from mmspeed.pipelines.tuning.profile import (
     BucketMeasurements,
     BucketProfile,

@@ -43,6 +43,8 @@ def test_a_plan_is_taken_from_the_model_that_declares_one() -> None:
     plan = ModelPlan(blocks=())
     declare_plan(model, plan)
     assert plan_of(model) is plan
+    model.plan = "something else of this name"  # type: ignore[assignment]
+    assert plan_of(model) is None
 
 
 def test_a_mixed_module_is_the_same_module() -> None:

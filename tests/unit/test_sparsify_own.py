@@ -13,10 +13,11 @@ from torch.nn import functional as F
 
 import mmspeed
 from mmspeed.comm import Axis
+from mmspeed.compute.sparse.module import clustered_layers
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.errors import UserError
 from mmspeed.models.diffusers.plans import plan_for
-from mmspeed.parallel.declared.apply import sequence_parallel
+from mmspeed.parallel import sequence_parallel
 from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes
 from mmspeed.pipelines.sparsify import sparse_config
 from tests.sparse_transformers import (
@@ -106,16 +107,6 @@ def test_models_that_cannot_be_made_sparse_are_refused() -> None:
     model, _ = sparse_model("wan")
     with pytest.raises(UserError, match="sparse attention already"):
         mmspeed.sparsify_model(model, "keep=0.5")
-    split = plain_model("wan")
-    two = Axis("ulysses", None, 2, 0)
-    sequence_parallel(split, SequenceAxes(Axis.alone("ring"), two), plan_for(split))
-    with pytest.raises(UserError, match="sequence parallel"):
-        mmspeed.sparsify_model(split, "keep=0.5")
-    both, _ = sparse_model("wan")
-    sequence_parallel(both, SequenceAxes(Axis.alone("ring"), two), replace(plan_for(both), inputs={}, outputs={}))
-    both._sequence_role.group.checked = True  # type: ignore[union-attr]
-    with pytest.raises(UserError, match="made sparse, then sequence parallel"):
-        both(**make_inputs("wan"))
     hooked = plain_model("wan")
     hooked.forward = lambda *args, **kwargs: None  # type: ignore[method-assign]
     with pytest.raises(UserError, match="has been replaced"):
@@ -123,6 +114,32 @@ def test_models_that_cannot_be_made_sparse_are_refused() -> None:
     unknown_size, _ = sparse_model("ltx")
     with pytest.raises(UserError, match="num_frames, height and width"):
         unknown_size(**{**make_inputs("ltx"), "height": None})
+
+
+AXES = SequenceAxes(
+    Axis.alone("ring"), Axis("ulysses", None, 2, 0)
+)  # no process group is behind it: nothing is computed
+
+
+@pytest.mark.parametrize("case", ["cogvideox", "hunyuan"])
+def test_joint_attention_is_sparse_or_split(case: str) -> None:
+    words = "joint attention of .* is either sparse or split over processes for now, not both"
+    split = plain_model(case)
+    sequence_parallel(split, AXES, plan_for(split))
+    names = list(split.state_dict())
+    with pytest.raises(UserError, match=words):
+        mmspeed.sparsify_model(split, "keep=0.5")
+    assert not clustered_layers(split) and list(split.state_dict()) == names  # it is as it was
+    sparse, _ = sparse_model(case)
+    with pytest.raises(UserError, match=words):
+        sequence_parallel(sparse, AXES, plan_for(sparse))
+    assert loss_of(sparse, make_inputs(case)).isfinite()  # still sparse on one process
+
+
+def test_what_is_sparse_must_stand_in_the_plan() -> None:
+    sparse, _ = sparse_model("wan")
+    with pytest.raises(UserError, match=r"blocks.1.attn1 \(WanAttention\) is sparse, and the plan .* does not name it"):
+        sequence_parallel(sparse, AXES, replace(plan_for(sparse), attention={}))
 
 
 def test_configs() -> None:

@@ -26,6 +26,7 @@ RULES: dict[str, NumberRule] = {
     "text_pooled": "compute",
     "noise": "compute",
     "text_mask": "keep",
+    "fps": "keep",
     "quantiles": "host",
 }
 
@@ -97,6 +98,7 @@ def video_batch(
     pooled_BD: Tensor | None = None,
     noise_BCThw: Tensor | None = None,
     u_B: Tensor | None = None,
+    fps_B: Tensor | None = None,
 ) -> Batch:
     """The batch of samples of one bucket.
 
@@ -104,11 +106,12 @@ def video_batch(
         text_mask_BL: bool, True at real tokens.
         weights_B: 1 for samples, 0 for fillers that keep ranks in step.
         names: (sample key, epoch, repeat) of each sample.
-        pooled_BD: each caption's pooled vector, where the text encoder has one. Internal: no pipeline reaches it yet.
+        pooled_BD: each caption's pooled vector, where the text encoder has one.
         noise_BCThw: what training mixes in, drawn by name; None where none was asked for.
         u_B: float64 in [0, 1), the quantile of each sample's time.
+        fps_B: frames per second of each clip, for models that take them.
     """
-    optional = {"text_pooled": pooled_BD, "noise": noise_BCThw, "quantiles": u_B}
+    optional = {"text_pooled": pooled_BD, "noise": noise_BCThw, "quantiles": u_B, "fps": fps_B}
     tensors = {"latents": latents_BCThw, "text": text_BLD, "text_mask": text_mask_BL}
     tensors |= {name: tensor for name, tensor in optional.items() if tensor is not None}
     quantiles: list[float | None] = [None] * len(names) if u_B is None else u_B.tolist()
@@ -125,18 +128,22 @@ def assemble(
     seed: int,
     caption_dropout: float,
     noise: bool = False,
+    fps: bool = False,
 ) -> Batch:
     """The batch of (draw, weight) pairs of one bucket; each is as it would be in any other company.
 
-    With `noise` it carries what training draws by name, so that this is not drawn where the model waits for it.
+    With `noise` it carries what training draws by name, so that this is not drawn where the model waits for it; with `fps` the frames
+    per second of each clip, as the cache has them (of an image 1).
 
     No draw may be of a lost sample; `share` puts others in their place. Raises UserError when an entry is missing or
     damaged, or when latents of the bucket differ in shape.
     """
-    latents, texts = [], []
+    latents, texts, rates = [], [], []
     for draw, _ in draws:
         latent_key = choose_latent(draw.sample, seed, draw.name)
         latents.append(draw_latent(cache.latent(latent_key), seed, draw.name))
+        if fps:
+            rates.append(cache.entry(latent_key, "latents").fps or 1.0)
         text_key = choose_text(draw.sample, seed, draw.name, caption_dropout)
         texts.append(cache.null_text() if text_key is None else cache.text(text_key))
     for latent_CThw, (draw, _) in zip(latents, draws, strict=True):
@@ -160,16 +167,17 @@ def assemble(
         pooled_BD=torch.stack(pooled).float() if len(pooled) == len(texts) else None,
         noise_BCThw=draw_noise(names, tuple(latents[0].shape), seed) if noise else None,
         u_B=draw_quantiles(names, seed) if noise else None,
+        fps_B=torch.tensor(rates) if fps else None,
     )
 
 
 class VideoCollate:
     """Reads the batch of (draw, weight) pairs. In another process it opens the cache again, when it first reads, so that errors arrive."""
 
-    def __init__(self, cache: DatasetCache, seed: int, caption_dropout: float) -> None:
+    def __init__(self, cache: DatasetCache, seed: int, caption_dropout: float, fps: bool = False) -> None:
         self._cache: DatasetCache | None = cache
         self._opening = cache.__reduce__()
-        self._seed, self._caption_dropout = seed, caption_dropout
+        self._seed, self._caption_dropout, self._fps = seed, caption_dropout, fps
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_cache": None}
@@ -184,10 +192,10 @@ class VideoCollate:
 
     def __call__(self, draws: Sequence[tuple[SampleUse[Sample], float]]) -> Batch:
         """The batch. Raises UserError as `assemble`."""
-        return assemble(self.cache, draws, self._seed, self._caption_dropout, noise=True)
+        return assemble(self.cache, draws, self._seed, self._caption_dropout, noise=True, fps=self._fps)
 
     def shape(self, draws: Sequence[tuple[SampleUse[Sample], float]]) -> BatchShape:
-        """The shapes of a batch's tensors, from the index of the cache alone."""
+        """The shapes of a batch's tensors, from the index of the cache; captions are looked at for their pooled vectors."""
         encoders, bucket = self.cache.info["encoders"], draws[0][0].sample.bucket
         latent = (encoders["vae"]["channels"], *Strides(*encoders["vae"]["strides"]).latent(bucket))
         count, length = len(draws), max(self._text_tokens(draw) for draw, _ in draws)
@@ -198,7 +206,16 @@ class VideoCollate:
             "text_mask": (count, length),
             "quantiles": (count,),
         }
+        if self._fps:
+            tensors["fps"] = (count,)
+        pooled = [self._text(draw).pooled_D for draw, _ in draws]
+        if pooled[0] is not None and None not in pooled:
+            tensors["text_pooled"] = (count, *pooled[0].shape)
         return BatchShape(bucket, count, tensors)
+
+    def _text(self, draw: SampleUse[Sample]) -> TextEntry:
+        key = choose_text(draw.sample, self._seed, draw.name, self._caption_dropout)
+        return self.cache.null_text() if key is None else self.cache.text(key)
 
     def _text_tokens(self, draw: SampleUse[Sample]) -> int:
         key = choose_text(draw.sample, self._seed, draw.name, self._caption_dropout)

@@ -16,7 +16,7 @@ from mmspeed.config.parallel import ParallelConfig
 from mmspeed.config.training import BatchingConfig, StageConfig, TrainConfig
 from mmspeed.data.cache.files import write_whole
 from mmspeed.errors import UserError
-from mmspeed.protocols import DiffusionModel, OrderedSample, ShapeClass
+from mmspeed.protocols import CountsFlops, OrderedSample, ShapeClass
 from mmspeed.shapes import Bucket, Strides, as_bucket
 
 from .assignment import Cost
@@ -256,7 +256,7 @@ def costs_of_samples(costs: SampleCosts, samples: Iterable[S], flops: Callable[[
     return SampleCosts(costs.tokens, means.__getitem__, lambda sample: shares[sample.key])
 
 
-def sample_costs(model: DiffusionModel, strides: Strides, max_text_tokens: int) -> SampleCosts:
+def sample_costs(model: CountsFlops, strides: Strides, max_text_tokens: int) -> SampleCosts:
     """The costs of a model, which may be on the meta device."""
     text = min(COUNTED_TEXT_TOKENS, max_text_tokens)
     return SampleCosts(

@@ -19,7 +19,7 @@ from mmspeed.errors import UserError
 from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
 from mmspeed.mesh import Mesh, by_mesh, layout_of
 from mmspeed.parallel import is_half, take_float32_gradients, unwrap
-from mmspeed.protocols import trainable
+from mmspeed.protocols import blocks_of
 
 from .gradient_release import ReleasingOptimizer
 
@@ -69,7 +69,7 @@ def make_groups(model: nn.Module, cfg: TrainConfig) -> Groups:
     parameters = [p for p in model.parameters() if p.requires_grad]
     hidden: set[int] = set()
     if cfg.optimizer == "muon":
-        hidden = {id(p) for block in trainable(unwrap(model)).blocks for p in block.parameters() if p.ndim == 2}
+        hidden = {id(p) for _, block in blocks_of(unwrap(model)) for p in block.parameters() if p.ndim == 2}
     groups: Groups = []
     for some in by_mesh(parameters):  # apart: torch's foreach kernels take tensors of one mesh
         groups += [

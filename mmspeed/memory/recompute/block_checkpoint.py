@@ -23,10 +23,27 @@ class _Recomputed(nn.Module):
     _exchange_again = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        run = super().forward
-        if not torch.is_grad_enabled() or (self._reentrant and not any(map(_takes_part, args))):
-            return run(*args, **kwargs)
-        return checkpoint(_RecomputedRun(run, self._exchange_again), *args, use_reentrant=self._reentrant, **kwargs)
+        run, given = by_position(super().forward, args, kwargs)
+        if not torch.is_grad_enabled() or (self._reentrant and not any(map(_takes_part, given))):
+            return run(*given)
+        return checkpoint(_RecomputedRun(run, self._exchange_again), *given, use_reentrant=self._reentrant)
+
+
+def by_position(
+    run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A function of positional arguments alone that calls `run` as it is called, and its arguments.
+
+    Torch's checkpoint keeps, offloads and gives gradients to tensors that it sees; the blocks of some models get theirs by name.
+    """
+    if not kwargs:
+        return run, args
+    names, count = tuple(kwargs), len(args)
+
+    def named(*given: Any) -> Any:
+        return run(*given[:count], **dict(zip(names, given[count:], strict=True)))
+
+    return named, (*args, *kwargs.values())
 
 
 class _RecomputedRun:
@@ -83,8 +100,8 @@ def recompute(block: nn.Module, around_graphs: bool = False, exchange_again: boo
 
     around_graphs: what is recomputed runs as graphs of torch.compile. The second pass may find other graphs than the first, which
     keep other tensors, so torch's reentrant way is taken: it keeps none of the first pass and matches nothing. That one takes
-    positional arguments alone, and `backward()` rather than `torch.autograd.grad`. exchange_again: keep nothing of exchanges and make
-    them again.
+    `backward()` rather than `torch.autograd.grad`, and gives no gradient to tensors within lists. exchange_again: keep nothing of
+    exchanges and make them again.
     """
     recomputed = mix_in(block, _Recomputed)
     recomputed._reentrant, recomputed._exchange_again = around_graphs, exchange_again

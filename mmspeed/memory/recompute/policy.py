@@ -15,7 +15,7 @@ from mmspeed.memory.chunks import set_chunks
 from mmspeed.memory.offload.swap_group import Offloader, OffloadGroup
 
 from .block_checkpoint import recompute
-from .spans import ActivationPolicies, regions_of, set_policies
+from .spans import ActivationPolicies, check_policies, set_policies
 
 SWAPPED: dict[str, ActivationPolicy] = {
     "offload": "save",
@@ -61,12 +61,7 @@ class BlockPolicies:
         ways = {name: way for name, way in self.of(number).items() if way != "save"}
         if self.mlp_chunk is not None and not set_chunks(block, self.mlp_chunk, self.mlp_exact):
             raise UserError(f"memory.mlp_chunk: {type(block).__name__} has no MLP that computes in parts; leave it out")
-        known = ("block", *regions_of(block))
-        unknown = next((name for name in ways if name not in known), None)
-        if unknown is not None:
-            raise UserError(
-                f"memory.activation_policy: {type(block).__name__} has no region {unknown} (it has {', '.join(known)})"
-            )
+        check_policies(block, ways)
         if compiled and ways:
             if ways != {"block": "recompute"}:
                 raise UserError(

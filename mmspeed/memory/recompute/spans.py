@@ -5,21 +5,22 @@ A model knows nothing of them. `set_policies` changes a block's modules by a mix
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
-from mmspeed.config.memory import ActivationPolicy
+from mmspeed.config.memory import SMALL_WAYS, ActivationPolicy
 from mmspeed.errors import UserError, nearest
 from mmspeed.memory.offload.swap_group import OffloadGroup
 from mmspeed.mixin import mix_in
 from mmspeed.protocols.plan import BlockParts, PreparesInput, Region, named_like, parts_of
 from mmspeed.replay import in_region
 
+from .block_checkpoint import by_position
 from .discard import discarded
 from .region import OpPolicy, RegionPolicy, run_region
 
@@ -55,8 +56,6 @@ class RegionRunner:
             return cast(T, discarded(before, cast(Any, run), *args, exchange_again=self.exchange_again))
         if before is not None:
             run = _joined(before, run)
-        if kwargs:
-            run = partial(run, **kwargs)
         group = self.groups() if self.groups is not None else None
         if self.policy is None:
             assert group is not None
@@ -77,7 +76,8 @@ class RegionModule(nn.Module):
         runner = self._runner
         if runner is None or not torch.is_grad_enabled() or in_region():
             return super().forward(*args, **kwargs)
-        return runner.run(super().forward, *args, **kwargs)
+        run, given = by_position(super().forward, args, kwargs)
+        return runner.run(run, *given)
 
 
 class PreparationRegion(nn.Module):
@@ -138,6 +138,7 @@ def set_policies(
     UserError for a region that the block has not.
     """
     parts = parts_of(block)
+    check_policies(block, ways)
     for module in block.modules():
         if isinstance(module, RegionModule | PreparationRegion):
             module._runner = None
@@ -149,8 +150,30 @@ def set_policies(
             mix_in(block, RegionModule)._runner = runner
             continue
         for module in region_modules(block, name, parts):
-            mixin = PreparationRegion if parts.regions[name].small else RegionModule
-            mix_in(module, mixin, rename=False)._runner = runner  # type: ignore[attr-defined]
+            if parts.regions[name].small:
+                mix_in(module, PreparationRegion, rename=False)._runner = runner
+            else:
+                mix_in(module, RegionModule, rename=False)._runner = runner
+
+
+def check_policies(block: nn.Module, ways: ActivationPolicies) -> None:
+    """Raises UserError for a region that a block has not, a policy that is not for it, and two of which one lies in the other."""
+    parts, names = parts_of(block), [name for name, way in ways.items() if way != "save"]
+    own = {name: region_modules(block, name, parts) if name != "block" else [block] for name in names}
+    for name in names:
+        small = name != "block" and parts.regions[name].small
+        if small and ways[name] not in SMALL_WAYS:
+            raise UserError(f"memory.activation_policy: {name} can be {' or '.join(SMALL_WAYS)}, not {ways[name]}")
+        if not small and ways[name] == "recompute_output":
+            raise UserError(
+                f"memory.activation_policy: {name} cannot be recompute_output, which frees one result: small regions can"
+            )
+    for outer, inner in itertools.permutations(own, 2):
+        within = {id(part) for module in own[outer] for part in module.modules()}
+        if outer != inner and any(id(module) in within for module in own[inner]):
+            raise UserError(
+                f"memory.activation_policy: {inner} lies in {outer} in {type(block).__name__}, so only one of them can have a policy"
+            )
 
 
 def region_modules(block: nn.Module, name: str, parts: BlockParts | None = None) -> list[nn.Module]:

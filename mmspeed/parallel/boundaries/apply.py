@@ -19,7 +19,7 @@ from mmspeed.mesh import Mesh
 from mmspeed.mixin import mix_in
 from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes
 from mmspeed.parallel.tensor import check_heads
-from mmspeed.protocols.plan import Attended, Linear, ModelPlan, Site, plan_of
+from mmspeed.protocols.plan import Attended, Linear, ModelPlan, Seen, Site, declare_plan, plan_of
 
 from .attention import CalledSite, InterceptedSite, SiteBoundary, sparse_layer
 from .boundary import Bounded, Grid, ModuleBoundary, Root, RootBoundary
@@ -46,8 +46,8 @@ class Boundaries:
         for name, module in self._bounded():
             if "forward" in vars(module):
                 raise UserError(
-                    f"parallelize: the forward of {described(name, module)} has been replaced (hooks of diffusers or accelerate do); "
-                    "apply it first"
+                    f"the forward of {described(name, module)} has been replaced (hooks of diffusers or accelerate do); spread the model "
+                    "over processes, or make it sparse, before"
                 )
 
     @property
@@ -76,8 +76,11 @@ class Boundaries:
     def put_inside(self) -> None:
         """Put attentions, and the boundaries of modules that are no blocks, in place."""
         for name, module, site in self._sites():
-            boundary = SiteBoundary(self.sequences, described(name, module), site, self.attends(name))
-            mix_in(module, CalledSite if site.calls else InterceptedSite, rename=False)._site = boundary  # type: ignore[assignment]
+            at = SiteBoundary(self.sequences, described(name, module), site, self.attends(name))
+            if site.calls:
+                mix_in(module, CalledSite, rename=False)._site = at
+            else:
+                mix_in(module, InterceptedSite, rename=False)._site = at
         blocks = {block.name for block in self.plan.blocks}
         for name, boundary in self._module_boundaries().items():
             if name and name not in blocks:
@@ -118,15 +121,19 @@ class Boundaries:
         return ModuleBoundary(self.sequences, where, argument_names(type(module)), self.attends(name), before)
 
     def _module_boundaries(self) -> dict[str, ModuleBoundary]:
-        """By module name, those that the plan's inputs, outputs and running tokens ask for."""
+        """By module name, those that the plan's inputs, outputs and running tokens ask for; none on one process."""
         made: dict[str, ModuleBoundary] = {}
+        layout = self.sequences.layout
+        if layout.size == 1:
+            return made
 
         def of(name: str, module: nn.Module) -> ModuleBoundary:
             return made.setdefault(name, self._boundary(name, module))
 
         for pattern, inputs in self.plan.inputs.items():
-            for name, module in matching(self.model, pattern):
-                of(name, module).inputs.update(inputs)
+            moved = {k: what for k, what in inputs.items() if layout.tensor.size > 1 or not isinstance(what, Seen)}
+            for name, module in matching(self.model, pattern) if moved else ():
+                of(name, module).inputs.update(moved)
         for pattern, outputs in self.plan.outputs.items():
             for name, module in matching(self.model, pattern):
                 of(name, module).outputs.update(outputs)
@@ -136,7 +143,10 @@ class Boundaries:
         return made
 
     def _sites(self) -> list[tuple[str, nn.Module, Site]]:
-        """Attentions that tokens on other processes may reach, and those that were made sparse."""
+        """Attentions that tokens on other processes may reach, and those that were made sparse.
+
+        Raises UserError for a sparse one that the plan does not name, or that is joint and split at once.
+        """
         layout, found = self.sequences.layout, []
         for pattern, site in self.plan.attention.items():
             for name, module in matching(self.model, pattern, "plan, attention"):
@@ -148,6 +158,12 @@ class Boundaries:
                     )
                 if sparse or self._may_cross(site, self.attends(name)):
                     found.append((name, module, site))
+        known = {name for name, _, _ in found}
+        for name, module in self.model.named_modules():
+            if name not in known and sparse_layer(module) is not None:
+                raise UserError(
+                    f"{described(name, module)} is sparse, and the plan of {type(self.model).__name__} does not name it in `attention`"
+                )
         return found
 
     def _may_cross(self, site: Site, attends: Attended) -> bool:
@@ -314,6 +330,7 @@ def sequence_parallel(
         one, name="sequence", size=axes.size, rank=axes.rank, group=one.group if one.size == axes.size else None
     )
     boundaries = Boundaries(model, Sequences(plan, TokenLayout(axes, hybrid, whole=hybrid)), check_inputs=True)
+    declare_plan(model, plan)
     if axes.size > 1:
         boundaries.put_inside()
         boundaries.put_around()

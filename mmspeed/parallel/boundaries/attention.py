@@ -71,6 +71,8 @@ class SiteBoundary:
             return layout.axes, sizes, sizes
         # a caption is short beside a video: its keys go round all processes, and no queries are exchanged
         axes = SequenceAxes(layout.whole, Axis.alone("ulysses"))
+        if layout.whole.group is None:  # these have no group of their own
+            axes = layout.axes
         queries = [record.all_sizes(name, self.attends, self.where) for name in self.site.queries]
         keys = [record.all_sizes(name, self.attends, self.where) for name in self.keys]
         return axes, _added(queries), _added(keys)
@@ -263,10 +265,12 @@ class _Taken(TorchFunctionMode):
             query = query * (scale * query.shape[-1] ** 0.5)
         if self.site.crosses(self.record):
             axes, q_sizes, k_sizes = self.site.sizes(self.record)
-            positions_NX, _ = _places(self.record, self.site.keys, sum(k_sizes), query.device, where)
+            grid_NX, _ = _places(self.record, self.site.keys, sum(k_sizes), query.device, where)
+            positions_NX = self.record.in_order_of_all(grid_NX, self.site.keys[0], self.site.attends, where)
             return sparse_attention(query, key, value, mask_BM, axes, q_sizes, k_sizes, positions_NX, layer)
         positions_NX, text_M = _places(self.record, self.site.keys, query.shape[2], query.device, where)
-        return layer.attend(query, key, value, mask_BM, positions_NX, text_M)
+        out: Tensor = layer(query, key, value, mask_BM, positions_NX, text_M)
+        return out
 
 
 def _places(

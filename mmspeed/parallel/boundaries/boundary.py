@@ -58,7 +58,7 @@ class ModuleBoundary:
         for argument, tokens in self.tokens.items():
             change(argument, lambda x, where, t=tokens: record.reshard(x, t, self.before, self.attends, where))  # type: ignore[misc]
         for argument, what in self.inputs.items():
-            change(argument, lambda x, where, w=what: self.part(record, x, w, where))  # type: ignore[misc]
+            change(argument, lambda x, where, w=what: self.piece(record, x, w, where))  # type: ignore[misc]
         return tuple(listed), kwargs
 
     @outside_graphs
@@ -72,17 +72,17 @@ class ModuleBoundary:
             if isinstance(what, Gather):
                 items[place] = record.gather(items[place], what, self.attends, where)
             else:
-                items[place] = self.part(record, items[place], what, where)
+                items[place] = self.piece(record, items[place], what, where)
         return items[0] if single else type(out)(items)
 
-    def part(self, record: ForwardRecord, value: Any, what: Split | Leading | Seen, where: str) -> Any:
+    def piece(self, record: ForwardRecord, value: Any, what: Split | Leading | Seen, where: str) -> Any:
         """This process's part of an argument or output, or of each tensor in a list."""
         if value is None:
             return None
         if isinstance(what, Leading):
             return record.leading(int(value), what.sequence, self.attends, where)
         if isinstance(value, list | tuple):
-            return type(value)([self.part(record, item, what, where) for item in value])
+            return type(value)([self.piece(record, item, what, where) for item in value])
         if not isinstance(value, torch.Tensor):
             raise UserError(f"{where} is a {type(value).__name__}; the plan can split tensors and lists of them")
         if isinstance(what, Seen):

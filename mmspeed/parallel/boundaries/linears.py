@@ -167,9 +167,8 @@ def _norm_of_all(norm: nn.RMSNorm, x: Tensor, boundary: LinearBoundary) -> Tenso
     return normed.to(x.dtype)
 
 
-def _applied(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    boundary: LinearBoundary = layer._linear  # type: ignore[assignment]
-    bias = local(layer.bias) if layer.bias is not None else None
+def _applied(layer: SplitLinear | SplitPreparingLinear) -> tuple[Tensor, Tensor | None]:
+    boundary, bias = layer._linear, local(layer.bias) if layer.bias is not None else None
     if bias is not None and boundary.bias_share != 1.0:
         bias = bias * boundary.bias_share  # every process adds a part: their outputs are summed
     return local(layer.weight), bias
@@ -198,8 +197,10 @@ def split_layer(
         layer.bias = _part(layer.bias, 0, mesh, parts, place)
     share = 1.0 / parts if linear.role == "row" else 1.0
     boundary = LinearBoundary(sequences, where, linear, attends, share, outputs)
-    mixin = SplitPreparingLinear if isinstance(layer, PreparesInput) else SplitLinear
-    mix_in(layer, mixin, rename=False)._linear = boundary  # type: ignore[attr-defined]
+    if isinstance(layer, PreparesInput):
+        mix_in(layer, SplitPreparingLinear, rename=False)._linear = boundary
+    else:
+        mix_in(layer, SplitLinear, rename=False)._linear = boundary
 
 
 def _plain_linear(layer: nn.Module, linear: Linear, where: str) -> nn.Linear:

@@ -21,33 +21,27 @@ def matching(model: nn.Module, pattern: str, what: str = "plan") -> list[tuple[s
     return found
 
 
-def argument_names(own: type[nn.Module]) -> tuple[str, ...]:
-    """Names of the positional arguments of the first forward under the mixins that has names."""
+def _own_parameters(own: type[nn.Module]) -> list[inspect.Parameter]:
+    """The parameters of the first forward under the mixins that names one; mixins take any and hand them on."""
     for base in own.__mro__:
         if "forward" in vars(base):
-            kinds = list(inspect.signature(vars(base)["forward"]).parameters.values())[1:]
-            names = [p.name for p in kinds if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-            if names or not kinds:
-                return tuple(names)
-    return ()
+            parameters = list(inspect.signature(vars(base)["forward"]).parameters.values())[1:]
+            if not parameters or any(p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
+                return parameters
+    return []
+
+
+def argument_names(own: type[nn.Module]) -> tuple[str, ...]:
+    """Names of the positional arguments of a module's own forward."""
+    return tuple(p.name for p in _own_parameters(own) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
 
 
 def check_argument(own: type[nn.Module], argument: str, where: str) -> None:
     """Raises UserError for an argument that no call of a module can have."""
-    kinds = [
-        parameter
-        for base in own.__mro__
-        if "forward" in vars(base)
-        for parameter in inspect.signature(vars(base)["forward"]).parameters.values()
-    ]
-    names = [p.name for p in kinds if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "self"]
-    takes_any = all(
-        any(p.kind is p.VAR_KEYWORD for p in inspect.signature(vars(base)["forward"]).parameters.values())
-        for base in own.__mro__
-        if "forward" in vars(base)
-    )
-    if argument not in names and not takes_any:
-        raise UserError(f"plan: {where} has no argument {argument!r}{nearest(argument, tuple(dict.fromkeys(names)))}")
+    parameters = _own_parameters(own)
+    names = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if argument not in names and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        raise UserError(f"plan: {where} has no argument {argument!r}{nearest(argument, names)}")
 
 
 def described(name: str, module: nn.Module) -> str:

@@ -1,8 +1,8 @@
 """One forward pass of a model that is spread over processes: lengths of its sequences, and this process's part of each tensor.
 
 The record is made by the model's own boundary and lasts as long as the forward. Boundaries, sites and layers inside ask
-`Sequences.record()`, which answers through `mmspeed.replay.fact`: whatever computes a part of the forward again (a region, a checkpoint) keeps
-the record of the forward that it belongs to, in its own thread, whatever other forwards came in between. No slot on a shared object
+`Sequences.record()`, which answers through `mmspeed.replay.fact`: whatever computes a part of the forward again (a region, a
+checkpoint) keeps the record of the forward that it belongs to, in its own thread, whatever other forwards came in between. No slot on a shared object
 holds it.
 
 Legend: B batch, T rows, S columns, N tokens, E width, X position axes.
@@ -10,6 +10,7 @@ Legend: B batch, T rows, S columns, N tokens, E width, X position axes.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -172,11 +173,14 @@ class ForwardRecord:
             raise UserError(
                 f"{where}: sparse attention across processes needs the positions of {sequence!r}; mend the plan"
             )
-        pos_TSX, layout = self.positions[key], self.sequences.layout
-        if attends == "rows":
-            return pos_TSX[:, 0]
+        pos_TSX = self.positions[key]
+        return pos_TSX[:, 0] if attends == "rows" else self.in_order_of_all(pos_TSX[0], sequence, attends, where)
+
+    def in_order_of_all(self, columns: Tensor, sequence: str, attends: Attended, where: str) -> Tensor:
+        """What lies along the columns of a sequence (N, ...), in the order in which processes of ring x ulysses hold them."""
+        layout = self.sequences.layout
         held = [self.held(sequence, attends, where, (h, layout.dsp.rank)) for h in range(layout.hybrid.size)]
-        return torch.cat([pos_TSX[0, part.start : part.stop] for each in held for part in each.columns])
+        return torch.cat([columns[part.start : part.stop] for each in held for part in each.columns])
 
     # -- tensors --------------------------------------------------------------------------------------------------------
 
@@ -378,7 +382,7 @@ def _narrowed(x: Tensor, dim: int, part: range, begin: int) -> Tensor:
 
 def _neighbours(ranges: list[range]) -> list[range]:
     """The same ranges where each begins at the end of the one before; else none."""
-    follow = all(left.stop == right.start for left, right in zip(ranges, ranges[1:], strict=False))
+    follow = all(left.stop == right.start for left, right in itertools.pairwise(ranges))
     return ranges if follow else []
 
 

@@ -18,6 +18,8 @@ Bytes that a rank sends per call, e the element size, sums over uneven parts oth
     key mask over "ulysses" (all_gather):                       forward (u - 1) B M
     ring: the formulas of `parallel.ring`, with K / u heads and the joined length u M
 
+Copies that these make, besides: `layouts`, and docs/communication.md.
+
 The causal order: the R = ring ranks hold the sequence in `zigzag` order, and the Ulysses ranks of each share its two chunks, joined, by
 contiguous parts.
 
@@ -29,7 +31,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -48,10 +50,13 @@ from mmspeed.compute.autocast import autocast_alike
 from mmspeed.errors import UserError
 from mmspeed.graphs import outside_graphs
 
+from .layouts import Layout, memory_order, tokens_first
 from .ring import ring_attention
 
 # queries, keys, values and the keys' mask, of whole heads, to the output
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+# How an `Attend` reads what comes: at any strides, so that nothing is copied; each tensor contiguous; or that, heads outside tokens.
+Reads = Literal["strided", "NBAD", "BAND"]
 
 
 @dataclass(frozen=True)
@@ -103,8 +108,11 @@ def hybrid_attention(
     scale: float | None = None,
     backend: str = "auto",
     counter: Counter[str] | None = None,
+    layout: Layout = "BNAD",
 ) -> Tensor:
     """Attention of this rank's part of the queries to all keys of the group: `out_BAND`.
+
+    Under the layout BNGAD the queries, keys, values and output are BGAND, and the mask's B is B x G.
 
     Args:
         key_mask_BM: bool, True at keys of this rank's part that count; None on all ranks or on none. Queries that see no key give 0.
@@ -112,11 +120,14 @@ def hybrid_attention(
         causal: the order of the parts is that of the file's head.
         backend: "auto", "sdpa" (a fused kernel or ValueError) or "eager"; where blocks are attended to, also a kernel's name.
         counter: counts calls by backend or kernel.
+        layout: how the projections lie in memory on all ranks, and the output's product reads it: the output of an exchange lies so.
 
     Every rank makes the call, and its backward. Under autocast, computes in its dtype.
     Raises UserError for fewer heads than Ulysses ranks, ValueError for sizes that do not fit.
     """
     q_BAND, k_BKMD, v_BKMD = autocast_alike(q_BAND, k_BKMD, v_BKMD)
+    # what came over the Ulysses axis lies as it travelled, and a B and G that are no one dim in memory are copied to be one
+    order = tokens_first("BAND") if axes.ulysses.size > 1 else memory_order("BAND" if layout == "BNGAD" else layout)
 
     def attend(q_BAND: Tensor, k_BKMD: Tensor, v_BKMD: Tensor, key_mask_BM: Tensor | None) -> Tensor:
         if axes.ring.size == 1 and not causal and scale is None:
@@ -134,9 +145,13 @@ def hybrid_attention(
             scale=scale,
             backend=backend,
             counter=counter,
+            order=order,
         )
 
-    return with_heads_exchanged(q_BAND, k_BKMD, v_BKMD, key_mask_BM, axes, q_sizes, k_sizes, attend)
+    reads: Reads = "strided" if axes.ring.size == 1 else "NBAD"
+    return with_heads_exchanged(
+        q_BAND, k_BKMD, v_BKMD, key_mask_BM, axes, q_sizes, k_sizes, attend, layout=layout, reads=reads
+    )
 
 
 def with_heads_exchanged(
@@ -148,20 +163,35 @@ def with_heads_exchanged(
     q_sizes: Sequence[int],
     k_sizes: Sequence[int],
     attend: Attend,
+    *,
+    layout: Layout = "BNAD",
+    reads: Reads = "BAND",
 ) -> Tensor:
     """`attend` by some of the heads, over the joined parts of the Ulysses ranks; its output in the parts and heads of the queries.
 
     Arguments as those of `hybrid_attention`. Keys with fewer heads than queries may come to `attend` repeated, but not to the heads of
-    the queries.
+    the queries. `attend` gets (B, A, N, D), B being B x G under the layout BNGAD.
     """
-    _check(q_BAND, k_BKMD, axes, q_sizes, k_sizes)
+    _check(q_BAND, k_BKMD, axes, q_sizes, k_sizes, layout)
     if axes.ulysses.size == 1:
-        return attend(q_BAND, k_BKMD, v_BKMD, key_mask_BM)
-    heads = split_heads(q_BAND.shape[1], k_BKMD.shape[1], axes.ulysses.size)
+        return _with_one_batch(attend, q_BAND, k_BKMD, v_BKMD, key_mask_BM)
+    heads = split_heads(q_BAND.shape[-3], k_BKMD.shape[-3], axes.ulysses.size)
     near_q, near_k = axes.near(q_sizes), axes.near(k_sizes)
-    joined = _heads_for_sequence(q_BAND, k_BKMD, v_BKMD, key_mask_BM, axes.ulysses, heads, near_q, near_k)
-    out_BAND = attend(*joined)
-    return _sequence_for_heads(out_BAND, axes.ulysses, heads.queries, near_q)
+    joined = _heads_for_sequence(
+        q_BAND, k_BKMD, v_BKMD, key_mask_BM, axes.ulysses, heads, near_q, near_k, layout, reads
+    )
+    out_BAND = _with_one_batch(attend, *joined)
+    return _sequence_for_heads(out_BAND, axes.ulysses, heads.queries, near_q, layout)
+
+
+def _with_one_batch(
+    attend: Attend, q_BAND: Tensor, k_BKMD: Tensor, v_BKMD: Tensor, key_mask_BM: Tensor | None
+) -> Tensor:
+    """`attend` of (B, A, N, D), or of (B, G, A, N, D) as if B and G were one dim, which they are in what came by an exchange."""
+    if q_BAND.dim() == 4:
+        return attend(q_BAND, k_BKMD, v_BKMD, key_mask_BM)
+    out_BAND = attend(q_BAND.flatten(0, 1), k_BKMD.flatten(0, 1), v_BKMD.flatten(0, 1), key_mask_BM)
+    return out_BAND.reshape(*q_BAND.shape[:2], *out_BAND.shape[1:])  # a view: B is cut
 
 
 @dataclass(frozen=True)
@@ -203,29 +233,49 @@ def _heads_for_sequence(
     heads: HeadSplit,
     q_sizes: tuple[int, ...],
     k_sizes: tuple[int, ...],
+    layout: Layout,
+    reads: Reads,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """From all heads of this rank's part to this rank's heads of the joined parts, and the joined mask; all under way together.
 
-    One message where queries and keys are split alike.
+    One message where queries and keys are split alike and `attend` reads at any strides.
     """
-    if heads.key_heads != k_BKMD.shape[1]:
-        k_BKMD, v_BKMD = (x.repeat_interleave(heads.key_heads // x.shape[1], dim=1) for x in (k_BKMD, v_BKMD))
-    keys = [heads.keys, heads.keys]
+    if heads.key_heads != k_BKMD.shape[-3]:
+        k_BKMD, v_BKMD = (x.repeat_interleave(heads.key_heads // x.shape[-3], dim=-3) for x in (k_BKMD, v_BKMD))
+    keys, wire = [heads.keys, heads.keys], tokens_first(layout)
+    order = tuple(range(q_BAND.dim())) if reads == "BAND" else wire
+    apart = reads == "NBAD"
     if q_sizes == k_sizes:
-        started = [start_all_to_all_many([q_BAND, k_BKMD, v_BKMD], ulysses, 1, 2, [heads.queries, *keys], q_sizes)]
+        several = [
+            start_all_to_all_many(
+                [q_BAND, k_BKMD, v_BKMD],
+                ulysses,
+                -3,
+                -2,
+                [heads.queries, *keys],
+                q_sizes,
+                order,
+                wire=wire,
+                apart=apart,
+            )
+        ]
     else:
-        started = [
-            start_all_to_all(q_BAND, ulysses, 1, 2, heads.queries, q_sizes),
-            start_all_to_all_many([k_BKMD, v_BKMD], ulysses, 1, 2, keys, k_sizes),
+        several = [
+            start_all_to_all(q_BAND, ulysses, -3, -2, heads.queries, q_sizes, order, wire=wire),
+            start_all_to_all_many([k_BKMD, v_BKMD], ulysses, -3, -2, keys, k_sizes, order, wire=wire, apart=apart),
         ]
     mask = None if key_mask_BM is None else start_all_gather(key_mask_BM, ulysses, 1, k_sizes)
-    q, k, v = (x for pending in started for x in finish_all(pending))
+    q, k, v = (x for pending in several for x in finish_all(pending))
     return q, k, v, None if mask is None else finish(mask)
 
 
 @outside_graphs
-def _sequence_for_heads(out_BAND: Tensor, ulysses: Axis, heads: tuple[int, ...], q_sizes: tuple[int, ...]) -> Tensor:
-    return all_to_all(out_BAND, ulysses, 2, 1, q_sizes, heads)
+def _sequence_for_heads(
+    out_BAND: Tensor, ulysses: Axis, heads: tuple[int, ...], q_sizes: tuple[int, ...], layout: Layout
+) -> Tensor:
+    wire = tokens_first(layout)
+    # the gradient comes as it travels: kernels read it at any strides
+    return all_to_all(out_BAND, ulysses, -2, -3, q_sizes, heads, memory_order(layout), wire=wire, grad_order=wire)
 
 
 _ring = outside_graphs(ring_attention)
@@ -253,8 +303,12 @@ def of_nothing(q_BAND: Tensor, k_BKMD: Tensor, v_BKMD: Tensor) -> Tensor:
     return torch.zeros_like(q_BAND) + sum(x[..., :0].sum() for x in (q_BAND, k_BKMD, v_BKMD))
 
 
-def _check(q_BAND: Tensor, k_BKMD: Tensor, axes: SequenceAxes, q_sizes: Sequence[int], k_sizes: Sequence[int]) -> None:
+def _check(
+    q_BAND: Tensor, k_BKMD: Tensor, axes: SequenceAxes, q_sizes: Sequence[int], k_sizes: Sequence[int], layout: Layout
+) -> None:
     for what, x, sizes in (("queries", q_BAND, q_sizes), ("keys", k_BKMD, k_sizes)):
-        if len(sizes) != axes.size or sizes[axes.rank] != x.shape[2]:
-            have = f"rank {axes.rank} of {axes.size} has {x.shape[2]} {what}"
+        if x.dim() != len(layout):
+            raise ValueError(f"{what} of shape {tuple(x.shape)}, but the layout {layout} has {len(layout)} dims")
+        if len(sizes) != axes.size or sizes[axes.rank] != x.shape[-2]:
+            have = f"rank {axes.rank} of {axes.size} has {x.shape[-2]} {what}"
             raise ValueError(f"{have}, but the sizes of the group are {tuple(sizes)}")

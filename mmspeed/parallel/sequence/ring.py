@@ -28,12 +28,12 @@ from torch.autograd.function import once_differentiable
 
 from mmspeed.comm.axis import Axis
 from mmspeed.comm.exchange import pass_on
+from mmspeed.comm.packing import inverse, laid_out
 from mmspeed.compute.block_attention import block_backward, block_forward, merge
 from mmspeed.replay import checkpointed
 
 from .ring_schedule import (
     Hop,
-    Link,
     PendingBlock,
     RingStep,
     Shapes,
@@ -50,15 +50,33 @@ class AxisLink:
     """Messages over an axis of the mesh. `outer`: an axis of the same ranks with a group of its own for hops between windows.
 
     Without it they share the ring's group; an accelerator's group carries messages one after the other, so there a double ring
-    hides its slow hops only with `outer`.
+    hides its slow hops only with `outer`. `order`: of the dims of keys, values and their gradients in memory, on the way and here.
     """
 
     axis: Axis
     outer: Axis | None = None
+    order: tuple[int, ...] = (0, 1, 2, 3)
 
     def start(self, tensors: Sequence[Tensor], hop: Hop, shapes: Shapes) -> PendingBlock:
         axis = self.outer if hop.outer and self.outer is not None else self.axis
-        return pass_on(tensors, axis, hop.to, hop.source, shapes, name="ring_outer" if hop.outer else None)
+        sent = [x.permute(self._order(x.dim())) for x in tensors]
+        come = [[shape[dim] for dim in self._order(len(shape))] for shape in shapes]
+        pending = pass_on(sent, axis, hop.to, hop.source, come, name="ring_outer" if hop.outer else None)
+        return _Reordered(pending, [inverse(self._order(len(shape))) for shape in shapes])
+
+    def _order(self, dims: int) -> tuple[int, ...]:
+        return self.order if dims == len(self.order) else tuple(range(dims))
+
+
+@dataclass(frozen=True)
+class _Reordered:
+    """Tensors on their way in an order of their own."""
+
+    pending: PendingBlock
+    orders: list[tuple[int, ...]]
+
+    def wait(self) -> list[Tensor]:
+        return [x.permute(order) for x, order in zip(self.pending.wait(), self.orders, strict=True)]
 
 
 def ring_attention(
@@ -75,12 +93,15 @@ def ring_attention(
     scale: float | None = None,
     backend: str = "auto",
     counter: Counter[str] | None = None,
+    order: Sequence[int] = (0, 1, 2, 3),
 ) -> Tensor:
     """Attention of this rank's queries to the keys of all ranks of the axis: `out_BAND`, in the dtype of the queries.
 
     `k_lengths`: keys of each rank, 0 allowed. `causal`: queries and keys are this rank's two chunks in `zigzag` order. `window`: places of
     an inner ring (None: a single ring). `outer`: see `AxisLink`. `backend`, `counter`, `key_mask_BM`, `scale`: as in
-    `compute.block_attention`. Every rank of the axis makes the call, and its backward, whatever it holds.
+    `compute.block_attention`. `order`: the dims of keys and values from the outermost in memory to the innermost, the same on all ranks:
+    where they lie so, nothing is copied. The output lies as the queries do. Every rank of the axis makes the call, and its backward,
+    whatever it holds.
 
     A second derivative is not supported and raises RuntimeError. Raises ValueError for lengths, a window or shapes that do not fit.
     """
@@ -91,7 +112,8 @@ def ring_attention(
         total = sum(k_lengths)
         if tuple(k_lengths) != zigzag_lengths(total, axis.size) or q_BAND.shape[2] != k_BKMD.shape[2]:
             raise ValueError(f"causal ring: queries and keys of {tuple(k_lengths)} are not in zigzag order")
-    ring = _Ring(axis.rank, tuple(k_lengths), AxisLink(axis, outer), total, window, scale, backend, counter)
+    link = AxisLink(axis, outer, tuple(order))
+    ring = _Ring(axis.rank, tuple(k_lengths), link, total, window, scale, backend, counter)
     result: Tensor = _RingAttention.apply(ring, q_BAND, k_BKMD, v_BKMD, key_mask_BM)
     return result
 
@@ -102,7 +124,7 @@ class _Ring:
 
     rank: int
     lengths: tuple[int, ...]
-    link: Link
+    link: AxisLink
     total: int | None
     window: int | None
     scale: float | None
@@ -138,7 +160,8 @@ class _RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, ring: _Ring, q_BAND: Tensor, k_BKMD: Tensor, v_BKMD: Tensor, key_mask_BM: Tensor | None
     ) -> Tensor:
-        own = [k_BKMD.contiguous(), v_BKMD.contiguous()] + ([] if key_mask_BM is None else [key_mask_BM.contiguous()])
+        own = [laid_out(x, ring.link.order) for x in (k_BKMD, v_BKMD)]
+        own += [] if key_mask_BM is None else [key_mask_BM.contiguous()]
         ctx.ring = ring
         what = "ring", ring.link, ring.lengths, q_BAND.shape
         out_BAND, lse_BAN = checkpointed("exchange", lambda: _attend_forward(ring, q_BAND, own), what)
@@ -152,7 +175,7 @@ class _RingAttention(torch.autograd.Function):
         q_BAND, k_BKMD, v_BKMD, key_mask_BM, out_BAND, lse_BAN = ctx.saved_tensors
         own = [k_BKMD, v_BKMD] + ([] if key_mask_BM is None else [key_mask_BM.contiguous()])
         dq_BAND = torch.zeros_like(q_BAND, dtype=lse_BAN.dtype)
-        queries, dout_BAND = q_BAND.shape[2], dout_BAND.contiguous()
+        queries, dout_BAND = q_BAND.shape[2], laid_out(dout_BAND, ring.link.order)
         first = first_rows(queries, k_BKMD.element_size(), ring.total is not None)
 
         def attend(step: RingStep, block: Sequence[Tensor]) -> list[Tensor]:
@@ -176,7 +199,7 @@ class _RingAttention(torch.autograd.Function):
 def _attend_forward(ring: _Ring, q_BAND: Tensor, own: list[Tensor]) -> tuple[Tensor, Tensor]:
     """(out_BAND, lse_BAN) over the blocks of all ranks; `own`: keys, values and key mask of this one."""
     wide = torch.promote_types(q_BAND.dtype, torch.float32)
-    out_BAND = q_BAND.new_zeros(q_BAND.shape, dtype=wide)
+    out_BAND = torch.zeros_like(q_BAND, dtype=wide)
     lse_BAN = q_BAND.new_full(q_BAND.shape[:3], -torch.inf, dtype=wide)
 
     def attend(step: RingStep, block: Sequence[Tensor]) -> None:

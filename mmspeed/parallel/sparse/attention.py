@@ -33,6 +33,7 @@ from mmspeed.compute.sparse.plan import TailClusters, key_means
 from mmspeed.compute.sparse.planners.selection import KeepRule
 from mmspeed.graphs import outside_graphs
 from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes, of_nothing, with_heads_exchanged
+from mmspeed.parallel.sequence.layouts import Layout
 from mmspeed.parallel.sequence.ring import ring_attention
 from mmspeed.replay import apart
 
@@ -51,6 +52,8 @@ def sparse_attention(
     k_sizes: Sequence[int],
     positions_NX: Tensor,
     layer: ClusteredAttention,
+    *,
+    layout: Layout = "BNAD",
 ) -> Tensor:
     """Self-attention of this rank's part of a sequence, as a layer has it now, sparse or dense: `out_BAND`.
 
@@ -58,6 +61,7 @@ def sparse_attention(
         key_mask_BM: bool, True at keys of this rank's part that count; None on all ranks or on none.
         q_sizes, k_sizes: lengths of the parts of all ranks of the group, 0 allowed.
         positions_NX: whole numbers, frame first, of all tokens in the order of the group's ranks.
+        layout: as in `hybrid_attention`. Planners and kernels read head by head, so what comes is copied so once.
 
     Every rank makes the call, and its backward. Under autocast, computes in its dtype.
     Raises UserError for fewer heads than Ulysses ranks, ValueError for sizes that do not fit.
@@ -71,7 +75,7 @@ def sparse_attention(
         own = positions_NX.split(lengths)[ring.rank]
         return _over_ring(q, k, v, mask, axes, lengths, own, layer)
 
-    return with_heads_exchanged(q_BAND, k_BAMD, v_BAMD, key_mask_BM, axes, q_sizes, k_sizes, attend)
+    return with_heads_exchanged(q_BAND, k_BAMD, v_BAMD, key_mask_BM, axes, q_sizes, k_sizes, attend, layout=layout)
 
 
 def _over_ring(

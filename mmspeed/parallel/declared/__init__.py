@@ -1,1 +1,0 @@
-"""Sequence parallelism for models that were written without it, by a plan."""

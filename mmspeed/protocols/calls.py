@@ -1,0 +1,84 @@
+"""How a published video transformer is called: what stands between its class and the video task, which knows no class.
+
+Legend: B batch, C channels, T h w latent, L caption tokens, D text width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from mmspeed.shapes import Strides
+
+# What a model was trained to predict: "velocity", noise - data of a flow; "v" of a denoising diffusion of 1000 steps.
+Predicted = Literal["velocity", "v"]
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """All that a prediction is made from beside the noisy latent and its time.
+
+    Args:
+        text_BLD: captions, zeros behind the real tokens.
+        text_mask_BL: bool, True at real tokens.
+        pooled_BD: one vector for each caption, where the text encoder gives one.
+        fps_B: frames per second of each clip, float32; of an image any number.
+        strides: frames and pixels that a latent position covers.
+    """
+
+    text_BLD: Tensor
+    text_mask_BL: Tensor
+    pooled_BD: Tensor | None = None
+    fps_B: Tensor | None = None
+    strides: Strides | None = None
+
+
+class ModelCall(Protocol):
+    """How the forward of one class is called, and what it costs. Data and pure functions; `config` is the model's own."""
+
+    @property
+    def predicts(self) -> Predicted:
+        """What the class was trained to predict."""
+        ...
+
+    @property
+    def timed(self) -> bool:
+        """Whether it takes the frames per second of each clip."""
+        ...
+
+    def pooled_width(self, config: Mapping[str, Any]) -> int:
+        """Width of the vector of a whole caption that it takes; 0: it takes none."""
+        ...
+
+    def check(self, config: Mapping[str, Any], channels: int, text_width: int) -> None:
+        """Raises UserError for a model that cannot be trained on latents of so many channels and captions of such a width."""
+        ...
+
+    def call(self, config: Mapping[str, Any], x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> dict[str, Any]:
+        """The arguments of the forward, by name. `t_B` is float32 in [0, 1]: 0 data, 1 noise. Raises UserError where something lacks."""
+        ...
+
+    def prediction(self, config: Mapping[str, Any], output: Any, x_BCThw: Tensor) -> Tensor:
+        """The prediction in what the forward returned, of the shape of `x_BCThw`."""
+        ...
+
+    def tokens(self, config: Mapping[str, Any], latent: tuple[int, int, int]) -> int:
+        """Tokens of one sample whose latent is (T, h, w). Raises ValueError for a latent that does not fit the model."""
+        ...
+
+    def flops(self, config: Mapping[str, Any], latent: tuple[int, int, int], text_tokens: int) -> int:
+        """Operations in matrix products of the forward pass of one sample (a multiply-add counts as two)."""
+        ...
+
+
+@runtime_checkable
+class Configured(Protocol):
+    """A model of diffusers, which carries the arguments that it was made with."""
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The arguments by name."""
+        ...

@@ -1,0 +1,170 @@
+"""How a diffusion transformer is asked for its prediction, and what that costs: our own ones, and published classes by their calls.
+
+Legend: B batch, C channels, T h w latent, L caption tokens, D text width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from mmspeed.config.schema import DdpmConfig, FlowConfig
+from mmspeed.data.loading.collate import pad_texts
+from mmspeed.errors import UserError
+from mmspeed.models.diffusers.calls import call_for, class_name
+from mmspeed.models.diffusers.plans import declare_known_plan
+from mmspeed.protocols import Batch, CountsFlops, DiffusionModel, TextEntry, check_model
+from mmspeed.protocols.calls import Conditions, Configured, ModelCall
+from mmspeed.protocols.model import lacking_members
+from mmspeed.shapes import Strides
+
+STEPS_OF_V = 1000  # of published models that predict v
+Ask = Callable[[nn.Module, Tensor, Tensor, Conditions], Tensor]  # as `Predictor.predict`
+
+
+def ask_own(model: nn.Module, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> Tensor:
+    """The prediction of a model that takes latents, times and captions as they are."""
+    prediction_BCThw: Tensor = model(x_BCThw, t_B, conditions.text_BLD, conditions.text_mask_BL)
+    return prediction_BCThw
+
+
+class Predictor(CountsFlops, Protocol):
+    """Asks models of one kind; it holds none of those that train."""
+
+    @property
+    def timed(self) -> bool:
+        """Whether it takes the frames per second of each clip."""
+        ...
+
+    @property
+    def pooled_width(self) -> int:
+        """Width of the vector of a whole caption that it takes; 0: it takes none."""
+        ...
+
+    def predict(self, model: nn.Module, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> Tensor:
+        """The prediction, of the shape of `x_BCThw`. `t_B` is float32 in [0, 1], on the device of the latent."""
+        ...
+
+
+@dataclass(frozen=True)
+class OwnPredictor:
+    """Of a model that takes latents, times and captions as they are, and counts its own work."""
+
+    bare: DiffusionModel
+    timed: bool = False
+    pooled_width: int = 0
+
+    def predict(self, model: nn.Module, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> Tensor:
+        return ask_own(model, x_BCThw, t_B, conditions)
+
+    def tokens(self, latent: tuple[int, int, int]) -> int:
+        return self.bare.tokens(latent)
+
+    def flops(self, latent: tuple[int, int, int], text_tokens: int) -> int:
+        return self.bare.flops(latent, text_tokens)
+
+
+@dataclass(frozen=True)
+class PublishedPredictor:
+    """Of a published class, by its call. `config`: the arguments that the model was made with."""
+
+    name: str  # of the class
+    call: ModelCall
+    config: Mapping[str, Any]
+
+    @property
+    def timed(self) -> bool:
+        return self.call.timed
+
+    @property
+    def pooled_width(self) -> int:
+        return self.call.pooled_width(self.config)
+
+    def predict(self, model: nn.Module, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> Tensor:
+        given = self.call.call(self.config, x_BCThw, t_B, conditions)
+        return self.call.prediction(self.config, model(**given), x_BCThw)
+
+    def tokens(self, latent: tuple[int, int, int]) -> int:
+        return self.call.tokens(self.config, latent)
+
+    def flops(self, latent: tuple[int, int, int], text_tokens: int) -> int:
+        return self.call.flops(self.config, latent, text_tokens)
+
+
+def make_predictor(
+    model: nn.Module,
+    objective: FlowConfig | DdpmConfig,
+    channels: int,
+    text_width: int,
+    call: ModelCall | None = None,
+) -> Predictor:
+    """What asks a model. A published class gets its plan, where it has none, in place.
+
+    `call`: of a class that is not known here; None: found by the class's name. Raises UserError for a model that is no diffusion model,
+    whose sizes are others than the data's, or that was trained to predict another thing than the objective asks for.
+    """
+    if call is None and class_name(model) is None:
+        if lacking_members(model, DiffusionModel):
+            _refuse(model)
+        return OwnPredictor(cast(DiffusionModel, model))
+    call = call or call_for(model)
+    config = model.config if isinstance(model, Configured) else {}
+    name = class_name(model) or type(model).__name__
+    _check_objective(name, call, objective)
+    call.check(config, channels, text_width)
+    declare_known_plan(model)
+    return PublishedPredictor(name, call, dict(config))
+
+
+def made_to_train(model: nn.Module) -> None:
+    """Make a published model one that trains, in place: `from_pretrained` leaves it evaluating, and maybe in half precision."""
+    model.train()
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            parameter.data = parameter.data.float()
+
+
+def _refuse(model: nn.Module) -> None:
+    """Raises UserError that says what a model lacks, and which classes need nothing."""
+    try:
+        check_model(model, DiffusionModel, "video")
+    except UserError as error:
+        try:
+            call_for(model)
+        except UserError as unknown:
+            raise UserError(f"{error}. {unknown}") from None
+        raise
+
+
+def _check_objective(name: str, call: ModelCall, objective: FlowConfig | DdpmConfig) -> None:
+    if call.predicts == "velocity":
+        if not isinstance(objective, FlowConfig):
+            raise UserError(
+                f"objective.kind is {objective.kind}: {name} predicts the velocity of a flow; use objective: {{kind: flow}}"
+            )
+        return
+    right = "objective: {kind: ddpm, prediction: v, steps: 1000}"
+    if not isinstance(objective, DdpmConfig):
+        raise UserError(f"objective.kind is {objective.kind}: {name} predicts v of a denoising diffusion; use {right}")
+    if objective.prediction != "v" or objective.steps != STEPS_OF_V:
+        raise UserError(
+            f"objective.prediction is {objective.prediction} and objective.steps {objective.steps}: {name} predicts v at one of "
+            f"{STEPS_OF_V} steps; use {right}"
+        )
+
+
+def conditions_of(batch: Batch, strides: Strides | None) -> Conditions:
+    """What a batch's predictions are made from."""
+    tensors = batch.tensors
+    return Conditions(tensors["text"], tensors["text_mask"], tensors.get("text_pooled"), tensors.get("fps"), strides)
+
+
+def conditions_of_text(text: TextEntry, device: torch.device, fps: float, strides: Strides | None) -> Conditions:
+    """What the prediction for one caption is made from, on a device."""
+    text_1LD, mask_1L = (tensor.to(device) for tensor in pad_texts([text]))
+    pooled_1D = None if text.pooled_D is None else text.pooled_D.float()[None].to(device)
+    return Conditions(text_1LD, mask_1L, pooled_1D, torch.full((1,), fps, device=device), strides)

@@ -1,0 +1,97 @@
+"""Made-up batches of videos: what steps are measured and estimated with.
+
+Legend: B samples of a micro-batch, C channels, T h w latent, L caption tokens, D text width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from mmspeed import rng
+from mmspeed.data.loading.collate import video_batch
+from mmspeed.pipelines.diffusion.predictor import Predictor
+from mmspeed.protocols import Batch
+from mmspeed.protocols.calls import Conditions
+from mmspeed.shapes import Bucket, Strides
+
+FPS = 24.0  # of made-up clips
+
+Sketched = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class EncoderShapes:
+    """Sizes of what a codec and a text encoder give."""
+
+    channels: int
+    strides: Strides
+    text_width: int
+
+
+def made_up_batch(
+    inputs: EncoderShapes,
+    predictor: Predictor,
+    bucket: Bucket,
+    latent: tuple[int, int, int],
+    items: int,
+    length: int,
+    seed: int,
+) -> Batch:
+    """Random latents with captions of half to all of `length` tokens, and what else the model takes."""
+    shape_CThw = (inputs.channels, *latent)
+    lengths_B = torch.tensor([length - i % 4 * (length // 8) for i in range(items)])
+
+    def alike(name: str, *size: int) -> Tensor:
+        return rng.normal(size, seed, "profile", name).expand(items, *size).contiguous()
+
+    return video_batch(
+        latents_BCThw=alike("latents", *shape_CThw),
+        text_BLD=alike("text", length, inputs.text_width),
+        text_mask_BL=torch.arange(length) < lengths_B[:, None],
+        weights_B=torch.ones(items),
+        names=[("profile", 0, i) for i in range(items)],
+        bucket=bucket,
+        sources=["profile"] * items,
+        pooled_BD=alike("pooled", predictor.pooled_width) if predictor.pooled_width else None,
+        noise_BCThw=alike("noise", *shape_CThw),
+        u_B=(torch.arange(items, dtype=torch.float64) + 0.5) / items,
+        fps_B=torch.full((items,), FPS) if predictor.timed else None,
+    )
+
+
+def sketched(
+    inputs: EncoderShapes,
+    predictor: Predictor,
+    model: nn.Module,
+    latent: tuple[int, int, int],
+    items: int,
+    length: int,
+) -> tuple[Callable[[], Sketched], Callable[[Sketched], Tensor]]:
+    """(a function that makes a batch of empty tensors, the mean squared error of the velocity)."""
+    shape_BCThw = (items, inputs.channels, *latent)
+
+    def batch() -> Sketched:
+        text_BLD, mask_BL = torch.empty(items, length, inputs.text_width), torch.ones(items, length, dtype=torch.bool)
+        pooled_BD, fps_B = torch.empty(items, predictor.pooled_width), torch.full((items,), FPS)
+        return (
+            torch.empty(shape_BCThw),
+            torch.empty(shape_BCThw),
+            torch.empty(items),
+            text_BLD,
+            mask_BL,
+            pooled_BD,
+            fps_B,
+        )
+
+    def loss(made: Sketched) -> Tensor:
+        data_BCThw, noise_BCThw, t_B, text_BLD, mask_BL, pooled_BD, fps_B = made
+        target_BCThw = noise_BCThw - data_BCThw
+        conditions = Conditions(text_BLD, mask_BL, pooled_BD, fps_B, inputs.strides)
+        prediction_BCThw = predictor.predict(model, data_BCThw + noise_BCThw, t_B, conditions)
+        return (prediction_BCThw - target_BCThw).square().mean()
+
+    return batch, loss

@@ -1,0 +1,48 @@
+"""Training published video transformers of diffusers, from Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from mmspeed.config import Config
+from mmspeed.data.loading.first_epoch import OnlineEncoder
+from mmspeed.errors import UserError
+from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.protocols import CheckTask, ModelCall
+
+
+class PublishedVideoTask(VideoTask):
+    """The video task of a published text-to-video model: of Wan, LTX, CogVideoX or HunyuanVideo.
+
+    load = lambda: WanTransformer3DModel.from_pretrained("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", subfolder="transformer")
+    TrainPipeline(config, task=PublishedVideoTask(config, load)).run()
+
+    The config's `model` section is not read; `vae`, `text` and `objective` are to name what the model was trained with. Every process calls
+    `load`, for each model that is made: once, and three times where a memory budget is measured. What it gives has its weights, trains in
+    float32, and needs no init_weights; parameters that it froze stay frozen.
+
+    call: how the forward of another class is called, an object like those of `mmspeed.models.diffusers.calls`; None: found by the class's
+    name. Such a class names its blocks in an attribute `blocks` or in a plan (`mmspeed.protocols.declare_plan`).
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        load: Callable[[], nn.Module],
+        maker: OnlineEncoder | None = None,
+        call: ModelCall | None = None,
+    ) -> None:
+        super().__init__(config, maker, lambda *_: load(), call)
+
+    def compare_start(self, start: str) -> list[str]:
+        """No difference that names and sizes of weights do not show."""
+        return []
+
+    def shrunk(self, known: Mapping[str, Any] | None = None) -> CheckTask:
+        """Raises UserError: the small models of a check are our own."""
+        raise UserError(
+            "check --parallel makes a small model of the config's `model` section; it cannot check a published one yet"
+        )

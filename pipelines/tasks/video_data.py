@@ -1,0 +1,59 @@
+"""The order of a video run, its loader, and the first epoch that completes its cache."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+from mmspeed.data import BatchSampler, FirstEpoch, Loader, Sample
+from mmspeed.pipelines.tasks.base import SampledData
+from mmspeed.protocols import StepData
+
+if TYPE_CHECKING:
+    from mmspeed.pipelines.tasks.video import VideoTask
+
+
+class VideoData(SampledData[Sample]):
+    """The order of a video run, its loader, and the first epoch that completes its cache."""
+
+    def __init__(self, task: VideoTask, sampler: BatchSampler[Sample], loader: Loader) -> None:
+        super().__init__(sampler, loader)
+        self.task = task
+
+    def steps(self, start: int, stop: int) -> Generator[StepData, None, None]:
+        """The optimizer steps; what an incomplete cache lacks is made on the way."""
+        task = self.task
+        if not task.whole and self.loader.first_epoch is None:
+            assert task.maker is not None
+            self.loader.first_epoch = FirstEpoch(
+                task.cache,
+                self.sampler,
+                task.maker,
+                self.loader.rank,
+                self.loader.world,
+                start=start,
+                stop=stop,
+                held_out=task.held_out,
+                group=task.group,
+            )
+        return self.loader.steps(start, stop)
+
+    def lost(self) -> set[str]:
+        """Keys of the samples that were lost in this run's first epoch."""
+        first = self.loader.first_epoch
+        return first.lost if first is not None else set()
+
+    def summary(self) -> dict[str, Any] | None:
+        """What the first epoch made, as a row of metrics.jsonl; None when the cache was whole."""
+        first = self.loader.first_epoch
+        if first is None:
+            return None
+        row: dict[str, Any] = {"kind": "cache", "entries": first.made, "lost": len(first.lost)}
+        if first.freed is not None:
+            row |= {"memory_before": first.freed[0], "memory_after": first.freed[1]}
+        return row
+
+    def close(self) -> None:
+        """Store what a first epoch that was broken off has made."""
+        if self.loader.first_epoch is not None:
+            self.loader.first_epoch.close()

@@ -1,0 +1,28 @@
+"""Models whose blocks do nothing: what memory is measured with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from mmspeed.protocols import blocks_of
+
+
+@contextmanager
+def other_blocks(model: nn.Module, make: Callable[[nn.Module], nn.Module]) -> Iterator[None]:
+    """Inside, another module stands in the place of each block."""
+    named = blocks_of(model)
+    for name, block in named:
+        _put(model, name, make(block))
+    try:
+        yield
+    finally:
+        for name, block in named:
+            _put(model, name, block)
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    owner, _, own = name.rpartition(".")
+    model.get_submodule(owner).register_module(own, module)

@@ -1,0 +1,186 @@
+"""Published video transformers under their plans: tensor and sequence parallelism, sparse attention, recomputation, chunks together.
+
+Loss and every gradient against one process in float32. Tolerance: 1e-5 of a gradient's largest entry, since sums over keys, heads and
+processes are taken in another order; recomputation and the order of backwards change no bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from mmspeed.memory import BlockPolicies
+from tests.foreign_steps import REGIONS, Case, Groups, compared
+from tests.spawn import run_ranks
+
+TOLERANCE = 1e-5
+WHOLE, PARTS = BlockPolicies.everywhere({"block": "recompute"}), BlockPolicies.everywhere(REGIONS)  # type: ignore[arg-type]
+AGAIN = BlockPolicies.everywhere({"block": "recompute"}, exchange_again=True)
+SELECTIVE = BlockPolicies.everywhere({"block": "selective"})
+CHUNKS = BlockPolicies(mlp_chunk=16)
+I2V = {"image_dim": 8, "added_kv_proj_dim": 48}
+BOTH = ({}, {"frames": 3, "text": 5})
+
+TP = Case(tp=2)
+ULYSSES, RING = Case(ulysses=2), Case(ring=2)
+LTX, LTX_RING = Case("ltx", ulysses=2), Case("ltx", ring=2)
+# what backward finds changes no bit of these
+PLAIN = {"tp": TP, "ulysses": ULYSSES, "ring": RING, "ltx ulysses": LTX, "ltx ring": LTX_RING}
+WAYS: dict[str, dict[str, Any]] = {
+    "blocks recomputed": {"keeping": WHOLE},
+    "exchanged again": {"keeping": AGAIN},
+    "selective": {"keeping": SELECTIVE},
+    "regions recomputed": {"keeping": PARTS},
+    "checkpointing of diffusers": {"checkpointing": True},
+}
+SAME = {f"{name}, {way}": replace(case, **how) for name, case in PLAIN.items() for way, how in WAYS.items()}
+TWO: dict[str, Case] = {
+    **PLAIN,
+    **SAME,
+    "tp, a timestep a token": replace(TP, model="wan, a timestep a token"),
+    "tp, odd lengths": replace(TP, batches=({"frames": 3, "text": 3},)),
+    "tp, an image": replace(TP, batches=({"frames": 1},)),
+    "tp, image to video": replace(TP, made=I2V),
+    "tp, chunks": replace(TP, keeping=CHUNKS),
+    "tp, compiled": replace(TP, compile="eager"),
+    "tp, compiled and recomputed": replace(TP, compile="eager", keeping=WHOLE),
+    "tp, two micro-batches": replace(TP, batches=BOTH, keeping=WHOLE),
+    "tp, two micro-batches, regions": replace(TP, batches=BOTH, keeping=PARTS),
+    "tp, sparse": replace(TP, sparse="before"),
+    "ulysses, an image": replace(ULYSSES, batches=({"frames": 1},)),
+    "ulysses, image to video": replace(ULYSSES, made=I2V),
+    "ulysses, chunks": replace(ULYSSES, keeping=CHUNKS),
+    "ulysses, two micro-batches": replace(ULYSSES, batches=BOTH, keeping=WHOLE),
+    "ulysses, sharded": replace(ULYSSES, strategy="fsdp"),
+    "ring, two micro-batches, regions": replace(RING, batches=BOTH, keeping=PARTS),
+    "ulysses, sparse": replace(ULYSSES, sparse="before"),
+    "ulysses, sparse afterwards": replace(ULYSSES, sparse="after"),
+    "ring, sparse": replace(RING, sparse="before"),
+    "ring, sparse afterwards": replace(RING, sparse="after", batches=({"frames": 3},)),
+    "ring, sparse, recomputed": replace(RING, sparse="before", keeping=WHOLE),
+    "ulysses, sparse, regions": replace(ULYSSES, sparse="before", keeping=PARTS, batches=BOTH),
+    "ltx ulysses, chunks": replace(LTX, keeping=CHUNKS),
+    "ltx ulysses, sparse": replace(LTX, sparse="before"),
+    "ltx ring, sparse afterwards": replace(LTX_RING, sparse="after"),
+    "ltx ring, two micro-batches": replace(LTX_RING, batches=BOTH, keeping=PARTS),
+    "ltx ring, an image": replace(LTX_RING, batches=({"frames": 1},)),
+    "ltx ring, sharded": replace(LTX_RING, strategy="fsdp"),
+}
+FSDP: dict[str, Any] = {"strategy": "fsdp"}
+FOUR: dict[str, Case] = {
+    "tp x ulysses": Case(tp=2, ulysses=2, **FSDP),
+    "tp x ring": Case(tp=2, ring=2, **FSDP),
+    "tp x ulysses, odd lengths": Case(tp=2, ulysses=2, batches=({"frames": 3},), **FSDP),
+    "tp x ring, a timestep a token": Case("wan, a timestep a token", tp=2, ring=2, **FSDP),
+    "tp x ulysses, recomputed": Case(tp=2, ulysses=2, keeping=WHOLE, **FSDP),
+    "tp x ring, regions": Case(tp=2, ring=2, keeping=PARTS, **FSDP),
+    "tp x ulysses, an image": Case(tp=2, ulysses=2, batches=({"frames": 1},), **FSDP),
+    "tp x ring, sparse": Case(tp=2, ring=2, sparse="before", **FSDP),
+    "ulysses x ring": Case(ulysses=2, ring=2),
+    "ulysses x ring, sparse": Case(ulysses=2, ring=2, sparse="before"),
+    "tp 4": Case(tp=4),
+    "ltx ulysses x ring": Case("ltx", ulysses=2, ring=2),
+    "ltx ulysses x ring, sparse, recomputed": Case("ltx", ulysses=2, ring=2, sparse="before", keeping=WHOLE),
+}
+
+
+# of two processes; the others take minutes
+FAST = {
+    *PLAIN,
+    "tp, blocks recomputed",
+    "tp, regions recomputed",
+    "ulysses, checkpointing of diffusers",
+    "ltx ring, exchanged again",
+    "tp, a timestep a token",
+    "tp, odd lengths",
+    "tp, image to video",
+    "tp, chunks",
+    "tp, two micro-batches",
+    "ulysses, sparse afterwards",
+    "ring, sparse, recomputed",
+    "ring, two micro-batches, regions",
+    "ltx ulysses, sparse",
+    "ltx ring, an image",
+}
+FAST_OF_FOUR = {"tp x ulysses", "tp x ring, regions", "ulysses x ring, sparse"}
+TWO_PARAMETERS = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in TWO]
+SAME_PARAMETERS = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in SAME]
+FOUR_PARAMETERS = [name if name in FAST_OF_FOUR else pytest.param(name, marks=pytest.mark.slow) for name in FOUR]
+
+
+def on_two(fast: bool) -> dict[str, Any]:
+    return computed({name: case for name, case in TWO.items() if name in PLAIN or (name in FAST) == fast})
+
+
+def on_four(fast: bool) -> dict[str, Any]:
+    return computed({name: case for name, case in FOUR.items() if (name in FAST_OF_FOUR) == fast})
+
+
+def computed(cases: dict[str, Case]) -> dict[str, Any]:
+    """What each case gave; of the ways of recomputation, whether their gradients are those without to the bit."""
+    groups = Groups()
+    found: dict[str, Any] = {}
+    grads: dict[str, Any] = {}
+    for name, case in cases.items():
+        try:
+            found[name] = compared(case, groups)
+        except Exception as error:
+            raise AssertionError(f"{name}: {error}") from error
+        grads[name] = found[name].pop("grads")
+        plain = name.partition(",")[0]
+        if name in SAME:
+            found[name]["same"] = all(torch.equal(grads[name][key], value) for key, value in grads[plain].items())
+            found[name]["plain calls"] = found[plain]["calls"]
+    return found
+
+
+@cache
+def found_on_two(fast: bool) -> dict[str, Any]:
+    return run_ranks(on_two, 2, fast)[0]
+
+
+@cache
+def found_on_four(fast: bool) -> dict[str, Any]:
+    return run_ranks(on_four, 4, fast)[0]
+
+
+def hold(case: Case, found: dict[str, Any]) -> None:
+    assert found["loss"] <= TOLERANCE and found["gradient"] <= TOLERANCE, found
+    image = case.batches[0].get("frames") == 1
+    assert found["calls"] or (image and case.tp == 1), "nothing was exchanged"
+    assert found["uncrossed"] == [] or image
+
+
+@pytest.mark.parametrize("name", TWO_PARAMETERS)
+def test_two_processes_and_one_agree(name: str) -> None:
+    found = found_on_two(name in FAST)[name]
+    hold(TWO[name], found)
+    if "an image" in name and TWO[name].tp == 1:
+        assert found["gradient"] == 0 and not found["calls"]
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_what_is_computed_again_is_the_same_to_the_bit(found: dict[str, Any], name: str) -> None:
+    assert found[name]["same"]
+    again = "again" in name
+    assert (found[name]["calls"] == found[name]["plain calls"]) != again, (
+        found[name]["calls"],
+        found[name]["plain calls"],
+    )
+
+
+@pytest.mark.parametrize("name", FOUR_PARAMETERS)
+def test_four_processes_and_one_agree(name: str) -> None:
+    hold(FOUR[name], found_on_four(name in FAST_OF_FOUR)[name])
+
+
+def test_layers_of_tensor_parallelism_exchange_what_the_plan_says() -> None:
+    """Two layers: three gathers, three sums and four norms over all heads in each, their gradients, and the gather of what comes out."""
+    calls = found_on_two(True)["tp"]["calls"]
+    blocks, gathers, norms = 2, 3, 4
+    assert calls["all_gather tp"] == blocks * (gathers + norms) + blocks * gathers + 1, calls
+    assert calls["reduce_scatter tp"] == blocks * gathers + blocks * (gathers + norms) + 1, calls

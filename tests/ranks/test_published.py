@@ -1,0 +1,96 @@
+"""Published video transformers on 2 and 4 processes: gradients and runs of one process, sharded and replicated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mmspeed.parallel.data_parallel import FSDPModule
+from mmspeed.pipelines.run.build import Assembly
+from mmspeed.protocols import blocks_of
+from tests.runs import losses
+from tests.spawn import run_ranks
+from tests.support.checkpoints import differing, farthest, whole_checkpoint
+from tests.support.published import MODELS, one_step, prepare, published_config, train_published
+
+LAYOUTS = {
+    "fsdp": ("parallel.strategy=fsdp",),
+    "ddp": ("parallel.strategy=ddp",),
+    "fsdp, accumulated, recomputed": (
+        "parallel.strategy=fsdp",
+        "train.micro_batch_size=1",
+        "memory.activation_policy.block=recompute",
+    ),
+    "fsdp, offloaded": ("parallel.strategy=fsdp", "memory.activation_policy.block=offload"),
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("published")
+    prepare(folder)
+    return folder
+
+
+def steps(folder: str, overrides: tuple[str, ...]) -> dict[str, tuple[float, dict[str, np.ndarray], int]]:
+    """(loss of this rank's share, gradients, sharded blocks) of each model."""
+    found = {}
+    for name in MODELS:
+        sharded: list[int] = []
+
+        def watch(parts: Assembly, sharded: list[int] = sharded) -> None:
+            bare = parts.model.module if hasattr(parts.model, "module") else parts.model
+            sharded.append(sum(isinstance(block, FSDPModule) for _, block in blocks_of(bare)))
+
+        loss, gradients, _ = one_step(folder, name, overrides, watch=watch)
+        found[name] = loss, {key: value.numpy() for key, value in gradients.items()}, sharded[0]
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_of_two_ranks_are_those_of_one_process(home: Path, layout: str) -> None:
+    truth = steps(str(home), ())
+    ranks = run_ranks(steps, 2, str(home), LAYOUTS[layout])
+    for name in MODELS:
+        loss, gradients, _ = truth[name]
+        assert sum(rank[name][0] for rank in ranks) == pytest.approx(loss, rel=1e-6)
+        blocks = 4 if name == "hunyuan" else 2
+        assert {rank[name][2] for rank in ranks} == {0 if layout == "ddp" else blocks}
+        largest = max(np.abs(value).max() for value in gradients.values())
+        for rank in ranks:
+            found = rank[name][1]
+            assert found.keys() == gradients.keys()
+            far = {key: np.abs(found[key] - value).max() for key, value in gradients.items()}
+            assert max(far.values()) <= 1e-5 * largest, (name, sorted(far.items(), key=lambda item: -item[1])[:4])
+
+
+def train_all(folder: str, overrides: tuple[str, ...]) -> None:
+    for name in MODELS:
+        train_published(folder, name, (f"name={name}-sharded", *overrides))
+
+
+def stopped(folder: str, overrides: tuple[str, ...]) -> None:
+    """Wan and LTX, stopped after two steps."""
+    for name in ("wan", "ltx"):
+        for count in (2, 6):
+            train_published(folder, name, (f"name={name}-stopped", f"train.steps={count}", *overrides))
+
+
+def test_sharded_runs_are_those_of_one_process_and_go_on(home: Path) -> None:
+    """Weights after six steps differ by what Adam makes of sums in another order; a stopped run goes on to the bit."""
+    run_ranks(train_all, 2, str(home), ("parallel.strategy=fsdp",))
+    run_ranks(stopped, 2, str(home), ("parallel.strategy=fsdp",))
+    for name in MODELS:
+        train_published(str(home), name)
+        one = published_config(home, name)
+        two = published_config(home, name, f"name={name}-sharded")
+        assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+        state, truth = whole_checkpoint(two.run_dir), whole_checkpoint(one.run_dir)
+        for prefix in ("model.", "ema."):
+            assert farthest(state, truth, prefix) < 2e-5, (name, prefix)
+        if name in ("wan", "ltx"):
+            parts = published_config(home, name, f"name={name}-stopped")
+            assert losses(parts) == losses(two)
+            assert differing(whole_checkpoint(parts.run_dir), state) == []

@@ -1,0 +1,211 @@
+"""Published video transformers of diffusers, tiny, saved and loaded, through the training pipeline: a small cache and the video task.
+
+Legend: B batch, C channels, T h w latent, L caption tokens, D text width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmspeed import rng
+from mmspeed.config import Config, make_config
+from mmspeed.data import CacheWriter, Sample
+from mmspeed.data.cache.keys import entry_key, number_duplicates, sample_key
+from mmspeed.data.cache.tables import write_info, write_rejects, write_samples
+from mmspeed.data.cache.writer import latent_tensors, text_tensors
+from mmspeed.device import pick
+from mmspeed.mesh import process_group
+from mmspeed.pipelines import TrainPipeline
+from mmspeed.pipelines.run.build import Assembly, assemble, place
+from mmspeed.pipelines.tasks.published import PublishedVideoTask
+from mmspeed.protocols import Batch, Conditions, RunPlace, TextEntry
+from mmspeed.shapes import Bucket
+from tests.video_transformers import make_model
+
+C, D, POOLED = 4, 8, 8
+BUCKETS = (Bucket(9, 32, 48), Bucket(1, 32, 48))
+STRIDES = (4, 8)
+FPS = 8.0
+# name -> (a case of tests.video_transformers, changes, objective)
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "wan": ("wan", {}, {"kind": "flow"}),
+    "ltx": ("ltx", {}, {"kind": "flow"}),
+    "cogvideox": ("cogvideox", {}, {"kind": "ddpm"}),
+    "hunyuan": ("hunyuan", {"num_layers": 2, "num_single_layers": 2}, {"kind": "flow"}),
+}
+
+
+def published_config(folder: Path, name: str, *overrides: str) -> Config:
+    """Six steps over seven samples, three a step; the encoders are not at hand."""
+    tree: dict[str, Any] = {
+        "name": name,
+        "output": str(folder / "runs"),
+        "data": {
+            "sources": [{"path": str(folder / "clips.jsonl")}],
+            "cache": str(folder / "cache"),
+            "buckets": [{"frames": b.frames, "height": b.height, "width": b.width} for b in BUCKETS],
+        },
+        "vae": {"kind": "diffusers", "pretrained": str(folder / "no-codec")},
+        "text": {"kind": "transformers", "pretrained": str(folder / "no-encoder"), "max_tokens": 7},
+        "objective": MODELS[name][2],
+        "train": {"steps": 6, "batch_size": 3, "lr": 1e-3, "warmup_steps": 2, "log_every": 1},
+        "validate": {"every": 3, "samples": 1, "quantiles": 2},
+        "checkpoint": {"every": 2},
+        "memory": {"offload_from": 1},
+        "device": {"kind": "cpu", "peak_tflops": 0.1},
+    }
+    return make_config(tree, overrides, origin="test")
+
+
+def prepare(folder: Path) -> None:
+    """Save the models as checkpoints of diffusers, and write the cache."""
+    for name, (case, changes, _) in MODELS.items():
+        model: Any = make_model(case, **changes)
+        model.save_pretrained(folder / "models" / name)
+    write_cache(published_config(folder, "wan"))
+
+
+def write_cache(config: Config, samples: int = 12) -> None:
+    """Videos and images with captions of several lengths and pooled vectors; the first sample is held out."""
+    root = config.local_cache_dir()
+    latents, texts = [], []
+    with CacheWriter(root) as writer:
+        for number in range(samples):
+            bucket = BUCKETS[number % 4 == 3]
+            sizes = (C, 1 + (bucket.frames - 1) // 4, bucket.height // 8, bucket.width // 8)
+            parts = {"kind": "latent", "number": number}
+            tensors = latent_tensors(rng.normal(sizes, 0, "latent", number), rng.normal(sizes, 0, "spread", number) - 5)
+            latents.append((entry_key(parts), bucket))
+            writer.add(
+                "latents", latents[-1][0], tensors, parts, bucket=bucket, tokens=sizes[1] * 6, content_id=f"c{number}",
+                frames=range(bucket.frames), fps=FPS + number if bucket.frames > 1 else None, source=f"{number}.mp4",
+            )  # fmt: skip
+        for length, section in ((3, "texts"), (5, "texts"), (1, "null")):
+            parts = {"kind": "text", "length": length, "section": section}
+            if section == "texts":
+                texts.append(entry_key(parts))
+            embeds_LD = rng.normal((length, D), 0, "text", length).bfloat16()
+            entry = TextEntry(embeds_LD, rng.normal((POOLED,), 0, "pooled", length).bfloat16())
+            writer.add(section, entry_key(parts), text_tensors(entry), {"caption": "x" * (length - 1)}, tokens=length)
+    keys = number_duplicates(sample_key([key], texts[row % 2 :][:1]) for row, (key, _) in enumerate(latents))
+    rows = [
+        Sample(key, (latents[row][0],), tuple(texts[row % 2 :][:1]), "train" if row else "val", latents[row][1],
+               f"{row}.mp4", 12, f"c{row}")
+        for row, key in enumerate(keys)
+    ]  # fmt: skip
+    write_samples(root, rows)
+    write_rejects(root, [])
+    encoders = {
+        "vae": {"channels": C, "strides": list(STRIDES), "fingerprint": "made up"},
+        "text": {"width": D, "fingerprint": "made up"},
+    }
+    write_info(root, {"encoders": encoders, "fps": FPS, "made_for": config.samples_made_for()})
+
+
+def load(folder: Path, name: str) -> nn.Module:
+    """The saved model, as users load it."""
+    import diffusers
+
+    model = make_model(MODELS[name][0], **MODELS[name][1])
+    loaded: nn.Module = getattr(diffusers, type(model).__name__).from_pretrained(folder / "models" / name)
+    return loaded
+
+
+def task_of(folder: Path, name: str, config: Config) -> PublishedVideoTask:
+    """The video task of a saved model."""
+    return PublishedVideoTask(config, lambda: load(folder, name))
+
+
+def train_published(folder: str, name: str, overrides: tuple[str, ...] = ()) -> None:
+    """Train, on however many ranks call this."""
+    config = published_config(Path(folder), name, *overrides)
+    TrainPipeline(config, task=task_of(Path(folder), name, config)).run()
+
+
+def one_step(
+    folder: str,
+    name: str,
+    overrides: tuple[str, ...] = (),
+    watch: Callable[[Assembly], None] | None = None,
+    step: int = 0,
+) -> tuple[float, dict[str, Tensor], list[Batch]]:
+    """(the loss of this rank's share, whole gradients by name, its micro-batches) of a step that the pipeline's own parts take."""
+    config = published_config(Path(folder), name, *overrides)
+    device = pick("cpu")
+    with process_group(device):
+        task, placement = task_of(Path(folder), name, config), place(config, device)
+        where: RunPlace = placement.at(device, config.run_dir)
+        task.open(where)
+        parts = assemble(config, task, task.build(), placement, device)
+        task.prepare(parts.models, where)
+        if watch is not None:
+            watch(parts)
+        steps = task.data(where).steps(step, step + 1)
+        data = next(steps)
+        batches = list(data.batches)
+        learner = parts.learners[0]
+        record = learner.runner.run(
+            lambda batch: learner.update.loss(parts.models, batch.to(device.torch_device, torch.float32)),
+            batches,
+            data.divisors,
+        )
+        loss = sum(float(record.total(kind, device.torch_device)) for kind in record.kinds) / 3
+        gradients = {}
+        for key, parameter in parts.model.named_parameters():
+            assert parameter.grad is not None, key
+            gradient: Any = parameter.grad
+            whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+            gradients[key.removeprefix("module.")] = whole.detach().clone()
+        return loss, gradients, batches
+
+
+def called_by_hand(name: str, model: nn.Module, x: Tensor, times_B: Tensor, given: Conditions) -> Tensor:
+    """The class called as its pipeline calls it; LTX sample by sample, since its positions are of one clip."""
+    text, mask, config = given.text_BLD, given.text_mask_BL, _config(model)
+    b, _, t, h, w = x.shape
+    if name.startswith("wan"):
+        real = zip(text, mask, strict=True)
+        rows = [torch.cat([row[keep], row.new_zeros(512 - int(keep.sum()), row.shape[1])]) for row, keep in real]
+        return model(x, times_B * 1000, torch.stack(rows), return_dict=False)[0]
+    if name.startswith("ltx"):
+        from diffusers import LTXPipeline
+
+        p, outs = config.patch_size, []
+        assert given.fps_B is not None
+        for i in range(b):
+            packed = LTXPipeline._pack_latents(x[i : i + 1], p, 1)
+            out = model(
+                packed, text[i : i + 1], times_B[i : i + 1] * 1000, mask[i : i + 1], num_frames=t, height=h // p,
+                width=w // p, rope_interpolation_scale=(4 / given.fps_B[i].item(), 8, 8), return_dict=False,
+            )[0]  # fmt: skip
+            outs.append(LTXPipeline._unpack_latents(out, t, h // p, w // p, p, 1))
+        return torch.cat(outs)
+    if name.startswith("cogvideox"):
+        from diffusers import CogVideoXPipeline
+
+        rotary = None
+        if config.use_rotary_positional_embeddings:
+            owner: Any = SimpleNamespace(vae_scale_factor_spatial=8, transformer=model)
+            rotary = CogVideoXPipeline._prepare_rotary_positional_embeddings(
+                owner, h * 8, w * 8, t, torch.device("cpu")
+            )
+        missing = config.max_text_seq_length - text.shape[1]
+        filled = torch.cat([text, text.new_zeros(b, missing, text.shape[2])], dim=1)
+        ofs = x.new_full((1,), 2.0) if config.ofs_embed_dim else None
+        indices = (times_B.double() * 999).round().long()
+        out = model(
+            x.permute(0, 2, 1, 3, 4), filled, indices, ofs=ofs, image_rotary_emb=rotary, return_dict=False
+        )[0]  # fmt: skip
+        return out.permute(0, 2, 1, 3, 4)
+    guidance = torch.full((b,), 6000.0) if config.guidance_embeds else None
+    return model(x, times_B * 1000, text, mask.long(), given.pooled_BD, guidance, return_dict=False)[0]
+
+
+def _config(model: nn.Module) -> Any:
+    return model.config
