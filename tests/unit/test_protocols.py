@@ -6,17 +6,12 @@ import pytest
 from torch import nn
 
 from mmspeed.errors import UserError
-from mmspeed.memory.recompute.policy import set_chunks
+from mmspeed.memory.chunks import exact_chunks, set_chunks
 from mmspeed.mixin import mix_in
-from mmspeed.protocols import ComputesInChunks, ModelPlan, plan_of, trainable
+from mmspeed.protocols import trainable
+from mmspeed.protocols.plan import ModelPlan, declare_plan, plan_of
+from tests.support.mlps import PlainMlp, chunk_sizes
 from tests.toy import ToyDiT
-
-
-class Chunked(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.token_chunk: int | None = None
-        self.exact_chunks = True
 
 
 class Mixin(nn.Module):
@@ -35,18 +30,18 @@ def test_what_a_model_lacks_is_named(task: str | None, by: str) -> None:
 
 
 def test_chunks_are_set_where_they_are_declared() -> None:
-    block = nn.Sequential(nn.Linear(2, 2), Chunked())
+    block = PlainMlp(2, 4, 2)
     assert set_chunks(block, 3, exact=False) and not set_chunks(nn.Linear(2, 2), 3)
-    part = block[1]
-    assert isinstance(part, ComputesInChunks) and (part.token_chunk, part.exact_chunks) == (3, False)
-    assert not hasattr(block[0], "token_chunk")
+    assert chunk_sizes(block) == [3] and not exact_chunks(block)
+    assert set_chunks(block, 5) and chunk_sizes(block) == [5] and [mlp.size for mlp in exact_chunks(block)] == [5]
+    assert chunk_sizes(nn.Sequential(nn.Linear(2, 2), block)) == [5]  # nothing is put on what is not declared
 
 
 def test_a_plan_is_taken_from_the_model_that_declares_one() -> None:
     model = nn.Linear(2, 2)
     assert plan_of(model) is None
     plan = ModelPlan(blocks=())
-    model.plan = plan  # type: ignore[assignment]
+    declare_plan(model, plan)
     assert plan_of(model) is plan
     model.plan = "something else of this name"  # type: ignore[assignment]
     assert plan_of(model) is None
