@@ -121,14 +121,16 @@ class Site:
     calls: the module is called with (q, k, v, structure) and does nothing else, as `AttentionSite` says. Otherwise it calls
         `F.scaled_dot_product_attention` once in its forward, which is taken over.
     sparse: sparse attention may be put here, where a model is asked to be sparse.
-    layout: of what its projections give.
+    layout: of what its projections give, in blocks that attend along columns; `rows_layout`: in those that attend along rows, each column
+        for itself.
     """
 
     queries: tuple[str, ...]
     keys: tuple[str, ...] | None = None
     calls: bool = False
     sparse: bool = True
-    layout: AttentionLayout = "BAND"
+    layout: AttentionLayout = "BNAD"
+    rows_layout: AttentionLayout = "NBAD"
 
 
 @dataclass(frozen=True)

@@ -143,11 +143,16 @@ def capture(forward: Work, blocks: Sequence[nn.Module]) -> list[BlockCall]:
         # a copy of its own, as backward may not reach into what the model computed with
         return tensor.detach().clone().requires_grad_() if tensor.is_floating_point() else tensor
 
+    def taken(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return leaf(value)
+        return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), value)  # of tables, such as rotary ones
+
     def take(block: nn.Module, args: Any, kwargs: Any) -> None:
         kind = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)).device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         with torch.enable_grad():
-            args, kwargs = tree_map_only(Tensor, leaf, (args, kwargs))
+            args, kwargs = tuple(map(taken, args)), {name: taken(value) for name, value in kwargs.items()}
         calls[id(block)] = BlockCall(block, args, kwargs, dtype, current_record())
 
     def count(block: nn.Module, args: Any, out: Any) -> None:

@@ -188,7 +188,7 @@ OPEN: dict[str, str] = {
     "pipelines/training/trainer.py": "_bases _row fields row",
     "pipelines/training/validation.py": "row validate",
     "pipelines/tuning/memory_estimate.py": "_here root",
-    "pipelines/tuning/memory_measure.py": "args each held kwargs out ways",
+    "pipelines/tuning/memory_measure.py": "args each held kwargs out taken value ways",
     "pipelines/tuning/memory_search.py": "full_setting option_rows setting told tries",
     "pipelines/tuning/profile.py": "setting setting_of",
 }

@@ -31,7 +31,7 @@ from mmspeed.errors import UserError
 from mmspeed.graphs import outside_graphs
 from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes, hybrid_attention, of_nothing
 from mmspeed.parallel.sparse.attention import sparse_attention
-from mmspeed.protocols.plan import Attended, Site, Structure
+from mmspeed.protocols.plan import Attended, AttentionLayout, Site, Structure
 from mmspeed.replay import recording
 from mmspeed.torch_internals import in_backward
 
@@ -51,6 +51,11 @@ class SiteBoundary:
 
     def __deepcopy__(self, memo: Any) -> SiteBoundary:
         return self
+
+    @property
+    def layout(self) -> AttentionLayout:
+        """The layout of its projections."""
+        return self.site.rows_layout if self.attends == "rows" else self.site.layout
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -113,10 +118,14 @@ def _attend(
     if layer is not None and not structure.image:
         _check_plain(structure.causal, site.where)
         positions_NX = record.positions_of_all(site.keys[0], site.attends, site.where).long()
-        return sparse_attention(q_BAND, k_BAMD, v_BAMD, mask, axes, q_sizes, k_sizes, positions_NX, layer)
+        return sparse_attention(
+            q_BAND, k_BAMD, v_BAMD, mask, axes, q_sizes, k_sizes, positions_NX, layer, layout=site.layout
+        )  # fmt: skip
     if structure.causal:
         _check_order(site, axes)
-    return hybrid_attention(q_BAND, k_BAMD, v_BAMD, mask, axes, q_sizes, k_sizes, causal=structure.causal)
+    return hybrid_attention(
+        q_BAND, k_BAMD, v_BAMD, mask, axes, q_sizes, k_sizes, causal=structure.causal, layout=site.layout
+    )  # fmt: skip
 
 
 def _check_order(site: SiteBoundary, axes: SequenceAxes) -> None:
@@ -227,7 +236,9 @@ class _Taken(TorchFunctionMode):
                     "rank; name other splits for this module in the plan, or leave it out if it attends to whole text"
                 )
         mask = None if attn_mask is None else key_mask(attn_mask, query.shape[0], key.shape[2], where)
-        return hybrid_attention(query, key, value, mask, axes, q_sizes, k_sizes, causal=is_causal, scale=scale)
+        return hybrid_attention(
+            query, key, value, mask, axes, q_sizes, k_sizes, causal=is_causal, scale=scale, layout=self.site.layout
+        )  # fmt: skip
 
     def _sparse(
         self,
@@ -267,7 +278,9 @@ class _Taken(TorchFunctionMode):
             axes, q_sizes, k_sizes = self.site.sizes(self.record)
             grid_NX, _ = _places(self.record, self.site.keys, sum(k_sizes), query.device, where)
             positions_NX = self.record.in_order_of_all(grid_NX, self.site.keys[0], self.site.attends, where)
-            return sparse_attention(query, key, value, mask_BM, axes, q_sizes, k_sizes, positions_NX, layer)
+            return sparse_attention(
+                query, key, value, mask_BM, axes, q_sizes, k_sizes, positions_NX, layer, layout=self.site.layout
+            )  # fmt: skip
         positions_NX, text_M = _places(self.record, self.site.keys, query.shape[2], query.device, where)
         out: Tensor = layer(query, key, value, mask_BM, positions_NX, text_M)
         return out
