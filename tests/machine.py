@@ -17,12 +17,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmspeed.memory.chunked import ROWS, UNITS, _even_parts
-from mmspeed.models.sora.layers import Mlp, gelu
+from mmspeed.models.sora.layers import Mlp
+from tests.support.mlps import PlainMlp, gelu
 
 MM, ADDMM, SUM = torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.sum.dim_IntList
 
 
-def parts_have_the_bits_of_the_whole(mlp: Mlp, x_NE: Tensor, grad_NO: Tensor, size: int) -> bool:
+def parts_have_the_bits_of_the_whole(mlp: PlainMlp | Mlp, x_NE: Tensor, grad_NO: Tensor, size: int) -> bool:
     """Whether this machine computes an MLP's products with the same bits over parts of rows, and over parts of hidden units, as at once.
 
     Products alone, with the tensors of the test: neither autograd nor `chunked_mlp` has a part in it.

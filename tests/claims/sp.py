@@ -37,7 +37,7 @@ from mmspeed.errors import UserError
 from mmspeed.log import format_bytes
 from mmspeed.mesh import make_mesh, process_group
 from mmspeed.models.sora.model import SoraDiT, SoraDiTConfig
-from mmspeed.parallel import TokenLayout, make_layout, shard_tokens
+from mmspeed.parallel import TokenLayout, make_layout, parallelize
 from mmspeed.plan.traffic import AttentionWorkload, places, step_traffic
 
 HEAD_WIDTH, DEPTH, CHANNELS, TEXT_WIDTH, TEXT_TOKENS = 24, 4, 16, 64, 32
@@ -200,10 +200,10 @@ class _SchemeBench:
 
     def run(self) -> SpResult:
         found = schemes(self.ranks)
-        steps = {a: _BenchStep(self.config(a), self.latent) for a in ("factorised", "full")}
+        steps = {a: _BenchStep(self.config(a), self.latent) for a in ("factorised", "full")}  # of one process
         frames, height, width = (max(1, size // 2) for size in self.latent)
         eighth = (frames, height + height % 2, width + width % 2)
-        degree_one = self.degree_one(_BenchStep(self.config("factorised"), eighth))
+        degree_one = self.degree_one(self.config("factorised"), eighth)
         rows = [self.row(scheme, steps[scheme.arrangement]) for scheme in found]
         tokens = math.prod(steps["full"].config.grid(self.latent))
         return SpResult(self.ranks, self.threads, tokens, self.width, self.rounds, *degree_one, rows)
@@ -213,35 +213,36 @@ class _SchemeBench:
             self.width, DEPTH, self.heads, CHANNELS, TEXT_WIDTH, adaln_rank=32, arrangement=arrangement  # type: ignore[arg-type]
         )  # fmt: skip
 
-    def degree_one(self, step: _BenchStep) -> tuple[Ratio, Ratio]:
+    def degree_one(self, config: SoraDiTConfig, latent: tuple[int, int, int]) -> tuple[Ratio, Ratio]:
         """Of seconds and of processors' seconds. The first rank computes; the others wait."""
         layout = make_layout(make_mesh(self.device), ParallelConfig())
+        of_mesh, plain = _BenchStep(config, latent, layout), _BenchStep(config, latent)
         on: list[Taken] = []
         off: list[Taken] = []
         for number in range(WARM + EASY * self.rounds):
-            order = [(layout, on), (TokenLayout(), off)]
+            order = [(of_mesh, on), (plain, off)]
             for chosen, found in order if number % 2 else order[::-1]:
-                taken = self.alone(lambda chosen=chosen: step.run(chosen, None), self.threads)  # type: ignore[misc]
+                taken = self.alone(lambda chosen=chosen: chosen.run(None), self.threads)  # type: ignore[misc]
                 if number >= WARM:
                     found.append(taken)
         return tuple(Ratio.of([t[i] for t in on], [t[i] for t in off]) for i in (0, 1))  # type: ignore[return-value]
 
-    def row(self, scheme: LayoutScheme, step: _BenchStep) -> SchemeRow:
-        """All of one scheme."""
+    def row(self, scheme: LayoutScheme, plain: _BenchStep) -> SchemeRow:
+        """All of one scheme, beside a step of one process."""
         mesh = make_mesh(self.device, AxisSizes(**scheme.parallel.sizes()))
-        layout, plain = make_layout(mesh, scheme.parallel), TokenLayout()
-        shard_tokens(step.model, layout)
+        layout = make_layout(mesh, scheme.parallel)
+        step = _BenchStep(plain.config, self.latent, layout)
         split: list[Taken] = []
         one: list[Taken] = []
         for number in range(WARM + self.rounds):
-            taken = self.together(lambda: step.run(layout, self.group))
-            alone = self.alone(lambda: step.run(plain, None), self.ranks * self.threads)
+            taken = self.together(lambda: step.run(self.group))
+            alone = self.alone(lambda: plain.run(None), self.ranks * self.threads)
             if number >= WARM:
                 split.append(taken)
                 one.append(alone)
-        kept = step.kept_bytes(layout) / step.kept_bytes(plain)
+        kept = step.kept_bytes() / plain.kept_bytes()
         layout.ledger.clear()
-        step.run(layout, self.group)
+        step.run(self.group)
         sent = +layout.ledger.bytes
         wanted = step_traffic(self.work(scheme, step), scheme.parallel, list(places(scheme.parallel))[self.rank])
         mine = {"sent": sent.total(), "wanted": wanted.total(), "equal": sent == wanted, "kept": kept}
@@ -251,7 +252,7 @@ class _SchemeBench:
             seconds=statistics.median(taken[0] for taken in split),
             to_one=Ratio.of([t[0] for t in split], [t[0] for t in one]),
             cpu_to_one=Ratio.of([t[1] for t in split], [t[1] for t in one]),
-            parts=self.parts(step, layout),
+            parts=self.parts(step),
             ledger_bytes=max(found["sent"] for found in everyone),
             formula_bytes=max(found["wanted"] for found in everyone),
             equal=all(found["equal"] for found in everyone),
@@ -282,12 +283,12 @@ class _SchemeBench:
         found = all_gather_objects(taken, self.group)[0]
         return found[0], found[1]
 
-    def parts(self, step: _BenchStep, layout: TokenLayout) -> StepShares:
+    def parts(self, step: _BenchStep) -> StepShares:
         """Of one step under the profiler."""
         barrier(self.group)
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else some versions tell of each start and stop
         with profile(activities=[ProfilerActivity.CPU]) as recorded:
-            phases = step.run(layout, self.group)
+            phases = step.run(self.group)
         calls = [_blocked(event) for event in recorded.events() if event.name in EXCHANGES]
         everyone = all_gather_objects({"phases": phases, "calls": calls}, self.group)
         return parts_of(everyone)
@@ -337,30 +338,31 @@ def _blocked(event: Any) -> tuple[float, float]:
 
 
 class _BenchStep:
-    """A training step of one video, on any layout: forward, backward, sum of gradients over the ranks, AdamW."""
+    """A training step of one video on a layout: forward, backward, sum of gradients over the ranks, AdamW."""
 
-    def __init__(self, config: SoraDiTConfig, latent: tuple[int, int, int]) -> None:
+    def __init__(self, config: SoraDiTConfig, latent: tuple[int, int, int], layout: TokenLayout | None = None) -> None:
         self.config = config
+        self.layout = layout if layout is not None else TokenLayout()
         self.model = SoraDiT(config)
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.add_(0.02 * rng.normal(parameter.shape, 0, "bench", name))  # no gate is 0
+        parallelize(self.model, None, "none", layout=self.layout)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=True)
         shape = (1, CHANNELS, *latent)
         self.latents, self.noise = rng.normal(shape, 0, "latent"), rng.normal(shape, 0, "noise")
         self.text = rng.normal((1, TEXT_TOKENS, TEXT_WIDTH), 0, "text")
         self.mask = torch.ones(1, TEXT_TOKENS, dtype=torch.bool)
 
-    def loss(self, layout: TokenLayout) -> Tensor:
-        self.model.layout = layout
+    def loss(self) -> Tensor:
         mixed = 0.5 * (self.latents + self.noise)
         found = self.model(mixed, torch.tensor([0.5]), self.text, self.mask)
-        return (found - (self.noise - self.latents)).square().mean() / layout.whole.size
+        return (found - (self.noise - self.latents)).square().mean() / self.layout.whole.size
 
-    def run(self, layout: TokenLayout, group: Any) -> dict[str, float]:
+    def run(self, group: Any) -> dict[str, float]:
         """One step; the seconds of its phases. Gradients are summed over `group`, if there is one."""
         times = [time.perf_counter()]
-        self.loss(layout).backward()
+        self.loss().backward()
         times.append(time.perf_counter())
         if group is not None:
             grads: list[Tensor] = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -375,7 +377,7 @@ class _BenchStep:
         names = ("model", "gradients", "optimizer")
         return {name: end - start for name, start, end in zip(names, times, times[1:], strict=False)}
 
-    def kept_bytes(self, layout: TokenLayout) -> int:
+    def kept_bytes(self) -> int:
         """Memory that the forward pass saves for the backward pass, parameters apart."""
         own = {p.untyped_storage().data_ptr() for p in self.model.parameters()}
         storages: dict[int, int] = {}
@@ -386,6 +388,6 @@ class _BenchStep:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            loss = self.loss(layout)  # alive, so that no two storages have one address
+            loss = self.loss()  # alive, so that no two storages have one address
         del loss
         return sum(size for place, size in storages.items() if place not in own)

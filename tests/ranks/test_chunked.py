@@ -24,10 +24,10 @@ from mmspeed.memory.planning.report import CATEGORIES, MemoryReport
 from mmspeed.memory.planning.tracked import measure_step
 from mmspeed.mesh import make_mesh
 from mmspeed.models import SoraDiT, SoraDiTConfig
-from mmspeed.models.sora.layers import Mlp
 from mmspeed.parallel import make_layout, parallelize, sum_shared_gradients
 from tests.machine import parts_have_the_bits_of_the_whole
 from tests.spawn import run_ranks
+from tests.support.mlps import PlainMlp
 
 CPU = Device("cpu", 0)
 MODEL: dict[str, Any] = {"width": 96, "depth": 2, "heads": 4, "latent_channels": 4, "text_width": 16, "adaln_rank": 8}
@@ -88,7 +88,7 @@ def bits_of_the_whole(name: str) -> bool:
     g = torch.Generator().manual_seed(0)
     asked = []
     for _ in range(4):
-        mlp = Mlp(width, 4 * width // sizes.get("tp", 1), width)
+        mlp = PlainMlp(width, 4 * width // sizes.get("tp", 1), width)
         given = torch.randn(2, tokens, width, generator=g)
         asked.append(parts_have_the_bits_of_the_whole(mlp, given[0], given[1], CHUNK))
     return all(asked)

@@ -22,10 +22,11 @@ from mmspeed.memory import BlockPolicies, peak_bytes
 from mmspeed.memory.chunked import UNITS, _even_parts, chunked_mlp, in_chunks
 from mmspeed.memory.planning.measure import MatmulCounter
 from mmspeed.memory.planning.tracked import kept_bytes
-from mmspeed.models.sora.layers import Mlp, gelu
+from mmspeed.models.sora.layers import Mlp
 from mmspeed.models.sora.model import SoraDiT, SoraDiTConfig
 from mmspeed.parallel import parallelize
 from tests.machine import parts_have_the_bits_of_the_whole
+from tests.support.mlps import PlainMlp, chunk_sizes, gelu
 
 CPU = Device("cpu", 0)
 WIDTH, TOKENS = 64, 1000
@@ -39,13 +40,12 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def make_mlp(chunk: int | None, exact: bool = True, bias: bool = True) -> tuple[Mlp, Tensor]:
+def make_mlp(chunk: int | None, exact: bool = True, bias: bool = True) -> tuple[PlainMlp, Tensor]:
     torch.manual_seed(0)
-    mlp, x = Mlp(WIDTH, 4 * WIDTH, WIDTH), torch.randn(2, TOKENS // 2, WIDTH)
-    mlp.token_chunk, mlp.exact_chunks = chunk, exact
+    mlp, x = PlainMlp(WIDTH, 4 * WIDTH, WIDTH), torch.randn(2, TOKENS // 2, WIDTH)
     if not bias:
         mlp.up.bias = mlp.down.bias = None
-    return mlp, x.requires_grad_()
+    return mlp.in_parts(chunk, exact), x.requires_grad_()
 
 
 def alike(*sizes: int, bias: bool = True) -> bool:
@@ -64,7 +64,7 @@ def gradient_of(out: Tensor) -> Tensor:
     return grad
 
 
-def run(mlp: Mlp, x: Tensor) -> tuple[Tensor, dict[str, Tensor | None]]:
+def run(mlp: PlainMlp, x: Tensor) -> tuple[Tensor, dict[str, Tensor | None]]:
     out = mlp(x)
     out.float().square().mean().backward()
     return out.detach(), {"x": x.grad, **{name: p.grad for name, p in mlp.named_parameters()}}
@@ -169,8 +169,7 @@ def test_widths_of_16(tokens: int, width: int, units: int, dtype: torch.dtype | 
     found, bitwise = [], []
     for chunk in (None, 64, 100, 200, 299):
         torch.manual_seed(1)
-        mlp, x = Mlp(width, units, width), torch.randn(tokens, width, requires_grad=True)
-        mlp.token_chunk = chunk
+        mlp, x = PlainMlp(width, units, width).in_parts(chunk), torch.randn(tokens, width, requires_grad=True)
         with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
             found.append(run(mlp, x))
             grad = gradient_of(found[0][0])
@@ -197,8 +196,7 @@ def test_dtypes_are_those_of_the_mlp() -> None:
     with pytest.raises(ValueError, match=r"torch\.float32 do not go with weights of torch\.bfloat16"):
         mlp(x)
     with torch.device("meta"):
-        shapes = Mlp(8, 16, 4)
-        shapes.token_chunk = 3
+        shapes = PlainMlp(8, 16, 4).in_parts(3)
         assert shapes(torch.empty(2, 5, 8)).shape == (2, 5, 4)
 
 
@@ -339,9 +337,7 @@ def test_a_model_with_its_mlps_in_parts(ways: dict[str, Any], dtype: torch.dtype
     """Under autocast products are rounded to 8 bits; a sum's gradient is rounded in each part and summed in float32: 2^-8 twice."""
     plain_loss, plain, _ = step(None, dtype)
     loss, grads, model = step(BlockPolicies((ways,), mlp_chunk=20, mlp_exact=exact), dtype)
-    assert all(
-        part.token_chunk == 20 for part in model.modules() if isinstance(part, Mlp) and part is not model.text_in
-    )
+    assert chunk_sizes(model) == [20] * CONFIG["depth"]
     assert all(value.abs().max() > 0 for value in plain.values())
     if exact and parts_of_blocks_have_the_bits_of_the_whole(dtype):
         assert torch.equal(loss, plain_loss) and same(grads, plain)

@@ -16,12 +16,31 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from mmspeed.memory.planning.measure import MatmulCounter
 from mmspeed.memory.recompute.discard import Discard, discarded
-from mmspeed.memory.recompute.spans import region, region_runner, set_policies
+from mmspeed.memory.recompute.spans import set_policies
+from mmspeed.protocols.plan import BlockParts, Region
 from mmspeed.replay import checkpointed, recording
 from tests.memory_ways import Step, assert_same, make_inputs, make_model, step_of
 
 WIDTH, HIDDEN, TOKENS, LAYERS = 128, 512, 1024, 4
 MIB = 1 << 20
+
+
+class Down(nn.Linear):
+    """An activation function and a scale, then the product."""
+
+    def __init__(self, act: Callable[[Tensor], Tensor], scale: nn.Parameter) -> None:
+        super().__init__(HIDDEN, WIDTH)
+        self.act = act
+        vars(self)["scale"] = scale  # of the chain: a tensor that is no argument
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.project(self.prepare(hidden))
+
+    def prepare(self, hidden: Tensor) -> Tensor:
+        return self.act(hidden) * self.scale
+
+    def project(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
 
 
 class Chain(nn.Module):
@@ -30,17 +49,15 @@ class Chain(nn.Module):
     def __init__(self, way: Any = "save", act: Callable[[Tensor], Tensor] = F.gelu) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.scale = nn.Parameter(torch.rand(HIDDEN))
         self.ups = nn.ModuleList(nn.Linear(WIDTH, HIDDEN) for _ in range(LAYERS))
-        self.downs = nn.ModuleList(nn.Linear(HIDDEN, WIDTH) for _ in range(LAYERS))
-        self.scale, self.act = nn.Parameter(torch.rand(HIDDEN)), act
-        self._courses = {} if way == "save" else {"activation": region_runner(way, None)}
+        self.downs = nn.ModuleList(Down(act, self.scale) for _ in range(LAYERS))
+        vars(self)["block_parts"] = BlockParts({"activation": Region(("downs.*",), small=True)}, draws=False)
+        set_policies(self, {"activation": way})
 
     def forward(self, x: Tensor) -> Tensor:
-        def before(hidden: Tensor) -> Tensor:
-            return self.act(hidden) * self.scale  # a tensor that is no argument
-
         for up, down in zip(self.ups, self.downs, strict=True):
-            x = x + region(self, "activation", down, up(x), before=before)
+            x = x + down(up(x))
         return x
 
 
@@ -204,10 +221,11 @@ def test_what_cannot_be_discarded() -> None:
     for use in (frozen, lambda y: linear(y.clone()), lambda y: y.sum(0)):
         with pytest.raises(ValueError, match="does not keep it for backward"):
             discarded(torch.exp, use, x)
-    with pytest.raises(ValueError, match="only a span that says what comes before"):
-        owner = nn.Module()
-        owner._courses = {"mlp": region_runner("recompute_output", None)}  # type: ignore[assignment]
-        region(owner, "mlp", linear, x)
+    owner = nn.Sequential(linear)
+    vars(owner)["block_parts"] = BlockParts({"mlp": Region(("0",))})
+    set_policies(owner, {"mlp": "recompute_output"})
+    with pytest.raises(ValueError, match="only a region that makes the input of a product"):
+        owner(x)
     assert not recording()
 
 

@@ -16,6 +16,7 @@ from mmspeed.compute.attention import attention
 from mmspeed.graphs import MOST_GRAPHS, compile_forward, outside_graphs
 from mmspeed.memory import recompute
 from mmspeed.models import SoraDiT, SoraDiTConfig
+from tests.support.attention import attend_by
 
 
 class Seen:
@@ -105,7 +106,7 @@ def test_recomputation_around_graphs_with_breaks(full: bool) -> None:
     stats = torch._dynamo.utils.counters["stats"]
     stats.clear()
     config = SoraDiTConfig(width=24, depth=1, heads=2, latent_channels=2, text_width=6, adaln_rank=2)
-    model = SoraDiT(config, attend) if full else Small()
+    model = attend_by(SoraDiT(config), attend) if full else Small()
     for name, parameter in model.named_parameters():
         parameter.data += 0.1 * rng.normal(parameter.shape, 0, name)
     plain, made = copy.deepcopy(model), []

@@ -16,13 +16,13 @@ from mmspeed.memory import set_policies
 from mmspeed.memory.planning.report import CATEGORIES, LayerMemory, MemoryReport, runs_of
 from mmspeed.memory.planning.tracked import AT_THE_END, kept_bytes, layers_of
 from mmspeed.mesh import process_group
-from mmspeed.models.sora.layers import Mlp
 from mmspeed.pipelines.report.memory_page import measure_report, page_part, report_figure
 from mmspeed.pipelines.report.run_page import write_report
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep
 from mmspeed.shapes import Bucket
 from tests.runs import small_config
+from tests.support.mlps import PlainMlp
 
 CPU = Device("cpu", 0)
 BUCKET = Bucket(9, 96, 96)
@@ -127,7 +127,7 @@ def test_compiled_steps_are_refused(tmp_path: Path) -> None:
 
 
 def test_kept_bytes_are_those_of_a_linear_layers_result() -> None:
-    mlp, x = Mlp(16, 64, 16), torch.randn(10, 16, requires_grad=True)
+    mlp, x = PlainMlp(16, 64, 16), torch.randn(10, 16, requires_grad=True)
     assert kept_bytes(CPU, mlp, lambda: mlp(x), [x]) == 4 * 10 * (64 + 64 + 16)
     set_policies(mlp, {"activation": "recompute"})
     assert kept_bytes(CPU, mlp, lambda: mlp(x), [x]) == 4 * 10 * (64 + 16)

@@ -123,7 +123,9 @@ def test_heads_that_do_not_divide_are_told() -> None:
         UserError, match=r"parallel.ulysses 3 is more than the 2 heads of a device \(of 4, with parallel.tp 2\)"
     ):
         check_layout(model, ParallelConfig(tp=2, ulysses=3))
-    with pytest.raises(UserError, match=r"parallel.dsp 2: every block of WanTransformer3DModel attends over all tokens"):
+    with pytest.raises(
+        UserError, match=r"parallel.dsp 2: every block of WanTransformer3DModel attends over all tokens"
+    ):
         check_layout(model, ParallelConfig(dsp=2))
 
 

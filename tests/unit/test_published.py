@@ -263,7 +263,7 @@ def test_memory_is_planned_from_shapes(home: Path, name: str) -> None:
     assert len(plan.figures.kinds) == blocks and len(plan.figures.options) == (2 if name == "hunyuan" else 1)
     for options in plan.figures.options:
         kept = {str(dict(option.ways)): option.kept for option in options}
-        assert kept["{'block': 'recompute'}"] < min(kept["{}"], kept["{'block': 'selective'}"])
+        assert kept["{'block': 'recompute'}"] == min(kept.values()) < kept["{}"]  # also of regions within blocks
     assert plan.figures.least() <= plan.figures.plain_peak()  # of these tiny ones weights may be the most
 
 

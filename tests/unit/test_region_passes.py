@@ -18,8 +18,9 @@ from mmspeed.memory import BlockPolicies
 from mmspeed.memory.offload.swap_group import Offloader
 from mmspeed.memory.planning.measure import MatmulCounter
 from mmspeed.memory.recompute.region import RegionPolicy, run_region
-from mmspeed.memory.recompute.spans import region, region_runner, set_policies
+from mmspeed.memory.recompute.spans import region_runner, set_policies
 from mmspeed.parallel import parallelize
+from mmspeed.protocols.plan import BlockParts, Region
 from mmspeed.replay import checkpointed, recording
 from tests.memory_ways import LARGE, make_inputs, make_model
 
@@ -330,7 +331,7 @@ def test_offered_results_are_made_once_and_what_is_inside_of_them_is_not_kept_on
 
 
 def test_ways_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match="needs somewhere to swap to"):
+    with pytest.raises(ValueError, match="needs somewhere to offload to"):
         set_policies(Dropped(), {"block": "offload"})
     compiled = BlockPolicies(({"block": "selective"},))
     with pytest.raises(UserError, match=r"with train\.compile"):
@@ -346,13 +347,25 @@ def test_without_gradients_nothing_is_kept_and_spans_inside_of_spans_stand_as_th
     parallelize(model, None, "none", keeping=BlockPolicies.everywhere({"block": "selective"}))
     with torch.no_grad():
         assert torch.equal(model(*inputs), wanted)
-    owner = nn.Module()
-    owner._courses = {"mlp": region_runner("recompute", None), "norm": region_runner("recompute_output", None)}  # type: ignore[assignment]
-    seen = []
+    seen: list[bool] = []
 
-    def inner(x: Tensor) -> Tensor:
-        seen.append(recording())
-        return region(owner, "norm", torch.tanh, x, before=torch.relu)
+    class Activated(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.project(self.prepare(x))
 
-    region(owner, "mlp", inner, torch.randn(3, requires_grad=True)).sum().backward()
+        def prepare(self, x: Tensor) -> Tensor:
+            seen.append(recording())
+            return torch.relu(x)
+
+        def project(self, x: Tensor) -> Tensor:
+            return torch.nn.functional.linear(x, self.weight, self.bias)
+
+    owner = nn.Sequential(nn.Sequential(Activated(3, 3), nn.Tanh()))
+    regions = {"mlp": Region(("0",)), "norm": Region(("0.0",), small=True)}
+    vars(owner)["block_parts"] = BlockParts(regions, draws=False)
+    set_policies(owner, {"mlp": "recompute", "norm": "recompute_output"})
+    owner(torch.randn(3, requires_grad=True)).sum().backward()
     assert seen == [True, True]
+    set_policies(owner, {"norm": "recompute_output"})  # by itself it is made again, outside of any region
+    owner(torch.randn(3, requires_grad=True)).sum().backward()
+    assert len(seen) == 4

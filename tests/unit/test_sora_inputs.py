@@ -8,20 +8,23 @@ from torch import Tensor
 
 from mmspeed import rng
 from mmspeed.compute.rope import grid_positions
-from mmspeed.models.sora.layers import AttentionType
-from mmspeed.parallel.tokens import TokenLayout
+from mmspeed.compute.structured import Attend
+from mmspeed.models.sora.layers import AttentionType, SelfAttention
 from tests.unit.test_sora_dit import ARRANGEMENTS, SMALL, inputs, small
 
 
 @pytest.mark.parametrize("span", ["spatial", "temporal", "full"])
 def test_self_attention_knows_relative_positions_only(span: AttentionType) -> None:
-    layer = small().blocks[0].self_attention
+    layer = SelfAttention(SMALL.width, SMALL.heads, span, Attend())
+    for name, parameter in layer.named_parameters():
+        parameter.data = rng.normal(parameter.shape, 0, name) / parameter.shape[-1] ** 0.5
+    zero, one = torch.zeros(1, 1, 1, SMALL.width), torch.ones(1, 1, 1, SMALL.width)  # of the modulation
     x = rng.normal((2, 3, 6, SMALL.width) if span != "full" else (2, 1, 18, SMALL.width), 0, "tokens")
 
     def attended(shift: tuple[int, int, int], stretch: int = 1) -> Tensor:
         pos = stretch * grid_positions((3, 2, 3)).unflatten(0, x.shape[1:3]) + torch.tensor(shift)
-        spread = TokenLayout().shard_tokens(pos, None, 1, full=span == "full", image=False)
-        return layer(x, spread.shard_along("T" if span == "temporal" else "S"), span)
+        pos_NX = pos[:, 0] if span == "temporal" else pos[0]
+        return layer(x, zero, zero, one, pos_NX, None, False)
 
     torch.testing.assert_close(attended((5, 2, 9)), attended((0, 0, 0)), rtol=0, atol=1e-4)
     assert (attended((0, 0, 0), stretch=2) - attended((0, 0, 0))).abs().max() > 1e-2

@@ -11,11 +11,10 @@ from mmspeed import rng
 from mmspeed.comm import Axis, RowCounts, swap_rows
 from mmspeed.compute.sparse.planners.selection import KeepRule, PlannerContext
 from mmspeed.config.sparse import SparseConfig
-from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes
 from mmspeed.parallel.sparse.exchange import lists_of, pack_bits, unpack_bits
 from mmspeed.parallel.sparse.plan import plan_split
 from mmspeed.parallel.sparse.select import count_shares, heaviest, threshold_of
-from mmspeed.parallel.tokens import TokenLayout
+from tests.unit.test_tokens import block_split, layout_at, record_at
 
 ALONE = Axis.alone("ring")
 
@@ -80,17 +79,16 @@ def test_queries_that_keep_all_are_refused() -> None:
 def test_positions_of_all_are_those_of_the_parts(processes: int, full: bool) -> None:
     places = torch.cartesian_prod(torch.arange(3), torch.arange(5), torch.arange(2))
     pos_TSX = places[None] if full else places.view(3, 10, 3)
-    for shard, tensor in (("rows", 1), ("columns", 2)):
+    for kind, tensor in (("full", 1), ("full", 2)) if full else (("frames", 1), ("space", 2)):
+        attends = "rows" if kind == "frames" else "columns"
         parts, whole = [], []
         for rank in range(processes):
-            ring, group = (Axis(name, None, processes, rank) for name in ("ring", "sequence"))
-            layout = TokenLayout(
-                SequenceAxes(ring, Axis.alone("ulysses")), group, Axis("tp", None, tensor, 0), shard=shard
-            )  # type: ignore[arg-type]
-            spread = layout.shard_tokens(pos_TSX, None, 0, full=full, image=False)
-            part = spread.shard_along("S" if full or shard == "columns" else "T")
-            if part.lengths is not None:
-                parts.append(part.pos_NX)
-                whole.append(part.positions_of_all())
+            record = record_at(layout_at(1, processes, 1, tensor, rank, 0, kind), kind)
+            record.tell("video", (pos_TSX.shape[0], pos_TSX.shape[1]), "test")
+            pos_T1X = record.cut(pos_TSX[:, :1], block_split("pos_T1X", kind), attends, "test")  # type: ignore[arg-type]
+            pos_1SX = record.cut(pos_TSX[:1], block_split("pos_1SX", kind), attends, "test")  # type: ignore[arg-type]
+            if record.crosses(("video",), attends, "test"):  # type: ignore[arg-type]
+                parts.append(pos_T1X[:, 0] if kind == "frames" else pos_1SX[0])
+                whole.append(record.positions_of_all("video", attends, "test"))  # type: ignore[arg-type]
         assert all(torch.equal(each, torch.cat(parts)) for each in whole)
         assert bool(whole) == (processes > 1)

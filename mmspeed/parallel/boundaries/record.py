@@ -2,8 +2,8 @@
 
 The record is made by the model's own boundary and lasts as long as the forward. Boundaries, sites and layers inside ask
 `Sequences.record()`, which answers through `mmspeed.replay.fact`: whatever computes a part of the forward again (a region, a
-checkpoint) keeps the record of the forward that it belongs to, in its own thread, whatever other forwards came in between. No slot on a shared object
-holds it.
+checkpoint) keeps the record of the forward that it belongs to, in its own thread, whatever other forwards came in between. No slot on
+a shared object holds it.
 
 Legend: B batch, T rows, S columns, N tokens, E width, X position axes.
 """
@@ -193,13 +193,13 @@ class ForwardRecord:
             return tensor
         names = (split.sequence,) if isinstance(split.sequence, str) else split.sequence
         columns, rows = tensor.shape[split.dim], 1 if split.rows is None else tensor.shape[split.rows]
+        if split.positions is not None:
+            self.positions[f"{names[0]} {split.positions}"] = tensor
         if split.broadcast and columns == 1 and (split.rows is None or rows == 1):
             return tensor
         whole_columns, whole_rows = split.broadcast and columns == 1, split.broadcast and rows == 1
         if len(names) == 1 and not (whole_columns or (whole_rows and split.rows is not None)):
             self.tell(names[0], (rows, columns), where)
-        if split.positions is not None:
-            self.positions[f"{names[0]} {split.positions}"] = tensor
         begin, parts = 0, []
         for name in names:
             shape = self.shape(name, where)
