@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from tests.toy import C, D, H, T, ToyDiT, W
 BUCKET = Bucket(5, 16, 24)
 
 
-def toy_config(folder: Path, *overrides: str) -> Config:
+def toy_config(folder: Path, *overrides: str, bucket: Bucket = BUCKET) -> Config:
     """Six steps over seven samples, three a step; the encoders are not at hand."""
     tree: dict[str, Any] = {
         "name": "small",
@@ -31,7 +32,7 @@ def toy_config(folder: Path, *overrides: str) -> Config:
         "data": {
             "sources": [{"path": str(folder / "clips.jsonl")}],
             "cache": str(folder / "cache"),
-            "buckets": [{"frames": BUCKET.frames, "height": BUCKET.height, "width": BUCKET.width}],
+            "buckets": [{"frames": bucket.frames, "height": bucket.height, "width": bucket.width}],
         },
         "vae": {"kind": "diffusers", "pretrained": str(folder / "no-codec")},
         "text": {"kind": "transformers", "pretrained": str(folder / "no-encoder")},
@@ -43,9 +44,11 @@ def toy_config(folder: Path, *overrides: str) -> Config:
     return make_config(tree, overrides, origin="test")
 
 
-def write_toy_cache(config: Config, samples: int = 8) -> None:
-    """A cache of the toy's channels and text width; the first sample is held out."""
-    root, sizes = config.local_cache_dir(), (C, T, H, W)
+def write_toy_cache(
+    config: Config, samples: int = 8, bucket: Bucket = BUCKET, sizes: tuple[int, ...] = (C, T, H, W)
+) -> None:
+    """A cache of the toy's channels and text width; the first sample is held out. `sizes`: of a latent of the bucket."""
+    root, tokens = config.local_cache_dir(), math.prod(sizes[1:])
     latents, texts = [], []
     with CacheWriter(root) as writer:
         for number in range(samples):
@@ -53,8 +56,8 @@ def write_toy_cache(config: Config, samples: int = 8) -> None:
             tensors = latent_tensors(rng.normal(sizes, 0, "latent", number), rng.normal(sizes, 0, "spread", number) - 5)
             latents.append(entry_key(parts))
             writer.add(
-                "latents", latents[-1], tensors, parts, bucket=BUCKET, tokens=T * H * W, content_id=f"c{number}",
-                frames=range(BUCKET.frames), fps=8.0, source=f"{number}.mp4",
+                "latents", latents[-1], tensors, parts, bucket=bucket, tokens=tokens, content_id=f"c{number}",
+                frames=range(bucket.frames), fps=8.0, source=f"{number}.mp4",
             )  # fmt: skip
         for length, section in ((3, "texts"), (4, "texts"), (1, "null")):
             parts = {"kind": "text", "length": length, "section": section}
@@ -64,8 +67,8 @@ def write_toy_cache(config: Config, samples: int = 8) -> None:
             writer.add(section, entry_key(parts), text_tensors(entry), {"caption": "x" * (length - 1)}, tokens=length)
     keys = number_duplicates(sample_key([key], texts[row % 2 :][:1]) for row, key in enumerate(latents))
     rows = [
-        Sample(key, (latents[row],), tuple(texts[row % 2 :][:1]), "train" if row else "val", BUCKET, f"{row}.mp4",
-               T * H * W, f"c{row}")
+        Sample(key, (latents[row],), tuple(texts[row % 2 :][:1]), "train" if row else "val", bucket, f"{row}.mp4",
+               tokens, f"c{row}")
         for row, key in enumerate(keys)
     ]  # fmt: skip
     write_samples(root, rows)

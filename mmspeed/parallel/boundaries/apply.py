@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -24,7 +25,16 @@ from mmspeed.protocols.plan import Attended, Linear, ModelPlan, Seen, Site, decl
 from .attention import CalledSite, InterceptedSite, SiteBoundary, sparse_layer
 from .boundary import Bounded, Grid, ModuleBoundary, Root, RootBoundary
 from .layout import TokenLayout
-from .linears import Leaving, LinearBoundary, SplitExperts, SplitLinear, SplitNorm, SplitPreparingLinear, split_layer
+from .linears import (
+    Entering,
+    Leaving,
+    LinearBoundary,
+    SplitExperts,
+    SplitLinear,
+    SplitNorm,
+    SplitPreparingLinear,
+    split_layer,
+)
 from .names import argument_names, check_plan, described, matching
 from .record import Sequences
 
@@ -64,6 +74,7 @@ class Boundaries:
             check_heads(plan.heads, 1, tp)
         for pattern, linear in plan.linears.items():
             for name, layer in matching(self.model, pattern, "plan, linears"):
+                self._check_tied(name, layer)
                 split_layer(layer, mesh, linear, self.sequences, name, self.attends(name))
         for pattern in plan.channel_norms:
             for name, norm in matching(self.model, pattern, "plan, channel_norms"):
@@ -83,17 +94,20 @@ class Boundaries:
                 mix_in(module, InterceptedSite, rename=False)._site = at
         blocks = {block.name for block in self.plan.blocks}
         for name, boundary in self._module_boundaries().items():
-            if name and name not in blocks:
+            if name and name not in blocks and name not in self._travelling():
                 mix_in(self.model.get_submodule(name), Bounded, rename=False)._boundary = boundary
 
     def put_around(self) -> None:
         """Put the boundaries of rows' results, of blocks, and of the model itself around all else."""
-        for module in list(self.model.modules()):
-            if isinstance(module, SplitLinear | SplitPreparingLinear | SplitExperts) and module._linear.leaves:
+        travelling, boundaries = self._travelling(), self._module_boundaries()
+        for name, linear in travelling.items():
+            module = self.model.get_submodule(name)
+            if linear.enters and linear.linear.role != "expert" and not isinstance(module, SplitPreparingLinear):
+                mix_in(module, Entering, rename=False)._enters = linear
+            if linear.leaves:
                 mix_in(module, Leaving, rename=False)
         blocks = {block.name for block in self.plan.blocks}
-        boundaries = self._module_boundaries()
-        for name in blocks & boundaries.keys():
+        for name in (blocks | travelling.keys()) & boundaries.keys():
             mix_in(self.model.get_submodule(name), Bounded, rename=False)._boundary = boundaries[name]
         root = boundaries.get("") or self._boundary("", self.model)
         # diffusers writes the class's name into a checkpoint's config
@@ -112,6 +126,21 @@ class Boundaries:
             return "columns"
         after = any(name == known for pattern in self.plan.after for known, _ in matching(self.model, pattern))
         return blocks[-1 if after else 0].attends
+
+    def _travelling(self) -> dict[str, LinearBoundary]:
+        """Linear layers before or after which tensor-parallel processes exchange tokens, by the name of the module around which they do:
+        the layer, or the module that expands tokens by it, whose input MLPs in parts take."""
+        expansions = {
+            f"{block.name}.{chunk.up}": f"{block.name}.{chunk.expands}"
+            for block, chunk in itertools.product(self.plan.blocks, self.plan.chunks)
+            if chunk.expands is not None
+        }
+        found = {}
+        for name, module in self.model.named_modules():
+            if isinstance(module, SplitLinear | SplitPreparingLinear | SplitExperts) and _moves(module._linear):
+                own = isinstance(module, SplitPreparingLinear) or module._linear.leaves
+                found[name if own else expansions.get(name, name)] = module._linear
+        return found
 
     def _boundary(self, name: str, module: nn.Module) -> ModuleBoundary:
         names = [block.name for block in self.plan.blocks]
@@ -180,6 +209,16 @@ class Boundaries:
         names = dict.fromkeys((*self._module_boundaries(), *(name for name, _, _ in self._sites()), ""))
         return [(name, self.model.get_submodule(name)) for name in names]
 
+    def _check_tied(self, name: str, layer: nn.Module) -> None:
+        """Raises UserError for a layer whose weight another module has too: a part of it would be no longer the same."""
+        own = {id(parameter) for parameter in layer.parameters(recurse=False)}
+        for other, parameter in self.model.named_parameters(remove_duplicate=False):
+            if id(parameter) in own and other.rpartition(".")[0] != name:
+                raise UserError(
+                    f"parallel.tp: {described(name, layer)} has a role in the plan and shares its weight with {other}; name no role, or "
+                    "give each its own weight"
+                )
+
     def _split_norm(self, name: str, norm: nn.Module) -> None:
         where = described(name, norm)
         if not isinstance(norm, nn.RMSNorm):
@@ -224,7 +263,7 @@ def uncrossed(model: nn.Module) -> list[str]:
             if isinstance(module, SplitLinear | SplitPreparingLinear | SplitExperts | SplitNorm)
             else None,
         ):
-            counts = boundary is not None and not (isinstance(boundary, LinearBoundary) and not _moves(boundary))
+            counts = not isinstance(boundary, LinearBoundary) or isinstance(module, SplitNorm) or _moves(boundary)
             if boundary is not None and counts and not boundary.sequences.uses[boundary.where]:
                 found.append(boundary.where)
     return found

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from mmspeed.comm import all_gather, even_sizes
+from mmspeed.comm import all_gather, all_to_all, even_sizes
 from mmspeed.errors import UserError
 from mmspeed.graphs import outside_graphs
 from mmspeed.mixin import mix_in
@@ -33,14 +33,14 @@ from .record import Sequences
 
 @dataclass
 class LinearBoundary:
-    """What the plan says of one linear layer. `outputs`: its channels out, over all processes."""
+    """What the plan says of one linear layer. `channels`: those that are split, over all processes; of experts, their number."""
 
     sequences: Sequences
     where: str
     linear: Linear
     attends: Attended
     bias_share: float
-    outputs: int
+    channels: int
 
     def __deepcopy__(self, memo: Any) -> LinearBoundary:
         return self
@@ -48,7 +48,7 @@ class LinearBoundary:
     @property
     def enters(self) -> bool:
         """True where own tokens are gathered before the product."""
-        return self.linear.role in ("column", "vocabulary") and self.linear.sequence is not None
+        return self.linear.role != "row" and self.linear.sequence is not None
 
     @property
     def leaves(self) -> bool:
@@ -65,19 +65,30 @@ class LinearBoundary:
 
     @outside_graphs
     def leave(self, out: Tensor) -> Tensor:
-        """What the layer gives: own tokens of a sum, or all channels."""
-        tensor = self.sequences.layout.tensor
-        if self.linear.role == "vocabulary":
-            out = all_gather(out, tensor, -1, even_sizes(self.outputs, tensor.size))
-            if self.linear.sequence is None:
-                return out
-            widths = self.sequences.record(self.where).widths(self.linear.sequence, self.attends, self.where)
-            start = sum(widths[: tensor.rank])
-            return out.narrow(self.linear.dim, start, widths[tensor.rank])
-        assert self.linear.sequence is not None
+        """What the layer gives: own tokens of a sum, or all channels of own tokens."""
         self.sequences.use(self.where)
+        tensor, sequence, dim = self.sequences.layout.tensor, self.linear.sequence, self.linear.dim
+        if self.linear.role == "vocabulary":
+            if sequence is None:  # of tokens that all processes have
+                return all_gather(out, tensor, -1, even_sizes(self.channels, tensor.size))
+            return self._all_to_all(out, dim, -1)
+        assert sequence is not None
         record = self.sequences.record(self.where)
-        return record.scatter_own(out, self.linear.sequence, self.linear.dim, self.attends, self.where)
+        return record.scatter_own(out, sequence, dim, self.attends, self.where)
+
+    @outside_graphs
+    def of_experts(self, gates: Tensor) -> Tensor:
+        """The gates of this process's experts (..., K of this process) for the tokens seen, from those of all experts for own tokens."""
+        return self._all_to_all(gates, -1, self.linear.dim)
+
+    def _all_to_all(self, x: Tensor, scatter_dim: int, gather_dim: int) -> Tensor:
+        """From the tokens seen and a part of the channels to own tokens and all channels, or back: as the dims say."""
+        record, tensor = self.sequences.record(self.where), self.sequences.layout.tensor
+        assert self.linear.sequence is not None
+        widths = record.widths(self.linear.sequence, self.attends, self.where)
+        channels = even_sizes(self.channels, tensor.size)
+        sizes = {self.linear.dim: widths, -1: channels}
+        return all_to_all(x, tensor, scatter_dim, gather_dim, sizes[scatter_dim], sizes[gather_dim])
 
 
 class SplitLinear(nn.Linear):
@@ -86,7 +97,7 @@ class SplitLinear(nn.Linear):
     _linear: LinearBoundary
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self._linear.enter(x) if self._linear.enters else x, *self.applied_weights())
+        return F.linear(x, *self.applied_weights())
 
     def applied_weights(self) -> tuple[Tensor, Tensor | None]:
         """The weight and the bias that this process computes with."""
@@ -110,6 +121,16 @@ class SplitPreparingLinear(nn.Linear):
     def applied_weights(self) -> tuple[Tensor, Tensor | None]:
         """The weight and the bias that this process computes with."""
         return _applied(self)
+
+
+class Entering(nn.Module):
+    """Mixed in around all else of a column layer that gathers its input, or of the module that expands tokens by it (`Chunked`)."""
+
+    _enters: LinearBoundary
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(self._enters.enter(x))
+        return out
 
 
 class Leaving(nn.Module):
@@ -136,11 +157,7 @@ class SplitExperts(nn.Module):
         return local(whole)
 
     def forward(self, x: Tensor, gates: Tensor) -> Tensor:
-        linear, tensor = self._linear, self._linear.sequences.layout.tensor
-        x, gates = linear.enter(x), linear.enter(gates)
-        own = even_sizes(gates.shape[-1], tensor.size)
-        start = sum(own[: tensor.rank])
-        out: Tensor = super().forward(x, gates.narrow(-1, start, own[tensor.rank]))
+        out: Tensor = super().forward(self._linear.enter(x), self._linear.of_experts(gates))
         return out
 
 
@@ -160,7 +177,7 @@ def _norm_of_all(norm: nn.RMSNorm, x: Tensor, boundary: LinearBoundary) -> Tenso
     wide = x.float() if x.dtype != torch.float64 else x
     squares = all_gather(wide.square().sum(-1, keepdim=True), tensor, -1, (1,) * tensor.size).sum(-1, keepdim=True)
     eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
-    normed = wide * (squares / boundary.outputs + eps).rsqrt()
+    normed = wide * (squares / boundary.channels + eps).rsqrt()
     if norm.weight is not None:
         start = channels * tensor.rank
         normed = normed * norm.weight[start : start + channels]
@@ -183,50 +200,53 @@ def split_layer(
     Raises UserError for a layer that is none, that an adapter or a quantisation holds, or whose channels do not divide.
     """
     where = f"{name} ({type(layer).__name__})"
-    if linear.role == "expert":
-        _split_experts(layer, mesh, linear, sequences, where, attends)
-        return
-    layer = _plain_linear(layer, linear, where)
+    if isinstance(layer, SplitLinear | SplitPreparingLinear | SplitExperts):
+        raise UserError(f"plan, linears: {where} has two roles; let one pattern alone name it")
+    if linear.role in ("row", "expert") and linear.sequence is None:
+        raise UserError(
+            f"plan, linears: {where} has the role {linear.role}, whose results are summed to own tokens: name their sequence"
+        )
+    weight = _checked_weight(layer, linear, where)
     parts, place = mesh.size(), mesh.get_local_rank()
     dim = 1 if linear.role == "row" else 0
-    if layer.weight.shape[dim] % parts:
-        raise UserError(f"parallel.tp {parts} does not divide the {layer.weight.shape[dim]} channels of {name}")
-    outputs = layer.weight.shape[0]
-    layer.weight = _part(layer.weight, dim, mesh, parts, place)
-    if layer.bias is not None and linear.role != "row":
-        layer.bias = _part(layer.bias, 0, mesh, parts, place)
+    if weight.shape[dim] % parts:
+        kind = "experts" if linear.role == "expert" else "channels"
+        raise UserError(f"parallel.tp {parts} does not divide the {weight.shape[dim]} {kind} of {name}")
     share = 1.0 / parts if linear.role == "row" else 1.0
-    boundary = LinearBoundary(sequences, where, linear, attends, share, outputs)
-    if isinstance(layer, PreparesInput):
-        mix_in(layer, SplitPreparingLinear, rename=False)._linear = boundary
-    else:
-        mix_in(layer, SplitLinear, rename=False)._linear = boundary
+    boundary = LinearBoundary(sequences, where, linear, attends, share, weight.shape[dim])
+    layer.register_parameter("weight", _part(weight, dim, mesh, parts, place))
+    if isinstance(layer, nn.Linear) and layer.bias is not None and linear.role != "row":
+        layer.bias = _part(layer.bias, 0, mesh, parts, place)
+    mixin: type[SplitLinear | SplitPreparingLinear | SplitExperts] = SplitExperts
+    if linear.role != "expert":
+        mixin = SplitPreparingLinear if isinstance(layer, PreparesInput) else SplitLinear
+    mix_in(layer, mixin, rename=False)._linear = boundary
 
 
-def _plain_linear(layer: nn.Module, linear: Linear, where: str) -> nn.Linear:
-    """The layer itself, where its weight can be read and split."""
-    if isinstance(layer, nn.Linear) and layer.weight.is_floating_point():
-        return layer
-    if isinstance(layer, nn.Linear) or "base_layer" in dict(layer.named_children()):
+def _checked_weight(layer: nn.Module, linear: Linear, where: str) -> Tensor:
+    """The weight of a layer, where it can be read and split and nothing else is computed with it."""
+    known = dict(layer.named_parameters(recurse=False))
+    weight = known.get("weight")
+    if "base_layer" in dict(layer.named_children()) or (weight is not None and not weight.is_floating_point()):
         raise UserError(
             f"parallel.tp: {where} has the role {linear.role}, and an adapter or a quantisation holds its weight: "
             "merge it first, or use parallel.ulysses, ring or strategy: fsdp"
         )
-    raise UserError(f"parallel.tp: {where} has the role {linear.role} in the plan and is no linear layer")
-
-
-def _split_experts(
-    layer: nn.Module, mesh: DeviceMesh, linear: Linear, sequences: Sequences, where: str, attends: Attended
-) -> None:
-    weight = dict(layer.named_parameters(recurse=False)).get("weight")
-    if weight is None or weight.dim() != 3 or linear.sequence is None:
-        raise UserError(f"parallel.tp: {where} has the role expert in the plan and no weights (K, O, I) of experts")
-    parts, place = mesh.size(), mesh.get_local_rank()
-    if len(weight) % parts:
-        raise UserError(f"parallel.tp {parts} does not divide the {len(weight)} experts of {where}")
-    boundary = LinearBoundary(sequences, where, linear, attends, 1.0, weight.shape[1])
-    layer.register_parameter("weight", _part(weight, 0, mesh, parts, place))
-    mix_in(layer, SplitExperts, rename=False)._linear = boundary
+    if linear.role == "expert":
+        if weight is None or weight.dim() != 3 or len(known) > 1:
+            raise UserError(
+                f"parallel.tp: {where} has the role expert in the plan; such a module has one parameter, `weight` (K, O, I), and a "
+                "forward of (x, gates)"
+            )
+        return weight
+    if not isinstance(layer, nn.Linear) or weight is None:
+        raise UserError(f"parallel.tp: {where} has the role {linear.role} in the plan and is no linear layer")
+    if not isinstance(layer, PreparesInput) and type(layer).forward is not nn.Linear.forward:
+        raise UserError(
+            f"parallel.tp: {where} has the role {linear.role} and a forward of its own, which a part of its weight would leave out; "
+            "give it `prepare` and `project` (mmspeed.protocols.plan.PreparesInput), or no role"
+        )
+    return weight
 
 
 def _part(whole: Tensor, along: int, mesh: DeviceMesh, parts: int, place: int) -> nn.Parameter:

@@ -1,0 +1,153 @@
+"""The model and the plan of docs/adding-a-model.md, run as they stand there with every technique.
+
+Loss and every gradient against one process in float32. Tolerance: 1e-5 of a gradient's largest entry, since sums over keys, heads and
+processes are taken in another order. Counters prove that each technique ran.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmspeed.errors import UserError
+from mmspeed.memory import BlockPolicies
+from mmspeed.parallel import TokenLayout
+from mmspeed.parallel.boundaries.apply import Boundaries
+from mmspeed.parallel.boundaries.record import Sequences
+from mmspeed.protocols.plan import Block, Linear, ModelPlan, Region, Split, declare_plan, plan_of
+from tests.spawn import run_ranks
+from tests.support.added_model import PAGE, Case, Meshes, compared, make_model, train_on_toy_cache
+
+TOLERANCE = 1e-5
+ODD = ((3, 2, 6, 5), (1, 2, 6, 4), (5, 2, 2, 3))  # odd numbers of tokens, an image among them
+IMAGE = ((1, 4, 6, 6),)
+KEEPINGS = {
+    "block recomputed": BlockPolicies.everywhere({"block": "recompute"}),
+    "a region recomputed": BlockPolicies.everywhere({"mlp": "recompute", "cross_attention": "selective"}),
+    "selective": BlockPolicies.everywhere({"block": "selective"}),
+    "chunks": BlockPolicies(mlp_chunk=5),
+}
+PLAIN = {"tp": Case(tp=2), "ulysses": Case(ulysses=2), "ring": Case(ring=2)}
+TWO: dict[str, Case] = {
+    **PLAIN,
+    **{f"{name}, {way}": replace(case, keeping=kept) for name, case in PLAIN.items() for way, kept in KEEPINGS.items()},
+    **{f"{name}, compiled": replace(case, compile="eager") for name, case in PLAIN.items()},
+    **{f"{name}, odd lengths": replace(case, batches=ODD) for name, case in PLAIN.items()},
+    **{f"{name}, an image": replace(case, batches=IMAGE) for name, case in PLAIN.items()},
+    **{f"{name}, sparse": replace(case, sparse="before") for name, case in PLAIN.items()},
+    "ulysses, fsdp": Case(ulysses=2, strategy="fsdp"),
+    "ring, ddp": Case(ring=2, strategy="ddp"),
+    "ring, fsdp, sparse afterwards, odd lengths": Case(
+        ring=2, strategy="fsdp", sparse="after", batches=((3, 2, 6, 5),)
+    ),
+    "ring, text split": Case(ring=2, text=2),
+    "ulysses, text split, block recomputed": Case(ulysses=2, text=2, keeping=KEEPINGS["block recomputed"]),
+}
+FOUR: dict[str, Case] = {
+    "tp x ulysses": Case(tp=2, ulysses=2, strategy="fsdp"),
+    "tp x ring, odd lengths, text split": Case(tp=2, ring=2, strategy="fsdp", batches=ODD, text=2),
+    "tp x ulysses, sparse, block recomputed": Case(
+        tp=2, ulysses=2, strategy="fsdp", sparse="before", keeping=KEEPINGS["block recomputed"]
+    ),
+    "ulysses x ring, chunks": Case(ulysses=2, ring=2, strategy="ddp", keeping=KEEPINGS["chunks"]),
+}
+
+
+def computed(cases: dict[str, Case]) -> dict[str, Any]:
+    meshes, found = Meshes(), {}
+    for name, case in cases.items():
+        try:
+            found[name] = compared(case, meshes)
+        except Exception as error:
+            raise AssertionError(f"{name}: {error}") from error
+        found[name].pop("grads")
+    return found
+
+
+@cache
+def on_two() -> dict[str, Any]:
+    return run_ranks(computed, 2, TWO)[0]
+
+
+def hold(case: Case, found: dict[str, Any]) -> None:
+    """The step is that of one process, and every axis sent bytes."""
+    assert found["loss"] <= TOLERANCE and found["gradient"] <= TOLERANCE, found
+    assert found["uncrossed"] == [] and all(found["uses"].values())
+    axes = {kind.split()[-1] for kind in found["sent"]}
+    image = case.batches == IMAGE
+    for axis in ("tp", "ulysses", "ring"):
+        degree = vars(case)[axis]
+        assert (axis in axes) == (degree > 1 and not (image and axis != "tp")), found["sent"]
+    if case.sparse:
+        counts = found["sparse"].values()
+        assert len(counts) == 2 and all(any("sparse" in kind and n for kind, n in each.items()) for each in counts)
+    assert (found["graphs"] > 0) == bool(case.compile)
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_two_processes_and_one_agree(name: str) -> None:
+    found, case = on_two()[name], TWO[name]
+    hold(case, found)
+    if case.keeping is not None and case.text is None:
+        plain = on_two()[name.partition(",")[0]]
+        counter = "hidden" if case.keeping.mlp_chunk else "kept"
+        assert found[counter] < plain[counter] and plain["hidden"]
+        assert case.keeping.mlp_chunk is None or found["hidden"] == 0
+    if case.text is not None:
+        assert any(kind in found["calls"] for kind in ("ring sequence", "all_to_all sequence")), found["calls"]
+
+
+def test_layers_exchange_what_the_plan_says() -> None:
+    """In each of two blocks, three gathers and three sums, once more in backward, and one gather of what comes out."""
+    calls = on_two()["tp"]["calls"]
+    assert calls["all_gather tp"] == calls["reduce_scatter tp"] == 2 * 2 * 3 + 1
+
+
+@pytest.mark.slow
+def test_four_processes_and_one_agree() -> None:
+    for name, found in run_ranks(computed, 4, FOUR)[0].items():
+        hold(FOUR[name], found)
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides"),
+    [(2, ("parallel.tp=2",)), pytest.param(2, ("parallel.ulysses=2", "memory.mlp_chunk=5"), marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_the_pipeline_trains_it(world: int, overrides: tuple[str, ...], tmp_path: Path) -> None:
+    whole = train_on_toy_cache(str(tmp_path / "one"), ())
+    assert len(whole) == 6 and len(set(whole)) == 6
+    found = run_ranks(train_on_toy_cache, world, str(tmp_path / "many"), overrides)[0]
+    assert found == pytest.approx(whole, rel=1e-5)
+
+
+def errors() -> dict[str, str]:
+    """What each wrong plan of the page's table gives."""
+    model = make_model()
+    plan = plan_of(model)
+    assert plan is not None
+    wrong: dict[str, ModelPlan] = {
+        'Block("block.0")': replace(plan, blocks=(Block("block.0"),)),
+        '"blocks.*": {"pos": Split("video", 0)}': replace(plan, inputs={"blocks.*": {"pos": Split("video", 0)}}),
+        'Region(("mpl",))': replace(plan, regions={"mlp": Region(("mpl",))}),
+        'cuts=("block.1",)': replace(plan, cuts=("block.1",)),
+        '"blocks.*.mlp.2": Linear("column")': replace(plan, linears={"blocks.*.mlp.2": Linear("column")}),
+    }
+    told = {}
+    for what, changed in wrong.items():
+        with pytest.raises(UserError) as caught:
+            if "Block" in what:
+                declare_plan(model, changed)
+            else:
+                Boundaries(model, Sequences(changed, TokenLayout()))
+        told[what] = str(caught.value)
+    return told
+
+
+@pytest.mark.parametrize("what", errors())
+def test_the_page_tells_the_errors_of_wrong_plans(what: str) -> None:
+    assert f"| `{what}` | {errors()[what]} |" in PAGE.read_text(encoding="utf-8"), errors()[what]
