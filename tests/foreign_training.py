@@ -18,17 +18,17 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from mmspeed.compute.sparse.module import clustered_layers
 from mmspeed.config import Config
 from mmspeed.device import pick
 from mmspeed.loop.gradients import clip_gradients
-from mmspeed.memory import chunks
+from mmspeed.memory.chunked import chunked_mlp
 from mmspeed.mesh import process_group
 from mmspeed.models.diffusers.calls import WanCall
 from mmspeed.parallel import parallelize, sum_shared_gradients, uncrossed, unwrap
-from mmspeed.parallel.data_parallel import FSDPModule
 from mmspeed.pipelines.run import build
 from mmspeed.pipelines.run.build import Placement, assemble, place
 from mmspeed.pipelines.tasks.published import PublishedVideoTask
@@ -183,7 +183,7 @@ class Techniques:
 
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(build, "parallelize", spread))
-            stack.enter_context(mock.patch.object(chunks, "chunked_mlp", self.counted(chunks.chunked_mlp, "chunked")))
+            stack.enter_context(mock.patch("mmspeed.memory.chunks.chunked_mlp", self.counted(chunked_mlp, "chunked")))
             yield
 
     def counted(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
