@@ -291,11 +291,14 @@ class BlockProfiler:
 
 
 def identity(block: nn.Module, outputs: int = 0) -> nn.Module:
-    """A stand-in for a block that returns so many tensors: it does nothing but bring tokens to where the block would."""
+    """A stand-in for a block that returns so many tensors: it does nothing but bring tokens to where the block would.
+
+    The first block's boundary cuts the tokens of many a plan, and what comes after the blocks counts on this process's part.
+    """
     made = IdentityBlock(outputs)
     boundary = boundary_of(block)
     if boundary is not None:
-        mix_in(made, Bounded)._boundary = replace(boundary, inputs={}, outputs={})
+        mix_in(made, Bounded)._boundary = replace(boundary, outputs={})
     return made
 
 
