@@ -97,6 +97,7 @@ def three_experts(model: TokenModel, plan: ModelPlan) -> ModelPlan:
 
 
 WRONG: dict[str, tuple[Callable[[TokenModel, ModelPlan], ModelPlan], str]] = {
+    # fmt: off
     "no layer": (with_role("blocks.*.norm", Linear("column")), "blocks.0.norm (LayerNorm) has the role column in the plan and is no linear layer"),
     "no experts": (with_role("blocks.*.router", Linear("expert", "text", dim=1)), "blocks.0.router (Linear) has the role expert in the plan; such a module has one parameter"),
     "two roles": (with_role("blocks.0.qkv", Linear("column", "text", dim=1)), "plan, linears: blocks.0.qkv (Linear) has two roles"),
