@@ -5,6 +5,7 @@ Used by `tests/ranks/test_foreign_plans.py`; one spawn of ranks computes many ca
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 import mmspeed
 from mmspeed.axes import AxisSizes
 from mmspeed.comm import Ledger
+from mmspeed.compute.sparse.module import clustered_layers
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.device import Device
 from mmspeed.memory import BlockPolicies
@@ -27,7 +29,7 @@ from mmspeed.parallel import TokenLayout, make_layout, parallelize, sum_shared_g
 from tests.video_transformers import loss_of, make_inputs, make_model
 
 REGIONS = {"attention": "recompute", "cross_attention": "recompute", "mlp": "recompute"}
-ALL_KEPT = {"tau": 0.0, "min_tokens": 1, "cluster_size": 8, "dense_first": 0, "dense_last": 0}
+SPARSE: dict[str, Any] = {"min_tokens": 1, "cluster_size": 8, "dense_first": 0, "dense_last": 0}
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Case:
     compile: Any = False
     checkpointing: bool = False
     sparse: Any = ""
+    tau: float = 0.0  # at 0 every key is kept, which is the dense model
     made: dict[str, Any] = field(default_factory=dict)
     batches: tuple[dict[str, Any], ...] = ({},)
 
@@ -80,12 +83,16 @@ def whole(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def sparse_ways(case: Case, model: nn.Module) -> Iterator[None]:
-    """Sparse attention that keeps every key: put there before the model is spread, or after."""
+    """Sparse attention, put there before the model is spread, or after."""
     if case.sparse == "before":
-        mmspeed.sparsify_model(model, ALL_KEPT)
+        make_sparse(case, model)
     yield
     if case.sparse == "after":
-        mmspeed.sparsify_model(model, ALL_KEPT)
+        make_sparse(case, model)
+
+
+def make_sparse(case: Case, model: nn.Module) -> None:
+    mmspeed.sparsify_model(model, SPARSE | {"tau": case.tau})
 
 
 def backward_of(case: Case, model: nn.Module, share: float) -> float:
@@ -119,6 +126,7 @@ def spread_step(case: Case, groups: Groups) -> dict[str, Any]:
         "grads": {name: whole(grad) for name, grad in grads.items()},
         "calls": {f"{kind} {axis}": n for (kind, axis), n in layout.ledger.since(before).calls.items()},
         "uncrossed": uncrossed(model),
+        "sparse": dict(sum((layer.counter for layer in clustered_layers(model).values()), Counter())),
     }
 
 
@@ -133,6 +141,8 @@ def compared(case: Case, groups: Groups) -> dict[str, Any]:
     """How far a step of all processes is from that of one."""
     found = spread_step(case, groups)
     alone = make_model(case.model, **case.made)
+    if case.tau > 0:
+        make_sparse(case, alone)
     loss = backward_of(case, alone, 1.0)
     error, name = worst(found["grads"], {n: p.grad for n, p in alone.named_parameters() if p.grad is not None})
     return {
@@ -141,5 +151,6 @@ def compared(case: Case, groups: Groups) -> dict[str, Any]:
         "name": name,
         "calls": found["calls"],
         "uncrossed": found["uncrossed"],
+        "sparse": found["sparse"],
         "grads": found["grads"],
     }

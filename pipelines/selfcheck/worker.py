@@ -32,7 +32,7 @@ from mmspeed.errors import UserError
 from mmspeed.initialize import initial_value, set_parameter
 from mmspeed.loop.optimizers.build import set_learning_rate
 from mmspeed.loop.step import train_step
-from mmspeed.parallel import TokenLayout, uncrossed, unwrap
+from mmspeed.parallel import uncrossed, unwrap
 from mmspeed.parallel.tensor import local
 from mmspeed.pipelines.run.build import Assembly, Placement, assemble, place
 from mmspeed.pipelines.selfcheck.children import ERROR, follow_parent, write_error
@@ -123,18 +123,16 @@ def with_plain_optimizer(config: RunConfig) -> RunConfig:
     )
 
 
-def examine(check: CheckTask, change: Callable[[TokenLayout], TokenLayout] | None = None) -> WorkerReport:
+def examine(check: CheckTask) -> WorkerReport:
     """One step of each kind over all ranks of the process group; a collective call. Rank 0 has the gradients.
 
-    The steps are training's own, but for the learning rate, which is 0. `change` puts another token layout in place (tests break it so).
+    The steps are training's own, but for the learning rate, which is 0.
     Raises UserError for a task whose steps have several updates, or train several roles.
     """
     device = Device("cpu", 0)
     check = check.with_config(with_plain_optimizer(check.config))
     config, task = check.config, check.task()
     placement = place(config, device)
-    if change is not None:
-        placement = replace(placement, layout=change(placement.layout))
     parts = assemble(config, task, task.build(), placement, device)
     if len(parts.learners) > 1:
         raise UserError(f"--parallel compares one update, and a step of the task {task.name} has {len(parts.learners)}")

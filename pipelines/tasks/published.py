@@ -8,8 +8,10 @@ from typing import Any
 from torch import nn
 
 from mmspeed.config import Config
+from mmspeed.config.schema import ModelConfig
 from mmspeed.data.loading.first_epoch import OnlineEncoder
 from mmspeed.errors import UserError
+from mmspeed.pipelines.sparsify import sparsify_model
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.protocols import CheckTask, ModelCall
 
@@ -20,7 +22,8 @@ class PublishedVideoTask(VideoTask):
     load = lambda: WanTransformer3DModel.from_pretrained("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", subfolder="transformer")
     TrainPipeline(config, task=PublishedVideoTask(config, load)).run()
 
-    The config's `model` section is not read; `vae`, `text` and `objective` are to name what the model was trained with. Every process calls
+    Of the config's `model` section `sparse` alone is read: self-attention of the loaded model is made sparse as it says, as
+    `mmspeed.sparsify_model` does. `vae`, `text` and `objective` are to name what the model was trained with. Every process calls
     `load`, for each model that is made: once, and three times where a memory budget is measured. What it gives has its weights, trains in
     float32, and needs no init_weights; parameters that it froze stay frozen.
 
@@ -35,7 +38,7 @@ class PublishedVideoTask(VideoTask):
         maker: OnlineEncoder | None = None,
         call: ModelCall | None = None,
     ) -> None:
-        super().__init__(config, maker, lambda *_: load(), call)
+        super().__init__(config, maker, lambda section, *_: _loaded(load, section), call)
 
     def compare_start(self, start: str) -> list[str]:
         """No difference that names and sizes of weights do not show."""
@@ -46,3 +49,11 @@ class PublishedVideoTask(VideoTask):
         raise UserError(
             "check --parallel makes a small model of the config's `model` section; it cannot check a published one yet"
         )
+
+
+def _loaded(load: Callable[[], nn.Module], section: ModelConfig) -> nn.Module:
+    """A model with its weights, sparse where the section says so. What steers its thresholds is made anew by whoever trains it."""
+    model = load()
+    if section.sparse is not None:
+        sparsify_model(model, section.sparse)
+    return model

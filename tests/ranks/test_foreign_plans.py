@@ -63,6 +63,10 @@ TWO: dict[str, Case] = {
     "ring, sparse afterwards": replace(RING, sparse="after", batches=({"frames": 3},)),
     "ring, sparse, recomputed": replace(RING, sparse="before", keeping=WHOLE),
     "ulysses, sparse, regions": replace(ULYSSES, sparse="before", keeping=PARTS, batches=BOTH),
+    # over Ulysses a process plans its own heads, as one process with the same threshold would
+    "ulysses, two keys of five": replace(ULYSSES, sparse="after", tau=1.0),
+    "ltx ulysses, two keys of five, recomputed": replace(LTX, sparse="before", tau=1.0, keeping=WHOLE),
+    "tp, two keys of five": replace(TP, sparse="before", tau=1.0),
     "ltx ulysses, chunks": replace(LTX, keeping=CHUNKS),
     "ltx ulysses, sparse": replace(LTX, sparse="before"),
     "ltx ring, sparse afterwards": replace(LTX_RING, sparse="after"),
@@ -102,6 +106,8 @@ FAST = {
     "tp, two micro-batches",
     "ulysses, sparse afterwards",
     "ring, sparse, recomputed",
+    "ulysses, two keys of five",
+    "tp, two keys of five",
     "ring, two micro-batches, regions",
     "ltx ulysses, sparse",
     "ltx ring, an image",
@@ -153,6 +159,7 @@ def hold(case: Case, found: dict[str, Any]) -> None:
     image = case.batches[0].get("frames") == 1
     assert found["calls"] or (image and case.tp == 1), "nothing was exchanged"
     assert found["uncrossed"] == [] or image
+    assert bool(found["sparse"]) == bool(case.sparse) and "dense" not in found["sparse"], found["sparse"]
 
 
 @pytest.mark.parametrize("name", TWO_PARAMETERS)

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import yaml
 from torch import Tensor
 
 from mmspeed.__main__ import main
+from mmspeed.compute.structured import structured_attention
 from mmspeed.config import Config, make_config
 from mmspeed.device import Device
 from mmspeed.mesh import process_group
-from mmspeed.parallel import TokenLayout
-from mmspeed.parallel.tokens import ShardedTokens, TokenShard
+from mmspeed.parallel.boundaries.attention import CalledSite, SiteBoundary
+from mmspeed.parallel.boundaries.record import ForwardRecord
 from mmspeed.pipelines.selfcheck.run import with_layout
 from mmspeed.pipelines.selfcheck.verdict import SelfCheck, compare
 from mmspeed.pipelines.selfcheck.worker import WorkerReport, alone, examine
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.pipelines.tasks.video_check import ShrunkRun, shrink_run
+from mmspeed.protocols.plan import Structure
 from mmspeed.shapes import Strides
 from tests.runs import small_tree
 from tests.spawn import run_ranks
@@ -39,57 +42,50 @@ def tree(folder: Path) -> dict[str, Any]:
 # --- broken on purpose ---
 
 
-class ForgetfulSpread(ShardedTokens):
-    """Attends to the own tokens alone."""
-
-    def shard_along(self, along: Any) -> TokenShard:
-        return replace(super().shard_along(along), lengths=None)
+ATTEND, GATHER = CalledSite.forward, ForwardRecord.gather
 
 
-class DoubledSpread(ShardedTokens):
-    """Takes a sum of gradients for a mean."""
-
-    def unshard(self, x_BTSE: Tensor, part: TokenShard) -> Tensor:
-        x_BTSE = super().unshard(x_BTSE, part)
-        return x_BTSE + (x_BTSE - x_BTSE.detach())
+def doubled(x: Tensor) -> Tensor:
+    """The same numbers, with twice the gradient."""
+    return x + (x - x.detach())
 
 
-class DoubledKeys(TokenShard):
-    """Counts the gradient of keys twice."""
-
-    def attend(self, local: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        return super().attend(local, q, k + (k - k.detach()), v, mask)
+def gather_doubled(record: ForwardRecord, x: Tensor, *args: Any) -> Tensor:
+    return doubled(GATHER(record, x, *args))
 
 
-class DoubledKeysSpread(ShardedTokens):
-    def shard_along(self, along: Any) -> TokenShard:
-        return DoubledKeys(**vars(super().shard_along(along)))
+def attend_with_doubled_keys(site: Any, q: Tensor, k: Tensor, v: Tensor, structure: Structure) -> Tensor:
+    boundary: SiteBoundary = site._site
+    own = boundary.keys == boundary.site.queries
+    return ATTEND(site, q, doubled(k) if own else k, v, structure)
 
 
-SPREADS = {
-    "right": ShardedTokens,
-    "forgetful": ForgetfulSpread,
-    "doubled": DoubledSpread,
-    "doubled keys": DoubledKeysSpread,
+def attend_past_the_site(site: Any, q: Tensor, k: Tensor, v: Tensor, structure: Structure) -> Tensor:
+    if site._site.where.startswith("blocks.1."):
+        return structured_attention(q, k, v, structure)
+    return ATTEND(site, q, k, v, structure)
+
+
+# What is broken in the engine, and how.
+FAULTS: dict[str, Any] = {
+    "right": nullcontext,
+    # attends to the own tokens alone
+    "forgetful": lambda: patch.object(ForwardRecord, "crosses", lambda *args: False),
+    # takes a sum of gradients for a mean
+    "doubled": lambda: patch.object(ForwardRecord, "gather", gather_doubled),
+    # counts the gradient of keys twice
+    "doubled keys": lambda: patch.object(CalledSite, "forward", attend_with_doubled_keys),
+    # one block attends past its site
+    "past": lambda: patch.object(CalledSite, "forward", attend_past_the_site),
 }
 
 
-class ChangedLayout(TokenLayout):
-    """A token layout that spreads as one of `SPREADS`."""
-
-    kind = "right"
-
-    def shard_tokens(self, *args: Any, **kwargs: Any) -> ShardedTokens:
-        return SPREADS[self.kind](**vars(super().shard_tokens(*args, **kwargs)))
-
-
-def changed(kind: str, layout: TokenLayout) -> TokenLayout:
-    return type("Changed", (ChangedLayout,), {"kind": kind})(**vars(layout))
-
-
 def work(config: dict[str, Any]) -> dict[str, WorkerReport]:
-    mini = small(make_config(config))
-    return {kind: examine(mini, lambda layout, kind=kind: changed(kind, layout)) for kind in SPREADS}  # type: ignore[misc]
+    mini, found = small(make_config(config)), {}
+    for kind, fault in FAULTS.items():
+        with fault():
+            found[kind] = examine(mini)
+    return found
 
 
 def small(config: Config) -> ShrunkRun:
@@ -103,7 +99,7 @@ def checks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SelfCheck]:
     with process_group(Device("cpu", 0)):
         truth = examine(mini.with_config(alone(mini.config)))
     found = run_ranks(work, 2, config.model_dump(mode="json", by_alias=True))[0]
-    return {kind: compare(mini, found[kind], truth) for kind in SPREADS}
+    return {kind: compare(mini, found[kind], truth) for kind in FAULTS}
 
 
 def test_a_right_layout_passes(checks: dict[str, SelfCheck]) -> None:
@@ -135,6 +131,13 @@ def test_a_wrong_gradient_is_named(checks: dict[str, SelfCheck]) -> None:
     assert worst <= {"self_attention.k_norm.weight", "self_attention.qkv.weight"}
     assert check.hint is not None and "the mistake is in backward, at blocks.1.modulation" in check.hint
     assert "blocks.1.self_attention.k_norm, blocks.1.self_attention.qkv" in check.hint and "mlp" not in check.hint
+
+
+def test_a_boundary_that_was_never_crossed_is_named(checks: dict[str, SelfCheck]) -> None:
+    check, boundary = checks["past"], "the boundary blocks.1.self_attention.attend (Attend) was never crossed"
+    assert not check.passed and boundary in check.problems
+    for kind, other in checks.items():
+        assert kind == "past" or not any("never crossed" in problem for problem in other.problems)
 
 
 # --- the command ---

@@ -74,10 +74,11 @@ def prepare(folder: Path) -> None:
 def write_cache(config: Config, samples: int = 12) -> None:
     """Videos and images with captions of several lengths and pooled vectors; the first sample is held out."""
     root = config.local_cache_dir()
+    buckets = sorted(config.buckets, key=lambda bucket: bucket.is_image)  # a video's, an image's
     latents, texts = [], []
     with CacheWriter(root) as writer:
         for number in range(samples):
-            bucket = BUCKETS[number % 4 == 3]
+            bucket = buckets[number % 4 == 3]
             sizes = (C, 1 + (bucket.frames - 1) // 4, bucket.height // 8, bucket.width // 8)
             parts = {"kind": "latent", "number": number}
             tensors = latent_tensors(rng.normal(sizes, 0, "latent", number), rng.normal(sizes, 0, "spread", number) - 5)

@@ -22,6 +22,7 @@ from mmspeed.memory.offload.swap_group import Offloader
 from mmspeed.memory.planning.knapsack import Option
 from mmspeed.memory.planning.measure import DeviceProfiler, FakeTensorProfiler, MatmulCounter
 from mmspeed.memory.planning.options import combinations, front, single_policies, static_bytes
+from mmspeed.memory.recompute.spans import regions_of
 from mmspeed.mesh import process_group
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.tasks.made_up import EncoderShapes
@@ -87,7 +88,7 @@ def test_figures_of_branches_add_up(tmp_path: Path) -> None:
     """Bytes of any combination of ways are those of each way alone, so few runs are needed."""
     [call, _] = calls_of(config_of(tmp_path))
     bench = BlockProfiler(DeviceProfiler(CPU), Offloader(CPU, 1 << 14), with_swap=True)
-    singles = [bench.weigh(call, ways) for ways in single_policies(cast(Any, call.block).spans, True)]
+    singles = [bench.weigh(call, ways) for ways in single_policies(regions_of(call.block), True)]
     every = combinations(singles)
     assert len(every) == 125 + 4 + 1  # each of 5 ways of 3 branches; 4 of the block; norm and activation
     shared = 0

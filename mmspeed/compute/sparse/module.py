@@ -32,7 +32,6 @@ from .planners.patterns import plan_skip, plan_window
 from .planners.selection import KeepRule, PlannerContext
 from .planners.tiles import plan_tiles
 
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 Phase = Literal["sparse", "dense"]
 T = TypeVar("T")
 
@@ -78,17 +77,14 @@ class ClusteredAttention(RecordedModule):
     Args:
         way: of a fixed pattern that alternates between blocks (Skiparse), which of its two this one has.
         frames: whether its sequences go over several frames.
-        dense: what serves where attention is dense.
     """
 
     tau: Tensor
     state_buffers: ClassVar[Mapping[str, StateRule]] = {"tau": "kept"}
 
-    def __init__(
-        self, settings: SparseConfig, way: Literal[0, 1] = 0, frames: bool = True, dense: Attend = attention
-    ) -> None:
+    def __init__(self, settings: SparseConfig, way: Literal[0, 1] = 0, frames: bool = True) -> None:
         super().__init__()
-        self.settings, self.way, self.frames, self.dense = settings, way, frames, dense
+        self.settings, self.way, self.frames = settings, way, frames
         self.phase: Phase = "sparse"
         self.keep_now = settings.keep
         self.watching = False
@@ -104,6 +100,10 @@ class ClusteredAttention(RecordedModule):
 
     def extra_repr(self) -> str:
         return f"{self.settings.grouping}, tail={self.settings.tail}, {self.phase}"
+
+    def dense(self, q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, key_mask_BM: Tensor | None) -> Tensor:
+        """Dense attention, which serves where no keys are left out."""
+        return attention(q_BAND, k_BAMD, v_BAMD, key_mask_BM)
 
     def is_dense(self, tokens: int) -> bool:
         """Whether a sequence of so many tokens meets dense attention now."""

@@ -40,7 +40,7 @@ def nobody() -> None:
     """Of a caller that does not count."""
 
 
-class Attend(Protocol):
+class KernelFunction(Protocol):
     """A kernel with its gradients. `ran` is called when it computes, which a second pass that kept the results need not."""
 
     def __call__(
@@ -66,11 +66,11 @@ class SparseKernel:
 
     name: str
     refuses: Refuses
-    attend: Attend
+    attend: KernelFunction
     pairs: Pairs = kept_and_means
 
 
-def explicit(forward: Forward, backward: Backward) -> Attend:
+def explicit(forward: Forward, backward: Backward) -> KernelFunction:
     """`attend` of a kernel that computes its own gradients."""
 
     def attend(

@@ -1,0 +1,183 @@
+"""Published video transformers through the training pipeline, with parallel techniques, sparse attention and policies together (law 2).
+
+A pairwise cover of settings, on 2 and 4 processes. Loss, every gradient and their norm against one process in float32; tolerance: 1e-5 of a
+gradient's largest entry, since sums over tokens, heads and processes are taken in another order. A counter proves each technique.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.foreign_training import DATA, ODD, OVERRIDES, Combination, take_step, take_steps
+from tests.spawn import run_ranks
+from tests.support.covers import pairwise
+from tests.support.published import prepare, published_config, write_cache
+
+TOLERANCE = 1e-5
+MOST = 6  # combinations of one spawn
+REST: dict[str, list[str]] = {
+    "sparse": ["no", "all kept", "half"],
+    "shape": ["video", "odd", "image"],
+    "text": ["given", "some", "none"],
+    "micro": ["3", "2", "1"],
+}
+WAYS = ["all", "block", "again", "selective", "regions", "offload", "chunks", "compiled"]
+WAN_OF_TWO = {"layout": ["fsdp", "ddp", "tp", "ulysses", "ring", "ulysses ddp", "ring ddp"], "keeping": WAYS, **REST}
+WAN_OF_FOUR = {
+    "layout": ["hsdp", "tp", "tp4", "ulysses hsdp", "tp x ulysses", "tp x ring", "ulysses x ring"],
+    "keeping": ["all", "again", "regions", "chunks, block", "compiled, block"],
+    **REST,
+}
+LTX_OF_TWO = {"layout": ["fsdp", "ddp", "ulysses", "ring"], "keeping": WAYS, **REST}
+LTX_OF_FOUR = {"layout": ["hsdp", "ulysses x ring", "ring4"], "keeping": ["all", "regions", "chunks, block"], **REST}
+
+
+def allowed(combination: Combination) -> bool:
+    """Over a ring sparse attention plans otherwise than one process, unless it keeps all."""
+    return not (combination["sparse"] == "half" and "ring" in combination["layout"])
+
+
+COVERS: dict[tuple[str, int], dict[str, list[str]]] = {
+    ("wan", 2): WAN_OF_TWO,
+    ("wan", 4): WAN_OF_FOUR,
+    ("ltx", 2): LTX_OF_TWO,
+    ("ltx", 4): LTX_OF_FOUR,
+}
+BUDGET: Combination = {
+    "layout": "fsdp", "keeping": "budget", "sparse": "no", "shape": "video", "text": "given", "micro": "3",
+}  # fmt: skip
+BUDGETS = {
+    "wan": [BUDGET, {**BUDGET, "layout": "tp"}, {**BUDGET, "layout": "ulysses", "sparse": "all kept", "micro": "1"}],
+    "ltx": [BUDGET, {**BUDGET, "layout": "ring", "shape": "odd"}],
+}
+
+
+def groups(name: str, world: int) -> list[list[Combination]]:
+    """The cover of a model on so many processes, by spawns."""
+    found = pairwise(COVERS[name, world], allowed)
+    return [found[start : start + MOST] for start in range(0, len(found), MOST)]
+
+
+def parameters() -> list[Any]:
+    """(model, processes, number of a spawn): of the first two spawns of Wan and one of LTX on two processes by default."""
+    found = []
+    for name, world in COVERS:
+        for number in range(len(groups(name, world))):
+            fast = world == 2 and number < (2 if name == "wan" else 1)
+            marks = () if fast else (pytest.mark.slow,)
+            found.append(pytest.param(name, world, number, marks=marks, id=f"{name} on {world}, {number}"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("foreign")
+    prepare(folder)
+    write_cache(published_config(folder, "wan", ODD, f"data.cache={folder / 'odd'}"))
+    return folder
+
+
+@cache
+def alone(folder: str, name: str, shape: str, text: str, sparse: str) -> Any:
+    """The step of one process; attention that keeps all is dense there."""
+    data = {"shape": shape, "text": text, "sparse": sparse}
+    return take_step(folder, name, data, [*DATA, "sparse"])
+
+
+def proofs(combination: Combination, world: int, counters: dict[str, Any]) -> dict[str, bool]:
+    """What must have happened, by technique."""
+    layout, keeping, image = combination["layout"], combination["keeping"], combination["shape"] == "image"
+    ledger, calls, ddp = counters["ledger"], counters["calls"], "ddp" in layout
+    blocks = 2 * counters["micro-batches"]
+    found = {
+        "replicas": counters["replicated"] == ddp,
+        "shards": counters["sharded blocks"] == (0 if ddp or (layout == "tp4") else 2) or layout in ("tp", "tp4"),
+        "every boundary is crossed": counters["uncrossed"] == [] or image,
+    }
+    for axis in ("tp", "ulysses", "ring"):
+        if axis in layout and not (image and axis != "tp"):
+            found[axis] = sum(sent for kind, sent in ledger.items() if kind.endswith(f" {axis}")) > 0
+    if "hsdp" in layout:
+        found["hsdp"] = any("whole" in key for key in counters["placed"])
+    if combination["sparse"] != "no" and not image:
+        found["sparse"] = counters["sparse"].get("sparse", 0) > 0
+    if keeping in ("block", "again", "chunks, block"):
+        found["block"] = calls["attn1.to_q"] == 2 * blocks
+    if keeping == "regions":
+        found["regions"] = calls["attn1.to_q"] == calls["attn2.to_q"] == 2 * blocks
+    if keeping in ("all", "offload", "chunks"):
+        found["nothing is computed again"] = calls["attn1.to_q"] == blocks
+    if keeping == "offload":
+        found["offload"] = counters["offloaded"] > 0
+    if "chunks" in keeping:
+        found["chunks"] = calls.get("chunked", 0) >= blocks
+    if "compiled" in keeping:
+        found["graphs"] = counters["graphs"] > 0
+    if keeping == "budget":
+        found["budget"] = bool(set(counters["budget"]) - {"save"})
+    return found
+
+
+def floor(key: str) -> float:
+    """The share of the largest gradient below which one is rounding. A bias of all keys moves all scores alike, which softmax forgets."""
+    return 1e-2 if key.endswith("to_k.bias") else 1e-3
+
+
+def hold(folder: Path, name: str, world: int, combination: Combination, ranks: list[Any]) -> list[str]:
+    """What is wrong with a combination."""
+    sparse = "half" if combination["sparse"] == "half" else "no"
+    truth = alone(str(folder), name, combination["shape"], combination["text"], sparse)
+    wrong = [
+        f"{what} is not proven: {ranks[0][3]}" for what, ok in proofs(combination, world, ranks[0][3]).items() if not ok
+    ]
+    loss = sum(rank[0] for rank in ranks)
+    if abs(loss - truth.loss) > TOLERANCE * truth.loss:
+        wrong.append(f"loss {loss}, of one process {truth.loss}")
+    largest = max(np.abs(value).max() for value in truth.gradients.values())
+    for number, (_, gradients, norm, _) in enumerate(ranks):
+        if abs(norm - truth.norm) > TOLERANCE * truth.norm:
+            wrong.append(f"rank {number}: norm {norm}, of one process {truth.norm}")
+        assert gradients.keys() == truth.gradients.keys()
+        errors = {
+            key: np.abs(gradients[key] - value).max() / max(np.abs(value).max(), floor(key) * largest)
+            for key, value in truth.gradients.items()
+        }
+        far = sorted(((error, key) for key, error in errors.items() if error > TOLERANCE), reverse=True)
+        if far:
+            wrong.append(f"rank {number}: {len(far)} of {len(errors)} gradients are wrong: {far[:3]}")
+    return [f"{combination}: {what}" for what in wrong]
+
+
+def check(home: Path, name: str, world: int, combinations: list[Combination]) -> None:
+    ranks = run_ranks(partial(take_steps, str(home), name, combinations), world)
+    wrong = []
+    for combination, *found in zip(combinations, *ranks, strict=True):
+        wrong += hold(home, name, world, combination, found)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(("name", "world", "number"), parameters())
+def test_a_step_of_many_processes_is_that_of_one(home: Path, name: str, world: int, number: int) -> None:
+    check(home, name, world, groups(name, world)[number])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BUDGETS)
+def test_a_step_under_a_budget_is_that_without(home: Path, name: str) -> None:
+    check(home, name, 2, BUDGETS[name])
+
+
+def test_the_cover_meets_every_setting_often_enough() -> None:
+    """At least 40 combinations of Wan and 20 of LTX, with every value of every setting."""
+    for name, least in (("wan", 40), ("ltx", 20)):
+        found = [each for (of, world) in COVERS if of == name for part in groups(of, world) for each in part]
+        assert len(found) >= least
+        for (of, _), settings in COVERS.items():
+            if of == name:
+                for setting, values in settings.items():
+                    assert {each[setting] for each in found} >= set(values) <= OVERRIDES[setting].keys()

@@ -1,0 +1,36 @@
+"""Combinations of settings in which every two values of two settings meet: a pairwise cover, found greedily from a seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations, product
+
+Combination = dict[str, str]
+Pair = tuple[str, str, str, str]  # setting, value, setting, value
+
+
+def pairwise(
+    settings: Mapping[str, Sequence[str]], allowed: Callable[[Combination], bool], seed: int = 0
+) -> list[Combination]:
+    """Allowed combinations in which all pairs meet that can meet; each of them takes most of those that are left.
+
+    Early combinations are those with most that is new. The same seed gives the same list.
+    """
+    names = list(settings)
+    every = [dict(zip(names, values, strict=True)) for values in product(*settings.values())]
+    every = [each for each in every if allowed(each)]
+    random.Random(seed).shuffle(every)
+    met = [pairs(each) for each in every]
+    left = set[Pair]().union(*met)
+    found = []
+    while left:
+        best = max(range(len(every)), key=lambda place: len(met[place] & left))
+        found.append(every[best])
+        left -= met[best]
+    return found
+
+
+def pairs(combination: Combination) -> set[Pair]:
+    """The pairs of values that meet in a combination."""
+    return {(a, combination[a], b, combination[b]) for a, b in combinations(combination, 2)}
