@@ -97,14 +97,13 @@ def three_experts(model: TokenModel, plan: ModelPlan) -> ModelPlan:
 
 
 WRONG: dict[str, tuple[Callable[[TokenModel, ModelPlan], ModelPlan], str]] = {
-    # fmt: off
-    "no layer": (with_role("blocks.*.norm", Linear("column")), "blocks.0.norm (LayerNorm) has the role column in the plan and is no linear layer"),
-    "no experts": (with_role("blocks.*.router", Linear("expert", "text", dim=1)), "blocks.0.router (Linear) has the role expert in the plan; such a module has one parameter"),
+    "no layer": (with_role("blocks.*.norm", Linear("column")), "(LayerNorm) has the role column in the plan and is no linear layer"),
+    "no experts": (with_role("blocks.*.router", Linear("expert", "text", dim=1)), "(Linear) has the role expert in the plan; such a"),
     "two roles": (with_role("blocks.0.qkv", Linear("column", "text", dim=1)), "plan, linears: blocks.0.qkv (Linear) has two roles"),
     "no sequence": (with_role("blocks.*.out", Linear("row")), "name their sequence"),
-    "a forward of its own": (changed("head", lambda _: Doubled(16, 10)), "head (Doubled) has the role vocabulary and a forward of its own"),
-    "an adapter": (changed("blocks.1.qkv", Adapted), "blocks.1.qkv (Adapted) has the role column, and an adapter or a quantisation holds its weight"),
-    "an adapter of experts": (changed("blocks.0.experts", Adapted), "blocks.0.experts (Adapted) has the role expert, and an adapter"),
+    "a forward of its own": (changed("head", lambda _: Doubled(16, 10)), "(Doubled) has the role vocabulary and a forward of its own"),
+    "an adapter": (changed("blocks.1.qkv", Adapted), "blocks.1.qkv (Adapted) has the role column, and an adapter or a quantisation"),
+    "an adapter of experts": (changed("blocks.0.experts", Adapted), "(Adapted) has the role expert, and an adapter or a quantisation"),
     "channels": (changed("head", lambda _: nn.Linear(16, 9)), "parallel.tp 2 does not divide the 9 channels of head"),
     "experts": (three_experts, "parallel.tp 2 does not divide the 3 experts of blocks.1.experts"),
     "tied weights": (tied, "head (Linear) has a role in the plan and shares its weight with embed.weight"),
