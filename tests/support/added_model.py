@@ -29,13 +29,20 @@ from mmspeed.mesh import Mesh, make_mesh
 from mmspeed.parallel import TokenLayout, make_layout, parallelize, sum_shared_gradients, uncrossed, unwrap
 from mmspeed.parallel.boundaries.apply import root_of
 from mmspeed.shapes import Bucket
-from tests.foreign_steps import ALL_KEPT, whole, worst
+from tests.foreign_steps import whole, worst
 from tests.runs import losses
 from tests.support.toy_runs import toy_config, write_toy_cache
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "adding-a-model.md"
 
 
+ALL_KEPT = {
+    "tau": 0.0,
+    "min_tokens": 1,
+    "cluster_size": 8,
+    "dense_first": 0,
+    "dense_last": 0,
+}  # sparse attention of every pair
 WIDTH = 48
 HIDDEN = 4 * WIDTH
 

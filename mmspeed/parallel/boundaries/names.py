@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from mmspeed.errors import UserError, nearest
-from mmspeed.protocols.plan import ModelPlan, named_like
+from mmspeed.protocols.plan import ModelPlan, PreparesInput, named_like
 
 
 def matching(model: nn.Module, pattern: str, what: str = "plan") -> list[tuple[str, nn.Module]]:
@@ -92,6 +92,12 @@ def check_block(block: nn.Module, plan: ModelPlan) -> None:
     for chunk in plan.chunks:
         for pattern in filter(None, (chunk.up, chunk.down, chunk.expands)):
             matching(block, pattern, "plan, chunks")
+        prepares = all(isinstance(down, PreparesInput) for _, down in matching(block, chunk.down, "plan, chunks"))
+        if (chunk.activation is None) != (chunk.expands is None) or (chunk.activation is None and not prepares):
+            raise UserError(
+                f"plan, chunks: {chunk.up!r}: name `expands`, the module that is `up` and the activation, and `activation`; or neither, "
+                f"where {chunk.down!r} prepares its input itself"
+            )
 
 
 def arguments(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

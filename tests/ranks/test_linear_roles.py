@@ -1,0 +1,172 @@
+"""A toy with a layer of each role on two tensor-parallel processes; causal attention across processes; layers that cannot have a role."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mmspeed.config.parallel import ParallelConfig
+from mmspeed.errors import UserError
+from mmspeed.memory import BlockPolicies
+from mmspeed.parallel import parallelize, sum_shared_gradients, uncrossed
+from mmspeed.protocols.plan import Linear, ModelPlan, Structure, declare_plan, plan_of
+from tests.foreign_steps import whole, worst
+from tests.spawn import run_ranks
+from tests.support.added_model import Meshes
+from tests.support.roles_toy import TokenModel, loss_of, tokens_of
+
+RECOMPUTED = BlockPolicies.everywhere({"block": "recompute"})
+CASES: dict[str, tuple[ParallelConfig, int, BlockPolicies | None]] = {
+    "tp": (ParallelConfig(tp=2), 8, None),
+    "tp, an odd length, recomputed": (ParallelConfig(tp=2), 7, RECOMPUTED),
+    "ulysses": (ParallelConfig(ulysses=2), 7, None),
+    "ring": (ParallelConfig(ring=2), 8, RECOMPUTED),
+}
+
+
+def step_of(parallel: ParallelConfig, length: int, keeping: BlockPolicies | None, meshes: Meshes) -> dict[str, Any]:
+    mesh, layout = meshes.of(parallel)
+    tokens_BN, alone = tokens_of(2, length), TokenModel()
+    loss_of(alone, tokens_BN).backward()
+    before = layout.ledger.copy()
+    model = parallelize(TokenModel(), mesh, "none", layout=layout, keeping=keeping)
+    loss = loss_of(model, tokens_BN)
+    (loss / layout.size).backward()
+    sum_shared_gradients(model.parameters(), layout.tensor)
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    if layout.whole.size > 1:
+        for grad in grads.values():
+            dist.all_reduce(grad, group=layout.whole.group)
+    error, name = worst(
+        {n: whole(g) for n, g in grads.items()}, {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
+    )
+    true = float(loss_of(alone, tokens_BN))
+    calls = {f"{kind} {axis}": n for (kind, axis), n in layout.ledger.since(before).calls.items()}
+    return {
+        "loss": abs(float(loss) - true) / true,
+        "gradient": error,
+        "name": name,
+        "calls": calls,
+        "uncrossed": uncrossed(model),
+    }
+
+
+class Adapted(nn.Module):
+    """A layer under an adapter, as peft makes one."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+
+class Doubled(nn.Linear):
+    """A linear layer with more in its forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def with_role(name: str, linear: Linear) -> Callable[[TokenModel, ModelPlan], ModelPlan]:
+    return lambda _, plan: replace(plan, linears={**plan.linears, name: linear})
+
+
+def changed(name: str, make: Callable[[Any], nn.Module]) -> Callable[[TokenModel, ModelPlan], ModelPlan]:
+    def change(model: TokenModel, plan: ModelPlan) -> ModelPlan:
+        model.set_submodule(name, make(model.get_submodule(name)))
+        return plan
+
+    return change
+
+
+def tied(model: TokenModel, plan: ModelPlan) -> ModelPlan:
+    model.head.weight = model.embed.weight
+    return plan
+
+
+def three_experts(model: TokenModel, plan: ModelPlan) -> ModelPlan:
+    experts = model.get_submodule("blocks.1.experts")
+    experts.register_parameter("weight", nn.Parameter(torch.zeros(3, 16, 16)))
+    return plan
+
+
+WRONG: dict[str, tuple[Callable[[TokenModel, ModelPlan], ModelPlan], str]] = {
+    "no layer": (with_role("blocks.*.norm", Linear("column")), "(LayerNorm) has the role column in the plan and is no linear layer"),
+    "no experts": (with_role("blocks.*.router", Linear("expert", "text", dim=1)), "(Linear) has the role expert in the plan; such a"),
+    "two roles": (with_role("blocks.0.qkv", Linear("column", "text", dim=1)), "plan, linears: blocks.0.qkv (Linear) has two roles"),
+    "no sequence": (with_role("blocks.*.out", Linear("row")), "name their sequence"),
+    "a forward of its own": (changed("head", lambda _: Doubled(16, 10)), "(Doubled) has the role vocabulary and a forward of its own"),
+    "an adapter": (changed("blocks.1.qkv", Adapted), "blocks.1.qkv (Adapted) has the role column, and an adapter or a quantisation"),
+    "an adapter of experts": (changed("blocks.0.experts", Adapted), "(Adapted) has the role expert, and an adapter or a quantisation"),
+    "channels": (changed("head", lambda _: nn.Linear(16, 9)), "parallel.tp 2 does not divide the 9 channels of head"),
+    "experts": (three_experts, "parallel.tp 2 does not divide the 3 experts of blocks.1.experts"),
+    "tied weights": (tied, "head (Linear) has a role in the plan and shares its weight with embed.weight"),
+    "heads": (lambda _, plan: replace(plan, heads=3), "parallel.tp 2 does not divide the model's 3 heads"),
+}  # fmt: skip
+
+STRUCTURES = {"a window": {"window": 2}, "documents": {"documents_BN": torch.zeros(2, 8, dtype=torch.long)}}
+
+
+def told(make: Callable[[], Any]) -> str:
+    try:
+        make()
+    except UserError as error:
+        return str(error)
+    return "nothing"
+
+
+def computed() -> dict[str, Any]:
+    meshes, found = Meshes(), {}
+    for name, case in CASES.items():
+        found[name] = step_of(*case, meshes)
+    mesh, layout = meshes.of(ParallelConfig(tp=2))
+    for name, (change, _) in WRONG.items():
+        model = TokenModel()
+        plan = plan_of(model)
+        assert plan is not None
+        declare_plan(model, change(model, plan))
+        found[name] = told(lambda m=model: parallelize(m, mesh, "none", layout=layout))  # type: ignore[misc]
+    mesh, layout = meshes.of(ParallelConfig(ulysses=2))
+    for name, fields in STRUCTURES.items():
+        structured: Any = Structure(causal=True, **fields)
+        model = parallelize(TokenModel(structure=structured), mesh, "none", layout=layout)  # type: ignore[assignment]
+        found[name] = told(lambda m=model: loss_of(m, tokens_of(2, 8)))  # type: ignore[misc]
+    return found
+
+
+@cache
+def found() -> dict[str, Any]:
+    return run_ranks(computed, 2)[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes_and_one_agree(name: str) -> None:
+    step = found()[name]
+    assert step["loss"] <= 1e-5 and step["gradient"] <= 1e-5, step
+    assert step["uncrossed"] == [] and step["calls"]
+
+
+def test_each_role_exchanges_what_it_needs() -> None:
+    """Of two blocks: a gather and a sum of the attention's layers and of the experts, whose gates are exchanged for own experts' alone.
+
+    Of the vocabulary: a gather of tokens, and an exchange of channels for tokens. Then the gather of all logits.
+    """
+    calls = found()["tp"]["calls"]
+    assert calls["all_gather tp"] == 2 * 2 * 2 + 1 + 1, calls
+    assert calls["all_to_all tp"] == 2 * (2 + 1), calls
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_layer_that_cannot_have_a_role_is_refused_by_name(name: str) -> None:
+    assert WRONG[name][1] in found()[name]
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_what_is_not_computed_across_processes_is_refused_by_name(name: str) -> None:
+    assert f"blocks.0.attend (Attend): attention within {name} is not computed across processes" in found()[name]
