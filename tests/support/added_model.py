@@ -145,7 +145,12 @@ def step_of(case: Case, meshes: Meshes, make: Callable[[], nn.Module] = make_mod
         sparsify()
     kept: list[torch.Size] = []
     graphs = counters["stats"]["unique_graphs"]
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x.shape), x)[1], lambda x: x):
+
+    def keep(x: Tensor) -> Tensor:
+        kept.append(x.shape)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         loss = backward_of(model, case, 1 / layout.size)
     bare = unwrap(model)
     sum_shared_gradients(bare.parameters(), layout.tensor)
