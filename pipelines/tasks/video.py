@@ -195,7 +195,7 @@ class VideoTask:
         device = latents_BCThw.device
         t_B = self.objective.time_from_quantile(batch["quantiles"]).float()  # worked with on the CPU
         x_BCThw, target_BCThw = self.objective.training_pair(latents_BCThw, batch["noise"], t_B)
-        conditions = conditions_of(batch, self.inputs.strides)
+        conditions = conditions_of(batch, None if self._inputs is None else self._inputs.strides)
         prediction_BCThw = self.predictor.predict(models["model"], x_BCThw, t_B.to(device), conditions)
         loss_B = self.objective.sample_loss(prediction_BCThw, target_BCThw, t_B)
         return {"loss": Term(loss_B, batch.weights_I)}

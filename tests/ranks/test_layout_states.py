@@ -29,7 +29,7 @@ from mmspeed.memory import BlockPolicies
 from mmspeed.mesh import Mesh, make_mesh
 from mmspeed.models import SoraDiT, SoraDiTConfig
 from mmspeed.models.sora.model import on_meta
-from mmspeed.parallel import TokenLayout, make_layout, parallelize, sum_shared_gradients
+from mmspeed.parallel import TokenLayout, make_layout, parallelize, sum_shared_gradients, token_layout
 from mmspeed.pipelines.diffusion.objective import make_objective
 from mmspeed.pipelines.inference.generate import SampleSettings, generate_latents
 from mmspeed.protocols import TextEntry
@@ -248,7 +248,7 @@ def copied(layouts: Layouts) -> bool:
             parameter += 0.1
         twin = copy.deepcopy(model)
         changed = not torch.equal(model(*x), other(*x))
-        return changed and torch.equal(model(*x), twin(*x)) and other.layout is layout
+        return changed and torch.equal(model(*x), twin(*x)) and token_layout(other) is layout
 
 
 def all_of_it(folder: str, every: bool) -> dict[str, Any]:

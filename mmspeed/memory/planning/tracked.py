@@ -179,5 +179,11 @@ def kept_bytes(device: Device, model: nn.Module, forward: Callable[[], object], 
     if isinstance(result, Tensor) and result.requires_grad:
         # the tracker's hooks hold a graph until a backward pass went through it
         weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        torch.autograd.grad(result.sum(), weights, allow_unused=True)
+        gradients = [parameter.grad for parameter in weights]
+        for parameter in weights:
+            parameter.grad = None
+        # not `grad`: the tracker hooks arguments of modules, and where one is a parameter torch refuses that
+        torch.autograd.backward(result.sum(), inputs=weights)
+        for parameter, gradient in zip(weights, gradients, strict=True):
+            parameter.grad = gradient
     return int(after - before)
