@@ -21,6 +21,7 @@ LAYOUTS = {
 
 def train(folder: str, overrides: tuple[str, ...]) -> Any:
     """What each block was told in the run, and what was written down."""
+    from mmspeed.memory.recompute.spans import policies_of
     from mmspeed.parallel import unwrap
     from mmspeed.pipelines import TrainPipeline
     from mmspeed.pipelines.tasks.video import VideoTask
@@ -40,7 +41,7 @@ def train(folder: str, overrides: tuple[str, ...]) -> Any:
     pipeline = TrainPipeline(config, task=task)
     pipeline.run()
     blocks = learning_model(task, {"model": unwrap(task.given["model"])}).blocks
-    told = [{name: course.way for name, course in getattr(block, "_courses", {}).items()} for block in blocks]
+    told = [policies_of(block) for block in blocks]
     path = pipeline.folder.root / MEMORY_NAME
     return [told, json.loads(path.read_text()) if path.exists() else None]
 
