@@ -69,7 +69,9 @@ def gradients(folder: str, group: int, strategy: str) -> dict[str, Any]:
     from mmspeed.mesh import make_mesh
     from mmspeed.models import build_model
     from mmspeed.parallel import parallelize, unwrap
+    from mmspeed.pipelines.tasks.made_up import EncoderShapes
     from mmspeed.pipelines.tasks.video import VideoTask
+    from mmspeed.shapes import Strides
     from tests.steps import train_step
 
     config = mixed_config(Path(folder))
@@ -85,7 +87,7 @@ def gradients(folder: str, group: int, strategy: str) -> dict[str, Any]:
     mesh = make_mesh(Device("cpu", 0), AxisSizes(1 if strategy == "fsdp" else world, -1 if strategy == "fsdp" else 1))
     wrapped = parallelize(model, mesh, strategy)  # type: ignore[arg-type]
     optimizer = make_optimizer(wrapped, config.train.model_copy(update={"warmup_steps": 0}))
-    task = VideoTask(config)
+    task = VideoTask(config).use(EncoderShapes(4, Strides(4, 8), cache.info["encoders"]["text"]["width"]))
 
     def loss_fn(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         return task.loss({"model": model}, batch)["loss"].loss_I
