@@ -48,8 +48,8 @@ class RegionRunner:
     def __deepcopy__(self, memo: Any) -> RegionRunner:
         return self  # nothing in it changes; a copy of a model offloads to the same place
 
-    def run(self, run: Callable[..., T], *args: Any, before: Callable[..., Any] | None = None, **kwargs: Any) -> T:
-        """`run(*args, **kwargs)`; with `before`, `run(before(*args))`, where the region is what comes before a product."""
+    def run(self, run: Callable[..., T], *args: Any, before: Callable[..., Any] | None = None) -> T:
+        """`run(*args)`; with `before`, `run(before(*args))`, where the region is what comes before a product."""
         if self.way == "recompute_output":
             if before is None:
                 raise ValueError("only a region that makes the input of a product can be recompute_output")
