@@ -92,9 +92,9 @@ class Boundaries:
                 mix_in(module, CalledSite, rename=False)._site = at
             else:
                 mix_in(module, InterceptedSite, rename=False)._site = at
-        blocks = {block.name for block in self.plan.blocks}
+        around = {block.name for block in self.plan.blocks} | self._travelling().keys()
         for name, boundary in self._module_boundaries().items():
-            if name and name not in blocks and name not in self._travelling():
+            if name and name not in around:
                 mix_in(self.model.get_submodule(name), Bounded, rename=False)._boundary = boundary
 
     def put_around(self) -> None:

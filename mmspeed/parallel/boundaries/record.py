@@ -41,6 +41,8 @@ class Sequences:
 
     def __init__(self, plan: ModelPlan, layout: TokenLayout) -> None:
         self.plan, self.layout = plan, layout
+        # of sequences that tensor-parallel processes all have whole
+        self.untensored = replace(layout, tensor=replace(layout.tensor, size=1, rank=0))
         self.factorised = plan.factorised
         self.gridded = {tokens.sequence for block in plan.blocks for tokens in block.tokens.values()}
         self.tensor_split = {linear.sequence for linear in plan.linears.values() if linear.sequence is not None}
@@ -124,9 +126,8 @@ class ForwardRecord:
 
     def held(self, sequence: str, attends: Attended, where: str, place: tuple[int, int] | None = None) -> TokenRange:
         """What a place (hybrid, dsp) of the group holds of a sequence, for blocks that attend along a dim; None: this process's."""
-        layout, shape = self.sequences.layout, self.shape(sequence, where)
-        if sequence not in self.sequences.tensor_split:
-            layout = replace(layout, tensor=replace(layout.tensor, size=1, rank=0))
+        shape = self.shape(sequence, where)
+        layout = self.sequences.layout if sequence in self.sequences.tensor_split else self.sequences.untensored
         if not self.is_split(sequence, where):
             return layout.unsplit(shape)
         h, d = place if place is not None else (layout.hybrid.rank, layout.dsp.rank)
