@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from mmspeed.protocols import InitializesWeights
 from mmspeed.rng import generator
 
 
@@ -37,3 +39,15 @@ def set_parameter(parameter: nn.Parameter, value: Tensor) -> None:
     """Copy a whole value into a parameter; a sharded parameter takes its own part, without communication."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     local.copy_(own_part(parameter, value))
+
+
+def init_weights(
+    model: InitializesWeights, seed: int, put: Callable[[nn.Parameter, Tensor], None] = set_parameter
+) -> None:
+    """Fill every parameter of a model with the values of a seed (law 1).
+
+    Parameters may have any dtype, come from `to_empty`, and be sharded by `fully_shard`. `put(parameter, value)` takes each whole value,
+    float32 on the CPU; where weights lie apart from the parameters, it brings them there.
+    """
+    for parameter, value in model.initial_weights(seed):
+        put(parameter, value)

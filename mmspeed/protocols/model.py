@@ -5,7 +5,7 @@ Legend: B batch, C channels, T h w latent, L caption tokens, D text width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Literal, Protocol, cast, runtime_checkable
 
 from torch import Tensor, nn
@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from mmspeed.errors import UserError
 
 from .plan import blocks_of
-
-PutWeight = Callable[[nn.Parameter, Tensor], None]  # brings a whole float32 value to where a parameter's weights are
 
 
 @runtime_checkable
@@ -38,8 +36,8 @@ class TrainableModel(Protocol):
 class InitializesWeights(Protocol):
     """A model that can be made without memory and filled later, by the names of its parameters (law 1)."""
 
-    def init_weights(self, seed: int, put: PutWeight = ...) -> None:
-        """Fill every parameter from a generator keyed by its name; `put` takes each whole value, float32 on the CPU."""
+    def initial_weights(self, seed: int) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield every parameter with its whole value, float32 on the CPU, from a generator keyed by its name."""
         ...
 
 

@@ -11,7 +11,7 @@ frame, or one row of all), L caption tokens, D text width, E model width, P valu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -25,7 +25,7 @@ from mmspeed.compute.sparse.plan import usual_tail_clusters
 from mmspeed.compute.structured import Attend
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.errors import UserError
-from mmspeed.initialize import initial_value, set_parameter
+from mmspeed.initialize import init_weights, initial_value
 from mmspeed.models.sora.layers import (
     NORM_EPS,
     TIME_CHANNELS,
@@ -209,7 +209,7 @@ class SoraBlock(nn.Module):
 class SoraDiT(nn.Module):
     """The diffusion transformer; satisfies `mmspeed.protocols.DiffusionModel`. Its plan is `mmspeed.models.sora.plan`.
 
-    It is made with the weights of seed 0, except on the meta device: there call `to_empty` and `init_weights` later.
+    It is made with the weights of seed 0, except on the meta device: there call `to_empty` and `mmspeed.initialize.init_weights` later.
     """
 
     plan: ModelPlan
@@ -228,7 +228,7 @@ class SoraDiT(nn.Module):
         self.final = FinalLinear(width, config.patch_values)
         declare_plan(self, sora_plan([config.span(i) for i in range(config.depth)], config.heads))
         if not self.patch_in.weight.is_meta:
-            self.init_weights(0)
+            init_weights(self, 0)
 
     def forward(
         self,
@@ -315,16 +315,15 @@ class SoraDiT(nn.Module):
         """Work of the forward pass of one sample by kind, if all attention were dense. Raises as `tokens`."""
         return forward_work(replace(self.config, sparse=None), latent, text_tokens)
 
-    def init_weights(self, seed: int, put: Callable[[nn.Parameter, Tensor], None] = set_parameter) -> None:
-        """Fill every parameter from a generator keyed by its name: the same on any device, in any sharding (law 1).
+    def initial_weights(self, seed: int) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield every parameter with the whole float32 value on the CPU that it starts from, then reset the sparse layers.
 
-        Works on parameters of any dtype, after `to_empty`, and on parameters sharded by `fully_shard`. `put(parameter, value)` takes
-        each whole value, float32 on the CPU: where weights lie apart from the parameters, it brings them there.
+        A value is drawn from a generator keyed by its parameter's name: the same on any device, in any sharding (law 1).
         """
         for name, parameter in self.named_parameters():
             module = name.rpartition(".")[0]
             zero = any(module == part or module.endswith(f".{part}") for part in ZERO_MODULES)
-            put(parameter, initial_value(name, parameter.shape, seed, zero))
+            yield parameter, initial_value(name, parameter.shape, seed, zero)
         for layer in clustered_layers(self).values():
             layer.reset()
 

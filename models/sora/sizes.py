@@ -8,6 +8,7 @@ import torch
 
 from mmspeed.config.schema import ModelConfig
 from mmspeed.errors import UserError, nearest
+from mmspeed.initialize import init_weights
 from mmspeed.models.sora.model import SoraDiT, SoraDiTConfig, on_meta
 
 # "S/2" and the like are named as in DiT: the size and the spatial patch. The head widths of the large ones suit fused
@@ -46,12 +47,12 @@ def build_model(
 ) -> SoraDiT:
     """The model of a config section on `device` (CPU by default), with the initial weights of `seed`.
 
-    On "meta" it has no weights yet: shard it if wanted, then `to_empty(device=...)` and `init_weights(seed)`. Raises
+    On "meta" it has no weights yet: shard it if wanted, then `to_empty(device=...)` and `mmspeed.initialize.init_weights`. Raises
     UserError as `resolve_config`.
     """
     model = on_meta(resolve_config(model_cfg, latent_channels, text_width))
     target = torch.device(device or "cpu")
     if target.type != "meta":
         model.to_empty(device=target)
-        model.init_weights(seed)
+        init_weights(model, seed)
     return model

@@ -15,7 +15,7 @@ from mmspeed.config import RunConfig
 from mmspeed.config.memory import parse_bytes
 from mmspeed.device import Device, parse_dtype
 from mmspeed.errors import UserError
-from mmspeed.initialize import own_part, set_parameter
+from mmspeed.initialize import init_weights, own_part, set_parameter
 from mmspeed.loop.averages import EMA
 from mmspeed.loop.checkpoint.manager import TrainingState
 from mmspeed.loop.optimizers.build import AnyOptimizer, make_optimizer
@@ -158,7 +158,9 @@ def assemble(
     }
     for role in sorted(empty):
         put = weight_setter(models[role], optimizers[role]) if role in optimizers else set_parameter
-        _fill(bare[role], config.seed, put)
+        model = bare[role]
+        assert isinstance(model, InitializesWeights)  # `_placed` has seen to it
+        init_weights(model, config.seed, put)
     averages = {}
     if config.train.ema_decay is not None:
         averages = {role: make_ema(models[role], optimizers[role], config, device) for role in learning}
@@ -191,7 +193,7 @@ def _placed(
     trainable(bare, task.name)
     empty = any(parameter.is_meta for parameter in bare.parameters())
     if empty and not isinstance(bare, InitializesWeights):
-        raise UserError(f"{type(bare).__name__} came without weights and has no init_weights to make them")
+        raise UserError(f"{type(bare).__name__} came without weights and has no initial_weights to make them")
     keeping = None
     if learns:
         keeping = make_keeping(config.memory, len(blocks_of(bare)), device, choice)
@@ -217,12 +219,6 @@ def _placed(
     if empty and placement.strategy == "fsdp":  # memory only for this rank's shards
         bare.to_empty(device=device.torch_device)
     return model
-
-
-def _fill(bare: nn.Module, seed: int, put: Callable[[nn.Parameter, Tensor], None]) -> None:
-    """Give a model that came without weights those of a seed, drawn by name (law 1)."""
-    assert isinstance(bare, InitializesWeights)
-    bare.init_weights(seed, put)
 
 
 def weight_setter(model: nn.Module, optimizer: AnyOptimizer) -> Callable[[nn.Parameter, Tensor], None]:

@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from mmspeed.axes import AxisSizes
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.errors import UserError
+from mmspeed.initialize import init_weights
 from mmspeed.loop.checkpoint.manager import CheckpointManager, load, step_name
 from mmspeed.loop.frozen import fingerprint, frozen_fingerprint
 from mmspeed.mesh import make_mesh
@@ -136,7 +137,7 @@ def test_one_process_reads_what_two_wrote_and_they_what_it_wrote(folder: Path, t
 
 def half_frozen(model: SoraDiT) -> SoraDiT:
     """Of each block the MLP, in which tensor parallelism splits both matrices, and its biases."""
-    model.init_weights(0)
+    init_weights(model, 0)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".mlp." not in name)
     return model

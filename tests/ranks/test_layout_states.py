@@ -21,7 +21,7 @@ from mmspeed.config.parallel import ParallelConfig
 from mmspeed.config.schema import FlowConfig
 from mmspeed.config.training import TrainConfig
 from mmspeed.device import Device
-from mmspeed.initialize import set_parameter
+from mmspeed.initialize import init_weights, set_parameter
 from mmspeed.loop.averages import EMA
 from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState, load
 from mmspeed.loop.optimizers.build import make_optimizer
@@ -78,7 +78,7 @@ class Layouts:
         mesh, layout = self.found[name]
         model = parallelize(on_meta(ODD), mesh, "fsdp", layout=layout)
         model.to_empty(device="cpu")
-        model.init_weights(seed)  # type: ignore[operator]
+        init_weights(model, seed)
         return model, layout
 
 

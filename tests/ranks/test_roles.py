@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mmspeed.initialize import init_weights
 from mmspeed.loop.averages import ema_decay
 from mmspeed.loop.optimizers.build import learning_rate
 from tests.spawn import run_ranks
@@ -34,7 +35,7 @@ def test_a_run_is_the_updates_by_hand(home: Path) -> None:
         role: model.to_empty(device="cpu") if next(model.parameters()).is_meta else model
         for role, model in task.build().items()
     }
-    models["model"].init_weights(config.seed)
+    init_weights(models["model"], config.seed)
     averages = {role: [p.detach().clone() for p in model.parameters()] for role, model in models.items()}
     made = {
         role: torch.optim.AdamW(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mmspeed.initialize import init_weights
 from tests.spawn import run_ranks
 from tests.support.character_runs import character_config, losses, rows, step_packs
 from tests.support.characters import CharacterModel
@@ -39,7 +40,7 @@ def test_one_process_takes_the_loss_of_pairs_with_the_reference_that_came(home: 
     config = character_config(home, "name=known")
     task = PreferenceTask(config)
     models = {"model": CharacterModel(config.width, config.depth), "reference": task.build()["reference"]}
-    models["model"].init_weights(config.seed)
+    init_weights(models["model"], config.seed)
     with torch.no_grad():
         terms = preference(models, task.batch_of(step_packs(task, 0)))
     first = rows(config)[0]

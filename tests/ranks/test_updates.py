@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from mmspeed.initialize import init_weights
 from mmspeed.loop.averages import ema_decay
 from mmspeed.loop.optimizers.build import learning_rate
 from mmspeed.protocols import OptimizerSetting, Update
@@ -41,7 +42,7 @@ class ByHand:
         self.config, self.updates, self.models = config, task.updates(), task.build()
         for model in self.models.values():
             if any(p.is_meta for p in model.parameters()):
-                model.to_empty(device="cpu").init_weights(config.seed)  # type: ignore[operator]
+                init_weights(model.to_empty(device="cpu"), config.seed)
         self.averages = {role: dict(self.trained(role)) for role in self.models}
         self.averages = {role: {n: p.detach().clone() for n, p in held.items()} for role, held in self.averages.items()}
         self.moved = dict.fromkeys(self.models, 0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import textwrap
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -15,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu
 
 from mmspeed.config import RunConfig
-from mmspeed.initialize import initial_value, set_parameter
+from mmspeed.initialize import initial_value
 from mmspeed.pipelines.tasks.listed import Length, ListedSample, ListedTask
-from mmspeed.protocols import Batch, Models, PutWeight, ShapeClass, Term, Terms, Work
+from mmspeed.protocols import Batch, Models, ShapeClass, Term, Terms, Work
 
 # Lewis Carroll, "Alice's Adventures in Wonderland" (1865), public domain
 TEXT = (
@@ -74,10 +75,10 @@ class CharacterModel(nn.Module):
         logits_INV: Tensor = self.head(x_INE)
         return logits_INV
 
-    def init_weights(self, seed: int, put: PutWeight = set_parameter) -> None:
-        """Fill every parameter, by its name."""
+    def initial_weights(self, seed: int) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield every parameter with its value, which its name tells."""
         for name, parameter in self.named_parameters():
-            put(parameter, initial_value(name, parameter.shape, seed, zero=False))
+            yield parameter, initial_value(name, parameter.shape, seed, zero=False)
 
 
 def pack(number: int, line: str, length: int) -> ListedSample:

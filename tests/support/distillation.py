@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
+from mmspeed.initialize import init_weights
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.protocols import Batch, Data, Models, RunPlace, Term, Terms, Update
 from tests.support.character_runs import character_config
@@ -42,7 +43,7 @@ class DistillationTask(CharacterTask):
 
     def build(self) -> dict[str, nn.Module]:
         critic = CharacterModel(self.config.width, self.config.depth)
-        critic.init_weights(seed=7)
+        init_weights(critic, 7)
         return {**super().build(), "critic": critic}
 
     def updates(self) -> Sequence[Update]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, logsigmoid
 
+from mmspeed.initialize import init_weights
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.tasks.listed import ListedSample
 from mmspeed.protocols import Batch, Data, Divisors, Models, RunPlace, Term, Terms, Update
@@ -47,7 +48,7 @@ class PreferenceTask(CharacterTask):
 
     def build(self) -> dict[str, nn.Module]:
         reference = CharacterModel(self.config.width, self.config.depth)
-        reference.init_weights(seed=7)
+        init_weights(reference, 7)
         return {**super().build(), "reference": reference}
 
     def updates(self) -> Sequence[Update]:

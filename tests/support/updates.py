@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from mmspeed.initialize import init_weights
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.protocols import Batch, Data, Models, OptimizerSetting, RunPlace, Term, Terms, Update
 from tests.support.character_runs import character_config
@@ -33,8 +34,8 @@ class JointTask(CharacterTask):
 
     def build(self) -> dict[str, nn.Module]:
         model, head = CharacterModel(self.config.width, self.config.depth), CharacterModel(self.config.width, 1)
-        model.init_weights(seed=self.config.seed)
-        head.init_weights(seed=7)
+        init_weights(model, self.config.seed)
+        init_weights(head, 7)
         model.blocks[:-1].requires_grad_(False)
         return {"model": model, "head": head}
 

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mmspeed.config import dump_config
 from mmspeed.device import Device
 from mmspeed.errors import UserError
+from mmspeed.initialize import init_weights
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.tasks.listed import ListedSample
 from mmspeed.pipelines.tuning.memory_estimate import plan_memory
@@ -50,7 +51,7 @@ def plain_loss(model: CharacterModel, packs: list[ListedSample]) -> float:
 def model_of(config: CharacterConfig, weights: dict[str, torch.Tensor] | None = None) -> CharacterModel:
     """The model with the weights of the config's seed, or with others."""
     model = CharacterModel(config.width, config.depth)
-    model.init_weights(config.seed)
+    init_weights(model, config.seed)
     if weights is not None:
         model.load_state_dict(weights)
     return model

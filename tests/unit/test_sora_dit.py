@@ -23,7 +23,7 @@ from mmspeed import rng
 from mmspeed.compute.attention import attention
 from mmspeed.config.schema import ModelConfig
 from mmspeed.errors import UserError
-from mmspeed.initialize import initial_value
+from mmspeed.initialize import init_weights, initial_value
 from mmspeed.models import SIZES, SoraDiT, SoraDiTConfig, build_model
 from mmspeed.models.sora.layers import patchify, timestep_embedding, unpatchify
 from mmspeed.models.sora.model import ZERO_MODULES, count_parameters, on_meta
@@ -279,7 +279,7 @@ def test_initial_weights_are_a_function_of_seed_and_name() -> None:
     first = build_model(section, 4, 12, seed=3).state_dict()
     torch.manual_seed(2)
     late = build_model(section, 4, 12, device="meta").to_empty(device="cpu")
-    late.init_weights(3)
+    init_weights(late, 3)
     other = build_model(section, 4, 12, seed=4).state_dict()
     for name, value in first.items():
         zero = any(f".{part}." in f".{name}" for part in ZERO_MODULES)
@@ -310,7 +310,7 @@ def test_sharded_weights_are_the_parts_of_the_whole(rank_1_of_3: None) -> None:
     for part in (*model.blocks, model):
         fully_shard(part, mesh=init_device_mesh("cpu", (3,)))
     model.to_empty(device="cpu")
-    model.init_weights(3)
+    init_weights(model, 3)
     for name, parameter in model.named_parameters():
         rows = -(-whole[name].shape[0] // 3)
         assert torch.equal(parameter.to_local(), whole[name][rows : 2 * rows]), name
