@@ -102,8 +102,17 @@ def overrides(combination: Combination, folder: Path, settings: Sequence[str] | 
     return tuple(found)
 
 
-def take_step(folder: str, name: str, combination: Combination, settings: Sequence[str] | None = None) -> Step:
-    """A step of a combination, or of some settings of it alone, on however many ranks call this."""
+def take_step(
+    folder: str,
+    name: str,
+    combination: Combination,
+    settings: Sequence[str] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Step:
+    """A step of a combination, or of some settings of it alone, on however many ranks call this.
+
+    With float64 weights and latents as `dtype`, on one process, its gradients show the rounding of those in float32.
+    """
     label = "-".join(combination.values()).replace(" ", "_").replace(",", "")
     config = published_config(Path(folder), name, f"name={label}", *overrides(combination, Path(folder), settings))
     device, techniques = pick("cpu"), Techniques()
@@ -116,12 +125,14 @@ def take_step(folder: str, name: str, combination: Combination, settings: Sequen
         if settings is None and combination["keeping"] == "budget":
             choice = under_a_tight_budget(config, task, where)
         parts = assemble(config, task, task.build(), placement, device, choice)
+        if dtype == torch.float64:
+            parts.model.double()
         techniques.of(parts.model)
         task.prepare(parts.models, where)
         data, batches = wanted_step(task, where, combination["shape"] == "image")
         learner = parts.learners[0]
         record = learner.runner.run(
-            lambda batch: learner.update.loss(parts.models, batch.to(device.torch_device, torch.float32)),
+            lambda batch: learner.update.loss(parts.models, batch.to(device.torch_device, dtype)),
             batches,
             data.divisors,
         )

@@ -1,7 +1,8 @@
 """Published video transformers through the training pipeline, with parallel techniques, sparse attention and policies together (law 2).
 
 A pairwise cover of settings, on 2 and 4 processes. Loss, every gradient and their norm against one process in float32; tolerance: 1e-5 of a
-gradient's largest entry, since sums over tokens, heads and processes are taken in another order. A counter proves each technique.
+gradient's largest entry, since sums over tokens, heads and processes are taken in another order; an entry further
+off must be as near to float64, within a factor of 2, as that one process is. A counter proves each technique.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.foreign_training import DATA, ODD, OVERRIDES, Combination, take_step, take_steps
 from tests.spawn import run_ranks
@@ -81,10 +83,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def alone(folder: str, name: str, shape: str, text: str, sparse: str) -> Any:
+def alone(folder: str, name: str, shape: str, text: str, sparse: str, dtype: torch.dtype = torch.float32) -> Any:
     """The step of one process; attention that keeps all is dense there."""
     data = {"shape": shape, "text": text, "sparse": sparse}
-    return take_step(folder, name, data, [*DATA, "sparse"])
+    return take_step(folder, name, data, [*DATA, "sparse"], dtype)
 
 
 def proofs(combination: Combination, world: int, counters: dict[str, Any]) -> dict[str, bool]:
@@ -146,6 +148,10 @@ def hold(folder: Path, name: str, world: int, combination: Combination, ranks: l
             for key, value in truth.gradients.items()
         }
         far = sorted(((error, key) for key, error in errors.items() if error > TOLERANCE), reverse=True)
+        if far:  # is it rounding? Then float64 is as near to the ranks as to the one process
+            exact = alone(str(folder), name, combination["shape"], combination["text"], sparse, torch.float64).gradients
+            rounding = {key: np.abs(truth.gradients[key] - exact[key]).max() for _, key in far}
+            far = [(error, key) for error, key in far if np.abs(gradients[key] - exact[key]).max() > 2 * rounding[key]]
         if far:
             wrong.append(f"rank {number}: {len(far)} of {len(errors)} gradients are wrong: {far[:3]}")
     return [f"{combination}: {what}" for what in wrong]
