@@ -31,7 +31,7 @@ from mmspeed.memory.planning.options import (
     single_policies,
     static_bytes,
 )
-from mmspeed.memory.recompute.spans import regions_of
+from mmspeed.memory.recompute.regions import regions_of
 from mmspeed.mixin import mix_in
 from mmspeed.parallel.boundaries.boundary import Bounded, boundary_of
 from mmspeed.parallel.boundaries.record import ForwardRecord, current_record, resumed

@@ -13,7 +13,7 @@ from mmspeed.comm import Axis
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.errors import UserError
 from mmspeed.memory.chunks import set_chunks
-from mmspeed.memory.recompute.spans import region_modules, regions_of, set_policies
+from mmspeed.memory.recompute.regions import region_modules, regions_of, set_policies
 from mmspeed.models.diffusers.plans import declare_known_plan, plan_for
 from mmspeed.parallel import TokenLayout, check_layout, parallelize, sequence_parallel
 from mmspeed.parallel.boundaries.boundary import ModuleBoundary

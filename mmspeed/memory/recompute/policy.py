@@ -15,7 +15,7 @@ from mmspeed.memory.chunks import set_chunks
 from mmspeed.memory.offload.swap_group import Offloader, OffloadGroup
 
 from .block_checkpoint import recompute
-from .spans import ActivationPolicies, check_policies, set_policies
+from .regions import ActivationPolicies, check_policies, set_policies
 
 SWAPPED: dict[str, ActivationPolicy] = {
     "offload": "save",
