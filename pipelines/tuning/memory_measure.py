@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mmspeed import comm
 from mmspeed.compute.sparse.module import clustered_layers
 from mmspeed.memory import set_policies
-from mmspeed.memory.offload.swap_group import Offloader
+from mmspeed.memory.offload.offloader import Offloader
 from mmspeed.memory.planning.knapsack import Option
 from mmspeed.memory.planning.measure import Profiler, Work
 from mmspeed.memory.planning.options import (

@@ -21,7 +21,7 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
             "looking.set_(memory_Z.untyped_storage(), offset // self.dtype.itemsize, self.shape, self.strides)  # type: ignore[call-overload]",  # noqa: E501
             "return flat_Z.set_(storage, start, (end - start,), (1,))  # type: ignore[call-overload,no-any-return]",
         },
-        "mmspeed/memory/offload/swap_group.py": {
+        "mmspeed/memory/offload/offloader.py": {
             "self._out = depot.copies.out(self._lying.memory_Z, self._buffer)  # type: ignore[arg-type]",
         },
         "mmspeed/memory/planning/tracked.py": {

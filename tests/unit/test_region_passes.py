@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.memory import BlockPolicies
-from mmspeed.memory.offload.swap_group import Offloader
+from mmspeed.memory.offload.offloader import Offloader
 from mmspeed.memory.planning.measure import MatmulCounter
 from mmspeed.memory.recompute.region import RegionPolicy, run_region
 from mmspeed.memory.recompute.regions import region_runner, set_policies

@@ -12,7 +12,7 @@ from mmspeed.config.memory import ActivationPolicy, MemoryConfig, parse_bytes
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.memory.chunks import set_chunks
-from mmspeed.memory.offload.swap_group import Offloader, OffloadGroup
+from mmspeed.memory.offload.offloader import Offloader, OffloadGroup
 
 from .block_checkpoint import recompute
 from .regions import ActivationPolicies, check_policies, set_policies

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from mmspeed.memory.offload.swap_group import OffloadGroup
+from mmspeed.memory.offload.offloader import OffloadGroup
 from mmspeed.replay import DecisionRecord, Kind, Made, apart
 from mmspeed.torch_internals import (
     ATTENTION_NAMES,

@@ -15,7 +15,7 @@ from torch import nn
 
 from mmspeed.config.memory import SMALL_WAYS, ActivationPolicy
 from mmspeed.errors import UserError, nearest
-from mmspeed.memory.offload.swap_group import OffloadGroup
+from mmspeed.memory.offload.offloader import OffloadGroup
 from mmspeed.mixin import mix_in
 from mmspeed.protocols.plan import BlockParts, PreparesInput, Region, modules_like, parts_of
 from mmspeed.replay import in_region
