@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
@@ -23,7 +23,6 @@ from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes
 from mmspeed.parallel.tensor import check_heads
 from mmspeed.protocols.plan import (
     Attended,
-    Linear,
     ModelPlan,
     Seen,
     Site,
@@ -45,6 +44,7 @@ from .linears import (
     SplitNorm,
     SplitPreparingLinear,
     split_layer,
+    split_norm,
 )
 from .names import argument_names, check_plan, check_positions, check_sequences, described
 from .record import Sequences
@@ -99,7 +99,7 @@ class Boundaries:
                 split_layer(layer, mesh, linear, self.sequences, name, self.attends(name))
         for pattern in plan.channel_norms:
             for name, norm in modules_like(self.model, pattern, "plan, channel_norms"):
-                self._split_norm(name, norm)
+                split_norm(norm, self.sequences, name, self.attends(name))
         for pattern, attributes in plan.divided.items():
             for name, module in modules_like(self.model, pattern, "plan, divided"):
                 for attribute in attributes:
@@ -237,13 +237,6 @@ class Boundaries:
                     "give each its own weight"
                 )
 
-    def _split_norm(self, name: str, norm: nn.Module) -> None:
-        assert isinstance(norm, nn.RMSNorm)  # of `check_plan`
-        where = described(name, norm)
-        channels = norm.normalized_shape[-1]
-        boundary = LinearBoundary(self.sequences, where, Linear("column"), self.attends(name), 1.0, channels)
-        mix_in(norm, SplitNorm, rename=False)._linear = boundary
-
 
 def _divide(module: nn.Module, attribute: str, tp: int, name: str) -> None:
     value: int = vars(module)[attribute]  # of `check_plan`
@@ -270,20 +263,18 @@ def token_layout(model: nn.Module) -> TokenLayout:
 
 
 def uncrossed(model: nn.Module) -> list[str]:
-    """Boundaries of a model that no forward has crossed since its plan was put on it."""
-    found = []
+    """Boundaries of a model that no forward has crossed since its plan was put on it, and layers with roles that none has used."""
+    found: list[tuple[str, Mapping[str, int]]] = []
     for module in model.modules():
-        for boundary in (
-            module._boundary if isinstance(module, Bounded) else None,
-            module._site if isinstance(module, CalledSite | InterceptedSite) else None,
-            module._linear
-            if isinstance(module, SplitLinear | SplitPreparingLinear | SplitExperts | SplitNorm)
-            else None,
-        ):
-            counts = not isinstance(boundary, LinearBoundary) or isinstance(module, SplitNorm) or _moves(boundary)
-            if boundary is not None and counts and not boundary.sequences.uses[boundary.where]:
-                found.append(boundary.where)
-    return found
+        if isinstance(module, Bounded):
+            found.append((module._boundary.where, module._boundary.sequences.uses))
+        if isinstance(module, CalledSite | InterceptedSite):
+            found.append((module._site.where, module._site.sequences.uses))
+        if isinstance(module, SplitLinear | SplitPreparingLinear | SplitExperts | SplitNorm):
+            linear = module._linear
+            travels = isinstance(module, SplitNorm) or _moves(linear)
+            found.append((linear.where, linear.sequences.uses if travels else {linear.where: linear.applied}))
+    return [where for where, uses in found if not uses[where]]
 
 
 def _moves(boundary: LinearBoundary) -> bool:
