@@ -1,8 +1,8 @@
 """Bytes that one block keeps for backward and moves to the host, by policy, in float32: numbers with their derivation.
 
-The block is one of a full SoraDiT: B = 2 samples, 4 x 4 x 4 tokens, E = 48, A = 4 heads of D = 12, a hidden layer of 4 E, captions of 5 tokens,
-modulation of rank 4. What a block keeps is what a model of two keeps beyond a model of one: what the model itself makes once for all of
-its blocks (conditioning, captions, positions) is not the block's.
+The block is one of a full SoraDiT: B = 2 samples, 4 x 4 x 4 tokens, E = 48, A = 4 heads of D = 12, a hidden layer of 4 E, captions of
+5 tokens, modulation of rank 4. What a block keeps is what a model of two keeps beyond a model of one: what the model itself makes once
+for all of its blocks (conditioning, captions, positions) is not the block's.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CROSS_SMALL = 2 * TOKEN + 4 * TEXT * HEADS + MASKS
 MLP_SMALL = 2 * TOKEN + SCALE
 SMALL = ATTENTION_SMALL + CROSS_SMALL + MLP_SMALL + DOWN
 
-# kept on the device, moved to the host. The modulation is one tensor for attention and MLP: where one of them alone offloads it, the other keeps it
+# kept on the device, moved to the host. The modulation is one tensor for attention and MLP: where one alone offloads it, the other keeps it
 EXPECTED: dict[tuple[str, ActivationPolicy], tuple[int, int]] = {
     ("block", "save"): (PLAIN, 0),
     ("block", "recompute"): (X, 0),
