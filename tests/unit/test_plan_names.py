@@ -16,6 +16,8 @@ from mmspeed.config.sparse import SparseConfig
 from mmspeed.errors import UserError
 from mmspeed.models import SoraDiT, SoraDiTConfig
 from mmspeed.parallel import TokenLayout, parallelize, uncrossed
+from mmspeed.parallel.boundaries.apply import Boundaries
+from mmspeed.parallel.boundaries.record import Sequences
 from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes
 from mmspeed.protocols.plan import (
     Block,
@@ -165,6 +167,18 @@ def test_an_output_that_is_not_there_is_told_by_the_first_forward(outputs: dict[
     declare_plan(model, replace(plan, **keep, inputs=inputs, outputs=outputs))  # type: ignore[arg-type]
     with pytest.raises(UserError, match=words):
         loss_of(parallelize(model, None, "none", layout=LAYOUT), IMAGE)
+
+
+def test_modules_after_the_blocks_hold_the_tokens_as_the_last_block_does() -> None:
+    model: Any = SoraDiT(SoraDiTConfig(48, 2, 4, 3, 10, adaln_rank=4))
+    model.final = nn.Sequential(model.final)
+    gathers = {name: {0: Gather("video", dim=2, rows=1)} for name in ("", "patch_in", "final.0")}
+    plan = replace(model.plan, inputs={"patch_in": model.plan.inputs["patch_in"]}, outputs=gathers, long_text=None)
+    plan = replace(plan, attention={name: site for name, site in plan.attention.items() if site.keys is None})
+    found = Boundaries(model, Sequences(plan, LAYOUT)).boundaries
+    assert [block.attends for block in plan.blocks] == ["columns", "rows"]
+    assert (found[""].attends, found[""].gives) == ("columns", "rows")
+    assert (found["patch_in"].attends, found["final.0"].attends) == ("columns", "rows")
 
 
 def test_a_star_stands_for_no_empty_name() -> None:

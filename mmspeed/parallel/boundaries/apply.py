@@ -169,7 +169,10 @@ class Boundaries:
         place = names.index(name) if name in names else 0
         before = self.plan.blocks[place - 1].attends if place else self.attends(name)
         where = described(name, module)
-        return ModuleBoundary(self.sequences, where, argument_names(type(module)), self.attends(name), before)
+        last = self.plan.blocks[-1].attends if self.plan.blocks and not name else None
+        return ModuleBoundary(
+            self.sequences, where, argument_names(type(module)), self.attends(name), before, gives=last
+        )
 
     def _module_boundaries(self) -> dict[str, ModuleBoundary]:
         """By module name, those that the plan's inputs, outputs and running tokens ask for; none on one process."""

@@ -26,7 +26,11 @@ Grid = Callable[[Arguments], tuple[int, int, int]]  # tokens of the video along 
 
 @dataclass
 class ModuleBoundary:
-    """What the plan says of one module. `attends`: the dim along which the blocks around it attend, `before`: the block before."""
+    """What the plan says of one module.
+
+    attends: the dim along which the block around it attends. before: that of the block before. gives: that of the block whose tokens it
+    gives, where that is another one, the last of a whole model.
+    """
 
     sequences: Sequences
     where: str
@@ -36,6 +40,7 @@ class ModuleBoundary:
     inputs: dict[str, Split | Leading | Seen] = field(default_factory=dict)
     outputs: dict[int | str, Split | Gather] = field(default_factory=dict)
     tokens: dict[str, Tokens] = field(default_factory=dict)
+    gives: Attended | None = None
 
     def __deepcopy__(self, memo: Any) -> ModuleBoundary:
         return self
@@ -77,7 +82,7 @@ class ModuleBoundary:
             elif items[place] is not None:
                 if not isinstance(items[place], torch.Tensor):
                     raise UserError(f"{where} is a {type(items[place]).__name__}; the plan can gather tensors")
-                items[place] = record.gather(items[place], what, self.attends, where)
+                items[place] = record.gather(items[place], what, self.gives or self.attends, where)
         if isinstance(out, torch.Tensor):
             return items[0]
         if isinstance(out, Mapping):
