@@ -83,11 +83,12 @@ class ModuleBoundary:
                 if not isinstance(items[place], torch.Tensor):
                     raise UserError(f"{where} is a {type(items[place]).__name__}; the plan can gather tensors")
                 items[place] = record.gather(items[place], what, self.gives or self.attends, where)
+        kind: Any = type(out)
         if isinstance(out, torch.Tensor):
             return items[0]
         if isinstance(out, Mapping):
-            return type(out)(items)
-        return type(out)(*items.values()) if hasattr(out, "_fields") else type(out)(items.values())
+            return kind(items)
+        return kind(*items.values()) if hasattr(out, "_fields") else kind(items.values())
 
     def _places(self, out: Any) -> dict[int | str, Any]:
         """What a forward gave, by place. Raises UserError where it is no tensor and holds none by place."""

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from mmspeed.errors import UserError, nearest
-from mmspeed.protocols.plan import Attended, ModelPlan, PreparesInput, Split, modules_like
+from mmspeed.protocols.plan import Attended, Gather, Leading, ModelPlan, PreparesInput, Seen, Split, modules_like
 
 
 def _own_parameters(own: type[nn.Module]) -> list[inspect.Parameter]:
@@ -85,14 +85,17 @@ def _check_numbers(module: nn.Module, attributes: Iterable[str], where: str) -> 
             raise UserError(f"plan, divided: {where} has no whole number {attribute!r}{nearest(attribute, known)}")
 
 
+def _moved(plan: ModelPlan) -> Iterator[tuple[str, Split | Leading | Seen | Gather]]:
+    """(Where, what) of all that a plan says of arguments and outputs."""
+    for pattern, inputs in plan.inputs.items():
+        yield from ((f"plan, inputs, {pattern!r}, {key!r}", what) for key, what in inputs.items())
+    for pattern, outputs in plan.outputs.items():
+        yield from ((f"plan, outputs, {pattern!r}, {place!r}", what) for place, what in outputs.items())
+
+
 def check_sequences(plan: ModelPlan) -> None:
     """Raises UserError for a sequence whose length no split of a plan tells: one that is split by itself, not behind another."""
-    splits = [
-        what
-        for items in (*plan.inputs.values(), *plan.outputs.values())
-        for what in items.values()
-        if isinstance(what, Split)
-    ]
+    splits = [what for _, what in _moved(plan) if isinstance(what, Split)]
     lengths = [split.sequence for split in splits if isinstance(split.sequence, str)]
     for where, name in _sequences(plan):
         if name not in lengths:
@@ -113,11 +116,8 @@ def check_positions(plan: ModelPlan, sequence: str, attends: Attended, where: st
 
 def _sequences(plan: ModelPlan) -> Iterator[tuple[str, str]]:
     """(Where, name) of all sequences that a plan names."""
-    for kind, modules in (("inputs", plan.inputs), ("outputs", plan.outputs)):
-        for pattern, items in modules.items():
-            for key, what in items.items():
-                names = (what.sequence,) if isinstance(what.sequence, str) else what.sequence
-                yield from ((f"plan, {kind}, {pattern!r}, {key!r}", name) for name in names)
+    for where, what in _moved(plan):
+        yield from ((where, name) for name in ((what.sequence,) if isinstance(what.sequence, str) else what.sequence))
     for block in plan.blocks:
         for argument, tokens in block.tokens.items():
             yield f"plan, blocks, {block.name!r}, {argument!r}", tokens.sequence
