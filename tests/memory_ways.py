@@ -17,7 +17,7 @@ from mmspeed.config.memory import ActivationPolicy, MemoryConfig
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.device import Device
 from mmspeed.memory import BlockPolicies
-from mmspeed.memory.offload.swap_group import Offloader
+from mmspeed.memory.offload.offloader import Offloader
 from mmspeed.memory.planning.measure import MatmulCounter
 from mmspeed.models import SoraDiT, SoraDiTConfig
 from mmspeed.parallel import parallelize

@@ -33,7 +33,7 @@ from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.log import format_bytes
 from mmspeed.memory import peak_bytes, set_policies
 from mmspeed.memory.chunks import set_chunks
-from mmspeed.memory.offload.swap_group import Offloader
+from mmspeed.memory.offload.offloader import Offloader
 from mmspeed.memory.planning.measure import MatmulCounter
 from mmspeed.memory.planning.tracked import kept_bytes
 from mmspeed.models.sora.model import SoraDiT, SoraDiTConfig, count_parameters

@@ -14,9 +14,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmspeed.errors import UserError, nearest
 from mmspeed.mixin import mix_in
-from mmspeed.protocols.plan import Chunked, PreparesInput, named_like, parts_of
+from mmspeed.protocols.plan import Chunked, PreparesInput, modules_like, parts_of
 
 from .chunked import Linear, chunked_mlp, in_chunks
 
@@ -165,8 +164,4 @@ def _readable(layer: nn.Module) -> bool:
 
 
 def _module(block: nn.Module, pattern: str) -> nn.Module:
-    names = [name for name, _ in block.named_modules()]
-    found = next((name for name in names if named_like(name, pattern)), None)
-    if found is None:
-        raise UserError(f"plan, chunks: {type(block).__name__} has no module {pattern!r}{nearest(pattern, names)}")
-    return block.get_submodule(found)
+    return modules_like(block, pattern, "plan, chunks")[0][1]

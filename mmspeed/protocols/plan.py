@@ -297,7 +297,22 @@ def parts_of(block: nn.Module) -> BlockParts:
 def named_like(name: str, pattern: str) -> bool:
     """True for a module's name that is as a plan's pattern: `*` stands for one whole or partial name between dots."""
     parts, wanted = name.split("."), pattern.split(".")
+    if not name or not pattern:  # the model itself, which no `*` stands for
+        return name == pattern
     return len(parts) == len(wanted) and all(fnmatchcase(*pair) for pair in zip(parts, wanted, strict=True))
+
+
+def modules_like(module: nn.Module, pattern: str, where: str) -> list[tuple[str, nn.Module]]:
+    """The modules within one, itself included, whose names there are as a pattern; at least one.
+
+    Raises UserError with the nearest names where there is none; `where` is the place in the plan.
+    """
+    named = list(module.named_modules())
+    found = [(name, part) for name, part in named if named_like(name, pattern)]
+    if not found:
+        hint = nearest(pattern, [name for name, _ in named])
+        raise UserError(f"{where}: {type(module).__name__} has no module {pattern!r}{hint}")
+    return found
 
 
 def plan_of(model: nn.Module) -> ModelPlan | None:

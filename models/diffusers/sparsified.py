@@ -20,8 +20,7 @@ from mmspeed.mixin import mix_in
 from mmspeed.parallel.boundaries.apply import put_sparse_sites
 from mmspeed.parallel.boundaries.attention import SPARSE_LAYER
 from mmspeed.parallel.boundaries.boundary import Grid
-from mmspeed.parallel.boundaries.names import matching
-from mmspeed.protocols.plan import ModelPlan
+from mmspeed.protocols.plan import ModelPlan, modules_like
 
 
 class _SparseModel(nn.Module):
@@ -76,7 +75,7 @@ def _self_attention(model: nn.Module, plan: ModelPlan) -> list[tuple[str, nn.Mod
     found: dict[str, nn.Module] = {}
     for pattern, site in plan.attention.items():
         if site.sparse:
-            found.update(matching(model, pattern, "sparse attention"))
+            found.update(modules_like(model, pattern, "sparse attention"))
     return [(name, module) for name, module in model.named_modules() if name in found]
 
 

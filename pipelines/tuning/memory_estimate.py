@@ -20,8 +20,8 @@ from mmspeed.config.memory import parse_bytes
 from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.log import format_bytes
+from mmspeed.memory.offload.offloader import Offloader, OffloadGroup
 from mmspeed.memory.offload.storage_view import StorageView, guarded, part_of_storage
-from mmspeed.memory.offload.swap_group import Offloader, OffloadGroup
 from mmspeed.memory.planning.knapsack import Option
 from mmspeed.memory.planning.measure import FakeTensorProfiler
 from mmspeed.memory.planning.options import StepFigures, kinds_of, runs_of, static_bytes, words_of

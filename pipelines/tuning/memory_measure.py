@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mmspeed import comm
 from mmspeed.compute.sparse.module import clustered_layers
 from mmspeed.memory import set_policies
-from mmspeed.memory.offload.swap_group import Offloader
+from mmspeed.memory.offload.offloader import Offloader
 from mmspeed.memory.planning.knapsack import Option
 from mmspeed.memory.planning.measure import Profiler, Work
 from mmspeed.memory.planning.options import (
@@ -31,7 +31,7 @@ from mmspeed.memory.planning.options import (
     single_policies,
     static_bytes,
 )
-from mmspeed.memory.recompute.spans import regions_of
+from mmspeed.memory.recompute.regions import regions_of
 from mmspeed.mixin import mix_in
 from mmspeed.parallel.boundaries.boundary import Bounded, boundary_of
 from mmspeed.parallel.boundaries.record import ForwardRecord, current_record, resumed

@@ -28,7 +28,7 @@ from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, format_bytes, get_logger
 from mmspeed.memory import ActivationPolicies, set_policies
-from mmspeed.memory.offload.swap_group import Offloader
+from mmspeed.memory.offload.offloader import Offloader
 from mmspeed.memory.planning.measure import DeviceProfiler
 from mmspeed.memory.planning.options import StepFigures, kinds_of, runs_of, words_of
 from mmspeed.pipelines.run.run_folder import write_text

@@ -14,7 +14,7 @@ from mmspeed.data.sampling.batch_sizes import MEASURED_NAME, Measured, sample_co
 from mmspeed.device import PEAK_FLOPS, accelerators, parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.log import format_bytes, format_figure
-from mmspeed.memory.recompute.spans import check_policies
+from mmspeed.memory.recompute.regions import check_policies
 from mmspeed.models import build_model
 from mmspeed.models.sora.model import SoraDiT
 from mmspeed.models.sparse_note import sparse_lines

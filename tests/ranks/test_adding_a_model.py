@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 
+from mmspeed.comm import Axis
 from mmspeed.errors import UserError
 from mmspeed.memory import BlockPolicies
 from mmspeed.parallel import TokenLayout
 from mmspeed.parallel.boundaries.apply import Boundaries
 from mmspeed.parallel.boundaries.record import Sequences
-from mmspeed.protocols.plan import Block, Linear, ModelPlan, Region, Split, declare_plan, plan_of
+from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes
+from mmspeed.protocols.plan import Block, Gather, Linear, ModelPlan, Region, Split, declare_plan, plan_of
 from tests.spawn import run_ranks
 from tests.support.added_model import PAGE, Case, Meshes, compared, make_model, train_on_toy_cache
 
@@ -134,16 +136,18 @@ def errors() -> dict[str, str]:
         'Block("block.0")': replace(plan, blocks=(Block("block.0"),)),
         '"blocks.*": {"pos": Split("video", 0)}': replace(plan, inputs={"blocks.*": {"pos": Split("video", 0)}}),
         'Region(("mpl",))': replace(plan, regions={"mlp": Region(("mpl",))}),
+        '"final": {0: Gather("vdeo", dim=1)}': replace(plan, outputs={"final": {0: Gather("vdeo", dim=1)}}),
         'cuts=("block.1",)': replace(plan, cuts=("block.1",)),
         '"blocks.*.mlp.2": Linear("column")': replace(plan, linears={"blocks.*.mlp.2": Linear("column")}),
     }
-    told = {}
+    told, two = {}, Axis("ulysses", None, 2, 0)  # nothing is computed
+    layout = TokenLayout(SequenceAxes(Axis.alone("ring"), two), hybrid=two, whole=two)
     for what, changed in wrong.items():
         with pytest.raises(UserError) as caught:
             if "Block" in what:
                 declare_plan(model, changed)
             else:
-                Boundaries(model, Sequences(changed, TokenLayout()))
+                Boundaries(model, Sequences(changed, layout))
         told[what] = str(caught.value)
     return told
 

@@ -206,6 +206,8 @@ def failures() -> dict[str, str]:
     catch("no module", Model(), ModelPlan((), attention={"block.*.own": Site(("video",))}))
     catch("other lengths", Model(), dataclasses.replace(own, attention={"blocks.*.text": Site(("video",))}))
     catch("not split", Model(), ModelPlan((), attention={"blocks.*.own": Site(("video",))}))
+    late = {"head": {"input": Split("video", 1)}}  # after the blocks
+    catch("split late", Model(), ModelPlan((), inputs=late, attention={"blocks.*.own": Site(("video",))}))
     catch("mask too long", Model(), text_mask=torch.ones(2, 9, dtype=torch.bool))
     return told
 
@@ -268,7 +270,8 @@ def test_without_a_gather_the_losses_of_ranks_add_up(found: dict[str, Any]) -> N
         ("no plan", "plan=ModelPlan(...)"),
         ("no module", "Model has no module 'block.*.own'"),
         ("other lengths", "attention met 4 keys where the plan has 6"),
-        ("not split", "sequence 'video' was not split before it is needed"),
+        ("not split", "'blocks.*.own': no split of the plan tells the length of sequence 'video'"),
+        ("split late", "sequence 'video' was not split before it is needed"),
         ("mask too long", "sequence 'text' has 9 tokens here and had 7 before"),
     ],
 )

@@ -20,7 +20,7 @@ from mmspeed.protocols.plan import Linear, ModelPlan, Structure, declare_plan, p
 from tests.foreign_steps import whole, worst
 from tests.spawn import run_ranks
 from tests.support.added_model import Meshes
-from tests.support.roles_toy import TokenModel, loss_of, tokens_of
+from tests.support.roles_toy import StackedExperts, TokenModel, loss_of, tokens_of
 
 RECOMPUTED = BlockPolicies.everywhere({"block": "recompute"})
 CASES: dict[str, tuple[ParallelConfig, int, BlockPolicies | None]] = {
@@ -121,8 +121,32 @@ def told(make: Callable[[], Any]) -> str:
     return "nothing"
 
 
+SPARE = {
+    "spare_column": Linear("column"),
+    "spare_entering": Linear("column", "text", dim=1),
+    "spare_row": Linear("row", "text", dim=1),
+    "spare_vocabulary": Linear("vocabulary", "text", dim=1),
+    "spare_experts": Linear("expert", "text", dim=1),
+}
+
+
+def unused(meshes: Meshes) -> list[str]:
+    """What is said of layers with roles, and of a norm over all heads, that no forward calls."""
+    mesh, layout = meshes.of(ParallelConfig(tp=2))
+    model = TokenModel()
+    for name, linear in SPARE.items():
+        model.add_module(name, StackedExperts(4, 16) if linear.role == "expert" else nn.Linear(16, 16))
+    model.add_module("spare_norm", nn.RMSNorm(16))
+    plan = plan_of(model)
+    assert plan is not None
+    declare_plan(model, replace(plan, linears={**plan.linears, **SPARE}, channel_norms=("spare_norm",)))
+    loss_of(parallelize(model, mesh, "none", layout=layout), tokens_of(2, 8))
+    return uncrossed(model)
+
+
 def computed() -> dict[str, Any]:
-    meshes, found = Meshes(), {}
+    meshes = Meshes()
+    found: dict[str, Any] = {"unused": unused(meshes)}
     for name, case in CASES.items():
         found[name] = step_of(*case, meshes)
     mesh, layout = meshes.of(ParallelConfig(tp=2))
@@ -160,6 +184,11 @@ def test_each_role_exchanges_what_it_needs() -> None:
     calls = found()["tp"]["calls"]
     assert calls["all_gather tp"] == 2 * 2 * 2 + 1 + 1, calls
     assert calls["all_to_all tp"] == 2 * (2 + 1), calls
+
+
+def test_layers_with_roles_that_are_never_used_are_named() -> None:
+    kinds = {name: "StackedExperts" if "experts" in name else "Linear" for name in SPARE} | {"spare_norm": "RMSNorm"}
+    assert found()["unused"] == [f"{name} ({kind})" for name, kind in kinds.items()]
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -21,7 +21,7 @@ LAYOUTS = {
 
 def train(folder: str, overrides: tuple[str, ...]) -> Any:
     """What each block was told in the run, and what was written down."""
-    from mmspeed.memory.recompute.spans import policies_of
+    from mmspeed.memory.recompute.regions import policies_of
     from mmspeed.parallel import unwrap
     from mmspeed.pipelines import TrainPipeline
     from mmspeed.pipelines.tasks.video import VideoTask

@@ -19,7 +19,7 @@ from mmspeed.compute.sparse.module import clustered_layers
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.device import Device
 from mmspeed.memory import BlockPolicies
-from mmspeed.memory.offload.swap_group import Offloader
+from mmspeed.memory.offload.offloader import Offloader
 from mmspeed.mesh import make_mesh
 from mmspeed.parallel import TokenLayout, make_layout, parallelize, unwrap
 from mmspeed.parallel.tensor import sum_shared_gradients

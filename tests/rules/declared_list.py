@@ -21,13 +21,13 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
             "looking.set_(memory_Z.untyped_storage(), offset // self.dtype.itemsize, self.shape, self.strides)  # type: ignore[call-overload]",  # noqa: E501
             "return flat_Z.set_(storage, start, (end - start,), (1,))  # type: ignore[call-overload,no-any-return]",
         },
-        "mmspeed/memory/offload/swap_group.py": {
+        "mmspeed/memory/offload/offloader.py": {
             "self._out = depot.copies.out(self._lying.memory_Z, self._buffer)  # type: ignore[arg-type]",
         },
         "mmspeed/memory/planning/tracked.py": {
             "class _Tracker(memory_tracker_class()):  # type: ignore[misc]",
         },
-        "mmspeed/memory/recompute/spans.py": {
+        "mmspeed/memory/recompute/regions.py": {
             "return cast(T, discarded(before, cast(Any, run), *args, exchange_again=self.exchange_again))",
             "return cast(T, run_region(run, *args, policy=self.policy, fates=self.op_policies, group=group, rng=self.rng))",
         },
@@ -118,7 +118,7 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
             "expands,  # type: ignore[arg-type]",
             "out: Tensor = super().project(x)  # type: ignore[misc]",
         },
-        "mmspeed/memory/recompute/spans.py": {
+        "mmspeed/memory/recompute/regions.py": {
             "own = cast(PreparesInput, super())",
         },
         "mmspeed/parallel/boundaries/boundary.py": {
@@ -164,7 +164,7 @@ OPEN: dict[str, str] = {
     "named once run value",
     "mmspeed/memory/recompute/discard.py": "_ _anew _value args argument autocast",
     "mmspeed/memory/recompute/region.py": "_overloads fates kept matmul_operators op_policies result results run run_region take what",
-    "mmspeed/memory/recompute/spans.py": "before op_policies",
+    "mmspeed/memory/recompute/regions.py": "before op_policies",
     "mmspeed/parallel/boundaries/attention.py": "_run_intercepted args kwargs run",
     "mmspeed/parallel/boundaries/boundary.py": "Arguments _run args begin enter given how items kwargs leave out piece run token told value",  # noqa: E501
     "mmspeed/parallel/boundaries/names.py": "args arguments kwargs",

@@ -17,7 +17,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from mmspeed.errors import UserError
 from mmspeed.memory.planning.measure import MatmulCounter
 from mmspeed.memory.recompute.discard import Discard, discarded
-from mmspeed.memory.recompute.spans import set_policies
+from mmspeed.memory.recompute.regions import set_policies
 from mmspeed.protocols.plan import BlockParts, Region
 from mmspeed.replay import checkpointed, recording
 from tests.memory_ways import Step, assert_same, make_inputs, make_model, step_of

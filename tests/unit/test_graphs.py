@@ -16,6 +16,9 @@ from mmspeed.compute.attention import attention
 from mmspeed.graphs import MOST_GRAPHS, compile_forward, outside_graphs
 from mmspeed.memory import recompute
 from mmspeed.models import SoraDiT, SoraDiTConfig
+from mmspeed.parallel import parallelize
+from tests.memory_ways import keeping_of, make_inputs
+from tests.memory_ways import make_model as make_sora
 from tests.support.attention import attend_by
 
 
@@ -23,11 +26,16 @@ class Seen:
     """A backend that counts the graphs it is given, and runs them as they are."""
 
     def __init__(self) -> None:
-        self.graphs = 0
+        self.graphs = self.runs = 0
 
     def __call__(self, graph: Any, inputs: Any) -> Any:
         self.graphs += 1
-        return graph.forward
+
+        def run(*args: Any) -> Any:
+            self.runs += 1
+            return graph.forward(*args)
+
+        return run
 
 
 class Block(nn.Module):
@@ -157,3 +165,37 @@ def test_more_graphs_than_torch_allows_by_itself(blocks: nn.ModuleList) -> None:
     with config.patch(recompile_limit=1000):
         compile_forward(blocks[1], Seen())
         assert config.recompile_limit == 1000
+
+
+# arrangement, sparse attention, recomputed: graphs of three blocks of one or two kinds, and those that the forward of one block runs
+COUNTS = [
+    ("full", False, False, 1, 1),
+    ("full", False, True, 1, 1),
+    ("factorised", False, False, 2, 1),
+    ("factorised", False, True, 2, 1),
+    # before and after the sparse attention, whose parts between breaks are graphs too, and once more in the second pass
+    ("full", True, False, 5, 5),
+    ("full", True, True, 10, 5),
+    ("factorised", True, False, 9, 5),
+    ("factorised", True, True, 18, 5),
+]
+
+
+@pytest.mark.parametrize(
+    ("arrangement", "sparse", "recomputed", "graphs", "runs"),
+    [pytest.param(*case, marks=pytest.mark.slow if case[1] or case[0] == "factorised" else []) for case in COUNTS],
+)
+def test_graphs_of_a_block_on_one_process(
+    arrangement: str, sparse: bool, recomputed: bool, graphs: int, runs: int
+) -> None:
+    torch._dynamo.reset()
+    seen, name = Seen(), f"seen {arrangement} {sparse} {recomputed}"
+    torch._dynamo.register_backend(seen, name=name)
+    keeping = keeping_of({"block": "recompute"} if recomputed else {})
+    model = parallelize(make_sora(arrangement, sparse), None, "none", keeping=keeping, compile=name)
+    out = model(*make_inputs())
+    assert seen.runs == 3 * runs
+    out.square().mean().backward()
+    assert seen.graphs == graphs
+    model(*make_inputs()).square().mean().backward()
+    assert seen.graphs == graphs  # made once

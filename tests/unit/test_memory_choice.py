@@ -18,11 +18,11 @@ from mmspeed.config.memory import MemoryConfig
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.memory import set_policies
-from mmspeed.memory.offload.swap_group import Offloader
+from mmspeed.memory.offload.offloader import Offloader
 from mmspeed.memory.planning.knapsack import Option
 from mmspeed.memory.planning.measure import DeviceProfiler, FakeTensorProfiler, MatmulCounter
 from mmspeed.memory.planning.options import combinations, front, single_policies, static_bytes
-from mmspeed.memory.recompute.spans import regions_of
+from mmspeed.memory.recompute.regions import regions_of
 from mmspeed.mesh import process_group
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.tasks.made_up import EncoderShapes

@@ -13,7 +13,7 @@ from mmspeed.comm import Axis
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.errors import UserError
 from mmspeed.memory.chunks import set_chunks
-from mmspeed.memory.recompute.spans import region_modules, regions_of, set_policies
+from mmspeed.memory.recompute.regions import region_modules, regions_of, set_policies
 from mmspeed.models.diffusers.plans import declare_known_plan, plan_for
 from mmspeed.parallel import TokenLayout, check_layout, parallelize, sequence_parallel
 from mmspeed.parallel.boundaries.boundary import ModuleBoundary
@@ -213,8 +213,11 @@ def refused() -> dict[str, str]:
         ("no layer", "blocks.0.norm1 (FP32LayerNorm) has the role column in the plan and is no linear layer"),
         ("heads", "parallel.tp 2 does not divide the model's 3 heads: use one of 1, 3"),
         ("channels", "parallel.tp 2 does not divide the 33 channels of blocks.0.ffn.net.0.proj"),
-        ("attributes", "parallel.tp 2 does not divide blocks.0.attn1.head_count, which is None"),
-        ("norms", "blocks.0.norm1 (FP32LayerNorm) is a norm over all heads in the plan, and no torch.nn.RMSNorm"),
+        ("attributes", "plan, divided: blocks.0.attn1 (WanAttention) has no whole number 'head_count'"),
+        (
+            "norms",
+            "plan, channel_norms: blocks.0.norm1 (FP32LayerNorm) is a norm over all heads in the plan, and no torch.nn.RMSNorm",
+        ),
         ("adapters", "an adapter or a quantisation holds its weight: merge it first"),
     ],
 )

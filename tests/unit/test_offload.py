@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mmspeed.device import Device
-from mmspeed.memory.offload.swap_group import Offloader
+from mmspeed.memory.offload.offloader import Offloader
 
 CPU = Device("cpu", 0)
 DTYPES = (

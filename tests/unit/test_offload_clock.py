@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmspeed.device import Device
 from mmspeed.memory.offload.copies import CpuCopyEngine, HostBuffer
-from mmspeed.memory.offload.swap_group import Offloader, PooledOffloadGroup
+from mmspeed.memory.offload.offloader import Offloader, PooledOffloadGroup
 
 from .clock import ControlledClock, Reckoned
 

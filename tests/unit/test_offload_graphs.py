@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.memory.offload.copies import CopyJob, CpuCopyEngine, HostBuffer
-from mmspeed.memory.offload.swap_group import Offloader
+from mmspeed.memory.offload.offloader import Offloader
 
 CPU = Device("cpu", 0)
 

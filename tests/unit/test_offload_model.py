@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmspeed.config.memory import ActivationPolicy
 from mmspeed.device import Device
-from mmspeed.memory.offload.swap_group import Offloader
+from mmspeed.memory.offload.offloader import Offloader
 from mmspeed.memory.recompute.region import matmul_operators
-from mmspeed.memory.recompute.spans import set_policies
+from mmspeed.memory.recompute.regions import set_policies
 from mmspeed.models.sora.model import SoraDiT, SoraDiTConfig
 from mmspeed.parallel import parallelize
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.log import read_metrics
-from mmspeed.memory.offload.swap_group import PooledOffloadGroup
+from mmspeed.memory.offload.offloader import PooledOffloadGroup
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.diffusion.objective import make_objective
 from mmspeed.pipelines.run.build import Assembly

@@ -18,7 +18,7 @@ from mmspeed import comm
 from mmspeed.comm import Axis, finish
 from mmspeed.graphs import compile_forward
 from mmspeed.memory.recompute.block_checkpoint import recompute, replay_checkpoints
-from mmspeed.memory.recompute.spans import set_policies
+from mmspeed.memory.recompute.regions import set_policies
 from mmspeed.replay import apart, fact, record_or_replay, recording, replayed, set_fact
 
 from .test_halves import AGAIN, KEEPS, Layer, gradient, make_axis, make_x, region

@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.memory import BlockPolicies
-from mmspeed.memory.offload.swap_group import Offloader
+from mmspeed.memory.offload.offloader import Offloader
 from mmspeed.memory.planning.measure import MatmulCounter
 from mmspeed.memory.recompute.region import RegionPolicy, run_region
-from mmspeed.memory.recompute.spans import region_runner, set_policies
+from mmspeed.memory.recompute.regions import region_runner, set_policies
 from mmspeed.parallel import parallelize
 from mmspeed.protocols.plan import BlockParts, Region
 from mmspeed.replay import checkpointed, recording

@@ -11,7 +11,7 @@ from itertools import product
 from typing import cast
 
 from mmspeed.config.memory import ActivationPolicy, MemoryConfig, parse_bytes
-from mmspeed.memory.recompute.spans import ActivationPolicies
+from mmspeed.memory.recompute.regions import ActivationPolicies
 
 from .knapsack import Option, choose, least_room, peak_of
 

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from mmspeed.log import format_bytes
 from mmspeed.memory.offload.copies import HostPool
-from mmspeed.memory.offload.swap_group import Offloader
-from mmspeed.memory.recompute.spans import runners_of
+from mmspeed.memory.offload.offloader import Offloader
+from mmspeed.memory.recompute.regions import runners_of
 
 from .peak import local_bytes
 

@@ -96,7 +96,7 @@ def replay_checkpoints(model: nn.Module) -> None:
 def recompute(block: nn.Module, around_graphs: bool = False, exchange_again: bool = False) -> None:
     """Make `block` recompute its activations in backward, in place. What it got from exchanges between devices is kept.
 
-    For any model, and for blocks that torch.compile makes graphs of; `spans.set_policies` knows more ways.
+    For any model, and for blocks that torch.compile makes graphs of; `regions.set_policies` knows more ways.
 
     around_graphs: what is recomputed runs as graphs of torch.compile. The second pass may find other graphs than the first, which
     keep other tensors, so torch's reentrant way is taken: it keeps none of the first pass and matches nothing. That one takes

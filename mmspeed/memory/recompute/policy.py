@@ -12,10 +12,10 @@ from mmspeed.config.memory import ActivationPolicy, MemoryConfig, parse_bytes
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.memory.chunks import set_chunks
-from mmspeed.memory.offload.swap_group import Offloader, OffloadGroup
+from mmspeed.memory.offload.offloader import Offloader, OffloadGroup
 
 from .block_checkpoint import recompute
-from .spans import ActivationPolicies, check_policies, set_policies
+from .regions import ActivationPolicies, check_policies, set_policies
 
 SWAPPED: dict[str, ActivationPolicy] = {
     "offload": "save",

@@ -16,9 +16,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from mmspeed.memory.offload.swap_group import OffloadGroup
+from mmspeed.memory.offload.offloader import OffloadGroup
+from mmspeed.memory.offload.storage_view import guarded
 from mmspeed.replay import DecisionRecord, Kind, Made, apart
 from mmspeed.torch_internals import (
     ATTENTION_NAMES,
@@ -214,7 +216,7 @@ def run_region(
     (from torch's generators) that the second pass must draw again.
     """
     record = _RegionRecord(policy, fates, group)
-    inputs = group.hooks() if group is not None and policy.inputs == "offload" else nullcontext()
+    inputs = _offloaded_inputs(group) if group is not None and policy.inputs == "offload" else nullcontext()
     with inputs:
         return checkpoint(
             run,
@@ -224,3 +226,12 @@ def run_region(
             context_fn=lambda: (_Phase(record, second=False), _Phase(record, second=True)),
             **kwargs,
         )
+
+
+def _offloaded_inputs(group: OffloadGroup) -> saved_tensors_hooks:
+    """Inside, inputs that are kept go to the host; not positions and masks, which a model makes once and all its blocks share."""
+
+    def keep(tensor: Tensor) -> Callable[[], Tensor]:
+        return group.store(tensor) if tensor.is_floating_point() else guarded(tensor)
+
+    return saved_tensors_hooks(keep, lambda give: give())

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 from torch import nn
@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from mmspeed.axes import AxisName
 from mmspeed.comm import Axis, ExchangeMethod, Ledger
 from mmspeed.comm.groups import flattened
+from mmspeed.compute.sparse.module import ClusteredAttention
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.errors import UserError
 from mmspeed.memory.recompute.block_checkpoint import replay_checkpoints
@@ -20,7 +21,16 @@ from mmspeed.mesh import Mesh
 from mmspeed.mixin import mix_in
 from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes
 from mmspeed.parallel.tensor import check_heads
-from mmspeed.protocols.plan import Attended, Linear, ModelPlan, Seen, Site, declare_plan, plan_of
+from mmspeed.protocols.plan import (
+    Attended,
+    ModelPlan,
+    Seen,
+    Site,
+    declare_plan,
+    modules_like,
+    named_like,
+    plan_of,
+)
 
 from .attention import CalledSite, InterceptedSite, SiteBoundary, sparse_layer
 from .boundary import Bounded, Grid, ModuleBoundary, Root, RootBoundary
@@ -34,8 +44,9 @@ from .linears import (
     SplitNorm,
     SplitPreparingLinear,
     split_layer,
+    split_norm,
 )
-from .names import argument_names, check_plan, described, matching
+from .names import argument_names, check_plan, check_positions, check_sequences, described
 from .record import Sequences
 
 
@@ -47,13 +58,23 @@ class Boundaries:
     sequences: Sequences
     check_inputs: bool = False
     grid: Grid | None = None
+    sites: list[tuple[str, nn.Module, Site]] = field(init=False)
+    boundaries: dict[str, ModuleBoundary] = field(init=False)
 
     def __post_init__(self) -> None:
         check_plan(self.model, self.plan)
+        if self.sequences.layout.size > 1:
+            check_sequences(self.plan)
         known = root_of(self.model)
         if known is not None:  # made sparse before it is spread
             self.grid = self.grid or known.grid
-        for name, module in self._bounded():
+        self.sites, self.boundaries = self._sites(), self._module_boundaries()
+        for name, module, site in self.sites:
+            attends = self.attends(name)
+            if isinstance(module, ClusteredAttention) and self.sequences.may_cross(site.queries[0], attends):
+                check_positions(self.plan, site.queries[0], attends, described(name, module))
+        bounded = dict.fromkeys((*self.boundaries, *(name for name, _, _ in self.sites), ""))
+        for name, module in ((name, self.model.get_submodule(name)) for name in bounded):
             if "forward" in vars(module):
                 raise UserError(
                     f"the forward of {described(name, module)} has been replaced (hooks of diffusers or accelerate do); spread the model "
@@ -73,33 +94,33 @@ class Boundaries:
         if plan.heads is not None:
             check_heads(plan.heads, 1, tp)
         for pattern, linear in plan.linears.items():
-            for name, layer in matching(self.model, pattern, "plan, linears"):
+            for name, layer in modules_like(self.model, pattern, "plan, linears"):
                 self._check_tied(name, layer)
                 split_layer(layer, mesh, linear, self.sequences, name, self.attends(name))
         for pattern in plan.channel_norms:
-            for name, norm in matching(self.model, pattern, "plan, channel_norms"):
-                self._split_norm(name, norm)
+            for name, norm in modules_like(self.model, pattern, "plan, channel_norms"):
+                split_norm(norm, self.sequences, name, self.attends(name))
         for pattern, attributes in plan.divided.items():
-            for name, module in matching(self.model, pattern, "plan, divided"):
+            for name, module in modules_like(self.model, pattern, "plan, divided"):
                 for attribute in attributes:
                     _divide(module, attribute, tp, name)
 
     def put_inside(self) -> None:
         """Put attentions, and the boundaries of modules that are no blocks, in place."""
-        for name, module, site in self._sites():
+        for name, module, site in self.sites:
             at = SiteBoundary(self.sequences, described(name, module), site, self.attends(name))
             if site.calls:
                 mix_in(module, CalledSite, rename=False)._site = at
             else:
                 mix_in(module, InterceptedSite, rename=False)._site = at
         around = {block.name for block in self.plan.blocks} | self._travelling().keys()
-        for name, boundary in self._module_boundaries().items():
+        for name, boundary in self.boundaries.items():
             if name and name not in around:
                 mix_in(self.model.get_submodule(name), Bounded, rename=False)._boundary = boundary
 
     def put_around(self) -> None:
         """Put the boundaries of rows' results, of blocks, and of the model itself around all else."""
-        travelling, boundaries = self._travelling(), self._module_boundaries()
+        travelling, boundaries = self._travelling(), self.boundaries
         for name, linear in travelling.items():
             module = self.model.get_submodule(name)
             if linear.enters and linear.linear.role != "expert" and not isinstance(module, SplitPreparingLinear):
@@ -124,7 +145,8 @@ class Boundaries:
                 return block.attends
         if not blocks:
             return "columns"
-        after = any(name == known for pattern in self.plan.after for known, _ in matching(self.model, pattern))
+        around = list(itertools.accumulate(name.split("."), lambda outer, own: f"{outer}.{own}"))
+        after = any(named_like(module, pattern) for module in around for pattern in self.plan.after)
         return blocks[-1 if after else 0].attends
 
     def _travelling(self) -> dict[str, LinearBoundary]:
@@ -147,7 +169,10 @@ class Boundaries:
         place = names.index(name) if name in names else 0
         before = self.plan.blocks[place - 1].attends if place else self.attends(name)
         where = described(name, module)
-        return ModuleBoundary(self.sequences, where, argument_names(type(module)), self.attends(name), before)
+        last = self.plan.blocks[-1].attends if self.plan.blocks and not name else None
+        return ModuleBoundary(
+            self.sequences, where, argument_names(type(module)), self.attends(name), before, gives=last
+        )
 
     def _module_boundaries(self) -> dict[str, ModuleBoundary]:
         """By module name, those that the plan's inputs, outputs and running tokens ask for; none on one process."""
@@ -161,10 +186,10 @@ class Boundaries:
 
         for pattern, inputs in self.plan.inputs.items():
             moved = {k: what for k, what in inputs.items() if layout.tensor.size > 1 or not isinstance(what, Seen)}
-            for name, module in matching(self.model, pattern) if moved else ():
+            for name, module in modules_like(self.model, pattern, "plan, inputs") if moved else ():
                 of(name, module).inputs.update(moved)
         for pattern, outputs in self.plan.outputs.items():
-            for name, module in matching(self.model, pattern):
+            for name, module in modules_like(self.model, pattern, "plan, outputs"):
                 of(name, module).outputs.update(outputs)
         for block in self.plan.blocks:
             if block.tokens:
@@ -178,7 +203,7 @@ class Boundaries:
         """
         layout, found = self.sequences.layout, []
         for pattern, site in self.plan.attention.items():
-            for name, module in matching(self.model, pattern, "plan, attention"):
+            for name, module in modules_like(self.model, pattern, "plan, attention"):
                 sparse = sparse_layer(module) is not None
                 if sparse and len(site.queries) > 1 and layout.whole.size > 1:
                     raise UserError(
@@ -201,13 +226,9 @@ class Boundaries:
             return False
         if site.keys is not None and site.keys != site.queries:
             return self.plan.long_text not in site.keys or layout.text_from is not None
-        if layout.hybrid.size > 1 and attends == layout.crossing(sequences.factorised):
+        if any(sequences.may_cross(name, attends) for name in site.queries):
             return True
         return site.calls  # it may meet a process without tokens
-
-    def _bounded(self) -> list[tuple[str, nn.Module]]:
-        names = dict.fromkeys((*self._module_boundaries(), *(name for name, _, _ in self._sites()), ""))
-        return [(name, self.model.get_submodule(name)) for name in names]
 
     def _check_tied(self, name: str, layer: nn.Module) -> None:
         """Raises UserError for a layer whose weight another module has too: a part of it would be no longer the same."""
@@ -219,18 +240,10 @@ class Boundaries:
                     "give each its own weight"
                 )
 
-    def _split_norm(self, name: str, norm: nn.Module) -> None:
-        where = described(name, norm)
-        if not isinstance(norm, nn.RMSNorm):
-            raise UserError(f"parallel.tp: {where} is a norm over all heads in the plan, and no torch.nn.RMSNorm")
-        channels = norm.normalized_shape[-1]
-        boundary = LinearBoundary(self.sequences, where, Linear("column"), self.attends(name), 1.0, channels)
-        mix_in(norm, SplitNorm, rename=False)._linear = boundary
-
 
 def _divide(module: nn.Module, attribute: str, tp: int, name: str) -> None:
-    value = vars(module).get(attribute)
-    if not isinstance(value, int) or value % tp:
+    value: int = vars(module)[attribute]  # of `check_plan`
+    if value % tp:
         raise UserError(f"parallel.tp {tp} does not divide {name}.{attribute}, which is {value}")
     setattr(module, attribute, value // tp)
 
@@ -253,20 +266,18 @@ def token_layout(model: nn.Module) -> TokenLayout:
 
 
 def uncrossed(model: nn.Module) -> list[str]:
-    """Boundaries of a model that no forward has crossed since its plan was put on it."""
-    found = []
+    """Boundaries of a model that no forward has crossed since its plan was put on it, and layers with roles that none has used."""
+    found: list[tuple[str, Mapping[str, int]]] = []
     for module in model.modules():
-        for boundary in (
-            module._boundary if isinstance(module, Bounded) else None,
-            module._site if isinstance(module, CalledSite | InterceptedSite) else None,
-            module._linear
-            if isinstance(module, SplitLinear | SplitPreparingLinear | SplitExperts | SplitNorm)
-            else None,
-        ):
-            counts = not isinstance(boundary, LinearBoundary) or isinstance(module, SplitNorm) or _moves(boundary)
-            if boundary is not None and counts and not boundary.sequences.uses[boundary.where]:
-                found.append(boundary.where)
-    return found
+        if isinstance(module, Bounded):
+            found.append((module._boundary.where, module._boundary.sequences.uses))
+        if isinstance(module, CalledSite | InterceptedSite):
+            found.append((module._site.where, module._site.sequences.uses))
+        if isinstance(module, SplitLinear | SplitPreparingLinear | SplitExperts | SplitNorm):
+            linear = module._linear
+            travels = isinstance(module, SplitNorm) or _moves(linear)
+            found.append((linear.where, linear.sequences.uses if travels else {linear.where: linear.applied}))
+    return [where for where, uses in found if not uses[where]]
 
 
 def _moves(boundary: LinearBoundary) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmspeed.errors import UserError
+from mmspeed.errors import UserError, nearest
 from mmspeed.graphs import outside_graphs
 from mmspeed.protocols.plan import Attended, Gather, Leading, Seen, Split, Tokens
 from mmspeed.replay import record_or_replay, set_fact
@@ -26,7 +26,11 @@ Grid = Callable[[Arguments], tuple[int, int, int]]  # tokens of the video along 
 
 @dataclass
 class ModuleBoundary:
-    """What the plan says of one module. `attends`: the dim along which the blocks around it attend, `before`: the block before."""
+    """What the plan says of one module.
+
+    attends: the dim along which the block around it attends. before: that of the block before. gives: that of the block whose tokens it
+    gives, where that is another one, the last of a whole model.
+    """
 
     sequences: Sequences
     where: str
@@ -36,6 +40,7 @@ class ModuleBoundary:
     inputs: dict[str, Split | Leading | Seen] = field(default_factory=dict)
     outputs: dict[int | str, Split | Gather] = field(default_factory=dict)
     tokens: dict[str, Tokens] = field(default_factory=dict)
+    gives: Attended | None = None
 
     def __deepcopy__(self, memo: Any) -> ModuleBoundary:
         return self
@@ -64,16 +69,38 @@ class ModuleBoundary:
     @outside_graphs
     def leave(self, out: Any) -> Any:
         """The outputs as the plan wants them."""
-        record = self.sequences.record(self.where)
-        single = isinstance(out, torch.Tensor)
-        items: Any = [out] if single else (dict(out) if isinstance(out, Mapping) else list(out))
+        record, items = self.sequences.record(self.where), self._places(out)
         for place, what in self.outputs.items():
             where = f"{self.where}, output {place!r}"
-            if isinstance(what, Gather):
-                items[place] = record.gather(items[place], what, self.attends, where)
-            else:
+            if place not in items:
+                places = nearest(place, [*map(str, items)]) if isinstance(place, str) else ""
+                raise UserError(
+                    f"{where}: its forward gives {', '.join(map(repr, items)) or 'none'}; mend the plan{places}"
+                )
+            if isinstance(what, Split):
                 items[place] = self.piece(record, items[place], what, where)
-        return items[0] if single else type(out)(items)
+            elif items[place] is not None:
+                if not isinstance(items[place], torch.Tensor):
+                    raise UserError(f"{where} is a {type(items[place]).__name__}; the plan can gather tensors")
+                items[place] = record.gather(items[place], what, self.gives or self.attends, where)
+        kind: Any = type(out)
+        if isinstance(out, torch.Tensor):
+            return items[0]
+        if isinstance(out, Mapping):
+            return kind(items)
+        return kind(*items.values()) if hasattr(out, "_fields") else kind(items.values())
+
+    def _places(self, out: Any) -> dict[int | str, Any]:
+        """What a forward gave, by place. Raises UserError where it is no tensor and holds none by place."""
+        if isinstance(out, torch.Tensor):
+            return {0: out}
+        if isinstance(out, Mapping):
+            return dict(out)
+        if isinstance(out, list | tuple):
+            return dict(enumerate(out))
+        raise UserError(
+            f"{self.where}: its output is a {type(out).__name__}; the plan can change tensors, and those in lists, tuples and dicts"
+        )
 
     def piece(self, record: ForwardRecord, value: Any, what: Split | Leading | Seen, where: str) -> Any:
         """This process's part of an argument or output, or of each tensor in a list."""

@@ -33,7 +33,10 @@ from .record import Sequences
 
 @dataclass
 class LinearBoundary:
-    """What the plan says of one linear layer. `channels`: those that are split, over all processes; of experts, their number."""
+    """What the plan says of one linear layer. `channels`: those that are split, over all processes; of experts, their number.
+
+    `applied`: its weight was used. torch.compile would make graphs again for a count, for a flag it does not.
+    """
 
     sequences: Sequences
     where: str
@@ -41,6 +44,7 @@ class LinearBoundary:
     attends: Attended
     bias_share: float
     channels: int
+    applied: bool = False
 
     def __deepcopy__(self, memo: Any) -> LinearBoundary:
         return self
@@ -186,6 +190,7 @@ def _norm_of_all(norm: nn.RMSNorm, x: Tensor, boundary: LinearBoundary) -> Tenso
 
 def _applied(layer: SplitLinear | SplitPreparingLinear) -> tuple[Tensor, Tensor | None]:
     boundary, bias = layer._linear, local(layer.bias) if layer.bias is not None else None
+    boundary.applied = True
     if bias is not None and boundary.bias_share != 1.0:
         bias = bias * boundary.bias_share  # every process adds a part: their outputs are summed
     return local(layer.weight), bias
@@ -221,6 +226,15 @@ def split_layer(
     if linear.role != "expert":
         mixin = SplitPreparingLinear if isinstance(layer, PreparesInput) else SplitLinear
     mix_in(layer, mixin, rename=False)._linear = boundary
+
+
+def split_norm(norm: nn.Module, sequences: Sequences, name: str, attends: Attended) -> None:
+    """Let a norm over all heads, an RMSNorm, compute for this process's heads with the mean square of all, in place."""
+    assert isinstance(norm, nn.RMSNorm)
+    where, channels = f"{name} ({type(norm).__name__})", norm.normalized_shape[-1]
+    mix_in(norm, SplitNorm, rename=False)._linear = LinearBoundary(
+        sequences, where, Linear("column"), attends, 1.0, channels
+    )
 
 
 def _checked_weight(layer: nn.Module, linear: Linear, where: str) -> Tensor:

@@ -1,24 +1,15 @@
-"""Which modules the names of a plan are, and what is said where there are none."""
+"""Names of a plan held against the model: errors tell those that are not there, with the nearest ones."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
 from mmspeed.errors import UserError, nearest
-from mmspeed.protocols.plan import ModelPlan, PreparesInput, named_like
-
-
-def matching(model: nn.Module, pattern: str, what: str = "plan") -> list[tuple[str, nn.Module]]:
-    """The modules whose names are as a pattern. Raises UserError with the nearest names where there is none."""
-    found = [(name, module) for name, module in model.named_modules() if named_like(name, pattern)]
-    if not found:
-        hint = nearest(pattern, [name for name, _ in model.named_modules()])
-        raise UserError(f"{what}: {type(model).__name__} has no module {pattern!r}{hint}")
-    return found
+from mmspeed.protocols.plan import Attended, Gather, Leading, ModelPlan, PreparesInput, Seen, Split, modules_like
 
 
 def _own_parameters(own: type[nn.Module]) -> list[inspect.Parameter]:
@@ -50,32 +41,93 @@ def described(name: str, module: nn.Module) -> str:
 
 
 def check_plan(model: nn.Module, plan: ModelPlan) -> None:
-    """Raises UserError for a plan that names what a model has not: modules, arguments, layers of another kind."""
+    """Raises UserError for a plan that names what a model has not: modules, arguments, attributes, layers of another kind."""
     for block in plan.blocks:
-        ((_, module),) = matching(model, block.name, "plan, blocks")
+        ((_, module),) = modules_like(model, block.name, "plan, blocks")
         for argument in block.tokens:
             check_argument(type(module), argument, described(block.name, module))
     for pattern, inputs in plan.inputs.items():
-        for name, module in matching(model, pattern, "plan, inputs"):
+        for name, module in modules_like(model, pattern, "plan, inputs"):
             for argument in inputs:
                 check_argument(type(module), argument, described(name, module))
     patterns: Mapping[str, Iterable[str]] = {
         "outputs": plan.outputs,
         "attention": plan.attention,
         "linears": plan.linears,
-        "channel_norms": plan.channel_norms,
-        "divided": plan.divided,
         "before": plan.before,
         "after": plan.after,
         "cuts": plan.cuts or (),
     }
     for what, names in patterns.items():
         for pattern in names:
-            matching(model, pattern, f"plan, {what}")
+            modules_like(model, pattern, f"plan, {what}")
+    for pattern in plan.channel_norms:
+        for name, module in modules_like(model, pattern, "plan, channel_norms"):
+            if not isinstance(module, nn.RMSNorm):
+                where = described(name, module)
+                raise UserError(
+                    f"plan, channel_norms: {where} is a norm over all heads in the plan, and no torch.nn.RMSNorm"
+                )
+    for pattern, attributes in plan.divided.items():
+        for name, module in modules_like(model, pattern, "plan, divided"):
+            _check_numbers(module, attributes, described(name, module))
     if plan.image is not None:
         check_argument(type(model), plan.image[0], type(model).__name__)
     for block in plan.blocks:
         check_block(model.get_submodule(block.name), plan)
+
+
+def _check_numbers(module: nn.Module, attributes: Iterable[str], where: str) -> None:
+    """Raises UserError for an attribute that is no whole number of a module."""
+    known = [name for name, value in vars(module).items() if isinstance(value, int) and not isinstance(value, bool)]
+    for attribute in attributes:
+        if attribute not in known:
+            raise UserError(f"plan, divided: {where} has no whole number {attribute!r}{nearest(attribute, known)}")
+
+
+def _moved(plan: ModelPlan) -> Iterator[tuple[str, Split | Leading | Seen | Gather]]:
+    """(Where, what) of all that a plan says of arguments and outputs."""
+    for pattern, inputs in plan.inputs.items():
+        yield from ((f"plan, inputs, {pattern!r}, {key!r}", what) for key, what in inputs.items())
+    for pattern, outputs in plan.outputs.items():
+        yield from ((f"plan, outputs, {pattern!r}, {place!r}", what) for place, what in outputs.items())
+
+
+def check_sequences(plan: ModelPlan) -> None:
+    """Raises UserError for a sequence whose length no split of a plan tells: one that is split by itself, not behind another."""
+    splits = [what for _, what in _moved(plan) if isinstance(what, Split)]
+    lengths = [split.sequence for split in splits if isinstance(split.sequence, str)]
+    for where, name in _sequences(plan):
+        if name not in lengths:
+            raise UserError(
+                f"{where}: no split of the plan tells the length of sequence {name!r}{nearest(name, lengths)}"
+            )
+
+
+def check_positions(plan: ModelPlan, sequence: str, attends: Attended, where: str) -> None:
+    """Raises UserError where no split tells the positions of a sequence along a dim, which sparse attention across processes needs."""
+    given = (what for inputs in plan.inputs.values() for what in inputs.values() if isinstance(what, Split))
+    if not any((what.sequence, what.positions) == (sequence, attends) for what in given):
+        raise UserError(
+            f"plan, attention: {where} is sparse, and no split of an input tells the positions of {sequence!r} along {attends}; "
+            f"give that of their tensor `positions={attends!r}`"
+        )
+
+
+def _sequences(plan: ModelPlan) -> Iterator[tuple[str, str]]:
+    """(Where, name) of all sequences that a plan names."""
+    for where, what in _moved(plan):
+        yield from ((where, name) for name in ((what.sequence,) if isinstance(what.sequence, str) else what.sequence))
+    for block in plan.blocks:
+        for argument, tokens in block.tokens.items():
+            yield f"plan, blocks, {block.name!r}, {argument!r}", tokens.sequence
+    for pattern, site in plan.attention.items():
+        yield from ((f"plan, attention, {pattern!r}", name) for name in (*site.queries, *(site.keys or ())))
+    for pattern, linear in plan.linears.items():
+        if linear.sequence is not None:
+            yield f"plan, linears, {pattern!r}", linear.sequence
+    if plan.long_text is not None:
+        yield "plan, long_text", plan.long_text
 
 
 def check_block(block: nn.Module, plan: ModelPlan) -> None:
@@ -83,16 +135,13 @@ def check_block(block: nn.Module, plan: ModelPlan) -> None:
     for region, part in plan.regions.items():
         if not part.modules:
             raise UserError(f"plan: region {region!r} names no modules")
-        names = [name for name, _ in block.named_modules()]
         for pattern in part.modules:
-            if not any(named_like(name, pattern) for name in names):
-                raise UserError(
-                    f"plan: region {region!r}: {type(block).__name__} has no module {pattern!r}{nearest(pattern, names)}"
-                )
+            modules_like(block, pattern, f"plan, region {region!r}")
     for chunk in plan.chunks:
         for pattern in filter(None, (chunk.up, chunk.down, chunk.expands)):
-            matching(block, pattern, "plan, chunks")
-        prepares = all(isinstance(down, PreparesInput) for _, down in matching(block, chunk.down, "plan, chunks"))
+            modules_like(block, pattern, "plan, chunks")
+        downs = modules_like(block, chunk.down, "plan, chunks")
+        prepares = all(isinstance(down, PreparesInput) for _, down in downs)
         if (chunk.activation is None) != (chunk.expands is None) or (chunk.activation is None and not prepares):
             raise UserError(
                 f"plan, chunks: {chunk.up!r}: name `expands`, the module that is `up` and the activation, and `activation`; or neither, "

@@ -62,6 +62,12 @@ class Sequences:
             raise UserError(f"{where} was called outside of the forward of the model that the plan was applied to")
         return known
 
+    def may_cross(self, sequence: str, attends: Attended) -> bool:
+        """True where an attention along a dim finds tokens of a sequence, as far as it is split over the group, on other processes."""
+        if self.factorised and sequence not in self.gridded:  # over all processes alike
+            return self.layout.whole.size > 1
+        return self.layout.hybrid.size > 1 and attends == self.layout.crossing(self.factorised)
+
     def use(self, where: str) -> None:
         """Count a use of a boundary."""
         self.uses[where] += 1
@@ -145,15 +151,7 @@ class ForwardRecord:
 
     def crosses(self, sequences: Sequence[str], attends: Attended, where: str) -> bool:
         """True where an attention along a dim has tokens on other processes."""
-        names = self.sequences
-        return any(
-            self.is_split(name, where)
-            and (
-                (names.factorised and name not in names.gridded)
-                or (names.layout.hybrid.size > 1 and attends == names.layout.crossing(names.factorised))
-            )
-            for name in sequences
-        )
+        return any(self.is_split(name, where) and self.sequences.may_cross(name, attends) for name in sequences)
 
     def attended_sizes(self, sequences: Sequence[str], attends: Attended, where: str) -> tuple[int, ...]:
         """Tokens along the attended dim, of all processes of ring x ulysses."""

@@ -15,9 +15,9 @@ from torch import nn
 
 from mmspeed.config.memory import SMALL_WAYS, ActivationPolicy
 from mmspeed.errors import UserError, nearest
-from mmspeed.memory.offload.swap_group import OffloadGroup
+from mmspeed.memory.offload.offloader import OffloadGroup
 from mmspeed.mixin import mix_in
-from mmspeed.protocols.plan import BlockParts, PreparesInput, Region, named_like, parts_of
+from mmspeed.protocols.plan import BlockParts, PreparesInput, Region, modules_like, parts_of
 from mmspeed.replay import in_region
 
 from .block_checkpoint import by_position
@@ -193,10 +193,7 @@ def region_modules(block: nn.Module, name: str, parts: BlockParts | None = None)
         )
     region: Region = parts.regions[name]
     modules = [
-        module
-        for pattern in region.modules
-        for own, module in block.named_modules()
-        if own and named_like(own, pattern)
+        module for pattern in region.modules for _, module in modules_like(block, pattern, f"plan, region {name!r}")
     ]
     if region.small and not all(isinstance(module, PreparesInput) for module in modules):
         raise UserError(
