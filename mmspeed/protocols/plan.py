@@ -261,6 +261,22 @@ class PreparesInput(Protocol):
         ...
 
 
+def base_of_adapters(layer: nn.Module) -> nn.Module:
+    """The layer that an adapter holds as its `base_layer`, or adapters hold within one another; any other module itself."""
+    while (held := dict(layer.named_children()).get("base_layer")) is not None:
+        layer = held
+    return layer
+
+
+def check_adapter(layer: nn.Module, where: str) -> None:
+    """Raises UserError for an adapter around a layer that prepares its input: it would be given the input as it was before."""
+    if layer is not (base := base_of_adapters(layer)) and isinstance(base, PreparesInput):
+        raise UserError(
+            f"{where}: an adapter holds a {type(base).__name__}, which prepares its input; the adapter would be given the input as it was "
+            "before: adapt other layers"
+        )
+
+
 @dataclass(frozen=True)
 class BlockParts:
     """What a block knows of its model's plan: its regions and MLPs, and along what it attends."""

@@ -59,7 +59,7 @@ def step_of(parallel: ParallelConfig, length: int, keeping: BlockPolicies | None
 
 
 class Adapted(nn.Module):
-    """A layer under an adapter, as peft makes one."""
+    """A layer under an adapter of a kind of its own."""
 
     def __init__(self, base_layer: nn.Module) -> None:
         super().__init__()
@@ -102,8 +102,8 @@ WRONG: dict[str, tuple[Callable[[TokenModel, ModelPlan], ModelPlan], str]] = {
     "two roles": (with_role("blocks.0.qkv", Linear("column", "text", dim=1)), "plan, linears: blocks.0.qkv (Linear) has two roles"),
     "no sequence": (with_role("blocks.*.out", Linear("row")), "name their sequence"),
     "a forward of its own": (changed("head", lambda _: Doubled(16, 10)), "(Doubled) has the role vocabulary and a forward of its own"),
-    "an adapter": (changed("blocks.1.qkv", Adapted), "blocks.1.qkv (Adapted) has the role column, and an adapter or a quantisation"),
-    "an adapter of experts": (changed("blocks.0.experts", Adapted), "(Adapted) has the role expert, and an adapter or a quantisation"),
+    "an adapter": (changed("blocks.1.qkv", Adapted), "blocks.1.qkv (Adapted) has the role column, and an adapter that is no LoRA"),
+    "an adapter of experts": (changed("blocks.0.experts", Adapted), "(Adapted) has the role expert, and an adapter that is no LoRA"),
     "channels": (changed("head", lambda _: nn.Linear(16, 9)), "parallel.tp 2 does not divide the 9 channels of head"),
     "experts": (three_experts, "parallel.tp 2 does not divide the 3 experts of blocks.1.experts"),
     "tied weights": (tied, "head (Linear) has a role in the plan and shares its weight with embed.weight"),

@@ -17,7 +17,7 @@ from mmspeed.config.memory import SMALL_WAYS, ActivationPolicy
 from mmspeed.errors import UserError, nearest
 from mmspeed.memory.offload.swap_group import OffloadGroup
 from mmspeed.mixin import mix_in
-from mmspeed.protocols.plan import BlockParts, PreparesInput, Region, named_like, parts_of
+from mmspeed.protocols.plan import BlockParts, PreparesInput, Region, check_adapter, named_like, parts_of
 from mmspeed.replay import in_region
 
 from .block_checkpoint import by_position
@@ -198,6 +198,8 @@ def region_modules(block: nn.Module, name: str, parts: BlockParts | None = None)
         for own, module in block.named_modules()
         if own and named_like(own, pattern)
     ]
+    for module in modules:
+        check_adapter(module, f"memory.activation_policy: region {name!r} of {type(block).__name__}")
     if region.small and not all(isinstance(module, PreparesInput) for module in modules):
         raise UserError(
             f"plan: region {name!r} of {type(block).__name__} is small, so its modules must be linear layers that prepare their input"

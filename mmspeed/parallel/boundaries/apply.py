@@ -20,21 +20,21 @@ from mmspeed.mesh import Mesh
 from mmspeed.mixin import mix_in
 from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes
 from mmspeed.parallel.tensor import check_heads
-from mmspeed.protocols.plan import Attended, Linear, ModelPlan, Seen, Site, declare_plan, plan_of
+from mmspeed.protocols.plan import (
+    Attended,
+    Linear,
+    ModelPlan,
+    Seen,
+    Site,
+    base_of_adapters,
+    declare_plan,
+    plan_of,
+)
 
 from .attention import CalledSite, InterceptedSite, SiteBoundary, sparse_layer
 from .boundary import Bounded, Grid, ModuleBoundary, Root, RootBoundary
 from .layout import TokenLayout
-from .linears import (
-    Entering,
-    Leaving,
-    LinearBoundary,
-    SplitExperts,
-    SplitLinear,
-    SplitNorm,
-    SplitPreparingLinear,
-    split_layer,
-)
+from .linears import Entering, HasRole, Leaving, LinearBoundary, SplitNorm, SplitPreparingLinear, split_layer
 from .names import argument_names, check_plan, described, matching
 from .record import Sequences
 
@@ -87,7 +87,7 @@ class Boundaries:
     def put_inside(self) -> None:
         """Put attentions, and the boundaries of modules that are no blocks, in place."""
         for name, module, site in self._sites():
-            at = SiteBoundary(self.sequences, described(name, module), site, self.attends(name))
+            at = SiteBoundary(self.sequences, described(name, module), self.attends(name), site)
             if site.calls:
                 mix_in(module, CalledSite, rename=False)._site = at
             else:
@@ -137,7 +137,7 @@ class Boundaries:
         }
         found = {}
         for name, module in self.model.named_modules():
-            if isinstance(module, SplitLinear | SplitPreparingLinear | SplitExperts) and _moves(module._linear):
+            if isinstance(module, HasRole) and _moves(module._linear):
                 own = isinstance(module, SplitPreparingLinear) or module._linear.leaves
                 found[name if own else expansions.get(name, name)] = module._linear
         return found
@@ -146,8 +146,8 @@ class Boundaries:
         names = [block.name for block in self.plan.blocks]
         place = names.index(name) if name in names else 0
         before = self.plan.blocks[place - 1].attends if place else self.attends(name)
-        where = described(name, module)
-        return ModuleBoundary(self.sequences, where, argument_names(type(module)), self.attends(name), before)
+        own = argument_names(type(base_of_adapters(module)))  # an adapter hands its arguments on
+        return ModuleBoundary(self.sequences, described(name, module), self.attends(name), own, before)
 
     def _module_boundaries(self) -> dict[str, ModuleBoundary]:
         """By module name, those that the plan's inputs, outputs and running tokens ask for; none on one process."""
@@ -211,9 +211,9 @@ class Boundaries:
 
     def _check_tied(self, name: str, layer: nn.Module) -> None:
         """Raises UserError for a layer whose weight another module has too: a part of it would be no longer the same."""
-        own = {id(parameter) for parameter in layer.parameters(recurse=False)}
+        own = {id(parameter) for parameter in layer.parameters(recurse=base_of_adapters(layer) is not layer)}
         for other, parameter in self.model.named_parameters(remove_duplicate=False):
-            if id(parameter) in own and other.rpartition(".")[0] != name:
+            if id(parameter) in own and not other.startswith(f"{name}."):
                 raise UserError(
                     f"parallel.tp: {described(name, layer)} has a role in the plan and shares its weight with {other}; name no role, or "
                     "give each its own weight"
@@ -224,7 +224,7 @@ class Boundaries:
         if not isinstance(norm, nn.RMSNorm):
             raise UserError(f"parallel.tp: {where} is a norm over all heads in the plan, and no torch.nn.RMSNorm")
         channels = norm.normalized_shape[-1]
-        boundary = LinearBoundary(self.sequences, where, Linear("column"), self.attends(name), 1.0, channels)
+        boundary = LinearBoundary(self.sequences, where, self.attends(name), Linear("column"), channels)
         mix_in(norm, SplitNorm, rename=False)._linear = boundary
 
 
@@ -259,9 +259,7 @@ def uncrossed(model: nn.Module) -> list[str]:
         for boundary in (
             module._boundary if isinstance(module, Bounded) else None,
             module._site if isinstance(module, CalledSite | InterceptedSite) else None,
-            module._linear
-            if isinstance(module, SplitLinear | SplitPreparingLinear | SplitExperts | SplitNorm)
-            else None,
+            module._linear if isinstance(module, HasRole | SplitNorm) else None,
         ):
             counts = not isinstance(boundary, LinearBoundary) or isinstance(module, SplitNorm) or _moves(boundary)
             if boundary is not None and counts and not boundary.sequences.uses[boundary.where]:

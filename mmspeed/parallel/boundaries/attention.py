@@ -31,26 +31,21 @@ from mmspeed.errors import UserError
 from mmspeed.graphs import outside_graphs
 from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes, hybrid_attention, of_nothing
 from mmspeed.parallel.sparse.attention import sparse_attention
-from mmspeed.protocols.plan import Attended, AttentionLayout, Site, Structure
+from mmspeed.protocols.plan import AttentionLayout, Site, Structure
 from mmspeed.replay import recording
 from mmspeed.torch_internals import in_backward
 
-from .record import ForwardRecord, Sequences
+from .boundary import Boundary
+from .record import ForwardRecord
 
 _HIDDEN_BELOW = -1e4  # additive masks at or below this hide a key, as -inf does: exp(-1e4) is 0 in every float type
 
 
 @dataclass
-class SiteBoundary:
+class SiteBoundary(Boundary):
     """What the plan says of one attention."""
 
-    sequences: Sequences
-    where: str
     site: Site
-    attends: Attended
-
-    def __deepcopy__(self, memo: Any) -> SiteBoundary:
-        return self
 
     @property
     def layout(self) -> AttentionLayout:

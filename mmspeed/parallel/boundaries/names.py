@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from mmspeed.errors import UserError, nearest
-from mmspeed.protocols.plan import ModelPlan, PreparesInput, named_like
+from mmspeed.protocols.plan import ModelPlan, PreparesInput, base_of_adapters, check_adapter, named_like
 
 
 def matching(model: nn.Module, pattern: str, what: str = "plan") -> list[tuple[str, nn.Module]]:
@@ -58,7 +58,7 @@ def check_plan(model: nn.Module, plan: ModelPlan) -> None:
     for pattern, inputs in plan.inputs.items():
         for name, module in matching(model, pattern, "plan, inputs"):
             for argument in inputs:
-                check_argument(type(module), argument, described(name, module))
+                check_argument(type(base_of_adapters(module)), argument, described(name, module))
     patterns: Mapping[str, Iterable[str]] = {
         "outputs": plan.outputs,
         "attention": plan.attention,
@@ -89,9 +89,12 @@ def check_block(block: nn.Module, plan: ModelPlan) -> None:
                 raise UserError(
                     f"plan: region {region!r}: {type(block).__name__} has no module {pattern!r}{nearest(pattern, names)}"
                 )
+            for name, module in matching(block, pattern):
+                check_adapter(module, f"plan: region {region!r}, {described(name, module)}")
     for chunk in plan.chunks:
         for pattern in filter(None, (chunk.up, chunk.down, chunk.expands)):
-            matching(block, pattern, "plan, chunks")
+            for name, module in matching(block, pattern, "plan, chunks"):
+                check_adapter(module, f"plan, chunks: {described(name, module)}")
         prepares = all(isinstance(down, PreparesInput) for _, down in matching(block, chunk.down, "plan, chunks"))
         if (chunk.activation is None) != (chunk.expands is None) or (chunk.activation is None and not prepares):
             raise UserError(
