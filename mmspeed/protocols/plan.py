@@ -183,6 +183,7 @@ class ModelPlan:
         attention: attentions, by patterns.
         linears: roles of linear layers, by patterns; none: tensor parallelism is refused.
         heads: of attention, over all processes; None: not known.
+        key_heads: of keys and values, where queries have more (grouped keys); None: as many.
         channel_norms: norms over all heads, whose mean square is summed over tensor-parallel processes, by patterns.
         divided: module pattern -> attributes that count heads or channels, divided by tensor-parallel processes.
         regions: parts of a block, by any name; the block as a whole is the region `block`.
@@ -202,6 +203,7 @@ class ModelPlan:
     attention: Mapping[str, Site] = field(default_factory=dict)
     linears: Mapping[str, Linear] = field(default_factory=dict)
     heads: int | None = None
+    key_heads: int | None = None
     channel_norms: tuple[str, ...] = ()
     divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     regions: Mapping[str, Region] = field(default_factory=dict)

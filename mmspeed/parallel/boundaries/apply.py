@@ -71,7 +71,7 @@ class Boundaries:
         """Split the layers with roles over a mesh of the tensor-parallel axis. Raises UserError where they do not divide."""
         plan, tp = self.plan, mesh.size()
         if plan.heads is not None:
-            check_heads(plan.heads, 1, tp)
+            check_heads(plan.heads, 1, tp, plan.key_heads)
         for pattern, linear in plan.linears.items():
             for name, layer in matching(self.model, pattern, "plan, linears"):
                 self._check_tied(name, layer)
