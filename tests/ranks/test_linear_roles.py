@@ -16,7 +16,7 @@ from mmspeed.config.parallel import ParallelConfig
 from mmspeed.errors import UserError
 from mmspeed.memory import BlockPolicies
 from mmspeed.parallel import parallelize, sum_shared_gradients, uncrossed
-from mmspeed.protocols.plan import Linear, ModelPlan, Structure, declare_plan, plan_of
+from mmspeed.protocols.plan import Linear, ModelPlan, declare_plan, plan_of
 from tests.foreign_steps import whole, worst
 from tests.spawn import run_ranks
 from tests.support.added_model import Meshes
@@ -110,8 +110,6 @@ WRONG: dict[str, tuple[Callable[[TokenModel, ModelPlan], ModelPlan], str]] = {
     "heads": (lambda _, plan: replace(plan, heads=3), "parallel.tp 2 does not divide the model's 3 heads"),
 }  # fmt: skip
 
-STRUCTURES = {"a window": {"window": 2}, "documents": {"documents_BN": torch.zeros(2, 8, dtype=torch.long)}}
-
 
 def told(make: Callable[[], Any]) -> str:
     try:
@@ -132,11 +130,6 @@ def computed() -> dict[str, Any]:
         assert plan is not None
         declare_plan(model, change(model, plan))
         found[name] = told(lambda m=model: parallelize(m, mesh, "none", layout=layout))  # type: ignore[misc]
-    mesh, layout = meshes.of(ParallelConfig(ulysses=2))
-    for name, fields in STRUCTURES.items():
-        structured: Any = Structure(causal=True, **fields)
-        model = parallelize(TokenModel(structure=structured), mesh, "none", layout=layout)  # type: ignore[assignment]
-        found[name] = told(lambda m=model: loss_of(m, tokens_of(2, 8)))  # type: ignore[misc]
     return found
 
 
@@ -165,8 +158,3 @@ def test_each_role_exchanges_what_it_needs() -> None:
 @pytest.mark.parametrize("name", WRONG)
 def test_a_layer_that_cannot_have_a_role_is_refused_by_name(name: str) -> None:
     assert WRONG[name][1] in found()[name]
-
-
-@pytest.mark.parametrize("name", STRUCTURES)
-def test_what_is_not_computed_across_processes_is_refused_by_name(name: str) -> None:
-    assert f"blocks.0.attend (Attend): attention within {name} is not computed across processes" in found()[name]
