@@ -18,8 +18,12 @@ from torch.distributed.tensor import DTensor
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.errors import UserError
 from mmspeed.memory import BlockPolicies
+from mmspeed.memory.chunks import set_chunks
+from mmspeed.memory.recompute.spans import set_policies
+from mmspeed.models import SoraDiT, SoraDiTConfig
 from mmspeed.models.diffusers.plans import declare_known_plan
 from mmspeed.parallel import parallelize, sum_shared_gradients, uncrossed
+from mmspeed.parallel.boundaries.names import check_plan
 from tests.foreign_steps import whole, worst
 from tests.spawn import run_ranks
 from tests.support.added_model import Meshes
@@ -221,3 +225,18 @@ def test_four_processes_and_one_agree(name: str) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_split_is_refused_by_name(name: str) -> None:
     assert REFUSED[name][1] in found()[name]
+
+
+@pytest.mark.parametrize("layer", ["up", "down"])
+def test_an_adapter_around_a_layer_that_prepares_its_input_is_named(layer: str) -> None:
+    """In any layout: what it is given is not what the product takes."""
+    model = SoraDiT(SoraDiTConfig(24, 1, 2, 3, 10))
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=[f"mlp.{layer}"]), model)
+    block = model.get_submodule("blocks.0")
+    words = rf"mlp\.{layer}.*an adapter holds a (Norm|Act)Linear, which prepares its input"
+    with pytest.raises(UserError, match=words):
+        check_plan(model, model.plan)
+    with pytest.raises(UserError, match=words):
+        set_chunks(block, 4)
+    with pytest.raises(UserError, match="which prepares its input"):
+        set_policies(block, {"norm" if layer == "up" else "activation": "recompute_output"})

@@ -15,7 +15,7 @@ from mmspeed import rng
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.errors import UserError
 from mmspeed.memory import BlockPolicies
-from mmspeed.parallel import check_layout, parallelize, sum_shared_gradients, uncrossed
+from mmspeed.parallel import Strategy, check_layout, parallelize, sum_shared_gradients, uncrossed
 from mmspeed.protocols.plan import Structure
 from tests.foreign_steps import whole, worst
 from tests.spawn import run_ranks
@@ -95,15 +95,16 @@ def step_of(
 ) -> dict[str, Any]:
     mesh, layout = meshes.of(parallel)
     kind, before = KINDS[name], layout.ledger.copy()
+    strategy: Strategy = "fsdp" if layout.tensor.size > 1 and layout.whole.size > 1 else "none"
     try:
-        model = parallelize(StructuredModel(kind.shape, kind.structure), mesh, "none", layout=layout, keeping=keeping)
+        model = parallelize(StructuredModel(kind.shape, kind.structure), mesh, strategy, layout=layout, keeping=keeping)
         loss = loss_of(model, kind)
     except UserError as error:
         return {"refused": str(error)}
     (loss / layout.size).backward()
     sum_shared_gradients(model.parameters(), layout.tensor)
     grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    for grad in grads.values() if layout.whole.size > 1 else ():
+    for grad in grads.values() if strategy == "none" and layout.whole.size > 1 else ():
         dist.all_reduce(grad, group=layout.whole.group)
     true, of = truth(name)
     error, worst_name = worst({n: whole(g).double() for n, g in grads.items()}, of)
