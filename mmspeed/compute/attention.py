@@ -27,6 +27,8 @@ from torch import Tensor
 
 from mmspeed.torch_internals import cpu_flash, cuda_efficient, cuda_flash
 
+from .block_kernels import repeat
+
 Backend = Literal["auto", "sdpa", "eager"]
 
 # Fused CUDA kernels put batch (or batch x heads) on a grid axis that holds 65535 blocks.
@@ -69,16 +71,19 @@ def attention(
     backend: Backend = "auto",
     counter: Counter[str] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(q k^T / sqrt(D)) v, of the shape and dtype of `q_BAND`.
+    """softmax(q k^T / sqrt(D)) v, of the dtype of `q_BAND` and of its shape, but for the width of the values where that is another.
 
+    Keys and values may have fewer heads, by a whole factor: each serves as many heads of queries, one after the other.
     `key_mask_BM` is bool, True at keys that count. A query whose keys are all masked gives zeros, a log-sum-exp of
     -inf, and no gradient. With `return_lse` the natural-log log-sum-exp of the scaled scores comes too: `lse_BAN`, in
     float32 (float64 for float64 inputs). The eager backend computes in float32. `counter`, when given, counts calls by
     backend: "sdpa", "sdpa_lse" or "eager".
 
-    Raises ValueError for a mask of the wrong shape or dtype, and when the named backend cannot give what is asked.
+    Raises ValueError for a mask of the wrong shape or dtype, for heads that do not fit, and where the named backend cannot give what is
+    asked.
     """
     _check_mask(k_BAMD, key_mask_BM)
+    k_BAMD, v_BAMD = with_heads_of(q_BAND, k_BAMD, v_BAMD)
     chosen = choose_backend(q_BAND, k_BAMD, v_BAMD, key_mask_BM, return_lse, backend)
     if counter is not None:
         counter["sdpa_lse" if return_lse and chosen == "sdpa" else chosen] += 1
@@ -90,6 +95,14 @@ def attention(
         assert fused is not None  # choose_backend has asked
         return fused(q_BAND, k_BAMD, v_BAMD)
     return _sdpa(q_BAND, k_BAMD, v_BAMD, key_mask_BM)
+
+
+def with_heads_of(q_BAND: Tensor, k_BKMD: Tensor, v_BKMD: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values with as many heads as queries. Raises ValueError where those of the queries are no multiple."""
+    heads, key_heads = q_BAND.shape[1], k_BKMD.shape[1]
+    if v_BKMD.shape[1] != key_heads or (heads != key_heads and (key_heads == 0 or heads % key_heads)):
+        raise ValueError(f"{heads} heads of queries cannot share {key_heads} of keys and {v_BKMD.shape[1]} of values")
+    return repeat(k_BKMD, heads), repeat(v_BKMD, heads)
 
 
 def choose_backend(
@@ -113,6 +126,8 @@ def choose_backend(
         reason = "a log-sum-exp under a key mask"
     elif records:
         reason = "a log-sum-exp with a gradient"
+    elif v_BAMD.shape[-1] != q_BAND.shape[-1]:
+        reason = f"a log-sum-exp for values of width {v_BAMD.shape[-1]} beside keys of {q_BAND.shape[-1]}"
     elif fused_lse_op(q_BAND) is None:
         reason = f"a log-sum-exp for {q_BAND.dtype} heads of width {q_BAND.shape[-1]} on {q_BAND.device.type}"
     if reason and backend == "sdpa":

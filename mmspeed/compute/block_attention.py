@@ -25,6 +25,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import cuda_blocks, npu_blocks
@@ -51,17 +52,19 @@ def block_forward(
 ) -> tuple[Tensor, Tensor]:
     """Attention to these keys alone: `out_BAND` in the dtype of the queries, `lse_BAN` in float32 (float64 for float64).
 
-    `key_mask_BM` is bool, True at keys that count. A query that sees no key has output 0 and log-sum-exp -inf. Keys and values may
-    have fewer heads, by a whole factor. `causal` (query n sees keys up to n) needs N == M. N, M and B may be 0. `scale` is D ** -0.5
-    when None. `counter` counts calls by kernel; a block without queries or keys is no call.
+    `key_mask_BM` is bool, True at keys that count. A query that sees no key has output 0 and log-sum-exp -inf. Keys and values may have
+    fewer heads, by a whole factor, and values another width, which is the output's. `causal` (query n sees keys up to n) needs N == M. N,
+    M and B may be 0. `scale` is D ** -0.5 when None. `counter` counts calls by kernel; a block without queries or keys is no call.
 
     Raises ValueError for shapes that do not fit and for a named kernel that cannot serve.
     """
     call = _CheckedCall.of(q_BAND, k_BAMD, v_BAMD, key_mask_BM, causal, scale)
+    width = v_BAMD.shape[-1]
+    q_BAND, k_BAMD, v_BAMD = _of_one_width(q_BAND, k_BAMD, v_BAMD)
     kernel = choose_kernel(q_BAND, k_BAMD, key_mask_BM, causal, backend)
     if q_BAND.numel() == 0 or k_BAMD.numel() == 0:
         lse_BAN = q_BAND.new_full(q_BAND.shape[:3], -torch.inf, dtype=_wide(q_BAND.dtype))
-        return torch.zeros_like(q_BAND), lse_BAN
+        return q_BAND.new_zeros(*q_BAND.shape[:3], width), lse_BAN
     if counter is not None:
         counter[kernel.name] += 1
     parts = [
@@ -77,7 +80,7 @@ def block_forward(
         dead_B1N = dead_rows(key_mask_BM, causal)
         out_BAND = out_BAND.masked_fill(dead_B1N[..., None], 0.0)
         lse_BAN = lse_BAN.masked_fill(dead_B1N, -torch.inf)
-    return out_BAND, lse_BAN
+    return out_BAND[..., :width], lse_BAN
 
 
 def block_backward(
@@ -100,9 +103,11 @@ def block_backward(
     counter counts "<kernel>_backward". Otherwise as `block_forward`.
     """
     call = _CheckedCall.of(q_BAND, k_BAMD, v_BAMD, key_mask_BM, causal, scale)
-    kernel = choose_kernel(q_BAND, k_BAMD, key_mask_BM, causal, backend)
+    widths = q_BAND.shape[-1], k_BAMD.shape[-1], v_BAMD.shape[-1]
     if q_BAND.numel() == 0 or k_BAMD.numel() == 0:
         return torch.zeros_like(q_BAND), torch.zeros_like(k_BAMD), torch.zeros_like(v_BAMD)
+    q_BAND, k_BAMD, v_BAMD, dout_BAND, out_BAND = _of_one_width(q_BAND, k_BAMD, v_BAMD, dout_BAND, out_BAND)
+    kernel = choose_kernel(q_BAND, k_BAMD, key_mask_BM, causal, backend)
     if counter is not None:
         counter[kernel.name + "_backward"] += 1
     lse_BAN = lse_BAN.masked_fill(lse_BAN == -torch.inf, NOTHING_SEEN)
@@ -120,9 +125,8 @@ def block_backward(
         )
         for part in _batches(q_BAND)
     ]
-    if len(parts) == 1:
-        return parts[0]
-    dq_BAND, dk_BAMD, dv_BAMD = (torch.cat(each) for each in zip(*parts, strict=True))
+    grads = parts[0] if len(parts) == 1 else tuple(torch.cat(each) for each in zip(*parts, strict=True))
+    dq_BAND, dk_BAMD, dv_BAMD = (grad[..., :width] for grad, width in zip(grads, widths, strict=True))
     return dq_BAND, dk_BAMD, dv_BAMD
 
 
@@ -179,7 +183,7 @@ class _CheckedCall:
         scale: float | None,
     ) -> _CheckedCall:
         (batch, heads, queries, width), (_, key_heads, keys, _) = q_BAND.shape, k_BAMD.shape
-        fits = k_BAMD.shape == v_BAMD.shape == (batch, key_heads, keys, width)
+        fits = k_BAMD.shape == (batch, key_heads, keys, width) and k_BAMD.shape[:3] == v_BAMD.shape[:3]
         if not fits or (heads != key_heads and (key_heads == 0 or heads % key_heads)):
             shapes = ", ".join(str(tuple(x.shape)) for x in (q_BAND, k_BAMD, v_BAMD))
             raise ValueError(f"queries, keys and values of shapes {shapes} do not fit")
@@ -204,6 +208,15 @@ def _batches(q_BAND: Tensor) -> list[slice]:
     if q_BAND.device.type == "cpu" or batch <= step:
         return [slice(None)]
     return [slice(start, start + step) for start in range(0, batch, step)]
+
+
+def _of_one_width(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors with zeros behind each head, up to the widest: kernels take queries, keys and values of one width.
+
+    Zeros add nothing to a score, and the channels that they give are cut off again.
+    """
+    width = max(x.shape[-1] for x in tensors)
+    return tuple(x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in tensors)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Attention on one process under a structure that a model gives: masks of keys, causal order, windows, documents.
 
-Legend: B batch, A heads, N queries, M keys, D head width.
+Legend: B batch, A heads, K heads of the keys, N queries, M keys, D head width, W width of the values.
 """
 
 from __future__ import annotations
@@ -11,34 +11,56 @@ from torch import Tensor, nn
 
 from mmspeed.protocols.plan import Structure
 
-from .attention import attention
+from .attention import attention, with_heads_of
 
 
 class Attend(nn.Module):
     """Dense attention as a module, so that a plan can name it."""
 
     def forward(self, q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, structure: Structure) -> Tensor:
-        """`out_BAND`. Raises ValueError for a mask of another shape."""
+        """`out_BAND`. Raises ValueError for shapes that do not fit."""
         return structured_attention(q_BAND, k_BAMD, v_BAMD, structure)
 
 
-def structured_attention(q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, structure: Structure) -> Tensor:
-    """Dense attention on one process under a structure: `out_BAND`. Raises ValueError for a mask of another shape."""
-    if structure.causal or structure.window is not None or structure.documents_BN is not None:
-        return F.scaled_dot_product_attention(
-            q_BAND, k_BAMD, v_BAMD, attn_mask=_seen(structure, q_BAND.shape[2], k_BAMD.shape[2], q_BAND.device)
+def structured_attention(q_BAND: Tensor, k_BKMD: Tensor, v_BKMW: Tensor, structure: Structure) -> Tensor:
+    """Dense attention on one process under a structure: `out_BANW`; queries that see no key give 0.
+
+    Keys and values may have fewer heads, by a whole factor, and values another width. Raises ValueError for shapes that do not fit.
+    """
+    if not (structure.causal or structure.window is not None or structure.documents_BN is not None):
+        return attention(q_BAND, k_BKMD, v_BKMW, structure.key_mask_BN)
+    _check(q_BAND, k_BKMD, structure)
+    k_BAMD, v_BAMW = with_heads_of(q_BAND, k_BKMD, v_BKMW)
+    if structure.window is None and structure.documents_BN is None and structure.key_mask_BN is None:
+        return F.scaled_dot_product_attention(q_BAND, k_BAMD, v_BAMW, is_causal=True)
+    seen_B1NM = _seen(structure, q_BAND.shape[2], q_BAND.device)
+    dead_B1N1 = ~seen_B1NM.any(-1, keepdim=True)  # kernels differ in what they give for rows that see nothing
+    out_BANW = F.scaled_dot_product_attention(q_BAND, k_BAMD, v_BAMW, attn_mask=seen_B1NM | dead_B1N1)
+    return out_BANW.masked_fill(dead_B1N1, 0.0)
+
+
+def _check(q_BAND: Tensor, k_BKMD: Tensor, structure: Structure) -> None:
+    batch, _, queries, _ = q_BAND.shape
+    if k_BKMD.shape[2] != queries:
+        raise ValueError(
+            f"causal order, a window and documents are of a sequence with itself, not of {queries} queries and {k_BKMD.shape[2]} keys"
         )
-    return attention(q_BAND, k_BAMD, v_BAMD, structure.key_mask_BN)
+    for what, each in (("key mask", structure.key_mask_BN), ("documents", structure.documents_BN)):
+        if each is not None and tuple(each.shape) != (batch, queries):
+            raise ValueError(
+                f"the {what} must have the shape (batch, keys) = {(batch, queries)}, not {tuple(each.shape)}"
+            )
 
 
-def _seen(structure: Structure, queries: int, keys: int, device: torch.device) -> Tensor:
-    """True where a query sees a key, (B or 1, 1, N, M)."""
-    apart_NM = torch.arange(keys, device=device)[None] - torch.arange(queries, device=device)[:, None]
-    seen = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device)
+def _seen(structure: Structure, tokens: int, device: torch.device) -> Tensor:
+    """True where a query sees a key, (B or 1, 1, N, N)."""
+    place_N = torch.arange(tokens, device=device)
+    apart_NN = place_N[None] - place_N[:, None]
+    seen = torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=device)
     if structure.causal:
-        seen = seen & (apart_NM <= 0)
+        seen = seen & (apart_NN <= 0)
     if structure.window is not None:
-        seen = seen & (apart_NM.abs() <= structure.window)
+        seen = seen & (apart_NN.abs() <= structure.window)
     if structure.documents_BN is not None:
         documents = structure.documents_BN
         seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])

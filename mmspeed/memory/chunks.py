@@ -13,9 +13,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from mmspeed.mixin import mix_in
-from mmspeed.protocols.plan import Chunked, PreparesInput, modules_like, parts_of
+from mmspeed.protocols.plan import Chunked, PreparesInput, check_adapter, modules_like, parts_of
 
 from .chunked import Linear, chunked_mlp, in_chunks
 
@@ -142,8 +143,10 @@ def exact_chunks(block: nn.Module) -> list[ExactChunks]:
 
 def _set(block: nn.Module, chunk: Chunked, setting: ChunkSetting) -> None:
     up, down = _module(block, chunk.up), _module(block, chunk.down)
+    for name, layer in ((chunk.up, up), (chunk.down, down)):
+        check_adapter(layer, f"memory.mlp_chunk: {name} of {type(block).__name__}")
     expands = up if chunk.expands is None else _module(block, chunk.expands)
-    readable = _readable(up) and _readable(down)
+    readable = is_plain_linear(up) and is_plain_linear(down)
     mixin: Any = HandsOnPrepared if isinstance(expands, PreparesInput) else HandsOn
     mix_in(expands, mixin, rename=False)._chunk_setting = setting
     prepares: Any = down
@@ -158,9 +161,11 @@ def _set(block: nn.Module, chunk: Chunked, setting: ChunkSetting) -> None:
     mixed._chunk_setting, mixed._chunk_layers = setting, layers
 
 
-def _readable(layer: nn.Module) -> bool:
-    """True for a linear layer that is its weight and nothing else: no adapter, no quantisation."""
-    return isinstance(layer, nn.Linear) and layer.weight.is_floating_point()
+def is_plain_linear(layer: nn.Module) -> bool:
+    """True for a linear layer that is its weight and nothing else: no adapter, no quantisation, packed or by a tensor class of its own."""
+    if not isinstance(layer, nn.Linear) or not layer.weight.is_floating_point():
+        return False
+    return isinstance(layer.weight, DTensor) or type(layer.weight) is nn.Parameter
 
 
 def _module(block: nn.Module, pattern: str) -> nn.Module:

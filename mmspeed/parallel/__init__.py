@@ -146,4 +146,4 @@ def check_layout(model: nn.Module, parallel: ParallelConfig) -> None:
             "re-shard them between; use ulysses or ring"
         )
     if plan is not None and plan.heads is not None:
-        check_heads(plan.heads, parallel.ulysses, parallel.tp)
+        check_heads(plan.heads, parallel.ulysses, parallel.tp, plan.key_heads)

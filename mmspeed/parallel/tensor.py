@@ -23,8 +23,18 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def check_heads(heads: int, ulysses: int, tp: int) -> None:
-    """Raises UserError where a model's heads cannot be split over `tp`, and each part exchanged over `ulysses`, processes."""
+def check_heads(heads: int, ulysses: int, tp: int, key_heads: int | None = None) -> None:
+    """Raises UserError where a model's heads cannot be split over `tp`, and each part exchanged over `ulysses`, processes.
+
+    `key_heads`: where keys have fewer heads than queries. Over `ulysses` they are repeated where they are too few; over `tp` each process
+    must hold whole ones.
+    """
+    if key_heads is not None and key_heads % tp:
+        fits = ", ".join(str(n) for n in range(1, key_heads + 1) if heads % n == key_heads % n == 0)
+        raise UserError(
+            f"parallel.tp {tp} does not divide the model's {key_heads} heads of keys: use one of {fits}, and ulysses, which repeats them, "
+            "for the rest"
+        )
     if heads % tp:
         fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         raise UserError(f"parallel.tp {tp} does not divide the model's {heads} heads: use one of {fits}")

@@ -183,6 +183,7 @@ class ModelPlan:
         attention: attentions, by patterns.
         linears: roles of linear layers, by patterns; none: tensor parallelism is refused.
         heads: of attention, over all processes; None: not known.
+        key_heads: of keys and values, where queries have more (grouped keys); None: as many.
         channel_norms: norms over all heads, whose mean square is summed over tensor-parallel processes, by patterns.
         divided: module pattern -> attributes that count heads or channels, divided by tensor-parallel processes.
         regions: parts of a block, by any name; the block as a whole is the region `block`.
@@ -202,6 +203,7 @@ class ModelPlan:
     attention: Mapping[str, Site] = field(default_factory=dict)
     linears: Mapping[str, Linear] = field(default_factory=dict)
     heads: int | None = None
+    key_heads: int | None = None
     channel_norms: tuple[str, ...] = ()
     divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     regions: Mapping[str, Region] = field(default_factory=dict)
@@ -259,6 +261,22 @@ class PreparesInput(Protocol):
     def project(self, x: Tensor) -> Tensor:
         """The product."""
         ...
+
+
+def base_of_adapters(layer: nn.Module) -> nn.Module:
+    """The layer that an adapter holds as its `base_layer`, or adapters hold within one another; any other module itself."""
+    while (held := dict(layer.named_children()).get("base_layer")) is not None:
+        layer = held
+    return layer
+
+
+def check_adapter(layer: nn.Module, where: str) -> None:
+    """Raises UserError for an adapter around a layer that prepares its input: it would be given the input as it was before."""
+    if layer is not (base := base_of_adapters(layer)) and isinstance(base, PreparesInput):
+        raise UserError(
+            f"{where}: an adapter holds a {type(base).__name__}, which prepares its input; the adapter would be given the input as it was "
+            "before: adapt other layers"
+        )
 
 
 @dataclass(frozen=True)

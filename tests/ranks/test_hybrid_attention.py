@@ -35,6 +35,7 @@ class Case:
     k: tuple[int, ...]
     heads: int = 4
     key_heads: int = 4
+    values: int = WIDTH  # width of the values' heads
     mask: str = ""
     causal: bool = False
     window: int | None = None
@@ -61,11 +62,14 @@ for u, r in DEGREES:
         f"causal-mask-{u}x{r}": Case(u, r, (5,), (5,), causal=True, mask="random", key_heads=2),
         f"float64-{u}x{r}": Case(u, r, PARTS[n], KEYS[n], mask="blocks", dtype="float64", backend="eager"),
         f"bfloat16-{u}x{r}": Case(u, r, PARTS[n], PARTS[n], mask="random", dtype="bfloat16"),
+        f"wide-values-{u}x{r}": Case(u, r, PARTS[n], KEYS[n], key_heads=2, values=12, mask="blocks"),
     }
 CASES |= {
     "heads-3-on-2": Case(2, 1, PARTS[2], PARTS[2], heads=3, key_heads=3),
     "heads-3-on-2x2": Case(2, 2, PARTS[4], PARTS[4], heads=3, key_heads=1, mask="random"),
     "heads-5-on-4": Case(4, 1, PARTS[4], KEYS[4], heads=5, key_heads=5),
+    "narrow-values-2x2": Case(2, 2, PARTS[4], PARTS[4], values=5, causal=True),
+    "no-keys-of-wide-values-2x2": Case(2, 2, PARTS[4], (0, 0, 0, 0), values=12),
     "double": Case(1, 4, PARTS[4], KEYS[4], window=2, mask="blocks"),
     "double-even": Case(1, 4, (6, 6, 6, 6), (6, 6, 6, 6), window=2),
     "double-causal": Case(1, 4, (37,), (37,), window=2, causal=True),
@@ -95,8 +99,13 @@ def whole(case: Case) -> tuple[list[Tensor], Tensor | None]:
     """q, k, v, dout of the whole sequence, and the key mask."""
     n, m = sum(case.q), sum(case.k)
     dtype = getattr(torch, case.dtype)
-    shapes = {"q": (case.heads, n), "k": (case.key_heads, m), "v": (case.key_heads, m), "dout": (case.heads, n)}
-    tensors = [rng.normal((BATCH, *shape, WIDTH), 0, "hybrid", name).to(dtype) for name, shape in shapes.items()]
+    shapes = {
+        "q": (case.heads, n, WIDTH),
+        "k": (case.key_heads, m, WIDTH),
+        "v": (case.key_heads, m, case.values),
+        "dout": (case.heads, n, case.values),
+    }
+    tensors = [rng.normal((BATCH, *shape), 0, "hybrid", name).to(dtype) for name, shape in shapes.items()]
     if not case.mask:
         return tensors, None
     mask = rng.normal((BATCH, m), 0, "hybrid", "mask") > -0.5
@@ -132,23 +141,21 @@ def formula(case: Case, q: tuple[int, ...], k: tuple[int, ...], rank: int) -> di
     split = split_heads(case.heads, case.key_heads, u)
     sent: Counter[tuple[str, str]] = Counter()
     if u > 1:
-        unit = BATCH * WIDTH * e
-        there = unit * (
-            q[rank] * (case.heads - split.queries[place]) + 2 * k[rank] * (split.key_heads - split.keys[place])
-        )
-        back = unit * split.queries[place] * (sum(q[near]) - q[rank])
+        unit, of_values, both = BATCH * WIDTH * e, BATCH * case.values * e, BATCH * (WIDTH + case.values) * e
+        there = unit * q[rank] * (case.heads - split.queries[place])
+        there += both * k[rank] * (split.key_heads - split.keys[place])
+        back = of_values * split.queries[place] * (sum(q[near]) - q[rank])
         # the gradients of q, k, v come back as the output does, and that of the output goes as the queries do
-        dqkv = unit * (
-            split.queries[place] * (sum(q[near]) - q[rank]) + 2 * split.keys[place] * (sum(k[near]) - k[rank])
-        )
-        dout = unit * q[rank] * (case.heads - split.queries[place])
+        dqkv = unit * split.queries[place] * (sum(q[near]) - q[rank])
+        dqkv += both * split.keys[place] * (sum(k[near]) - k[rank])
+        dout = of_values * q[rank] * (case.heads - split.queries[place])
         sent["all_to_all", "ulysses"] = there + back + dqkv + dout
         if case.mask:
             sent["all_gather", "ulysses"] = (u - 1) * BATCH * k[rank]
     joined = [sum(k[ring * u : ring * u + u]) for ring in range(r)]
     heads = split.keys[place] if u > 1 else case.key_heads
-    keys = [length * BATCH * (2 * heads * WIDTH * e + bool(case.mask)) for length in joined]
-    grads = [length * BATCH * 2 * heads * WIDTH * max(e, 4) for length in joined]
+    keys = [length * BATCH * (heads * (WIDTH + case.values) * e + bool(case.mask)) for length in joined]
+    grads = [length * BATCH * heads * (WIDTH + case.values) * max(e, 4) for length in joined]
     if r > 1 and case.window is None:
         forward = sum(keys[(me - step) % r] for step in range(r - 1))
         sent["ring", "ring"] = 2 * forward + sum(grads[(me - step) % r] for step in range(1, r))
@@ -179,7 +186,7 @@ def run_case(case: Case) -> dict[str, Any]:
     counter: Counter[str] = Counter()
     options = {"causal": case.causal, "scale": case.scale, "backend": case.backend, "counter": counter}
     out = hybrid_attention(q, k, v, mine, axes, q_sizes, k_sizes, **options)  # type: ignore[arg-type]
-    dtypes = out.dtype == q.dtype and out.shape == q.shape
+    dtypes = out.dtype == q.dtype and out.shape == (*q.shape[:3], case.values)
     out.backward(dout)
     got = [out.detach(), q.grad, k.grad, v.grad]
     errors = []

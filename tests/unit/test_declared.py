@@ -39,7 +39,7 @@ class Place:
         )  # fmt: skip
         whole = Axis("sequence", None, ring * ulysses, place)
         sequences = Sequences(ModelPlan((), causal=causal), TokenLayout(axes, whole, whole=whole))
-        self.boundary = ModuleBoundary(sequences, "here", (), "columns", "columns")
+        self.boundary = ModuleBoundary(sequences, "here", "columns", (), "columns")
         self.record = ForwardRecord(sequences)
 
     def part(self, value: Any, what: Split | Leading, where: str) -> Any:

@@ -145,7 +145,7 @@ def test_positions_stand_in_the_order_of_the_tokens_seen(tp: int, hybrid: int) -
         whole = Axis("sequence", None, hybrid, place)
         axes = SequenceAxes(whole, Axis.alone("ulysses"))
         sequences = Sequences(plan, TokenLayout(axes, whole, whole=whole, tensor=Axis("tp", None, tp, 0)))
-        boundary = ModuleBoundary(sequences, "here", (), "columns", "columns")
+        boundary = ModuleBoundary(sequences, "here", "columns", (), "columns")
         record = ForwardRecord(sequences)
         order.append(boundary.piece(record, tokens[None], Split("video", 1, level="seen"), "rotary")[0])
     assert torch.equal(torch.cat(order), record.in_order_of_all(tokens, "video", "columns", "here"))
@@ -191,7 +191,7 @@ def refusals() -> dict[str, str]:
 
 
 class Adapted(nn.Module):
-    """A linear layer under an adapter, as peft makes one."""
+    """A linear layer under an adapter of a kind of its own."""
 
     def __init__(self, base_layer: nn.Module) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ def refused() -> dict[str, str]:
             "norms",
             "plan, channel_norms: blocks.0.norm1 (FP32LayerNorm) is a norm over all heads in the plan, and no torch.nn.RMSNorm",
         ),
-        ("adapters", "an adapter or a quantisation holds its weight: merge it first"),
+        ("adapters", "has the role column, and an adapter that is no LoRA of a linear layer holds it: merge it"),
     ],
 )
 def test_tensor_parallelism_is_refused_by_name(refused: dict[str, str], name: str, words: str) -> None:

@@ -1,4 +1,8 @@
-"""Attention under a structure on one process against a plain loop: causal order, windows, documents, masks of keys."""
+"""Attention under a structure on one process against a plain loop: causal order, windows, documents, masks of keys, grouped keys, values of
+another width than keys.
+
+Legend: B batch, A heads, K heads of the keys, N tokens, D head width, W width of the values.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,17 @@ from torch import Tensor
 from mmspeed.compute.structured import Attend
 from mmspeed.protocols.plan import Structure
 
-B, A, N, D = 2, 3, 7, 4
+B, A, N, D = 2, 4, 7, 4
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1]])
 MASK = torch.tensor([[True, True, False, True, True, True, True], [True, True, True, True, False, False, True]])
 FIELDS: dict[str, Any] = {"causal": True, "window": 2, "documents_BN": DOCUMENTS, "key_mask_BN": MASK}
 CASES = [names for size in range(5) for names in itertools.combinations(FIELDS, size)]
+HEADS = {
+    "keys as queries": (A, D),
+    "grouped keys": (2, D),
+    "one key head, wide values": (1, 6),
+    "narrow values": (A, 3),
+}
 
 
 def sees(structure: Structure, sample: int, query: int, key: int) -> bool:
@@ -26,26 +36,46 @@ def sees(structure: Structure, sample: int, query: int, key: int) -> bool:
     return near and same and (key <= query or not structure.causal) and (mask is None or bool(mask[sample, key]))
 
 
-def in_a_loop(q_BAND: Tensor, k_BAND: Tensor, v_BAND: Tensor, structure: Structure) -> Tensor:
+def in_a_loop(q_BAND: Tensor, k_BKND: Tensor, v_BKNW: Tensor, structure: Structure) -> Tensor:
     """Each query by itself; one that sees no key gives zeros."""
     out = []
     for sample, head, query in itertools.product(range(B), range(A), range(N)):
         keys = [key for key in range(N) if sees(structure, sample, query, key)]
-        scores = k_BAND[sample, head, keys] @ q_BAND[sample, head, query] / D**0.5
-        out.append(scores.softmax(0) @ v_BAND[sample, head, keys] if keys else 0 * v_BAND[sample, head, query])
-    return torch.stack(out).view(B, A, N, D)
+        shared = head * k_BKND.shape[1] // A
+        scores = k_BKND[sample, shared, keys] @ q_BAND[sample, head, query] / D**0.5
+        out.append(scores.softmax(0) @ v_BKNW[sample, shared, keys] if keys else 0 * v_BKNW[sample, shared, query])
+    return torch.stack(out).view(B, A, N, -1)
 
 
+@pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("names", CASES, ids=str)
-def test_attention_and_its_gradients_are_those_of_a_loop(names: tuple[str, ...]) -> None:
-    structure = Structure(**{name: FIELDS[name] for name in names})
+def test_attention_and_its_gradients_are_those_of_a_loop(names: tuple[str, ...], heads: str) -> None:
+    structure, (key_heads, width) = Structure(**{name: FIELDS[name] for name in names}), HEADS[heads]
     dice = torch.Generator().manual_seed(0)
-    qkv = torch.randn(3, B, A, N, D, generator=dice, dtype=torch.float64)
-    weights = torch.randn(B, A, N, D, generator=dice, dtype=torch.float64)
-    found, true = qkv.clone().requires_grad_(), qkv.clone().requires_grad_()
-    out, loop = Attend()(*found.unbind(0), structure), in_a_loop(true[0], true[1], true[2], structure)
+    shapes = (B, A, N, D), (B, key_heads, N, D), (B, key_heads, N, width), (B, A, N, width)
+    q, k, v, weights = (torch.randn(shape, generator=dice, dtype=torch.float64) for shape in shapes)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out, loop = Attend()(q, k, v, structure), in_a_loop(q, k, v, structure)
     assert torch.allclose(out, loop, rtol=0, atol=1e-12)
-    (out * weights).sum().backward()
-    (loop * weights).sum().backward()
-    assert found.grad is not None and true.grad is not None
-    assert torch.allclose(found.grad, true.grad, rtol=0, atol=1e-12)
+    found, true = (torch.autograd.grad((each * weights).sum(), inputs) for each in (out, loop))
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(found, true, strict=True))
+
+
+WRONG = {
+    "heads": ({}, (3, N), "4 heads of queries cannot share 3 of keys"),
+    "keys": ({"window": 1}, (A, N + 1), "of a sequence with itself, not of 7 queries and 8 keys"),
+    "documents": (
+        {"documents_BN": DOCUMENTS[:, 1:]},
+        (A, N),
+        r"the documents must have the shape \(batch, keys\) = \(2, 7\)",
+    ),
+    "mask": ({"causal": True, "key_mask_BN": MASK[:1]}, (A, N), r"the key mask must have the shape"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_shapes_that_do_not_fit_are_named(case: str) -> None:
+    fields, (heads, keys), words = WRONG[case]
+    k_BKND = torch.zeros(B, heads, keys, D)
+    with pytest.raises(ValueError, match=words):
+        Attend()(torch.zeros(B, A, N, D), k_BKND, k_BKND, Structure(**fields))

@@ -17,7 +17,7 @@ from mmspeed.config.memory import SMALL_WAYS, ActivationPolicy
 from mmspeed.errors import UserError, nearest
 from mmspeed.memory.offload.offloader import OffloadGroup
 from mmspeed.mixin import mix_in
-from mmspeed.protocols.plan import BlockParts, PreparesInput, Region, modules_like, parts_of
+from mmspeed.protocols.plan import BlockParts, PreparesInput, Region, check_adapter, modules_like, parts_of
 from mmspeed.replay import in_region
 
 from .block_checkpoint import by_position
@@ -195,6 +195,8 @@ def region_modules(block: nn.Module, name: str, parts: BlockParts | None = None)
     modules = [
         module for pattern in region.modules for _, module in modules_like(block, pattern, f"plan, region {name!r}")
     ]
+    for module in modules:
+        check_adapter(module, f"memory.activation_policy: region {name!r} of {type(block).__name__}")
     if region.small and not all(isinstance(module, PreparesInput) for module in modules):
         raise UserError(
             f"plan: region {name!r} of {type(block).__name__} is small, so its modules must be linear layers that prepare their input"

@@ -26,6 +26,7 @@ from mmspeed.protocols.plan import (
     ModelPlan,
     Seen,
     Site,
+    base_of_adapters,
     declare_plan,
     modules_like,
     named_like,
@@ -37,14 +38,14 @@ from .boundary import Bounded, Grid, ModuleBoundary, Root, RootBoundary
 from .layout import TokenLayout
 from .linears import (
     Entering,
+    HasRole,
     Leaving,
     LinearBoundary,
-    SplitExperts,
-    SplitLinear,
     SplitNorm,
     SplitPreparingLinear,
     split_layer,
     split_norm,
+    was_used,
 )
 from .names import argument_names, check_plan, check_positions, check_sequences, described
 from .record import Sequences
@@ -92,7 +93,7 @@ class Boundaries:
         """Split the layers with roles over a mesh of the tensor-parallel axis. Raises UserError where they do not divide."""
         plan, tp = self.plan, mesh.size()
         if plan.heads is not None:
-            check_heads(plan.heads, 1, tp)
+            check_heads(plan.heads, 1, tp, plan.key_heads)
         for pattern, linear in plan.linears.items():
             for name, layer in modules_like(self.model, pattern, "plan, linears"):
                 self._check_tied(name, layer)
@@ -108,7 +109,7 @@ class Boundaries:
     def put_inside(self) -> None:
         """Put attentions, and the boundaries of modules that are no blocks, in place."""
         for name, module, site in self.sites:
-            at = SiteBoundary(self.sequences, described(name, module), site, self.attends(name))
+            at = SiteBoundary(self.sequences, described(name, module), self.attends(name), site)
             if site.calls:
                 mix_in(module, CalledSite, rename=False)._site = at
             else:
@@ -159,7 +160,7 @@ class Boundaries:
         }
         found = {}
         for name, module in self.model.named_modules():
-            if isinstance(module, SplitLinear | SplitPreparingLinear | SplitExperts) and _moves(module._linear):
+            if isinstance(module, HasRole) and _moves(module._linear):
                 own = isinstance(module, SplitPreparingLinear) or module._linear.leaves
                 found[name if own else expansions.get(name, name)] = module._linear
         return found
@@ -169,10 +170,9 @@ class Boundaries:
         place = names.index(name) if name in names else 0
         before = self.plan.blocks[place - 1].attends if place else self.attends(name)
         where = described(name, module)
+        own = argument_names(type(base_of_adapters(module)))  # an adapter hands its arguments on
         last = self.plan.blocks[-1].attends if self.plan.blocks and not name else None
-        return ModuleBoundary(
-            self.sequences, where, argument_names(type(module)), self.attends(name), before, gives=last
-        )
+        return ModuleBoundary(self.sequences, where, self.attends(name), own, before, gives=last)
 
     def _module_boundaries(self) -> dict[str, ModuleBoundary]:
         """By module name, those that the plan's inputs, outputs and running tokens ask for; none on one process."""
@@ -232,9 +232,9 @@ class Boundaries:
 
     def _check_tied(self, name: str, layer: nn.Module) -> None:
         """Raises UserError for a layer whose weight another module has too: a part of it would be no longer the same."""
-        own = {id(parameter) for parameter in layer.parameters(recurse=False)}
+        own = {id(parameter) for parameter in layer.parameters(recurse=base_of_adapters(layer) is not layer)}
         for other, parameter in self.model.named_parameters(remove_duplicate=False):
-            if id(parameter) in own and other.rpartition(".")[0] != name:
+            if id(parameter) in own and not other.startswith(f"{name}."):
                 raise UserError(
                     f"parallel.tp: {described(name, layer)} has a role in the plan and shares its weight with {other}; name no role, or "
                     "give each its own weight"
@@ -273,10 +273,10 @@ def uncrossed(model: nn.Module) -> list[str]:
             found.append((module._boundary.where, module._boundary.sequences.uses))
         if isinstance(module, CalledSite | InterceptedSite):
             found.append((module._site.where, module._site.sequences.uses))
-        if isinstance(module, SplitLinear | SplitPreparingLinear | SplitExperts | SplitNorm):
+        if isinstance(module, HasRole | SplitNorm):
             linear = module._linear
             travels = isinstance(module, SplitNorm) or _moves(linear)
-            found.append((linear.where, linear.sequences.uses if travels else {linear.where: linear.applied}))
+            found.append((linear.where, linear.sequences.uses if travels else {linear.where: was_used(module)}))
     return [where for where, uses in found if not uses[where]]
 
 

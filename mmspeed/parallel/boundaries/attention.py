@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,33 +24,30 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from mmspeed.comm import Axis
+from mmspeed.comm import Axis, all_gather
+from mmspeed.compute.autocast import autocast_alike
 from mmspeed.compute.rope import grid_positions
 from mmspeed.compute.sparse.module import ClusteredAttention
+from mmspeed.compute.structured import structured_attention
 from mmspeed.errors import UserError
 from mmspeed.graphs import outside_graphs
-from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes, hybrid_attention, of_nothing
+from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes, hybrid_attention, of_nothing, with_heads_exchanged
 from mmspeed.parallel.sparse.attention import sparse_attention
-from mmspeed.protocols.plan import Attended, AttentionLayout, Site, Structure
+from mmspeed.protocols.plan import AttentionLayout, Site, Structure
 from mmspeed.replay import recording
 from mmspeed.torch_internals import in_backward
 
-from .record import ForwardRecord, Sequences
+from .boundary import Boundary
+from .record import ForwardRecord
 
 _HIDDEN_BELOW = -1e4  # additive masks at or below this hide a key, as -inf does: exp(-1e4) is 0 in every float type
 
 
 @dataclass
-class SiteBoundary:
+class SiteBoundary(Boundary):
     """What the plan says of one attention."""
 
-    sequences: Sequences
-    where: str
     site: Site
-    attends: Attended
-
-    def __deepcopy__(self, memo: Any) -> SiteBoundary:
-        return self
 
     @property
     def layout(self) -> AttentionLayout:
@@ -106,21 +103,22 @@ def _attend(
     """The attention of a site that is called, over the tokens of all processes."""
     site.sequences.use(site.where)
     record = site.sequences.record(site.where)
+    sparse = layer if not structure.image else None
+    if sparse is not None:
+        _check_plain(structure, q_BAND, k_BAMD, v_BAMD, site.where)
     if not site.crosses(record):
         if q_BAND.numel() and k_BAMD.numel():
             return local(q_BAND, k_BAMD, v_BAMD, structure)
         return of_nothing(q_BAND, k_BAMD, v_BAMD)
-    if structure.window is not None or structure.documents_BN is not None:
-        kind = "a window" if structure.window is not None else "documents"
-        raise UserError(f"{site.where}: attention within {kind} is not computed across processes; use tp or dp instead")
     axes, q_sizes, k_sizes = site.sizes(record)
     mask = structure.key_mask_BN
-    if layer is not None and not structure.image:
-        _check_plain(structure.causal, site.where)
+    if sparse is not None:
         positions_NX = record.positions_of_all(site.keys[0], site.attends, site.where).long()
         return sparse_attention(
-            q_BAND, k_BAMD, v_BAMD, mask, axes, q_sizes, k_sizes, positions_NX, layer, layout=site.layout
+            q_BAND, k_BAMD, v_BAMD, mask, axes, q_sizes, k_sizes, positions_NX, sparse, layout=site.layout
         )  # fmt: skip
+    if structure.window is not None or structure.documents_BN is not None:
+        return _joined(site, q_BAND, k_BAMD, v_BAMD, structure, axes, q_sizes)
     if structure.causal:
         _check_order(site, axes)
     return hybrid_attention(
@@ -134,9 +132,52 @@ def _check_order(site: SiteBoundary, axes: SequenceAxes) -> None:
         raise UserError(f"{site.where}: causal attention across ranks takes one sequence, and a plan with causal=True")
 
 
-def _check_plain(causal: bool, where: str) -> None:
-    if causal:
-        raise UserError(f"{where}: sparse attention has no causal mask")
+def _joined(
+    site: SiteBoundary,
+    q_BAND: Tensor,
+    k_BAMD: Tensor,
+    v_BAMD: Tensor,
+    structure: Structure,
+    axes: SequenceAxes,
+    sizes: tuple[int, ...],
+) -> Tensor:
+    """Attention within a window or documents, for which each process joins the tokens of all: heads are exchanged for sequence."""
+    kind = "a window" if structure.window is not None else "documents"
+    if site.keys != site.site.queries or (len(site.keys) > 1 and (structure.causal or structure.window is not None)):
+        raise UserError(f"{site.where}: attention within {kind} is of one sequence with itself")
+    if axes.ring.size > 1:
+        raise UserError(
+            f"{site.where}: attention within {kind} is not computed over parallel.ring, whose kernels take masks of keys alone; use "
+            "parallel.ulysses, tp or dp instead"
+        )
+    q_BAND, k_BAMD, v_BAMD = autocast_alike(q_BAND, k_BAMD, v_BAMD)
+    documents = structure.documents_BN
+    if documents is not None:
+        documents = all_gather(documents, axes.ulysses, 1, axes.near(sizes))
+
+    def attend(q_BAND: Tensor, k_BAND: Tensor, v_BAND: Tensor, mask_BN: Tensor | None) -> Tensor:
+        if not q_BAND.numel():
+            return of_nothing(q_BAND, k_BAND, v_BAND)
+        joined = replace(structure, key_mask_BN=mask_BN, documents_BN=documents)
+        return structured_attention(q_BAND, k_BAND, v_BAND, joined)
+
+    mask = structure.key_mask_BN
+    return with_heads_exchanged(
+        q_BAND, k_BAMD, v_BAMD, mask, axes, sizes, sizes, attend, layout=site.layout, reads="strided"
+    )  # fmt: skip
+
+
+def _check_plain(structure: Structure, q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, where: str) -> None:
+    """Raises UserError for what sparse attention does not compute."""
+    kinds = {
+        "causal mask": structure.causal,
+        "window": structure.window is not None,
+        "documents": structure.documents_BN is not None,
+        "grouped keys": q_BAND.shape[-3] != k_BAMD.shape[-3],
+        "values of another width than keys": k_BAMD.shape[-1] != v_BAMD.shape[-1],
+    }
+    if asked := [kind for kind, is_asked in kinds.items() if is_asked]:
+        raise UserError(f"{where}: sparse attention has no {' and no '.join(asked)}")
 
 
 SPARSE_LAYER = "mmspeed_sparse"  # the name of the layer in an attention module that was made sparse
@@ -260,7 +301,6 @@ class _Taken(TorchFunctionMode):
             )
         if dropout_p > 0:
             raise UserError(f"{where}: sparse attention has no dropout")
-        _check_plain(is_causal, where)
         mask_BM = None
         if attn_mask is not None:
             try:
@@ -272,6 +312,7 @@ class _Taken(TorchFunctionMode):
                 ) from None
         if enable_gqa and key.shape[1] != query.shape[1]:
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+        _check_plain(Structure(causal=is_causal), query, key, value, where)
         if scale is not None:
             query = query * (scale * query.shape[-1] ** 0.5)
         if self.site.crosses(self.record):

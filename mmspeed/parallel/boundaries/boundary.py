@@ -18,32 +18,37 @@ from mmspeed.protocols.plan import Attended, Gather, Leading, Seen, Split, Token
 from mmspeed.replay import record_or_replay, set_fact
 
 from .names import arguments
-from .record import _RECORD, ForwardRecord, Sequences
+from .record import ForwardRecord, Sequences, begin_forward, end_forward
 
 Arguments = Mapping[str, Any]  # of a model's forward, by name; those that were given
 Grid = Callable[[Arguments], tuple[int, int, int]]  # tokens of the video along time, height and width
 
 
 @dataclass
-class ModuleBoundary:
-    """What the plan says of one module.
+class Boundary:
+    """What every boundary of a module knows: `where` it is, for people, and along which dim the blocks around it attend.
 
-    attends: the dim along which the block around it attends. before: that of the block before. gives: that of the block whose tokens it
-    gives, where that is another one, the last of a whole model.
+    Copies of a model share it: process groups cannot be copied, and nothing in it is of one copy.
     """
 
     sequences: Sequences
     where: str
-    names: tuple[str, ...]  # of the positional arguments of its forward
     attends: Attended
+
+    def __deepcopy__(self, memo: Any) -> Boundary:
+        return self
+
+
+@dataclass
+class ModuleBoundary(Boundary):
+    """What the plan says of one module. `before`: the dim along which the block before attends."""
+
+    names: tuple[str, ...]  # of the positional arguments of its forward
     before: Attended
     inputs: dict[str, Split | Leading | Seen] = field(default_factory=dict)
     outputs: dict[int | str, Split | Gather] = field(default_factory=dict)
     tokens: dict[str, Tokens] = field(default_factory=dict)
     gives: Attended | None = None
-
-    def __deepcopy__(self, memo: Any) -> ModuleBoundary:
-        return self
 
     @outside_graphs
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -156,12 +161,12 @@ class RootBoundary:
         """Open the record of a new forward, or of the one that is computed again; a token for `end`."""
         record, _ = record_or_replay(lambda: self._new_record(arguments(self.boundary.names, args, kwargs)))
         set_fact(self.boundary.sequences, record)
-        return _RECORD.set(record)
+        return begin_forward(record)
 
     @outside_graphs
     def end(self, token: Any) -> None:
         """Close the record."""
-        _RECORD.reset(token)
+        end_forward(token)
 
     def _new_record(self, given: dict[str, Any]) -> ForwardRecord:
         sequences = self.boundary.sequences

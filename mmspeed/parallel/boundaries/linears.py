@@ -24,30 +24,23 @@ from torch.distributed.tensor import DTensor, Shard
 from mmspeed.comm import all_gather, all_to_all, even_sizes
 from mmspeed.errors import UserError
 from mmspeed.graphs import outside_graphs
+from mmspeed.memory.chunks import is_plain_linear
 from mmspeed.mixin import mix_in
 from mmspeed.parallel.tensor import local
-from mmspeed.protocols.plan import Attended, Linear, PreparesInput
+from mmspeed.protocols.plan import Attended, Linear, PreparesInput, base_of_adapters
 
+from .adapted import low_rank_parts, refused_weight
+from .boundary import Boundary
+from .names import described
 from .record import Sequences
 
 
 @dataclass
-class LinearBoundary:
-    """What the plan says of one linear layer. `channels`: those that are split, over all processes; of experts, their number.
+class LinearBoundary(Boundary):
+    """What the plan says of one linear layer. `channels`: those that are split, over all processes; of experts, their number."""
 
-    `applied`: its weight was used. torch.compile would make graphs again for a count, for a flag it does not.
-    """
-
-    sequences: Sequences
-    where: str
     linear: Linear
-    attends: Attended
-    bias_share: float
     channels: int
-    applied: bool = False
-
-    def __deepcopy__(self, memo: Any) -> LinearBoundary:
-        return self
 
     @property
     def enters(self) -> bool:
@@ -95,23 +88,45 @@ class LinearBoundary:
         return all_to_all(x, tensor, scatter_dim, gather_dim, sizes[scatter_dim], sizes[gather_dim])
 
 
-class SplitLinear(nn.Linear):
-    """Mixed in before a linear layer's own class: computes with this process's part of the weight."""
+class HasRole(nn.Module):
+    """Mixed in before the class of a layer with a role in the plan, around which tokens are exchanged; adapters may hold it."""
 
     _linear: LinearBoundary
+
+
+class HoldsPart(nn.Linear):
+    """A linear layer of which this process holds a part.
+
+    `_bias_share`: of its bias that it adds, where all add to one sum. `_used`: a forward computed with it; torch.compile would make graphs
+    again for a count, for a flag it does not.
+    """
+
+    _bias_share: float
+    _used: bool = False
+
+    def applied_weights(self) -> tuple[Tensor, Tensor | None]:
+        """The weight and the bias that this process computes with."""
+        self._used = True
+        bias = local(self.bias) if self.bias is not None else None
+        if bias is not None and self._bias_share != 1.0:
+            bias = bias * self._bias_share
+        return local(self.weight), bias
+
+
+def was_used(layer: nn.Module) -> bool:
+    """True where a forward has computed with a layer's part of its weight, or with one that its adapters hold."""
+    return any(part._used for part in layer.modules() if isinstance(part, HoldsPart))
+
+
+class SplitWeight(HoldsPart):
+    """Mixed in before a linear layer's own class: computes with this process's part of the weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, *self.applied_weights())
 
-    def applied_weights(self) -> tuple[Tensor, Tensor | None]:
-        """The weight and the bias that this process computes with."""
-        return _applied(self)
 
-
-class SplitPreparingLinear(nn.Linear):
+class SplitPreparingLinear(HasRole, HoldsPart):
     """The same for a layer that prepares its input: tokens are gathered after that, so that norms meet own tokens."""
-
-    _linear: LinearBoundary
 
     def prepare(self, *args: Tensor) -> Tensor:
         """The input of the product, of the tokens seen."""
@@ -121,10 +136,6 @@ class SplitPreparingLinear(nn.Linear):
     def project(self, x: Tensor) -> Tensor:
         """This process's part of the product."""
         return F.linear(x, *self.applied_weights())
-
-    def applied_weights(self) -> tuple[Tensor, Tensor | None]:
-        """The weight and the bias that this process computes with."""
-        return _applied(self)
 
 
 class Entering(nn.Module):
@@ -146,12 +157,10 @@ class Leaving(nn.Module):
         return self._linear.leave(super().forward(*args))
 
 
-class SplitExperts(nn.Module):
+class SplitExperts(HasRole):
     """Mixed in before a module with the role "expert": weights (K, O, I) of all experts, and a forward of tokens and gates (..., K) to
     the sum. This process computes its own experts, for all tokens seen.
     """
-
-    _linear: LinearBoundary
 
     @property
     def weight(self) -> Tensor:
@@ -188,44 +197,40 @@ def _norm_of_all(norm: nn.RMSNorm, x: Tensor, boundary: LinearBoundary) -> Tenso
     return normed.to(x.dtype)
 
 
-def _applied(layer: SplitLinear | SplitPreparingLinear) -> tuple[Tensor, Tensor | None]:
-    boundary, bias = layer._linear, local(layer.bias) if layer.bias is not None else None
-    boundary.applied = True
-    if bias is not None and boundary.bias_share != 1.0:
-        bias = bias * boundary.bias_share  # every process adds a part: their outputs are summed
-    return local(layer.weight), bias
-
-
 def split_layer(
     layer: nn.Module, mesh: DeviceMesh, linear: Linear, sequences: Sequences, name: str, attends: Attended
 ) -> None:
     """Split one layer in place: weights along O for a column or vocabulary layer, along I for a row layer, whose bias stays whole, along K
-    for experts.
+    for experts; the products of a layer that adapters hold as `adapted` says.
 
-    Raises UserError for a layer that is none, that an adapter or a quantisation holds, or whose channels do not divide.
+    Raises UserError for a layer that is none, that has more in it than can be split, or whose channels do not divide.
     """
-    where = f"{name} ({type(layer).__name__})"
-    if isinstance(layer, SplitLinear | SplitPreparingLinear | SplitExperts):
+    where = described(name, layer)
+    if isinstance(layer, HasRole):
         raise UserError(f"plan, linears: {where} has two roles; let one pattern alone name it")
     if linear.role in ("row", "expert") and linear.sequence is None:
         raise UserError(
             f"plan, linears: {where} has the role {linear.role}, whose results are summed to own tokens: name their sequence"
         )
-    weight = _checked_weight(layer, linear, where)
-    parts, place = mesh.size(), mesh.get_local_rank()
-    dim = 1 if linear.role == "row" else 0
-    if weight.shape[dim] % parts:
-        kind = "experts" if linear.role == "expert" else "channels"
-        raise UserError(f"parallel.tp {parts} does not divide the {weight.shape[dim]} {kind} of {name}")
-    share = 1.0 / parts if linear.role == "row" else 1.0
-    boundary = LinearBoundary(sequences, where, linear, attends, share, weight.shape[dim])
-    layer.register_parameter("weight", _part(weight, dim, mesh, parts, place))
-    if isinstance(layer, nn.Linear) and layer.bias is not None and linear.role != "row":
-        layer.bias = _part(layer.bias, 0, mesh, parts, place)
-    mixin: type[SplitLinear | SplitPreparingLinear | SplitExperts] = SplitExperts
-    if linear.role != "expert":
-        mixin = SplitPreparingLinear if isinstance(layer, PreparesInput) else SplitLinear
-    mix_in(layer, mixin, rename=False)._linear = boundary
+    mixin: type[HasRole] = HasRole
+    if base_of_adapters(layer) is not layer:
+        base, first, second = low_rank_parts(layer, linear.role, where)
+        channels = _check_channels(base.weight, mesh, linear, name)
+        row = linear.role == "row"
+        for each in (base, *(first if row else second)):
+            _split_weight(each, mesh, linear)
+        for each in second if row else ():  # whole, and what it adds to the product goes into the same sum
+            mix_in(each, SplitWeight, rename=False)._bias_share = 1.0 / mesh.size()
+    elif linear.role == "expert":
+        weight = _weight_of_experts(layer, where)
+        channels = _check_channels(weight, mesh, linear, name)
+        layer.register_parameter("weight", _part(weight, 0, mesh))
+        mixin = SplitExperts
+    else:
+        layer = _checked(layer, linear, where)
+        channels = _check_channels(layer.weight, mesh, linear, name)
+        _split_weight(layer, mesh, linear)
+    mix_in(layer, mixin, rename=False)._linear = LinearBoundary(sequences, where, attends, linear, channels)
 
 
 def split_norm(norm: nn.Module, sequences: Sequences, name: str, attends: Attended) -> None:
@@ -233,37 +238,55 @@ def split_norm(norm: nn.Module, sequences: Sequences, name: str, attends: Attend
     assert isinstance(norm, nn.RMSNorm)
     where, channels = f"{name} ({type(norm).__name__})", norm.normalized_shape[-1]
     mix_in(norm, SplitNorm, rename=False)._linear = LinearBoundary(
-        sequences, where, Linear("column"), attends, 1.0, channels
+        sequences, where, attends, Linear("column"), channels
     )
 
 
-def _checked_weight(layer: nn.Module, linear: Linear, where: str) -> Tensor:
-    """The weight of a layer, where it can be read and split and nothing else is computed with it."""
+def _weight_of_experts(layer: nn.Module, where: str) -> Tensor:
     known = dict(layer.named_parameters(recurse=False))
     weight = known.get("weight")
-    if "base_layer" in dict(layer.named_children()) or (weight is not None and not weight.is_floating_point()):
+    if weight is None or weight.dim() != 3 or len(known) > 1:
         raise UserError(
-            f"parallel.tp: {where} has the role {linear.role}, and an adapter or a quantisation holds its weight: "
-            "merge it first, or use parallel.ulysses, ring or strategy: fsdp"
+            f"parallel.tp: {where} has the role expert in the plan; such a module has one parameter, `weight` (K, O, I), and a "
+            "forward of (x, gates)"
         )
-    if linear.role == "expert":
-        if weight is None or weight.dim() != 3 or len(known) > 1:
-            raise UserError(
-                f"parallel.tp: {where} has the role expert in the plan; such a module has one parameter, `weight` (K, O, I), and a "
-                "forward of (x, gates)"
-            )
-        return weight
-    if not isinstance(layer, nn.Linear) or weight is None:
+    return weight
+
+
+def _checked(layer: nn.Module, linear: Linear, where: str) -> nn.Linear:
+    """A linear layer whose weight can be split, and that computes with nothing else."""
+    if not isinstance(layer, nn.Linear):
         raise UserError(f"parallel.tp: {where} has the role {linear.role} in the plan and is no linear layer")
+    if not is_plain_linear(layer):
+        raise refused_weight(layer, linear.role, where)
     if not isinstance(layer, PreparesInput) and type(layer).forward is not nn.Linear.forward:
         raise UserError(
             f"parallel.tp: {where} has the role {linear.role} and a forward of its own, which a part of its weight would leave out; "
             "give it `prepare` and `project` (mmspeed.protocols.plan.PreparesInput), or no role"
         )
-    return weight
+    return layer
 
 
-def _part(whole: Tensor, along: int, mesh: DeviceMesh, parts: int, place: int) -> nn.Parameter:
-    own = whole.detach().chunk(parts, along)[place].clone()
+def _check_channels(weight: Tensor, mesh: DeviceMesh, linear: Linear, name: str) -> int:
+    """The channels, or experts, that are split. Raises UserError where they do not divide."""
+    count = weight.shape[1 if linear.role == "row" else 0]
+    if count % mesh.size():
+        kind = "experts" if linear.role == "expert" else "channels"
+        raise UserError(f"parallel.tp {mesh.size()} does not divide the {count} {kind} of {name}")
+    return count
+
+
+def _split_weight(layer: nn.Linear, mesh: DeviceMesh, linear: Linear) -> None:
+    """Leave a linear layer this process's part of its weight, and of its bias where that is of the outputs that are split."""
+    row = linear.role == "row"
+    layer.register_parameter("weight", _part(layer.weight, 1 if row else 0, mesh))
+    if layer.bias is not None and not row:
+        layer.bias = _part(layer.bias, 0, mesh)
+    mixin: type[HoldsPart] = SplitPreparingLinear if isinstance(layer, PreparesInput) else SplitWeight
+    mix_in(layer, mixin, rename=False)._bias_share = 1.0 / mesh.size() if row else 1.0
+
+
+def _part(whole: Tensor, along: int, mesh: DeviceMesh) -> nn.Parameter:
+    own = whole.detach().chunk(mesh.size(), along)[mesh.get_local_rank()].clone()
     split = DTensor.from_local(own, mesh, [Shard(along)], run_check=False)
     return nn.Parameter(split, requires_grad=whole.requires_grad)

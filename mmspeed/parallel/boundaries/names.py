@@ -9,7 +9,18 @@ from typing import Any
 from torch import nn
 
 from mmspeed.errors import UserError, nearest
-from mmspeed.protocols.plan import Attended, Gather, Leading, ModelPlan, PreparesInput, Seen, Split, modules_like
+from mmspeed.protocols.plan import (
+    Attended,
+    Gather,
+    Leading,
+    ModelPlan,
+    PreparesInput,
+    Seen,
+    Split,
+    base_of_adapters,
+    check_adapter,
+    modules_like,
+)
 
 
 def _own_parameters(own: type[nn.Module]) -> list[inspect.Parameter]:
@@ -49,7 +60,7 @@ def check_plan(model: nn.Module, plan: ModelPlan) -> None:
     for pattern, inputs in plan.inputs.items():
         for name, module in modules_like(model, pattern, "plan, inputs"):
             for argument in inputs:
-                check_argument(type(module), argument, described(name, module))
+                check_argument(type(base_of_adapters(module)), argument, described(name, module))
     patterns: Mapping[str, Iterable[str]] = {
         "outputs": plan.outputs,
         "attention": plan.attention,
@@ -136,10 +147,12 @@ def check_block(block: nn.Module, plan: ModelPlan) -> None:
         if not part.modules:
             raise UserError(f"plan: region {region!r} names no modules")
         for pattern in part.modules:
-            modules_like(block, pattern, f"plan, region {region!r}")
+            for name, module in modules_like(block, pattern, f"plan, region {region!r}"):
+                check_adapter(module, f"plan: region {region!r}, {described(name, module)}")
     for chunk in plan.chunks:
         for pattern in filter(None, (chunk.up, chunk.down, chunk.expands)):
-            modules_like(block, pattern, "plan, chunks")
+            for name, module in modules_like(block, pattern, "plan, chunks"):
+                check_adapter(module, f"plan, chunks: {described(name, module)}")
         downs = modules_like(block, chunk.down, "plan, chunks")
         prepares = all(isinstance(down, PreparesInput) for _, down in downs)
         if (chunk.activation is None) != (chunk.expands is None) or (chunk.activation is None and not prepares):

@@ -15,7 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -73,14 +73,24 @@ class Sequences:
         self.uses[where] += 1
 
 
+def begin_forward(record: ForwardRecord | None) -> Token[ForwardRecord | None]:
+    """Make a record the one of the forward that begins; what `end_forward` takes."""
+    return _RECORD.set(record)
+
+
+def end_forward(token: Token[ForwardRecord | None]) -> None:
+    """Go back to the record of before."""
+    _RECORD.reset(token)
+
+
 @contextmanager
 def resumed(record: ForwardRecord | None) -> Iterator[None]:
     """Inside, a part of a model that is run by itself finds the record of an earlier forward (`current_record`)."""
-    token = _RECORD.set(record)
+    token = begin_forward(record)
     try:
         yield
     finally:
-        _RECORD.reset(token)
+        end_forward(token)
 
 
 def current_record() -> ForwardRecord | None:

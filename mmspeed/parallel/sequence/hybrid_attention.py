@@ -33,7 +33,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
-import torch
 from torch import Tensor
 
 from mmspeed.comm.axis import Axis
@@ -51,7 +50,7 @@ from mmspeed.errors import UserError
 from mmspeed.graphs import outside_graphs
 
 from .layouts import Layout, memory_order, tokens_first
-from .ring import ring_attention
+from .ring import like_queries, ring_attention
 
 # queries, keys, values and the keys' mask, of whole heads, to the output
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -110,7 +109,7 @@ def hybrid_attention(
     counter: Counter[str] | None = None,
     layout: Layout = "BNAD",
 ) -> Tensor:
-    """Attention of this rank's part of the queries to all keys of the group: `out_BAND`.
+    """Attention of this rank's part of the queries to all keys of the group: `out_BAND`; values may have another width, which is its own.
 
     Under the layout BNGAD the queries, keys, values and output are BGAND, and the mask's B is B x G.
 
@@ -292,15 +291,13 @@ def _local(
     """Attention on one rank."""
     if q_BAND.numel() == 0 or k_BAMD.numel() == 0:
         return of_nothing(q_BAND, k_BAMD, v_BAMD)
-    if q_BAND.shape[1] != k_BAMD.shape[1]:
-        times = q_BAND.shape[1] // k_BAMD.shape[1]
-        k_BAMD, v_BAMD = (x.repeat_interleave(times, dim=1) for x in (k_BAMD, v_BAMD))
     return attention(q_BAND, k_BAMD, v_BAMD, key_mask_BM, backend=cast(Backend, backend), counter=counter)
 
 
 def of_nothing(q_BAND: Tensor, k_BKMD: Tensor, v_BKMD: Tensor) -> Tensor:
     """Attention without queries or without keys, which kernels do not take: zeros that hang on all inputs, so that each has a gradient."""
-    return torch.zeros_like(q_BAND) + sum(x[..., :0].sum() for x in (q_BAND, k_BKMD, v_BKMD))
+    out_BAND = like_queries(q_BAND.detach(), v_BKMD.shape[-1], q_BAND.dtype)
+    return out_BAND + sum(x[..., :0].sum() for x in (q_BAND, k_BKMD, v_BKMD))
 
 
 def _check(

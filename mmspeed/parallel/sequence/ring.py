@@ -6,8 +6,8 @@ recomputes (`mmspeed.replay.checkpointed`), as an exchange.
 
 Bytes that a rank sends per call, e the element size, f = max(e, 4), for even M (uneven: the sum over the blocks that it passes on):
 
-    block of keys       2 B K M D e, with a key mask B M more  ("keys")
-    block of gradients  2 B K M D f                            ("gradients")
+    block of keys       2 B K M D e, with a key mask B M more  ("keys"); with values of width W, B K M (D + W) e
+    block of gradients  2 B K M D f                            ("gradients"); likewise
     single ring         "ring": forward (R - 1) keys; backward (R - 1) (keys + gradients)
     double ring         "ring": forward (R / w) (w - 1) keys; backward (R / w + 1) (w - 1) (keys + gradients)
                         "ring_outer": forward (R / w - 1) keys; backward (R / w - 1) (keys + gradients)
@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 from mmspeed.comm.axis import Axis
 from mmspeed.comm.exchange import pass_on
 from mmspeed.comm.packing import inverse, laid_out
+from mmspeed.comm.packing import layout as memory_layout
 from mmspeed.compute.block_attention import block_backward, block_forward, merge
 from mmspeed.replay import checkpointed
 
@@ -97,6 +98,8 @@ def ring_attention(
 ) -> Tensor:
     """Attention of this rank's queries to the keys of all ranks of the axis: `out_BAND`, in the dtype of the queries.
 
+    Keys and values may have fewer heads, by a whole factor, and values another width, which is the output's.
+
     `k_lengths`: keys of each rank, 0 allowed. `causal`: queries and keys are this rank's two chunks in `zigzag` order. `window`: places of
     an inner ring (None: a single ring). `outer`: see `AxisLink`. `backend`, `counter`, `key_mask_BM`, `scale`: as in
     `compute.block_attention`. `order`: the dims of keys and values from the outermost in memory to the innermost, the same on all ranks:
@@ -140,13 +143,13 @@ class _Ring:
             whole = causal_pieces(self.rank, step.owner, self.total, len(self.lengths))
         return [part for piece in whole for part in cut_rows(piece, start, stop)]
 
-    def shapes(self, k_BKMD: Tensor, masked: bool) -> Callable[[int], Shapes]:
+    def shapes(self, k_BKMD: Tensor, v_BKMW: Tensor, masked: bool) -> Callable[[int], Shapes]:
         """Of the block of each rank: keys, values, and key mask if there is one."""
-        batch, heads, _, width = k_BKMD.shape
+        batch, heads = k_BKMD.shape[:2]
 
         def of(owner: int) -> Shapes:
             length = self.lengths[owner]
-            keys = [(batch, heads, length, width)] * 2
+            keys = [(batch, heads, length, x.shape[-1]) for x in (k_BKMD, v_BKMW)]
             return [*keys, (batch, length)] if masked else keys
 
         return of
@@ -163,7 +166,7 @@ class _RingAttention(torch.autograd.Function):
         own = [laid_out(x, ring.link.order) for x in (k_BKMD, v_BKMD)]
         own += [] if key_mask_BM is None else [key_mask_BM.contiguous()]
         ctx.ring = ring
-        what = "ring", ring.link, ring.lengths, q_BAND.shape
+        what = "ring", ring.link, ring.lengths, q_BAND.shape, v_BKMD.shape
         out_BAND, lse_BAN = checkpointed("exchange", lambda: _attend_forward(ring, q_BAND, own), what)
         ctx.save_for_backward(q_BAND, *own[:2], key_mask_BM, out_BAND, lse_BAN)
         return out_BAND
@@ -191,7 +194,7 @@ class _RingAttention(torch.autograd.Function):
             return grads
 
         steps = backward_steps(ring.rank, len(ring.lengths), ring.window)
-        shapes, grad_shapes = ring.shapes(k_BKMD, key_mask_BM is not None), ring.shapes(k_BKMD, False)
+        shapes, grad_shapes = (ring.shapes(k_BKMD, v_BKMD, masked) for masked in (key_mask_BM is not None, False))
         dk, dv = run_backward(steps, ring.rank, own, ring.link, shapes, attend, grad_shapes)
         return None, dq_BAND.to(q_BAND.dtype), dk.to(k_BKMD.dtype), dv.to(v_BKMD.dtype), None
 
@@ -199,7 +202,7 @@ class _RingAttention(torch.autograd.Function):
 def _attend_forward(ring: _Ring, q_BAND: Tensor, own: list[Tensor]) -> tuple[Tensor, Tensor]:
     """(out_BAND, lse_BAN) over the blocks of all ranks; `own`: keys, values and key mask of this one."""
     wide = torch.promote_types(q_BAND.dtype, torch.float32)
-    out_BAND = torch.zeros_like(q_BAND, dtype=wide)
+    out_BAND = like_queries(q_BAND, own[1].shape[-1], wide)
     lse_BAN = q_BAND.new_full(q_BAND.shape[:3], -torch.inf, dtype=wide)
 
     def attend(step: RingStep, block: Sequence[Tensor]) -> None:
@@ -211,8 +214,15 @@ def _attend_forward(ring: _Ring, q_BAND: Tensor, own: list[Tensor]) -> tuple[Ten
             out_BAND[:, :, rows], lse_BAN[:, :, rows] = out, lse
 
     steps = forward_steps(ring.rank, len(ring.lengths), ring.window)
-    run_forward(steps, ring.rank, own, ring.link, ring.shapes(own[0], len(own) == 3), attend)
+    run_forward(steps, ring.rank, own, ring.link, ring.shapes(own[0], own[1], len(own) == 3), attend)
     return out_BAND.to(q_BAND.dtype), lse_BAN
+
+
+def like_queries(q_BAND: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """Zeros for an output whose heads have this width, which lie in memory as the queries do."""
+    if width == q_BAND.shape[-1]:
+        return torch.zeros_like(q_BAND, dtype=dtype)
+    return laid_out(q_BAND.new_zeros(*q_BAND.shape[:-1], width, dtype=dtype), memory_layout(q_BAND))
 
 
 def first_rows(queries: int, element_size: int, causal: bool = False) -> int:

@@ -1,0 +1,88 @@
+"""Linear layers under low-rank adapters (LoRA: Hu et al. 2021) as peft makes them: which can be split, and what of them along which dim.
+
+Such a layer computes base_layer(x) + scaling * lora_B(lora_A(x)). It exchanges tokens once, around all of that:
+
+    role                  base_layer        lora_A       lora_B
+    column, vocabulary    along outputs     whole        along outputs
+    row                   along inputs      along inputs whole
+
+so both branches of a column layer take the same gathered input, and one sum serves both of a row layer: B(A_p x_p) are parts of a sum as
+the base's products are. Gradients of what stays whole are of a process's part alone, and summed after backward
+(`mmspeed.parallel.tensor.sum_shared_gradients`), as those of all parameters without a role.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+from torch import nn
+
+from mmspeed.errors import UserError
+from mmspeed.memory.chunks import is_plain_linear
+from mmspeed.protocols.plan import check_adapter
+
+INSTEAD = "merge it into the weights first, or use parallel.ulysses or ring"
+
+
+@runtime_checkable
+class LowRankLayer(Protocol):
+    """A linear layer under LoRA adapters, by their names: peft's `lora.Linear`."""
+
+    base_layer: nn.Module
+    lora_A: nn.ModuleDict
+    lora_B: nn.ModuleDict
+    lora_dropout: nn.ModuleDict
+    lora_variant: Mapping[str, object]
+    merged_adapters: Sequence[str]
+
+
+def low_rank_parts(layer: nn.Module, role: str, where: str) -> tuple[nn.Linear, list[nn.Linear], list[nn.Linear]]:
+    """The base, and the first and second product of each adapter, of a layer that adapters hold.
+
+    Raises UserError for adapters of which a part would compute something else than the whole.
+    """
+    if not isinstance(layer, LowRankLayer) or role == "expert":
+        raise _refused(where, role, "an adapter that is no LoRA of a linear layer holds it", INSTEAD)
+    others = {name.partition(".")[0] for name, _ in layer.named_parameters()} - {"base_layer", "lora_A", "lora_B"}
+    if layer.lora_variant or others:
+        kind = ", ".join(sorted({type(each).__name__ for each in layer.lora_variant.values()} | others))
+        raise _refused(where, role, f"its adapter computes with more than two products ({kind})", INSTEAD)
+    if layer.merged_adapters:
+        names = ", ".join(layer.merged_adapters)
+        raise _refused(where, role, f"its weight holds merged adapters ({names})", "unmerge or unload them first")
+    if any(isinstance(drop, nn.Dropout) and drop.p > 0 for drop in layer.lora_dropout.modules()):
+        raise _refused(
+            where,
+            role,
+            "each process would draw another dropout of its adapter",
+            "set lora_dropout to 0, or use parallel.ulysses or ring",
+        )
+    check_adapter(layer, where)
+    first, second = list(_products(layer.lora_A, role, where)), list(_products(layer.lora_B, role, where))
+    return _product(layer.base_layer, "base_layer", role, where), first, second
+
+
+def _products(layers: nn.ModuleDict, role: str, where: str) -> Iterator[nn.Linear]:
+    for name, layer in layers.items():
+        yield _product(layer, name, role, where)
+
+
+def _product(layer: nn.Module, name: str, role: str, where: str) -> nn.Linear:
+    if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
+        raise _refused(where, role, f"{name} is a {type(layer).__name__}, which is more than its product", INSTEAD)
+    if not is_plain_linear(layer):
+        raise refused_weight(layer, role, where)
+    return layer
+
+
+def refused_weight(layer: nn.Module, role: str, where: str) -> UserError:
+    """The error for a layer whose weight is quantised."""
+    weight = dict(layer.named_parameters(recurse=False)).get("weight")
+    kind = "no parameter" if weight is None else f"a {type(weight).__name__} of {weight.dtype}"
+    reason = f"its weight is quantised ({kind}), of which no part can be held by name in checkpoints and sharding"
+    return _refused(where, role, reason, "load it unquantised, or use parallel.ulysses or ring")
+
+
+def _refused(where: str, role: str, reason: str, cure: str) -> UserError:
+    return UserError(f"parallel.tp: {where} has the role {role}, and {reason}: {cure}")
