@@ -12,7 +12,7 @@ The fused operators return a log-sum-exp that has no gradient, and whose value a
 that is why they serve only calls that record no gradient and have no mask. Ring attention calls them inside an autograd
 function. A named backend that cannot give what is asked raises ValueError instead of falling back.
 
-Legend: B batch, A heads, N queries, M keys, D head width.
+Legend: B batch, G rows or columns that attend apart, A heads, N queries, M keys, D head width.
 """
 
 from __future__ import annotations
@@ -90,6 +90,27 @@ def attention(
         assert fused is not None  # choose_backend has asked
         return fused(q_BAND, k_BAMD, v_BAMD)
     return _sdpa(q_BAND, k_BAMD, v_BAMD, key_mask_BM)
+
+
+def attention_apart(
+    q_BGAND: Tensor,
+    k_BGAMD: Tensor,
+    v_BGAMD: Tensor,
+    key_mask_BM: Tensor | None = None,
+    *,
+    backend: Backend = "auto",
+    counter: Counter[str] | None = None,
+) -> Tensor:
+    """`attention` of each of G columns of a sample for itself: `out_BGAND`. The mask's B is B x G.
+
+    Columns and heads lie side by side in a projection of tokens (B, N, G, A D), so G x A are the kernel's heads where it takes so many;
+    B and G are one dim of no view, and values are copied to make them one.
+    """
+    many = q_BGAND.shape[1] * q_BGAND.shape[2]
+    fits = q_BGAND.device.type == "cpu" or (q_BGAND.device.type == "cuda" and many <= MAX_FUSED_BATCH)
+    dim = 1 if fits and key_mask_BM is None and many else 0
+    joined = (x.flatten(dim, dim + 1) for x in (q_BGAND, k_BGAMD, v_BGAMD))
+    return attention(*joined, key_mask_BM, backend=backend, counter=counter).unflatten(dim, q_BGAND.shape[dim : dim + 2])
 
 
 def choose_backend(

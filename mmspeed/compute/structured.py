@@ -1,6 +1,6 @@
 """Attention on one process under a structure that a model gives: masks of keys, causal order, windows, documents.
 
-Legend: B batch, A heads, N queries, M keys, D head width.
+Legend: B batch, G rows or columns that attend apart, A heads, N queries, M keys, D head width.
 """
 
 from __future__ import annotations
@@ -11,20 +11,26 @@ from torch import Tensor, nn
 
 from mmspeed.protocols.plan import Structure
 
-from .attention import attention
+from .attention import attention, attention_apart
 
 
 class Attend(nn.Module):
     """Dense attention as a module, so that a plan can name it."""
 
     def forward(self, q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, structure: Structure) -> Tensor:
-        """`out_BAND`. Raises ValueError for a mask of another shape."""
+        """`out_BAND`; `out_BGAND` of queries, keys and values BGAND, whose mask's B is B x G. Raises ValueError for another mask."""
         return structured_attention(q_BAND, k_BAMD, v_BAMD, structure)
 
 
 def structured_attention(q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, structure: Structure) -> Tensor:
-    """Dense attention on one process under a structure: `out_BAND`. Raises ValueError for a mask of another shape."""
-    if structure.causal or structure.window is not None or structure.documents_BN is not None:
+    """Dense attention on one process under a structure, of the shape of the queries. Raises ValueError for a mask of another shape."""
+    plain = not structure.causal and structure.window is None and structure.documents_BN is None
+    if q_BAND.dim() == 5 and plain:
+        return attention_apart(q_BAND, k_BAMD, v_BAMD, structure.key_mask_BN)
+    if q_BAND.dim() == 5:
+        joined = (x.flatten(0, 1) for x in (q_BAND, k_BAMD, v_BAMD))
+        return structured_attention(*joined, structure).unflatten(0, q_BAND.shape[:2])
+    if not plain:
         return F.scaled_dot_product_attention(
             q_BAND, k_BAMD, v_BAMD, attn_mask=_seen(structure, q_BAND.shape[2], k_BAMD.shape[2], q_BAND.device)
         )
