@@ -110,7 +110,9 @@ def attention_apart(
     fits = q_BGAND.device.type == "cpu" or (q_BGAND.device.type == "cuda" and many <= MAX_FUSED_BATCH)
     dim = 1 if fits and key_mask_BM is None and many else 0
     joined = (x.flatten(dim, dim + 1) for x in (q_BGAND, k_BGAMD, v_BGAMD))
-    return attention(*joined, key_mask_BM, backend=backend, counter=counter).unflatten(dim, q_BGAND.shape[dim : dim + 2])
+    return attention(*joined, key_mask_BM, backend=backend, counter=counter).unflatten(
+        dim, q_BGAND.shape[dim : dim + 2]
+    )
 
 
 def choose_backend(

@@ -2,7 +2,7 @@
 
 Heads of one token lie together in what a product writes and reads, so the linear layers of an attention over n ranks make four copies of
 eight units in a step: a rank's heads are gathered before they go, and put beside those of others when they come. Without copies each
-rank's heads are a product of their own ("apart"), which writes and reads them together. Both ways are timed, forward and backward, in turns:
+rank's heads are a product of their own ("apart"), which writes and reads them together. Both ways are timed, forward and backward:
 
     today    qkv = x W, copy; copy, out = y Wo; dy = g Wo, copy; copy, dx = dqkv W; both gradients of weights
     apart    the same sums as n products each, batched where they give, added up where they take; no copy
@@ -161,9 +161,10 @@ def main() -> None:
         share = statistics.median(copies_s) / statistics.median(today_s)
         ratio = statistics.median(apart_s) / statistics.median(today_s)
         paired = sorted(two / one for one, two in zip(today_s, apart_s, strict=True))
+        rounds = f"median of {len(paired)} rounds; {paired[0]:.3f} to {paired[-1]:.3f}"
         print(
             f"{ranks} ranks: today {1e3 * statistics.median(today_s):.1f} ms, copies {100 * share:.2f} % of it; apart / today "
-            f"{ratio:.4f} (of medians), {statistics.median(paired):.4f} (median of {len(paired)} rounds; {paired[0]:.3f} to {paired[-1]:.3f})"
+            f"{ratio:.4f} (of medians), {statistics.median(paired):.4f} ({rounds})"
         )
 
 

@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mmspeed import comm
 from mmspeed.comm import Axis, even_sizes
-from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes, hybrid_attention, with_heads_exchanged
 from mmspeed.models.sora.plan import sora_plan
+from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes, hybrid_attention, with_heads_exchanged
 from mmspeed.parallel.sequence.layouts import Layout, memory_order
 from tests.spawn import run_ranks
 

@@ -1,9 +1,9 @@
 """Packing copies of a whole training step of SoraDiT, forward and backward: by micro-batch, arrangement and the layout on the way.
 
-Law: where heads are cut or joined an exchange makes one copy, where tokens are cut or joined none (docs/communication.md). So an attention of
-one video makes 4 copies of 8 units, and nothing else of a step makes any; the kernel of CPUs adds one of 3 units where it writes gradients of
-several videos with their samples first. A unit is the bytes of a rank's queries, which are those of its keys, its values and its output, and
-of its half of all tokens' heads: tokens and heads divide by the ranks here.
+Law (docs/communication.md): where heads are cut or joined an exchange makes one copy, where tokens are cut or joined none. So an attention
+of one video makes 4 copies of 8 units, and nothing else of a step makes any; the CPU's kernel adds one of 3 units where it writes
+gradients of several videos with their samples first. A unit is the bytes of a rank's queries, which are those of its keys, its values and
+its output, and of some heads of all tokens: tokens and heads divide by the ranks here.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ Legend: B batch, A heads, N tokens, D head width, G columns that attend apart.
 from __future__ import annotations
 
 import pytest
-import torch
 from torch import Tensor, nn
 
 from mmspeed.comm.packing import layout as order_of
