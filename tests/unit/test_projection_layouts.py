@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor, nn
 
 from mmspeed.comm.packing import layout as order_of
-from mmspeed.models import SoraDiT
+from mmspeed.models.sora.layers import CrossAttention, SelfAttention
 from mmspeed.parallel.sequence.layouts import dims_of, memory_order, tokens_first
 from mmspeed.protocols.plan import Structure
 from tests.unit.test_sora_dit import inputs, small
@@ -22,26 +22,25 @@ class Noted(nn.Module):
         super().__init__()
         self.attend, self.order = attend, tuple[int, ...]()
 
-    def forward(self, q_BAND: Tensor, k_BAND: Tensor, v_BAND: Tensor, structure: Structure) -> Tensor:
-        assert v_BAND._is_view() and q_BAND.shape == v_BAND.shape
-        self.order = order_of(v_BAND)
-        out: Tensor = self.attend(q_BAND, k_BAND, v_BAND, structure)
+    def forward(self, q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, structure: Structure) -> Tensor:
+        assert v_BAMD._is_view() and q_BAND.dim() == v_BAMD.dim()
+        self.order = order_of(v_BAMD)
+        out: Tensor = self.attend(q_BAND, k_BAMD, v_BAMD, structure)
         return out
 
 
-def noted(model: SoraDiT, block: int) -> Noted:
-    attention = model.blocks[block].self_attention
-    attention.attend = Noted(attention.attend)  # type: ignore[union-attr, arg-type, assignment]
-    return attention.attend  # type: ignore[union-attr, return-value]
+def noted(attention: SelfAttention | CrossAttention) -> Noted:
+    attention.attend = Noted(attention.attend)
+    return attention.attend
 
 
+@pytest.mark.parametrize("name", ["self_attention", "cross_attention"])
 @pytest.mark.parametrize("arrangement", ["full", "factorised"])
-def test_projections_lie_as_the_plan_declares(arrangement: str) -> None:
+def test_projections_lie_as_the_plan_declares(arrangement: str, name: str) -> None:
     model = small(arrangement=arrangement)
-    site = model.plan.attention["blocks.*.self_attention.attend"]
-    x, t, text, mask = inputs()  # of two videos
-    found = [noted(model, place) for place in range(len(model.blocks))]
-    model(x, t, text, mask)
+    site = model.plan.attention[f"blocks.*.{name}.attend"]
+    found = [noted(block.get_submodule(name)) for block in model.blocks]  # type: ignore[arg-type]
+    model(*inputs())  # of two videos
     for block, one in zip(model.plan.blocks, found, strict=True):
         declared = site.rows_layout if block.attends == "rows" else site.layout
         assert one.order == memory_order(declared), block.name
