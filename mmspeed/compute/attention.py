@@ -109,8 +109,8 @@ def attention_apart(
     many = q_BGAND.shape[1] * q_BGAND.shape[2]
     fits = q_BGAND.device.type == "cpu" or (q_BGAND.device.type == "cuda" and many <= MAX_FUSED_BATCH)
     dim = 1 if fits and key_mask_BM is None and many else 0
-    joined = (x.flatten(dim, dim + 1) for x in (q_BGAND, k_BGAMD, v_BGAMD))
-    return attention(*joined, key_mask_BM, backend=backend, counter=counter).unflatten(
+    q, k, v = (x.flatten(dim, dim + 1) for x in (q_BGAND, k_BGAMD, v_BGAMD))
+    return attention(q, k, v, key_mask_BM, backend=backend, counter=counter).unflatten(
         dim, q_BGAND.shape[dim : dim + 2]
     )
 

@@ -28,8 +28,8 @@ def structured_attention(q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, structu
     if q_BAND.dim() == 5 and plain:
         return attention_apart(q_BAND, k_BAMD, v_BAMD, structure.key_mask_BN)
     if q_BAND.dim() == 5:
-        joined = (x.flatten(0, 1) for x in (q_BAND, k_BAMD, v_BAMD))
-        return structured_attention(*joined, structure).unflatten(0, q_BAND.shape[:2])
+        q, k, v = (x.flatten(0, 1) for x in (q_BAND, k_BAMD, v_BAMD))
+        return structured_attention(q, k, v, structure).unflatten(0, q_BAND.shape[:2])
     if not plain:
         return F.scaled_dot_product_attention(
             q_BAND, k_BAMD, v_BAMD, attn_mask=_seen(structure, q_BAND.shape[2], k_BAMD.shape[2], q_BAND.device)

@@ -150,14 +150,14 @@ def main() -> None:
             torch.testing.assert_close(one, other, rtol=0.05, atol=near)
         calls["today", ranks], calls["apart", ranks] = partial(today, given), partial(apart, given)
         calls["copies", ranks] = partial(copies, given, random(tokens, 3 * width))
-    times: dict[tuple[str, int], list[float]] = {name: [] for name in calls}
+    times: dict[tuple[str, int], list[float]] = {way: [] for way in calls}
     for number in range(asked.rounds + 1):
-        for name, call in list(calls.items())[:: -1 if number % 2 else 1]:
+        for way, call in list(calls.items())[:: -1 if number % 2 else 1]:
             taken = seconds(call, asked.device)
             if number:
-                times[name].append(taken)
+                times[way].append(taken)
     for ranks in asked.ranks:
-        today_s, apart_s, copies_s = (times[name, ranks] for name in ("today", "apart", "copies"))
+        today_s, apart_s, copies_s = (times[way, ranks] for way in ("today", "apart", "copies"))
         share = statistics.median(copies_s) / statistics.median(today_s)
         ratio = statistics.median(apart_s) / statistics.median(today_s)
         paired = sorted(two / one for one, two in zip(today_s, apart_s, strict=True))
