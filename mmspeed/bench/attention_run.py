@@ -220,6 +220,9 @@ class WatchedAttention(nn.Module):
         self.bench = bench
 
     def forward(self, q_BAND: Tensor, k_BAND: Tensor, v_BAND: Tensor, structure: Structure) -> Tensor:
+        if q_BAND.dim() == 5:  # columns that attend apart
+            q, k, v = (x.flatten(0, 1) for x in (q_BAND, k_BAND, v_BAND))
+            return self.forward(q, k, v, structure).unflatten(0, q_BAND.shape[:2])
         return self.bench.attend(q_BAND, k_BAND, v_BAND, structure.key_mask_BN)
 
 

@@ -12,7 +12,7 @@ The fused operators return a log-sum-exp that has no gradient, and whose value a
 that is why they serve only calls that record no gradient and have no mask. Ring attention calls them inside an autograd
 function. A named backend that cannot give what is asked raises ValueError instead of falling back.
 
-Legend: B batch, A heads, N queries, M keys, D head width.
+Legend: B batch, G rows or columns that attend apart, A heads, N queries, M keys, D head width.
 """
 
 from __future__ import annotations
@@ -103,6 +103,29 @@ def with_heads_of(q_BAND: Tensor, k_BKMD: Tensor, v_BKMD: Tensor) -> tuple[Tenso
     if v_BKMD.shape[1] != key_heads or (heads != key_heads and (key_heads == 0 or heads % key_heads)):
         raise ValueError(f"{heads} heads of queries cannot share {key_heads} of keys and {v_BKMD.shape[1]} of values")
     return repeat(k_BKMD, heads), repeat(v_BKMD, heads)
+
+
+def attention_apart(
+    q_BGAND: Tensor,
+    k_BGAMD: Tensor,
+    v_BGAMD: Tensor,
+    key_mask_BM: Tensor | None = None,
+    *,
+    backend: Backend = "auto",
+    counter: Counter[str] | None = None,
+) -> Tensor:
+    """`attention` of each of G columns of a sample for itself: `out_BGAND`. The mask's B is B x G.
+
+    Columns and heads lie side by side in a projection of tokens (B, N, G, A D), so G x A are the kernel's heads where it takes so many;
+    B and G are one dim of no view, and values are copied to make them one.
+    """
+    many = q_BGAND.shape[1] * q_BGAND.shape[2]
+    fits = q_BGAND.device.type == "cpu" or (q_BGAND.device.type == "cuda" and many <= MAX_FUSED_BATCH)
+    dim = 1 if fits and key_mask_BM is None and many else 0
+    q, k, v = (x.flatten(dim, dim + 1) for x in (q_BGAND, k_BGAMD, v_BGAMD))
+    return attention(q, k, v, key_mask_BM, backend=backend, counter=counter).unflatten(
+        dim, q_BGAND.shape[dim : dim + 2]
+    )
 
 
 def choose_backend(

@@ -1,6 +1,6 @@
 """Attention on one process under a structure that a model gives: masks of keys, causal order, windows, documents.
 
-Legend: B batch, A heads, K heads of the keys, N queries, M keys, D head width, W width of the values.
+Legend: B batch, G rows or columns that attend apart, A heads, K heads of the keys, N queries, M keys, D head width, W width of the values.
 """
 
 from __future__ import annotations
@@ -11,23 +11,29 @@ from torch import Tensor, nn
 
 from mmspeed.protocols.plan import Structure
 
-from .attention import attention, with_heads_of
+from .attention import attention, attention_apart, with_heads_of
 
 
 class Attend(nn.Module):
     """Dense attention as a module, so that a plan can name it."""
 
     def forward(self, q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, structure: Structure) -> Tensor:
-        """`out_BAND`. Raises ValueError for shapes that do not fit."""
+        """`out_BAND`; `out_BGAND` of queries, keys and values BGAND, whose mask's B is B x G. Raises ValueError for other shapes."""
         return structured_attention(q_BAND, k_BAMD, v_BAMD, structure)
 
 
 def structured_attention(q_BAND: Tensor, k_BKMD: Tensor, v_BKMW: Tensor, structure: Structure) -> Tensor:
-    """Dense attention on one process under a structure: `out_BANW`; queries that see no key give 0.
+    """Dense attention on one process under a structure: `out_BANW`, or `out_BGANW`; queries that see no key give 0.
 
     Keys and values may have fewer heads, by a whole factor, and values another width. Raises ValueError for shapes that do not fit.
     """
-    if not (structure.causal or structure.window is not None or structure.documents_BN is not None):
+    plain = not structure.causal and structure.window is None and structure.documents_BN is None
+    if q_BAND.dim() == 5 and plain:
+        return attention_apart(q_BAND, k_BKMD, v_BKMW, structure.key_mask_BN)
+    if q_BAND.dim() == 5:
+        q, k, v = (x.flatten(0, 1) for x in (q_BAND, k_BKMD, v_BKMW))
+        return structured_attention(q, k, v, structure).unflatten(0, q_BAND.shape[:2])
+    if plain:
         return attention(q_BAND, k_BKMD, v_BKMW, structure.key_mask_BN)
     _check(q_BAND, k_BKMD, structure)
     k_BAMD, v_BAMW = with_heads_of(q_BAND, k_BKMD, v_BKMW)

@@ -109,8 +109,9 @@ class Block:
 
 
 # How the numbers of queries, keys and values lie in memory, outermost dim first, as all processes know it: B batch, A heads,
-# N tokens, D head width. BNAD is the layout BSH of the projections, NBAD is SBH.
-AttentionLayout = Literal["BAND", "BNAD", "NBAD"]
+# G rows or columns that attend apart, N tokens, D head width. BNAD is the layout BSH of the projections, NBAD is SBH. Under BNGAD
+# queries, keys, values and output are (B, G, A, N, D), and a mask's B is B x G; else they are (B, A, N, D).
+AttentionLayout = Literal["BAND", "BNAD", "NBAD", "BNGAD"]
 
 
 @dataclass(frozen=True)

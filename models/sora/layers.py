@@ -186,18 +186,18 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         """Tokens attend along T (each column for itself) in a temporal block, else along S (each row for itself)."""
         qkv = self.qkv(x_BTSE, shift, scale).unflatten(-1, (-1, 3, self.head_width))  # B T S A 3 D
-        batch, rows, columns = qkv.shape[:3]
+        rows = qkv.shape[:2]
         temporal = self.along == "temporal"
-        order = (4, 0, 2, 3, 1, 5) if temporal else (4, 0, 1, 3, 2, 5)
-        q_BAND, k_BAND, v_BAND = qkv.permute(order).flatten(1, 2).unbind(0)  # B is batch x the other dim
+        # columns: (B, S, A, T, D), as no view makes one dim of B and S; rows: (B T, A, S, D)
+        qkv = qkv.permute(4, 0, 2, 3, 1, 5) if temporal else qkv.permute(4, 0, 1, 3, 2, 5).flatten(1, 2)
+        q_BAND, k_BAND, v_BAND = qkv.unbind(0)
         cos_NH, sin_NH = rope_cos_sin(pos_NX[:, POSITION_AXES[self.along]], self.head_width)
         q_BAND = apply_rope(self.q_norm(q_BAND), cos_NH, sin_NH)
         k_BAND = apply_rope(self.k_norm(k_BAND), cos_NH, sin_NH)
         if mask_BTS is not None:
             mask_BTS = (mask_BTS.transpose(1, 2) if temporal else mask_BTS).flatten(0, 1)  # B N
         out_BAND = self.attend(q_BAND, k_BAND, v_BAND, Structure(mask_BTS, pos_NX, image))
-        out = out_BAND.unflatten(0, (batch, columns if temporal else rows))  # B G A N D
-        out = out.permute(0, 3, 1, 2, 4) if temporal else out.permute(0, 1, 3, 2, 4)  # B T S A D
+        out = out_BAND.permute(0, 3, 1, 2, 4) if temporal else out_BAND.unflatten(0, rows).transpose(2, 3)  # B T S A D
         return x_BTSE + gate * self.out(out.flatten(3))
 
 

@@ -159,6 +159,9 @@ class SparseAttend(ClusteredAttention):
     """Sparse self-attention of a block; dense for an image."""
 
     def forward(self, q_BAND: Tensor, k_BAND: Tensor, v_BAND: Tensor, structure: Structure) -> Tensor:  # type: ignore[override]
+        if q_BAND.dim() == 5:  # columns that attend apart: plans are of (B, A, N, D)
+            q, k, v = (x.flatten(0, 1) for x in (q_BAND, k_BAND, v_BAND))
+            return self.forward(q, k, v, structure).unflatten(0, q_BAND.shape[:2])
         if structure.image or structure.positions_NX is None:
             return self.dense(q_BAND, k_BAND, v_BAND, structure.key_mask_BN)
         return self.attend(q_BAND, k_BAND, v_BAND, structure.key_mask_BN, structure.positions_NX.long())

@@ -52,8 +52,10 @@ def sora_plan(kinds: Sequence[str], heads: int) -> ModelPlan:
         },
         outputs={"final": {0: Gather("video", dim=2, rows=1)}},
         attention={
-            "blocks.*.self_attention.attend": Site(("video",), calls=True),
-            "blocks.*.cross_attention.attend": Site(("video",), ("text",), calls=True, sparse=False),
+            "blocks.*.self_attention.attend": Site(("video",), calls=True, rows_layout="BNGAD"),
+            "blocks.*.cross_attention.attend": Site(
+                ("video",), ("text",), calls=True, sparse=False, rows_layout="BNAD"
+            ),
         },
         linears={
             "blocks.*.self_attention.qkv": VIDEO,

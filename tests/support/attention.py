@@ -20,6 +20,9 @@ class AttendBy(nn.Module):
         self.function = function
 
     def forward(self, q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, structure: Structure) -> Tensor:
+        if q_BAND.dim() == 5:  # columns that attend apart
+            q, k, v = (x.flatten(0, 1) for x in (q_BAND, k_BAMD, v_BAMD))
+            return self.forward(q, k, v, structure).unflatten(0, q_BAND.shape[:2])
         return self.function(q_BAND, k_BAMD, v_BAMD, structure.key_mask_BN)
 
 

@@ -13,8 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from mmspeed import comm
+from mmspeed.compute import attention as attention_file
 from mmspeed.compute.structured import Attend
 from mmspeed.protocols.plan import Structure
+from tests.ranks.test_exchange import Copied
 
 B, A, N, D = 2, 4, 7, 4
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1]])
@@ -79,3 +82,28 @@ def test_shapes_that_do_not_fit_are_named(case: str) -> None:
     k_BKND = torch.zeros(B, heads, keys, D)
     with pytest.raises(ValueError, match=words):
         Attend()(torch.zeros(B, A, N, D), k_BKND, k_BKND, Structure(**fields))
+
+
+def columns(videos: int, each: int) -> list[Tensor]:
+    """Queries, keys and values (B, G, A, N, D), views of a product of tokens (B, N, G, E)."""
+    product = torch.randn(videos, N, each, A, 3, D, generator=torch.Generator().manual_seed(1))
+    return list(product.permute(4, 0, 2, 3, 1, 5).unbind(0))
+
+
+@pytest.mark.parametrize("names", [(), ("causal",), ("key_mask_BN",), tuple(FIELDS)], ids=str)
+@pytest.mark.parametrize(("videos", "each"), [(1, 2), (2, 1)])
+def test_columns_attend_apart(names: tuple[str, ...], videos: int, each: int) -> None:
+    structure, qkv = Structure(**{name: FIELDS[name] for name in names}), columns(videos, each)
+    wanted = Attend()(*(x.flatten(0, 1) for x in qkv), structure).unflatten(0, (videos, each))
+    assert torch.equal(Attend()(*qkv, structure), wanted)
+
+
+def test_columns_of_several_videos_are_not_copied() -> None:
+    qkv = columns(3, 2)
+    with Copied() as copied:
+        out = Attend()(*qkv, Structure())
+    assert copied.bytes == 0 and out.shape == qkv[0].shape
+    with Copied() as copied:  # a mask is of columns, not of heads
+        masked = attention_file.attention_apart(*qkv, torch.ones(6, N, dtype=torch.bool))
+    assert copied.bytes >= 3 * comm.nbytes(out)
+    torch.testing.assert_close(masked, out)

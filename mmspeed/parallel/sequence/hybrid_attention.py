@@ -44,7 +44,7 @@ from mmspeed.comm.exchange import (
     start_all_to_all_many,
 )
 from mmspeed.comm.halves import finish, finish_all
-from mmspeed.compute.attention import Backend, attention
+from mmspeed.compute.attention import Backend, attention, attention_apart
 from mmspeed.compute.autocast import autocast_alike
 from mmspeed.errors import UserError
 from mmspeed.graphs import outside_graphs
@@ -169,25 +169,25 @@ def with_heads_exchanged(
     """`attend` by some of the heads, over the joined parts of the Ulysses ranks; its output in the parts and heads of the queries.
 
     Arguments as those of `hybrid_attention`. Keys with fewer heads than queries may come to `attend` repeated, but not to the heads of
-    the queries. `attend` gets (B, A, N, D), B being B x G under the layout BNGAD.
+    the queries. Under the layout BNGAD an `attend` that reads at any strides gets (B, G, A, N, D), any other B x G as B.
     """
     _check(q_BAND, k_BKMD, axes, q_sizes, k_sizes, layout)
     if axes.ulysses.size == 1:
-        return _with_one_batch(attend, q_BAND, k_BKMD, v_BKMD, key_mask_BM)
+        return _attended(attend, q_BAND, k_BKMD, v_BKMD, key_mask_BM, reads)
     heads = split_heads(q_BAND.shape[-3], k_BKMD.shape[-3], axes.ulysses.size)
     near_q, near_k = axes.near(q_sizes), axes.near(k_sizes)
     joined = _heads_for_sequence(
         q_BAND, k_BKMD, v_BKMD, key_mask_BM, axes.ulysses, heads, near_q, near_k, layout, reads
     )
-    out_BAND = _with_one_batch(attend, *joined)
+    out_BAND = _attended(attend, *joined, reads)
     return _sequence_for_heads(out_BAND, axes.ulysses, heads.queries, near_q, layout)
 
 
-def _with_one_batch(
-    attend: Attend, q_BAND: Tensor, k_BKMD: Tensor, v_BKMD: Tensor, key_mask_BM: Tensor | None
+def _attended(
+    attend: Attend, q_BAND: Tensor, k_BKMD: Tensor, v_BKMD: Tensor, key_mask_BM: Tensor | None, reads: Reads
 ) -> Tensor:
-    """`attend` of (B, A, N, D), or of (B, G, A, N, D) as if B and G were one dim, which they are in what came by an exchange."""
-    if q_BAND.dim() == 4:
+    """`attend` of what it reads; unless at any strides, of B and G as one dim, which they are in what came by an exchange."""
+    if q_BAND.dim() == 4 or reads == "strided":
         return attend(q_BAND, k_BKMD, v_BKMD, key_mask_BM)
     out_BAND = attend(q_BAND.flatten(0, 1), k_BKMD.flatten(0, 1), v_BKMD.flatten(0, 1), key_mask_BM)
     return out_BAND.reshape(*q_BAND.shape[:2], *out_BAND.shape[1:])  # a view: B is cut
@@ -288,10 +288,11 @@ def _local(
     backend: str,
     counter: Counter[str] | None,
 ) -> Tensor:
-    """Attention on one rank."""
+    """Attention on one rank, of (B, A, N, D) or (B, G, A, N, D)."""
     if q_BAND.numel() == 0 or k_BAMD.numel() == 0:
         return of_nothing(q_BAND, k_BAMD, v_BAMD)
-    return attention(q_BAND, k_BAMD, v_BAMD, key_mask_BM, backend=cast(Backend, backend), counter=counter)
+    chosen = attention if q_BAND.dim() == 4 else attention_apart
+    return chosen(q_BAND, k_BAMD, v_BAMD, key_mask_BM, backend=cast(Backend, backend), counter=counter)
 
 
 def of_nothing(q_BAND: Tensor, k_BKMD: Tensor, v_BKMD: Tensor) -> Tensor:

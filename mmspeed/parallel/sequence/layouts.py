@@ -1,13 +1,13 @@
 """In which order an attention's projections lie in memory, and in which order heads and tokens travel.
 
 An attention gets views of its projections whose dims stand as (B, A, N, D), or (B, G, A, N, D) where a factorised model's rows or
-columns attend apart. A layout names the same dims from the outermost in memory to the innermost. It is said by who declares the
-attention, so all ranks know it; strides may differ between ranks where a dim has size 0 or 1.
+columns attend apart. A layout names the same dims from the outermost in memory to the innermost. The model's plan declares it for each
+attention (`Site.layout`, `Site.rows_layout`), so all ranks know it; strides may differ between ranks where a dim has size 0 or 1.
 
     layout   in memory                      where
     BNAD     (batch, sequence, hidden): BSH full attention; rows that attend along themselves, B is batch x rows
-    NBAD     (sequence, batch, hidden): SBH columns that attend along themselves, B is the columns of one video
-    BNGAD    (batch, rows, columns, hidden) columns that attend along themselves, of several videos: no view makes one dim of B and G
+    NBAD     (sequence, batch, hidden): SBH tokens that run so; columns that attend along themselves, B is the columns of one video
+    BNGAD    (batch, rows, columns, hidden) columns that attend along themselves, of any number of videos: no view makes one dim of B and G
     BAND     heads outside tokens           projections that were copied head by head
 
 Between ranks tokens always travel first (N B A D), whatever the layout. Where a rank joins tokens it then reads what came where it came,
@@ -38,14 +38,3 @@ def tokens_first(layout: Layout) -> tuple[int, ...]:
     """The order of the views' dims in which they travel."""
     dims = dims_of(layout)
     return tuple(dims.index(letter) for letter in ("N", *dims.replace("N", "")))
-
-
-def default_layout(batch: int, columns: bool) -> Layout:
-    """The layout in which the projections of tokens (B, T, S, E) lie, which is the one that takes no copy.
-
-    `columns`: a factorised model's attention along T, each column for itself; else attention along S, of a full model or each row for
-    itself. Turning tokens to (S, B, E) saves nothing, as the exchanges' copies turn them anyway.
-    """
-    if not columns:
-        return "BNAD"
-    return "NBAD" if batch == 1 else "BNGAD"
