@@ -260,12 +260,13 @@ def hint(failing: list[GradientGap], steps: list[StepCheck], order: Sequence[str
 
 def _nearest_output(names: set[str], order: Sequence[str]) -> list[str]:
     """Of layers with a wrong gradient, those where it begins: backward goes from the output to the input."""
-    blocks = [place for place, name in enumerate(order) if name.startswith("blocks.")]
-    behind = names & set(order[max(blocks, default=-1) + 1 :])
+    blocks = {name: match[1] for name in order if (match := re.match(r"(\w*blocks\.\d+)\.", name))}
+    places = [place for place, name in enumerate(order) if name in blocks]
+    behind = names & set(order[max(places, default=-1) + 1 :])
     if behind:
         return sorted({_layer(name) for name in behind})
-    numbers = {int(match[1]) for name in names if (match := re.match(r"blocks\.(\d+)\.", name))}
-    last = {name for name in names if numbers and name.startswith(f"blocks.{max(numbers)}.")}
+    wrong = [blocks[name] for name in order if name in names and name in blocks]
+    last = {name for name in names if wrong and blocks.get(name) == wrong[-1]}
     return sorted({_layer(name) for name in last or names})
 
 
