@@ -1,4 +1,4 @@
-"""`mmspeed check CONFIG` beside the data: policies, what a budget of memory would choose, and with `--parallel` the self-check of a layout."""
+"""`mmspeed check CONFIG` beside the data: policies, what a budget would choose, and with `--parallel` the self-check of a layout."""
 
 from __future__ import annotations
 

@@ -68,8 +68,8 @@ def _small_task(config: RunConfig, make: Callable[[Any], Task]) -> CheckTask:
     check = task.shrunk()
     if not isinstance(check, RemadeElsewhere) and type(task) is not task_class(config.task):
         raise UserError(
-            f"check --parallel: other processes make the task that the config names, {config.task}, and this one is a {type(task).__name__}; "
-            "register it (mmspeed.pipelines.tasks.register) and name it in the config, or give its CheckTask `remade_by`"
+            f"check --parallel: other processes make the task that the config names, {config.task}, and this is a "
+            f"{type(task).__name__}; register it (pipelines.tasks.register) and name it in the config, or give its CheckTask `remade_by`"
         )
     return check
 

@@ -95,8 +95,8 @@ class PublishedModel:
         fields = asdict(call) if is_dataclass(call) and not isinstance(call, type) else None
         if fields is None or "<locals>" in kind.__qualname__ or not all(isinstance(v, PLAIN) for v in fields.values()):
             raise UserError(
-                f"check --parallel: other processes cannot be told the call {kind.__name__}; make it a dataclass of numbers and words at the "
-                "top level of a module"
+                f"check --parallel: other processes cannot be told the call {kind.__name__}; make it a dataclass of numbers and words at "
+                "the top level of a module"
             )
         return {
             "class": self.kind,
@@ -202,6 +202,6 @@ def _check_plain(model: nn.Module, found: PublishedModel) -> None:
     other = dict(model.named_parameters()).keys() ^ dict(plain.named_parameters()).keys()
     if other:
         raise UserError(
-            f"check --parallel makes a small {type(model).__name__} of its config, and this one was changed after it was made: {min(other)} "
-            "is not as its class has it"
+            f"check --parallel makes a small {type(model).__name__} of its config, and this one was changed after it was made: "
+            f"{min(other)} is not as its class has it"
         )
