@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.foreign_training import DATA, ODD, OVERRIDES, Combination, take_step, take_steps
+from tests.foreign_training import DATA, LONG, ODD, OVERRIDES, Combination, take_step, take_steps
 from tests.spawn import run_ranks
 from tests.support.covers import pairwise
 from tests.support.published import prepare, published_config, write_cache
@@ -55,6 +55,18 @@ BUDGET: Combination = {
 BUDGETS = {"wan": [BUDGET]}
 
 
+def long(layout: str, keeping: str, sparse: str = "no", micro: str = "2") -> Combination:
+    """Captions of a real length, filled up or masked, beside a video of 3 x 3 x 3 tokens."""
+    return {"layout": layout, "keeping": keeping, "sparse": sparse, "shape": "odd", "text": "long", "micro": micro}
+
+
+LONG_CAPTIONS = {
+    ("wan", 2): [long("tp", "selective"), long("ring", "chunks", "all kept"), long("fsdp", "regions", "half", "1")],
+    ("wan", 4): [long("tp x ulysses", "regions"), long("ulysses x ring", "again", micro="3")],
+    ("ltx", 2): [long("ring", "block"), long("ulysses", "regions", "half", "1")],
+}
+
+
 def groups(name: str, world: int) -> list[list[Combination]]:
     """The cover of a model on so many processes, by spawns."""
     found = pairwise(COVERS[name, world], allowed)
@@ -77,6 +89,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("foreign")
     prepare(folder)
     write_cache(published_config(folder, "wan", ODD, f"data.cache={folder / 'odd'}"))
+    long_config = published_config(folder, "wan", ODD, f"data.cache={folder / 'long'}", "text.max_tokens=512")
+    write_cache(long_config, captions=LONG)
     return folder
 
 
@@ -162,6 +176,16 @@ def check(home: Path, name: str, world: int, combinations: list[Combination]) ->
 @pytest.mark.parametrize(("name", "world", "number"), parameters())
 def test_a_step_of_many_processes_is_that_of_one(home: Path, name: str, world: int, number: int) -> None:
     check(home, name, world, groups(name, world)[number])
+
+
+def test_captions_of_a_real_length_change_nothing(home: Path) -> None:
+    check(home, "wan", 2, [long("ulysses", "block")])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "world"), LONG_CAPTIONS)
+def test_captions_of_a_real_length_change_nothing_elsewhere(home: Path, name: str, world: int) -> None:
+    check(home, name, world, LONG_CAPTIONS[name, world])
 
 
 @pytest.mark.slow
