@@ -260,14 +260,20 @@ def hint(failing: list[GradientGap], steps: list[StepCheck], order: Sequence[str
 
 def _nearest_output(names: set[str], order: Sequence[str]) -> list[str]:
     """Of layers with a wrong gradient, those where it begins: backward goes from the output to the input."""
-    blocks = {name: match[1] for name in order if (match := re.match(r"(\w*blocks\.\d+)\.", name))}
-    places = [place for place, name in enumerate(order) if name in blocks]
+    lists = list(dict.fromkeys(block[0] for name in order if (block := _block(name))))  # in the order of their calls
+    places = [place for place, name in enumerate(order) if _block(name)]
     behind = names & set(order[max(places, default=-1) + 1 :])
     if behind:
         return sorted({_layer(name) for name in behind})
-    wrong = [blocks[name] for name in order if name in names and name in blocks]
-    last = {name for name in names if wrong and blocks.get(name) == wrong[-1]}
+    wrong = {name: (lists.index(block[0]), block[1]) for name in names if (block := _block(name)) and block[0] in lists}
+    last = [name for name, block in wrong.items() if block == max(wrong.values())]
     return sorted({_layer(name) for name in last or names})
+
+
+def _block(name: str) -> tuple[str, int] | None:
+    """The list of blocks that a parameter is of, and the block's number in it; None of one outside of blocks."""
+    match = re.match(r"(\w*blocks)\.(\d+)\.", name)
+    return (match[1], int(match[2])) if match else None
 
 
 def _layer(name: str) -> str:
