@@ -40,17 +40,21 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", REGIONS)
 def test_regions_of_published_models_are_told(home: Path, name: str) -> None:
-    """Before there is data; and the model is loaded once, for this and for what is made afterwards."""
-    config, loads = published_config(home, name), [0]
+    config = published_config(home, name)
+    lines = policy_lines(task_of(home, name, config), config)
+    assert lines == [f"model: memory.activation_policy of {each}" for each in REGIONS[name]]
+
+
+def test_a_check_from_python_tells_them_and_loads_no_more_for_it(home: Path) -> None:
+    config, loads = published_config(home, "wan"), [0]
 
     def loaded() -> None:
         loads[0] += 1
 
-    task = task_of(home, name, config, loaded)
-    expected = [f"model: memory.activation_policy of {each}" for each in REGIONS[name]]
-    assert policy_lines(task, config) == expected
+    task = task_of(home, "wan", config, loaded)
+    lines = policy_lines(task, config)
     report = check_task(config, (1,), task)
-    assert [line for line in report.lines_ if "memory.activation_policy" in line] == expected and not report.problems
+    assert [line for line in report.lines_ if "memory.activation_policy" in line] == lines and not report.problems
     assert loads[0] <= 2  # one for these lines and the model's, one for the plan of memory
 
 
