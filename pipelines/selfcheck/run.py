@@ -43,7 +43,7 @@ def selfcheck(config: RunConfig, layout: str, make: Callable[[Any], Task] = make
     """Run a config, made small, at a layout such as "ulysses=2,ring=2" and on one process, and compare.
 
     `layout` sets fields of the config's parallel section; axes that it does not name are 1. make: the task of a config, where the config
-    does not name it, such as `lambda config: PublishedVideoTask(config, load)`. Raises UserError for a layout that does not fit the
+    does not name it, such as `lambda config: MyTask(config, load)`. Raises UserError for a layout that does not fit the
     model or is too large, as training would, when a process fails, and for a task that other processes cannot make.
     """
     started = time.monotonic()
