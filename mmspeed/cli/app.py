@@ -182,7 +182,7 @@ def check(
         raise typer.Exit(check_parallel(load_run_config(config, overrides or ()), parallel, others))
     from rich.console import Console
 
-    from .check import check_config, memory_lines
+    from .check import check_config, model_lines
 
     made = load_run_config(config, overrides or ())
     numbers = None if ranks is None else numbers_of(ranks)
@@ -190,7 +190,7 @@ def check(
     report.print(Console())
     if report.problems:
         raise typer.Exit(1)
-    for line in memory_lines(made):
+    for line in model_lines(made):
         print(line)
 
 

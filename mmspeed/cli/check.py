@@ -1,4 +1,4 @@
-"""`mmspeed check CONFIG` beside the data: what a budget of memory would choose, and with `--parallel` the self-check of a layout."""
+"""`mmspeed check CONFIG` beside the data: policies, what a budget would choose, and with `--parallel` the self-check of a layout."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mmspeed.config.tasks import preparation_class
 from mmspeed.errors import UserError
 
 from .preparations import not_there, preparation
@@ -45,10 +46,22 @@ def check_parallel(config: RunConfig, layout: str, others: Mapping[str, object])
     return 0 if result.passed else 1
 
 
-def memory_lines(config: RunConfig) -> list[str]:
-    """The step's memory and what the budget would choose; nothing without one. Raises UserError as `plan_memory`."""
-    if not config.memory.chooses:
+def model_lines(config: RunConfig) -> list[str]:
+    """What policies the blocks of the model can have, and what a budget would choose. Raises UserError as `policy_lines` and `plan_memory`.
+
+    Policies of a task without a preparation are in its report already.
+    """
+    prepared = preparation_class(config.task) is not None
+    if not prepared and not config.memory.chooses:
         return []
+    from mmspeed.pipelines.report.policies import policy_lines
+    from mmspeed.pipelines.tasks import make_task
+
+    task = make_task(config)
+    lines = policy_lines(task, config) if prepared else []
+    if not config.memory.chooses:
+        return lines
     from mmspeed.pipelines.tuning.memory_estimate import plan_memory
 
-    return plan_memory(config, with_swap=config.device.kind != "cpu").lines()
+    task.open_without_data()
+    return [*lines, *plan_memory(config, task=task, with_swap=config.device.kind != "cpu").lines()]

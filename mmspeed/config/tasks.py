@@ -114,7 +114,7 @@ def prepared_tasks() -> list[str]:
 def _load(reference: str, task: str, entry: TaskEntry) -> type[Any]:
     """The class that "module:class" names. Raises UserError that says whose task it is, with the cause."""
     try:
-        kind = _import(reference)
+        kind = referred(reference)
     except Exception as error:  # whatever a package's module does when it is imported
         if entry.origin == OURS:
             raise
@@ -127,7 +127,8 @@ def _load(reference: str, task: str, entry: TaskEntry) -> type[Any]:
     return kind
 
 
-def _import(reference: str) -> Any:
+def referred(reference: str) -> Any:
+    """What "module:name" names, imported. Raises what the import does, and ValueError for other words."""
     module, sign, name = (part.strip() for part in reference.partition(":"))
     if not (module and sign and name):
         raise ValueError("write module:class")

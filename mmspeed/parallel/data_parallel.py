@@ -39,7 +39,9 @@ class _Autocast(nn.Module):
 
 def autocast(model: nn.Module, dtype: torch.dtype) -> None:
     """Make `model` compute its matrix products in `dtype`, in place; parameters and names stay as they are."""
-    mix_in(model, _Autocast)._autocast_dtype = dtype
+    mix_in(
+        model, _Autocast, rename=False
+    )._autocast_dtype = dtype  # diffusers writes the name into a checkpoint's config
 
 
 def shard(model: nn.Module, mesh: Mesh, compute_dtype: torch.dtype) -> nn.Module:

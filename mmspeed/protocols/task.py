@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -346,4 +346,23 @@ class CheckTask(Protocol):
 
     def problems(self, place: RunPlace) -> tuple[list[str], list[str]]:
         """(what is wrong with the task's own draws, such as uneven times; lines for the report). A collective call."""
+        ...
+
+
+@runtime_checkable
+class RemadeElsewhere(Protocol):
+    """A small task that other processes make without the task it came from, which its config need not name."""
+
+    @property
+    def remade_by(self) -> str:
+        """A function, "module:name": of (config, known) the same small task."""
+        ...
+
+
+@runtime_checkable
+class OutlinesModels(Protocol):
+    """A task that shows its models before there is data."""
+
+    def outlines(self) -> dict[str, nn.Module]:
+        """The models by role, for their classes and plans alone; sizes that data give may be others."""
         ...

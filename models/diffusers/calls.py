@@ -58,11 +58,11 @@ class WanCall:
         return _first(output)
 
     def tokens(self, config: Config, latent: Latent) -> int:
-        return math.prod(_grid(latent, tuple(config["patch_size"])))
+        return math.prod(token_grid(latent, self.patch(config)))
 
     def flops(self, config: Config, latent: Latent, text_tokens: int) -> int:
         n, l, e = self.tokens(config, latent), self.text_tokens, _width(config)  # noqa: E741 (the legend's letter)
-        patch, hidden = math.prod(config["patch_size"]), config["ffn_dim"]
+        patch, hidden = math.prod(self.patch(config)), config["ffn_dim"]
         conditions = (
             linear(1, config["freq_dim"], e) + linear(1, e, e) + linear(1, e, 6 * e)
             + linear(l, config["text_dim"], e) + linear(l, e, e)
@@ -72,6 +72,11 @@ class WanCall:
         mlp = linear(n, e, 2 * hidden)
         ends = linear(n, patch * config["in_channels"], e) + linear(n, e, patch * _outputs(config))
         return conditions + config["num_layers"] * (own + cross + mlp) + ends
+
+    @staticmethod
+    def patch(config: Config) -> Latent:
+        t, h, w = config["patch_size"]
+        return t, h, w
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,7 @@ class LtxCall:
     def check(self, config: Config, channels: int, text_width: int) -> None:
         """Raises UserError for sizes that differ."""
         _check_sizes(
-            "LTXVideoTransformer3DModel", config, channels * math.prod(self._patch(config)), text_width, "caption_channels"
+            "LTXVideoTransformer3DModel", config, channels * math.prod(self.patch(config)), text_width, "caption_channels"
         )  # fmt: skip
 
     def call(self, config: Config, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> dict[str, Any]:
@@ -96,10 +101,10 @@ class LtxCall:
             raise UserError(
                 "LTXVideoTransformer3DModel needs the frames per second of each clip, and the codec's strides"
             )
-        frames, height, width = _grid(tuple(x_BCThw.shape[2:]), self._patch(config))  # the class counts in tokens
+        frames, height, width = token_grid(tuple(x_BCThw.shape[2:]), self.patch(config))  # the class counts in tokens
         seconds = (conditions.strides.temporal / conditions.fps_B)[:, None, None, None, None]
         return {
-            "hidden_states": _packed(x_BCThw, self._patch(config)),
+            "hidden_states": _packed(x_BCThw, self.patch(config)),
             "timestep": TIMES * t_B,
             "encoder_hidden_states": conditions.text_BLD.to(x_BCThw.dtype),
             "encoder_attention_mask": conditions.text_mask_BL,
@@ -111,10 +116,10 @@ class LtxCall:
         }
 
     def prediction(self, config: Config, output: Any, x_BCThw: Tensor) -> Tensor:
-        return _unpacked(_first(output), self._patch(config), x_BCThw)
+        return _unpacked(_first(output), self.patch(config), x_BCThw)
 
     def tokens(self, config: Config, latent: Latent) -> int:
-        return math.prod(_grid(latent, self._patch(config)))
+        return math.prod(token_grid(latent, self.patch(config)))
 
     def flops(self, config: Config, latent: Latent, text_tokens: int) -> int:
         n, l, e = self.tokens(config, latent), text_tokens, _width(config)  # noqa: E741
@@ -129,7 +134,7 @@ class LtxCall:
         return conditions + config["num_layers"] * (own + cross + linear(n, e, 8 * e)) + ends
 
     @staticmethod
-    def _patch(config: Config) -> tuple[int, int, int]:
+    def patch(config: Config) -> Latent:
         return config["patch_size_t"], config["patch_size"], config["patch_size"]
 
 
@@ -161,7 +166,7 @@ class CogVideoXCall:
         if config["ofs_embed_dim"]:
             arguments["ofs"] = x_BCThw.new_full((1,), 2.0)
         if config["use_rotary_positional_embeddings"]:
-            grid = _grid(tuple(x_BCThw.shape[2:]), self._patch(config))
+            grid = token_grid(tuple(x_BCThw.shape[2:]), self.patch(config))
             arguments["image_rotary_emb"] = rotary_of_cogvideox(config, grid, x_BCThw.device)
         return arguments
 
@@ -170,11 +175,11 @@ class CogVideoXCall:
 
     def tokens(self, config: Config, latent: Latent) -> int:
         """Of the video; captions attend among them."""
-        return math.prod(_grid(latent, self._patch(config)))
+        return math.prod(token_grid(latent, self.patch(config)))
 
     def flops(self, config: Config, latent: Latent, text_tokens: int) -> int:
         n, l, e = self.tokens(config, latent), config["max_text_seq_length"], _width(config)  # noqa: E741
-        s, times, patch = n + l, config["time_embed_dim"], math.prod(self._patch(config))
+        s, times, patch = n + l, config["time_embed_dim"], math.prod(self.patch(config))
         conditions = linear(1, e, times) + linear(1, times, times) + linear(l, config["text_embed_dim"], e)
         if config["ofs_embed_dim"]:
             conditions += 2 * linear(1, config["ofs_embed_dim"], config["ofs_embed_dim"])
@@ -187,7 +192,7 @@ class CogVideoXCall:
         return conditions + config["num_layers"] * block + ends
 
     @staticmethod
-    def _patch(config: Config) -> tuple[int, int, int]:
+    def patch(config: Config) -> Latent:
         return config["patch_size_t"] or 1, config["patch_size"], config["patch_size"]
 
 
@@ -240,11 +245,11 @@ class HunyuanVideoCall:
 
     def tokens(self, config: Config, latent: Latent) -> int:
         """Of the video; captions attend among them."""
-        return math.prod(_grid(latent, self._patch(config)))
+        return math.prod(token_grid(latent, self.patch(config)))
 
     def flops(self, config: Config, latent: Latent, text_tokens: int) -> int:
         n, l, e = self.tokens(config, latent), text_tokens, _width(config)  # noqa: E741
-        s, hidden, patch = n + l, int(config["mlp_ratio"] * e), math.prod(self._patch(config))
+        s, hidden, patch = n + l, int(config["mlp_ratio"] * e), math.prod(self.patch(config))
         times = linear(1, 256, e) + linear(1, e, e)
         conditions = times * (2 if config["guidance_embeds"] else 1)
         conditions += linear(1, config["pooled_projection_dim"], e) + linear(1, e, e)
@@ -261,7 +266,7 @@ class HunyuanVideoCall:
         return conditions + refiner + blocks + config["num_single_layers"] * single + ends
 
     @staticmethod
-    def _patch(config: Config) -> tuple[int, int, int]:
+    def patch(config: Config) -> Latent:
         return config["patch_size_t"], config["patch_size"], config["patch_size"]
 
 
@@ -310,7 +315,7 @@ def rotary_of_cogvideox(config: Config, grid: tuple[int, int, int], device: torc
     return cos_ND, sin_ND
 
 
-def _grid(latent: tuple[int, ...], patch: tuple[int, ...]) -> tuple[int, int, int]:
+def token_grid(latent: tuple[int, ...], patch: tuple[int, ...]) -> Latent:
     """Tokens along time, height and width. Raises ValueError where rows would be cut off, with the next sizes."""
     for label, size, step in zip(("frames", "height", "width"), latent, patch, strict=True):
         if size % step:
@@ -357,14 +362,14 @@ def _filled(conditions: Conditions, tokens: int, dtype: torch.dtype) -> Tensor:
 def _packed(x_BCThw: Tensor, patch: tuple[int, int, int]) -> Tensor:
     """A latent as tokens (B, N, C x patch)."""
     b, c = x_BCThw.shape[:2]
-    (t, h, w), (p_t, p_h, p_w) = _grid(tuple(x_BCThw.shape[2:]), patch), patch
+    (t, h, w), (p_t, p_h, p_w) = token_grid(tuple(x_BCThw.shape[2:]), patch), patch
     parts = x_BCThw.reshape(b, c, t, p_t, h, p_h, w, p_w)
     return parts.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4).flatten(1, 3)
 
 
 def _unpacked(tokens_BNP: Tensor, patch: tuple[int, int, int], like_BCThw: Tensor) -> Tensor:
     """The latent that tokens are of, of a known shape."""
-    (t, h, w), (p_t, p_h, p_w) = _grid(tuple(like_BCThw.shape[2:]), patch), patch
+    (t, h, w), (p_t, p_h, p_w) = token_grid(tuple(like_BCThw.shape[2:]), patch), patch
     parts = tokens_BNP.unflatten(2, (-1, p_t, p_h, p_w)).unflatten(1, (t, h, w))
     return parts.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(like_BCThw.shape)
 

@@ -15,10 +15,11 @@ from mmspeed.errors import UserError
 from mmspeed.log import format_seconds
 from mmspeed.loop.checkpoint.storage import steps_in
 from mmspeed.mesh import process_group
+from mmspeed.pipelines.report.policies import policy_lines
 from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.pipelines.tasks import make_task
 from mmspeed.pipelines.tuning.memory_estimate import plan_memory
-from mmspeed.protocols import RunPlace, StepData, Task, blocks_of, shape_words, trainable
+from mmspeed.protocols import Models, RunPlace, StepData, Task, blocks_of, shape_words, trainable
 
 RANKS = (1, 8, 64)  # numbers of devices that micro-batches are shown for
 
@@ -42,22 +43,25 @@ class TaskReport:
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def check_task(config: RunConfig, ranks: Sequence[int] | None = None) -> TaskReport:
+def check_task(config: RunConfig, ranks: Sequence[int] | None = None, task: Task | None = None) -> TaskReport:
     """Open a task's data on the CPU, make its models without computing anything, and say what a run of the config will be.
 
-    Micro-batches are told for each number of devices in `ranks` (None: 1, 8 and 64, as far as the layout goes with them). Raises
-    UserError where the task cannot open its data, and for a model that lacks part of its protocol.
+    Micro-batches are told for each number of devices in `ranks` (None: 1, 8 and 64, as far as the layout goes with them). `task`: None:
+    the one that the config names. Raises UserError where the task cannot open its data, for a model that lacks part of its protocol,
+    and for a policy of a region that its blocks have not.
     """
     device = Device("cpu", 0)
     report = TaskReport([f"task {config.task}: run {config.name}, in {config.run_dir}"])
     with process_group(device):
-        task = make_task(config)
+        task = task or make_task(config)
         group = config.parallel.group  # the fewest devices that the layout takes
         place = RunPlace(device, world=group, dealt=group, folder=config.run_dir)
         task.open(place)
         lines, warnings = task.notes()
         report.lines_ += [*lines, *(f"warning: {warning}" for warning in warnings)]
-        report.lines_ += model_lines(task)
+        models = task.build()
+        report.lines_ += [*model_lines(task, models), *policy_lines(task, config, models)]
+        del models
         report.lines_ += [
             f"shape class {shape_words(shape)}: {task.tokens(shape):,} tokens an item, {_flops(task.cost(shape))} to train on one"
             for shape in task.shapes()
@@ -70,10 +74,10 @@ def check_task(config: RunConfig, ranks: Sequence[int] | None = None) -> TaskRep
     return report
 
 
-def model_lines(task: Task) -> list[str]:
+def model_lines(task: Task, models: Models) -> list[str]:
     """A line for each model: its class, blocks and parameters. Raises UserError for one that lacks part of its protocol."""
     learning = {role for update in task.updates() for role in update.roles}
-    return [_model_line(task, role, model, role in learning) for role, model in task.build().items()]
+    return [_model_line(task, role, model, role in learning) for role, model in models.items()]
 
 
 def _model_line(task: Task, role: str, model: nn.Module, learns: bool) -> str:

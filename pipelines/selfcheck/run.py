@@ -12,21 +12,22 @@ import re
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import yaml
 
 from mmspeed.config import RunConfig, make_run_config
 from mmspeed.config.parallel import AXES
-from mmspeed.config.tasks import task_entry
+from mmspeed.config.tasks import task_class, task_entry
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
 from mmspeed.pipelines.selfcheck.children import Child, run_children
 from mmspeed.pipelines.selfcheck.verdict import SelfCheck, compare, named, processes
 from mmspeed.pipelines.selfcheck.worker import WorkerReport
 from mmspeed.pipelines.tasks import make_task
-from mmspeed.protocols import CheckTask
+from mmspeed.protocols import CheckTask, RemadeElsewhere, Task
 
 __all__ = ["SelfCheck", "selfcheck", "with_layout"]
 
@@ -38,15 +39,16 @@ TIMEOUT_SECONDS = 600.0
 AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
 
 
-def selfcheck(config: RunConfig, layout: str) -> SelfCheck:
+def selfcheck(config: RunConfig, layout: str, make: Callable[[Any], Task] = make_task) -> SelfCheck:
     """Run a config, made small, at a layout such as "ulysses=2,ring=2" and on one process, and compare.
 
-    `layout` sets fields of the config's parallel section; axes that it does not name are 1. Raises UserError for a layout that
-    does not fit the model or is too large, as training would, and when a process fails.
+    `layout` sets fields of the config's parallel section; axes that it does not name are 1. make: the task of a config, where the config
+    does not name it, such as `lambda config: MyTask(config, load)`. Raises UserError for a layout that does not fit the
+    model or is too large, as training would, when a process fails, and for a task that other processes cannot make.
     """
     started = time.monotonic()
     config = with_layout(config, layout)
-    check = make_task(config).shrunk()
+    check = _small_task(config, make)
     world = processes(config.parallel)
     log.info(f"{named(config.parallel)}: {world} processes and one, on this machine's CPU")
     runs = {"layout": world, "alone": 1}  # and how many processes
@@ -60,6 +62,18 @@ def selfcheck(config: RunConfig, layout: str) -> SelfCheck:
     return dataclasses.replace(result, seconds=time.monotonic() - started)
 
 
+def _small_task(config: RunConfig, make: Callable[[Any], Task]) -> CheckTask:
+    """The small task of a config. Raises UserError for a task that other processes cannot make."""
+    task = make(config)
+    check = task.shrunk()
+    if not isinstance(check, RemadeElsewhere) and type(task) is not task_class(config.task):
+        raise UserError(
+            f"check --parallel: other processes make the task that the config names, {config.task}, and this is a "
+            f"{type(task).__name__}; register it (pipelines.tasks.register) and name it in the config, or give its CheckTask `remade_by`"
+        )
+    return check
+
+
 def _children(run: str, world: int, config: RunConfig, check: CheckTask, root: Path) -> list[Child]:
     """The processes of a run: of the layout, of one process alone, or of one in float32."""
     (root / run).mkdir()
@@ -67,6 +81,7 @@ def _children(run: str, world: int, config: RunConfig, check: CheckTask, root: P
         "config": config.model_dump(mode="json", by_alias=True),
         "classes": task_entry(config.task).to_json(),  # of a task that only this process has registered too
         "known": dict(check.known),
+        "remade_by": check.remade_by if isinstance(check, RemadeElsewhere) else None,
         "run": run,
         "world": world,
         "store": str(root / f"{run}.store"),

@@ -260,13 +260,20 @@ def hint(failing: list[GradientGap], steps: list[StepCheck], order: Sequence[str
 
 def _nearest_output(names: set[str], order: Sequence[str]) -> list[str]:
     """Of layers with a wrong gradient, those where it begins: backward goes from the output to the input."""
-    blocks = [place for place, name in enumerate(order) if name.startswith("blocks.")]
-    behind = names & set(order[max(blocks, default=-1) + 1 :])
+    lists = list(dict.fromkeys(block[0] for name in order if (block := _block(name))))  # in the order of their calls
+    places = [place for place, name in enumerate(order) if _block(name)]
+    behind = names & set(order[max(places, default=-1) + 1 :])
     if behind:
         return sorted({_layer(name) for name in behind})
-    numbers = {int(match[1]) for name in names if (match := re.match(r"blocks\.(\d+)\.", name))}
-    last = {name for name in names if numbers and name.startswith(f"blocks.{max(numbers)}.")}
+    wrong = {name: (lists.index(block[0]), block[1]) for name in names if (block := _block(name)) and block[0] in lists}
+    last = [name for name, block in wrong.items() if block == max(wrong.values())]
     return sorted({_layer(name) for name in last or names})
+
+
+def _block(name: str) -> tuple[str, int] | None:
+    """The list of blocks that a parameter is of, and the block's number in it; None of one outside of blocks."""
+    match = re.match(r"(\w*blocks)\.(\d+)\.", name)
+    return (match[1], int(match[2])) if match else None
 
 
 def _layer(name: str) -> str:

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from mmspeed import comm, rng
 from mmspeed.config import RunConfig, make_run_config
 from mmspeed.config.parallel import ParallelConfig
-from mmspeed.config.tasks import TASKS, TaskEntry
+from mmspeed.config.tasks import TASKS, TaskEntry, referred
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.initialize import initial_value, set_parameter
@@ -269,7 +269,11 @@ def _work(job: dict[str, Any]) -> None:
 
     os.environ.update(RANK=str(job["rank"]), LOCAL_RANK=str(job["rank"]), WORLD_SIZE=str(job["world"]))
     TASKS[job["config"]["task"]] = TaskEntry(**job["classes"])
-    check = make_task(make_run_config(job["config"])).shrunk(job["known"])
+    config = make_run_config(job["config"])
+    if job["remade_by"] is not None:
+        check: CheckTask = referred(job["remade_by"])(config, job["known"])
+    else:
+        check = make_task(config).shrunk(job["known"])
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(job["store"], job["world"]),

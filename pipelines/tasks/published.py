@@ -1,4 +1,4 @@
-"""Training published video transformers of diffusers, from Python."""
+"""Training published video transformers of diffusers: from Python, or as a task of an installed package."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import nn
 from mmspeed.config import Config
 from mmspeed.config.schema import ModelConfig
 from mmspeed.data.loading.first_epoch import OnlineEncoder
-from mmspeed.errors import UserError
 from mmspeed.pipelines.sparsify import sparsify_model
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.protocols import CheckTask, ModelCall
@@ -29,6 +28,8 @@ class PublishedVideoTask(VideoTask):
 
     call: how the forward of another class is called, an object like those of `mmspeed.models.diffusers.calls`; None: found by the class's
     name. Such a class names its blocks in an attribute `blocks` or in a plan (`mmspeed.protocols.declare_plan`).
+
+    The commands of `mmspeed` find such a task where an installed package declares a class derived from this one (docs/any-model.md).
     """
 
     def __init__(
@@ -39,16 +40,22 @@ class PublishedVideoTask(VideoTask):
         call: ModelCall | None = None,
     ) -> None:
         super().__init__(config, maker, lambda section, *_: _loaded(load, section), call)
+        self._load = load
 
     def compare_start(self, start: str) -> list[str]:
         """No difference that names and sizes of weights do not show."""
         return []
 
     def shrunk(self, known: Mapping[str, Any] | None = None) -> CheckTask:
-        """Raises UserError: the small models of a check are our own."""
-        raise UserError(
-            "check --parallel makes a small model of the config's `model` section; it cannot check a published one yet"
-        )
+        """A small model of the same class and heads. Loads the model once, for its config; `known` spares that.
+
+        Raises UserError for a class that is not known, and for a model that was changed after it was made.
+        """
+        from mmspeed.pipelines.tasks.published_check import PublishedModel, remade, shrunk_published
+
+        if known is not None:
+            return remade(self.config, known)
+        return shrunk_published(self.config, PublishedModel.of(self._load(), self._call))
 
 
 def _loaded(load: Callable[[], nn.Module], section: ModelConfig) -> nn.Module:

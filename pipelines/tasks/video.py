@@ -37,6 +37,7 @@ from mmspeed.loop.checkpoint.state import whole_tensors
 from mmspeed.mesh import patient_group
 from mmspeed.models import SoraDiT, build_model
 from mmspeed.models.codecs.vae import codec_geometry
+from mmspeed.models.diffusers.plans import declare_known_plan
 from mmspeed.models.sparse_note import sparse_lines, sparse_warnings
 from mmspeed.models.text.encoders import text_width
 from mmspeed.parallel import token_layout, unwrap
@@ -157,11 +158,24 @@ class VideoTask:
 
     def build(self) -> dict[str, nn.Module]:
         """The model, under the role "model". Raises UserError for one that is no diffusion model, or of another objective or sizes."""
+        return {"model": self._make()[0]}
+
+    def outlines(self) -> dict[str, nn.Module]:
+        """The model, under the role "model", without data: of our own with sizes of captions and latents that may be others."""
         model, self._spare = self._spare, None
-        return {"model": self._make()[0] if model is None else model}
+        if model is None:
+            model = self._build(self.config.model, 1, 1, "meta")
+        declare_known_plan(model)
+        if not any(
+            parameter.is_meta for parameter in model.parameters()
+        ):  # it came with its weights, which are read once
+            self._spare = model
+        return {"model": model}
 
     def _make(self) -> tuple[nn.Module, Predictor]:
-        model = self._build(self.config.model, self.inputs.channels, self.inputs.text_width, "meta")
+        model, self._spare = self._spare, None
+        if model is None:
+            model = self._build(self.config.model, self.inputs.channels, self.inputs.text_width, "meta")
         sizes = self.inputs.channels, self.inputs.text_width
         predictor = make_predictor(model, self.config.objective, *sizes, self._call)
         if isinstance(predictor, PublishedPredictor):

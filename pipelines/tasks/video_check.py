@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -37,6 +37,7 @@ from mmspeed.shapes import Bucket, Strides
 
 CHANNELS, TEXT_WIDTH, HEAD_WIDTH, RANK = 4, 16, 12, 8
 SHORTEST_CAPTION = 7  # tokens, padding included
+LEAST_FPS = 20  # of made-up clips
 USUAL_STRIDES = Strides(4, 8)  # of most video codecs
 TIME_STEPS, TIME_SAMPLES, TIME_BINS = 64, 64, 10
 UNEVEN_TIMES = 50.0  # chi-square of 9 degrees of freedom: even times exceed it once in ten million tries
@@ -81,16 +82,40 @@ def shrunk_model(model: SoraDiTConfig, tensor: int) -> ModelConfig:
 
 
 @dataclass(frozen=True)
+class SmallModel:
+    """What the samples of a small run, its exchanges and the report go by.
+
+    words: its sizes, for the report. full: each of its blocks attends over all tokens.
+    """
+
+    words: str
+    patch: Latent
+    blocks: int
+    full: bool
+
+
+@dataclass(frozen=True)
+class SmallSamples:
+    """What a small run computes on: `latents` of an image, a video or both; `shown` names what they were made of.
+
+    samples: of a step, for each latent.
+    """
+
+    latents: tuple[Latent, ...]
+    shown: tuple[str, ...]
+    samples: tuple[int, ...]
+    text_tokens: int
+
+
+@dataclass(frozen=True)
 class ShrunkRun:
-    """A small run of the video task, a `CheckTask`. `latents`: of an image, a video or both; `shown` names what they were made of."""
+    """A small run of the video task, a `CheckTask`."""
 
     video: VideoTask
     config: Config  # with the model and parallel sections of the small run
     strides: Strides
-    latents: tuple[Latent, ...]
-    shown: tuple[str, ...]
-    text_tokens: int
-    samples: tuple[int, ...]  # of a step, for each latent
+    model: SmallModel
+    made_up: SmallSamples
     remarks: tuple[str, ...] = ()
 
     @property
@@ -101,13 +126,12 @@ class ShrunkRun:
     @property
     def notes(self) -> CheckNotes:
         """Sizes of the model, and the samples."""
-        model = self.config.model
-        patch = "x".join(map(str, model.patch or ()))
+        made = self.made_up
         return CheckNotes(
-            model=f"{model.arrangement}, {model.depth} blocks, {model.heads} heads of width {HEAD_WIDTH}, patch {patch}",
+            model=f"{self.model.words}, patch {sizes_of(self.model.patch)}",
             settings=[f"objective {self.config.objective.kind}"],
             items=[
-                f"{count} made-up samples of {shown}" for count, shown in zip(self.samples, self.shown, strict=True)
+                f"{count} made-up samples of {shown}" for count, shown in zip(made.samples, made.shown, strict=True)
             ],
             remarks=self.remarks,
         )
@@ -115,7 +139,7 @@ class ShrunkRun:
     @property
     def kinds(self) -> tuple[str, ...]:
         """Kinds of steps that the config has."""
-        kinds = tuple("images" if latent[0] == 1 else "videos" for latent in self.latents)
+        kinds = tuple("images" if latent[0] == 1 else "videos" for latent in self.made_up.latents)
         return (*kinds, "mixed") if len(kinds) > 1 else kinds
 
     def with_config(self, config: RunConfig) -> ShrunkRun:
@@ -139,8 +163,8 @@ class ShrunkRun:
         if batching.by != "samples":
             by = "tokens" if batching.by == "time" else batching.by  # nothing is measured here
             batching = batching.model_copy(update={"by": by, "budget": None})
-        costs = sample_costs(self._task.predictor, self.strides, self.text_tokens)
-        buckets = [self.bucket(latent) for latent in self.latents]
+        costs = sample_costs(self._task.predictor, self.strides, self.made_up.text_tokens)
+        buckets = [self.bucket(latent) for latent in self.made_up.latents]
         return make_batching(batching, self.config.train, buckets, costs, world, self.config.parallel)
 
     def step(self, kind: str, place: RunPlace) -> StepData:
@@ -164,7 +188,7 @@ class ShrunkRun:
     def draws(self, kind: str, each: int | None = None, epoch: int = 0) -> list[SampleUse[Sample]]:
         """The samples of a step of a kind, those of one bucket together; `each` sets how many of a bucket."""
         found = []
-        for latent, count in zip(self.latents, self.samples, strict=True):
+        for latent, count in zip(self.made_up.latents, self.made_up.samples, strict=True):
             if kind in ("mixed", "images" if latent[0] == 1 else "videos"):
                 bucket = self.bucket(latent)
                 keys = [f"{bucket.name}-{number}" for number in range(each or count)]
@@ -174,8 +198,8 @@ class ShrunkRun:
     def batch(self, part: Sequence[tuple[SampleUse[Sample], float]]) -> Batch:
         """The micro-batch of (draw, weight) pairs of one bucket: what is in a sample depends on its name alone."""
         seed, names, bucket = self.config.seed, [draw.name for draw, _ in part], part[0][0].sample.bucket
-        shape = (CHANNELS, *self.strides.latent(bucket))
-        text = (self.text_tokens, TEXT_WIDTH)
+        shape, predictor = (CHANNELS, *self.strides.latent(bucket)), self._task.predictor
+        text, pooled = (self.made_up.text_tokens, TEXT_WIDTH), (predictor.pooled_width,)
         lengths_B = torch.tensor([1 + rng.key64(seed, "caption length", name[0]) % (text[0] - 1) for name in names])
         return video_batch(
             latents_BCThw=torch.stack([rng.normal(shape, seed, "latent", name[0]) for name in names]),
@@ -185,27 +209,30 @@ class ShrunkRun:
             names=names,
             bucket=bucket,
             sources=["made up"] * len(part),
+            pooled_BD=torch.stack([rng.normal(pooled, seed, "pooled", name[0]) for name in names])
+            if pooled[0]
+            else None,
             noise_BCThw=draw_noise(names, shape, seed),
             u_B=draw_quantiles(names, seed),
+            fps_B=torch.tensor([_fps(seed, name[0]) for name in names]) if predictor.timed else None,
         )
 
     # -- what must hold -------------------------------------------------------------------------------------------------
 
     def expected(self, kind: str) -> list[str]:
         """What must be sent in a step of a kind, as "kind axis": else an axis of the layout does nothing."""
-        parallel, model = self.config.parallel, self.config.model
+        parallel, model = self.config.parallel, self.model
         found = [f"{what} tp" for what in ("all_gather", "reduce_scatter", "all_reduce") if parallel.tp > 1]
         if kind == "images" or parallel.sequence == 1:
             return found
         found.append("all_gather sequence")  # the prediction, from all
-        full, crosses = model.arrangement == "full", (model.depth or 1) > 1 or parallel.shard == "space"
-        if full or crosses:
+        if model.full or model.blocks > 1 or parallel.shard == "space":
             found += ["all_to_all ulysses"] if parallel.ulysses > 1 else []
             found += ["ring ring"] if parallel.ring > 1 else []
             found += (
                 ["ring ring_outer"] if parallel.ring_window is not None and parallel.ring_window < parallel.ring else []
             )
-        if parallel.dsp > 1 and (model.depth or 1) > 1:
+        if parallel.dsp > 1 and model.blocks > 1:
             found.append("all_to_all dsp")
         return found
 
@@ -238,7 +265,12 @@ class ShrunkRun:
         ends = comm.all_gather_objects([t_B.min().item(), t_B.max().item()])
         low, high = min(low for low, _ in ends), max(high for _, high in ends)
         times = f"times of many draws from {low:.3f} to {high:.3f}"
-        return problems, [f"captions of {self.text_tokens} tokens with padding; {times}"]
+        return problems, [f"captions of {self.made_up.text_tokens} tokens with padding; {times}"]
+
+
+def _fps(seed: int, sample: str) -> float:
+    """Frames per second of a made-up clip."""
+    return float(LEAST_FPS + rng.key64(seed, "fps", sample) % 8)
 
 
 def uneven(counts: Sequence[int]) -> float:
@@ -251,13 +283,7 @@ def shrunk_video(video: VideoTask, known: Mapping[str, Any] | None = None) -> Sh
     """The small run of a video task. `known`: the strides, from another process; else the codec is asked, and taken for a usual one
     where it is not at hand. Raises UserError as `shrink_run`.
     """
-    remarks = []
-    if known is not None:
-        strides = Strides(*known["strides"])
-    else:
-        strides, found = codec_strides(video.config)
-        if not found:
-            remarks.append(f"the codec is not at hand: latents as of strides {strides.temporal}x{strides.spatial}")
+    strides, remarks = known_strides(video.config, known)
     if video.config.model.sparse is not None:
         remarks.append(
             "attention is dense in this check: over a ring, sparse attention plans otherwise than one process"
@@ -265,11 +291,14 @@ def shrunk_video(video: VideoTask, known: Mapping[str, Any] | None = None) -> Sh
     return replace(shrink_run(video, strides), remarks=("; ".join(remarks),) if remarks else ())
 
 
-def codec_strides(config: Config) -> tuple[Strides, bool]:
-    """(the codec's strides, True), or usual ones and False where it is not at hand."""
+def known_strides(config: Config, known: Mapping[str, Any] | None) -> tuple[Strides, list[str]]:
+    """(the codec's strides, as another process found them or by asking it, a remark where usual ones stand for it)."""
+    if known is not None:
+        return Strides(*known["strides"]), []
     with contextlib.suppress(UserError):
-        return codec_geometry(config.vae)[1], True
-    return USUAL_STRIDES, False
+        return codec_geometry(config.vae)[1], []
+    strides = USUAL_STRIDES
+    return strides, [f"the codec is not at hand: latents as of strides {strides.temporal}x{strides.spatial}"]
 
 
 def shrink_run(video: VideoTask, strides: Strides) -> ShrunkRun:
@@ -278,49 +307,62 @@ def shrink_run(video: VideoTask, strides: Strides) -> ShrunkRun:
     Raises UserError for a bucket that fits neither codec nor model, and as `resolve_config`.
     """
     config = video.config
-    parallel = config.parallel
     model = resolve_config(config.model, CHANNELS, TEXT_WIDTH)
+    section = shrunk_model(model, config.parallel.together(split=False))
+    samples = shrunk_samples(config, strides, model.patch, model.grid)
+    words = f"{section.arrangement}, {section.depth} blocks, {section.heads} heads of width {HEAD_WIDTH}"
+    small = SmallModel(words, model.patch, section.depth or 1, model.arrangement == "full")
+    return ShrunkRun(video, small_config(config, section, samples), strides, small, samples)
+
+
+def small_config(config: Config, section: ModelConfig, samples: SmallSamples) -> Config:
+    """The config with the small model, and captions that are split if those of training may be."""
+    parallel, threshold = config.parallel, config.parallel.shard_text
+    if threshold is not None:
+        threshold = min(threshold, samples.text_tokens) if threshold <= config.text.max_tokens else None
+    return config.model_copy(
+        update={"model": section, "parallel": parallel.model_copy(update={"shard_text": threshold})}
+    )
+
+
+def shrunk_samples(config: Config, strides: Strides, patch: Latent, grid: Callable[[Latent], Latent]) -> SmallSamples:
+    """Small latents of the config's most awkward buckets. `grid`: a latent's patches; raises ValueError where they do not fit.
+
+    Raises UserError for a bucket that fits neither codec nor model.
+    """
+    parallel = config.parallel
     sequence, lanes = parallel.sequence, math.prod(parallel.sizes().values()) // parallel.group
-    text_tokens = max(SHORTEST_CAPTION, 2 * sequence + 1)
-    threshold = parallel.shard_text
-    if threshold is not None:  # captions are split here if they may be there
-        threshold = min(threshold, text_tokens) if threshold <= config.text.max_tokens else None
     latents, shown, samples = [], [], []
     for images in (True, False):
         some = [bucket for bucket in config.buckets if bucket.is_image == images]
         if some:
-            fitting = {bucket: _latent_in(bucket, strides, model) for bucket in some}
-            bucket = max(some, key=lambda bucket: _awkward(fitting[bucket], model, sequence))
-            small = shrunk_latent(fitting[bucket], model.patch, sequence, parallel.together(split=False))
+            fitting = {bucket: _latent_in(bucket, strides, grid) for bucket in some}
+            bucket = max(some, key=lambda bucket: _awkward(fitting[bucket], grid, sequence))
+            small = shrunk_latent(fitting[bucket], patch, sequence, parallel.together(split=False))
             latents.append(small)
-            shown.append(f"{bucket} (latent {_sizes(fitting[bucket])}) as {_sizes(small)}")
+            shown.append(f"{bucket} (latent {sizes_of(fitting[bucket])}) as {sizes_of(small)}")
             samples.append(3 if images else lanes + 2)  # numbers that lanes seldom divide
-    small_config = config.model_copy(
-        update={
-            "model": shrunk_model(model, parallel.together(split=False)),
-            "parallel": parallel.model_copy(update={"shard_text": threshold}),
-        }
-    )
-    return ShrunkRun(video, small_config, strides, tuple(latents), tuple(shown), text_tokens, tuple(samples))
+    return SmallSamples(tuple(latents), tuple(shown), tuple(samples), max(SHORTEST_CAPTION, 2 * sequence + 1))
 
 
-def _latent_in(bucket: Bucket, strides: Strides, model: SoraDiTConfig) -> Latent:
+def _latent_in(bucket: Bucket, strides: Strides, grid: Callable[[Latent], Latent]) -> Latent:
     try:
         latent = strides.latent(bucket)
     except ValueError as error:
         raise UserError(f"bucket {bucket} does not fit the codec: {error}") from None
     try:
-        model.grid(latent)
+        grid(latent)
     except ValueError as error:
         raise UserError(f"bucket {bucket} does not fit the model: {error}") from None
     return latent
 
 
-def _awkward(latent: Latent, model: SoraDiTConfig, sequence: int) -> tuple[bool, bool, int]:
+def _awkward(latent: Latent, grid: Callable[[Latent], Latent], sequence: int) -> tuple[bool, bool, int]:
     """What makes a bucket worth trying: frames and places that do not divide, and then its size."""
-    t, h, w = model.grid(latent)
+    t, h, w = grid(latent)
     return bool(t % sequence), bool(h * w % sequence), t * h * w
 
 
-def _sizes(sizes: Latent) -> str:
+def sizes_of(sizes: Latent) -> str:
+    """Sizes as `4x8x8`."""
     return "x".join(map(str, sizes))

@@ -7,6 +7,8 @@ key biases have none but rounding). Sums over keys and over ranks are taken in a
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from mmspeed.comm import Ledger
 from mmspeed.errors import UserError
 from mmspeed.models.diffusers.plans import plan_for
-from mmspeed.parallel import sequence_parallel
+from mmspeed.parallel import autocast, sequence_parallel
 from tests.spawn import run_ranks
 from tests.video_transformers import CASES, loss_of, make_inputs, make_model
 
@@ -97,7 +99,8 @@ _IMAGE_MODEL = {"cogvideox, sincos": {"sample_frames": 1}}
 
 
 def saved(folder: str) -> Found:
-    """`save_pretrained` of a sequence-parallel model, read back as the plain class; and a deep copy (an EMA) that computes."""
+    """`save_pretrained` of a sequence-parallel model that computes in bfloat16, read back as the plain class; and a deep copy (an EMA) that
+    computes."""
     import diffusers
 
     import mmspeed
@@ -105,12 +108,14 @@ def saved(folder: str) -> Found:
     plain = make_model("wan")
     model = mmspeed.accelerate_model(copy.deepcopy(plain), "ulysses=2")
     own = f"{folder}/{dist.get_rank()}"
-    model.save_pretrained(own)  # type: ignore[operator]
-    back = diffusers.WanTransformer3DModel.from_pretrained(own)
     inputs = make_inputs("wan")
     with torch.no_grad():
         true, copied = loss_of(plain, inputs), loss_of(copy.deepcopy(model), inputs)
+    autocast(model, torch.bfloat16)
+    model.save_pretrained(own)  # type: ignore[operator]
+    back = diffusers.WanTransformer3DModel.from_pretrained(own)
     return {
+        "written": json.loads((Path(own) / "config.json").read_text())["_class_name"],
         "class": type(back).__name__,
         "equal": all(torch.equal(v, plain.state_dict()[k]) for k, v in back.state_dict().items()),
         "copied": abs(float(copied - true)),
@@ -253,7 +258,7 @@ def test_images_are_not_exchanged(two: dict[str, Any]) -> None:
 
 
 def test_saved_models_are_of_the_plain_class(two: dict[str, Any]) -> None:
-    assert two["saved"]["class"] == "WanTransformer3DModel" and two["saved"]["equal"]
+    assert two["saved"]["written"] == two["saved"]["class"] == "WanTransformer3DModel" and two["saved"]["equal"]
     assert two["saved"]["copied"] < 1e-6
 
 

@@ -7,6 +7,7 @@ off must be as near to float64, within a factor of 2, as that one process is. A 
 
 from __future__ import annotations
 
+import re
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.foreign_training import DATA, ODD, OVERRIDES, Combination, take_step, take_steps
+from tests.foreign_training import DATA, LONG, ODD, OVERRIDES, Combination, take_step, take_steps
 from tests.spawn import run_ranks
 from tests.support.covers import pairwise
 from tests.support.published import prepare, published_config, write_cache
@@ -53,8 +54,21 @@ COVERS: dict[tuple[str, int], dict[str, list[str]]] = {
 BUDGET: Combination = {
     "layout": "fsdp", "keeping": "budget", "sparse": "no", "shape": "video", "text": "given", "micro": "3",
 }  # fmt: skip
-# A model of two tiny blocks that is split over processes too has no choice between what its step takes and the least
+# A model of two tiny blocks that is split over processes too has no choice between what its step takes and the least:
+# tests/ranks/test_foreign_budgets.py has a budget of one of eight blocks
 BUDGETS = {"wan": [BUDGET]}
+
+
+def long(layout: str, keeping: str, sparse: str = "no", micro: str = "2") -> Combination:
+    """Captions of a real length, filled up or masked, beside a video of 3 x 3 x 3 tokens."""
+    return {"layout": layout, "keeping": keeping, "sparse": sparse, "shape": "odd", "text": "long", "micro": micro}
+
+
+LONG_CAPTIONS = {
+    ("wan", 2): [long("tp", "selective"), long("ring", "chunks", "all kept"), long("fsdp", "regions", "half", "1")],
+    ("wan", 4): [long("tp x ulysses", "regions"), long("ulysses x ring", "again", micro="3")],
+    ("ltx", 2): [long("ring", "block"), long("ulysses", "regions", "half", "1")],
+}
 
 
 def groups(name: str, world: int) -> list[list[Combination]]:
@@ -79,6 +93,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("foreign")
     prepare(folder)
     write_cache(published_config(folder, "wan", ODD, f"data.cache={folder / 'odd'}"))
+    long_config = published_config(folder, "wan", ODD, f"data.cache={folder / 'long'}", "text.max_tokens=512")
+    write_cache(long_config, captions=LONG)
     return folder
 
 
@@ -123,8 +139,19 @@ def proofs(combination: Combination, world: int, counters: dict[str, Any]) -> di
     return found
 
 
-def floor(key: str) -> float:
-    """The share of the largest gradient below which one is rounding. A bias of all keys moves all scores alike, which softmax forgets."""
+SCORES = re.compile(
+    r"\.attn2\.(to_q|to_k|norm_q|norm_k)\.|\.norm2\."
+)  # what gradients reach through the scores over captions
+
+
+def floor(key: str, text: str) -> float:
+    """The share of the largest gradient below which one is rounding. A bias of all keys moves all scores alike, which softmax forgets.
+
+    Of 512 keys of a caption most are zeros and alike, so that gradients of scores cancel: one process with one sample at a time in place of
+    three is up to 1.3e-5 off there too, with a floor of 1e-3.
+    """
+    if text == "long" and SCORES.search(key):
+        return 2e-2
     return 1e-2 if key.endswith("to_k.bias") else 1e-3
 
 
@@ -144,7 +171,8 @@ def hold(folder: Path, name: str, world: int, combination: Combination, ranks: l
             wrong.append(f"rank {number}: norm {norm}, of one process {truth.norm}")
         assert gradients.keys() == truth.gradients.keys()
         errors = {
-            key: np.abs(gradients[key] - value).max() / max(np.abs(value).max(), floor(key) * largest)
+            key: np.abs(gradients[key] - value).max()
+            / max(np.abs(value).max(), floor(key, combination["text"]) * largest)
             for key, value in truth.gradients.items()
         }
         far = sorted(((error, key) for key, error in errors.items() if error > TOLERANCE), reverse=True)
@@ -168,6 +196,16 @@ def check(home: Path, name: str, world: int, combinations: list[Combination]) ->
 @pytest.mark.parametrize(("name", "world", "number"), parameters())
 def test_a_step_of_many_processes_is_that_of_one(home: Path, name: str, world: int, number: int) -> None:
     check(home, name, world, groups(name, world)[number])
+
+
+def test_captions_of_a_real_length_change_nothing(home: Path) -> None:
+    check(home, "wan", 2, [long("ulysses", "block")])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "world"), LONG_CAPTIONS)
+def test_captions_of_a_real_length_change_nothing_elsewhere(home: Path, name: str, world: int) -> None:
+    check(home, name, world, LONG_CAPTIONS[name, world])
 
 
 @pytest.mark.slow

@@ -71,8 +71,8 @@ def prepare(folder: Path) -> None:
     write_cache(published_config(folder, "wan"))
 
 
-def write_cache(config: Config, samples: int = 12) -> None:
-    """Videos and images with captions of several lengths and pooled vectors; the first sample is held out."""
+def write_cache(config: Config, samples: int = 12, captions: tuple[int, int] = (3, 5)) -> None:
+    """Videos and images with captions of two lengths in turn (in tokens) and pooled vectors; the first sample is held out."""
     root = config.local_cache_dir()
     buckets = sorted(config.buckets, key=lambda bucket: bucket.is_image)  # a video's, an image's
     latents, texts = [], []
@@ -87,7 +87,7 @@ def write_cache(config: Config, samples: int = 12) -> None:
                 "latents", latents[-1][0], tensors, parts, bucket=bucket, tokens=sizes[1] * 6, content_id=f"c{number}",
                 frames=range(bucket.frames), fps=FPS + number if bucket.frames > 1 else None, source=f"{number}.mp4",
             )  # fmt: skip
-        for length, section in ((3, "texts"), (5, "texts"), (1, "null")):
+        for length, section in ((captions[0], "texts"), (captions[1], "texts"), (1, "null")):
             parts = {"kind": "text", "length": length, "section": section}
             if section == "texts":
                 texts.append(entry_key(parts))
@@ -118,9 +118,15 @@ def load(folder: Path, name: str) -> nn.Module:
     return loaded
 
 
-def task_of(folder: Path, name: str, config: Config) -> PublishedVideoTask:
-    """The video task of a saved model."""
-    return PublishedVideoTask(config, lambda: load(folder, name))
+def task_of(folder: Path, name: str, config: Config, loads: Callable[[], object] | None = None) -> PublishedVideoTask:
+    """The video task of a saved model. `loads` is called whenever the model is loaded."""
+
+    def loaded() -> nn.Module:
+        if loads is not None:
+            loads()
+        return load(folder, name)
+
+    return PublishedVideoTask(config, loaded)
 
 
 def train_published(folder: str, name: str, overrides: tuple[str, ...] = ()) -> None:

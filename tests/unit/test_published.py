@@ -228,12 +228,6 @@ def test_what_does_not_fit_is_said(home: Path, name: str, overrides: tuple[str, 
         one_step(str(home), name, overrides)
 
 
-def test_a_check_says_that_it_cannot(home: Path) -> None:
-    config = published_config(home, "wan")
-    with pytest.raises(UserError, match="cannot check a published one yet"):
-        task_of(home, "wan", config).shrunk()
-
-
 def test_another_class_is_told_what_to_say(home: Path) -> None:
     config = published_config(home, "wan")
     other = "chronoedit, by its own declaration"

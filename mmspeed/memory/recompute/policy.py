@@ -13,6 +13,7 @@ from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.memory.chunks import set_chunks
 from mmspeed.memory.offload.offloader import Offloader, OffloadGroup
+from mmspeed.protocols.plan import parts_of
 
 from .block_checkpoint import recompute
 from .regions import ActivationPolicies, check_policies, set_policies
@@ -59,17 +60,25 @@ class BlockPolicies:
         `block: recompute` of a compiled block.
         """
         ways = {name: way for name, way in self.of(number).items() if way != "save"}
-        if self.mlp_chunk is not None and not set_chunks(block, self.mlp_chunk, self.mlp_exact):
-            raise UserError(f"memory.mlp_chunk: {type(block).__name__} has no MLP that computes in parts; leave it out")
-        check_policies(block, ways)
+        check_keeping(block, ways, self.mlp_chunk, compiled)
+        if self.mlp_chunk is not None:
+            set_chunks(block, self.mlp_chunk, self.mlp_exact)
         if compiled and ways:
-            if ways != {"block": "recompute"}:
-                raise UserError(
-                    "memory.activation_policy: with train.compile, `block: recompute` is the only policy beside `save`"
-                )
             recompute(block, around_graphs, self.exchange_again)
         elif ways:
             set_policies(block, ways, self.groups, exchange_again=self.exchange_again)
+
+
+def check_keeping(block: nn.Module, ways: ActivationPolicies, mlp_chunk: int | None, compiled: bool) -> None:
+    """Raises UserError for what `BlockPolicies.apply` refuses; changes nothing."""
+    if mlp_chunk is not None and not parts_of(block).chunks:
+        raise UserError(f"memory.mlp_chunk: {type(block).__name__} has no MLP that computes in parts; leave it out")
+    check_policies(block, ways)
+    kept = {name: way for name, way in ways.items() if way != "save"}
+    if compiled and kept and kept != {"block": "recompute"}:
+        raise UserError(
+            "memory.activation_policy: with train.compile, `block: recompute` is the only policy beside `save`"
+        )
 
 
 def count_policies(keeping: Iterable[ActivationPolicies]) -> dict[str, int]:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from mmspeed.config.memory import SMALL_WAYS, ActivationPolicy
+from mmspeed.config.memory import SMALL, SMALL_WAYS, ActivationPolicy
 from mmspeed.errors import UserError, nearest
 from mmspeed.memory.offload.offloader import OffloadGroup
 from mmspeed.mixin import mix_in
@@ -183,13 +183,21 @@ def check_policies(block: nn.Module, ways: ActivationPolicies) -> None:
             )
 
 
+def _serves_for(name: str) -> str:
+    """What to do where no module makes a norm or an activation alone."""
+    return "; `block: selective` computes norms and activations again, and keeps products and attention" * (
+        name in SMALL
+    )
+
+
 def region_modules(block: nn.Module, name: str, parts: BlockParts | None = None) -> list[nn.Module]:
     """The modules of a block's region. Raises UserError for a region that the block has not, or that is no preparing layer though small."""
     parts = parts_of(block) if parts is None else parts
     if name not in parts.regions:
         known = ("block", *parts.regions)
         raise UserError(
-            f"memory.activation_policy: {type(block).__name__} has no region {name} (it has {', '.join(known)}){nearest(name, known)}"
+            f"memory.activation_policy: {type(block).__name__} has no region {name} (it has {', '.join(known)})"
+            f"{nearest(name, known) or _serves_for(name)}"
         )
     region: Region = parts.regions[name]
     modules = [

@@ -1,0 +1,39 @@
+"""Which regions of a model's blocks can have an activation policy, and whether a config's policies are for these."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from mmspeed.config import RunConfig
+from mmspeed.memory.recompute.policy import check_keeping
+from mmspeed.memory.recompute.spans import regions_of
+from mmspeed.protocols import OutlinesModels, Task, blocks_of, parts_of
+
+
+def policy_lines(task: Task, config: RunConfig, models: Mapping[str, nn.Module] | None = None) -> list[str]:
+    """For each kind of block that learns, the regions that can have a policy, and what serves for norms and activations.
+
+    models: the task's, by role; None: those that it outlines, and no lines of a task that outlines none. Raises UserError for what
+    `memory` asks of a region that a block has not, with the nearest name.
+    """
+    if models is None:
+        models = task.outlines() if isinstance(task, OutlinesModels) else {}
+    learning = dict.fromkeys(role for update in task.updates() for role in update.roles)
+    lines = []
+    for role in (role for role in learning if role in models):
+        kinds = {type(block).__name__: block for _, block in blocks_of(models[role])}
+        for name, block in kinds.items():
+            check_keeping(block, config.memory.activation_policy, config.memory.mlp_chunk, config.train.compile)
+            lines.append(f"{role}: memory.activation_policy of {name}: {_regions(block)}")
+    return lines
+
+
+def _regions(block: nn.Module) -> str:
+    """The regions in words."""
+    regions = parts_of(block).regions
+    named = ", ".join(("block", *regions_of(block)))
+    if any(region.small for region in regions.values()):
+        return named
+    return f"{named}; no module makes a norm or an activation alone: `selective` computes them again, and keeps products and attention"

@@ -1,0 +1,207 @@
+"""The task of a published video transformer made small, for `check --parallel`: its class and heads, few narrow blocks, samples made up.
+
+The process that checks loads the model once, for its class and the arguments that it was made with; the others are told these as JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, is_dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from mmspeed.config import Config, RunConfig, video_config
+from mmspeed.config.schema import ModelConfig
+from mmspeed.config.sparse import SparseConfig
+from mmspeed.config.tasks import referred
+from mmspeed.errors import UserError
+from mmspeed.models.diffusers.calls import WanCall, call_for, class_name, token_grid
+from mmspeed.models.diffusers.small import SMALL, SmallClass, SmallSizes
+from mmspeed.pipelines.sparsify import sparsify_model
+from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.pipelines.tasks.video_check import (
+    CHANNELS,
+    TEXT_WIDTH,
+    ShrunkRun,
+    SmallModel,
+    known_strides,
+    shrunk_samples,
+    shrunk_size,
+    small_config,
+)
+from mmspeed.protocols import ModelCall
+from mmspeed.protocols.calls import Configured
+
+PLAIN = (str, int, float, bool, type(None))
+# of sparse attention, whatever it keeps in training: over a ring it plans otherwise than one process, unless it keeps all
+ALL_KEPT: Mapping[str, Any] = {
+    "rule": "threshold", "tau": 0.0, "error": None, "min_tokens": 1, "cluster_size": 8, "dense_first": 0, "dense_last": 0,
+    "dense_steps": 0, "ramp_steps": 0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PublishedModel:
+    """All that a small model is made from.
+
+    Args:
+        kind: its class, "module:class".
+        config: the arguments that the class was made with.
+        frozen: parameters that do not train.
+        call: how its forward is called.
+    """
+
+    kind: str
+    config: Mapping[str, Any]
+    frozen: tuple[str, ...]
+    call: ModelCall
+
+    @classmethod
+    def of(cls, model: nn.Module, call: ModelCall | None) -> PublishedModel:
+        """What a loaded model is. Raises UserError for one that a small one cannot stand for."""
+        kind = type(model)
+        if class_name(model) is None or not isinstance(model, Configured):
+            raise UserError(
+                f"check --parallel makes a small model of a published class that it knows: {', '.join(SMALL)}; {kind.__name__} is none. "
+                "Give its task a `shrunk` of its own (mmspeed.protocols.CheckTask)"
+            )
+        reference = f"{kind.__module__}:{kind.__qualname__}"
+        if "<locals>" in reference or kind.__module__ == "__main__":
+            raise UserError(
+                f"check --parallel: other processes cannot import {kind.__name__}, which {reference.partition(':')[0]} defines; put it at "
+                "the top level of a module"
+            )
+        found = cls(
+            reference,
+            dict(model.config),
+            tuple(name for name, parameter in model.named_parameters() if not parameter.requires_grad),
+            call or call_for(model),
+        )
+        _check_plain(model, found)
+        return found
+
+    @classmethod
+    def from_json(cls, known: Mapping[str, Any]) -> PublishedModel:
+        """What `to_json` gave."""
+        call = referred(known["call"]["class"])(**known["call"]["fields"])
+        return cls(known["class"], known["config"], tuple(known["frozen"]), call)
+
+    def to_json(self) -> dict[str, Any]:
+        """The same in JSON's types. Raises UserError for a call that is no dataclass of plain values at a module's top level."""
+        kind, call = type(self.call), self.call
+        fields = asdict(call) if is_dataclass(call) and not isinstance(call, type) else None
+        if fields is None or "<locals>" in kind.__qualname__ or not all(isinstance(v, PLAIN) for v in fields.values()):
+            raise UserError(
+                f"check --parallel: other processes cannot be told the call {kind.__name__}; make it a dataclass of numbers and words at "
+                "the top level of a module"
+            )
+        return {
+            "class": self.kind,
+            "config": {name: value for name, value in self.config.items() if not name.startswith("_")},
+            "frozen": list(self.frozen),
+            "call": {"class": f"{kind.__module__}:{kind.__qualname__}", "fields": fields},
+        }
+
+    @property
+    def small(self) -> SmallClass:
+        """How its class is made small."""
+        return next(SMALL[own.__name__] for own in referred(self.kind).__mro__ if own.__name__ in SMALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShrunkPublished(ShrunkRun):
+    """A small run of a published model."""
+
+    published: PublishedModel
+
+    @property
+    def known(self) -> dict[str, Any]:
+        """The codec's strides, and what the model is: both are loaded by one process alone."""
+        return {**super().known, "published": self.published.to_json()}
+
+    @property
+    def remade_by(self) -> str:
+        """What makes the same small run in another process."""
+        return f"{__name__}:remade"
+
+    def expected(self, kind: str) -> list[str]:
+        """As of any; over a ring sparse attention sends rows of the keys that are kept."""
+        found = super().expected(kind)
+        if self.config.model.sparse is None:
+            return found
+        return ["rows ring" if what == "ring ring" else what for what in found if what != "ring ring_outer"]
+
+
+def shrunk_published(config: Config, model: PublishedModel, known: Mapping[str, Any] | None = None) -> ShrunkPublished:
+    """The small run of a published model at the layout of the config. `known`: of another process.
+
+    Raises UserError for a bucket that fits neither codec nor model.
+    """
+    strides, remarks = known_strides(config, known)
+    small, name = model.small, model.kind.rpartition(":")[2]
+    patch = small.patch(model.config)
+    samples = shrunk_samples(config, strides, patch, partial(token_grid, patch=patch))
+    tensor = config.parallel.together(split=False)
+    sizes = SmallSizes(
+        CHANNELS,
+        TEXT_WIDTH,
+        samples.text_tokens,
+        samples.latents[-1],
+        lambda size, least: shrunk_size(size, tensor, least),
+    )
+    arguments, sparse = small.config(model.config, sizes), config.model.sparse
+    if sparse is not None:
+        if sparse.grouping in ("window", "skip"):
+            sparse = None
+            remarks.append("attention is dense in this check: over several processes these patterns differ")
+        else:
+            sparse = SparseConfig.model_validate({**sparse.model_dump(), **ALL_KEPT})
+            remarks.append(
+                "sparse attention keeps all keys in this check: over a ring it plans otherwise than one process"
+            )
+    section = ModelConfig(sparse=sparse)
+    blocks = arguments["num_layers"] + arguments.get("num_single_layers", 0)
+    words = f"{name}, {blocks} blocks, {arguments['num_attention_heads']} heads of width {small.head}"
+    call = model.call
+    if isinstance(call, WanCall):  # among many tokens of padding gradients of captions cancel to rounding
+        call = replace(call, text_tokens=min(call.text_tokens, samples.text_tokens))
+    video = VideoTask(config, build=_builder(model, arguments), call=call)
+    about = SmallModel(words, patch, blocks, full=True)
+    small_run = small_config(config, section, samples)
+    return ShrunkPublished(
+        video, small_run, strides, about, samples, ("; ".join(remarks),) if remarks else (), published=model
+    )
+
+
+def remade(config: RunConfig, known: Mapping[str, Any]) -> ShrunkPublished:
+    """The small run that another process made of this config, from what it knew."""
+    return shrunk_published(video_config(config, "config"), PublishedModel.from_json(known["published"]), known)
+
+
+def _builder(model: PublishedModel, arguments: Mapping[str, Any]) -> Callable[..., nn.Module]:
+    """What makes the small model; its weights are any, and nobody's to keep."""
+
+    def build(section: ModelConfig, *_: Any) -> nn.Module:
+        made: nn.Module = referred(model.kind)(**arguments)
+        for name, parameter in made.named_parameters():
+            parameter.requires_grad_(name not in model.frozen)
+        if section.sparse is not None:
+            sparsify_model(made, section.sparse)
+        return made
+
+    return build
+
+
+def _check_plain(model: nn.Module, found: PublishedModel) -> None:
+    """Raises UserError for a model that was changed after it was made: its config does not say how."""
+    with torch.device("meta"):
+        plain: nn.Module = referred(found.kind)(**{k: v for k, v in found.config.items() if not k.startswith("_")})
+    other = dict(model.named_parameters()).keys() ^ dict(plain.named_parameters()).keys()
+    if other:
+        raise UserError(
+            f"check --parallel makes a small {type(model).__name__} of its config, and this one was changed after it was made: "
+            f"{min(other)} is not as its class has it"
+        )
