@@ -22,24 +22,27 @@ class Attend(nn.Module):
         return structured_attention(q_BAND, k_BAMD, v_BAMD, structure)
 
 
-def structured_attention(q_BAND: Tensor, k_BKMD: Tensor, v_BKMW: Tensor, structure: Structure) -> Tensor:
+def structured_attention(
+    q_BAND: Tensor, k_BKMD: Tensor, v_BKMW: Tensor, structure: Structure, place_N: Tensor | None = None
+) -> Tensor:
     """Dense attention on one process under a structure: `out_BANW`, or `out_BGANW`; queries that see no key give 0.
 
-    Keys and values may have fewer heads, by a whole factor, and values another width. Raises ValueError for shapes that do not fit.
+    Keys and values may have fewer heads, by a whole factor, and values another width. `place_N`: of each token in its sequence, None: as
+    they lie. Raises ValueError for shapes that do not fit.
     """
     plain = not structure.causal and structure.window is None and structure.documents_BN is None
     if q_BAND.dim() == 5 and plain:
         return attention_apart(q_BAND, k_BKMD, v_BKMW, structure.key_mask_BN)
     if q_BAND.dim() == 5:
         q, k, v = (x.flatten(0, 1) for x in (q_BAND, k_BKMD, v_BKMW))
-        return structured_attention(q, k, v, structure).unflatten(0, q_BAND.shape[:2])
+        return structured_attention(q, k, v, structure, place_N).unflatten(0, q_BAND.shape[:2])
     if plain:
         return attention(q_BAND, k_BKMD, v_BKMW, structure.key_mask_BN)
     _check(q_BAND, k_BKMD, structure)
     k_BAMD, v_BAMW = with_heads_of(q_BAND, k_BKMD, v_BKMW)
-    if structure.window is None and structure.documents_BN is None and structure.key_mask_BN is None:
+    if place_N is None and structure.window is structure.documents_BN is structure.key_mask_BN is None:
         return F.scaled_dot_product_attention(q_BAND, k_BAMD, v_BAMW, is_causal=True)
-    seen_B1NM = _seen(structure, q_BAND.shape[2], q_BAND.device)
+    seen_B1NM = _seen(structure, torch.arange(q_BAND.shape[2], device=q_BAND.device) if place_N is None else place_N)
     dead_B1N1 = ~seen_B1NM.any(-1, keepdim=True)  # kernels differ in what they give for rows that see nothing
     out_BANW = F.scaled_dot_product_attention(q_BAND, k_BAMD, v_BAMW, attn_mask=seen_B1NM | dead_B1N1)
     return out_BANW.masked_fill(dead_B1N1, 0.0)
@@ -58,11 +61,10 @@ def _check(q_BAND: Tensor, k_BKMD: Tensor, structure: Structure) -> None:
             )
 
 
-def _seen(structure: Structure, tokens: int, device: torch.device) -> Tensor:
+def _seen(structure: Structure, place_N: Tensor) -> Tensor:
     """True where a query sees a key, (B or 1, 1, N, N)."""
-    place_N = torch.arange(tokens, device=device)
     apart_NN = place_N[None] - place_N[:, None]
-    seen = torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=device)
+    seen = torch.ones_like(apart_NN, dtype=torch.bool)[None, None]
     if structure.causal:
         seen = seen & (apart_NN <= 0)
     if structure.window is not None:

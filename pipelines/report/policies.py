@@ -8,7 +8,7 @@ from torch import nn
 
 from mmspeed.config import RunConfig
 from mmspeed.memory.recompute.policy import check_keeping
-from mmspeed.memory.recompute.spans import regions_of
+from mmspeed.memory.recompute.regions import regions_of
 from mmspeed.protocols import OutlinesModels, Task, blocks_of, parts_of
 
 

@@ -19,7 +19,7 @@ from mmspeed.config.parallel import ParallelConfig
 from mmspeed.errors import UserError
 from mmspeed.memory import BlockPolicies
 from mmspeed.memory.chunks import set_chunks
-from mmspeed.memory.recompute.spans import set_policies
+from mmspeed.memory.recompute.regions import set_policies
 from mmspeed.models import SoraDiT, SoraDiTConfig
 from mmspeed.models.diffusers.plans import declare_known_plan
 from mmspeed.parallel import parallelize, sum_shared_gradients, uncrossed
@@ -156,11 +156,13 @@ def integers() -> nn.Module:
     return model
 
 
+PARAMETER = LoraConfig(r=2, target_modules=[], target_parameters=["to_q.weight"])
 QUERIES = "parallel.tp: blocks.0.attn1.to_q (Linear) has the role column, and "
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "dropout": (dropped, QUERIES + "each process would draw another dropout of its adapter: set lora_dropout to 0"),
     "norms of the weight": (held(lora(use_dora=True, lora_bias=False)), "computes with more than two products (DoraLinearVariant"),
     "another kind": (held(LoHaConfig(r=2, target_modules=LAYERS)), "and an adapter that is no LoRA of a linear layer holds it: merge it"),
+    "a parameter": (held(PARAMETER), "(ParamWrapper) has the role column, and an adapter that is no LoRA of a linear layer"),
     "merged": (merged, "blocks.1.ffn.net.2 (Linear) has the role row, and its weight holds merged adapters (default): unmerge"),
     "tied": (tied, "blocks.0.attn1.to_q (Linear) has a role in the plan and shares its weight with blocks.1.attn1.to_q.lora_A"),
     "quantised": (quantised(False), QUERIES + "its weight is quantised (a PackedParameter of torch.float32)"),

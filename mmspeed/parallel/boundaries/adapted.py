@@ -37,12 +37,19 @@ class LowRankLayer(Protocol):
     merged_adapters: Sequence[str]
 
 
+@runtime_checkable
+class ParameterAdapter(Protocol):
+    """A layer of which adapters change a parameter by the product of their two, and give no result of their own: peft's `ParamWrapper`."""
+
+    parameter_name: str
+
+
 def low_rank_parts(layer: nn.Module, role: str, where: str) -> tuple[nn.Linear, list[nn.Linear], list[nn.Linear]]:
     """The base, and the first and second product of each adapter, of a layer that adapters hold.
 
     Raises UserError for adapters of which a part would compute something else than the whole.
     """
-    if not isinstance(layer, LowRankLayer) or role == "expert":
+    if not isinstance(layer, LowRankLayer) or isinstance(layer, ParameterAdapter) or role == "expert":
         raise _refused(where, role, "an adapter that is no LoRA of a linear layer holds it", INSTEAD)
     others = {name.partition(".")[0] for name, _ in layer.named_parameters()} - {"base_layer", "lora_A", "lora_B"}
     if layer.lora_variant or others:

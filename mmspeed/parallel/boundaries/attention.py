@@ -118,7 +118,7 @@ def _attend(
             q_BAND, k_BAMD, v_BAMD, mask, axes, q_sizes, k_sizes, positions_NX, sparse, layout=site.layout
         )  # fmt: skip
     if structure.window is not None or structure.documents_BN is not None:
-        return _joined(site, q_BAND, k_BAMD, v_BAMD, structure, axes, q_sizes)
+        return _joined(site, q_BAND, k_BAMD, v_BAMD, structure, axes, q_sizes, record)
     if structure.causal:
         _check_order(site, axes)
     return hybrid_attention(
@@ -128,7 +128,7 @@ def _attend(
 
 def _check_order(site: SiteBoundary, axes: SequenceAxes) -> None:
     one = site.site.queries == site.keys and len(site.keys) == 1
-    if not one or not (site.sequences.zigzag or axes.ring.size == 1):
+    if not one or not (site.sequences.zigzag or (axes.ring.size == 1 and site.sequences.layout.tensor.size == 1)):
         raise UserError(f"{site.where}: causal attention across ranks takes one sequence, and a plan with causal=True")
 
 
@@ -140,6 +140,7 @@ def _joined(
     structure: Structure,
     axes: SequenceAxes,
     sizes: tuple[int, ...],
+    record: ForwardRecord,
 ) -> Tensor:
     """Attention within a window or documents, for which each process joins the tokens of all: heads are exchanged for sequence."""
     kind = "a window" if structure.window is not None else "documents"
@@ -151,6 +152,9 @@ def _joined(
             "parallel.ulysses, tp or dp instead"
         )
     q_BAND, k_BAMD, v_BAMD = autocast_alike(q_BAND, k_BAMD, v_BAMD)
+    place_N = torch.arange(sum(sizes), device=q_BAND.device)
+    if len(site.keys) == 1:  # with tensor parallelism, what processes hold is not one part after the other
+        place_N = record.in_order_of_all(place_N, site.keys[0], site.attends, site.where)
     documents = structure.documents_BN
     if documents is not None:
         documents = all_gather(documents, axes.ulysses, 1, axes.near(sizes))
@@ -159,7 +163,7 @@ def _joined(
         if not q_BAND.numel():
             return of_nothing(q_BAND, k_BAND, v_BAND)
         joined = replace(structure, key_mask_BN=mask_BN, documents_BN=documents)
-        return structured_attention(q_BAND, k_BAND, v_BAND, joined)
+        return structured_attention(q_BAND, k_BAND, v_BAND, joined, place_N)
 
     mask = structure.key_mask_BN
     return with_heads_exchanged(

@@ -46,9 +46,8 @@ class Sequences:
         self.factorised = plan.factorised
         self.gridded = {tokens.sequence for block in plan.blocks for tokens in block.tokens.values()}
         self.tensor_split = {linear.sequence for linear in plan.linears.values() if linear.sequence is not None}
-        self.zigzag = (
-            plan.causal and layout.axes.ring.size > 1
-        )  # over Ulysses alone, zigzag order is the sequence's own
+        # the parts of processes that attend together follow one another; over Ulysses alone they do so without
+        self.zigzag = plan.causal and layout.hybrid.size > 1 and layout.axes.ring.size * layout.tensor.size > 1
         self.uses: Counter[str] = Counter()  # by boundary
         self.checked = False  # that all processes of a group were given the same
 
@@ -148,11 +147,12 @@ class ForwardRecord:
             return layout.unsplit(shape)
         h, d = place if place is not None else (layout.hybrid.rank, layout.dsp.rank)
         if self.sequences.factorised and sequence not in self.sequences.gridded:  # over all processes alike
-            part = split_range(range(shape[1]), layout.whole.size, d * layout.hybrid.size + h)
-            return TokenRange(range(shape[0]), (part,))
+            own = split_range(range(shape[1]), layout.whole.size, d * layout.hybrid.size + h)
+            return TokenRange(range(shape[0]), (own,))
         if self.sequences.zigzag:
             sizes = layout.zigzag_sizes(shape[1])
-            return TokenRange(range(shape[0]), (range(sum(sizes[:h]), sum(sizes[: h + 1])),))
+            part, tp = range(sum(sizes[:h]), sum(sizes[: h + 1])), layout.tensor.size
+            return TokenRange(range(shape[0]), tuple(split_range(part, tp, place) for place in range(tp)))
         return layout.held(shape, attends, self.sequences.factorised, h, d)
 
     def widths(self, sequence: str, attends: Attended, where: str) -> tuple[int, ...]:
@@ -236,7 +236,7 @@ class ForwardRecord:
         own = self.sequences.layout.tensor.rank if len(held.columns) > 1 else 0
         ranges = [held.columns[own]] if split.level == "own" else list(held.columns)
         if self.sequences.zigzag and self.is_split(name, ""):
-            order = zigzag_order(length, self.sequences.layout.axes.ring.size)[ranges[0].start : ranges[0].stop]
+            order = zigzag_order(length, self.sequences.layout.axes.ring.size)[ranges[0].start : ranges[-1].stop]
             return [part.index_select(split.dim, (begin + order).to(part.device))]
         if len(ranges) > 1 and ranges == _neighbours(ranges):  # one part, where they follow one another
             ranges = [range(ranges[0].start, ranges[-1].stop)]
@@ -283,10 +283,12 @@ class ForwardRecord:
     def gather(self, x: Tensor, gather: Gather, attends: Attended, where: str) -> Tensor:
         """All tokens on every process, from own ones; its gradient is the sum of what all processes do with them."""
         sequences, layout, name = self.sequences, self.sequences.layout, gather.sequence
-        shape = self.shape(name, where)
+        shape, tensored = self.shape(name, where), name in sequences.tensor_split
         if self.is_split(name, where):
+            if sequences.zigzag and tensored:  # these parts lie within one of the group's
+                x, tensored = all_gather(x, layout.tensor, gather.dim, self.widths(name, attends, where)), False
             x = self._gather_group(x, gather, attends, shape, where)
-        if name in sequences.tensor_split:
+        if tensored:
             x = all_gather(x, layout.tensor, gather.dim, even_sizes(shape[1], layout.tensor.size))
         return x
 

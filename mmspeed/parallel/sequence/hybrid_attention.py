@@ -15,6 +15,7 @@ together are USP (Fang and Zhao 2024): ulysses on the fast links, the ring on th
 Bytes that a rank sends per call, e the element size, sums over uneven parts otherwise:
 
     queries, keys, values, output over "ulysses" (all_to_all):  forward (u - 1) / u * B D e (2 A N + 2 K M),  backward the same
+        values of another width than keys have it in place of D, and so has the output
     key mask over "ulysses" (all_gather):                       forward (u - 1) B M
     ring: the formulas of `parallel.ring`, with K / u heads and the joined length u M
 
