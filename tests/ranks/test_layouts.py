@@ -332,13 +332,30 @@ def case_ring_behind() -> None:
         assert found.there.calls["ring", "ring"] and found.back.calls["ring", "ring"]
 
 
+def case_causal_columns() -> None:
+    """Block attention, of columns that attend apart."""
+    axes, sizes = axes_of(4), (2, 1, 0, 3)
+    wholes = [noise(2, 3, A, 6, D, seed=seed) for seed in range(3)]
+    wanted = F.scaled_dot_product_attention(*(x.flatten(0, 1) for x in wholes), is_causal=True)
+    cuts = [laid(x.split(sizes, 3)[axes.rank], "BNGAD") for x in wholes]
+    out = hybrid_attention(*cuts, None, axes, sizes, sizes, causal=True, layout="BNGAD")  # type: ignore[misc]
+    torch.testing.assert_close(out.flatten(0, 1), wanted.split(sizes, 2)[axes.rank], atol=1e-6, rtol=1e-5)
+
+
 def case_a_layout_of_other_dims() -> None:
     q = torch.zeros(1, 4, 3, 8)
     with pytest.raises(ValueError, match=r"queries of shape \(1, 4, 3, 8\), but the layout BNGAD has 5 dims"):
         hybrid_attention(q, q, q, None, SequenceAxes.alone(), [3], [3], layout="BNGAD")
 
 
-CASES = [case_copies_of_a_step, case_order_of_travel, case_parts, case_ring_behind, case_a_layout_of_other_dims]
+CASES = [
+    case_copies_of_a_step,
+    case_order_of_travel,
+    case_parts,
+    case_ring_behind,
+    case_causal_columns,
+    case_a_layout_of_other_dims,
+]
 
 
 def run() -> dict[str, str]:

@@ -55,7 +55,7 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
             "return cast(Strategy, strategy)",
         },
         "mmspeed/parallel/sequence/hybrid_attention.py": {
-            "return attention(q_BAND, k_BAMD, v_BAMD, key_mask_BM, backend=cast(Backend, backend), counter=counter)",
+            "return chosen(q_BAND, k_BAMD, v_BAMD, key_mask_BM, backend=cast(Backend, backend), counter=counter)",
         },
         "pipelines/tuning/memory_search.py": {
             "cast(tuple[ActivationPolicies, ...], ways),",

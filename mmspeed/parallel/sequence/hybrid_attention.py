@@ -129,8 +129,10 @@ def hybrid_attention(
     # what came over the Ulysses axis lies as it travelled, and a B and G that are no one dim in memory are copied to be one
     order = tokens_first("BAND") if axes.ulysses.size > 1 else memory_order("BAND" if layout == "BNGAD" else layout)
 
+    plain = axes.ring.size == 1 and not causal and scale is None
+
     def attend(q_BAND: Tensor, k_BKMD: Tensor, v_BKMD: Tensor, key_mask_BM: Tensor | None) -> Tensor:
-        if axes.ring.size == 1 and not causal and scale is None:
+        if plain:
             return _local(q_BAND, k_BKMD, v_BKMD, key_mask_BM, backend, counter)
         return _ring(
             q_BAND,
@@ -148,7 +150,8 @@ def hybrid_attention(
             order=order,
         )
 
-    reads: Reads = "strided" if axes.ring.size == 1 else "NBAD"
+    # block attention takes B and G as one dim
+    reads: Reads = "strided" if axes.ring.size == 1 and (plain or layout != "BNGAD") else "NBAD"
     return with_heads_exchanged(
         q_BAND, k_BKMD, v_BKMD, key_mask_BM, axes, q_sizes, k_sizes, attend, layout=layout, reads=reads
     )
