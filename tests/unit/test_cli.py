@@ -263,7 +263,7 @@ def test_doctor_sees_this_machine(tmp_path: Path) -> None:
 def test_doctor_as_text_and_json() -> None:
     checks = [Diagnosis("torch", "ok", "2.13"), Diagnosis("MiniLM", "warn", "not installed", "pip install it")]
     text = render(checks)
-    assert "warn    MiniLM  not installed" in text and "-> pip install it" in text and "1 to know about" in text
+    assert "warn    MiniLM  not installed" in text and "-> pip install it" in text and "warnings: 1" in text
     body = json.loads(to_json(checks))
     assert body["ok"] and body["checks"][1]["advice"] == "pip install it"
     broken = [*checks, Diagnosis("PyAV", "missing", "cannot be imported", "pip install av")]
