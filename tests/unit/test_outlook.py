@@ -200,7 +200,7 @@ def test_a_stage_without_samples_and_missing_measurements_are_problems_in_one_li
     )
     assert costs is not None and costs.outlook is None and costs.seconds(1e12) == ()
     (problem,) = problems
-    assert "stage 1 meets no training sample" in problem and "\n" not in problem
+    assert "stage 1 has no training sample" in problem and "\n" not in problem
     config = small_config(tmp_path, "train.batch_size=null", "batching.by=time")
     report = check(config)
     (problem,) = report.problems

@@ -351,7 +351,9 @@ def test_measurements_of_something_else_are_refused(home: Path, found: BucketPro
 
 
 def test_without_measurements_there_is_no_training_by_time(home: Path) -> None:
-    with pytest.raises(UserError, match=r"needs .*absent/buckets.json, which is not there: run `mmspeed bench buckets"):
+    with pytest.raises(
+        UserError, match=r"needs .*absent/buckets.json, which does not exist: run `mmspeed bench buckets"
+    ):
         TrainPipeline(small_config(home, "name=absent", "batching.by=time", "train.batch_size=null")).run()
 
 
