@@ -108,7 +108,7 @@ def test_parts_of_an_array_run_in_any_order_and_the_last_finishes(one: Config, t
     assert_same(made, one)
     # one part once more, when all is done: nothing to do, and nothing is waited for
     again = CacheBuilder(made, "2/3").run()
-    assert again.encoded == 0 and "the cache was finished before" in again.lines()[-1]
+    assert again.encoded == 0 and "the cache was complete before" in again.lines()[-1]
     assert_same(made, one)
 
 

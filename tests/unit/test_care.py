@@ -204,7 +204,7 @@ def test_a_repair_lists_shards_anew_whose_index_is_damaged(root: Path) -> None:
     for number, path in enumerate(index_files(root)):
         change(path, 40) if number % 2 else path.unlink()
     report = mend(root)
-    assert report.lost == [] and all("anew" in line for line in report.done)
+    assert report.lost == [] and all("again" in line for line in report.done)
     assert {path: path.read_bytes() for path in root.rglob("*.tar")} == before
     assert verify(root).damage == [] and contents(root) == right
 
