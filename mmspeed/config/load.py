@@ -265,12 +265,12 @@ _PLAIN = {  # in place of pydantic's words that mean nothing in YAML
 _DEFAULT_KINDS = {"vae": "linear", "text": "minilm", "objective": "flow"}
 
 
-def _suggest(loc: list[Any], full_loc: tuple[Any, ...], kind: type[RunConfig], own: str) -> str:
+def _suggest(loc: list[Any], full_loc: tuple[Any, ...], kind: type[RunConfig], own_task: str) -> str:
     """A hint for an unknown key: the task that has it, else the nearest key in the same section, else in the whole tree."""
     if len(loc) == 1:
         for task, other in _other_configs(kind):
             if any(loc[0] == (f.alias or name) for name, f in other.model_fields.items()):
-                return f", which is a section of the task {task}; this config is of the task {own}"
+                return f", which is a section of the task {task}; this config is of the task {own_task}"
     section = _section_at(kind, [part for part in full_loc[:-1] if not isinstance(part, int)])
     key = str(loc[-1])
     if section is not None:

@@ -43,9 +43,9 @@ def rank_buckets(probe: Probe, buckets: Sequence[Bucket], fps: float | None, all
 
     def order(bucket: Bucket) -> tuple[float, ...]:
         area = bucket.height * bucket.width
-        kept = kept_fraction(probe.width, probe.height, bucket)
-        worth = bucket.frames * kept * math.sqrt(min(area, probe.width * probe.height))
-        return worth, kept, -max(1.0, _scale(probe, bucket)), area, bucket.width
+        kept_share = kept_fraction(probe.width, probe.height, bucket)
+        worth = bucket.frames * kept_share * math.sqrt(min(area, probe.width * probe.height))
+        return worth, kept_share, -max(1.0, _scale(probe, bucket)), area, bucket.width
 
     return sorted(covered or long_enough, key=order, reverse=True)
 

@@ -40,7 +40,7 @@ def search(
     starts: Sequence[Sequence[int]] = ((),),
     coded: bool = False,
 ) -> list[int]:
-    """At most `most` candidates that keep much of the cells (weights sum to 1): fewer if more would not keep more.
+    """Search for at most `most` candidates that keep much of the cells (weights sum to 1): fewer if more would not keep more.
 
     From each start (of no more than `most`), candidates are added greedily, then swapped for others while that keeps more
     (Teitz and Bart's interchange, evaluated for many candidates at a time as in FastPAM). The best result is returned.
@@ -116,7 +116,7 @@ def _pruned(values_MC: np.ndarray, weights_C: np.ndarray, chosen: Sequence[int],
 def on_a_line(
     values_MC: np.ndarray, weights_C: np.ndarray, places_M: np.ndarray, places_C: np.ndarray, most: int
 ) -> list[tuple[float, list[int]]]:
-    """For each number of candidates from 0 to `most`, the share that the best ones keep, and these, by dynamic programming.
+    """The best candidates for each number from 0 to `most`, as (kept share, candidates), by dynamic programming.
 
     Exact if cell c values candidate m at a_m * b_c * exp(-|place_m - place_c|), as crops to aspect ratios do on a log
     scale: a candidate that is best at its own place then has an interval of cells, between its neighbours, and one that is

@@ -197,7 +197,7 @@ def _rejects(page: DataPage) -> str:
     rows = []
     for reason, count in sorted(numbers.reasons.items(), key=lambda item: (-item[1], item[0])):
         examples = numbers.examples.get(reason, [])
-        shown = "".join(
+        example_items = "".join(
             f"<li>{foreign(name)}{f' <span class=sub>{foreign(_cut(why, _DETAIL))}</span>' if why else ''}</li>"
             for name, why in examples
         )
@@ -207,7 +207,7 @@ def _rejects(page: DataPage) -> str:
             (
                 cell(why, words=True),
                 cell(f"{count:,}", True, f"reason-{reason}"),
-                cell(f"<ul>{shown}{more}</ul>", words=True),
+                cell(f"<ul>{example_items}{more}</ul>", words=True),
             )
         )
     return head + table(("reason", "count", "such as"), rows, (1,), stack=True) + tail

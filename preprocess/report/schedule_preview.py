@@ -255,11 +255,11 @@ def full_step(batching: Batching, bucket: ShapeClass, uses: int, world: int) -> 
 
 
 def draw_curve(
-    plan: EpochSchedule, told: Forecast, imbalance: Array, each: Sequence[float], points: int = POINTS
+    plan: EpochSchedule, epoch_forecast: Forecast, imbalance: Array, each: Sequence[float], points: int = POINTS
 ) -> Curve:
     """The curve of an epoch, with at most `points` points; `each` is the cost of a sample of each bucket."""
     edges = np.unique(np.linspace(0, plan.steps, min(points, plan.steps) + 1).astype(np.int64))
-    greatest = imbalance * told.cost
+    greatest = imbalance * epoch_forecast.cost
     costliest = np.array([first + greatest[first:stop].argmax() for first, stop in itertools.pairwise(edges)])
     step = np.repeat(np.arange(plan.steps), np.diff(plan.offsets))
     share_PB = np.zeros((len(edges) - 1, len(each)))
@@ -267,7 +267,7 @@ def draw_curve(
     np.add.at(share_PB, (point, plan.bucket), plan.count * np.array(each)[plan.bucket])
     return Curve(
         edges,
-        told.cost[costliest],
+        epoch_forecast.cost[costliest],
         greatest[costliest],
         np.maximum.reduceat(imbalance, edges[:-1]),
         share_PB / share_PB.sum(1, keepdims=True),

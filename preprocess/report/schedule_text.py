@@ -41,8 +41,8 @@ def preview_lines(outlook: SchedulePreview) -> list[str]:
         lines.append(f"{', '.join(filter(None, ('schedule', stage_title(outlook, stage))))}: {stage_sentence(stage)}")
         for table in stage_tables(outlook, stage):
             lines += [f"  {table.title}", *table.lines()]
-    whole = training_table(outlook)
-    return [*lines, whole.title, *whole.lines()]
+    training = training_table(outlook)
+    return [*lines, training.title, *training.lines()]
 
 
 def stage_title(outlook: SchedulePreview, stage: StagePreview) -> str:

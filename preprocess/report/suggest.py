@@ -56,8 +56,8 @@ class BucketGrid:
 
     def holds(self, bucket: Bucket) -> bool:
         """True if the bucket fits the grid."""
-        whole = bucket.height % self.height == 0 and bucket.width % self.width == 0
-        return whole and self.frames(bucket.frames) == bucket.frames
+        divides = bucket.height % self.height == 0 and bucket.width % self.width == 0
+        return divides and self.frames(bucket.frames) == bucket.frames
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def grid_of(config: Config) -> BucketGrid:
 def suggest(
     cells: ShapeHistogram, present: Sequence[Bucket], grid: BucketGrid, number: int, allow_upscale: bool
 ) -> BucketSuggestion:
-    """At most `number` buckets for the sources in `cells`, of which there is at least one.
+    """Suggest at most `number` buckets for the sources in `cells`, of which there is at least one.
 
     None is larger than the `present` buckets: some present bucket has at least as many frames and about as large an area.
     """
@@ -233,8 +233,8 @@ def _candidates(cells: ShapeHistogram, present: Sequence[Bucket], grid: BucketGr
     aspects_C = cells.widths / cells.heights
     spread = np.geomspace(1 / WIDEST, WIDEST, _ASPECTS)
     spread = spread[(spread > 0.96 * aspects_C.min()) & (spread < 1.04 * aspects_C.max())]
-    own = np.clip(commonest(aspects_C, cells.counts, _COMMON_ASPECTS), 1 / WIDEST, WIDEST)
-    aspects = [float(aspect) for aspect in (*spread, *own)]
+    common = np.clip(commonest(aspects_C, cells.counts, _COMMON_ASPECTS), 1 / WIDEST, WIDEST)
+    aspects = [float(aspect) for aspect in (*spread, *common)]
     buckets: dict[Bucket, None] = {}
     if cells.images.any() and grid.frames(1):
         areas = {_target(b, present) for b in present}
@@ -261,7 +261,7 @@ def _target(bucket: Bucket, present: Sequence[Bucket]) -> int:
 
 
 def _shapes(area: int, aspects: Sequence[float], grid: BucketGrid) -> list[tuple[int, int]]:
-    """For each aspect ratio (width to height) the (H, W) of at most `area` that keeps most of such a picture."""
+    """The (H, W) of at most `area` that keeps most of a picture, for each aspect ratio (width to height)."""
     pairs = []
     for height in range(grid.height, area // grid.width + 1, grid.height):
         full = area // height // grid.width

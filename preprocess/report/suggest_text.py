@@ -53,8 +53,8 @@ def _list_lines(suggestion: BucketSuggestion) -> list[str]:
 
 def _table(suggestion: BucketSuggestion) -> list[str]:
     """A row for each list; lost shares are means over the accepted clips, the kept share is the mean over all."""
-    named = {"suggested": suggestion.suggested, **suggestion.others}
-    rows = [_HEAD, *(_row(name, outcome) for name, outcome in named.items())]
+    outcomes = {"suggested": suggestion.suggested, **suggestion.others}
+    rows = [_HEAD, *(_row(name, outcome) for name, outcome in outcomes.items())]
     first = max(len(row[0]) for row in rows)
     lines = [
         "  lost are pixels by cropping, frames by trimming, and length of the sides by scaling down, of what the largest"

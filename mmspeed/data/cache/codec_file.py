@@ -29,10 +29,10 @@ def own_codec(info: dict[str, Any]) -> str | None:
         return None
     try:
         config = yaml.safe_load(info["config"]) if isinstance(info["config"], str) else info["config"]
-        named = config["vae"].get("weights")
+        weights = config["vae"].get("weights")
     except (yaml.YAMLError, KeyError, TypeError, AttributeError):
         return None
-    return None if named else f"codec/linear-{vae.get('channels')}.safetensors"
+    return None if weights else f"codec/linear-{vae.get('channels')}.safetensors"
 
 
 def codec_problems(root: Path, info: dict[str, Any]) -> list[tuple[str, str]]:

@@ -145,7 +145,7 @@ class SampleTable(Sequence[Sample]):
         return list(self.by_bucket())
 
     def by_bucket(self) -> dict[Bucket, Array]:
-        """For each bucket, in order, the indices of its samples in this sequence, sorted by the samples' keys."""
+        """The indices in this sequence of each bucket's samples, sorted by the samples' keys; buckets are in order."""
         codes = self._number["bucket"] if self._rows is None else self._number["bucket"][self._rows]
         if len(codes) and not 0 <= int(codes.min()) <= int(codes.max()) < len(self._buckets):
             raise damaged_index(self._path)
@@ -196,7 +196,7 @@ class SampleTable(Sequence[Sample]):
         for key, source, content_id, latents, texts, split, bucket, dataset, tokens, lost in zip(*columns, strict=True):
             if not (0 <= split < splits and 0 <= bucket < buckets and 0 <= dataset < datasets):
                 raise damaged_index(self._path)
-            named = (
+            fields = (
                 SPLITS[split],
                 self._buckets[bucket],
                 source,
@@ -205,7 +205,7 @@ class SampleTable(Sequence[Sample]):
                 bool(lost),
                 self._datasets[dataset],
             )
-            samples.append(Sample(key, latents, texts, *named))
+            samples.append(Sample(key, latents, texts, *fields))
         return samples
 
     def _texts(self, name: str, rows: Array) -> list[str]:

@@ -84,7 +84,7 @@ def _header(file: BinaryIO, at: int) -> tuple[str, int]:
 
 
 def pread(file: BinaryIO, count: int, at: int) -> bytes:
-    """Up to `count` bytes of a file from offset `at`; fewer at its end."""
+    """Read `count` bytes of a file from offset `at`; fewer at its end."""
     parts: list[bytes] = []
     while count > 0 and (part := os.pread(file.fileno(), count, at)):
         parts.append(part)

@@ -125,10 +125,10 @@ class RemoteStore:
             filesystem.invalidate_cache()
             try:
                 path = f"{root}/{name}"
-                found = [filesystem.info(path)] if "." in name else filesystem.ls(path, detail=True)
+                infos = [filesystem.info(path)] if "." in name else filesystem.ls(path, detail=True)
             except FileNotFoundError:
                 return []
-            return [row for row in found if row.get("type") != "directory"]
+            return [row for row in infos if row.get("type") != "directory"]
 
         folder = "" if "." in name else f"{name}/"
         rows = self._try(ask, f"cannot list {name} of the cache {self.url}")

@@ -179,7 +179,7 @@ class CacheWriter:
             _check_length(self.root, path, table)
             for section in SECTIONS:
                 keys[section] += table["key"].filter(pc.equal(table["section"], section)).to_pylist()
-        self._known = {section: KeySet(found) for section, found in keys.items()}
+        self._known = {section: KeySet(section_keys) for section, section_keys in keys.items()}
 
     def has(self, section: str, key: str) -> bool:
         """True if the entry was in the cache when this writer started, or was added by it since."""

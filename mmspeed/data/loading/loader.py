@@ -230,9 +230,9 @@ class Loader:
 
     def _read(self, jobs: Iterator[tuple[_Tag, MicroBatchUses]], pin: bool = False) -> _Source:
         """Yield the micro-batches of `jobs`, read on demand."""
-        read = _BatchReader(self.collate)
+        read_batch = _BatchReader(self.collate)
         for tag, part in jobs:
-            yield tag, (_pinned(read(part)) if pin else read(part))
+            yield tag, (_pinned(read_batch(part)) if pin else read_batch(part))
 
     def _source(self, jobs: Iterator[tuple[_Tag, MicroBatchUses]]) -> _Source:
         """A stream of the micro-batches of `jobs`, read and copied ahead."""
@@ -240,10 +240,10 @@ class Loader:
         ahead = self.prefetch - copied  # the copy on the device is one of them
         source: _Source
         if self.workers:
-            read = _BatchReader(self.collate)
+            read_batch = _BatchReader(self.collate)
             per_worker = max(1, (ahead - 1) // self.workers)  # the one that the thread holds also counts
             finish = _pinned if copied else None
-            source = read_ahead(in_workers(jobs, read, self.workers, per_worker, finish), 1)
+            source = read_ahead(in_workers(jobs, read_batch, self.workers, per_worker, finish), 1)
         else:
             source = self._read(jobs, pin=copied)
             source = read_ahead(source, ahead) if ahead else source

@@ -145,7 +145,7 @@ def _compare(path: Path, shard: str, rows: list[Entry], facts: dict[str, str]) -
                 damage.append(Damage(shard, _first_line(error), entry.section, entry.key, entry.source or ""))
         tail = pread(file, len(_END), size - len(_END)) if size >= len(_END) else b""
     if str(size) != facts.get("mmspeed.shard_bytes"):
-        damage.append(Damage(shard, f"has {size} bytes, not {facts.get('mmspeed.shard_bytes', 'as its index says')}"))
+        damage.append(Damage(shard, f"has {size} bytes, not {facts.get('mmspeed.shard_bytes', 'as its index states')}"))
     elif not damage and (gaps or tail != _END or at != size - len(_END)):
         damage.append(Damage(shard, "holds something that its index does not list"))
     elif not damage and shard_sha256(path) != facts.get("mmspeed.shard_sha256"):
@@ -209,8 +209,8 @@ def _check_samples(root: Path, findings: Findings) -> None:
     rows, null_key = read_samples(root)
     stored = stored_keys(root)
     latents, texts = stored["latents"], stored["texts"]
-    named = [s for s in rows if not s.lost]
-    lacking = [s for s in named if not (latents.issuperset(s.latent_keys) and texts.issuperset(s.text_keys))]
+    present_samples = [s for s in rows if not s.lost]
+    lacking = [s for s in present_samples if not (latents.issuperset(s.latent_keys) and texts.issuperset(s.text_keys))]
     findings.lacking = len(lacking)
     if lacking:
         what = f"incomplete: {len(lacking)} of {len(rows)} samples have no stored encoding, such as {lacking[0].source}"

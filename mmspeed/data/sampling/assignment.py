@@ -116,7 +116,7 @@ def _cell_costs(lots: tuple[BucketBatch, ...], counts: list[int]) -> list[float]
 
 
 def _cells_of(lots: tuple[BucketBatch, ...], lanes: int, rows: int = 0) -> list[int]:
-    """As few cells as `most` allows; then the costliest are cut further, to fill the last row and `rows` more."""
+    """The number of cells of each lot: the fewest that `most` allows, and more of the costliest, to fill the last row and `rows` more."""
     if lanes < 1 or not any(lot.count for lot in lots):
         raise ValueError(f"nothing to deal: {lots} over {lanes} lanes")
     counts = [-(-lot.count // (lot.most or lot.count)) if lot.count else 0 for lot in lots]

@@ -222,14 +222,14 @@ def _fill(step: dict[int, int], rest: list[int], bucket: int, size: int, free: i
     return free - -(-added // size)
 
 
-def _spread(step: dict[int, int], lead: int, supply: BucketSupply, own: list[int]) -> list[dict[int, int]]:
+def _spread(step: dict[int, int], lead: int, supply: BucketSupply, full_slots: list[int]) -> list[dict[int, int]]:
     """Distribute a last step of one bucket over itself and one full step, if that leaves fewer slots short.
 
     With t whole samples a slot and a remainder, one step gets t + 1 samples in every slot, and the other has slots that are full or
     lack one sample.
     """
-    whole, over = divmod(step[lead], supply.slots)
-    if not over or own[2] != supply.batch or whole >= supply.batch - 1:
+    per_slot, over = divmod(step[lead], supply.slots)
+    if not over or full_slots[2] != supply.batch or per_slot >= supply.batch - 1:
         return [step]
-    own[1] -= supply.slots
-    return [{lead: supply.slots * (whole + 1)}, {lead: supply.slots * (supply.batch - 1) + over}]
+    full_slots[1] -= supply.slots
+    return [{lead: supply.slots * (per_slot + 1)}, {lead: supply.slots * (supply.batch - 1) + over}]
