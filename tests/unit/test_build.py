@@ -46,7 +46,7 @@ PROBE = Probe(
 
 
 def checksums(root: Path) -> dict[tuple[str, str], str]:
-    """What stands in a cache: the checksum of every entry, by section and key."""
+    """The checksum of every entry of a cache, by section and key."""
     cache = DatasetCache(root)
     return {
         (section, key): cache.entry(key, section).checksum

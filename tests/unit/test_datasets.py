@@ -1,4 +1,4 @@
-"""Of which data set every sample is: from every format to the reader, in old caches, and where caches are merged."""
+"""The data set of every sample: from every format to the reader, in old caches, and in merged ones."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_shares_may_change_and_names_may_not(built: Config, tmp_path: Path) -> N
 
 
 def make_old(root: Path) -> None:
-    """What an earlier mmspeed left: tables without the column of data sets, and the compiled index of its version."""
+    """Turn a cache into one of an earlier mmspeed: tables without the column of data sets, and the compiled index of its version."""
     path = root / SAMPLES_FILE
     table = pq.read_table(path, partitioning=None)
     null_key = table.schema.metadata

@@ -59,7 +59,7 @@ def statistics_of(groups: dict[tuple[Bucket, str], int]) -> DataStatistics:
 
 
 def replayed(config: Config, groups: dict[tuple[Bucket, str], int], world: int) -> list[dict[str, float]]:
-    """What each step of the training computes, asked of the order step by step."""
+    """The work of each step of the training, from the order, step by step."""
     places = {group: np.arange(count) for group, count in groups.items() if count}
     batching = make_batching(config.batching, config.train, {b for b, _ in places}, COSTS, world)
     order = Order(places, batching, config.seed, make_stages(config.data, config.curriculum))

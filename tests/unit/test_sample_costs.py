@@ -105,7 +105,7 @@ def lots_of(shares: Sequence[Sequence[float]], each: Sequence[float], most: int 
 
 
 def slowest(lots: Sequence[BucketBatch], shares: Sequence[Sequence[float]], orders: Any, rows: Any) -> float:
-    """What each row's costliest cell takes, added up."""
+    """The sum of the costs of each row's costliest cell."""
     costs = [
         [
             lots[cell.lot].cost.each

@@ -23,7 +23,7 @@ Name = tuple[str, int, int]
 
 
 def make_samples(*counts: int, dataset: str = "") -> list[Sample]:
-    """So many samples in each bucket."""
+    """Samples in each bucket, by these counts."""
     return [
         Sample(f"{bucket.name}-{n}{dataset}", ("l",), ("t",), "train", bucket, f"{n}.mp4", dataset=dataset)
         for bucket, count in zip(BUCKETS, counts, strict=False)
