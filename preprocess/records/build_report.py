@@ -206,7 +206,7 @@ def _batches(counts: Counter[str]) -> str:
         pairs = "shape and size gives" if counts["distrusted"] == 1 else "shapes and sizes give"
         text += f" ({counts['distrusted']} {pairs} other bits in a batch)"
     if counts["halved"]:
-        text += f"; batches halved {counts['halved']} times to save memory"
+        text += f"; batches halved {counts['halved']} times to fit in memory"
     return text
 
 

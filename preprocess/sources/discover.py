@@ -79,7 +79,7 @@ def _paths(config: SourceConfig) -> list[str]:
 def _format(config: SourceConfig, path: str) -> str:
     """The format of `path`. Raises UserError if it cannot be determined."""
     if config.format == "folder" and not os.path.isdir(path):
-        raise UserError(f"data.sources: {path} is a file, not a folder; set format to its format, or to auto")
+        raise UserError(f"data.sources: {path} is a file, not a folder; set format to match it, or to auto")
     if os.path.isdir(path):
         if config.format != "folder" and _manifest_in(config, path) is not None:
             return "manifest_folder"
