@@ -85,7 +85,7 @@ class EpochPreview:
     padding: float | None  # share of caption tokens that are padding; None: lengths are unknown
     trained: int  # steps of the whole training
     unmet: int  # uses of the last epoch that training does not reach
-    total_samples: int  # of the whole training, as are the following fields
+    total_samples: int  # of the stage over the whole training, as are the following fields
     total_tokens: int
     total_flops: float
     curve: Curve

@@ -152,7 +152,7 @@ class StepLoad:
     """Cost of a step for a world. `slowest` sums each row's costliest cell: the time if all lanes wait for each other in every row."""
 
     slowest: float
-    busiest: float  # total of the costliest lane, which decides if lanes synchronise once a step
+    busiest: float  # total of the costliest lane: its time counts where lanes synchronise once a step
     mean: float
     rows: int
     idle: int  # cells without samples
