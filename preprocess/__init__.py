@@ -1,4 +1,4 @@
-"""From files to the dataset cache. Names are loaded on first use, so that decoder processes start without torch."""
+"""Preprocessing of media files into the dataset cache. Names are loaded on first use, so that decoder processes start without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What comes before training of the video task. Imports what a command needs inside the method, so that others start at once."""
+"""Preparation of the video task: the steps before training. Methods import what they need, so that other commands start fast."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 DEMO_CLIPS = "assets/demo-clips/metadata.jsonl"  # of the package
 
-# Every demo clip has 49 frames at up to 30 in a second: 1.6 s, which is 13 frames at 8 in a second.
+# Every demo clip has 49 frames at up to 30 fps: 1.6 s, which is 13 frames at 8 fps.
 BUCKETS = [{"frames": 13, "height": 96, "width": 160}]
 
 
 class VideoPreparation:
-    """Clips and captions: encoded once into a cache, or during the first epoch."""
+    """Preparation of clips and captions: they are encoded once into a cache, or during the first epoch."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = video_config(config, "config")
 
     @classmethod
     def starting_values(cls, name: str, videos: str | None) -> Mapping[str, Any]:
-        """The data, the codec, the text encoder and the objective."""
+        """Initial values of the sections for data, codec, text encoder and objective."""
         demo = Path(str(files("mmspeed"))).resolve() / DEMO_CLIPS
         source = {"path": str(demo) if videos is None else videos}
         return {
@@ -41,26 +41,26 @@ class VideoPreparation:
     def check(
         self, page: Path | None = None, suggest_buckets: int | None = None, ranks: Sequence[int] | None = None
     ) -> CheckReport:
-        """The counts, costs and schedule of the data set. Raises UserError as `mmspeed.preprocess.check`."""
+        """The counts, costs and schedule of the data set. Raises UserError like `mmspeed.preprocess.check`."""
         from mmspeed.preprocess.report.check import check
 
         return check(self.config, page, suggest_buckets, ranks)
 
     def build(self, shard: str | None = None) -> list[str]:
-        """Build or complete the cache. Raises UserError as `CacheBuilder`."""
+        """Build or complete the cache. Raises UserError like `CacheBuilder`."""
         from mmspeed.preprocess.build.offline import CacheBuilder
 
         return CacheBuilder(self.config, shard).run().lines()
 
     def build_on_ray(self, workers: int | None = None) -> list[str]:
-        """As `build`, on Ray. Raises UserError as `mmspeed.preprocess.build.ray.build_on_ray`."""
+        """Build or complete the cache on Ray. Raises UserError like `mmspeed.preprocess.build.ray.build_on_ray`."""
         from mmspeed.preprocess.build.ray import build_on_ray
 
         return build_on_ray(self.config, workers).lines()
 
     def maker(self) -> OnlineBuilder | None:
-        """What encodes missing entries in the first epoch; None with `preprocess.online: false` and for a cache at a URL."""
+        """The encoder of missing entries in the first epoch; None with `preprocess.online: false` and for a cache at a URL."""
         from mmspeed.preprocess.build.online import OnlineBuilder
 
-        wanted = self.config.preprocess.online and not is_url(self.config.data.cache)
-        return OnlineBuilder(self.config) if wanted else None
+        enabled = self.config.preprocess.online and not is_url(self.config.data.cache)
+        return OnlineBuilder(self.config) if enabled else None

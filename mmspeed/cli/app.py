@@ -1,4 +1,4 @@
-"""The commands of `mmspeed`. Each imports what it runs inside its function, so that `mmspeed --help` loads no torch."""
+"""The commands of `mmspeed`. Each imports its implementation inside its function, so that `mmspeed --help` loads no torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HELP = (
     "Train Sora-class video diffusion models: encode once into a cache, then train on one to many devices.\n\n"
     "Begin with `mmspeed demo`, or with `mmspeed init my-run`."
 )
-MOST_RANKS = 100_000  # of a schedule that is shown
+MOST_RANKS = 100_000  # in a schedule preview
 EPILOG = "With --debug, anywhere on the line, errors show their traceback. Docs: docs/ in the repository."
 
 app = typer.Typer(
@@ -49,14 +49,14 @@ RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run,
 
 
 class Weights(str, Enum):
-    """Which weights of a checkpoint are sampled from."""
+    """The weights of a checkpoint to sample from."""
 
     ema = "ema"
     model = "model"
 
 
 def run(argv: list[str]) -> int:
-    """Run one command line; returns the exit code. Exceptions become lines on standard error (`failures.py`)."""
+    """Run one command line and return the exit code. Exceptions become lines on standard error (`failures.py`)."""
     arguments, debug = split_debug(argv)
     try:
         result = app(args=arguments or ["--help"], prog_name="mmspeed", standalone_mode=False, obj={"debug": debug})
@@ -64,7 +64,7 @@ def run(argv: list[str]) -> int:
     except (Exception, KeyboardInterrupt) as error:
         _settle_stdout()
         if isinstance(error, BrokenPipeError):
-            return 1  # the reader of our output has gone (`mmspeed ... | head`), and wants no words
+            return 1  # the reader of the output has gone (`mmspeed ... | head`): print nothing
         if hasattr(error, "format_message"):
             return _usage_error(error)
         return _leave(report_failure(error, debug))
@@ -74,7 +74,7 @@ def run(argv: list[str]) -> int:
 
 
 def _leave(code: int) -> int:
-    """End a failed process of several at once: an orderly end would wait for the others, which wait for this one."""
+    """End a failed process of several immediately: an orderly end would wait for the others, which wait for this one."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized() and distributed.get_world_size() > 1:
         sys.stdout.flush()
@@ -84,7 +84,7 @@ def _leave(code: int) -> int:
 
 
 def _settle_stdout() -> None:
-    """Give up output that cannot be written, which Python would complain of once more at exit."""
+    """Discard output that cannot be written, about which Python would complain again at exit."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -92,7 +92,7 @@ def _settle_stdout() -> None:
 
 
 def split_debug(argv: list[str]) -> tuple[list[str], bool]:
-    """The arguments without `--debug`, and whether it was there; what follows `--` is left alone."""
+    """The arguments without `--debug`, and True if it was among them; arguments after `--` are left alone."""
     end = argv.index("--") if "--" in argv else len(argv)
     arguments = [word for word in argv[:end] if word != "--debug"] + argv[end:]
     return arguments, len(arguments) < len(argv)
@@ -135,13 +135,13 @@ def init(
         Path | None, typer.Option(help="Folder or manifest of your videos; without it, the demo clips.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
-    task: Annotated[str, typer.Option(help="What is to be trained.")] = "video",
+    task: Annotated[str, typer.Option(help="Task to train.")] = "video",
 ) -> None:
     """Write a commented config, ready to edit."""
     from .init import write_config
 
-    written = write_config(path, videos, force, task)
-    print(f"{written}: edit it, then run `mmspeed check {written}`")
+    config_path = write_config(path, videos, force, task)
+    print(f"{config_path}: edit it, then run `mmspeed check {config_path}`")
 
 
 @app.command()
@@ -154,43 +154,39 @@ def check(
     ] = None,
     suggest_buckets: Annotated[
         int | None,
-        typer.Option(
-            metavar="N", help="Also find the N buckets that lose least of the sources, and show what is lost."
-        ),
+        typer.Option(metavar="N", help="Also find the N buckets that lose least of the sources, and show the loss."),
     ] = None,
     ranks: Annotated[
         str | None,
-        typer.Option(
-            metavar="8,64,...", help="Numbers of devices that the schedule is shown for; by default 1, 8 and 64."
-        ),
+        typer.Option(metavar="8,64,...", help="Numbers of devices to show the schedule for; by default 1, 8 and 64."),
     ] = None,
     parallel: Annotated[
         str | None,
         typer.Option(
             metavar="ulysses=2,...",
-            help="Instead, see whether this layout computes what one process does: the config, made small, on CPU processes.",
+            help="Instead, check that this layout computes the same as one process: the config, reduced in size, on CPU processes.",
         ),
     ] = None,
 ) -> None:
-    """Read the data set and say what will happen and what it will cost, in lines and as an HTML page; needs no accelerator."""
+    """Read the data set and report the schedule and its cost, in lines and as an HTML page; needs no accelerator."""
     from mmspeed.config import load_run_config
 
     if parallel is not None:
         from .check import check_parallel
 
-        others = {"--report": report_file, "--suggest-buckets": suggest_buckets, "--ranks": ranks}
-        raise typer.Exit(check_parallel(load_run_config(config, overrides or ()), parallel, others))
+        other_options = {"--report": report_file, "--suggest-buckets": suggest_buckets, "--ranks": ranks}
+        raise typer.Exit(check_parallel(load_run_config(config, overrides or ()), parallel, other_options))
     from rich.console import Console
 
     from .check import check_config, model_lines
 
-    made = load_run_config(config, overrides or ())
+    run_config = load_run_config(config, overrides or ())
     numbers = None if ranks is None else numbers_of(ranks)
-    report = check_config(made, report_file, suggest_buckets, numbers)
+    report = check_config(run_config, report_file, suggest_buckets, numbers)
     report.print(Console())
     if report.problems:
         raise typer.Exit(1)
-    for line in model_lines(made):
+    for line in model_lines(run_config):
         print(line)
 
 
@@ -204,27 +200,27 @@ def preprocess(
         str | None,
         typer.Option(
             metavar="I/N",
-            help="Do only part I of N (1/8 to 8/8), as a job of an array; the last to end finishes the cache.",
+            help="Do only part I of N (1/8 to 8/8), as one job of an array; the last one to end completes the cache.",
         ),
     ] = None,
     ray: Annotated[
         str | None,
         typer.Option(
             metavar="N|auto",
-            help="Let N workers of Ray Data do it, on the cluster that RAY_ADDRESS names or on this machine; auto: one a device.",
+            help="Use N workers of Ray Data, on the cluster that RAY_ADDRESS names or on this machine; auto: one per device.",
         ),
     ] = None,
     print_config: PrintConfig = False,
 ) -> None:
     """Probe, filter, cut and encode the data set once, into the cache."""
     if shard is not None and launch.wanted(nproc):
-        raise UserError("--shard and --nproc both share out the work: use one of them")
+        raise UserError("--shard and --nproc both divide the work: use one of them")
     workers = ray_workers(ray, alone=shard is None and not nproc and "RANK" not in os.environ)
     resolved = _resolve(context, "preprocess", config, overrides, nproc, print_config)
     from .preparations import needed_preparation
 
-    made = needed_preparation(resolved, "preprocess")
-    _print_lines(made.build(shard) if ray is None else made.build_on_ray(workers))
+    preparation = needed_preparation(resolved, "preprocess")
+    _print_lines(preparation.build(shard) if ray is None else preparation.build_on_ray(workers))
 
 
 @app.command()
@@ -235,7 +231,7 @@ def train(
     nproc: Nproc = None,
     print_config: PrintConfig = False,
 ) -> None:
-    """Train from the cache, which the first epoch completes where it is not whole; a run that was stopped goes on."""
+    """Train from the cache; the first epoch adds missing entries, and a stopped run continues."""
     resolved = _resolve(context, "train", config, overrides, nproc, print_config)
     from mmspeed.pipelines import TrainPipeline
 
@@ -247,11 +243,13 @@ def train(
 @app.command()
 def sample(
     run_folder: RunFolder,
-    prompt: Annotated[list[str], typer.Option("--prompt", "-p", help="What to show; give it again for more videos.")],
+    prompt: Annotated[
+        list[str], typer.Option("--prompt", "-p", help="Text of a video; repeat the option for more videos.")
+    ],
     out: Annotated[
         Path, typer.Option("--out", "-o", help="Video file; several prompts write out-0.mp4, out-1.mp4, ...")
     ] = Path("sample.mp4"),
-    negative_prompt: Annotated[str | None, typer.Option(help="What to lead away from.")] = None,
+    negative_prompt: Annotated[str | None, typer.Option(help="Text to steer away from.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of the sampler.")] = None,
     guidance: Annotated[float | None, typer.Option(min=0, help="Classifier-free guidance scale; 1: none.")] = None,
     sampler: Annotated[str | None, typer.Option(help="auto, euler, heun or ddim.")] = None,
@@ -259,11 +257,11 @@ def sample(
     frames: Annotated[int | None, typer.Option(min=1, help="Frames of the video.")] = None,
     height: Annotated[int | None, typer.Option(min=8, help="Height in pixels.")] = None,
     width: Annotated[int | None, typer.Option(min=8, help="Width in pixels.")] = None,
-    checkpoint: Annotated[str, typer.Option(metavar="STEP|best|latest", help="Which checkpoint.")] = "latest",
+    checkpoint: Annotated[str, typer.Option(metavar="STEP|best|latest", help="Checkpoint to load.")] = "latest",
     weights: Annotated[Weights, typer.Option(help="The moving average of the weights, or the weights.")] = Weights.ema,
     device: Annotated[str, typer.Option(help="Kind of device; auto takes the fastest there is.")] = "auto",
 ) -> None:
-    """Make videos from text with a trained run. What is not given is taken from the run's config."""
+    """Make videos from text with a trained run. Omitted options are taken from the run's config."""
     paths = output_paths(out, len(prompt))
     from mmspeed.pipelines import TextToVideo
     from mmspeed.pipelines.inference.media import check_output, contact_sheet, save_image
@@ -305,7 +303,7 @@ def demo(
     short: Annotated[bool, typer.Option("--short", help="A few steps only: shows that everything works.")] = False,
     output: Annotated[Path, typer.Option(help="Folder that the demo writes to.")] = Path("mmspeed-demo"),
 ) -> None:
-    """The whole way on the clips that ship with the package: preprocess, train, sample, report. Works offline."""
+    """Preprocess, train, sample and report on the clips that ship with the package. Works offline."""
     from .demo import run_demo
 
     for path in run_demo(output, short):
@@ -314,7 +312,7 @@ def demo(
 
 @app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False) -> None:
-    """What is on this machine, what will be slow or is missing, and what to do about it."""
+    """Examine this machine: devices, libraries, and advice on whatever is slow or missing."""
     from .doctor import diagnose, render, to_json
 
     checks = diagnose(Path.cwd())
@@ -326,17 +324,15 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for
 def _resolve(
     context: typer.Context, command: str, path: Path, overrides: list[str] | None, nproc: int | None, print_config: bool
 ) -> RunConfig:
-    """The config of a command that may run in several processes; does not return when others do the work."""
+    """Load the config of a command that may run in several processes; exits when launched processes have done the work."""
     from mmspeed.config import dump_config, load_run_config
 
-    told = logging.getLogger("mmspeed.config")
-    told.disabled = (
-        launch.wanted(nproc) and not print_config
-    )  # what there is to tell of the config the first process tells
+    config_log = logging.getLogger("mmspeed.config")
+    config_log.disabled = launch.wanted(nproc) and not print_config  # the first process logs the notes about the config
     try:
-        config = load_run_config(path, overrides or ())  # before processes start: a mistake in it is shown at once
+        config = load_run_config(path, overrides or ())  # before processes start, to report a mistake in it early
     finally:
-        told.disabled = False
+        config_log.disabled = False
     if print_config:
         _print_lines([dump_config(config).rstrip()])
         raise typer.Exit()
@@ -353,18 +349,18 @@ def _print_lines(lines: list[str]) -> None:
 
 
 def ray_workers(given: str | None, alone: bool) -> int | None:
-    """The number in `--ray`; None for `auto`. Raises UserError for others, and where something else shares out the work."""
+    """The number of workers in `--ray`; None for `auto`. Raises UserError for other values, and if another option divides the work."""
     if given is None:
         return None
     if not alone:
-        raise UserError("--ray shares out the work by itself: not with --shard, --nproc or a launcher")
+        raise UserError("--ray divides the work by itself: not with --shard, --nproc or a launcher")
     if given != "auto" and not (given.isdecimal() and int(given) >= 1):
         raise UserError(f"--ray is {given!r}: write a number of workers, or auto")
     return None if given == "auto" else int(given)
 
 
 def numbers_of(ranks: str) -> list[int]:
-    """The numbers of devices in `--ranks 8,64`, rising. Raises UserError where it says something else."""
+    """The numbers of devices in `--ranks 8,64`, rising. Raises UserError for anything else."""
     words = ranks.replace(" ", "").split(",")
     if not all(word.isdecimal() and 1 <= int(word) <= MOST_RANKS for word in words):
         raise UserError(f"--ranks is {ranks!r}: write numbers of devices from 1 to {MOST_RANKS}, such as 8,64,512")
@@ -372,9 +368,9 @@ def numbers_of(ranks: str) -> list[int]:
 
 
 def output_paths(out: Path, count: int) -> list[Path]:
-    """Where `count` videos go: `out` for one, `out-0`, `out-1`, ... for several; `.mp4` where the name has no ending.
+    """The files of `count` videos: `out` for one, `out-0`, `out-1`, ... for several; `.mp4` if the name has no ending.
 
-    Raises UserError when `out` is a folder.
+    Raises UserError if `out` is a folder.
     """
     if out.is_dir():
         raise UserError(f"{out} is a folder; name a video file, such as {out / 'sample.mp4'}")
@@ -385,5 +381,5 @@ def output_paths(out: Path, count: int) -> list[Path]:
 
 
 def sheet_path(out: Path) -> Path:
-    """Where the contact sheet of all videos goes: beside them, as PNG."""
+    """The file of the contact sheet of all videos: a PNG beside them."""
     return out.with_name(f"{out.stem}-sheet.png") if out.suffix == ".png" else out.with_suffix(".png")

@@ -10,11 +10,11 @@ import typer
 
 from mmspeed.errors import UserError
 
-app = typer.Typer(help="Measure that the main job works, and how well.", no_args_is_help=True)
+app = typer.Typer(help="Measure speed, memory and quality.", no_args_is_help=True)
 
 
 def from_checkout(command: str) -> None:
-    """Put the repository's root first among the places of imports, so that `tests.claims` is found.
+    """Put the repository's root first on the import path, so that `tests.claims` can be imported.
 
     Raises UserError in an installed package, which has no such folder.
     """
@@ -37,7 +37,7 @@ def overfit(
     objective: Annotated[str, typer.Option(help="flow or ddpm.")] = "flow",
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to override.")] = None,
 ) -> None:
-    """Train a tiny model on four demo clips and see whether each caption brings its own back; exit with 1 if not."""
+    """Train a tiny model on four demo clips and check that each caption reproduces its clip; exit with 1 if not."""
     from_checkout("overfit")
     from tests.claims.overfit import overfit as run_overfit
 
@@ -56,12 +56,12 @@ def loader(
             help="Latents' shape, such as 16x13x60x106; may be given again. Default: a large and a small one."
         ),
     ] = None,
-    samples: Annotated[int | None, typer.Option(help="Samples a shape; by default half a gigabyte's worth.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Samples per shape; by default half a gigabyte of them.")] = None,
     rounds: Annotated[int, typer.Option(help="Passes of each format; the median counts.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not the table.")] = False,
     strict: Annotated[bool, typer.Option(help="Exit with 1 when our reader is not fast enough.")] = False,
 ) -> None:
-    """Compare how fast samples are read from the cache, from .pt, Parquet and safetensors files, warm and cold."""
+    """Compare the speed of reading samples from the cache and from .pt, Parquet and safetensors files, warm and cold."""
     import json
 
     from mmspeed.data.cache.files import write_whole
@@ -80,12 +80,12 @@ def loader(
 @app.command()
 def index(
     rows: Annotated[int, typer.Option(min=1, help="Entries of the synthetic index.")] = 10_000_000,
-    output: Annotated[Path, typer.Option(help="Folder that the index is made in, and left.")] = Path(
+    output: Annotated[Path, typer.Option(help="Folder to create the index in; it is not deleted.")] = Path(
         "runs/bench-index"
     ),
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
-    """Open the index of a large cache and look things up in it; exit with 1 when it takes over 2 s or 100 MB."""
+    """Open the index of a large cache and look up entries; exit with 1 when it takes over 2 s or 100 MB."""
     from_checkout("index")
     from tests.claims.index import bench_index, report
 
@@ -98,15 +98,13 @@ def index(
 @app.command()
 def preprocess(
     output: Annotated[Path, typer.Option(help="Folder that the measurement writes to.")] = Path("runs/preprocess"),
-    videos: Annotated[
-        Path | None, typer.Option(help="Folder of your own videos; default: clips made on the spot.")
-    ] = None,
+    videos: Annotated[Path | None, typer.Option(help="Folder of your own videos; default: generated clips.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of decoding; medians count.")] = 3,
-    cores: Annotated[int | None, typer.Option(min=1, help="Cores to use; default: all that there are.")] = None,
+    cores: Annotated[int | None, typer.Option(min=1, help="Cores to use; default: all.")] = None,
     vae_width: Annotated[int, typer.Option(min=8, help="Width of the slow codec: larger is slower.")] = 12,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
-    """See whether preprocess keeps its slowest stage busy, the encoder or the decoders; exit with 1 if not."""
+    """Check that preprocess keeps its slowest stage busy, the encoder or the decoders; exit with 1 if not."""
     from_checkout("preprocess")
     from tests.claims.preprocess import bench_preprocess
 
@@ -124,7 +122,7 @@ def comm(
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; medians count.")] = 9,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
-    """Measure the exchanges between ranks; exit with 1 when bytes or copies are not those of the formulas."""
+    """Measure the exchanges between ranks; exit with 1 when bytes or copies differ from the formulas."""
     from mmspeed import log
 
     from . import launch
@@ -151,9 +149,9 @@ def sp(
     width: Annotated[int, typer.Option(help="Width of the model, a multiple of 24.")] = 192,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; medians count.")] = 7,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
-    strict: Annotated[bool, typer.Option(help="Exit with 1 too when degree 1 is not free.")] = False,
+    strict: Annotated[bool, typer.Option(help="Also exit with 1 when degree 1 is not free.")] = False,
 ) -> None:
-    """Measure sequence parallelism on CPU processes; exit with 1 when bytes are not those of the formulas."""
+    """Measure sequence parallelism on CPU processes; exit with 1 when bytes differ from the formulas."""
     from_checkout("sp")
     from mmspeed import log
 
@@ -161,7 +159,7 @@ def sp(
 
     if launch.wanted(ranks):
         words = ["--ranks", str(ranks), "--latent", latent, "--width", str(width), "--rounds", str(rounds)]
-        flags = [flag for flag, given in (("--json", as_json), ("--strict", strict)) if given]
+        flags = [flag for flag, is_set in (("--json", as_json), ("--strict", strict)) if is_set]
         debug = bool((context.obj or {}).get("debug"))
         raise typer.Exit(launch.launch(["bench", "sp", *words, *flags], ranks, debug))
     launch.follow_launcher()
@@ -187,25 +185,25 @@ def buckets(
     ] = False,
     clips: Annotated[int, typer.Option(min=1, help="With --simulate: samples of the data set.")] = 1_000_000,
     ranks: Annotated[str, typer.Option(help="With --simulate: numbers of ranks.")] = "8,64,512",
-    seed: Annotated[int, typer.Option(help="With --simulate: of the data set and its order.")] = 0,
-    output: Annotated[
-        Path | None, typer.Option(help="With --simulate: folder that the figures go to, as JSON.")
-    ] = None,
+    seed: Annotated[int, typer.Option(help="With --simulate: seed of the data set and its order.")] = 0,
+    output: Annotated[Path | None, typer.Option(help="With --simulate: folder for the figures, as JSON.")] = None,
     memory_limit: Annotated[
         str | None,
         typer.Option(
             metavar="BYTES|SHARE",
-            help="Memory that no batch may exceed, such as 70GB or 80%; default: 90% of an accelerator's, 60% of what a host has free.",
+            help="Memory that no batch may exceed, such as 70GB or 80%; default: 90% of an accelerator's memory, 60% of a host's free one.",
         ),
     ] = None,
-    budget_seconds: Annotated[float, typer.Option(help="A step that takes longer is the last of its bucket.")] = 30.0,
+    budget_seconds: Annotated[
+        float, typer.Option(help="A step that takes longer is the last one measured for its bucket.")
+    ] = 30.0,
     most: Annotated[int | None, typer.Option(min=1, help="Most samples of a step.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed steps of each batch; the median counts.")] = 5,
     minutes: Annotated[
-        float, typer.Option(help="Time for it all, about: then no larger batch and no further round is begun.")
+        float, typer.Option(help="Approximate total time: after it no larger batch and no further round is started.")
     ] = 10.0,
 ) -> None:
-    """Measure time and memory of a step of each bucket on this device; or, with --simulate, see how well batches balance."""
+    """Measure time and memory of a step of each bucket on this device; or, with --simulate, the balance of batches."""
     if simulate:
         if config is not None:
             raise UserError(f"--simulate makes its own data set: leave out {config}")
@@ -218,7 +216,7 @@ def buckets(
             raise typer.Exit(1)
         return
     if config is None:
-        raise UserError("which buckets? Name a CONFIG, or give --simulate")
+        raise UserError("no buckets to measure: name a CONFIG, or give --simulate")
     from mmspeed.bench.buckets import profile_buckets
 
     profile_buckets(
@@ -234,30 +232,28 @@ def buckets(
 
 @app.command(name="sparse-training")
 def sparse_training(
-    output: Annotated[
-        Path, typer.Option(help="Folder of the runs; what is trained there is not trained again.")
-    ] = Path("runs/sparse-training"),
+    output: Annotated[Path, typer.Option(help="Folder of the runs; finished runs in it are not repeated.")] = Path(
+        "runs/sparse-training"
+    ),
     steps: Annotated[int, typer.Option(min=1, help="Steps from scratch.")] = 300,
     tune_steps: Annotated[int, typer.Option(min=1, help="Steps of fine-tuning the dense model.")] = 100,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds; each trains all variants.")] = 3,
-    keep: Annotated[float, typer.Option(min=0.01, max=1.0, help="Share of pairs that is kept.")] = 0.15,
+    keep: Annotated[float, typer.Option(min=0.01, max=1.0, help="Share of query-key pairs to keep.")] = 0.15,
     variants: Annotated[
-        str | None, typer.Option(help="Of clusters+summary, clusters+zero, tiles+summary, tiles+zero.")
+        str | None, typer.Option(help="Some of clusters+summary, clusters+zero, tiles+summary, tiles+zero.")
     ] = None,
-    strict: Annotated[
-        bool, typer.Option(help="Exit with 1 when the loss is further from dense attention's than it should be.")
-    ] = False,
+    strict: Annotated[bool, typer.Option(help="Exit with 1 when the loss is too far from dense attention's.")] = False,
 ) -> None:
     """Train a small model with dense and with sparse attention, and compare the loss on held-out clips."""
     from_checkout("sparse-training")
     from tests.claims.sparse_training import VARIANTS, SparseTrainingSetting, bench_sparse_training
 
-    chosen = tuple(variants.split(",")) if variants else tuple(VARIANTS)
-    unknown = [name for name in chosen if name not in VARIANTS]
+    names = tuple(variants.split(",")) if variants else tuple(VARIANTS)
+    unknown = [name for name in names if name not in VARIANTS]
     if unknown:
         raise UserError(f"--variants: {unknown[0]} is not one of {', '.join(VARIANTS)}")
     result = bench_sparse_training(
-        output, SparseTrainingSetting(steps=steps, tune_steps=tune_steps, seeds=seeds, keep=keep), chosen
+        output, SparseTrainingSetting(steps=steps, tune_steps=tune_steps, seeds=seeds, keep=keep), names
     )
     print("\n".join(result.lines()))
     if strict and not all(passed for passed, _ in result.verdicts()):
@@ -285,14 +281,14 @@ def attention(
     heads: Annotated[int, typer.Option(min=1, help="Heads; not with --run.")] = 4,
     width: Annotated[int, typer.Option(min=6, help="Width of a head; not with --run.")] = 64,
     cluster_size: Annotated[
-        int | None, typer.Option(min=1, help="Queries of a cluster, about; default by the length.")
+        int | None, typer.Option(min=1, help="Approximate number of queries in a cluster; default by the length.")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; medians count.")] = 3,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; not with --run.")] = "float32",
-    samples: Annotated[int, typer.Option(min=1, help="With --run: samples that the model is run on.")] = 2,
+    samples: Annotated[int, typer.Option(min=1, help="With --run: number of samples to run the model on.")] = 2,
     checkpoint: Annotated[str, typer.Option(help="With --run: latest, best or a step.")] = "latest",
     error: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="With --run: the error that the suggestion may have.")
+        float, typer.Option(min=0.0, max=1.0, help="With --run: largest error of the suggested settings.")
     ] = 0.1,
     output: Annotated[
         Path | None, typer.Option(help="Folder of attention.json; default runs/bench-attention, or the run's.")
@@ -304,17 +300,19 @@ def attention(
     from mmspeed.bench.attention import ask, bench_attention
     from mmspeed.data.cache.files import write_whole
 
-    chosen = ask(tokens, keep, planner, tail, full)
+    settings = ask(tokens, keep, planner, tail, full)
     common = {"backend": backend, "device": device, "rounds": rounds, "cluster_size": cluster_size}
     if run is not None:
         if strict or tokens is not None:
             raise UserError("--tokens and --strict are for synthetic video: leave them out beside --run")
         from mmspeed.bench.attention_run import bench_run
 
-        found = bench_run(run, chosen, samples=samples, checkpoint=checkpoint, error=error, output=output, **common)
-        print(found.to_json() if as_json else "\n".join(found.lines()))
+        run_result = bench_run(
+            run, settings, samples=samples, checkpoint=checkpoint, error=error, output=output, **common
+        )
+        print(run_result.to_json() if as_json else "\n".join(run_result.lines()))
         return
-    result = bench_attention(chosen | common | {"heads": heads, "width": width, "dtype": dtype})
+    result = bench_attention(settings | common | {"heads": heads, "width": width, "dtype": dtype})
     write_whole((output or Path("runs/bench-attention")) / "attention.json", (result.to_json() + "\n").encode())
     print(result.to_json() if as_json else "\n".join(result.lines()))
     if strict and not result.passed():
@@ -326,7 +324,7 @@ def memory(
     config: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[CONFIG]", help="YAML file of a run: where the memory of its step goes, by category and layer."
+            metavar="[CONFIG]", help="YAML file of a run: shows the memory of its step by category and layer."
         ),
     ] = None,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to override.")] = None,
@@ -338,7 +336,7 @@ def memory(
         ),
     ] = False,
     only: Annotated[
-        str | None, typer.Option(metavar="PART,...", help="Of ways, optimizer, budget; default all.")
+        str | None, typer.Option(metavar="PART,...", help="Some of ways, optimizer, budget; default all.")
     ] = None,
     arrangement: Annotated[str | None, typer.Option(help="factorised or full; default both.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; default both.")] = None,
@@ -347,14 +345,14 @@ def memory(
     ] = None,
     rounds: Annotated[int, typer.Option(min=0, help="Timed rounds; medians count. 0: nothing is timed.")] = 3,
     device: Annotated[str, typer.Option(help="Kind of device; auto takes the fastest there is.")] = "auto",
-    grown: Annotated[bool, typer.Option(help="Start a process for each way, to see how it grows.")] = True,
+    grown: Annotated[bool, typer.Option(help="Start a process for each policy, to measure its growth.")] = True,
     output: Annotated[
-        Path | None, typer.Option(help="Folder that memory.json goes to; default runs/bench-memory, or the run's.")
+        Path | None, typer.Option(help="Folder for memory.json; default runs/bench-memory, or the run's.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
     strict: Annotated[bool, typer.Option(help="Exit with 1 when a goal is missed.")] = False,
 ) -> None:
-    """Measure what each way to save memory gives and costs; or, with CONFIG, where the memory of its training step goes."""
+    """Measure the savings and cost of each memory policy; or, with CONFIG, the memory of its training step by category and layer."""
     import json
 
     from mmspeed import log

@@ -1,4 +1,4 @@
-"""`mmspeed cache`: what is in a dataset cache, whether it is whole, and its care."""
+"""`mmspeed cache`: inspect, verify and maintain a dataset cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from . import cache_text
 if TYPE_CHECKING:
     from mmspeed.data import DatasetCache
 
-app = typer.Typer(help="Look into a dataset cache, and take care of it.", no_args_is_help=True)
+app = typer.Typer(help="Inspect and maintain a dataset cache.", no_args_is_help=True)
 
 CacheFolder = Annotated[Path, typer.Argument(metavar="CACHE", help="Folder of the cache.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
@@ -25,7 +25,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs."
 
 @app.command()
 def stat(cache: CacheFolder, as_json: AsJson = False) -> None:
-    """Say what the cache holds: entries, samples, buckets, sizes, encoders, disk, and what is odd."""
+    """Show the contents of the cache: entries, samples, buckets, sizes, encoders, disk, and irregularities."""
     from mmspeed.data.maintenance.stats import census
 
     facts = census(cache)
@@ -36,11 +36,11 @@ def stat(cache: CacheFolder, as_json: AsJson = False) -> None:
 def verify(
     cache: CacheFolder,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Drop damaged entries and list them; keep everything that is whole.")
+        bool, typer.Option("--repair", help="Drop damaged entries and list them; keep everything that is intact.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Read every byte and compare it with what was written; exit with 1 when something is damaged."""
+    """Read every byte and compare it with the stored checksums; exit with 1 when something is damaged."""
     from mmspeed.data.maintenance.repair import mend
     from mmspeed.data.maintenance.verify import verify
 
@@ -54,7 +54,7 @@ def verify(
             print("\n".join([*report.done, *(f"dropped: {name}" for name in report.lost)] or ["nothing to repair"]))
             print("".join(f"to do: {what}\n" for what in report.todo), end="")
         elif findings.damage:
-            print(f"`mmspeed cache verify --repair {cache}` drops what is damaged and keeps the rest")
+            print(f"`mmspeed cache verify --repair {cache}` drops damaged entries and keeps the rest")
     if report.todo if report is not None else findings.damage:
         raise typer.Exit(1)
 
@@ -62,13 +62,15 @@ def verify(
 @app.command()
 def prune(
     cache: CacheFolder,
-    yes: Annotated[bool, typer.Option("--yes", help="Do it. Without this, only say what would be removed.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Remove them. Without this, only list what would be removed.")
+    ] = False,
     keep_codec: Annotated[
         list[str] | None,
-        typer.Option(metavar="FINGERPRINT", help="Keep latents of this codec too (its first digits do)."),
+        typer.Option(metavar="FINGERPRINT", help="Also keep latents of this codec (its first digits suffice)."),
     ] = None,
 ) -> None:
-    """Remove entries that no sample names, second copies, and what killed writers left. Not while anything uses the cache."""
+    """Remove entries that no sample refers to, second copies, and leftovers of killed writers. Not while anything uses the cache."""
     from mmspeed.data.cache.tables import read_info
     from mmspeed.data.maintenance.prune_pack import plan_prune
     from mmspeed.data.maintenance.prune_pack import prune as remove
@@ -76,11 +78,11 @@ def prune(
     read_info(cache)
     plan = plan_prune(cache, keep_codec or [])
     if plan.empty:
-        print("nothing to remove: samples name every entry")
+        print("nothing to remove: samples refer to every entry")
         return
     print("\n".join(["removing:" if yes else "would remove:", *plan.lines()]))
     if not yes:
-        print("run it again with --yes to do so")
+        print("run it again with --yes to remove them")
         return
     remove(cache, keep_codec or [])
     print(f"removed {plan.entries} entries")
@@ -97,24 +99,24 @@ def pack(
 
     read_info(cache)
     report = merge_shards(cache, int(shard_mb * 1e6))
-    twice = f", {report.duplicates} second copies removed" if report.duplicates else ""
-    print(f"{report.before} shards are {report.after} now: {report.entries} entries copied{twice}")
+    copies = f", {report.duplicates} second copies removed" if report.duplicates else ""
+    print(f"{report.before} shards are {report.after} now: {report.entries} entries copied{copies}")
 
 
 @app.command()
 def merge(
-    into: Annotated[Path, typer.Argument(metavar="INTO", help="The cache that takes all in; made when missing.")],
-    sources: Annotated[
-        list[Path], typer.Argument(metavar="FROM...", help="Caches that are read and stay as they are.")
+    into: Annotated[
+        Path, typer.Argument(metavar="INTO", help="The cache that receives everything; created if missing.")
     ],
+    sources: Annotated[list[Path], typer.Argument(metavar="FROM...", help="Caches to read; they are not changed.")],
 ) -> None:
-    """Bring caches that were built on several machines together. Their encoders and settings must be the same."""
+    """Merge caches that were built on several machines. Their encoders and settings must be the same."""
     from mmspeed.data.maintenance.merge import merge as bring_together
 
     report = bring_together(into, sources)
     print(
-        f"{into}: {report.samples} samples; {report.linked} shards taken whole, {report.copied} entries copied, "
-        f"{report.present} were there"
+        f"{into}: {report.samples} samples; {report.linked} shards taken as they are, {report.copied} entries copied, "
+        f"{report.present} were present"
     )
     if report.split_conflicts:
         print(f"{report.split_conflicts} samples are held out in one cache only: the first cache's split counts")
@@ -128,48 +130,50 @@ def show(
     ] = None,
     count: Annotated[int, typer.Option("--count", "-n", min=1, help="Samples to list.")] = 20,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="The picture to write; KEY.png in this folder when left out.")
+        Path | None, typer.Option("-o", "--output", help="The picture to write; KEY.png in this folder if omitted.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what is stored as JSON, and draw no picture.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the stored record as JSON, and draw no picture.")
+    ] = False,
 ) -> None:
-    """List samples, or decode one to a picture beside its source's frames and say what it was made from."""
+    """List samples, or decode one to a picture beside its source's frames and show its origin."""
     from mmspeed.data import DatasetCache
 
-    opened = DatasetCache(cache)
+    dataset_cache = DatasetCache(cache)
     if key is None:
-        for number, sample in enumerate(opened.samples):
+        for number, sample in enumerate(dataset_cache.samples):
             if number == count:
                 break
             captions = f"{len(sample.text_keys)} captions"
             print(f"{sample.key}  {sample.split:5} {sample.bucket!s:>14}  {captions}  {sample.source}")
-        if len(opened.samples) > count:
-            print(f"... and {len(opened.samples) - count} more")
+        if len(dataset_cache.samples) > count:
+            print(f"... and {len(dataset_cache.samples) - count} more")
         return
-    known = details(opened, key)
-    if as_json or not has_picture(known):
-        print(json.dumps(known, indent=2, ensure_ascii=False))
+    record = details(dataset_cache, key)
+    if as_json or not has_picture(record):
+        print(json.dumps(record, indent=2, ensure_ascii=False))
         return
     from mmspeed.preprocess.report.show import draw_entry
 
     path = output or Path(f"{key}.png")
     try:
-        said = draw_entry(opened, key, path)
+        summary = draw_entry(dataset_cache, key, path)
     except UserError as error:
         if output is not None:
             raise
-        print(json.dumps(known, indent=2, ensure_ascii=False))
+        print(json.dumps(record, indent=2, ensure_ascii=False))
         print(f"no picture: {error}", file=sys.stderr)
         return
-    print(f"{path}: {said}")
+    print(f"{path}: {summary}")
 
 
-def has_picture(known: dict[str, Any]) -> bool:
-    """Whether what `details` tells is a latent, or a sample of latents."""
-    return "latents" in known or known.get("section") == "latents"
+def has_picture(record: dict[str, Any]) -> bool:
+    """True if the result of `details` is a latent, or a sample of latents."""
+    return "latents" in record or record.get("section") == "latents"
 
 
 def details(cache: DatasetCache, key: str) -> dict[str, Any]:
-    """A sample's or an entry's row, with what its key was made from. Raises UserError for an unknown key."""
+    """The row of a sample or an entry, with the parts of its key. Raises UserError for an unknown key."""
     sample = next((sample for sample in cache.samples if sample.key == key), None)
     if sample is not None:
         return {

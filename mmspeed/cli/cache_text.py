@@ -1,4 +1,4 @@
-"""The lines that `mmspeed cache` prints."""
+"""Format the lines that `mmspeed cache` prints."""
 
 from __future__ import annotations
 
@@ -42,18 +42,20 @@ def stat_lines(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _hints(facts: Mapping[str, Any], small: Sequence[str]) -> list[str]:
-    """What is odd, and what to do about it."""
+    """Lines about irregularities, each with the remedy."""
     lacking, unused = sum(facts["lacking"].values()), sum(facts["unused"].values())
     hints = []
     if lacking or facts["shards_gone"]:
         gone = f", {len(facts['shards_gone'])} shards are gone" if facts["shards_gone"] else ""
-        hints.append(f"incomplete: {lacking} entries that samples name are not stored{gone}; run `mmspeed preprocess`")
+        hints.append(
+            f"incomplete: {lacking} entries that samples refer to are not stored{gone}; run `mmspeed preprocess`"
+        )
     if unused:
-        hints.append(f"unused: {unused} entries that no sample names; `mmspeed cache prune` says which")
+        hints.append(f"unused: {unused} entries that no sample refers to; `mmspeed cache prune` lists them")
     if facts["duplicates"]:
         hints.append(f"stored twice: {facts['duplicates']} entries; `mmspeed cache pack` keeps one of each")
     if facts["lost_samples"]:
-        hints.append(f"lost: {facts['lost_samples']} samples, whose source failed while training ran")
+        hints.append(f"lost: {facts['lost_samples']} samples, whose source failed during training")
     if facts["writers_at_work"]:
         hints.append(f"being written: {facts['writers_at_work']} files in progress")
     if facts["left_by_killed_writers"]:
@@ -68,7 +70,7 @@ def histogram_lines(label: str, ranges: Sequence[Mapping[str, int]], show: Any) 
 
 
 def bars(rows: Sequence[tuple[str, int]], unit: str) -> list[str]:
-    """One line a row: name, bar, number."""
+    """One line for each row: name, bar, number."""
     width, most = max((len(name) for name, _ in rows), default=0), max((count for _, count in rows), default=0)
     return [
         f"    {name:<{width}} {'#' * -(-count * _BAR // most) if most else ''} {count} {unit}" for name, count in rows
@@ -76,13 +78,13 @@ def bars(rows: Sequence[tuple[str, int]], unit: str) -> list[str]:
 
 
 def verify_lines(findings: Findings) -> list[str]:
-    """What `verify` found, damage first."""
+    """Lines about the findings of `verify`, damage first."""
     lines = [f"damaged: {damage}" for damage in findings.damage]
     lines += [f"note: {note}" for note in findings.notes]
     lines += [f"in progress: {name} (a writer holds it)" for name in findings.live]
     lines += [f"left by a killed writer: {name} (the next writer removes it)" for name in findings.left]
-    lines += [f"foreign: {name} is no part of a cache" for name in findings.foreign]
-    lines.append(f"{findings.whole} of {findings.entries} entries are whole")
+    lines += [f"foreign: {name} is not part of a cache" for name in findings.foreign]
+    lines.append(f"{findings.whole} of {findings.entries} entries are intact")
     return lines
 
 

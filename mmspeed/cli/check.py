@@ -1,4 +1,4 @@
-"""`mmspeed check CONFIG` beside the data: policies, what a budget would choose, and with `--parallel` the self-check of a layout."""
+"""`mmspeed check CONFIG`: the data, the model's policies, what a memory budget would choose and, with `--parallel`, a layout's self-check."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 def check_config(
     config: RunConfig, page: Path | None, suggest_buckets: int | None, ranks: Sequence[int] | None
 ) -> CheckOutcome:
-    """What the task's preparation finds in the data; of a task without one, what the config will train.
+    """Check the data with the task's preparation; for a task without one, forecast the training.
 
-    Raises UserError as these do, and for options that the task does not have.
+    Raises UserError like these two, and for options that the task does not have.
     """
-    made = preparation(config)
-    if made is not None:
-        return made.check(page, suggest_buckets, ranks)
+    task_preparation = preparation(config)
+    if task_preparation is not None:
+        return task_preparation.check(page, suggest_buckets, ranks)
     for option, value in (("--report", page), ("--suggest-buckets", suggest_buckets)):
         if value is not None:
             raise not_there(config.task, f"check {option}")
@@ -35,10 +35,10 @@ def check_config(
 
 
 def check_parallel(config: RunConfig, layout: str, others: Mapping[str, object]) -> int:
-    """Print the report; 0 where the layout passed, else 1. Raises UserError for options that go with another check."""
-    given = next((name for name, value in others.items() if value is not None), None)
-    if given is not None:
-        raise UserError(f"--parallel checks a layout and reads no data set: not with {given}")
+    """Print the self-check of a layout; return 0 if it passed, else 1. Raises UserError for options of the other checks."""
+    conflict = next((name for name, value in others.items() if value is not None), None)
+    if conflict is not None:
+        raise UserError(f"--parallel checks a layout and reads no data set: not with {conflict}")
     from mmspeed.pipelines.selfcheck.run import selfcheck
 
     result = selfcheck(config, layout)
@@ -47,9 +47,9 @@ def check_parallel(config: RunConfig, layout: str, others: Mapping[str, object])
 
 
 def model_lines(config: RunConfig) -> list[str]:
-    """What policies the blocks of the model can have, and what a budget would choose. Raises UserError as `policy_lines` and `plan_memory`.
+    """Lines about the policies that the model's blocks can have, and those chosen for the budget.
 
-    Policies of a task without a preparation are in its report already.
+    Raises UserError like `policy_lines` and `plan_memory`. Policies of a task without a preparation are in its report already.
     """
     prepared = preparation_class(config.task) is not None
     if not prepared and not config.memory.chooses:

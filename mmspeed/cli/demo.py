@@ -15,26 +15,26 @@ from mmspeed.log import ProgressLine, format_seconds, get_logger
 log = get_logger("demo")
 
 CLIPS = Path(__file__).parent.parent / "assets" / "demo-clips" / "metadata.jsonl"
-# Few clips, so that what two minutes on a CPU teach can be seen; two more are held out.
+# Few clips, so that two minutes of training on a CPU have a visible effect; two more are held out.
 TRAINED = ("bbb_000", "bbb_002", "bbb_062", "earth_000")
 HELD_OUT = ("bbb_001", "earth_001")
 
 
 def write_manifest(path: Path, train: Sequence[str], val: Sequence[str] = ()) -> list[str]:
-    """A manifest of some of the clips that ship with the package, by stem; returns the captions of the training clips."""
+    """Write a manifest of some of the packaged clips, by stem, and return the captions of the training clips."""
     rows = {Path(row["video"]).stem: row for row in map(json.loads, CLIPS.read_text(encoding="utf-8").splitlines())}
-    chosen = [
+    selected = [
         {"video": str(CLIPS.parent / rows[stem]["video"]), "caption": rows[stem]["caption"], "split": split}
         for split, stems in (("train", train), ("val", val))
         for stem in stems
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in chosen), encoding="utf-8")
+    path.write_text("".join(json.dumps(row) + "\n" for row in selected), encoding="utf-8")
     return [rows[stem]["caption"] for stem in train]
 
 
 def demo_tree(output: Path, short: bool) -> dict[str, Any]:
-    """The demo's config, before it is checked; writes the manifest of its clips into `output`."""
+    """Write the manifest of the demo's clips into `output` and return the demo's config, unchecked."""
     steps = 60 if short else 800
     captions = write_manifest(output / "clips.jsonl", TRAINED, HELD_OUT)
     return {
@@ -64,14 +64,14 @@ def demo_tree(output: Path, short: bool) -> dict[str, Any]:
 
 
 def demo_config(output: Path, short: bool) -> Config:
-    """The demo's config."""
+    """The checked config of the demo."""
     return make_config(demo_tree(output, short), origin="demo")
 
 
 def run_demo(output: str | Path = "mmspeed-demo", short: bool = False) -> list[Path]:
-    """Run the whole demo into `output`; returns the paths to look at.
+    """Run the whole demo into `output`; return the paths to look at.
 
-    A second run goes on from what is there: nothing is encoded again, and a finished training says so.
+    A second run continues from the first: nothing is encoded again, and a finished training is not repeated.
     """
     from mmspeed.pipelines import TextToVideo, TrainPipeline, write_report
     from mmspeed.pipelines.inference.media import contact_sheet, save_image

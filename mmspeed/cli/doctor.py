@@ -1,4 +1,4 @@
-"""`mmspeed doctor`: what is on this machine, what will be slow or is missing, and what to do about it."""
+"""`mmspeed doctor`: diagnose this machine, with advice on whatever is slow or missing."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Diagnosis:
 
 
 def diagnose(folder: Path) -> list[Diagnosis]:
-    """All checks; `folder` is where runs would be written."""
+    """The results of all checks; `folder` is the one that runs would be written to."""
     checks = [_python(), _torch()]
     if checks[-1].state != "missing":
         checks += _devices()
@@ -57,7 +57,7 @@ def diagnose(folder: Path) -> list[Diagnosis]:
 
 
 def render(checks: list[Diagnosis]) -> str:
-    """The diagnosis as lines, advice below what it belongs to, and a sentence at the end."""
+    """The diagnosis as lines, each followed by its advice, with a sentence at the end."""
     width = max(len(check.name) for check in checks)
     lines = [f"mmspeed {__version__} on {platform.platform()}"]
     for check in checks:
@@ -66,14 +66,14 @@ def render(checks: list[Diagnosis]) -> str:
             lines.append(f"{'':{8 + width}}  -> {check.advice}")
     count = {state: sum(check.state == state for check in checks) for state in ("missing", "warn")}
     if count["missing"]:
-        lines.append(f"{count['missing']} missing: mmspeed will not work before this is mended")
+        lines.append(f"{count['missing']} missing: mmspeed will not work before this is fixed")
     else:
-        lines.append("all that is needed is here" + (f"; {count['warn']} to know about" if count["warn"] else ""))
+        lines.append("everything required is installed" + (f"; warnings: {count['warn']}" if count["warn"] else ""))
     return "\n".join(lines)
 
 
 def to_json(checks: list[Diagnosis]) -> str:
-    """The diagnosis for programs."""
+    """The diagnosis as JSON."""
     body = {
         "mmspeed": __version__,
         "ok": all(c.state != "missing" for c in checks),
@@ -91,10 +91,10 @@ def package_version(name: str) -> str | None:
 
 
 def _python() -> Diagnosis:
-    found = f"{platform.python_version()} at {sys.executable}"
+    description = f"{platform.python_version()} at {sys.executable}"
     if (3, 10) <= sys.version_info[:2] < (3, 13):
-        return Diagnosis("python", "ok", found)
-    return Diagnosis("python", "warn", found, "mmspeed is tested on 3.10 to 3.12")
+        return Diagnosis("python", "ok", description)
+    return Diagnosis("python", "warn", description, "mmspeed is tested on 3.10 to 3.12")
 
 
 def _torch() -> Diagnosis:
@@ -111,7 +111,7 @@ def _torch() -> Diagnosis:
 
 
 def _devices() -> list[Diagnosis]:
-    """The CPU, and each kind of accelerator that this torch sees."""
+    """Diagnoses of the CPU and of each kind of accelerator that torch finds."""
     import torch
 
     from mmspeed import device
@@ -123,18 +123,20 @@ def _devices() -> list[Diagnosis]:
     for kind in (k for k in device.BACKENDS if k != "cpu" and device.available(k)):
         first = device.pick(kind, 0)
         count = torch.accelerator.device_count()
-        found = f"{count} x {first.name}, {format_bytes(first.total_memory_bytes())} each"
+        description = f"{count} x {first.name}, {format_bytes(first.total_memory_bytes())} each"
         if not torch.distributed.is_backend_available(device.BACKENDS[kind]):
             checks.append(
-                Diagnosis(kind, "warn", found, f"torch lacks {device.BACKENDS[kind]}: only one device can be used")
+                Diagnosis(
+                    kind, "warn", description, f"torch lacks {device.BACKENDS[kind]}: only one device can be used"
+                )
             )
         elif not first.supports_bf16():
-            checks.append(Diagnosis(kind, "warn", found, "no bfloat16 arithmetic: keep device.dtype: float32"))
+            checks.append(Diagnosis(kind, "warn", description, "no bfloat16 arithmetic: keep device.dtype: float32"))
         else:
-            checks.append(Diagnosis(kind, "ok", found))
+            checks.append(Diagnosis(kind, "ok", description))
     if len(checks) == 1:
-        advice = "all runs on the CPU, slowly; where there is an accelerator, install the torch build made for it"
-        checks.append(Diagnosis("accelerator", "warn", f"torch {torch.__version__} sees none", advice))
+        advice = "everything runs on the CPU, slowly; if this machine has an accelerator, install the torch build made for it"
+        checks.append(Diagnosis("accelerator", "warn", f"torch {torch.__version__} finds none", advice))
     return checks
 
 
@@ -142,12 +144,15 @@ def _memory() -> Diagnosis:
     import psutil
 
     memory = psutil.virtual_memory()
-    found = f"{format_bytes(memory.available)} free of {format_bytes(memory.total)}"
+    description = f"{format_bytes(memory.available)} free of {format_bytes(memory.total)}"
     if memory.available < 4 * GB:
         return Diagnosis(
-            "memory", "warn", found, "the demo needs about 3 GB; lower preprocess.decode_workers and train.batch_size"
+            "memory",
+            "warn",
+            description,
+            "the demo needs about 3 GB; lower preprocess.decode_workers and train.batch_size",
         )
-    return Diagnosis("memory", "ok", found)
+    return Diagnosis("memory", "ok", description)
 
 
 def _shared_memory() -> Diagnosis:
@@ -167,16 +172,19 @@ def _shared_memory() -> Diagnosis:
 
 def _disk(folder: Path) -> Diagnosis:
     free = shutil.disk_usage(folder).free
-    found = f"{format_bytes(free)} free in {folder}"
+    description = f"{format_bytes(free)} free in {folder}"
     if not os.access(folder, os.W_OK):
         return Diagnosis(
             "disk", "warn", f"{folder} cannot be written to", "run from another folder, or set output: and data.cache:"
         )
     if free < 10 * GB:
         return Diagnosis(
-            "disk", "warn", found, "caches and checkpoints grow large: set output: and data.cache: to a larger disk"
+            "disk",
+            "warn",
+            description,
+            "caches and checkpoints grow large: set output: and data.cache: to a larger disk",
         )
-    return Diagnosis("disk", "ok", found)
+    return Diagnosis("disk", "ok", description)
 
 
 def _open_files() -> Diagnosis:
@@ -188,13 +196,13 @@ def _open_files() -> Diagnosis:
 
 def _libraries() -> list[Diagnosis]:
     versions = {name: package_version(name) for name in LIBRARIES}
-    there = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    installed = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     absent = [name for name, version in versions.items() if not version]
     if absent:
         return [
             Diagnosis("libraries", "missing", f"not installed: {', '.join(absent)}", f"pip install {' '.join(absent)}")
         ]
-    return [Diagnosis("libraries", "ok", there)]
+    return [Diagnosis("libraries", "ok", installed)]
 
 
 def _pyav() -> Diagnosis:
@@ -214,7 +222,7 @@ def _pyav() -> Diagnosis:
 
 
 def _encoder() -> Diagnosis:
-    """Whether videos can be written as H.264, which every player shows."""
+    """Diagnosis of writing videos as H.264, which every player shows."""
     try:
         import av
 
@@ -239,18 +247,20 @@ def _minilm() -> Diagnosis:
 
 
 def _trackers() -> Diagnosis:
-    there = [name for name in TRACKERS if package_version(name)]
-    return Diagnosis("trackers", "ok", ", ".join(there) if there else "none installed; metrics.jsonl is always written")
+    installed = [name for name in TRACKERS if package_version(name)]
+    return Diagnosis(
+        "trackers", "ok", ", ".join(installed) if installed else "none installed; metrics.jsonl is always written"
+    )
 
 
 def _compiler() -> Diagnosis:
     names: tuple[str, ...] = ("g++", "clang++", "c++")
     which: Callable[[str], str | None] = shutil.which
-    found = (
+    compiler = (
         which(os.environ["CXX"]) if os.environ.get("CXX") else next((path for path in map(which, names) if path), None)
     )
-    if found is None:
+    if compiler is None:
         return Diagnosis(
             "C++ compiler", "warn", "none", "train.compile: true needs one on the CPU: install g++, or leave it false"
         )
-    return Diagnosis("C++ compiler", "ok", found)
+    return Diagnosis("C++ compiler", "ok", compiler)

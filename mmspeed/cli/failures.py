@@ -1,7 +1,7 @@
-"""From an exception to one line for people and an exit code (law 7).
+"""Turn an exception into one readable line and an exit code (law 7).
 
 In a process that `mmspeed --nproc` started, the line goes to the error file of torch's elastic launcher instead of the
-terminal, so that a mistake that every rank meets is shown once, by the parent.
+terminal, so that a mistake common to all ranks is shown once, by the parent.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ LAUNCHED = "MMSPEED_LAUNCHED"  # set by launch.py in the processes that it start
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torch's elastic launcher, one file for each process
 
 _OS_ERRORS = {
-    errno.ENOSPC: "no space left on the disk; free some and run the same command again, it goes on where it stopped",
-    errno.EDQUOT: "the disk quota is used up; free some and run the same command again, it goes on where it stopped",
+    errno.ENOSPC: "no space left on the disk; free some and run the same command again, it continues where it stopped",
+    errno.EDQUOT: "the disk quota is used up; free some and run the same command again, it continues where it stopped",
     errno.EMFILE: "too many open files; raise the limit with `ulimit -n 65536` and run the same command again",
     errno.ENFILE: "the machine has too many open files; close some and run the same command again",
     errno.EROFS: "the disk can only be read; name another folder",
@@ -30,14 +30,14 @@ _OS_ERRORS = {
 
 @dataclass(frozen=True)
 class Failure:
-    """What is shown of an exception: the text behind `mmspeed:`, the exit code, and whether the user can mend it."""
+    """The report of an exception: the text after `mmspeed:`, the exit code, and `known`, true if the user can correct the cause."""
 
     text: str
     code: int = 1
     known: bool = True
 
     def line(self) -> str:
-        """What is printed."""
+        """The line to print."""
         return f"mmspeed: {self.text}"
 
 
@@ -49,8 +49,8 @@ def describe(error: BaseException) -> Failure:
         return Failure("interrupted", 130)
     if _out_of_memory(error):
         return Failure(
-            "error: out of memory; lower train.micro_batch_size, set memory.fraction: 0.9 (what backward needs is then recomputed or "
-            "swapped as far as it must be) or memory.states: host, or use smaller items; for sampling videos set vae.tiling: true"
+            "error: out of memory; lower train.micro_batch_size, set memory.fraction: 0.9 (tensors for backward are then recomputed or "
+            "offloaded as far as necessary) or memory.states: host, or use smaller items; for sampling videos set vae.tiling: true"
             f"\n  {_first_line(error)}"
         )
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("mmspeed"):
@@ -66,7 +66,7 @@ def describe(error: BaseException) -> Failure:
 
 
 def report(error: BaseException, debug: bool) -> int:
-    """Show an exception (with its traceback when `debug`) and return the exit code."""
+    """Print an exception (with its traceback if `debug`) and return the exit code."""
     failure = describe(error)
     if debug:
         traceback.print_exception(error, file=sys.stderr)
@@ -79,7 +79,7 @@ def report(error: BaseException, debug: bool) -> int:
 
 
 def _write_error_file(failure: Failure) -> None:
-    """Leave the failure where the elastic launcher looks for it; ENOSPC there must not hide the first error."""
+    """Write the failure into the elastic launcher's error file; a failure to write it must not hide the first error."""
     content = {"message": failure.line(), "timestamp": int(time.time()), "known": failure.known, "code": failure.code}
     try:
         with open(os.environ[ERROR_FILE], "w", encoding="utf-8") as file:
@@ -91,7 +91,7 @@ def _write_error_file(failure: Failure) -> None:
 def _out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or not isinstance(error, RuntimeError):
         return isinstance(error, MemoryError)
-    from mmspeed.device import is_out_of_memory  # brings torch, which such errors come from
+    from mmspeed.device import is_out_of_memory  # imports torch, which raised the error
 
     return is_out_of_memory(error)
 

@@ -1,7 +1,7 @@
-"""`mmspeed init`: a config file with every key in it, made from the schema and therefore never out of date.
+"""`mmspeed init`: generate a commented config file with every key of the schema.
 
-Sentences are comments that begin with `# `; keys that stand at their default are switched off by a bare `#`, and switched on
-by removing that one character.
+Sentences are comments that begin with `# `; keys at their default are commented out with a bare `#`, and are set by removing that
+one character.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mmspeed.version import __version__
 
 from .preparations import not_there
 
-# The key that stands switched on in each section where the essentials name none, so that the section is never empty.
+# The key to set in each section for which no values are given, so that the section is never empty.
 FIRST_KEYS = {
     "train": "steps",
     "batching": "by",
@@ -41,25 +41,25 @@ FIRST_KEYS = {
 }
 
 
-# What stands at the head of a file, for tasks with a preparation and for others.
+# The head of a file, for tasks with a preparation and for others.
 PREPARED = (
     "# Sizes are in pixels, times in seconds. Relative paths are taken from the folder of this file.",
-    "#   mmspeed check FILE        what is in the data, what will happen, what it will cost",
+    "#   mmspeed check FILE        show the data, the schedule and its cost",
     "#   mmspeed preprocess FILE   encode the data once, into the cache",
     "#   mmspeed train FILE        train from the cache",
 )
 PLAIN = (
     "# Relative paths are taken from the folder of this file.",
-    "#   mmspeed check FILE        what will be trained, and what it will cost",
-    "#   mmspeed train FILE        train; a run that was stopped goes on",
+    "#   mmspeed check FILE        show the schedule and its cost",
+    "#   mmspeed train FILE        train; a stopped run continues",
 )
 
 
 def write_config(path: Path, videos: Path | None = None, force: bool = False, task: str = "video") -> Path:
-    """Write the template to `path` (`.yaml` is added when it has no such ending) and return where it lies.
+    """Write the template to `path` (`.yaml` is added if it has no such ending) and return the path written.
 
-    `videos` is the folder or manifest to train on; without it, what ships with the package. Raises UserError for a task that is not
-    known or takes no `videos`, when `videos` is not there, when `path` is a folder's name, and when the file exists and `force` is false.
+    `videos` is the folder or manifest to train on; without it, the packaged clips are used. Raises UserError for a task that is
+    unknown or takes no `videos`, if `videos` does not exist, if `path` names a folder, and if the file exists and `force` is false.
     """
     if path.suffix not in (".yaml", ".yml"):
         if not path.name or path.name == "..":
@@ -74,13 +74,13 @@ def write_config(path: Path, videos: Path | None = None, force: bool = False, ta
 
 
 def run_name(path: Path) -> str:
-    """A run's name from its config file's name: signs that a name may not have become `-`."""
+    """A run's name, from its config file's name: characters that are not allowed become `-`."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-")
     return name or "run"
 
 
 def source_path(config: Path, videos: Path | None) -> str | None:
-    """What stands in the file for the media: relative to the config file where they lie beside or below it; None for the demo's."""
+    """The path of the media in the config file: relative if they are beside or below it; None for the demo's."""
     if videos is None:
         return None
     if not videos.exists():
@@ -92,16 +92,16 @@ def source_path(config: Path, videos: Path | None) -> str | None:
 def template(name: str, source: str | None, task: str = "video") -> str:
     """The text of the commented config of a run called `name` that trains on the media at `source` (None: the demo's).
 
-    A task without a preparation has all keys at their defaults. Raises UserError for a task that is not known, and for media that
-    a task does not take.
+    A task without a preparation has all keys at their defaults. Raises UserError for an unknown task, and for media if the task takes
+    none.
     """
     kind = config_class(task, "--task")
     preparation = preparation_class(task)
     if preparation is None and source is not None:
         raise not_there(task, "init --videos")
-    own = {} if preparation is None else preparation.starting_values(name, source)
-    values: dict[str, Any] = {"name": name, "output": "runs", "seed": 0, **own}
-    if task != default_of(RunConfig.model_fields["task"]):  # that of a config without the key
+    preset = {} if preparation is None else preparation.starting_values(name, source)
+    values: dict[str, Any] = {"name": name, "output": "runs", "seed": 0, **preset}
+    if task != default_of(RunConfig.model_fields["task"]):  # the default of a config without the key
         values["task"] = task
     fields = dict(sections(kind))
     for section, key in FIRST_KEYS.items():
@@ -118,14 +118,14 @@ def template(name: str, source: str | None, task: str = "video") -> str:
 
 
 def _render(key: str, field: FieldInfo, value: Any, indent: str) -> list[str]:
-    """A field's lines: its sentence, then the key, switched off when `value` is None."""
+    """A field's lines: its sentence, then the key, commented out if `value` is None."""
     options = section_options(field)
     lines = _comment(field.description or "", indent)
     if options and value is None:  # a list, or a section that is left out
         for name, part in options[0].model_fields.items():
             default = default_of(part)
-            shown = "must be given" if default is REQUIRED else show_value(default)
-            lines += _comment(f"- {name}: {shown} ({part.description or ''})", indent)
+            text = "must be given" if default is REQUIRED else show_value(default)
+            lines += _comment(f"- {name}: {text} ({part.description or ''})", indent)
         return [*lines, _off(indent, key, "[]" if is_list(field) else "null")]
     if is_list(field) and options:
         lines.append(f"{indent}{key}:")
@@ -136,19 +136,19 @@ def _render(key: str, field: FieldInfo, value: Any, indent: str) -> list[str]:
         return [*lines, f"{indent}{key}:", *_section(options, value, indent + "  ")]
     if value is None:
         default = default_of(field)
-        shown = f"# {show_type(field.annotation)}, must be given" if default is REQUIRED else show_value(default)
-        return [*lines, _off(indent, key, shown)]
+        text = f"# {show_type(field.annotation)}, must be given" if default is REQUIRED else show_value(default)
+        return [*lines, _off(indent, key, text)]
     return [*lines, f"{indent}{key}: {show_value(value)}"]
 
 
 def _section(options: list[type[BaseModel]], values: Mapping[str, Any], indent: str) -> list[str]:
-    """The chosen section's fields, then the other choices of `kind`, switched off."""
-    chosen = next((o for o in options if len(options) == 1 or kind_of(o) == values["kind"]), options[0])
+    """The fields of the section that `values` selects, then the other choices of `kind`, commented out."""
+    selected = next((o for o in options if len(options) == 1 or kind_of(o) == values["kind"]), options[0])
     lines = []
-    for key, field in chosen.model_fields.items():
+    for key, field in selected.model_fields.items():
         lines += _render(key, field, values.get(key), indent)
     for other in options:
-        if other is not chosen:
+        if other is not selected:
             lines += [
                 "",
                 *_comment(f"Or, in place of the keys above: {' '.join((other.__doc__ or '').split())}", indent),
@@ -161,7 +161,7 @@ def _section(options: list[type[BaseModel]], values: Mapping[str, Any], indent: 
 
 
 def _list_item(model: type[BaseModel], values: Mapping[str, Any], indent: str) -> list[str]:
-    """One section of a list: YAML's dash stands before its first key."""
+    """The lines of one section in a list: YAML's dash precedes its first key."""
     (first, field), *others = model.model_fields.items()
     lines = [*_comment(field.description or "", indent), f"{indent}- {first}: {show_value(values[first])}"]
     for key, field in others:

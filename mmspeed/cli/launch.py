@@ -1,8 +1,8 @@
 """`--nproc N`: one process per device on this machine, through torch's elastic launcher.
 
-`mmspeed train my-run.yaml --nproc 8` starts what `torchrun --standalone --nproc-per-node 8 -m mmspeed train
-my-run.yaml` starts. The launcher runs in this process, so that its end can be shown in a line: of a mistake that all
-ranks meet, people see one message and no report of the launcher.
+`mmspeed train my-run.yaml --nproc 8` does the same as `torchrun --standalone --nproc-per-node 8 -m mmspeed train
+my-run.yaml`. The launcher runs in this process, so that a failure can be shown in one line: for a mistake common to all
+ranks, users see one message instead of the launcher's report.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from mmspeed.errors import UserError
 
 from .failures import LAUNCHED
 
-# Ranks that are told to stop (SIGTERM, SIGINT) have this long to write a last checkpoint before they are killed.
+# Time that ranks have after SIGTERM or SIGINT to write a last checkpoint, before they are killed.
 GRACE_SECONDS = 300
 
 
 def inside_launcher() -> bool:
-    """Whether torchrun, accelerate or `--nproc` started this process."""
+    """True if torchrun, accelerate or `--nproc` started this process."""
     return "RANK" in os.environ
 
 
 def wanted(nproc: int | None) -> bool:
-    """Whether this process is to start others and compute nothing itself. Raises UserError for a count below 1."""
+    """True if this process should start others and compute nothing itself. Raises UserError for a count below 1."""
     if nproc is not None and nproc < 1:
         raise UserError(f"--nproc is {nproc}: use 1 or more")
     return nproc is not None and nproc > 1 and not inside_launcher()
@@ -42,10 +42,10 @@ def cores() -> int:
 
 
 def launch(arguments: list[str], nproc: int, debug: bool = False) -> int:
-    """Run `mmspeed` with `arguments` in `nproc` processes; returns the exit code after showing what failed.
+    """Run `mmspeed` with `arguments` in `nproc` processes; print the failure, if any, and return the exit code.
 
-    SIGTERM and SIGINT are passed on to the processes, which may take `GRACE_SECONDS` to stop; when all of them end with
-    exit code 0, so does this.
+    SIGTERM and SIGINT are passed on to the processes, which may take `GRACE_SECONDS` to stop; if all of them then end with
+    exit code 0, the result is 0.
     """
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -55,7 +55,7 @@ def launch(arguments: list[str], nproc: int, debug: bool = False) -> int:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_SECONDS))
     os.environ[LAUNCHED] = str(os.getpid())
     if not debug:
-        logging.disable(logging.CRITICAL)  # the launcher's own report; ours follows
+        logging.disable(logging.CRITICAL)  # silence the launcher's own report: a line of ours replaces it
     flags = ["--debug"] if debug else []
     args = torchrun.parse_args(["--standalone", "--nproc-per-node", str(nproc), "-m", "mmspeed", *flags, *arguments])
     try:
@@ -75,7 +75,7 @@ def launch(arguments: list[str], nproc: int, debug: bool = False) -> int:
 
 
 def follow_launcher() -> None:
-    """In a process that `launch` started: stop as by SIGTERM when the launcher is gone, which a SIGKILL of it tells no one."""
+    """Send SIGTERM to this process when the launcher that started it is gone: a SIGKILL of the launcher is not passed on."""
     launcher = os.environ.get(LAUNCHED)
     if launcher is None or os.getppid() != int(launcher):
         return
@@ -89,10 +89,10 @@ def follow_launcher() -> None:
 
 
 def _all_ended_well(error: BaseException) -> bool:
-    """Whether every process ended by itself, with exit code 0, after the signal that `error` tells of.
+    """True if every process ended by itself, with exit code 0, after the signal in `error`.
 
-    torch's launcher reports the signal alone, so the processes are looked up in the agent that `error` passed through;
-    False when another torch keeps them elsewhere.
+    torch's launcher reports only the signal, so the processes are looked up in the agent that `error` passed through;
+    False if this version of torch keeps them elsewhere.
     """
     from mmspeed.torch_internals import launched_processes
 
@@ -104,12 +104,12 @@ def _all_ended_well(error: BaseException) -> bool:
 
 
 def explain(failures: dict[int, Any]) -> tuple[str, int]:
-    """The line and exit code that stand for the failed ranks (`ProcessFailure` by rank): the cause, not its echoes."""
+    """The line and exit code for the failed ranks (`ProcessFailure` by rank): those of the cause, not of its consequences."""
 
     def order(item: tuple[int, Any]) -> tuple[int, int, int]:
         rank, failure = item
         data = failure.error_file_data
-        # a process that was killed says nothing itself; the others then fail in an exchange with it. The launcher ends with SIGTERM
+        # a killed process reports nothing, and the others then fail in an exchange with it; the launcher itself uses SIGTERM
         killed = failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM
         cause = 0 if data.get("known", False) else 1 if killed else 2 if "known" in data else 3
         return (cause, failure.timestamp, rank)

@@ -1,4 +1,4 @@
-"""What comes before the training of a config's task, for the commands that ask for it."""
+"""The preparation of a config's task, for the commands that need it."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ if TYPE_CHECKING:
 
 
 def preparation(config: RunConfig) -> Preparation | None:
-    """The preparation of a config's task; None where its data need none."""
+    """The preparation of a config's task; None if its data need none."""
     kind = preparation_class(config.task)
     return None if kind is None else kind(config)
 
 
 def needed_preparation(config: RunConfig, command: str) -> Preparation:
-    """As `preparation`. Raises UserError, which names the command, for a task that has none."""
-    found = preparation(config)
-    if found is None:
+    """The preparation of a config's task. Raises UserError, which names the command, if it has none."""
+    task_preparation = preparation(config)
+    if task_preparation is None:
         raise not_there(config.task, command)
-    return found
+    return task_preparation
 
 
 def not_there(task: str, command: str) -> UserError:
-    """The error of a command that does not serve a task."""
-    return UserError(f"`mmspeed {command}` is not there for the task {task} (it is for: {', '.join(prepared_tasks())})")
+    """The error of a command that does not support a task."""
+    return UserError(f"`mmspeed {command}` does not support the task {task} (only: {', '.join(prepared_tasks())})")
 
 
 def maker_of(config: RunConfig) -> Any:
-    """What completes a config's data in the first epoch; None where nothing does."""
-    found = preparation(config)
-    return None if found is None else found.maker()
+    """The encoder that completes a config's data in the first epoch; None if there is none."""
+    task_preparation = preparation(config)
+    return None if task_preparation is None else task_preparation.maker()

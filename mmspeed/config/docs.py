@@ -1,6 +1,6 @@
-"""`docs/config.md`, made from the fields of the schema: `python -m mmspeed.config.docs` writes it, `--check` compares.
+"""Generate `docs/config.md` from the schema's fields: `python -m mmspeed.config.docs` writes it, `--check` compares.
 
-The small functions that show a field's type and default are used by the template of `mmspeed init` too.
+The template of `mmspeed init` uses the same functions to show a field's type and default.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def section_options(field: FieldInfo) -> list[type[BaseModel]]:
 
 
 def is_list(field: FieldInfo) -> bool:
-    """Whether a field holds a list of sections or values of any length."""
+    """True if a field holds a list of any length, of sections or of values."""
     args = typing.get_args(field.annotation)
     return typing.get_origin(field.annotation) is tuple and len(args) == 2 and args[1] is Ellipsis
 
 
 def kind_of(model: type[BaseModel]) -> str:
-    """The `kind` that picks this section out of a choice."""
+    """The value of `kind` that selects this section."""
     return str(typing.get_args(model.model_fields["kind"].annotation)[0])
 
 
@@ -67,7 +67,7 @@ def default_of(field: FieldInfo) -> Any:
 
 
 def show_value(value: Any) -> str:
-    """A plain value in YAML's flow style, which JSON is; words that need no quotes have none."""
+    """A plain value in YAML's flow style (JSON); words are quoted only where YAML needs it."""
     if isinstance(value, float):
         return _show_float(value)
     if isinstance(value, str):
@@ -88,7 +88,7 @@ def _quoted(text: str) -> str:
 
 
 def _plain(text: str) -> bool:
-    """Whether YAML reads the bare word as this same string."""
+    """True if YAML reads the unquoted text as this same string."""
     if any(sign in text for sign in "[]{},\n") or text != text.strip():
         return False
     try:
@@ -121,8 +121,8 @@ def show_limits(field: FieldInfo) -> str:
     """The bounds of a number, such as ` > 0, <= 240`; empty when there are none."""
     signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
     bounds = [(sign, getattr(rule, name, None)) for rule in field.metadata for name, sign in signs.items()]
-    shown = ", ".join(f"{sign} {bound}" for sign, bound in bounds if bound is not None)
-    return f" {shown}" if shown else ""
+    text = ", ".join(f"{sign} {bound}" for sign, bound in bounds if bound is not None)
+    return f" {text}" if text else ""
 
 
 def show_default(field: FieldInfo) -> str:
@@ -135,7 +135,7 @@ def show_default(field: FieldInfo) -> str:
 def generate() -> str:
     """The text of `docs/config.md`."""
     parts = [HEADER]
-    parts.append(_table("Top level", "", "The sections, and what belongs to none of them.", dict(sections(Config))))
+    parts.append(_table("Top level", "", "The sections, and the keys outside them.", dict(sections(Config))))
     for name, field in sections(Config):
         parts += _sections(field.alias or name, field)
     return "\n".join(parts)
@@ -147,12 +147,12 @@ def _sections(path: str, field: FieldInfo) -> list[str]:
     tables = []
     for option in options:
         choice = f"({kind_of(option)})" if len(options) > 1 else ""
-        here = f"{path}{'[]' if is_list(field) else ''}{choice}"
+        prefix = f"{path}{'[]' if is_list(field) else ''}{choice}"
         title = path if not choice else f"{path}, kind: {kind_of(option)}"
         intro = " ".join((option.__doc__ or "").split())
-        tables.append(_table(title, f"{here}.", intro, option.model_fields))
+        tables.append(_table(title, f"{prefix}.", intro, option.model_fields))
         for name, inner in option.model_fields.items():
-            tables += _sections(f"{here}.{inner.alias or name}", inner)
+            tables += _sections(f"{prefix}.{inner.alias or name}", inner)
     return tables
 
 

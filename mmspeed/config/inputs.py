@@ -1,4 +1,4 @@
-"""Config sections of what goes in: sources, buckets, codec, text encoder, and how the cache is made."""
+"""Config sections of the input: sources, buckets, codec, text encoder and preprocessing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Section(BaseModel):
 
 
 class SourceConfig(Section):
-    """One place that media and captions come from."""
+    """A folder, manifest or tar that holds media and captions."""
 
     path: str = Field(
         description="Folder, manifest file or webdataset tar (a `*` pattern names several tars). Relative paths are taken from the config file."
@@ -33,11 +33,11 @@ class SourceConfig(Section):
     weight: float | None = Field(
         None,
         gt=0,
-        description="Its share of the samples of an epoch, relative to the other data sets' weights: all have one, or none. A sample of a data set with a small share is not used in every epoch, but as often as any other of the set in its bucket (of each bucket one at least in every epoch).",
+        description="Share of this data set in an epoch's samples, relative to the other data sets' weights: all have one, or none. With a small share, a sample is not used in every epoch, but as often as any other of the set in its bucket (at least one of each bucket in every epoch).",
     )
     format: Literal["auto", "folder", "jsonl", "csv", "parquet", "webdataset"] = Field(
         "auto",
-        description="How `path` is read; `auto` tells by the file name's ending, and takes a folder with `metadata.jsonl`, `.csv` or `.parquet` in it by that file.",
+        description="Format of `path`; `auto` goes by the file name's ending, and reads a folder that holds `metadata.jsonl`, `.csv` or `.parquet` by that file.",
     )
     media_column: str = Field(
         "video", description="Manifest column with the media file's path, relative to the manifest's folder."
@@ -47,15 +47,15 @@ class SourceConfig(Section):
     )
     split_column: str | None = Field(
         "split",
-        description="Manifest column that says `train` or `val`; rows without it are `train`. Null: all rows are `train`.",
+        description="Manifest column that holds `train` or `val`; rows without it are `train`. Null: all rows are `train`.",
     )
 
 
 class BucketConfig(Section):
-    """A pixel shape that samples are brought to."""
+    """A pixel shape that samples are cropped and scaled to."""
 
     frames: int = Field(
-        ge=1, description="Frames of a sample; 1 means images. Causal codecs want 1 + k x their temporal stride."
+        ge=1, description="Frames of a sample; 1 means images. Causal codecs need 1 + k x their temporal stride."
     )
     height: int = Field(ge=8, description="Height in pixels.")
     width: int = Field(ge=8, description="Width in pixels.")
@@ -63,7 +63,7 @@ class BucketConfig(Section):
         1.0,
         gt=0,
         le=1,
-        description="Share of the clips for which this bucket is the best that are put in it, drawn by content; the others go to the next best bucket, if there is one.",
+        description="Share of the clips that fit this bucket best and are put in it, drawn by content; the rest go to the next best bucket, if there is one.",
     )
 
     def bucket(self) -> Bucket:
@@ -71,14 +71,14 @@ class BucketConfig(Section):
 
 
 class DataConfig(Section):
-    """What is trained on, and how it is cut."""
+    """The media to train on, and how they are cut into samples."""
 
     sources: tuple[SourceConfig, ...] = Field(
-        min_length=1, description="Places that media and captions come from, read in this order."
+        min_length=1, description="Folders, manifests and tars with media and captions, read in this order."
     )
     cache: str = Field(
         "cache",
-        description="Folder of the dataset cache; relative paths are taken from the config file. To train from a copy elsewhere, its URL (such as `s3://bucket/cache`), whose entries are fetched as they are needed.",
+        description="Folder of the dataset cache; relative paths are taken from the config file. To train from a remote copy, its URL (such as `s3://bucket/cache`); entries are fetched as they are needed.",
     )
     fps: float | None = Field(
         8.0,
@@ -91,16 +91,16 @@ class DataConfig(Section):
     )
     windows: Annotated[int, Field(ge=1)] | Literal["all"] = Field(
         1,
-        description="Windows of time taken of a video for a bucket, evenly spread without overlap; fewer where the video is shorter. `all`: as many as fit.",
+        description="Time windows taken from a video for a bucket, evenly spaced and without overlap; fewer if the video is too short. `all`: as many as fit.",
     )
     crops: int = Field(
         1,
         ge=1,
         le=9,
-        description="Crops taken of a picture whose shape is not the bucket's, evenly spread from edge to edge; 1: the middle.",
+        description="Crops taken from a picture whose shape is not the bucket's, evenly spaced from edge to edge; 1: the middle.",
     )
     buckets_per_clip: int = Field(
-        1, ge=1, description="Buckets that a clip serves, the best fitting first; each makes samples of its own."
+        1, ge=1, description="Buckets that a clip is used for, the best fitting first; each gives its own samples."
     )
     variants: Literal["each", "draw"] = Field(
         "each",
@@ -108,10 +108,10 @@ class DataConfig(Section):
     )
     allow_upscale: bool = Field(
         False,
-        description="Whether media smaller than every bucket are enlarged; otherwise they are rejected as too small.",
+        description="Enlarge media that are smaller than every bucket; otherwise they are rejected as too small.",
     )
     limit: int | None = Field(
-        None, ge=1, description="Use only the first so many sources (in the order they are listed); null: all."
+        None, ge=1, description="Use only this many sources, the first in the order they are listed; null: all."
     )
     val_fraction: float = Field(
         0.0,
@@ -127,7 +127,7 @@ class DataConfig(Section):
     temperature: float | None = Field(
         None,
         gt=0,
-        description="Mix several data sets with shares of size ** (1 / temperature): 1 is by their sizes, more is more even. Null: each sample as often as any other, or by the sources' weights.",
+        description="Mix several data sets with shares of size ** (1 / temperature): 1 follows their sizes, larger values are more even. Null: every sample equally often, or by the sources' weights.",
     )
     max_file_mb: float = Field(4096.0, gt=0, description="Larger media files are rejected as too large, in megabytes.")
     max_pixels: int = Field(
@@ -150,23 +150,23 @@ class DataConfig(Section):
             )
         if (any(weights) or self.temperature is not None) and any(source.repeats > 1 for source in self.sources):
             raise ValueError(
-                "repeats of a source and shares (weight, temperature) both say how often it is used: use one of them"
+                "repeats of a source and shares (weight, temperature) both set how often it is used: use one of them"
             )
         names = [source.name for source in self.sources if source.name is not None]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise ValueError(f"two sources have the name {twice}")
+        repeated = next((name for name in names if names.count(name) > 1), None)
+        if repeated is not None:
+            raise ValueError(f"two sources have the name {repeated}")
         return self
 
     @property
     def dataset_names(self) -> tuple[str, ...]:
-        """The name of each source's data set, in their order; all are distinct."""
-        given = {source.name for source in self.sources if source.name is not None}
+        """The data set name of each source, in order; all are distinct."""
+        explicit = {source.name for source in self.sources if source.name is not None}
         names: list[str] = []
         for source in self.sources:
             base = name = source.name or PurePath(source.path).name or "data"
             number = 2
-            while source.name is None and (name in given or name in names):
+            while source.name is None and (name in explicit or name in names):
                 name, number = f"{base}-{number}", number + 1
             names.append(name)
         return tuple(names)
@@ -176,11 +176,11 @@ class LinearVaeConfig(Section):
     """The built-in codec: a causal linear autoencoder (stride 4 x 8 x 8), fitted on the user's clips in seconds."""
 
     kind: Literal["linear"] = Field(description="The built-in codec.")
-    channels: int = Field(16, ge=1, le=192, description="Latent channels; more keep more of the picture.")
+    channels: int = Field(16, ge=1, le=192, description="Latent channels; more of them keep more of the picture.")
     fit_clips: int = Field(64, ge=1, description="Clips that the codec is fitted on, the first time the cache is made.")
     weights: str | None = Field(
         None,
-        description="A fitted `codec.safetensors` to use instead of fitting one. Null: the cache's own, fitted when it is missing.",
+        description="A fitted `codec.safetensors` to use instead of fitting one. Null: the one in the cache, fitted if it is missing.",
     )
 
 
@@ -201,14 +201,14 @@ class DiffusersVaeConfig(Section):
 
 
 class MiniLmTextConfig(Section):
-    """MiniLM (22.7 M parameters, width 384), which comes as a Python package and works offline."""
+    """MiniLM (22.7 M parameters, width 384), installed as a Python package; works offline."""
 
     kind: Literal["minilm"] = Field(description="MiniLM.")
     max_tokens: int = Field(128, ge=1, le=512, description="Tokens that a caption is cut to.")
 
 
 class TransformersTextConfig(Section):
-    """Any text encoder of transformers: T5, UMT5, CLIP, BERT and their like."""
+    """Any text encoder of transformers: T5, UMT5, CLIP, BERT and others."""
 
     kind: Literal["transformers"] = Field(description="A transformers text encoder.")
     pretrained: str = Field(description="Hub id (`owner/name`) or folder with the encoder and its tokenizer.")
@@ -217,7 +217,7 @@ class TransformersTextConfig(Section):
     )
     tokenizer_subfolder: str | None = Field(
         None,
-        description="Folder inside `pretrained` that holds the tokenizer, such as `tokenizer`; null: where the encoder is.",
+        description="Folder inside `pretrained` that holds the tokenizer, such as `tokenizer`; null: the encoder's.",
     )
     revision: str | None = Field(None, description="Branch, tag or commit of the hub id.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Number type the encoder computes in.")
@@ -229,7 +229,7 @@ TextConfig = Annotated[MiniLmTextConfig | TransformersTextConfig, Field(discrimi
 
 
 class PreprocessConfig(Section):
-    """How the cache is made."""
+    """Settings of preprocessing, which builds the cache."""
 
     decode_workers: int = Field(2, ge=1, le=64, description="Decoder processes beside each encoding process.")
     time_limit: float = Field(
@@ -237,12 +237,12 @@ class PreprocessConfig(Section):
     )
     first_frame: bool = Field(
         False,
-        description="Also store the latent of each clip's first frame encoded alone, for image-to-video training with codecs that are not strictly causal (CogVideoX, HunyuanVideo). With causal ones it is the clip's own first latent frame.",
+        description="Also store the latent of each clip's first frame encoded alone, for image-to-video training with codecs that are not strictly causal (CogVideoX, HunyuanVideo). With causal codecs it equals the clip's first latent frame.",
     )
     encode_batch: int = Field(
         1,
         ge=1,
-        description="Clips of one bucket that the codec encodes at a time, where the device gives the same bits as one by one (checked as it goes).",
+        description="Clips of one bucket that the codec encodes at a time, if the device gives the same bits as one by one (checked while encoding).",
     )
     text_batch: int = Field(
         16,
@@ -251,11 +251,11 @@ class PreprocessConfig(Section):
     )
     exact_batches: bool = Field(
         True,
-        description="Use batches only where they give the same bits as one by one. False: always; entries then differ in the last bits with their company.",
+        description="Use batches only if they give the same bits as encoding one by one. False: always use them; the last bits of an entry then depend on the others in its batch.",
     )
     online: bool = Field(
         True,
-        description="Whether `mmspeed train` encodes what the cache lacks during its first epoch; false: an incomplete cache is an error.",
+        description="Let `mmspeed train` encode missing entries during its first epoch; false: an incomplete cache is an error.",
     )
     shard_mb: float = Field(256.0, gt=0, description="Size at which a shard is closed, in megabytes.")
     latent_dtype: Literal["float32", "bfloat16"] = Field(
@@ -265,5 +265,5 @@ class PreprocessConfig(Section):
         "float32", description="Number type that text embeddings are stored in."
     )
     full_hash: bool = Field(
-        False, description="Hash files whole for the content id, instead of their size and 16 blocks spread over them."
+        False, description="Hash whole files for the content id, instead of their size and 16 blocks spread over them."
     )

@@ -1,4 +1,4 @@
-"""From YAML and dotted overrides to a checked `Config`; every mistake becomes one line with the key's path."""
+"""Load YAML and dotted overrides into a checked `Config`; every mistake is reported in one line with the key's path."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from .tasks import config_class, known_tasks
 def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The resolved config of a YAML file, of any task.
 
-    `overrides` are `train.lr=1e-4` strings whose value is YAML. Relative paths in the file are taken from its folder, those in
-    overrides too. The `config.yaml` that a run folder holds may be of an earlier version (`load_record`). A user's file whose degrees
-    of sequence parallelism meant something else before is told so in a line (`told_degrees`). Raises UserError for a
+    `overrides` are strings such as `train.lr=1e-4`, whose values are YAML. Relative paths, in overrides too, are taken from the
+    file's folder. The `config.yaml` in a run folder may come from an earlier version (`load_record`). A line is logged for a user's
+    file whose degrees of sequence parallelism had another meaning before (`told_degrees`). Raises UserError for a
     missing or unreadable file, an unknown key (with the nearest real one), a renamed key (with the new one) or a bad value.
     """
     path = Path(path)
@@ -39,9 +39,10 @@ def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfi
 
 
 def told_degrees(config: RunConfig, origin: str) -> RunConfig:
-    """A user's config, after a line in the log where it has `ulysses` or `ring`, a factorised model and no `dsp`.
+    """Log a line about a user's config that has `ulysses` or `ring`, a factorised model and no `dsp`, and return the config.
 
-    Such a run re-sharded tokens before there was `dsp`. One whose folder recorded that goes on so; another runs what its keys say.
+    Such a run re-sharded tokens before `dsp` existed. If its run folder recorded that, it continues so; otherwise the keys apply as
+    they are written.
     """
     parallel = config.parallel
     parts = parallel.ring * parallel.ulysses
@@ -49,18 +50,16 @@ def told_degrees(config: RunConfig, origin: str) -> RunConfig:
         return config
     if not isinstance(config, Config) or config.model.arrangement != "factorised":
         return config
-    given = " x ".join(f"{axis} {size}" for axis, size in parallel.sizes().items() if axis in TOKENS and size > 1)
-    line = (
-        f"{origin}: parallel has {given}, a factorised model and no dsp: before, this re-sharded tokens between blocks"
-    )
+    degrees = " x ".join(f"{axis} {size}" for axis, size in parallel.sizes().items() if axis in TOKENS and size > 1)
+    line = f"{origin}: parallel has {degrees}, a factorised model and no dsp: before, this re-sharded tokens between blocks"
     line += f", now `dsp: {parts}`"
     resumed = _recorded_dsp(config.run_dir / "config.yaml") == parts
     if resumed:
         config = config.model_copy(update={"parallel": parallel.model_copy(update={**RESHARDED, "dsp": parts})})
-        line += f"; {config.run_dir} recorded that, and goes on so (with `dsp: 1` it runs {given})"
+        line += f"; {config.run_dir} recorded that, and continues so (with `dsp: 1` it runs {degrees})"
     else:
         blocks = "temporal" if parallel.shard == "frames" else "spatial"
-        line += f"; now {given} runs in attention of the {blocks} blocks (`dsp: 1` says that this is meant)"
+        line += f"; now {degrees} runs in attention of the {blocks} blocks (set `dsp: 1` if this is intended)"
     logging.getLogger("mmspeed.config").info(line)
     return config
 
@@ -70,21 +69,21 @@ def _recorded_dsp(path: Path) -> int:
     if not path.is_file():
         return 1
     parallel = translated(_read_tree(path))[0].get("parallel")
-    found = parallel.get("dsp", 1) if isinstance(parallel, dict) else 1
-    return found if isinstance(found, int) else 1
+    degree = parallel.get("dsp", 1) if isinstance(parallel, dict) else 1
+    return degree if isinstance(degree, int) else 1
 
 
 def load_record(path: str | Path) -> RunConfig:
-    """As `load_run_config`, of a file that mmspeed itself wrote: keys of earlier versions are read as today's, and logged in one line."""
+    """Load a config that mmspeed wrote, like `load_run_config`: keys of earlier versions are translated, and logged in one line."""
     path = Path(path)
     return make_run_config(today(_read_tree(path), path.parent), base=path.resolve().parent, origin=str(path))
 
 
 def today(record: Mapping[str, Any], origin: str | Path) -> dict[str, Any]:
-    """A recorded config in today's keys and values; old ones are logged in one line, with where the record was found."""
-    tree, found = translated(record)
-    if found:
-        logging.getLogger("mmspeed.config").info(note(str(origin), found))
+    """A recorded config in today's keys and values; old keys are logged in one line, with the record's origin."""
+    tree, old_keys = translated(record)
+    if old_keys:
+        logging.getLogger("mmspeed.config").info(note(str(origin), old_keys))
     return tree
 
 
@@ -110,40 +109,40 @@ def _read_tree(path: Path) -> dict[str, Any]:
 def make_run_config(
     tree: Mapping[str, Any], overrides: Sequence[str] = (), base: Path | None = None, origin: str = "config"
 ) -> RunConfig:
-    """The checked config of a mapping, as `load_run_config`; paths are made absolute against `base` when it is given."""
+    """The checked config of a mapping, with the errors of `load_run_config`; paths are made absolute against `base` if it is given."""
     try:
-        own: dict[str, Any] = json.loads(json.dumps(tree, default=str))  # a copy that is ours, of plain types
+        tree_copy: dict[str, Any] = json.loads(json.dumps(tree, default=str))  # a copy of plain types
     except (TypeError, ValueError, RecursionError) as error:  # keys that are dates, anchors that hold themselves
-        raise UserError(f"{origin}: keys are words, and no section holds itself ({error})") from None
+        raise UserError(f"{origin}: keys must be words, and no section may contain itself ({error})") from None
     for override in overrides:
-        _apply_override(own, override)
-    refuse_old(own, origin)
-    task = own.get("task", "video")
+        _apply_override(tree_copy, override)
+    refuse_old(tree_copy, origin)
+    task = tree_copy.get("task", "video")
     kind = config_class(task, origin)
     for section, default in _DEFAULT_KINDS.items():
-        if section in kind.model_fields and isinstance(own.get(section), dict):
-            own[section].setdefault("kind", default)
+        if section in kind.model_fields and isinstance(tree_copy.get(section), dict):
+            tree_copy[section].setdefault("kind", default)
     try:
-        config = kind.model_validate(own)
+        config = kind.model_validate(tree_copy)
     except ValidationError as error:
         raise UserError(f"{origin}: {_describe(error, kind, task)}") from None
     return config.absolute(base) if base is not None else config
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """As `load_run_config`, of the video task. Raises UserError for a config of another."""
+    """Load a config of the video task, like `load_run_config`. Raises UserError for another task."""
     return video_config(load_run_config(path, overrides), str(path))
 
 
 def make_config(
     tree: Mapping[str, Any], overrides: Sequence[str] = (), base: Path | None = None, origin: str = "config"
 ) -> Config:
-    """As `make_run_config`, of the video task. Raises UserError for a config of another."""
+    """Make a config of the video task, like `make_run_config`. Raises UserError for another task."""
     return video_config(make_run_config(tree, overrides, base, origin), origin)
 
 
 def video_config(config: RunConfig, origin: str) -> Config:
-    """The config, as one of the video task. Raises UserError for a config of another."""
+    """Narrow a config to the video task. Raises UserError for another task."""
     if not isinstance(config, Config):
         raise UserError(f"{origin}: this is for the video task, and the config is of the task {config.task}")
     return config
@@ -157,24 +156,22 @@ def dump_config(config: RunConfig) -> str:
 
 
 def sections(kind: type[BaseModel]) -> list[tuple[str, Any]]:
-    """(key, field) of a config's sections in the order in which people read them."""
-    order = {key: place for place, key in enumerate(kind.order)} if issubclass(kind, RunConfig) else {}
+    """(key, field) of each section of a config, in reading order."""
+    order = {key: index for index, key in enumerate(kind.order)} if issubclass(kind, RunConfig) else {}
     keyed = [(field.alias or name, field) for name, field in kind.model_fields.items()]
     return sorted(keyed, key=lambda row: order.get(row[0], len(order)))
 
 
 class _YamlLoader(yaml.SafeLoader):
-    """YAML's safe loader, for which a key that stands twice in one mapping is an error: the first would be lost."""
+    """YAML's safe loader, which refuses a duplicate key in a mapping: the first value would be lost."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
+        keys: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value != "<<":
-                if key.value in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"the key '{key.value}' stands here a second time", key.start_mark
-                    )
-                seen.add(key.value)
+                if key.value in keys:
+                    raise yaml.constructor.ConstructorError(None, None, f"duplicate key '{key.value}'", key.start_mark)
+                keys.add(key.value)
         return super().construct_mapping(node, deep)
 
 
@@ -230,10 +227,10 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def _describe(error: ValidationError, kind: type[RunConfig], task: str) -> str:
-    """The first mistake in one line, and how many more there are."""
+    """The first mistake in one line, with the number of further ones."""
     problems = error.errors()
     within = {problem["loc"][: depth + 1] for problem in problems for depth in range(len(problem["loc"]) - 1)}
-    # a list of bad items counts as too short, but that is not what is wrong with it
+    # a list of bad items also counts as too short: drop that secondary error
     problems = [problem for problem in problems if problem["type"] != "too_short" or problem["loc"] not in within]
     tags = {tag for path, _ in all_fields(kind) for tag in re.findall(r"\((\w+)\)", path)}  # of unions
     lines = []
@@ -245,22 +242,22 @@ def _describe(error: ValidationError, kind: type[RunConfig], task: str) -> str:
         elif problem["type"] == "missing":
             lines.append(f"'{where}' is missing")
         elif problem["type"].startswith("union_tag"):
-            got = problem.get("ctx", {}).get("tag")
+            value = problem.get("ctx", {}).get("tag")
             expected = problem.get("ctx", {}).get("expected_tags", "")
             lines.append(
-                f"'{where}.kind' is {got!r}: use {expected}" if got is not None else f"'{where}' needs a `kind`"
+                f"'{where}.kind' is {value!r}: use {expected}" if value is not None else f"'{where}' needs a `kind`"
             )
         else:
             message = problem["msg"].removeprefix("Value error, ")
-            got = problem.get("input")
-            shown = f" (got {got!r})" if isinstance(got, str | int | float | bool) or got is None else ""
+            value = problem.get("input")
+            suffix = f" (got {value!r})" if isinstance(value, str | int | float | bool) or value is None else ""
             message = _PLAIN.get(problem["type"], message[:1].lower() + message[1:])
-            lines.append(f"'{where}': {message}{shown}" if where else f"{message}{shown}")
+            lines.append(f"'{where}': {message}{suffix}" if where else f"{message}{suffix}")
     more = f" (and {len(lines) - 1} more: {'; '.join(lines[1:4])})" if len(lines) > 1 else ""
     return lines[0] + more
 
 
-_PLAIN = {  # for words of pydantic's that mean nothing in YAML
+_PLAIN = {  # in place of pydantic's words that mean nothing in YAML
     "tuple_type": "must be a list",
     "model_type": "must be a section of keys",
     "dict_type": "must be a section of keys",
@@ -268,12 +265,12 @@ _PLAIN = {  # for words of pydantic's that mean nothing in YAML
 _DEFAULT_KINDS = {"vae": "linear", "text": "minilm", "objective": "flow"}
 
 
-def _suggest(loc: list[Any], full_loc: tuple[Any, ...], kind: type[RunConfig], own: str) -> str:
-    """The task that the key is of, the nearest real key in the same section, or the nearest in the whole tree."""
+def _suggest(loc: list[Any], full_loc: tuple[Any, ...], kind: type[RunConfig], own_task: str) -> str:
+    """A hint for an unknown key: the task that has it, else the nearest key in the same section, else in the whole tree."""
     if len(loc) == 1:
         for task, other in _other_configs(kind):
             if any(loc[0] == (f.alias or name) for name, f in other.model_fields.items()):
-                return f", which is a section of the task {task}; this config is of the task {own}"
+                return f", which is a section of the task {task}; this config is of the task {own_task}"
     section = _section_at(kind, [part for part in full_loc[:-1] if not isinstance(part, int)])
     key = str(loc[-1])
     if section is not None:
@@ -286,7 +283,7 @@ def _suggest(loc: list[Any], full_loc: tuple[Any, ...], kind: type[RunConfig], o
 
 
 def _other_configs(kind: type[RunConfig]) -> Iterator[tuple[str, type[RunConfig]]]:
-    """The configs of the other tasks, by name; without those of broken packages, which nobody has asked for."""
+    """Yield the configs of the other tasks, by name; packages that cannot be imported are skipped."""
     for task in known_tasks():
         with contextlib.suppress(UserError):
             other = config_class(task)

@@ -1,4 +1,4 @@
-"""How a model is spread over devices."""
+"""Config section of parallelism: the axes that a model and its items are split over."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .inputs import Section
 
 
 class ParallelConfig(Section):
-    """How the model is spread over devices."""
+    """Distribution of the model and its items over devices."""
 
     strategy: Literal["auto", "none", "ddp", "fsdp"] = Field(
         "auto",
@@ -22,21 +22,21 @@ class ParallelConfig(Section):
     )
     dp_replicate: int = Field(
         1,
-        description="Replicas of the sharded model (with `fsdp`); -1: what `dp_shard` leaves. `ddp` uses all devices.",
+        description="Replicas of the sharded model (with `fsdp`); -1: the devices that `dp_shard` leaves. `ddp` uses all devices.",
     )
     dp_shard: int = Field(
         -1,
-        description="Devices that share one copy of the parameters (with `fsdp`), beside those of `dsp`, `ring` and `ulysses`; -1: what the other axes leave.",
+        description="Devices that share one copy of the parameters (with `fsdp`), beside those of `dsp`, `ring` and `ulysses`; -1: the devices that the other axes leave.",
     )
     dsp: int = Field(
         1,
         ge=1,
-        description="Sequence parallelism of a factorised model: parts of an item's tokens that are re-sharded between spatial and temporal blocks (DSP), so that no attention exchanges. Any number; refused for a full model.",
+        description="Sequence parallelism of a factorised model: parts of an item's tokens that are re-sharded between spatial and temporal blocks (DSP), so that attention needs no exchange. Any number; refused for a full model.",
     )
     ring: int = Field(
         1,
         ge=1,
-        description="Sequence parallelism: parts of an item's tokens whose keys and values travel round (ring attention), in every block of a full model, in the blocks of a factorised one that `shard` names. Any number; for slow links.",
+        description="Sequence parallelism: parts of an item's tokens whose keys and values are passed around a ring (ring attention), in every block of a full model, or in the blocks of a factorised one that `shard` names. Any number; for slow links.",
     )
     ulysses: int = Field(
         1,
@@ -48,12 +48,12 @@ class ParallelConfig(Section):
     )
     shard: Literal["frames", "space"] = Field(
         "frames",
-        description="The dim of a factorised model's tokens that `ring` x `ulysses` split: `frames`: the temporal blocks exchange; `space`: the spatial ones. With `dsp` too, each part is split again.",
+        description="The dim of a factorised model's tokens that `ring` x `ulysses` split: `frames`: the temporal blocks exchange; `space`: the spatial ones. Together with `dsp`, each part is split again.",
     )
     shard_text: int | None = Field(
         None,
         ge=1,
-        description="Captions of at least so many tokens are split over the devices of an item too; null: every device holds them whole.",
+        description="Captions of at least this many tokens are also split over the devices of an item; null: every device holds whole captions.",
     )
     ring_window: int | None = Field(
         None,
@@ -62,7 +62,7 @@ class ParallelConfig(Section):
     )
     exchange: Literal["collective", "point_to_point"] = Field(
         "collective",
-        description="How all-to-all and reduce-scatter are made: by the collective, or of sends and receives (equal results).",
+        description="Implementation of all-to-all and reduce-scatter: the collective, or point-to-point sends and receives (equal results).",
     )
 
     @model_validator(mode="after")
@@ -84,30 +84,30 @@ class ParallelConfig(Section):
         return self.together(split=True)
 
     def together(self, split: bool) -> int:
-        """Devices that compute together a sample whose tokens are split over the group, or one whose tokens are not."""
+        """Devices that compute one sample together: a sample whose tokens are split over the group, or, without `split`, one whose tokens are not."""
         sizes = self.sizes()
         return math.prod(sizes.get(axis, 1) for axis in together_along(split))
 
     @property
     def replicas(self) -> int:
-        """Replicas of the sharded model; 1 where the number of processes decides."""
+        """Replicas of the sharded model; 1 if the number of processes decides."""
         return max(1, self.dp_replicate)
 
     def sizes(self, sharded: bool = True) -> dict[str, int]:
-        """The size of each axis, as `mmspeed.axes.AxisSizes` has them; without `sharded` what is left are replicas."""
-        found = {axis: int(getattr(self, axis)) for axis in AXES}
-        return found if sharded else found | {AxisName.DP_REPLICATE.value: -1, AxisName.DP_SHARD.value: 1}
+        """The size of each axis, with the names of `mmspeed.axes.AxisSizes`; without `sharded`, all remaining devices are replicas."""
+        axis_sizes = {axis: int(getattr(self, axis)) for axis in AXES}
+        return axis_sizes if sharded else axis_sizes | {AxisName.DP_REPLICATE.value: -1, AxisName.DP_SHARD.value: 1}
 
     def group_in_words(self) -> str:
         """The axes along which devices compute one sample together, such as "ring 2 x tp 2"."""
         return " x ".join(f"{axis} {n}" for axis, n in self.sizes().items() if axis in together_along() and n > 1)
 
     def check_world(self, world: int) -> None:
-        """Raises UserError where groups of devices do not divide the processes of a run."""
+        """Raise UserError if the groups of devices do not divide the processes of a run."""
         if world % self.group:
             raise UserError(
                 f"parallel: {self.group_in_words()} does not divide the {world} processes of this run; change one, or --nproc"
             )
 
 
-AXES = tuple(name for name in ParallelConfig.model_fields if name in DENSE)  # the axes that users give
+AXES = tuple(name for name in ParallelConfig.model_fields if name in DENSE)  # the axes that users set

@@ -1,6 +1,6 @@
-"""Keys and values that earlier versions of mmspeed called otherwise.
+"""Config keys and values that earlier versions of mmspeed named differently.
 
-A user's file with one of them is refused, by an error that names the new key. Records that mmspeed wrote itself (the config in a run
+A user's file with one of them is refused, with an error that names the new key. Records that mmspeed wrote itself (the config in a run
 folder or a cache, settings of measurements, chosen policies) are translated.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from mmspeed.errors import UserError
 
-# old dotted key -> new dotted key; several old keys may be one now
+# old dotted key -> new dotted key; several old keys may map to one
 RENAMED: dict[str, str] = {
     "memory.spans": "memory.activation_policy",
     "memory.swap_from": "memory.offload_from",
@@ -25,9 +25,9 @@ POLICIES: dict[str, str] = {
     "recompute_cheap": "selective",
     "discard": "recompute_output",
 }
-# the keys beside `dsp` of a run that re-shards tokens only: a double ring that never ran is none today either
+# the keys beside `dsp` of a run that only re-shards tokens: its double ring never ran, so it has none today
 RESHARDED: dict[str, int | None] = {"ring": 1, "ulysses": 1, "ring_window": None}
-# what else an error says of a key
+# further text of the error about a key
 _HINTS = {
     "memory.spans": f" ({', '.join(f'{old} is {new}' for old, new in POLICIES.items())})",
     "train.checkpointing": ": write `{block: recompute}` there for true, and nothing for false",
@@ -38,37 +38,37 @@ _HINTS = {
 
 
 def renamed_policies(policies: Mapping[str, Any]) -> dict[str, Any]:
-    """The policy of each region, in today's words."""
+    """The policy of each region, by today's names."""
     return {region: _today(policy) for region, policy in policies.items()}
 
 
 def renamed_value(key: str, value: Any) -> Any:
-    """The value that the new key has for an old key's; None where the new key is left out."""
+    """The new key's value for an old key's value; None if the new key is left out."""
     if key == "train.checkpointing":
         return {"block": "recompute"} if value is True else None
     if key == "memory.spans" and isinstance(value, Mapping):
         return renamed_policies(value)
-    if key == "parallel.scheme":  # says what the degrees beside it meant, which `degrees_today` reads
+    if key == "parallel.scheme":  # gives the degrees beside it their meaning: `degrees_today` reads it
         return None
     return value
 
 
 def translated(record: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A recorded config, of nested sections, in today's keys and values, and the old keys in it."""
+    """A recorded config (nested sections) in today's keys and values, and the old keys in it."""
     tree: dict[str, Any] = deepcopy(dict(record))
-    found = [key for key in RENAMED if _section(tree, key) is not None]
+    old_keys = [key for key in RENAMED if _section(tree, key) is not None]
     parallel = tree.get("parallel")
     if isinstance(parallel, Mapping) and "dsp" not in parallel:
         tree["parallel"] = {**parallel, **degrees_today(parallel, attends_over_all(tree))}
-        if tree["parallel"].get("dsp", 1) != 1 and "parallel.scheme" not in found:
-            found.append("parallel.scheme")
-    for key in (key for key in found if _section(tree, key) is not None):
+        if tree["parallel"].get("dsp", 1) != 1 and "parallel.scheme" not in old_keys:
+            old_keys.append("parallel.scheme")
+    for key in (key for key in old_keys if _section(tree, key) is not None):
         section, name = _parts(key)
         value = renamed_value(key, tree[section].pop(name))
         if value is not None:
             new_section, new_name = _parts(RENAMED[key])
             tree.setdefault(new_section, {})[new_name] = value
-    return tree, found
+    return tree, old_keys
 
 
 def translated_setting(setting: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,10 +93,10 @@ def attends_over_all(record: Mapping[str, Any]) -> bool:
 
 
 def degrees_today(parallel: Mapping[str, Any], full: bool) -> dict[str, Any]:
-    """The degrees that a parallel section without `dsp` had for a model, `full` or factorised; empty where they are as they stand.
+    """The degrees that a parallel section without `dsp` meant for a model, `full` or factorised; empty if they are unchanged.
 
-    Before, `ring` and `ulysses` of a factorised model were one number of parts, between which tokens were re-sharded, unless
-    `scheme` was `ulysses`.
+    In earlier versions, `ring` x `ulysses` of a factorised model was the number of parts between which tokens were re-sharded,
+    unless `scheme` was `ulysses`.
     """
     ring, ulysses = (parallel.get(axis, 1) for axis in ("ring", "ulysses"))
     if (
@@ -110,9 +110,9 @@ def degrees_today(parallel: Mapping[str, Any], full: bool) -> dict[str, Any]:
 
 
 def note(origin: str, keys: list[str]) -> str:
-    """The line about a record with old keys."""
-    read = ", ".join(f"{key} read as {RENAMED[key]}" for key in keys)
-    return f"the config of {origin} is of an earlier mmspeed: {read}"
+    """The log line about a record with old keys."""
+    renames = ", ".join(f"{key} read as {RENAMED[key]}" for key in keys)
+    return f"the config of {origin} is from an earlier mmspeed: {renames}"
 
 
 def refuse_old(tree: Mapping[str, Any], origin: str) -> None:
@@ -137,7 +137,7 @@ def _parts(key: str) -> tuple[str, str]:
 
 
 def _section(tree: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
-    """The section that holds a dotted key; None where the key is not there."""
+    """The section that holds a dotted key; None if the key is absent."""
     section, name = _parts(key)
-    found = tree.get(section)
-    return found if isinstance(found, Mapping) and name in found else None
+    candidate = tree.get(section)
+    return candidate if isinstance(candidate, Mapping) and name in candidate else None

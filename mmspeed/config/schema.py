@@ -66,7 +66,7 @@ __all__ = [
 
 
 class ModelConfig(Section):
-    """The diffusion transformer. `size` names a set; every other field that is set here overrides it."""
+    """The diffusion transformer. `size` names a preset; every other field that is set overrides it."""
 
     size: str = Field("tiny", description="Named size: see `mmspeed.models.SIZES`.")
     arrangement: Literal["factorised", "full"] = Field(
@@ -85,7 +85,7 @@ class ModelConfig(Section):
 class ObjectiveSection(Section):
     """Base of the sections of objectives."""
 
-    samplers: ClassVar[tuple[str, ...]]  # names of `sample.sampler` that go with it; the first is what `auto` takes
+    samplers: ClassVar[tuple[str, ...]]  # names of `sample.sampler` that fit; `auto` takes the first
 
 
 class FlowConfig(ObjectiveSection):
@@ -102,7 +102,7 @@ class FlowConfig(ObjectiveSection):
     shift: float = Field(
         1.0,
         gt=0,
-        description="Timestep shift s: t' = s t / (1 + (s - 1) t). Above 1, more time is spent near noise, as large videos need.",
+        description="Timestep shift s: t' = s t / (1 + (s - 1) t). Above 1, more timesteps are near noise, as large videos need.",
     )
 
 
@@ -118,7 +118,7 @@ class DdpmConfig(ObjectiveSection):
     )
     beta_start: float = Field(0.00085, gt=0, lt=1, description="First beta of the linear schedules.")
     beta_end: float = Field(0.012, gt=0, lt=1, description="Last beta of the linear schedules.")
-    prediction: Literal["v", "epsilon"] = Field("v", description="What the model predicts.")
+    prediction: Literal["v", "epsilon"] = Field("v", description="Quantity that the model predicts.")
     zero_terminal_snr: bool = Field(
         True, description="Rescale the schedule so that the last timestep is pure noise (needs v-prediction)."
     )
@@ -132,7 +132,7 @@ class DdpmConfig(ObjectiveSection):
     def _terminal(self) -> DdpmConfig:
         if self.zero_terminal_snr and self.prediction == "epsilon":
             raise ValueError(
-                "zero_terminal_snr needs prediction: v (epsilon says nothing about the data at pure noise); set zero_terminal_snr: false"
+                "zero_terminal_snr needs prediction: v (epsilon carries no information about the data at pure noise); set zero_terminal_snr: false"
             )
         return self
 
@@ -141,19 +141,19 @@ ObjectiveConfig = Annotated[FlowConfig | DdpmConfig, Field(discriminator="kind")
 
 
 class CheckpointConfig(Section):
-    """When the state of a run is written."""
+    """Saving of a run's state."""
 
     every: int = Field(500, ge=1, description="Steps between two checkpoints. The end of a run is always saved.")
-    keep_last: int = Field(2, ge=1, description="Newest checkpoints that are kept.")
+    keep_last: int = Field(2, ge=1, description="Number of newest checkpoints to keep.")
     keep_best: bool = Field(True, description="Also keep the checkpoint with the lowest validation loss.")
-    asynchronous: bool = Field(True, description="Write in the background while training goes on.")
+    asynchronous: bool = Field(True, description="Write in the background while training continues.")
 
 
 class ValidateConfig(Section):
     """Held-out loss and samples during training, from the EMA weights."""
 
     every: int = Field(500, ge=1, description="Steps between two validations. The end of a run is always validated.")
-    samples: int = Field(16, ge=0, description="Held-out samples that the loss is taken on; 0: no held-out loss.")
+    samples: int = Field(16, ge=0, description="Held-out samples that the loss is computed on; 0: no held-out loss.")
     quantiles: int = Field(
         4,
         ge=1,
@@ -161,7 +161,7 @@ class ValidateConfig(Section):
         description="Fixed timesteps a sample is evaluated at: the middles of this many equal parts of the training distribution.",
     )
     prompts: tuple[str, ...] = Field(
-        (), description="Prompts that samples are made for during training, such as captions of videos."
+        (), description="Prompts to generate samples for during training, such as captions of videos."
     )
     seed: int = Field(0, description="Seed of the samples.")
 
@@ -174,14 +174,14 @@ class SampleConfig(Section):
     sampler: Literal["auto", "euler", "heun", "ddim"] = Field(
         "auto", description="`euler` or `heun` for flow, `ddim` for ddpm; `auto`: euler or ddim."
     )
-    negative_prompt: str = Field("", description="What guidance leads away from.")
+    negative_prompt: str = Field("", description="Prompt that guidance steers away from.")
     frames: int | None = Field(None, ge=1, description="Frames of the video; null: those of the first video bucket.")
     height: int | None = Field(None, ge=8, description="Height in pixels; null: that of the first video bucket.")
     width: int | None = Field(None, ge=8, description="Width in pixels; null: that of the first video bucket.")
 
 
 class DeviceConfig(Section):
-    """What the run computes on."""
+    """The device that the run computes on."""
 
     kind: Literal["auto", "cpu", "cuda", "npu"] = Field(
         "auto", description="Kind of device; `auto` takes npu, else cuda, else cpu."
@@ -199,39 +199,38 @@ class DeviceConfig(Section):
 class RunConfig(Section):
     """The sections that every task shares."""
 
-    # sections that a run may not change when it goes on, since its checkpoints would mean something else
+    # sections that a resumed run may not change, since its checkpoints would change their meaning
     fixed_on_resume: ClassVar[tuple[str, ...]] = ("seed", "task")
-    # and (section, key) pairs that are free all the same
+    # (section, key) pairs of those that may change nevertheless
     free_on_resume: ClassVar[tuple[tuple[str, str], ...]] = ()
-    # the order in which people read them; those that are not named come last
+    # reading order of the sections; unnamed ones come last
     order: ClassVar[tuple[str, ...]] = ()
 
-    task: str = Field("video", description="What is trained.")
+    task: str = Field("video", description="Name of the task.")
     name: str = Field(
         "run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run; its folder is `output`/`name`."
     )
     output: str = Field(
-        "runs", description="Folder that run folders are made in. Relative paths are taken from the config file."
+        "runs", description="Folder that run folders are created in. Relative paths are taken from the config file."
     )
     seed: int = Field(0, ge=0, description="Seed that every random draw is derived from.")
     train: TrainConfig = Field(default_factory=TrainConfig, description="The loop.")
     batching: BatchingConfig = Field(
         default_factory=BatchingConfig,
-        description="How many samples of each bucket make a step, and which buckets meet in one.",
+        description="The samples of each bucket in a step, and the buckets that share one.",
     )
-    checkpoint: CheckpointConfig = Field(
-        default_factory=CheckpointConfig, description="When the state of a run is written."
-    )
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Saving of a run's state.")
     validate_: ValidateConfig = Field(
         default_factory=ValidateConfig, alias="validate", description="Held-out loss and samples during training."
     )
     parallel: ParallelConfig = Field(
-        default_factory=ParallelConfig, description="How the model is spread over devices."
+        default_factory=ParallelConfig, description="Distribution of the model over devices."
     )
     memory: MemoryConfig = Field(
-        default_factory=MemoryConfig, description="What training keeps in a device's memory, and where the rest is."
+        default_factory=MemoryConfig,
+        description="Tensors that training keeps in device memory, and storage of the rest.",
     )
-    device: DeviceConfig = Field(default_factory=DeviceConfig, description="What the run computes on.")
+    device: DeviceConfig = Field(default_factory=DeviceConfig, description="The device that the run computes on.")
     trackers: tuple[Literal["tensorboard", "wandb", "swanlab", "trackio"], ...] = Field(
         (), description="Trackers beside `metrics.jsonl`, through accelerate; each needs its package."
     )
@@ -244,22 +243,24 @@ class RunConfig(Section):
     def _batching_fits(self) -> RunConfig:
         batching = self.batching
         if batching.by == "samples":
-            others = [
+            conflicts = [
                 name
-                for name, given in (
+                for name, is_set in (
                     ("budget", batching.budget),
                     ("slots", batching.slots),
                     ("max_batch", batching.max_batch),
                     ("accumulate", batching.accumulate > 1),
                 )
-                if given
+                if is_set
             ]
-            if others:
-                raise ValueError(f"batching.{others[0]} goes with batching.by: tokens, flops or time, not with samples")
+            if conflicts:
+                raise ValueError(
+                    f"batching.{conflicts[0]} goes with batching.by: tokens, flops or time, not with samples"
+                )
         elif self.train.batch_size is not None:
             raise ValueError(f"train.batch_size goes with batching.by: samples; with {batching.by} leave it out")
         if batching.slots is not None and batching.accumulate > 1:
-            raise ValueError("batching.slots and batching.accumulate both say how large a step is: use one of them")
+            raise ValueError("batching.slots and batching.accumulate both set the size of a step: use one of them")
         return self
 
     @model_validator(mode="after")
@@ -294,12 +295,12 @@ class RunConfig(Section):
 
 
 def joined(base: Path, path: str) -> str:
-    """`path` taken from `base`, with the home folder filled in."""
+    """`path` relative to `base`, with the home folder expanded."""
     return str(base / Path(path).expanduser())
 
 
 class Config(RunConfig):
-    """A whole run of the video task."""
+    """The config of a run of the video task."""
 
     fixed_on_resume: ClassVar[tuple[str, ...]] = ("seed", "task", "model", "objective", "vae", "text")
     free_on_resume: ClassVar[tuple[tuple[str, str], ...]] = (("model", "sparse"),)  # no part of the weights
@@ -308,17 +309,17 @@ class Config(RunConfig):
         "checkpoint", "validate", "sample", "parallel", "memory", "device", "trackers",
     )  # fmt: skip
 
-    task: Literal["video"] = Field("video", description="What is trained: videos, with their captions.")
-    data: DataConfig = Field(description="What is trained on, and how it is cut.")
+    task: Literal["video"] = Field("video", description="Name of the task: training on videos with captions.")
+    data: DataConfig = Field(description="The media to train on, and how they are cut into samples.")
     vae: VaeConfig = Field(
         default_factory=lambda: LinearVaeConfig(kind="linear"),
         description="The video codec whose latents are trained on.",
     )
     text: TextConfig = Field(default_factory=lambda: MiniLmTextConfig(kind="minilm"), description="The text encoder.")
-    preprocess: PreprocessConfig = Field(default_factory=PreprocessConfig, description="How the cache is made.")
+    preprocess: PreprocessConfig = Field(default_factory=PreprocessConfig, description="Settings of preprocessing.")
     model: ModelConfig = Field(default_factory=ModelConfig, description="The diffusion transformer.")
     objective: ObjectiveConfig = Field(
-        default_factory=lambda: FlowConfig(kind="flow"), description="What the model learns to predict."
+        default_factory=lambda: FlowConfig(kind="flow"), description="The training objective."
     )
     curriculum: tuple[StageConfig, ...] = Field(
         (),
@@ -329,7 +330,7 @@ class Config(RunConfig):
     @model_validator(mode="before")
     @classmethod
     def _planner(cls, tree: Any) -> Any:
-        """A run's own config names its planner, so that a resumed run keeps it."""
+        """Write the planner into the config, so that a resumed run keeps it."""
         model, train = (tree.get(name) for name in ("model", "train")) if isinstance(tree, dict) else (None, None)
         if not isinstance(model, dict) or not isinstance(model.get("sparse"), dict):
             return tree
@@ -341,9 +342,9 @@ class Config(RunConfig):
     @classmethod
     def _distinct_buckets(cls, data: DataConfig) -> DataConfig:
         buckets = [b.bucket() for b in data.buckets]
-        twice = next((b for b in buckets if buckets.count(b) > 1), None)
-        if twice is not None:
-            raise ValueError(f"bucket {twice} is listed twice")
+        repeated = next((b for b in buckets if buckets.count(b) > 1), None)
+        if repeated is not None:
+            raise ValueError(f"bucket {repeated} is listed twice")
         return data
 
     @model_validator(mode="after")
@@ -355,9 +356,9 @@ class Config(RunConfig):
                 raise ValueError(f"curriculum: stage {number} takes none of data.buckets")
             unknown = [name for name in stage.weights or () if name not in self.data.dataset_names]
             if unknown:
-                known = ", ".join(self.data.dataset_names)
+                names = ", ".join(self.data.dataset_names)
                 raise ValueError(
-                    f"curriculum: stage {number} weighs {unknown[0]}, which is no data set (known: {known})"
+                    f"curriculum: stage {number} has a weight for {unknown[0]}, which is not a data set (known: {names})"
                 )
             if stage.weights is not None and not any(stage.weights.values()):
                 raise ValueError(f"curriculum: stage {number} gives every data set the weight 0")
@@ -390,8 +391,8 @@ class Config(RunConfig):
         """The config with every relative path taken from `base`; hub ids and URLs stay as they are."""
 
         def pretrained(name: str) -> str:
-            own = name.startswith((".", "~", "/")) or (base / Path(name).expanduser()).exists()
-            return joined(base, name) if own else name
+            is_path = name.startswith((".", "~", "/")) or (base / Path(name).expanduser()).exists()
+            return joined(base, name) if is_path else name
 
         data, vae, text = self.data, self.vae, self.text
         sources = tuple(source.model_copy(update={"path": joined(base, source.path)}) for source in data.sources)
@@ -408,16 +409,16 @@ class Config(RunConfig):
 
     @property
     def cache_dir(self) -> Path:
-        """Folder of the dataset cache; of a remote one, the local folder that holds its tables once it was opened."""
+        """Folder of the dataset cache; for a remote one, the local folder that holds its tables once it has been opened."""
         return mirror_folder(self.data.cache) if is_url(self.data.cache) else Path(self.data.cache)
 
     @property
     def cache_root(self) -> Path | str:
-        """Where the dataset cache lies: a folder, or a URL. What `DatasetCache` takes."""
+        """The location of the dataset cache, a folder or a URL: the argument of `DatasetCache`."""
         return self.data.cache if is_url(self.data.cache) else Path(self.data.cache)
 
     def local_cache_dir(self) -> Path:
-        """Folder of the dataset cache, to write to. Raises UserError when it is a URL."""
+        """Folder of the dataset cache, to write to. Raises UserError if the location is a URL."""
         if is_url(self.data.cache):
             raise UserError(
                 f"data.cache is {self.data.cache}: a cache is built in a local folder; build it there and copy it to the URL"
@@ -425,7 +426,10 @@ class Config(RunConfig):
         return self.cache_dir
 
     def samples_made_for(self) -> dict[str, Any]:
-        """What the cache's table of samples depends on. Of a source's path the last part: caches and data sets move between machines."""
+        """The settings that the cache's table of samples depends on.
+
+        Only the last part of a source's path counts: caches and data sets move between machines.
+        """
         data = self.data.model_dump(mode="json", exclude={"cache", "repeats", "sources", "temperature"})
         data["sources"] = [
             source.model_dump(mode="json", exclude={"repeats", "weight"})
@@ -441,7 +445,7 @@ class Config(RunConfig):
 
     @property
     def codec_weights(self) -> Path | None:
-        """Where the linear codec's weights are: those the config names, else the cache's own. None for other codecs."""
+        """The file of the linear codec's weights: the one the config names, else the cache's. None for other codecs."""
         if self.vae.kind != "linear":
             return None
         return (
@@ -452,5 +456,5 @@ class Config(RunConfig):
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        """The buckets in the order they are listed."""
+        """The buckets, in the order they are listed."""
         return tuple(b.bucket() for b in self.data.buckets)

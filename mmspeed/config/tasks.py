@@ -1,4 +1,4 @@
-"""The table of tasks: one line each. Installed packages declare more of them, as entry points of the group `mmspeed.tasks`."""
+"""The table of tasks. Installed packages declare more, as entry points of the group `mmspeed.tasks`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ OURS = "mmspeed"
 
 @dataclass(frozen=True)
 class TaskEntry:
-    """The classes of a task as "module:class", so that nothing is imported before it is asked for.
+    """The classes of a task as "module:class", so that each is imported only when it is needed.
 
     Args:
-        task: made from the config, and what completes missing data, if anything does.
-        config: derived from `RunConfig`; None: the attribute `config_class` of the task's class.
-        preparation: what comes before training; None: the attribute `preparation_class` of the task's class, if it has one.
-        origin: who made it known, for messages.
+        task: the class that is constructed from the config and, optionally, an encoder that completes missing data.
+        config: the class derived from `RunConfig`; None: the attribute `config_class` of the task's class.
+        preparation: the class that prepares data before training; None: the attribute `preparation_class` of the task's class, if any.
+        origin: the package that declares the task, for messages.
     """
 
     task: str
@@ -38,7 +38,7 @@ class TaskEntry:
         return asdict(self)
 
 
-# name in configs -> its classes: a task of this repository is one line here
+# name in configs -> classes; add a line for a task of this repository
 TASKS: dict[str, TaskEntry] = {
     "video": TaskEntry(
         "mmspeed.pipelines.tasks.video:VideoTask",
@@ -49,20 +49,20 @@ TASKS: dict[str, TaskEntry] = {
 
 
 def known_tasks() -> list[str]:
-    """The names of all tasks: those of the table, then those of installed packages."""
+    """The names of all tasks: the table's, then those of installed packages."""
     return list(dict.fromkeys([*TASKS, *sorted(entry.name for entry in _installed(tuple(sys.path)))]))
 
 
 def task_entry(task: Any, origin: str = "config") -> TaskEntry:
-    """The classes of a task, by its name. `origin`: where the name stands, for messages.
+    """The classes of a task, by its name; `origin` is the file or source of the name, for messages.
 
-    Raises UserError for one that is not known, and for a name that several packages give, or one beside mmspeed itself.
+    Raises UserError for an unknown name, and for a name that several packages declare, or a package and mmspeed itself.
     """
     declared = [entry for entry in _installed(tuple(sys.path)) if entry.name == task]
-    own = TASKS.get(task) if isinstance(task, str) else None
-    if own is not None and (own.origin != OURS or not declared):
-        return own
-    owners = [*([OURS + " itself"] if own is not None else []), *map(_package, declared)]
+    table_entry = TASKS.get(task) if isinstance(task, str) else None
+    if table_entry is not None and (table_entry.origin != OURS or not declared):
+        return table_entry
+    owners = [*([OURS + " itself"] if table_entry is not None else []), *map(_package, declared)]
     if len(owners) > 1:
         raise UserError(
             f"{origin}: the task {task} is declared by {' and by '.join(owners)}; uninstall all but one, or rename theirs"
@@ -75,47 +75,47 @@ def task_entry(task: Any, origin: str = "config") -> TaskEntry:
 
 
 def task_class(task: Any, origin: str = "config") -> type[Any]:
-    """The class of a task. Raises UserError as `task_entry`, and for one that cannot be imported."""
+    """The class of a task. Raises UserError like `task_entry`, and if the class cannot be imported."""
     entry = task_entry(task, origin)
     return _load(entry.task, task, entry)
 
 
 def config_class(task: Any, origin: str = "config") -> type[RunConfig]:
-    """The config of a task. Raises UserError as `task_class`, and where the task's class names none."""
+    """The config class of a task. Raises UserError like `task_class`, and if the task's class has none."""
     entry = task_entry(task, origin)
     if entry.config is not None:
         return _load(entry.config, task, entry)
     kind = _load(entry.task, task, entry)
-    found = getattr(kind, "config_class", None)
-    if not (isinstance(found, type) and issubclass(found, RunConfig)):
+    candidate = getattr(kind, "config_class", None)
+    if not (isinstance(candidate, type) and issubclass(candidate, RunConfig)):
         raise UserError(
             f"the task {task} of {entry.origin} has no config: {entry.task} needs the class attribute config_class, "
             "a class derived from mmspeed.config.RunConfig"
         )
-    return found
+    return candidate
 
 
 def preparation_class(task: str) -> type[Any] | None:
-    """What comes before a task's training; None where nothing does. Raises UserError as `task_class`."""
+    """The class that prepares data before a task's training; None if there is none. Raises UserError like `task_class`."""
     entry = task_entry(task)
     if entry.preparation is not None:
         return _load(entry.preparation, task, entry)
-    if entry.origin == OURS or entry.config is not None:  # of these the table says everything
+    if entry.origin == OURS or entry.config is not None:  # their entry is complete
         return None
-    found: type[Any] | None = getattr(_load(entry.task, task, entry), "preparation_class", None)
-    return found
+    kind: type[Any] | None = getattr(_load(entry.task, task, entry), "preparation_class", None)
+    return kind
 
 
 def prepared_tasks() -> list[str]:
-    """The tasks of the table that something comes before."""
+    """The tasks of the table that have a preparation."""
     return [name for name, entry in TASKS.items() if entry.preparation is not None]
 
 
 def _load(reference: str, task: str, entry: TaskEntry) -> type[Any]:
-    """The class that "module:class" names. Raises UserError that says whose task it is, with the cause."""
+    """The class that "module:class" names. Raises UserError with the task's owner and the cause."""
     try:
         kind = referred(reference)
-    except Exception as error:  # whatever a package's module does when it is imported
+    except Exception as error:  # importing a package's module may raise anything
         if entry.origin == OURS:
             raise
         cause = str(error).strip().split("\n")[0]
@@ -123,7 +123,7 @@ def _load(reference: str, task: str, entry: TaskEntry) -> type[Any]:
             f"the task {task} is of {entry.origin}, and {reference!r} cannot be imported: {type(error).__name__}: {cause}"
         ) from error
     if not isinstance(kind, type):
-        raise UserError(f"the task {task} is of {entry.origin}, and {reference!r} is no class")
+        raise UserError(f"the task {task} is of {entry.origin}, and {reference!r} is not a class")
     return kind
 
 
@@ -136,7 +136,7 @@ def referred(reference: str) -> Any:
 
 
 def _package(entry: EntryPoint) -> str:
-    """The name and version of the package that an entry point is of."""
+    """The name and version of the package that an entry point belongs to."""
     package = entry.dist
     return "(of no package)" if package is None else f"{package.metadata['Name']} {package.version}"
 

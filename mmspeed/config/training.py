@@ -1,4 +1,4 @@
-"""Config sections of the loop: steps, what a batch is, and the stages of training."""
+"""Config sections of the loop: steps, batches, and the stages of training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .inputs import Section
 
 
 class TrainConfig(Section):
-    """The loop."""
+    """The training loop."""
 
     steps: int = Field(1000, ge=1, description="Optimizer steps of the run.")
     batch_size: int | None = Field(
@@ -23,11 +23,11 @@ class TrainConfig(Section):
     micro_batch_size: int | None = Field(
         None,
         ge=1,
-        description="Most samples that one device computes at a time; null: its whole share of a step, or what `batching` says. The rest is accumulated.",
+        description="Most samples that one device computes at a time; null: its whole share of a step, or the size set by `batching`. The rest is accumulated.",
     )
     start_from: str | None = Field(
         None,
-        description="Run folder (its latest checkpoint) or checkpoint folder whose weights a new run begins with, the moving average where there is one; null: drawn from `seed`.",
+        description="Run folder (its latest checkpoint) or checkpoint folder whose weights a new run begins with (the moving average, if there is one); null: drawn from `seed`.",
     )
     optimizer: Literal["adamw", "adamw8bit", "muon"] = Field(
         "adamw",
@@ -50,7 +50,7 @@ class TrainConfig(Section):
         1.0, gt=0, description="Global gradient norm above which gradients are scaled down; null: no clipping."
     )
     caption_dropout: float = Field(
-        0.1, ge=0, le=1, description="Share of the samples that meet the empty caption, for classifier-free guidance."
+        0.1, ge=0, le=1, description="Share of the samples that get the empty caption, for classifier-free guidance."
     )
     ema_decay: float | None = Field(
         0.999,
@@ -68,32 +68,32 @@ class TrainConfig(Section):
     prefetch: int = Field(
         4,
         ge=0,
-        description="Micro-batches in memory ahead of the one that is trained on, at most; with `loader_workers` at least one for each of them, one that waits, and one on the accelerator. 0: read when needed.",
+        description="Most micro-batches in memory ahead of the current one; with `loader_workers` at least one for each worker, one waiting, and one on the accelerator. 0: read when needed.",
     )
     loader_workers: int = Field(
         0,
         ge=0,
         le=64,
-        description="Processes that read and assemble batches beside each training process, from the second epoch on when the first makes the cache; 0: a thread does, which is enough for most.",
+        description="Processes that read and assemble batches beside each training process, from the second epoch on if the first builds the cache; 0: a thread does, which is enough for most runs.",
     )
 
     @property
     def samples_per_step(self) -> int:
-        """`batch_size`, or its default."""
+        """The value of `batch_size`, or its default."""
         return self.batch_size or 8
 
 
 class BatchingConfig(Section):
-    """How many samples of each bucket make a step, and which buckets meet in one."""
+    """The samples of each bucket in a step, and the buckets that share one."""
 
     by: Literal["samples", "tokens", "flops", "time"] = Field(
         "samples",
-        description="What a batch is measured in. `samples`: every bucket has `train.batch_size`. Else one device computes as many samples of a bucket at a time as the budget holds: `tokens`, `flops` (the model's own count) or `time` (measured by `mmspeed bench buckets`).",
+        description="Measure of a batch. `samples`: every bucket has `train.batch_size`. Otherwise one device computes as many samples of a bucket at a time as fit the budget: `tokens`, `flops` (the model's own count) or `time` (measured by `mmspeed bench buckets`).",
     )
     budget: float | None = Field(
         None,
         gt=0,
-        description="Of one device for a micro-batch: tokens, TFLOP of forward and backward, or seconds. Null: what one sample of the costliest bucket takes (by `time`: what memory allowed in the measurement).",
+        description="Budget of one device for a micro-batch: tokens, TFLOP of forward and backward, or seconds. Null: the cost of one sample of the costliest bucket (by `time`: each bucket takes as many samples as fitted in memory during the measurement).",
     )
     accumulate: int = Field(
         1,
@@ -103,39 +103,39 @@ class BatchingConfig(Section):
     slots: int | None = Field(
         None,
         ge=1,
-        description="Device batches of one optimizer step over all devices; fixed, the same samples meet in a step on any number of devices. Null: devices x `accumulate`. Not with `by: samples`.",
+        description="Device batches of one optimizer step over all devices; if set, a step holds the same samples on any number of devices. Null: devices x `accumulate`. Not with `by: samples`.",
     )
     mix: Literal["same", "matched", "window"] = Field(
         "same",
-        description="Which buckets meet in a step. `same`: one, but for the last steps of an epoch. `matched`: those whose device batches cost the same within `tolerance`. `window`: any; devices are balanced over the accumulated micro-batches.",
+        description="Buckets that share a step. `same`: a single one, except in the last steps of an epoch. `matched`: those whose device batches cost the same within `tolerance`. `window`: any; devices are balanced over the accumulated micro-batches.",
     )
     tolerance: float = Field(
         0.02,
         ge=0,
         lt=1,
-        description="How much less than another's the cost of a device batch may be to count as the same.",
+        description="Share by which the cost of a device batch may be below another's and still count as the same.",
     )
     max_batch: int | None = Field(
-        None, ge=1, description="Most samples of a device batch; null: no limit but the budget."
+        None, ge=1, description="Most samples of a device batch; null: only the budget limits it."
     )
 
 
 class StageConfig(Section):
-    """A part of training that meets some of the buckets only."""
+    """A part of training that uses only some of the buckets."""
 
     steps: int | None = Field(
-        None, ge=1, description="Optimizer steps of this stage; null: all that are left (the last stage)."
+        None, ge=1, description="Optimizer steps of this stage; null: all remaining ones (the last stage)."
     )
-    min_frames: int = Field(1, ge=1, description="Fewest frames of the buckets that are met.")
-    max_frames: int | None = Field(None, ge=1, description="Most frames of the buckets that are met; 1: images only.")
-    max_pixels: int | None = Field(None, ge=1, description="Most pixels (height x width) of the buckets that are met.")
+    min_frames: int = Field(1, ge=1, description="Fewest frames of the buckets used.")
+    max_frames: int | None = Field(None, ge=1, description="Most frames of the buckets used; 1: images only.")
+    max_pixels: int | None = Field(None, ge=1, description="Most pixels (height x width) of the buckets used.")
     weights: dict[str, Annotated[float, Field(ge=0)]] | None = Field(
         None,
-        description="Shares of the data sets in this stage, by their names, in place of those under `data`; one that is not named has none.",
+        description="Shares of the data sets in this stage, by their names, in place of those under `data`; a data set that is not named has none.",
     )
 
     def takes(self, bucket: Bucket) -> bool:
-        """Whether samples of a bucket are met in this stage."""
+        """True if this stage uses the samples of a bucket."""
         return (
             self.min_frames <= bucket.frames
             and (self.max_frames is None or bucket.frames <= self.max_frames)

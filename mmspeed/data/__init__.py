@@ -1,4 +1,4 @@
-"""The dataset cache, which preprocess writes and training reads, and the order in which its samples are trained on."""
+"""The dataset cache, which preprocess writes and training reads, and the order of its samples in training."""
 
 from .cache.reader import DatasetCache
 from .cache.tables import Entry, Sample

@@ -1,1 +1,1 @@
-"""The building of a cache: before training, during its first epoch, on one machine or many."""
+"""Building of a cache: before training, during its first epoch, on one machine or many."""

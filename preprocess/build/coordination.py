@@ -1,9 +1,9 @@
-"""How the processes of one build work together: through files in the cache, and through nothing else.
+"""Coordinate the processes of one build through files in the cache.
 
-Each process takes its share of the sources and captions by its number, and leaves what became of them in a part:
-`parts/<build>/rank-00003.parquet`, whole or absent. Processes of a launcher find each other through a file that process 0 holds
+Each process takes its share of the sources and captions by its number, and writes their outcome to a part,
+`parts/<build>/rank-00003.parquet`, atomically. Processes of a launcher find each other through a file that process 0 keeps
 locked while it lives; it gathers the parts, and all wait for the end. The parts of a job array (`--shard 3/8`) may run at any
-time and in any order; the one that finds all parts there gathers them, and nobody waits.
+time and in any order; the one that finds all parts present gathers them, and none waits.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _FAREWELL = 60.0  # seconds that process 0 gives the others to see the end
 
 @dataclass(frozen=True)
 class WorkShare:
-    """Which part of the work is this process's: number `rank` of `world`. `launched`: they all run at once."""
+    """The part of the work for this process: number `rank` of `world`. `launched`: all run at the same time."""
 
     rank: int = 0
     world: int = 1
@@ -55,46 +55,46 @@ class WorkShare:
         if shard is None:
             return cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), True) if launched else cls()
         if launched:
-            raise UserError("--shard and a launcher (or --nproc) both share out the work: use one of them")
+            raise UserError("--shard and a launcher (or --nproc) both divide the work: use one of them")
         match = re.fullmatch(r"(\d+)/(\d+)", shard)
         if match is None or not 1 <= int(match[1]) <= int(match[2]):
-            raise UserError(f"--shard is {shard!r}: write which part of how many, from 1/8 to 8/8")
+            raise UserError(f"--shard is {shard!r}: write PART/COUNT, from 1/8 to 8/8")
         return cls(int(match[1]) - 1, int(match[2]))
 
     def takes(self, key: str) -> bool:
-        """Whether the entry of that key is this process's to make."""
+        """True if this process should encode the entry of that key."""
         return int(key[:8], 16) % self.world == self.rank
 
 
 @dataclass(frozen=True)
 class ProcessRecord:
-    """What one process tells the others: its rows, and plain JSON of all else."""
+    """The message of one process to the others: its rows, and plain JSON of everything else."""
 
     rows: list[ClipRow]
     facts: dict[str, Any] = field(default_factory=dict)
 
 
 def write_part(path: Path, part: ProcessRecord) -> None:
-    """Replace a part, whole and sealed. Raises UserError when the disk is full."""
+    """Write or replace a sealed part, atomically. Raises UserError if the disk is full."""
     write_whole(path, parquet_bytes(plain_rows(part.rows), row_schema(), {_FACT: json.dumps(part.facts)}))
 
 
 def read_part(path: Path) -> ProcessRecord:
-    """A part. Raises UserError when it is damaged."""
+    """Read a part. Raises UserError if it is damaged."""
     table = read_table(path, row_schema())
     try:
         return ProcessRecord(rows_of_plain(table.to_pylist()), json.loads(read_facts(path)[_FACT]))
     except (KeyError, ValueError) as error:
-        raise UserError(f"{path} is no part of a build ({error!r}); delete it and run that part again") from error
+        raise UserError(f"{path} is not a part of a build ({error!r}); delete it and run that part again") from error
 
 
 def plain_rows(rows: Sequence[ClipRow]) -> list[dict[str, Any]]:
-    """Rows as the columns of `row_schema`."""
+    """Rows as dicts with the columns of `row_schema`."""
     return [{column.name: getattr(row, column.name) for column in fields(ClipRow)} for row in rows]
 
 
 def rows_of_plain(plain: Sequence[Mapping[str, Any]]) -> list[ClipRow]:
-    """The rows that `plain_rows` was made from; other columns are left out."""
+    """The inverse of `plain_rows`; other columns are ignored."""
     names = [column.name for column in fields(ClipRow) if column.name != "text_keys"]
     return [ClipRow(**{name: row[name] for name in names}, text_keys=tuple(row["text_keys"])) for row in plain]
 
@@ -107,31 +107,29 @@ def row_schema() -> pa.Schema:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all processes of a build must see alike, as digests."""
+    """Digests of everything that all processes of a build must agree on."""
 
     count: int  # sources
     listing: str  # their names, sizes and captions, and the settings
     encoders: str
-    stamp: (
-        str  # when the files were changed: it may differ between copies, so it only tells the parts of an array apart
-    )
+    stamp: str  # modification times: they may differ between copies, so they only distinguish builds of an array
 
     @property
     def id(self) -> str:
-        """One name for all of it."""
+        """A digest of all fields."""
         return digest(f"{self.count} {self.listing} {self.encoders} {self.stamp}".encode())
 
     def to_json(self) -> dict[str, Any]:
-        """What the processes tell each other."""
+        """The agreement in JSON's types, for the other processes."""
         return {name.name: getattr(self, name.name) for name in fields(self)}
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> Agreement:
-        """The agreement in what another process told, which may say more."""
-        return cls(**{name.name: told[name.name] for name in fields(cls)})
+    def from_json(cls, message: Mapping[str, Any]) -> Agreement:
+        """The agreement in the message of another process, which may have more fields."""
+        return cls(**{name.name: message[name.name] for name in fields(cls)})
 
     def require_same(self, other: Mapping[str, Any], here: int = 0, there: int = 0) -> None:
-        """Raises UserError when another process, number `there`, told something else. Files may differ in their times."""
+        """Raise UserError if another process, number `there`, does not agree. Modification times may differ."""
         theirs = Agreement.from_json(other)
         if theirs.listing != self.listing:
             raise UserError(
@@ -146,14 +144,14 @@ class Agreement:
 
 
 class BuildCoordinator:
-    """This process's end of the cooperation; a context manager around the work.
+    """Coordination of this process with the others; a context manager around the work.
 
     Args:
         root: folder of the cache.
-        share: which part is this process's.
-        agreement: what the others must see too.
+        share: the part of the work for this process.
+        agreement: digests that the others must share.
 
-    Raises UserError, where it meets the others, when they see something else.
+    Raises UserError if the others do not agree.
     """
 
     def __init__(self, root: Path, share: WorkShare, agreement: Agreement) -> None:
@@ -168,7 +166,7 @@ class BuildCoordinator:
             nonce = self._announce() if self.share.rank == 0 else self._find()
             self.place = self._folder / nonce
         elif self.share.world > 1:
-            self._mine().unlink(missing_ok=True)  # of an earlier run: its counts would not be this run's
+            self._mine().unlink(missing_ok=True)  # of an earlier run, with other counts
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -183,15 +181,15 @@ class BuildCoordinator:
         write_part(self._mine(), part)
 
     def missing(self) -> list[int]:
-        """Numbers of the processes whose parts are not there yet."""
+        """Numbers of the processes whose parts do not exist yet."""
         return [rank for rank in range(self.share.world) if not self._file(rank).exists()]
 
     def read(self) -> list[ProcessRecord]:
-        """All parts, in the order of the processes."""
+        """Read all parts, in the order of the processes."""
         return [read_part(self._file(rank)) for rank in range(self.share.world)]
 
     def await_all(self) -> None:
-        """Process 0 of a launcher: wait for every part."""
+        """Wait for every part; for process 0 of a launcher."""
 
         def all_there() -> bool | None:
             return not self.missing() or None
@@ -199,7 +197,7 @@ class BuildCoordinator:
         wait_for(all_there, lambda: f"waiting for the parts of processes {_some(self.missing())}")
 
     def conclude(self, result: dict[str, Any]) -> None:
-        """Process 0 of a launcher: tell the others how it ended, and take the parts away once they have seen it."""
+        """Publish the result and delete the parts once the others have read it; for process 0 of a launcher."""
         write_whole(self._end(), json.dumps(result).encode())
         self._mine().unlink(missing_ok=True)
         deadline = time.monotonic() + _FAREWELL
@@ -208,13 +206,13 @@ class BuildCoordinator:
         self.remove()
 
     def await_end(self) -> dict[str, Any]:
-        """The other processes of a launcher: how it ended."""
+        """Wait for the published result and return it; for the other processes of a launcher."""
 
         def end() -> dict[str, Any] | None:
             return json.loads(self._end().read_bytes()) if self._end().exists() else None
 
         result = wait_for(end, lambda: "waiting for process 0 to finish the cache")
-        self._mine().unlink(missing_ok=True)  # the sign that it was seen
+        self._mine().unlink(missing_ok=True)  # signals that the result was read
         return result
 
     def remove(self) -> None:
@@ -235,7 +233,7 @@ class BuildCoordinator:
         return self.place / "end.json"
 
     def _announce(self) -> str:
-        """Process 0: publish this launch, as a file that stays locked while this process lives; its random name."""
+        """Publish this launch as a file that stays locked while this process lives; return its random name. For process 0."""
         nonce = secrets.token_hex(16)
         self._forget_dead_launches()
         with disk_errors(self._folder):
@@ -258,22 +256,22 @@ class BuildCoordinator:
     def _temporary(self) -> TempFile | None:
         try:
             return TempFile(self._folder)
-        except FileNotFoundError:  # another build has ended this very moment, and taken the empty folder away
+        except FileNotFoundError:  # another build has just ended and removed the empty folder
             return None
 
     def _find(self) -> str:
-        """Another process: the name of the launch that process 0 has published. Raises UserError when it sees otherwise."""
-        told = wait_for(
+        """The name of the launch that process 0 has published; for the others. Raises UserError if they do not agree."""
+        launch = wait_for(
             lambda: _read_locked(self._launch_file),
             lambda: f"waiting for process 0: is {self._folder.parent} on a file system that all processes share?",
         )
-        self.agreement.require_same(told, self.share.rank)
-        return str(told["nonce"])
+        self.agreement.require_same(launch, self.share.rank)
+        return str(launch["nonce"])
 
     def _forget_dead_launches(self) -> None:
-        """Delete what launches that were killed have left."""
+        """Delete the files of killed launches."""
         for path in self._folder.glob("launch-*.json"):
-            with abandoned(path, shared=True) as free:  # exclusive it would pass for a living launch's
+            with abandoned(path, shared=True) as free:  # an exclusive lock would look like a living launch
                 if free:
                     with suppress(OSError, ValueError, KeyError):
                         shutil.rmtree(self._folder / json.loads(path.read_bytes())["nonce"], ignore_errors=True)
@@ -281,14 +279,14 @@ class BuildCoordinator:
 
 
 def _token() -> str:
-    """What the processes of one launch have in common, and preferably no other launch."""
+    """A string that the processes of one launch share, and preferably no other launch."""
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     address = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
     return address if run == "none" else run
 
 
 def _read_locked(path: Path) -> dict[str, Any] | None:
-    """The JSON of a file whose writer lives; None when there is none, or its writer is gone."""
+    """The JSON of a file whose writer is alive; None if there is no file, or its writer is gone."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -307,34 +305,34 @@ def wait_for(
     limit: float | None = None,
     late: UserError | None = None,
 ) -> Found:
-    """What `look()` gives once it is not None, asked more and more seldom; `words()` is logged every minute.
+    """Poll `look()` at growing intervals and return its first result that is not None; `words()` is logged every minute.
 
-    After `limit` seconds `late` is raised.
+    Raises `late` after `limit` seconds.
     """
-    started = told = time.monotonic()
+    start_time = last_logged = time.monotonic()
     nap = 0.005
-    while (found := look()) is None:
+    while (result := look()) is None:
         now = time.monotonic()
-        if limit is not None and late is not None and now - started > limit:
+        if limit is not None and late is not None and now - start_time > limit:
             raise late
-        if now - told > _TELL_EVERY:
-            told = now
+        if now - last_logged > _TELL_EVERY:
+            last_logged = now
             log.warning(words())
         time.sleep(nap)
         nap = min(nap * 1.5, _LONGEST_NAP)
-    return found
+    return result
 
 
 @contextmanager
 def locked(path: Path, words: str) -> Iterator[None]:
-    """Hold a lock between processes during the block; `words` say what a process that must wait is waiting for."""
+    """Hold a lock between processes during the block; `words` is logged by a process that has to wait."""
 
     def take() -> int | None:
         descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
         try:
             if try_lock(descriptor) and os.path.samestat(os.stat(path), os.fstat(descriptor)):
                 return descriptor
-        except FileNotFoundError:  # the holder before us has just taken it away
+        except FileNotFoundError:  # the previous holder has just removed it
             pass
         except BaseException:
             os.close(descriptor)
@@ -348,10 +346,10 @@ def locked(path: Path, words: str) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)  # while it is locked, so that nobody else's is taken away
+        path.unlink(missing_ok=True)  # while it is locked, so that no other process's file is removed
         os.close(descriptor)
 
 
 def _some(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return f"{shown} and {len(ranks) - 8} more" if len(ranks) > 8 else shown
+    names = ", ".join(map(str, ranks[:8]))
+    return f"{names} and {len(ranks) - 8} more" if len(ranks) > 8 else names

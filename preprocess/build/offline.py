@@ -1,4 +1,4 @@
-"""From sources to the dataset cache: probe -> bucket -> decode -> encode -> write, one pass, resumable.
+"""Build the dataset cache from sources: probe -> bucket -> decode -> encode -> write, in one resumable pass.
 
 Every process of a build lists the same sources and takes its share of them, and its share of all captions; the entries, their
 bytes and the table of samples do not depend on how many processes there are. They coordinate through files in the cache alone
@@ -33,15 +33,15 @@ log = get_logger("preprocess")
 
 
 class CacheBuilder:
-    """Builds or completes the dataset cache of a config. `run()` returns what became of every source.
+    """Build or complete the dataset cache of a config. `run()` returns the outcome of every source.
 
     Args:
-        config: what is built.
-        shard: the part of a job array that this process does, such as `3/8`; None: its launcher's share, or all.
+        config: the config of the cache.
+        shard: the part of a job array for this process, such as `3/8`; None: its launcher's share, or all.
 
-    Under a launcher `run()` returns in every process when the cache is whole, with the counts of all; with `shard` it returns
-    when the part is done, and finishes the cache when all other parts are there. Raises UserError when the config's sources,
-    codec or text encoder cannot be read, when the disk is full, and when not a single source could be encoded.
+    Under a launcher `run()` returns in every process when the cache is complete, with the counts of all; with `shard` it returns
+    when the part is done, and completes the cache if all other parts exist. Raises UserError if the config's sources,
+    codec or text encoder cannot be read, if the disk is full, and if no source could be encoded.
     """
 
     def __init__(self, config: Config, shard: str | None = None) -> None:
@@ -49,7 +49,7 @@ class CacheBuilder:
         self.share = WorkShare.of(shard)
 
     def run(self) -> BuildReport:
-        """Do this process's share, and finish the cache when it is this process's to finish."""
+        """Do this process's share, and complete the cache if this process is responsible for it."""
         self._started = time.monotonic()
         device = pick(self.config.device.kind)
         device.activate()
@@ -89,8 +89,8 @@ class CacheBuilder:
     def _encode_texts(self, store: BackgroundWriter, report: BuildReport, statistics: DataStatistics) -> None:
         """Encode this process's share of all listed captions, and the empty one by process 0.
 
-        Shares go by key, so that each distinct caption is encoded once and nobody waits for another's results. Captions of
-        sources that will be rejected are encoded too: whether they will be is not known yet.
+        Shares go by key, so that each distinct caption is encoded once and no process waits for another. Captions of sources that
+        will be rejected are encoded too: rejections are not known yet.
         """
         todo = [""] if self.share.rank == 0 and not store.has("null", self.encoders.text_key("")) else []
         report.texts_reused += self.share.rank == 0 and not todo
@@ -112,7 +112,7 @@ class CacheBuilder:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def _end(self, parts: BuildCoordinator, part: ProcessRecord, report: BuildReport) -> BuildReport:
-        """Bring the processes' parts together, wherever that is this process's to do."""
+        """Merge the processes' parts, if this process is responsible for it."""
         if self.share.world == 1:
             return conclude(self.setup, [part], report, self._started)
         parts.leave(part)
@@ -131,16 +131,16 @@ class CacheBuilder:
         return self._end_of_array(parts, report)
 
     def _end_of_array(self, parts: BuildCoordinator, report: BuildReport) -> BuildReport:
-        """One part of a job array has ended: finish the cache if it was the last."""
+        """End one part of a job array; complete the cache if it was the last."""
         with locked(self.root / f".{parts.place.name}.lock", "waiting for another process to finish the cache"):
             missing = parts.missing()
             if not missing:
                 report = conclude(self.setup, self._checked(parts), report, self._started)
                 parts.remove()
                 return report
-            # A part that made something new belongs into the tables: then the others must be run again too.
+            # If a part has encoded something new, the tables must include it: then the others must be run again too.
             finished = len(missing) >= self.share.world - 1 and not report.clips_encoded and self._finished()
-            if finished:  # by another that was the last with us, or long ago, and this part was run once more
+            if finished:  # by another part that ended at the same time, or by an earlier run
                 parts.remove()
         report.part = self.share.rank, self.share.world
         report.parts_missing = 0 if finished else len(missing)
@@ -148,18 +148,18 @@ class CacheBuilder:
         return report
 
     def _checked(self, parts: BuildCoordinator) -> list[ProcessRecord]:
-        """The parts of all processes. Raises UserError when one of them belongs to another codec, or its entries are gone."""
-        read = parts.read()
+        """Read the parts of all processes. Raises UserError if one used another codec, or its entries are missing."""
+        records = parts.read()
         stored = StoredEntries(self.root)
-        for rank, part in enumerate(read):
-            again = f"run part {rank + 1} of {self.share.world} again"
+        for rank, part in enumerate(records):
+            advice = f"run part {rank + 1} of {self.share.world} again"
             if part.facts["codec"] != self.encoders.codec_fingerprint:
-                raise UserError(f"process {rank} has another codec than process {self.share.rank}; {again}")
-            require_stored(part, stored, f"of part {rank + 1}", again)
-        return read
+                raise UserError(f"process {rank} has another codec than process {self.share.rank}; {advice}")
+            require_stored(part, stored, f"of part {rank + 1}", advice)
+        return records
 
     def _finished(self) -> bool:
-        """Whether the cache was finished by a build of the same sources and settings."""
+        """True if a build of the same sources and settings has completed the cache."""
         tables = (self.root / "cache.json", self.root / SAMPLES_FILE)
         return all(path.exists() for path in tables) and read_info(self.root).get("build") == self.setup.agreement.id
 
@@ -171,7 +171,7 @@ def encode_captions(
     report: BuildReport,
     statistics: DataStatistics,
 ) -> None:
-    """Encode captions that the cache lacks, the empty one too."""
+    """Encode and store captions, also the empty one."""
     config, truncated = encoders.config.preprocess, encoders.text.truncated
     trusted = TrustedBatches(config.text_batch, config.exact_batches)
     with ProgressLine("captions", len(captions), "caption") as line:
@@ -187,7 +187,7 @@ def encode_captions(
 
 
 def require_stored(part: ProcessRecord, stored: StoredEntries, whose: str, then: str) -> None:
-    """Raises UserError when an entry that a part tells of is not in the cache; `whose` and `then` are for its words."""
+    """Raise UserError if an entry that a part lists is not in the cache; `whose` and `then` complete the message."""
     latents, texts = stored.keys["latents"], stored.keys["texts"]
     lost = sum(row.latent_key not in latents or any(key not in texts for key in row.text_keys) for row in part.rows)
     if lost:
@@ -195,9 +195,9 @@ def require_stored(part: ProcessRecord, stored: StoredEntries, whose: str, then:
 
 
 def conclude(setup: BuildSetup, parts: Sequence[ProcessRecord], report: BuildReport, started: float) -> BuildReport:
-    """Write the tables of the finished cache from all parts, and its page; `report` made that of the whole build.
+    """Write the tables and the page of the complete cache from all parts; `report` becomes that of the whole build.
 
-    `started` is when it began, by `time.monotonic`. Raises UserError when not a single source is in the cache.
+    `started` is the time of its start, by `time.monotonic`. Raises UserError if no source is in the cache.
     """
     config, root, encoders = setup.config, setup.root, setup.encoders
     report.merge([BuildReport.from_json(part.facts["report"]) for part in parts])

@@ -1,7 +1,7 @@
-"""Preprocess inside training: what the cache lacks is encoded in the first epoch, in the order in which training wants it.
+"""Preprocess during training: missing entries are encoded in the first epoch, in the order in which training needs them.
 
-`OnlineBuilder` is handed to `TrainPipeline`, which knows it only as `mmspeed.data.loading.first_epoch.OnlineEncoder`.
-Its entries are those of
+`OnlineBuilder` is passed to `TrainPipeline`, which knows it only as `mmspeed.data.loading.first_epoch.OnlineEncoder`.
+Its entries equal those of
 `mmspeed preprocess`, byte for byte: planning, decoding, encoding and storing are the same code.
 """
 
@@ -39,19 +39,19 @@ log = get_logger("preprocess")
 
 
 class OnlineBuilder:
-    """Makes a config's cache during training: a `mmspeed.data.loading.first_epoch.OnlineEncoder`."""
+    """Build a config's cache during training: a `mmspeed.data.loading.first_epoch.OnlineEncoder`."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self._stack = ExitStack()  # what is open between `start` and `close`
-        self._moved: list[Entry] = []  # entries of shards that were sealed since it was told where they lie
+        self._stack = ExitStack()  # resources that are open between `start` and `close`
+        self._moved: list[Entry] = []  # entries of shards that were sealed after their locations were reported
 
     # -- before the first step ------------------------------------------------------------------------------------
 
     def plan(self, device: Device, rank: int, world: int, group: dist.ProcessGroup | None) -> None:
-        """Probe every source, each rank its share, and write the tables of the samples that there will be.
+        """Probe every source, each rank its share, and write the tables of the future samples.
 
-        A collective call. Raises UserError when there is nothing to train on, or an encoder cannot be found.
+        A collective call. Raises UserError if there is nothing to train on, or an encoder cannot be found.
         """
         self.rank, self.world = rank, world
         self.setup = BuildSetup(self.config, device)
@@ -93,12 +93,12 @@ class OnlineBuilder:
     def _gather(
         self, rows: list[ClipRow], rejections: list[Rejection], group: dist.ProcessGroup | None
     ) -> tuple[list[ClipRow], list[Rejection]]:
-        """On rank 0 what all ranks found, which travels through a folder of this run's own; elsewhere nothing."""
+        """The results of all ranks, on rank 0; nothing on the others. They pass through a folder of this run."""
         if self.world == 1:
             return rows, rejections
         name = comm.broadcast_object(f"online-{secrets.token_hex(8)}", group=group)
         folder = self.setup.root / "parts" / name
-        mark = TempFile(folder) if self.rank == 0 else None  # its lock says that the folder is in use
+        mark = TempFile(folder) if self.rank == 0 else None  # its lock marks the folder as in use
         facts = {"rejections": [[r.source, r.reason.value, r.detail] for r in rejections]}
         write_part(folder / f"rank-{self.rank:05d}.parquet", ProcessRecord(rows, facts))
         comm.barrier(group)
@@ -113,7 +113,7 @@ class OnlineBuilder:
         return [row for part in parts for row in part.rows], rejected
 
     def _write_plan(self, rows: Sequence[ClipRow], rejections: Sequence[Rejection]) -> None:
-        """The tables of a cache that is not whole yet, and the empty caption."""
+        """Write the tables of an incomplete cache, and the empty caption."""
         setup, encoders = self.setup, self.setup.encoders
         self._rejections = [(r.source, r.reason.value, r.detail) for r in rejections]
         write_rejects(setup.root, self._rejections)
@@ -133,7 +133,7 @@ class OnlineBuilder:
     # -- during the first epoch -----------------------------------------------------------------------------------
 
     def start(self, cache: DatasetCache, tasks: Sequence[EncodeJob]) -> None:
-        """Begin to decode the sources of the tasks, in their order, a bounded number ahead."""
+        """Start decoding the sources of the tasks, in order, a bounded number ahead."""
         self.close()
         self._stack = ExitStack()
         config = self.config
@@ -154,39 +154,39 @@ class OnlineBuilder:
             self._events = pool.run(self._stage.wanted)
 
     def make(self, task: EncodeJob) -> EncodedEntries:
-        """Encode the sources and captions of a task; when it returns, what it tells of can be read by every rank."""
-        left = set(task.sources)
-        while left:
+        """Encode the sources and captions of a task; every rank can then read the returned entries."""
+        pending = set(task.sources)
+        while pending:
             event = next(self._events)
             self._stage.take(event)
             if isinstance(event, Finished):
-                left.discard(event.source.name)
+                pending.discard(event.source.name)
         self._stage.flush()
         captions = [self._captions[key] for key in task.texts if not self._store.has("texts", key)]
         for caption, tensors in encode_texts(self.setup.encoders, self._trusted, captions) if captions else ():
             self._store.add(**text_entry(self.setup.encoders, caption, tensors, "texts"))
-        made = EncodedEntries(entries=[self._place(section, key) for section, key in self._store.drain()])
-        if self.world > 1 and made.entries:
-            self._writer.sync()  # other machines see what is on the disk
-        made.entries += self._moved
+        encoded = EncodedEntries(entries=[self._place(section, key) for section, key in self._store.drain()])
+        if self.world > 1 and encoded.entries:
+            self._writer.sync()  # makes the entries visible to other machines
+        encoded.entries += self._moved
         self._moved = []
         self._stage.settle()
         for name in task.sources:
-            self._settle(name, made)
-        return made
+            self._settle(name, encoded)
+        return encoded
 
     def told(self) -> None:
-        """Drop the first names of the shards sealed last time, and begin to seal those that are full by now."""
+        """Drop the temporary names of the shards sealed last time, and start sealing those that are full now."""
         self._writer.drop_names()
         self._store.call(self._seal)
 
     def close(self) -> None:
-        """Seal what is stored, and end the decoders. The cache may be left incomplete: the next run goes on from it."""
+        """Seal the stored entries and end the decoders. The cache may be left incomplete: the next run continues from it."""
         stack, self._stack = self._stack, ExitStack()
         stack.close()
 
     def conclude(self, lost: Sequence[str], rejections: Sequence[tuple[str, str, str]]) -> None:
-        """Write the tables of the complete cache: the planned samples, and which of them are lost."""
+        """Write the tables of the complete cache: the planned samples, with lost ones marked."""
         root, gone = self.setup.root, set(lost)
         samples, null_key = read_samples(root)
         write_rejects(root, [*self._rejections, *rejections])
@@ -194,25 +194,25 @@ class OnlineBuilder:
         compile_index(root)
 
     def free(self) -> tuple[int, int]:
-        """Drop both encoders; bytes of device memory in use before and after."""
+        """Drop both encoders; return bytes of device memory in use before and after."""
         self.setup.close()
         return self.setup.encoders.free()
 
     def _place(self, section: str, key: str) -> Entry:
         entry = self._writer.place(section, key)
         if entry is None:
-            raise RuntimeError(f"{section} {key} was stored and is not there")
+            raise RuntimeError(f"{section} {key} was stored and is missing")
         return entry
 
     def _seal(self) -> None:
         self._moved += self._writer.seal_full()
 
-    def _settle(self, source: str, made: EncodedEntries) -> None:
-        """Tell which samples of a source are lost, those of which a latent is still not there, and why."""
+    def _settle(self, source: str, encoded: EncodedEntries) -> None:
+        """Report the lost samples of a source, those with a latent that is still missing, with the reasons."""
         lost = [s for s in self._samples.pop(source) if any(not self._writer.has("latents", k) for k in s.latent_keys)]
         if not lost:
             return
-        made.lost += [sample.key for sample in lost]
-        mine = [r for r in self._report.rejections if r.source == source or r.source.startswith(f"{source} [")]
-        mine = mine or [Rejection(source, Reason.ENCODE_FAILED, "the file changed since training began")]
-        made.rejections += [(r.source, r.reason.value, r.detail) for r in mine]
+        encoded.lost += [sample.key for sample in lost]
+        reasons = [r for r in self._report.rejections if r.source == source or r.source.startswith(f"{source} [")]
+        reasons = reasons or [Rejection(source, Reason.ENCODE_FAILED, "the file changed since training began")]
+        encoded.rejections += [(r.source, r.reason.value, r.detail) for r in reasons]

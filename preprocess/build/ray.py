@@ -1,8 +1,8 @@
-"""A build on Ray Data: captions and sources are blocks of rows, which actors encode into the one cache.
+"""Build a cache on Ray Data: captions and sources are blocks of rows, which actors encode into one cache.
 
-What leaves an actor are plain columns: the rows of the clips that are in the cache, and for each block one JSON text of all else. By
-then the block's entries are sealed, so whatever dies afterwards cannot take them along. A block whose actor dies is done again by
-another, which finds what was sealed before. The driver concludes as `CacheBuilder` does: the tables are the same bytes.
+An actor returns plain columns: the rows of the clips in the cache, and for each block one JSON text of everything else. By then the
+block's entries are sealed, so a later failure does not lose them. If an actor dies, another repeats its block, and finds the entries
+sealed before. The driver concludes like `CacheBuilder`: the tables have the same bytes.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from mmspeed.preprocess.sources.rejections import Reason
 from mmspeed.preprocess.sources.source import Source
 
 SOURCES_A_BLOCK, CAPTIONS_A_BLOCK = 256, 4096
-_BLOCKS_EACH = 4  # at least so many for each worker, where there is enough to do, so that none waits long for the last
-_TRIES = 3  # times that a block is done again, whose actor died, before the build fails
+_BLOCKS_EACH = 4  # blocks for each worker, at least, if there is enough work, so that none waits long for the last
+_TRIES = 3  # times that a block is repeated after its actor died, before the build fails
 
 Item = TypeVar("Item")
 
 
 def build_on_ray(config: Config, workers: int | None = None) -> BuildReport:
-    """Build or complete the dataset cache of a config with `workers` Ray actors; what became of every source.
+    """Build or complete the dataset cache of a config with `workers` Ray actors; return the outcome of every source.
 
     Uses the cluster that RAY_ADDRESS names, where the cache's folder and the sources must be on a file system that all machines
-    share; without it a Ray of this machine, which ends with the build. `workers` None: one for each accelerator or, where
-    there are none, as many as the cores carry. Raises UserError as `CacheBuilder` does, and when Ray is missing or gives up.
+    share; without it, a local Ray that ends with the build. `workers` None: one for each accelerator or, without
+    any, as many as the cores allow. Raises UserError like `CacheBuilder`, and if Ray is missing or fails.
     """
     started = time.monotonic()
     ray = import_ray()
@@ -70,7 +70,7 @@ def build_on_ray(config: Config, workers: int | None = None) -> BuildReport:
 
 
 def import_ray() -> Any:
-    """The package `ray`, with Ray Data. Raises UserError when it is not installed."""
+    """Import the package `ray`, with Ray Data. Raises UserError if it is not installed."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray
@@ -82,9 +82,9 @@ def import_ray() -> Any:
 
 @contextmanager
 def _running(ray: Any, config: Config, workers: int | None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Inside the block Ray runs: the number of actors, and what each asks of it. What was started here is ended."""
+    """Run Ray during the block; yields the number of actors and the resources of each. A Ray started here is ended."""
     if ray.is_initialized():
-        raise UserError("Ray runs in this process already: end it with ray.shutdown() before the build")
+        raise UserError("Ray is already running in this process: end it with ray.shutdown() before the build")
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
     wish = 1 + config.preprocess.decode_workers  # cores of an actor
     try:
@@ -92,24 +92,26 @@ def _running(ray: Any, config: Config, workers: int | None) -> Iterator[tuple[in
             ray.init(address, **quiet)
         else:
             cores = max(len(os.sched_getaffinity(0)), workers or 1)
-            os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would starve them beside anything else
+            os.environ.setdefault(
+                "RAY_worker_niceness", "0"
+            )  # Ray's default of 15 would starve them beside other processes
             ray.init("local", include_dashboard=False, num_cpus=cores, **quiet)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise UserError(f"Ray does not start: {str(error).splitlines()[0]}") from error
     try:
-        there = ray.cluster_resources()
+        resources = ray.cluster_resources()
         kind = config.device.kind
         names = list(SCHEDULER_NAMES.values()) if kind == "auto" else [SCHEDULER_NAMES[kind]]
-        device = next((name for name in names if there.get(name)), "")
+        device = next((name for name in names if resources.get(name)), "")
         if kind != "auto" and SCHEDULER_NAMES[kind] != device:
-            raise UserError(f"device.kind is {kind!r}, but Ray knows no {SCHEDULER_NAMES[kind]} here")
-        cores = int(there.get("CPU", 1))
-        count = workers or int(there[device] if device else max(1, cores // wish))
-        if count > (there[device] if device else cores):
-            has = f"{there[device]:g} {device}s" if device else f"{cores} cores"
+            raise UserError(f"device.kind is {kind!r}, but Ray has no {SCHEDULER_NAMES[kind]} here")
+        cores = int(resources.get("CPU", 1))
+        count = workers or int(resources[device] if device else max(1, cores // wish))
+        if count > (resources[device] if device else cores):
+            has = f"{resources[device]:g} {device}s" if device else f"{cores} cores"
             raise UserError(f"--ray {count}: Ray has {has} here, and each worker needs one")
-        one = {} if not device else {"num_gpus": 1} if device == "GPU" else {"resources": {device: 1}}
-        yield count, {"num_cpus": max(1, min(wish, cores // count)), **one}
+        requirement = {} if not device else {"num_gpus": 1} if device == "GPU" else {"resources": {device: 1}}
+        yield count, {"num_cpus": max(1, min(wish, cores // count)), **requirement}
     finally:
         ray.shutdown()
 
@@ -117,7 +119,7 @@ def _running(ray: Any, config: Config, workers: int | None) -> Iterator[tuple[in
 def _encoded(
     ray: Any, config: Config, what: str, blocks: list[pa.Table], count: int, actor: dict[str, Any]
 ) -> list[ProcessRecord]:
-    """The parts of all blocks, in their order, once `count` actors have encoded them. Raises UserError."""
+    """Encode all blocks with `count` actors; return their parts in order. Raises UserError."""
     if not blocks:
         return []
     context = ray.data.DataContext.get_current()
@@ -125,7 +127,7 @@ def _encoded(
     context.log_internal_stack_trace_to_stdout = False
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     numbered = [block.append_column("block", pa.array([n] * len(block))) for n, block in enumerate(blocks)]
-    made = ray.data.from_arrow(numbered).map_batches(
+    results = ray.data.from_arrow(numbered).map_batches(
         EncodeActor,
         fn_constructor_args=(what, config.model_dump_json(by_alias=True)),
         compute=ray.data.ActorPoolStrategy(size=min(count, len(blocks))),
@@ -138,30 +140,30 @@ def _encoded(
     facts: dict[int, dict[str, Any]] = {}
     try:
         with ProgressLine(what, sum(map(len, blocks)), what.removesuffix("s")) as line:
-            for table in made.iter_batches(batch_size=None, batch_format="pyarrow"):
+            for table in results.iter_batches(batch_size=None, batch_format="pyarrow"):
                 for row in table.to_pylist():
                     if row["facts"] is None:
                         rows[row["block"]] += rows_of_plain([row])
                         continue
-                    facts[row["block"]] = told = json.loads(row["facts"])
-                    if "error" in told:
-                        raise UserError(told["error"])
+                    facts[row["block"]] = block_facts = json.loads(row["facts"])
+                    if "error" in block_facts:
+                        raise UserError(block_facts["error"])
                     line.advance(len(blocks[row["block"]]))
     except ray.exceptions.RayTaskError:
-        raise  # ours: a bug, with its traceback
+        raise  # a bug of mmspeed, with its traceback
     except ray.exceptions.RayError as error:
         raise UserError(f"Ray gave up: {str(error).splitlines()[0]}") from error
     return [ProcessRecord(rows[number], facts[number]) for number in range(len(blocks))]
 
 
 class EncodeActor:
-    """What a Ray actor does with a block of rows: encode, seal, and tell.
+    """A Ray actor that encodes a block of rows, seals its entries, and returns the rows.
 
     Args:
         what: `captions` or `latents`.
         config: the build's config as JSON.
 
-    An error for people becomes the answer, as Ray would wrap it and try again.
+    A UserError is returned as the answer, since Ray would wrap it and try again.
     """
 
     def __init__(self, what: str, config: str) -> None:
@@ -179,25 +181,25 @@ class EncodeActor:
     def _encode(self, rows: list[dict[str, Any]]) -> ProcessRecord:
         writer = self._begun()
         report, statistics = BuildReport(self.config.cache_dir), DataStatistics()
-        made = []
+        clip_rows = []
         try:
             with BackgroundWriter(writer, remember=False) as store:
                 if self.what == "captions":
                     encode_captions(self.encoders, [row["caption"] for row in rows], store, report, statistics)
                 else:
                     stage = LatentStage(self.config, self.encoders, store, report, self.trusted)
-                    made, statistics = stage.run([_source_of(row) for row in rows]), stage.statistics
+                    clip_rows, statistics = stage.run([_source_of(row) for row in rows]), stage.statistics
         finally:
-            writer.close()  # seals: what is told of is there
+            writer.close()  # seals the shards, so that the reported entries exist
         facts: dict[str, Any] = {"report": report.to_json(), "statistics": statistics.to_json()}
         if self.what == "latents":
             facts["codec"] = self.encoders.codec_fingerprint
         else:
             facts["text"] = self.encoders.text_fingerprint
-        return ProcessRecord(made, facts)
+        return ProcessRecord(clip_rows, facts)
 
     def _begun(self) -> CacheWriter:
-        """The writer of this actor; with the first block the device is taken and the cache is looked at."""
+        """The writer of this actor; the first block sets up the device and opens the cache."""
         if self._writer is None:
             root, settings = self.config.cache_dir, self.config.preprocess
             if not root.is_dir():
@@ -207,31 +209,31 @@ class EncodeActor:
             self.encoders = Encoders(self.config, device)
             self.trusted = TrustedBatches(settings.encode_batch, settings.exact_batches)
             if import_ray().get_runtime_context().was_current_actor_reconstructed:
-                with locked(root / ".mend.lock", "waiting for another process to mend the cache"):
-                    repair(root)  # what the dead one has left
+                with locked(root / ".mend.lock", "waiting for another process to repair the cache"):
+                    repair(root)  # cleans up after the dead actor
             self._writer = CacheWriter(root, int(settings.shard_mb * 1e6), mend=False)
         return self._writer
 
 
 def _missing_captions(setup: BuildSetup) -> tuple[list[str], int]:
-    """The distinct captions that the cache lacks, the empty one among them, and how many it has."""
+    """The distinct captions that the cache lacks, the empty one included, and the number that it has."""
     stored = StoredEntries(setup.root).keys
-    missing, has, seen = list[str](), 0, set[tuple[str, str]]()
+    missing, stored_count, checked = list[str](), 0, set[tuple[str, str]]()
     captions = (caption for source in setup.listing.sources for caption in source.captions)
-    for section, some in (("null", iter([""])), ("texts", captions)):
-        for caption in some:
+    for section, section_captions in (("null", iter([""])), ("texts", captions)):
+        for caption in section_captions:
             key = setup.encoders.text_key(caption)
-            if (section, key) not in seen:
-                seen.add((section, key))
+            if (section, key) not in checked:
+                checked.add((section, key))
                 if key in stored[section]:
-                    has += 1
+                    stored_count += 1
                 else:
                     missing.append(caption)
-    return missing, has
+    return missing, stored_count
 
 
 def _check(setup: BuildSetup, parts: Sequence[ProcessRecord]) -> None:
-    """Raises UserError when the workers have made something else than this machine would, or it is not to be seen here."""
+    """Raise UserError if the workers used other encoders than this machine, or their entries are not visible here."""
     paths = {source.name: source.path for source in setup.listing.sources}
     stored = StoredEntries(setup.root)
     encoders = {"codec": setup.encoders.codec_fingerprint, "text": setup.encoders.text_fingerprint}
@@ -246,7 +248,7 @@ def _check(setup: BuildSetup, parts: Sequence[ProcessRecord]) -> None:
 
 
 def _blocks(items: Sequence[Item], size: int, workers: int) -> list[Sequence[Item]]:
-    """`items` cut into blocks of at most `size`, smaller where the workers would not share them evenly."""
+    """`items` cut into blocks of at most `size`, smaller if the workers could not share them evenly."""
     size = max(1, min(size, -(-len(items) // (_BLOCKS_EACH * workers))))
     return [items[start : start + size] for start in range(0, len(items), size)]
 
@@ -270,7 +272,7 @@ def _source_of(row: dict[str, Any]) -> Source:
 
 
 def _table_of_part(part: ProcessRecord, number: int) -> pa.Table:
-    """The rows of a part, and a last one that holds all else."""
+    """The rows of a part, and a last row that holds everything else."""
     rows = [*plain_rows(part.rows), {"facts": json.dumps(part.facts)}]
     schema = row_schema().append(pa.field("facts", pa.string())).append(pa.field("block", pa.int64()))
     return pa.Table.from_pylist([row | {"block": number} for row in rows], schema)

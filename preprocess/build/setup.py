@@ -1,4 +1,4 @@
-"""What stands before any encoding: the list of sources, the encoders, what processes must agree on, and the linear codec."""
+"""Set up a build: list the sources, load the encoders, compare the processes, and fit the linear codec."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ log = get_logger("preprocess")
 
 
 class BuildSetup:
-    """What every way of making a cache begins with.
+    """The common first steps of all ways to build a cache.
 
     Args:
-        config: what is built.
-        device: what encodes.
-        world: number of processes of a build that share out the work by their number; they must agree on it.
+        config: the config of the cache.
+        device: the device to encode on.
+        world: number of processes that divide the work of a build; they must agree on it.
 
-    Raises UserError when sources or the text encoder cannot be found.
+    Raises UserError if sources or the text encoder cannot be found.
     """
 
     def __init__(self, config: Config, device: Device, world: int = 1) -> None:
@@ -55,28 +55,28 @@ class BuildSetup:
         self.agreement = self._agreement(world)
 
     def mend(self) -> None:
-        """Make the cache's folder, and mend what killed writers have left in it. One process at a time does, others wait.
+        """Create the cache's folder and clean up after killed writers, one process at a time.
 
-        From here on, until `close`, no command takes entries away. Raises BusyError while one does.
+        From here on, until `close`, no command removes entries. Raises BusyError while one does.
         """
         try:
             self.root.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
             raise UserError(f"data.cache: {self.root} is a file, or in one; name a folder") from None
         self._lock = ReaderLock(self.root)
-        with locked(self.root / ".mend.lock", "waiting for another process to mend the cache"):
+        with locked(self.root / ".mend.lock", "waiting for another process to repair the cache"):
             repair(self.root)
             for folder in (self.root / "parts").glob("online-*"):
                 if not any(held(path) for path in folder.glob(f".*{TEMP_SUFFIX}")) and _older(folder, 60.0):
                     self.remove_parts(folder.name)
 
     def close(self) -> None:
-        """Let go of the cache."""
+        """Release the lock of the cache."""
         if self._lock is not None:
             self._lock.close()
 
     def require_same(self, seen: Sequence[Mapping[str, Any]]) -> None:
-        """Raises UserError, the same in every process, when they see different things; `seen` are their agreements as JSON."""
+        """Raise UserError, the same in every process, if they do not agree; `seen` are their agreements as JSON."""
         for rank, other in enumerate(seen):
             Agreement.from_json(other).require_same(seen[0], rank)
 
@@ -87,9 +87,9 @@ class BuildSetup:
             (self.root / "parts").rmdir()  # stays while other builds have parts in it
 
     def fit_when_missing(self) -> None:
-        """Fit the linear codec when the cache has none yet: whichever process comes first does, while the others wait.
+        """Fit the linear codec if the cache has none yet: the first process does, while the others wait.
 
-        Raises UserError when no clip can be decoded, or when the config names a file that does not exist.
+        Raises UserError if no clip can be decoded, or if the config names a file that does not exist.
         """
         weights, vae = self.config.codec_weights, self.config.vae
         if weights is None or vae.kind != "linear" or weights.exists():
@@ -103,7 +103,7 @@ class BuildSetup:
                 log.info(f"fitted the linear codec on {clips} clips: {weights}")
 
     def check_buckets(self) -> None:
-        """Raises UserError for a bucket that the codec's strides do not divide."""
+        """Raise UserError for a bucket that the codec's strides do not divide."""
         for bucket in self.config.buckets:
             try:
                 self.encoders.strides.latent(bucket)
@@ -147,30 +147,30 @@ class BuildSetup:
             "dtypes": [config.preprocess.latent_dtype, config.preprocess.text_dtype],
             "world": world,
         }
-        seen = digest(f"{listing.hexdigest()} {canonical_json(settings)}".encode())
-        return Agreement(len(self.listing.sources), seen, self.encoders.text_fingerprint, stamp.hexdigest())
+        content = digest(f"{listing.hexdigest()} {canonical_json(settings)}".encode())
+        return Agreement(len(self.listing.sources), content, self.encoders.text_fingerprint, stamp.hexdigest())
 
-    def _fit(self, channels: int, wanted: int) -> tuple[LinearCodec, int]:
-        """A codec fitted on the first clip of some sources, and how many: which ones depends on the listing alone."""
+    def _fit(self, channels: int, count: int) -> tuple[LinearCodec, int]:
+        """Fit a codec on the first clip of some sources, selected by the listing alone; return it with their number."""
         sources = self.listing.sources
-        chosen = sources[:: max(1, len(sources) // wanted)][:wanted]
+        selected = sources[:: max(1, len(sources) // count)][:count]
         refused: list[Rejection] = []
 
         def videos() -> Iterator[torch.Tensor]:
-            used = ""
-            with DecodePool(self.config, chosen) as pool, ProgressLine("fit codec", len(chosen), "clip") as line:
+            last_name = ""
+            with DecodePool(self.config, selected) as pool, ProgressLine("fit codec", len(selected), "clip") as line:
                 for event in pool.run(lambda clip: clip.window == 0 and clip.crop_number == 0):
                     if isinstance(event, Failed):
                         refused.append(event.rejected.of(event.source.name))
-                    if isinstance(event, Frames) and event.source.name != used:
-                        used = event.source.name
+                    if isinstance(event, Frames) and event.source.name != last_name:
+                        last_name = event.source.name
                         line.advance()
                         yield to_model_range(event.frames_FHWC)
 
         try:
-            return LinearCodec.fit(videos(), channels), len(chosen)
+            return LinearCodec.fit(videos(), channels), len(selected)
         except (ValueError, UserError) as error:
-            if len({rejection.source for rejection in refused}) < len(chosen):
+            if len({rejection.source for rejection in refused}) < len(selected):
                 raise UserError(f"the linear codec could not be fitted: {error}") from None
             report = BuildReport.of(self.root, self.listing)
             report.rejections = [*self.listing.rejections, *refused]
@@ -180,7 +180,7 @@ class BuildSetup:
 
 
 def _older(path: Path, seconds: float) -> bool:
-    """Whether a file or folder was last changed so long ago."""
+    """True if a file or folder was last changed more than `seconds` ago."""
     try:
         return time.time() - path.stat().st_mtime > seconds
     except FileNotFoundError:
@@ -188,7 +188,7 @@ def _older(path: Path, seconds: float) -> bool:
 
 
 def _stat(source: Source) -> tuple[int, int]:
-    """Bytes of a source, and when its file was last changed, in nanoseconds; -1 when they cannot be told."""
+    """Bytes of a source and the modification time of its file in nanoseconds; -1 if they are unknown."""
     try:
         on_disk = os.stat(source.path)
     except (OSError, ValueError):

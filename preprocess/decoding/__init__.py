@@ -1,1 +1,1 @@
-"""Decoding: files probed, clips chosen, frames decoded, cut and scaled."""
+"""Decoding: probe files, select clips, decode, crop and scale frames."""

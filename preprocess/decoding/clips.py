@@ -1,6 +1,6 @@
-"""What is taken of a source: its buckets, and of each its windows of time and its crops.
+"""Select the clips of a source: its buckets, and for each bucket its time windows and crops. Pure functions.
 
-Pure. Of each clip, what a latent's key covers; which buckets are drawn out is no part of a key: the bucket is.
+A latent's key covers the fields of its clip, including the bucket, but not the draw that dropped other buckets.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Clip:
     content_id: str
     fps: float  # frames per second of the entry; 0 for images
     seconds: float  # length of the clip; 0 for images
-    decoder: str = ""  # which library decoded it, once it is decoded
-    window: int = 0  # which of the windows of its source and bucket
-    crop_number: int = 0  # which of the crops of its window
+    decoder: str = ""  # library that decoded it, once it is decoded
+    window: int = 0  # number among the windows of its source and bucket
+    crop_number: int = 0  # number among the crops of its window
 
     @property
     def cut(self) -> Cut:
-        """What the decoder is asked for."""
+        """The request to the decoder."""
         return Cut(self.indices, self.crop, self.bucket.width, self.bucket.height)
 
     def decoded_by(self, decoder: str) -> Clip:
@@ -44,26 +44,26 @@ class Clip:
 
 
 def split_of(source: Source, content_id: str, data: DataConfig, seed: int) -> str:
-    """`val` where the manifest says so or the share drawn by content holds the source out, else `train`."""
+    """The split of a source: `val` if the manifest marks it or the draw by content holds it out, else `train`."""
     if source.split == "val":
         return "val"
     return "val" if uniform(seed, "val_split", content_id) < data.val_fraction else "train"
 
 
 def kept_buckets(ranked: Sequence[Bucket], keep: Mapping[Bucket, float], content_id: str, seed: int) -> list[Bucket]:
-    """Those of `ranked`, in their order, that are not drawn out: each stays with its probability `keep`.
+    """The buckets of `ranked`, in order, that a draw keeps, each with its probability `keep`.
 
-    As in Open-Sora, the draw is of one bucket for one content. It depends on nothing else, so that another bucket in the config, or
-    another `keep` of one, changes the draw of no other.
+    As in Open-Sora, there is one draw for each bucket and content. It depends on nothing else, so that another bucket in the config, or
+    another `keep` of one, does not change the draws of the others.
     """
     return [b for b in ranked if keep[b] >= 1 or uniform(seed, "bucket_keep", content_id, b.name) < keep[b]]
 
 
 def select_clips(source: Source, probe: Probe, data: DataConfig, full_hash: bool, seed: int) -> tuple[Clip, ...]:
-    """The clips that `data` takes of a probed source: for its best buckets of those kept, the windows and crops of each.
+    """The clips that `data` selects from a probed source: for its best kept buckets, the windows and crops of each.
 
-    Ordered by bucket (the best first), window and crop; never none. `seed` is of the draws of `data.buckets[].keep`. Raises Rejected
-    with the reason, and OSError when the file cannot be read.
+    Ordered by bucket (the best first), window and crop; at least one. `seed` is for the draws of `data.buckets[].keep`. Raises Rejected
+    with the reason, and OSError if the file cannot be read.
     """
     keep = {b.bucket(): b.keep for b in data.buckets}
     ranked = rank_buckets(probe, tuple(keep), data.fps, data.allow_upscale)

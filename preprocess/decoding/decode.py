@@ -1,7 +1,7 @@
-"""Pixels of the clips of a file, in one pass over it: PyAV for video, Pillow for pictures.
+"""Decode the clips of a file in one pass over it: PyAV for video, Pillow for pictures.
 
-Each frame is cut and scaled for the clips that want it as it is decoded, so a long video is never in memory whole, and a
-clip leaves as soon as its last frame is in. What a clip gets does not depend on which others are asked for: a clip that
+Each frame is cropped and scaled for the clips that need it as it is decoded, so a long video is never in memory as a whole, and a
+clip is returned as soon as its last frame is decoded. A clip's pixels do not depend on the other requested clips: a clip that
 fails in the common pass is tried again in a pass from the file's start, as it would be alone.
 
 Legend: F frames, H W height and width in pixels, C channels (RGB).
@@ -25,14 +25,14 @@ from mmspeed.preprocess.decoding.scaling import Box, Scaler, resize
 from mmspeed.preprocess.sources.rejections import Reason, Rejected
 from mmspeed.preprocess.sources.source import Source
 
-_WORTH_SEEKING = 1.0  # seconds of video; below that, decoding on costs no more than a seek does
+_WORTH_SEEKING = 1.0  # seconds of video; below that, decoding costs no more than a seek
 
 Pixels = Callable[[Box, int, int], np.ndarray]  # (crop, width, height) -> (3, height, width) of the frame at hand
 
 
 @dataclass(frozen=True)
 class Cut:
-    """What is decoded for a clip: frames by their place in the order shown, a crop in displayed pixels, and a size."""
+    """A request for a clip: frames by their index in presentation order, a crop in displayed pixels, and a size."""
 
     indices: tuple[int, ...]
     crop: Box
@@ -42,7 +42,7 @@ class Cut:
 
 @dataclass
 class _Filling:
-    """A clip on its way. `marks` are what its frames are known by, ascending: seconds, or of pictures their numbers."""
+    """A clip in progress. `marks` identify its frames, ascending: times in seconds, or frame numbers of pictures."""
 
     position: int
     cut: Cut
@@ -50,14 +50,14 @@ class _Filling:
     pixels_FCHW: np.ndarray | None = None
     count: int = 0
     problem: Rejected | None = None
-    final: bool = True  # whether a problem would be the same in a pass from the file's start
+    final: bool = True  # true if a problem would be the same in a pass from the file's start
 
     @property
     def ended(self) -> bool:
         return self.problem is not None or self.count == len(self.marks)
 
     def give(self) -> np.ndarray | Rejected:
-        """The frames, which are then nobody's here: of a long video there may be thousands of clips."""
+        """Return the frames and drop the reference: a long video may have thousands of clips."""
         pixels_FCHW, self.pixels_FCHW = self.pixels_FCHW, None
         if self.problem is not None or pixels_FCHW is None:
             return self.problem or Rejected(Reason.UNDECODABLE, "no frames")
@@ -68,7 +68,7 @@ class _Filling:
         return self
 
     def take(self, seen: float, tolerance: float, pixels: Pixels, final: bool) -> None:
-        """Take the frame seen if it is wanted; note when the one wanted has been passed."""
+        """Store the current frame if it is the next one needed; fail if that one has been passed."""
         if seen > self.marks[self.count] + tolerance:
             problem = f"the frame at {self.marks[self.count]:.3f} s is damaged or missing"
             self.fail(Rejected(Reason.UNDECODABLE, problem), final)
@@ -83,23 +83,23 @@ class _Filling:
 
 
 def stream(source: Source, probe: Probe, cuts: Sequence[Cut]) -> Iterator[tuple[int, np.ndarray | Rejected]]:
-    """For each cut its position and its frames (F, H, W, 3), uint8, upright with square pixels; or why there are none.
+    """Yield for each cut its position and its frames (F, H, W, 3), uint8, upright with square pixels; or its rejection.
 
-    In the order in which they are complete. The arrays are views of planes (F, 3, H, W), as they leave the scaler and as codecs
-    want them. A cut's indices are ascending. Rejections are truncated or undecodable. Raises Rejected and OSError when
-    the file is not what was probed.
+    Cuts come in the order in which they are complete. The arrays are views of planes (F, 3, H, W), the layout of the scaler and of
+    codecs. A cut's indices are ascending. Rejections are truncated or undecodable. Raises Rejected and OSError if
+    the file is not the one that was probed.
     """
     if probe.decoder == "pillow":
         yield from _stream_picture(source, cuts)
         return
     fillings = [_Filling(n, cut, [probe.pts_seconds[i] for i in cut.indices]) for n, cut in enumerate(cuts)]
-    again: list[_Filling] = []
+    retries: list[_Filling] = []
     for filling in _sweep(source, probe, fillings, seek=True):
         if filling.problem is not None and not filling.final:
-            again.append(_Filling(filling.position, filling.cut, filling.marks))
+            retries.append(_Filling(filling.position, filling.cut, filling.marks))
         else:
             yield filling.position, filling.give()
-    for filling in _sweep(source, probe, again, seek=False):
+    for filling in _sweep(source, probe, retries, seek=False):
         yield filling.position, filling.give()
 
 
@@ -121,7 +121,7 @@ def _stream_picture(source: Source, cuts: Sequence[Cut]) -> Iterator[tuple[int, 
 
 
 def _sweep(source: Source, probe: Probe, fillings: list[_Filling], seek: bool) -> Iterator[_Filling]:
-    """Each filling once, full or with its problem. `seek` skips what no clip wants, and goes on behind damage."""
+    """Yield each filling once, complete or with its problem. `seek` skips frames that no clip needs, and continues after damage."""
     waiting = deque(sorted(fillings, key=lambda filling: filling.marks[0]))
     active: list[_Filling] = []
     while waiting or active:
@@ -138,18 +138,18 @@ def _sweep(source: Source, probe: Probe, fillings: list[_Filling], seek: bool) -
             lost += waiting
             waiting.clear()
         elif not lost and waiting and not run.untried(waiting[0]):
-            lost.append(waiting.popleft())  # those behind the damage get their own chance, as they would alone
+            lost.append(waiting.popleft())  # clips after the damage are tried separately, as they would be alone
         for filling in lost:
             end = f"the frames end at {run.seen:.3f} s, before {filling.marks[filling.count]:.3f} s"
             yield filling.fail(problem or Rejected(Reason.TRUNCATED, end), run.from_start)
 
 
 class _DecodeRun:
-    """Decodes in order, fills the `active` clips and moves clips there from `waiting`, until none is left or the file ends."""
+    """Decode in order, fill the `active` clips and move clips there from `waiting`, until none is left or the file ends."""
 
     def __init__(self, probe: Probe, waiting: deque[_Filling], active: list[_Filling], seek: bool) -> None:
         self.probe, self.waiting, self.active, self.seek = probe, waiting, active, seek
-        # Below half of the smallest step, so that no frame is taken for its neighbour where times are uneven.
+        # Below half of the smallest step, so that no frame is mistaken for its neighbour if times are uneven.
         steps = (after - before for before, after in pairwise(probe.pts_seconds))
         self.tolerance = max(0.49 * min(steps, default=0.0), 1e-6)
         self.seen = probe.pts_seconds[0]
@@ -158,7 +158,7 @@ class _DecodeRun:
         self._sought: _Filling | None = None
 
     def over(self, container: av.container.InputContainer) -> Iterator[_Filling]:
-        """The fillings that end, as they do."""
+        """Yield the fillings as they end."""
         stream = video_stream(container)
         while self.waiting or self.active:
             if self._worth_seeking() and stream.time_base:
@@ -177,11 +177,11 @@ class _DecodeRun:
                 return
 
     def untried(self, filling: _Filling) -> bool:
-        """Whether a seek for this clip is still to be tried: it would be, were it alone."""
+        """True if a seek for this clip has not been tried, as it would be if the clip were alone."""
         return filling is not self._sought and self._key_ahead(filling, self.probe.pts_seconds[0])
 
     def _worth_seeking(self) -> bool:
-        """Whether nothing is wanted until a key frame well ahead. Once for a clip: a wrong index may lead back."""
+        """True if no frame is needed until a key frame well ahead. Once for each clip: a wrong index may lead back."""
         if not self.seek or self.active or not self.waiting or self.waiting[0] is self._sought:
             return False
         return self._key_ahead(self.waiting[0], self.seen)
@@ -194,13 +194,13 @@ class _DecodeRun:
     def _fill(self, frame: av.video.VideoFrame) -> Iterator[_Filling]:
         while self.waiting and self.waiting[0].marks[0] <= self.seen + self.tolerance:
             self.active.append(self.waiting.popleft())
-        made: dict[tuple[Box, int, int], np.ndarray] = {}
+        scaled: dict[tuple[Box, int, int], np.ndarray] = {}
 
         def pixels(crop: Box, width: int, height: int) -> np.ndarray:
             key = crop, width, height
-            if key not in made:
-                made[key] = self._scaler.scale(frame, *key)
-            return made[key]
+            if key not in scaled:
+                scaled[key] = self._scaler.scale(frame, *key)
+            return scaled[key]
 
         for filling in list(self.active):
             filling.take(self.seen, self.tolerance, pixels, self.from_start)

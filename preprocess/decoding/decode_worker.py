@@ -1,4 +1,4 @@
-"""The decoder process: reads requests from standard input, answers on standard output, ends when its parent does.
+"""The decoder process: reads requests from standard input, answers on standard output, and ends with its parent.
 
 A message is a length (8 bytes, big-endian), that many bytes of JSON, and then the raw bytes of the `shape` that it states,
 if any. `python -m mmspeed.preprocess.decoding.decode_worker` starts it; it imports no torch, to start in a moment.
@@ -36,18 +36,20 @@ from mmspeed.preprocess.sources.rejections import Reason, Rejected
 from mmspeed.preprocess.sources.source import Source
 
 HEADER = struct.Struct(">Q")
-MEMORY_BYTES = 16 << 30  # of data that a decoder process may hold: a window of 8k frames fits, a bomb does not
+MEMORY_BYTES = (
+    16 << 30
+)  # of data that a decoder process may allocate: a window of 8k frames fits, a decompression bomb does not
 Answer = tuple[dict[str, Any], "np.ndarray | None"]
 
 
 def pack(message: dict[str, Any]) -> bytes:
-    """A message without raw bytes, or the part of it before them."""
+    """The header and JSON of a message, without raw bytes."""
     text = json.dumps(message).encode()
     return HEADER.pack(len(text)) + text
 
 
 def _limit_memory() -> None:
-    """End a file that takes the machine's memory with an error of its own, before it takes other processes along."""
+    """Limit this process's memory, so that a file that needs too much fails alone and does not affect other processes."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
@@ -56,7 +58,7 @@ def _limit_memory() -> None:
 def main() -> None:
     """Serve requests until standard input ends."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print must not get between the messages
+    os.dup2(2, 1)  # output of libraries must not mix with the messages
     _limit_memory()
     allow_large_pictures()
     av.logging.set_level(av.logging.PANIC)
@@ -73,14 +75,14 @@ def main() -> None:
             _send(answers, _rejection(rejected), None)
         except BrokenPipeError:
             raise
-        except Exception as error:  # a decoder's surprise is this file's fate, not the run's
+        except Exception as error:  # an unexpected error fails this file, not the run
             traceback.print_exc()
             surprise = Rejected(Reason.UNDECODABLE, f"{type(error).__name__}: {error}")
             _send(answers, _rejection(surprise) | {"together": True}, None)
 
 
 class _Server:
-    """Answers requests; remembers the last file's probe."""
+    """Answers requests; keeps the last file's probe."""
 
     def __init__(self) -> None:
         self._held: tuple[Source, Probe] | None = None
@@ -109,7 +111,7 @@ def source_to_json(source: Source) -> dict[str, Any]:
 
 
 def source_from_json(tree: dict[str, Any]) -> Source:
-    """The source that `source_to_json` was made from, without captions."""
+    """The inverse of `source_to_json`; the source has no captions."""
     return Source(**tree, captions=(), split="train")
 
 
@@ -119,7 +121,7 @@ def cut_to_json(cut: Cut) -> dict[str, Any]:
 
 
 def cut_from_json(tree: dict[str, Any]) -> Cut:
-    """The cut that `cut_to_json` was made from."""
+    """The inverse of `cut_to_json`."""
     left, top, right, bottom = tree["crop"]
     return Cut(tuple(tree["indices"]), (left, top, right, bottom), tree["width"], tree["height"])
 
@@ -129,7 +131,7 @@ def _rejection(rejected: Rejected) -> dict[str, Any]:
 
 
 def _send(answers: BinaryIO, message: dict[str, Any], planes: np.ndarray | None) -> None:
-    """Blocks while the parent does not read, so no more than one finished clip waits here."""
+    """Send an answer; blocks until the parent reads it, so at most one finished clip waits here."""
     answers.write(pack(message))
     if planes is not None:
         answers.write(np.ascontiguousarray(planes).data.cast("B"))
@@ -137,7 +139,7 @@ def _send(answers: BinaryIO, message: dict[str, Any], planes: np.ndarray | None)
 
 
 def _receive(requests: BinaryIO, pending: queue.Queue[dict[str, Any]]) -> None:
-    """Reads requests beside the decoder, so that a parent's death ends the process in the middle of a file too."""
+    """Read requests in a thread, so that the parent's death ends the process even in the middle of a file."""
     while len(header := requests.read(HEADER.size)) == HEADER.size:
         text = requests.read(HEADER.unpack(header)[0])
         pending.put(json.loads(text))

@@ -1,6 +1,6 @@
-"""Still and animated pictures through Pillow: times, display orientation, and RGB.
+"""Read still and animated pictures with Pillow: times, display orientation, and RGB.
 
-Legend: F frames, H W height and width in pixels. Pictures with an alpha channel are laid on white, the page
+Legend: F frames, H W height and width in pixels. Pictures with an alpha channel are composed on white, the background
 that most of them were drawn for.
 """
 
@@ -21,7 +21,7 @@ _SHORTEST, _DEFAULT = 10, 100  # milliseconds: browsers show frames that state 1
 
 
 def open_picture(file: BinaryIO) -> Image.Image:
-    """The picture, its pixels not yet read. Raises Rejected (undecodable, too_large)."""
+    """Open a picture without reading its pixels. Raises Rejected (undecodable, too_large)."""
     formats = (*_FORMATS, "AVIF") if features.check("avif") else _FORMATS
     try:
         return Image.open(file, formats=formats)
@@ -30,7 +30,7 @@ def open_picture(file: BinaryIO) -> Image.Image:
 
 
 def picture_times(image: Image.Image) -> list[float]:
-    """When each frame is shown, in seconds; `[0.0]` for a still. Raises Rejected (truncated, undecodable)."""
+    """The presentation time of each frame in seconds; `[0.0]` for a still. Raises Rejected (truncated, undecodable)."""
     try:
         count = getattr(image, "n_frames", 1) if image.format in _ANIMATED else 1
         times = [0.0]
@@ -56,27 +56,27 @@ def shown_size(image: Image.Image) -> tuple[int, int]:
 
 
 def picture_frames(file: BinaryIO, indices: Sequence[int]) -> Iterator[tuple[int, np.ndarray | Rejected]]:
-    """The frames `indices` (ascending) of a picture one by one, upright, (H, W, 3) uint8; or why there is none.
+    """Yield the frames `indices` (ascending) of a picture, upright, (H, W, 3) uint8; or their rejections.
 
-    Rejections are truncated or undecodable. Raises Rejected when the file is no picture.
+    Rejections are truncated or undecodable. Raises Rejected if the file is not a picture.
     """
     shape: tuple[int, ...] | None = None
     with open_picture(file) as image:
         for index in indices:
-            found: np.ndarray | Rejected
+            frame_HWC: np.ndarray | Rejected
             try:
                 shape = shape or (*shown_size(image)[::-1], 3)
                 image.seek(index)
-                found = np.asarray(_rgb(ImageOps.exif_transpose(image)))
-                if found.shape != shape:
-                    found = Rejected(Reason.UNDECODABLE, "the picture's size changes between frames")
+                frame_HWC = np.asarray(_rgb(ImageOps.exif_transpose(image)))
+                if frame_HWC.shape != shape:
+                    frame_HWC = Rejected(Reason.UNDECODABLE, "the picture's size changes between frames")
             except Exception as error:
-                found = error if isinstance(error, Rejected) else _rejected(error)
-            yield index, found
+                frame_HWC = error if isinstance(error, Rejected) else _rejected(error)
+            yield index, frame_HWC
 
 
 def _rgb(image: Image.Image) -> Image.Image:
-    """Any mode as 8-bit RGB."""
+    """Convert a picture of any mode to 8-bit RGB."""
     if image.mode.startswith("I;16") or image.mode == "I":
         wide = np.asarray(image).astype(np.int64)
         return Image.fromarray((np.clip(wide, 0, 65535) // 257).astype(np.uint8)).convert("RGB")

@@ -1,4 +1,4 @@
-"""Decoders beside the encoder: a few threads, each with a child process that can be killed, a bounded number of clips ahead."""
+"""Decode ahead of the encoder: a few threads, each with a child process that can be killed, a bounded number of clips ahead."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CLIPS_AHEAD = 2  # of each source
 
 @dataclass(frozen=True)
 class Selected:
-    """A source was probed, and these clips are taken of it."""
+    """A source was probed, and these of its clips were selected."""
 
     source: Source
     clips: tuple[Clip, ...]
@@ -51,7 +51,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Finished:
-    """Nothing more comes of a source."""
+    """No more events follow for a source."""
 
     source: Source
 
@@ -60,10 +60,10 @@ Event = Selected | Frames | Failed | Finished
 
 
 class DecodePool:
-    """Probes and decodes `sources` in order, ahead of the consumer.
+    """Probe and decode `sources` in order, ahead of the consumer.
 
-    In work are at most as many sources as there are workers and two more, each with at most two decoded clips waiting, and
-    one more in the hands of each worker. Use as a context manager; leaving it ends the child processes at once.
+    At most two more sources than workers are in progress, each with at most two decoded clips waiting, and
+    one more held by each worker. Use as a context manager; leaving it ends the child processes immediately.
     """
 
     def __init__(self, config: Config, sources: Sequence[Source]) -> None:
@@ -82,21 +82,21 @@ class DecodePool:
             run.stop()
 
     def waiting_clips(self) -> int:
-        """How many decoded clips wait for the consumer."""
+        """The number of decoded clips that wait for the consumer."""
         return sum(run.waiting_clips() for run in self._runs)
 
     def run(self, wanted: Callable[[Clip], bool], ordered: bool = True) -> Iterator[Event]:
-        """What becomes of every source, in their order; with `ordered` False as it comes, sources mixed.
+        """Yield the events of every source, in order; with `ordered` False as they come, sources mixed.
 
-        Where sources have many clips each, the order costs speed: while one is taken, the workers of the next soon wait.
+        If sources have many clips each, the order costs speed: while one is consumed, the workers of the next soon wait.
 
-        Of each: `Selected`, then for each of its clips that is `wanted` one `Frames` or `Failed`, as they are decoded, then
-        `Finished`; or, where it is rejected whole, `Failed` without a clip and `Finished`. `wanted` is called in other
-        threads. What they raise comes out here.
+        For each source: `Selected`, then for each `wanted` clip one `Frames` or `Failed`, as they are decoded, then
+        `Finished`; or, if the whole source is rejected, `Failed` without a clip and `Finished`. `wanted` is called in other
+        threads. Their exceptions are raised here.
         """
         run = _PoolRun(self.config, self.sources, wanted, self.size)
         self._runs.append(run)
-        run.start()  # now, not when the first event is asked for
+        run.start()  # now, not when the first event is requested
         return self._events(run, ordered)
 
     def _events(self, run: _PoolRun, ordered: bool) -> Iterator[Event]:
@@ -110,20 +110,20 @@ class DecodePool:
 def source_events(
     worker: DecodeWorker, source: Source, config: Config, wanted: Callable[[Clip], bool]
 ) -> Iterator[Event]:
-    """What becomes of one source."""
+    """Yield the events of one source."""
     data, limit = config.data, config.preprocess.time_limit
     probe: Probe | None = None
     try:
         probe = worker.open(source, int(data.max_file_mb * 1e6), data.max_pixels, limit)
         clips = select_clips(source, probe, data, config.preprocess.full_hash, config.seed)
     except (Rejected, OSError) as error:
-        why = error if isinstance(error, Rejected) else _unreadable(error)
-        yield Failed(source, None, why, probe if isinstance(error, Rejected) else None)
+        rejected = error if isinstance(error, Rejected) else _unreadable(error)
+        yield Failed(source, None, rejected, probe if isinstance(error, Rejected) else None)
     else:
         yield Selected(source, clips, probe)
-        chosen = [clip for clip in clips if wanted(clip)]
-        for position, result in worker.read(source, [clip.cut for clip in chosen], limit):
-            clip = chosen[position].decoded_by(probe.decoder)
+        wanted_clips = [clip for clip in clips if wanted(clip)]
+        for position, result in worker.read(source, [clip.cut for clip in wanted_clips], limit):
+            clip = wanted_clips[position].decoded_by(probe.decoder)
             yield Failed(source, clip, result) if isinstance(result, Rejected) else Frames(source, clip, result)
     yield Finished(source)
 
@@ -139,8 +139,8 @@ class _PoolRun:
         self._config, self._sources, self._wanted = config, sources, wanted
         self._ahead = size + _SOURCES_AHEAD
         self._changed = threading.Condition()
-        self._waiting: dict[int, deque[Event | BaseException]] = {}  # by the source's number, of those in work
-        self._begun = self._done = 0  # sources; in order, the one taken is number `_done`
+        self._waiting: dict[int, deque[Event | BaseException]] = {}  # by number of the source, for those in progress
+        self._begun = self._done = 0  # numbers of sources; in order, the current one is `_done`
         self._stopped = False
         self._workers = [DecodeWorker() for _ in range(size)]
         self._threads = [
@@ -149,17 +149,17 @@ class _PoolRun:
         ]
 
     def start(self) -> None:
-        """Begin to decode."""
+        """Start decoding."""
         for thread in self._threads:
             thread.start()
 
     def events(self, ordered: bool) -> Iterator[Event]:
-        """All events. Raises what a thread raised."""
+        """Yield all events. Raises the exceptions of the threads."""
         while self._done < len(self._sources):
             yield self._get(ordered)
 
     def waiting_clips(self) -> int:
-        """How many decoded clips nobody has taken yet."""
+        """The number of decoded clips that have not been consumed."""
         with self._changed:
             return sum(_clips(waiting) for waiting in self._waiting.values())
 
@@ -182,12 +182,12 @@ class _PoolRun:
                         self._put(number, event)
                 except StoppedError:
                     return
-                except BaseException as error:  # the consumer's to see
+                except BaseException as error:  # raised in the consumer
                     self._put(number, error)
                     return
 
     def _begin(self) -> int | None:
-        """The number of the next source, when it may be begun; None when there is none."""
+        """Wait until the next source may be started and return its number; None if there is none."""
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or self._begun < self._done + self._ahead)
             if self._stopped or self._begun == len(self._sources):
@@ -197,7 +197,7 @@ class _PoolRun:
             return number
 
     def _put(self, number: int, event: Event | BaseException) -> None:
-        """Hand over an event; waits while as many clips of its source are waiting as may. Raises StoppedError."""
+        """Queue an event; waits while the most clips of its source are queued. Raises StoppedError."""
         with self._changed:
             waiting = self._waiting[number]
             if isinstance(event, Frames):
@@ -208,7 +208,7 @@ class _PoolRun:
             self._changed.notify_all()
 
     def _get(self, ordered: bool) -> Event:
-        """The next event, of the first source in work or of any. Raises what its thread raised; StoppedError after `stop`."""
+        """The next event, of the first source in progress or of any. Raises the exception of its thread; StoppedError after `stop`."""
 
         def number() -> int | None:
             of = [self._done] if ordered else self._waiting
@@ -216,14 +216,14 @@ class _PoolRun:
 
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or number() is not None)
-            found = number()
-            if self._stopped or found is None:
+            ready = number()
+            if self._stopped or ready is None:
                 raise StoppedError
-            event = self._waiting[found].popleft()
+            event = self._waiting[ready].popleft()
             if isinstance(event, BaseException):
                 raise event
             if isinstance(event, Finished):
-                del self._waiting[found]
+                del self._waiting[ready]
                 self._done += 1
             self._changed.notify_all()
             return event

@@ -1,4 +1,4 @@
-"""What a media file is, found without decoding more than its first frame: kind, display size, time of every frame.
+"""Probe a media file without decoding more than its first frame: kind, display size, time of every frame.
 
 Legend: H W height and width in pixels.
 """
@@ -24,23 +24,23 @@ from mmspeed.preprocess.sources.source import Kind, Source
 
 Decoder = Literal["pyav", "pillow"]
 
-# Files are decoded side by side, one in a process, so threads add no cores; two cost about as much work a frame as one. One
+# Files are decoded in parallel, one per process, so threads add no cores; two cost about as much work a frame as one. One
 # keeps frames, errors and their order the same everywhere, and each process's memory small.
 DECODE_THREADS = 1
-# Damaged files make PyAV seek before the start (OSError) and meet streams that it has not announced (LookupError).
+# Damaged files make PyAV seek before the start (OSError) and access streams that it has not announced (LookupError).
 DECODER_ERRORS = (av.error.FFmpegError, OSError, LookupError, ValueError, ArithmeticError)
-# Containers that state their duration, where others only estimate it.
+# Containers that state their duration; others only estimate it.
 _STATES_DURATION = ("mov", "matroska", "avi", "flv", "asf", "ogg")
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What is known of a file before it is decoded.
+    """Properties of a file before it is decoded.
 
-    `width` and `height` are those shown: after rotation, with square pixels; `coded_width` and `coded_height` are the
-    decoder's. `pts_seconds` holds the times of all frames in the order they are shown, as the file states them (an
-    image has one, 0), and `key_seconds` those of the frames at which decoding can begin; it is empty where seeking is not
-    to be trusted. `fps` is the average rate, 0 for an image. `rotation` is counter-clockwise, in degrees. `decoder` is the
+    `width` and `height` are the displayed ones: after rotation, with square pixels; `coded_width` and `coded_height` are the
+    decoder's. `pts_seconds` holds the times of all frames in presentation order, as stated in the file (an
+    image has one, 0), and `key_seconds` those of the frames at which decoding can begin; it is empty if seeking is
+    unreliable. `fps` is the average rate, 0 for an image. `rotation` is counter-clockwise, in degrees. `decoder` is the
     library that reads the file.
     """
 
@@ -61,7 +61,7 @@ class Probe:
 
     @property
     def step(self) -> float:
-        """The usual time from one frame to the next in seconds; 0 where there is one frame."""
+        """The usual time from one frame to the next in seconds; 0 if there is one frame."""
         return median_step(self.pts_seconds)
 
     def to_json(self) -> dict[str, Any]:
@@ -70,12 +70,12 @@ class Probe:
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> Probe:
-        """The probe that `to_json` was made from."""
+        """The inverse of `to_json`."""
         return cls(**{**tree, "sar": Fraction(*tree["sar"])})
 
 
 def probe(source: Source, max_file_bytes: int, max_pixels: int) -> Probe:
-    """What `source` is. Raises Rejected when it is no readable picture or video, or larger than allowed."""
+    """Probe `source`. Raises Rejected if it is not a readable picture or video, or larger than allowed."""
     size = source.bytes()
     if size == 0:
         raise Rejected(Reason.EMPTY_FILE)
@@ -95,7 +95,7 @@ def probe(source: Source, max_file_bytes: int, max_pixels: int) -> Probe:
 
 
 def check_pixels(width: int, height: int, max_pixels: int) -> None:
-    """Raises Rejected (too_large) for a picture with more pixels than allowed, (undecodable) for one with none."""
+    """Raise Rejected (too_large) for a picture with more pixels than allowed, (undecodable) for one with none."""
     if width < 1 or height < 1:
         raise Rejected(Reason.UNDECODABLE, f"the picture is {width} x {height}")
     if width * height > max_pixels:
@@ -103,7 +103,7 @@ def check_pixels(width: int, height: int, max_pixels: int) -> None:
 
 
 def median_step(times: Iterable[float]) -> float:
-    """The median difference of neighbouring times; 0 for less than two."""
+    """The median difference of neighbouring times; 0 for fewer than two."""
     steps = sorted(after - before for before, after in pairwise(times))
     return steps[len(steps) // 2] if steps else 0.0
 
@@ -144,21 +144,21 @@ def _probe_video(file: BinaryIO, source: Source, max_pixels: int) -> Probe:
 
 
 def refused(error: Exception) -> Rejected:
-    """A decoder's error as a rejection."""
+    """The rejection for a decoder's error."""
     return Rejected(Reason.UNDECODABLE, str(getattr(error, "strerror", None) or error or type(error).__name__))
 
 
 def open_video(file: BinaryIO) -> av.container.InputContainer:
-    """The container of `file`, which must be of a known kind: playlists could name other files, and are not opened.
+    """Open the container of `file`, which must be of a known kind: playlists could name other files, and are refused.
 
-    No protocol is allowed either: whatever a file names, nothing but its own bytes is read.
+    No protocol is allowed either: only the file's own bytes are read, whatever other files it names.
     """
     options = {"format_whitelist": ",".join(DEMUXERS), "protocol_whitelist": "none"}
     return av.open(file, "r", options=options, metadata_errors="replace")
 
 
 def video_stream(container: av.container.InputContainer) -> av.video.VideoStream:
-    """The first stream that moves. Raises Rejected (no_video_stream, undecodable)."""
+    """The first video stream that is not cover art. Raises Rejected (no_video_stream, undecodable)."""
     streams = [s for s in container.streams.video if not s.disposition & s.disposition.__class__.attached_pic]
     if not streams:
         raise Rejected(Reason.NO_VIDEO_STREAM, "only cover art" if container.streams.video else "")
@@ -169,17 +169,17 @@ def video_stream(container: av.container.InputContainer) -> av.video.VideoStream
 
 
 def shown_times(stamps: list[tuple[int | None, int | None]]) -> list[int]:
-    """Packets' (presentation, decoding) stamps as sorted presentation stamps.
+    """Sorted presentation stamps from packets' (presentation, decoding) stamps.
 
-    Where some packets lack a presentation stamp, as in old AVI files, all decoding stamps are taken instead.
+    If some packets lack a presentation stamp, as in old AVI files, all decoding stamps are used instead.
     """
     pts = [pair[0] for pair in stamps]
-    chosen = [pair[1] for pair in stamps] if None in pts else pts
-    return sorted({stamp for stamp in chosen if stamp is not None})
+    selected = [pair[1] for pair in stamps] if None in pts else pts
+    return sorted({stamp for stamp in selected if stamp is not None})
 
 
 def frame_stamp(frame: av.video.VideoFrame) -> int | None:
-    """When a decoded frame is shown, in its time base."""
+    """The presentation stamp of a decoded frame, in its time base."""
     return frame.pts if frame.pts is not None else frame.dts
 
 
@@ -194,7 +194,7 @@ def _stamps(
     keys: set[int | None] = set()
     first: av.video.VideoFrame | None = None
     furthest, problem = 0.0, ""
-    # The end of the longest stream is held against the stated duration; without one, the others are not needed.
+    # The end of the longest stream is compared with the stated duration; without one, other streams are not needed.
     for packet in container.demux() if _states_duration(container) else container.demux(stream):
         stamp = packet.pts if packet.pts is not None else packet.dts
         if packet.size and stamp is not None:
@@ -211,18 +211,18 @@ def _stamps(
             except av.error.FFmpegError as error:
                 problem = refused(error).detail
     _check_duration(container, furthest)
-    shown = shown_times(stamps)
-    if first is None or not shown:
-        raise Rejected(Reason.UNDECODABLE, problem or ("no frame could be decoded" if shown else "no frames"))
+    times = shown_times(stamps)
+    if first is None or not times:
+        raise Rejected(Reason.UNDECODABLE, problem or ("no frame could be decoded" if times else "no frames"))
     # Frames before the first that decodes (a recording that starts between key frames) are never shown.
     start = frame_stamp(first)
-    shown = [stamp for stamp in shown if start is None or stamp >= start] or shown[:1]
+    times = [stamp for stamp in times if start is None or stamp >= start] or times[:1]
     guessed = any(pts is None for pts, _ in stamps)
-    return shown, [] if guessed else [stamp for stamp in shown if stamp in keys], first
+    return times, [] if guessed else [stamp for stamp in times if stamp in keys], first
 
 
 def _check_duration(container: av.container.InputContainer, furthest: float) -> None:
-    """Raises Rejected (truncated) when all streams end long before the container says they do."""
+    """Raise Rejected (truncated) if all streams end long before the container's stated duration."""
     if container.duration is None or not _states_duration(container):
         return
     declared = container.duration / 1e6
@@ -279,5 +279,5 @@ def _average_fps(times: list[float], stated: Fraction | None) -> float:
 
 
 def allow_large_pictures() -> None:
-    """Let `max_pixels` alone decide how large a picture may be, not Pillow's own limit. For the decoder process."""
+    """Disable Pillow's limit on the size of pictures, so that only `max_pixels` applies. For the decoder process."""
     Image.MAX_IMAGE_PIXELS = None

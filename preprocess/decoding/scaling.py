@@ -1,7 +1,7 @@
-"""From a decoded frame to the pixels of a clip: cut, scaled and turned upright, without a full-size RGB picture between.
+"""Crop, scale and rotate decoded frames to the pixels of a clip, without a full-size RGB picture in between.
 
-libavfilter cuts the frame and scales its planes (bicubic, the support grows with the reduction) to luma and chroma of the
-final size, and only that is made RGB. Scaling straight to RGB costs twice as much: swscale has no fast code for it.
+libavfilter crops the frame and scales its planes (bicubic, the support grows with the reduction) to luma and chroma of the
+final size, and only those are converted to RGB. Scaling straight to RGB costs twice as much: swscale has no fast code for it.
 `accurate_rnd` and `bitexact` give the same bytes on every processor.
 
 Legend: H W height and width in pixels, C channels (RGB).
@@ -21,7 +21,13 @@ from mmspeed.preprocess.sources.rejections import Reason, Rejected
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom
 
-_YUV = ("yuv", "nv", "p0", "uyvy", "yvyu")  # pixel formats that start so are scaled before they are made RGB
+_YUV = (
+    "yuv",
+    "nv",
+    "p0",
+    "uyvy",
+    "yvyu",
+)  # pixel formats with these prefixes are scaled before they are converted to RGB
 _MATRICES = {1: "bt709", 4: "fcc", 7: "smpte240m", 9: "bt2020", 10: "bt2020"}  # others, and files that state none
 _OTHER_MATRIX = "bt601"
 _FULL_RANGE = 2
@@ -29,7 +35,7 @@ _FLAGS = "bicubic+accurate_rnd+bitexact"
 
 
 def coded_box(crop: Box, probe: Probe) -> Box:
-    """A box in displayed pixels as the decoder's pixels: not turned, not stretched, to the nearest whole pixel."""
+    """A box in displayed pixels, converted to the decoder's pixels: not rotated, not stretched, rounded to whole pixels."""
     left, top, right, bottom = crop
     width, height = probe.width, probe.height
     turn = probe.rotation % 360
@@ -47,15 +53,15 @@ def coded_box(crop: Box, probe: Probe) -> Box:
 
 
 def resize(picture_HWC: np.ndarray, box: Box, width: int, height: int) -> np.ndarray:
-    """An RGB picture cut to `box` and scaled by Pillow's bicubic filter: (`height`, `width`, 3) uint8."""
+    """An RGB picture cropped to `box` and scaled by Pillow's bicubic filter: (`height`, `width`, 3) uint8."""
     left, top, right, bottom = box
-    # Cut first: Pillow's own `box` lets pixels beyond the crop, such as black bars, run into its edge.
+    # Crop first: with Pillow's `box`, pixels beyond the crop, such as black bars, would bleed into its edge.
     cut = Image.fromarray(np.ascontiguousarray(picture_HWC[top:bottom, left:right]))
     return np.asarray(cut.resize((width, height), Image.Resampling.BICUBIC))
 
 
 class Scaler:
-    """Scales the frames of one file; keeps a filter graph for each distinct crop, size and pixel format."""
+    """Scale the frames of one file; keeps a filter graph for each distinct crop, size and pixel format."""
 
     def __init__(self, probe: Probe) -> None:
         self._probe = probe
@@ -74,7 +80,7 @@ class Scaler:
             width, height = height, width
         if frame.format.name.startswith(_YUV):
             planes_CHW = self._filtered(frame, box, width, height)
-        else:  # RGB, grey and palettes are rare, and swscale would take them to chroma and back
+        else:  # RGB, grey and palettes are rare, and swscale would convert them to chroma and back
             planes_CHW = resize(frame.to_ndarray(format="rgb24"), box, width, height).transpose(2, 0, 1)
         return np.rot90(planes_CHW, probe.rotation // 90, axes=(1, 2))
 
@@ -93,14 +99,14 @@ class Scaler:
 
 
 def _graph(frame: av.video.VideoFrame, box: Box, width: int, height: int) -> av.filter.Graph:
-    """Cut, scale the planes, make them RGB. Matrix and range are stated, so that no filter guesses another."""
+    """Build the graph that crops, scales the planes and converts to RGB. Matrix and range are explicit, so that no filter guesses."""
     left, top, right, bottom = box
     matrix = _MATRICES.get(int(frame.colorspace), _OTHER_MATRIX)
     full = int(frame.color_range) == _FULL_RANGE or frame.format.name.startswith("yuvj")
     stated = f"in_color_matrix={matrix}:in_range={'full' if full else 'limited'}"
     same = f"out_color_matrix={matrix}:out_range={'full' if full else 'limited'}"
     graph = av.filter.Graph()
-    if hasattr(graph, "threads"):  # older PyAV cannot say; the bytes are the same
+    if hasattr(graph, "threads"):  # older PyAV lacks it; the bytes are the same
         graph.threads = 1
     nodes = [
         graph.add(

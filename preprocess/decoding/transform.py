@@ -1,4 +1,4 @@
-"""Which bucket a clip goes to, which boxes are cut for it, and the number range of the model. Pure functions.
+"""Rank the buckets of a clip, compute its crops, and convert pixels to the model's range. Pure functions.
 
 Legend: F frames, H W height and width in pixels, C channels.
 """
@@ -20,14 +20,14 @@ from mmspeed.shapes import Bucket
 
 
 def rank_buckets(probe: Probe, buckets: Sequence[Bucket], fps: float | None, allow_upscale: bool) -> list[Bucket]:
-    """The buckets that a probed file fills, the one that loses least of it first.
+    """The buckets that a probed file can fill, the one that loses least of it first.
 
-    What a bucket keeps is its frames x the share of the picture that the crop keeps x the length of its sides (the root
-    of its pixels; those that enlarging makes do not count). Images and videos of one frame take F = 1 buckets and videos
-    take the others. Where the picture covers some of the buckets, only those count; where it covers none, those that it
-    would be enlarged for count with `allow_upscale`. Of equals the one that crops less comes first, then the smaller
+    A bucket's rank is its frames x the share of the picture that the crop keeps x the length of its sides (the root
+    of its pixels, without those added by enlarging). Images and videos of one frame use buckets with F = 1, videos
+    the others. If the picture covers some of the buckets, only those count; if it covers none, those that need
+    enlargement count with `allow_upscale`. Among equals the one that crops less comes first, then the smaller
     enlargement, then the larger bucket.
-    Raises Rejected (no_bucket, too_short, too_small) instead of giving none.
+    Raises Rejected (no_bucket, too_short, too_small) if no bucket fits.
     """
     single = len(probe.pts_seconds) == 1
     kind = [bucket for bucket in dict.fromkeys(buckets) if bucket.is_image == single]
@@ -43,9 +43,9 @@ def rank_buckets(probe: Probe, buckets: Sequence[Bucket], fps: float | None, all
 
     def order(bucket: Bucket) -> tuple[float, ...]:
         area = bucket.height * bucket.width
-        kept = kept_fraction(probe.width, probe.height, bucket)
-        worth = bucket.frames * kept * math.sqrt(min(area, probe.width * probe.height))
-        return worth, kept, -max(1.0, _scale(probe, bucket)), area, bucket.width
+        kept_share = kept_fraction(probe.width, probe.height, bucket)
+        worth = bucket.frames * kept_share * math.sqrt(min(area, probe.width * probe.height))
+        return worth, kept_share, -max(1.0, _scale(probe, bucket)), area, bucket.width
 
     return sorted(covered or long_enough, key=order, reverse=True)
 
@@ -53,7 +53,7 @@ def rank_buckets(probe: Probe, buckets: Sequence[Bucket], fps: float | None, all
 def kept_fraction(width: int, height: int, bucket: Bucket) -> float:
     """The share of a picture's pixels that the centre crop to the bucket's aspect ratio keeps."""
     one, other = bucket.width * height, bucket.height * width
-    return min(one, other) / max(one, other)  # of whole numbers, so equal shapes give equal shares
+    return min(one, other) / max(one, other)  # from integers, so equal shapes give equal shares
 
 
 def crop_box(width: int, height: int, bucket: Bucket) -> Box:
@@ -67,9 +67,9 @@ def crop_box(width: int, height: int, bucket: Bucket) -> Box:
 
 
 def crop_boxes(width: int, height: int, bucket: Bucket, crops: int) -> list[Box]:
-    """`crops` boxes like `crop_box`, evenly from edge to edge along the side that is cut; one is the middle.
+    """`crops` boxes like `crop_box`, evenly spaced from edge to edge along the cropped side; a single one is in the middle.
 
-    No two are the same: there are fewer where what is cut away is less than a pixel for each step between them.
+    All are distinct: there are fewer if the spare pixels are fewer than the steps between them.
     """
     left, top, right, bottom = middle = crop_box(width, height, bucket)
     inner = right - left, bottom - top
@@ -84,10 +84,10 @@ def crop_boxes(width: int, height: int, bucket: Bucket, crops: int) -> list[Box]
 
 
 def to_model_range(frames_FHWC: np.ndarray) -> Tensor:
-    """uint8 (F, H, W, 3) as float32 (3, F, H, W) in [-1, 1]: 0 becomes -1, 255 becomes 1."""
+    """Convert uint8 (F, H, W, 3) to float32 (3, F, H, W) in [-1, 1]: 0 becomes -1, 255 becomes 1."""
     return torch.from_numpy(frames_FHWC).permute(3, 0, 1, 2).to(torch.float32).div_(127.5).sub_(1.0).contiguous()
 
 
 def _scale(probe: Probe, bucket: Bucket) -> float:
-    """How much the picture is enlarged to cover the bucket; below 1 it is reduced."""
+    """The factor by which the picture is enlarged to cover the bucket; below 1 it is reduced."""
     return max(bucket.height / probe.height, bucket.width / probe.width)

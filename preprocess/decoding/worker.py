@@ -1,4 +1,4 @@
-"""A decoder in a process of its own, so that a file that hangs or crashes a decoder costs that file and nothing else.
+"""A decoder in a separate process, so that a file that hangs or crashes a decoder affects only itself.
 
 Legend: F frames, H W height and width in pixels.
 """
@@ -31,7 +31,7 @@ _START_SECONDS = 120.0  # a cold file system on a busy machine takes long to imp
 
 
 class _OverrunError(Exception):
-    """The child has not answered in time."""
+    """The child did not answer in time."""
 
 
 class _DiedError(Exception):
@@ -39,24 +39,24 @@ class _DiedError(Exception):
 
 
 class StoppedError(Exception):
-    """The worker was told to stop."""
+    """The worker was stopped."""
 
 
 class _TogetherError(Rejected):
-    """A request failed as a whole, and any one of its cuts may be why."""
+    """A request failed as a whole, and any of its cuts may be the cause."""
 
 
 class DecodeWorker:
-    """Probes and decodes files in a child process, which is killed when it overruns and started anew when it is gone.
+    """Probe and decode files in a child process, which is killed when it overruns and restarted when it has ended.
 
-    Not for several threads at once, but for `stop`. Use as a context manager, or call `close`.
+    Not thread-safe, except `stop`. Use as a context manager, or call `close`.
     """
 
     def __init__(self) -> None:
         self._child: subprocess.Popen[bytes] | None = None
         self._errors: BinaryIO | None = None
         self._limits = {"max_file_bytes": sys.maxsize, "max_pixels": sys.maxsize}
-        self._lock = threading.Lock()  # over which child there is, and whether there may be one
+        self._lock = threading.Lock()  # guards the child and `_stopped`
         self._stopped = False
 
     def __enter__(self) -> DecodeWorker:
@@ -73,7 +73,7 @@ class DecodeWorker:
         return self._child.pid if self._child is not None and self._child.poll() is None else None
 
     def open(self, source: Source, max_file_bytes: int, max_pixels: int, time_limit: float) -> Probe:
-        """What `source` is. Raises Rejected; `time_limit` is in seconds."""
+        """Probe `source`. Raises Rejected; `time_limit` is in seconds."""
         self._limits = {"max_file_bytes": max_file_bytes, "max_pixels": max_pixels}
         ((reply, _),) = self._ask({"command": "open", "source": source_to_json(source)}, time_limit)
         return Probe.from_json(reply["probe"])
@@ -81,23 +81,23 @@ class DecodeWorker:
     def read(
         self, source: Source, cuts: Sequence[Cut], time_limit: float
     ) -> Iterator[tuple[int, np.ndarray | Rejected]]:
-        """For each cut of `source` its position and its frames (F, H, W, 3), uint8, or why there are none.
+        """Yield for each cut of `source` its position and its frames (F, H, W, 3), uint8, or its rejection.
 
-        In the order in which they are complete. The arrays are views of planes (F, 3, H, W). `time_limit` seconds are for each
-        of them, counted while it is waited for: when they are over, all that are left are rejected. When the process dies,
-        those left are tried alone, each once. The child waits while nobody takes what it has decoded.
+        Cuts come in the order in which they are complete. The arrays are views of planes (F, 3, H, W). Each cut has `time_limit`
+        seconds, counted while waiting for it; after that, all remaining cuts are rejected. If the process dies, each remaining
+        cut is tried once, alone. The child waits while its decoded frames are not consumed.
         """
-        left = dict(enumerate(cuts))
+        remaining = dict(enumerate(cuts))
         try:
-            yield from self._read(source, left, time_limit)
+            yield from self._read(source, remaining, time_limit)
         except _TogetherError:
-            for position, cut in list(left.items()):
+            for position, cut in list(remaining.items()):
                 try:
                     yield from self._read(source, {position: cut}, time_limit)
                 except Rejected as rejected:
                     yield position, rejected
         except Rejected as rejected:
-            for position in left:
+            for position in remaining:
                 yield position, rejected
 
     def thumbnail(self, source: Source, width: int, time_limit: float = _THUMBNAIL_SECONDS) -> np.ndarray:
@@ -112,7 +112,7 @@ class DecodeWorker:
         return np.ascontiguousarray(result[0])
 
     def stop(self) -> None:
-        """From any thread: kill the child. Calls under way and later ones raise StoppedError."""
+        """Kill the child, from any thread. Current and later calls raise StoppedError."""
         with self._lock:
             self._stopped = True
             if self._child is not None:
@@ -133,7 +133,7 @@ class DecodeWorker:
     def _read(
         self, source: Source, left: dict[int, Cut], time_limit: float
     ) -> Iterator[tuple[int, np.ndarray | Rejected]]:
-        """Read what is `left` by position, dropping from it what is given. Raises Rejected for the rest."""
+        """Yield the cuts in `left` by position, removing each from it. Raises Rejected for the rest."""
         if not left:
             return
         positions = list(left)
@@ -147,7 +147,7 @@ class DecodeWorker:
                 yield position, _rejected(reply) if planes_FCHW is None else planes_FCHW.transpose(0, 2, 3, 1)
 
     def _ask(self, request: dict[str, Any], time_limit: float) -> Iterator[tuple[dict[str, Any], np.ndarray | None]]:
-        """Send a request, and give its answers with their planes. Raises Rejected, StoppedError."""
+        """Send a request, and yield its answers with their planes. Raises Rejected, StoppedError."""
         child = self._started()
         assert child.stdin is not None
         try:
@@ -174,13 +174,13 @@ class DecodeWorker:
                 raise StoppedError from None
             raise _TogetherError(Reason.DECODER_CRASHED, detail) from None
         except BaseException:
-            self.close()  # answers that nobody takes may be in the pipe
+            self.close()  # unread answers may be in the pipe
             raise
         if "rejected" in reply:
             raise _rejected(reply)
 
     def _started(self) -> subprocess.Popen[bytes]:
-        """The running child. Raises UserError when it does not start, StoppedError after `stop`."""
+        """The running child, started if necessary. Raises UserError if it does not start, StoppedError after `stop`."""
         if self._child is not None and self._child.poll() is not None:
             self.close()
         if self._child is not None:
@@ -195,16 +195,16 @@ class DecodeWorker:
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
                 bufsize=0,
-                start_new_session=True,  # Ctrl-C is the parent's to handle
+                start_new_session=True,  # the parent handles Ctrl-C
             )
         try:
             self._message(time.monotonic() + _START_SECONDS)
         except (_OverrunError, _DiedError):
-            why = self._death()
+            cause = self._death()
             self.close()
             if self._stopped:
                 raise StoppedError from None
-            raise UserError(f"the decoder process does not start: {why}; see `mmspeed doctor`") from None
+            raise UserError(f"the decoder process does not start: {cause}; see `mmspeed doctor`") from None
         return child
 
     def _message(self, deadline: float) -> dict[str, Any]:
@@ -217,7 +217,7 @@ class DecodeWorker:
     def _fill(self, buffer: memoryview, deadline: float) -> None:
         """Read until `buffer` is full. Raises _OverrunError or _DiedError."""
         assert self._child is not None and self._child.stdout is not None
-        pipe: Any = self._child.stdout  # unbuffered, so that `select` sees all there is
+        pipe: Any = self._child.stdout  # unbuffered, so that `poll` sees all data
         poller = select.poll()  # `select.select` takes no descriptor above 1023
         poller.register(pipe, select.POLLIN)
         done = 0
@@ -230,7 +230,7 @@ class DecodeWorker:
             done += count
 
     def _death(self) -> str:
-        """How the child died, and the last line that it wrote."""
+        """The cause of the child's death, and the last line that it wrote."""
         assert self._child is not None
         try:
             code = self._child.wait(timeout=5)
@@ -250,7 +250,7 @@ def _rejected(reply: dict[str, Any]) -> Rejected:
 
 
 def _write(pipe: Any, data: bytes) -> None:
-    """All of `data` to an unbuffered pipe."""
+    """Write all of `data` to an unbuffered pipe."""
     view = memoryview(data)
     while view:
         view = view[pipe.write(view) :]

@@ -1,1 +1,1 @@
-"""Encoding: clips and captions to entries of the cache."""
+"""Encoding of clips and captions to entries of the cache."""

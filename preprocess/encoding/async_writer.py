@@ -1,4 +1,4 @@
-"""Storing beside encoding: entries become bytes and go to disk in a thread of their own, a bounded number behind."""
+"""Store entries in the background: a thread serialises them and writes them to disk, a bounded number behind."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from mmspeed.data import CacheWriter
 
 
 class BackgroundWriter:
-    """A `CacheWriter` whose `add` returns at once, unless `depth` entries wait already. A context manager.
+    """A `CacheWriter` whose `add` returns immediately, unless `depth` entries are waiting. A context manager.
 
     Args:
-        writer: what stores.
-        depth: entries that may wait.
-        remember: whether the names of what was stored are kept for `drain`.
+        writer: the writer that stores the entries.
+        depth: number of entries that may wait.
+        remember: keep the names of stored entries for `drain`.
 
-    What goes wrong in the thread, such as a full disk, is raised by the next call here. Leaving the block waits until all is
-    written; the writer itself stays open, and is its owner's to close.
+    An error in the thread, such as a full disk, is raised by the next call here. Leaving the block waits until everything is
+    written; the writer itself stays open, and its owner closes it.
     """
 
     def __init__(self, writer: CacheWriter, depth: int = 16, remember: bool = True) -> None:
-        self.waited = 0.0  # seconds that callers of `add` were held up
+        self.waited = 0.0  # seconds that callers of `add` were blocked
         self._writer = writer
         self._remember = remember
         self._stored: list[tuple[str, str]] = []
@@ -36,11 +36,11 @@ class BackgroundWriter:
         self._thread.start()
 
     def has(self, section: str, key: str) -> bool:
-        """Whether the entry is in the cache or on its way there. From any thread."""
+        """True if the entry is in the cache or waiting to be written. Thread-safe."""
         return (section, key) in self._pending or self._writer.has(section, key)
 
     def add(self, **entry: Any) -> None:
-        """Store an entry, as `CacheWriter.add` with these arguments. Its tensors must not change any more."""
+        """Store an entry with the arguments of `CacheWriter.add`. Its tensors must not be changed afterwards."""
         self._raise()
         self._pending.add((entry["section"], entry["key"]))
         started = time.monotonic()
@@ -53,19 +53,19 @@ class BackgroundWriter:
         self._queue.put(function)
 
     def drain(self) -> list[tuple[str, str]]:
-        """Wait until all is written; (section, key) of what was since the last call. Raises what went wrong."""
+        """Wait until everything is written; return (section, key) of the entries since the last call. Raises the thread's error."""
         self._queue.join()
         self._raise()
         stored, self._stored = self._stored, []
         return stored
 
     def close(self) -> None:
-        """Wait until all is written, and end the thread. Raises what went wrong."""
+        """Wait until everything is written, and end the thread. Raises the thread's error."""
         self._stop()
         self._raise()
 
     def _work(self) -> None:
-        # After an error tasks are still taken, and dropped, so that nobody waits for room in the queue.
+        # After an error tasks are still removed, and dropped, so that no caller waits for room in the queue.
         for task in iter(self._queue.get, None):
             try:
                 if self._error is None:

@@ -1,5 +1,4 @@
-"""Encoding: encoders that are loaded when they are needed and freed when they are not, and batches that are trusted only
-where they give the same bits as one by one.
+"""Encode clips and captions, with encoders loaded on demand, in batches that give the same bits as one by one.
 
 Legend: B batch, C latent channels, F H W frames, height, width in pixels, T h w latent; L caption tokens.
 """
@@ -42,7 +41,7 @@ class Encoders:
     """The codec and the text encoder of a config on a device, loaded at their first use.
 
     Fingerprints, the text's width, and of the linear codec the geometry too, are read from files without loading. Raises
-    UserError, at the first use of what is missing or unreadable.
+    UserError at the first use of a missing or unreadable encoder.
     """
 
     def __init__(self, config: Config, device: Device) -> None:
@@ -53,7 +52,7 @@ class Encoders:
 
     @property
     def codec(self) -> VideoCodec:
-        """The codec, loaded."""
+        """The codec, loaded at first use."""
         if self._codec is None:
             self._codec = load_codec(self.config.vae, self.device, self.config.codec_weights)
             self._known["geometry"] = self._codec.channels, self._codec.strides
@@ -61,24 +60,24 @@ class Encoders:
 
     @property
     def text(self) -> TransformersEncoder:
-        """The text encoder, loaded."""
+        """The text encoder, loaded at first use."""
         if self._text is None:
             self._text = load_text_encoder(self.config.text, self.device)
         return self._text
 
     @property
     def loaded(self) -> tuple[str, ...]:
-        """Which encoders are in memory: of `codec` and `text`."""
+        """The encoders in memory, of `codec` and `text`."""
         return tuple(name for name in ("codec", "text") if getattr(self, f"_{name}") is not None)
 
     @property
     def codec_fingerprint(self) -> str:
-        """Of the codec's weights and settings; the linear codec must have been fitted."""
+        """Fingerprint of the codec's weights and settings; the linear codec must have been fitted."""
         return self._once("codec", lambda: codec_identity(self.config.vae, self.config.codec_weights))
 
     @property
     def text_fingerprint(self) -> str:
-        """Of the text encoder's weights, tokenizer and settings."""
+        """Fingerprint of the text encoder's weights, tokenizer and settings."""
         return self._once("text", lambda: text_identity(self.config.text))
 
     @property
@@ -105,14 +104,14 @@ class Encoders:
         return entry_key(text_parts(self.config, self.text_fingerprint, caption))
 
     def free(self, *names: str) -> tuple[int, int]:
-        """Drop the encoders of these names (all: `codec` and `text`); bytes of the device's memory in use before and after.
+        """Drop the encoders of these names (default: `codec` and `text`); return bytes of device memory in use before and after.
 
         Fingerprints, width and geometry stay known. On CPU the bytes are the process's resident memory.
         """
         before = self.device.memory_bytes()
         for name in names or ("codec", "text"):
             setattr(self, f"_{name}", None)
-        gc.collect()  # modules refer to each other in circles
+        gc.collect()  # modules have reference cycles
         self.device.empty_cache()
         return before, self.device.memory_bytes()
 
@@ -130,14 +129,14 @@ class Encoders:
 
 
 class TrustedBatches:
-    """Cuts work into batches, and uses a batch only where it gives the same bits as one by one.
+    """Divide work into batches, and use a batch only if it gives the same bits as one by one.
 
-    Whether it does depends on the device, its libraries, the shape of an item and the size of the batch, so each such pair is
+    This depends on the device, its libraries, the shape of an item and the size of the batch, so each pair of shape and size is
     tried once, on real items, and then trusted or not for the life of this object. Results are those of one by one.
 
     Args:
-        limit: largest batch; batches are powers of two. Halved when the device's memory does not hold one.
-        exact: False uses every batch untried: results then differ in their last bits with their company.
+        limit: largest batch; batches are powers of two. Halved when a batch does not fit in the device's memory.
+        exact: False uses every batch untried: the last bits of a result then depend on the others in its batch.
     """
 
     def __init__(self, limit: int, exact: bool = True) -> None:
@@ -161,9 +160,9 @@ class TrustedBatches:
         """The result of each item, in order. All items have one shape; `encode` takes any number of them."""
         results: list[Result] = []
         while len(results) < len(items):
-            left = items[len(results) :]
-            size = 1 << (min(self.limit, len(left)).bit_length() - 1)
-            results += self._batch(left[:size], shape, encode, equal)
+            remaining = items[len(results) :]
+            size = 1 << (min(self.limit, len(remaining)).bit_length() - 1)
+            results += self._batch(remaining[:size], shape, encode, equal)
         return results
 
     def _batch(
@@ -173,7 +172,7 @@ class TrustedBatches:
         encode: Callable[[Sequence[Item]], Sequence[Result]],
         equal: Callable[[Result, Result], bool],
     ) -> Sequence[Result]:
-        """One batch's results; none when the device's memory did not hold it, and the limit was lowered."""
+        """One batch's results; none if it did not fit in the device's memory, and the limit was lowered."""
         pair = shape, len(items)
         if len(items) == 1 or self._trusted.get(pair) is False:
             return self._one_by_one(items, encode)
@@ -184,7 +183,7 @@ class TrustedBatches:
                 self.limit = len(items) // 2
                 self.halved += 1
                 return []
-            # An item that cannot be encoded must not take its company along; and some encoders take no batches at all.
+            # An item that cannot be encoded must not fail the others of its batch; and some encoders accept no batches.
             self.distrusted += self._trusted.setdefault(pair, False) is False
             return self._one_by_one(items, encode)
         if not self.exact or self._trusted.get(pair):
@@ -202,7 +201,7 @@ class TrustedBatches:
 
 
 def is_memory_full(error: BaseException) -> bool:
-    """Whether an error says that the memory of the device, or of the host, does not hold what was asked for."""
+    """True if an error means that the device or the host is out of memory."""
     kinds = tuple(kind for name in ("OutOfMemoryError",) if (kind := getattr(torch, name, None)))
     text = str(error).lower()
     return isinstance(error, (MemoryError, *kinds)) or "out of memory" in text or "can't allocate memory" in text
@@ -211,14 +210,14 @@ def is_memory_full(error: BaseException) -> bool:
 def encode_latents(
     encoders: Encoders, trusted: TrustedBatches, videos: Sequence[tuple[Clip, np.ndarray]]
 ) -> list[Tensors | Rejected]:
-    """The tensors of each clip's entry, on the CPU; of one that cannot be encoded the Rejected that says why.
+    """The tensors of each clip's entry, on the CPU; a Rejected with the reason for a clip that cannot be encoded.
 
     Args:
-        encoders: whose codec is used.
-        trusted: one for the whole run; keeps what it learnt.
+        encoders: the encoders, for their codec.
+        trusted: one for the whole run; keeps its results of trials.
         videos: clips of one bucket with their frames (F, H, W, 3), uint8.
 
-    Raises UserError when the device fails, for which no file is at fault.
+    Raises UserError if the device fails, which is not the fault of a file.
     """
     codec, dtype = encoders.codec, parse_dtype(encoders.config.preprocess.latent_dtype)
     first_too = encoders.config.preprocess.first_frame and bool(videos) and not videos[0][0].bucket.is_image
@@ -239,13 +238,13 @@ def encode_latents(
 
     if not videos:
         return []
-    # Compared before they are rounded: what rounds alike on the items of a trial may not on others.
+    # Compared before rounding: results that round to equal values on the items of a trial may not on others.
     results = trusted.encode(videos, videos[0][0].bucket, encode, _same)
     return [r if isinstance(r, Rejected) else {name: tensor.to(dtype) for name, tensor in r.items()} for r in results]
 
 
 def _together(codec: VideoCodec) -> Callable[[Tensor], Posterior]:
-    """How a codec encodes several videos in one pass, where it can; `encode` promises that each is encoded by itself."""
+    """The codec's method that encodes several videos in one pass, if it has one; `encode` guarantees that each is encoded alone."""
     together: Callable[[Tensor], Posterior] = getattr(codec, "encode_together", codec.encode)
     return together
 
@@ -254,9 +253,9 @@ def _entries(posterior: Posterior, first_BC1hw: Tensor | None) -> list[Tensors |
     mean_BCThw, logvar_BCThw = posterior.mean_BCThw.cpu(), posterior.logvar_BCThw
     logvar_BCThw = None if logvar_BCThw is None else logvar_BCThw.cpu()
     entries: list[Tensors | Rejected] = []
-    for place, mean_CThw in enumerate(mean_BCThw):
-        logvar_CThw = None if logvar_BCThw is None else logvar_BCThw[place]
-        first_C1hw = None if first_BC1hw is None else first_BC1hw[place].cpu()
+    for index, mean_CThw in enumerate(mean_BCThw):
+        logvar_CThw = None if logvar_BCThw is None else logvar_BCThw[index]
+        first_C1hw = None if first_BC1hw is None else first_BC1hw[index].cpu()
         bad = next(
             (
                 name
@@ -266,8 +265,8 @@ def _entries(posterior: Posterior, first_BC1hw: Tensor | None) -> list[Tensors |
             None,
         )
         if bad is not None:
-            why = f"the codec's {bad} holds numbers that are not finite"
-            entries.append(Rejected(Reason.ENCODE_FAILED, why))
+            problem = f"the codec's {bad} holds numbers that are not finite"
+            entries.append(Rejected(Reason.ENCODE_FAILED, problem))
         else:
             stored = latent_tensors(mean_CThw, logvar_CThw, first_C1hw)
             entries.append({name: tensor.clone() for name, tensor in stored.items()})
@@ -282,9 +281,9 @@ def _device_failed(clip: Clip, error: BaseException) -> UserError:
 
 
 def encode_texts(encoders: Encoders, trusted: TrustedBatches, captions: Iterable[str]) -> Iterator[tuple[str, Tensors]]:
-    """Each caption with the tensors of its entry, the shortest first, those of one length in batches without padding.
+    """Yield each caption with the tensors of its entry, the shortest first, those of one length in batches without padding.
 
-    Captions that the encoder cuts are counted in `encoders.text.truncated`. Raises UserError when the device fails.
+    Captions that the encoder cuts are counted in `encoders.text.truncated`. Raises UserError if the device fails.
     """
     encoder, dtype = encoders.text, parse_dtype(encoders.config.preprocess.text_dtype)
 
@@ -308,7 +307,7 @@ def encode_texts(encoders: Encoders, trusted: TrustedBatches, captions: Iterable
 
 
 def latent_entry(encoders: Encoders, clip: Clip, tensors: Tensors) -> dict[str, Any]:
-    """The arguments of `CacheWriter.add` for a clip's entry: the same wherever it is encoded, so its bytes are too."""
+    """The arguments of `CacheWriter.add` for a clip's entry: they do not depend on the process, so its bytes do not either."""
     parts = latent_parts(encoders.config, encoders.codec_fingerprint, clip)
     return {
         "section": "latents",
@@ -332,12 +331,12 @@ def text_entry(encoders: Encoders, caption: str, tensors: Tensors, section: str 
 
 
 def _same(one: Tensors | Rejected, other: Tensors | Rejected) -> bool:
-    """Whether two results are the same bits; a failure is no result that can be trusted."""
+    """True if two results have the same bits; False if either is a failure."""
     if isinstance(one, Rejected) or isinstance(other, Rejected):
         return False
     return one.keys() == other.keys() and all(_bits(one[name]) == _bits(other[name]) for name in one)
 
 
 def _bits(tensor: Tensor) -> bytes:
-    """What tells 0.0 from -0.0, unlike `torch.equal`."""
+    """The bytes and shape of a tensor, which distinguish 0.0 from -0.0, unlike `torch.equal`."""
     return tensor.contiguous().view(torch.uint8).numpy().tobytes() + str(tuple(tensor.shape)).encode()

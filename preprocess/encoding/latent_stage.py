@@ -1,4 +1,4 @@
-"""The long part of a build: decoder processes feed clips, the codec encodes them, a writer thread stores them, all at once."""
+"""The longest stage of a build: decoder processes supply clips, the codec encodes them and a writer thread stores them, concurrently."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from mmspeed.preprocess.records.statistics import DataStatistics
 from mmspeed.preprocess.sources.rejections import Rejected, Rejection
 from mmspeed.preprocess.sources.source import Source
 
-_HELD = 4  # batches of decoded clips that may wait for company, of all buckets together
+_HELD = 4  # batches of decoded clips that may wait to be filled, over all buckets
 
 
 class LatentStage:
-    """Encodes what is missing of the clips of some sources; every clip ends as a row or in `report.rejections`.
+    """Encode the missing clips of some sources; every clip ends as a row or in `report.rejections`.
 
-    Memory does not grow with the length of videos, and with their number only by a row a clip.
+    Memory does not grow with the length of videos, and with their number only by one row per clip.
     """
 
     def __init__(
@@ -44,16 +44,16 @@ class LatentStage:
         self._counted = self.trusted.counts
         self.statistics = DataStatistics()
         self._rows: list[list[ClipRow]] = []  # of each accepted source
-        self._made: dict[str, str] = {}  # the source that a key was, or is being, encoded for
+        self._made: dict[str, str] = {}  # key -> the source that it was, or is being, encoded for
         self._undecoded: dict[tuple[str, str], Rejected] = {}  # by source and key
-        self._unencoded: dict[str, Rejected] = {}  # by key, as sources of one content share it
+        self._unencoded: dict[str, Rejected] = {}  # by key, which sources of the same content share
         self._waiting: dict[Bucket, list[tuple[Clip, np.ndarray]]] = {}
 
     def run(self, sources: Sequence[Source]) -> list[ClipRow]:
-        """The rows of all clips that are in the cache now."""
+        """Encode the clips of `sources`; return the rows of all their clips that are in the cache."""
         started, begun = time.monotonic(), False
         data = self.config.data
-        # Where sources have many clips, taking them in order would let all workers but one wait.
+        # If sources have many clips, taking them in order would make all workers but one wait.
         single = data.windows == data.crops == data.buckets_per_clip == 1
         with DecodePool(self.config, sources) as pool, ProgressLine("latents", len(sources), "clip") as line:
             for event in self._timed(pool.run(self.wanted, ordered=single)):
@@ -68,16 +68,16 @@ class LatentStage:
         return self.rows()
 
     def rows(self) -> list[ClipRow]:
-        """At the end: the rows of all clips that are in the cache; every source is counted, and what failed is named."""
+        """The rows of all clips in the cache, at the end; every source is counted, and failures are reported."""
         return self.settle()
 
     def settle(self) -> list[ClipRow]:
-        """The rows of the clips that are in the cache now, of all sources since the last call; those of others are counted."""
+        """The rows of the clips in the cache, of all sources since the last call; failed clips are counted."""
         rows, self._rows = self._rows, []
         return [row for of_source in rows for row in self._kept(of_source)]
 
     def take(self, event: Event) -> None:
-        """Meet one event of a `DecodePool`; clips are encoded as soon as enough of a bucket are there."""
+        """Process one event of a `DecodePool`; clips are encoded as soon as a bucket has a full batch."""
         if isinstance(event, Selected):
             self._plan(event)
         elif isinstance(event, Frames):
@@ -86,12 +86,12 @@ class LatentStage:
             self._fail(event)
 
     def flush(self) -> None:
-        """Encode the clips that wait for company, and hand them to the store."""
+        """Encode and store the clips of incomplete batches."""
         for bucket in list(self._waiting):
             self._encode(self._waiting.pop(bucket))
 
     def _timed(self, events: Iterator[Event]) -> Iterator[Event]:
-        """The same events; the time that they are waited for is counted."""
+        """Yield the same events; the time spent waiting for them is counted."""
         while True:
             started = time.monotonic()
             event = next(events, None)
@@ -101,7 +101,7 @@ class LatentStage:
             yield event
 
     def wanted(self, clip: Clip) -> bool:
-        """Whether a clip must be decoded. Called by the decoders' threads."""
+        """True if a clip must be decoded. Called by the decoders' threads."""
         return not self.store.has("latents", self.encoders.latent_key(clip))
 
     def _plan(self, event: Selected) -> None:
@@ -118,7 +118,7 @@ class LatentStage:
             self._undecoded[event.source.name, self.encoders.latent_key(event.clip)] = event.rejected
 
     def _collect(self, event: Frames) -> None:
-        """Put a decoded clip to those of its bucket, and encode them when they are a batch."""
+        """Add a decoded clip to its bucket, and encode the bucket when its batch is full."""
         key = self.encoders.latent_key(event.clip)
         if key in self._made or key in self._unencoded or self.store.has("latents", key):
             return  # another source of the same content came first
@@ -151,22 +151,22 @@ class LatentStage:
         self.report.write_wait_seconds += self.store.waited - waited
 
     def _kept(self, rows: list[ClipRow]) -> list[ClipRow]:
-        """The rows of one source whose clips are in the cache; those of the others are counted and named."""
-        failures = {row: why for row in rows if (why := self._failure(row)) is not None}
-        kept = [row for row in rows if row not in failures]
+        """The rows of one source whose clips are in the cache; the others are counted and reported."""
+        failure_by_row = {row: why for row in rows if (why := self._failure(row)) is not None}
+        stored = [row for row in rows if row not in failure_by_row]
         report = self.report
-        report.clips_failed += len(failures)
-        if not kept:
-            self._reject(next(iter(failures.values())).of(rows[0].source), whole=True)
+        report.clips_failed += len(failure_by_row)
+        if not stored:
+            self._reject(next(iter(failure_by_row.values())).of(rows[0].source), whole=True)
             return []
-        for row, why in failures.items():
+        for row, why in failure_by_row.items():
             self._reject(why.of(part_name(row)), whole=False)
-        report.partial += bool(failures)
-        made = sum(self._made.get(row.latent_key) == row.source for row in kept)
-        report.clips_reused += len(kept) - made
-        report.encoded += made > 0
-        report.reused += made == 0
-        return kept
+        report.partial += bool(failure_by_row)
+        encoded = sum(self._made.get(row.latent_key) == row.source for row in stored)
+        report.clips_reused += len(stored) - encoded
+        report.encoded += encoded > 0
+        report.reused += encoded == 0
+        return stored
 
     def _reject(self, rejection: Rejection, whole: bool) -> None:
         self.report.rejections.append(rejection)
@@ -181,14 +181,14 @@ class LatentStage:
 
 
 @contextmanager
-def _one_thread(wanted: bool) -> Iterator[None]:
-    """For the linear codec, which costs next to nothing: threads that wait for each other take the decoders' cores.
+def _one_thread(enabled: bool) -> Iterator[None]:
+    """Use one thread in the block, for the cheap linear codec: threads that wait for each other would take the decoders' cores.
 
     Measured on two cores with two decoders: 0.27 ms a frame of 96 x 160 in place of 4.1 with two threads.
     """
     before = torch.get_num_threads()
     try:
-        if wanted:
+        if enabled:
             torch.set_num_threads(1)
         yield
     finally:
@@ -196,7 +196,7 @@ def _one_thread(wanted: bool) -> Iterator[None]:
 
 
 def part_name(row: ClipRow) -> str:
-    """How one clip of a source is named among the rejections."""
+    """The name of one clip of a source among the rejections."""
     bucket = Bucket.parse(row.bucket)
     crop = f", crop {row.crop}" if row.crop else ""
     return f"{row.source} [{bucket}, window {row.window}{crop}]"

@@ -1,4 +1,4 @@
-"""What the clips of a bucket take of their sources, and what is cropped, scaled away and trimmed. Pure counts."""
+"""Counts of the frames and pixels that a bucket's clips use of their sources, and of those cropped, scaled away and trimmed."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mmspeed.preprocess.decoding.windows import windows_that_fit
 
 @dataclass
 class BucketUse:
-    """Counts of one bucket, whole numbers, so that parts added in any order give exactly the whole.
+    """Counts of one bucket, integers, so that parts added in any order give the exact total.
 
-    Frames are counted at the clips' own rate (`data.fps`), so that a frame which is passed over to reach that rate is not one that
-    is lost. Pixels are counted clip by clip: of two crops of one picture each is compared with the whole picture.
+    Frames are counted at the clips' own rate (`data.fps`), so that a frame skipped to reach that rate does not count as lost.
+    Pixels are counted clip by clip: each of two crops of one picture is compared with the whole picture.
     """
 
     clips: int = 0
-    frames: int = 0  # that the sources have, each source once
+    frames: int = 0  # of the sources, each source once
     frames_taken: int = 0  # inside some window
     pixels: int = 0  # of the frames taken, before the crop
     pixels_kept: int = 0  # inside the crop
@@ -32,12 +32,12 @@ class BucketUse:
 
     @property
     def cropped(self) -> float:
-        """Share of the pixels that lie outside the crops."""
+        """Share of the pixels outside the crops."""
         return 1 - self.pixels_kept / self.pixels if self.pixels else 0.0
 
     @property
     def scaled(self) -> float:
-        """Share of the pixels that lie inside the crops and are lost by scaling down."""
+        """Share of the pixels inside the crops that are lost by scaling down."""
         return self.pixels_scaled / self.pixels if self.pixels else 0.0
 
     @property
@@ -49,12 +49,12 @@ class BucketUse:
 def use_of(probe: Probe, clips: Sequence[Clip]) -> BucketUse:
     """The counts of one source's clips in one bucket, at least one."""
     bucket, rate = clips[0].bucket, clips[0].fps
-    taken = bucket.frames * len({clip.window for clip in clips})
-    there = len(probe.pts_seconds) if rate in (0, probe.fps) else windows_that_fit(probe.pts_seconds, 1, rate)
-    use = BucketUse(len(clips), max(there, taken), taken)
+    used_frames = bucket.frames * len({clip.window for clip in clips})
+    available = len(probe.pts_seconds) if rate in (0, probe.fps) else windows_that_fit(probe.pts_seconds, 1, rate)
+    use = BucketUse(len(clips), max(available, used_frames), used_frames)
     for left, top, right, bottom in (clip.crop for clip in clips):
-        inside, made = (right - left) * (bottom - top), bucket.width * bucket.height
+        inside, bucket_pixels = (right - left) * (bottom - top), bucket.width * bucket.height
         use.pixels += bucket.frames * probe.width * probe.height
         use.pixels_kept += bucket.frames * inside
-        use.pixels_scaled += bucket.frames * max(0, inside - made)
+        use.pixels_scaled += bucket.frames * max(0, inside - bucket_pixels)
     return use

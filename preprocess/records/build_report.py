@@ -1,4 +1,4 @@
-"""What became of every source: the end of `mmspeed preprocess`, in numbers and in lines."""
+"""Report of `mmspeed preprocess`: the outcome of every source, in numbers and in lines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mmspeed.log import format_seconds
 from mmspeed.preprocess.sources.listing import SourceListing
 from mmspeed.preprocess.sources.rejections import Reason, Rejection
 
-EXAMPLES = 3  # rejected sources shown for each reason; all of them stand in rejects/
+EXAMPLES = 3  # rejected sources shown for each reason; rejects/ lists all
 _CLEANED = ("cut", "repaired", "stripped", "dropped")
 
 
@@ -22,25 +22,25 @@ _CLEANED = ("cut", "repaired", "stripped", "dropped")
 class BuildReport:
     """Counts of one run of preprocess, over all its processes once they are merged.
 
-    `sources` = `encoded` + `reused` + `rejected`: every source that was found ends as one of them. A source is encoded when
-    at least one of its clips was encoded now, reused when those in the cache were there before, and rejected when not a single
-    clip of it could be encoded. Clips that failed beside others of their source are `clips_failed` too and stand in
-    `rejections` under a name of their own, such as `a.mp4 [9x64x112, window 3]`.
+    `sources` = `encoded` + `reused` + `rejected`: every source ends as one of them. A source is encoded if
+    at least one of its clips was encoded in this run, reused if its clips were in the cache before, and rejected if none of its
+    clips could be encoded. Clips that failed beside others of their source count as `clips_failed` and are listed in
+    `rejections` under separate names, such as `a.mp4 [9x64x112, window 3]`.
     """
 
     root: Path
-    files: int = 0  # files looked at
-    sources: int = 0  # media with captions that were found
+    files: int = 0  # files examined
+    sources: int = 0  # media with captions
     ignored: int = 0  # hidden files
     captions_cut: int = 0  # cut to data.max_caption_chars
-    captions_repaired: int = 0  # held bytes that are no UTF-8, which became U+FFFD
-    captions_stripped: int = 0  # held control characters or signs that are not seen, which were taken out
+    captions_repaired: int = 0  # had bytes that are not UTF-8, replaced by U+FFFD
+    captions_stripped: int = 0  # had control or invisible characters, which were removed
     captions_dropped: int = 0  # beyond the number of captions that a clip may have
     seconds: float = 0.0
     encoded: int = 0
     reused: int = 0
     rejected: int = 0
-    partial: int = 0  # sources in the cache of which some clips are not
+    partial: int = 0  # sources with some clips in the cache and some not
     clips_encoded: int = 0
     clips_reused: int = 0
     clips_failed: int = 0
@@ -48,7 +48,7 @@ class BuildReport:
     texts_reused: int = 0
     captions_truncated: int = 0  # cut to text.max_tokens by the encoder
     seconds_of_video: float = 0.0
-    latent_seconds: float = 0.0  # from the first decoded clip asked for to the last encoded, summed over processes
+    latent_seconds: float = 0.0  # from the first request for a clip to the last one encoded, summed over processes
     start_seconds: float = 0.0  # of these until the first clip was decoded
     busy_seconds: float = 0.0  # of these the codec encoded
     decode_wait_seconds: float = 0.0  # of these it waited for decoders
@@ -59,8 +59,8 @@ class BuildReport:
     rejections: list[Rejection] = field(default_factory=list)
     buckets: Counter[str] = field(default_factory=Counter)
     splits: Counter[str] = field(default_factory=Counter)
-    part: tuple[int, int] | None = None  # which of how many this is the report of; None: of the whole build
-    parts_missing: int = 0  # parts of the build that were not there when this one ended
+    part: tuple[int, int] | None = None  # (number, count) of the part reported on; None: the whole build
+    parts_missing: int = 0  # parts of the build that were missing when this one ended
 
     _SUMS = (
         *("encoded", "reused", "rejected", "partial", "clips_encoded", "clips_reused", "clips_failed"),
@@ -71,19 +71,19 @@ class BuildReport:
 
     @classmethod
     def of(cls, root: Path, listing: SourceListing) -> BuildReport:
-        """The report of a build that has listed its sources, and done nothing else yet."""
+        """The report of a build that has only listed its sources."""
         captions = {f"captions_{what}": getattr(listing, f"captions_{what}") for what in _CLEANED}
         return cls(root=root, files=listing.files, sources=len(listing.sources), ignored=listing.ignored, **captions)
 
     def to_json(self) -> dict[str, Any]:
-        """What the processes tell each other: what is added up."""
+        """The fields that are summed over processes, in JSON's types."""
         counts: dict[str, Any] = {name: getattr(self, name) for name in self._SUMS}
         counters = {name: dict(getattr(self, name)) for name in self._COUNTERS}
         return counts | counters | {"rejections": [[r.source, r.reason.value, r.detail] for r in self.rejections]}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> BuildReport:
-        """The report that `to_json` was made from."""
+        """The inverse of `to_json`."""
         report = cls(root=Path(), **{name: data[name] for name in cls._SUMS})
         for name in cls._COUNTERS:
             setattr(report, name, Counter(data[name]))
@@ -91,7 +91,7 @@ class BuildReport:
         return report
 
     def merge(self, parts: Sequence[BuildReport]) -> None:
-        """Take the sums over all processes' parts (this process's own among them)."""
+        """Replace the counts by the sums over all processes' parts (including this process's)."""
         for name in self._SUMS:
             setattr(self, name, sum(getattr(part, name) for part in parts))
         for name in self._COUNTERS:
@@ -100,7 +100,7 @@ class BuildReport:
 
     @property
     def busy(self) -> float:
-        """The share of the latents' time in which the codec encoded."""
+        """The share of the latents' time that the codec spent encoding."""
         return self.busy_seconds / self.latent_seconds if self.latent_seconds else 0.0
 
     def count_samples(self, samples: Sequence[Sample]) -> None:
@@ -113,16 +113,16 @@ class BuildReport:
         return Counter(rejection.reason.value for rejection in self.rejections)
 
     def require_some(self) -> None:
-        """Raises UserError when no source at all ended in the cache."""
+        """Raise UserError if no source is in the cache."""
         if self.encoded + self.reused == 0:
-            shown = ", ".join(f"{count} {reason}" for reason, count in self.reasons.most_common(4))
+            examples = ", ".join(f"{count} {reason}" for reason, count in self.reasons.most_common(4))
             raise UserError(
-                f"none of the {self.files} files could be encoded ({shown or 'no media found'}); "
+                f"none of the {self.files} files could be encoded ({examples or 'no media found'}); "
                 f"every one is listed with its reason in {self.root / 'rejects'}"
             )
 
     def lines(self) -> list[str]:
-        """The summary that people read."""
+        """The summary as lines."""
         where = f"cache {self.root}"
         if self.part is not None:
             where += f", part {self.part[0] + 1} of {self.part[1]}"
@@ -152,7 +152,7 @@ class BuildReport:
         return lines
 
     def _shared(self) -> str:
-        """How many sources these counts are about."""
+        """The number of sources that these counts cover, in words."""
         if self.part is None:
             return str(self.sources)
         return f"its {len(range(self.part[0], self.sources, self.part[1]))}"
@@ -161,9 +161,9 @@ class BuildReport:
         assert self.part is not None
         done = f"part {self.part[0] + 1} of {self.part[1]} is done"
         if self.parts_missing == 0:
-            return f"{done}; the cache was finished before, and lists all samples"
+            return f"{done}; the cache was complete before, and lists all samples"
         parts = "part is" if self.parts_missing == 1 else "parts are"
-        return f"{done}; {self.parts_missing} {parts} missing, and the last to end will finish the cache"
+        return f"{done}; {self.parts_missing} {parts} missing, and the last to end will complete the cache"
 
     def _speed_lines(self) -> list[str]:
         lines = []
@@ -192,11 +192,11 @@ class BuildReport:
                 f"  captions cut: {self.captions_cut} to data.max_caption_chars, {self.captions_truncated} to text.max_tokens"
             )
         if self.captions_repaired:
-            lines.append(f"  captions with bytes that are no UTF-8: {self.captions_repaired}; such signs became U+FFFD")
+            lines.append(f"  captions with bytes that are not UTF-8: {self.captions_repaired}; replaced by U+FFFD")
         if self.captions_stripped:
-            lines.append(f"  captions with control characters or unseen signs, taken out: {self.captions_stripped}")
+            lines.append(f"  captions with control or invisible characters, removed: {self.captions_stripped}")
         if self.captions_dropped:
-            lines.append(f"  captions beyond the most that a clip may have, left out: {self.captions_dropped}")
+            lines.append(f"  captions beyond the limit for a clip, left out: {self.captions_dropped}")
         return lines
 
 
@@ -206,7 +206,7 @@ def _batches(counts: Counter[str]) -> str:
         pairs = "shape and size gives" if counts["distrusted"] == 1 else "shapes and sizes give"
         text += f" ({counts['distrusted']} {pairs} other bits in a batch)"
     if counts["halved"]:
-        text += f"; batches halved {counts['halved']} times for want of memory"
+        text += f"; batches halved {counts['halved']} times to fit in memory"
     return text
 
 

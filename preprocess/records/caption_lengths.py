@@ -1,4 +1,4 @@
-"""How long captions are in tokens, and how much of a batch of them is padding: from histograms alone."""
+"""Estimate captions' lengths in tokens, and the padding of their batches, from histograms."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ import numpy.typing as npt
 
 from mmspeed.preprocess.records.statistics import DataStatistics
 
-CHARS_A_TOKEN = 4.0  # of English, for tokenizers of English
-_MARKS = 2  # tokens that stand for begin and end
+CHARS_A_TOKEN = 4.0  # for English text and tokenizers
+_MARKS = 2  # tokens for begin and end
 _GRID = 2048
 
 
 @dataclass(frozen=True)
 class CaptionLengths:
-    """The distribution of a caption's tokens, cut to what the encoder takes: even within a bin of its histogram."""
+    """The distribution of a caption's tokens, cut to the encoder's limit; uniform within a bin of its histogram."""
 
     tokens_K: npt.NDArray[Any]  # rising
-    below_K: npt.NDArray[Any]  # share of the captions that are no longer
-    most: int  # tokens that the encoder takes
+    below_K: npt.NDArray[Any]  # share of the captions that are at most this long
+    most: int  # token limit of the encoder
     mean: float
-    counted: bool  # in tokens; else guessed by characters
+    counted: bool  # in tokens; else estimated from characters
 
     @classmethod
     def of(cls, statistics: DataStatistics, most: int) -> CaptionLengths | None:
-        """From the tokens that were counted, else from the characters; None when there are no captions."""
-        known, chars = statistics.histograms["caption_tokens"], statistics.histograms["caption_chars"]
-        histogram, counted = (known, True) if known.count else (chars, False)
+        """Make the distribution from counted tokens, else from characters; None if there are no captions."""
+        tokens, chars = statistics.histograms["caption_tokens"], statistics.histograms["caption_chars"]
+        histogram, counted = (tokens, True) if tokens.count else (chars, False)
         if histogram.least is None or histogram.greatest is None:
             return None
         inside = [edge for edge in histogram.edges if histogram.least < edge <= histogram.greatest]
@@ -43,7 +43,7 @@ class CaptionLengths:
         return cls(tokens_K, np.array([0.0, *below]), most, min(mean, float(most)), counted)
 
     def longest(self, count: int) -> float:
-        """The expected tokens of the longest of so many captions, which the others are padded to."""
+        """The expected tokens of the longest of `count` captions, to which the others are padded."""
         top = min(float(self.tokens_K[-1]), float(self.most))
         if self.tokens_K[0] >= top:
             return top
@@ -52,7 +52,11 @@ class CaptionLengths:
         return top - float((below[1:] + below[:-1]).sum() / 2 * (grid[1] - grid[0]))
 
     def padding(self, batches: Iterable[tuple[int, int]]) -> float:
-        """The share of padding among caption tokens where so many captions (first) are met so many at a time (second)."""
+        """The share of padding among caption tokens, for batches given as (number of captions, captions in a batch)."""
         pairs = [(captions, self.longest(together)) for captions, together in batches]
-        whole = sum(captions * longest for captions, longest in pairs)
-        return max(0.0, 1 - sum(captions for captions, _ in pairs) * self.longest(1) / whole) if whole else 0.0
+        total_tokens = sum(captions * longest for captions, longest in pairs)
+        return (
+            max(0.0, 1 - sum(captions for captions, _ in pairs) * self.longest(1) / total_tokens)
+            if total_tokens
+            else 0.0
+        )

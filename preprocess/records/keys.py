@@ -1,4 +1,4 @@
-"""What entries are made from: the whole of what their keys cover (law 5), so that changing one part makes another entry."""
+"""The parts of entries' keys: everything that an entry depends on (law 5), so that a change of any part gives another entry."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 from mmspeed.config import Config
 from mmspeed.preprocess.decoding.clips import Clip
 
-ENCODING_VERSION = 2  # raise it when the way from file to entry changes its numbers
-TRANSFORM = "crop-bicubic/2"  # how a crop becomes the bucket's pixels; raise its number when it gives others
+ENCODING_VERSION = 2  # raise it when the path from file to entry changes its numbers
+TRANSFORM = "crop-bicubic/2"  # scaling of a crop to the bucket's pixels; raise its number when it gives others
 
 
 def latent_parts(config: Config, codec_fingerprint: str, clip: Clip) -> dict[str, Any]:
-    """What a latent's key covers: not the source's name or place, and not which window or crop of how many it is."""
+    """The parts of a latent's key: not the source's name or location, nor the number of its window or crop."""
     extra = {"first_frame": True} if config.preprocess.first_frame and not clip.bucket.is_image else {}
     return extra | {
         "version": ENCODING_VERSION,
@@ -28,7 +28,7 @@ def latent_parts(config: Config, codec_fingerprint: str, clip: Clip) -> dict[str
 
 
 def text_parts(config: Config, text_fingerprint: str, caption: str) -> dict[str, Any]:
-    """What a text's key covers; the fingerprint covers weights, tokenizer, number type and length limit."""
+    """The parts of a text's key; the fingerprint covers weights, tokenizer, number type and length limit."""
     return {
         "version": ENCODING_VERSION,
         "caption": caption,

@@ -1,4 +1,4 @@
-"""From accepted sources to the table of samples. Pure: nothing is opened, decoded or encoded here."""
+"""Build the table of samples from accepted sources. Pure: nothing is opened, decoded or encoded here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mmspeed.shapes import Bucket, Strides
 
 @dataclass(frozen=True)
 class PlannedSource:
-    """What one accepted source becomes: its split, and a clip for each bucket, window and crop."""
+    """The plan of one accepted source: its split, and a clip for each bucket, window and crop."""
 
     source: Source
     split: str
@@ -27,7 +27,7 @@ class PlannedSource:
 
 @dataclass(frozen=True)
 class ClipRow:
-    """One clip as the table of samples needs it; what processes tell each other of their share."""
+    """One clip in the form that the table of samples needs; processes exchange these rows."""
 
     source: str
     split: str
@@ -41,14 +41,14 @@ class ClipRow:
 
     @property
     def order(self) -> tuple[str, str, int, int]:
-        """Where it stands among all rows, whoever made it."""
+        """The sort key of a row, independent of the process."""
         return self.source, self.bucket, self.window, self.crop
 
 
 def rows_of(
     planned: Iterable[PlannedSource], latent_key: Callable[[Clip], str], text_key: Callable[[str], str]
 ) -> Iterator[ClipRow]:
-    """A row for every clip."""
+    """Yield a row for every clip."""
     for one in planned:
         text_keys = tuple(text_key(caption) for caption in one.source.captions)
         for clip in one.clips:
@@ -66,7 +66,7 @@ def rows_of(
 
 
 def samples_of_rows(rows: Iterable[ClipRow], data: DataConfig, strides: Strides) -> list[Sample]:
-    """The samples of a data set, the same whatever the order of `rows`.
+    """The samples of a data set, independent of the order of `rows`.
 
     With `data.variants` "each" every clip is a sample; with "draw" the clips of one source and bucket are one sample of
     several latents.
@@ -101,5 +101,5 @@ def samples_of(
     data: DataConfig,
     strides: Strides,
 ) -> list[Sample]:
-    """The samples that sources become; see `samples_of_rows`."""
+    """The samples of planned sources; see `samples_of_rows`."""
     return samples_of_rows(rows_of(planned, latent_key, text_key), data, strides)

@@ -1,4 +1,4 @@
-"""How many sources there are of each width, height and length: counted exactly while they are few, in bins when they are many."""
+"""Count sources by width, height and length: exactly while shapes are few, in bins when they are many."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 from mmspeed.preprocess.decoding.probe import Probe
 from mmspeed.preprocess.decoding.windows import frames_available
 
-CELLS = 10_000  # kept apart at most
-_ASPECTS, _AREAS = 128, 16  # finest bins in a doubling: 0.5 % of an aspect ratio, 4 % of an area
-_OCTAVES = 32  # sides differ by less; with it bins are never negative, and are one in the end
+CELLS = 10_000  # at most
+_ASPECTS, _AREAS = 128, 16  # finest bins per doubling: 0.5 % of an aspect ratio, 4 % of an area
+_OCTAVES = 32  # log2 of aspect ratios is smaller in size, so bins are never negative and merge into one in the end
 
 
 @dataclass(frozen=True)
 class ShapeHistogram:
-    """Sources by shape, one entry a cell: how many, pixels shown, frames that each can give, and whether it is an image.
+    """Sources by shape, one entry per cell: count, displayed size in pixels, available frames, and true for images.
 
-    `frames` are at `data.fps`, and no more than the largest bucket asks for. Where a cell holds several shapes (`binned`),
-    width, height and frames are the least of them.
+    `frames` are at `data.fps`, at most those of the largest bucket. If a cell holds several shapes (`binned`),
+    width, height and frames are the smallest of them.
     """
 
     counts: np.ndarray
@@ -36,21 +36,21 @@ class ShapeHistogram:
 
     @property
     def clips(self) -> int:
-        """Sources in all cells."""
+        """The number of sources in all cells."""
         return int(self.counts.sum())
 
     def take(self, chosen: np.ndarray) -> ShapeHistogram:
-        """The chosen cells (a mask, or positions)."""
+        """The histogram of the chosen cells (a mask, or positions)."""
         parts = (self.counts, self.widths, self.heights, self.frames, self.images)
         counts, widths, heights, frames, images = (part[chosen] for part in parts)
         return ShapeHistogram(counts, widths, heights, frames, images, self.binned)
 
 
 class SourceShapes:
-    """Counts sources by shape, in no more than `limit` cells (at least 2), however many sources there are.
+    """Count sources by shape, in at most `limit` cells (at least 2), for any number of sources.
 
-    When the cells are too many, their bins become coarser: each bin of a level is made of whole bins of the one before, so that the
-    outcome does not depend on the order of the sources.
+    When there are too many cells, their bins become coarser: each bin of a level consists of whole bins of the previous one, so that
+    the result does not depend on the order of the sources.
     """
 
     def __init__(self, most_frames: int, limit: int = CELLS) -> None:
@@ -63,13 +63,13 @@ class SourceShapes:
         return sum(cell[0] for cell in self._cells.values())
 
     def add_probe(self, probe: Probe, fps: float | None) -> None:
-        """Count a source as it was probed."""
+        """Count a probed source."""
         image = len(probe.pts_seconds) == 1
         frames = 1 if image else frames_available(probe.pts_seconds, fps)
         self.add(probe.width, probe.height, frames, image)
 
     def add(self, width: int, height: int, frames: int, image: bool, count: int = 1) -> None:
-        """Count sources of one shape; `frames` are those that each can give."""
+        """Count sources of one shape; `frames` are those available of each."""
         self._put(count, width, height, min(frames, self.most_frames), image)
         while len(self._cells) > self.limit:
             self.level += 1
@@ -90,7 +90,7 @@ class SourceShapes:
         cell[1:] = min(cell[1], width), min(cell[2], height), min(cell[3], frames)
 
     def _bins(self, width: int, height: int, frames: int) -> tuple[int, int, int]:
-        """Each level doubles the bins of aspect ratios, of areas and of lengths in turn."""
+        """The bins of a shape. Each level doubles the bins of aspect ratios, of areas and of lengths in turn."""
         if self.level == 0:
             return width, height, frames
         aspect, area = math.log2(width / height) + _OCTAVES, math.log2(width * height)

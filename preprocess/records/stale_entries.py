@@ -1,4 +1,4 @@
-"""What a config needs of a cache, and what is there: present, missing, stale and why. Holds keys, no clips and no samples."""
+"""Compare the entries that a config needs with those of a cache: present, missing, or stale with the reasons. Holds keys only."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mmspeed.data.cache.keys import canonical_json, entry_key
 from mmspeed.data.cache.tables import entry_schema, index_files, read_info, read_table
 from mmspeed.errors import UserError
 
-EXAMINED = 100_000  # missing entries of a section that are compared with what is stored
+EXAMINED = 100_000  # missing entries of a section that are compared with stored ones
 
 
 @dataclass(frozen=True)
 class SectionState:
-    """Entries of one section: what the config needs, and how it stands."""
+    """Counts of the entries of one section that the config needs, by state."""
 
     section: str
     wanted: int
@@ -28,7 +28,7 @@ class SectionState:
     unused: int  # stored, and not needed by this config
     stale: Counter[str] = field(
         default_factory=Counter
-    )  # missing ones with a counterpart, by the names of what differs
+    )  # missing ones with a counterpart, by the names of the parts that differ
     examined: int = 0  # missing ones that were compared
 
     @property
@@ -36,14 +36,14 @@ class SectionState:
         return self.wanted - self.present
 
     def lines(self) -> list[str]:
-        """The state in words."""
+        """The counts as lines."""
         first = f"cache {self.section}: {self.present} present, {self.missing} missing, {self.unused} not used by this config"
         part = f" (of {self.examined} compared)" if self.examined < self.missing else ""
         return [first, *(f"  stale: {n}, made with another {names}{part}" for names, n in self.stale.most_common())]
 
 
 class StoredEntries:
-    """The entries that a cache's index lists, also of a cache that is not finished. Damaged tables are named in `problems`."""
+    """The entries that a cache's index lists, also for an incomplete cache. Damaged tables are listed in `problems`."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -67,7 +67,7 @@ class StoredEntries:
         return not self._files
 
     def metas(self, section: str) -> Iterator[tuple[str, str]]:
-        """(key, JSON of what it was made from) of a section's entries, read table by table."""
+        """Yield (key, JSON of its parts) of a section's entries, read table by table."""
         schema = entry_schema()
         columns = pa.schema([schema.field(name) for name in ("section", "key", "meta")])
         for path in self._files:
@@ -81,7 +81,7 @@ class StoredEntries:
                 yield from ((key, meta) for of, key, meta in rows if of == section)
 
     def _readable(self) -> bool:
-        """Whether this version reads the cache; one without `cache.json` is not finished, or not begun."""
+        """True if this version can read the cache; one without `cache.json` is incomplete, or does not exist yet."""
         if not (self.root / "cache.json").exists():
             return True
         try:
@@ -93,7 +93,7 @@ class StoredEntries:
 
 
 class WantedKeys:
-    """The keys that a config needs of a section, added one by one. `same` names the part that counterparts agree in."""
+    """The keys of a section that a config needs, added one by one. `same` names the part in which counterparts agree."""
 
     def __init__(self, section: str, same: str, stored: StoredEntries) -> None:
         self.section, self.same = section, same
@@ -103,7 +103,7 @@ class WantedKeys:
         self._missing: dict[str, str] = {}  # key -> JSON of its parts
 
     def add(self, parts: Mapping[str, Any]) -> bool:
-        """Need the entry of these parts; whether it is needed for the first time and not stored."""
+        """Add the entry of these parts; return True if it is new here and not stored."""
         key = entry_key(parts)
         if key in self.keys:
             return False
@@ -114,22 +114,24 @@ class WantedKeys:
         return missing
 
     def state(self) -> SectionState:
-        """How the section stands."""
+        """The state of the section."""
         present = sum(key in self._there for key in self.keys)
         unused = len(self._there) - present
         stale: Counter[str] = Counter()
         if self._missing and unused:
             missing = [json.loads(text) for text in self._missing.values()]
             contents = {parts[self.same] for parts in missing}
-            others = (json.loads(meta) for key, meta in self._stored.metas(self.section) if key not in self.keys)
-            stale = stale_reasons(missing, [parts for parts in others if parts.get(self.same) in contents], self.same)
+            unused_parts = (json.loads(meta) for key, meta in self._stored.metas(self.section) if key not in self.keys)
+            stale = stale_reasons(
+                missing, [parts for parts in unused_parts if parts.get(self.same) in contents], self.same
+            )
         return SectionState(self.section, len(self.keys), present, unused, stale, len(self._missing))
 
 
 def stale_reasons(missing: Sequence[Mapping[str, Any]], unused: Sequence[Mapping[str, Any]], same: str) -> Counter[str]:
-    """How many missing entries have a stored counterpart, by the names of what differs.
+    """Counts of missing entries that have a stored counterpart, by the names of the parts that differ.
 
-    Both lists hold what keys are made from; counterparts agree in `same` (`content` or `caption`). Of several the nearest counts.
+    Both lists hold the parts of keys; counterparts agree in `same` (`content` or `caption`). Of several the nearest counts.
     """
     stored: dict[str, list[Mapping[str, Any]]] = {}
     for parts in unused:

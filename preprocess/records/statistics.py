@@ -1,6 +1,6 @@
-"""What a data set is like, in numbers: gathered source by source in bounded memory, and merged over processes.
+"""Statistics of a data set, gathered source by source in bounded memory, and merged over processes.
 
-Sums are whole numbers (milliseconds, pixels), so that parts added in any order give exactly the whole.
+Sums are integers (milliseconds, pixels), so that parts added in any order give the exact total.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from mmspeed.shapes import as_bucket
 
 EXAMPLES = 5  # rejected sources kept for each reason
 SHOWN_SOURCES = 24  # sources kept for thumbnails
-DISTINCT = 4096  # distinct names that a `NameCounts` keeps apart
+DISTINCT = 4096  # distinct names in a `NameCounts`
 _TEXT = 300  # characters of a name, detail or caption that are kept
 _MILLI = 1000
 
-# Edges of the histograms' bins. Common frame rates and shapes lie in the middle of a bin of their own.
+# Edges of the histograms' bins. Common frame rates and shapes are in the middle of a separate bin.
 EDGES: dict[str, tuple[float, ...]] = {
     "seconds": (0.5, 1, 2, 3, 4, 5, 7, 10, 15, 20, 30, 45, 60, 120, 300, 600, 1800, 3600),
     "fps": (5, 9, 11, 14, 16, 19, 22, 23.5, 24.5, 26, 29, 31, 49, 51, 59, 61, 119, 121),
@@ -64,9 +64,9 @@ _SUMS = (
 
 
 class Histogram:
-    """How many numbers lie between fixed edges, with their least, greatest and mean. `edges[i]` belongs to bin i + 1.
+    """Counts of numbers between fixed edges, with their least, greatest and mean. `edges[i]` belongs to bin i + 1.
 
-    `whole` numbers are labelled from the first to the last of a bin.
+    With `whole`, bins are labelled by their first and last integer.
     """
 
     def __init__(self, edges: Sequence[float], whole: bool = False) -> None:
@@ -101,7 +101,7 @@ class Histogram:
         self.least, self.greatest = (min(known), max(known)) if known else (None, None)
 
     def bins(self) -> list[tuple[str, int]]:
-        """(label, count) of the bins from the first to the last that is not empty."""
+        """(label, count) of the bins from the first to the last non-empty one."""
         used = [index for index, count in enumerate(self.counts) if count]
         if not used:
             return []
@@ -117,14 +117,14 @@ class Histogram:
         return [self.counts, self._thousandths, self.least, self.greatest]
 
     def load(self, tree: Sequence[Any]) -> None:
-        """Take the numbers of `to_json`. Raises ValueError when it was made with other edges."""
+        """Load the numbers of `to_json`. Raises ValueError if they have other edges."""
         if len(tree[0]) != len(self.counts):
             raise ValueError("a histogram of another version")
         self.counts, self._thousandths, self.least, self.greatest = list(tree[0]), *tree[1:]
 
 
 class NameCounts:
-    """How often each name was met. Beyond `limit` distinct names the rarer half is counted together as `other`."""
+    """Counts of names. Beyond `limit` distinct names the rarer half is counted together as `other`."""
 
     def __init__(self, limit: int = DISTINCT) -> None:
         self.limit = limit
@@ -140,9 +140,9 @@ class NameCounts:
         self.named[name] += count
         if len(self.named) > self.limit:
             ranked = sorted(self.named.items(), key=lambda item: (-item[1], item[0]))
-            kept = dict(ranked[: self.limit // 2])
-            self.other += self.named.total() - sum(kept.values())
-            self.named = Counter(kept)
+            frequent = dict(ranked[: self.limit // 2])
+            self.other += self.named.total() - sum(frequent.values())
+            self.named = Counter(frequent)
 
     def merge(self, other: NameCounts) -> None:
         """Add another's names."""
@@ -151,7 +151,7 @@ class NameCounts:
             self.add(name, other.named[name])
 
     def top(self, number: int) -> list[tuple[str, int]]:
-        """The most frequent names with their counts; what is left is one more row, `others`."""
+        """The most frequent names with their counts; the rest is one more row, `others`."""
         ranked = sorted(self.named.items(), key=lambda item: (-item[1], item[0]))
         rest = self.count - sum(count for _, count in ranked[:number])
         return [*ranked[:number], *([("others", rest)] if rest else [])]
@@ -159,7 +159,7 @@ class NameCounts:
 
 @dataclass(frozen=True, order=True)
 class ThumbnailSource:
-    """A source that a thumbnail is made of: what is needed to open it, and what to say of it."""
+    """A source of a thumbnail: the fields to open it, and those of its description."""
 
     content_id: str
     name: str
@@ -175,18 +175,18 @@ class ThumbnailSource:
     seconds: float
 
     def source(self) -> Source:
-        """The source, to be opened."""
+        """The source, for opening."""
         return Source(self.name, self.path, self.offset, self.size, self.kind, (), "train")
 
 
 @dataclass
 class DataStatistics:
-    """The numbers of a data set, or of a process's part of it.
+    """Statistics of a data set, or of a process's part of it.
 
     `files` = `listed` + `beyond_limit` + `caption_files` + `ignored` + `rejected_files`, where `listed` counts sources;
     `listed` = `usable` + `rejected_sources` once every source was added. `rejected_clips` are clips of usable sources.
-    Times are of videos only: their whole length, what the clips take of it, and what `data.windows: all` would take.
-    `pixels` are those of all frames taken, `pixels_kept` those inside the crops. `use` has the like of each bucket apart.
+    Times are of videos only: their whole length, the part inside clips, and the part that `data.windows: all` would cover.
+    `pixels` are those of all frames in clips, `pixels_kept` those inside the crops. `use` has such counts for each bucket.
     """
 
     sums: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(_SUMS, 0)))
@@ -212,7 +212,7 @@ class DataStatistics:
         return self.reasons.total()
 
     def add_listing(self, listing: SourceListing) -> None:
-        """What listing the sources met, with its rejections. Once for a data set, by one process."""
+        """Add the counts and rejections of a listing. Once for a data set, by one process."""
         self.sums["listed"] += len(listing.sources)
         for name in _LISTED:
             self.sums[name] += getattr(listing, name)
@@ -221,12 +221,12 @@ class DataStatistics:
             self._add_reason(rejection)
 
     def add_rejection(self, rejection: Rejection, whole: bool = True) -> None:
-        """A listed source that is not used; with `whole` false it is a clip of a source whose others may be."""
+        """Add a listed source that is not used; with `whole` false, a clip of a source whose other clips may be used."""
         self.sums["rejected_sources" if whole else "rejected_clips"] += 1
         self._add_reason(rejection)
 
     def add_source(self, source: Source, probe: Probe, clips: Sequence[Clip]) -> None:
-        """A source with the clips that are taken of it, at least one."""
+        """Add a source with its clips, at least one."""
         is_image = len(probe.pts_seconds) == 1
         self.sums["selected"] += 1
         self.sums["images" if is_image else "videos"] += 1
@@ -252,29 +252,29 @@ class DataStatistics:
         self._show(source, probe, clips, seconds)
 
     def add_sample(self, bucket: Bucket, split: str, dataset: str) -> None:
-        """A sample of the data set of that name."""
+        """Add a sample of the named data set."""
         self.groups[bucket.name, split, dataset] += 1
 
     def add_caption_tokens(self, tokens: int) -> None:
-        """The length of a distinct caption in tokens, where it is known."""
+        """Add the length of a distinct caption in tokens."""
         self.histograms["caption_tokens"].add(tokens)
 
     def samples(self, split: str) -> dict[Bucket, int]:
         """Samples of a split by bucket, in the order of the buckets."""
-        found: Counter[Bucket] = Counter()
+        samples_by_bucket: Counter[Bucket] = Counter()
         for (bucket, _), count in self.samples_by_group(split).items():
-            found[as_bucket(bucket)] += count
-        return dict(found)
+            samples_by_bucket[as_bucket(bucket)] += count
+        return dict(samples_by_bucket)
 
     def samples_by_group(self, split: str) -> dict[tuple[ShapeClass, str], int]:
         """Samples of a split by (bucket, data set), in order."""
-        found: dict[tuple[ShapeClass, str], int] = {
+        samples_in_split: dict[tuple[ShapeClass, str], int] = {
             (Bucket.parse(name), of): n for (name, part, of), n in self.groups.items() if part == split
         }
-        return dict(sorted(found.items()))
+        return dict(sorted(samples_in_split.items()))
 
     def buckets(self) -> dict[Bucket, BucketUse]:
-        """What the clips of each bucket take of their sources, in the order of the buckets."""
+        """The counts of frames and pixels of each bucket, in the order of the buckets."""
         return {bucket: self.use[bucket.name] for bucket in sorted(map(Bucket.parse, self.use))}
 
     def clips(self) -> dict[Bucket, int]:
@@ -311,19 +311,21 @@ class DataStatistics:
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> DataStatistics:
-        """The numbers that `to_json` was made from. Raises KeyError or ValueError for those of another version."""
-        made = cls()
-        made.sums.update(tree["sums"])
-        made.reasons.update(tree["reasons"])
-        made.groups.update({(bucket, split, dataset): count for bucket, split, dataset, count in tree["groups"]})
-        for name, histogram in made.histograms.items():
+        """The inverse of `to_json`. Raises KeyError or ValueError for data of another version."""
+        statistics = cls()
+        statistics.sums.update(tree["sums"])
+        statistics.reasons.update(tree["reasons"])
+        statistics.groups.update({(bucket, split, dataset): count for bucket, split, dataset, count in tree["groups"]})
+        for name, histogram in statistics.histograms.items():
             histogram.load(tree["histograms"][name])
-        for name, counts in made.counts.items():
+        for name, counts in statistics.counts.items():
             counts.named, counts.other = Counter(tree["counts"][name][0]), tree["counts"][name][1]
-        made.use = {name: BucketUse(**used) for name, used in tree["use"].items()}
-        made.examples = {reason: [(name, why) for name, why in pairs] for reason, pairs in tree["examples"].items()}
-        made.shown = [ThumbnailSource(**{**shown, "buckets": tuple(shown["buckets"])}) for shown in tree["shown"]]
-        return made
+        statistics.use = {name: BucketUse(**used) for name, used in tree["use"].items()}
+        statistics.examples = {
+            reason: [(name, why) for name, why in pairs] for reason, pairs in tree["examples"].items()
+        }
+        statistics.shown = [ThumbnailSource(**{**shown, "buckets": tuple(shown["buckets"])}) for shown in tree["shown"]]
+        return statistics
 
     def _add_reason(self, rejection: Rejection) -> None:
         reason = Reason(rejection.reason).value
@@ -332,17 +334,17 @@ class DataStatistics:
         self.examples[reason] = sorted([*self.examples.get(reason, []), pair])[:EXAMPLES]
 
     def _add_times(self, probe: Probe, clips: Sequence[Clip], seconds: float) -> None:
-        """Seconds of a video, those inside some clip, and those that windows side by side in its first bucket would take."""
+        """Add seconds of a video, those inside clips, and those that adjacent windows in its first bucket would cover."""
         start, end = probe.pts_seconds[0], probe.pts_seconds[0] + seconds
         spans = {(probe.pts_seconds[clip.indices[0]], clip.seconds) for clip in clips}
-        taken = covered([(first, min(first + length, end)) for first, length in spans])
+        covered_seconds = covered([(first, min(first + length, end)) for first, length in spans])
         best = clips[0]
         possible = windows_that_fit(probe.pts_seconds, best.bucket.frames, best.fps) * best.seconds if best.fps else 0.0
         self.sums["frames"] += len(probe.pts_seconds)
         self.sums["frames_taken"] += len({index for clip in clips for index in clip.indices})
         self.sums["milliseconds"] += round((end - start) * _MILLI)
-        self.sums["milliseconds_taken"] += round(taken * _MILLI)
-        self.sums["milliseconds_possible"] += round(max(taken, min(possible, seconds)) * _MILLI)
+        self.sums["milliseconds_taken"] += round(covered_seconds * _MILLI)
+        self.sums["milliseconds_possible"] += round(max(covered_seconds, min(possible, seconds)) * _MILLI)
 
     def _show(self, source: Source, probe: Probe, clips: Sequence[Clip], seconds: float) -> None:
         content = clips[0].content_id
@@ -357,7 +359,7 @@ class DataStatistics:
         self._keep_shown([*self.shown, one])
 
     def _keep_shown(self, candidates: Sequence[ThumbnailSource]) -> None:
-        """Of each content the first by name, and of those the ones with the least content ids: a draw by content."""
+        """Keep for each content the first source by name, and of these the ones with the smallest content ids: a draw by content."""
         first: dict[str, ThumbnailSource] = {}
         for one in candidates:
             first[one.content_id] = min(first.get(one.content_id, one), one, key=lambda s: (s.name, s.path))
@@ -374,12 +376,12 @@ def covered(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def _length(probe: Probe) -> float:
-    """Seconds from the first frame to the end of the last, which is shown for a usual step."""
+    """Seconds from the first frame to the end of the last, which is displayed for a usual step."""
     return probe.pts_seconds[-1] - probe.pts_seconds[0] + probe.step
 
 
 def _size(source: Source) -> int:
     try:
         return source.bytes()
-    except Rejected:  # gone since it was probed: decoding will say so
+    except Rejected:  # removed after it was probed: decoding will report it
         return 0

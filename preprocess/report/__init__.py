@@ -1,1 +1,1 @@
-"""`mmspeed check` and the data page."""
+"""Reports on a data set: `mmspeed check` and the data page."""

@@ -1,11 +1,11 @@
-"""Which few of many candidates keep the most: k-medians on a table of values, exactly on a line, else by local search.
+"""Select the few of many candidates that keep the most: k-medians on a table of values, exact on a line, else by local search.
 
-Each cell takes the one of the chosen candidates that it values most, and values nothing at 0. Pure and deterministic.
+Each cell takes the chosen candidate that it values most; no candidate counts as 0. Pure and deterministic.
 
 Legend: M candidates, C cells, N chosen candidates.
 
-A value in (0, 1] is what is kept of the cell; with `coded`, values in (1, 2] stand for what is kept less 1, and come before all others
-(a bucket that a picture covers before one that it would be enlarged for, whatever they keep).
+A value in (0, 1] is the kept share of the cell; with `coded`, values in (1, 2] stand for the kept share plus 1, and rank before all
+others (a bucket that a picture covers before one that it would be enlarged for, whatever they keep).
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-_GAIN = 1e-9  # of the whole: what is gained less than this is rounding
-_SWAP = 1e-6  # and swaps for less are not worth their time
-_BLOCK = 256  # candidates that are looked at together
+_GAIN = 1e-9  # of the total: smaller gains are rounding
+_SWAP = 1e-6  # swaps for a smaller gain are not worth their time
+_BLOCK = 256  # candidates that are evaluated together
 
 Worth = Callable[[np.ndarray], np.ndarray]
 
 
 def worth_of(coded: bool) -> Worth:
-    """What values are worth, in the sum."""
+    """A function from values to kept shares."""
     return (lambda values: values - (values > 1)) if coded else (lambda values: values)
 
 
 def kept_by(values_MC: np.ndarray, weights_C: np.ndarray, chosen: Sequence[int], coded: bool = False) -> float:
-    """What the chosen candidates keep of all cells."""
+    """The share of all cells that the chosen candidates keep."""
     if not chosen:
         return 0.0
     return float(worth_of(coded)(values_MC[list(chosen)].max(axis=0)) @ weights_C)
@@ -40,25 +40,25 @@ def search(
     starts: Sequence[Sequence[int]] = ((),),
     coded: bool = False,
 ) -> list[int]:
-    """At most `most` candidates that keep much of the cells (weights sum to 1): fewer where more would keep nothing more.
+    """Search for at most `most` candidates that keep much of the cells (weights sum to 1): fewer if more would not keep more.
 
     From each start (of no more than `most`), candidates are added greedily, then swapped for others while that keeps more
-    (Teitz and Bart's interchange, counted for many candidates at once as in FastPAM). The best outcome is given.
+    (Teitz and Bart's interchange, evaluated for many candidates at a time as in FastPAM). The best result is returned.
     """
     best, best_kept = list[int](), -1.0
     for start in starts:
         chosen, kept = list(start), -1.0
-        while (now := kept_by(values_MC, weights_C, chosen, coded)) > kept + _SWAP:
-            kept = now
+        while (total := kept_by(values_MC, weights_C, chosen, coded)) > kept + _SWAP:
+            kept = total
             chosen = _grown(values_MC, weights_C, chosen, most, coded)
             chosen = _pruned(values_MC, weights_C, _swapped(values_MC, weights_C, chosen, coded), coded)
-        if now > best_kept + _GAIN:
-            best, best_kept = chosen, now
+        if total > best_kept + _GAIN:
+            best, best_kept = chosen, total
     return best
 
 
 def _grown(values_MC: np.ndarray, weights_C: np.ndarray, chosen: Sequence[int], most: int, coded: bool) -> list[int]:
-    """`chosen` with the candidates that add most, one after the other."""
+    """The candidates `chosen`, extended greedily by those that add most."""
     worth, grown = worth_of(coded), list(chosen)
     held_C = values_MC[grown].max(axis=0) if grown else np.zeros(len(weights_C))
     while len(grown) < most:
@@ -76,7 +76,7 @@ def _grown(values_MC: np.ndarray, weights_C: np.ndarray, chosen: Sequence[int], 
 
 
 def _swapped(values_MC: np.ndarray, weights_C: np.ndarray, chosen: Sequence[int], coded: bool) -> list[int]:
-    """`chosen` after swaps of one for another, until none keeps more; the best swap of a block of candidates is done at once."""
+    """The candidates `chosen` after swaps, until none keeps more; the best swap of a block of candidates is applied immediately."""
     worth, swapped, cells = worth_of(coded), list(chosen), np.arange(len(weights_C))
     blocks = range(0, len(values_MC), _BLOCK)
     quiet = turn = 0  # blocks in a row without a swap
@@ -91,8 +91,8 @@ def _swapped(values_MC: np.ndarray, weights_C: np.ndarray, chosen: Sequence[int]
         while quiet < len(blocks):
             at = blocks[turn % len(blocks)]
             block_BC = values_MC[at : at + _BLOCK]
-            added_BC = worth(np.maximum(block_BC, first_C))  # beside all that are chosen
-            # Cells whose owner goes fall back on their second; the other cells keep their owner.
+            added_BC = worth(np.maximum(block_BC, first_C))  # in addition to all that are chosen
+            # Cells whose owner is removed fall back to their second; the other cells keep their owner.
             lost_BC = added_BC - worth(np.maximum(block_BC, second_C))
             gain_BN = (added_BC @ weights_C - kept)[:, None] - lost_BC @ weights_CN
             new, old = np.unravel_index(int(np.argmax(gain_BN)), gain_BN.shape)
@@ -104,23 +104,23 @@ def _swapped(values_MC: np.ndarray, weights_C: np.ndarray, chosen: Sequence[int]
 
 
 def _pruned(values_MC: np.ndarray, weights_C: np.ndarray, chosen: Sequence[int], coded: bool) -> list[int]:
-    """`chosen` without those that keep nothing that the others would not keep, or that keep others from keeping more."""
-    left = list(chosen)
+    """The candidates `chosen` without those whose removal does not reduce the kept share."""
+    remaining = list(chosen)
     for one in chosen:
-        others = [other for other in left if other != one]
-        if kept_by(values_MC, weights_C, others, coded) >= kept_by(values_MC, weights_C, left, coded) - _GAIN:
-            left = others
-    return left
+        others = [other for other in remaining if other != one]
+        if kept_by(values_MC, weights_C, others, coded) >= kept_by(values_MC, weights_C, remaining, coded) - _GAIN:
+            remaining = others
+    return remaining
 
 
 def on_a_line(
     values_MC: np.ndarray, weights_C: np.ndarray, places_M: np.ndarray, places_C: np.ndarray, most: int
 ) -> list[tuple[float, list[int]]]:
-    """For each number of candidates from 0 to `most`: what the best so many keep, and which, by dynamic programming.
+    """The best candidates for each number from 0 to `most`, as (kept share, candidates), by dynamic programming.
 
-    Exact where cell c values candidate m at a_m * b_c * exp(-|place_m - place_c|), as crops to aspect ratios do on a log
+    Exact if cell c values candidate m at a_m * b_c * exp(-|place_m - place_c|), as crops to aspect ratios do on a log
     scale: a candidate that is best at its own place then has an interval of cells, between its neighbours, and one that is
-    not is never needed. Elsewhere what is given is a lower bound of what those candidates keep.
+    not is never needed. Otherwise the result is a lower bound of the share that those candidates keep.
     """
     order_M, order_C = np.argsort(places_M, kind="stable"), np.argsort(places_C, kind="stable")
     values_MC, weights_C = values_MC[np.ix_(order_M, order_C)], weights_C[order_C]
@@ -128,21 +128,21 @@ def on_a_line(
     count = len(values_MC)
     head_M = np.array([values_MC[m, : ends_M[m]] @ weights_C[: ends_M[m]] for m in range(count)])
     tail_M = np.array([values_MC[m, ends_M[m] :] @ weights_C[ends_M[m] :] for m in range(count)])
-    between_MM = np.full((count, count), -np.inf)  # what neighbours i < j keep of the cells between their places
+    between_MM = np.full((count, count), -np.inf)  # kept by neighbours i < j of the cells between their places
     for i in range(count):
         for j in range(i + 1, count):
             part = slice(ends_M[i], ends_M[j])
             between_MM[i, j] = np.maximum(values_MC[i, part], values_MC[j, part]) @ weights_C[part]
-    found: list[tuple[float, list[int]]] = [(0.0, [])]
-    reach_M, came = head_M, list[np.ndarray]()  # what those up to m keep, m being the last
+    best_sets: list[tuple[float, list[int]]] = [(0.0, [])]
+    reach_M, predecessors = head_M, list[np.ndarray]()  # kept by the candidates up to m, if m is the last
     for number in range(1, min(most, count) + 1):
         if number > 1:
             through_MM = reach_M[:, None] + between_MM
-            came.append(through_MM.argmax(axis=0))
+            predecessors.append(through_MM.argmax(axis=0))
             reach_M = through_MM.max(axis=0)
         last = int(np.argmax(reach_M + tail_M))
         total, chosen = float(reach_M[last] + tail_M[last]), [last]
-        for step in reversed(came):
+        for step in reversed(predecessors):
             chosen.append(int(step[chosen[-1]]))
-        found.append((total, [int(order_M[m]) for m in reversed(chosen)]))
-    return found
+        best_sets.append((total, [int(order_M[m]) for m in reversed(chosen)]))
+    return best_sets

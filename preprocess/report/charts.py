@@ -1,4 +1,4 @@
-"""Fragments of HTML: escaped text, tables, tiles, bars as inline SVG. Pure functions; no scripts, nothing from outside."""
+"""Fragments of HTML: escaped text, tables, tiles, bars as inline SVG. Pure functions; no scripts, no external resources."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ _LABEL, _WIDTH, _ROW = 104, 330, 19  # of a bar chart, in pixels
 
 
 def text(value: object) -> str:
-    """Anything as HTML text: control characters and marks that turn the direction of writing are shown as escapes."""
+    """Escape a value as HTML text; control characters and marks that change the direction of writing are shown as escapes."""
     return html.escape(readable(str(value)), quote=True)
 
 
 def foreign(value: object) -> str:
-    """Text that comes from files, kept from changing the direction of what stands around it."""
+    """Escape text from files, so that it does not change the direction of surrounding text."""
     return f"<bdi>{text(value)}</bdi>"
 
 
 def tile(value: object, label: str, key: str = "") -> str:
-    """A number with what it means; `key` names it for programs."""
+    """A number with its label; `key` names it for programs."""
     return f'<div class="tile"><b{_key(key)}>{text(value)}</b><span>{text(label)}</span></div>'
 
 
@@ -71,7 +71,7 @@ def tiles(parts: Iterable[str]) -> str:
 
 
 def cell(html_value: str, number: bool = False, key: str = "", words: bool = False) -> str:
-    """A table's cell from finished HTML; numbers stand to the right, long `words` get room."""
+    """A table's cell from finished HTML; numbers are right-aligned, long `words` get more width."""
     kind = "n" if number else "words" if words else ""
     return f"<td{f' class={chr(34)}{kind}{chr(34)}' if kind else ''}{_key(key)}>{html_value}</td>"
 
@@ -83,16 +83,16 @@ def table(
     last_is_sum: bool = False,
     stack: bool = False,
 ) -> str:
-    """A table of finished cells; columns `numbers` hold numbers. Where it is too wide it scrolls by itself, or, with `stack`,
-    its cells stand one below the other, each number behind its column's name.
+    """A table of finished cells; columns `numbers` hold numbers. If it is too wide it scrolls, or, with `stack`, its
+    cells are stacked, each number after its column's name.
     """
     right = set(numbers)
     names = "".join(f"<th{' class=n' if i in right else ''}>{text(name)}</th>" for i, name in enumerate(head))
-    made = list(rows)
+    row_list = list(rows)
     lines = []
-    for place, row in enumerate(made):
+    for index, row in enumerate(row_list):
         cells = "".join(f'<td data-label="{text(name)}"{td[3:]}' for name, td in zip(head, row, strict=True))
-        lines.append(f"<tr{' class=sum' if last_is_sum and place == len(made) - 1 else ''}>{cells}</tr>")
+        lines.append(f"<tr{' class=sum' if last_is_sum and index == len(row_list) - 1 else ''}>{cells}</tr>")
     kind = " class=stack" if stack else ""
     return (
         f'<div class="scroll"><table{kind}><thead><tr>{names}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
@@ -100,7 +100,7 @@ def table(
 
 
 def box(kind: str, heading: str, lines: Iterable[str]) -> str:
-    """A coloured box with a heading that says in words what the colour says; empty without lines."""
+    """A coloured box with a heading that states the colour's meaning in words; empty without lines."""
     items = "".join(f"<li>{text(line)}</li>" for line in lines)
     return (
         f'<div class="box {kind}"><p><b class="{kind}">{text(heading)}</b></p><ul>{items}</ul></div>' if items else ""
@@ -108,7 +108,7 @@ def box(kind: str, heading: str, lines: Iterable[str]) -> str:
 
 
 def bars(rows: Sequence[tuple[str, int]], title: str) -> str:
-    """A bar for each (label, count), with the count behind it, as inline SVG."""
+    """A bar for each (label, count), with the count after it, as inline SVG."""
     if not rows:
         return '<p class="sub">none</p>'
     most = max(1, *(count for _, count in rows))
@@ -134,12 +134,12 @@ def card(heading: str, body: str, note: str = "") -> str:
 
 
 def jpeg_uri(data: bytes) -> str:
-    """A JPEG as an address that holds it."""
+    """A data URI that holds a JPEG."""
     return f"data:image/jpeg;base64,{base64.b64encode(data).decode()}"
 
 
 def document(title: str, body: str) -> str:
-    """The whole page."""
+    """The complete page."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'

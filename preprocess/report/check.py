@@ -1,6 +1,6 @@
-"""`mmspeed check`: what a config will do and cost, before any work and without an accelerator or an encoder's weights in memory.
+"""`mmspeed check`: forecast the work and cost of a config, without an accelerator or an encoder's weights in memory.
 
-The counts of the text and of the page are the same numbers: both are made from one `DataStatistics` and one `Costs`.
+The counts of the text and of the page are the same: both come from one `DataStatistics` and one `Costs`.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from mmspeed.shapes import Strides
 __all__ = ["CheckReport", "check", "stale_reasons"]
 
 _NAMES = 3  # rejected sources named for each reason
-_NO_CODEC = "not fitted yet"  # stands for the fingerprint of a linear codec that the first build will fit
-_ONE_TO_ONE = Strides(1, 1)  # fits every bucket: how many samples there are does not depend on the codec
+_NO_CODEC = "not fitted yet"  # in place of the fingerprint of a linear codec that the first build will fit
+_ONE_TO_ONE = Strides(1, 1)  # fits every bucket: the number of samples does not depend on the codec
 
 
 @dataclass
 class CheckReport:
-    """What `check` found. `problems` make the command fail; everything else is told. `page` is where the HTML page is."""
+    """The result of `check`. `problems` make the command fail; everything else is information. `page` is the path of the HTML page."""
 
     lines_: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -54,7 +54,7 @@ class CheckReport:
         return [*self.lines_, *(f"problem: {problem}" for problem in self.problems), *page]
 
     def print(self, console: Any = None) -> None:
-        """Print the lines (to a rich console when one is given)."""
+        """Print the lines (to a rich console if one is given)."""
         for line in self.lines():
             if console is None:
                 print(line)
@@ -64,7 +64,7 @@ class CheckReport:
 
 @dataclass
 class _Needs:
-    """What the config needs of the cache: keys only, also of a data set of many millions."""
+    """The entries that the config needs of the cache: keys only, since there may be many millions."""
 
     stored: StoredEntries
     latents: WantedKeys
@@ -75,11 +75,11 @@ class _Needs:
 def check(
     config: Config, page: Path | None = None, suggest_buckets: int | None = None, ranks: Sequence[int] | None = None
 ) -> CheckReport:
-    """Probe every source, compare with the cache, estimate size and cost, and write the page (None: its usual place).
+    """Probe every source, compare with the cache, estimate size and cost, and write the page (None: its default path).
 
-    The schedule is shown for each number of devices in `ranks` (None: 1, 8 and 64, as far as a step has work for them). With
-    `suggest_buckets` the lines end with so many buckets that suit the sources. Decodes nothing but the page's few thumbnails and
-    loads no weights. Raises UserError when sources or encoders cannot be found, or the page cannot be written.
+    The schedule is shown for each number of devices in `ranks` (None: 1, 8 and 64, if a step has work for them). With
+    `suggest_buckets` the lines end with that many buckets that suit the sources. Decodes only the page's few thumbnails and
+    loads no weights. Raises UserError if sources or encoders cannot be found, or the page cannot be written.
     """
     if ranks is not None and (not ranks or min(ranks) < 1):
         raise UserError(f"--ranks {','.join(map(str, ranks))}: give numbers of devices, 1 or more")
@@ -112,30 +112,30 @@ def check(
     encode = _encode_rows(config, listing, needs, seconds) if not is_url(config.data.cache) else []
     report.lines_ += [f"{what}: {how_much} ({how})" for what, how_much, how in encode]
     report.lines_ += [] if costs is None else cost_lines(config, costs)
-    told = hints(config, numbers, costs)
-    report.lines_ += [f"hint: {hint}" for hint in told]
+    advice = hints(config, numbers, costs)
+    report.lines_ += [f"hint: {hint}" for hint in advice]
     if shapes is not None and suggest_buckets is not None:
         report.lines_ += suggest_lines(config, shapes.cells(), suggest_buckets)
-    made = DataPage(
+    data_page = DataPage(
         config=config,
         made_by="check",
         statistics=numbers,
         headline=_headline(report, needs, config.data.cache),
         decoded=False,
         problems=report.problems,
-        hints=told,
+        hints=advice,
         costs=costs,
         cache=cache,
         encode=encode,
         peaks=peaks(config) if costs is not None else (),
         thumbnails=take_thumbnails(config, numbers.shown),
     )
-    report.page = write_page(made, page or default_path(config))
+    report.page = write_page(data_page, page or default_path(config))
     return report
 
 
 def _fingerprints(config: Config) -> tuple[str | None, str]:
-    """Of the codec and the text encoder; None where the linear codec is still to be fitted."""
+    """Fingerprints of the codec and the text encoder; None for a linear codec that is not fitted yet."""
     weights = config.codec_weights
     fitted = weights is None or weights.exists()
     return codec_identity(config.vae, weights) if fitted else None, text_identity(config.text)
@@ -150,7 +150,7 @@ def _survey(
     text: str,
     shapes: SourceShapes | None = None,
 ) -> None:
-    """Probe every source; count it, its samples, the entries that it needs, and its shape (also where it fits no bucket)."""
+    """Probe every source; count it, its samples, the entries that it needs, and its shape (even if it fits no bucket)."""
     numbers.add_listing(listing)
     name = codec if codec is not None else _NO_CODEC
     no_key: Callable[[Any], str] = lambda part: ""  # noqa: E731 (samples are only counted here)
@@ -201,18 +201,18 @@ def _cache_state(config: Config, needs: _Needs, unfitted: bool) -> CacheState:
     notes = [f"cache: {problem}" for problem in needs.stored.problems]
     sections = [needs.latents.state(), needs.texts.state()]
     if is_url(config.data.cache):
-        notes.append(f"cache {config.data.cache}: check does not look into a remote cache; training from it does")
+        notes.append(f"cache {config.data.cache}: check does not read a remote cache; training from it does")
         return CacheState(root, [], notes, 0, free_bytes(root))
     if needs.stored.empty and not notes:
         latents, texts = len(needs.latents.keys), len(needs.texts.keys)
-        notes.append(f"cache {root}: not made yet; {latents} latents and {texts} captions to encode")
+        notes.append(f"cache {root}: not created yet; {latents} latents and {texts} captions to encode")
     if unfitted and not needs.stored.empty:
-        notes.append(f"cache {root}: the linear codec {config.codec_weights} is missing and will be fitted anew")
+        notes.append(f"cache {root}: the linear codec {config.codec_weights} is missing and will be fitted again")
     return CacheState(root, sections, notes, folder_bytes(root), free_bytes(root))
 
 
 def _encode_rows(config: Config, listing: SourceListing, needs: _Needs, seconds: float) -> list[tuple[str, str, str]]:
-    """What making the cache takes: (what, how much, how this is known)."""
+    """The work of building the cache: (what, how much, how this is known)."""
     count = len(listing.sources)
     if not count:
         return []
@@ -222,7 +222,7 @@ def _encode_rows(config: Config, listing: SourceListing, needs: _Needs, seconds:
     ]
     return [
         *rows,
-        ("encoding what is missing", *encode_estimate(config, needs.missing_pixels, needs.texts.state().missing)),
+        ("encoding missing entries", *encode_estimate(config, needs.missing_pixels, needs.texts.state().missing)),
     ]
 
 
@@ -234,7 +234,7 @@ def _headline(report: CheckReport, needs: _Needs, cache: str) -> str:
     train, val = (sum(numbers.samples(split).values()) for split in ("train", "val"))
     ready = f"Ready: {train:,} training and {val:,} validation samples of {numbers.usable:,} sources"
     if is_url(cache):
-        return f"{ready}; the cache is remote, and was not looked into"
+        return f"{ready}; the cache is remote, and was not read"
     if latents.missing or texts.missing:
         return f"{ready}; {latents.missing:,} latents and {texts.missing:,} captions are still to be encoded"
     return f"{ready}; every entry is in the cache"

@@ -1,4 +1,4 @@
-"""What a data set will cost: model size, tokens, steps, bytes and arithmetic; and hints, each with the setting to change."""
+"""Estimate the cost of a data set: model size, tokens, steps, bytes and arithmetic; and hints, each with the setting to change."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _KNOBS = {
 
 @dataclass(frozen=True)
 class BucketCost:
-    """A bucket's samples and what one of them costs. `flops` are of forward and backward."""
+    """A bucket's samples and the cost of one of them. `flops` are of forward and backward."""
 
     bucket: Bucket
     train: int
@@ -57,15 +57,15 @@ class BucketCost:
 
 @dataclass(frozen=True)
 class Costs:
-    """The estimate for a config's whole training. Bytes are those of a complete cache; `outlook` is None where it cannot be told."""
+    """The estimate for a config's whole training. Bytes are those of a complete cache; `outlook` is None if it is unknown."""
 
     parameters: int
     buckets: tuple[BucketCost, ...]
     latent_bytes: float
     text_bytes: float
     outlook: SchedulePreview | None
-    attention: tuple[str, ...] = ()  # what is sparse of it, in words
-    degrees: tuple[str, ...] = ()  # what each degree of sequence parallelism would send, in words
+    attention: tuple[str, ...] = ()  # its sparse part, in words
+    degrees: tuple[str, ...] = ()  # traffic of each degree of sequence parallelism, in words
 
     def seconds(self, peak_flops: float) -> tuple[float, ...]:
         """Training time at `UTILISATION` of the devices' peak, for each number of devices of the outlook; all wait for the busiest."""
@@ -83,9 +83,9 @@ def estimate(
     strides: Strides,
     worlds: Sequence[int] | None = None,
 ) -> tuple[Costs | None, list[str]]:
-    """The costs, or none where the buckets do not fit the model; and the problems, also those of the schedule alone.
+    """The costs, or None if the buckets do not fit the model; and the problems, including those of the schedule alone.
 
-    `captions` counts distinct ones, `worlds` are the numbers of devices that the schedule is made for (None: the usual ones).
+    `captions` counts distinct ones, `worlds` are the numbers of devices of the schedule (None: the usual ones).
     """
     problems = []
     for bucket in config.buckets:
@@ -100,17 +100,17 @@ def estimate(
     check_layout(model, config.parallel)
     for _, block in blocks_of(model):
         check_policies(block, config.memory.activation_policy)
-    each = sample_costs(model, strides, config.text.max_tokens)
+    costs_of_one = sample_costs(model, strides, config.text.max_tokens)
     train, val, clips = statistics.samples("train"), statistics.samples("val"), statistics.clips()
     rows, latent_bytes = [], 0.0
     moments = 1 if config.vae.kind == "linear" else 2  # mean alone, or mean and log-variance
     for bucket in sorted({*config.buckets, *train, *val}):
         try:
-            tokens = each.tokens(bucket)
+            tokens = costs_of_one.tokens(bucket)
         except ValueError as error:
             return None, [f"data.buckets: {bucket}: {error}"]
         counts = train.get(bucket, 0), val.get(bucket, 0), clips.get(bucket, 0)
-        rows.append(BucketCost(bucket, *counts, tokens, each.flops(bucket)))
+        rows.append(BucketCost(bucket, *counts, tokens, costs_of_one.flops(bucket)))
         values = channels * math.prod(strides.latent(bucket)) * moments
         latent_bytes += counts[2] * values * _BYTES[config.preprocess.latent_dtype]
     lengths = CaptionLengths.of(statistics, config.text.max_tokens)
@@ -119,7 +119,9 @@ def estimate(
     outlook = None
     try:
         measured = Measured.load(config.run_dir / MEASURED_NAME) if config.batching.by == "time" else None
-        outlook = preview_schedule(config, statistics.samples_by_group("train"), each, worlds, measured, lengths)
+        outlook = preview_schedule(
+            config, statistics.samples_by_group("train"), costs_of_one, worlds, measured, lengths
+        )
     except UserError as error:
         problems.append(f"the schedule is not known: {error}")
     parameters = sum(p.numel() for p in model.parameters())
@@ -131,7 +133,7 @@ def estimate(
 def _degree_lines(
     config: Config, model: SoraDiT, strides: Strides, rows: Sequence[BucketCost], worlds: Sequence[int] | None
 ) -> list[str]:
-    """What the degrees send of the longest video, over the devices that the config, `worlds` or this machine have; none for one device."""
+    """Lines about the degrees' traffic for the longest video, on the devices of the config, `worlds` or this machine; none for one."""
     videos = [row for row in rows if row.train and not row.bucket.is_image]
     parallel = config.parallel
     shared = [world // parallel.together(split=False) for world in sorted(worlds or [accelerators(config.device.kind)])]
@@ -153,7 +155,7 @@ def _degree_lines(
 
 
 def peaks(config: Config) -> list[tuple[str, float]]:
-    """(device, FLOP/s) of this config's device where it is here, then of the data sheets that are known, by speed."""
+    """(device, FLOP/s) of this config's device if it is present, then of the known data sheets, by speed."""
     dtype = parse_dtype(config.device.dtype)
     rows: list[tuple[str, float]] = []
     if config.device.peak_tflops is not None:
@@ -171,63 +173,63 @@ def peaks(config: Config) -> list[tuple[str, float]]:
 
 
 def free_bytes(path: Path) -> int | None:
-    """Free space of the disk that `path` is or will be on; None when that cannot be told."""
-    there = next((p for p in (path, *path.absolute().parents) if p.exists()), None)
+    """Free space of the disk that `path` is or will be on; None if it is unknown."""
+    existing = next((p for p in (path, *path.absolute().parents) if p.exists()), None)
     try:
-        return shutil.disk_usage(there).free if there is not None else None
+        return shutil.disk_usage(existing).free if existing is not None else None
     except OSError:
         return None
 
 
 def folder_bytes(root: Path) -> int:
-    """Bytes of the files below a folder; 0 when there is none."""
+    """Bytes of the files below a folder; 0 if there is none."""
     total = 0
     for folder, _, files in os.walk(root):
         for name in files:
             try:
                 total += os.lstat(os.path.join(folder, name)).st_size
-            except OSError:  # a temporary file of a writer at work
+            except OSError:  # a temporary file of an active writer
                 continue
     return total
 
 
 def hints(config: Config, statistics: DataStatistics, costs: Costs | None, truncated: int = 0) -> list[str]:
-    """What a user may want to change, each in a sentence with the setting. `truncated` captions were cut to their tokens."""
-    found = _bucket_hints(config, costs) if costs is not None else []
+    """Suggested changes, each in a sentence with the setting. `truncated` captions were cut to the token limit."""
+    suggestions = _bucket_hints(config, costs) if costs is not None else []
     sums = statistics.sums
-    total, taken, possible = (sums[f"milliseconds{part}"] for part in ("", "_taken", "_possible"))
-    if total and 1 - taken / total >= 0.1:
-        line = f"{1 - taken / total:.0%} of the video time is not used"
-        gain = config.data.windows != "all" and possible > 1.05 * taken
-        found.append(f"{line}; data.windows: all would use {possible / total:.0%}" if gain else line)
+    total, used_time, possible = (sums[f"milliseconds{part}"] for part in ("", "_taken", "_possible"))
+    if total and 1 - used_time / total >= 0.1:
+        line = f"{1 - used_time / total:.0%} of the video time is not used"
+        gain = config.data.windows != "all" and possible > 1.05 * used_time
+        suggestions.append(f"{line}; data.windows: all would use {possible / total:.0%}" if gain else line)
     if sums["pixels"] and sums["pixels_kept"] / sums["pixels"] < 0.8:
         lost = 1 - sums["pixels_kept"] / sums["pixels"]
-        found.append(
+        suggestions.append(
             f"cropping removes {lost:.0%} of the pixels; add buckets of the media's shapes, or raise data.crops"
         )
     for reason, knob in _KNOBS.items():
         if count := statistics.reasons[reason.value]:
-            found.append(f"{count} rejected as {reason}: {knob}")
+            suggestions.append(f"{count} rejected as {reason}: {knob}")
     if sums["captions_cut"]:
-        found.append(
+        suggestions.append(
             f"{sums['captions_cut']} captions are cut to {config.data.max_caption_chars} characters: data.max_caption_chars"
         )
     if truncated:
-        found.append(f"{truncated} captions are cut to {config.text.max_tokens} tokens: text.max_tokens")
+        suggestions.append(f"{truncated} captions are cut to {config.text.max_tokens} tokens: text.max_tokens")
     if sums["beyond_limit"]:
-        found.append(f"{sums['beyond_limit']} sources are left out by data.limit: {config.data.limit}")
+        suggestions.append(f"{sums['beyond_limit']} sources are left out by data.limit: {config.data.limit}")
     if statistics.samples("train") and not statistics.samples("val"):
-        found.append("nothing is held out for validation; set data.val_fraction, such as 0.02")
-    return found
+        suggestions.append("nothing is held out for validation; set data.val_fraction, such as 0.02")
+    return suggestions
 
 
 def _bucket_hints(config: Config, costs: Costs) -> list[str]:
-    found = [
+    empty_buckets = [
         f"bucket {row.bucket} gets no sample; leave it out of data.buckets"
         for row in costs.buckets
         if row.train == 0 and row.val == 0
     ]
-    return found if costs.outlook is None else found + preview_hints(config, costs.outlook)
+    return empty_buckets if costs.outlook is None else empty_buckets + preview_hints(config, costs.outlook)
 
 
 def cost_lines(config: Config, costs: Costs) -> list[str]:
@@ -253,5 +255,5 @@ def cost_lines(config: Config, costs: Costs) -> list[str]:
 
 
 def pixels(clips: Mapping[Bucket, int]) -> int:
-    """Pixels of all frames of clips at their buckets' sizes: what encoding time goes with."""
+    """Pixels of all frames of clips at their buckets' sizes, to which encoding time is proportional."""
     return sum(count * b.frames * b.height * b.width for b, count in clips.items())

@@ -1,6 +1,4 @@
-"""The page that `mmspeed check` and the end of `mmspeed preprocess` write: its thumbnails, its file, and what a build leaves
-for the estimates of later checks.
-"""
+"""Write the page of `mmspeed check` and `mmspeed preprocess`, its thumbnails, and a build's record for later estimates."""
 
 from __future__ import annotations
 
@@ -30,21 +28,21 @@ from mmspeed.shapes import Strides
 
 __all__ = ["DataPage", "default_path", "encode_estimate", "take_thumbnails", "write_build_page", "write_page"]
 
-_ENOUGH = 8  # clips of a build that its rate is believed of
+_ENOUGH = 8  # fewest clips of a build for a reliable rate
 
 log = get_logger("preprocess")
 
 THUMBNAIL_WIDTH, THUMBNAIL_HEIGHT, THUMBNAIL_QUALITY = 160, 240, 70
-_THUMBNAIL_SECONDS = 10.0  # that one may take
+_THUMBNAIL_SECONDS = 10.0  # limit for one
 
 
 def default_path(config: Config) -> Path:
-    """Where the page goes when nothing else is said: beside the run's folder."""
+    """The default path of the page: beside the run's folder."""
     return Path(config.output) / f"{config.name}-data.html"
 
 
 def write_page(page: DataPage, path: Path) -> Path:
-    """Write the page, whole; returns `path`. Raises UserError when it cannot be written."""
+    """Write the page atomically and return `path`. Raises UserError if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, render(page).encode("utf-8", "replace"))
@@ -56,20 +54,20 @@ def write_page(page: DataPage, path: Path) -> Path:
 
 
 def take_thumbnails(config: Config, shown: Sequence[ThumbnailSource]) -> list[tuple[ThumbnailSource, bytes | None]]:
-    """A JPEG of each source, decoded in a process of its own; None where it cannot be decoded."""
+    """A JPEG of each source, decoded in a separate process; None if it cannot be decoded."""
     limit = min(_THUMBNAIL_SECONDS, config.preprocess.time_limit)
-    made: list[tuple[ThumbnailSource, bytes | None]] = []
+    thumbnails: list[tuple[ThumbnailSource, bytes | None]] = []
     with DecodeWorker() as worker:
         for one in shown:
             try:
-                made.append((one, thumbnail_jpeg(worker.thumbnail(one.source(), THUMBNAIL_WIDTH, limit))))
+                thumbnails.append((one, thumbnail_jpeg(worker.thumbnail(one.source(), THUMBNAIL_WIDTH, limit))))
             except (Rejected, OSError):
-                made.append((one, None))
-    return made
+                thumbnails.append((one, None))
+    return thumbnails
 
 
 def thumbnail_jpeg(picture_HWC: np.ndarray) -> bytes:
-    """uint8 pixels (H, W, 3) as a JPEG of at most `THUMBNAIL_WIDTH` x `THUMBNAIL_HEIGHT`."""
+    """Encode uint8 pixels (H, W, 3) as a JPEG of at most `THUMBNAIL_WIDTH` x `THUMBNAIL_HEIGHT`."""
     small = Image.fromarray(picture_HWC)
     small.thumbnail((THUMBNAIL_WIDTH, THUMBNAIL_HEIGHT))
     sink = io.BytesIO()
@@ -86,10 +84,10 @@ def write_build_page(
     channels: int,
     strides: Strides,
 ) -> Path | None:
-    """Write the page of a finished build, and beside it, as JSON, its numbers and rate; returns the page's path.
+    """Write the page of a finished build, and beside it, as JSON, its numbers and rate; return the page's path.
 
-    `statistics` hold every source of all processes, selected or rejected; the listing and the samples are added here. A page
-    that cannot be written is no fault of the build: it is told in the log, and None is returned.
+    `statistics` hold every source of all processes, selected or rejected; the listing and the samples are added here. If the
+    page cannot be written, the build still succeeds: a warning is logged, and None is returned.
     """
     try:
         statistics.add_listing(listing)
@@ -109,10 +107,10 @@ def _build_page(
 ) -> DataPage:
     captions = report.texts + report.texts_reused
     costs, problems = estimate(config, statistics, captions, channels, strides)
-    told = hints(config, statistics, costs, report.captions_truncated)
+    advice = hints(config, statistics, costs, report.captions_truncated)
     encode = [
-        ("clips encoded now", f"{report.clips_encoded:,}", f"{report.clips_reused:,} were in the cache already"),
-        ("captions encoded now", f"{report.texts:,}", f"{report.texts_reused:,} were in the cache already"),
+        ("clips encoded now", f"{report.clips_encoded:,}", f"{report.clips_reused:,} were already in the cache"),
+        ("captions encoded now", f"{report.texts:,}", f"{report.texts_reused:,} were already in the cache"),
         ("time", format_seconds(report.seconds), "measured"),
     ]
     if report.clips_encoded and report.seconds:
@@ -127,7 +125,9 @@ def _build_page(
         headline=f"Done: {report.encoded + report.reused:,} of {report.sources:,} sources are in the cache",
         decoded=True,
         problems=problems if costs is None else (),
-        hints=told if costs is None else [*problems, *told],  # the cache is whole, whatever the schedule lacks
+        hints=advice
+        if costs is None
+        else [*problems, *advice],  # the cache is complete, even if the schedule has problems
         costs=costs,
         cache=CacheState(report.root, bytes=folder_bytes(report.root), free=free_bytes(report.root)),
         encode=encode,
@@ -137,18 +137,18 @@ def _build_page(
 
 
 def encode_estimate(config: Config, missing_pixels: int, missing_captions: int) -> tuple[str, str]:
-    """How long encoding the missing clips takes, by the last build that encoded some for this config; and how this is known."""
+    """The estimated time of encoding the missing clips, by the last build of this config that encoded some; and its basis."""
     build = _read_record(config).get("build")
     if missing_pixels == 0:
         if missing_captions:
-            return f"{missing_captions:,} captions", "every latent is in the cache; how long captions take is not known"
+            return f"{missing_captions:,} captions", "every latent is in the cache; the time for captions is unknown"
         return "nothing to encode", "every entry is in the cache"
     if not isinstance(build, dict) or not build.get("pixels") or not build.get("seconds"):
         return "unknown until the first build", "it depends on the codec and the device, and is measured while building"
     if build.get("vae") != config.vae.model_dump(mode="json"):
         return "unknown until the first build", "the last build had another codec"
     if build["clips"] < _ENOUGH:
-        return "unknown", f"the last build encoded only {build['clips']} clips, too few to tell"
+        return "unknown", f"the last build encoded only {build['clips']} clips, too few for an estimate"
     seconds = missing_pixels * build["seconds"] / build["pixels"]
     how = f"as fast as the last build: {build['clips']:,} clips in {format_seconds(build['seconds'])}"
     return f"about {format_seconds(seconds)}", f"{how}, on {build['processes']} process(es), device {build['device']}"
@@ -159,7 +159,7 @@ def _record_path(config: Config) -> Path:
 
 
 def _read_record(config: Config) -> dict[str, Any]:
-    """What the last build left; empty when there is nothing that can be read."""
+    """The record of the last build; empty if there is no readable one."""
     try:
         tree = json.loads(_record_path(config).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -168,7 +168,7 @@ def _read_record(config: Config) -> dict[str, Any]:
 
 
 def _write_record(config: Config, statistics: DataStatistics, report: BuildReport) -> None:
-    """The numbers of the page, and the rate; a build that encoded nothing keeps the rate of the one before."""
+    """Write the numbers of the page, and the rate; a build that encoded nothing keeps the previous rate."""
     build = _read_record(config).get("build")
     clips = statistics.clips()
     if report.clips_encoded and (count := sum(clips.values())):
@@ -176,7 +176,9 @@ def _write_record(config: Config, statistics: DataStatistics, report: BuildRepor
         build = {
             "clips": report.clips_encoded,
             "pixels": round(report.clips_encoded * pixels(clips) / count),  # at the mean size of all clips
-            "seconds": round(max(report.latent_seconds - report.start_seconds, 1e-3) / processes, 3),  # all at work
+            "seconds": round(
+                max(report.latent_seconds - report.start_seconds, 1e-3) / processes, 3
+            ),  # all work in parallel
             "vae": config.vae.model_dump(mode="json"),
             "device": config.device.kind,
             "processes": processes,

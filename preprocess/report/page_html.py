@@ -1,4 +1,4 @@
-"""A data set's page as HTML: one self-contained text, made of what it is given. Nothing is read, measured or written here."""
+"""Render a data set's page as one self-contained HTML text. Nothing is read, measured or written here."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _HISTOGRAMS = (
 
 @dataclass(frozen=True)
 class CacheState:
-    """The cache as it stands."""
+    """The current state of the cache."""
 
     root: Path
     sections: Sequence[SectionState] = ()
@@ -56,13 +56,13 @@ class CacheState:
 
 @dataclass
 class DataPage:
-    """All that the page shows; `render` adds nothing to it but words."""
+    """The content of the page; `render` only adds text around it."""
 
     config: Config
     made_by: str  # the command
     statistics: DataStatistics
     headline: str
-    decoded: bool  # whether the sources were decoded, or only opened
+    decoded: bool  # True: the sources were decoded; False: only opened
     problems: Sequence[str] = ()
     hints: Sequence[str] = ()
     costs: Costs | None = None
@@ -75,7 +75,7 @@ class DataPage:
 
 
 def render(page: DataPage) -> str:
-    """The page as HTML, without scripts and without anything from outside."""
+    """Render the page as HTML, without scripts and external resources."""
     title = f"{page.config.name}: data"
     parts = [
         f'<h1>{text(title)}</h1><p class="sub">mmspeed {text(__version__)} {text(page.made_by)} &middot; cache'
@@ -90,15 +90,15 @@ def render(page: DataPage) -> str:
         _cache(page),
         _cost(page),
     ]
-    shown = dump_config(page.config)
-    more = f"\n... {len(shown) - _CONFIG} characters more" if len(shown) > _CONFIG else ""
-    tail = f"<h2>Config</h2><details><summary>show</summary><pre>{text_lines(shown[:_CONFIG] + more)}</pre></details>"
+    config_text = dump_config(page.config)
+    more = f"\n... {len(config_text) - _CONFIG} characters more" if len(config_text) > _CONFIG else ""
+    tail = f"<h2>Config</h2><details><summary>show</summary><pre>{text_lines(config_text[:_CONFIG] + more)}</pre></details>"
     body = "\n".join(part for part in parts if part)
     return document(title, f"{body}\n{_thumbnails(page, PAGE_BYTES - len(body) - len(tail) - 10_000)}\n{tail}")
 
 
 def text_lines(value: str) -> str:
-    """Text of several lines as HTML text."""
+    """Escape text of several lines as HTML."""
     return "\n".join(text(line) for line in value.splitlines())
 
 
@@ -144,13 +144,13 @@ def _inputs(numbers: DataStatistics, max_chars: int) -> str:
     ]
     total = sum(count for _, count, _ in rows)
     keys = ("usable_row", "rejected_sources", "rejected_files", "caption_files", "ignored", "beyond_limit")
-    made = [
+    count_rows = [
         (cell(text(name)), cell(f"{n:,}", True, key), cell(text(why), words=True))
         for key, (name, n, why) in zip(keys, rows, strict=True)
     ]
-    if total != sums["files"]:  # never, unless a count is wrong: then people are to see it
-        made.append((cell("not accounted for"), cell(f"{sums['files'] - total:,}", True), cell("")))
-    made.append((cell("files, rows and members"), cell(f"{sums['files']:,}", True, "files"), cell("")))
+    if total != sums["files"]:  # only if a count is wrong, which must be visible
+        count_rows.append((cell("not accounted for"), cell(f"{sums['files'] - total:,}", True), cell("")))
+    count_rows.append((cell("files, rows and members"), cell(f"{sums['files']:,}", True, "files"), cell("")))
     times = [
         ("frames of videos", f"{sums['frames']:,}", f"{sums['frames_taken']:,} taken{_share(sums, 'frames_taken', 'frames')}"),
         (
@@ -162,9 +162,9 @@ def _inputs(numbers: DataStatistics, max_chars: int) -> str:
         ("pixels of the frames taken", f"{sums['pixels'] / 1e6:,.1f} M", f"{sums['pixels_kept'] / 1e6:,.1f} M inside the crop"
          f"{_share(sums, 'pixels_kept', 'pixels')}"),
         ("captions cut", f"{sums['captions_cut']:,}", f"to {max_chars:,} characters"),
-        ("captions repaired", f"{sums['captions_repaired']:,}", "held bytes that are no UTF-8"),
-        ("captions stripped", f"{sums['captions_stripped']:,}", "of control characters and unseen signs"),
-        ("captions dropped", f"{sums['captions_dropped']:,}", "beyond the most that a source may have"),
+        ("captions repaired", f"{sums['captions_repaired']:,}", "had bytes that are not UTF-8"),
+        ("captions stripped", f"{sums['captions_stripped']:,}", "of control and invisible characters"),
+        ("captions dropped", f"{sums['captions_dropped']:,}", "beyond the limit for a source"),
     ]  # fmt: skip
     used = [(cell(text(a)), cell(text(b), True), cell(text(c), words=True)) for a, b, c in times]
     kinds = [
@@ -173,9 +173,9 @@ def _inputs(numbers: DataStatistics, max_chars: int) -> str:
         card("Sizes", bars(numbers.counts["sizes"].top(10), "sources by width and height in pixels"), "width x height"),
     ]
     return (
-        "<h2>What goes in</h2>"
-        + table(("", "count", ""), made, (1,), last_is_sum=True, stack=True)
-        + table(("used of the sources", "there", "taken"), used, (1,), stack=True)
+        "<h2>Inputs</h2>"
+        + table(("", "count", ""), count_rows, (1,), last_is_sum=True, stack=True)
+        + table(("use of the sources", "available", "used"), used, (1,), stack=True)
         + f'<div class="cards" style="margin-top:1em">{"".join(kinds)}</div>'
     )
 
@@ -188,7 +188,7 @@ def _rejects(page: DataPage) -> str:
     numbers, head = page.statistics, "<h2>Rejected</h2>"
     notes = []
     if not page.decoded:
-        notes.append("Files were opened, not decoded. A file that is damaged inside shows only when it is encoded.")
+        notes.append("Files were opened, not decoded. Damage inside a file is detected only when it is encoded.")
     if numbers.sums["rejected_clips"]:
         notes.append(f"{numbers.sums['rejected_clips']:,} are single clips of sources.")
     tail = f'<p class="sub">{text(" ".join(notes))}</p>'
@@ -197,7 +197,7 @@ def _rejects(page: DataPage) -> str:
     rows = []
     for reason, count in sorted(numbers.reasons.items(), key=lambda item: (-item[1], item[0])):
         examples = numbers.examples.get(reason, [])
-        shown = "".join(
+        example_items = "".join(
             f"<li>{foreign(name)}{f' <span class=sub>{foreign(_cut(why, _DETAIL))}</span>' if why else ''}</li>"
             for name, why in examples
         )
@@ -207,19 +207,19 @@ def _rejects(page: DataPage) -> str:
             (
                 cell(why, words=True),
                 cell(f"{count:,}", True, f"reason-{reason}"),
-                cell(f"<ul>{shown}{more}</ul>", words=True),
+                cell(f"<ul>{example_items}{more}</ul>", words=True),
             )
         )
     return head + table(("reason", "count", "such as"), rows, (1,), stack=True) + tail
 
 
 def _charts(numbers: DataStatistics) -> str:
-    made = [
+    cards = [
         card(heading, bars(numbers.histograms[name].bins(), heading), _note(numbers.histograms[name], unit))
         for name, heading, unit in _HISTOGRAMS
         if numbers.histograms[name].count
     ]
-    return f'<h2>What it is like</h2><div class="cards">{"".join(made)}</div>' if made else ""
+    return f'<h2>Distributions</h2><div class="cards">{"".join(cards)}</div>' if cards else ""
 
 
 def _note(histogram: Histogram, unit: str) -> str:
@@ -303,15 +303,15 @@ def _cache(page: DataPage) -> str:
 def _cost(page: DataPage) -> str:
     parts = ["<h2>Time and cost</h2>"]
     if page.encode:
-        made = [(cell(text(a), words=True), cell(text(b)), cell(text(c), words=True)) for a, b, c in page.encode]
-        parts.append(table(("preparing the cache", "", "how this is known"), made, stack=True))
+        encode_rows = [(cell(text(a), words=True), cell(text(b)), cell(text(c), words=True)) for a, b, c in page.encode]
+        parts.append(table(("preparing the cache", "", "how this is known"), encode_rows, stack=True))
     costs, config = page.costs, page.config
     if costs is None or costs.outlook is None:
         return "".join(parts)
     worlds = costs.outlook.worlds
     parts.append(
         f"<p>Training: model {text(config.model.size)}, {costs.parameters / 1e6:,.1f} M parameters, {config.train.steps:,} steps."
-        " How long it takes on so many devices:</p>"
+        " Estimated time by number of devices:</p>"
     )
     rows = [
         (
@@ -323,10 +323,10 @@ def _cost(page: DataPage) -> str:
     ]
     heads = ("device", "peak, TFLOP/s", *(_count(world, "device") for world in worlds))
     numbers = range(1, len(heads))
-    here, others = rows[:1], rows[1:]
-    parts.append(table(heads, here, numbers) if here else "")
-    if others:
-        parts.append(f"<details><summary>on other devices</summary>{table(heads, others, numbers)}</details>")
+    this_device, other_devices = rows[:1], rows[1:]
+    parts.append(table(heads, this_device, numbers) if this_device else "")
+    if other_devices:
+        parts.append(f"<details><summary>on other devices</summary>{table(heads, other_devices, numbers)}</details>")
     parts.append(
         f'<p class="sub">An estimate: forward and backward with {min(COUNTED_TEXT_TOKENS, config.text.max_tokens)} caption tokens, in'
         f" {text(config.device.dtype)}, at an assumed {UTILISATION:.0%} of the peak, all waiting for the busiest;"
@@ -339,8 +339,8 @@ def _thumbnails(page: DataPage, room: int) -> str:
     if not page.thumbnails:
         return ""
     figures, left_out = [], 0
-    for shown, jpeg in page.thumbnails:
-        figure = _figure(shown, jpeg)
+    for source, jpeg in page.thumbnails:
+        figure = _figure(source, jpeg)
         if len(figure) > room:
             left_out += 1
             continue
@@ -350,15 +350,15 @@ def _thumbnails(page: DataPage, room: int) -> str:
     return f'<h2>Thumbnails</h2><p class="sub">{note}.</p><div class="thumbs">{"".join(figures)}</div>'
 
 
-def _figure(shown: ThumbnailSource, jpeg: bytes | None) -> str:
+def _figure(source: ThumbnailSource, jpeg: bytes | None) -> str:
     picture = f'<img src="{jpeg_uri(jpeg)}" alt="" loading="lazy">' if jpeg else '<div class="none">unreadable</div>'
-    seconds = f", {shown.seconds:.1f} s" if shown.seconds else ""
-    clips = f", {shown.clips} clips" if shown.clips > 1 else ""
-    buckets = ", ".join(str(Bucket.parse(name)) for name in shown.buckets)
+    seconds = f", {source.seconds:.1f} s" if source.seconds else ""
+    clips = f", {source.clips} clips" if source.clips > 1 else ""
+    buckets = ", ".join(str(Bucket.parse(name)) for name in source.buckets)
     return (
-        f"<figure>{picture}<figcaption><b>{foreign(_cut(shown.name, 80))}</b>"
-        f'<span class="sub">{shown.width} x {shown.height}{seconds} &rarr; {text(buckets)}{clips}</span><br>'
-        f"{foreign(_cut(shown.caption, _CAPTION))}</figcaption></figure>"
+        f"<figure>{picture}<figcaption><b>{foreign(_cut(source.name, 80))}</b>"
+        f'<span class="sub">{source.width} x {source.height}{seconds} &rarr; {text(buckets)}{clips}</span><br>'
+        f"{foreign(_cut(source.caption, _CAPTION))}</figcaption></figure>"
     )
 
 

@@ -1,4 +1,4 @@
-"""The schedule on a data set's page: the tables that the lines have, and an epoch as a plot. Pure functions, no scripts."""
+"""Render the schedule on a data set's page: the tables of the text lines, and an epoch as a plot. Pure functions, no scripts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LEAST_SCALE = 0.05  # of the panel of imbalance, above 1
 
 
 def schedule_section(outlook: SchedulePreview | None) -> str:
-    """The section of the page; empty where there is no outlook."""
+    """The section of the page; empty without an outlook."""
     if outlook is None:
         return ""
     parts = ["<h2>Schedule</h2>"]
@@ -52,17 +52,17 @@ def _sentence(words: str) -> str:
 
 
 def _plot(outlook: SchedulePreview, stage: StagePreview) -> str:
-    """An epoch on the most devices that are shown."""
+    """A plot of an epoch on the largest number of devices shown."""
     epoch = max(stage.epochs, key=lambda one: one.world)
     curve = epoch.curve
     order = sorted(range(len(stage.buckets)), key=lambda place: -stage.buckets[place].share)
-    shown = order if len(order) <= len(_COLOURS) + 1 else order[: len(_COLOURS)]
-    rest = [place for place in order if place not in shown]
-    bands = [curve.share_PB[:, place] for place in shown]
-    names = [(str(stage.buckets[place].bucket), stage.buckets[place].share) for place in shown]
-    if rest:
-        bands.append(curve.share_PB[:, rest].sum(1))
-        names.append((f"{len(rest)} others", sum(stage.buckets[place].share for place in rest)))
+    main_buckets = order if len(order) <= len(_COLOURS) + 1 else order[: len(_COLOURS)]
+    other_buckets = [place for place in order if place not in main_buckets]
+    bands = [curve.share_PB[:, place] for place in main_buckets]
+    names = [(str(stage.buckets[place].bucket), stage.buckets[place].share) for place in main_buckets]
+    if other_buckets:
+        bands.append(curve.share_PB[:, other_buckets].sum(1))
+        names.append((f"{len(other_buckets)} others", sum(stage.buckets[place].share for place in other_buckets)))
     legend = "".join(
         f'<span style="white-space:nowrap;margin-right:1.2em"><span style="display:inline-block;width:.8em;height:.8em;'
         f'border-radius:2px;background:{_colour(place)}"></span> {text(name)} {share:.1%}</span>'
@@ -70,7 +70,7 @@ def _plot(outlook: SchedulePreview, stage: StagePreview) -> str:
     )
     devices = "device" if epoch.world == 1 else "devices"
     steps = int(np.diff(curve.steps).max())
-    each = (
+    point_meaning = (
         "a step"
         if steps == 1
         else f"the costliest of up to {steps:,} steps in a row, and the greatest imbalance of them"
@@ -78,8 +78,8 @@ def _plot(outlook: SchedulePreview, stage: StagePreview) -> str:
     return card(
         f"An epoch of {epoch.steps:,} {'step' if epoch.steps == 1 else 'steps'} on {epoch.world:,} {devices}",
         draw(curve, bands, outlook.unit) + f'<p class="sub">{legend}</p>',
-        f"Above: cost of a rank in {outlook.unit}, mean over ranks, and on top of it what the busiest has more. Middle: imbalance,"
-        f" greatest / mean. Below: shares of the buckets in the cost. Each point is {each}.",
+        f"Above: cost of a rank in {outlook.unit}, mean over ranks, and on top of it the excess of the busiest. Middle: imbalance,"
+        f" greatest / mean. Below: shares of the buckets in the cost. Each point is {point_meaning}.",
     )
 
 
@@ -107,7 +107,7 @@ def draw(curve: Curve, bands: Sequence[Array], unit: str) -> str:
 
 
 def _area(x: Array, heights: Array, top: int, bottom: int, look: str) -> str:
-    """A skyline: from x[i] to x[i + 1] as high as `heights[i]`, of 1."""
+    """A stepped area: from x[i] to x[i + 1] its height is `heights[i]`, as a share of the panel."""
     corners = "".join(
         f"V{bottom - height * (bottom - top):.1f}H{right:.1f}"
         for height, right in zip(heights.tolist(), x[1:].tolist(), strict=True)
@@ -116,22 +116,22 @@ def _area(x: Array, heights: Array, top: int, bottom: int, look: str) -> str:
 
 
 def _stacked(x: Array, bands: Sequence[Array], top: int, bottom: int) -> list[str]:
-    """Bands one on top of the other, each of its own colour; at every point they sum to 1."""
-    made, below = [], np.zeros(len(x) - 1)
+    """Stacked bands, each of a different colour; at every point they sum to 1."""
+    paths, below = [], np.zeros(len(x) - 1)
     edges = list(pairwise(x.tolist()))
-    for place, band in enumerate(bands):
+    for number, band in enumerate(bands):
         boxes = "".join(
             f"M{left:.1f} {bottom - low * (bottom - top):.1f}H{right:.1f}v{-part * (bottom - top):.1f}H{left:.1f}Z"
             for (left, right), low, part in zip(edges, below.tolist(), band.tolist(), strict=True)
             if part > 0
         )
-        made.append(f'<path fill="{_colour(place)}" d="{boxes}"/>')
+        paths.append(f'<path fill="{_colour(number)}" d="{boxes}"/>')
         below = below + band
-    return made
+    return paths
 
 
 def _ticks(panel: str, high: str, low: str, name: str) -> list[str]:
-    """A panel's base line, the values at its top and bottom, and what it shows."""
+    """A panel's base line, the values at its top and bottom, and its label."""
     top, bottom = _PANELS[panel]
     line = f'<path class="axis" d="M{_LEFT} {bottom + 0.5}H{_WIDTH - _RIGHT}"/>'
     words = [(top + 10, high), ((top + bottom) // 2 + 4, name), (bottom, low)]

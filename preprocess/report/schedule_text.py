@@ -1,4 +1,4 @@
-"""The schedule in words: tables that the lines of `mmspeed check` and its page share, and what a user may want to change."""
+"""Describe the schedule in words: tables for the lines of `mmspeed check` and its page, and suggested changes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from mmspeed.config import Config
 from mmspeed.log import format_figure
 from mmspeed.preprocess.report.schedule_preview import BucketPreview, EpochPreview, SchedulePreview, StagePreview
 
-UNEVEN = 1.05  # an imbalance that is worth a hint
+UNEVEN = 1.05  # imbalance above which a hint is given
 
 
 @dataclass(frozen=True)
 class TextTable:
-    """A table of finished words. The first cell of a row names it; `key` makes its numbers known to programs."""
+    """A table of formatted cells. The first cell of a row is its name; `key` identifies its numbers for programs."""
 
     key: str
     title: str
@@ -24,7 +24,7 @@ class TextTable:
     note: str = ""
 
     def lines(self) -> list[str]:
-        """Columns side by side: the first to the left, the others to the right."""
+        """The table as aligned lines: the first column to the left, the others to the right."""
         every = [self.head, *self.rows]
         widths = [max(len(row[place]) for row in every) for place in range(len(self.head))]
         return [
@@ -35,18 +35,18 @@ class TextTable:
 
 
 def preview_lines(outlook: SchedulePreview) -> list[str]:
-    """The whole schedule, as `mmspeed check` prints it."""
+    """The lines of the schedule, as `mmspeed check` prints them."""
     lines = []
     for stage in outlook.stages:
         lines.append(f"{', '.join(filter(None, ('schedule', stage_title(outlook, stage))))}: {stage_sentence(stage)}")
         for table in stage_tables(outlook, stage):
             lines += [f"  {table.title}", *table.lines()]
-    whole = training_table(outlook)
-    return [*lines, whole.title, *whole.lines()]
+    training = training_table(outlook)
+    return [*lines, training.title, *training.lines()]
 
 
 def stage_title(outlook: SchedulePreview, stage: StagePreview) -> str:
-    """What a stage is called; nothing, where it is the only one."""
+    """The title of a stage; empty if it is the only one."""
     if len(outlook.stages) == 1:
         return ""
     if stage.begin == stage.end:
@@ -55,16 +55,16 @@ def stage_title(outlook: SchedulePreview, stage: StagePreview) -> str:
 
 
 def stage_sentence(stage: StagePreview) -> str:
-    """How many samples an epoch uses, and whether each is in a step."""
+    """A sentence about the samples that an epoch uses, and those in no step."""
     samples = sum(bucket.samples for bucket in stage.buckets)
     uses = sum(bucket.uses for bucket in stage.buckets)
     left_out = max(epoch.left_out for epoch in stage.epochs)
-    told = f"{left_out:,} are in NO step" if left_out else "each is in exactly one step; 0 dropped, 0 held over"
-    return f"an epoch has {_count(uses, 'use')} of {_count(samples, 'sample')}; {told}"
+    outcome = f"{left_out:,} are in NO step" if left_out else "each is in exactly one step; 0 dropped, 0 held over"
+    return f"an epoch has {_count(uses, 'use')} of {_count(samples, 'sample')}; {outcome}"
 
 
 def stage_tables(outlook: SchedulePreview, stage: StagePreview) -> list[TextTable]:
-    """An epoch on each number of devices, its buckets, and its data sets where there are several."""
+    """Tables of an epoch on each number of devices, its buckets, and its data sets if there are several."""
     key, worlds = f"stage{stage.number}", _together(map(str, outlook.worlds))
     tables = [
         TextTable(
@@ -86,7 +86,7 @@ def stage_tables(outlook: SchedulePreview, stage: StagePreview) -> list[TextTabl
             TextTable(
                 f"{key}-datasets",
                 "its data sets",
-                ("data set", "samples", "uses", "share asked", "share", "all met within"),
+                ("data set", "samples", "uses", "share asked", "share", "all used within"),
                 tuple(
                     (
                         *(one.name, f"{one.samples:,}", f"{one.uses:,}", f"{one.asked:.2%}", f"{one.share:.2%}"),
@@ -102,20 +102,20 @@ def stage_tables(outlook: SchedulePreview, stage: StagePreview) -> list[TextTabl
 def _legend(outlook: SchedulePreview) -> str:
     meet = "in every micro-batch" if outlook.lockstep else "once a step"
     return (
-        f"imbalance: greatest / mean cost across ranks, which meet {meet}: mean over steps, worst step, the epoch's;"
+        f"imbalance: greatest / mean cost across ranks, which synchronise {meet}: mean over steps, worst step, the epoch's;"
         " idle: micro-batches without a sample; mixed: steps of several buckets; short: of less than 0.9 of the median's cost;"
         " padding: of captions, about"
     )
 
 
 def training_table(outlook: SchedulePreview) -> TextTable:
-    """What the whole training makes of each stage, and of all, on each number of devices."""
+    """Table of the whole training: each stage, and their sum, on each number of devices."""
     rows: list[tuple[str, ...]] = []
     several = len(outlook.stages) > 1
     for stage in outlook.stages:
-        place = (f"stage {stage.number + 1}",) if several else ()
+        stage_cell = (f"stage {stage.number + 1}",) if several else ()
         for devices, *cells in _merged((str(epoch.world), *_training_cells(epoch)) for epoch in stage.epochs):
-            rows.append((devices, *place, *cells))
+            rows.append((devices, *stage_cell, *cells))
     if several:
         sums = zip(
             *(outlook.total(lambda e: e.trained), outlook.total(lambda e: e.epochs)),
@@ -123,61 +123,63 @@ def training_table(outlook: SchedulePreview) -> TextTable:
             *(outlook.flops, outlook.total(_unmet)),
             strict=True,
         )
-        made = ((str(world), *_totals(*numbers)) for world, numbers in zip(outlook.worlds, sums, strict=True))
-        rows += [(devices, "all", *cells) for devices, *cells in _merged(made)]
+        sum_rows = ((str(world), *_totals(*numbers)) for world, numbers in zip(outlook.worlds, sums, strict=True))
+        rows += [(devices, "all", *cells) for devices, *cells in _merged(sum_rows)]
     head = ("devices", *(("stage",) if several else ()), *_TRAINING_HEAD)
     note = "not reached: uses of a stage's last epoch, which ends before them" if any(outlook.total(_unmet)) else ""
     return TextTable("training", "training", head, tuple(rows), note)
 
 
 def preview_hints(config: Config, outlook: SchedulePreview) -> list[str]:
-    """What makes devices wait or idle, each with the setting to change."""
-    found = []
+    """Sentences about waiting and idle devices, each with the setting to change."""
+    sentences = []
     batching = config.batching
     slots = config.train.samples_per_step if batching.by == "samples" else batching.slots
     name = "train.batch_size" if batching.by == "samples" else "batching.slots"
     group = config.parallel.group
-    told: set[int] = set()
+    reported: set[int] = set()
     if slots is not None and (uneven := [world for world in outlook.worlds if slots % (world // group)]):
-        told.update(uneven)
+        reported.update(uneven)
         few = " (some compute nothing at all)" if any(world // group > slots for world in uneven) else ""
-        found.append(
-            f"{name} {slots} cannot be shared evenly by {_together(map(str, uneven))} devices{few}; make it a multiple of the devices"
+        sentences.append(
+            f"{name} {slots} cannot be divided evenly by {_together(map(str, uneven))} devices{few}; make it a multiple of the devices"
             + (f", or of their groups of {group}" if group > 1 else "")
         )
     for stage in outlook.stages:
         where = f"stage {stage.number + 1}: " if len(outlook.stages) > 1 else ""
         uses = sum(bucket.uses for bucket in stage.buckets)
-        if few_for := [world for world in outlook.worlds if uses < world and world not in told]:
-            found.append(
+        if few_for := [world for world in outlook.worlds if uses < world and world not in reported]:
+            sentences.append(
                 f"{where}an epoch has {_count(uses, 'use')} of samples, fewer than {_together(map(str, few_for))} devices: some"
                 " compute nothing; use fewer, or raise data.repeats"
             )
-        wait = [epoch for epoch in stage.epochs if epoch.world not in {*told, *few_for} and _imbalance(epoch) > UNEVEN]
+        wait = [
+            epoch for epoch in stage.epochs if epoch.world not in {*reported, *few_for} and _imbalance(epoch) > UNEVEN
+        ]
         if wait:
             worst = max(wait, key=_imbalance)
             devices = _together(str(epoch.world) for epoch in wait)
-            found.append(
+            sentences.append(
                 f"{where}on {devices} devices the busiest computes up to {_imbalance(worst):.2f} of the mean, and the others wait;"
                 f" {_knob(config)}"
             )
-        found += _budget_hints(config, outlook, stage, where)
-        found += _share_hints(stage, where)
-    return found
+        sentences += _budget_hints(config, outlook, stage, where)
+        sentences += _share_hints(stage, where)
+    return sentences
 
 
 def _share_hints(stage: StagePreview, where: str) -> list[str]:
-    """Data sets whose share comes out another than was asked for: each bucket of a data set is met in every epoch."""
-    whole = sum(one.asked for one in stage.datasets if one.samples)  # the others' shares fall to these
-    found = []
+    """Sentences about data sets whose share differs from the requested one: each bucket of a data set is used in every epoch."""
+    total_share = sum(one.asked for one in stage.datasets if one.samples)  # these get the others' shares
+    sentences = []
     for one in stage.datasets:
-        asked = one.asked / whole if whole and one.samples else 0.0
-        if asked and abs(one.share - asked) > max(0.005, 0.2 * asked):
-            found.append(
-                f"{where}data set {one.name} makes {one.share:.2%} of an epoch, not {asked:.2%}: it is met at least once for each of its"
-                " buckets; raise data.repeats, or give it fewer buckets"
+        expected = one.asked / total_share if total_share and one.samples else 0.0
+        if expected and abs(one.share - expected) > max(0.005, 0.2 * expected):
+            sentences.append(
+                f"{where}data set {one.name} makes {one.share:.2%} of an epoch, not {expected:.2%}: it is used at least once for each of"
+                " its buckets; raise data.repeats, or give it fewer buckets"
             )
-    return found
+    return sentences
 
 
 def _budget_hints(config: Config, outlook: SchedulePreview, stage: StagePreview, where: str) -> list[str]:
@@ -196,8 +198,8 @@ def _imbalance(epoch: EpochPreview) -> float:
 
 def _knob(config: Config) -> str:
     if config.batching.by == "samples":
-        return "use batching.by: flops, whose steps are of equal cost"
-    more = "a larger batching.accumulate, more data.repeats, or fewer devices make it less"
+        return "use batching.by: flops, whose steps have equal cost"
+    more = "a larger batching.accumulate, more data.repeats, or fewer devices reduce it"
     if config.batching.mix == "same":
         return f"batching.mix: matched, {more}"
     return f"batching.mix: same, {more}" if config.batching.mix == "window" else more
@@ -258,15 +260,15 @@ def _totals(steps: float, epochs: float, samples: float, tokens: float, flops: f
 
 
 def _merged(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Neighbouring rows that differ in their first cell only, as one row of all their first cells."""
-    made = []
+    """Rows, with neighbours that differ only in their first cell merged into one."""
+    merged = []
     for rest, same in groupby(rows, key=lambda row: row[1:]):
-        made.append((", ".join(row[0] for row in same), *rest))
-    return made
+        merged.append((", ".join(row[0] for row in same), *rest))
+    return merged
 
 
 def _each(numbers: Sequence[int]) -> str:
-    """One number for all, or those of each number of devices."""
+    """The common number, or those of each number of devices."""
     return f"{numbers[0]:,}" if len(set(numbers)) == 1 else " / ".join(f"{number:,}" for number in numbers)
 
 

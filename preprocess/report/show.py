@@ -1,4 +1,4 @@
-"""A picture of what is stored: a latent decoded, beside the frames of its source that it was made from.
+"""Draw a stored latent, decoded, beside the source frames that it encodes.
 
 Legend: F frames, H W height and width in pixels, C channels, T h w latent.
 """
@@ -33,60 +33,60 @@ _CELL, _GAP, _LINE, _MARGIN = 208, 4, 20, 12  # pixels
 
 
 def draw_entry(cache: DatasetCache, key: str, path: Path) -> str:
-    """Write the picture of a latent, or of a sample's latents, as PNG; one line that says what it shows.
+    """Write the picture of a latent, or of a sample's latents, as PNG; return one line about it.
 
-    Raises UserError when the key is unknown, the codec is not to be had, or `path` cannot be written.
+    Raises UserError if the key is unknown, the codec is unavailable, or `path` cannot be written.
     """
     sample = next((s for s in cache.samples if key == s.key or key in s.latent_keys), None)
     keys = sample.latent_keys if sample is not None and sample.key == key else (key,)
     config = stored_config(cache)
     codec = _codec(cache, config)
     rows: list[tuple[str, np.ndarray | str]] = []
-    said = []
+    descriptions = []
     for latent_key in keys[:MOST_LATENTS]:
         entry = cache.entry(latent_key, "latents")
         decoded_FHWC = decode_latent(cache, codec, entry)
-        source = sample.source if sample is not None else entry.source  # an entry may be older than a file's name
-        taken = source_frames(config, source, entry)
-        closeness = f", without its source: {taken}" if isinstance(taken, str) else ""
-        if isinstance(taken, np.ndarray):
-            closeness = f", {_psnr(decoded_FHWC, taken):.1f} dB from the source"
-        shown = "" if isinstance(taken, str) else closeness
-        rows.append((f"{latent_key}  decoded, {entry.bucket}{shown}", decoded_FHWC))
-        rows.append((f"{source or 'source unknown'}, its frames {_ranges(entry.frames)}", taken))
-        said.append(f"{len(decoded_FHWC)} frames of {latent_key}{closeness}")
+        source = sample.source if sample is not None else entry.source  # an entry may have an older file name
+        source_pixels = source_frames(config, source, entry)
+        closeness = f", without its source: {source_pixels}" if isinstance(source_pixels, str) else ""
+        if isinstance(source_pixels, np.ndarray):
+            closeness = f", {_psnr(decoded_FHWC, source_pixels):.1f} dB from the source"
+        suffix = "" if isinstance(source_pixels, str) else closeness
+        rows.append((f"{latent_key}  decoded, {entry.bucket}{suffix}", decoded_FHWC))
+        rows.append((f"{source or 'source unknown'}, its frames {_ranges(entry.frames)}", source_pixels))
+        descriptions.append(f"{len(decoded_FHWC)} frames of {latent_key}{closeness}")
     picture = io.BytesIO()
     contact_sheet(rows, captions_of(cache, sample)).save(picture, format="PNG")
     write_whole(path, picture.getvalue())
-    return "; ".join(said)
+    return "; ".join(descriptions)
 
 
 def stored_config(cache: DatasetCache) -> Config:
-    """The config that the cache was made with. Raises UserError when cache.json does not hold one."""
+    """The config that the cache was built with. Raises UserError if cache.json does not hold one."""
     text = cache.info.get("config")
     if not isinstance(text, str):
-        raise UserError(f"cache {cache.root} does not say with which config it was made")
+        raise UserError(f"cache {cache.root} does not record the config that it was built with")
     return make_config(today(yaml.safe_load(text), cache.root), origin=f"the config in {cache.root / 'cache.json'}")
 
 
 def _codec(cache: DatasetCache, config: Config) -> VideoCodec:
-    """The codec that decodes the cache's latents. Raises UserError when it is missing, or another than they were made with."""
-    own = own_codec(cache.info)
-    codec = load_codec(config.vae, pick("cpu"), cache.root / own if own is not None else None)
-    made_with = cache.info["encoders"]["vae"]["fingerprint"]
-    if codec.fingerprint != made_with:
+    """The codec that decodes the cache's latents. Raises UserError if it is missing, or not the one that encoded them."""
+    codec_file = own_codec(cache.info)
+    codec = load_codec(config.vae, pick("cpu"), cache.root / codec_file if codec_file is not None else None)
+    fingerprint = cache.info["encoders"]["vae"]["fingerprint"]
+    if codec.fingerprint != fingerprint:
         raise UserError(
-            f"the latents were made with the codec {made_with[:12]}, and what {config.vae.kind} loads now is "
-            f"{codec.fingerprint[:12]}: put the first one back"
+            f"the latents were encoded with the codec {fingerprint[:12]}, and {config.vae.kind} now loads "
+            f"{codec.fingerprint[:12]}: restore the first one"
         )
     return codec
 
 
 def decode_latent(cache: DatasetCache, codec: VideoCodec, entry: Entry) -> np.ndarray:
-    """The stored mean as frames (F, H, W, 3) uint8. Raises UserError when the entry was made with another codec."""
-    made_with = json.loads(entry.meta).get("codec", codec.fingerprint)
-    if made_with != codec.fingerprint:
-        raise UserError(f"{entry.key} was made with the codec {made_with[:12]}, not with {codec.fingerprint[:12]}")
+    """The stored mean as frames (F, H, W, 3) uint8. Raises UserError if the entry was encoded with another codec."""
+    fingerprint = json.loads(entry.meta).get("codec", codec.fingerprint)
+    if fingerprint != codec.fingerprint:
+        raise UserError(f"{entry.key} was encoded with the codec {fingerprint[:12]}, not with {codec.fingerprint[:12]}")
     with torch.inference_mode():
         video_CFHW = codec.decode(cache.latent(entry.key)["mean"].float()[None])[0]
     pixels_FHWC = ((video_CFHW.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).permute(1, 2, 3, 0)
@@ -94,48 +94,48 @@ def decode_latent(cache: DatasetCache, codec: VideoCodec, entry: Entry) -> np.nd
 
 
 def source_frames(config: Config, name: str | None, entry: Entry) -> np.ndarray | str:
-    """The pixels that an entry was made from, (F, H, W, 3) uint8 and decoded as preprocess does; or why there are none."""
+    """The pixels that an entry encodes, (F, H, W, 3) uint8, decoded like in preprocess; or the reason that there are none."""
     if name is None:
-        return "the index does not say which source this is"
+        return "the index does not record the source"
     try:
         source = next((s for s in list_sources(config.data).sources if s.name == name), None)
     except UserError as error:
         return str(error)
     if source is None:
-        return f"{name} is not among the config's sources any more"
-    made_from = json.loads(entry.meta)
-    why = "the config takes other frames of it now"
+        return f"{name} is no longer among the config's sources"
+    key_parts = json.loads(entry.meta)
+    reason = "the config now selects other frames of it"
     with DecodePool(config, [source]) as pool:
         for event in pool.run(
             lambda clip: (
                 clip.content_id == entry.content_id
                 and clip.bucket.name == entry.bucket
                 and tuple(clip.indices) == entry.frames
-                and list(clip.crop) == made_from.get("crop", list(clip.crop))
+                and list(clip.crop) == key_parts.get("crop", list(clip.crop))
             )
         ):
             if isinstance(event, Frames):
                 return event.frames_FHWC
             if isinstance(event, Failed):
-                why = f"{event.rejected.reason.value}: {event.rejected.detail}"
+                reason = f"{event.rejected.reason.value}: {event.rejected.detail}"
             elif isinstance(event, Selected) and all(clip.content_id != entry.content_id for clip in event.clips):
-                why = "the file holds something else now"
-    return why
+                reason = "the file has changed"
+    return reason
 
 
 def captions_of(cache: DatasetCache, sample: Sample | None) -> list[str]:
-    """The captions of a sample as they were encoded."""
+    """The captions of a sample, as encoded."""
     if sample is None:
-        return ["no sample of today has this latent"]
+        return ["no current sample has this latent"]
     captions = [str(json.loads(cache.entry(key, "texts").meta).get("caption", key)) for key in sample.text_keys]
     return captions or ["without a caption"]
 
 
 def contact_sheet(rows: Sequence[tuple[str, np.ndarray | str]], captions: Sequence[str]) -> Image.Image:
-    """Rows of frames under their labels, with captions below; where there are no frames, a grey strip says why."""
-    shown = [frames for _, frames in rows if isinstance(frames, np.ndarray)]
-    count = max(min(COLUMNS, len(frames)) for frames in shown)
-    height, width = shown[0].shape[1:3]
+    """Rows of frames under their labels, with captions below; in place of missing frames, a grey strip gives the reason."""
+    clips = [frames for _, frames in rows if isinstance(frames, np.ndarray)]
+    count = max(min(COLUMNS, len(frames)) for frames in clips)
+    height, width = clips[0].shape[1:3]
     scale = min(_CELL / width, _CELL / height)
     cell = max(1, round(width * scale)), max(1, round(height * scale))
     inner = max(count * (cell[0] + _GAP) - _GAP, 640)
@@ -168,12 +168,12 @@ def evenly(total: int, count: int) -> list[int]:
 
 
 def _psnr(one_FHWC: np.ndarray, other_FHWC: np.ndarray) -> float:
-    """Peak signal-to-noise ratio in dB of two clips of one shape; infinite when they are equal."""
+    """Peak signal-to-noise ratio in dB of two clips of the same shape; infinite if they are equal."""
     error = float(np.mean((one_FHWC.astype(np.float32) - other_FHWC.astype(np.float32)) ** 2))
     return 10 * float(np.log10(255.0**2 / error)) if error else float("inf")
 
 
 def _ranges(frames: Sequence[int]) -> str:
-    """Frame numbers in short: `0, 3, 6 ... 24`."""
+    """Frame numbers, abbreviated: `0, 3, 6 ... 24`."""
     numbers = [str(frame) for frame in frames]
     return ", ".join(numbers) if len(numbers) <= 6 else f"{', '.join(numbers[:3])} ... {numbers[-1]}"

@@ -1,16 +1,16 @@
-"""`mmspeed check --suggest-buckets N`: the N buckets that lose least of the sources at hand, beside hand-made lists.
+"""`mmspeed check --suggest-buckets N`: find the N buckets that lose least of the sources, and compare them with hand-made lists.
 
-What a bucket keeps of a source is the product of three shares:
+The share that a bucket keeps of a source is the product of three shares:
 
-    frames   F / frames that the source could give, or that the largest bucket asks for, whichever is fewer
+    frames   F / frames that the source has, or that the largest bucket has, whichever is fewer
     view     of the picture's pixels, those inside the centre crop to the bucket's shape
-    size     the root of (H x W / pixels of the picture, or of the largest bucket asked for, whichever is fewer); at most 1
+    size     the root of (H x W / pixels of the picture, or of the largest present bucket, whichever is fewer); at most 1
 
-The size counts by its side and not by its area: else a tall picture would be cut to a wide bucket for a little more resolution,
-which loses most of what it shows.
+The size counts by its side and not by its area: otherwise a tall picture would be cropped to a wide bucket for a little more
+resolution, which loses most of its content.
 
 The loss is 1 minus that; a source that no bucket takes loses 1. A source goes to the bucket that `rank_buckets` puts first, which
-is the one that keeps most: for one source the product goes with F x view x root of H x W.
+is the one that keeps most: for one source the product is proportional to F x view x root of H x W.
 
 Legend: F frames, H W height and width in pixels, M candidates, C cells of sources.
 """
@@ -30,42 +30,42 @@ from mmspeed.models.text.encoders import text_width
 from mmspeed.preprocess.records.source_shapes import ShapeHistogram, commonest
 from mmspeed.preprocess.report.bucket_search import on_a_line, search, worth_of
 
-CANDIDATES = 2000  # looked at, about
+CANDIDATES = 2000  # approximate number to examine
 WIDEST = 3.0  # aspect ratios are between 1 : 3 and 3 : 1
-_ASPECTS = 65  # evenly spread ratios that shapes are made for, 3.4 % from one to the next
-_COMMON_ASPECTS = 32  # and the sources' own
+_ASPECTS = 65  # evenly spaced ratios of candidate shapes, 3.4 % from one to the next
+_COMMON_ASPECTS = 32  # the most common ratios of the sources
 _LINE = 400  # candidates of a kind for which the exact method is fast
-_SAME_AREA = 0.8  # a smaller area is another one when it is below this share of a larger
+_SAME_AREA = 0.8  # areas whose ratio is above this share count as equal
 # Width to height; those of Open-Sora 2, taken in both orientations.
 _OPEN_SORA_RATIOS = (2.39, 2.0, 16 / 9, 1.85, 9 / 16, 5 / 8, 3 / 2, 4 / 3, 1.0)
 
 
 @dataclass(frozen=True)
 class BucketGrid:
-    """What frames, heights and widths of a bucket must be, for the codec and the model's patch."""
+    """The multiples that frames, heights and widths of a bucket need, for the codec and the model's patch."""
 
-    temporal: int  # frames that a latent frame stands for, from the second
-    patch_frames: int  # latent frames that a token stands for
+    temporal: int  # frames per latent frame, from the second
+    patch_frames: int  # latent frames per token
     height: int
     width: int
 
     def frames(self, most: int) -> int:
-        """The largest F that fits and is at most `most`; 0 where there is none."""
+        """The largest F that fits and is at most `most`; 0 if there is none."""
         latents = (1 + (most - 1) // self.temporal) // self.patch_frames * self.patch_frames if most >= 1 else 0
         return 1 + (latents - 1) * self.temporal if latents else 0
 
     def holds(self, bucket: Bucket) -> bool:
-        """Whether the bucket fits."""
-        whole = bucket.height % self.height == 0 and bucket.width % self.width == 0
-        return whole and self.frames(bucket.frames) == bucket.frames
+        """True if the bucket fits the grid."""
+        divides = bucket.height % self.height == 0 and bucket.width % self.width == 0
+        return divides and self.frames(bucket.frames) == bucket.frames
 
 
 @dataclass(frozen=True)
 class BucketOutcome:
-    """What a list of buckets does to the sources.
+    """The result of applying a list of buckets to the sources.
 
-    `clips` are those that go to each bucket. `cropped`, `trimmed` and `scaled` are the mean shares lost of the clips that are taken: pixels
-    outside the crop, frames beyond F, length of the sides. `kept` is the mean over all sources of what is kept.
+    `clips` are the numbers in each bucket. `cropped`, `trimmed` and `scaled` are the mean shares that these clips lose: pixels
+    outside the crop, frames beyond F, length of the sides. `kept` is the mean kept share over all sources.
     """
 
     buckets: tuple[Bucket, ...]
@@ -79,18 +79,18 @@ class BucketOutcome:
 
 @dataclass(frozen=True)
 class BucketSuggestion:
-    """The suggested list and those it is held against, by name; `asked` is the number wanted, `exact` whether no other list keeps more."""
+    """The suggested list and those it is compared with, by name; `asked` is the requested number, `exact` true if it is optimal."""
 
     asked: int
     sources: int
     suggested: BucketOutcome
     others: dict[str, BucketOutcome]
     exact: bool
-    binned: bool  # sources of somewhat different shapes are counted as one
+    binned: bool  # sources of slightly different shapes are counted as one
 
 
 def grid_of(config: Config) -> BucketGrid:
-    """What the config's codec and model ask of a bucket. Raises UserError as `codec_geometry`."""
+    """The grid of buckets that fit the config's codec and model. Raises UserError like `codec_geometry`."""
     channels, strides = codec_geometry(config.vae)
     patch = resolve_config(config.model, channels, text_width(config.text)).patch
     return BucketGrid(strides.temporal, patch[0], strides.spatial * patch[1], strides.spatial * patch[2])
@@ -99,9 +99,9 @@ def grid_of(config: Config) -> BucketGrid:
 def suggest(
     cells: ShapeHistogram, present: Sequence[Bucket], grid: BucketGrid, number: int, allow_upscale: bool
 ) -> BucketSuggestion:
-    """At most `number` buckets for the sources in `cells`, of which there is one at least.
+    """Suggest at most `number` buckets for the sources in `cells`, of which there is at least one.
 
-    None of them is larger than what the `present` buckets ask for: some present bucket has as many frames and as large an area.
+    None is larger than the `present` buckets: some present bucket has at least as many frames and about as large an area.
     """
     judge = _Judge(cells, present, allow_upscale)
     candidates = _candidates(cells, present, grid)
@@ -120,7 +120,7 @@ def suggest(
 
 
 class _Judge:
-    """What buckets keep of the sources. `present` say which frames and pixels are asked for at most."""
+    """Computes the shares of the sources that buckets keep. `present` buckets limit the frames and pixels that count."""
 
     def __init__(self, cells: ShapeHistogram, present: Sequence[Bucket], allow_upscale: bool) -> None:
         self.cells, self.allow_upscale = cells, allow_upscale
@@ -130,7 +130,7 @@ class _Judge:
         self.frames_C = np.minimum(cells.frames, max(b.frames for b in present))
 
     def values(self, buckets: Sequence[Bucket]) -> np.ndarray:
-        """(M, C): what each bucket keeps of each cell; 0: does not take it. With `allow_upscale` coded as in bucket_search."""
+        """(M, C): the share that each bucket keeps of each cell; 0: it does not take it. With `allow_upscale` coded as in bucket_search."""
         values_MC = np.zeros((len(buckets), len(self.cells)))
         for row_C, bucket in zip(values_MC, buckets, strict=True):
             taken_C, covered_C, view_C = self._fit(bucket)
@@ -139,7 +139,7 @@ class _Judge:
         return values_MC
 
     def outcome(self, buckets: Sequence[Bucket]) -> BucketOutcome:
-        """What becomes of the sources with these buckets, by the order that `rank_buckets` puts them in."""
+        """The result of these buckets for the sources, by the order of `rank_buckets`."""
         if not buckets:
             return BucketOutcome((), (), 0.0, 0.0, 0.0, self.cells.clips, 0.0)
         keys = np.array([self._keys(bucket) for bucket in buckets])  # (M, keys, C)
@@ -163,7 +163,7 @@ class _Judge:
         )
 
     def _fit(self, bucket: Bucket) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of each cell: whether the bucket takes it, whether without enlarging it, and the share of the view kept."""
+        """Arrays (C,): true where the bucket takes the cell, true where without enlarging it, and the kept share of the view."""
         cells = self.cells
         covered_C = (bucket.height <= cells.heights) & (bucket.width <= cells.widths)
         taken_C = (cells.images == bucket.is_image) & (cells.frames >= bucket.frames)
@@ -175,7 +175,7 @@ class _Judge:
         return np.sqrt(np.minimum(1.0, bucket.height * bucket.width / np.minimum(self.area_C, self.most_area)))
 
     def _keys(self, bucket: Bucket) -> np.ndarray:
-        """(keys, C): what `rank_buckets` sorts by, the first key first; that is -1 where the bucket does not take the cell."""
+        """(keys, C): the sort keys of `rank_buckets`, the first key first; that is -1 where the bucket does not take the cell."""
         taken_C, covered_C, view_C = self._fit(bucket)
         area = bucket.height * bucket.width
         enlarged_C = np.maximum(1.0, np.maximum(bucket.height / self.cells.heights, bucket.width / self.cells.widths))
@@ -187,7 +187,7 @@ class _Judge:
 def _choose(
     judge: _Judge, candidates: Sequence[Bucket], present: Sequence[Bucket], number: int
 ) -> tuple[list[int], bool]:
-    """Positions of the candidates that are best together, and whether it is sure that no others are better."""
+    """Positions of the best combination of candidates, and True if it is certainly optimal."""
     if not candidates:
         return [], True
     values_MC, coded = judge.values(candidates), judge.allow_upscale
@@ -211,7 +211,7 @@ def _choose(
 def _on_lines(
     judge: _Judge, candidates: Sequence[Bucket], kinds: Sequence[np.ndarray], values_MC: np.ndarray, number: int
 ) -> list[int]:
-    """The best candidates when each kind (images, videos) is a line of aspect ratios; as few as keep that much."""
+    """The best candidates if each kind (images, videos) is a line of aspect ratios; as few as keep the same."""
     places_M = np.log([b.width / b.height for b in candidates])
     places_C = np.log(judge.cells.widths / judge.cells.heights)
     best: list[tuple[float, list[int]]] = [(0.0, [])]
@@ -229,16 +229,16 @@ def _on_lines(
 
 
 def _candidates(cells: ShapeHistogram, present: Sequence[Bucket], grid: BucketGrid) -> list[Bucket]:
-    """Buckets that may serve: shapes at the areas asked for, by lengths that sources have; and the present ones that fit."""
+    """Candidate buckets: shapes at the areas of present ones, with lengths that sources have; and the present ones that fit."""
     aspects_C = cells.widths / cells.heights
     spread = np.geomspace(1 / WIDEST, WIDEST, _ASPECTS)
     spread = spread[(spread > 0.96 * aspects_C.min()) & (spread < 1.04 * aspects_C.max())]
-    own = np.clip(commonest(aspects_C, cells.counts, _COMMON_ASPECTS), 1 / WIDEST, WIDEST)
-    aspects = [float(aspect) for aspect in (*spread, *own)]
-    found: dict[Bucket, None] = {}
+    common = np.clip(commonest(aspects_C, cells.counts, _COMMON_ASPECTS), 1 / WIDEST, WIDEST)
+    aspects = [float(aspect) for aspect in (*spread, *common)]
+    buckets: dict[Bucket, None] = {}
     if cells.images.any() and grid.frames(1):
         areas = {_target(b, present) for b in present}
-        found |= dict.fromkeys(Bucket(1, *hw) for area in sorted(areas) for hw in _shapes(area, aspects, grid))
+        buckets |= dict.fromkeys(Bucket(1, *hw) for area in sorted(areas) for hw in _shapes(area, aspects, grid))
     lengths = sorted({grid.frames(int(f)) for f in np.unique(cells.frames[~cells.images])} - {0, 1})
     videos = [b for b in present if not b.is_image]
     sizes = {_target(b, videos): 0 for b in videos}
@@ -249,19 +249,19 @@ def _candidates(cells: ShapeHistogram, present: Sequence[Bucket], grid: BucketGr
         fitting = sorted({min(length, grid.frames(most)) for length in lengths} - {0, 1})
         if len(fitting) > room:
             fitting = [fitting[round(at)] for at in np.linspace(0, len(fitting) - 1, room)]
-        found |= dict.fromkeys(Bucket(f, *hw) for f in fitting for hw in shapes[area])
-    return sorted(found | dict.fromkeys(b for b in present if grid.holds(b)))
+        buckets |= dict.fromkeys(Bucket(f, *hw) for f in fitting for hw in shapes[area])
+    return sorted(buckets | dict.fromkeys(b for b in present if grid.holds(b)))
 
 
 def _target(bucket: Bucket, present: Sequence[Bucket]) -> int:
-    """The area that the bucket asks for: the largest that is about its own, of a bucket that has no fewer frames."""
+    """The target area of a bucket: the largest that is about its own, of a bucket with at least as many frames."""
     area = bucket.height * bucket.width
     others = (b.height * b.width for b in present if b.frames >= bucket.frames)
     return max(other for other in others if other * _SAME_AREA <= area)
 
 
 def _shapes(area: int, aspects: Sequence[float], grid: BucketGrid) -> list[tuple[int, int]]:
-    """For each aspect ratio (width to height) the (H, W) of no more than `area` that keeps most of such a picture."""
+    """The (H, W) of at most `area` that keeps most of a picture, for each aspect ratio (width to height)."""
     pairs = []
     for height in range(grid.height, area // grid.width + 1, grid.height):
         full = area // height // grid.width
@@ -276,13 +276,13 @@ def _shapes(area: int, aspects: Sequence[float], grid: BucketGrid) -> list[tuple
 
 
 def _single(judge: _Judge, present: Sequence[Bucket], grid: BucketGrid) -> BucketOutcome | None:
-    """One bucket of the shape that most sources have: of the lengths and areas asked for, those that keep most."""
+    """A single bucket of the most common shape of sources, with the present length and area that keep most."""
     cells = judge.cells
     aspects_C = cells.widths / cells.heights
-    near_C = np.round(np.log(aspects_C) * 50) + 1000 * cells.images  # 2 % apart; images by themselves
+    near_C = np.round(np.log(aspects_C) * 50) + 1000 * cells.images  # 2 % apart; images separate
     own_C = near_C == commonest(near_C, cells.counts, 1)[0]
     aspect = commonest(aspects_C[own_C], cells.counts[own_C], 1)
     alike = [b for b in present if b.is_image == bool(cells.images[own_C][0])]
-    tried = {(grid.frames(b.frames), *hw) for b in alike for hw in _shapes(_target(b, alike), aspect, grid)}
-    found = [judge.outcome([Bucket(*shape)]) for shape in sorted(tried) if shape[0]]
-    return max(found, key=lambda outcome: outcome.kept, default=None)
+    shapes_tried = {(grid.frames(b.frames), *hw) for b in alike for hw in _shapes(_target(b, alike), aspect, grid)}
+    outcomes = [judge.outcome([Bucket(*shape)]) for shape in sorted(shapes_tried) if shape[0]]
+    return max(outcomes, key=lambda outcome: outcome.kept, default=None)

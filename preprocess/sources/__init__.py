@@ -1,1 +1,1 @@
-"""Sources: folders, archives and manifests, and what in them is rejected."""
+"""Sources: folders, archives and manifests, and the rejection of files in them."""

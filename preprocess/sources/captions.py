@@ -1,4 +1,4 @@
-"""Caption files and caption fields, made clean and bounded: what strangers write must not control terminals or fill memory."""
+"""Clean and bound caption files and fields: untrusted text must not control terminals or fill memory."""
 
 from __future__ import annotations
 
@@ -9,43 +9,43 @@ from typing import Any, NamedTuple
 
 MAX_CAPTION_BYTES = 1 << 20  # read of one caption file
 MAX_CAPTIONS = 256  # kept of one clip
-_MAX_RAW_CHARS = 1 << 16  # looked at of one caption, and four times those that are kept
-# Control characters apart from white space; marks that turn the direction of writing (overrides, embeddings, isolates);
-# and signs that show as nothing: zero-width space, word joiner and invisible operators, byte order mark, tags.
+_MAX_RAW_CHARS = 1 << 16  # examined of one caption, plus four times its limit
+# Control characters apart from white space; marks that change the direction of writing (overrides, embeddings, isolates);
+# and invisible characters: zero-width space, word joiner and invisible operators, byte order mark, tags.
 _UNSEEN = re.compile(
     "[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\u200b\u202a-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"
 )
-# Joiners and variation selectors make letters and emoji, in ones and twos.
+# Joiners and variation selectors form letters and emoji, in ones and twos.
 _JOINERS = re.compile("([\u200c\u200d\ufe00-\ufe0f]{2})[\u200c\u200d\ufe00-\ufe0f]+")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
 class CleanedCaption(NamedTuple):
-    """A caption made clean, and what had to be done to it."""
+    """A cleaned caption, with flags of the changes."""
 
     text: str
     cut: bool  # it was longer than allowed
-    repaired: bool  # U+FFFD stands for what could not be decoded
-    stripped: bool  # control characters or unseen signs were taken out
+    repaired: bool  # U+FFFD replaces undecodable bytes
+    stripped: bool  # control or invisible characters were removed
 
 
 def clean_caption(text: str, max_chars: int) -> CleanedCaption:
-    """The caption with single spaces, at most `max_chars` long, and without control characters and unseen signs.
+    """The caption with single spaces, at most `max_chars` long, and without control and invisible characters.
 
-    Lone surrogates, which is what undecodable bytes are read as, become U+FFFD; only those that are kept count.
+    Lone surrogates, as which undecodable bytes are read, become U+FFFD; only those within the limit count.
     """
     raw = text[: _MAX_RAW_CHARS + 4 * max_chars]
     bare = _JOINERS.sub(r"\1", _UNSEEN.sub("", raw))
     spaced = " ".join(bare.split())
-    kept = spaced[:max_chars].rstrip()
-    clean, repairs = _SURROGATE.subn("\ufffd", kept)
+    shortened = spaced[:max_chars].rstrip()
+    clean, repairs = _SURROGATE.subn("\ufffd", shortened)
     cut = len(spaced) > max_chars or len(raw) < len(text)
     return CleanedCaption(clean, cut, repairs > 0, len(bare) < len(raw))
 
 
 @dataclass
 class CaptionCounts:
-    """What was done to captions: how many were cut, repaired and stripped, and how many were one too many for their clip."""
+    """Counts of captions that were cut, repaired and stripped, and of those dropped beyond their clip's limit."""
 
     cut: int = 0
     repaired: int = 0
@@ -54,9 +54,9 @@ class CaptionCounts:
 
 
 class Captions:
-    """The captions of one clip, cleaned as they come: of equal ones one, and at most `MAX_CAPTIONS` of them.
+    """The distinct captions of one clip, cleaned as they are added, at most `MAX_CAPTIONS`.
 
-    `problem` says why there are none, where that is known.
+    `problem` is the reason if there are none and it is known.
     """
 
     def __init__(self, max_chars: int, counts: CaptionCounts) -> None:
@@ -70,7 +70,7 @@ class Captions:
         return tuple(self._kept)
 
     def add(self, text: str, whole: bool = True) -> None:
-        """Take one more caption; `whole` is false when its file was not read to its end."""
+        """Add a caption; `whole` is false if its file was not read to its end."""
         cleaned = clean_caption(text, self._max_chars)
         self._counts.cut += cleaned.cut or not whole
         self._counts.repaired += cleaned.repaired
@@ -83,11 +83,11 @@ class Captions:
             self._counts.dropped += 1
 
     def add_file(self, name: str, data: bytes, key: str) -> None:
-        """Take the captions of a caption file, of which `data` are the first bytes: up to `MAX_CAPTION_BYTES` + 1."""
+        """Add the captions of a caption file, of which `data` are the first bytes: up to `MAX_CAPTION_BYTES` + 1."""
         whole = len(data) <= MAX_CAPTION_BYTES
         if not name.lower().endswith(".json"):
             text = decode(data[:MAX_CAPTION_BYTES])
-            # A sign that the limit cuts in two is no damage of the file.
+            # A character that the limit cuts in two is not damage of the file.
             self.add(text if whole else text[:-3] + _SURROGATE.sub("", text[-3:]), whole)
         elif not whole:
             self.problem = f"its caption file is larger than {MAX_CAPTION_BYTES} bytes"
@@ -100,12 +100,12 @@ class Captions:
 
 
 def decode(data: bytes) -> str:
-    """UTF-8, or UTF-16 behind its mark; each undecodable byte becomes a lone surrogate."""
+    """Decode UTF-8, or UTF-16 with its mark; each undecodable byte becomes a lone surrogate."""
     if data[:2] not in (b"\xff\xfe", b"\xfe\xff"):
         return data.decode("utf-8-sig", "surrogateescape")
     try:
         return data.decode("utf-16")
-    except UnicodeDecodeError:  # UTF-16 knows no surrogateescape
+    except UnicodeDecodeError:  # UTF-16 has no surrogateescape
         return data.decode("utf-16", "replace").replace("\ufffd", "\udcff")
 
 
@@ -123,7 +123,7 @@ def json_captions(text: str, key: str) -> list[str]:
 
 
 def strings(value: Any) -> list[str]:
-    """A caption field: nothing, a string, or a list of strings. Raises ValueError for anything else."""
+    """The strings of a caption field: nothing, a string, or a list of strings. Raises ValueError for anything else."""
     if is_missing(value):
         return []
     if isinstance(value, str):
@@ -134,5 +134,5 @@ def strings(value: Any) -> list[str]:
 
 
 def is_missing(value: Any) -> bool:
-    """Whether a field says nothing: None, or the NaN that pandas writes for it."""
+    """True if a field is empty: None, or the NaN that pandas writes for it."""
     return value is None or (isinstance(value, float) and value != value)

@@ -1,9 +1,9 @@
-"""What the first bytes and the boxes of a file tell: which reader it is for, whether it is a pickle, and whether its end is missing.
+"""Inspect the first bytes and the boxes of a file to detect its reader, pickles, and a missing end.
 
-Decoders are silent about many cut files, but the formats say how long they should be: ISO base media (mp4, mov) in
+Decoders do not report many cut files, but the formats state their length: ISO base media (mp4, mov) in
 its boxes, Matroska (webm, mkv) in its segment, AVI in its RIFF header.
 
-A pickle runs code when it is read, so none is ever opened.
+Reading a pickle runs code, so none is ever opened.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import struct
 from typing import BinaryIO
 
-HEAD_BYTES = 512  # enough of a file to tell
+HEAD_BYTES = 512  # enough of a file to identify it
 DEMUXERS = (
     "mov", "mp4", "m4a", "3gp", "3g2", "mj2", "matroska", "webm", "avi", "mpegts", "mpeg", "mpegvideo", "flv", "asf",
     "ogg", "mxf", "dv", "ivf", "nut", "yuv4mpegpipe", "h264", "hevc", "obu", "wtv", "mp3", "wav", "flac", "aac",
@@ -24,7 +24,7 @@ _EBML, _SEGMENT = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"
 
 
 def is_picture(head: bytes) -> bool:
-    """Whether a file that starts so is read by Pillow: stills, and the animations that video decoders do not read."""
+    """True if Pillow reads a file with these first bytes: stills, and the animations that video decoders do not read."""
     return (
         head.startswith((b"\x89PNG\r\n", b"\xff\xd8\xff", b"GIF87a", b"GIF89a", b"II*\0", b"MM\0*"))
         or (head[:4] == b"RIFF" and head[8:12] == b"WEBP")
@@ -34,17 +34,17 @@ def is_picture(head: bytes) -> bool:
 
 
 def is_pickle(name: str, head: bytes = b"") -> bool:
-    """Whether a file is a pickle, or holds one: by its ending, or by its first bytes where those are given.
+    """True if a file is a pickle, or holds one: by its ending, or by its first bytes if they are given.
 
-    Seen are bare pickles (protocol 2 and later), zips whose first file is one (what torch writes), and NumPy arrays of objects.
+    Detected are bare pickles (protocol 2 and later), zips whose first file is one (what torch writes), and NumPy arrays of objects.
     """
     return os.path.splitext(name)[1].lower() in _PICKLE_ENDINGS or holds_pickle(head)
 
 
 def holds_pickle(head: bytes) -> bool:
-    """Whether the first bytes of a file are a pickle's, or of a zip or a NumPy array that holds one."""
+    """True if the first bytes of a file are a pickle's, or those of a zip or a NumPy array that holds one."""
     if head[:1] == b"\x80" and head[1:2] in (b"\2", b"\3", b"\4", b"\5"):
-        # A framed pickle states its frame; an older one goes on with an opcode, which is a printable sign.
+        # A framed pickle states its frame; an older one continues with an opcode, which is a printable character.
         return head[2:3] == b"\x95" or 0x20 <= (head[2:3] or b"\0")[0] < 0x7F or head[2:3] in (b"\x8a", b"\x8c")
     if head.startswith(b"PK\x03\x04"):
         length = int.from_bytes(head[26:28], "little")
@@ -53,7 +53,7 @@ def holds_pickle(head: bytes) -> bool:
 
 
 def structural_cut(file: BinaryIO, head: bytes, size: int) -> str:
-    """A sentence on what is missing at the end of a file of `size` bytes, by its own account; empty when nothing is."""
+    """A sentence about the missing end of a file of `size` bytes, by its own declaration; empty if it is complete."""
     if head[4:8] in _ISO_STARTS:
         return _iso_cut(file, size)
     if head.startswith(_EBML):
@@ -69,7 +69,7 @@ def _missing(declared: int, size: int) -> str:
 
 
 def _iso_cut(file: BinaryIO, size: int) -> str:
-    """Walks the top boxes. Their sizes include their headers; 1 stands for a 64-bit size, 0 for all the rest."""
+    """Check the top-level boxes. Their sizes include their headers; 1 stands for a 64-bit size, 0 for all the rest."""
     at, has_index = 0, False
     while at + 8 <= size:
         file.seek(at)
@@ -80,12 +80,12 @@ def _iso_cut(file: BinaryIO, size: int) -> str:
         elif length == 0:
             length = size - at
         if kind not in _ISO_BOXES or length < 8:
-            break  # what some devices write behind the last box
+            break  # data that some devices write after the last box
         if at + length > size:
             return _missing(at + length, size)
         has_index = has_index or kind in (b"moov", b"moof")
         at += length
-    return "" if has_index else "its index (moov) is missing, as in a recording that was not finished"
+    return "" if has_index else "its index (moov) is missing, as in an unfinished recording"
 
 
 def _matroska_cut(file: BinaryIO, size: int) -> str:
@@ -102,7 +102,7 @@ def _matroska_cut(file: BinaryIO, size: int) -> str:
 
 
 def _vint(data: bytes, at: int) -> tuple[int | None, int]:
-    """An EBML length at position `at` and the position behind it; None for `unknown` (all ones) and for damage."""
+    """An EBML length at position `at` and the position after it; None for `unknown` (all ones) and for damage."""
     if not data or not data[0]:
         return None, at
     count = 9 - data[0].bit_length()

@@ -1,7 +1,7 @@
-"""What there is to encode: folders, manifests and webdataset tars become a list of `Source`.
+"""List the sources in folders, manifests and webdataset tars.
 
-Nothing is opened but captions, manifests and tar headers; archives are never unpacked. Each file, row or member that is
-met becomes a source, a caption, a rejection with a reason, or is counted as ignored.
+Only captions, manifests and tar headers are opened; archives are never unpacked. Each file, row or member
+becomes a source, a caption, a rejection with a reason, or is counted as ignored.
 """
 
 from __future__ import annotations
@@ -50,23 +50,23 @@ _SPLITS: dict[Any, Split] = {
 
 
 def list_sources(data: DataConfig) -> SourceListing:
-    """Every source of the configured places, in their order and then by name.
+    """All sources of the configured data sets, in their order and then by name.
 
-    Raises UserError for a missing path, an unknown format, a missing column, or a place without any media.
+    Raises UserError for a missing path, an unknown format, a missing column, or a data set without any media.
     """
-    found = SourceCollector(data.max_caption_chars)
+    collector = SourceCollector(data.max_caption_chars)
     for config, name in zip(data.sources, data.dataset_names, strict=True):
-        found.dataset = name
-        before = len(found.sources), len(found.rejections)
+        collector.dataset = name
+        before = len(collector.sources), len(collector.rejections)
         for path in _paths(config):
-            _READ[_format(config, path)](found, config, path)
-        if len(found.sources) == before[0]:
-            _check_not_empty(config, found.rejections[before[1] :])
-    return found.listing(data.limit)
+            _READ[_format(config, path)](collector, config, path)
+        if len(collector.sources) == before[0]:
+            _check_not_empty(config, collector.rejections[before[1] :])
+    return collector.listing(data.limit)
 
 
 def _paths(config: SourceConfig) -> list[str]:
-    """The files or the folder that a source names; `*` is the only wildcard. Raises UserError when there are none."""
+    """The files or the folder that a source names; `*` is the only wildcard. Raises UserError if there are none."""
     if os.path.exists(config.path):
         return [config.path]
     pattern = "*".join(glob.escape(part) for part in config.path.split("*"))
@@ -77,9 +77,9 @@ def _paths(config: SourceConfig) -> list[str]:
 
 
 def _format(config: SourceConfig, path: str) -> str:
-    """How `path` is read. Raises UserError when that cannot be told."""
+    """The format of `path`. Raises UserError if it cannot be determined."""
     if config.format == "folder" and not os.path.isdir(path):
-        raise UserError(f"data.sources: {path} is a file, not a folder; set format to what it is, or to auto")
+        raise UserError(f"data.sources: {path} is a file, not a folder; set format to match it, or to auto")
     if os.path.isdir(path):
         if config.format != "folder" and _manifest_in(config, path) is not None:
             return "manifest_folder"
@@ -105,20 +105,20 @@ def _manifest_in(config: SourceConfig, folder: str) -> str | None:
 
 
 def _check_not_empty(config: SourceConfig, rejections: list[Rejection]) -> None:
-    """Raises UserError when a place held nothing that could have been a source."""
-    tried = {Reason.NO_CAPTION, Reason.MISSING_FILE, Reason.BAD_ROW}
-    if any(rejection.reason in tried for rejection in rejections):
+    """Raise UserError if a data set holds nothing that could have been a source."""
+    candidate_reasons = {Reason.NO_CAPTION, Reason.MISSING_FILE, Reason.BAD_ROW}
+    if any(rejection.reason in candidate_reasons for rejection in rejections):
         return
-    why = f" ({rejections[0].source}: {rejections[0].detail or rejections[0].reason})" if rejections else ""
+    example = f" ({rejections[0].source}: {rejections[0].detail or rejections[0].reason})" if rejections else ""
     hint = "; to read tars, name them: folder/*.tar" if any(ending(r.source) == ".tar" for r in rejections) else ""
     endings = " ".join(sorted(VIDEO_ENDINGS | IMAGE_ENDINGS))
-    raise UserError(f"data.sources: {config.path} holds no media{why}; looked for {endings}{hint}")
+    raise UserError(f"data.sources: {config.path} holds no media{example}; looked for {endings}{hint}")
 
 
-def _read_manifest(found: SourceCollector, config: SourceConfig, path: str) -> None:
-    """Rows that name media relative to the manifest's folder. Raises UserError for a missing column or no rows.
+def _read_manifest(collector: SourceCollector, config: SourceConfig, path: str) -> None:
+    """Read rows that name media relative to the manifest's folder. Raises UserError for a missing column or no rows.
 
-    A row may name a file anywhere, by `..` or in full: the manifest is the user's, who may read what it names.
+    A row may name any file, with `..` or an absolute path: the manifest belongs to the user, who may read these files.
     """
     kind = config.format if config.format in READERS else FORMAT_OF_ENDING[ending(path)]
     name = os.path.basename(path)
@@ -131,11 +131,11 @@ def _read_manifest(found: SourceCollector, config: SourceConfig, path: str) -> N
         where = f"{name} {unit} {line}"
         if isinstance(row, str):
             first_problem = first_problem or f"{unit} {line}: {row}"
-            found.reject(f"{name}:{line}", Reason.BAD_ROW, f"{where}: {row}")
+            collector.reject(f"{name}:{line}", Reason.BAD_ROW, f"{where}: {row}")
             continue
         good += 1
-        _read_row(found, config, path, f"{name}:{line}", where, row)
-    found.files += rows
+        _read_row(collector, config, path, f"{name}:{line}", where, row)
+    collector.files += rows
     if not rows:
         raise UserError(f"data.sources: {path} holds no rows")
     if not good:
@@ -143,9 +143,9 @@ def _read_manifest(found: SourceCollector, config: SourceConfig, path: str) -> N
 
 
 def _read_row(
-    found: SourceCollector, config: SourceConfig, manifest: str, name: str, where: str, row: dict[str, Any]
+    collector: SourceCollector, config: SourceConfig, manifest: str, name: str, where: str, row: dict[str, Any]
 ) -> None:
-    """One row; `name` stands for it until its media is known, and `where` tells people its manifest and line."""
+    """Read one row; `name` identifies it until its media is known, and `where` is its manifest and line, for messages."""
     media, split = row.get(config.media_column), row.get(config.split_column) if config.split_column else None
     split = None if is_missing(split) else split
     try:
@@ -155,42 +155,42 @@ def _read_row(
         if split not in _SPLITS:
             raise ValueError(f"'{config.split_column}' is {split!r}, neither train nor val")
     except (ValueError, TypeError) as error:
-        found.reject(name, Reason.BAD_ROW, f"{where}: {error}")
+        collector.reject(name, Reason.BAD_ROW, f"{where}: {error}")
         return
     path = os.path.join(os.path.dirname(manifest), media)
     try:
         is_file = os.path.isfile(path)
-    except UnicodeEncodeError:  # a surrogate that stands for no byte
+    except UnicodeEncodeError:  # a surrogate that does not encode a byte
         is_file = False
     if is_file:
         place = os.path.basename(manifest)
-        found.add(media, path, found.captions(captions), _SPLITS[split], place, where=where)
+        collector.add(media, path, collector.captions(captions), _SPLITS[split], place, where=where)
     else:
         reason, why = no_file(path)
-        found.reject(f"{name} {media}", reason, f"{where}: {why}")
+        collector.reject(f"{name} {media}", reason, f"{where}: {why}")
 
 
-def _read_tar(found: SourceCollector, config: SourceConfig, path: str) -> None:
-    """Samples of a webdataset tar: members that share their name up to the first dot of the base name.
+def _read_tar(collector: SourceCollector, config: SourceConfig, path: str) -> None:
+    """Read samples of a webdataset tar: members that share their name up to the first dot of the base name.
 
-    A name that comes again begins another sample, so that tars which were joined keep their pairs.
+    A repeated name begins another sample, so that concatenated tars keep their pairs.
     """
     tar = os.path.basename(path)
     headers = read_headers(path)
-    found.files += len(headers.members)
+    collector.files += len(headers.members)
     if headers.problem is not None:
-        found.files += 1
-        found.reject(tar, *headers.problem)
+        collector.files += 1
+        collector.reject(tar, *headers.problem)
     samples: list[dict[str, TarMember]] = []
     latest: dict[str, dict[str, TarMember]] = {}
     for member in headers.members:
         folder, _, base = member.name.rpartition("/")
         if unsafe := is_unsafe(member):
-            found.reject(f"{tar}!{member.name}", Reason.UNSAFE_NAME, unsafe)
+            collector.reject(f"{tar}!{member.name}", Reason.UNSAFE_NAME, unsafe)
         elif base.startswith("."):
-            found.ignored += 1
+            collector.ignored += 1
         elif member.offset + member.size > headers.bytes:
-            found.reject(f"{tar}!{member.name}", Reason.TRUNCATED, "the tar ends inside this member")
+            collector.reject(f"{tar}!{member.name}", Reason.TRUNCATED, "the tar ends inside this member")
         else:
             stem = f"{folder}/{base.partition('.')[0]}"
             if stem not in latest or member.name in latest[stem]:
@@ -201,15 +201,15 @@ def _read_tar(found: SourceCollector, config: SourceConfig, path: str) -> None:
         return
     with open(path, "rb") as file:
         for sample in samples:
-            _read_sample(found, config, path, file, list(sample.values()))
+            _read_sample(collector, config, path, file, list(sample.values()))
 
 
 def _read_sample(
-    found: SourceCollector, config: SourceConfig, path: str, file: BinaryIO, members: list[TarMember]
+    collector: SourceCollector, config: SourceConfig, path: str, file: BinaryIO, members: list[TarMember]
 ) -> None:
     tar = os.path.basename(path)
     has_media = any(is_media(member.name) for member in members)
-    captions = found.captions()
+    captions = collector.captions()
     media: list[TarMember] = []
     for member in members:
         is_caption = ending(member.name) in CAPTION_ENDINGS
@@ -217,27 +217,27 @@ def _read_sample(
         data = file.read(min(member.size, MAX_CAPTION_BYTES + 1 if is_caption else HEAD_BYTES))
         if is_media(member.name):
             if holds_pickle(data):
-                found.reject(f"{tar}!{member.name}", Reason.NOT_MEDIA, "a pickle")
+                collector.reject(f"{tar}!{member.name}", Reason.NOT_MEDIA, "a pickle")
             else:
                 media.append(member)
         elif is_pickle(member.name, data):
-            found.reject(f"{tar}!{member.name}", Reason.PICKLE, "")
+            collector.reject(f"{tar}!{member.name}", Reason.PICKLE, "")
         elif not has_media:
             reason = Reason.ORPHAN_CAPTION if is_caption else Reason.NOT_MEDIA
-            found.reject(f"{tar}!{member.name}", reason, "a sample without media")
+            collector.reject(f"{tar}!{member.name}", reason, "a sample without media")
         elif is_caption:
-            found.caption_files += 1
+            collector.caption_files += 1
             captions.add_file(member.name, data, config.caption_column)
         else:
-            found.ignored += 1
+            collector.ignored += 1
     for member in media:
-        found.add(f"{tar}!{member.name}", path, captions, "train", os.path.basename(os.path.dirname(path)), member)
+        collector.add(f"{tar}!{member.name}", path, captions, "train", os.path.basename(os.path.dirname(path)), member)
 
 
-def _read_manifest_folder(found: SourceCollector, config: SourceConfig, path: str) -> None:
+def _read_manifest_folder(collector: SourceCollector, config: SourceConfig, path: str) -> None:
     manifest = _manifest_in(config, path)
     assert manifest is not None
-    _read_manifest(found, config, manifest)
+    _read_manifest(collector, config, manifest)
 
 
 _READ = {

@@ -1,4 +1,4 @@
-"""Folders: media beside captions of the same stem."""
+"""Read folders of media beside captions of the same stem."""
 
 from __future__ import annotations
 
@@ -11,59 +11,59 @@ from mmspeed.preprocess.sources.listing import CAPTION_ENDINGS, SourceCollector,
 from mmspeed.preprocess.sources.rejections import Reason
 
 
-def read_folder(found: SourceCollector, config: SourceConfig, root: str) -> None:
-    """All files, recursively. Hidden folders are not entered.
+def read_folder(collector: SourceCollector, config: SourceConfig, root: str) -> None:
+    """Collect all files, recursively, except those in hidden folders.
 
-    Links are followed wherever they lead, since data sets often lie on several disks; each folder is entered once.
+    Links are followed everywhere, since data sets are often spread over several disks; each folder is entered once.
     """
     entered = {os.path.realpath(root)}
 
     def unreadable(error: OSError) -> None:
-        found.files += 1
-        shown = os.path.relpath(error.filename or root, root).replace(os.sep, "/")
-        found.reject(f"{shown}/", Reason.UNREADABLE, f"the folder cannot be read: {error.strerror or error}")
+        collector.files += 1
+        relative = os.path.relpath(error.filename or root, root).replace(os.sep, "/")
+        collector.reject(f"{relative}/", Reason.UNREADABLE, f"the folder cannot be read: {error.strerror or error}")
 
     for folder, folders, files in os.walk(root, onerror=unreadable, followlinks=True):
-        # Sorted before they are entered, so that of two links to one folder the same is followed on every file system.
+        # Sorted before they are entered, so that of two links to a folder the same one is followed on every file system.
         folders[:] = [name for name in sorted(folders) if not name.startswith(".") and _enter(folder, name, entered)]
         hidden = [name for name in files if name.startswith(".")]
-        found.files += len(files)
-        found.ignored += len(hidden)
+        collector.files += len(files)
+        collector.ignored += len(hidden)
         groups: dict[str, list[str]] = {}
         for name in sorted(set(files) - set(hidden)):
             groups.setdefault(os.path.splitext(name)[0], []).append(name)
         for names in groups.values():
-            _read_group(found, config, root, folder, names)
+            _read_group(collector, config, root, folder, names)
 
 
 def _enter(folder: str, name: str, entered: set[str]) -> bool:
-    """Whether a folder is met for the first time; links may lead in circles."""
+    """True at the first visit of a folder; links may form cycles."""
     real = os.path.realpath(os.path.join(folder, name))
     first = real not in entered
     entered.add(real)
     return first
 
 
-def _read_group(found: SourceCollector, config: SourceConfig, root: str, folder: str, names: list[str]) -> None:
-    """The files of one stem."""
+def _read_group(collector: SourceCollector, config: SourceConfig, root: str, folder: str, names: list[str]) -> None:
+    """Collect the files of one stem."""
     media = [name for name in names if is_media(name)]
-    captions = found.captions()
+    captions = collector.captions()
     unreadable = ""
     for name in names:
         path = os.path.join(folder, name)
-        shown = os.path.relpath(path, root).replace(os.sep, "/")
+        relative = os.path.relpath(path, root).replace(os.sep, "/")
         if name in media:
             continue
         if not os.path.isfile(path):
-            found.reject(shown, *no_file(path))
+            collector.reject(relative, *no_file(path))
         elif is_pickle(name):
-            found.reject(shown, Reason.PICKLE, "")
+            collector.reject(relative, Reason.PICKLE, "")
         elif ending(name) not in CAPTION_ENDINGS:
-            found.reject(shown, Reason.NOT_MEDIA, f"ending {ending(name) or '(none)'}")
+            collector.reject(relative, Reason.NOT_MEDIA, f"ending {ending(name) or '(none)'}")
         elif not media:
-            found.reject(shown, Reason.ORPHAN_CAPTION, "")
+            collector.reject(relative, Reason.ORPHAN_CAPTION, "")
         else:
-            found.caption_files += 1
+            collector.caption_files += 1
             try:
                 with open(path, "rb") as file:
                     captions.add_file(name, file.read(MAX_CAPTION_BYTES + 1), config.caption_column)
@@ -71,17 +71,17 @@ def _read_group(found: SourceCollector, config: SourceConfig, root: str, folder:
                 unreadable = f"its caption {name} cannot be read: {error.strerror or error}"
     for name in media:
         path = os.path.join(folder, name)
-        shown = os.path.relpath(path, root).replace(os.sep, "/")
+        relative = os.path.relpath(path, root).replace(os.sep, "/")
         if not os.path.isfile(path):
-            found.reject(shown, *no_file(path))
+            collector.reject(relative, *no_file(path))
         elif unreadable:
-            found.reject(shown, Reason.UNREADABLE, unreadable)
+            collector.reject(relative, Reason.UNREADABLE, unreadable)
         else:
-            found.add(shown, path, captions, "train", os.path.basename(root.rstrip(os.sep)))
+            collector.add(relative, path, captions, "train", os.path.basename(root.rstrip(os.sep)))
 
 
 def no_file(path: str) -> tuple[Reason, str]:
-    """Why `path` is no file that can be read: a reason and its detail."""
+    """The reason that `path` is not a readable file, and its detail."""
     try:
         os.stat(path)
         return Reason.NOT_MEDIA, "not a regular file"

@@ -1,4 +1,4 @@
-"""What a listing found: sources, rejections and counts, and the endings that tell media from captions."""
+"""The result of listing sources: sources, rejections and counts; and the endings of media and captions."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ CAPTION_ENDINGS = frozenset((".txt", ".json", ".cap"))
 
 @dataclass(frozen=True)
 class SourceListing:
-    """All that was met, each thing counted once.
+    """All listed files, each counted once.
 
     `files` = sources + `beyond_limit` + `caption_files` + rejections + `ignored`, where a file is a file of a folder,
-    a row of a manifest or a member of a tar (a tar that breaks off and a folder that cannot be read count as one more).
+    a row of a manifest or a member of a tar (a broken tar and an unreadable folder count as one more).
     `ignored` counts hidden files, and tar members beside a media member that are neither media nor captions.
-    Of captions, not of files: `captions_cut` counts those that were longer than the limit, `captions_repaired` those in
-    which U+FFFD stands for bytes that could not be decoded, `captions_stripped` those that control characters or unseen
-    signs were taken out of, and `captions_dropped` those beyond the first `captions.MAX_CAPTIONS` of a clip.
+    Counts of captions, not of files: `captions_cut` counts those longer than the limit, `captions_repaired` those in
+    which U+FFFD replaces undecodable bytes, `captions_stripped` those from which control or invisible characters
+    were removed, and `captions_dropped` those beyond the first `captions.MAX_CAPTIONS` of a clip.
     """
 
     sources: list[Source]
@@ -43,19 +43,19 @@ class SourceListing:
 
 
 class SourceCollector:
-    """What has been met so far."""
+    """Collector of sources, rejections and counts during a listing."""
 
     def __init__(self, max_caption_chars: int) -> None:
-        self.dataset = ""  # the one that is being read
+        self.dataset = ""  # name of the data set that is being read
         self.sources: list[Source] = []
         self.rejections: list[Rejection] = []
         self.ignored = self.files = self.caption_files = 0
         self.counts = CaptionCounts()
         self._max_chars = max_caption_chars
-        self._taken: dict[str, int] = {}  # names, and the last number that was put behind them
+        self._taken: dict[str, int] = {}  # names, and the last number appended to each
 
     def captions(self, texts: Iterable[str] = ()) -> Captions:
-        """The captions of one more clip, beginning with `texts`."""
+        """The captions of a new clip, starting with `texts`."""
         captions = Captions(self._max_chars, self.counts)
         for text in texts:
             captions.add(text)
@@ -71,7 +71,7 @@ class SourceCollector:
         member: TarMember | None = None,
         where: str = "",
     ) -> None:
-        """A media file with its captions; without any it is rejected, and `where` says where it was met."""
+        """Add a media file with its captions; without captions it is rejected, and `where` is its location for the message."""
         if not captions.texts:
             self.reject(name, Reason.NO_CAPTION, where or captions.problem)
             return
@@ -84,10 +84,10 @@ class SourceCollector:
         self.rejections.append(Rejection(name, reason, detail))
 
     def listing(self, limit: int | None) -> SourceListing:
-        """All of it, with the first `limit` sources."""
-        kept = self.sources[:limit]
+        """The listing, with the first `limit` sources."""
+        limited = self.sources[:limit]
         return SourceListing(
-            sources=kept,
+            sources=limited,
             rejections=self.rejections,
             ignored=self.ignored,
             captions_cut=self.counts.cut,
@@ -96,16 +96,14 @@ class SourceCollector:
             captions_dropped=self.counts.dropped,
             files=self.files,
             caption_files=self.caption_files,
-            beyond_limit=len(self.sources) - len(kept),
+            beyond_limit=len(self.sources) - len(limited),
         )
 
     def _unique(self, name: str, place: str) -> str:
-        """`name`; with its place before it, and then a number behind it, when it is taken."""
+        """A unique form of `name`: if it is taken, with `place` before it, and then with a number after it."""
         unique = next((option for option in (name, f"{place}/{name}") if option not in self._taken), "")
         while not unique or unique in self._taken:
-            self._taken[name] += (
-                1  # counted on, so that a hundred thousand of one name take no hundred thousand squared
-            )
+            self._taken[name] += 1  # continued, so that n equal names do not take n squared steps
             unique = f"{name}#{self._taken[name]}"
         self._taken[unique] = 1
         return unique
@@ -117,5 +115,5 @@ def ending(name: str) -> str:
 
 
 def is_media(name: str) -> bool:
-    """Whether a name ends like a video's or a picture's."""
+    """True if a name has the ending of a video or a picture."""
     return ending(name) in VIDEO_ENDINGS or ending(name) in IMAGE_ENDINGS

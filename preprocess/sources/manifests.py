@@ -1,7 +1,7 @@
-"""Rows of manifests in JSON lines, CSV and Parquet. A row that cannot be read is a sentence in place of a mapping.
+"""Read rows of manifests in JSON lines, CSV and Parquet. An unreadable row is a sentence in place of a mapping.
 
-Each reader takes the path and the columns that will be read. Undecodable bytes become lone surrogates. Files may be hostile: no
-line or field is taken into memory that is larger than the limits below.
+Each reader takes the path and the columns to read. Undecodable bytes become lone surrogates. Files may be hostile: no
+line or field larger than the limits below is read into memory.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Any, BinaryIO
 from mmspeed.errors import UserError
 from mmspeed.preprocess.sources.rejections import readable
 
-Row = tuple[int, "dict[str, Any] | str"]  # the line or row number counted from 1, and the row or what is wrong with it
+Row = tuple[int, "dict[str, Any] | str"]  # the line or row number, from 1, and the row or its problem
 
-_MAX_LINE_BYTES = 4 << 20  # a row's object takes up to some 30 times its line
+_MAX_LINE_BYTES = 4 << 20  # a row's object takes up to about 30 times its line
 _SHOWN_COLUMNS = 20
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns that are read of a manifest. `split` may be missing from it, the others not."""
+    """The columns to read from a manifest. `split` may be missing from it, the others must exist."""
 
     media: str
     caption: str
@@ -37,7 +37,7 @@ class Columns:
         return [name for name in dict.fromkeys((self.media, self.caption, self.split)) if name]
 
     def check(self, path: str, names: Collection[str]) -> None:
-        """Raises UserError when one of `names` that must be in the manifest at `path` is not there, or is there twice."""
+        """Raise UserError if a required column is missing from `names`, the columns of the manifest at `path`, or any occurs twice."""
         for column in self.names:
             count = sum(name == column for name in names)
             if count > 1:
@@ -50,11 +50,11 @@ class Columns:
 
 
 def read_jsonl(path: str, columns: Columns) -> Iterator[Row]:
-    """One JSON object a line; empty lines are passed over. Raises UserError when the file cannot be read.
+    """Yield one JSON object per line; empty lines are skipped. Raises UserError if the file cannot be read.
 
-    Whether the columns are there shows at the end: each row may have its own.
+    Columns are checked at the end: each row may have different ones.
     """
-    seen: dict[str, None] = {}
+    known_names: dict[str, None] = {}
     try:
         with open(path, "rb") as file:
             for number, line in _lines(file):
@@ -71,15 +71,15 @@ def read_jsonl(path: str, columns: Columns) -> Iterator[Row]:
                 if not isinstance(row, dict):
                     yield number, f"a JSON {type(row).__name__}, not an object"
                     continue
-                if len(seen) < 1000:  # names for a message; a hostile file has new ones in each row
-                    seen.update(dict.fromkeys(row))
-                kept = {name: row[name] for name in columns.names if name in row}
-                seen.update(dict.fromkeys(kept))
-                yield number, kept
+                if len(known_names) < 1000:  # names for a message; a hostile file may have new ones in each row
+                    known_names.update(dict.fromkeys(row))
+                fields = {name: row[name] for name in columns.names if name in row}
+                known_names.update(dict.fromkeys(fields))
+                yield number, fields
     except OSError as error:
         raise _cannot_be_read(path, error) from None
-    if seen:
-        columns.check(path, seen)
+    if known_names:
+        columns.check(path, known_names)
 
 
 def _cannot_be_read(path: str, error: OSError) -> UserError:
@@ -87,7 +87,7 @@ def _cannot_be_read(path: str, error: OSError) -> UserError:
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, str | None]]:
-    """Lines with their numbers from 1; None for one that is too long, of which no more is kept than the limit."""
+    """Yield lines with their numbers from 1; None for one that is too long, of which at most the limit is kept in memory."""
     number = 0
     while line := file.readline(_MAX_LINE_BYTES + 1):
         number += 1
@@ -100,9 +100,9 @@ def _lines(file: BinaryIO) -> Iterator[tuple[int, str | None]]:
 
 
 def read_csv(path: str, columns: Columns) -> Iterator[Row]:
-    """Comma-separated values with a header line. A row with more or fewer fields than the header is not guessed at.
+    """Yield rows of comma-separated values with a header line. A row with more or fewer fields than the header is a problem.
 
-    Rows are named by the line they begin in. Raises UserError for a file or header that cannot be read.
+    Rows are numbered by the line they begin in. Raises UserError for a file or header that cannot be read.
     """
     try:
         with open(path, "rb") as file:
@@ -124,10 +124,12 @@ def read_csv(path: str, columns: Columns) -> Iterator[Row]:
 
 
 def _csv_rows(file: BinaryIO) -> Iterator[tuple[int, list[str] | str]]:
-    """The line each row begins in, and its fields or what is wrong with it; without empty lines."""
-    # A line that is too long stands for a field that is: csv has a limit of its own for fields.
+    """Yield the line that each row begins in, and its fields or its problem; without empty lines."""
+    # An overlong line is passed on as an overlong field, which csv refuses by its own limit.
     too_long = "x" * (csv.field_size_limit() + 1)
-    reader = csv.reader(_csv_lines(file, too_long), strict=True)  # else an unclosed quote makes one field of the rest
+    reader = csv.reader(
+        _csv_lines(file, too_long), strict=True
+    )  # otherwise an unclosed quote makes one field of the rest
     while True:
         begin = reader.line_num + 1
         try:
@@ -147,35 +149,35 @@ def _csv_lines(file: BinaryIO, too_long: str) -> Iterable[str]:
 
 
 def read_parquet(path: str, columns: Columns) -> Iterator[Row]:
-    """Rows of a Parquet file. Raises UserError when it is not one, or unpacks to too much.
+    """Yield rows of a Parquet file. Raises UserError if it is not one, or unpacks to too much.
 
-    Read in a process of its own (parquet_rows.py): a damaged file can abort the library, a hostile one can fill the memory.
+    It is read in a separate process (parquet_rows.py): a damaged file can abort the library, a hostile one can fill the memory.
     """
     command = [sys.executable, "-m", "mmspeed.preprocess.sources.parquet_rows", path, *columns.names]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True) as child:
         try:
             assert child.stdout is not None
             number = 0
-            read: list[str] = []
-            said: Any = {}
+            read_columns: list[str] = []
+            message: Any = {}
             for line in child.stdout:
                 if not line.endswith(b"\n"):
-                    break  # cut off by the reader's death
-                said = json.loads(line)
-                if isinstance(said, list):
+                    break  # cut off when the reader died
+                message = json.loads(line)
+                if isinstance(message, list):
                     number += 1
-                    yield number, dict(zip(read, said, strict=True))
-                elif "names" in said:
-                    columns.check(path, said["names"])
-                    read = said["read"]
+                    yield number, dict(zip(read_columns, message, strict=True))
+                elif "names" in message:
+                    columns.check(path, message["names"])
+                    read_columns = message["read"]
                 else:
                     break
-            if not isinstance(said, dict) or "end" not in said:
-                why = said.get("error") if isinstance(said, dict) else None
+            if not isinstance(message, dict) or "end" not in message:
+                problem = message.get("error") if isinstance(message, dict) else None
                 code = child.wait()
                 how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-                why = why or f"its reader died ({how}) after {number} rows; the file is damaged"
-                raise UserError(f"data.sources: {path} cannot be read as Parquet: {readable(why)}")
+                problem = problem or f"its reader died ({how}) after {number} rows; the file is damaged"
+                raise UserError(f"data.sources: {path} cannot be read as Parquet: {readable(problem)}")
         finally:
             child.kill()
 

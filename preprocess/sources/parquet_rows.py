@@ -1,8 +1,8 @@
-"""The process that reads a Parquet manifest: `python -m mmspeed.preprocess.sources.parquet_rows FILE COLUMN...`, rows on standard output.
+"""Process that reads a Parquet manifest: `python -m mmspeed.preprocess.sources.parquet_rows FILE COLUMN...`, rows on standard output.
 
 Each line is JSON: first `{"names": every column's, "read": those that follow}`, then a list for each row, at the end
-`{"end": true}`; or `{"error": why}` at any time. Without one of these two the process died, which damaged files bring about.
-It imports no torch, to start in a moment.
+`{"end": true}`; or `{"error": why}` at any time. Without one of these two the process died, which damaged files can cause.
+It imports no torch, to start fast.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pyarrow
 import pyarrow.parquet as parquet
 from pyarrow import types
 
-_MAX_MEMORY = 4 << 30  # bytes: what a file's own account of its sizes does not tell
+_MAX_MEMORY = 4 << 30  # bytes: for sizes that a file does not declare
 _MAX_CHUNK_BYTES = 1 << 30  # of one column in one row group, unpacked; writers make 1 to 512 MB
 _MAX_CHUNK_VALUES = 1 << 26  # of one column in one row group, counted in all lists
 _MAX_TEXT_CHARS = 4 << 20
@@ -25,7 +25,7 @@ _BATCH_ROWS = 4096
 
 
 def main() -> None:
-    """Write the rows. Ends when nobody reads them any more."""
+    """Write the rows to standard output; ends when its reader is gone."""
     resource.setrlimit(resource.RLIMIT_DATA, (_MAX_MEMORY, _MAX_MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     path, *names = sys.argv[1:]
@@ -33,7 +33,7 @@ def main() -> None:
         _write_rows(path, names)
     except BrokenPipeError:
         os._exit(1)
-    except Exception as error:  # whatever it is, this file cannot be read
+    except Exception as error:  # any error means that this file cannot be read
         _write({"error": (str(error) or type(error).__name__).partition("\n")[0][:500]})
     sys.stdout.flush()
 
@@ -43,15 +43,15 @@ def _write(value: Any) -> None:
 
 
 def _write_rows(path: str, names: list[str]) -> None:
-    """Strings stay coded by dictionary until they are Python's: a file of a few bytes can name one long string a million times."""
+    """Write all rows. Strings stay dictionary-encoded until they are Python objects: a tiny file can repeat a long string very often."""
     with parquet.ParquetFile(path) as file:
-        there = file.schema_arrow.names
-        read = [name for name in names if name in there]
-        _write({"names": there, "read": read})
-        texts = _check_size(path, file, read)
+        all_names = file.schema_arrow.names
+        read_names = [name for name in names if name in all_names]
+        _write({"names": all_names, "read": read_names})
+        texts = _check_size(path, file, read_names)
     with parquet.ParquetFile(path, read_dictionary=texts) as file:
-        for batch in file.iter_batches(_BATCH_ROWS, columns=read):
-            values = [_values(batch.column(name)) for name in read]
+        for batch in file.iter_batches(_BATCH_ROWS, columns=read_names):
+            values = [_values(batch.column(name)) for name in read_names]
             for row in zip(*values, strict=True):
                 _write(row)
     _write({"end": True})
@@ -61,10 +61,10 @@ def _check_size(path: str, file: Any, names: list[str]) -> list[str]:
     """Paths of the text columns among `names`. Raises ValueError for a file made to fill the memory."""
     data = file.metadata
     if data.num_rows > os.path.getsize(path):
-        raise ValueError("it states more rows than it has bytes, so it does not name different files")
-    wanted = [i for i in range(data.num_columns) if data.schema.column(i).path.split(".")[0] in names]
+        raise ValueError("it states more rows than it has bytes, so its rows cannot name different files")
+    column_numbers = [i for i in range(data.num_columns) if data.schema.column(i).path.split(".")[0] in names]
     for group in range(data.num_row_groups):
-        for index in wanted:
+        for index in column_numbers:
             chunk = data.row_group(group).column(index)
             if chunk.total_uncompressed_size > _MAX_CHUNK_BYTES or chunk.num_values > _MAX_CHUNK_VALUES:
                 raise ValueError(
@@ -72,14 +72,14 @@ def _check_size(path: str, file: Any, names: list[str]) -> list[str]:
                     f"{chunk.total_uncompressed_size / 1e6:.0f} MB in {chunk.num_values} values, more than is read "
                     f"({_MAX_CHUNK_BYTES / 1e6:.0f} MB, {_MAX_CHUNK_VALUES}); write the file with smaller row groups"
                 )
-    leaves = (data.schema.column(index) for index in wanted)
+    leaves = (data.schema.column(index) for index in column_numbers)
     return [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
 
 
 def _values(column: Any) -> list[Any]:
-    """A column as Python values; strings that are no UTF-8 keep their bytes as lone surrogates.
+    """A column as Python values; strings that are not UTF-8 keep their bytes as lone surrogates.
 
-    What can be no text, path or split (a struct, a map, a time, bytes) is an empty mapping, which no reader takes for one.
+    Types that cannot be a text, path or split (a struct, a map, a time, bytes) become an empty mapping, which readers refuse.
     """
     kind = column.type
     if isinstance(column, pyarrow.ExtensionArray):

@@ -1,4 +1,4 @@
-"""Why a source is not encoded: named reasons, so that nothing is dropped uncounted (law 3)."""
+"""Named reasons for rejecting a source, so that nothing is dropped uncounted (law 3)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
-# Control characters, line separators and marks that turn the direction of writing: a name must not control a terminal.
+# Control characters, line separators and marks that change the direction of writing: a name must not control a terminal.
 _UNSHOWN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 _LONGEST_NAME, _LONGEST_DETAIL = 1024, 512  # characters of a rejection that are kept
 
@@ -18,7 +18,7 @@ def readable(text: str) -> str:
 
 
 class Reason(str, Enum):
-    """The reasons a source can be rejected for. The value is what stands in the cache's `rejects` table."""
+    """The reasons a source can be rejected for. The value is stored in the cache's `rejects` table."""
 
     NO_CAPTION = "no_caption"
     ORPHAN_CAPTION = "orphan_caption"
@@ -46,7 +46,7 @@ class Reason(str, Enum):
 
     @property
     def explanation(self) -> str:
-        """One sentence for people."""
+        """One sentence that explains the reason."""
         return _EXPLANATIONS[self]
 
 
@@ -59,7 +59,7 @@ _EXPLANATIONS = {
     Reason.EMPTY_FILE: "The file holds no bytes.",
     Reason.TOO_LARGE: "The file or its picture is larger than data.max_file_mb or data.max_pixels allow.",
     Reason.NO_VIDEO_STREAM: "The file opens, but holds no moving or still picture (sound only, or cover art).",
-    Reason.TRUNCATED: "The file ends before what it says it holds: an unfinished copy, download or recording.",
+    Reason.TRUNCATED: "The file ends before its declared length: an unfinished copy, download or recording.",
     Reason.UNDECODABLE: "No decoder can read the picture: damaged data, or no known format.",
     Reason.TOO_SHORT: "The clip is shorter than the shortest video bucket at data.fps.",
     Reason.TOO_SMALL: "The picture is smaller than every bucket, and data.allow_upscale is false.",
@@ -67,7 +67,7 @@ _EXPLANATIONS = {
     Reason.NOT_KEPT: "Every bucket that the source fits was drawn out by data.buckets[].keep.",
     Reason.TIME_LIMIT: "Probing or decoding took longer than preprocess.time_limit.",
     Reason.DECODER_CRASHED: "The decoder process died on this file.",
-    Reason.BAD_ROW: "The manifest row cannot be read, or lacks what it must say.",
+    Reason.BAD_ROW: "The manifest row cannot be read, or lacks a required value.",
     Reason.UNSAFE_NAME: "The archive member is a link, a device, or has a name that leads out of its folder.",
     Reason.PICKLE: "The file is a pickle or holds one: reading it could run any code, so it is never opened.",
     Reason.ENCODE_FAILED: "The file decoded, but encoding its frames failed.",
@@ -76,9 +76,9 @@ _EXPLANATIONS = {
 
 @dataclass(frozen=True)
 class Rejection:
-    """A source that is not encoded, and why. `source` is its readable name.
+    """A source that is not encoded, with the reason. `source` is its readable name.
 
-    Names and details come from files that anyone may have made: both are made readable and short here, once for all.
+    Names and details come from untrusted files: both are made readable and short here, in one place.
     """
 
     source: str
@@ -95,7 +95,7 @@ def _short(text: str, longest: int) -> str:
 
 
 class Rejected(Exception):  # noqa: N818 (an outcome, not an error)
-    """Raised while a source is probed, decoded or fitted; the caller makes a `Rejection` of it."""
+    """Raised while a source is probed, decoded or fitted; the caller turns it into a `Rejection`."""
 
     def __init__(self, reason: Reason, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else str(reason))
@@ -103,5 +103,5 @@ class Rejected(Exception):  # noqa: N818 (an outcome, not an error)
         self.detail = detail
 
     def of(self, source: str) -> Rejection:
-        """The `Rejection` of the source of that name."""
+        """The `Rejection` of the source with this name."""
         return Rejection(source, self.reason, self.detail)

@@ -1,4 +1,4 @@
-"""One source: where its bytes lie, a file that reads them, and an id of its content."""
+"""A source: the location of its bytes, a file object that reads them, and an id of its content."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _WHOLE_BYTES, _BLOCKS, _BLOCK_BYTES = 16 << 20, 16, 64 << 10
 class Source:
     """One video or image with its captions.
 
-    `name` is unique and readable: the path relative to the source's root, or `set.tar!member`. `offset` and `size` say
-    where a tar member's bytes lie in `path`; both are None for a plain file. `kind` is a guess by the name's ending.
+    `name` is unique and readable: the path relative to the source's root, or `set.tar!member`. `offset` and `size` give
+    the position of a tar member's bytes in `path`; both are None for a plain file. `kind` is a guess by the name's ending.
     `dataset` is the name of the data set it belongs to (`DataConfig.dataset_names`), one object for all of its sources.
     """
 
@@ -34,13 +34,13 @@ class Source:
     dataset: str = ""
 
     def open(self) -> BinaryIO:
-        """The bytes of the media as a seekable file. Raises OSError."""
+        """Open the media's bytes as a seekable file. Raises OSError."""
         if self.offset is None or self.size is None:
             return open(self.path, "rb")
         return cast(BinaryIO, io.BufferedReader(FileSlice(self.path, self.offset, self.size), 1 << 16))
 
     def bytes(self) -> int:
-        """Length of the media. Raises Rejected (missing_file, not_media, truncated, unreadable)."""
+        """The length of the media in bytes. Raises Rejected (missing_file, not_media, truncated, unreadable)."""
         try:
             on_disk = os.stat(self.path)
         except PermissionError as error:
@@ -59,7 +59,7 @@ class Source:
 def content_id(source: Source, full: bool) -> str:
     """32 hex digits of SHA-256 over the media's size and content.
 
-    Files above 16 MiB are read whole only when `full`; else 16 blocks of 64 KiB are, spread evenly from first to last.
+    Files above 16 MiB are read completely only if `full`; otherwise 16 blocks of 64 KiB are, evenly spaced from first to last.
     Raises Rejected (missing_file, not_media, truncated, unreadable).
     """
     size = source.bytes()

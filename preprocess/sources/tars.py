@@ -1,7 +1,7 @@
-"""Headers of webdataset tars: where each member's bytes lie. Nothing is unpacked, and no name, size or link is trusted.
+"""Read the headers of webdataset tars, for the position of each member's bytes. Nothing is unpacked, and no name, size or link is trusted.
 
-The standard library reads each block of a header; the walk from block to block is here, because tarfile's own follows links
-of sparse maps and chained headers, reads extended headers of any length, and keeps all it has met.
+The standard library parses each block of a header; the loop over blocks is here, because tarfile's own follows links
+of sparse maps and chained headers, reads extended headers of any length, and keeps all members in memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import BinaryIO
 from mmspeed.preprocess.sources.rejections import Reason
 
 _BLOCK = 512
-_MAX_EXTENSION = 1 << 20  # bytes of an extended header; a larger one is passed over
+_MAX_EXTENSION = 1 << 20  # bytes of an extended header; a larger one is skipped
 _MAX_NAME = 4096  # characters, as in the paths of most systems
 _LONG_NAME, _PAX = tarfile.GNUTYPE_LONGNAME, (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE)
 _EXTENSIONS = (_LONG_NAME, tarfile.GNUTYPE_LONGLINK, tarfile.XGLTYPE, *_PAX)
@@ -25,7 +25,7 @@ _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd")
 
 @dataclass(frozen=True, slots=True)
 class TarMember:
-    """A member of a tar. `kind` is `file`, or what else it is."""
+    """A member of a tar. `kind` is `file`, or a description of another kind."""
 
     name: str
     offset: int
@@ -35,7 +35,7 @@ class TarMember:
 
 @dataclass
 class Headers:
-    """Members in the tar's order, the tar's length, and what kept the rest from being read."""
+    """Members in the tar's order, the tar's length, and the problem that stopped reading."""
 
     members: list[TarMember] = field(default_factory=list)
     bytes: int = 0
@@ -43,15 +43,15 @@ class Headers:
 
 
 class _BrokenError(Exception):
-    """The tar cannot be read on from here."""
+    """The rest of the tar cannot be read."""
 
 
 def read_headers(path: str) -> Headers:
-    """The members of an uncompressed tar, without its folders; of a broken one, those before the break."""
+    """The members of an uncompressed tar, without its folders; for a broken one, those before the break."""
     headers = Headers()
     try:
         headers.bytes = os.path.getsize(path)
-        if not os.path.isfile(path):  # a pipe would be waited for
+        if not os.path.isfile(path):  # reading a pipe would wait
             headers.problem = (Reason.NOT_MEDIA, "not a regular file")
             return headers
         with open(path, "rb") as file:
@@ -68,12 +68,12 @@ def read_headers(path: str) -> Headers:
 
 
 def _members(file: BinaryIO, size: int, headers: Headers) -> Iterator[TarMember]:
-    """The members one after the other; what breaks the walk off is told in `headers`."""
+    """Yield the members in order; a problem that stops reading is set in `headers`."""
     at, count = 0, 0
     common: dict[str, str] = {}
-    own: dict[str, str] = {}
+    extended: dict[str, str] = {}
     try:
-        while at < size:  # each turn goes forward by a block at least
+        while at < size:  # each iteration advances by at least one block
             file.seek(at)
             block = file.read(_BLOCK)
             if len(block) == _BLOCK and not block.strip(b"\0"):
@@ -81,13 +81,13 @@ def _members(file: BinaryIO, size: int, headers: Headers) -> Iterator[TarMember]
             info = _header(block, at)
             begin = at + _BLOCK
             if info.type in _EXTENSIONS:
-                _extend(common if info.type == tarfile.XGLTYPE else own, info, file)
+                _extend(common if info.type == tarfile.XGLTYPE else extended, info, file)
                 at = begin + _padded(info.size)
                 continue
             if info.type == tarfile.GNUTYPE_SPARSE:
                 begin = _behind_map(file, block, begin)
-            fields = common | own
-            own = {}
+            fields = common | extended
+            extended = {}
             length = int(fields.get("size", info.size))
             has_data = info.isreg() or info.type not in tarfile.SUPPORTED_TYPES
             at = begin + (_padded(length) if has_data else 0)
@@ -124,9 +124,9 @@ def _kind(info: tarfile.TarInfo) -> str:
 
 
 def _extend(fields: dict[str, str], info: tarfile.TarInfo, file: BinaryIO) -> None:
-    """Take what an extended header says of the members after it: `path`, `size`, and the `kind` of what is no plain file."""
+    """Set the fields that an extended header gives for later members: `path`, `size`, and the `kind` of other than plain files."""
     if info.size > _MAX_EXTENSION:
-        fields["kind"] = f"behind an extended header of {info.size} bytes"
+        fields["kind"] = f"after an extended header of {info.size} bytes"
         return
     data = file.read(info.size)
     if len(data) < info.size:
@@ -138,7 +138,7 @@ def _extend(fields: dict[str, str], info: tarfile.TarInfo, file: BinaryIO) -> No
 
 
 def _extend_by_pax(fields: dict[str, str], data: bytes) -> None:
-    """Records of pax, `length key=value\\n`. Others than those of use are checked and forgotten."""
+    """Set fields from pax records, `length key=value\\n`. Records that are not needed are only checked."""
     at = 0
     while at < len(data) and data[at]:
         digits, space, _ = data[at : at + 20].partition(b" ")
@@ -151,7 +151,7 @@ def _extend_by_pax(fields: dict[str, str], data: bytes) -> None:
             fields["path"] = value.decode("utf-8", "surrogateescape")
         if key == b"size":
             if not value.isdigit() or len(value) > 20:
-                raise _BrokenError("an extended header states a size that is no number")
+                raise _BrokenError("an extended header states a size that is not a number")
             fields["size"] = value.decode("ascii")
         if key.startswith(b"GNU.sparse"):
             fields["kind"] = "a sparse file"
@@ -159,7 +159,7 @@ def _extend_by_pax(fields: dict[str, str], data: bytes) -> None:
 
 
 def _behind_map(file: BinaryIO, block: bytes, begin: int) -> int:
-    """Where the data of an old GNU sparse file begins: behind the blocks that its map goes on in."""
+    """The offset of the data of an old GNU sparse file: after the further blocks of its map."""
     more = block[482]
     for _ in range(_MAX_EXTENSION // _BLOCK):
         if not more:
@@ -172,7 +172,7 @@ def _behind_map(file: BinaryIO, block: bytes, begin: int) -> int:
 
 
 def is_unsafe(member: TarMember) -> str:
-    """Why a member is not to be touched; empty when it is a plain file inside its folder."""
+    """The reason that a member must not be read; empty if it is a plain file inside its folder."""
     if member.kind != "file":
         return member.kind
     if len(member.name) > _MAX_NAME:

@@ -25,7 +25,7 @@ from tests.golden.make_fixtures import FIXTURE, PROMPT, STEPS, STOPPED, TREE, br
 
 # Three steps of AdamW on another processor; on the one that wrote the fixture they are equal to the bit.
 TOLERANCE = 2e-3
-TRANSLATED = "is of an earlier mmspeed: memory.spans read as memory.activation_policy"
+TRANSLATED = "is from an earlier mmspeed: memory.spans read as memory.activation_policy"
 
 
 @pytest.fixture

@@ -108,7 +108,7 @@ def test_parts_of_an_array_run_in_any_order_and_the_last_finishes(one: Config, t
     assert_same(made, one)
     # one part once more, when all is done: nothing to do, and nothing is waited for
     again = CacheBuilder(made, "2/3").run()
-    assert again.encoded == 0 and "the cache was finished before" in again.lines()[-1]
+    assert again.encoded == 0 and "the cache was complete before" in again.lines()[-1]
     assert_same(made, one)
 
 
@@ -193,7 +193,7 @@ def test_the_command_takes_a_shard(one: Config, tmp_path: Path, capsys: pytest.C
     file = tmp_path / "run.yaml"
     file.write_text(dump_config(another(one, tmp_path)), encoding="utf-8")
     assert run(["preprocess", str(file), "--shard", "1/2", "--nproc", "2"]) == 1
-    assert "--shard and --nproc both share out the work" in capsys.readouterr().err
+    assert "--shard and --nproc both divide the work" in capsys.readouterr().err
     assert run(["preprocess", str(file), "--shard", "1/2"]) == 0
     assert "part 1 of 2 is done; 1 part is missing" in capsys.readouterr().out
     assert run(["preprocess", str(file), "--shard", "2/2"]) == 0

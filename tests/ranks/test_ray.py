@@ -93,5 +93,5 @@ def test_what_goes_wrong_in_a_worker_is_told_in_its_words(tmp_path: Path) -> Non
 
 
 def test_more_workers_than_devices_are_an_error(one: Config, tmp_path: Path) -> None:  # noqa: F811
-    with pytest.raises(UserError, match="Ray knows no"):
+    with pytest.raises(UserError, match="Ray has no"):
         build_on_ray(another(one, tmp_path, "device.kind=cuda"), 1)

@@ -46,7 +46,7 @@ PROBE = Probe(
 
 
 def checksums(root: Path) -> dict[tuple[str, str], str]:
-    """What stands in a cache: the checksum of every entry, by section and key."""
+    """The checksum of every entry of a cache, by section and key."""
     cache = DatasetCache(root)
     return {
         (section, key): cache.entry(key, section).checksum
@@ -273,7 +273,9 @@ def test_the_first_frame_is_stored_apart_where_it_is_asked_for(tmp_path: Path) -
 def test_check_says_what_will_happen_before_any_work(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     before = "\n".join(check(config).lines())
-    assert "8 sources, 8 usable, 0 rejected" in before and "not made yet; 8 latents and 8 captions to encode" in before
+    assert (
+        "8 sources, 8 usable, 0 rejected" in before and "not created yet; 8 latents and 8 captions to encode" in before
+    )
     assert "bucket 5x32x48: 7 training samples" in before and "held out for validation: 1" in before
     assert "schedule: an epoch has 7 uses of 7 samples" in before
     CacheBuilder(config).run()

@@ -189,7 +189,7 @@ def test_missing_unfinished_and_foreign_caches_are_named(tmp_path: Path) -> None
         with pytest.raises(UserError, match=r"schema 99 \(made by mmspeed 9\.0\)"):
             attempt(tmp_path)
     (tmp_path / "cache.json").write_text("[]")
-    with pytest.raises(UserError, match="no description of a cache"):
+    with pytest.raises(UserError, match="not a description of a cache"):
         read_info(tmp_path)
 
 

@@ -40,7 +40,7 @@ def test_stat(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "encoder vae: channels 4, fingerprint",
         "rejected sources: 2",
         "free on its file system",
-        "unused: 1 entries that no sample names",
+        "unused: 1 entries that no sample refers to",
         "left by killed writers: 1 files",
         "small shards: latents/005x0016x0032",
         "tokens of a latent:\n    16 ############################## 13 latents",
@@ -52,7 +52,7 @@ def test_stat(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert facts["folders"][FOLDER]["shards"] == 5 and facts["rejected"] == {"no_video": 1, "too_short": 1}
     (root / FOLDER / "000000.tar").unlink()
     assert main(["cache", "stat", str(root)]) == 0
-    assert "incomplete: 3 entries that samples name are not stored, 1 shards are gone" in capsys.readouterr().out
+    assert "incomplete: 3 entries that samples refer to are not stored, 1 shards are gone" in capsys.readouterr().out
 
 
 def test_histograms() -> None:
@@ -68,13 +68,13 @@ def test_histograms() -> None:
 
 def test_verify_and_repair(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cache", "verify", str(root)]) == 0
-    assert "15 of 15 entries are whole" in capsys.readouterr().out
+    assert "15 of 15 entries are intact" in capsys.readouterr().out
     entry = trusted_rows(root, f"{FOLDER}/000000.tar")[1]
     flip(root / entry.shard, entry.offset)
     assert main(["cache", "verify", str(root)]) == 1
     text = capsys.readouterr().out
     assert f"damaged: {entry.shard}: latents {entry.key} ({entry.source}): its checksum differs" in text
-    assert "14 of 15 entries are whole" in text and "--repair" in text
+    assert "14 of 15 entries are intact" in text and "--repair" in text
     assert main(["cache", "verify", str(root), "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["damage"][0]["key"] == entry.key
     assert main(["cache", "verify", str(root), "--repair"]) == 1  # an entry is still to be made
@@ -104,7 +104,7 @@ def test_pack_and_merge(root: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "6 shards are 3 now: 12 entries copied" in capsys.readouterr().out
     build_whole(tmp_path / "other", range(12, 14))
     assert main(["cache", "merge", str(root), str(tmp_path / "other")]) == 0
-    assert "14 samples; 1 shards taken whole, 0 entries copied, 3 were there" in capsys.readouterr().out
+    assert "14 samples; 1 shards taken as they are, 0 entries copied, 3 were present" in capsys.readouterr().out
     assert main(["cache", "merge", str(root), str(tmp_path / "none")]) == 1
     assert "no dataset cache" in capsys.readouterr().err
 

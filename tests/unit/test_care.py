@@ -80,7 +80,7 @@ def test_damaged_entries_are_named_with_key_shard_and_source(root: Path) -> None
         (lambda shard: os.truncate(shard, 3000), "the shard ends after"),
         (lambda shard: shard.unlink(), "the shard is missing"),
         (lambda shard: (shard.unlink(), shard.mkdir()), "cannot be read: Is a directory"),
-        (lambda shard: change(shard, 0), "its header in the tar is another"),
+        (lambda shard: change(shard, 0), "its header in the tar differs"),
     ],
 )
 def test_damage_of_a_shard(root: Path, harm: Callable[[Path], None], said: str) -> None:
@@ -137,7 +137,7 @@ def test_samples_that_name_what_is_not_there(root: Path) -> None:
     assert f"{count} of 12 samples have no stored encoding" in findings.notes[0]
     (root / "null/000000.tar").unlink()
     index_path(root, "null/000000.tar").unlink()
-    assert "the encoding of the samples' empty caption is not there" in lines(verify(root))[0]
+    assert "the encoding of the samples' empty caption is missing" in lines(verify(root))[0]
 
 
 def test_foreign_live_and_left_files_are_no_damage(root: Path) -> None:
@@ -152,7 +152,7 @@ def test_foreign_live_and_left_files_are_no_damage(root: Path) -> None:
         with pytest.raises(UserError, match="preprocess or train is writing"):
             command(root)
     temp.discard()
-    assert mend(root).done == [f"removed {FOLDER}/.1-dead.tmp, which a killed writer left"]
+    assert mend(root).done == [f"removed {FOLDER}/.1-dead.tmp, left by a killed writer"]
 
 
 def test_an_unfinished_an_older_and_no_cache(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_an_unfinished_an_older_and_no_cache(tmp_path: Path) -> None:
     with CacheWriter(tmp_path) as writer:
         add_latent(writer, 0)
     findings = verify(tmp_path)
-    assert findings.damage == [] and "preprocess has not come to its end" in findings.notes[0]
+    assert findings.damage == [] and "preprocess has not finished" in findings.notes[0]
     (tmp_path / "cache.json").write_text(json.dumps({"schema": 1, "mmspeed": "0.1"}))
     with pytest.raises(UserError, match=r"has schema 1 \(made by mmspeed 0.1\)"):
         verify(tmp_path)
@@ -189,7 +189,7 @@ def test_a_repair_drops_what_is_damaged_and_lists_it(root: Path) -> None:
     change(root / shard, first.offset)
     report = mend(root)
     assert report.lost == [f"latents {first.key} ({first.source})"]
-    assert report.done == [f"dropped {shard}; its {len(others)} whole entries are in {FOLDER}/000004.tar now"]
+    assert report.done == [f"dropped {shard}; its {len(others)} intact entries are in {FOLDER}/000004.tar now"]
     assert "run `mmspeed preprocess`" in report.todo[0]
     lost = {f"{first.key}.safetensors", f"{first.key}.json"}
     assert tar_bytes(root) == {name: data for name, data in before.items() if name not in lost}
@@ -204,7 +204,7 @@ def test_a_repair_lists_shards_anew_whose_index_is_damaged(root: Path) -> None:
     for number, path in enumerate(index_files(root)):
         change(path, 40) if number % 2 else path.unlink()
     report = mend(root)
-    assert report.lost == [] and all("anew" in line for line in report.done)
+    assert report.lost == [] and all("again" in line for line in report.done)
     assert {path: path.read_bytes() for path in root.rglob("*.tar")} == before
     assert verify(root).damage == [] and contents(root) == right
 
@@ -290,8 +290,8 @@ def test_parts_of_an_unfinished_build_are_kept_and_stop_a_prune(root: Path) -> N
     part.parent.mkdir(parents=True)
     part.write_bytes((root / "rejects/rejects.parquet").read_bytes())
     findings = verify(root)
-    assert (findings.damage, findings.foreign) == ([], []) and "has not come to its end" in findings.notes[0]
-    with pytest.raises(UserError, match="has not come to its end"):
+    assert (findings.damage, findings.foreign) == ([], []) and "is unfinished" in findings.notes[0]
+    with pytest.raises(UserError, match="is unfinished"):
         prune(root)
     change(part, 99)
     assert lines(verify(root)) == ["parts/build/rank-00000.parquet: is not as it was written"]

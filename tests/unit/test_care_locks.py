@@ -22,14 +22,14 @@ def test_nothing_is_taken_away_from_a_cache_that_is_open(tmp_path: Path) -> None
             command()
     second = DatasetCache(root)  # readers do not keep each other out
     del cache, second
-    with care_lock(root), pytest.raises(UserError, match="at work on"):
+    with care_lock(root), pytest.raises(UserError, match="running on"):
         DatasetCache(root)
     assert prune(root).empty and len(DatasetCache(root).samples) == 4
 
 
 def test_nothing_is_added_while_something_is_taken_away(tmp_path: Path) -> None:
     build(tmp_path)
-    with care_lock(tmp_path), pytest.raises(UserError, match="at work on"):
+    with care_lock(tmp_path), pytest.raises(UserError, match="running on"):
         CacheWriter(tmp_path)
     with CacheWriter(tmp_path), pytest.raises(UserError, match="is open for"):
         prune(tmp_path)

@@ -157,7 +157,7 @@ def test_another_size_of_steps_is_told_when_a_run_goes_on(home: Path, caplog: py
     train_characters(str(home), ("name=resized", "train.steps=2"))
     with caplog.at_level("WARNING", logger="mmspeed"):
         train_characters(str(home), ("name=resized", "train.batch_size=5", "train.steps=3"))
-    told = "step 2: batches or stages are made in another way than before the checkpoint: the 8 of 20 uses"
+    told = "step 2: batches or stages differ from those before the checkpoint: the 8 of 20 uses"
     assert told in caplog.text
 
 

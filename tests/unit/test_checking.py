@@ -35,8 +35,10 @@ def test_lines_and_page_say_what_is_there_and_what_is_missing(tmp_path: Path) ->
     config = small_config(tmp_path)
     report = check(config)
     before = "\n".join(report.lines())
-    assert "8 sources, 8 usable, 0 rejected" in before and "not made yet; 8 latents and 8 captions to encode" in before
-    assert "encoding what is missing: unknown until the first build" in before
+    assert (
+        "8 sources, 8 usable, 0 rejected" in before and "not created yet; 8 latents and 8 captions to encode" in before
+    )
+    assert "encoding missing entries: unknown until the first build" in before
     assert not config.cache_dir.exists(), "check writes nothing into the cache"
     assert report.page == default_path(config) and f"page: {report.page}" in before
     page = page_of(config)
@@ -59,7 +61,7 @@ def test_lines_and_page_say_what_is_there_and_what_is_missing(tmp_path: Path) ->
     CacheBuilder(config).run()  # encodes nothing, and keeps the rate that was measured
     assert json.loads(default_path(config).with_suffix(".json").read_text())["build"] == record["build"]
     faster = text_of(small_config(tmp_path, "data.fps=12"))
-    assert "encoding what is missing: about" in faster and "as fast as the last build: 8 clips in" in faster
+    assert "encoding missing entries: about" in faster and "as fast as the last build: 8 clips in" in faster
 
 
 def test_stale_entries_are_told_with_the_reason(tmp_path: Path) -> None:
@@ -70,7 +72,7 @@ def test_stale_entries_are_told_with_the_reason(tmp_path: Path) -> None:
     assert "stale: 8, made with another fps, frames" in other and "stale: 8, made with another encoder" in other
     codec = small_config(tmp_path, "vae.channels=8")
     told = text_of(codec)
-    assert "will be fitted anew" in told and "stale: 8, made with another codec" in told
+    assert "will be fitted again" in told and "stale: 8, made with another codec" in told
     assert "cache texts: 8 present, 0 missing" in told
     assert "8 stale: made with another codec" in page_of(codec).text
     assert "stale: 8, made with another dtype" in text_of(small_config(tmp_path, "preprocess.latent_dtype=bfloat16"))
@@ -130,7 +132,7 @@ def test_every_file_of_a_zoo_is_in_the_lines_and_on_the_page(tmp_path: Path) -> 
     report = check(make_config(tree))
     numbers, page = report.statistics, page_of(make_config(tree))
     good = sum(expect.good for expect in zoo.values()) + 1  # damaged.mp4: nothing is decoded, so nobody knows yet
-    assert "A file that is damaged inside shows only when it is encoded" in page.text
+    assert "Damage inside a file is detected only when it is encoded" in page.text
     assert numbers.usable == good and numbers.rejected == len(zoo) - good
     assert f"{good} usable, {len(zoo) - good} rejected" in report.lines()[0]
     for reason, count in numbers.reasons.items():

@@ -1,4 +1,4 @@
-"""The command line in real processes: what it prints, its exit codes, and that mistakes are told in a line or two."""
+"""The command line in real processes: what it prints, its exit codes, and that mistakes are reported in a line or two."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ LAUNCH = "import sys; from mmspeed.cli.launch import launch; sys.exit(launch(sys
 def test_what_there_is_to_tell_of_a_config_is_told_once(
     run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the one process that reads it, or by the first of those that it starts."""
+    """The line comes from the one process that reads the config, or from the first of those that it starts."""
     monkeypatch.setattr(launch, "launch", lambda *arguments: 0)
     words = ["train", str(run_file), "parallel.ulysses=2"]
     assert main([*words, "--nproc", "2"]) == 0 and "no dsp" not in capsys.readouterr().err
@@ -219,7 +219,7 @@ def test_a_mistake_of_all_ranks_is_shown_once(run_file: Path) -> None:
 
 
 def failure(code: int, data: dict[str, Any] | None = None, timestamp: int = 5) -> Any:
-    """What torch's launcher tells of a failed process."""
+    """A failed process as torch's launcher reports it."""
     name = "SIGKILL" if code == -9 else "SIGABRT"
     return SimpleNamespace(
         exitcode=code, error_file_data=data or {"message": "<NONE>"}, timestamp=timestamp, signal_name=lambda: name
@@ -263,7 +263,7 @@ def test_doctor_sees_this_machine(tmp_path: Path) -> None:
 def test_doctor_as_text_and_json() -> None:
     checks = [Diagnosis("torch", "ok", "2.13"), Diagnosis("MiniLM", "warn", "not installed", "pip install it")]
     text = render(checks)
-    assert "warn    MiniLM  not installed" in text and "-> pip install it" in text and "1 to know about" in text
+    assert "warn    MiniLM  not installed" in text and "-> pip install it" in text and "warnings: 1" in text
     body = json.loads(to_json(checks))
     assert body["ok"] and body["checks"][1]["advice"] == "pip install it"
     broken = [*checks, Diagnosis("PyAV", "missing", "cannot be imported", "pip install av")]

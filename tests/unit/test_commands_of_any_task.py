@@ -40,7 +40,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def told(home: Path, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
-    """What a command says: exit code, output, errors. `RUN` and `CONFIG` in it stand for the home's."""
+    """Exit code, output and errors of a command. `RUN` and `CONFIG` in it stand for the home's."""
     register_characters()
     places = {"CONFIG": str(home / "run.yaml"), "RUN": str(home / "runs" / "small")}
 

@@ -194,8 +194,8 @@ def test_wrong_overrides(override: str, expected: str) -> None:
         (b"train: [1, 2\n", "not YAML"),
         (b"train:\n\tsteps: 1\n", "line 2"),
         (b"name: \xff\xfe\n", "cannot be read as a text file"),
-        (b"2024-01-01: 1\n", "keys are words"),
-        (b"data: &a {sources: *a}\n", "no section holds itself"),
+        (b"2024-01-01: 1\n", "keys must be words"),
+        (b"data: &a {sources: *a}\n", "no section may contain itself"),
         (b"!!python/object/apply:os.system ['true']\n", "not YAML"),
     ],
 )

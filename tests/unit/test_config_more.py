@@ -15,7 +15,7 @@ DATA = "data: {sources: [{path: x}], buckets: [{frames: 5, height: 32, width: 48
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("train: {steps: 5}\ntrain: {lr: 0.1}\n", r"line 3: the key 'train' stands here a second time"),
+        ("train: {steps: 5}\ntrain: {lr: 0.1}\n", r"line 3: duplicate key 'train'"),
         ("train: {betas: [2, 3]}\n", r"train.betas.0': input should be less than 1"),
         ("train: {lr: .inf}\n", r"train.lr': input should be a finite number"),
         ("sample: {sampler: ddim}\n", r"sampler ddim does not go with objective flow"),

@@ -1,4 +1,4 @@
-"""Of which data set every sample is: from every format to the reader, in old caches, and where caches are merged."""
+"""The data set of every sample: from every format to the reader, in old caches, and in merged ones."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_shares_may_change_and_names_may_not(built: Config, tmp_path: Path) -> N
 
 
 def make_old(root: Path) -> None:
-    """What an earlier mmspeed left: tables without the column of data sets, and the compiled index of its version."""
+    """Turn a cache into one of an earlier mmspeed: tables without the column of data sets, and the compiled index of its version."""
     path = root / SAMPLES_FILE
     table = pq.read_table(path, partitioning=None)
     null_key = table.schema.metadata
@@ -194,14 +194,14 @@ def test_an_old_cache_is_told_in_a_line_and_nothing_calls_it_damaged(
     for ask in asks:
         with pytest.raises(UserError) as error:
             ask()
-        assert "made before samples named their data set; run `mmspeed preprocess` again" in str(error.value)
+        assert "made before samples recorded their data set; run `mmspeed preprocess` again" in str(error.value)
         assert "encodes nothing again" in str(error.value) and "\n" not in str(error.value)
     with pytest.raises(OldSamplesError):
         DatasetCache(root, partial=True)
     assert "damaged" not in caplog.text
     findings = verify(root)
-    assert findings.damage == [] and any("named their data set" in note for note in findings.notes)
-    # one that is damaged as well is told to be so
+    assert findings.damage == [] and any("recorded their data set" in note for note in findings.notes)
+    # one that is also damaged is reported as damaged
     path = root / SAMPLES_FILE
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(UserError, match=r"samples\.parquet is damaged"):

@@ -153,7 +153,7 @@ def variants(found: Probe) -> list[Cut]:
 
 
 def test_each_clip_alone_is_what_it_is_among_others(zoo: tuple[Path, dict[str, Expect]], tmp_path: Path) -> None:
-    """On every file, good or damaged: the same pixels, or the same reason."""
+    """The pixels or the reason are the same, on every file, good or damaged."""
     folder, expected = zoo
     media.damage(write_video(tmp_path / "gap.mp4", frames=39, fps=4, options={"g": "4", "bf": "0"}), 0.3, 0.4)
     write_video(tmp_path / "long.mp4", frames=39, fps=4, options={"g": "5"})
@@ -212,7 +212,7 @@ def test_a_file_is_opened_once_for_all_its_clips(tmp_path: Path) -> None:
 
 
 def test_clips_come_as_they_are_complete(tmp_path: Path) -> None:
-    """So that a long video is never in memory whole."""
+    """A long video is never in memory as a whole."""
     source = source_of(write_video(tmp_path / "v.mp4", frames=39, fps=8))
     found = probe(source, *LIMITS)
     cuts = [whole(found, range(start, start + 3)) for start in range(36, -1, -3)]

@@ -66,7 +66,7 @@ def test_crash_is_rejected_with_its_signal(zoo: tuple[Path, dict[str, Expect]]) 
 
 
 def test_a_crash_while_reading_costs_no_clip(zoo: tuple[Path, dict[str, Expect]]) -> None:
-    """What is left is tried alone in a new process."""
+    """The remaining clips are tried alone in a new process."""
     source = source_of(zoo[0] / "h264.mp4")
     with DecodeWorker() as worker:
         found = worker.open(source, *LIMITS, 20)

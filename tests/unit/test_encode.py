@@ -159,7 +159,7 @@ def test_latents_in_batches_are_the_bits_of_latents_one_by_one(wan: Config) -> N
 
 
 def test_batches_are_compared_before_they_are_rounded(tmp_path: Path, wan: Config) -> None:
-    """In bfloat16 a few clips may round alike although float32 differs, and the next ones not."""
+    """A few clips may round to equal bfloat16 although float32 differs, and the next ones not."""
     config = wan.model_copy(update={"preprocess": wan.preprocess.model_copy(update={"latent_dtype": "bfloat16"})})
     counts = []
     for one in (wan, config):

@@ -78,7 +78,7 @@ def try_damages(base: str, folder: str, seeds: range) -> list[str]:
     for seed in seeds:
         what = damage(root, seed)
         try:
-            # Derived files may be made anew by any reader: without one, nothing is wrong.
+            # Derived files may be compiled again by any reader: without one, nothing is wrong.
             if not verify(root).damage and not (" delete " in f" {what}" and ".arrow" in what):
                 wrong.append(f"{what}: not noticed")
         except Exception as error:

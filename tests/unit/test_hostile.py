@@ -29,7 +29,7 @@ BARE_PICKLE = b"\x80\x04\x95\x1a\0\0\0\0\0\0\0\x8c\x05posix\x94\x8c\x06system\x9
 
 
 def zipped_pickle() -> bytes:
-    """What torch writes: a zip whose first file is a pickle."""
+    """A file like those of torch: a zip whose first file is a pickle."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("archive/data.pkl", BARE_PICKLE)

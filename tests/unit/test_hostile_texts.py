@@ -40,7 +40,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 
 
 def listed_apart(path: Path) -> tuple[str, float]:
-    """What a listing in a process of its own says, and by how many MB its peak of memory grew."""
+    """The result of a listing in a separate process, and the growth of its peak of memory in MB."""
     root = Path(__file__).parents[2]
     run = subprocess.run(
         [sys.executable, "-c", _PEAK, str(path)], capture_output=True, text=True, cwd=root, check=True,

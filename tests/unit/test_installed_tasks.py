@@ -119,7 +119,7 @@ def test_a_broken_package_is_named_when_its_task_is_asked_for(
     ("name", "message"),
     [
         ("Bare", "poems_pack:Bare needs the class attribute config_class"),
-        ("function", "'poems_pack:function' is no class"),
+        ("function", "'poems_pack:function' is not a class"),
     ],
 )
 def test_a_class_without_a_config_is_told(site: Path, name: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Which buckets a source serves: drawn by `keep`, never enlarged unasked; and what each bucket crops, scales away and trims."""
+"""Buckets of a source: drawn by `keep`, never enlarged without permission; and the losses of each by crop, scale and trim."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def probed(width: int, height: int, frames: int, fps: float) -> Probe:
 
 
 def within(share: float, keep: float, count: int) -> bool:
-    """Whether a share of `count` fair draws is one that is met: six standard deviations, so by chance once in 5e8."""
+    """True if a share of `count` fair draws is within six standard deviations, which fails by chance once in 5e8."""
     return abs(share - keep) <= 6 * math.sqrt(keep * (1 - keep) / count)
 
 

@@ -1,5 +1,5 @@
 """The mutation tests of law 5: change one thing that entries are made from, and exactly those that depend on it are stale,
-are named by `check`, and are made anew; change what they do not depend on, and nothing is.
+are named by `check`, and are encoded again; change what they do not depend on, and nothing is.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def test_tensor_parallelism_wants_sharding() -> None:
 def test_a_schedule_is_for_whole_groups(tmp_path: Path) -> None:
     config = small_config(tmp_path, "parallel.ring=2", "parallel.ulysses=2")
     groups = {(Bucket(5, 32, 48), config.data.dataset_names[0]): 20}
-    with pytest.raises(UserError, match="6 devices are no multiple of the 4 of ring 2 x ulysses 2"):
+    with pytest.raises(UserError, match="6 devices are not a multiple of the 4 of ring 2 x ulysses 2"):
         preview_schedule(config, groups, COSTS, (6,))
     assert preview_schedule(config, groups, COSTS, (4, 8)).worlds == (4, 8)
 

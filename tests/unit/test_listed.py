@@ -147,7 +147,7 @@ def test_a_run_goes_on_where_it_stopped_with_any_size_of_step() -> None:
     behind = {item.sample for step in data.steps(0, 3) for item in step.items}
     other = make(train={"batch_size": 1})
     resumed = other.data(place())
-    assert "the 3 of 9 uses that are left of epoch 0 come in new company" in (resumed.resume(state) or "")
+    assert "the 3 of 9 uses that are left of epoch 0 are grouped differently" in (resumed.resume(state) or "")
     rest = [item.sample for step in resumed.steps(3, 6) for item in step.items]
     assert {*rest} | behind == {*task.by_key} and len(rest) == 3 and resumed.locate(6).epoch == 1
 

@@ -1,4 +1,4 @@
-"""The mapped index: finds what the Parquet files hold, is made anew when they change, is shared, and copies no payload."""
+"""The mapped index: finds what the Parquet files hold, is compiled again when they change, is shared, and copies no payload."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def test_a_run_folder_is_translated_and_logged_once(tmp_path: Path, caplog: pyte
     config = folder.config()
     assert config.memory.activation_policy == NEW_MEMORY and config.train.steps == 7
     assert len(caplog.records) == 1
-    assert f"the config of {folder.root} is of an earlier mmspeed: {LINE}" in caplog.text
+    assert f"the config of {folder.root} is from an earlier mmspeed: {LINE}" in caplog.text
     assert "memory.swap_from read as memory.offload_from" in caplog.text
     # a resumed run differs in nothing, whatever its record calls it, and writes today's keys
     assert folder.check_same(config) == []
@@ -277,7 +277,7 @@ def test_a_users_file_goes_on_as_its_run_folder_recorded(tmp_path: Path, caplog:
     config = load_config(path)
     assert (config.parallel.dsp, config.parallel.ulysses) == (2, 1)
     (line,) = (entry.getMessage() for entry in caplog.records)
-    assert f"{folder.root} recorded that, and goes on so (with `dsp: 1` it runs ulysses 2)" in line
+    assert f"{folder.root} recorded that, and continues so (with `dsp: 1` it runs ulysses 2)" in line
     folder.write_start(config, {}, {})  # and once more, from what the resumed run recorded
     assert load_config(path).parallel == config.parallel
     assert load_config(path, ["parallel.dsp=1"]).parallel.ulysses == 2

@@ -33,7 +33,7 @@ def online(config: Config) -> OnlineBuilder:
 
 
 def cache_row(config: Config) -> dict:
-    """What the first epoch told in metrics.jsonl, the last time."""
+    """The last record of the first epoch in metrics.jsonl."""
     return [row for row in read_metrics(config.run_dir / "metrics.jsonl") if row["kind"] == "cache"][-1]
 
 
@@ -166,7 +166,7 @@ def staged_config(folder: Path) -> Config:
 
 
 def test_stages_and_shares(tmp_path: Path) -> None:
-    """What a stage first meets in its own time is made then; what no stage has met by then, at the end of the first epoch."""
+    """Entries are encoded when a stage first uses them; those that no stage has used, at the end of the first epoch."""
     here, there = staged_config(tmp_path / "online"), staged_config(tmp_path / "off")
     CacheBuilder(there).run()
     TrainPipeline(there).run()

@@ -1,4 +1,4 @@
-"""Where a run stands and goes on: elastic resume, stages, shares of data sets, changed data; and the balance of steps."""
+"""Position and resume of a run: elastic resume, stages, shares of data sets, changed data; and the balance of steps."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_stages_resume_anywhere(first: Batching, second: Batching, stop: int) ->
 
 
 def test_what_changes_elsewhere_in_the_curriculum_leaves_the_epoch_whole() -> None:
-    """Where training ends, and stages before and after: the rest of this one's epoch comes all the same."""
+    """The end of training and the stages before and after do not change the rest of this stage's epoch."""
     samples = make_samples(9, 6, 3, 5)
     state = BatchSampler(samples, 4, seed=1, stages=[IMAGES, TrainingStage(20), SHORT, TrainingStage(50)]).state(6)
     assert (
@@ -220,7 +220,7 @@ def test_every_full_step_costs_all_slots_the_same() -> None:
 
 @pytest.mark.parametrize("world", [8, 64])
 def test_a_large_set_is_balanced_on_any_world(world: int) -> None:
-    """What the simulation shows at a million clips holds at thirty thousand, where tails weigh more."""
+    """The simulation's result for a million clips holds for thirty thousand, where tails count more."""
     buckets = [Bucket(f, h, w) for f in (1, 17, 49, 97) for h, w in ((256, 256), (288, 512), (512, 288), (480, 848))]
     each = {bucket: Cost(0.0, float(bucket.frames * bucket.height * bucket.width) ** 1.2) for bucket in buckets}
     budget = max(cost.each for cost in each.values())

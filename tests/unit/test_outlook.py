@@ -59,7 +59,7 @@ def statistics_of(groups: dict[tuple[Bucket, str], int]) -> DataStatistics:
 
 
 def replayed(config: Config, groups: dict[tuple[Bucket, str], int], world: int) -> list[dict[str, float]]:
-    """What each step of the training computes, asked of the order step by step."""
+    """The work of each step of the training, from the order, step by step."""
     places = {group: np.arange(count) for group, count in groups.items() if count}
     batching = make_batching(config.batching, config.train, {b for b, _ in places}, COSTS, world)
     order = Order(places, batching, config.seed, make_stages(config.data, config.curriculum))
@@ -172,13 +172,13 @@ def test_hints_name_the_setting(tmp_path: Path) -> None:
 
     plain = config_of(tmp_path)
     assert told(plain, groups_of(0, 30), 1, 3) == ""
-    assert "train.batch_size 3 cannot be shared evenly by 2 and 8 devices (some compute nothing at all)" in told(
+    assert "train.batch_size 3 cannot be divided evenly by 2 and 8 devices (some compute nothing at all)" in told(
         plain, groups_of(0, 30), 1, 2, 8
     )
     flops = config_of(tmp_path, *FLOPS)
     few = told(flops, groups_of(0, 3, 2), 1, 8)
     assert "an epoch has 5 uses of samples, fewer than 8 devices" in few and "data.repeats" in few and "wait" not in few
-    assert "batching.slots 4 cannot be shared evenly by 3 devices;" in told(
+    assert "batching.slots 4 cannot be divided evenly by 3 devices;" in told(
         config_of(tmp_path, *FLOPS, "batching.slots=4"), groups_of(0, 30), 2, 3
     )
     wait = told(config_of(tmp_path, *FLOPS, "batching.mix=window"), groups_of(9, 9, 9), 1, 4)
@@ -190,7 +190,7 @@ def test_hints_name_the_setting(tmp_path: Path) -> None:
     numbers = statistics_of(groups_of(0, 30))
     costs, _ = estimate(plain, numbers, 3, 4, Strides(4, 8), [2])
     both = "\n".join(hints(plain, numbers, costs))
-    assert "bucket 1x32x48 gets no sample" in both and "shared evenly by 2 devices" in both
+    assert "bucket 1x32x48 gets no sample" in both and "divided evenly by 2 devices" in both
 
 
 def test_a_stage_without_samples_and_missing_measurements_are_problems_in_one_line(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_a_stage_without_samples_and_missing_measurements_are_problems_in_one_li
     )
     assert costs is not None and costs.outlook is None and costs.seconds(1e12) == ()
     (problem,) = problems
-    assert "stage 1 meets no training sample" in problem and "\n" not in problem
+    assert "stage 1 has no training sample" in problem and "\n" not in problem
     config = small_config(tmp_path, "train.batch_size=null", "batching.by=time")
     report = check(config)
     (problem,) = report.problems

@@ -182,7 +182,7 @@ def test_hints_name_the_setting(tmp_path: Path) -> None:
     )
     costs, _ = estimate(config, numbers, 3, 4, Strides(4, 8), worlds=(1, 8, 64))
     told = "\n".join(hints(config, numbers, costs, truncated=2))
-    assert "train.batch_size 3 cannot be shared evenly by 8 and 64 devices" in told
+    assert "train.batch_size 3 cannot be divided evenly by 8 and 64 devices" in told
     assert "bucket 9x32x48 gets no sample" in told
     assert "84% of the video time is not used; data.windows: all would use 94%" in told
     assert "cropping removes 40% of the pixels" in told and "1 rejected as no_bucket: add a bucket" in told

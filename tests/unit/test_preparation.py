@@ -169,7 +169,7 @@ def test_a_command_that_a_task_does_not_have_says_so_in_one_line(
 ) -> None:
     assert run([command.split()[0], str(file), *words]) == 1
     error = capsys.readouterr().err.strip()
-    assert error.count("\n") == 0 and f"`mmspeed {command}` is not there for the task toy (it is for: video)" in error
+    assert error.count("\n") == 0 and f"`mmspeed {command}` does not support the task toy (only: video)" in error
 
 
 def test_init_of_such_a_task_writes_its_keys(toy: None, tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_init_of_such_a_task_writes_its_keys(toy: None, tmp_path: Path) -> None:
 
 
 def test_init_of_such_a_task_takes_no_media(toy: None, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="`mmspeed init --videos` is not there for the task toy"):
+    with pytest.raises(UserError, match="`mmspeed init --videos` does not support the task toy"):
         write_config(tmp_path / "new.yaml", videos=tmp_path, task="toy")
     assert not (tmp_path / "new.yaml").exists()
 

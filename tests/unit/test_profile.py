@@ -175,7 +175,7 @@ def test_a_bucket_that_does_not_fit_is_refused() -> None:
     measured = Measured(rows(SHORT, (1, 1, 10)), 100, {}, {LONG: 1})
     by_time = BatchingConfig(by="time")
     assert make_batching(by_time, TrainConfig(), [SHORT], costs, 1, measured=measured).sizes == {SHORT: 1}
-    with pytest.raises(UserError, match="5x32x48 does not fit the device's memory even alone"):
+    with pytest.raises(UserError, match="5x32x48 does not fit the device's memory even with one sample"):
         make_batching(by_time, TrainConfig(), [SHORT, LONG], costs, 1, measured=measured)
 
 
@@ -351,7 +351,9 @@ def test_measurements_of_something_else_are_refused(home: Path, found: BucketPro
 
 
 def test_without_measurements_there_is_no_training_by_time(home: Path) -> None:
-    with pytest.raises(UserError, match=r"needs .*absent/buckets.json, which is not there: run `mmspeed bench buckets"):
+    with pytest.raises(
+        UserError, match=r"needs .*absent/buckets.json, which does not exist: run `mmspeed bench buckets"
+    ):
         TrainPipeline(small_config(home, "name=absent", "batching.by=time", "train.batch_size=null")).run()
 
 

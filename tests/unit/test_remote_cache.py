@@ -162,7 +162,7 @@ def test_failures_name_url_and_key_after_three_tries(tmp_path: Path, memory: Any
 
 
 def test_a_store_that_fails_now_and_then(tmp_path: Path) -> None:
-    """Over a real file system whose file comes back between two tries."""
+    """Read from a real file system whose file comes back between two tries."""
     latents, _ = build(tmp_path / "a")
     cache = DatasetCache((tmp_path / "a").as_uri(), local_cache=tmp_path / "here")
     shard = tmp_path / "a" / FOLDER / "000000.tar"

@@ -105,7 +105,7 @@ def lots_of(shares: Sequence[Sequence[float]], each: Sequence[float], most: int 
 
 
 def slowest(lots: Sequence[BucketBatch], shares: Sequence[Sequence[float]], orders: Any, rows: Any) -> float:
-    """What each row's costliest cell takes, added up."""
+    """The sum of the costs of each row's costliest cell."""
     costs = [
         [
             lots[cell.lot].cost.each
@@ -268,7 +268,7 @@ def test_other_costs_of_the_same_packs_make_other_batches() -> None:
     plain = ByClass(PacksConfig(**tree))
     assert plain.batching(place()).share is None and plain.batching(place()).sizes[Length(16)] == 2
     message = plain.data(place()).resume(task.data(place()).state(0))
-    assert message is not None and message.startswith("batches or stages are made in another way")
+    assert message is not None and message.startswith("batches or stages differ from those")
 
 
 def test_a_step_s_work_and_tokens_are_those_of_its_packs() -> None:

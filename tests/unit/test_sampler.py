@@ -23,7 +23,7 @@ Name = tuple[str, int, int]
 
 
 def make_samples(*counts: int, dataset: str = "") -> list[Sample]:
-    """So many samples in each bucket."""
+    """Samples in each bucket, by these counts."""
     return [
         Sample(f"{bucket.name}-{n}{dataset}", ("l",), ("t",), "train", bucket, f"{n}.mp4", dataset=dataset)
         for bucket, count in zip(BUCKETS, counts, strict=False)
@@ -196,7 +196,7 @@ def test_share_refuses_nonsense() -> None:
     for bad in [([], plain, 0, 1), (draws, plain, 2, 2), (draws, plain, -1, 2), (draws, replace(plain, group=2), 0, 3)]:
         with pytest.raises(ValueError, match="no micro-batches"):
             rank_batches(*bad)
-    with pytest.raises(ValueError, match="no draw of this step"):
+    with pytest.raises(ValueError, match="every draw of this step is lost"):
         rank_batches([SampleUse(replace(draw.sample, lost=True), 0, 0) for draw in draws], plain, 0, 1)
 
 
@@ -296,7 +296,7 @@ def test_no_samples_is_an_error_for_people() -> None:
         BatchSampler(make_samples(2), 0, seed=0)
     with pytest.raises(ValueError, match="distinct"):
         BatchSampler(make_samples(2) * 2, 2, seed=0)
-    with pytest.raises(UserError, match="stage 2 meets no training sample"):
+    with pytest.raises(UserError, match="stage 2 has no training sample"):
         BatchSampler(
             make_samples(2), 1, seed=0, stages=[TrainingStage(3), TrainingStage(takes=lambda bucket: bucket.frames > 1)]
         )

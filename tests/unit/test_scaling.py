@@ -73,7 +73,7 @@ def tagged(path: Path, pix_fmt: str, matrix: int, colour_range: int, codec: str 
 def test_colours_are_those_of_the_picture(
     tmp_path: Path, pix_fmt: str, matrix: int, colour_range: int, codec: str
 ) -> None:
-    """Of PyAV's own conversion, of the picture itself, and scaled as Pillow scales it."""
+    """Colours agree with PyAV's conversion, with the picture itself, and with Pillow's scaling."""
     picture = tagged(tmp_path / "v.mp4", pix_fmt, matrix, colour_range, codec)
     source = source_of(tmp_path / "v.mp4")
     found = probe(source, *LIMITS)

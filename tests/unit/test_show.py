@@ -67,10 +67,10 @@ def test_why_there_are_no_source_frames(cache: DatasetCache, tmp_path: Path) -> 
     config = stored_config(cache)
     entry = cache.entry(next(iter(cache.samples)).latent_keys[0], "latents")
     for name, change, why in (
-        (None, {}, "does not say which source"),
-        ("none.mp4", {}, "not among the config's sources"),
-        (entry.source, {"frames": (0, 1, 2, 3, 4)}, "takes other frames"),
-        (entry.source, {"content_id": "0" * 32}, "holds something else"),
+        (None, {}, "does not record the source"),
+        ("none.mp4", {}, "no longer among the config's sources"),
+        (entry.source, {"frames": (0, 1, 2, 3, 4)}, "selects other frames"),
+        (entry.source, {"content_id": "0" * 32}, "the file has changed"),
     ):
         said = source_frames(config, name, dataclasses.replace(entry, **change))
         assert isinstance(said, str) and why in said
@@ -84,7 +84,7 @@ def test_another_codec_is_refused(cache: DatasetCache, tmp_path: Path) -> None:
     codec = codec_of(cache, config)
     entry = cache.entry(next(iter(cache.samples)).latent_keys[0], "latents")
     meta = json.dumps({**json.loads(entry.meta), "codec": "f" * 64})
-    with pytest.raises(UserError, match="was made with the codec ffffffffffff"):
+    with pytest.raises(UserError, match="was encoded with the codec ffffffffffff"):
         decode_latent(cache, codec, dataclasses.replace(entry, meta=meta))
     with pytest.raises(UserError, match="no entry nonsense"):
         draw_entry(cache, "nonsense", tmp_path / "x.png")

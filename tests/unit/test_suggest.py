@@ -333,9 +333,9 @@ def test_check_says_nothing_of_it_unless_asked(tmp_path: Path, capsys: pytest.Ca
 def test_what_no_bucket_can_take_is_said(tmp_path: Path) -> None:
     lines, buckets = suggested(files_config(tmp_path, [{"frames": 1, "height": 512, "width": 512}]), 3)
     assert buckets == [] and lines[0] == (
-        "suggested buckets: none, since no bucket as large as data.buckets asks for takes any of the sources"
+        "suggested buckets: none, since no bucket up to the size of data.buckets takes any of the sources"
     )
-    assert any("8 videos are left out: data.buckets asks for images only" in line for line in lines)
+    assert any("8 videos are left out: data.buckets has images only" in line for line in lines)
     lines, buckets = suggested(
         files_config(tmp_path, [{"frames": 1, "height": 512, "width": 512}], allow_upscale=True), 3
     )

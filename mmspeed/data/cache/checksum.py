@@ -1,7 +1,7 @@
-"""Seals: a file that carries the SHA-256 of itself, so that any changed byte of it shows.
+"""Seals: a file that contains its own SHA-256, so that any changed byte is detected.
 
 A seal is a mark and 64 hexadecimal digits: the digest of the file with zeros in place of the digits. The last mark of a file counts,
-and others with the same digits (Arrow writes its metadata twice); marks in what users wrote, such as captions, do not.
+and others with the same digits (Arrow writes its metadata twice); marks inside user data, such as captions, do not.
 
 Files too large to hold twice in memory are checked and sealed through a mapping, in pieces.
 """
@@ -17,13 +17,13 @@ from pathlib import Path
 _MARK = b"mmspeed-sha256:"
 _DIGITS = 64
 _ZEROS = b"0" * _DIGITS
-BLANK = (_MARK + _ZEROS).decode()  # what is written where the seal is to stand
+BLANK = (_MARK + _ZEROS).decode()  # placeholder for the seal
 _SEAL = re.compile(re.escape(_MARK) + rb"([0-9a-f]{64})")
 _PIECE = 1 << 24
 
 
 def seal(data: bytes) -> bytes:
-    """`data` with its last `BLANK` turned into its seal. Raises ValueError when there is none."""
+    """`data` with its last `BLANK` replaced by the seal. Raises ValueError if there is no `BLANK`."""
     at = data.rfind(BLANK.encode())
     if at < 0:
         raise ValueError("there is no place for a seal")
@@ -32,16 +32,16 @@ def seal(data: bytes) -> bytes:
 
 
 def is_sealed(data: bytes) -> bool:
-    """Whether `data` carries a seal that is its own."""
-    found = [match[1] for match in _SEAL.finditer(data)]
-    if not found:
+    """True if `data` has a seal that matches it."""
+    digests = [match[1] for match in _SEAL.finditer(data)]
+    if not digests:
         return False
-    blank = data.replace(_MARK + found[-1], _MARK + _ZEROS)
-    return hashlib.sha256(blank).hexdigest().encode() == found[-1]
+    blank = data.replace(_MARK + digests[-1], _MARK + _ZEROS)
+    return hashlib.sha256(blank).hexdigest().encode() == digests[-1]
 
 
 def sealed_file(path: Path) -> bool:
-    """Whether a file carries a seal that is its own, as `is_sealed` of its bytes. Raises OSError."""
+    """True if a file has a seal that matches it, like `is_sealed` of its bytes. Raises OSError."""
     with open(path, "rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
             return False
@@ -54,19 +54,19 @@ def sealed_file(path: Path) -> bool:
 
 
 def seal_file(path: Path) -> None:
-    """Turn the first and the last `BLANK` of a file, where Arrow has its metadata, into its seal. Raises ValueError without one."""
+    """Replace the first and the last `BLANK` of a file (Arrow writes its metadata twice) by its seal. Raises ValueError without one."""
     with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_WRITE) as data:
         places = [place for place in _places(data) if data[place : place + _DIGITS] == _ZEROS]
         if not places:
             raise ValueError("there is no place for a seal")
-        # Others, in what users wrote, stay as they are: they read as zeros before and after.
+        # Blanks in user data stay: they are zeros both before and after.
         digits = _digest(data, places)
         for place in (places[0], places[-1]):
             data[place : place + _DIGITS] = digits
 
 
 def _places(data: mmap.mmap) -> list[int]:
-    """Where the digits of seals stand."""
+    """The offsets of the digits of all seals."""
     places, at = [], data.find(_MARK)
     while at >= 0:
         place = at + len(_MARK)

@@ -1,4 +1,4 @@
-"""The linear codec's file in a cache, seen from below the models: whether it is the one that the latents were made with."""
+"""Check that the linear codec's file in a cache is the one that encoded the latents, without loading the model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .checksum import is_sealed
 
 
 def codec_facts(path: Path) -> dict[str, str]:
-    """What stands in the header of a codec's file. Raises ValueError unless the file is exactly as it was written."""
+    """The header of a codec's file. Raises ValueError unless the file is exactly as it was written."""
     if not is_sealed(path.read_bytes()):
         raise ValueError("is not as it was written")
     try:
@@ -23,27 +23,29 @@ def codec_facts(path: Path) -> dict[str, str]:
 
 
 def own_codec(info: dict[str, Any]) -> str | None:
-    """Where a cache with this cache.json keeps the codec that was fitted for it; None when its codec lies elsewhere."""
+    """The path, in a cache with this cache.json, of the codec that was fitted for it; None if its codec is stored elsewhere."""
     vae = info.get("encoders", {}).get("vae", {})
     if vae.get("kind") != "linear" or "config" not in info:
         return None
     try:
         config = yaml.safe_load(info["config"]) if isinstance(info["config"], str) else info["config"]
-        named = config["vae"].get("weights")
+        weights = config["vae"].get("weights")
     except (yaml.YAMLError, KeyError, TypeError, AttributeError):
         return None
-    return None if named else f"codec/linear-{vae.get('channels')}.safetensors"
+    return None if weights else f"codec/linear-{vae.get('channels')}.safetensors"
 
 
 def codec_problems(root: Path, info: dict[str, Any]) -> list[tuple[str, str]]:
-    """(file, what is wrong) of each codec file that is damaged, missing, or another than the latents were made with."""
-    own = own_codec(info)
-    names = {f"codec/{path.name}" for path in (root / "codec").glob("[!.]*.safetensors")} | ({own} if own else set())
+    """(file, problem) of each codec file that is damaged, missing, or not the one that encoded the latents."""
+    fitted = own_codec(info)
+    names = {f"codec/{path.name}" for path in (root / "codec").glob("[!.]*.safetensors")} | (
+        {fitted} if fitted else set()
+    )
     problems = []
     for name in sorted(names):
         try:
-            made_with = codec_facts(root / name).get("fingerprint")
-            if name == own and made_with != info["encoders"]["vae"].get("fingerprint"):
+            fingerprint = codec_facts(root / name).get("fingerprint")
+            if name == fitted and fingerprint != info["encoders"]["vae"].get("fingerprint"):
                 problems.append((name, "is another codec than the one that cache.json records"))
         except FileNotFoundError:
             problems.append((name, "is missing"))

@@ -1,6 +1,6 @@
-"""Files that are whole or absent (law 4): hidden, locked while their writer lives, published by one rename or link.
+"""Atomic files (law 4): hidden and locked while they are written, published complete by one rename or link.
 
-A temporary file whose lock can be taken has no writer any more: it is what a killed process left, and may be deleted.
+A temporary file whose lock can be taken has no writer any more: a killed process left it, and it may be deleted.
 Locks are `flock`s, which the system drops when a process ends, however it ends.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from mmspeed.errors import UserError
 
 TEMP_SUFFIX = ".tmp"
-READERS_LOCK = ".readers.lock"  # shared by all that have a cache open, exclusive for what takes entries away
+READERS_LOCK = ".readers.lock"  # shared by all who have a cache open, exclusive for commands that remove entries
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
 
@@ -43,7 +43,7 @@ def disk_errors(path: Path) -> Iterator[None]:
 class TempFile:
     """A hidden file in the folder of its final name, locked by this process until it is released.
 
-    Nothing buffers between `write` and the system, so that a full disk shows where it happens. Used by one thread.
+    Writes are not buffered, so that a full disk raises at the write that fails. For use by one thread.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -53,12 +53,12 @@ class TempFile:
             self._fd = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
             if try_lock(self._fd) and _same_file(self.path, self._fd):
                 break
-            os.close(self._fd)  # a repair elsewhere saw the file before it was locked, and took it for a stale one
+            os.close(self._fd)  # a repair elsewhere found the file before it was locked, and treated it as abandoned
             self.path.unlink(missing_ok=True)
         self.size = 0
 
     def write(self, data: bytes) -> None:
-        """Append all of `data`; on any error the file keeps exactly what it held before."""
+        """Append all of `data`; on any error the file is truncated to its previous contents."""
         try:
             view = memoryview(data)
             while view:
@@ -70,16 +70,16 @@ class TempFile:
             raise
 
     def replace(self, target: Path) -> None:
-        """Make the contents durable and give them the name `target`, in place of what had it."""
+        """Make the contents durable and rename the file to `target`, replacing any file of that name."""
         os.fsync(self._fd)
         os.replace(self.path, target)
         fsync_folder(target.parent)
 
     def link(self, target: Path) -> bool:
-        """Make the contents durable and give them the name `target` unless that is taken; whether it was free.
+        """Make the contents durable and link them as `target` unless that exists; return True if it was free.
 
-        The temporary name stays beside it, for readers that know the file by it, until `drop_name`.
-        Raises UserError when the file system has no hard links.
+        The temporary name remains beside it, for readers that use it, until `drop_name`.
+        Raises UserError if the file system has no hard links.
         """
         os.fsync(self._fd)
         try:
@@ -96,16 +96,16 @@ class TempFile:
         return True
 
     def sync(self) -> None:
-        """Make what was written so far durable, and so visible to other machines that open the file."""
+        """Make everything written so far durable, and so visible to other machines that open the file."""
         os.fsync(self._fd)
 
     def drop_name(self) -> None:
-        """Take the temporary name away; the contents live on under the name that `link` gave."""
+        """Remove the temporary name; the contents remain under the name that `link` gave."""
         self.path.unlink(missing_ok=True)
 
     def release(self) -> None:
-        """Drop the lock and close. What was published stays; what was not is left for `discard` or a repair."""
-        # An explicit unlock, because a forked child shares this lock and would keep it beyond our close.
+        """Drop the lock and close. A published file stays; an unpublished one is left for `discard` or a repair."""
+        # Unlock explicitly: a forked child shares this lock and would hold it after this process closes the file.
         fcntl.flock(self._fd, fcntl.LOCK_UN)
         os.close(self._fd)
 
@@ -116,7 +116,7 @@ class TempFile:
 
 
 def try_lock(fd: int, shared: bool = False) -> bool:
-    """Take the lock of an open file, exclusive or shared; False when another's is in the way. Raises UserError without locks."""
+    """Take an open file's lock, exclusive or shared; False if another process holds it. Raises UserError if the system has no locks."""
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -129,14 +129,14 @@ def try_lock(fd: int, shared: bool = False) -> bool:
 
 
 class BusyError(UserError):
-    """Another command keeps this one from working now; nothing is wrong with the cache."""
+    """Another command is using the cache, which is not damaged."""
 
 
 class ReaderLock:
-    """Held, with any number of others, while a cache is read or added to; until `close`, or the object or process is gone.
+    """A shared lock, held while a cache is read or added to; until `close`, or the end of the object or process.
 
-    Where the folder may not be written there is none, and nobody who could take anything away. Raises BusyError while a command
-    that takes entries away is at work.
+    A folder that cannot be written to gets no lock, since nothing can be removed from it. Raises BusyError while a command that
+    removes entries is running.
     """
 
     def __init__(self, root: Path) -> None:
@@ -147,15 +147,15 @@ class ReaderLock:
             return
         try:
             free = try_lock(fd, shared=True)
-        except (UserError, OSError):  # a file system without locks: writers will say so
+        except (UserError, OSError):  # a file system without locks: writers report it
             free = True
         if not free:
             os.close(fd)
-            raise BusyError(f"a `mmspeed cache` command is at work on {root}; run this again when it is done")
+            raise BusyError(f"a `mmspeed cache` command is running on {root}; run this again when it has ended")
         self._fd = fd
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release the lock."""
         fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)
@@ -172,11 +172,11 @@ def _same_file(path: Path, fd: int) -> bool:
 
 
 def held(path: Path) -> bool:
-    """Whether a living process holds the lock of a file."""
+    """True if a living process holds the lock of a file."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
-        return True  # gone in this moment, so its writer lives
+        return True  # it vanished just now, so its writer is alive
     try:
         return not try_lock(fd)
     finally:
@@ -185,9 +185,9 @@ def held(path: Path) -> bool:
 
 @contextmanager
 def abandoned(path: Path, shared: bool = False) -> Iterator[bool]:
-    """Whether a file is there and has no living writer; when so, its lock is held during the block.
+    """Yield True if a file exists and has no living writer; its lock is then held during the block.
 
-    Held `shared`, it does not look like a living writer's to those who only ask whether there is one.
+    With `shared`, others that also take a shared lock do not mistake this process for a living writer.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -201,9 +201,9 @@ def abandoned(path: Path, shared: bool = False) -> Iterator[bool]:
 
 
 def write_whole(path: Path, data: bytes, replace: bool = True) -> bool:
-    """Write a file at once, durably. With `replace` false an existing file stays; whether ours was written.
+    """Write a whole file durably; return True if it was written, False if `replace` is false and the file existed.
 
-    Raises UserError when the disk is full; nothing is left behind then.
+    Raises UserError if the disk is full, and then leaves nothing behind.
     """
     with disk_errors(path):
         temp = TempFile(path.parent)
@@ -221,7 +221,7 @@ def fsync_folder(folder: Path) -> None:
     """Make the names in a folder durable."""
     fd = os.open(folder, os.O_RDONLY)
     try:
-        # Some network file systems refuse to sync a folder; they need no such call.
+        # Some network file systems refuse to sync a folder; they do not need it.
         with suppress(OSError):
             os.fsync(fd)
     finally:

@@ -1,7 +1,7 @@
-"""The compiled index: two Arrow files made from the index's Parquet files, in the form in which a reader maps them.
+"""Compile the index's Parquet files into two Arrow files that readers map.
 
-The Parquet files stay the truth. `index/entries.arrow` holds what reading a payload takes, sorted by section and key, in columns of
-fixed width; `index/samples.arrow` holds the samples, sorted by key. Both know which Parquet files they were made from.
+The Parquet files remain the source of truth. `index/entries.arrow` holds the columns needed to read a payload, sorted by section and
+key and of fixed width; `index/samples.arrow` holds the samples, sorted by key. Both record the Parquet files they were compiled from.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .tables import (
     shard_of_index,
 )
 
-VERSION = 2  # of the compiled files; others are made anew
+VERSION = 2  # of the compiled files; those of other versions are compiled again
 ENTRIES_NAME, SAMPLES_NAME = "entries.arrow", "samples.arrow"
 FACTS = b"mmspeed.facts"
 KEY_BYTES = 16
@@ -81,7 +81,7 @@ SAMPLES_SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class IndexFacts:
-    """What stands in a compiled file beside its columns."""
+    """The metadata of a compiled file."""
 
     files: str  # digest of names and sizes of the Parquet files
     stamps: str  # digest of names, sizes and times of the Parquet files
@@ -92,47 +92,47 @@ class IndexFacts:
     sections: dict[str, list[int]] = field(default_factory=dict)  # rows [start, stop) of each section
     duplicates: int = 0
     null_key: str | None = None
-    lacking: int = 0  # samples, not lost ones, with an entry that is not there
+    lacking: int = 0  # samples, lost ones excepted, with an entry that is missing
     lacking_source: str = ""
 
 
 @dataclass(frozen=True)
 class IndexFiles:
-    """Which Parquet files an index consists of."""
+    """Digests of the Parquet files that an index consists of."""
 
     files: str
     stamps: str
 
 
 def list_index(root: Path) -> IndexFiles:
-    """The Parquet files of a cache's index as they are now. Raises UserError when there are no samples yet."""
+    """Digests of the current Parquet files of a cache's index. Raises UserError if there are no samples yet."""
     if not (root / SAMPLES_FILE).exists():
         raise UserError(f"cache {root} lists no samples yet; run mmspeed preprocess to its end")
     rows = []
     for path in [*index_files(root), root / SAMPLES_FILE]:
         with suppress(FileNotFoundError):
-            found = path.stat()
-            rows.append([path.name, found.st_size, found.st_mtime_ns])
+            status = path.stat()
+            rows.append([path.name, status.st_size, status.st_mtime_ns])
     return IndexFiles(digest_of_files([row[:2] for row in rows]), digest_of_files(rows))
 
 
-def fits(schema: pa.Schema, wanted: pa.Schema) -> bool | None:
-    """Whether a compiled file's schema is the one that this version reads; None when another version made it. Raises ValueError."""
+def fits(schema: pa.Schema, expected: pa.Schema) -> bool | None:
+    """True if a compiled file has the schema that this version reads; None if another version wrote it. Raises ValueError."""
     facts = json.loads((schema.metadata or {}).get(FACTS, b"{}"))
     if isinstance(facts, dict) and facts.get("version", VERSION) != VERSION:
         return None
-    return bool(schema.equals(wanted, check_metadata=False))
+    return bool(schema.equals(expected, check_metadata=False))
 
 
 def digest_of_files(rows: list[list[Any]]) -> str:
-    """A digest of names and what else is known of files, in any order."""
+    """A digest of rows that describe files, independent of their order."""
     return hashlib.sha256(canonical_json(sorted(rows)).encode()).hexdigest()
 
 
 def compile_index(root: Path | str, target: Path | None = None) -> None:
-    """Make the compiled index of a cache, in its `index` folder or in `target`, whether or not there is one.
+    """Compile the index of a cache into its `index` folder or into `target`, replacing an existing one.
 
-    Raises UserError when a Parquet file is damaged, when there are no samples yet, or when the disk is full.
+    Raises UserError if a Parquet file is damaged, if there are no samples yet, or if the disk is full.
     """
     root, began = Path(root), time.perf_counter()
     target = target or root / "index"
@@ -145,7 +145,7 @@ def compile_index(root: Path | str, target: Path | None = None) -> None:
 
 @contextmanager
 def compile_lock(root: Path) -> Iterator[bool]:
-    """Inside the block no other process compiles this cache's index; false where the folder cannot be written to."""
+    """Hold the lock under which one process compiles this cache's index; yields False if the folder cannot be written to."""
     try:
         fd = os.open(root / "index" / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
     except OSError:
@@ -170,7 +170,7 @@ def _nibbles() -> Array:
 
 
 def unhex(column: pa.Array, what: str) -> Array:
-    """A column of 32 hexadecimal digits as bytes (n, 16). Raises UserError when one is not."""
+    """A column of 32 hexadecimal digits as bytes (n, 16). Raises UserError for any other value."""
     column = column.cast(pa.large_string())
     _, offsets, data = column.buffers()
     ends = np.frombuffer(offsets, np.int64)[column.offset : column.offset + len(column) + 1] if len(column) else None
@@ -185,7 +185,7 @@ def unhex(column: pa.Array, what: str) -> Array:
 
 
 def halves(keys: Array) -> tuple[Array, Array]:
-    """Keys (n, 16) as two columns of 64-bit numbers whose order is the order of the keys."""
+    """Keys (n, 16) as two columns of 64-bit numbers that sort like the keys."""
     numbers = np.ascontiguousarray(keys).view(">u8").astype(np.uint64)
     return np.ascontiguousarray(numbers[:, 0]), np.ascontiguousarray(numbers[:, 1])
 
@@ -201,7 +201,7 @@ class _Entries:
 
     @classmethod
     def read(cls, root: Path) -> _Entries:
-        """Those of all Parquet files. Of an entry that lies in two shards the first counts."""
+        """Read the entries of all Parquet files. For an entry that is in two shards, the first counts."""
         paths = index_files(root)
         buckets: dict[str, int] = {}
         with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
@@ -216,40 +216,40 @@ class _Entries:
         columns["prefix"], columns["rest"] = halves(columns["key"])
         order = np.lexsort((columns["rest"], columns["prefix"], columns["section"]))  # stable: the first shard leads
         ordered = [columns[name][order] for name in ("section", "prefix", "rest")]
-        again = np.zeros(len(order), bool)
+        repeated = np.zeros(len(order), bool)
         if len(order):
-            again[1:] = np.logical_and.reduce([column[1:] == column[:-1] for column in ordered])
-        order = order[~again]
+            repeated[1:] = np.logical_and.reduce([column[1:] == column[:-1] for column in ordered])
+        order = order[~repeated]
         for name in columns:
             columns[name] = columns[name][order]
-        return cls(columns, [shard_of_index(path) for path in paths], list(buckets), int(again.sum()))
+        return cls(columns, [shard_of_index(path) for path in paths], list(buckets), int(repeated.sum()))
 
     def sections(self) -> dict[str, list[int]]:
         ends = np.searchsorted(self.columns["section"], np.arange(len(SECTIONS) + 1)).tolist()
         return {section: ends[number : number + 2] for number, section in enumerate(SECTIONS)}
 
     def bare(self) -> _Entries:
-        """What `has` needs; the other columns are let go."""
+        """Drop all columns but those that `has` needs."""
         for name in self.columns.keys() - {"prefix", "rest", "section"}:
             del self.columns[name]
         return self
 
     def has(self, section: str, keys: Array) -> Array:
-        """Which of the keys (n, 16) are there."""
+        """A mask (n,), true where an entry of the key (n, 16) exists."""
         rows = slice(*self.sections()[section])
         prefix, rest = self.columns["prefix"][rows], self.columns["rest"][rows]
-        found = np.zeros(len(keys), bool)
-        wanted, wanted_rest = halves(keys)
-        asked = np.argsort(wanted)  # in order, the search stays in the processor's cache
-        places = np.searchsorted(prefix, wanted[asked])
-        while len(asked):
-            inside = places < len(prefix)
-            asked, places = asked[inside], places[inside]
-            same = prefix[places] == wanted[asked]
-            asked, places = asked[same], places[same]
-            found[asked[rest[places] == wanted_rest[asked]]] = True
-            places = places + 1
-        return found
+        present = np.zeros(len(keys), bool)
+        prefixes, rests = halves(keys)
+        pending = np.argsort(prefixes)  # in order, the search stays in the processor's cache
+        positions = np.searchsorted(prefix, prefixes[pending])
+        while len(pending):
+            inside = positions < len(prefix)
+            pending, positions = pending[inside], positions[inside]
+            same = prefix[positions] == prefixes[pending]
+            pending, positions = pending[same], positions[same]
+            present[pending[rest[positions] == rests[pending]]] = True
+            positions = positions + 1
+        return present
 
     def write(self, path: Path, listing: IndexFiles) -> int:
         facts = IndexFacts(
@@ -280,16 +280,16 @@ _EMPTY: dict[str, Array] = {
 
 
 def _read_part(path: Path) -> tuple[dict[str, Array], list[str]]:
-    """The columns of one shard's index, and the names of its buckets. Raises UserError when it is damaged."""
+    """The columns of one shard's index, and the names of its buckets. Raises UserError if it is damaged."""
     names = ("key", "section", "shard", "offset", "bytes", "checksum", "bucket", "tokens")
     table = read_table(path, pa.schema([entry_schema().field(name) for name in names])).combine_chunks()
     column = {name: _flat(table[name]) for name in names}
     sections = pc.index_in(column["section"], value_set=pa.array(SECTIONS))
     shard = pa.scalar(shard_of_index(path))
-    whole = not any(column[name].null_count for name in names if name != "bucket") and not sections.null_count
-    if not whole or pc.all(pc.equal(column["shard"], shard)).as_py() is False:
+    valid = not any(column[name].null_count for name in names if name != "bucket") and not sections.null_count
+    if not valid or pc.all(pc.equal(column["shard"], shard)).as_py() is False:
         raise UserError(
-            f"cache table {path} lists what is no entry of {shard}; delete it and run mmspeed preprocess again"
+            f"cache table {path} lists entries that are not of {shard}; delete it and run mmspeed preprocess again"
         )
     bucket = column["bucket"].dictionary_encode()
     part = {name: column[name].to_numpy() for name in ("offset", "bytes", "tokens")}
@@ -303,39 +303,39 @@ def _read_part(path: Path) -> tuple[dict[str, Array], list[str]]:
 
 
 def _write_samples(root: Path, target: Path, listing: IndexFiles, entries: _Entries) -> int:
-    """`samples.arrow` of the table of samples; how many."""
+    """Write `samples.arrow` from the table of samples; return the number of samples."""
     path = root / SAMPLES_FILE
-    made: dict[str, pa.Array] = {}
+    columns: dict[str, pa.Array] = {}
     try:
         for name, column in zip(SAMPLES_SCHEMA.names, read_columns(path, SAMPLES_SCHEMA.names), strict=True):
-            made[name] = _sample_column(name, _flat(column), path)
+            columns[name] = _sample_column(name, _flat(column), path)
             del column
         null_key = (pq.read_schema(path).metadata or {}).get(NULL_KEY)
     except (pa.ArrowException, OSError, ValueError) as error:
         raise UserError(f"cache table {path} is damaged ({error}); run mmspeed preprocess again") from error
-    lacking = _lacking(entries, made)
-    names = {name: made[name].dictionary.to_pylist() for name in ("bucket", "dataset")}
-    made |= {name: made[name].indices.cast(pa.int32()) for name in names}
+    lacking = _lacking(entries, columns)
+    names = {name: columns[name].dictionary.to_pylist() for name in ("bucket", "dataset")}
+    columns |= {name: columns[name].indices.cast(pa.int32()) for name in names}
     facts = IndexFacts(
         **asdict(listing),
         buckets=names["bucket"],
         datasets=names["dataset"],
         null_key=null_key.decode() if null_key else None,
         lacking=len(lacking),
-        lacking_source=made["source"][int(lacking[0])].as_py() if len(lacking) else "",
+        lacking_source=columns["source"][int(lacking[0])].as_py() if len(lacking) else "",
     )
-    _write(target / SAMPLES_NAME, [made[name] for name in SAMPLES_SCHEMA.names], SAMPLES_SCHEMA, facts)
-    return len(made["key"])
+    _write(target / SAMPLES_NAME, [columns[name] for name in SAMPLES_SCHEMA.names], SAMPLES_SCHEMA, facts)
+    return len(columns["key"])
 
 
 def _sample_column(name: str, column: pa.Array, path: Path) -> pa.Array:
-    """A column of the table of samples in its compiled form. Raises ValueError when it is not as one is written."""
+    """A column of the table of samples in its compiled form. Raises ValueError if it is malformed."""
     if column.null_count:
-        raise ValueError(f"{name} has holes")
+        raise ValueError(f"{name} has empty values")
     if name in ("latent_keys", "text_keys"):
         return _key_lists(column, path)
     if name == "key" and len(column) > 1 and not pc.all(pc.less(column[:-1], column[1:])).as_py():
-        raise ValueError("it is not in the order of its keys")
+        raise ValueError("it is not sorted by key")
     if name in ("bucket", "dataset"):
         return column.dictionary_encode()
     if name == "split":
@@ -354,7 +354,7 @@ def _key_lists(column: pa.Array, path: Path) -> pa.Array:
 
 
 def _lacking(entries: _Entries, lists: dict[str, pa.Array]) -> Array:
-    """The rows of the samples, not of lost ones, that name an entry that is not there."""
+    """The rows of the samples, lost ones excepted, that refer to a missing entry."""
     lost = lists["lost"].to_numpy()
     rows: list[Array] = [np.empty(0, np.int64)]
     for name, section in (("latent_keys", "latents"), ("text_keys", "texts")):
@@ -370,7 +370,7 @@ def _lacking(entries: _Entries, lists: dict[str, pa.Array]) -> Array:
 
 
 def _flat(column: pa.ChunkedArray) -> pa.Array:
-    """A column as one array; strings and lists with 64-bit offsets, since they may be more than 2 GB together."""
+    """A column as one array; strings and lists get 64-bit offsets, since they may exceed 2 GB in total."""
     if pa.types.is_string(column.type):
         column = column.cast(pa.large_string())
     elif pa.types.is_list(column.type):
@@ -384,7 +384,7 @@ def _binary(keys: Array) -> pa.Array:
 
 
 def _write(path: Path, arrays: list[pa.Array], schema: pa.Schema, facts: IndexFacts) -> None:
-    """One record batch as a sealed Arrow file, whole or absent."""
+    """Write one record batch as a sealed Arrow file, atomically."""
     schema = schema.with_metadata({FACTS: json.dumps(asdict(facts)), "mmspeed.seal": BLANK})
     with disk_errors(path):
         temp = TempFile(path.parent)

@@ -1,7 +1,7 @@
-"""The compiled index, mapped: entries found by binary search, samples made one at a time. Processes share its pages.
+"""Map the compiled index: entries are looked up by binary search, samples are built one at a time. Processes share its pages.
 
-Nothing is read when it is opened but the columns' description, so ten million rows open as fast as ten. Numbers of rows and
-places are checked where they are used: damage ends in a UserError, and what it would lead to is caught by a payload's checksum.
+Opening reads only the description of the columns, so ten million rows open as fast as ten. Row numbers and offsets are checked
+when they are used: damage raises UserError, and undetected damage is caught by a payload's checksum.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from .index import (
 from .keys import is_key
 from .tables import SECTIONS, SPLITS, Sample
 
-_CHECKED_BYTES = 1 << 25  # a compiled file up to this size has its seal looked at when it is opened
+_CHECKED_BYTES = 1 << 25  # the seal of a compiled file up to this size is checked when it is opened
 _STEP = 4096  # rows turned into Python objects at a time
 
 
 class PayloadLocation(NamedTuple):
-    """Where an entry's payload lies, and what it is checked against."""
+    """The location of an entry's payload, and its checksum."""
 
     shard: str
     offset: int
@@ -55,7 +55,7 @@ class PayloadLocation(NamedTuple):
 
 
 class EntryTable:
-    """The entries: rows by key."""
+    """The entries of a compiled index, looked up by key."""
 
     def __init__(self, path: Path, batch: pa.RecordBatch, facts: IndexFacts) -> None:
         self._path, self._batch, self._facts = path, batch, facts
@@ -71,22 +71,22 @@ class EntryTable:
         return self._batch.num_rows
 
     def row(self, section: str, key: str) -> int | None:
-        """The row of an entry; None when there is none."""
+        """The row of an entry; None if there is none."""
         if not is_key(key):
             return None
-        wanted = bytes.fromhex(key)
-        prefix = np.uint64(int.from_bytes(wanted[:8], "big"))
+        key_bytes = bytes.fromhex(key)
+        prefix = np.uint64(int.from_bytes(key_bytes[:8], "big"))
         start, prefixes = self._sections[section]
-        place = int(np.searchsorted(prefixes, prefix))
-        while place < len(prefixes) and prefixes[place] == prefix:
-            row = start + place
-            if self._key[row * KEY_BYTES : (row + 1) * KEY_BYTES] == wanted:
+        index = int(np.searchsorted(prefixes, prefix))
+        while index < len(prefixes) and prefixes[index] == prefix:
+            row = start + index
+            if self._key[row * KEY_BYTES : (row + 1) * KEY_BYTES] == key_bytes:
                 return row
-            place += 1
+            index += 1
         return None
 
     def place(self, row: int) -> PayloadLocation:
-        """Where the payload of a row lies. Raises UserError when the row makes no sense."""
+        """The location of a row's payload. Raises UserError if the row is invalid."""
         shard, offset, size = int(self._shard[row]), int(self._offset[row]), int(self._bytes[row])
         if not 0 <= shard < len(self._facts.shards) or offset < 0 or size < 0:
             raise damaged_index(self._path)
@@ -94,18 +94,18 @@ class EntryTable:
         return PayloadLocation(self._facts.shards[shard], offset, size, checksum)
 
     def count(self, section: str) -> int:
-        """Entries of a section."""
+        """The number of entries in a section."""
         return len(self._sections[section][1])
 
     def keys(self, section: str) -> Iterator[str]:
-        """The keys of a section, in order."""
+        """Yield the keys of a section, in order."""
         start, prefixes = self._sections[section]
         for row in range(start, start + len(prefixes)):
             yield self._key[row * KEY_BYTES : (row + 1) * KEY_BYTES].hex()
 
 
 class SampleTable(Sequence[Sample]):
-    """The samples, or some of them, in the order of their keys; a `Sample` is made when it is asked for."""
+    """The samples, or some of them, in the order of their keys; a `Sample` is built on access."""
 
     def __init__(self, path: Path, batch: pa.RecordBatch, facts: IndexFacts, rows: Array | None = None) -> None:
         self._path, self._batch, self._facts, self._rows = path, batch, facts, rows
@@ -145,41 +145,43 @@ class SampleTable(Sequence[Sample]):
         return list(self.by_bucket())
 
     def by_bucket(self) -> dict[Bucket, Array]:
-        """For each bucket, in order, the places of its samples in this sequence, by the samples' keys."""
+        """The indices in this sequence of each bucket's samples, sorted by the samples' keys; buckets are in order."""
         codes = self._number["bucket"] if self._rows is None else self._number["bucket"][self._rows]
         if len(codes) and not 0 <= int(codes.min()) <= int(codes.max()) < len(self._buckets):
             raise damaged_index(self._path)
         kind = _row_type(len(self))
-        found = {self._buckets[code]: np.flatnonzero(codes == code).astype(kind) for code in np.unique(codes).tolist()}
+        indices = {
+            self._buckets[code]: np.flatnonzero(codes == code).astype(kind) for code in np.unique(codes).tolist()
+        }
         if self._rows is not None and (np.diff(self._rows.astype(np.int64)) < 0).any():  # such as samples[::-1]
-            found = {bucket: places[np.argsort(self._rows[places])] for bucket, places in found.items()}
-        return {bucket: found[bucket] for bucket in sorted(found)}
+            indices = {bucket: places[np.argsort(self._rows[places])] for bucket, places in indices.items()}
+        return {bucket: indices[bucket] for bucket in sorted(indices)}
 
     def by_group(self) -> dict[tuple[ShapeClass, str], Array]:
-        """As `by_bucket`, for each bucket and data set that has samples, in the order of the buckets and then of the names."""
-        found: dict[tuple[ShapeClass, str], Array] = {}
+        """The indices of the samples of each bucket and data set, like `by_bucket`, in the order of the buckets and then of the names."""
+        indices: dict[tuple[ShapeClass, str], Array] = {}
         for bucket, places in self.by_bucket().items():
             codes = self._number["dataset"][places if self._rows is None else self._rows[places]]
             if not 0 <= int(codes.min()) <= int(codes.max()) < len(self._datasets):
                 raise damaged_index(self._path)
             present = np.flatnonzero(np.bincount(codes)).tolist()
             for code in sorted(present, key=lambda code: self._datasets[code]):
-                found[bucket, self._datasets[code]] = places[codes == code]
-        return found
+                indices[bucket, self._datasets[code]] = places[codes == code]
+        return indices
 
     def sorted_keys(self) -> Iterator[list[str]]:
-        """The keys in order, some at a time."""
+        """Yield the keys in order, in batches."""
         rows = None if self._rows is None else np.sort(self._rows)
         for start in range(0, len(self), 16 * _STEP):
             part = slice(start, min(start + 16 * _STEP, len(self)))
-            taken = np.arange(part.start, part.stop) if rows is None else rows[part]
-            yield self._texts("key", taken)
+            batch_rows = np.arange(part.start, part.stop) if rows is None else rows[part]
+            yield self._texts("key", batch_rows)
 
     def _part(self, rows: Array) -> SampleTable:
         return SampleTable(self._path, self._batch, self._facts, rows)
 
     def _all(self, start: int = 0, stop: int | None = None) -> Array:
-        """The rows of places [start, stop)."""
+        """The rows of the samples with indices [start, stop)."""
         stop = len(self) if stop is None else min(stop, len(self))
         if self._rows is not None:
             return self._rows[start:stop]
@@ -194,7 +196,7 @@ class SampleTable(Sequence[Sample]):
         for key, source, content_id, latents, texts, split, bucket, dataset, tokens, lost in zip(*columns, strict=True):
             if not (0 <= split < splits and 0 <= bucket < buckets and 0 <= dataset < datasets):
                 raise damaged_index(self._path)
-            named = (
+            fields = (
                 SPLITS[split],
                 self._buckets[bucket],
                 source,
@@ -203,7 +205,7 @@ class SampleTable(Sequence[Sample]):
                 bool(lost),
                 self._datasets[dataset],
             )
-            samples.append(Sample(key, latents, texts, *named))
+            samples.append(Sample(key, latents, texts, *fields))
         return samples
 
     def _texts(self, name: str, rows: Array) -> list[str]:
@@ -215,12 +217,12 @@ class SampleTable(Sequence[Sample]):
 
     def _keys(self, name: str, rows: Array) -> list[tuple[str, ...]]:
         _, offsets, _, data = self._batch.column(name).buffers()
-        found = (bytes(part).hex() for part in self._parts(offsets, data, KEY_BYTES, rows))
+        hex_keys = (bytes(part).hex() for part in self._parts(offsets, data, KEY_BYTES, rows))
         width = 2 * KEY_BYTES
-        return [tuple(text[at : at + width] for at in range(0, len(text), width)) for text in found]
+        return [tuple(text[at : at + width] for at in range(0, len(text), width)) for text in hex_keys]
 
     def _parts(self, offsets: pa.Buffer, data: pa.Buffer | None, width: int, rows: Array) -> Iterator[memoryview]:
-        """For each row, items [offsets[row], offsets[row + 1]) of `width` bytes."""
+        """Yield, for each row, the items [offsets[row], offsets[row + 1]) of `width` bytes."""
         ends, content = np.frombuffer(offsets, np.int64, self._batch.num_rows + 1), _content(data)
         index = rows.astype(np.int64)
         for start, stop in zip(ends[index].tolist(), ends[index + 1].tolist(), strict=True):
@@ -231,17 +233,17 @@ class SampleTable(Sequence[Sample]):
 
 @dataclass(frozen=True)
 class Tables:
-    """A compiled index that is open."""
+    """An open compiled index."""
 
     entries: EntryTable
     samples: SampleTable
 
 
 def open_tables(root: Path) -> Tables:
-    """The compiled index of a cache's folder; made first when it is absent, damaged, or older than the Parquet files.
+    """Open the compiled index of a cache's folder; it is compiled first if it is absent, damaged, or older than the Parquet files.
 
-    Of several processes that open a cache at once one makes it and the others wait. Where the folder cannot be written to,
-    each makes one of its own, without a name. Raises UserError when the Parquet files are damaged.
+    Of several processes that open a cache at the same time, one compiles and the others wait. If the folder cannot be written to,
+    each process compiles a temporary one. Raises UserError if the Parquet files are damaged.
     """
     folder = root / "index"
     if (tables := try_open(folder, list_index(root))) is not None:
@@ -261,11 +263,11 @@ def open_tables(root: Path) -> Tables:
 
 
 def try_open(folder: Path, listing: IndexFiles | None, stamped: bool = True) -> Tables | None:
-    """The compiled index in `folder`; None when it is absent, damaged, or not of the Parquet files listed.
+    """Open the compiled index in `folder`; None if it is absent, damaged, or not compiled from the Parquet files in `listing`.
 
-    With `stamped` false the Parquet files' times do not matter.
+    With `stamped` false the times of the Parquet files are ignored.
     """
-    opened = []
+    tables = []
     for name, schema in ((ENTRIES_NAME, ENTRIES_SCHEMA), (SAMPLES_NAME, SAMPLES_SCHEMA)):
         path = folder / name
         if not path.exists():
@@ -275,31 +277,31 @@ def try_open(folder: Path, listing: IndexFiles | None, stamped: bool = True) -> 
                 return None
             batch, facts = mapped
         except (pa.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
-            get_logger("data").warning("the compiled index %s is damaged (%s): it is made anew", path, error)
+            get_logger("data").warning("the compiled index %s is damaged (%s): it is compiled again", path, error)
             return None
         if listing is not None:
-            known = replace(listing, stamps=facts.stamps) if not stamped else listing
-            if (facts.files, facts.stamps) != (known.files, known.stamps):
+            expected = replace(listing, stamps=facts.stamps) if not stamped else listing
+            if (facts.files, facts.stamps) != (expected.files, expected.stamps):
                 return None
-        opened.append((path, batch, facts))
+        tables.append((path, batch, facts))
     try:
-        return Tables(EntryTable(*opened[0]), SampleTable(*opened[1]))
+        return Tables(EntryTable(*tables[0]), SampleTable(*tables[1]))
     except (ValueError, TypeError, KeyError) as error:
-        get_logger("data").warning("the compiled index in %s is damaged (%s): it is made anew", folder, error)
+        get_logger("data").warning("the compiled index in %s is damaged (%s): it is compiled again", folder, error)
         return None
 
 
 def damaged_index(path: Path) -> UserError:
-    """What to do about a compiled index that does not make sense."""
+    """The error of an invalid compiled index, with the remedy."""
     return UserError(
-        f"the compiled index {path} is damaged; delete {path.parent}/*.arrow: it is made anew from the Parquet files beside it"
+        f"the compiled index {path} is damaged; delete {path.parent}/*.arrow: it is compiled again from the Parquet files beside it"
     )
 
 
 def _map(path: Path, schema: pa.Schema) -> tuple[pa.RecordBatch, IndexFacts] | None:
-    """The one batch of a compiled file, as views of its mapping; None when it is of another version.
+    """The single batch of a compiled file, as views of its mapping; None if the file is of another version.
 
-    Raises ValueError and Arrow's errors for anything else.
+    Raises ValueError and Arrow's errors for any other mismatch.
     """
     if path.stat().st_size <= _CHECKED_BYTES and not sealed_file(path):
         raise ValueError("not as it was written")
@@ -316,8 +318,8 @@ def _map(path: Path, schema: pa.Schema) -> tuple[pa.RecordBatch, IndexFacts] | N
         column = batch.column(name)
         if column.null_count or column.offset or len(column) != batch.num_rows:
             raise ValueError(f"a column {name} of another form")
-        wanted = (column.type.bit_width // 8) * len(column) if _fixed(column.type) else 8 * (len(column) + 1)
-        if len(column) and (column.buffers()[1] is None or column.buffers()[1].size < wanted):
+        needed = (column.type.bit_width // 8) * len(column) if _fixed(column.type) else 8 * (len(column) + 1)
+        if len(column) and (column.buffers()[1] is None or column.buffers()[1].size < needed):
             raise ValueError(f"a column {name} that is cut off")
     if "prefix" in schema.names:
         bounds = list(itertools.chain.from_iterable(facts.sections[section] for section in SECTIONS))
@@ -340,7 +342,7 @@ def _numbers(batch: pa.RecordBatch, name: str) -> Array:
 
 
 def _fixed(kind: pa.DataType) -> bool:
-    """Whether a column has one buffer of values; those of strings and lists begin with 64-bit offsets."""
+    """True if a column has one buffer of values; columns of strings and lists begin with 64-bit offsets."""
     return not (pa.types.is_large_string(kind) or pa.types.is_large_list(kind))
 
 
@@ -350,5 +352,5 @@ def _content(buffer: pa.Buffer | None) -> memoryview:
 
 
 def _row_type(rows: int) -> type[np.signedinteger[Any]]:
-    """The narrowest type that numbers so many rows: ten million of them are 40 MB a process."""
+    """The narrowest type that can number this many rows: ten million of them take 40 MB per process."""
     return np.int32 if rows < 1 << 31 else np.int64

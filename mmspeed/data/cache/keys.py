@@ -1,4 +1,4 @@
-"""Names made from content: the keys of cache entries and of samples (law 5), as pure functions."""
+"""Keys of cache entries and of samples, derived from their content (law 5), as pure functions."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _KEY = re.compile(rf"[0-9a-f]{{{KEY_LENGTH}}}")
 
 
 def canonical_json(value: Any) -> str:
-    """The one JSON text of a value: sorted names, no spaces, tuples as lists.
+    """The canonical JSON text of a value: sorted names, no spaces, tuples as lists.
 
-    Raises TypeError for what JSON does not know (also for names that are not strings: JSON would make 1 and "1" one
+    Raises TypeError for types that JSON lacks (also for names that are not strings: JSON would make 1 and "1" one
     name) and ValueError for numbers that are not finite.
     """
     _check_names(value)
@@ -42,7 +42,7 @@ def digest(data: bytes) -> str:
 
 
 def entry_key(parts: Mapping[str, Any]) -> str:
-    """The key of a cache entry: a digest of the canonical JSON of everything that the entry is made from.
+    """The key of a cache entry: a digest of the canonical JSON of everything that the entry depends on.
 
     Two entries whose `parts` differ anywhere have different keys; the order of the parts does not matter.
     """
@@ -50,7 +50,7 @@ def entry_key(parts: Mapping[str, Any]) -> str:
 
 
 class KeySet:
-    """A set of keys of which most are known from the start: 16 bytes each in a sorted array, and a few objects for the rest."""
+    """A set of keys, most of them known at construction: those take 16 bytes each in a sorted array, the rest a few objects."""
 
     def __init__(self, keys: Iterable[str] = ()) -> None:
         raw = b"".join(map(bytes.fromhex, keys))
@@ -61,9 +61,9 @@ class KeySet:
     def __contains__(self, key: str) -> bool:
         if key in self._added:
             return True
-        wanted = np.frombuffer(bytes.fromhex(key), _KEY_TYPE)
-        place = int(np.searchsorted(self._sorted, wanted)[0])
-        return place < len(self._sorted) and self._sorted[place] == wanted[0] and key not in self._gone
+        key_row = np.frombuffer(bytes.fromhex(key), _KEY_TYPE)
+        index = int(np.searchsorted(self._sorted, key_row)[0])
+        return index < len(self._sorted) and self._sorted[index] == key_row[0] and key not in self._gone
 
     def add(self, key: str) -> None:
         self._added.add(key)
@@ -75,21 +75,21 @@ class KeySet:
 
 
 def is_key(text: str) -> bool:
-    """Whether `text` has the form of an entry's key."""
+    """True if `text` has the form of an entry's key."""
     return _KEY.fullmatch(text) is not None
 
 
 def sample_key(latent_keys: Sequence[str], text_keys: Sequence[str]) -> str:
-    """The key of a sample: its latents and its captions in their order; not its file name or split."""
+    """The key of a sample, from its latents and its captions in order; file name and split do not count."""
     return entry_key({"latents": list(latent_keys), "texts": list(text_keys)})
 
 
 def number_duplicates(keys: Iterable[str]) -> list[str]:
     """The keys in their order, made distinct: the second sample of one content is `<key>-1`, the third `<key>-2`."""
-    seen: dict[str, int] = {}
+    counts: dict[str, int] = {}
     numbered = []
     for key in keys:
-        count = seen.get(key, 0)
-        seen[key] = count + 1
+        count = counts.get(key, 0)
+        counts[key] = count + 1
         numbered.append(f"{key}-{count}" if count else key)
     return numbered

@@ -1,6 +1,6 @@
-"""Entries as they lie in shards: their bytes, compared with the rows of an index, or found by the shard's own word.
+"""Read entries from shards and compare them with the rows of an index, or recover them from the shard alone.
 
-Nothing in a file is believed before its seal or digest is right, so damaged bytes reach no parser that might choke on them.
+Nothing in a file is trusted before its seal or digest is verified, so damaged bytes reach no parser that might crash on them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .keys import canonical_json, digest, is_key
 from .tables import Entry, entry_schema, index_path, old_samples, read_table
 
 _BLOCK = tarfile.BLOCKSIZE
-# what damaged files make readers raise
+# exceptions of readers of damaged files
 BROKEN: tuple[type[Exception], ...] = (
     *(OSError, UserError, ValueError, KeyError, TypeError, tarfile.TarError),
     *(pa.ArrowException, safetensors.SafetensorError),
@@ -32,7 +32,7 @@ BROKEN: tuple[type[Exception], ...] = (
 
 @dataclass(frozen=True)
 class StoredPayload:
-    """What a shard holds of one entry, as it lies there, and the end of it."""
+    """The bytes of one entry in a shard, and the offset of their end."""
 
     payload: bytes
     sidecar: bytes
@@ -40,7 +40,7 @@ class StoredPayload:
 
 
 class DamagedError(Exception):
-    """An entry's bytes are not what the index says."""
+    """An entry's bytes differ from the index."""
 
 
 def read_block(file: BinaryIO, entry: Entry) -> StoredPayload:
@@ -49,7 +49,7 @@ def read_block(file: BinaryIO, entry: Entry) -> StoredPayload:
     if entry.offset + entry.bytes > size:
         raise DamagedError(f"the shard ends after {max(0, size - entry.offset)} of {entry.bytes} bytes")
     if _header(file, entry.offset - _BLOCK) != (f"{entry.key}.safetensors", entry.bytes):
-        raise DamagedError("its header in the tar is another")
+        raise DamagedError("its header in the tar differs")
     payload = pread(file, entry.bytes, entry.offset)
     if digest(payload) != entry.checksum:
         raise DamagedError("its checksum differs")
@@ -65,17 +65,17 @@ def read_block(file: BinaryIO, entry: Entry) -> StoredPayload:
 
 def _differs(sidecar: bytes, entry: Entry) -> str | None:
     try:
-        said = json.loads(sidecar)
-        said |= {"frames": tuple(said["frames"]), "meta": canonical_json(said["meta"])}
+        sidecar_row = json.loads(sidecar)
+        sidecar_row |= {"frames": tuple(sidecar_row["frames"]), "meta": canonical_json(sidecar_row["meta"])}
     except (ValueError, KeyError, TypeError):
         return "its sidecar cannot be read"
     row = asdict(entry)
-    names = [n for n in row if n not in ("shard", "offset", "bytes", "source") and said.get(n) != row[n]]
+    names = [n for n in row if n not in ("shard", "offset", "bytes", "source") and sidecar_row.get(n) != row[n]]
     return f"its sidecar differs from the index in {', '.join(names)}" if names else None
 
 
 def _header(file: BinaryIO, at: int) -> tuple[str, int]:
-    """Name and length of the tar member whose header lies at `at`; of none: ("", 0)."""
+    """Name and length of the tar member whose header is at offset `at`; ("", 0) if there is none."""
     try:
         info = tarfile.TarInfo.frombuf(pread(file, _BLOCK, at), "utf-8", "strict") if at >= 0 else None
     except (tarfile.TarError, ValueError):
@@ -84,7 +84,7 @@ def _header(file: BinaryIO, at: int) -> tuple[str, int]:
 
 
 def pread(file: BinaryIO, count: int, at: int) -> bytes:
-    """The bytes of a file from `at` on; fewer where it ends."""
+    """Read `count` bytes of a file from offset `at`; fewer at its end."""
     parts: list[bytes] = []
     while count > 0 and (part := os.pread(file.fileno(), count, at)):
         parts.append(part)
@@ -93,12 +93,12 @@ def pread(file: BinaryIO, count: int, at: int) -> bytes:
 
 
 def padded(count: int) -> int:
-    """Bytes that a tar member of `count` bytes takes, without its header."""
+    """Bytes that a tar member of `count` bytes occupies, without its header."""
     return count + -count % _BLOCK
 
 
 def trusted_rows(root: Path, shard: str) -> list[Entry]:
-    """The rows of a shard's index, by their offset. Raises one of BROKEN unless the index is exactly as it was written."""
+    """The rows of a shard's index, sorted by offset. Raises one of BROKEN unless the index is exactly as it was written."""
     path = index_path(root, shard)
     rows = sealed_table(path, entry_schema()).to_pylist()
     entries = [Entry(**{**row, "frames": tuple(row["frames"])}) for row in rows]
@@ -108,27 +108,27 @@ def trusted_rows(root: Path, shard: str) -> list[Entry]:
 
 
 def salvage(root: Path, shard: str) -> Iterator[tuple[Entry, StoredPayload]]:
-    """The whole entries that a shard holds by its own word, without an index. Raises OSError."""
+    """Yield the intact entries of a shard, from their sidecars and without an index. Raises OSError."""
     with open(root / shard, "rb") as file:
         at, size = 0, os.fstat(file.fileno()).st_size
         while at < size:
-            found = _own_word(file, shard, at, size)
-            if found is not None:
-                yield found
-            at = found[1].end if found is not None else at + _BLOCK
+            recovered = _own_word(file, shard, at, size)
+            if recovered is not None:
+                yield recovered
+            at = recovered[1].end if recovered is not None else at + _BLOCK
 
 
 def _own_word(file: BinaryIO, shard: str, at: int, size: int) -> tuple[Entry, StoredPayload] | None:
-    """The entry whose header lies at `at`, by its sidecar; None when there is none that is whole."""
+    """The entry whose header is at offset `at`, from its sidecar; None if there is no intact one."""
     name, length = _header(file, at)
     key = name.removesuffix(".safetensors")
     if key == name or not is_key(key) or at + _BLOCK + length > size:
         return None
     start = at + _BLOCK + padded(length)
     try:
-        said = json.loads(pread(file, _header(file, start)[1], start + _BLOCK))
-        said |= {"frames": tuple(said["frames"]), "meta": canonical_json(said["meta"])}
-        entry = Entry(**said, shard=shard, offset=at + _BLOCK, bytes=length, source=None)
+        sidecar = json.loads(pread(file, _header(file, start)[1], start + _BLOCK))
+        sidecar |= {"frames": tuple(sidecar["frames"]), "meta": canonical_json(sidecar["meta"])}
+        entry = Entry(**sidecar, shard=shard, offset=at + _BLOCK, bytes=length, source=None)
         if entry.section != shard.split("/")[0]:
             return None
         return entry, read_block(file, entry)
@@ -139,7 +139,7 @@ def _own_word(file: BinaryIO, shard: str, at: int, size: int) -> tuple[Entry, St
 
 
 def sealed_table(path: Path, schema: pa.Schema) -> pa.Table:
-    """A table, once its seal is found right. Raises one of BROKEN."""
+    """A table whose seal matches and whose columns are those of `schema`. Raises one of BROKEN otherwise."""
     if not is_sealed(path.read_bytes()):
         raise ValueError("is not as it was written")
     table = read_table(path)

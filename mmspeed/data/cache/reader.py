@@ -1,4 +1,4 @@
-"""Reading a cache: entries by key, as views of mapped shards or fetched from a remote store, each checked when it is first met.
+"""Read entries of a cache by key, as views of mapped shards or from a remote store, each verified at its first read.
 
 Legend: C channels, T h w latent; L caption tokens, D text width.
 """
@@ -33,7 +33,7 @@ _SHARD_TABLES = 32
 
 @dataclass(frozen=True)
 class _Opened:
-    """The index as it was when it was opened, and which rows' payloads this process has found whole since."""
+    """The index as it was when opened, and a mask of the rows whose payloads this process has verified since."""
 
     entries: EntryTable
     samples: SampleTable
@@ -43,22 +43,22 @@ class _Opened:
 class DatasetCache:
     """A finished cache, for training. Threads, forked and spawned processes may share one.
 
-    Tensors are views of a private mapping: nothing is copied, and to write into one changes a copy of its pages in this process
-    alone, which later reads of that entry would meet. So who changes a tensor in place clones it first.
+    Tensors are views of a private mapping: nothing is copied. Writing into one changes a copy of its pages in this process, which
+    later reads of that entry would return; clone a tensor before changing it in place.
 
     Args:
         root: folder of the cache, or a URL that fsspec opens.
         verify: check each payload against its checksum the first time that this process reads it.
-        partial: the samples may name entries that are not there yet; see `has`, `overlay`, `refresh` and `complete`.
-        local_cache: of a remote cache, the folder for what is fetched; None: $MMSPEED_CACHE, else `~/.cache/mmspeed`.
-        local_bytes: of a remote cache, bytes of payloads that are kept there.
+        partial: the samples may refer to entries that do not exist yet; see `has`, `overlay`, `refresh` and `complete`.
+        local_cache: for a remote cache, the folder for fetched files; None: $MMSPEED_CACHE, else `~/.cache/mmspeed`.
+        local_bytes: for a remote cache, bytes of payloads to keep there.
 
-    Raises UserError when the cache is missing, unfinished, damaged, of another schema, or lacks entries that its samples name.
+    Raises UserError if the cache is missing, unfinished, damaged, of another schema, or lacks entries that its samples refer to.
     """
 
     info: dict[str, Any]  # cache.json
     root: Path  # the folder that holds its tables
-    location: str  # the folder or URL, for people
+    location: str  # the folder or URL, for messages
 
     def __init__(
         self,
@@ -74,28 +74,28 @@ class DatasetCache:
         self.root = self.remote.folder if self.remote is not None else Path(root)
         self._store: Store = self.remote or LocalStore(self.root)
         self._overlay: dict[tuple[str, str], Entry] = {}
-        # No method of ours in it: a circle would keep the readers' lock until the garbage is collected.
+        # Not a bound method: a reference cycle would hold the readers' lock until garbage collection.
         read_rows = functools.partial(_read_rows, self.root, self.remote)
         self._rows_of = functools.lru_cache(maxsize=_SHARD_TABLES)(read_rows)
         if self.remote is None:
             self.info = read_info(self.root)
-            self._lock = ReaderLock(self.root)  # prune, pack and repair wait for us
+            self._lock = ReaderLock(self.root)  # keeps prune, pack and repair from running
         self.refresh()
 
     def __reduce__(self) -> tuple[type[DatasetCache], tuple[Any, ...]]:
-        """A spawned process opens the cache anew: mappings do not travel."""
+        """Open the cache again in a spawned process: mappings cannot be pickled."""
         return type(self), self._arguments
 
-    # -- what is there ----------------------------------------------------------------------------------------------
+    # -- contents ---------------------------------------------------------------------------------------------------
 
     @property
     def samples(self) -> SampleTable:
-        """The samples in the order of their keys; a `Sample` is made when it is asked for."""
+        """The samples in the order of their keys; a `Sample` is built on access."""
         return self._opened.samples
 
     @property
     def duplicates(self) -> int:
-        """Entries that lie in a second shard too, because two writers made them at once; harmless."""
+        """The number of entries that are also in a second shard, because two writers added them at the same time; harmless."""
         return self._opened.entries.duplicates
 
     def split(self, name: str) -> SampleTable:
@@ -105,15 +105,15 @@ class DatasetCache:
         return self.samples.split(name)
 
     def keys(self, section: str) -> set[str]:
-        """The keys of all entries of a section, also of those that no sample of today names."""
+        """The keys of all entries of a section, including those that no current sample refers to."""
         return {*self._opened.entries.keys(section), *(key for name, key in self._overlay if name == section)}
 
     def has(self, section: str, key: str) -> bool:
-        """Whether an entry is there to be read."""
+        """True if an entry can be read."""
         return (section, key) in self._overlay or self._opened.entries.row(section, key) is not None
 
     def entry(self, key: str, section: str | None = None) -> Entry:
-        """The whole row of an entry, from its shard's table. Raises UserError when the cache does not have it."""
+        """The full row of an entry, from its shard's table. Raises UserError if the cache does not have it."""
         for name in SECTIONS if section is None else (section,):
             if (name, key) in self._overlay:
                 return self._overlay[name, key]
@@ -126,7 +126,7 @@ class DatasetCache:
         raise self._no_entry(key, section)
 
     def entries(self) -> Iterator[Entry]:
-        """The whole rows of all entries, each once, shard by shard."""
+        """Yield the full rows of all entries, each once, shard by shard."""
         opened = self._opened
         for shard in opened.entries.shards:
             table, rows = self._rows_of(shard)
@@ -137,14 +137,14 @@ class DatasetCache:
 
     @property
     def null_key(self) -> str:
-        """The key of the samples' empty caption. Raises UserError when there is none, or it is unknown which."""
+        """The key of the samples' empty caption. Raises UserError if there is none, or several and no record of the right one."""
         if self.samples.null_key is not None:
             return self.samples.null_key
         keys = self.keys("null")
         if len(keys) == 1:
             return keys.pop()
-        found = "holds no" if not keys else f"does not say which of {len(keys)} is its"
-        raise UserError(f"cache {self.location} {found} encoding of the empty caption; run mmspeed preprocess again")
+        problem = "holds no" if not keys else f"does not record which of {len(keys)} is its"
+        raise UserError(f"cache {self.location} {problem} encoding of the empty caption; run mmspeed preprocess again")
 
     def rejects(self) -> list[dict[str, str]]:
         """The sources that were not encoded: path, reason, detail."""
@@ -153,7 +153,7 @@ class DatasetCache:
     # -- reading ----------------------------------------------------------------------------------------------------
 
     def latent(self, key: str) -> dict[str, Tensor]:
-        """`mean` (C, T, h, w) and, when a posterior is stored, `logvar` of the same shape, as they are stored."""
+        """The stored `mean` (C, T, h, w) and, if a posterior is stored, `logvar` of the same shape."""
         return self._tensors("latents", key)
 
     def text(self, key: str) -> TextEntry:
@@ -161,7 +161,7 @@ class DatasetCache:
         return self._text("texts", key)
 
     def null_text(self) -> TextEntry:
-        """The encoding of the empty caption, which stands in for a dropped one."""
+        """The encoding of the empty caption, which replaces a dropped one."""
         return self._text("null", self.null_key)
 
     def _text(self, section: str, key: str) -> TextEntry:
@@ -179,40 +179,42 @@ class DatasetCache:
             raise self._damaged(key, place) from error
 
     def _payload(self, section: str, key: str) -> tuple[PayloadLocation, memoryview]:
-        """An entry's bytes, checked, and where they lie."""
-        opened, told = self._opened, self._overlay.get((section, key))
-        if told is not None:
-            place = PayloadLocation(told.shard, told.offset, told.bytes, bytes.fromhex(told.checksum))
+        """The location of an entry's payload, and its verified bytes."""
+        opened, overlaid = self._opened, self._overlay.get((section, key))
+        if overlaid is not None:
+            location = PayloadLocation(
+                overlaid.shard, overlaid.offset, overlaid.bytes, bytes.fromhex(overlaid.checksum)
+            )
             try:
-                return place, self._view(section, key, place, self.verify)
-            except FileNotFoundError:  # the shard was sealed since, and has another name
+                return location, self._view(section, key, location, self.verify)
+            except FileNotFoundError:  # the shard has been sealed meanwhile, and renamed
                 self.refresh()
                 opened = self._opened
         row = opened.entries.row(section, key)
-        if row is None and self.partial:  # another command may have made it since
+        if row is None and self.partial:  # another command may have added it meanwhile
             self.refresh()
             opened = self._opened
             row = opened.entries.row(section, key)
         if row is None:
             raise self._no_entry(key, section)
-        place = opened.entries.place(row)
+        location = opened.entries.place(row)
         try:
-            payload = self._view(section, key, place, self.verify and not opened.seen[row])
+            payload = self._view(section, key, location, self.verify and not opened.seen[row])
         except FileNotFoundError:
             raise UserError(
-                f"cache {self.location}: shard {place.shard} is missing; run mmspeed preprocess again"
+                f"cache {self.location}: shard {location.shard} is missing; run mmspeed preprocess again"
             ) from None
         opened.seen[row] = True
-        return place, payload
+        return location, payload
 
     def _view(self, section: str, key: str, place: PayloadLocation, check: bool) -> memoryview:
         try:
             payload = self._store.view(section, key, place)
             if not check or _whole(payload, place):
                 return payload
-            anew = self._store.again(section, key, place)
-            if anew is not None and _whole(anew, place):
-                return anew
+            fresh = self._store.again(section, key, place)
+            if fresh is not None and _whole(fresh, place):
+                return fresh
         except ShortError:
             pass
         except FileNotFoundError:
@@ -221,15 +223,15 @@ class DatasetCache:
             raise UserError(f"cache {self.location}: shard {place.shard} cannot be read ({error})") from error
         raise self._damaged(key, place)
 
-    # -- entries that come while the cache is open --------------------------------------------------------------------
+    # -- entries added while the cache is open ------------------------------------------------------------------------
 
     def overlay(self, entries: Iterable[Entry]) -> None:
-        """Make entries known that no index lists yet; their `shard` is the path of a file in progress, from `root`."""
+        """Add entries that no index lists yet; their `shard` is the path of a file in progress, relative to `root`."""
         self._overlay.update({(entry.section, entry.key): entry for entry in entries})
 
     def refresh(self) -> None:
-        """Look again at what is indexed and what the samples are. Views handed out before stay as they are."""
-        # Before the tables are read: a shard that is sealed meanwhile is listed there, or its entries stay in the overlay.
+        """Read the index and the samples again. Views returned earlier stay valid."""
+        # Before reading the tables: a shard sealed meanwhile is listed there, or its entries stay in the overlay.
         gone = {shard for shard in {e.shard for e in self._overlay.values()} if not (self.root / shard).exists()}
         tables = self._open_tables()
         lacking = tables.samples.lacking
@@ -243,7 +245,7 @@ class DatasetCache:
         self._opened = _Opened(tables.entries, tables.samples, np.zeros(len(tables.entries), bool))
 
     def complete(self) -> None:
-        """What was partial is whole now: look again, and raise UserError if an entry is still lacking."""
+        """Declare a partial cache complete and refresh it. Raises UserError if an entry is still missing."""
         self.partial, self._overlay = False, {}
         self._arguments = (*self._arguments[:2], False, *self._arguments[3:])
         self.info = read_info(self.root)
@@ -263,12 +265,12 @@ class DatasetCache:
     def _damaged(self, key: str, place: PayloadLocation) -> UserError:
         return UserError(
             f"cache {self.location}: shard {place.shard} is damaged at entry {key}; "
-            "delete that file and run mmspeed preprocess again: it remakes only that shard's entries"
+            "delete that file and run mmspeed preprocess again: it encodes only that shard's entries again"
         )
 
 
 def _read_rows(root: Path, remote: RemoteStore | None, shard: str) -> tuple[pa.Table, dict[tuple[str, str], int]]:
-    """The table of a shard's entries, and the row of each."""
+    """The table of a shard's entries, and the row number of each."""
     path = index_path(root, shard)
     if remote is not None:
         path = remote.table(path.relative_to(root).as_posix())

@@ -1,7 +1,8 @@
-"""A cache behind a URL (s3://, http://, anything that fsspec opens): its tables are copied here, its payloads fetched when they are
-asked for, by range, and kept in a local folder that many processes may share.
+"""Read a cache behind a URL (s3://, http://, anything that fsspec opens).
 
-    <folder>/cache.json, index/, rejects/, codec/     copies; `remote.json` says of which remote files
+Its tables are copied to a local folder that many processes may share; payloads are fetched on demand, by range, and kept there.
+
+    <folder>/cache.json, index/, rejects/, codec/     copies; `remote.json` records the remote files
     <folder>/payloads/<two digits>/<section>-<key>-<checksum>
 """
 
@@ -37,15 +38,15 @@ _MANIFEST = "remote.json"
 
 
 class RemoteStore:
-    """What a remote cache's reader asks for, from the local folder or over the network.
+    """Tables and payloads of a remote cache, from the local folder or over the network.
 
     Args:
-        url: of the cache.
-        folder: local folder that the cache's own folder is made in; None: see `mirror_folder`.
-        limit: bytes of payloads kept; beyond it those unused for longest are deleted.
+        url: the cache's URL.
+        folder: local folder in which the cache's folder is created; None: see `mirror_folder`.
+        limit: bytes of payloads to keep; beyond it the least recently used are deleted.
 
     Attributes:
-        requests, fetched_bytes: payloads asked for over the network, and their bytes; `hits`: payloads found here.
+        requests, fetched_bytes: payloads requested over the network, and their bytes; `hits`: payloads read locally.
     """
 
     def __init__(self, url: str, folder: str | Path | None = None, limit: int = 64_000_000_000) -> None:
@@ -53,16 +54,16 @@ class RemoteStore:
         self.folder = mirror_folder(url, folder)
         self.requests = self.fetched_bytes = self.hits = 0
         self._used: int | None = None  # bytes of payloads kept, as far as this process knows
-        self._fresh = 0  # bytes kept since the folder was last looked through
-        self._told = False  # that nothing can be kept
+        self._fresh = 0  # bytes kept since the folder was last scanned
+        self._told = False  # a warning that nothing can be kept was logged
         self._opened: tuple[int, Any, str] | None = None
 
     # -- tables -----------------------------------------------------------------------------------------------------
 
     def open_tables(self) -> Tables:
-        """The index of the remote cache as it is now. Raises UserError when there is none, or it cannot be reached."""
-        described = self._list("cache.json")
-        if not described:
+        """Open the current index of the remote cache. Raises UserError if there is none, or it cannot be reached."""
+        info_file = self._list("cache.json")
+        if not info_file:
             raise UserError(f"no dataset cache at {self.url}; build one in a folder and copy it there")
         remote = self._list("index")
         parquet = {name: row for name, row in remote.items() if name.endswith(".parquet")}
@@ -70,7 +71,7 @@ class RemoteStore:
         listing = IndexFiles(files, "")
         with self._lock(), disk_errors(self.folder):
             known = self._manifest()
-            for name, row in {**described, **self._list("rejects"), **self._list("codec")}.items():
+            for name, row in {**info_file, **self._list("rejects"), **self._list("codec")}.items():
                 self._copy(name, row, known)
             same = known.get("index") == [digest_of_files([[name, *row] for name, row in parquet.items()])]
             tables = try_open(self.folder / "index", listing, stamped=False) if same else None
@@ -83,7 +84,7 @@ class RemoteStore:
         """The local copy of a table of the index, such as `index/texts-000000.parquet`."""
         row = self._list("index").get(name)
         if row is None:
-            raise UserError(f"cache {self.url} has no {name} any more; open it anew")
+            raise UserError(f"cache {self.url} has no {name} any more; open it again")
         with self._lock(), disk_errors(self.folder):
             known = self._manifest()
             self._copy(name, row, known)
@@ -97,7 +98,7 @@ class RemoteStore:
         listing: IndexFiles,
         known: dict[str, list[Any]],
     ) -> Tables:
-        """The compiled index of the remote cache, where it is up to date; else one made here of its Parquet files."""
+        """Open the remote cache's compiled index if it is up to date, else one compiled here from its Parquet files."""
         compiled = [f"index/{name}" for name in (ENTRIES_NAME, SAMPLES_NAME)]
         if all(name in remote for name in compiled):
             for name in compiled:
@@ -117,17 +118,17 @@ class RemoteStore:
         return tables
 
     def _list(self, name: str) -> dict[str, list[Any]]:
-        """The files in a folder of the remote cache (or the one file), with size and a tag that changes with the content."""
+        """The files in a folder of the remote cache (or the single file), each with its size and a tag that changes with the content."""
 
         def ask() -> list[dict[str, Any]]:
             filesystem, root = self._filesystem()
             filesystem.invalidate_cache()
             try:
                 path = f"{root}/{name}"
-                found = [filesystem.info(path)] if "." in name else filesystem.ls(path, detail=True)
+                infos = [filesystem.info(path)] if "." in name else filesystem.ls(path, detail=True)
             except FileNotFoundError:
                 return []
-            return [row for row in found if row.get("type") != "directory"]
+            return [row for row in infos if row.get("type") != "directory"]
 
         folder = "" if "." in name else f"{name}/"
         rows = self._try(ask, f"cannot list {name} of the cache {self.url}")
@@ -139,7 +140,7 @@ class RemoteStore:
         }
 
     def _copy(self, name: str, row: list[Any], known: dict[str, list[Any]]) -> None:
-        """Copy one file here unless the copy is of the same remote file."""
+        """Copy one file to the local folder unless it is up to date."""
         path = self.folder / name
         if known.get(name) == row and path.exists():
             return
@@ -170,7 +171,7 @@ class RemoteStore:
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
-        """Inside the block no other process changes the local folder's tables, or clears out payloads."""
+        """Hold the lock under which one process changes the local folder's tables or deletes payloads."""
         with disk_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             fd = os.open(self.folder / ".mirror.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
@@ -184,18 +185,18 @@ class RemoteStore:
     # -- payloads ---------------------------------------------------------------------------------------------------
 
     def view(self, section: str, key: str, place: PayloadLocation) -> memoryview:
-        """A payload, mapped from the local folder; fetched into it first when it is not there."""
+        """A payload, mapped from the local folder; it is fetched first if it is absent."""
         path = self._path(section, key, place)
         try:
-            found = _map(path, place.size)
+            payload = _map(path, place.size)
             os.utime(path)
             self.hits += 1
-            return found
+            return payload
         except (OSError, ShortError):
             return self.again(section, key, place)
 
     def again(self, section: str, key: str, place: PayloadLocation) -> memoryview:
-        """A payload, fetched; kept when its checksum is right, and else handed out for the caller to refuse."""
+        """Fetch a payload; it is kept if its checksum is right, and otherwise returned for the caller to refuse."""
         payload = self._try(lambda: self._range(place), f"cannot fetch {section} {key} of the cache {self.url}")
         if hashlib.sha256(payload).digest()[: len(place.checksum)] == place.checksum:
             self._keep(self._path(section, key, place), payload)
@@ -214,7 +215,7 @@ class RemoteStore:
         return self.folder / "payloads" / key[:2] / f"{section}-{key}-{place.checksum.hex()}"
 
     def _keep(self, path: Path, payload: bytes) -> None:
-        """Write a payload, whole or absent. Not durably: a payload that a crash damages is noticed and fetched again."""
+        """Write a payload atomically. It need not be durable: one that a crash damages is detected and fetched again."""
         if len(payload) > self.limit:
             return
         temp = path.parent / f".{os.getpid()}-{secrets.token_hex(6)}{TEMP_SUFFIX}"
@@ -232,18 +233,18 @@ class RemoteStore:
         self._fresh += len(payload)
         if self._used is not None:
             self._used += len(payload)
-        # Others write here too, so the folder is looked through again after some bytes.
+        # Others write here too, so the folder is scanned again after some bytes.
         if self._used is None or self._used > self.limit or self._fresh > self.limit // 16:
             self._clear_out()
 
     def _clear_out(self) -> None:
-        """Delete the payloads that were unused for longest, down to 15 / 16 of the limit when it is passed."""
+        """Delete the least recently used payloads, down to 15 / 16 of the limit, if the limit is exceeded."""
         with self._lock():
             files = []
             for path in (self.folder / "payloads").glob("*/*"):
                 with suppress(FileNotFoundError):
-                    found = path.stat()
-                    files.append((found.st_mtime_ns, found.st_size, path))
+                    status = path.stat()
+                    files.append((status.st_mtime_ns, status.st_size, path))
             self._used, self._fresh = sum(size for _, size, _ in files), 0
             if self._used <= self.limit:
                 return
@@ -256,18 +257,18 @@ class RemoteStore:
     # -- network ----------------------------------------------------------------------------------------------------
 
     def _filesystem(self) -> tuple[Any, str]:
-        """fsspec's file system and the cache's path on it, of this process: connections do not survive a fork."""
+        """This process's fsspec file system and the cache's path on it: connections do not survive a fork."""
         if self._opened is None or self._opened[0] != os.getpid():
             filesystem, root = fsspec.core.url_to_fs(self.url)
             self._opened = os.getpid(), filesystem, root.rstrip("/")
         return self._opened[1], self._opened[2]
 
     def _try(self, action: Callable[[], Result], what: str) -> Result:
-        """What `action` returns, after at most three tries. Raises UserError."""
+        """The result of `action`, after at most three tries. Raises UserError."""
         for number in range(_TRIES):
             try:
                 return action()
-            except Exception as error:  # every store raises its own kinds
+            except Exception as error:  # every store raises its own types
                 last = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
                 final = isinstance(error, ImportError | FileNotFoundError | PermissionError)
                 if final or number + 1 == _TRIES:

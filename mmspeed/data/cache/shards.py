@@ -1,6 +1,6 @@
 """Shards: plain tar files in the webdataset format, `<key>.safetensors` beside `<key>.json`.
 
-Their headers say nothing of who wrote them or when, so that an entry is the same bytes whoever made it.
+Their headers record neither writer nor time, so that an entry has the same bytes whoever wrote it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BLOCK = tarfile.BLOCKSIZE
 
 @dataclass(frozen=True)
 class ShardMember:
-    """One entry of a shard: where its safetensors payload lies, and its parsed sidecar."""
+    """One entry of a shard: its safetensors payload with the offset, and its parsed sidecar."""
 
     key: str
     offset: int
@@ -32,7 +32,7 @@ class ShardMember:
 
 
 def tar_member(name: str, payload: bytes) -> bytes:
-    """Header, payload and padding of one file in a tar: the same bytes for the same name and payload, always."""
+    """Header, payload and padding of one file in a tar; they depend only on name and payload."""
     info = tarfile.TarInfo(name)
     info.size, info.mode = len(payload), 0o644
     header = info.tobuf(tarfile.USTAR_FORMAT)
@@ -40,7 +40,7 @@ def tar_member(name: str, payload: bytes) -> bytes:
 
 
 class ShardWriter:
-    """A shard in progress: a locked temporary file in its folder, which `seal` gives the next free number."""
+    """A shard in progress: a locked temporary file in its folder, to which `seal` gives the next free number."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -54,7 +54,7 @@ class ShardWriter:
 
     @property
     def path(self) -> Path:
-        """Where the shard lies while it is in progress."""
+        """The path of the shard while it is in progress."""
         return self._temp.path
 
     @property
@@ -63,7 +63,7 @@ class ShardWriter:
         return self._hash.hexdigest()
 
     def append(self, key: str, payload: bytes, sidecar: bytes) -> int:
-        """Add one entry; the offset of its payload. On an error the shard is as it was before."""
+        """Append one entry and return the offset of its payload. On an error the shard is unchanged."""
         offset = self._temp.size + _BLOCK
         self._write(tar_member(f"{key}.safetensors", payload) + tar_member(f"{key}.json", sidecar))
         return offset
@@ -73,11 +73,11 @@ class ShardWriter:
         self._hash.update(data)  # after the write: a full disk leaves both as they were
 
     def sync(self) -> None:
-        """Make what was appended so far durable, and visible to readers on other machines."""
+        """Make everything appended so far durable, and visible to readers on other machines."""
         self._temp.sync()
 
     def seal(self) -> Path:
-        """Make the shard durable under the next free number of its folder. Until `release` it stays locked and keeps its first name.
+        """Make the shard durable under the next free number of its folder. Until `release` it stays locked and keeps its temporary name.
 
         Writers in several processes never take the same number: a link fails where the name exists.
         """
@@ -89,12 +89,12 @@ class ShardWriter:
         return target
 
     def release(self) -> None:
-        """Tell others that this writer is done with the sealed shard and its index."""
+        """Release the lock of the sealed shard, once its index is written, and remove its temporary name."""
         self._temp.drop_name()
         self._temp.release()
 
     def discard(self) -> None:
-        """Delete what was not sealed."""
+        """Delete the unsealed shard."""
         self._temp.discard()
 
 
@@ -105,7 +105,7 @@ def shard_sha256(path: Path) -> str:
 
 
 def _digest(file: BinaryIO) -> str:
-    """hashlib.file_digest of Python 3.11, for 3.10."""
+    """Replacement for `hashlib.file_digest` on Python 3.10."""
     result = hashlib.sha256()
     while block := file.read(1 << 20):
         result.update(block)
@@ -113,12 +113,12 @@ def _digest(file: BinaryIO) -> str:
 
 
 def read_shard(path: Path) -> Iterator[ShardMember]:
-    """The entries of a sealed shard, in order. Raises UserError when the file is not a whole shard."""
+    """Yield the entries of a sealed shard, in order. Raises UserError if the file is not a complete shard."""
     damaged = UserError(
-        f"shard {path} is damaged; delete it and run mmspeed preprocess again: it remakes only these entries"
+        f"shard {path} is damaged; delete it and run mmspeed preprocess again: it encodes only these entries again"
     )
     try:
-        # tarfile takes an archive that stops in the middle of a later header for one that ends there.
+        # tarfile treats an archive that is cut in the middle of a later header as one that ends there.
         if _tail(path, 2 * _BLOCK) != bytes(2 * _BLOCK):
             raise damaged
         with tarfile.open(path, "r:") as tar:
@@ -136,7 +136,7 @@ def read_shard(path: Path) -> Iterator[ShardMember]:
 def _read(tar: tarfile.TarFile, info: tarfile.TarInfo) -> bytes:
     file = tar.extractfile(info)
     if file is None:
-        raise tarfile.ReadError(f"{info.name} is no file")
+        raise tarfile.ReadError(f"{info.name} is not a file")
     data = file.read()
     if len(data) != info.size:
         raise tarfile.ReadError(f"{info.name} is cut off")

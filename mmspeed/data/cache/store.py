@@ -1,4 +1,4 @@
-"""Where payloads lie, and how their bytes are reached: mapped shards in a folder (here), or a remote store (remote.py)."""
+"""Stores of payloads: mapped shards in a local folder (here), or a remote store (remote.py)."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ class ShortError(Exception):
 
 
 class Store(Protocol):
-    """What a cache reads payloads from."""
+    """A store that a cache reads payloads from."""
 
     def view(self, section: str, key: str, place: PayloadLocation) -> memoryview:
-        """The bytes of a payload. Raises FileNotFoundError without its shard, ShortError when that is cut off."""
+        """The bytes of a payload. Raises FileNotFoundError if its shard is missing, ShortError if that is cut off."""
         ...
 
     def again(self, section: str, key: str, place: PayloadLocation) -> memoryview | None:
-        """The bytes anew after they were found damaged; None where there is no other place to take them from."""
+        """The bytes read again after the first read was damaged; None if there is no other source."""
         ...
 
 
 class LocalStore:
-    """The shards of a folder, each mapped once a process and shared with others; a payload is a view of the mapping.
+    """The shards of a folder, each mapped once per process and shared with others; a payload is a view of the mapping.
 
-    Mappings are private: to write into a view changes a copy of that page, in this process alone. A mapping that is dropped
-    here lives on as long as a view of it does.
+    Mappings are private: writing into a view changes a copy of that page, in this process only. A mapping that is dropped
+    here lives as long as any view of it.
 
     Args:
         root: the folder that shards are named relative to.
-        mappings: how many are kept; beyond it the one that was unused for longest is dropped.
+        mappings: number to keep; beyond it the least recently used is dropped.
     """
 
     def __init__(self, root: Path, mappings: int = _MAPPINGS) -> None:
         self.root, self._limit = root, mappings
-        self._maps: dict[str, mmap.mmap] = {}  # the last used is last; single steps on it are safe between threads
+        self._maps: dict[str, mmap.mmap] = {}  # most recently used last; its single operations are thread-safe
         self.mapped = 0  # mappings made so far
 
     def view(self, section: str, key: str, place: PayloadLocation) -> memoryview:
@@ -54,7 +54,7 @@ class LocalStore:
         while len(self._maps) > self._limit:
             with suppress(KeyError, StopIteration, RuntimeError):
                 self._maps.pop(next(iter(self._maps)))
-        # The file's own size counts: to touch a page that was cut off since would end the process.
+        # Check the file's current size: touching a page that was cut off meanwhile would kill the process.
         if min(len(mapping), mapping.size()) < end:
             raise ShortError
         return memoryview(mapping)[place.offset : end]
@@ -72,7 +72,7 @@ class LocalStore:
                 with suppress(OSError):  # a kernel without them
                     mapping.madvise(mmap.MADV_HUGEPAGE)
             return mapping
-        except ValueError:  # nothing in it
+        except ValueError:  # an empty file
             raise ShortError from None
         finally:
             os.close(fd)

@@ -1,4 +1,4 @@
-"""The tables of a cache: entries (immutable, one a shard), samples and rejects (replaced whole), and `cache.json`."""
+"""The tables of a cache: entries (immutable, one per shard), samples and rejects (replaced as a whole), and `cache.json`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NULL_KEY = b"mmspeed.null_key"  # metadata of the table of samples
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A row of the entries' index: one encoded clip, image or caption, and where its bytes lie."""
+    """A row of the entries' index: one encoded clip, image or caption, and the location of its bytes."""
 
     key: str
     section: str
@@ -41,17 +41,17 @@ class Entry:
     content_id: str
     frames: tuple[int, ...]  # frames taken from the source
     fps: float | None
-    source: str | None  # None after a repair: file names are no part of what an entry is made from
-    meta: str  # JSON of what the key was made from
+    source: str | None  # None after a repair: entries do not depend on file names
+    meta: str  # JSON of the parts of the key
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One sample of the data set: which latents, which captions (none: the empty caption), and which split it is in.
+    """One sample of the data set: its latents, its captions (none: the empty caption), and its split.
 
     Of several latents (windows or crops of one clip, all of one bucket) each use draws one. A sample whose source failed after
-    the order of training was made is `lost`: it keeps its place in the order, with weight 0. `dataset` is the name of the data
-    set that its source belongs to, one of the config's `data.dataset_names`.
+    the order of training was fixed is `lost`: it keeps its position in the order, with weight 0. `dataset` is the name of its
+    source's data set, one of the config's `data.dataset_names`.
     """
 
     key: str
@@ -67,7 +67,7 @@ class Sample:
 
 
 class RejectionRow(NamedTuple):
-    """One source that was not encoded, and why."""
+    """One source that was not encoded, with the reason."""
 
     path: str
     reason: str
@@ -75,7 +75,7 @@ class RejectionRow(NamedTuple):
 
 
 def entry_schema() -> pa.Schema:
-    """Columns of `index/<shard>.parquet`."""
+    """The columns of `index/<shard>.parquet`."""
     return pa.schema(
         {
             "key": pa.string(),
@@ -96,7 +96,7 @@ def entry_schema() -> pa.Schema:
 
 
 def sample_schema() -> pa.Schema:
-    """Columns of `index/samples.parquet`."""
+    """The columns of `index/samples.parquet`."""
     return pa.schema(
         {
             "key": pa.string(),
@@ -126,7 +126,7 @@ def parquet_bytes(
 
 
 def read_facts(path: Path) -> dict[str, str]:
-    """What stands in the footer of a Parquet file of the cache. Raises UserError when it is damaged."""
+    """The footer's facts of a Parquet file of the cache. Raises UserError if it is damaged."""
     try:
         metadata = pq.read_metadata(path, memory_map=True).metadata or {}
         return {name.decode(): value.decode() for name, value in metadata.items() if name.startswith(b"mmspeed.")}
@@ -135,9 +135,9 @@ def read_facts(path: Path) -> dict[str, str]:
 
 
 def read_table(path: Path, schema: pa.Schema | None = None) -> pa.Table:
-    """A Parquet file of the cache, or those columns of it. Raises UserError unless it is exactly as it was written.
+    """Read a Parquet file of the cache, or the columns of `schema`. Raises UserError unless it is exactly as it was written.
 
-    The seal is looked at first, so no parser meets damaged bytes.
+    The seal is checked first, so damaged bytes reach no parser.
     """
     try:
         if not sealed_file(path):
@@ -154,7 +154,7 @@ def read_table(path: Path, schema: pa.Schema | None = None) -> pa.Table:
 
 
 def read_columns(path: Path, names: Iterable[str]) -> Iterator[pa.ChunkedArray]:
-    """Columns of a Parquet file one by one, for a table that should not be in memory as a whole. Raises as `read_table`."""
+    """Yield columns of a Parquet file one by one, for a table too large to load as a whole. Raises like `read_table`."""
     try:
         if not sealed_file(path):
             raise ValueError("not as it was written")
@@ -168,16 +168,16 @@ def read_columns(path: Path, names: Iterable[str]) -> Iterator[pa.ChunkedArray]:
 
 
 class OldSamplesError(UserError):
-    """The table of samples is whole, and from before samples named their data set."""
+    """The table of samples is intact, but written before samples recorded their data set."""
 
 
 def old_samples(path: Path, schema: pa.Schema) -> OldSamplesError | None:
-    """What to say when a whole table at `path` is a table of samples without the column of data sets; else None."""
+    """The error of an intact table of samples at `path` without the column of data sets; None for any other table."""
     if path.name != SAMPLES_FILE.name or "dataset" in schema.names:
         return None
     return OldSamplesError(
-        f"cache {path.parent.parent} was made before samples named their data set; run `mmspeed preprocess` again: "
-        "it writes the table of samples anew and encodes nothing again"
+        f"cache {path.parent.parent} was made before samples recorded their data set; run `mmspeed preprocess` again: "
+        "it rewrites the table of samples and encodes nothing again"
     )
 
 
@@ -186,7 +186,7 @@ def _damaged(path: Path, error: Exception) -> UserError:
 
 
 def index_path(root: Path, shard: str) -> Path:
-    """Where the entries of a shard are listed, such as `index/texts-000000.parquet` for `texts/000000.tar`."""
+    """The index file of a shard's entries, such as `index/texts-000000.parquet` for `texts/000000.tar`."""
     return root / "index" / (shard.removesuffix(".tar").replace("/", "-") + ".parquet")
 
 
@@ -201,9 +201,9 @@ def index_files(root: Path) -> list[Path]:
 
 
 def write_index(root: Path, shard: str, entries: Sequence[Entry], size: int, sha256: str, replace: bool = True) -> bool:
-    """Write the index of one closed shard; with `replace` false one that exists stays. Whether ours was written.
+    """Write the index of one closed shard; return True if it was written, False if `replace` is false and one existed.
 
-    `size` and `sha256` are the shard's bytes and their digest, by which `verify` notices every change of it.
+    `size` and `sha256` are the shard's size in bytes and its digest, by which `verify` detects every change of it.
     """
     rows = [dataclasses.asdict(entry) for entry in entries]
     facts = {"mmspeed.shard_bytes": str(size), "mmspeed.shard_sha256": sha256}
@@ -211,10 +211,10 @@ def write_index(root: Path, shard: str, entries: Sequence[Entry], size: int, sha
 
 
 def write_samples(root: Path | str, samples: Iterable[Sample], null_key: str | None = None) -> None:
-    """Replace the table of samples, whole; rows are ordered by key, so that it does not depend on who made them.
+    """Replace the table of samples; rows are sorted by key, so that it does not depend on the order of `samples`.
 
-    `null_key` is the entry of the empty caption that belongs to these samples' texts; it must be given when the cache
-    holds empty captions of several encoders. Raises ValueError when two samples have one key or a split is unknown.
+    `null_key` is the entry of the empty caption that belongs to these samples' texts; it must be given if the cache
+    holds empty captions of several encoders. Raises ValueError if two samples have the same key or a split is unknown.
     """
     ordered = sorted(samples, key=lambda sample: sample.key)
     for before, sample in zip([None, *ordered], ordered, strict=False):
@@ -228,7 +228,7 @@ def write_samples(root: Path | str, samples: Iterable[Sample], null_key: str | N
 
 
 def read_samples(root: Path) -> tuple[list[Sample], str | None]:
-    """The samples of the last preprocess, ordered by key, and the key of their empty caption when it was given."""
+    """The samples of the last preprocess, sorted by key, and the key of their empty caption if it was given."""
     path = root / SAMPLES_FILE
     if not path.exists():
         raise UserError(f"cache {root} lists no samples yet; run mmspeed preprocess to its end")
@@ -256,14 +256,14 @@ def read_rejects(root: Path) -> list[dict[str, str]]:
 
 
 def write_info(root: Path | str, info: Mapping[str, Any]) -> None:
-    """Replace `cache.json`: what the cache was made with (encoders, fps, number types), and its schema and version."""
+    """Replace `cache.json`: the cache's encoders, fps and number types, and its schema and version."""
     content = {**info, "schema": SCHEMA_VERSION, "mmspeed": __version__, "seal": BLANK}
     text = json.dumps(content, indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False)
     write_whole(Path(root) / "cache.json", seal((text + "\n").encode()))
 
 
 def read_info(root: Path | str) -> dict[str, Any]:
-    """The content of `cache.json`. Raises UserError when there is no cache, or it has another schema."""
+    """The content of `cache.json`. Raises UserError if there is no cache, or it has another schema."""
     path = Path(root) / "cache.json"
     if not path.exists():
         raise UserError(f"no dataset cache at {root}; run mmspeed preprocess first")
@@ -273,12 +273,12 @@ def read_info(root: Path | str) -> dict[str, Any]:
         schema = info["schema"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
-            f"{path} is no description of a cache ({error!r}); delete it and run mmspeed preprocess"
+            f"{path} is not a description of a cache ({error!r}); delete it and run mmspeed preprocess"
         ) from error
     if schema != SCHEMA_VERSION:
-        made = info.get("mmspeed", "of unknown version")
+        version = info.get("mmspeed", "of unknown version")
         raise UserError(
-            f"cache {root} has schema {schema} (made by mmspeed {made}), this mmspeed reads {SCHEMA_VERSION}; "
+            f"cache {root} has schema {schema} (made by mmspeed {version}), this mmspeed reads {SCHEMA_VERSION}; "
             "name another folder under data.cache and run mmspeed preprocess"
         )
     if not is_sealed(data):

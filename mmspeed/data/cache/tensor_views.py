@@ -1,4 +1,4 @@
-"""Tensors as views of the bytes they were stored in: a safetensors payload read without a copy, every bound checked."""
+"""Read a safetensors payload into tensors that view its bytes, without a copy and with every bound checked."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_LENGTH = 8  # bytes of the number that says how long the header is
+_LENGTH = 8  # bytes of the header's length
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -29,7 +29,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class _Field:
-    """One tensor of a payload: where its bytes lie behind the header, and what they are."""
+    """One tensor of a payload: type, shape, and range of its bytes after the header."""
 
     name: str
     dtype: torch.dtype
@@ -41,7 +41,7 @@ class _Field:
 def tensors_of(payload: memoryview) -> dict[str, Tensor]:
     """The tensors of a safetensors payload, by name; they share its memory and keep it alive.
 
-    Raises ValueError when the payload is none, whatever its header says.
+    Raises ValueError if the payload is not valid, for any content of its header.
     """
     if len(payload) < _LENGTH:
         raise ValueError("shorter than a header")
@@ -53,13 +53,13 @@ def tensors_of(payload: memoryview) -> dict[str, Tensor]:
 
 @functools.lru_cache(maxsize=1024)  # the entries of a bucket, and captions of a length, have one header
 def _fields(text: bytes) -> tuple[_Field, ...]:
-    """What a header says, checked in itself. Raises ValueError."""
+    """Parse a header and check its consistency. Raises ValueError."""
     try:
         header = json.loads(text)
     except RecursionError:
-        raise ValueError("a header of too many layers") from None
+        raise ValueError("a header with too many nested levels") from None
     if not isinstance(header, dict):
-        raise ValueError("a header that is no mapping")
+        raise ValueError("a header that is not a mapping")
     return tuple(_field(name, row) for name, row in header.items() if name != "__metadata__")
 
 
@@ -71,7 +71,7 @@ def _field(name: str, row: object) -> _Field:
         raise ValueError("a tensor of unknown form")
     begin, end = span
     if begin > end or end - begin != math.prod(shape) * dtype.itemsize:
-        raise ValueError("a tensor of another size than its place")
+        raise ValueError("a tensor whose size is not that of its bytes")
     return _Field(name, dtype, tuple(shape), begin, end)
 
 
@@ -82,12 +82,12 @@ def _tensor(payload: memoryview, start: int, field: _Field) -> Tensor:
         return torch.empty([min(size, 1 << 31) for size in field.shape], dtype=field.dtype)
     part = payload[start + field.begin : start + field.end]
     flat = torch.frombuffer(part, dtype=field.dtype)
-    if flat.data_ptr() % field.dtype.itemsize:  # other writers may not align; our tars and headers do
+    if flat.data_ptr() % field.dtype.itemsize:  # other writers may not align their data as mmspeed does
         flat = torch.frombuffer(bytearray(part), dtype=field.dtype)
     return flat.view(field.shape)
 
 
 def _sizes(value: object) -> list[int]:
     if not isinstance(value, list) or any(type(size) is not int or size < 0 for size in value):
-        raise ValueError("a size that is no number")
+        raise ValueError("a size that is not a number")
     return value

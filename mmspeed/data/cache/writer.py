@@ -1,7 +1,7 @@
-"""Writing a cache: entries go to locked shards in progress, which are sealed, indexed and never touched again.
+"""Write a cache: entries go to locked shards in progress, which are sealed, indexed and never changed again.
 
-Any number of processes may write one cache at once. A killed one loses at most its shards in progress; what it left is
-mended, without a question, when the next writer starts.
+Any number of processes may write one cache at the same time. A killed one loses at most its shards in progress; the next writer
+cleans up after it when it starts.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ _LOOKED_AT = ("section", "key", "offset", "bytes")  # columns of the index that 
 
 @dataclass
 class RepairReport:
-    """What a repair found and mended; paths are relative to the cache."""
+    """The actions of a repair; paths are relative to the cache."""
 
     stale: list[str] = field(default_factory=list)  # temporary files of writers that are gone: deleted
     reindexed: list[str] = field(default_factory=list)  # sealed shards that had no index: read and listed
     orphans: list[str] = field(
         default_factory=list
-    )  # index files whose shard is gone: deleted, the entries will be remade
-    live: int = 0  # files that other writers hold at this moment: left alone
+    )  # index files whose shard is missing: deleted, to encode the entries again
+    live: int = 0  # files that other writers hold at present: left alone
 
     @property
     def clean(self) -> bool:
-        """Whether nothing had to be mended."""
+        """True if nothing had to be repaired."""
         return not (self.stale or self.reindexed or self.orphans)
 
 
 def repair(root: Path | str) -> RepairReport:
-    """Mend what killed writers left in a cache. Safe to run at any time, also beside writers that live."""
+    """Clean up after killed writers of a cache. Safe at any time, also beside living writers."""
     root = Path(root)
     report = RepairReport()
     for path in sorted(root.rglob(f".*{TEMP_SUFFIX}")):
@@ -88,7 +88,7 @@ def repair(root: Path | str) -> RepairReport:
 
 
 def _entries_of(root: Path, shard: str) -> list[Entry]:
-    """The rows of a sealed shard's index, from the shard alone. Raises UserError when it is none of ours."""
+    """The rows of a sealed shard's index, from the shard alone. Raises UserError if it is damaged or not written by mmspeed."""
     entries = []
     for member in read_shard(root / shard):
         row = dict(member.sidecar, shard=shard, offset=member.offset, bytes=len(member.payload), source=None)
@@ -107,49 +107,49 @@ def _entries_of(root: Path, shard: str) -> list[Entry]:
 
 
 def _check_length(root: Path, index: Path, table: pa.Table) -> None:
-    """Raises UserError when a shard is shorter than its index says: its entries would be taken for present."""
+    """Raise UserError if a shard is shorter than its index states: its missing entries would count as present."""
     shard = root / shard_of_index(index)
     end = pc.max(pc.add(table["offset"], table["bytes"])).as_py() or 0
     if shard.exists() and shard.stat().st_size < end:
         raise UserError(
-            f"shard {shard} is damaged: cut short; delete it and run the same command again, which makes its entries anew"
+            f"shard {shard} is damaged: cut short; delete it and run the same command again, which encodes its entries again"
         )
 
 
 def latent_tensors(
     mean_CThw: Tensor, logvar_CThw: Tensor | None = None, first_C1hw: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """The tensors of an entry of section `latents`, under the names that the reader knows.
+    """The tensors of an entry of section `latents`, under the reader's names.
 
-    `first_C1hw` is the mean of the clip's first frame encoded alone, where that is stored (see `first_frame`).
+    `first_C1hw` is the mean of the clip's first frame encoded alone, if that is stored (see `first_frame`).
     """
     tensors = {"mean": mean_CThw, "logvar": logvar_CThw, "first": first_C1hw}
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 def text_tensors(entry: TextEntry) -> dict[str, Tensor]:
-    """The tensors of an entry of section `texts` or `null`, under the names that the reader knows."""
+    """The tensors of an entry of section `texts` or `null`, under the reader's names."""
     return {"embeds": entry.embeds_LD} | ({} if entry.pooled_D is None else {"pooled": entry.pooled_D})
 
 
 @dataclass
 class _OpenShard:
-    """A shard in progress and the rows of its index, whose `shard` is filled in when it has its number."""
+    """A shard in progress and the rows of its index, whose `shard` is set once it has its number."""
 
     writer: ShardWriter
     by_key: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
 
 
 class CacheWriter:
-    """Adds entries to a cache; a context manager. What it was given is durable once `close` or the `with` has returned.
+    """Add entries to a cache; a context manager. The entries are durable once `close` or the `with` block has returned.
 
     Args:
-        root: folder of the cache; made when missing.
+        root: folder of the cache; created if missing.
         shard_bytes: size at which a shard is sealed.
         mend: repair the cache first; of several processes that start together one should, before the others begin.
-        defer: never seal a shard while adding. For writers whose unfinished shards others read: see `seal_full`.
+        defer: never seal a shard while adding, for writers whose unfinished shards others read: see `seal_full`.
 
-    Raises UserError when the cache has another schema, a shard without index is damaged, or the disk is full.
+    Raises UserError if the cache has another schema, a shard without index is damaged, or the disk is full.
     """
 
     def __init__(
@@ -163,11 +163,11 @@ class CacheWriter:
             read_info(self.root)
         with disk_errors(self.root):
             self.root.mkdir(parents=True, exist_ok=True)
-        self._lock = ReaderLock(self.root)  # nothing is taken away meanwhile
+        self._lock = ReaderLock(self.root)  # keeps other commands from removing entries
         self.repaired = repair(self.root) if mend else RepairReport()
         if not self.repaired.clean:
             get_logger("data").info(
-                "mended cache %s: %d unfinished files removed, %d sealed shards indexed, %d shards found missing",
+                "repaired cache %s: %d unfinished files removed, %d sealed shards indexed, %d shards missing",
                 self.root,
                 len(self.repaired.stale),
                 len(self.repaired.reindexed),
@@ -179,10 +179,10 @@ class CacheWriter:
             _check_length(self.root, path, table)
             for section in SECTIONS:
                 keys[section] += table["key"].filter(pc.equal(table["section"], section)).to_pylist()
-        self._known = {section: KeySet(found) for section, found in keys.items()}
+        self._known = {section: KeySet(section_keys) for section, section_keys in keys.items()}
 
     def has(self, section: str, key: str) -> bool:
-        """Whether the entry was in the cache when this writer started, or was added by it since."""
+        """True if the entry was in the cache when this writer started, or was added by it since."""
         return key in self._known[section]
 
     def add(
@@ -199,17 +199,17 @@ class CacheWriter:
         fps: float | None = None,
         source: str | None = None,
     ) -> bool:
-        """Add one entry; False, and nothing happens, when the writer has its key already.
+        """Add one entry and return True; return False, without effect, if the writer already has its key.
 
         Args:
             section: `latents` (which need a bucket), `texts` or `null`.
-            key: what `entry_key` makes of all that the entry depends on.
-            tensors: what is stored; see `latent_tensors` and `text_tensors`.
-            meta: what the key was made from, as JSON knows it.
-            bucket, tokens, content_id, frames, fps: stored beside the tensors, so they too must follow from the key.
-            source: name of the file it came from, for messages; only in the index.
+            key: the `entry_key` of everything that the entry depends on.
+            tensors: the payload; see `latent_tensors` and `text_tensors`.
+            meta: the parts of the key, in JSON's types.
+            bucket, tokens, content_id, frames, fps: stored beside the tensors, so the key must determine them too.
+            source: name of its source file, for messages; only in the index.
 
-        Raises UserError when the disk is full; the shard in progress is given up then.
+        Raises UserError if the disk is full; the shard in progress is then discarded.
         """
         if section not in SECTIONS or not is_key(key) or (section == "latents") != (bucket is not None):
             raise ValueError(f"no entry of section {section!r} with key {key!r} and bucket {bucket}")
@@ -231,17 +231,17 @@ class CacheWriter:
         with self._giving_up(folder):
             shard = self._open.get(folder) or self._open.setdefault(folder, _OpenShard(ShardWriter(folder)))
             offset = shard.writer.append(key, payload, canonical_json(sidecar | {"meta": meta}).encode())
-            place = {"offset": offset, "bytes": len(payload), "source": source}
-            shard.by_key[section, key] = sidecar | place | {"frames": tuple(frames), "meta": canonical_json(meta)}
+            location = {"offset": offset, "bytes": len(payload), "source": source}
+            shard.by_key[section, key] = sidecar | location | {"frames": tuple(frames), "meta": canonical_json(meta)}
         self._known[section].add(key)
         if shard.writer.size >= self.shard_bytes and not self.defer:
             self._seal(folder)
         return True
 
     def place(self, section: str, key: str) -> Entry | None:
-        """The row of an entry in a shard in progress, under the name that the file has now; None for others.
+        """The row of an entry in a shard in progress, under the file's current name; None for other entries.
 
-        A reader may take the payload from there, until the shard is sealed and its first name dropped.
+        A reader may read the payload from there until the shard is sealed and its temporary name dropped.
         """
         for shard in self._open.values():
             row = shard.by_key.get((section, key))
@@ -256,15 +256,15 @@ class CacheWriter:
                 shard.writer.sync()
 
     def seal_full(self) -> list[Entry]:
-        """Seal the shards that are full; their entries' rows under the new name. The old names stay until `drop_names`."""
-        moved: list[Entry] = []
+        """Seal the full shards and return their entries' rows under the new names. The temporary names stay until `drop_names`."""
+        sealed: list[Entry] = []
         for folder, shard in list(self._open.items()):
             if shard.writer.size >= self.shard_bytes:
-                moved += self._seal(folder, keep_name=True)
-        return moved
+                sealed += self._seal(folder, keep_name=True)
+        return sealed
 
     def drop_names(self) -> None:
-        """Take away the names that sealed shards had while they were in progress: no reader uses them any more."""
+        """Remove the temporary names of sealed shards, once no reader uses them."""
         while self._named_twice:
             self._named_twice.pop().writer.release()
 
@@ -281,8 +281,8 @@ class CacheWriter:
             if not shard.by_key:
                 self._discard(folder)
                 return []
-            # The first name stays until the index stands: a reader that misses it finds the entry there. So does the lock, and no
-            # repair takes the shard for a killed writer's.
+            # The temporary name stays until the index is written: a reader that misses it then finds the entry there. The lock stays
+            # too, so that no repair treats the shard as a killed writer's.
             path = shard.writer.seal().relative_to(self.root).as_posix()
             rows = [Entry(shard=path, **row) for row in shard.by_key.values()]
             write_index(self.root, path, rows, shard.writer.size, shard.writer.sha256)
@@ -295,7 +295,7 @@ class CacheWriter:
 
     @contextmanager
     def _giving_up(self, folder: Path) -> Iterator[None]:
-        """Inside the block, a full disk gives up the folder's shard in progress, and is told as a UserError."""
+        """Discard the folder's shard in progress on an error in the block; a full disk raises UserError."""
         with disk_errors(folder):
             try:
                 yield
@@ -321,7 +321,7 @@ class CacheWriter:
             self.close()
             return
         self.drop_names()
-        # Whole entries are kept after an interrupt or an error elsewhere, which stays the one that is reported.
+        # Complete entries are kept after an interrupt or an error elsewhere, which remains the one reported.
         for folder in list(self._open):
             with suppress(UserError, OSError):
                 self._seal(folder)

@@ -1,1 +1,1 @@
-"""From the cache to batches on the device."""
+"""Loading of batches from the cache to the device."""

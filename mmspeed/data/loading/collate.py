@@ -1,6 +1,6 @@
-"""From uses of samples to a batch of videos: reads the cache, draws what an epoch draws (noise and timesteps too), pads captions.
+"""Assemble a batch of videos from uses of samples: read the cache, make an epoch's draws (also noise and timesteps), pad captions.
 
-No encoder and no video is touched here. Legend: B batch, C channels, T h w latent, L caption tokens, D text width.
+No encoder is run and no video is opened here. Legend: B batch, C channels, T h w latent, L caption tokens, D text width.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mmspeed.protocols import Batch, BatchShape, Item, NumberRule, TextEntry
 from mmspeed.rng import normal, uniform
 from mmspeed.shapes import Bucket, Strides
 
-# Quantiles of times are worked with on the CPU in float64; all other numbers take the number type of the computation.
+# Quantiles of times stay on the CPU in float64; all other numbers take the number type of the computation.
 RULES: dict[str, NumberRule] = {
     "latents": "compute",
     "text": "compute",
@@ -43,25 +43,25 @@ def draw_latent(stored: dict[str, Tensor], seed: int, name: Name) -> Tensor:
 
 
 def first_frame(stored: dict[str, Tensor]) -> Tensor:
-    """The latent (C, 1, h, w), float32, of a clip's first frame alone: what image-to-video training is conditioned on.
+    """The latent (C, 1, h, w), float32, of a clip's first frame alone: the condition of image-to-video training.
 
-    It is the entry's own first latent frame, since a causal codec sees nothing but the first frame there; for codecs that
-    see more, `preprocess.first_frame` stores it apart. Internal: no pipeline reaches it yet.
+    For a causal codec it is the entry's first latent frame, which depends on the first frame only; for other codecs
+    `preprocess.first_frame` stores it separately. Internal: no pipeline uses it yet.
     """
     return (stored["first"] if "first" in stored else stored["mean"][:, :1]).float()
 
 
 def choose_latent(sample: Sample, seed: int, name: Name) -> str:
-    """The key of the latent that this use of a sample meets: one of its windows and crops, drawn evenly."""
+    """The key of the latent for this use of a sample: one of its windows and crops, drawn uniformly."""
     if len(sample.latent_keys) == 1:
         return sample.latent_keys[0]
     return sample.latent_keys[int(uniform(seed, "variant", *name) * len(sample.latent_keys))]
 
 
 def choose_text(sample: Sample, seed: int, name: Name, caption_dropout: float) -> str | None:
-    """The key of the caption that this use of a sample meets; None stands for the empty caption.
+    """The key of the caption for this use of a sample; None stands for the empty caption.
 
-    One of several captions is drawn evenly. The dropout is a draw of its own, so changing its rate changes no choice.
+    One of several captions is drawn uniformly. Dropout is a separate draw, so changing its rate does not change the choice.
     """
     if not sample.text_keys or uniform(seed, "caption_dropout", *name) < caption_dropout:
         return None
@@ -82,7 +82,7 @@ def draw_noise(names: Sequence[Name], shape_CThw: tuple[int, ...], seed: int) ->
 
 
 def draw_quantiles(names: Sequence[Name], seed: int) -> Tensor:
-    """Where in the training distribution of times each sample stands: (B,), float64 in [0, 1), on the CPU (law 1)."""
+    """Each sample's quantile in the training distribution of times: (B,), float64 in [0, 1), on the CPU (law 1)."""
     return torch.tensor([uniform(seed, "timestep", *name) for name in names], dtype=torch.float64)
 
 
@@ -100,14 +100,14 @@ def video_batch(
     u_B: Tensor | None = None,
     fps_B: Tensor | None = None,
 ) -> Batch:
-    """The batch of samples of one bucket.
+    """Make the batch of samples of one bucket.
 
     Args:
         text_mask_BL: bool, True at real tokens.
-        weights_B: 1 for samples, 0 for fillers that keep ranks in step.
+        weights_B: 1 for samples, 0 for fillers that keep ranks synchronised.
         names: (sample key, epoch, repeat) of each sample.
-        pooled_BD: each caption's pooled vector, where the text encoder has one.
-        noise_BCThw: what training mixes in, drawn by name; None where none was asked for.
+        pooled_BD: each caption's pooled vector, if the text encoder has one.
+        noise_BCThw: the noise of training, drawn by name; None if not requested.
         u_B: float64 in [0, 1), the quantile of each sample's time.
         fps_B: frames per second of each clip, for models that take them.
     """
@@ -130,13 +130,13 @@ def assemble(
     noise: bool = False,
     fps: bool = False,
 ) -> Batch:
-    """The batch of (draw, weight) pairs of one bucket; each is as it would be in any other company.
+    """Read the batch of (draw, weight) pairs of one bucket; an item does not depend on the others in its batch.
 
-    With `noise` it carries what training draws by name, so that this is not drawn where the model waits for it; with `fps` the frames
-    per second of each clip, as the cache has them (of an image 1).
+    With `noise` the batch holds the draws of training, so that they are made before the model waits for them; with `fps` the frames
+    per second of each clip, as stored in the cache (1 for an image).
 
-    No draw may be of a lost sample; `share` puts others in their place. Raises UserError when an entry is missing or
-    damaged, or when latents of the bucket differ in shape.
+    No draw may be of a lost sample; `rank_batches` replaces those. Raises UserError if an entry is missing or
+    damaged, or if latents of the bucket differ in shape.
     """
     latents, texts, rates = [], [], []
     for draw, _ in draws:
@@ -172,7 +172,7 @@ def assemble(
 
 
 class VideoCollate:
-    """Reads the batch of (draw, weight) pairs. In another process it opens the cache again, when it first reads, so that errors arrive."""
+    """Read batches of (draw, weight) pairs. In another process the cache is opened again at the first read, so that errors are reported."""
 
     def __init__(self, cache: DatasetCache, seed: int, caption_dropout: float, fps: bool = False) -> None:
         self._cache: DatasetCache | None = cache
@@ -184,18 +184,18 @@ class VideoCollate:
 
     @property
     def cache(self) -> DatasetCache:
-        """The cache that it reads."""
+        """The cache to read from; opened at first use in another process."""
         if self._cache is None:
             kind, arguments = self._opening
             self._cache = kind(*arguments)
         return self._cache
 
     def __call__(self, draws: Sequence[tuple[SampleUse[Sample], float]]) -> Batch:
-        """The batch. Raises UserError as `assemble`."""
+        """Read a batch. Raises UserError like `assemble`."""
         return assemble(self.cache, draws, self._seed, self._caption_dropout, noise=True, fps=self._fps)
 
     def shape(self, draws: Sequence[tuple[SampleUse[Sample], float]]) -> BatchShape:
-        """The shapes of a batch's tensors, from the index of the cache; captions are looked at for their pooled vectors."""
+        """The shapes of a batch's tensors, from the index of the cache; captions are read for their pooled vectors."""
         encoders, bucket = self.cache.info["encoders"], draws[0][0].sample.bucket
         latent = (encoders["vae"]["channels"], *Strides(*encoders["vae"]["strides"]).latent(bucket))
         count, length = len(draws), max(self._text_tokens(draw) for draw, _ in draws)

@@ -1,8 +1,8 @@
-"""The first epoch on an incomplete cache: what a step lacks is made before the step, every entry by one process, once.
+"""Train the first epoch on an incomplete cache: entries that a step lacks are encoded before it, each once, by one process.
 
-Preprocess does the making (`OnlineEncoder`); here stands who makes what, and when. That is a function of the order of training alone, so
-the ranks agree without asking. What they tell each other before every step is where new entries lie, and which samples
-are lost because their source failed. Between processes the entries themselves travel through the cache's files.
+Preprocess encodes (`OnlineEncoder`); this module decides which rank encodes which entry, and when. That is a function of the order of
+training alone, so the ranks agree without communication. Before every step they exchange the locations of new entries and the keys
+of samples that are lost because their source failed. The entries themselves pass between processes through the cache's files.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from mmspeed.log import ProgressLine, format_bytes, get_logger
 
 log = get_logger("data")
 
-_PART = 256  # samples that are made between two talks of the ranks, where no step asks for them
+_PART = 256  # samples encoded between two exchanges of the ranks, outside of steps
 
 
 @dataclass
 class EncodedEntries:
-    """What a maker did: where new entries lie, entries that have moved since they were told, and samples that are lost."""
+    """The result of an encoding job: new entries, entries that moved since they were reported, and lost samples."""
 
     entries: list[Entry] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)  # keys of samples
-    rejections: list[tuple[str, str, str]] = field(default_factory=list)  # (source, reason, detail) of what was lost
+    rejections: list[tuple[str, str, str]] = field(default_factory=list)  # (source, reason, detail) of the lost samples
 
 
 @dataclass(frozen=True)
 class EncodeJob:
-    """Sources and captions (keys of texts) that one rank makes before one step."""
+    """Sources and captions (keys of texts) that one rank encodes before one step."""
 
     sources: tuple[str, ...] = ()
     texts: tuple[str, ...] = ()
 
 
 class OnlineEncoder(Protocol):
-    """What makes entries: preprocess, seen from training. All its files are in the cache's own format."""
+    """Interface through which training uses preprocess to encode entries. All its files are in the cache's format."""
 
     def plan(self, device: Device, rank: int, world: int, group: dist.ProcessGroup | None) -> None:
-        """Look at every source and write the tables of the samples that there will be. A collective call.
+        """Examine every source and write the tables of the future samples. A collective call.
 
-        Raises UserError when there is nothing to train on.
+        Raises UserError if there is nothing to train on.
         """
         ...
 
     def start(self, cache: DatasetCache, tasks: Sequence[EncodeJob]) -> None:
-        """Make ready for this rank's tasks in their order: decoding may run ahead."""
+        """Prepare this rank's tasks in their order: decoding may run ahead."""
         ...
 
     def make(self, task: EncodeJob) -> EncodedEntries:
@@ -63,26 +63,26 @@ class OnlineEncoder(Protocol):
         ...
 
     def told(self) -> None:
-        """All ranks know of everything that `make` has returned, and have read all that they need of earlier steps."""
+        """Note that all ranks have received everything that `make` returned, and have read all they need for earlier steps."""
         ...
 
     def close(self) -> None:
-        """Store everything for good, and end child processes. The cache may be left incomplete."""
+        """Store everything durably and end child processes. The cache may be left incomplete."""
         ...
 
     def conclude(self, lost: Sequence[str], rejections: Sequence[tuple[str, str, str]]) -> None:
-        """Write the tables of a complete cache; rank 0 is asked to."""
+        """Write the tables of a complete cache; called on rank 0."""
         ...
 
     def free(self) -> tuple[int, int]:
-        """Drop the encoders. Bytes of device memory in use (on the CPU: of the process) before and after."""
+        """Drop the encoders; return bytes of device memory in use (on the CPU: of the process) before and after."""
         ...
 
 
 class EncodeOwners:
-    """Who makes what: each thing before its first use, by a rank that uses it, in turn among those that do.
+    """Assignment of sources and captions to ranks: each is encoded before its first use, by the ranks that use it in turn.
 
-    Several ranks meet a sample under sequence or tensor parallelism.
+    Several ranks use a sample under sequence or tensor parallelism.
     """
 
     def __init__(self) -> None:
@@ -90,25 +90,25 @@ class EncodeOwners:
         self._turns: dict[tuple[int, ...], int] = {}
 
     def used(self, thing: str, step: int, ranks: tuple[int, ...]) -> None:
-        """A thing that lacks is used; the uses come in the order of training."""
+        """Record a use of a missing source or caption; uses come in the order of training."""
         if thing not in self.by_thing:
             turn = self._turns[ranks] = self._turns.get(ranks, -1) + 1
             self.by_thing[thing] = step, ranks[turn % len(ranks)]
 
 
 class FirstEpoch:
-    """Steers a maker through the rest of the first epoch, on every rank alike.
+    """Drive an encoder through the rest of the first epoch, in the same way on every rank.
 
     Args:
-        cache: opened with `partial=True`; learns of new entries here, and is whole after `finish`.
+        cache: opened with `partial=True`; it receives new entries here, and is complete after `finish`.
         sampler: the order of training.
-        maker: makes this rank's share.
+        maker: encodes this rank's share.
         rank: this process among all of `group`.
-        world: how many processes share the batches.
-        start: the first step that is trained now.
-        stop: the step at which training ends; no entry is made for steps beyond it.
-        held_out: samples that validation reads; made before the first step.
-        group: process group for the talk between ranks, with a long time-out; None for one process.
+        world: number of processes that share the batches.
+        start: the first step of this run.
+        stop: the step at which training ends; no entry is encoded for later steps.
+        held_out: samples that validation reads; encoded before the first step.
+        group: process group for the exchanges between ranks, with a long time-out; None for one process.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class FirstEpoch:
         self.cache, self.sampler, self.maker = cache, sampler, maker
         self.rank, self.world, self.group = rank, world, group
         self.active = True
-        self.freed: tuple[int, int] | None = None  # bytes of device memory before and after the encoders went
+        self.freed: tuple[int, int] | None = None  # bytes of device memory before and after the encoders were dropped
         self.made = self.made_here = 0  # entries, of all ranks and of this one
         self.lost = {sample.key for sample in cache.samples if sample.lost}
         self.rejections: list[tuple[str, str, str]] = []
@@ -136,9 +136,9 @@ class FirstEpoch:
         maker.start(cache, [self._tasks[step] for step in sorted(self._tasks)])
 
     def provide(self, step: int) -> None:
-        """Make what `step` lacks; afterwards every rank can read it. A collective call.
+        """Encode the entries that `step` lacks; afterwards every rank can read them. A collective call.
 
-        With the first step of the second epoch the cache becomes whole, and the encoders go.
+        At the first step of the second epoch the cache is completed, and the encoders are dropped.
         """
         if not self.active:
             return
@@ -151,20 +151,20 @@ class FirstEpoch:
         self._share(self._tasks.pop(step, EncodeJob()))
 
     def mark(self, draws: Sequence[SampleUse[Sample]]) -> list[SampleUse[Sample]]:
-        """The draws, with those samples marked lost whose source has failed."""
+        """The draws, with samples marked as lost if their source has failed."""
         return [
             replace(draw, sample=replace(draw.sample, lost=True)) if draw.sample.key in self.lost else draw
             for draw in draws
         ]
 
     def finish(self) -> None:
-        """Make all that is left, write the tables of a complete cache, free the encoders. A collective call."""
+        """Encode all remaining entries, write the tables of a complete cache, free the encoders. A collective call."""
         if not self.active:
             return
-        left = self._plan([sample for sample in self.cache.samples if sample.key not in self.lost], range(0))
-        self.maker.start(self.cache, list(left.values()))
-        with ProgressLine("cache", len(left), "part") as line:
-            for task in left.values():
+        remaining = self._plan([sample for sample in self.cache.samples if sample.key not in self.lost], range(0))
+        self.maker.start(self.cache, list(remaining.values()))
+        with ProgressLine("cache", len(remaining), "part") as line:
+            for task in remaining.values():
                 self._share(task)
                 line.advance()
         self.maker.close()
@@ -174,12 +174,12 @@ class FirstEpoch:
         self.active = False
         before, after = self.freed = self.maker.free()
         log.info(
-            f"the cache is complete: {self.made} entries were made in the first epoch, {len(self.lost)} samples are lost; "
+            f"the cache is complete: {self.made} entries were encoded in the first epoch, {len(self.lost)} samples are lost; "
             f"encoders freed: {format_bytes(before)} in use before, {format_bytes(after)} after"
         )
 
     def close(self) -> None:
-        """Store what was made; the next run goes on from there."""
+        """Store the encoded entries; the next run continues from them."""
         if self.active:
             self.maker.close()
             self.active = False
@@ -194,45 +194,45 @@ class FirstEpoch:
                 if not self.cache.has("texts", key):
                     texts.used(key, step, ranks)
         by_step: dict[int, tuple[list[str], list[str]]] = {}
-        for place, owners in enumerate((sources, texts)):
+        for kind, owners in enumerate((sources, texts)):
             for thing, (step, rank) in owners.by_thing.items():
                 lists = by_step.setdefault(step, ([], []))
                 if rank == self.rank:
-                    lists[place].append(thing)
+                    lists[kind].append(thing)
         return {step: EncodeJob(tuple(names), tuple(keys)) for step, (names, keys) in sorted(by_step.items())}
 
     def _uses(self, first: Sequence[Sample], steps: range) -> Iterable[tuple[int, tuple[int, ...], Sample]]:
-        """(step, ranks, sample) of `first` and of the draws of `steps`; a stage is left when all its samples were met."""
+        """Yield (step, ranks, sample) of `first` and of the draws of `steps`; a stage is skipped once all its samples have occurred."""
         for position, sample in enumerate(first):
             yield steps.start if steps else position // _PART, (position % self.world,), sample
-        stage, met, there = -1, set[str](), 0
+        stage, seen_keys, sample_count = -1, set[str](), 0
         for step in steps:
             if self.sampler.stage_at(step) != stage:
-                stage, met = self.sampler.stage_at(step), set()
-                there = self.sampler.samples_of(stage)
-            if len(met) == there:
+                stage, seen_keys = self.sampler.stage_at(step), set()
+                sample_count = self.sampler.samples_of(stage)
+            if len(seen_keys) == sample_count:
                 continue
             for draw, ranks in ranks_of_samples(self.sampler.draws(step), self.sampler.batching, self.world):
-                if draw.sample.key not in met and draw.sample.key not in self.lost:
+                if draw.sample.key not in seen_keys and draw.sample.key not in self.lost:
                     yield step, ranks, draw.sample
-                met.add(draw.sample.key)
+                seen_keys.add(draw.sample.key)
 
     def _lacks_latent(self, sample: Sample) -> bool:
         return any(not self.cache.has("latents", key) for key in sample.latent_keys)
 
     def _share(self, task: EncodeJob) -> None:
-        """Make a task, and tell all ranks; a UserError of one rank is raised on all."""
-        made, problem = EncodedEntries(), None
+        """Encode a task and report it to all ranks; a UserError of one rank is raised on all."""
+        encoded, problem = EncodedEntries(), None
         try:
-            made = self.maker.make(task)
+            encoded = self.maker.make(task)
         except UserError as error:
             problem = str(error)
-        rows = [[e.section, e.key, e.shard, e.offset, e.bytes, e.checksum, e.tokens] for e in made.entries]
-        told = comm.all_gather_objects([rows, made.lost, made.rejections, problem], self.group)
-        problems = [part[3] for part in told if part[3] is not None]
+        rows = [[e.section, e.key, e.shard, e.offset, e.bytes, e.checksum, e.tokens] for e in encoded.entries]
+        reports = comm.all_gather_objects([rows, encoded.lost, encoded.rejections, problem], self.group)
+        problems = [part[3] for part in reports if part[3] is not None]
         if problems:
             raise UserError(problems[0])
-        for rank, (rows, lost, rejections, _) in enumerate(told):
+        for rank, (rows, lost, rejections, _) in enumerate(reports):
             entries = [_entry(*row) for row in rows]
             new = sum(not self.cache.has(entry.section, entry.key) for entry in entries)
             self.made += new
@@ -244,5 +244,5 @@ class FirstEpoch:
 
 
 def _entry(section: str, key: str, shard: str, offset: int, size: int, checksum: str, tokens: int) -> Entry:
-    """The part of an entry's row that reading takes."""
+    """An entry with only the fields that reading needs."""
     return Entry(key, section, shard, offset, size, checksum, None, tokens, "", (), None, None, "{}")

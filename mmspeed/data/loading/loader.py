@@ -1,6 +1,6 @@
-"""A rank's batches of any range of steps, read ahead of the one who asks for them.
+"""Load a rank's batches of any range of steps, ahead of the consumer.
 
-How that is done ahead, in a thread or in processes, stands in `prefetch.py`; how samples become a batch is the task's (`Collate`).
+Threads and processes that read ahead are in `prefetch.py`; the task turns samples into a batch (`Collate`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ MicroBatchUses = list[tuple[SampleUse[Any], float]]  # a micro-batch before it i
 
 
 class Collate(Protocol):
-    """Makes the batch of (draw, weight) pairs of one shape class; it travels to other processes."""
+    """A picklable callable that makes the batch of (draw, weight) pairs of one shape class."""
 
     def __call__(self, draws: MicroBatchUses, /) -> Batch:
-        """The batch, padded. Each item is what it would be in any other batch."""
+        """Make the padded batch. An item does not depend on the others in its batch."""
         ...
 
     def shape(self, draws: MicroBatchUses, /) -> BatchShape:
@@ -37,7 +37,7 @@ class Collate(Protocol):
 
 
 class Batches:
-    """A step's micro-batches on this rank: their number is known, each is read when its turn comes, and handed out once."""
+    """A step's micro-batches on this rank: their number is known, each is read in its turn, and yielded once."""
 
     def __init__(self, count: int, first: Batch | None, pull: Callable[[], Batch | None]) -> None:
         self._count = self._left = count
@@ -50,13 +50,13 @@ class Batches:
 
     def __iter__(self) -> Iterator[Batch]:
         if self._started:
-            raise RuntimeError("the micro-batches of a step are handed out once")
+            raise RuntimeError("the micro-batches of a step can be iterated only once")
         self._started = True
         return self._hand_out()
 
     def _hand_out(self) -> Iterator[Batch]:
         while self._left:
-            yield self._next()  # no name for it here, which would keep it in memory
+            yield self._next()  # unnamed: a local reference would keep it in memory
 
     def _next(self) -> Batch:
         self._left -= 1
@@ -69,17 +69,17 @@ class Batches:
 
     @property
     def extents(self) -> dict[str, tuple[int, ...]]:
-        """The largest size along each dim of each tensor, of the batches handed out so far."""
+        """The largest size along each dim of each tensor, of the batches yielded so far."""
         return dict(self._extents)
 
     def drop(self) -> None:
-        """Pass over those that nobody asked for."""
+        """Skip the micro-batches that were not consumed."""
         while self._left:
             self._next()
 
 
 class DrawnItems(Sequence[Item]):
-    """The items of a step's draws, each made when it is looked at."""
+    """The items of a step's draws, each built on access."""
 
     def __init__(self, draws: Sequence[SampleUse[Any]]) -> None:
         self._draws = draws
@@ -103,12 +103,12 @@ def _item(draw: SampleUse[Any]) -> Item:
     return Item(*draw.name, draw.sample.source, draw.sample.bucket.name)
 
 
-_Tag = tuple[list[SampleUse[Any]], int]  # of a micro-batch: its step's draws, and how many micro-batches the step has
+_Tag = tuple[list[SampleUse[Any]], int]  # of a micro-batch: its step's draws, and the step's number of micro-batches
 _Source = Generator[tuple[_Tag, Batch | None], None, None]
 
 
 class _BatchReader:
-    """Reads a micro-batch; None for a step that has none."""
+    """Read a micro-batch; returns None for a step without any."""
 
     def __init__(self, collate: Collate) -> None:
         self.collate = collate
@@ -121,16 +121,16 @@ class Loader:
     """A rank's batches of any range of steps.
 
     Args:
-        cache: what videos are read from, where `collate` is None.
-        sampler: the order in which samples come.
+        cache: the source of videos, if `collate` is None.
+        sampler: the order of samples.
         rank, world: this rank among those that split the batch.
-        seed, caption_dropout: of the draws that are made when a sample is read, where `collate` is None.
-        prefetch: micro-batches in memory ahead of the one that was asked for, by a thread; 0: read when asked for.
-        first_epoch: makes what an incomplete cache lacks; may be set later, before `steps`.
-        workers: processes that read, beside the thread. Each has one micro-batch under way at least, and one waits here
-            (two where there is an accelerator), even if `prefetch` is less.
+        seed, caption_dropout: for the draws made when a sample is read, if `collate` is None.
+        prefetch: micro-batches that a thread keeps in memory ahead of the current one; 0: read on demand.
+        first_epoch: encodes the missing entries of an incomplete cache; may be set later, before `steps`.
+        workers: processes that read, beside the thread. Each has at least one micro-batch in progress, and one waits here
+            (two with an accelerator), even if `prefetch` is less.
         collate: makes batches; None: those of the video task, from `cache`.
-        device: where an accelerator's batches are brought to, one ahead; on the CPU, or without it, they stay as they were read.
+        device: accelerator to copy batches to, one ahead; on the CPU, or without it, they stay as they were read.
     """
 
     def __init__(
@@ -155,13 +155,13 @@ class Loader:
         self.rank, self.world = rank, world
         self.prefetch = prefetch
         self.first_epoch, self.workers, self.device = first_epoch, workers, device
-        self.waited_seconds = 0.0  # time the consumer stood still for data, over all steps so far
+        self.waited_seconds = 0.0  # time the consumer waited for data, over all steps so far
 
     def steps(self, start: int, stop: int) -> Generator[StepData, None, None]:
-        """The optimizer steps in [start, stop), counted from the start of training, with the micro-batches of each.
+        """Yield the optimizer steps in [start, stop), counted from the start of training, with the micro-batches of each.
 
-        A step's micro-batches are there until the next step is asked for. While a first epoch is being made, they are read
-        when they are asked for, as all ranks make it together then. An error while reading ahead is raised here, at the
+        A step's micro-batches are available until the next step is requested. While the first epoch encodes, they are read
+        on demand, because all ranks then encode together. An error while reading ahead is raised here, at the
         micro-batch it belongs to. Closing the generator ends the thread and the processes.
         """
         while start < stop and self.first_epoch is not None and self.first_epoch.active:
@@ -179,22 +179,22 @@ class Loader:
             source.close()
 
     def _grouped(self, source: _Source) -> Generator[StepData, None, None]:
-        """A stream of micro-batches by their steps."""
+        """Group a stream of micro-batches by step."""
         while (first := self._pull(source)) is not None:
             (draws, count), batch = first
             batches = Batches(count, batch, lambda: _batch(self._pull(source)))
-            del first, batch  # it is the consumer's alone, and gone when the consumer is done with it
+            del first, batch  # only the consumer holds it, so it is freed when the consumer drops it
             yield self._step(draws, batches)
             batches.drop()
 
     def _step(self, draws: list[SampleUse[Any]], batches: Batches) -> StepData:
-        """A step's data: its divisor is the number of its samples that are there."""
-        there = [draw for draw in draws if not draw.sample.lost]
+        """A step's data; its divisor is the number of its samples that are not lost."""
+        present = [draw for draw in draws if not draw.sample.lost]
         return StepData(
-            divisors={"samples": float(len(there))},
+            divisors={"samples": float(len(present))},
             batches=batches,
             items=DrawnItems(draws),
-            counts=Counter(draw.sample.bucket for draw in there),
+            counts=Counter(draw.sample.bucket for draw in present),
             imbalance=partial(imbalance, draws, self.sampler.batching, self.world),
         )
 
@@ -203,17 +203,17 @@ class Loader:
         return [self.collate.shape(part) for part in self._parts(step)[1]]
 
     def _pull(self, source: _Source) -> tuple[_Tag, Batch | None] | None:
-        """The next micro-batch, None at the end, and the time that this takes."""
+        """The next micro-batch, None at the end; the time it takes is added to `waited_seconds`."""
         began = time.perf_counter()
         try:
             return next(source, None)
         finally:
             self.waited_seconds += time.perf_counter() - began
 
-    # -- what is read, and where ------------------------------------------------------------------------------------
+    # -- reading ------------------------------------------------------------------------------------------------
 
     def _parts(self, step: int) -> tuple[list[SampleUse[Any]], list[MicroBatchUses]]:
-        """A step's draws over all ranks, and this rank's micro-batches; none of these when all samples are lost."""
+        """A step's draws over all ranks, and this rank's micro-batches; none of the latter if all samples are lost."""
         draws = self.sampler.draws(step)
         if self.first_epoch is not None:
             draws = self.first_epoch.mark(draws)
@@ -222,28 +222,28 @@ class Loader:
         return draws, rank_batches(draws, self.sampler.batching, self.rank, self.world)
 
     def _jobs(self, steps: range) -> Iterator[tuple[_Tag, MicroBatchUses]]:
-        """The parts of all steps in their order; an empty one for a step that has none."""
+        """Yield the micro-batches of all steps in order; an empty one for a step that has none."""
         for step in steps:
             draws, parts = self._parts(step)
             for part in parts or [[]]:
                 yield (draws, len(parts)), part
 
     def _read(self, jobs: Iterator[tuple[_Tag, MicroBatchUses]], pin: bool = False) -> _Source:
-        """The micro-batches of `jobs`, read when they are asked for."""
-        read = _BatchReader(self.collate)
+        """Yield the micro-batches of `jobs`, read on demand."""
+        read_batch = _BatchReader(self.collate)
         for tag, part in jobs:
-            yield tag, (_pinned(read(part)) if pin else read(part))
+            yield tag, (_pinned(read_batch(part)) if pin else read_batch(part))
 
     def _source(self, jobs: Iterator[tuple[_Tag, MicroBatchUses]]) -> _Source:
-        """The micro-batches of `jobs`, read and copied ahead."""
+        """A stream of the micro-batches of `jobs`, read and copied ahead."""
         copied = self.device is not None and self.device.kind != "cpu" and (self.prefetch >= 2 or self.workers > 0)
         ahead = self.prefetch - copied  # the copy on the device is one of them
         source: _Source
         if self.workers:
-            read = _BatchReader(self.collate)
-            each = max(1, (ahead - 1) // self.workers)  # the one that the thread has taken is one of them too
+            read_batch = _BatchReader(self.collate)
+            per_worker = max(1, (ahead - 1) // self.workers)  # the one that the thread holds also counts
             finish = _pinned if copied else None
-            source = read_ahead(in_workers(jobs, read, self.workers, each, finish), 1)
+            source = read_ahead(in_workers(jobs, read_batch, self.workers, per_worker, finish), 1)
         else:
             source = self._read(jobs, pin=copied)
             source = read_ahead(source, ahead) if ahead else source

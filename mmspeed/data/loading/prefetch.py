@@ -1,7 +1,7 @@
-"""What stands between reading and training: a thread that reads ahead, processes that read, copies to the device.
+"""Prefetching: a thread that reads ahead, processes that read, and copies to the device.
 
-All of them are generators over a stream of (tag, item) in its order, and may be put one behind the other. A tag is what the
-consumer wants to know of an item and the reader does not need.
+All are generators over an ordered stream of (tag, item), and can be chained. A tag holds information about an item that the
+consumer needs and the reader does not.
 """
 
 from __future__ import annotations
@@ -35,13 +35,16 @@ Item = TypeVar("Item")
 Job = TypeVar("Job")
 Tag = TypeVar("Tag")
 
-STOPS = {signal.SIGINT, signal.SIGTERM}  # what asks a training process to save and stop; its workers must outlive that
+STOPS = {
+    signal.SIGINT,
+    signal.SIGTERM,
+}  # signals that ask a training process to save and stop; its workers must survive them
 
 
 def read_ahead(source: Iterator[Item], depth: int) -> Generator[Item, None, None]:
-    """The items of `source`, made by a thread that is at most `depth` items ahead of the consumer.
+    """Yield the items of `source`, produced by a thread that is at most `depth` items ahead of the consumer.
 
-    Items, errors and the end come in their order. When the generator is closed, the thread finishes the item it is at,
+    Items, errors and the end come in order. When the generator is closed, the thread finishes its current item,
     closes `source` and ends.
     """
     done: queue.SimpleQueue[tuple[Item | None, BaseException | None]] = queue.SimpleQueue()
@@ -74,7 +77,7 @@ def read_ahead(source: Iterator[Item], depth: int) -> Generator[Item, None, None
 
 
 def close(source: Iterator[Any]) -> None:
-    """End a generator; other iterators need no end."""
+    """Close a generator; other iterators need no closing."""
     if isinstance(source, Generator):
         source.close()
 
@@ -84,7 +87,7 @@ def close(source: Iterator[Any]) -> None:
 
 @dataclass(frozen=True)
 class _WorkerFailure:
-    """An error, on its way from a worker in the place of the item."""
+    """An error sent by a worker in place of the item."""
 
     text: str
     known: bool
@@ -94,7 +97,7 @@ class _WorkerFailure:
 
 
 class _WorkerResult(Dataset[Any]):
-    """A job's result, by the job."""
+    """Data set that maps a job to its result."""
 
     def __init__(self, read: Callable[[Any], Any]) -> None:
         self.read = read
@@ -116,11 +119,11 @@ def in_workers(
     each: int,
     finish: Callable[[Item], Item] | None = None,
 ) -> Generator[tuple[Tag, Item], None, None]:
-    """`read(job)` of each job, with its tag, made by `workers` processes; `finish` is then done to it here.
+    """Yield the tag and `read(job)` of each job, computed by `workers` processes; `finish` is applied to the result here.
 
-    At most `workers * each` jobs are under way or wait to be asked for. Results and errors come in the order of the jobs; a
-    UserError has the words that it would have without processes. A worker that ends on its own is a UserError. Workers outlive
-    SIGINT and SIGTERM, and end when the generator is closed, or when this process ends in whatever way.
+    At most `workers * each` jobs are in progress or waiting. Results and errors come in the order of the jobs; a
+    UserError has the same text as without processes. A worker that ends by itself raises UserError. Workers survive
+    SIGINT and SIGTERM, and end when the generator is closed, or when this process ends for any reason.
     """
     tags: deque[Tag] = deque()
     problems: list[Exception] = []
@@ -130,18 +133,18 @@ def in_workers(
             for tag, job in jobs:
                 tags.append(tag)
                 yield job
-        except Exception as error:  # its turn is after the jobs before it
+        except Exception as error:  # raised after the results of earlier jobs
             problems.append(error)
 
     results = _start(order(), read, workers, each)
     processes: Sequence[Any] = loader_processes(results)
     end = functools.partial(_end, processes)
-    atexit.register(end)  # before multiprocessing's own end, which would ask them with SIGTERM and wait
+    atexit.register(end)  # before multiprocessing's exit handler, which would send SIGTERM and wait
 
     def take() -> Item:
         try:
             result = next(results)
-        except (RuntimeError, OSError, EOFError) as error:  # no result came, so it is not the reading that failed
+        except (RuntimeError, OSError, EOFError) as error:  # no result came, so reading itself did not fail
             raise _lost(processes, error) from None
         if isinstance(result, _WorkerFailure):
             raise result.error()
@@ -153,13 +156,13 @@ def in_workers(
         if problems:
             raise problems[0]
     finally:
-        end_loader(results)  # by name: a traceback may hold on to it, so that its last reference does not go here
+        end_loader(results)  # explicitly: a traceback may hold a reference, so `del` would not end it
         end()
         atexit.unregister(end)
 
 
 def _start(order: Iterator[Any], read: Callable[[Any], Any], workers: int, each: int) -> Any:
-    """The DataLoader's iterator, its processes started."""
+    """Start the processes of a DataLoader and return its iterator."""
     # Never a plain fork, which is not safe beside threads and accelerators. The server has imported what workers need.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
@@ -174,7 +177,7 @@ def _start(order: Iterator[Any], read: Callable[[Any], Any], workers: int, each:
             collate_fn=_as_it_is,
             worker_init_fn=_begin,
             multiprocessing_context=context,
-            generator=torch.Generator(),  # the process's own stays as it was
+            generator=torch.Generator(),  # leaves the global generator unchanged
         )
     with stops_blocked():
         return iter(loader)
@@ -182,7 +185,7 @@ def _start(order: Iterator[Any], read: Callable[[Any], Any], workers: int, each:
 
 @contextmanager
 def stops_blocked() -> Iterator[None]:
-    """Blocks `STOPS` in this thread: processes that are started meanwhile inherit it, and so meet no signal unprepared."""
+    """Block `STOPS` in this thread: processes started meanwhile inherit the mask, and so receive no signal before they are ready."""
     resource_tracker.ensure_running()  # it would open what is closed next
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
@@ -196,13 +199,13 @@ def _as_it_is(item: Any) -> Any:
 
 
 def _begin(number: int) -> None:
-    """What a worker does first."""
+    """Initialise a worker process."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     threading.Thread(target=_end_with_parent, name="mmspeed-parent", daemon=True).start()
 
 
 def _end_with_parent() -> None:
-    """End this process when the one that started it is no more: the DataLoader's own watch looks at the server of forks."""
+    """End this process when the one that started it has ended: the DataLoader's own watch monitors the fork server."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -210,7 +213,7 @@ def _end_with_parent() -> None:
 
 
 def _end(processes: Iterable[Any]) -> None:
-    """Kill what has not ended yet. Workers only read, so nothing is left half done."""
+    """Kill the workers that are still running. They only read, so nothing is left half done."""
     for process in processes:
         if process.is_alive():
             process.kill()
@@ -219,11 +222,11 @@ def _end(processes: Iterable[Any]) -> None:
 
 
 def _lost(processes: Sequence[Any], error: Exception) -> UserError:
-    """What is said when no result comes from the workers."""
+    """The error for a worker that sends no result."""
     wait([process.sentinel for process in processes], timeout=5)  # a broken connection may be known before the end is
     codes = [process.exitcode for process in processes if process.exitcode]
     if not codes:
-        how = f"cannot be heard ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+        how = f"does not respond ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
     elif codes[0] < 0:
         how = f"was ended by {signal.Signals(-codes[0]).name}"
     else:
@@ -240,9 +243,9 @@ def _lost(processes: Sequence[Any], error: Exception) -> UserError:
 def on_device(
     source: Iterator[tuple[Tag, Batch | None]], device: Device
 ) -> Generator[tuple[Tag, Batch | None], None, None]:
-    """The batches on `device`: each is copied while the device computes with the one before it.
+    """Yield the batches on `device`: each is copied while the device computes with the previous one.
 
-    One batch is copied ahead, on a stream of its own. Only from pinned memory does a copy leave the device free to compute.
+    One batch is copied ahead, on a separate stream. Only copies from pinned memory overlap with computation.
     """
     copies = read_ahead(_copies(source, device), depth=1)
     try:
@@ -258,7 +261,7 @@ def on_device(
 def _copies(
     source: Iterator[tuple[Tag, Batch | None]], device: Device
 ) -> Generator[tuple[Tag, Batch | None, torch.Event | None], None, None]:
-    """Batches on their way to `device`, and the event by which each has arrived."""
+    """Yield batches that are being copied to `device`, each with the event of its arrival."""
     device.activate()  # streams and the current device belong to a thread
     stream = device.side_stream()
     try:

@@ -1,1 +1,1 @@
-"""Care of a cache: verify, repair, merge, prune, pack, statistics."""
+"""Maintenance of a cache: verify, repair, merge, prune, pack, statistics."""

@@ -1,4 +1,4 @@
-"""Caches that were built on several machines, made one: what the other has and this one lacks is copied, byte for byte."""
+"""Merge caches that were built on several machines: entries that the target lacks are copied, byte for byte."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ _NUMBER = re.compile(r"^([0-9a-f]{32})-[0-9]+$")
 
 @dataclass
 class MergeReport:
-    """What a merge brought."""
+    """The counts of a merge."""
 
-    linked: int = 0  # shards taken whole, sharing their bytes on the disk
+    linked: int = 0  # whole shards added as hard links
     copied: int = 0  # entries copied into new shards
-    present: int = 0  # entries that were there already
+    present: int = 0  # entries that were already present
     samples: int = 0  # of the merged cache
-    split_conflicts: int = 0  # samples that the caches put into different splits: the first cache's word counts
+    split_conflicts: int = 0  # samples that the caches put into different splits: the first cache's split counts
 
 
 @dataclass(frozen=True)
@@ -60,17 +60,17 @@ class _Contents:
 
 
 def merge(into: Path, sources: Sequence[Path], shard_bytes: int = 256_000_000) -> MergeReport:
-    """Bring all entries, samples and rejects of `sources` into the cache `into`, which is made when there is none.
+    """Add all entries, samples and rejects of `sources` to the cache `into`, which is created if it does not exist.
 
-    Data sets of one name are one. Killed in between, the same command goes on. Raises UserError in one line when the caches do not
-    fit each other.
+    Data sets of the same name are united. If killed, the same command continues. Raises UserError in one line if the caches are not
+    compatible.
     """
-    given = [_open(root) for root in sources]
-    for one in given:
+    caches = [_open(root) for root in sources]
+    for one in caches:
         if one.root.resolve() == into.resolve():
             raise UserError(f"{one.root} cannot be merged into itself")
-    own = _open(into) if (into / "cache.json").exists() else None
-    parts = ([own] if own else []) + given
+    target_cache = _open(into) if (into / "cache.json").exists() else None
+    parts = ([target_cache] if target_cache else []) + caches
     made_for = _check_fit(parts)
     into.mkdir(parents=True, exist_ok=True)
     report = MergeReport()
@@ -78,7 +78,7 @@ def merge(into: Path, sources: Sequence[Path], shard_bytes: int = 256_000_000) -
         repair(into)
         _bring_codec(into, parts)
         known = {(e.section, e.key) for path in index_files(into) for e in rows_of(into, shard_of_index(path))}
-        for one in given:
+        for one in caches:
             with care_lock(one.root) if os.access(one.root, os.W_OK) else nullcontext():
                 _bring_entries(into, one.root, known, shard_bytes, report)
         rejects = {(r["path"], r["reason"], r["detail"]) for one in parts for r in read_rejects(one.root)}
@@ -98,7 +98,7 @@ def _open(root: Path) -> _Contents:
 
 
 def _check_fit(parts: Sequence[_Contents]) -> Any:
-    """The `made_for` of the merged cache. Raises UserError when the caches were made in different ways."""
+    """The `made_for` of the merged cache. Raises UserError if the caches were built with different settings."""
     first = parts[0]
     made_for = first.info.get("made_for")
     for other in parts[1:]:
@@ -121,21 +121,24 @@ def _check_fit(parts: Sequence[_Contents]) -> Any:
     return made_for
 
 
-def _check_names(here: Path, ours: Sequence[dict[str, Any]], there: Path, theirs: Sequence[dict[str, Any]]) -> None:
-    """Raises UserError when data sets of one name were read in different ways: no config can say that both are meant."""
+def _check_names(
+    our_root: Path, ours: Sequence[dict[str, Any]], their_root: Path, theirs: Sequence[dict[str, Any]]
+) -> None:
+    """Raise UserError if data sets of the same name were read in different ways: no config can describe both."""
     known = {source["name"]: source for source in ours if "name" in source}
     for source in theirs:
         mine = known.get(source.get("name"), source)
         names = sorted(n for n in mine.keys() | source.keys() if mine.get(n) != source.get(n))
         if names:
             raise UserError(
-                f"{there} does not fit {here}: both have a data set named {source['name']}, of other sources ({', '.join(names)}); "
-                "give them names of their own (data.sources: name) and run `mmspeed preprocess` again: nothing is encoded again"
+                f"{their_root} does not fit {our_root}: both have a data set named {source['name']}, "
+                f"of other sources ({', '.join(names)}); "
+                "give them different names (data.sources: name) and run `mmspeed preprocess` again: nothing is encoded again"
             )
 
 
 def _difference(name: str, ours: Any, theirs: Any) -> str:
-    """Which of two values differ, such as `encoders.vae.fingerprint 3f2a... and 77b0...`."""
+    """The differences between two values, such as `encoders.vae.fingerprint 3f2a... and 77b0...`."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         inner = [n for n in sorted(ours.keys() | theirs.keys()) if ours.get(n) != theirs.get(n)]
         return "; ".join(_difference(f"{name}.{n}", ours.get(n), theirs.get(n)) for n in inner)
@@ -143,7 +146,7 @@ def _difference(name: str, ours: Any, theirs: Any) -> str:
 
 
 def _bring_codec(into: Path, parts: Sequence[_Contents]) -> None:
-    """Copy the codec that the latents were made with when `into` has none."""
+    """Copy the codec that encoded the latents, if `into` has none."""
     name = own_codec(parts[0].info)
     if name is None or (into / name).exists():
         return
@@ -152,11 +155,11 @@ def _bring_codec(into: Path, parts: Sequence[_Contents]) -> None:
             if codec_facts(one.root / name).get("fingerprint") == one.info["encoders"]["vae"].get("fingerprint"):
                 write_whole(into / name, (one.root / name).read_bytes(), replace=False)
                 return
-    raise UserError(f"none of the caches has its codec {name} whole: put a copy there first")
+    raise UserError(f"none of the caches has an intact codec {name}: put a copy there first")
 
 
 def _bring_entries(into: Path, root: Path, known: set[tuple[str, str]], shard_bytes: int, report: MergeReport) -> None:
-    """Copy what is not in `known`; shards of which nothing is known are taken whole where the disk can share them."""
+    """Copy entries that are not in `known`; a shard without known entries is linked as a whole if the file system allows it."""
     for path in progress(index_files(root), f"merge {root.name}", unit="shard"):
         shard = shard_of_index(path)
         rows = rows_of(root, shard)
@@ -173,7 +176,7 @@ def _bring_entries(into: Path, root: Path, known: set[tuple[str, str]], shard_by
 
 
 def _link_whole(into: Path, root: Path, shard: str) -> bool:
-    """Give a whole shard a name in `into` too; False where the file system cannot, or the shard is not as it was written."""
+    """Link a whole shard into `into`; False if the file system cannot, or the shard is not as it was written."""
     facts, source = read_facts(index_path(root, shard)), root / shard
     try:
         if shard_sha256(source) != facts.get("mmspeed.shard_sha256"):
@@ -199,9 +202,9 @@ def _link_whole(into: Path, root: Path, shard: str) -> bool:
 
 
 def unite_samples(tables: Iterable[Sequence[Sample]], report: MergeReport) -> list[Sample]:
-    """The samples of several caches: the same content of the same source once; keys are numbered as in one build.
+    """The samples of several caches: the same content of the same source appears once; keys are numbered as in one build.
 
-    Data sets of one name are one data set. What two caches have in data sets of different names is in both: two samples.
+    Data sets of the same name are one data set. Content that two caches have in data sets of different names gives two samples.
     """
     united: dict[tuple[str, str, str], Sample] = {}
     for samples in tables:

@@ -1,7 +1,7 @@
-"""Care of a cache that no writer is at: dropping what is damaged or unused, and packing small shards into large ones.
+"""Maintain a cache that no writer uses: drop damaged or unused entries, and pack small shards into large ones.
 
-Entries are copied byte for byte, never decoded. New shards stand, with their indexes, before old ones go; so a kill at any
-moment leaves at worst an entry twice, which the next run of the same command removes.
+Entries are copied byte for byte, never decoded. New shards are complete, with their indexes, before old ones are removed; so a kill at
+any moment leaves at worst an entry twice, which the next run of the same command removes.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ Where = tuple[str, str]  # section and key
 
 @contextmanager
 def care_lock(root: Path) -> Iterator[None]:
-    """Inside the block no other care command works on the cache, and nobody opens it.
+    """Hold the lock that keeps other maintenance commands and readers from the cache.
 
-    Raises UserError while one does, while a writer is at it, and while somebody has it open.
+    Raises UserError while another command, a writer or a reader uses it.
     """
     if not root.is_dir():
         raise UserError(f"no dataset cache at {root}")
@@ -52,13 +52,13 @@ def care_lock(root: Path) -> Iterator[None]:
         readers = os.open(root / READERS_LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
     try:
         if not try_lock(fd):
-            raise UserError(f"another `mmspeed cache` command is at work on {root}; run this one when it is done")
+            raise UserError(f"another `mmspeed cache` command is running on {root}; run this one when it has ended")
         if not try_lock(readers):
-            raise UserError(f"{root} is open for training or another command; run this one when that is done")
+            raise UserError(f"{root} is open for training or another command; run this one when that has ended")
         living = next((p for p in root.rglob(f".*{TEMP_SUFFIX}") if held(p)), None)
         if living is not None:
             raise UserError(
-                f"preprocess or train is writing to {root} ({living.name}); run this command when it is done"
+                f"preprocess or train is writing to {root} ({living.name}); run this command when it has ended"
             )
         yield
     finally:
@@ -68,7 +68,7 @@ def care_lock(root: Path) -> Iterator[None]:
 
 
 def remove_leftovers(root: Path) -> list[str]:
-    """Delete the temporary files of writers that are gone; their names."""
+    """Delete the temporary files of writers that are gone; return their names."""
     removed = []
     for path in sorted(root.rglob(f".*{TEMP_SUFFIX}")):
         with abandoned(path) as free:
@@ -79,7 +79,7 @@ def remove_leftovers(root: Path) -> list[str]:
 
 
 def forget_compiled(root: Path) -> None:
-    """Delete the index that is derived from the Parquet files; the next reader compiles it anew."""
+    """Delete the index that is derived from the Parquet files; the next reader compiles it again."""
     for path in (root / "index").glob("[!.]*.arrow"):
         path.unlink(missing_ok=True)
 
@@ -88,9 +88,9 @@ def forget_compiled(root: Path) -> None:
 
 
 def publish(root: Path, folder: str, blocks: Iterable[tuple[Entry, StoredPayload]]) -> str | None:
-    """A new shard of `folder` with its index, holding these entries byte for byte; its name. None when there is none.
+    """Write these entries byte for byte to a new shard of `folder`, with its index; return its name, None without entries.
 
-    Raises UserError when the disk is full, or what the iterator raises; nothing is left behind then.
+    Raises UserError if the disk is full, and any error of the iterator; nothing is left behind then.
     """
     writer = ShardWriter(root / folder)
     with disk_errors(root / folder):
@@ -113,7 +113,7 @@ def publish(root: Path, folder: str, blocks: Iterable[tuple[Entry, StoredPayload
 
 
 def blocks_of(root: Path, entries: Iterable[Entry]) -> Iterator[tuple[Entry, StoredPayload]]:
-    """Entries with their bytes, each compared with its row. Raises UserError for one that is damaged."""
+    """Yield entries with their bytes, each compared with its row. Raises UserError for a damaged one."""
     files: dict[str, BinaryIO] = {}
     try:
         for entry in entries:
@@ -134,15 +134,15 @@ def blocks_of(root: Path, entries: Iterable[Entry]) -> Iterator[tuple[Entry, Sto
 
 
 def drop_shard(root: Path, shard: str) -> None:
-    """Remove a shard and its index. It is locked meanwhile, so that no writer that starts now lists it again.
+    """Remove a shard and its index. It is locked meanwhile, so that a starting writer does not index it again.
 
-    Raises UserError when a writer holds it.
+    Raises UserError if a writer holds it.
     """
     path = root / shard
     with abandoned(path) as free:
         if not free and path.exists():
-            raise UserError(f"{path} is held by a writer; run this command when it is done")
-        forget_compiled(root)  # before each: whoever opened the cache meanwhile has compiled it anew
+            raise UserError(f"{path} is held by a writer; run this command when it has ended")
+        forget_compiled(root)  # each time: a process that opened the cache meanwhile has compiled it again
         index_path(root, shard).unlink(missing_ok=True)
         path.unlink(missing_ok=True)
     with suppress(OSError):
@@ -150,7 +150,7 @@ def drop_shard(root: Path, shard: str) -> None:
 
 
 def rows_of(root: Path, shard: str) -> list[Entry]:
-    """The rows of a shard's index. Raises UserError when it is not as it was written."""
+    """The rows of a shard's index. Raises UserError if it is not as it was written."""
     try:
         return trusted_rows(root, shard)
     except BROKEN as error:
@@ -161,7 +161,7 @@ def rows_of(root: Path, shard: str) -> list[Entry]:
 
 @dataclass
 class ShardUsage:
-    """The rows of one shard, parted into what stays and what goes."""
+    """The rows of one shard, divided into those to keep and those to remove."""
 
     shard: str
     keep: list[Entry] = field(default_factory=list)
@@ -174,7 +174,7 @@ class ShardUsage:
 
 
 def shelves(root: Path, is_used: Callable[[Entry], bool]) -> list[ShardUsage]:
-    """Every shard that is there with its rows; of an entry that stands twice the first stays, as it does for readers."""
+    """The rows of every existing shard; of an entry that is stored twice the first is kept, as for readers."""
     seen: set[Where] = set()
     result = []
     for path in index_files(root):
@@ -191,7 +191,7 @@ def shelves(root: Path, is_used: Callable[[Entry], bool]) -> list[ShardUsage]:
 
 
 def check_first_copies(root: Path, shelved: Sequence[ShardUsage]) -> None:
-    """Raises UserError when of an entry that stands twice the copy that would stay is damaged."""
+    """Raise UserError if the copy to keep of an entry that is stored twice is damaged."""
     twice = {(e.section, e.key) for shelf in shelved for e in shelf.twice}
     for _ in blocks_of(root, [e for shelf in shelved for e in shelf.keep if (e.section, e.key) in twice]):
         pass
@@ -202,11 +202,11 @@ def check_first_copies(root: Path, shelved: Sequence[ShardUsage]) -> None:
 
 @dataclass
 class PrunePlan:
-    """What `prune` would remove."""
+    """The shards, entries and files that `prune` would remove."""
 
     everything: list[ShardUsage]
     orphans: list[Path]  # index files whose shard is gone
-    reasons: Counter[str]  # of unused entries: what differs from the entries in use
+    reasons: Counter[str]  # of unused entries: their difference from the entries in use
     left: list[str]  # temporary files of writers that are gone
 
     @property
@@ -216,16 +216,16 @@ class PrunePlan:
 
     @property
     def entries(self) -> int:
-        """Entries that go for good."""
+        """The number of entries to remove."""
         return sum(len(shelf.unused) for shelf in self.shelved)
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to do."""
+        """True if there is nothing to do."""
         return not (self.shelved or self.orphans or self.left)
 
     def lines(self) -> list[str]:
-        """What would happen, for people."""
+        """Lines that describe the removals."""
         count, size = Counter[str](), Counter[str]()
         for shelf in self.shelved:
             for what, entries in (("unused", shelf.unused), ("stored twice", shelf.twice)):
@@ -239,18 +239,16 @@ class PrunePlan:
 
 
 def plan_prune(root: Path, keep_codecs: Sequence[str] = ()) -> PrunePlan:
-    """What no sample of today names. `keep_codecs`: latents made with codecs whose fingerprints begin so stay.
+    """Plan the removal of entries that no current sample refers to, except latents of codecs whose fingerprints begin with `keep_codecs`.
 
-    Raises UserError when the tables cannot be trusted, or a build is not at its end: nothing is thrown away then.
+    Raises UserError if the tables are damaged or a build is unfinished: nothing is removed then.
     """
     if unfinished_parts(root):
-        raise UserError(
-            f"a build of {root} has not come to its end: run `mmspeed preprocess`, or delete {root / PARTS}"
-        )
+        raise UserError(f"a build of {root} is unfinished: run `mmspeed preprocess`, or delete {root / PARTS}")
     try:
         sealed_table(root / "index" / "samples.parquet", sample_schema())
     except FileNotFoundError:
-        pass  # read_samples says so
+        pass  # read_samples reports it
     except OldSamplesError:
         raise
     except BROKEN as error:
@@ -272,12 +270,12 @@ def plan_prune(root: Path, keep_codecs: Sequence[str] = ()) -> PrunePlan:
 
     everything = shelves(root, is_used)
     orphans = [path for path in index_files(root) if not (root / shard_of_index(path)).exists()]
-    left = [p.relative_to(root).as_posix() for p in root.rglob(f".*{TEMP_SUFFIX}") if not held(p)]
-    return PrunePlan(everything, orphans, why_unused(everything, used), left)
+    leftovers = [p.relative_to(root).as_posix() for p in root.rglob(f".*{TEMP_SUFFIX}") if not held(p)]
+    return PrunePlan(everything, orphans, why_unused(everything, used), leftovers)
 
 
 def why_unused(shelved: Sequence[ShardUsage], used: dict[str, set[str]]) -> Counter[str]:
-    """How many unused entries there are of each kind: what differs from the nearest used one of the same content or caption."""
+    """Counts of unused entries by reason: their difference from the nearest used entry of the same content or caption."""
     current: dict[tuple[str, Any], list[dict[str, Any]]] = {}
     unused: list[tuple[Entry, dict[str, Any]]] = []
     for shelf in shelved if any(shelf.unused for shelf in shelved) else ():
@@ -288,15 +286,17 @@ def why_unused(shelved: Sequence[ShardUsage], used: dict[str, set[str]]) -> Coun
         unused += [(entry, json.loads(entry.meta)) for entry in shelf.unused]
     reasons: Counter[str] = Counter()
     for entry, meta in unused:
-        others = current.get((entry.section, _same(meta)), [])
-        if not others:
+        candidates = current.get((entry.section, _same(meta)), [])
+        if not candidates:
             reasons[
                 f"{entry.section}: no sample has this {'content' if entry.section == 'latents' else 'caption'}"
             ] += 1
             continue
-        names = min(([n for n in sorted(meta.keys() | o.keys()) if meta.get(n) != o.get(n)] for o in others), key=len)
-        made = [f"{n} {str(meta[n])[:12]}" if n in ("codec", "encoder") and n in meta else n for n in names]
-        reasons[f"{entry.section}: made with another {', '.join(made)}"] += 1
+        names = min(
+            ([n for n in sorted(meta.keys() | o.keys()) if meta.get(n) != o.get(n)] for o in candidates), key=len
+        )
+        differences = [f"{n} {str(meta[n])[:12]}" if n in ("codec", "encoder") and n in meta else n for n in names]
+        reasons[f"{entry.section}: made with another {', '.join(differences)}"] += 1
     return reasons
 
 
@@ -305,7 +305,7 @@ def _same(meta: dict[str, Any]) -> Any:
 
 
 def prune(root: Path, keep_codecs: Sequence[str] = ()) -> PrunePlan:
-    """Remove what `plan_prune` says; the plan. Raises UserError when an entry that must be copied is damaged."""
+    """Carry out `plan_prune` and return the plan. Raises UserError if an entry that must be copied is damaged."""
     with care_lock(root):
         repair(root)
         plan = plan_prune(root, keep_codecs)
@@ -322,7 +322,7 @@ def prune(root: Path, keep_codecs: Sequence[str] = ()) -> PrunePlan:
 
 @dataclass
 class PackReport:
-    """Shards before and after, and the copies of entries that went."""
+    """Shards before and after, and the removed copies of entries."""
 
     before: int = 0
     after: int = 0
@@ -331,9 +331,9 @@ class PackReport:
 
 
 def pack(root: Path, shard_bytes: int) -> PackReport:
-    """Merge shards smaller than half of `shard_bytes` into shards of up to that size, entries in the order of their keys.
+    """Merge shards smaller than half of `shard_bytes` into shards of up to that size, entries sorted by key.
 
-    Entries that stand twice are kept once. Raises UserError when an entry is damaged.
+    Entries that are stored twice are kept once. Raises UserError if an entry is damaged.
     """
     with care_lock(root):
         repair(root)
@@ -355,7 +355,7 @@ def pack(root: Path, shard_bytes: int) -> PackReport:
 
 
 def pack_groups(root: Path, shelved: Sequence[ShardUsage], shard_bytes: int) -> list[list[ShardUsage]]:
-    """Which shards become one: neighbours of a folder that are small or hold copies, up to `shard_bytes` together."""
+    """Groups of shards to merge: neighbours in a folder that are small or hold copies, up to `shard_bytes` in total."""
     groups: list[list[ShardUsage]] = []
     folder, total = "", 0
     for shelf in shelved:

@@ -1,4 +1,4 @@
-"""`mmspeed cache verify --repair`: what is damaged goes, what is whole stays, and what must be made anew is said."""
+"""`mmspeed cache verify --repair`: drop damaged entries, keep intact ones, and list further actions for the owner."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from mmspeed.log import progress
 from .prune_pack import blocks_of, care_lock, drop_shard, forget_compiled, publish, remove_leftovers
 from .verify import NULL, PARTS, SAMPLES, Findings, verify
 
-_REMAKE = "run `mmspeed preprocess` with the cache's config: it makes what is missing and nothing else"
+_REMAKE = "run `mmspeed preprocess` with the cache's config: it encodes missing entries and nothing else"
 _CODEC = (
-    "put a copy of the codec's file back (it stands in any copy of this cache) before the next `mmspeed preprocess`: "
-    "without it a new codec is fitted, and every latent is made anew"
+    "put a copy of the codec's file back (any copy of this cache has it) before the next `mmspeed preprocess`: "
+    "without it a new codec is fitted, and every latent is encoded again"
 )
 
 
 @dataclass
 class MendReport:
-    """What a repair did."""
+    """The result of a repair."""
 
     found: Findings
-    lost: list[str] = field(default_factory=list)  # entries that are gone: section, key and, when known, source
+    lost: list[str] = field(default_factory=list)  # removed entries: section, key and, if known, source
     done: list[str] = field(default_factory=list)
-    todo: list[str] = field(default_factory=list)  # what only its owner can do
+    todo: list[str] = field(default_factory=list)  # actions for the owner
 
     def ask(self, what: str) -> None:
         """Add to `todo`, once."""
@@ -37,12 +37,12 @@ class MendReport:
 
 
 def mend(root: Path | str) -> MendReport:
-    """Verify a cache and drop what is damaged. Raises UserError while a writer or another care command is at it."""
+    """Verify a cache and drop damaged entries. Raises UserError while a writer or another maintenance command uses it."""
     root = Path(root)
-    findings = verify(root)  # before the lock: it says so when there is no cache
+    findings = verify(root)  # before the lock: it reports a missing cache
     with care_lock(root):
         report = MendReport(findings)
-        report.done += [f"removed {name}, which a killed writer left" for name in remove_leftovers(root)]
+        report.done += [f"removed {name}, left by a killed writer" for name in remove_leftovers(root)]
         bad = sorted({shard for damage in findings.damage if (shard := _shard_of(root, damage.path)) is not None})
         stored = _keys_of_others(root, set(bad))
         for shard in progress(bad, "repair", unit="shard") if bad else ():
@@ -56,36 +56,36 @@ def mend(root: Path | str) -> MendReport:
 
 
 def _shard_of(root: Path, path: str) -> str | None:
-    """The shard that a damaged file is, or lists; None for other files."""
+    """The shard of a damaged file, which is the shard or its index; None for other files."""
     if path.endswith(".tar") and path.split("/")[0] in SECTIONS:
         return path
     return shard_of_index(root / path) if root / path in index_files(root) else None
 
 
 def _keys_of_others(root: Path, bad: set[str]) -> set[tuple[str, str]]:
-    """Section and key of the entries that stand in whole shards."""
-    whole = [shard for path in index_files(root) if (shard := shard_of_index(path)) not in bad]
-    return {(entry.section, entry.key) for shard in whole for entry in trusted_rows(root, shard)} if bad else set()
+    """Section and key of the entries in intact shards."""
+    intact = [shard for path in index_files(root) if (shard := shard_of_index(path)) not in bad]
+    return {(entry.section, entry.key) for shard in intact for entry in trusted_rows(root, shard)} if bad else set()
 
 
 def _mend_shard(root: Path, shard: str, stored: set[tuple[str, str]], report: MendReport) -> None:
-    """Keep the whole entries of a shard, in a new one where bytes are damaged, and drop the rest."""
-    kept, lost, by_index = _sort_out(root, shard)
+    """Keep the intact entries of a shard, in a new shard if bytes are damaged, and drop the rest."""
+    intact, lost, by_index = _sort_out(root, shard)
     report.lost += [f"{e.section} {e.key}{f' ({e.source})' if e.source else ''}" for e in lost]
-    fresh = [entry for entry in kept if (entry.section, entry.key) not in stored]
-    if not by_index and len(fresh) == len(kept) and _tiles(root, shard, kept):
+    fresh = [entry for entry in intact if (entry.section, entry.key) not in stored]
+    if not by_index and len(fresh) == len(intact) and _tiles(root, shard, intact):
         path = root / shard
-        write_index(root, shard, kept, path.stat().st_size, shard_sha256(path))
-        report.done.append(f"listed the {len(kept)} entries of {shard} anew")
+        write_index(root, shard, intact, path.stat().st_size, shard_sha256(path))
+        report.done.append(f"indexed the {len(intact)} entries of {shard} again")
     else:
         new = publish(root, str(Path(shard).parent), blocks_of(root, fresh))
         drop_shard(root, shard)
-        report.done.append(f"dropped {shard}" + (f"; its {len(fresh)} whole entries are in {new} now" if new else ""))
-    stored |= {(entry.section, entry.key) for entry in kept}
+        report.done.append(f"dropped {shard}" + (f"; its {len(fresh)} intact entries are in {new} now" if new else ""))
+    stored |= {(entry.section, entry.key) for entry in intact}
 
 
 def _sort_out(root: Path, shard: str) -> tuple[list[Entry], list[Entry], bool]:
-    """The whole and the damaged entries of a shard, and whether its index knows them (else the shard's own word counts)."""
+    """The intact and the damaged entries of a shard; the last value is True if its index lists them, False if its sidecars do."""
     try:
         rows = trusted_rows(root, shard)
     except BROKEN:
@@ -93,23 +93,23 @@ def _sort_out(root: Path, shard: str) -> tuple[list[Entry], list[Entry], bool]:
             return [entry for entry, _ in salvage(root, shard)], [], False
         except OSError:
             return [], [], False
-    kept: list[Entry] = []
+    intact: list[Entry] = []
     lost: list[Entry] = []
     try:
         with open(root / shard, "rb") as file:
             for entry in rows:
                 try:
                     read_block(file, entry)
-                    kept.append(entry)
+                    intact.append(entry)
                 except (DamagedError, OSError):
                     lost.append(entry)
     except OSError:
         return [], rows, True
-    return kept, lost, True
+    return intact, lost, True
 
 
 def _tiles(root: Path, shard: str, entries: list[Entry]) -> bool:
-    """Whether these entries are all that a shard holds, from its first byte to the end mark."""
+    """True if these entries cover a shard from its first byte to the end mark."""
     at, end = 0, bytes(1024)
     with open(root / shard, "rb") as file:
         for entry in entries:
@@ -121,7 +121,7 @@ def _tiles(root: Path, shard: str, entries: list[Entry]) -> bool:
 
 
 def _mend_file(root: Path, path: str, report: MendReport) -> None:
-    """Take away a damaged file that is no shard and no shard's index."""
+    """Remove a damaged file that is neither a shard nor a shard's index."""
     if path in (SAMPLES, NULL):
         report.ask(_REMAKE)
     elif path.startswith("codec/"):
@@ -131,7 +131,7 @@ def _mend_file(root: Path, path: str, report: MendReport) -> None:
         report.ask(_CODEC)
     elif path.endswith(".arrow"):
         forget_compiled(root)
-        report.done.append("removed the compiled index; it is made anew when the cache is opened")
+        report.done.append("removed the compiled index; it is compiled again when the cache is opened")
     elif path == "cache.json" or path.startswith(("rejects/", f"{PARTS}/")) or path == "index/samples.parquet":
         if (root / path).exists():
             (root / path).unlink()

@@ -1,4 +1,4 @@
-"""What a cache holds, counted from its tables alone: entries, samples, buckets, sizes, shards, and what is odd about them."""
+"""Statistics of a cache from its tables alone: entries, samples, buckets, sizes, shards, and irregularities."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from mmspeed.data.cache.tables import (
 from .verify import held
 
 _BARS = 8  # of a histogram
-SMALL = 0.5  # of the largest shard of a folder: smaller ones are worth packing when there are many
+SMALL = 0.5  # of the largest shard of a folder: many smaller ones are worth packing
 
 
 def census(root: Path | str) -> dict[str, Any]:
-    """The facts of `mmspeed cache stat`, as JSON knows them. Raises UserError when a table is damaged or there is no cache."""
+    """The facts of `mmspeed cache stat`, in JSON's types. Raises UserError if a table is damaged or there is no cache."""
     root = Path(root)
     info = read_info(root)
     samples, _ = read_samples(root)
@@ -88,7 +88,7 @@ _APART = ("mmspeed", "schema", "created_with", "config", "seal", "build")
 
 
 def histogram(arrays: Iterable[np.ndarray]) -> list[dict[str, int]]:
-    """Counts of numbers in ranges of equal width, `from` and `to` included; one range for each number where there are few."""
+    """Counts of numbers in ranges of equal width, `from` and `to` included; one range for each number if there are few."""
     values = np.concatenate([np.zeros(0, np.int64), *arrays])
     different, counts = np.unique(values, return_counts=True)
     if len(different) <= _BARS:
@@ -101,5 +101,5 @@ def histogram(arrays: Iterable[np.ndarray]) -> list[dict[str, int]]:
 
 
 def should_pack(count: dict[str, int]) -> bool:
-    """Whether a folder has many shards that are small beside its largest one, or beside what file systems like."""
+    """True if a folder has many shards that are small compared with its largest one, or below 16 MB on average."""
     return count["shards"] >= 4 and count["disk"] / count["shards"] < max(SMALL * count["largest_shard"], 16e6)

@@ -1,6 +1,6 @@
-"""Whether every byte of a cache is what was written, and every table agrees with the files: reads all, changes nothing.
+"""Verify every byte of a cache, and its tables against its files: reads everything, changes nothing.
 
-Nothing in a file is believed before its seal or digest is right, so damaged bytes reach no parser that might choke on them.
+Nothing in a file is trusted before its seal or digest is verified, so damaged bytes reach no parser that might crash on them.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from mmspeed.log import progress
 _BLOCK = tarfile.BLOCKSIZE
 _END = bytes(2 * _BLOCK)
 _KNOWN = {"cache.json", "report.html"}
-PARTS = "parts"  # folder of what the processes of a build leave for each other
-SAMPLES, NULL = "samples", "null"  # paths of damage that is no file's: entries that are named and not there
+PARTS = "parts"  # folder of files that the processes of a build leave for each other
+SAMPLES, NULL = "samples", "null"  # in place of a path, for damage outside of files: missing entries
 
 
 @dataclass(frozen=True)
 class Damage:
-    """One thing that is wrong: in a file (relative to the cache) or in one entry of it."""
+    """One damage: of a file (relative to the cache) or of one entry in it."""
 
     path: str
     what: str
@@ -63,31 +63,31 @@ class Damage:
 
 @dataclass
 class Findings:
-    """What `verify` found. Only `damage` means that something is wrong."""
+    """The findings of `verify`. Only `damage` means that something is wrong."""
 
     damage: list[Damage] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # such as: not finished, no compiled index yet
-    foreign: list[str] = field(default_factory=list)  # files that are no part of a cache
-    live: list[str] = field(default_factory=list)  # files that writers hold at this moment
+    foreign: list[str] = field(default_factory=list)  # files that are not part of a cache
+    live: list[str] = field(default_factory=list)  # files that writers hold at present
     left: list[str] = field(default_factory=list)  # temporary files of writers that are gone
     entries: int = 0
-    lacking: int = 0  # samples whose entries are not all there
+    lacking: int = 0  # samples with missing entries
 
     @property
     def whole(self) -> int:
-        """Entries in which nothing is wrong."""
+        """The number of intact entries."""
         return self.entries - len({(d.path, d.key) for d in self.damage if d.key})
 
 
 def verify(root: Path | str) -> Findings:
-    """Read every byte of a cache and compare it with what was written. Raises UserError when there is no cache, or an older one."""
+    """Read every byte of a cache and compare it with its seals and digests. Raises UserError without a cache, or for an older one."""
     root = Path(root)
     findings = Findings()
     info = _check_info(root, findings)
     indexed = {shard_of_index(path) for path in index_files(root)}
     lying = {path.relative_to(root).as_posix() for section in SECTIONS for path in (root / section).rglob("[!.]*.tar")}
     shards = sorted(indexed | lying)
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:  # hashing and reading let go of the interpreter
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:  # hashing and reading release the interpreter lock
         for part in progress(
             threads.map(lambda shard: _check_shard(root, shard), shards), "verify", len(shards), "shard"
         ):
@@ -131,7 +131,7 @@ def _check_shard(root: Path, shard: str) -> Findings:
 
 
 def _compare(path: Path, shard: str, rows: list[Entry], facts: dict[str, str]) -> list[Damage]:
-    """What differs between a shard, the rows of its index and the digest that was taken of it."""
+    """The differences between a shard, the rows of its index and its recorded digest."""
     damage: list[Damage] = []
     size, at, gaps = path.stat().st_size, 0, 0
     with open(path, "rb") as file:
@@ -145,7 +145,7 @@ def _compare(path: Path, shard: str, rows: list[Entry], facts: dict[str, str]) -
                 damage.append(Damage(shard, _first_line(error), entry.section, entry.key, entry.source or ""))
         tail = pread(file, len(_END), size - len(_END)) if size >= len(_END) else b""
     if str(size) != facts.get("mmspeed.shard_bytes"):
-        damage.append(Damage(shard, f"has {size} bytes, not {facts.get('mmspeed.shard_bytes', 'as its index says')}"))
+        damage.append(Damage(shard, f"has {size} bytes, not {facts.get('mmspeed.shard_bytes', 'as its index states')}"))
     elif not damage and (gaps or tail != _END or at != size - len(_END)):
         damage.append(Damage(shard, "holds something that its index does not list"))
     elif not damage and shard_sha256(path) != facts.get("mmspeed.shard_sha256"):
@@ -157,7 +157,7 @@ def _compare(path: Path, shard: str, rows: list[Entry], facts: dict[str, str]) -
 
 
 def _check_info(root: Path, findings: Findings) -> dict[str, Any]:
-    """The content of cache.json; empty when it is missing or damaged."""
+    """The content of cache.json; empty if it is missing or damaged."""
     path = root / "cache.json"
     if not path.exists():
         if not (root / "index").is_dir() and not any((root / section).is_dir() for section in SECTIONS):
@@ -174,7 +174,7 @@ def _check_info(root: Path, findings: Findings) -> dict[str, Any]:
 
 
 def _is_description(data: bytes) -> bool:
-    """Whether it is a whole cache.json: sealed, or from before there were seals."""
+    """True if the data are an intact cache.json: sealed, or older than seals."""
     try:
         info = json.loads(data)
         return is_sealed(data) if "seal" in info else int(info["schema"]) < SCHEMA_VERSION
@@ -183,12 +183,10 @@ def _is_description(data: bytes) -> bool:
 
 
 def _check_tables(root: Path, info: dict[str, Any], findings: Findings) -> None:
-    """Samples and rejects: there when cache.json is, as they were written, and samples name entries that exist."""
+    """Check samples and rejects: present if cache.json is, as they were written, and samples refer to existing entries."""
     described, samples = (root / "cache.json").exists(), Path("index/samples.parquet")
     if not described and not (root / samples).exists():
-        findings.notes.append(
-            "cache.json and the table of samples are not there yet: preprocess has not come to its end"
-        )
+        findings.notes.append("cache.json and the table of samples do not exist yet: preprocess has not finished")
         return
     if not described:
         findings.damage.append(Damage("cache.json", "is missing"))
@@ -211,20 +209,18 @@ def _check_samples(root: Path, findings: Findings) -> None:
     rows, null_key = read_samples(root)
     stored = stored_keys(root)
     latents, texts = stored["latents"], stored["texts"]
-    named = [s for s in rows if not s.lost]
-    lacking = [s for s in named if not (latents.issuperset(s.latent_keys) and texts.issuperset(s.text_keys))]
+    present_samples = [s for s in rows if not s.lost]
+    lacking = [s for s in present_samples if not (latents.issuperset(s.latent_keys) and texts.issuperset(s.text_keys))]
     findings.lacking = len(lacking)
     if lacking:
-        what = (
-            f"not whole yet: {len(lacking)} of {len(rows)} samples have no stored encoding, such as {lacking[0].source}"
-        )
-        findings.notes.append(f"{what}; `mmspeed preprocess` makes them, or the first epoch of `mmspeed train`")
+        what = f"incomplete: {len(lacking)} of {len(rows)} samples have no stored encoding, such as {lacking[0].source}"
+        findings.notes.append(f"{what}; `mmspeed preprocess` encodes them, or the first epoch of `mmspeed train`")
     if null_key not in stored["null"] if null_key else len(stored["null"]) != 1:
-        findings.damage.append(Damage(NULL, "the encoding of the samples' empty caption is not there"))
+        findings.damage.append(Damage(NULL, "the encoding of the samples' empty caption is missing"))
 
 
 def stored_keys(root: Path) -> dict[str, set[str]]:
-    """The keys of all entries by section, of the indexes that can be read and whose shard is there."""
+    """The keys of all entries by section, from the readable indexes whose shard exists."""
     keys: dict[str, set[str]] = {section: set() for section in SECTIONS}
     for path in index_files(root):
         shard = shard_of_index(path)
@@ -238,25 +234,25 @@ def stored_keys(root: Path) -> dict[str, set[str]]:
 
 
 def _check_compiled(root: Path, findings: Findings) -> None:
-    """The derived index: both files or none, as they were written. An older one is no damage: readers see that themselves."""
+    """Check the compiled index: both files or none, as they were written. An older one is not damage: readers detect it."""
     paths = {root / "index" / ENTRIES_NAME: ENTRIES_SCHEMA, root / "index" / SAMPLES_NAME: SAMPLES_SCHEMA}
     if not any(path.exists() for path in paths):
         return
     for path, schema in paths.items():
         try:
-            shard_sha256(path)  # an unreadable place of the disk shows here as an error; in a mapping it would kill us
+            shard_sha256(path)  # an unreadable disk block raises here; in a mapping it would kill the process
             with pa.memory_map(str(path)) as file:
-                whole = sealed_file(path) and fits(pa.ipc.open_file(file).schema, schema) is not False
-            what = "" if whole else "is not as it was written"
+                intact = sealed_file(path) and fits(pa.ipc.open_file(file).schema, schema) is not False
+            what = "" if intact else "is not as it was written"
         except BROKEN as error:
             what = _first_line(error)
         if what:
-            what += "; it is derived from the Parquet files, and --repair lets it be made anew"
+            what += "; it is derived from the Parquet files, and --repair removes it to be compiled again"
             findings.damage.append(Damage(path.relative_to(root).as_posix(), what))
 
 
 def _check_parts(root: Path, findings: Findings) -> None:
-    """What a build that has not come to its end has left for the processes that are still to come."""
+    """Check the files that an unfinished build has left for later processes."""
     paths = unfinished_parts(root)
     for path in paths:
         try:
@@ -266,16 +262,16 @@ def _check_parts(root: Path, findings: Findings) -> None:
         if what:
             findings.damage.append(Damage(path.relative_to(root).as_posix(), what))
     if paths:
-        findings.notes.append(f"a build has not come to its end: {len(paths)} of its processes' parts are in {PARTS}/")
+        findings.notes.append(f"a build is unfinished: {len(paths)} of its processes' parts are in {PARTS}/")
 
 
 def unfinished_parts(root: Path) -> list[Path]:
-    """The tables of a build that has not come to its end."""
+    """The tables of an unfinished build."""
     return sorted((root / PARTS).rglob("[!.]*.parquet"))
 
 
 def _check_others(root: Path, shards: list[str], findings: Findings) -> None:
-    """Files that belong to nothing, and temporary ones."""
+    """Find files that are not part of the cache, and temporary ones."""
     for path in sorted(p for p in root.rglob("*") if not p.is_dir()):
         name, parts = path.relative_to(root).as_posix(), path.relative_to(root).parts
         if path.name.startswith(".") and path.name.endswith(TEMP_SUFFIX):

@@ -1,1 +1,1 @@
-"""The order in which samples are trained on, and which rank trains on which."""
+"""The order of samples in training, and their assignment to ranks."""

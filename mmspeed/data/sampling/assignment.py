@@ -1,7 +1,7 @@
-"""Dealing: how the samples of one step are shared out over a world. Pure functions of counts and costs.
+"""Assign the samples of one step to the ranks of a world. Pure functions of counts and costs.
 
-A *lane* is what meets its own samples: a data-parallel rank, or a sequence-parallel group of ranks. Every lane computes the same
-number of *rows* (micro-batches), so that all meet in every collective; where a row meets a lane is a *cell*, samples of one lot.
+A *lane* computes its own samples: a data-parallel rank, or a sequence-parallel group of ranks. Every lane computes the same
+number of *rows* (micro-batches), so that all take part in every collective; a *cell* is one row of one lane, samples of one lot.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MOST = 10**12  # samples: more than any batch has, and few enough that no sum of
 
 @dataclass(frozen=True)
 class Cost:
-    """What computing n samples of a bucket at a time costs: fixed + n * each, in any unit that all buckets share."""
+    """Cost of computing n samples of a bucket at a time: fixed + n * each, in any unit that all buckets share."""
 
     fixed: float
     each: float
@@ -28,14 +28,14 @@ class Cost:
         return self.fixed + samples * self.each if samples else 0.0
 
     def fitting(self, target: float) -> int:
-        """The most samples that cost no more than `target`, at most `MOST`; 0 when one costs more."""
-        # a little above the target: what n samples cost holds n, however it was rounded
+        """The most samples that cost no more than `target`, at most `MOST`; 0 if one costs more."""
+        # slightly above the target: the cost of n samples must fit n, however it was rounded
         return max(0, int(min(MOST, (target * (1 + 1e-12) - self.fixed) / self.each)))
 
 
 @dataclass(frozen=True)
 class BucketBatch:
-    """The samples of a step that are of one bucket. `most` is how many may be computed at a time; None: any number."""
+    """The samples of a step that are of one bucket. `most` may be computed at a time; None: any number."""
 
     count: int
     cost: Cost
@@ -58,13 +58,13 @@ class Slot:
 Assignment = tuple[tuple["Slot | None", ...], ...]
 
 
-@functools.lru_cache(maxsize=32)  # of ten thousand lanes one takes a megabyte
+@functools.lru_cache(maxsize=32)  # one of ten thousand lanes takes a megabyte
 def assign_slots(lots: tuple[BucketBatch, ...], lanes: int) -> Assignment:
-    """The cells of every row and lane; None where nothing is left for a lane.
+    """The cells of every row and lane; None where no samples remain for a lane.
 
-    Each sample is in exactly one cell. There are as few rows as `most` allows (a few more where several lots come out much more
-    even by it), and then the costliest cell costs as little as it can. Cells of like cost share a row, and within a row the lane
-    that has had least gets the costliest (longest processing time first, Graham 1969). Raises ValueError without samples or lanes.
+    Each sample is in exactly one cell. There are as few rows as `most` allows (a few more if that balances several lots much
+    better), and then the costliest cell costs as little as possible. Cells of similar cost share a row, and within a row the lane
+    with the smallest total gets the costliest (longest processing time first, Graham 1969). Raises ValueError without samples or lanes.
     """
     cells = [
         Slot(number, *_part(lot.count, count, place))
@@ -75,7 +75,7 @@ def assign_slots(lots: tuple[BucketBatch, ...], lanes: int) -> Assignment:
 
 
 def _in_rows(cells: Sequence[Slot], costs: Sequence[float], lanes: int) -> Assignment:
-    """Cells of like cost in a row, the costliest of it on the lane that has had least."""
+    """Arrange cells of similar cost in a row, the costliest on the lane with the smallest total."""
     order = sorted(range(len(cells)), key=costs.__getitem__, reverse=True)
     rows: list[tuple[Slot | None, ...]] = []
     totals = [0.0] * lanes
@@ -89,7 +89,7 @@ def _in_rows(cells: Sequence[Slot], costs: Sequence[float], lanes: int) -> Assig
 
 
 def _best_cells(lots: tuple[BucketBatch, ...], lanes: int) -> list[int]:
-    """How many cells each lot is cut into. Where several lots leave lanes waiting, more rows are tried, and must be worth it."""
+    """The number of cells of each lot. If several lots leave lanes waiting, more rows are tried, and taken if they save enough."""
     best = _cells_of(lots, lanes)
     several = sum(count > 0 for count in best)
     costs = _cell_costs(lots, best)
@@ -98,9 +98,9 @@ def _best_cells(lots: tuple[BucketBatch, ...], lanes: int) -> list[int]:
         if time <= even * (1 + WORTH_A_ROW):
             break
         cells = _cells_of(lots, lanes, more)
-        tried = sum(_cell_costs(lots, cells)[::lanes])
-        if tried < time * (1 - WORTH_A_ROW * (more - rows)):
-            best, time, rows = cells, tried, more
+        candidate_time = sum(_cell_costs(lots, cells)[::lanes])
+        if candidate_time < time * (1 - WORTH_A_ROW * (more - rows)):
+            best, time, rows = cells, candidate_time, more
     return best
 
 
@@ -116,7 +116,7 @@ def _cell_costs(lots: tuple[BucketBatch, ...], counts: list[int]) -> list[float]
 
 
 def _cells_of(lots: tuple[BucketBatch, ...], lanes: int, rows: int = 0) -> list[int]:
-    """As few cells as `most` allows, then the costliest are cut anew, with what fills the last row and `rows` more."""
+    """The number of cells of each lot: the fewest that `most` allows, and more of the costliest, to fill the last row and `rows` more."""
     if lanes < 1 or not any(lot.count for lot in lots):
         raise ValueError(f"nothing to deal: {lots} over {lanes} lanes")
     counts = [-(-lot.count // (lot.most or lot.count)) if lot.count else 0 for lot in lots]
@@ -141,7 +141,7 @@ def _cells_of(lots: tuple[BucketBatch, ...], lanes: int, rows: int = 0) -> list[
 
 
 def _part(count: int, parts: int, place: int) -> tuple[int, int]:
-    """Bounds of one of `parts` parts of `count` things whose sizes differ by one at most, the larger ones first."""
+    """Bounds of part number `place` when `count` things are divided into `parts`; sizes differ by one at most, larger ones first."""
     size, larger = divmod(count, parts)
     start = place * size + min(place, larger)
     return start, start + size + (place < larger)
@@ -149,23 +149,23 @@ def _part(count: int, parts: int, place: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class StepLoad:
-    """What a step costs a world. `slowest` adds up each row's costliest cell: the time when all wait for each other in every row."""
+    """Cost of a step for a world. `slowest` sums each row's costliest cell: the time if all lanes wait for each other in every row."""
 
     slowest: float
-    busiest: float  # the lane with the most, which decides where lanes meet once a step
+    busiest: float  # total of the costliest lane: its time counts where lanes synchronise once a step
     mean: float
     rows: int
     idle: int  # cells without samples
 
     @property
     def imbalance(self) -> float:
-        """Greatest over mean, 1 at best, where lanes meet in every row."""
+        """Greatest over mean, at best 1, if lanes synchronise in every row."""
         return self.slowest / self.mean
 
 
 @functools.lru_cache(maxsize=32)
 def assignment_load(lots: tuple[BucketBatch, ...], lanes: int) -> StepLoad:
-    """What dealing these lots comes to."""
+    """The load of assigning these lots to `lanes`."""
     costs = _cell_costs(lots, _best_cells(lots, lanes))
     rows, idle = -(-len(costs) // lanes), -len(costs) % lanes
     totals = [0.0] * lanes
@@ -175,19 +175,19 @@ def assignment_load(lots: tuple[BucketBatch, ...], lanes: int) -> StepLoad:
     return StepLoad(sum(costs[::lanes]), max(totals), sum(costs) / lanes, rows, idle)
 
 
-Shares = Sequence[Sequence[float]]  # of the samples of each lot: what one costs, over what its bucket says
+Shares = Sequence[Sequence[float]]  # of the samples of each lot: the cost of each over its bucket's cost
 
 
 def assign_by_share(
     lots: tuple[BucketBatch, ...], shares: Shares, lanes: int
 ) -> tuple[list[list[int]], Assignment, StepLoad]:
-    """(the order of each lot's samples that cells count in, the cells, their load) where samples of a bucket do not cost alike.
+    """(order of each lot's samples in which cells count, cells, load) for samples of a bucket that differ in cost.
 
-    There are as many cells as `assign_slots` makes, none with more samples than the largest of its lot. Of three ways the one in which rows
-    take least: all cells of a lot alike; the costliest samples in rows of their own, alike within each; samples as they stand.
+    There are as many cells as `assign_slots` makes, none with more samples than the largest of its lot. The cheapest of three ways is
+    taken: all cells of a lot balanced; the costliest samples in separate rows, balanced within each; samples in their given order.
     """
     counts = _best_cells(lots, lanes)
-    tried = [
+    candidates = [
         _in_parts(
             lots, shares, [_even_parts(share, count) for share, count in zip(shares, counts, strict=True)], lanes
         ),
@@ -196,11 +196,11 @@ def assign_by_share(
         ),
         ([list(range(lot.count)) for lot in lots], assign_slots(lots, lanes)),
     ]
-    found = [(orders, rows, _load_by_share(lots, shares, orders, rows)) for orders, rows in tried]
-    return min(found, key=lambda each: (each[2].slowest, each[2].busiest))
+    rated = [(orders, rows, _load_by_share(lots, shares, orders, rows)) for orders, rows in candidates]
+    return min(rated, key=lambda option: (option[2].slowest, option[2].busiest))
 
 
-Parts = list[list[int]]  # places of a lot's samples, by cell
+Parts = list[list[int]]  # indices of a lot's samples, by cell
 
 
 def _in_parts(
@@ -217,26 +217,26 @@ def _in_parts(
 
 
 def _even_parts(shares: Sequence[float], count: int) -> Parts:
-    """So many parts of like cost, none of more samples than the least that holds all: longest first, to the cheapest with room."""
+    """`count` parts of similar cost, none larger than the smallest size that holds all: costliest first, to the cheapest with room."""
     order = sorted(range(len(shares)), key=lambda place: -shares[place])
     return _longest_first(order, shares, count, -(-len(shares) // count)) if count else []
 
 
 def _sorted_parts(shares: Sequence[float], count: int, lanes: int) -> Parts:
-    """As `_even_parts`, where each row of `lanes` parts takes the costliest samples that are left."""
+    """Parts like those of `_even_parts`, where each row of `lanes` parts takes the costliest remaining samples."""
     order = sorted(range(len(shares)), key=lambda place: -shares[place])
     room = -(-len(order) // count) if count else 0
     parts: Parts = []
     while len(parts) < count:
         row = min(lanes, count - len(parts))
-        taken = min(row * room, len(order) - (count - len(parts) - row))
-        parts += _longest_first(order[:taken], shares, row, room)
-        order = order[taken:]
+        size = min(row * room, len(order) - (count - len(parts) - row))
+        parts += _longest_first(order[:size], shares, row, room)
+        order = order[size:]
     return parts
 
 
 def _longest_first(order: Sequence[int], shares: Sequence[float], count: int, room: int) -> Parts:
-    """The places `order` in `count` parts of at most `room`, each to the part that has had least; in each as they stand."""
+    """Distribute the indices `order` over `count` parts of at most `room`, each to the cheapest part; each part is sorted."""
     parts: Parts = [[] for _ in range(count)]
     cheapest = [(0.0, number) for number in range(count)]
     for place in order:
@@ -248,7 +248,7 @@ def _longest_first(order: Sequence[int], shares: Sequence[float], count: int, ro
 
 
 def _slots(lot: int, sizes: Sequence[int]) -> list[Slot]:
-    """Cells of so many samples each, one after another."""
+    """Consecutive cells of the given sizes."""
     stops = itertools.accumulate(sizes)
     return [Slot(lot, stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
 
@@ -260,13 +260,13 @@ def _cell_cost(cost: Cost, shares: Sequence[float]) -> float:
 def _load_by_share(
     lots: Sequence[BucketBatch], shares: Shares, orders: Sequence[Sequence[int]], rows: Assignment
 ) -> StepLoad:
-    """What the cells come to."""
+    """The load of the cells, with the samples' own costs."""
 
     def cost(cell: Slot | None) -> float:
         if cell is None:
             return 0.0
-        own = [shares[cell.lot][place] for place in orders[cell.lot][cell.start : cell.stop]]
-        return _cell_cost(lots[cell.lot].cost, own)
+        cell_shares = [shares[cell.lot][place] for place in orders[cell.lot][cell.start : cell.stop]]
+        return _cell_cost(lots[cell.lot].cost, cell_shares)
 
     costs = [[cost(cell) for cell in row] for row in rows]
     totals = [math.fsum(lane) for lane in zip(*costs, strict=True)]

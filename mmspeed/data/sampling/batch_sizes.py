@@ -1,4 +1,4 @@
-"""How many samples of each bucket a device computes at a time, from a budget and what a sample costs."""
+"""Batch sizes: the samples of each bucket that a device computes at a time, from a budget and the cost of a sample."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .sampler import S
 
 FORMAT = 1
 COUNTED_TEXT_TOKENS = 64  # caption tokens that a sample's FLOPs are counted with
-SAME_SLOPE = 1.05  # steeper by no more than this is the same line
+SAME_SLOPE = 1.05  # a slope larger by at most this counts as the same line
 MEASURED_NAME = "buckets.json"  # in the folder of a run
 
 
@@ -40,10 +40,10 @@ class Measurement:
 
 
 def line_slope(rows: Sequence[Measurement]) -> float | None:
-    """Bytes that each more sample takes, by the two largest of `rows` (smaller batches first); None when they tell nothing of it.
+    """Bytes per additional sample, by the two largest of `rows` (smaller batches first); None if they do not determine it.
 
-    The peak is that of several moments, of which one (the update's temporary tensors) does not grow with the batch and may hide what
-    does. So the line is believed only when the two before have the same slope.
+    The peak is the largest of several moments, of which one (the update's temporary tensors) does not grow with the batch and may hide
+    those that do. So the slope is trusted only if the previous pair of rows has the same one.
     """
     if len(rows) < 3:
         return None
@@ -56,30 +56,30 @@ def line_slope(rows: Sequence[Measurement]) -> float | None:
 
 @dataclass(frozen=True)
 class Measured:
-    """What `mmspeed bench buckets` measured on a device. `setting` is all that the figures depend on beside the bucket."""
+    """Measurements of `mmspeed bench buckets` on a device. `setting` is everything that the figures depend on beside the bucket."""
 
     rows: tuple[Measurement, ...]
     limit_bytes: int  # of device memory, that no batch may exceed
     setting: Mapping[str, Any] = field(default_factory=dict)
     too_large: Mapping[ShapeClass, int] = field(
         default_factory=dict
-    )  # the smallest batch that memory ran out at, if any
+    )  # the smallest batch that ran out of memory, if any
 
     def cost(self, bucket: ShapeClass) -> Cost:
-        """Seconds of n samples: a line through the measured points (least relative errors); through zero where there is one.
+        """Seconds of n samples: a line through the measured points (least relative errors); through zero if there is only one.
 
-        Also through zero where the best line would cut the axis below it, which no step can; by the largest batch alone where
-        the points do not rise, which small batches on a noisy machine may not.
+        Also through zero if the best line would have a negative fixed cost, which is impossible; by the largest batch alone if
+        the points do not rise, which happens with small batches on a noisy machine.
         """
         rows = self._of(bucket)
         batches, seconds = np.array([row.batch for row in rows], float), np.array([row.seconds for row in rows])
         largest = int(batches.argmax())
-        # errors count in proportion: the few samples of costly buckets stand at the short end
+        # errors are relative: small batches would count for little otherwise
         through_zero = Cost(0.0, float(len(batches) / (batches / seconds).sum()))
         if len(set(batches)) == 1:
             return through_zero
         each, fixed = np.polyfit(batches, seconds, 1, w=1 / seconds).tolist()
-        if each * batches[largest] <= 1e-6 * seconds[largest]:  # flat, or rounding's idea of a rise
+        if each * batches[largest] <= 1e-6 * seconds[largest]:  # flat up to rounding
             return Cost(0.0, float(seconds[largest] / batches[largest]))
         return through_zero if fixed < 0 else Cost(fixed, each)
 
@@ -89,10 +89,10 @@ class Measured:
         return max(abs(cost.of(row.batch) / row.seconds - 1) for row in self._of(bucket))
 
     def most(self, bucket: ShapeClass) -> int:
-        """The most samples whose peak of memory stays in the limit; 0 where one does not.
+        """The most samples whose peak of memory stays within the limit; 0 if even one does not.
 
-        Between two measured batches of which the larger is over the limit, by the line through them. Beyond the largest, by
-        `line_slope` and less than twice the largest; no more than was measured where there is no such line, or where a larger
+        Between two measured batches of which the larger exceeds the limit, by the line through them. Beyond the largest, by
+        `line_slope` and less than twice the largest; no more than was measured if there is no slope, or if a larger
         batch ran out of memory.
         """
         if self.too_large.get(bucket) == 1:
@@ -107,13 +107,13 @@ class Measured:
         if over is not None:
             top, each = over.batch - 1, (over.peak_bytes - last.peak_bytes) / (over.batch - last.batch)
         elif bucket in self.too_large:
-            return last.batch  # memory ran out where the line gave room: it says nothing here
+            return last.batch  # memory ran out below the line's limit, so the line does not hold
         else:
             top, each = 2 * last.batch - 1, line_slope(fitting)
         return last.batch if each is None else min(top, last.batch + int((self.limit_bytes - last.peak_bytes) / each))
 
     def save(self, path: Path) -> None:
-        """Write it whole or not at all, as JSON."""
+        """Write the measurements as JSON, atomically."""
         rows = [asdict(row) | {"bucket": row.bucket.name} for row in self.rows]
         content = {
             "format": FORMAT,
@@ -126,7 +126,7 @@ class Measured:
 
     @classmethod
     def load(cls, path: Path) -> Measured:
-        """Raises UserError when there is none, or it cannot be read."""
+        """Read measurements from a file. Raises UserError if it does not exist, or cannot be read."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             if content["format"] != FORMAT:
@@ -145,7 +145,7 @@ class Measured:
             return cls(rows, int(content["limit_bytes"]), dict(content["setting"]), too_large)
         except FileNotFoundError:
             raise UserError(
-                f"batching.by: time needs {path}, which is not there: run `mmspeed bench buckets CONFIG` on the device first"
+                f"batching.by: time needs {path}, which does not exist: run `mmspeed bench buckets CONFIG` on the device first"
             ) from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path} is not as `mmspeed bench buckets` writes it ({error}): run it again") from None
@@ -169,23 +169,23 @@ def make_batching(
     """The batching of a config.
 
     Args:
-        buckets: all that there are samples of.
-        costs: of one sample of a bucket.
-        world: devices; they matter only where neither `train.batch_size` nor `batching.slots` fixes the size of a step.
-        parallel: says how many devices compute one video together; None: each its own.
+        buckets: all buckets that have samples.
+        costs: the costs of one sample of a bucket.
+        world: number of devices; it matters only if neither `train.batch_size` nor `batching.slots` fixes the size of a step.
+        parallel: determines the number of devices that compute one video together; None: one.
             Steps of `by: samples`, and with `batching.slots`, do not depend on it.
-        measured: for `by: time`.
+        measured: measurements, for `by: time`.
     """
-    wanted = sorted(set(buckets))
+    sorted_buckets = sorted(set(buckets))
     group, tensor = (parallel.together(True), parallel.together(False)) if parallel is not None else (1, 1)
 
     def counted(bucket: ShapeClass, ranks: int = 1) -> Cost:
         one = costs.tokens(bucket) if batching.by == "tokens" else costs.flops(bucket) / 1e12
         return Cost(0.0, one / ranks)
 
-    each = {bucket: counted(bucket, group if bucket.splits else tensor) for bucket in wanted}
-    # where the size of a step is given, what meets in it does not depend on how many devices compute a video together
-    alone = {bucket: counted(bucket) for bucket in wanted}
+    each = {bucket: counted(bucket, group if bucket.splits else tensor) for bucket in sorted_buckets}
+    # if the size of a step is given, its samples do not depend on the number of devices that compute a video together
+    alone = {bucket: counted(bucket) for bucket in sorted_buckets}
     if batching.by == "samples":
         slots, at_once = train.samples_per_step, train.micro_batch_size
         return Batching(slots, {}, each, batching.mix, batching.tolerance, group, at_once, tensor, alone, costs.share)
@@ -193,19 +193,19 @@ def make_batching(
     if batching.by == "time":
         if measured is None:
             raise ValueError("batching by time needs measurements")
-        most = {bucket: measured.most(bucket) for bucket in wanted}
-        for bucket in (bucket for bucket in wanted if not most[bucket]):
+        most = {bucket: measured.most(bucket) for bucket in sorted_buckets}
+        for bucket in (bucket for bucket in sorted_buckets if not most[bucket]):
             raise UserError(
-                f"bucket {bucket} does not fit the device's memory even alone, as `mmspeed bench buckets` measured: set "
+                f"bucket {bucket} does not fit the device's memory even with one sample, as `mmspeed bench buckets` measured: set "
                 "memory.activation_policy: {block: recompute}, shard the model, or take it out of data.buckets"
             )
-        each = alone = {bucket: measured.cost(bucket) for bucket in wanted}
+        each = alone = {bucket: measured.cost(bucket) for bucket in sorted_buckets}
     fixed = batching.slots is not None
     budget = batching.budget
     if budget is None and batching.by != "time":
         budget = max(cost.of(1) for cost in (alone if fixed else each).values())
     sizes = {}
-    for bucket in wanted:
+    for bucket in sorted_buckets:
         size = most[bucket] if budget is None else max(1, (alone if fixed else each)[bucket].fitting(budget))
         limits = [most.get(bucket), batching.max_batch, train.micro_batch_size]
         sizes[bucket] = min([size, *(limit for limit in limits if limit is not None)])
@@ -225,9 +225,9 @@ def make_batching(
 
 @dataclass(frozen=True)
 class SampleCosts:
-    """What one sample of a bucket costs by the model's own count.
+    """Costs of one sample of a bucket, by the model's own count.
 
-    With `share` samples of a bucket do not cost alike: it says what one costs over what its bucket says, in any unit.
+    `share` is for samples of a bucket that differ in cost: it gives a sample's cost over its bucket's.
     """
 
     tokens: Callable[[ShapeClass], int]
@@ -236,22 +236,22 @@ class SampleCosts:
 
 
 def costs_of_samples(costs: SampleCosts, samples: Iterable[S], flops: Callable[[S], float]) -> SampleCosts:
-    """The costs where each of the samples has FLOPs of its own: its bucket takes their mean.
+    """The costs of samples that have individual FLOPs; a bucket takes their mean.
 
-    `costs` as they are where no sample has others than its bucket. Raises UserError for FLOPs that are no number above zero.
+    Returns `costs` unchanged if every sample has its bucket's FLOPs. Raises UserError unless FLOPs are a finite number above zero.
     """
-    own: dict[ShapeClass, dict[str, float]] = {}
+    sample_flops: dict[ShapeClass, dict[str, float]] = {}
     sources: dict[str, str] = {}
     for sample in samples:
-        own.setdefault(sample.bucket, {})[sample.key] = flops(sample)
+        sample_flops.setdefault(sample.bucket, {})[sample.key] = flops(sample)
         sources[sample.key] = sample.source
-    every = [(bucket, key, one) for bucket, of in own.items() for key, one in of.items()]
+    every = [(bucket, key, one) for bucket, of in sample_flops.items() for key, one in of.items()]
     if all(one == costs.flops(bucket) for bucket, _, one in every):
         return costs
     for _, key, one in every:
         if not (math.isfinite(one) and one > 0):
             raise UserError(f"{sources[key]}: a sample's cost is a number of FLOPs above zero, not {one}")
-    means = {bucket: math.fsum(of.values()) / len(of) for bucket, of in own.items()}
+    means = {bucket: math.fsum(of.values()) / len(of) for bucket, of in sample_flops.items()}
     shares = {key: one / means[bucket] for bucket, key, one in every}
     return SampleCosts(costs.tokens, means.__getitem__, lambda sample: shares[sample.key])
 
@@ -266,7 +266,7 @@ def sample_costs(model: CountsFlops, strides: Strides, max_text_tokens: int) -> 
 
 
 def make_stages(data: DataConfig, curriculum: Sequence[StageConfig]) -> list[TrainingStage]:
-    """The stages of a config; one of everything where it has no curriculum."""
+    """The stages of a config; a single one of all buckets if it has no curriculum."""
     repeats = {
         name: data.repeats * source.repeats for name, source in zip(data.dataset_names, data.sources, strict=True)
     }
@@ -277,13 +277,15 @@ def make_stages(data: DataConfig, curriculum: Sequence[StageConfig]) -> list[Tra
     }
     stages = []
     for stage in curriculum or [StageConfig()]:
-        own = stage.weights if stage.weights is not None else weights or None
+        stage_weights = stage.weights if stage.weights is not None else weights or None
         stages.append(
-            TrainingStage(stage.steps, _taker(stage), repeats, own, data.temperature if own is None else None)
+            TrainingStage(
+                stage.steps, _taker(stage), repeats, stage_weights, data.temperature if stage_weights is None else None
+            )
         )
     return stages
 
 
 def _taker(stage: StageConfig) -> Callable[[ShapeClass], bool]:
-    """Whether a stage takes a bucket."""
+    """A predicate that is true for the buckets of a stage."""
     return lambda shape: stage.takes(as_bucket(shape))

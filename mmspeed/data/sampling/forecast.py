@@ -1,4 +1,4 @@
-"""What an epoch will be like at a world size, before anything is trained: steps, balance, what is left over. Pure functions."""
+"""Forecast an epoch at a world size, before training: steps, balance, unused samples. Pure functions."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from .schedule import Array, EpochSchedule
 class Forecast:
     """An epoch at one world size. Arrays have an entry for each step, in the order of training.
 
-    Imbalance is greatest over mean cost across ranks, 1 at best: `lockstep` where ranks meet in every micro-batch (sharded
-    parameters), `window` where they meet once a step.
+    Imbalance is greatest over mean cost across ranks, at best 1: `lockstep` if ranks synchronise in every micro-batch (sharded
+    parameters), `window` if they synchronise once a step.
     """
 
     world: int
@@ -33,7 +33,7 @@ class Forecast:
     size: Array  # samples of a step
     rows: Array  # micro-batches of each rank
     mixed: int  # steps of several buckets
-    idle: int  # micro-batches of some rank that only keep it in step with the others (weight 0)
+    idle: int  # micro-batches of some rank that only synchronise it with the others (weight 0)
     unmet: int  # uses left out: 0
 
     @property
@@ -47,7 +47,7 @@ class Forecast:
 
     @property
     def epoch_imbalance(self) -> float:
-        """Greatest over mean of the whole epoch's time: what share of it devices wait, plus 1."""
+        """Greatest over mean of the whole epoch's time: the share of the mean that devices wait, plus 1."""
         return float((self.lockstep * self.cost).sum() / self.cost.sum())
 
     @property
@@ -64,17 +64,19 @@ def forecast(
     uses: int,
     tokens: Callable[[ShapeClass], int],
 ) -> Forecast:
-    """An epoch's figures. `buckets` says what the plan's numbers mean, `uses` how many an epoch should have.
+    """Forecast an epoch. `buckets` lists the buckets by the plan's numbers, `uses` is the number of uses in an epoch.
 
-    Steps of one make are dealt once, so an epoch of a million samples takes a second or two.
+    Steps of the same composition are computed once, so an epoch of a million samples takes a second or two.
     """
-    known: dict[tuple[tuple[int, int], ...], tuple[float, ...]] = {}
+    cached: dict[tuple[tuple[int, int], ...], tuple[float, ...]] = {}
     rows = []
     for step in range(plan.steps):
-        made = tuple((bucket, count) for bucket, _, count in plan.pieces(step))
-        if made not in known:
-            known[made] = _figures([(buckets[bucket], count) for bucket, count in made], batching, world, tokens)
-        rows.append(known[made])
+        composition = tuple((bucket, count) for bucket, _, count in plan.pieces(step))
+        if composition not in cached:
+            cached[composition] = _figures(
+                [(buckets[bucket], count) for bucket, count in composition], batching, world, tokens
+            )
+        rows.append(cached[composition])
     columns: Any = np.array(rows, dtype=np.float64).T
     slowest, busiest, mean, size, micro, idle, pieces, step_tokens = columns
     return Forecast(
@@ -96,8 +98,8 @@ def forecast(
 def _figures(
     pieces: list[tuple[ShapeClass, int]], batching: Batching, world: int, tokens: Callable[[ShapeClass], int]
 ) -> tuple[float, ...]:
-    """Of one step: slowest, busiest and mean cost of a rank, samples, micro-batches of a rank, idle ones, buckets, tokens."""
+    """Figures of one step: slowest, busiest and mean cost of a rank, samples, micro-batches of a rank, idle ones, buckets, tokens."""
     load = step_load(pieces, batching, world)
     size = sum(count for _, count in pieces)
-    met = sum(count * tokens(bucket) for bucket, count in pieces)
-    return load.slowest, load.busiest, load.mean, size, load.rows, load.idle, len(pieces), met
+    token_count = sum(count * tokens(bucket) for bucket, count in pieces)
+    return load.slowest, load.busiest, load.mean, size, load.rows, load.idle, len(pieces), token_count

@@ -1,7 +1,7 @@
-"""Which samples an epoch uses, and how often: repeats, and shares of several data sets. Pure functions of counts.
+"""Uses of samples in an epoch: repeats, and shares of several data sets. Pure functions of counts.
 
-A *pool* is the samples of one bucket and one data set. In an epoch it is used `uses` times: as often round as `uses` holds its size,
-and for the rest in turn, so that over the epochs each of its samples is used as often as any other.
+A *pool* is the samples of one bucket and one data set. In an epoch it has `uses` uses: as many whole rounds as fit, and the rest in
+turn, so that over the epochs all its samples are used equally often.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ def rates(
     weights: Mapping[str, float] | None = None,
     temperature: float | None = None,
 ) -> dict[str, float]:
-    """How often an epoch uses a sample of each data set, on average.
+    """The average number of uses in an epoch of a sample of each data set.
 
-    With `weights`, or a `temperature` t (weights of size ** (1 / t), after Arivazhagan et al. 2019), the data sets have such
-    shares of an epoch of as many uses as there are samples (times `repeats`); a data set without samples, or of weight 0, has 0.
+    With `weights`, or a `temperature` t (weights of size ** (1 / t), after Arivazhagan et al. 2019), the data sets have these
+    shares of an epoch with as many uses as there are samples (times `repeats`); a data set without samples, or of weight 0, gets 0.
     """
-    there = {name: size for name, size in sizes.items() if size}
+    present = {name: size for name, size in sizes.items() if size}
     times = {name: repeats if isinstance(repeats, int) else repeats.get(name, 1) for name in sizes}
     if temperature is not None and weights is None:
-        shares = over_largest(there, 1 / temperature)
+        shares = over_largest(present, 1 / temperature)
     elif weights is not None:
-        shares = over_largest({name: weights.get(name, 0.0) for name in there})
+        shares = over_largest({name: weights.get(name, 0.0) for name in present})
     else:
         return {name: float(times[name]) for name in sizes}
-    whole = sum(size * times[name] for name, size in there.items())
+    total_uses = sum(size * times[name] for name, size in present.items())
     total = sum(shares.values())
-    return {name: whole * shares[name] / total / there[name] if shares.get(name) else 0.0 for name in sizes}
+    return {name: total_uses * shares[name] / total / present[name] if shares.get(name) else 0.0 for name in sizes}
 
 
 def over_largest(values: Mapping[str, float], power: float = 1.0) -> dict[str, float]:
-    """(value / the largest) ** power, which never overflows, and is 0 for a value of 0 alone."""
+    """The values (value / largest) ** power, which never overflow, and are 0 only for a value of 0."""
     largest = max(values.values(), default=0)
     return {
         name: max((value / largest) ** power, sys.float_info.min) if value else 0.0 for name, value in values.items()
@@ -54,22 +54,22 @@ def over_largest(values: Mapping[str, float], power: float = 1.0) -> dict[str, f
 
 
 def uses_of(sizes: Sequence[int], rate: float) -> list[int]:
-    """How often an epoch uses pools of one data set, `rate` uses a sample; at least once, so that none is left out.
+    """The numbers of uses in an epoch of pools of one data set, at `rate` uses per sample; at least 1, so that none is left out.
 
-    What rounding gives or takes is made up for by larger pools, so that the sum is right.
+    Rounding errors are compensated by larger pools, so that the sum is right.
     """
     uses, owed = [0] * len(sizes), 0.0
-    for place in sorted(range(len(sizes)), key=sizes.__getitem__):
-        if sizes[place] and rate:
-            owed += rate * sizes[place]
-            uses[place] = max(1, round(owed))
-            owed -= uses[place]
+    for index in sorted(range(len(sizes)), key=sizes.__getitem__):
+        if sizes[index] and rate:
+            owed += rate * sizes[index]
+            uses[index] = max(1, round(owed))
+            owed -= uses[index]
     return uses
 
 
 @dataclass(frozen=True)
 class SamplePool:
-    """Samples of one bucket and data set: their places among all samples, and how many uses an epoch makes of them."""
+    """Samples of one bucket and data set: their indices among all samples, and the number of their uses in an epoch."""
 
     bucket: ShapeClass
     dataset: str
@@ -77,7 +77,7 @@ class SamplePool:
     uses: int
 
     def in_turn(self, epoch: int, seed: int) -> tuple[Array, Array]:
-        """(places, repeats) of the uses that do not make a whole round: the next ones in turn."""
+        """(indices, repeats) of the uses beyond whole rounds: the next samples in turn."""
         size = len(self.places)
         rounds, over = divmod(self.uses, size)
         if not over:
@@ -93,7 +93,7 @@ class SamplePool:
         return places, repeats
 
     def _turn(self, turn: int, seed: int) -> Array:
-        """All places in the order of one turn."""
+        """All indices in the order of one turn."""
         names = self.bucket.name, self.dataset, turn
         return self.places[torch.randperm(len(self.places), generator=generator(seed, "turn", *names)).numpy()]
 
@@ -108,14 +108,14 @@ class BucketUses:
         self._order = torch.randperm(int(self._ends[-1]), generator=generator(seed, "sample_order", *names)).numpy()
 
     def __getitem__(self, part: slice) -> list[tuple[int, int]]:
-        """(place, repeat) of some of the uses: the sample, and the how manieth time the epoch uses it."""
+        """(index, repeat) of some of the uses: the sample, and the number of its earlier uses in the epoch."""
         numbers = self._order[part]
         of_pool = np.searchsorted(self._ends, numbers, side="right")
-        found = np.empty((len(numbers), 2), np.int64)
-        for which, (pool, turn) in enumerate(zip(self._pools, self._in_turn, strict=True)):
-            mine = np.flatnonzero(of_pool == which)
-            repeat, at = np.divmod(numbers[mine] - (self._ends[which] - pool.uses), len(pool.places))
+        rows = np.empty((len(numbers), 2), np.int64)
+        for pool_number, (pool, turn) in enumerate(zip(self._pools, self._in_turn, strict=True)):
+            mine = np.flatnonzero(of_pool == pool_number)
+            repeat, at = np.divmod(numbers[mine] - (self._ends[pool_number] - pool.uses), len(pool.places))
             late = repeat == pool.uses // len(pool.places)  # beyond the whole rounds
-            found[mine, 0], found[mine, 1] = pool.places[at], repeat
-            found[mine[late], 0], found[mine[late], 1] = turn[0][at[late]], turn[1][at[late]]
-        return [(place, repeat) for place, repeat in found.tolist()]
+            rows[mine, 0], rows[mine, 1] = pool.places[at], repeat
+            rows[mine[late], 0], rows[mine[late], 1] = turn[0][at[late]], turn[1][at[late]]
+        return [(place, repeat) for place, repeat in rows.tolist()]

@@ -1,8 +1,8 @@
-"""The order of training as numbers: which buckets meet in which step, where a step stands, and where a run goes on.
+"""The order of training as numbers: the buckets of each step, the position of a step, and the state to resume from.
 
-Training is a row of stages (one, without a curriculum), each of epochs. Every use of an epoch is in exactly one of its steps;
-nothing is dropped, and nothing is drawn twice to fill up. Each bucket's uses are met in a random order from the first to the
-last, so a place in an epoch is how many of each bucket are behind it: a few numbers, from which any other batching goes on.
+Training is a sequence of stages (one, without a curriculum), each of epochs. Every use of an epoch is in exactly one of its steps;
+nothing is dropped, and nothing is drawn twice to fill up. Each bucket's uses are taken in a random order from first to last, so a
+position in an epoch is the number of past uses of each bucket: a few numbers, from which any other batching can continue.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .schedule import Array, BucketSupply, EpochPartition, EpochSchedule, Mix, p
 
 @dataclass(frozen=True)
 class Batching:
-    """How many samples of each bucket make a step. Nothing in it is of a rank; `slots` may be chosen by the world size.
+    """Sizes and costs of a step's batches. They do not depend on the rank; `slots` may depend on the world size.
 
-    A step has `slots` device batches; one of bucket b has `sizes[b]` samples and costs `costs[b]` (by its size where it is not
-    named). Of videos a group of `group` ranks computes a device batch together (the sequence-parallel ones, and of these the tensor-
-    parallel ones), so their steps have slots / group of them; of images the `tensor` ranks do. A bucket without a size has steps
-    of `slots` samples. With `alone`, costs on one rank, steps are the same for any group: `slots` device batches of every bucket, in the
-    order that these costs give. With `share`, what a sample costs over what its bucket says, a step's samples are shared out by their
-    own costs; which of them meet in a step goes by the buckets' alone.
+    A step has `slots` device batches; one of bucket b has `sizes[b]` samples and costs `costs[b]` (by default, the bucket's size).
+    `group` ranks compute a device batch of videos together (sequence-parallel times tensor-parallel ranks), so a step has
+    slots / group of them; for images the `tensor` ranks do. A bucket without a size has steps of `slots` samples. With `alone`,
+    the costs on one rank, steps are the same for any group: `slots` device batches of every bucket, in the order of these costs.
+    With `share`, a sample's cost over its bucket's, a step's samples are assigned to ranks by their own costs; the choice of samples
+    for a step depends on the buckets' costs only.
     """
 
     slots: int
@@ -40,21 +40,21 @@ class Batching:
     mix: Mix = "same"
     tolerance: float = 0.02
     group: int = 1
-    most: int | None = None  # samples computed at a time, where not `sizes` says it: steps of so many samples
+    most: int | None = None  # samples computed at a time, for buckets without an entry in `sizes`
     tensor: int = 1
     alone: Mapping[ShapeClass, Cost] | None = None
     share: Callable[[OrderedSample], float] | None = None  # None: samples of a bucket cost alike
 
     def cost(self, bucket: ShapeClass) -> Cost:
-        """What the order of steps goes by."""
+        """The cost that determines the order of steps."""
         return (self.alone or self.costs).get(bucket) or _by_size(bucket)
 
     def dp_group_cost(self, bucket: ShapeClass) -> Cost:
-        """What each of the ranks that compute it together takes."""
+        """The cost for each of the ranks that compute a sample together."""
         return self.costs.get(bucket) or _by_size(bucket)
 
     def ranks(self, bucket: ShapeClass) -> int:
-        """How many ranks compute a sample together."""
+        """The number of ranks that compute a sample together."""
         return self.group if bucket.splits else self.tensor
 
     def at_a_time(self, bucket: ShapeClass) -> int | None:
@@ -73,9 +73,9 @@ def _by_size(bucket: ShapeClass) -> Cost:
 
 @dataclass(frozen=True)
 class TrainingStage:
-    """A part of training: how many steps (the last has all that come), which buckets, and how often an epoch uses the data sets.
+    """A part of training: its steps (all remaining ones for the last stage), buckets, and uses of the data sets in an epoch.
 
-    `repeats`, `weights` and `temperature` are those of `mmspeed.data.sampling.mixture.rates`, over what the stage takes.
+    `repeats`, `weights` and `temperature` are those of `mmspeed.data.sampling.mixture.rates`, for the samples of the stage.
     """
 
     steps: int | None = None
@@ -87,7 +87,7 @@ class TrainingStage:
 
 @dataclass(frozen=True)
 class SamplerState:
-    """A place in the order of training: at `step`, so many uses of each bucket (by name) are behind in this epoch of this stage."""
+    """A position in the order of training: at `step`, the past uses of each bucket (by name) in this epoch of this stage."""
 
     step: int = 0
     stage: int = 0
@@ -96,7 +96,7 @@ class SamplerState:
 
 
 class StepLocation(NamedTuple):
-    """Where a step stands: epochs are counted through all stages."""
+    """The position of a step; epochs are counted through all stages."""
 
     stage: int
     epoch: int
@@ -105,7 +105,7 @@ class StepLocation(NamedTuple):
 
 @dataclass(frozen=True)
 class _EpochRun:
-    """Epochs of a stage that have the same uses: `first` to its end, each of `length` steps, from step `begin` to `end`."""
+    """Epochs of a stage that have the same uses: from `epoch` on, each of `length` steps, from step `begin` to `end`."""
 
     stage: int
     begin: int
@@ -120,15 +120,15 @@ Groups = Mapping[tuple[ShapeClass, str], Array]
 
 
 class Order:
-    """What `BatchSampler` knows without any sample.
+    """The part of `BatchSampler` that needs no samples.
 
     Args:
-        groups: the places of the samples of each (bucket, data set) among all samples.
-        batching: what a step is.
+        groups: the indices of the samples of each (bucket, data set) among all samples.
+        batching: sizes and costs of a step's batches.
         seed: seed of the order.
-        stages: parts of training; none: one part of everything.
+        stages: parts of training; none: a single one of all buckets.
 
-    Raises UserError when there are no samples for a stage.
+    Raises UserError if there are no samples for a stage.
     """
 
     def __init__(self, groups: Groups, batching: Batching, seed: int, stages: Sequence[TrainingStage] = ()) -> None:
@@ -141,14 +141,14 @@ class Order:
         for number, pools in enumerate(self.pools, start=1):
             if not pools:
                 raise UserError(
-                    f"curriculum: stage {number} meets no training sample; `mmspeed check` shows how many each bucket has"
+                    f"curriculum: stage {number} has no training sample; `mmspeed check` shows how many each bucket has"
                 )
             if self.uses(number - 1) > MOST_USES:
                 raise UserError(
                     f"an epoch would use samples {self.uses(number - 1):,} times, more than {MOST_USES:,}: lower the repeats"
                 )
         self.origin = SamplerState()
-        # read-ahead may be an epoch further than training
+        # reading ahead may be an epoch beyond training
         self._plan = functools.lru_cache(maxsize=2)(self._make_plan)
         self._division = functools.lru_cache(maxsize=8)(self._divide)
 
@@ -158,37 +158,39 @@ class Order:
         return self._division(0, ()).steps
 
     def locate(self, step: int) -> StepLocation:
-        """Where an optimizer step stands. Raises IndexError for one before the origin, or after the last stage."""
+        """The position of an optimizer step. Raises IndexError for one before the origin, or after the last stage."""
         run = self._run(step)
         turn, index = divmod(step - run.begin, run.length)
         return StepLocation(run.stage, run.epoch + turn, index)
 
     def position(self, step: int) -> SamplerState:
-        """What goes into a checkpoint taken before `step`."""
+        """The position that a checkpoint taken before `step` records."""
         run = self._run(step)
-        place = self.locate(step)
-        buckets = self._buckets(place.stage)
-        behind = self._plan(place.stage, place.epoch, _frozen(run.used)).used(place.at, len(buckets))
+        location = self.locate(step)
+        buckets = self._buckets(location.stage)
+        behind = self._plan(location.stage, location.epoch, _frozen(run.used)).used(location.at, len(buckets))
         used = {
             bucket.name: count + run.used.get(bucket.name, 0) for bucket, count in zip(buckets, behind, strict=True)
         }
-        return SamplerState(step, place.stage, place.epoch, {name: count for name, count in used.items() if count})
+        return SamplerState(
+            step, location.stage, location.epoch, {name: count for name, count in used.items() if count}
+        )
 
     def uses(self, stage: int = 0) -> int:
         """Uses of samples in an epoch of a stage."""
         return sum(pool.uses for pools in self.pools[stage].values() for pool in pools)
 
     def samples_of(self, stage: int) -> int:
-        """How many samples a stage meets sooner or later."""
+        """The number of samples that a stage uses in any of its epochs."""
         return sum(len(pool.places) for pools in self.pools[stage].values() for pool in pools)
 
     def whole_epoch(self, stage: int = 0, epoch: int = 0) -> tuple[EpochSchedule, list[ShapeClass]]:
-        """The steps of a whole epoch of a stage, and what its buckets' numbers mean."""
+        """The steps of a whole epoch of a stage, and the list of buckets that its numbers index."""
         return self._plan(stage, epoch, ()), self._buckets(stage)
 
     @property
     def first_pass(self) -> int:
-        """The step by which every stage's first epoch has ended: what no later step needs was needed by then."""
+        """The step by which every stage's first epoch has ended; later steps need no sample that was not used by then."""
         run = next(run for run in self._runs if run.stage == len(self.stages) - 1)
         return run.begin + run.length
 
@@ -201,7 +203,7 @@ class Order:
 
     @functools.cached_property
     def _runs(self) -> list[_EpochRun]:
-        """The runs from the origin on: what is left of its epoch, then the whole epochs of its stage and of those that follow."""
+        """The runs from the origin on: the rest of its epoch, then the whole epochs of its stage and of the later ones."""
         starts = [0, *itertools.accumulate(stage.steps or 0 for stage in self.stages)]
         runs, step, epoch, used = [], self.origin.step, self.origin.epoch, self.origin.used
         for number in range(self.origin.stage, len(self.stages)):
@@ -221,11 +223,12 @@ class Order:
 
     def pieces(self, step: int) -> list[tuple[ShapeClass, int, int]]:
         """(bucket, first use, uses) of an optimizer step, buckets in order; uses are counted through the epoch."""
-        run, place = self._run(step), self.locate(step)
-        buckets = self._buckets(place.stage)
-        found = self._plan(place.stage, place.epoch, _frozen(run.used)).pieces(place.at)
+        run, location = self._run(step), self.locate(step)
+        buckets = self._buckets(location.stage)
+        schedule_pieces = self._plan(location.stage, location.epoch, _frozen(run.used)).pieces(location.at)
         return [
-            (buckets[number], start + run.used.get(buckets[number].name, 0), count) for number, start, count in found
+            (buckets[number], start + run.used.get(buckets[number].name, 0), count)
+            for number, start, count in schedule_pieces
         ]
 
     def _buckets(self, stage: int) -> list[ShapeClass]:
@@ -243,7 +246,7 @@ class Order:
         return shuffle(self._division(stage, used), generator(self.seed, "step_order", epoch))
 
     def start_from(self, origin: SamplerState) -> None:
-        """Let the order begin at a position: what is behind it in its epoch does not come again."""
+        """Begin the order at a position: past uses of its epoch are not repeated."""
         self.origin = origin
         self.__dict__.pop("_runs", None)
 
@@ -258,7 +261,7 @@ def _frozen(used: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
 
 
 def _sizes(groups: Mapping[tuple[ShapeClass, str], Array]) -> dict[str, int]:
-    """How many samples each bucket has, by its name."""
+    """The number of samples in each bucket, by its name."""
     sizes: dict[str, int] = {}
     for (bucket, _), places in groups.items():
         sizes[bucket.name] = sizes.get(bucket.name, 0) + len(places)
@@ -266,20 +269,20 @@ def _sizes(groups: Mapping[tuple[ShapeClass, str], Array]) -> dict[str, int]:
 
 
 def _pools(stage: TrainingStage, groups: Mapping[tuple[ShapeClass, str], Array]) -> dict[ShapeClass, list[SamplePool]]:
-    """What an epoch of a stage uses, by bucket."""
-    taken: dict[str, dict[ShapeClass, Array]] = {}
+    """The pools that an epoch of a stage uses, by bucket."""
+    by_dataset: dict[str, dict[ShapeClass, Array]] = {}
     for (bucket, dataset), places in groups.items():
         if stage.takes(bucket):
-            taken.setdefault(dataset, {})[bucket] = places
-    sizes = {dataset: sum(map(len, of.values())) for dataset, of in taken.items()}
+            by_dataset.setdefault(dataset, {})[bucket] = places
+    sizes = {dataset: sum(map(len, of.values())) for dataset, of in by_dataset.items()}
     rate = rates(sizes, stage.repeats, stage.weights, stage.temperature)
     pools = [
         SamplePool(bucket, dataset, places, uses)
-        for dataset, of in taken.items()
+        for dataset, of in by_dataset.items()
         for (bucket, places), uses in zip(of.items(), uses_of([*map(len, of.values())], rate[dataset]), strict=True)
         if uses
     ]
-    found: dict[ShapeClass, list[SamplePool]] = {}
+    by_bucket: dict[ShapeClass, list[SamplePool]] = {}
     for pool in sorted(pools, key=lambda pool: (pool.bucket, pool.dataset)):
-        found.setdefault(pool.bucket, []).append(pool)
-    return found
+        by_bucket.setdefault(pool.bucket, []).append(pool)
+    return by_bucket

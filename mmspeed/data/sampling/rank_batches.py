@@ -14,7 +14,7 @@ from .sampler import S, SampleUse
 
 
 def count_present(draws: Sequence[SampleUse[OrderedSample]]) -> int:
-    """How many draws of a step are not lost: what its mean loss is taken over."""
+    """The number of draws of a step that are not lost, over which its loss is averaged."""
     return sum(not draw.sample.lost for draw in draws)
 
 
@@ -23,39 +23,41 @@ def rank_batches(
 ) -> list[list[tuple[SampleUse[S], float]]]:
     """A rank's part of one step, cut into micro-batches of (draw, weight), each of one bucket.
 
-    Every rank gets the same number of micro-batches, and none is empty: where nothing is left for a rank it repeats a draw of
-    the cheapest bucket with weight 0, so that all ranks meet in every collective. Over all ranks the weights of each draw
-    sum to 1; but in the place of a draw whose sample is lost stands a present one, with weight 0. The ranks of a group have the same
-    videos, with weight 1 / group each; images are of each rank's own, or of tensor-parallel ranks together.
+    Every rank gets the same number of micro-batches, and none is empty: a rank without remaining draws repeats one of
+    the cheapest bucket with weight 0, so that all ranks take part in every collective. Over all ranks the weights of each draw
+    sum to 1, except that a draw of a lost sample is replaced by a present one with weight 0. The ranks of a group have the same
+    videos, with weight 1 / group each; images belong to single ranks, or to tensor-parallel ranks together.
 
-    Raises ValueError for an empty step, one that is lost as a whole, or a rank outside the world.
+    Raises ValueError for an empty step, a step of lost samples only, or a rank outside the world.
     """
     if not draws or not 0 <= rank < world or world % batching.group:
         raise ValueError(
             f"no micro-batches of {len(draws)} draws for rank {rank} of {world}, groups of {batching.group}"
         )
-    found = []
-    dealt = list(_assigned(draws, batching, world))
-    fillers = [_filler(lots, batching) for lots, _, _ in dealt]
-    anything = next((filler for filler in fillers if filler is not None), None)
-    if anything is None:
-        raise ValueError("no draw of this step is there")
-    for (lots, rows, ranks), filler in zip(dealt, fillers, strict=True):
+    micro_batches = []
+    assigned = list(_assigned(draws, batching, world))
+    fillers = [_filler(lots, batching) for lots, _, _ in assigned]
+    any_filler = next((filler for filler in fillers if filler is not None), None)
+    if any_filler is None:
+        raise ValueError("every draw of this step is lost")
+    for (lots, rows, ranks), filler in zip(assigned, fillers, strict=True):
         for row in rows:
             cell = row[rank // ranks]
-            own = [] if cell is None else lots[cell.lot][cell.start : cell.stop]
-            there = [draw for draw in own if not draw.sample.lost]
-            if there:
-                found.append([(there[0], 0.0) if draw.sample.lost else (draw, 1.0 / ranks) for draw in own])
+            cell_draws = [] if cell is None else lots[cell.lot][cell.start : cell.stop]
+            present = [draw for draw in cell_draws if not draw.sample.lost]
+            if present:
+                micro_batches.append(
+                    [(present[0], 0.0) if draw.sample.lost else (draw, 1.0 / ranks) for draw in cell_draws]
+                )
             else:
-                found.append([(filler or anything, 0.0)])
-    return found
+                micro_batches.append([(filler or any_filler, 0.0)])
+    return micro_batches
 
 
 def ranks_of_samples(
     draws: Sequence[SampleUse[S]], batching: Batching, world: int
 ) -> list[tuple[SampleUse[S], tuple[int, ...]]]:
-    """Each draw of a step, with the ranks that meet it."""
+    """Each draw of a step, with the ranks that compute it."""
     return [
         (draw, tuple(range(lane * ranks, (lane + 1) * ranks)))
         for lots, rows, ranks in _assigned(draws, batching, world)
@@ -67,7 +69,7 @@ def ranks_of_samples(
 
 
 def imbalance(draws: Sequence[SampleUse[OrderedSample]], batching: Batching, world: int) -> float:
-    """Greatest over mean cost across ranks of one step, where ranks meet in every micro-batch; 1 at best."""
+    """Greatest over mean cost across ranks of one step, if ranks synchronise in every micro-batch; at best 1."""
     if batching.share is not None:
         loads = [load for *_, load in _by_share(draws, batching, batching.share, world)]
         return sum(load.slowest for load in loads) / sum(load.mean for load in loads)
@@ -76,7 +78,7 @@ def imbalance(draws: Sequence[SampleUse[OrderedSample]], batching: Batching, wor
 
 
 def step_load(pieces: Sequence[tuple[ShapeClass, int]], batching: Batching, world: int) -> StepLoad:
-    """What a step of so many samples of each bucket costs a rank; kinds of lanes come one after another. `idle` counts ranks."""
+    """Load of a step with these numbers of samples of each bucket; kinds of lanes run one after another. `idle` counts ranks."""
     slowest = busiest = mean = 0.0
     rows = idle = 0
     for part, ranks in dp_groups_of(pieces, batching):
@@ -87,7 +89,7 @@ def step_load(pieces: Sequence[tuple[ShapeClass, int]], batching: Batching, worl
 
 
 def bucket_batches_of(pieces: Sequence[tuple[ShapeClass, int]], batching: Batching) -> tuple[BucketBatch, ...]:
-    """So many samples of each bucket, as dealing takes them."""
+    """The numbers of samples of each bucket, in the form that assignment takes."""
     return tuple(
         BucketBatch(count, batching.dp_group_cost(bucket), batching.at_a_time(bucket)) for bucket, count in pieces
     )
@@ -96,10 +98,10 @@ def bucket_batches_of(pieces: Sequence[tuple[ShapeClass, int]], batching: Batchi
 def dp_groups_of(
     pieces: Sequence[tuple[ShapeClass, int]], batching: Batching
 ) -> list[tuple[list[tuple[ShapeClass, int]], int]]:
-    """The pieces of a step that are dealt together, with how many ranks make a lane.
+    """The pieces of a step that are assigned together, with the number of ranks in a lane.
 
-    Under sequence parallelism videos and images are dealt apart: in a row all ranks exchange, or none does. Elsewhere the same ranks
-    compute both together.
+    Under sequence parallelism videos and images are assigned separately: in a row all ranks exchange, or none does. Otherwise the
+    same ranks compute both.
     """
     if batching.group == batching.tensor:
         return [(list(pieces), batching.group)]
@@ -111,7 +113,7 @@ def dp_groups_of(
 def _assigned(
     draws: Sequence[SampleUse[S]], batching: Batching, world: int
 ) -> Iterator[tuple[list[list[SampleUse[S]]], Assignment, int]]:
-    """For each kind of lanes: the draws of each lot, the cells, and the ranks of a lane."""
+    """Yield for each kind of lanes the draws of each lot, the cells, and the number of ranks in a lane."""
     if batching.share is not None:
         for lots, rows, ranks, _ in _by_share(draws, batching, batching.share, world):
             yield lots, rows, ranks
@@ -128,7 +130,7 @@ def _assigned(
 def _by_share(
     draws: Sequence[SampleUse[S]], batching: Batching, share: Callable[[OrderedSample], float], world: int
 ) -> Iterator[tuple[list[list[SampleUse[S]]], Assignment, int, StepLoad]]:
-    """As `_assigned`, by what each sample costs: a lot's draws are in the order that cells count in. The last is the load."""
+    """Yield like `_assigned`, by the cost of each sample, with the load: a lot's draws are in the order in which cells count."""
     by_bucket = _by_bucket(draws)
     for pieces, ranks in dp_groups_of([(b, len(group)) for b, group in by_bucket.items()], batching):
         lots = [by_bucket[bucket] for bucket, _ in pieces]
@@ -143,11 +145,11 @@ def _by_bucket(draws: Sequence[SampleUse[S]]) -> dict[ShapeClass, list[SampleUse
 
 
 def _filler(lots: Sequence[Sequence[SampleUse[S]]], batching: Batching) -> SampleUse[S] | None:
-    """A present draw of the cheapest bucket; of those that are dealt together, as a row is of videos or of images on all ranks.
+    """A present draw of the cheapest of the buckets that are assigned together; a row is of videos or of images on all ranks.
 
-    Where samples have costs of their own, the cheapest of its bucket.
+    If samples have individual costs, it is the cheapest of its bucket.
     """
     share = batching.share
-    there = [[draw for draw in lot if not draw.sample.lost] for lot in lots]
-    first = [lot[0] if share is None else min(lot, key=lambda draw: share(draw.sample)) for lot in there if lot]
-    return min(first, key=lambda draw: batching.cost(draw.sample.bucket).of(1), default=None)
+    present = [[draw for draw in lot if not draw.sample.lost] for lot in lots]
+    cheapest = [lot[0] if share is None else min(lot, key=lambda draw: share(draw.sample)) for lot in present if lot]
+    return min(cheapest, key=lambda draw: batching.cost(draw.sample.bucket).of(1), default=None)

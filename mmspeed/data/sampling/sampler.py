@@ -1,4 +1,4 @@
-"""Which samples meet in which optimizer step: a function of samples, batching, seed and step, of no rank and no world size."""
+"""The samples of each optimizer step: a function of samples, batching, seed and step, independent of rank and world size."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ S_co = TypeVar("S_co", bound=OrderedSample, covariant=True)
 
 @dataclass(frozen=True)
 class SampleUse(Generic[S_co]):
-    """One use of a sample: the `repeat`-th time in an epoch."""
+    """One use of a sample in an epoch; `repeat` counts its earlier uses."""
 
     sample: S_co
     epoch: int
@@ -34,7 +34,7 @@ class SampleUse(Generic[S_co]):
 
     @property
     def name(self) -> tuple[str, int, int]:
-        """What every random draw of this use is keyed by (law 1)."""
+        """The key of every random draw of this use (law 1)."""
         return self.sample.key, self.epoch, self.repeat
 
 
@@ -43,12 +43,12 @@ class BatchSampler(Order, Generic[S]):
 
     Args:
         samples: the training split; their order does not matter.
-        batching: what a step is; a number: so many samples of any bucket.
+        batching: sizes and costs of a step's batches; a number: samples of a step, for any bucket.
         seed: seed of the order.
         repeats: uses of each sample in an epoch.
-        stages: parts of training, in place of `repeats`; none: one part of everything.
+        stages: parts of training, in place of `repeats`; none: a single one of all buckets.
 
-    Raises UserError when there are no samples, or none for a stage.
+    Raises UserError if there are no samples, or none for a stage.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class BatchSampler(Order, Generic[S]):
     ) -> None:
         if not samples:
             raise UserError(
-                "the data set has no training samples; `mmspeed check` tells why sources are rejected, "
-                "and data.val_fraction how many are held out"
+                "the data set has no training samples; `mmspeed check` shows why sources are rejected, "
+                "and data.val_fraction sets the share held out"
             )
         mapped = isinstance(samples, SampleTable)
         self.samples: Sequence[S] = samples if mapped else _in_order(samples)
-        # Places in `samples`, not objects: there may be many millions.
+        # Indices into `samples`, not objects: there may be many millions.
         groups = self.samples.by_group() if isinstance(self.samples, SampleTable) else _grouped(self.samples)
         super().__init__(
             groups,
@@ -74,26 +74,26 @@ class BatchSampler(Order, Generic[S]):
             seed,
             stages or [TrainingStage(repeats=repeats)],
         )
-        self._uses = functools.lru_cache(maxsize=2)(self._make_uses)  # read-ahead may be an epoch further than training
+        self._uses = functools.lru_cache(maxsize=2)(self._make_uses)  # reading ahead may be an epoch beyond training
 
     def draws(self, step: int) -> list[SampleUse[S]]:
         """The draws of one optimizer step over all devices, those of one bucket together, buckets in order."""
-        place = self.locate(step)
-        found: list[SampleUse[S]] = []
-        uses = self._uses(place.stage, place.epoch)
+        location = self.locate(step)
+        uses_drawn: list[SampleUse[S]] = []
+        uses = self._uses(location.stage, location.epoch)
         for bucket, start, count in self.pieces(step):
-            found += [
-                SampleUse(self.samples[where], place.epoch, repeat)
-                for where, repeat in uses[bucket][start : start + count]
+            uses_drawn += [
+                SampleUse(self.samples[index], location.epoch, repeat)
+                for index, repeat in uses[bucket][start : start + count]
             ]
-        return found
+        return uses_drawn
 
     def _make_uses(self, stage: int, epoch: int) -> dict[ShapeClass, BucketUses]:
         return {bucket: BucketUses(pools, epoch, self.seed) for bucket, pools in self.pools[stage].items()}
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Names the samples."""
+        """A digest of the samples' keys."""
         result, between = hashlib.sha256(b"["), b""
         for keys in self._sorted_keys():
             result.update(between + canonical_json(keys)[1:-1].encode())
@@ -101,23 +101,23 @@ class BatchSampler(Order, Generic[S]):
         return result.hexdigest()[:KEY_LENGTH]
 
     def data_fingerprint(self, stage: int) -> str:
-        """Names the samples and how often an epoch of a stage uses them: what `SamplerState.used` counts."""
+        """A digest of the samples and of their uses in an epoch of a stage, which `SamplerState.used` counts."""
         return _digest([self.fingerprint, self._uses_of(stage)])
 
     @functools.cached_property
     def order_fingerprint(self) -> str:
-        """Names what divides the uses of all stages into steps."""
+        """A digest of everything that determines the division of the uses of all stages into steps."""
         batching = self.batching
         rows = [
             [bucket.name, batching.sizes.get(bucket), asdict(batching.cost(bucket)), batching.supply(bucket, 0).slots]
             for bucket in sorted({bucket for pools in self.pools for bucket in pools})
         ]
         stages = [[stage.steps, self._uses_of(number)] for number, stage in enumerate(self.stages)]
-        stages[-1][0] = None  # the last has all steps that come, whatever it says
+        stages[-1][0] = None  # the last has all remaining steps, whatever its own number
         return _digest([batching.mix, batching.tolerance, rows, stages])
 
     def _uses_of(self, stage: int) -> list[list[Any]]:
-        """How often an epoch of a stage uses what."""
+        """Bucket, data set, size and uses of each pool in an epoch of a stage."""
         return [
             [pool.bucket.name, pool.dataset, len(pool.places), pool.uses]
             for pools in self.pools[stage].values()
@@ -125,7 +125,7 @@ class BatchSampler(Order, Generic[S]):
         ]
 
     def state(self, step: int) -> dict[str, Any]:
-        """What a checkpoint taken before `step` holds, in JSON's types; of no world size."""
+        """The state for a checkpoint taken before `step`, in JSON's types, independent of the world size."""
         return {
             "data": self.data_fingerprint(self.stage_at(step)),
             "order": self.order_fingerprint,
@@ -136,11 +136,11 @@ class BatchSampler(Order, Generic[S]):
         }
 
     def resume(self, state: Mapping[str, Any]) -> str | None:
-        """Go on from a checkpoint's state, before the first step is asked for. Returns what is worth telling.
+        """Continue from a checkpoint's state, before the first step is requested. Returns a message about changes, or None.
 
-        With the same data, batching and curriculum the order is that of the run that was stopped. With another batching (or
-        another world size that it was chosen by), or other stages before or after this one, exactly the uses that are left of
-        the epoch come, in other company. With other data, or in another stage, a new epoch begins.
+        With the same data, batching and curriculum the order is that of the stopped run. With another batching (or
+        another world size, if the batching depends on it), or other stages before or after this one, exactly the remaining
+        uses of the epoch follow, grouped differently. With other data, or in another stage, a new epoch begins.
         """
         position = SamplerState(**state["position"])
         stage = self.stage_at(position.step)
@@ -152,19 +152,19 @@ class BatchSampler(Order, Generic[S]):
             total = self.uses(stage)
             left = total - sum(position.used.values())
             return (
-                f"batches or stages are made in another way than before the checkpoint: the {left:,} of {total:,} uses that "
-                f"are left of epoch {position.epoch} come in new company"
+                f"batches or stages differ from those before the checkpoint: the {left:,} of {total:,} uses that "
+                f"are left of epoch {position.epoch} are grouped differently"
             )
         self.start_from(SamplerState(**state["origin"]))
         return None
 
     def _changes(self, before: Mapping[str, int], keys: str) -> str:
-        now = self.sizes
-        shown = {bucket.name: str(bucket) for pools in self.pools for bucket in pools}
+        sizes = self.sizes
+        labels = {bucket.name: str(bucket) for pools in self.pools for bucket in pools}
         changed = [
-            f"bucket {shown.get(name, name)}: {before.get(name, 0):,} samples, now {now.get(name, 0):,}"
-            for name in sorted({*before, *now})
-            if before.get(name) != now.get(name)
+            f"bucket {labels.get(name, name)}: {before.get(name, 0):,} samples, now {sizes.get(name, 0):,}"
+            for name in sorted({*before, *sizes})
+            if before.get(name) != sizes.get(name)
         ]
         return "; ".join(changed[:4]) + (f" and {len(changed) - 4} buckets more" if len(changed) > 4 else "") or (
             "other samples, or other captions of them"
@@ -183,7 +183,7 @@ def _digest(content: Any) -> str:
 
 
 def _in_order(samples: Sequence[S]) -> list[S]:
-    """Samples by their keys. Raises ValueError when two have the same."""
+    """The samples, sorted by key. Raises ValueError if two have the same."""
     ordered = sorted(samples, key=lambda sample: sample.key)
     if any(before.key == sample.key for before, sample in itertools.pairwise(ordered)):
         raise ValueError("samples must have distinct keys; number_duplicates makes them so")
@@ -191,7 +191,7 @@ def _in_order(samples: Sequence[S]) -> list[S]:
 
 
 def _grouped(samples: Sequence[OrderedSample]) -> dict[tuple[ShapeClass, str], Array]:
-    """The places of the samples of each bucket and data set, in order."""
+    """The indices of the samples of each bucket and data set, in order."""
     places: dict[tuple[ShapeClass, str], list[int]] = {}
     for place, sample in enumerate(samples):
         places.setdefault((sample.bucket, sample.dataset), []).append(place)

@@ -1,8 +1,8 @@
-"""Which buckets meet in which step of an epoch, and how many samples of each. Pure functions of counts and costs.
+"""Schedule the buckets of each step of an epoch, and the samples of each. Pure functions of counts and costs.
 
-A step has `slots` device batches. Most hold full device batches of one bucket (or of several that cost the same). What is left of
-each bucket goes into the tail: from the costliest bucket down, its last device batches are joined by as many samples of cheaper
-buckets a slot as cost the same, so that no device waits.
+A step has `slots` device batches. Most steps hold full device batches of one bucket (or of several that cost the same). The rest of
+each bucket goes into the tail: from the costliest bucket down, its last device batches are joined, in each free slot, by as many
+samples of cheaper buckets as cost the same, so that no device waits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .assignment import Cost
 
 Array = npt.NDArray[Any]
 Mix = Literal["same", "matched", "window"]
-_WORTH = 0.5  # of a slot's cost: what cheaper samples must come to, to share a tail step without matching
+_WORTH = 0.5  # of a slot's cost: the least that cheaper samples must cost to share a tail step without matching
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class BucketSupply:
 
     @property
     def step(self) -> int:
-        """Samples of a step that holds this bucket alone."""
+        """Samples of a step that holds only this bucket."""
         return self.slots * self.batch
 
 
 @dataclass(frozen=True)
 class EpochPartition:
-    """An epoch divided into steps, before they are shuffled: no random number is in it, so every epoch has as many steps."""
+    """An epoch divided into steps, before they are shuffled: it uses no random number, so every epoch has the same number of steps."""
 
     classes: tuple[
         tuple[tuple[int, int, int], ...], ...
@@ -57,7 +57,7 @@ class EpochPartition:
 
 @dataclass(frozen=True)
 class EpochSchedule:
-    """The steps of an epoch in their order, as pieces: so many uses of one bucket, from so far in its order."""
+    """The steps of an epoch in order, as pieces: `count` uses of one bucket, from `start` in its order."""
 
     offsets: Array  # (steps + 1): the pieces of step i are [offsets[i], offsets[i + 1])
     bucket: Array
@@ -80,14 +80,14 @@ class EpochSchedule:
 
 
 def partition_epoch(supplies: Sequence[BucketSupply], mix: Mix = "same", tolerance: float = 0.02) -> EpochPartition:
-    """Full steps and the tail. Every use is in exactly one of them."""
+    """Divide an epoch into full steps and the tail. Every use is in exactly one step."""
     classes: list[list[list[int]]] = []
     rest = [supply.uses for supply in supplies]
     for members in _classes(supplies, mix, tolerance):
         slots = supplies[members[0][0]].slots
         parts = [[bucket, supplies[bucket].uses // size, size] for bucket, size in members]
         spare = sum(part[1] for part in parts) % slots
-        for part in sorted(parts, key=lambda part: -part[1]):  # from the fullest, so that every bucket stays in
+        for part in sorted(parts, key=lambda part: -part[1]):  # from the fullest, so that every bucket keeps some
             less = min(spare, part[1])
             part[1], spare = part[1] - less, spare - less
         for bucket, count, size in parts:
@@ -105,29 +105,29 @@ def partition_epoch(supplies: Sequence[BucketSupply], mix: Mix = "same", toleran
 
 
 def shuffle(division: EpochPartition, generator: torch.Generator) -> EpochSchedule:
-    """The steps of one epoch in a random order; within a class, which slots meet is random too."""
-    steps, buckets, counts, made = [], [], [], 0
+    """The steps of one epoch in a random order; within a class, the combination of slots is random too."""
+    steps, buckets, counts, step_count = [], [], [], 0
     for parts, slots in zip(division.classes, division.slots, strict=True):
         number = sum(part[1] for part in parts) // slots
         if not number:
             continue
         if len(parts) == 1:
-            row, place, often = np.arange(number), np.zeros(number, np.int64), np.full(number, slots)
+            row, part_index, repeats = np.arange(number), np.zeros(number, np.int64), np.full(number, slots)
         else:
             drawn = np.repeat(np.arange(len(parts)), [part[1] for part in parts])
             drawn = drawn[torch.randperm(len(drawn), generator=generator).numpy()]
-            met, often = np.unique(np.arange(len(drawn)) // slots * len(parts) + drawn, return_counts=True)
-            row, place = np.divmod(met, len(parts))
-        steps.append(made + row)
-        buckets.append(np.array([part[0] for part in parts])[place])
-        counts.append(often * np.array([part[2] for part in parts])[place])
-        made += number
+            met, repeats = np.unique(np.arange(len(drawn)) // slots * len(parts) + drawn, return_counts=True)
+            row, part_index = np.divmod(met, len(parts))
+        steps.append(step_count + row)
+        buckets.append(np.array([part[0] for part in parts])[part_index])
+        counts.append(repeats * np.array([part[2] for part in parts])[part_index])
+        step_count += number
     for step in division.tail:
-        steps.append(np.full(len(step), made))
+        steps.append(np.full(len(step), step_count))
         buckets.append(np.array(list(step)))
         counts.append(np.array(list(step.values())))
-        made += 1
-    return _ordered(np.concatenate(steps), np.concatenate(buckets), np.concatenate(counts), made, generator)
+        step_count += 1
+    return _ordered(np.concatenate(steps), np.concatenate(buckets), np.concatenate(counts), step_count, generator)
 
 
 def _ordered(step: Array, bucket: Array, count: Array, steps: int, generator: torch.Generator) -> EpochSchedule:
@@ -143,36 +143,36 @@ def _ordered(step: Array, bucket: Array, count: Array, steps: int, generator: to
 
 
 def _classes(supplies: Sequence[BucketSupply], mix: Mix, tolerance: float) -> list[list[tuple[int, int]]]:
-    """Groups of (bucket, samples a slot) whose slots may meet in a step: they cost the same, or `mix` does not mind."""
-    left = [bucket for bucket, supply in enumerate(supplies) if supply.uses]
-    left.sort(key=lambda bucket: (-supplies[bucket].cost.each, bucket))
+    """Groups of (bucket, samples a slot) whose slots may share a step: they cost the same, or `mix` allows it."""
+    remaining = [bucket for bucket, supply in enumerate(supplies) if supply.uses]
+    remaining.sort(key=lambda bucket: (-supplies[bucket].cost.each, bucket))
     classes = []
-    while left:
-        lead = supplies[left[0]]
+    while remaining:
+        lead = supplies[remaining[0]]
         if mix == "same":
-            members = [(left[0], lead.batch)]
+            members = [(remaining[0], lead.batch)]
         elif mix == "window":
-            members = [(bucket, supplies[bucket].batch) for bucket in left if supplies[bucket].slots == lead.slots]
+            members = [(bucket, supplies[bucket].batch) for bucket in remaining if supplies[bucket].slots == lead.slots]
         else:
-            members = _matching(supplies, left, lead, lead.cost.of(lead.batch), 1 - tolerance)
+            members = _matching(supplies, remaining, lead, lead.cost.of(lead.batch), 1 - tolerance)
         classes.append(members)
-        taken = {bucket for bucket, _ in members}
-        left = [bucket for bucket in left if bucket not in taken]
+        used = {bucket for bucket, _ in members}
+        remaining = [bucket for bucket in remaining if bucket not in used]
     return classes
 
 
 def _matching(
     supplies: Sequence[BucketSupply], buckets: Sequence[int], lead: BucketSupply, target: float, least: float
 ) -> list[tuple[int, int]]:
-    """(bucket, samples a slot) of those that come to `least` to 1 of `target`, the nearest first."""
-    found = []
+    """(bucket, samples a slot) of the buckets whose slot costs `least` to 1 of `target`, the nearest first."""
+    matches = []
     for bucket in buckets:
         supply = supplies[bucket]
         size = min(supply.batch, supply.cost.fitting(target))
         share = supply.cost.of(size) / target
         if size and supply.slots == lead.slots and share >= least:
-            found.append((-round(share, 9), supply.cost.each, bucket, size))
-    return [(bucket, size) for _, _, bucket, size in sorted(found)]
+            matches.append((-round(share, 9), supply.cost.each, bucket, size))
+    return [(bucket, size) for _, _, bucket, size in sorted(matches)]
 
 
 def _tail(
@@ -182,11 +182,11 @@ def _tail(
     classes: list[list[list[int]]],
     tolerance: float,
 ) -> list[dict[int, int]]:
-    """Steps of what is left of the buckets `alike`; `rest` and `classes` are changed: full steps may be given back to fill up."""
-    own = {part[0]: part for parts in classes for part in parts}
-    order = sorted(set(alike) & set(own), key=lambda bucket: (-supplies[bucket].cost.each, bucket))
+    """Steps of the remaining uses of the buckets `alike`; changes `rest` and `classes`: full steps may be split to fill up."""
+    part_of = {part[0]: part for parts in classes for part in parts}
+    order = sorted(set(alike) & set(part_of), key=lambda bucket: (-supplies[bucket].cost.each, bucket))
     steps = []
-    for place, lead in enumerate(order):
+    for index, lead in enumerate(order):
         while rest[lead]:
             supply = supplies[lead]
             size = min(supply.batch, rest[lead])
@@ -194,42 +194,42 @@ def _tail(
             rest[lead] -= step[lead]
             free = supply.slots - -(-step[lead] // size)
             target = supply.cost.of(size)
-            cheaper = order[place + 1 :]
+            cheaper = order[index + 1 :]
             alike_cost = _matching(supplies, cheaper, supply, target, 1 - tolerance)
             for give_back in (False, True):
                 for bucket, most in alike_cost:
                     free = _fill(step, rest, bucket, most, free)
-                    if give_back and free and own[bucket][1] >= supply.slots:
-                        own[bucket][1] -= supply.slots
-                        rest[bucket] += supply.slots * own[bucket][2]
+                    if give_back and free and part_of[bucket][1] >= supply.slots:
+                        part_of[bucket][1] -= supply.slots
+                        rest[bucket] += supply.slots * part_of[bucket][2]
                         free = _fill(step, rest, bucket, most, free)
             for bucket, most in _matching(supplies, cheaper, supply, target, _WORTH):
                 free = _fill(step, rest, bucket, most, free)
-            if len(step) == 1 and own[lead][1] >= supply.slots:
-                steps += _spread(step, lead, supply, own[lead])
+            if len(step) == 1 and part_of[lead][1] >= supply.slots:
+                steps += _spread(step, lead, supply, part_of[lead])
             else:
                 steps.append(step)
     return steps
 
 
 def _fill(step: dict[int, int], rest: list[int], bucket: int, size: int, free: int) -> int:
-    """Put what is left of a bucket into free slots of a step, `size` samples each; returns the slots that stay free."""
-    taken = min(rest[bucket], free * size)
-    if not taken:
+    """Put the remaining uses of a bucket into free slots of a step, `size` samples each; return the slots that stay free."""
+    added = min(rest[bucket], free * size)
+    if not added:
         return free
-    rest[bucket] -= taken
-    step[bucket] = step.get(bucket, 0) + taken
-    return free - -(-taken // size)
+    rest[bucket] -= added
+    step[bucket] = step.get(bucket, 0) + added
+    return free - -(-added // size)
 
 
-def _spread(step: dict[int, int], lead: int, supply: BucketSupply, own: list[int]) -> list[dict[int, int]]:
-    """A last step of one bucket alone; with a full step of its own it is spread anew, where that leaves fewer slots behind.
+def _spread(step: dict[int, int], lead: int, supply: BucketSupply, full_slots: list[int]) -> list[dict[int, int]]:
+    """Distribute a last step of one bucket over itself and one full step, if that leaves fewer slots short.
 
-    Of t whole samples a slot and a remainder r, t + 1 go to every slot of one step, and the others lack one at most in slots
-    of as many as there can be.
+    With t whole samples a slot and a remainder, one step gets t + 1 samples in every slot, and the other has slots that are full or
+    lack one sample.
     """
-    whole, over = divmod(step[lead], supply.slots)
-    if not over or own[2] != supply.batch or whole >= supply.batch - 1:
+    per_slot, over = divmod(step[lead], supply.slots)
+    if not over or full_slots[2] != supply.batch or per_slot >= supply.batch - 1:
         return [step]
-    own[1] -= supply.slots
-    return [{lead: supply.slots * (whole + 1)}, {lead: supply.slots * (supply.batch - 1) + over}]
+    full_slots[1] -= supply.slots
+    return [{lead: supply.slots * (per_slot + 1)}, {lead: supply.slots * (supply.batch - 1) + over}]
