@@ -1,4 +1,4 @@
-"""What torch.compile makes graphs of, and what it leaves out of them."""
+"""The functions that torch.compile makes graphs of, and those that it leaves out."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ MOST_GRAPHS = 64
 
 
 class _Compiled(nn.Module):
-    """Mixed in before a block's own class: its forward runs as graphs; what is mixed in before this one does not."""
+    """Runs the forward of the block that it is mixed into as graphs; mixins before this one stay outside of them."""
 
     _backend: Backend
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        own = cast(Any, super().forward).__func__
-        return _graphs_of(own, self._backend)(self, *args, **kwargs)
+        forward_of_block = cast(Any, super().forward).__func__
+        return _graphs_of(forward_of_block, self._backend)(self, *args, **kwargs)
 
 
 def compile_forward(block: nn.Module, backend: Backend = "inductor") -> None:

@@ -1,4 +1,4 @@
-"""Models, as the core meets them. A model names no axis of the mesh.
+"""Protocols of models. A model names no axis of the mesh.
 
 Legend: B batch, C channels, T h w latent, L caption tokens, D text width.
 """
@@ -19,7 +19,7 @@ PutWeight = Callable[[nn.Parameter, Tensor], None]  # brings a whole float32 val
 
 @runtime_checkable
 class TrainableModel(Protocol):
-    """All that the core asks of every model, beside blocks: those of its plan or of its attribute `blocks` (`blocks_of`)."""
+    """The methods that the core needs of every model, beside blocks: those of its plan or of its attribute `blocks` (`blocks_of`)."""
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """All parameters."""
@@ -43,8 +43,8 @@ class InitializesWeights(Protocol):
         ...
 
 
-# What becomes of a buffer that a run changes: "averaged": the moving average follows it too, and validation meets the average;
-# "kept": validation meets it as it is.
+# The treatment of a buffer that a run changes: "averaged": the moving average includes it, and validation uses the average;
+# "kept": validation uses it as it is.
 StateRule = Literal["averaged", "kept"]
 
 
@@ -63,7 +63,7 @@ class DeclaredState(Protocol):
 
 
 class CountsFlops(Protocol):
-    """Counts what a diffusion transformer computes for one sample."""
+    """Counts of the work of a diffusion transformer for one sample."""
 
     def tokens(self, latent: tuple[int, int, int]) -> int:
         """Tokens of one sample whose latent is (T, h, w). Raises ValueError for a latent that does not fit the model."""
@@ -75,7 +75,7 @@ class CountsFlops(Protocol):
 
 
 class DiffusionModel(TrainableModel, CountsFlops, Protocol):
-    """All that the video task asks of a diffusion transformer; of a published class, a `ModelCall` answers in its place."""
+    """The methods that the video task needs of a diffusion transformer; for a published class, a `ModelCall` has them."""
 
     def forward(self, x_BCThw: Tensor, t: Tensor, text_BLD: Tensor, text_mask_BL: Tensor) -> Tensor:
         """The prediction, of the shape of `x_BCThw`. `t` (B,) is in [0, 1]: 0 data, 1 noise."""
