@@ -157,8 +157,8 @@ def choose_kernel(
             continue
         if not kernel.refuses(q_BAND, k_BAMD, key_mask_BM, causal):
             return kernel
-    refused = f"{q_BAND.dtype} heads of width {q_BAND.shape[-1]} on {q_BAND.device.type}"
-    raise ValueError(f"attention backend 'sdpa' has no fused kernel for {refused}; use backend='auto' or 'eager'")
+    heads = f"{q_BAND.dtype} heads of width {q_BAND.shape[-1]} on {q_BAND.device.type}"
+    raise ValueError(f"attention backend 'sdpa' has no fused kernel for {heads}; use backend='auto' or 'eager'")
 
 
 @dataclass(frozen=True)

@@ -400,7 +400,7 @@ def test_sum_in_float32() -> None:
 
 
 def test_sum_in_float32_of_an_unknown_torch() -> None:
-    with pytest.raises(RuntimeError, match="mmspeed does not know it"):
+    with pytest.raises(RuntimeError, match="in another place than mmspeed knows"):
         internals.sum_in_float32(SimpleNamespace(_fsdp_param_group=object()))
 
 
