@@ -112,7 +112,7 @@ def test_keys_of_another_task_are_told_with_their_task(tmp_path: Path) -> None:
         make_run_config({**character_tree(tmp_path), "train": {"setps": 3}}, origin="test")
     timed = CharacterTask(character_config(tmp_path, "batching.by=time", "train.batch_size=null"))
     with pytest.raises(
-        UserError, match=r"batching\.by: time is not there for the task characters: use samples, tokens"
+        UserError, match=r"batching\.by: time is not available for the task characters: use samples, tokens"
     ):
         timed.data(ALONE)
 
