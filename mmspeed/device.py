@@ -1,6 +1,6 @@
 """The one place that names a vendor: cpu, cuda and npu behind one small object (law 6).
 
-`torch.accelerator` comes first; what it does not offer is asked of the vendor's module by its name here and nowhere else.
+`torch.accelerator` comes first; functions that it lacks are called on the vendor's module by its name, in this file alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .torch_internals import memory_segments, record_memory_history
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
-# What cluster schedulers call one device of a kind; cores need no name.
+# Names of a device of each kind in cluster schedulers; cores need no name.
 SCHEDULER_NAMES = {"cpu": "", "cuda": "GPU", "npu": "NPU"}
 
 # Dense peak FLOP/s of one device from the vendors' data sheets, without sparsity: (bf16, tf32 or float32 matrix units).
@@ -85,7 +85,7 @@ class Device:
             torch.accelerator.synchronize(self.index)
 
     def empty_cache(self) -> None:
-        """Give unused cached device memory back to the driver."""
+        """Return unused cached device memory to the driver."""
         if self.kind != "cpu":
             getattr(torch, self.kind).empty_cache()
 
@@ -96,13 +96,13 @@ class Device:
         return int(getattr(torch, self.kind).memory_reserved(self.index))
 
     def record_allocations(self, on: bool) -> None:
-        """Begin, or end, to note for each block of memory the Python lines that asked for it. CPU memory is not noted."""
+        """Start, or stop, recording for each block of memory the Python lines that allocated it. CPU memory is not recorded."""
         if self.kind != "cpu":
             noted = {"enabled": "state", "context": "state", "stacks": "python"} if on else {"enabled": None}
             record_memory_history(getattr(torch, self.kind).memory, **noted)
 
     def allocations(self) -> list[dict[str, Any]]:
-        """The allocator's segments of this device, each with its `blocks` as noted; none on CPU."""
+        """The allocator's segments of this device, each with its recorded `blocks`; none on CPU."""
         if self.kind == "cpu":
             return []
         segments = memory_segments(getattr(torch, self.kind).memory)
@@ -110,7 +110,7 @@ class Device:
 
     @property
     def growing_segments(self) -> str:
-        """The environment variable by which the allocator keeps less memory in pieces; empty on CPU."""
+        """The environment variable that reduces fragmentation of the allocator's memory; empty on CPU."""
         variable = {"cuda": "PYTORCH_ALLOC_CONF", "npu": "PYTORCH_NPU_ALLOC_CONF"}.get(self.kind)
         return "" if variable is None else f"{variable}=expandable_segments:True"
 
@@ -248,7 +248,7 @@ def available(kind: str) -> bool:
 def pick(kind: str = "auto", local_rank: int | None = None) -> Device:
     """The device of this process. `auto`: npu, else cuda, else cpu.
 
-    `local_rank` defaults to the launcher's LOCAL_RANK. Raises UserError when the kind asked for is not there.
+    `local_rank` defaults to the launcher's LOCAL_RANK. Raises UserError when the requested kind is not available.
     """
     if local_rank is None:
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))

@@ -12,14 +12,14 @@ from torch import nn
 from .mixin import mix_in
 from .torch_internals import allow_recompiles, disable_dynamo
 
-# A graph breaks at a function under this, and the function runs as it is written. `torch.compiler.disable` is the same, but loads the
-# compiler when a file is imported; this does so at the first call.
+# Decorator: a graph breaks at the function, which runs eagerly. `torch.compiler.disable` does the same, but loads the compiler when a
+# file is imported; this does so at the first call.
 outside_graphs = disable_dynamo
 
 Backend = str | Callable[..., Any]
 
-# Graphs of one function. At torch's own limit, 8, it goes on without graphs and says so in a warning: too few for blocks of two
-# spans that meet images and videos, batches of one and of several, and parts of other shapes.
+# Graphs of one function. At torch's own limit, 8, it continues without graphs, with a warning: too few for blocks of two spans with
+# images and videos, batches of one and of several, and parts of other shapes.
 MOST_GRAPHS = 64
 
 

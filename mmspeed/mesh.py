@@ -91,7 +91,9 @@ class Mesh:
     def submesh(self, *axes: AxisName) -> DeviceMesh:
         """The submesh of these axes, of a view that holds parameters. Raises ValueError where no view has them all."""
         views = ((STORAGE, self.storage), (EXPERT, self.expert))
-        view = next((held for names, held in views if held is not None and set(axes) <= set(names)), None)
+        view = next(
+            (candidate for names, candidate in views if candidate is not None and set(axes) <= set(names)), None
+        )
         if view is None:
             raise ValueError(f"no view of this mesh holds parameters along {', '.join(axes)}")
         return view[tuple(axis.value for axis in axes)]

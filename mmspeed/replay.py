@@ -179,11 +179,11 @@ class ExchangeRecord(DecisionRecord):
         if self.later:
             return self._take((kind, what))
         with apart():  # their inputs are not kept by themselves
-            made = super().checkpointed(kind, make, what)
+            results = super().checkpointed(kind, make, what)
         with counting_changes():
-            kept = tuple(tensor.detach() for tensor in made)  # autograd gets other objects
-        self._results.append(_Kept((kind, what), kept, tuple(map(version_of, kept))))
-        return made
+            detached = tuple(tensor.detach() for tensor in results)  # autograd gets other objects
+        self._results.append(_Kept((kind, what), detached, tuple(map(version_of, detached))))
+        return results
 
     def _take(self, what: tuple[Kind, object]) -> tuple[Tensor, ...]:
         place, self._taken = self._taken, self._taken + 1
@@ -218,7 +218,7 @@ def recording() -> bool:
 
 
 def in_region() -> bool:
-    """True where this thread is in a pass of a region."""
+    """True where this thread is in a pass of a recomputed region."""
     record = _CURRENT.get()
     return record is not None and record.within_region
 

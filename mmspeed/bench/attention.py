@@ -359,9 +359,9 @@ def fastest_dense(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, device: Device)
                 with sdpa_kernel(backend):
                     torch.autograd.grad(F.scaled_dot_product_attention(leaves[0], leaves[1], leaves[2]), leaves, dout)
                 device.synchronize()
-                taken = time.perf_counter() - started
-                if turn >= WARM and taken < best[0]:
-                    best = (taken, partial(sdpa_kernel, backend))
+                seconds = time.perf_counter() - started
+                if turn >= WARM and seconds < best[0]:
+                    best = (seconds, partial(sdpa_kernel, backend))
         except RuntimeError:  # it does not support this width or dtype
             continue
     return best[1]

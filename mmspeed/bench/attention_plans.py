@@ -1,4 +1,4 @@
-"""The planners that the bench of sparse attention compares, by name, each asked to keep a share of the pairs.
+"""The planners that the bench of sparse attention compares, by name, each with a requested share of the pairs.
 
 clusters         content clusters, one threshold over all of them (the default)
 clusters-mass    the same clusters, the same cumulative probability for each (as in Sparse-VideoGen 2)

@@ -174,10 +174,10 @@ class PolicyResult:
         ]
         for row in self.rows:
             grown = "" if row.grown is None else format_bytes(row.grown)
-            taken = "" if row.time is None else f"{row.time:.2f}"
+            time_ratio = "" if row.time is None else f"{row.time:.2f}"
             lines.append(
                 f"{row.name:<46} {format_bytes(row.kept):>9} {row.kept / plain.kept:>6.1%} {format_bytes(row.peak):>9} "
-                f"{row.peak / plain.peak:>6.1%} {format_bytes(row.host):>9} {added_matmuls(row, plain):>+9.1%} {taken:>6} "
+                f"{row.peak / plain.peak:>6.1%} {format_bytes(row.host):>9} {added_matmuls(row, plain):>+9.1%} {time_ratio:>6} "
                 f"{grown:>9}  {'bitwise' if row.equal else f'{row.distance:.0e}'}"
             )
         return lines + [f"{'PASSED' if passed else 'FAILED'}: {text}" for passed, text in self.verdicts()]
@@ -305,13 +305,13 @@ def measure(
     seconds: list[list[float]] = [[] for _ in cases]
     for turn in range(setting.rounds):
         progress(f"round {turn + 1} of {setting.rounds}")
-        taken = []
+        seconds_of_cases = []
         for case in cases:
             stage.use(case)
             stage.step()  # the first step of a way fills its pool
-            taken.append(stage.seconds())
-        for place, one in enumerate(taken):
-            ratios[place].append(one / taken[0])
+            seconds_of_cases.append(stage.seconds())
+        for place, one in enumerate(seconds_of_cases):
+            ratios[place].append(one / seconds_of_cases[0])
             seconds[place].append(one)
     timed = tuple(
         replace(row, time=statistics.median(ratio), seconds=statistics.median(each)) if ratio else row

@@ -82,7 +82,7 @@ class EMA:
         return trained | {name: bare.get_buffer(name) for name in self._state}
 
     def _weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """(name, this process's part) of each weight, in the order of `tensors`; a part may be freed when the next one is asked for."""
+        """(name, this process's part) of each weight, in the order of `tensors`; a part may be freed when the next one is yielded."""
         if self.optimizer is not None:
             yield from ((name, values) for name, _, values in named_masters(model, self.optimizer))
             yield from ((name, unwrap(model).get_buffer(name)) for name in self._state)

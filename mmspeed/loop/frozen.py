@@ -3,7 +3,7 @@
 The fingerprint hashes the bits of each number with the number's place in its tensor and a key of the tensor's name, shape and number type
 (the finalizer of splitmix64: Steele et al., 2014), and sums the hashes modulo 2^64. A sum has no order, so every process adds up the parts
 that it holds, in any layout, and nothing but the sums is exchanged. The text is the SHA-256 of the sum and of all names, shapes and number
-types. It tells bases apart bit by bit; it is no seal against people who construct two bases with the same one.
+types. It distinguishes bases bit by bit, but does not protect against bases that are constructed to have the same one.
 
 Legend: Z numbers of a piece of this process's part of a tensor.
 """

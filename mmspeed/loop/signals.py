@@ -19,7 +19,7 @@ REQUESTS: tuple[Request, ...] = ("none", "save", "stop")  # in rising order: the
 class StopSignals:
     """A context manager that handles the requests; outside of the main thread, files alone. Former handlers are restored at the end.
 
-    The first SIGINT asks the run to stop after this step; the second interrupts at once.
+    The first SIGINT stops the run after the present step; the second interrupts at once.
     """
 
     def __init__(self, run_dir: Path) -> None:

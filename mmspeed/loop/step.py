@@ -184,8 +184,8 @@ def _late_divisors(
     late = sorted({kind.divisor for kind in kinds.values() if divisors[kind.divisor] is None})
     if not late:
         return {}
-    mine = [record.weight(name, device).item() for name in late]
-    *weights, apart = all_reduce_sum([*mine, record.disagreement(device).item()], group)
+    local = [record.weight(name, device).item() for name in late]
+    *weights, apart = all_reduce_sum([*local, record.disagreement(device).item()], group)
     if apart:
         raise UserError(
             f"the divisor {' or '.join(late)} is the sum of its terms' weights, and its terms have different ones: give them the same "

@@ -123,11 +123,11 @@ class Data(Protocol):
         ...
 
     def resume(self, state: Mapping[str, Any]) -> str | None:
-        """Go on from a checkpoint's state, before the first step is asked for. Returns a message for people, if there is one."""
+        """Resume from a checkpoint's state, before the first step is taken. Returns a message for the user, if there is one."""
         ...
 
     def summary(self) -> dict[str, Any] | None:
-        """The last row of metrics.jsonl about the data, with its `kind`; None when there is nothing to say."""
+        """The last row of metrics.jsonl about the data, with its `kind`; None when there is none."""
         ...
 
     def close(self) -> None:

@@ -53,7 +53,7 @@ class DeclaredState(Protocol):
     """A module some of whose buffers belong to the state of a run, though no gradient trains them: a threshold, a router's bias.
 
     Checkpoints hold them whether they are persistent or not, and so restore them in every layout. Every process has the whole of each,
-    and all change it alike. One that a checkpoint lacks, as a checkpoint of before it was declared, stays as the model has it.
+    and all make the same changes. A buffer that a checkpoint lacks, because it was declared later, keeps the model's value.
     """
 
     @property
@@ -84,7 +84,7 @@ class DiffusionModel(TrainableModel, CountsFlops, Protocol):
 
 @runtime_checkable
 class CountsDenseFlops(Protocol):
-    """A model whose attention may be sparse, and which knows what it would cost if it were not."""
+    """A model whose attention may be sparse, and which also counts the cost of dense attention."""
 
     def dense_flops(self, latent: tuple[int, int, int], text_tokens: int) -> int:
         """`flops`, if all attention were dense."""

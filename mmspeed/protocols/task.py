@@ -115,7 +115,7 @@ class Update:
         loss: the named terms of a micro-batch, of all models.
         roles: the roles that learn together: one gradient norm, by which all are clipped. Each has an optimizer for all its updates.
         name: unique among the updates of a task.
-        optimizer: None: as the config says. The same in all updates of a role.
+        optimizer: None: the config's settings. The same in all updates of a role.
         every: it is made at steps 0, `every`, 2 `every` and so on. At least one update is made at every step.
     """
 

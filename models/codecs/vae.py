@@ -277,7 +277,7 @@ class DiffusersCodec:
             mean_CThw, _ = self._encode_one(torch.zeros(3, bucket.frames, bucket.height, bucket.width))
         except UserError:
             raise
-        except Exception as error:  # a class that wants other channels or sizes fails anywhere inside it
+        except Exception as error:  # a class that needs other channels or sizes may fail anywhere inside
             raise UserError(
                 f"{KEY}: this {self._name} cannot encode an RGB video of {bucket}: {first_line(error)}"
             ) from error
@@ -327,7 +327,7 @@ def declared_strides(vae: Any, images: bool, packed: bool) -> Strides:
         2 ** sum(halvings) if halvings else None,
     )  # fmt: skip
     if spatial is None or temporal is None:
-        raise UserError(f"{KEY}: {type(vae).__name__} does not say how much it compresses; mmspeed cannot use it")
+        raise UserError(f"{KEY}: {type(vae).__name__} does not declare its compression; mmspeed cannot use it")
     return Strides(int(temporal), int(spatial) * (PACKED if packed else 1))
 
 

@@ -54,12 +54,12 @@ class MlpTrials:
         shape, tensor = config.rows_and_columns(config.grid(latent)), layout.tensor
         shapes_here = set()
         for attends, mlp in self.mlps:
-            held = layout.unsplit(shape) if latent[0] == 1 else layout.held(shape, attends, factorised)
+            tokens_here = layout.unsplit(shape) if latent[0] == 1 else layout.held(shape, attends, factorised)
             units = torch.empty(mlp.up.out_features, device="meta").chunk(tensor.size)  # as DTensor cuts rows
             units_here = len(units[tensor.rank]) if tensor.rank < len(units) else 0
-            if held.tokens and units_here:
+            if tokens_here.tokens and units_here:
                 sizes = mlp.down.out_features, mlp.size, self.dtype, mlp.up.bias is not None
-                shapes_here.add(MlpShape(samples * held.tokens, mlp.up.in_features, units_here, *sizes))
+                shapes_here.add(MlpShape(samples * tokens_here.tokens, mlp.up.in_features, units_here, *sizes))
         return shapes_here
 
     def _try(self, micro_batches: set[tuple[Latent, int]]) -> None:

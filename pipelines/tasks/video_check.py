@@ -255,8 +255,8 @@ def shrunk_video(video: VideoTask, known: Mapping[str, Any] | None = None) -> Sh
     if known is not None:
         strides = Strides(*known["strides"])
     else:
-        strides, found = codec_strides(video.config)
-        if not found:
+        strides, available = codec_strides(video.config)
+        if not available:
             remarks.append(f"the codec is not available: latents as of strides {strides.temporal}x{strides.spatial}")
     if video.config.model.sparse is not None:
         remarks.append(

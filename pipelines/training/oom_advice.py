@@ -111,8 +111,8 @@ class OomAdvisor(BaseCallback):
         try:
             write_text(path, json.dumps(record, indent=1) + "\n")
         except (OSError, UserError) as error:  # must not hide that memory is full
-            return f"what was held could not be written: {_first_line(error)}"
-        return f"what was held, and the lines that asked for it: {path}"
+            return f"the blocks in use could not be written: {_first_line(error)}"
+        return f"blocks in use, and the lines that allocated them: {path}"
 
 
 def advise(held: Mapping[str, int], config: RunConfig, *, world: int = 1, growing_segments: str = "") -> list[str]:

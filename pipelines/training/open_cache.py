@@ -38,7 +38,7 @@ def open_cache(
     if maker is None:
         raise UserError(problem)
     if rank == 0:
-        log.info(f"{problem.split(';')[0]}: what the cache lacks is encoded during the first epoch")
+        log.info(f"{problem.split(';')[0]}: the missing entries are encoded during the first epoch")
     try:
         maker.plan(device, rank, world, group)
     except UserError as error:
@@ -68,7 +68,7 @@ def check_cache(cache: DatasetCache, config: Config) -> None:
         more = f" and {len(other) - _NAMED} more" if len(other) > _NAMED else ""
         raise UserError(
             f"the samples in the cache {config.cache_root} were made with other {', '.join(other[:_NAMED])}{more}; "
-            "run `mmspeed preprocess` again (what is there is not encoded twice), or give each data set its own data.cache"
+            "run `mmspeed preprocess` again (present entries are not encoded again), or give each data set its own data.cache"
         )
     weights = config.codec_weights
     if weights is not None and not weights.exists():

@@ -91,7 +91,7 @@ class TrainPipeline:
         self.folder = RunFolder(config.run_dir)
 
     def run(self) -> TrainResult:
-        """Train to the end, or until the run is asked to stop."""
+        """Train to the end, or until a signal or a file stops the run."""
         device = pick(self.config.device.kind)
         device.activate()
         with process_group(device), self.folder.locked() if dist.get_rank() == 0 else nullcontext():

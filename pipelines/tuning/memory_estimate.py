@@ -84,9 +84,9 @@ class MemoryPlan:
             f"{format_bytes(figures.peak(self.chosen))}, {figures.added_share(self.chosen):+.1%} time of the blocks"
         )
         lines.append(f"  {'options of a block':<74} {'keeps':>9} {'peak':>9} {'host':>9} {'time':>7}  blocks")
-        taken = [words_of(each) for each in ways]
+        chosen_words = [words_of(each) for each in ways]
         for kind, options in enumerate(figures.options):
-            here = [words for words, of in zip(taken, figures.kinds, strict=True) if of == kind]
+            here = [words for words, of in zip(chosen_words, figures.kinds, strict=True) if of == kind]
             plain = figures.plain_seconds[kind]
             if len(figures.options) > 1:
                 numbers = [number for number, of in enumerate(figures.kinds) if of == kind]
@@ -321,11 +321,11 @@ class _FakeOffloadGroup:
         start, end = part_of_storage(look, storage.nbytes())
         weak = StorageWeakRef(storage)  # while it exists, its address is not used again
         _, part = self.parts.setdefault((weak.cdata, start, end), (weak, _FakeOffloadedStorage(self.swap, end - start)))
-        held = _FakeOffloadedTensor(self, part)
-        self.held.append(weakref.ref(held))
+        stored = _FakeOffloadedTensor(self, part)
+        self.held.append(weakref.ref(stored))
 
         def give() -> Tensor:
-            memory_Z = held.take()
+            memory_Z = stored.take()
             usable = memory_Z.numel() // look.dtype.itemsize * look.dtype.itemsize
             offset = (look.offset - start) // look.dtype.itemsize
             return memory_Z[:usable].view(look.dtype).as_strided(look.shape, look.strides, offset)
@@ -339,9 +339,9 @@ class _FakeOffloadGroup:
         """Load all stored tensors of the group, with the first one that is used."""
         waiting, self.held = self.held, []
         for weak in waiting:
-            held = weak()
-            if held is not None:
-                held.arrival = held.part.load()
+            stored = weak()
+            if stored is not None:
+                stored.arrival = stored.part.load()
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         return torch.autograd.graph.saved_tensors_hooks(self.store, lambda give: give())

@@ -140,8 +140,8 @@ def next_batch(tried: BucketMeasurements, limits: ProfileLimits, state_bytes: in
         wanted.append((last.batch + tried.too_large) // 2)
     each = line_slope(tried.rows)
     if careful and each is None:
-        room, taken = limits.memory_bytes - state_bytes, max(1, last.peak_bytes - state_bytes)
-        wanted.append(last.batch * room // taken)
+        room, used = limits.memory_bytes - state_bytes, max(1, last.peak_bytes - state_bytes)
+        wanted.append(last.batch * room // used)
     elif each is None and len(tried.rows) > 1:
         before = tried.rows[-2]
         each = (last.peak_bytes - before.peak_bytes) / (last.batch - before.batch)
@@ -302,7 +302,7 @@ def timed(
     """
     results = dict(results)
     order = [row for tried in results.values() for row in tried.rows]
-    taken: dict[tuple[ShapeClass, int], list[float]] = {}
+    times: dict[tuple[ShapeClass, int], list[float]] = {}
     rounds = 0
     with ProgressLine("time batches", len(order) * limits.repeats, "step") as line:
         for turn in range(limits.repeats):
@@ -317,10 +317,10 @@ def timed(
                     if seconds is None:  # fragmented memory: it fitted before
                         results[bucket] = replace(results[bucket], too_large=batch)
                     else:
-                        taken.setdefault((bucket, batch), []).append(seconds)
+                        times.setdefault((bucket, batch), []).append(seconds)
                 line.advance(note=f"{shape_words(bucket)} x {batch}")
     rows = [
-        replace(row, seconds=statistics.median(taken[row.bucket, row.batch]))
+        replace(row, seconds=statistics.median(times[row.bucket, row.batch]))
         for row in order
         if row.batch < (results[row.bucket].too_large or row.batch + 1)
     ]

@@ -133,8 +133,8 @@ def _extra(meta: dict[str, Any], index: dict[str, Any], wanted: dict[str, Tensor
     parts = {name.split(".", 1)[0] for name in wanted}
     # an average stands for its parameter when weights alone are loaded
     stems = {name.split(".", 1)[1] for name in wanted} | meta.get(STATE, {}).keys()
-    held = (name for name in index["tensors"] if name.split(".", 1)[0] in parts and name.split(".", 1)[1] not in stems)
-    return [name for name in held if not name.endswith(THRESHOLD)]
+    names = (name for name in index["tensors"] if name.split(".", 1)[0] in parts and name.split(".", 1)[1] not in stems)
+    return [name for name in names if not name.endswith(THRESHOLD)]
 
 
 def _check_base(
@@ -271,7 +271,7 @@ def load_weights(
     """
     meta, index = open_checkpoint(folder)
     if which == "ema" and meta[EMA_UPDATES] is None:
-        raise UserError(f"checkpoint {folder} has no EMA weights: ask for the model's own")
+        raise UserError(f"checkpoint {folder} has no EMA weights: load the model's own")
     stored, state = index["tensors"], declared_state(model)
     averaged = {name for name, _ in unwrap(model).named_parameters()}
     parameters = {name for name, _ in unwrap(model).named_parameters(remove_duplicate=False)}

@@ -166,7 +166,7 @@ def _lists(plan: ClusterPlan) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _tail(plan: ClusterPlan, means: ClusterMeans | None, q_BAND: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
-    """(mean keys, mean values, dropped counts) and K; the queries stand in for them where there is no tail, and are not read."""
+    """(mean keys, mean values, dropped counts) and K; without a tail, the queries as placeholders, which are not read, and 0."""
     if means is None or plan.tail is None:
         return (q_BAND, q_BAND, q_BAND), 0
     parts = (means.k_BAKD, means.v_BAKD, plan.tail.dropped_GCK)
