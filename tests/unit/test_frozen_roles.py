@@ -1,4 +1,4 @@
-"""Models that no update trains: what a run records of them, and what it goes on beside."""
+"""Models that no update trains: their record in a run, and the checks when it resumes."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def serving(dtype: torch.dtype, tail: str) -> list[str]:
 
 
 def cases(*dtypes: torch.dtype) -> list[Any]:
-    """Of a kernel, a number type and a tail."""
+    """Cases of a kernel, a number type and a tail."""
     every = [(name, dtype, tail) for dtype in dtypes for tail in TAILS for name in serving(dtype, tail)]
     return [pytest.param(*case, id="-".join(map(str, case)).replace("torch.", "")) for case in every]
 

@@ -30,7 +30,7 @@ OLD_RUN = Path(__file__).resolve().parents[1] / "golden" / "fixtures" / "e6bf4be
 
 
 class Without(nn.Module):
-    """The toy without what is named."""
+    """The toy task without the named member."""
 
     def __init__(self, *names: str) -> None:
         super().__init__()
