@@ -121,7 +121,7 @@ def make_mesh(device: Device, sizes: AxisSizes | None = None) -> Mesh:
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """The axes that hold different parts of a parameter, and those that hold replicas of them, which met different items or tokens."""
+    """The axes that hold different parts of a parameter, and those that hold replicas of them, which computed different items or tokens."""
 
     parts: tuple[AxisName, ...]
     replicas: tuple[AxisName, ...]

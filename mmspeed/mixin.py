@@ -15,7 +15,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def mix_in(module: nn.Module, mixin: type[M], rename: bool = True) -> M:
-    """The module itself, with `mixin` put before its class, in place; once, if it is there already.
+    """Put `mixin` before a module's class, in place, unless it is there already. Returns the module.
 
     `rename`: the class's name shows the mixin, such as RecomputedSoraBlock; else the class keeps its own name, which may be written to
     files.

@@ -90,7 +90,7 @@ def sparse_config(config: Config | SparseConfig | Mapping[str, Any] | str) -> Sp
             key, equals, value = part.partition("=")
             if not equals or key in options:
                 raise UserError(
-                    f"sparsify_model: {part!r} in '{config}' {'is there twice' if equals else 'has no value'}"
+                    f"sparsify_model: {part!r} in '{config}' {'is given twice' if equals else 'has no value'}"
                 )
             sizes = re.fullmatch(r"\d+(x\d+)+", value)
             options[key] = value.split("x") if sizes else None if value == "null" else value

@@ -216,7 +216,7 @@ def _partly_applied(loss: float, grad_norm: float, bad: Sequence[str]) -> UserEr
     samples = ", ".join(bad[:8]) or "none alone (the gradient overflowed)"
     return UserError(
         f"loss {loss}, gradient norm {grad_norm}; samples with a non-finite loss: {samples}. With memory.release_gradients a part of this "
-        "step was applied: lower train.lr or look at these samples, and start again, which goes on from the last checkpoint there is"
+        "step was applied: lower train.lr or look at these samples, and start again, which resumes from the last checkpoint"
     )
 
 

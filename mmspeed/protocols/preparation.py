@@ -52,7 +52,7 @@ class Preparation(Protocol):
         ...
 
     def build_on_ray(self, workers: int | None = None) -> list[str]:
-        """Run `build` in so many workers of Ray Data; None: one for each device."""
+        """Run `build` in `workers` workers of Ray Data; None: one for each device."""
         ...
 
     def maker(self) -> Any:

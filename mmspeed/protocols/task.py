@@ -187,7 +187,7 @@ class Task(Protocol):
         ...
 
     def shapes(self) -> Sequence[ShapeClass]:
-        """The shape classes that the run may meet, in order. Raises UserError for one that does not fit the models."""
+        """The shape classes that may occur in the run, in order. Raises UserError for one that does not fit the models."""
         ...
 
     def synthetic_batch(self, shape: ShapeClass, items: int, place: RunPlace, tokens: int | None = None) -> Batch:
@@ -209,7 +209,7 @@ class Task(Protocol):
         ...
 
     def largest_micro_batch(self, place: RunPlace) -> MicroBatchSize:
-        """The micro-batch with the most tokens that a run at this place meets."""
+        """The micro-batch with the most tokens in a run at this place."""
         ...
 
     # -- work -------------------------------------------------------------------------------------------------------------

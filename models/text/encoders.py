@@ -97,7 +97,7 @@ class TransformersEncoder:
         return list(self.tokenizer(caption, truncation=True, max_length=self.max_tokens, verbose=False)["input_ids"])
 
     def _token_of_nothing(self) -> int:
-        """The stand-in for a caption without tokens: the tokenizer's end token, else its padding or start token; 0 where none is needed."""
+        """The stand-in for a caption without tokens: the tokenizer's end token, else its padding or start token; 0 without any of them."""
         names = ("eos_token_id", "pad_token_id", "bos_token_id")
         chosen = next((name for name in names if getattr(self.tokenizer, name, None) is not None), None)
         empty = len(self.tokenizer("", verbose=False)["input_ids"]) == 0

@@ -10,9 +10,9 @@ from mmspeed.models.sora.sizes import resolve_config
 
 
 def other_shape(place: str | Path, model: ModelConfig) -> list[str]:
-    """Lines on settings of the run at `place` (its folder, or that of a checkpoint) that differ from `model` but not in weights' shapes.
+    """Lines on settings in which the run at `place` (its folder, or a checkpoint's) differs from `model` while weights still fit.
 
-    Such weights fit by name and size, but compute another function.
+    Such weights have the same names and sizes, but compute another function.
     """
     roots = (Path(place), Path(place).parent.parent)
     config_file = next((root / "config.yaml" for root in roots if (root / "config.yaml").is_file()), None)

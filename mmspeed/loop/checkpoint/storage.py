@@ -173,7 +173,7 @@ class SafetensorsWriter(HuggingFaceStorageWriter):
         files = {(r.index.fqn, r.index.offset): r.storage_data.relative_path for rank in results for r in rank}
         tensors = {}
         for name, tensor in metadata.state_dict_metadata.items():
-            assert isinstance(tensor, TensorStorageMetadata)  # save() hands over tensors only
+            assert isinstance(tensor, TensorStorageMetadata)  # save() passes tensors only
             chunks = [
                 {"file": files[name, chunk.offsets], "offsets": list(chunk.offsets), "shape": list(chunk.sizes)}
                 for chunk in tensor.chunks

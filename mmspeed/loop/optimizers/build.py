@@ -36,8 +36,8 @@ def make_optimizer(
 ) -> AnyOptimizer:
     """The config's optimizer over the parameters that train; weight decay on matrices only.
 
-    Make it after `parallelize`: sharding replaces the parameters. `memory` decides where its weights and states lie, beside
-    `device`; `mesh` is the one that the model was parallelized over, None without.
+    Make it after `parallelize`: sharding replaces the parameters. `memory` places its weights and states on `device` or in the
+    host's memory; `mesh` is the one that the model was parallelized over, None without.
     Raises UserError for muon over parts of matrices, and where a package is missing.
     """
     memory, device = memory or MemoryConfig(), device or Device("cpu", 0)
