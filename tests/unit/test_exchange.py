@@ -131,7 +131,7 @@ X = torch.zeros(2, 6, 8)
         (lambda a: comm.all_gather(X, a, 1, (1, 5, 0, 0)), "not those of 4 ranks"),
         (lambda a: comm.all_gather(X, a, 5), "no dim 5"),
         (lambda a: comm.reduce_scatter(X, a, 1, (6, 6, 6, 6)), "do not cut dim 1"),
-        (lambda a: comm.reduce_scatter(X > 0, a, 1), "cannot be added"),
+        (lambda a: comm.reduce_scatter(X > 0, a, 1), "cannot be summed"),
         (lambda a: comm.pass_on([X], a, 1, 2), "cannot send to 1"),
         (lambda a: comm.pass_on([X], a, 2, 0, []), "0 shapes come"),
     ],
