@@ -8,7 +8,7 @@ __all__ = ["__version__", "accelerate_model", "sparsify_model"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "accelerate_model":  # when asked for: `import mmspeed` loads neither torch nor diffusers
+    if name == "accelerate_model":  # on first use: `import mmspeed` loads neither torch nor diffusers
         from mmspeed.pipelines.accelerate import accelerate_model
 
         return accelerate_model

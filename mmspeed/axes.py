@@ -1,12 +1,12 @@
 """The axes of the device mesh and the views of it: one table for all arithmetic of ranks, without processes.
 
 Every view is the same ranks 0 .. world - 1 in the same order, cut into axes in another way; outermost axis first. Pipeline stages are
-outermost, for they talk least; ranks that talk most stand nearest to each other.
+outermost, since they communicate least; ranks that communicate most are nearest to each other.
 
-An axis of the dense view is in one of four rows, by what its ranks read (STAGES, ITEMS, TOKENS, TOGETHER). Who reads which items, how many
-ranks compute an item together, which of them follow one another, and who holds what are all read from these rows.
+Each axis of the dense view belongs to one of four groups, by what its ranks read (STAGES, ITEMS, TOKENS, TOGETHER). From these groups
+follow the items that a rank reads, the number of ranks that compute an item together, their order, and the parameters that each holds.
 
-| view    | axes                                                | says                                                         |
+| view    | axes                                                | describes                                                    |
 | ------- | --------------------------------------------------- | ------------------------------------------------------------ |
 | dense   | pp, dp_replicate, dp_shard, dsp, ring, ulysses, tp  | who computes what: items, tokens, channels                   |
 | storage | pp, dp_replicate, shard, tp                         | who holds what; shard is dp_shard x dsp x ring x ulysses     |
@@ -30,11 +30,11 @@ class AxisName(str, Enum):
     DP_REPLICATE = "dp_replicate"  # every rank holds all parameters
     DP_SHARD = "dp_shard"  # parameters, gradients and optimizer state are split; so are the items
     DSP = "dsp"  # the tokens of an item are split, along another dim in each kind of block
-    RING = "ring"  # the tokens of an item are split, and keys go round
-    ULYSSES = "ulysses"  # so they are here, and exchanged for heads
+    RING = "ring"  # the tokens of an item are split, and keys and values are passed round a ring
+    ULYSSES = "ulysses"  # the tokens of an item are split, and exchanged for heads
     TP = "tp"  # weight matrices are split
     SHARD = "shard"  # all ranks that parameters are sharded over
-    EDP = "edp"  # ranks with the same experts, which other items' tokens come to; they shard them
+    EDP = "edp"  # ranks that shard the same experts and receive tokens of other items
     EP_OUTER = "ep_outer"  # experts are split, between nodes
     EP_INNER = "ep_inner"  # experts are split, within a node
     ETP = "etp"  # the matrices of an expert are split
@@ -113,7 +113,7 @@ class MeshTable:
         return [other for other, at in others if all(at[axis] == own[axis] for axis in own if axis not in axes)]
 
     def reader(self, rank: int, split: bool = True) -> Reader:
-        """What a rank reads of items whose tokens are split over a group of ranks, or of items that are not split."""
+        """The share that a rank reads of items whose tokens are split over a group of ranks, or of items that are not split."""
         return Reader(*self.along(rank, ITEMS if split else ITEMS + TOKENS))
 
     def in_stage(self, rank: int) -> Reader:
@@ -126,14 +126,14 @@ class MeshTable:
         return index == count - 1
 
     def first_of_group(self, rank: int) -> bool:
-        """True for the one rank, of those that compute an item together, that knows the loss and speaks for all."""
+        """True for the one rank, of those that compute an item together, that knows the loss and reports it for all."""
         index, _ = self.along(rank, together_along())
         return index == 0 and self.knows_loss(rank)
 
 
 @dataclass(frozen=True)
 class AxisSizes:
-    """The sizes of a mesh's axes, as they are asked for.
+    """The requested sizes of a mesh's axes.
 
     One of dp_replicate and dp_shard may be -1: it takes what the others leave. `ep` ranks share the experts, groups of `ep_inner` of them
     (all, when None) within a node; each expert's matrices are split over `etp`.
@@ -152,13 +152,13 @@ class AxisSizes:
 
 
 def mesh_table(world: int, asked: AxisSizes | None = None) -> MeshTable:
-    """The table of a world; None: all of it shards.
+    """The table of a world of ranks; None: all ranks shard.
 
     Raises UserError when the product of the axes is not the world size, or the ranks of a replica are no multiple of ep x etp.
     """
     asked = asked or AxisSizes()
-    given = asdict(asked)
-    sizes: dict[AxisName, int] = {axis: given[axis.value] for axis in DENSE}
+    requested = asdict(asked)
+    sizes: dict[AxisName, int] = {axis: requested[axis.value] for axis in DENSE}
     free = [axis for axis, size in sizes.items() if size == -1]
     if len(free) > 1:
         raise UserError("parallel: only one of dp_replicate and dp_shard may be -1")
@@ -166,8 +166,8 @@ def mesh_table(world: int, asked: AxisSizes | None = None) -> MeshTable:
     if free and known > 0 and world % known == 0:
         sizes[free[0]] = world // known
     elif free or known != world:
-        shown = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "one device"
-        raise UserError(f"parallel: {shown} does not make the {world} processes of this run; change one, or --nproc")
+        factors = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "one device"
+        raise UserError(f"parallel: {factors} does not make the {world} processes of this run; change one, or --nproc")
     shard = math.prod(sizes[axis] for axis in (*ITEMS, *TOKENS) if axis != AxisName.DP_REPLICATE)
     ep, etp, copy = asked.ep, asked.etp, shard * math.prod(sizes[axis] for axis in TOGETHER)
     inner = ep if asked.ep_inner is None else asked.ep_inner

@@ -1,6 +1,6 @@
 """The one place that names a vendor: cpu, cuda and npu behind one small object (law 6).
 
-`torch.accelerator` comes first; what it does not offer is asked of the vendor's module by its name here and nowhere else.
+`torch.accelerator` comes first; functions that it lacks are called on the vendor's module by its name, in this file alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .torch_internals import memory_segments, record_memory_history
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
-# What cluster schedulers call one device of a kind; cores need no name.
+# Names of a device of each kind in cluster schedulers; cores need no name.
 SCHEDULER_NAMES = {"cpu": "", "cuda": "GPU", "npu": "NPU"}
 
 # Dense peak FLOP/s of one device from the vendors' data sheets, without sparsity: (bf16, tf32 or float32 matrix units).
@@ -53,7 +53,7 @@ PEAK_FLOPS = {
 
 @dataclass(frozen=True)
 class Device:
-    """One process's device. `torch_device` is what tensors are moved to."""
+    """The device of one process. Tensors are moved to `torch_device`."""
 
     kind: str  # cpu, cuda or npu
     index: int  # index on this host; 0 on CPU
@@ -85,7 +85,7 @@ class Device:
             torch.accelerator.synchronize(self.index)
 
     def empty_cache(self) -> None:
-        """Give unused cached device memory back to the driver."""
+        """Return unused cached device memory to the driver."""
         if self.kind != "cpu":
             getattr(torch, self.kind).empty_cache()
 
@@ -96,13 +96,13 @@ class Device:
         return int(getattr(torch, self.kind).memory_reserved(self.index))
 
     def record_allocations(self, on: bool) -> None:
-        """Begin, or end, to note for each block of memory the Python lines that asked for it. CPU memory is not noted."""
+        """Start, or stop, recording for each block of memory the Python lines that allocated it. CPU memory is not recorded."""
         if self.kind != "cpu":
             noted = {"enabled": "state", "context": "state", "stacks": "python"} if on else {"enabled": None}
             record_memory_history(getattr(torch, self.kind).memory, **noted)
 
     def allocations(self) -> list[dict[str, Any]]:
-        """The allocator's segments of this device, each with its `blocks` as noted; none on CPU."""
+        """The allocator's segments of this device, each with its recorded `blocks`; none on CPU."""
         if self.kind == "cpu":
             return []
         segments = memory_segments(getattr(torch, self.kind).memory)
@@ -110,7 +110,7 @@ class Device:
 
     @property
     def growing_segments(self) -> str:
-        """The environment variable by which the allocator keeps less memory in pieces; empty on CPU."""
+        """The environment variable that reduces fragmentation of the allocator's memory; empty on CPU."""
         variable = {"cuda": "PYTORCH_ALLOC_CONF", "npu": "PYTORCH_NPU_ALLOC_CONF"}.get(self.kind)
         return "" if variable is None else f"{variable}=expandable_segments:True"
 
@@ -130,7 +130,7 @@ class Device:
         return int(getattr(torch, self.kind).max_memory_allocated(self.index))
 
     def reset_peak_memory(self) -> None:
-        """Start `peak_memory_bytes` anew. The operating system keeps the CPU's peak; it cannot be reset."""
+        """Reset `peak_memory_bytes`. The CPU's peak is the operating system's and cannot be reset."""
         if self.kind != "cpu":
             getattr(torch, self.kind).reset_peak_memory_stats(self.index)
 
@@ -151,21 +151,21 @@ class Device:
         return int(getattr(torch, self.kind).mem_get_info(self.index)[0])
 
     def supports_bf16(self) -> bool:
-        """Whether bfloat16 arithmetic works here (CPUs emulate it where they lack the instructions)."""
+        """True where bfloat16 arithmetic works (CPUs emulate it where they lack the instructions)."""
         if self.kind == "cuda":
             return bool(torch.cuda.is_bf16_supported())
         return True
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` on this device. Only from pinned memory the copy does not wait: elsewhere the source may be gone before it is read."""
+        """`tensor` on this device. The copy is asynchronous from pinned memory alone: another source may be freed before it is read."""
         return tensor.to(self.torch_device, non_blocking=tensor.is_pinned() if self.kind != "cpu" else False)
 
     def side_stream(self) -> torch.Stream:
-        """A queue of work beside the one that computes; on CPU, where there is but one, that one."""
+        """A stream beside the one that computes; on CPU, which has a single one, that one."""
         return torch.Stream(device=self.torch_device)
 
     def mark(self, stream: torch.Stream) -> torch.Event | None:
-        """What happens when a stream has done all that it was given so far; None on CPU, where it is done already."""
+        """An event after all work queued on a stream so far; None on CPU, where it is done already."""
         return None if self.kind == "cpu" else stream.record_event()
 
     def take_over(self, tensors: Iterable[torch.Tensor], written: torch.Event | None) -> None:
@@ -228,7 +228,7 @@ def _container_free() -> int:
         limit, used = ((folder / name).read_text().strip() for name in ("memory.max", "memory.current"))
         if limit == "max":
             return sys.maxsize
-        # pages of files that nobody uses count as used, and are given up on demand
+        # cached pages of files that no process uses count as used, and are freed on demand
         idle = re.search(r"^inactive_file (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
         return max(0, int(limit) - int(used) + (int(idle[1]) if idle else 0))
     except (OSError, ValueError):
@@ -236,7 +236,7 @@ def _container_free() -> int:
 
 
 def available(kind: str) -> bool:
-    """Whether a device of this kind can be used by this process."""
+    """True where this process can use a device of this kind."""
     if kind == "cpu":
         return True
     if kind == "npu" and importlib.util.find_spec("torch_npu") is not None:
@@ -248,7 +248,7 @@ def available(kind: str) -> bool:
 def pick(kind: str = "auto", local_rank: int | None = None) -> Device:
     """The device of this process. `auto`: npu, else cuda, else cpu.
 
-    `local_rank` defaults to the launcher's LOCAL_RANK. Raises UserError when the kind asked for is not there.
+    `local_rank` defaults to the launcher's LOCAL_RANK. Raises UserError when the requested kind is not available.
     """
     if local_rank is None:
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -274,18 +274,18 @@ def accelerators(kind: str = "auto") -> int:
     """Accelerators of a kind (a name of `device.kind`) that this machine shows; 0 where there are none."""
     try:
         return 0 if pick(kind).kind == "cpu" else torch.accelerator.device_count()
-    except UserError:  # the device of a config need not be in the machine that looks at it
+    except UserError:  # the machine that reads a config need not have its device
         return 0
 
 
 def is_device_fault(error: BaseException) -> bool:
-    """Whether an error comes from the device (memory full, a broken context) and not from what was computed."""
+    """True for an error that comes from the device (memory full, a broken context) and not from the computation."""
     kinds = tuple(kind for name in ("OutOfMemoryError", "AcceleratorError") if (kind := getattr(torch, name, None)))
     return isinstance(error, (MemoryError, *kinds)) or str(error).startswith(("CUDA error", "NPU", "HCCL", "NCCL"))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory is full: a device's, or the host's."""
+    """True for an error that says that the memory of a device or of the host is full."""
     kind = getattr(torch, "OutOfMemoryError", None)
     if isinstance(error, MemoryError) or (kind is not None and isinstance(error, kind)):
         return True

@@ -2,7 +2,7 @@
 
 
 class UserError(Exception):
-    """Something the user can mend: one or two lines that say what is wrong, where, and what to do.
+    """An error that the user can fix: one or two lines that say what is wrong, where, and what to do.
 
     The command line prints it without a traceback (`--debug` shows one) and exits with 1.
     """
@@ -12,5 +12,5 @@ def nearest(word: str, choices: "list[str] | tuple[str, ...]") -> str:
     """`; did you mean 'x'?` with the nearest of `choices`, or an empty string when none is near."""
     import difflib
 
-    found = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
-    return f"; did you mean '{found[0]}'?" if found else ""
+    matches = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
+    return f"; did you mean '{matches[0]}'?" if matches else ""

@@ -1,4 +1,4 @@
-"""What torch.compile makes graphs of, and what it leaves out of them."""
+"""The functions that torch.compile makes graphs of, and those that it leaves out."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from torch import nn
 from .mixin import mix_in
 from .torch_internals import allow_recompiles, disable_dynamo
 
-# A graph breaks at a function under this, and the function runs as it is written. `torch.compiler.disable` is the same, but loads the
-# compiler when a file is imported; this does so at the first call.
+# Decorator: a graph breaks at the function, which runs eagerly. `torch.compiler.disable` does the same, but loads the compiler when a
+# file is imported; this does so at the first call.
 outside_graphs = disable_dynamo
 
 Backend = str | Callable[..., Any]
 
-# Graphs of one function. At torch's own limit, 8, it goes on without graphs and says so in a warning: too few for blocks of two
-# spans that meet images and videos, batches of one and of several, and parts of other shapes.
+# Graphs of one function. At torch's own limit, 8, it continues without graphs, with a warning: too few for blocks of two spans with
+# images and videos, batches of one and of several, and parts of other shapes.
 MOST_GRAPHS = 64
 
 
 class _Compiled(nn.Module):
-    """Mixed in before a block's own class: its forward runs as graphs; what is mixed in before this one does not."""
+    """Runs the forward of the block that it is mixed into as graphs; mixins before this one stay outside of them."""
 
     _backend: Backend
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        own = cast(Any, super().forward).__func__
-        return _graphs_of(own, self._backend)(self, *args, **kwargs)
+        forward_of_block = cast(Any, super().forward).__func__
+        return _graphs_of(forward_of_block, self._backend)(self, *args, **kwargs)
 
 
 def compile_forward(block: nn.Module, backend: Backend = "inductor") -> None:

@@ -27,7 +27,7 @@ def initial_value(name: str, shape: torch.Size, seed: int, zero: bool) -> Tensor
 
 
 def own_part(parameter: nn.Parameter, value: Tensor) -> Tensor:
-    """Of a whole value, the part that this process holds of a parameter, on its device; without communication."""
+    """The part of a whole value that this process holds of a parameter, on its device; without communication."""
     value = value.to(parameter.device)
     if not isinstance(parameter, DTensor):
         return value

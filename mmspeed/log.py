@@ -20,7 +20,7 @@ Item = TypeVar("Item")
 
 
 def rank() -> int:
-    """This process's rank by the launcher's environment; 0 when no launcher started it."""
+    """The rank of this process by the launcher's environment; 0 when no launcher started it."""
     return int(os.environ.get("RANK", "0"))
 
 
@@ -158,7 +158,7 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a `metrics.jsonl`; lines that are no JSON object, as one cut off by a kill, are left out."""
+    """The rows of a `metrics.jsonl`; lines that are no JSON object, such as one cut off by a kill, are left out."""
     rows = []
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():

@@ -1,7 +1,7 @@
-"""The device mesh: the processes of a run in the views of `mmspeed.axes`, made once, handed on as an argument.
+"""The device mesh: the processes of a run in the views of `mmspeed.axes`, made once and passed on as an argument.
 
-For each parameter there is one fact, `layout_of`: which axes hold parts of it, and which hold replicas. Norms, clipping, groups of an
-optimizer and gradient release read it, and name no axis.
+`layout_of` tells for each parameter which axes hold parts of it, and which hold replicas. Norms, clipping, groups of an optimizer and
+gradient release read it, and name no axis.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .device import Device
 
 @contextmanager
 def process_group(device: Device, timeout_seconds: float = 1800.0) -> Iterator[None]:
-    """Inside, this process is in the launcher's process group, or in a group of one when no launcher started it.
+    """Keep this process in the launcher's process group, or in a group of one when no launcher started it.
 
     A launcher's group is made once and lasts as long as the process: to end it after an error on one rank would wait for peers
     that never come (nccl), and a second group under the same keys of the launcher's store meets the first one's addresses.
@@ -70,12 +70,12 @@ class Mesh:
         return self.table.sizes[AxisName(axis)]
 
     def reader(self, split: bool = True) -> Reader:
-        """What this process reads of items whose tokens are split over a group of ranks, or of items that are not split."""
+        """The share that this process reads of items whose tokens are split over a group of ranks, or of items that are not split."""
         return self.table.reader(self.rank, split)
 
     @property
     def in_stage(self) -> Reader:
-        """This process's number among those of its pipeline stage, over which the items of a step are dealt."""
+        """The number of this process among those of its pipeline stage, over which the items of a step are dealt."""
         return self.table.in_stage(self.rank)
 
     @property
@@ -85,13 +85,15 @@ class Mesh:
 
     @property
     def first_of_group(self) -> bool:
-        """True for the one process, of those that compute an item together, that speaks for all."""
+        """True for the one process, of those that compute an item together, that reports for all."""
         return self.table.first_of_group(self.rank)
 
     def submesh(self, *axes: AxisName) -> DeviceMesh:
-        """Of the view that holds parameters with these axes, the part that has no others. Raises ValueError where no view has them all."""
+        """The submesh of these axes, of a view that holds parameters. Raises ValueError where no view has them all."""
         views = ((STORAGE, self.storage), (EXPERT, self.expert))
-        view = next((held for names, held in views if held is not None and set(axes) <= set(names)), None)
+        view = next(
+            (candidate for names, candidate in views if candidate is not None and set(axes) <= set(names)), None
+        )
         if view is None:
             raise ValueError(f"no view of this mesh holds parameters along {', '.join(axes)}")
         return view[tuple(axis.value for axis in axes)]
@@ -119,7 +121,7 @@ def make_mesh(device: Device, sizes: AxisSizes | None = None) -> Mesh:
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """The axes that hold different parts of a parameter, and those that hold replicas of them, which met different items or tokens."""
+    """The axes that hold different parts of a parameter, and those that hold replicas of them, which computed different items or tokens."""
 
     parts: tuple[AxisName, ...]
     replicas: tuple[AxisName, ...]

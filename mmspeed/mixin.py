@@ -1,7 +1,7 @@
-"""How a technique changes what a module's forward does: by a class mixed in before the module's own.
+"""Mixins: classes put before a module's own, by which a technique changes the module's forward.
 
-Rather than wrapping the module, so that state-dict names stay; rather than patching it, so that a deep copy computes with its own
-parameters; and nothing outside of the module changes.
+Unlike a wrapper, a mixin leaves state-dict names as they are; unlike a patch, it lets a deep copy compute with its own parameters.
+Nothing outside of the module changes.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def mix_in(module: nn.Module, mixin: type[M], rename: bool = True) -> M:
-    """The module itself, with `mixin` put before its class, in place; once, if it is there already.
+    """Put `mixin` before a module's class, in place, unless it is there already. Returns the module.
 
-    `rename`: the class tells of the mixin by its name, such as RecomputedSoraBlock; else it keeps its own, which may be written
-    to files.
+    `rename`: the class's name shows the mixin, such as RecomputedSoraBlock; else the class keeps its own name, which may be written to
+    files.
     """
     if not isinstance(module, mixin):
         module.__class__ = _mixed(type(module), mixin, rename)  # type: ignore[arg-type]

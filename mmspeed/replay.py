@@ -1,12 +1,12 @@
-"""What a forward pass decides or keeps, so that a second pass, which recomputes it in backward, does the same.
+"""Records of a forward pass: decisions and results that a recomputation in backward must repeat.
 
-A decision that hangs on rounding (which keys are kept, which expert a token goes to) may fall otherwise when it is made again: then the
-gradient is that of another function. So it is recorded in the first pass and replayed in all later ones. And some results are dear
-to make again, such as an exchange between devices: code that makes them offers them (`checkpointed`), and whoever recomputes says whether
-they are held (`DecisionRecord.holds`).
+A decision that depends on rounding (which keys are kept, which expert a token goes to) may differ when it is made again: the gradient
+is then that of another function. So it is recorded in the first pass and replayed in all later ones. Some results are expensive to
+recompute, such as an exchange between devices: the code that makes them offers them (`checkpointed`), and the record of the
+recomputation decides whether they are held (`DecisionRecord.holds`).
 
-A record belongs to one forward pass and goes with its graph: passes of several micro-batches may overlap, and the second one may run in
-another thread. Records nest: the first pass of an inner one asks the record around it, which may be in its second pass.
+A record belongs to one forward pass and lives as long as its graph: passes of several micro-batches may overlap, and the second one may
+run in another thread. Records nest: in its first pass an inner record asks the record around it, which may be in its second pass.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from mmspeed.torch_internals import counting_changes, keeps_graph, version_of
 
 T = TypeVar("T")
-Kind = Literal["matmul", "attention", "exchange"]  # of what is dear to make again
+Kind = Literal["matmul", "attention", "exchange"]  # of results that are expensive to recompute
 Made = Callable[[], tuple[Tensor, ...]]
 
-# Of the pass that this thread is in: a span's work reaches code that knows nothing of spans, as autocast does.
+# The record of the pass that this thread is in. Like autocast, it reaches code that knows nothing of spans.
 _CURRENT: ContextVar[DecisionRecord | None] = ContextVar("mmspeed_record", default=None)
 
 
@@ -41,12 +41,12 @@ class FirstHalf:
 
     @property
     def made_again(self) -> bool:
-        """Whether a first pass had it already."""
+        """True where a first pass has made it already."""
         return self.whole or (self.outer is not None and self.outer.made_again)
 
 
 class DecisionRecord:
-    """The decisions of one forward pass, in their order. By itself it keeps no results."""
+    """The decisions of one forward pass, in their order. This class keeps no results."""
 
     def __init__(self) -> None:
         self._made: list[Any] = []
@@ -57,47 +57,47 @@ class DecisionRecord:
         self._passes = 0  # that have ended
         self._outer: DecisionRecord | None = None  # in whose pass the first pass of this one runs
 
-    within_region = False  # regions inside run as they stand: one around them says what backward finds
+    within_region = False  # regions inside run unchanged: the one around them determines what backward reads
 
     @property
     def later(self) -> bool:
-        """Whether a pass has ended, so that this one is made again."""
+        """True where a pass has ended, so that the present one is a recomputation."""
         return self._passes > 0
 
     def record_or_replay(self, make: Callable[[], T]) -> tuple[T, bool]:
-        """The decision at this place, and whether it was made just now. One that is a part of another is not recorded by itself."""
+        """The decision at this position, and True where it was made just now. A decision within another one is not recorded by itself."""
         fresh = False
         if self._place == len(self._made):
             if self._outer is not None:
-                made, fresh = self._outer.record_or_replay(make)
+                decision, fresh = self._outer.record_or_replay(make)
             else:
                 with apart():
-                    made, fresh = make(), True
-            self._made.append(made)
+                    decision, fresh = make(), True
+            self._made.append(decision)
         self._place += 1
         return self._made[self._place - 1], fresh
 
     def fact(self, key: object, make: Callable[[], T]) -> T:
-        """What `make()` gave when it was first asked for, in any pass."""
+        """The value of `make()` at the first request, in any pass."""
         if key not in self._facts:
             self._facts[key] = make() if self._outer is None else self._outer.fact(key, make)
         known: T = self._facts[key]
         return known
 
     def set_fact(self, key: object, value: object) -> None:
-        """From here on, `fact` gives `value`; each pass comes here again."""
+        """Let `fact` return `value` from here on; each pass calls this again."""
         self._facts[key] = value
 
     def checkpointed(self, kind: Kind, make: Made, what: object = None) -> tuple[Tensor, ...]:
-        """Results that are dear to make again. `what`: of which work, to be held against that of the first pass."""
+        """Results that are expensive to recompute. `what`: the work, to be compared with that of the first pass."""
         return make() if self._outer is None else self._outer.checkpointed(kind, make, what)
 
     def holds(self, kind: Kind) -> bool:
-        """Whether later passes are given the results of this kind that the first one made."""
+        """True where later passes take the results of this kind from the first one."""
         return False
 
     def begin(self, kind: Kind) -> tuple[FirstHalf, bool]:
-        """The first half at this place, and whether this pass is to make it: a later one does where it makes the second half again."""
+        """The first half at this position, and True where this pass makes it: a later one does if it makes the second half again."""
         if self._next == len(self._begun):
             outer, issues = (None, True) if self._outer is None else self._outer.begin(kind)
             self._begun.append(FirstHalf(outer))
@@ -129,7 +129,7 @@ class DecisionRecord:
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
-        """A pass begins: inside, `record_or_replay`, `checkpointed` and `begin` come here."""
+        """Begin a pass: inside, `record_or_replay`, `checkpointed` and `begin` use this record."""
         self._place = self._next = 0
         self._outer = None if self.later else _CURRENT.get()
         self.within_region |= self._outer is not None and self._outer.within_region
@@ -144,7 +144,7 @@ class DecisionRecord:
 
 @dataclass(frozen=True)
 class _Kept:
-    """What one piece of work gave, and the changes in place of each tensor until then."""
+    """The results of one piece of work, and the count of in-place changes of each tensor at that time."""
 
     what: tuple[Kind, object]
     tensors: tuple[Tensor, ...]
@@ -153,13 +153,13 @@ class _Kept:
     def give(self) -> tuple[Tensor, ...]:
         if self.versions != tuple(map(version_of, self.tensors)):
             raise RuntimeError(
-                "what an exchange gave is kept for recomputation and was changed in place after it was made"
+                "the result of an exchange is kept for recomputation and was changed in place after it was made"
             )
         return tuple(tensor.detach() for tensor in self.tensors)
 
 
 class ExchangeRecord(DecisionRecord):
-    """Keeps what exchanges gave, too, until a later pass takes it; `again`: keeps none, and later passes exchange again."""
+    """Decisions, and the results of exchanges until a later pass takes them; `again`: none are kept, and later passes exchange again."""
 
     def __init__(self, again: bool = False, within_region: bool = False) -> None:
         super().__init__()
@@ -170,36 +170,36 @@ class ExchangeRecord(DecisionRecord):
         return kind == "exchange" and not self._again
 
     def tensors(self) -> list[Tensor]:
-        """What is kept now."""
-        return [tensor for kept in self._results if kept is not None for tensor in kept.tensors]
+        """The tensors that are kept now."""
+        return [tensor for result in self._results if result is not None for tensor in result.tensors]
 
     def checkpointed(self, kind: Kind, make: Made, what: object = None) -> tuple[Tensor, ...]:
         if not self.holds(kind):
             return super().checkpointed(kind, make, what)
         if self.later:
             return self._take((kind, what))
-        with apart():  # what they are made of is not kept by itself
-            made = super().checkpointed(kind, make, what)
+        with apart():  # their inputs are not kept by themselves
+            results = super().checkpointed(kind, make, what)
         with counting_changes():
-            kept = tuple(tensor.detach() for tensor in made)  # what autograd gets is another object
-        self._results.append(_Kept((kind, what), kept, tuple(map(version_of, kept))))
-        return made
+            detached = tuple(tensor.detach() for tensor in results)  # autograd gets other objects
+        self._results.append(_Kept((kind, what), detached, tuple(map(version_of, detached))))
+        return results
 
     def _take(self, what: tuple[Kind, object]) -> tuple[Tensor, ...]:
         place, self._taken = self._taken, self._taken + 1
-        kept = self._results[place] if place < len(self._results) else None
-        if kept is None:
+        result = self._results[place] if place < len(self._results) else None
+        if result is None:
             raise RuntimeError(
                 f"recomputation makes an {what[0]} of which it has no result: it computes something else than the first pass, or it is "
                 "the second of a graph that was not retained"
             )
-        if kept.what != what:
+        if result.what != what:
             raise RuntimeError(
                 f"recomputation makes another {what[0]} than the first pass made at this place: both must make the same, in one order"
             )
         if not keeps_graph():
             self._results[place] = None
-        return kept.give()
+        return result.give()
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
@@ -208,24 +208,24 @@ class ExchangeRecord(DecisionRecord):
             try:
                 yield
             finally:
-                if self.later and not keeps_graph():  # it stopped when backward had all that it needs
+                if self.later and not keeps_graph():  # the recomputation stopped when backward had all that it needs
                     self._results = [None] * len(self._results)
 
 
 def recording() -> bool:
-    """Whether this thread is in a pass that will be, or is, made again."""
+    """True where this thread is in a pass that will be, or is being, recomputed."""
     return _CURRENT.get() is not None
 
 
 def in_region() -> bool:
-    """Whether this thread is in a pass of a region."""
+    """True where this thread is in a pass of a recomputed region."""
     record = _CURRENT.get()
     return record is not None and record.within_region
 
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Inside, nothing is recorded: work of the first pass alone, such as a measurement, has no place among what both passes do."""
+    """Record nothing inside: for work of the first pass alone, such as a measurement, which the second does not repeat."""
     token = _CURRENT.set(None)
     try:
         yield
@@ -234,55 +234,55 @@ def apart() -> Iterator[None]:
 
 
 def record_or_replay(make: Callable[[], T]) -> tuple[T, bool]:
-    """`make()`, or what it gave in the first pass; and whether it was made just now."""
+    """The value of `make()`, or that of the first pass; and True where it was made just now."""
     record = _CURRENT.get()
     return (make(), True) if record is None else record.record_or_replay(make)
 
 
 def fact(key: object, make: Callable[[], T]) -> T:
-    """`make()`, or what it gave when the forward pass that is made again asked first. It stands by itself: in no order with others."""
+    """The value of `make()` at the first request in the forward pass that is recomputed, independent of the order of requests."""
     record = _CURRENT.get()
     return make() if record is None else record.fact(key, make)
 
 
 def set_fact(key: object, value: object) -> None:
-    """From here on, `fact` gives `value` in the pass that this thread is in."""
+    """Let `fact` return `value` from here on in the pass that this thread is in."""
     record = _CURRENT.get()
     if record is not None:
         record.set_fact(key, value)
 
 
 def checkpointed(kind: Kind, make: Made, what: object = None) -> tuple[Tensor, ...]:
-    """`make()`, or, in a second pass that held them, the tensors of the first.
+    """The tensors of `make()`, or, in a second pass that holds them, those of the first.
 
     Call it where no gradient is recorded, such as in the forward of an autograd function, with new tensors as results, in both passes
-    (`apart` for what the first makes alone). They must not be changed afterwards.
+    (`apart` for results of the first alone). They must not be changed afterwards.
     """
     record = _CURRENT.get()
     return make() if record is None else record.checkpointed(kind, make, what)
 
 
 def checkpointed_if(offers: bool, kind: Kind, make: Made) -> tuple[Tensor, ...]:
-    """`checkpointed` where `offers`, else `make()`.
+    """The tensors of `checkpointed` where `offers`, else those of `make()`.
 
-    offers: whether the caller of the autograd function records gradients. What is made without may be made in the first pass alone, such
-    as a plan; then it has no place among the results of both passes.
+    offers: True where the caller of the autograd function records gradients. A result without gradients may be made in the first pass
+    alone, such as a plan; then it is none of the results of both passes.
     """
     return checkpointed(kind, make) if offers else make()
 
 
 def begin(kind: Kind) -> tuple[FirstHalf, bool]:
-    """The first half of a result that is made in two, and whether it is to be made. Called as `checkpointed` is, with `complete` for the
-    second.
+    """The first half of a result that is made in two, and True where it is to be made. Called like `checkpointed`; `complete` is for the
+    second half.
 
-    It is not made again where the results are held, nor where the second half lies outside of what is made again.
+    It is not made again where the results are held, nor where the second half is outside of the recomputation.
     """
     record = _CURRENT.get()
     return (FirstHalf(), True) if record is None else record.begin(kind)
 
 
 def complete(kind: Kind, half: FirstHalf | None, make: Made, what: object = None) -> tuple[Tensor, ...]:
-    """`checkpointed`, of the second half of a result; `make()` alone for a first half that was not offered (None).
+    """The tensors of `checkpointed` for the second half of a result; `make()` alone for a first half that was not offered (None).
 
     Raises RuntimeError where a pass that holds no such results would make the second half again without the first.
     """
@@ -297,12 +297,12 @@ class RecordedModule(nn.Module):
 
 
 def recorded_modules(module: nn.Module) -> list[RecordedModule]:
-    """Those of `module` and its parts that decide."""
+    """The recorded modules among `module` and its submodules."""
     return [part for part in module.modules() if isinstance(part, RecordedModule)]
 
 
 def replayed(run: Callable[..., Any], exchange_again: bool = False) -> Callable[..., Any]:
-    """`run`, whose second call decides as its first did, and exchanges nothing unless `exchange_again`. For one forward pass."""
+    """A `run` whose second call repeats the decisions of its first, and exchanges nothing unless `exchange_again`. For one forward pass."""
     record = ExchangeRecord(exchange_again)
 
     def once(*args: Any, **kwargs: Any) -> Any:

@@ -29,5 +29,5 @@ def normal(shape: tuple[int, ...] | torch.Size, seed: int, purpose: str, *names:
 
 
 def uniform(seed: int, purpose: str, *names: object) -> float:
-    """One number in [0, 1)."""
+    """A number in [0, 1)."""
     return torch.rand((), generator=generator(seed, purpose, *names), dtype=torch.float64).item()

@@ -1,4 +1,4 @@
-"""Shapes of videos, latents and tokens, and how they follow from each other.
+"""Shapes of videos, latents and tokens, and conversions between them.
 
 Legend: F H W frames, height, width of a video in pixels; C T h w channels, frames, height, width of a latent;
 N tokens of a sample; L caption tokens.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """The pixel shape (F, H, W) that a sample is brought to. An image is F = 1."""
+    """The pixel shape (F, H, W) that a sample is resized and cropped to. An image is F = 1."""
 
     frames: int
     height: int
@@ -34,7 +34,7 @@ class Bucket:
 
     @property
     def splits(self) -> bool:
-        """Whether a sequence-parallel group computes a sample together: a video, not an image."""
+        """True where a sequence-parallel group computes a sample together: a video, not an image."""
         return self.frames != 1
 
     @property
@@ -55,7 +55,7 @@ def as_bucket(shape: object) -> Bucket:
 
 @dataclass(frozen=True)
 class Strides:
-    """How many frames and pixels one latent position covers: temporal, spatial. Causal: F = 1 + k * temporal."""
+    """The frames (temporal) and pixels (spatial) that a latent position covers. Causal: F = 1 + k * temporal."""
 
     temporal: int
     spatial: int

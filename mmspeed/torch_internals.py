@@ -1,7 +1,7 @@
-"""Names of torch that begin with an underscore: all that mmspeed uses of them, here and nowhere else.
+"""Names of torch that begin with an underscore: mmspeed uses them in this file alone.
 
-They may change with any release of torch. Each has a test in tests/unit/test_torch_internals.py, so that a new torch that lacks one, or
-does something else by it, says so there. What is costly to import is imported by the function that needs it.
+They may change with any release of torch. Each has a test in tests/unit/test_torch_internals.py, which fails on a torch that lacks one
+or changes its behaviour. Costly modules are imported by the functions that need them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def storage_at(pointer: Any) -> torch.UntypedStorage | None:
 
 
 def free_weak_pointer(pointer: Any) -> None:
-    """Give up a weak pointer."""
+    """Free a weak pointer."""
     torch.UntypedStorage._free_weak_ref(pointer)
 
 
@@ -141,12 +141,12 @@ def varlen_flash_backward(*args: Any, **kwargs: Any) -> Any:
 
 
 def changes_arguments(operator: Any) -> bool:
-    """Whether an operator writes to tensors that it is given."""
+    """True for an operator that writes to its arguments."""
     return bool(operator._schema.is_mutable)
 
 
 def packet_of(operator: Any) -> Any:
-    """The operator with all its overloads, of one overload."""
+    """The operator, with all its overloads, of an overload."""
     return operator._overloadpacket
 
 
@@ -154,17 +154,17 @@ def packet_of(operator: Any) -> Any:
 
 
 def counting_changes() -> AbstractContextManager[None]:
-    """Inside, `detach` shares the count of changes in place, as it does outside of a dispatch mode."""
+    """Let `detach` share the count of in-place changes, as it does outside of a dispatch mode."""
     return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)  # type: ignore[return-value]
 
 
 def in_backward() -> bool:
-    """Whether this thread is inside of a backward pass."""
+    """True inside of a backward pass of this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
 def keeps_graph() -> bool:
-    """Whether the backward pass that this thread is in retains its graph, so that another may follow; True outside of any."""
+    """True where the backward pass that this thread is in retains its graph, so that another may follow, and outside of any."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
@@ -183,25 +183,25 @@ def allow_recompiles(most: int) -> None:
 
 
 def fsdp_state(module: nn.Module) -> Any:
-    """What `fully_shard` holds of a module that it was called with."""
-    found: Any = module
-    return found._get_fsdp_state()
+    """The state that `fully_shard` keeps for a module that it was called with."""
+    wrapped: Any = module
+    return wrapped._get_fsdp_state()
 
 
 def sum_in_float32(state: Any) -> None:
-    """Keep the sums of an `fsdp_state` in float32, after its first forward began. Raises RuntimeError for a torch that sums otherwise."""
+    """Keep the sums of an `fsdp_state` in float32, once its first forward began. Raises RuntimeError for a torch that sums otherwise."""
     # torch 2.13 can have several groups of parameters a module, 2.11 has one
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     for group in filter(None, groups):
         if not hasattr(group, "_orig_dtype"):
             raise RuntimeError(
-                f"torch {torch.__version__} rounds sums of gradients elsewhere: mmspeed does not know it"
+                f"torch {torch.__version__} rounds sums of gradients in another place than mmspeed knows; use torch 2.11 to 2.14"
             )
         group._orig_dtype = torch.float32
 
 
 def dtensor_like(like: DTensor, local: Tensor) -> DTensor:
-    """A DTensor spread as `like` is, whose local part is `local`, wherever that lies; its memory is shared."""
+    """A DTensor of the placements of `like` whose local part is `local`, on any device; its memory is shared."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -222,15 +222,15 @@ def launched_processes(agent: Any) -> list[Any]:
 
 def loader_processes(iterator: Any) -> Sequence[Any]:
     """The worker processes of a DataLoader's iterator."""
-    found: Sequence[Any] = iterator._workers
-    return found
+    workers: Sequence[Any] = iterator._workers
+    return workers
 
 
 def end_loader(iterator: Any) -> None:
     """End the worker processes of a DataLoader's iterator.
 
     A worker that was killed may hold the lock of the event by which torch asks the others to end, and asking would wait for it for ever;
-    torch relies on SIGCHLD there, which a child of the server of forks does not send. The others are then killed.
+    torch relies on SIGCHLD there, which a child of the fork server does not send. The others are then killed.
     """
     from torch.utils.data import _utils
 
@@ -253,14 +253,14 @@ def end_loader(iterator: Any) -> None:
 
 
 def record_memory_history(memory: Any, **settings: str | None) -> None:
-    """Begin, or end, to note who asks for memory."""
+    """Start, or stop, recording which code allocates memory."""
     memory._record_memory_history(**settings)
 
 
 def memory_segments(memory: Any) -> list[dict[str, Any]]:
     """The allocator's segments on all devices, each with its blocks."""
-    found: list[dict[str, Any]] = memory._snapshot()["segments"]
-    return found
+    segments: list[dict[str, Any]] = memory._snapshot()["segments"]
+    return segments
 
 
 # ---- torch's memory tracker. Importing it imports torch's compiler, half a second of it
@@ -274,7 +274,7 @@ def memory_kinds() -> Any:
 
 
 def memory_tracker() -> Any:
-    """A MemTracker of torch as it is."""
+    """A MemTracker of torch, unchanged."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
     return MemTracker()
@@ -287,13 +287,13 @@ def memory_tracker_class() -> Any:
     from torch.distributed._tools.mod_tracker import ModTracker
 
     class Modules(ModTracker):
-        """Does not wait for the gradients of all inputs of a module to say that it is done: it would hold them, and measure itself."""
+        """A tracker that does not wait for the gradients of a module's inputs: it would hold them, and so measure itself."""
 
         def _fw_pre_hook(self, mod: nn.Module, input: Any) -> None:
             super()._fw_pre_hook(mod, ())
 
     class WatchedTracker(MemTracker):
-        """Begin with the `device` of which peaks are reported."""
+        """A tracker that reports peaks of `device`."""
 
         def __init__(self, device: torch.device) -> None:
             super().__init__()
@@ -306,15 +306,15 @@ def memory_tracker_class() -> Any:
 
         @property
         def running(self) -> set[str]:
-            """The names of the modules that are at work, with the tracker's own for the whole."""
+            """The names of the modules that are running, with the tracker's name for the whole."""
             return self._mod_tracker.parents
 
         def count(self, kind: Any, tensor: Tensor) -> None:
-            """Count a tensor; one that is known stays what it is."""
+            """Count a tensor; one that is known keeps its kind."""
             super()._track(kind, tensor)
 
         def recount(self, kind: Any, tensor: Tensor) -> None:
-            """Count a tensor as of this kind, whatever it was."""
+            """Count a tensor as of this kind, whatever its kind was before."""
             self._update_and_maybe_create_winfos(tensor, kind)
 
         def kind_of(self, kind: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The Python API: training and sampling pipelines, composed of the floors below. Names are loaded on first use."""
+"""The Python API: training and sampling pipelines. Names are loaded on first use."""
 
 from __future__ import annotations
 

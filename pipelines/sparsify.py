@@ -1,4 +1,4 @@
-"""One line in somebody's own script: `controller = mmspeed.sparsify_model(transformer, "keep=0.2")`."""
+"""Sparse attention for a user's own script, in one line: `controller = mmspeed.sparsify_model(transformer, "keep=0.2")`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mmspeed.parallel.boundaries.boundary import Grid
 
 
 class ModelSparsity(SparsityController):
-    """The controller of a model whose state dict has no thresholds. They are this one's own state, a few numbers.
+    """The controller of a model whose state dict has no thresholds; they are the controller's state, a few numbers.
 
     `accelerator.register_for_checkpointing(controller)` saves and loads them with the script's checkpoints.
     """
@@ -51,16 +51,16 @@ def sparsify_model(
     attention: Mapping[str, tuple[str, ...]] | None = None,
     grid: Grid | None = None,
 ) -> ModelSparsity:
-    """Make the self-attention of a video transformer sparse, in place; gives what steers it.
+    """Make the self-attention of a video transformer sparse, in place. Returns its controller.
 
     transformer: a diffusers model (Wan, LTX, CogVideoX, HunyuanVideo), or any with `grid` and a plan or `attention`. config: a
-    `SparseConfig`, its fields, a string like "keep=0.2,planner=clusters", or a whole config, whose `model.sparse` is used. attention: which
-    modules attend to themselves, as patterns of their names, each with its sequences in order: ("video",) or ("text", "video"). grid: a
-    function of the arguments of the model's forward, by name, that gives the video's tokens along time, height and width.
+    `SparseConfig`, its fields, a string like "keep=0.2,planner=clusters", or a whole config, whose `model.sparse` is used. attention: the
+    self-attention modules, as patterns of their names, each with its sequences in order: ("video",) or ("text", "video"). grid: a
+    function of the arguments of the model's forward, by name, that returns the video's tokens along time, height and width.
 
-    Text that takes part keeps every key, and every query keeps it. Images stay dense. In training, call `before_step(step)` and
-    `after_step(mmspeed.comm.all_reduce_sum)` of what this gives around each optimizer step; a model that only samples needs neither.
-    It comes before compilation, FSDP, DDP and hooks, and before or after `accelerate_model`. Raises UserError for a model that is not
+    Text in joint attention keeps every key, and every query keeps it. Images stay dense. In training, call the controller's
+    `before_step(step)` and `after_step(mmspeed.comm.all_reduce_sum)` around each optimizer step; a model that only samples needs neither.
+    Call it before compilation, FSDP, DDP and hooks, and before or after `accelerate_model`. Raises UserError for a model that is not
     known, or that cannot be made sparse: joint attention of text and video is either sparse or split over processes.
     """
     settings = sparse_config(config)
@@ -77,33 +77,33 @@ def sparsify_model(
 
 
 def sparse_config(config: Config | SparseConfig | Mapping[str, Any] | str) -> SparseConfig:
-    """The sparse section of whatever a caller gives: a config, the section, a mapping, or "keep=0.2,tile=4x4x4"."""
+    """The sparse section of a config, the section itself, a mapping, or a string such as "keep=0.2,tile=4x4x4"."""
     if isinstance(config, SparseConfig):
         return config
     if isinstance(config, Config):
         if config.model.sparse is None:
             raise UserError("sparsify_model: model.sparse of the config is null, which is dense")
         return config.model.sparse
-    given: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if isinstance(config, str):
         for part in filter(None, config.replace(" ", "").split(",")):
             key, equals, value = part.partition("=")
-            if not equals or key in given:
+            if not equals or key in options:
                 raise UserError(
-                    f"sparsify_model: {part!r} in '{config}' {'is there twice' if equals else 'has no value'}"
+                    f"sparsify_model: {part!r} in '{config}' {'is given twice' if equals else 'has no value'}"
                 )
             sizes = re.fullmatch(r"\d+(x\d+)+", value)
-            given[key] = value.split("x") if sizes else None if value == "null" else value
+            options[key] = value.split("x") if sizes else None if value == "null" else value
     elif isinstance(config, Mapping):
-        given = dict(config)
+        options = dict(config)
     else:
         raise UserError(f"sparsify_model: config is a {type(config).__name__}; give a mapping or 'keep=0.2'")
     fields = tuple(SparseConfig.model_fields)
-    for key in given:
+    for key in options:
         if key not in fields:
             raise UserError(f"sparse.{key}: no such key{nearest(str(key), fields)}")
     try:
-        return SparseConfig.model_validate(given)
+        return SparseConfig.model_validate(options)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(("sparse", *map(str, first["loc"])))

@@ -1,8 +1,8 @@
-"""The bench of sparse attention: how far it is from dense attention, and how much faster, planning included.
+"""The bench of sparse attention: its error and speedup relative to dense attention, planning included.
 
-Every case and dense attention are measured in turns, round by round, and a ratio is made within its round, so that a machine that gets
-slower meanwhile does not matter; medians count. On a CPU the ratio of processors' time comes beside that of the clock: other work on the
-machine disturbs it less.
+Every case and dense attention are measured in turns, round by round, and ratios are taken within a round, so that a machine that slows
+down meanwhile does not matter; medians count. On a CPU the ratio of processors' time is given beside that of the clock, since other work
+on the machine disturbs it less.
 
 Legend: B batch, A heads, N tokens, D head width, X position axes.
 """
@@ -42,7 +42,7 @@ log = get_logger("bench")
 TOKENS, KEEPS = (4_096, 16_384), (0.05, 0.1, 0.2)
 FULL_TOKENS, FULL_KEEPS = (4_096, 16_384, 32_768), (0.03, 0.05, 0.1, 0.2, 0.3)
 FULL_PLANNERS = ("clusters", "tiles", "window", "skip")
-RULES_AT, RULES_KEEP = 4_096, 0.1  # where ways to choose keys for the same clusters are compared
+RULES_AT, RULES_KEEP = 4_096, 0.1  # tokens and kept share at which rules for the same clusters are compared
 WARM = 1
 
 Inputs = tuple[Tensor, Tensor, Tensor]
@@ -51,7 +51,7 @@ Taken = tuple[float, float]  # seconds, processors' seconds of all threads
 
 @dataclass(frozen=True)
 class AttentionBenchSetting:
-    """What to measure. Beside `clusters`, other rules for the same clusters are measured at `RULES_AT` tokens."""
+    """The cases to measure. Beside `clusters`, other rules for the same clusters are measured at `RULES_AT` tokens."""
 
     tokens: tuple[int, ...] = TOKENS
     keeps: tuple[float, ...] = KEEPS
@@ -66,7 +66,7 @@ class AttentionBenchSetting:
     cluster_size: int | None = None
 
     def check(self) -> None:
-        """Raises UserError for what cannot be measured."""
+        """Raises UserError for settings that cannot be measured."""
         for option, values, known in (("planner", self.planners, PLANNERS), ("tail", self.tails, TAILS)):
             for value in values:
                 if value not in known:
@@ -83,10 +83,10 @@ class AttentionBenchSetting:
             )
 
     def methods(self, tokens: int) -> list[Method]:
-        """What is measured at a length."""
+        """The methods to measure at a length."""
         grid = grid_of(tokens)
         planners = self.planners
-        found = [
+        chosen = [
             method(planner, tail, keep, grid, self.cluster_size)
             for keep in self.keeps
             for planner in planners
@@ -94,46 +94,46 @@ class AttentionBenchSetting:
         ]
         if tokens == RULES_AT and RULES_KEEP in self.keeps and "clusters" in planners and "zero" in self.tails:
             others = [rule for rule in ("clusters-mass", "clusters-top") if rule not in planners]
-            found += [method(planner, "zero", RULES_KEEP, grid, self.cluster_size) for planner in others]
-        return found
+            chosen += [method(planner, "zero", RULES_KEEP, grid, self.cluster_size) for planner in others]
+        return chosen
 
 
 def ask(tokens: str | None, keep: str | None, planner: str | None, tail: str | None, full: bool) -> dict[str, Any]:
-    """Fields of `AttentionBenchSetting` of the words of a command line. Raises UserError for what is no number."""
+    """The fields of `AttentionBenchSetting` from the options of a command line. Raises UserError for words that are no numbers."""
     whole = {"tokens": FULL_TOKENS, "keeps": FULL_KEEPS, "planners": FULL_PLANNERS}
-    found: dict[str, Any] = whole if full else {}
+    fields: dict[str, Any] = whole if full else {}
     try:
         if tokens is not None:
-            found["tokens"] = tuple(int(word) for word in tokens.split(","))
+            fields["tokens"] = tuple(int(word) for word in tokens.split(","))
         if keep is not None:
-            found["keeps"] = tuple(float(word) for word in keep.split(","))
+            fields["keeps"] = tuple(float(word) for word in keep.split(","))
     except ValueError as error:
         raise UserError(f"--tokens and --keep are numbers with commas between them: {error}") from None
     if planner is not None:
-        found["planners"] = tuple(word.strip() for word in planner.split(","))
+        fields["planners"] = tuple(word.strip() for word in planner.split(","))
     if tail is not None:
-        found["tails"] = tuple(word.strip() for word in tail.split(","))
-    return found
+        fields["tails"] = tuple(word.strip() for word in tail.split(","))
+    return fields
 
 
 def bench_attention(given: Mapping[str, Any]) -> AttentionResult:
-    """Measure; `given` are fields of `AttentionBenchSetting`. Raises UserError for what cannot be measured here."""
-    asked = AttentionBenchSetting(**given)
-    asked.check()
-    device = pick(asked.device)
+    """Measure; `given` are fields of `AttentionBenchSetting`. Raises UserError for settings that cannot be measured here."""
+    setting = AttentionBenchSetting(**given)
+    setting.check()
+    device = pick(setting.device)
     device.activate()
-    if asked.backend != "auto":
-        for planner in dict.fromkeys(name.partition("-")[0] for name in asked.planners):
-            settings = SparseConfig.model_validate({"planner": planner, "backend": asked.backend})
-            ClusteredAttention(settings).try_out(device.torch_device, parse_dtype(asked.dtype), asked.width)
+    if setting.backend != "auto":
+        for planner in dict.fromkeys(name.partition("-")[0] for name in setting.planners):
+            settings = SparseConfig.model_validate({"planner": planner, "backend": setting.backend})
+            ClusteredAttention(settings).try_out(device.torch_device, parse_dtype(setting.dtype), setting.width)
     rows: list[AttentionRow] = []
     oracles, dense, kernels = {}, {}, {}
-    for tokens in asked.tokens:
-        length = synthetic(asked, device, tokens)
+    for tokens in setting.tokens:
+        length = synthetic(setting, device, tokens)
         oracles[tokens] = [float(share) for share in oracle_share(length.q, length.k)]
-        rows += length.run(asked.methods(tokens), asked.rounds)
+        rows += length.run(setting.methods(tokens), setting.rounds)
         dense[tokens] = length.dense_seconds
-        kernels = length.kernels(asked.methods(tokens)[0])
+        kernels = length.kernels(setting.methods(tokens)[0])
     return AttentionResult(
         rows=rows,
         oracle=oracles,
@@ -143,26 +143,26 @@ def bench_attention(given: Mapping[str, Any]) -> AttentionResult:
         device_name=device.name,
         threads=torch.get_num_threads(),
         load=os.getloadavg()[0],
-        heads=asked.heads,
-        width=asked.width,
-        dtype=asked.dtype,
-        rounds=asked.rounds,
+        heads=setting.heads,
+        width=setting.width,
+        dtype=setting.dtype,
+        rounds=setting.rounds,
     )
 
 
-def synthetic(asked: AttentionBenchSetting, device: Device, tokens: int) -> LengthBench:
+def synthetic(setting: AttentionBenchSetting, device: Device, tokens: int) -> LengthBench:
     """Synthetic video of a length, and the same video under other noise."""
-    dtype, grid = parse_dtype(asked.dtype), grid_of(tokens)
-    q, k, v, positions_NX = make_qkv(grid, asked.heads, asked.width)
-    other = make_qkv(grid, asked.heads, asked.width, look=1)[:2]
+    dtype, grid = parse_dtype(setting.dtype), grid_of(tokens)
+    q, k, v, positions_NX = make_qkv(grid, setting.heads, setting.width)
+    other = make_qkv(grid, setting.heads, setting.width, look=1)[:2]
     q, k, v, other_q, other_k = (x.to(device.torch_device, dtype) for x in (q, k, v, *other))
-    return LengthBench(q, k, v, positions_NX.to(device.torch_device), device, asked.backend, (other_q, other_k))
+    return LengthBench(q, k, v, positions_NX.to(device.torch_device), device, setting.backend, (other_q, other_k))
 
 
 class LengthBench:
-    """Queries, keys and values of one length, and all that is measured on them.
+    """Queries, keys and values of one length, and the measurements on them.
 
-    `other`: queries and keys whose clusters warm plans begin with; those of the same video under other noise, as in sampling.
+    `other`: queries and keys for the starting clusters of warm plans; those of the same video under other noise, as in sampling.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class LengthBench:
         return _leaves(self.q, self.k, self.v)
 
     def dense(self, backward: bool) -> list[Tensor]:
-        """[out] of dense attention, or [out, dq, dk, dv]."""
+        """The results of dense attention, [out] or [out, dq, dk, dv]."""
         with self.dense_backend():
             if not backward:
                 with torch.no_grad():
@@ -214,7 +214,7 @@ class LengthBench:
             return [out.detach(), *torch.autograd.grad(out, leaves, self.dout)]
 
     def taken(self, work: Callable[[], Any]) -> Taken:
-        """Time of `work`, all of it done."""
+        """The time of `work`, up to its completion on the device."""
         self.device.synchronize()
         started, used = time.perf_counter(), time.process_time()
         work()
@@ -222,14 +222,14 @@ class LengthBench:
         return time.perf_counter() - started, time.process_time() - used
 
     def kernels(self, chosen: Method) -> dict[str, str]:
-        """Why a kernel does not serve here, by name; empty where it does."""
+        """The reason why each kernel cannot run here, by name; empty where it can."""
         plan = chosen.plan(self.q, self.k, self.positions)
         means = None if plan.tail is None else key_means(self.k, self.v, plan.tail)
         return {name: kernel.refuses(self.q, self.k, self.v, plan, means) for name, kernel in KERNELS.items()}
 
 
 class _MethodCase:
-    """One method at one length."""
+    """A method at one length."""
 
     def __init__(self, length: LengthBench, chosen: Method) -> None:
         self.length = length
@@ -240,22 +240,22 @@ class _MethodCase:
         self.times: dict[str, list[Taken]] = {"cold": [], "warm": [], "forward": [], "both": []}
 
     def look(self, exact: Sequence[Tensor]) -> None:
-        """What does not depend on time: errors, kept share, memory. It also warms up all that is timed."""
+        """Measure errors, kept share and memory, which do not depend on time; this also warms up for the timings."""
         length, q, k = self.length, self.length.q, self.length.k
         plan = self.plan()
-        stats, found = self.sparse(backward=True)
-        self.errors = [relative_error(mine, truth) for mine, truth in zip(found, exact, strict=True)]
+        stats, results = self.sparse(backward=True)
+        self.errors = [relative_error(result, truth) for result, truth in zip(results, exact, strict=True)]
         self.kept, self.pairs, self.backend = float(stats.kept_BA.mean()), int(stats.pairs), stats.backend
         self.warm_error: float | None = None
         if self.method.clustered:
-            # where a warm start is used, in sampling, it is the same video with other noise
+            # in sampling, a warm start comes from the same video with other noise
             self.start = self.method.plan(length.other[0], length.other[1], length.positions)
             warm = self.method.plan(q, k, length.positions, self.start)
             with torch.no_grad():
                 out = clustered_attention(q, k, length.v, warm, tail=self.tail, backend=length.backend).out_BAND
             self.warm_error = relative_error(out, exact[0])
             del warm, out
-        del stats, found
+        del stats, results
         if length.device.kind == "cpu":
             gathered = gathered_bytes(plan, self.tail == "summary", q.shape[-1], q.element_size())
             del plan
@@ -274,7 +274,7 @@ class _MethodCase:
         return self.method.plan(self.length.q, self.length.k, self.length.positions, start)
 
     def sparse(self, backward: bool) -> tuple[Any, list[Tensor]]:
-        """(stats, [out]) or (stats, [out, dq, dk, dv]), planning included."""
+        """The results of sparse attention, (stats, [out]) or (stats, [out, dq, dk, dv]), planning included."""
         length = self.length
         q, k, v = leaves = length.leaves() if backward else (length.q, length.k, length.v)
         with nullcontext() if backward else torch.no_grad():
@@ -285,7 +285,7 @@ class _MethodCase:
         return stats, [out.detach(), *torch.autograd.grad(out, leaves, length.dout)]
 
     def measure(self) -> None:
-        """One round."""
+        """Measure one round."""
         taken = self.length.taken
         self.times["forward"].append(taken(lambda: self.sparse(backward=False)))
         self.times["both"].append(taken(lambda: self.sparse(backward=True)))
@@ -324,7 +324,7 @@ class _MethodCase:
 
 
 def speed(dense: Sequence[Taken], sparse: Sequence[Taken], cpu: bool) -> Speedup:
-    """How many times faster, round by round: the median of the ratios."""
+    """The speedup: the median of the ratios of each round."""
 
     def ratio(which: int) -> float:
         return statistics.median(a[which] / max(b[which], 1e-9) for a, b in zip(dense, sparse, strict=True))
@@ -333,7 +333,7 @@ def speed(dense: Sequence[Taken], sparse: Sequence[Taken], cpu: bool) -> Speedup
 
 
 def relative_error(found: Tensor, exact: Tensor) -> float:
-    """|found - exact| / |exact| in the L2 norm."""
+    """The relative error |found - exact| / |exact| in the L2 norm."""
     found, exact = found.detach().float(), exact.detach().float()
     return float((found - exact).norm() / exact.norm().clamp(min=1e-30))
 
@@ -344,7 +344,7 @@ def _leaves(*tensors: Tensor) -> Inputs:
 
 
 def fastest_dense(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, device: Device) -> Callable[[], Any]:
-    """A context in which dense attention takes its fastest operator of this device, forward and backward together."""
+    """A context in which dense attention uses its fastest operator on this device, forward and backward together."""
     if device.kind == "cpu":
         return nullcontext
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -359,10 +359,10 @@ def fastest_dense(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, device: Device)
                 with sdpa_kernel(backend):
                     torch.autograd.grad(F.scaled_dot_product_attention(leaves[0], leaves[1], leaves[2]), leaves, dout)
                 device.synchronize()
-                taken = time.perf_counter() - started
-                if turn >= WARM and taken < best[0]:
-                    best = (taken, partial(sdpa_kernel, backend))
-        except RuntimeError:  # it does not take this width or dtype
+                seconds = time.perf_counter() - started
+                if turn >= WARM and seconds < best[0]:
+                    best = (seconds, partial(sdpa_kernel, backend))
+        except RuntimeError:  # it does not support this width or dtype
             continue
     return best[1]
 
@@ -376,7 +376,7 @@ def peak_extra_bytes(device: Device, work: Callable[[], Any]) -> int:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """torch's count of allocations on a CPU sees one thread."""
+    """Run torch on one thread inside, since its count of CPU allocations sees only one."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -386,6 +386,6 @@ def one_thread() -> Iterator[None]:
 
 
 def gathered_bytes(plan: ClusterPlan, tail: bool, width: int, element_size: int) -> int:
-    """What one more thread of a CPU holds at most: keys and values that a cluster keeps, gathered, and their gradients."""
+    """The most bytes that each further CPU thread holds: gathered keys and values of a cluster, and their gradients."""
     rows = int(plan.lengths().max()) + (plan.tail.clusters if tail and plan.tail is not None else 0)
     return 4 * rows * width * element_size

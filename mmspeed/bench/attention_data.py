@@ -1,13 +1,13 @@
-"""Queries, keys and values like those of a video transformer, drawn by name: what the bench of sparse attention runs on.
+"""Queries, keys and values like those of a video transformer, drawn by name: the inputs of the bench of sparse attention.
 
-A few objects, each with a meaning and with a texture that moves with it, cross a background of regions with a texture that stands still.
-Tokens see both and noise. Heads look, in turn, for meaning, for what is near, and twice for both. Queries and keys go through an RMS norm
-with a gain, as learned ones do, and through 3-D rotary positions. It is video-like, but smooth: errors on it are smaller, about by half,
-than those of a trained model, which `mmspeed bench attention --run` measures.
+A few objects, each with a meaning and with a texture that moves with it, cross a background of regions with a fixed texture. The content
+of a token is both, with noise. Heads match, in turn, by meaning, by nearness, and twice by both. Queries and keys go through an RMS norm
+with a gain, like learned ones, and through 3-D rotary positions. The data is video-like, but smooth: errors on it are about half of those
+of a trained model, which `mmspeed bench attention --run` measures.
 
-The constants were set once, before the planners and kernels that are measured on it, so that attention is about as peaked, and what it
-drops about as smooth, as that of the study behind the goals. 90 % of a query's mass lies on so many of the keys (`oracle_share`; the bench
-prints it above its table), by head: 10, 13, 14 and 10 % of 4,096; 12, 11, 8 and 11 % of 16,384; 12, 9, 8 and 11 % of 32,768.
+The constants were set once, before the measured planners and kernels were written, so that attention is about as peaked, and its dropped
+part about as smooth, as in the study behind the goals. The share of the keys with 90 % of a query's mass (`oracle_share`; the bench prints
+it above its table) is, by head: 10, 13, 14 and 10 % of 4,096; 12, 11, 8 and 11 % of 16,384; 12, 9, 8 and 11 % of 32,768.
 
 Legend: B batch (1), A heads, N tokens, D head width, T h w the grid of tokens, X position axes, F content features, O objects.
 """
@@ -29,7 +29,7 @@ OBJECTS, REGIONS = 6, 4
 NEAR_TURNS = (
     0.06,
     0.6,
-)  # radians a step of the channels that tell near from far; faster ones repeat within a few tokens
+)  # radians per step of the channels that distinguish near from far; faster ones repeat within a few tokens
 KINDS = ("semantic", "local", "mixed", "mixed")
 GAINS = {"semantic": 1.25, "local": 1.3, "mixed": 1.3}  # of queries and of keys, after the norm
 
@@ -42,22 +42,22 @@ def make_qkv(
     Args:
         grid: tokens along time, height and width.
         width: of a head; even, at least 6.
-        noise: its strength in a token's content, by that of the signal.
-        look: another number draws other noise over the same video.
+        noise: its strength in a token's content, relative to the signal.
+        look: each number draws other noise over the same video.
 
-    A head's numbers do not depend on how many heads there are.
+    The numbers of a head do not depend on the number of heads.
     """
     positions_NX = grid_positions(grid)
     content_NF = video_content(grid, seed)
     content_NF = content_NF + noise * rng.normal(content_NF.shape, seed, "bench attention", "noise", look)
     cos_NH, sin_NH = rope_cos_sin(positions_NX, width)
-    made = [_head(content_NF, KINDS[head % len(KINDS)], width, seed, head) for head in range(heads)]
-    q_BAND, k_BAND, v_BAND = (torch.stack(parts)[None] for parts in zip(*made, strict=True))
+    parts_of_heads = [_head(content_NF, KINDS[head % len(KINDS)], width, seed, head) for head in range(heads)]
+    q_BAND, k_BAND, v_BAND = (torch.stack(parts)[None] for parts in zip(*parts_of_heads, strict=True))
     return apply_rope(q_BAND, cos_NH, sin_NH), apply_rope(k_BAND, cos_NH, sin_NH), v_BAND, positions_NX
 
 
 def video_content(grid: Grid, seed: int) -> Tensor:
-    """`content_NF` without noise: meaning and texture of what a token shows, each feature of mean square about 1."""
+    """The content `content_NF` without noise: meaning and texture of each token, each feature of mean square about 1."""
     t_N, y_N, x_N = ((grid_positions(grid)[:, axis] + 0.5) / grid[axis] for axis in range(3))
     half = FEATURES // 2
 
@@ -88,19 +88,19 @@ def _bounced(place_N: Tensor) -> Tensor:
 
 
 def _texture(y_N: Tensor, x_N: Tensor, features: int, waves: float, seed: int, *names: object) -> Tensor:
-    """Smooth random functions of a place, mean square 1; `waves` is how often they turn over the whole picture, about."""
+    """Smooth random functions of a place, mean square 1; `waves` is about their number of periods over the whole picture."""
     turns = waves * rng.normal((2, features), seed, "bench attention", "waves", *names)
     start = 2 * math.pi * torch.rand(features, generator=rng.generator(seed, "bench attention", "start", *names))
     return math.sqrt(2) * torch.cos(2 * math.pi * (y_N[:, None] * turns[0] + x_N[:, None] * turns[1]) + start)
 
 
 def _head(content_NF: Tensor, kind: str, width: int, seed: int, head: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q_ND, k_ND, v_ND of one head before rotary positions."""
+    """Queries, keys and values (q_ND, k_ND, v_ND) of a head before rotary positions."""
 
     def matrix(name: str) -> Tensor:
         return rng.normal((content_NF.shape[1], width), seed, "bench attention", name, head) / math.sqrt(FEATURES)
 
-    # what both look for is shared; what only queries or only keys have makes the match imperfect, as learned ones are
+    # queries and keys share a projection; a part of their own makes the match imperfect, as in learned heads
     shared = matrix("shared")
     meets = content_NF @ shared
     place_D = rng.normal((width,), seed, "bench attention", "place", head)  # the same in all tokens: matches where near
@@ -110,18 +110,18 @@ def _head(content_NF: Tensor, kind: str, width: int, seed: int, head: int) -> tu
     # learned heads keep meaning in channels that hardly turn with the position
     gain = GAINS[kind] * (64 / width) ** 0.25  # the scores of unlike tokens are as large at every width
     about, near = {"semantic": (1.0, 0.0), "local": (0.35, 1.0), "mixed": (0.8, 0.7)}[kind]
-    made = []
-    for own in ("query", "key"):
-        sees = meets + 0.5 * content_NF @ matrix(own)
+    query_and_key = []
+    for side in ("query", "key"):
+        sees = meets + 0.5 * content_NF @ matrix(side)
         x_ND = about * sees * torch.where(slow_D, 1.0, 0.4) + near * place_D * torch.where(near_D, 1.0, 0.3)
-        made.append(gain * x_ND / x_ND.square().mean(dim=1, keepdim=True).sqrt())
-    return made[0], made[1], content_NF @ matrix("value")
+        query_and_key.append(gain * x_ND / x_ND.square().mean(dim=1, keepdim=True).sqrt())
+    return query_and_key[0], query_and_key[1], content_NF @ matrix("value")
 
 
 def oracle_share(q_BAND: Tensor, k_BAND: Tensor, mass: float = 0.9, queries: int = 256) -> Tensor:
-    """By head, the mean share of the keys that hold `mass` of a query's attention, the most probable first; (A,).
+    """The mean share of the keys that hold `mass` of a query's attention, the most probable first, by head (A,).
 
-    Over `queries` of them, evenly spread. No way to choose keys can keep fewer.
+    Over `queries` evenly spaced queries. No choice of keys can keep fewer.
     """
     some = torch.linspace(0, q_BAND.shape[2] - 1, min(queries, q_BAND.shape[2]), device=q_BAND.device).long()
     share = []

@@ -1,11 +1,11 @@
-"""The planners that the bench of sparse attention compares, by name, each asked to keep a share of the pairs.
+"""The planners that the bench of sparse attention compares, by name, each with a requested share of the pairs.
 
-clusters         content clusters, one threshold over all of them (the document's rule)
+clusters         content clusters, one threshold over all of them (the default)
 clusters-mass    the same clusters, the same cumulative probability for each (as in Sparse-VideoGen 2)
 clusters-top     the same clusters, the same number of keys for each
 tiles            tiles of the grid, the same number of tiles for each (as in VSA)
-window           tiles, those around
-skip             every so many-th token (Skiparse)
+window           tiles, those around each tile
+skip             every stride-th token (Skiparse)
 
 Legend: B batch, A heads, G = B x A, N tokens, D head width, C clusters of queries, K clusters of keys, X position axes.
 """
@@ -30,12 +30,12 @@ from .attention_data import Grid
 
 PLANNERS = ("clusters", "clusters-mass", "clusters-top", "tiles", "window", "skip")
 TAILS = ("zero", "summary")
-MASS_ROUNDS = 7  # halvings of the interval that the cumulative probability is looked for in
+MASS_ROUNDS = 7  # halvings of the interval in the search for the cumulative probability
 
 
 @dataclass(frozen=True)
 class Method:
-    """A planner, its tail and how much it is asked to keep. Tiles and windows are in tokens and in tiles along (t, h, w)."""
+    """A planner, its tail and its requested share. Tiles and windows are in tokens and in tiles along (t, h, w)."""
 
     planner: str
     tail: str
@@ -48,11 +48,11 @@ class Method:
 
     @property
     def clustered(self) -> bool:
-        """Whether a plan can begin with the clusters of another one."""
+        """True where a plan can begin with the clusters of another one."""
         return self.planner.startswith("clusters")
 
     def rule(self) -> KeepRule:
-        """Which keys a group keeps."""
+        """The rule by which a group keeps keys."""
         if self.planner == "clusters":
             return KeepRule("fraction", self.keep)
         if self.planner == "clusters-mass":
@@ -87,7 +87,7 @@ class Method:
 
 
 def grid_of(tokens: int) -> Grid:
-    """The grid (t, h, w), t <= h <= w, of so many tokens that is nearest to a cube: 16384 is 16 x 32 x 32."""
+    """The grid (t, h, w), t <= h <= w, of `tokens` tokens that is nearest to a cube: 16384 is 16 x 32 x 32."""
     best: Grid = (1, 1, tokens)
     for t in range(1, round(tokens ** (1 / 3)) + 1):
         if tokens % t:
@@ -105,24 +105,24 @@ def _surface(grid: Grid) -> int:
 
 
 def cluster_size_of(tokens: int) -> int:
-    """Queries of a cluster: those of the study at its lengths."""
+    """Queries of a cluster: those of the study at this length."""
     return 256 if tokens >= 16_384 else 128 if tokens >= 2_048 else 32
 
 
 def tail_clusters_of(tokens: int) -> int:
-    """Clusters of keys: what a layer takes when its config does not say."""
+    """Clusters of keys: the default of a layer."""
     return usual_tail_clusters(tokens)
 
 
 def tile_of(grid: Grid) -> Grid:
-    """4 x 4 x 4 tokens, or what is there of them."""
+    """The tile of a grid: 4 x 4 x 4 tokens, or fewer on shorter axes."""
     return tuple(min(4, size) for size in grid)  # type: ignore[return-value]
 
 
 def window_of(grid: Grid, tile: Grid, keep: float) -> Grid:
     """The odd numbers of tiles along (t, h, w) of which a query sees the share of tiles nearest to `keep`.
 
-    Among those within about a tenth of the nearest, the one that is most alike along all axes.
+    Among those within about a tenth of the nearest, the one whose axes are most similar.
     """
     tiles = [-(-size // edge) for size, edge in zip(grid, tile, strict=True)]
     sizes = [range(1, count + 1 + (count % 2 == 0), 2) for count in tiles]
@@ -135,7 +135,7 @@ def window_of(grid: Grid, tile: Grid, keep: float) -> Grid:
 
 
 def method(planner: str, tail: str, keep: float, grid: Grid, cluster_size: int | None = None) -> Method:
-    """A planner with the sizes that fit a grid."""
+    """A method with the sizes that fit a grid."""
     tokens, tile = math.prod(grid), tile_of(grid)
     return Method(
         planner=planner,
@@ -150,7 +150,7 @@ def method(planner: str, tail: str, keep: float, grid: Grid, cluster_size: int |
 
 @torch.no_grad()
 def mass_for(chosen: Method, q_BAND: Tensor, k_BAND: Tensor, positions_NX: Tensor) -> float:
-    """The cumulative probability for which `clusters-mass` keeps the share that it is asked for, by halving."""
+    """The cumulative probability for which `clusters-mass` keeps the requested share, by bisection."""
     low, high = 0.0, 1.0
     for _ in range(MASS_ROUNDS):
         mass = (low + high) / 2

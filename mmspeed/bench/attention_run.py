@@ -1,4 +1,4 @@
-"""`mmspeed bench attention --run`: what sparse attention would do to the layers of a trained model.
+"""`mmspeed bench attention --run`: the effect of sparse attention on the layers of a trained model.
 
 The model runs densely on a few samples at a few noise levels. In every self-attention, each method computes the same queries, keys and
 values, and its output is compared. Speed is measured on the tensors of a middle block.
@@ -44,8 +44,8 @@ from .attention_suggest import LayerResult, MethodResult, RunResult, SparseChoic
 log = get_logger("bench")
 
 LEVELS = (0.2, 0.6, 0.9)
-LEAST_TOKENS = 128  # of a sequence; of shorter ones nothing can be saved
-SEQUENCES = 2  # that are looked at of a span of many short ones
+LEAST_TOKENS = 128  # of a sequence; shorter ones have nothing to save
+SEQUENCES = 2  # sampled from a span of many short ones
 
 
 def bench_run(
@@ -62,25 +62,25 @@ def bench_run(
 
     Args:
         given, common: fields of `AttentionBenchSetting`; lengths, heads and width are the run's own.
-        error: the most that the suggestion may have in any sparse layer.
+        error: the greatest error that the suggestion may have in any sparse layer.
 
     Raises UserError when the run has no checkpoint or no cache to take samples from.
     """
-    asked = AttentionBenchSetting(**{"planners": FULL_PLANNERS, **given, **common})
-    asked.check()
+    setting = AttentionBenchSetting(**{"planners": FULL_PLANNERS, **given, **common})
+    setting.check()
     folder = RunFolder.open(run)
-    device = pick(asked.device)
+    device = pick(setting.device)
     device.activate()
     path = find_checkpoint(folder, checkpoint)
     chosen = choose_samples(folder, samples)
     model = load_model(folder, path, device)
-    looks = look(model, folder, chosen, asked, device)
+    looks = look(model, folder, chosen, setting, device)
     layers = [each.layer() for each in looks if each.sums]
     config = model.config
-    timings, notes = time_attention_types(looks, asked, device), short_notes(looks)
+    timings, notes = time_attention_types(looks, setting, device), short_notes(looks)
 
     def extra(choice: SparseChoice) -> dict[str, Any]:
-        return sizes(next(each for each in looks if each.sums and choice.spans in ("all", each.span)), choice, asked)
+        return sizes(next(each for each in looks if each.sums and choice.spans in ("all", each.span)), choice, setting)
 
     root = output or folder.root
     result = RunResult(
@@ -104,13 +104,13 @@ def bench_run(
 
 
 def choose_samples(folder: RunFolder, count: int) -> list[Sample]:
-    """Videos of the run's cache, the longest first; held-out ones, where there are any. Raises UserError where there are none."""
+    """Videos of the run's cache, the longest first; held-out ones if there are any. Raises UserError where there are no videos."""
     config = folder.config()
     try:
         cache = DatasetCache(config.cache_root)
     except UserError as error:
         raise UserError(
-            f"{folder.root}: the samples that its model is run on come from its cache, which cannot be read: {error}"
+            f"{folder.root}: the samples for its model come from its cache, which cannot be read: {error}"
         ) from None
     for split in ("val", "train"):
         videos = [sample for sample in cache.split(split) if not sample.lost and not sample.bucket.is_image]
@@ -132,7 +132,7 @@ def load_model(folder: RunFolder, path: Path, device: Device) -> SoraDiT:
 
 @dataclass
 class ErrorSums:
-    """Of a method in a layer, by head."""
+    """Error and kept share of a method in a layer, summed over calls, by head."""
 
     wrong: Tensor
     kept: Tensor
@@ -140,13 +140,13 @@ class ErrorSums:
 
 @dataclass
 class LayerBench:
-    """The self-attention of one block: dense attention, which the methods are compared with on the way."""
+    """The self-attention of one block: dense attention, with which the methods are compared."""
 
     block: int
     span: str
     asked: AttentionBenchSetting
-    grid: Grid = (0, 0, 0)  # of the sample that is under way
-    timed: bool = False  # whether the tensors of the next call are kept for timing
+    grid: Grid = (0, 0, 0)  # of the current sample
+    timed: bool = False  # True: the tensors of the next call are kept for timing
     calls: int = 0
     size: Tensor | None = None
     entropy: Tensor | None = None
@@ -156,7 +156,7 @@ class LayerBench:
     tensors: tuple[Tensor, Tensor, Tensor, Tensor] | None = None  # q, k, v, positions
 
     def span_grid(self) -> Grid:
-        """The tokens that a query sees."""
+        """The grid of tokens that a query sees."""
         t, h, w = self.grid
         return {"full": (t, h, w), "spatial": (1, h, w), "temporal": (t, 1, 1)}[self.span]  # type: ignore[return-value]
 
@@ -170,7 +170,7 @@ class LayerBench:
         ]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask_BM: Tensor | None) -> Tensor:
-        """Dense attention, beside which the methods are tried."""
+        """Dense attention; the methods are compared with it on some sequences."""
         out = attention(q, k, v, key_mask_BM)
         self.tokens = max(self.tokens, q.shape[2])
         if q.shape[2] >= LEAST_TOKENS:
@@ -200,7 +200,7 @@ class LayerBench:
             self.tensors, self.timed = (q, k, v, positions), False
 
     def layer(self) -> LayerResult:
-        """Means over the calls."""
+        """The layer's results, as means over the calls."""
         assert self.size is not None and self.entropy is not None and self.mass_share is not None
         points = []
         for (planner, tail, keep), sums in self.sums.items():
@@ -213,7 +213,7 @@ class LayerBench:
 
 
 class WatchedAttention(nn.Module):
-    """In place of a block's attention."""
+    """A module that replaces a block's attention."""
 
     def __init__(self, bench: LayerBench) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ class WatchedAttention(nn.Module):
 def look(
     model: SoraDiT, folder: RunFolder, samples: Sequence[Sample], asked: AttentionBenchSetting, device: Device
 ) -> list[LayerBench]:
-    """Run the model on the samples at every noise level, each block watched."""
+    """Run the model on the samples at every noise level, with measurements in each block."""
     config = folder.config()
     cache, objective = DatasetCache(config.cache_root), make_objective(config.objective)
     looks = []
@@ -258,32 +258,32 @@ def look(
 
 
 def time_attention_types(looks: Sequence[LayerBench], asked: AttentionBenchSetting, device: Device) -> dict[str, Any]:
-    """Rows of each span that is long enough."""
-    found = {}
+    """Timings of each span that is long enough."""
+    timings = {}
     for one in looks:
         if one.tensors is not None:
             q, k, v, positions = one.tensors
-            found[one.span] = LengthBench(q, k, v, positions, device, asked.backend).run(one.methods(), asked.rounds)
+            timings[one.span] = LengthBench(q, k, v, positions, device, asked.backend).run(one.methods(), asked.rounds)
             one.tensors = None
-    return found
+    return timings
 
 
 def short_notes(looks: Sequence[LayerBench]) -> list[str]:
-    """About spans that were left out."""
+    """Notes on spans that were left out."""
     notes = {}
     for one in looks:
         if not one.sums:
-            what = {"full": "attention", "spatial": "attention within frames", "temporal": "attention along time"}[
+            kind = {"full": "attention", "spatial": "attention within frames", "temporal": "attention along time"}[
                 one.span
             ]
             notes[one.span] = (
-                f"{what} sees {one.tokens:,} tokens: too few for sparse attention, which begins to pay at several thousand"
+                f"{kind} sees {one.tokens:,} tokens: too few for sparse attention, which begins to pay at several thousand"
             )
     return list(notes.values())
 
 
 def sizes(one: LayerBench, choice: SparseChoice, asked: AttentionBenchSetting) -> dict[str, Any]:
-    """Further settings of the planner."""
+    """The sizes among the planner's settings."""
     chosen = method(*choice.method, choice.keep, one.span_grid(), asked.cluster_size)
     planner = choice.method[0]
     if planner == "skip":
@@ -295,12 +295,12 @@ def sizes(one: LayerBench, choice: SparseChoice, asked: AttentionBenchSetting) -
 
 
 def _squares(x_BAND: Tensor) -> Tensor:
-    """By head, on the host."""
+    """Sums of squares by head, on the host."""
     return x_BAND.square().sum(dim=(0, 2, 3)).double().cpu()
 
 
 def _entropy(q_BAND: Tensor, k_BAND: Tensor, queries: int = 256) -> Tensor:
-    """By head, the mean entropy of some queries' attention, by that of an even one."""
+    """The mean entropy of some queries' attention, relative to that of uniform attention, by head."""
     some = torch.linspace(0, q_BAND.shape[2] - 1, min(queries, q_BAND.shape[2]), device=q_BAND.device).long()
     total = torch.zeros(q_BAND.shape[1])
     for q_AND, k_AND in zip(q_BAND[:, :, some].float(), k_BAND.float(), strict=True):

@@ -1,4 +1,4 @@
-"""What the layers of a trained run showed under sparse attention, and the settings that follow: figures only, no measuring."""
+"""Results of sparse attention in the layers of a trained run, and the suggested settings: figures only, no measuring."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MethodResult:
 
     planner: str
     tail: str
-    keep: float  # asked for
+    keep: float  # requested share
     kept: list[float]
     errors: list[float]  # relative, in the L2 norm, of the head's output
     error: float  # of all heads together
@@ -41,7 +41,7 @@ class LayerResult:
     block: int
     span: str
     tokens: int  # that a query sees
-    entropy: list[float]  # of attention, by that of an even one: 1 is flat
+    entropy: list[float]  # of attention, relative to that of uniform attention: 1 is flat
     mass_share: list[float]  # of the keys that hold 90 % of a query's mass, at least
     points: list[MethodResult]
 
@@ -64,7 +64,7 @@ class SparseSuggestion:
 
 @dataclass(frozen=True)
 class SparseChoice:
-    """Settings that meet the error, and what they bring. `faster`: forward + backward of all self-attention that was measured."""
+    """Settings that meet the error, and their gain. `faster`: forward + backward of all measured self-attention."""
 
     spans: str
     method: tuple[str, str]
@@ -77,20 +77,20 @@ class SparseChoice:
 
 def fewest_dense(bad: Sequence[int], depth: int) -> tuple[int, int] | None:
     """(first, last): the fewest blocks at both ends that hold all of `bad`; None when that is all of them."""
-    found = None
+    ends = None
     for first in range(depth):
         rest = [block for block in bad if block >= first]
         last = depth - min(rest) if rest else 0
-        if first + last < depth and (found is None or first + last < sum(found)):
-            found = (first, last)
-    return found
+        if first + last < depth and (ends is None or first + last < sum(ends)):
+            ends = (first, last)
+    return ends
 
 
 def choices(
     layers: Sequence[LayerResult], timings: dict[str, list[AttentionRow]], depth: int, budget: float
 ) -> list[SparseChoice]:
-    """All settings whose sparse layers stay within the error, the fastest first."""
-    found = []
+    """The settings whose sparse layers stay within the error, the fastest first."""
+    options_within = []
     spans = list(dict.fromkeys(layer.span for layer in layers))
     options = [("all", spans)] if len(spans) == 1 else [("all", spans), *((span, [span]) for span in spans)]
     for name, chosen in options:
@@ -105,8 +105,8 @@ def choices(
             if sparse:
                 faster = _faster(layers, sparse, timings, method, keep)
                 worst = max(errors[layer.block] for layer in sparse)
-                found.append(SparseChoice(name, method, keep, first, last, faster, worst))
-    return sorted(found, key=lambda choice: (-choice.faster, choice.worst))
+                options_within.append(SparseChoice(name, method, keep, first, last, faster, worst))
+    return sorted(options_within, key=lambda choice: (-choice.faster, choice.worst))
 
 
 def _faster(
@@ -116,7 +116,7 @@ def _faster(
     method: tuple[str, str],
     keep: float,
 ) -> float:
-    """Time of all layers when all are dense, by that when some are sparse."""
+    """The speedup: time of all layers when all are dense, divided by that when some are sparse."""
     dense_time = new_time = 0.0
     for layer in layers:
         row = next(r for r in timings[layer.span] if (r.planner, r.tail) == method and math.isclose(r.keep, keep))
@@ -133,7 +133,7 @@ def suggest(
     budget: float,
     extra: Callable[[SparseChoice], dict[str, Any]],
 ) -> SparseSuggestion:
-    """The fastest settings whose error is within the budget in every sparse layer, if they pay.
+    """The fastest settings whose error is within the budget in every sparse layer, if they gain enough time.
 
     Args:
         timings: rows of each span, one for each method and kept share.
@@ -150,8 +150,8 @@ def suggest(
             f"{fastest.planner} + {fastest.tail} at {fastest.kept:.2f} kept, is {fastest.both.wall:.2f}x as fast as dense, forward + "
             "backward).",
         )
-    found = choices(layers, timings, depth, budget)
-    if not found:
+    within_budget = choices(layers, timings, depth, budget)
+    if not within_budget:
         worst, nearest = min(
             ((max(layer.error(p.method, p.keep) for layer in layers), p) for p in layers[0].points),
             key=lambda pair: pair[0],
@@ -162,14 +162,14 @@ def suggest(
             f"{nearest.keep:g} kept, has up to {worst:.2f}); allow more with --error, or try to keep more with --keep. Training adapts "
             "to some of it.",
         )
-    best_choice = found[0]
+    best_choice = within_budget[0]
     planner, tail = best_choice.method
-    what = f"{planner} + {tail} at {best_choice.keep:g} kept"
+    described = f"{planner} + {tail} at {best_choice.keep:g} kept"
     if best_choice.faster < PAYS:
         return SparseSuggestion(
             None,
             f"Keep attention dense: at {tokens} tokens sparse attention does not pay on this device within an error of {budget:g} (the "
-            f"fastest setting, {what}, is {best_choice.faster:.2f}x as fast as dense, forward + backward); allow more with --error.",
+            f"fastest setting, {described}, is {best_choice.faster:.2f}x as fast as dense, forward + backward); allow more with --error.",
         )
     sparse: dict[str, Any] = {"planner": planner, "tail": tail, "keep": best_choice.keep, **extra(best_choice)}
     if best_choice.spans != "all":
@@ -180,7 +180,7 @@ def suggest(
         sparse["min_tokens"] = shortest
     return SparseSuggestion(
         {"model": {"sparse": sparse}},
-        f"Suggested: {what}, which makes the self-attention that was measured {best_choice.faster:.2f}x as fast (forward + backward, "
+        f"Suggested: {described}, which makes the self-attention that was measured {best_choice.faster:.2f}x as fast (forward + backward, "
         f"planning included) with an error of {best_choice.worst:.2f} at most in any sparse layer"
         + (_dense_note(best_choice) if best_choice.dense_first + best_choice.dense_last else "")
         + ".",
@@ -193,7 +193,7 @@ def _dense_note(choice: SparseChoice) -> str:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What was found of a run. `notes` say what was left out, and why."""
+    """The results of a run. `notes` list the spans that were left out, and why."""
 
     run: str
     checkpoint: str
@@ -231,7 +231,7 @@ class RunResult:
         return [f"error of the output at {_words(keeps, '/')} kept", *_aligned(rows)]
 
     def head_lines(self) -> list[str]:
-        """What each head is like, and its error with the first method at the middle share."""
+        """The statistics of each head, and its error with the first method at the middle share."""
         keeps = sorted({point.keep for point in self.layers[0].points})
         keep, method = keeps[len(keeps) // 2], self.layers[0].points[0].method
         rows = [["block", "90 % of the mass on", "entropy", f"{method[0]} {method[1]} at {keep:g}: error", "kept"]]
@@ -242,7 +242,7 @@ class RunResult:
         return ["by head", *_aligned(rows)]
 
     def speed_lines(self) -> list[str]:
-        """How many times faster than dense, by span."""
+        """Speedups over dense attention, by span."""
         rows = [["span", "tokens", "planner", "tail", "kept", "forward", "with backward", "kernel"]]
         for span, timed in self.timings.items():
             for row in timed:

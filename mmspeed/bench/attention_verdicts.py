@@ -1,4 +1,4 @@
-"""What the bench of sparse attention found, and whether it reaches the goals: figures only, no measuring."""
+"""Results of the bench of sparse attention, and verdicts on its goals: figures only, no measuring."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 
 from mmspeed.log import format_bytes
 
-LINEAR = 1.25  # how much faster than the number of tokens memory may grow and count as linear
-# (tokens, kept, greatest error, least times faster forward, the same forward + backward); None: no goal
+LINEAR = 1.25  # growth of memory relative to that of tokens that still counts as linear
+# (tokens, kept, greatest error, least speedup forward, the same forward + backward); None: no goal
 GOALS = (
     (16_384, 0.1, 0.05, 4.0, 5.5),
     (32_768, 0.1, None, 4.6, 6.4),
@@ -21,13 +21,13 @@ PEAK, WARM_PLAN, TAIL_GAIN, RULE_GAIN, EQUAL_TIME, THROUGHPUT = 1.8, 0.08, 2.5, 
 
 @dataclass(frozen=True)
 class Speedup:
-    """How many times faster than dense attention, by the clock and by processors' time (CPUs only)."""
+    """A speedup over dense attention, by the clock and by processors' time (CPUs only)."""
 
     wall: float
     cpu: float | None = None
 
     def least(self) -> float:
-        """The lesser of both: other work on a machine may favour either side of the clock's."""
+        """The smaller of both, since other work on a machine may distort the clock's either way."""
         return self.wall if self.cpu is None else min(self.wall, self.cpu)
 
     def __str__(self) -> str:
@@ -39,12 +39,12 @@ class AttentionRow:
     """A method at a length. Errors are relative, in the L2 norm, against dense attention; times are of a whole call of all heads."""
 
     tokens: int
-    keep: float  # asked for
+    keep: float  # requested share
     planner: str
     tail: str
     cluster_size: int
     kept: float  # share of pairs
-    pairs: int  # that the kernel computed, with those of means and of padding
+    pairs: int  # that the kernel computed, including means and padding
     backend: str
     error: float  # of the output
     gradient_errors: tuple[float, float, float]  # dq, dk, dv, for a gradient of white noise
@@ -56,7 +56,7 @@ class AttentionRow:
     both: Speedup
     peak_bytes: int  # beyond the inputs, forward + backward
     dense_peak_bytes: int
-    throughput: float  # pairs a second of kept pairs, without planning, by those of dense attention
+    throughput: float  # kept pairs per second, without planning, relative to dense attention
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,12 @@ class GoalVerdict:
 
 @dataclass(frozen=True)
 class AttentionResult:
-    """All that the bench found. `oracle`: by length, the share of the keys that holds 90 % of a query's mass, by head."""
+    """The results of the bench. `oracle`: by length, the share of the keys that holds 90 % of a query's mass, by head."""
 
     rows: list[AttentionRow]
     oracle: dict[int, list[float]]
     dense: dict[int, dict[str, float]]  # seconds of dense attention, by length: forward, both
-    kernels: dict[str, str]  # why a kernel does not serve here; empty where it does
+    kernels: dict[str, str]  # the reason why a kernel cannot run here; empty where it can
     device: str
     device_name: str
     threads: int
@@ -93,7 +93,7 @@ class AttentionResult:
         object.__setattr__(self, "verdicts", verdicts(self.rows, self.device))
 
     def passed(self) -> bool:
-        """Whether all goals are reached whose rows were measured."""
+        """True where all goals are reached whose rows were measured."""
         return all(verdict.passed for verdict in self.verdicts)
 
     def to_json(self) -> str:
@@ -104,7 +104,7 @@ class AttentionResult:
         return [*self.head(), *table(self.rows), *(verdict.line() for verdict in self.verdicts)]
 
     def head(self) -> list[str]:
-        """What was measured on what."""
+        """The conditions of the measurement."""
         threads = f", {self.threads} threads, load {self.load:.1f}" if self.device == "cpu" else ""
         lines = [
             f"{self.heads} heads of width {self.width}, {self.dtype}, {self.device_name}{threads}; medians of {self.rounds} rounds",
@@ -160,20 +160,20 @@ def find(rows: Iterable[AttentionRow], tokens: int, keep: float, planner: str, t
 
 
 def verdicts(rows: list[AttentionRow], device: str) -> list[GoalVerdict]:
-    """Those whose rows were measured. Those of speed are goals of a CPU: on an accelerator the share of its dense throughput is."""
-    found: list[GoalVerdict | None] = []
+    """Verdicts on the goals whose rows were measured. Speedups are goals of CPUs; of accelerators, the share of dense throughput is."""
+    reached: list[GoalVerdict | None] = []
     for tokens, keep, error, forward, both in GOALS:
         row = find(rows, tokens, keep, "clusters", "summary")
         if row is not None:
-            found += _speed_and_error(row, error, forward, both, device == "cpu")
-    found += [_equal_time(rows, tokens) for tokens in (16_384, 32_768)]
-    found.append(_memory(rows))
-    found.append(_linear(rows))
-    found += _at_16k(rows)
-    found += _rules(rows)
+            reached += _speed_and_error(row, error, forward, both, device == "cpu")
+    reached += [_equal_time(rows, tokens) for tokens in (16_384, 32_768)]
+    reached.append(_memory(rows))
+    reached.append(_linear(rows))
+    reached += _at_16k(rows)
+    reached += _rules(rows)
     if device != "cpu":
-        found += [_throughput(row) for row in rows if (row.planner, row.tail) == ("clusters", "summary")]
-    return [verdict for verdict in found if verdict is not None]
+        reached += [_throughput(row) for row in rows if (row.planner, row.tail) == ("clusters", "summary")]
+    return [verdict for verdict in reached if verdict is not None]
 
 
 def _name(row: AttentionRow) -> str:
@@ -183,23 +183,24 @@ def _name(row: AttentionRow) -> str:
 def _speed_and_error(
     row: AttentionRow, error: float | None, forward: float | None, both: float | None, speeds: bool
 ) -> list[GoalVerdict]:
-    found = []
+    goals = []
     if error is not None:
-        found.append(GoalVerdict(f"{_name(row)}: error at most {error}", row.error <= error, f"{row.error:.4f}"))
+        goals.append(GoalVerdict(f"{_name(row)}: error at most {error}", row.error <= error, f"{row.error:.4f}"))
     for goal, measured, what in ((forward, row.forward, "forward"), (both, row.both, "forward + backward")):
         if goal is not None and speeds:
-            found.append(GoalVerdict(f"{_name(row)}: {what} at least {goal}x", measured.least() >= goal, str(measured)))
-    return found
+            goals.append(GoalVerdict(f"{_name(row)}: {what} at least {goal}x", measured.least() >= goal, str(measured)))
+    return goals
 
 
 def error_at(rows: list[AttentionRow], seconds: float) -> tuple[float, bool]:
-    """(the error that a method has when it may take so long, whether its rows reach there).
+    """(the error of a method at a given time, True where the time is within its rows).
 
-    Between two rows, straight in the logarithms of time and error; beyond them, as between the last two. Two rows at least.
+    Interpolated between two rows, linearly in the logarithms of time and error; beyond them, extrapolated from the last two. Needs at
+    least two rows.
     """
     curve: list[AttentionRow] = []
     for row in sorted(rows, key=lambda row: row.both_seconds):
-        if not curve or row.error < curve[-1].error:  # one that is slower and worse is no choice
+        if not curve or row.error < curve[-1].error:  # a slower and worse row is no choice
             curve.append(row)
     if len(curve) < 2:
         return curve[0].error, False
@@ -226,15 +227,15 @@ def _equal_time(rows: list[AttentionRow], tokens: int) -> GoalVerdict | None:
     return GoalVerdict(
         f"{_name(ours)}: in the time of forward + backward, at most {EQUAL_TIME} of the error of the most important tiles",
         ratio <= EQUAL_TIME,
-        f"{ours.error:.4f} against {theirs:.4f}, found between the tiles' kept shares by their time{note}: {ratio:.2f}{beside}",
+        f"{ours.error:.4f} against {theirs:.4f}, interpolated by time between the tiles' kept shares{note}: {ratio:.2f}{beside}",
     )
 
 
 def _memory(rows: list[AttentionRow]) -> GoalVerdict | None:
-    held = [row for row in rows if row.planner == "clusters" and row.tokens >= 16_384 and row.keep <= 0.1]
-    if not held:
+    sparse = [row for row in rows if row.planner == "clusters" and row.tokens >= 16_384 and row.keep <= 0.1]
+    if not sparse:
         return None
-    worst = max(held, key=lambda row: row.peak_bytes / row.dense_peak_bytes)
+    worst = max(sparse, key=lambda row: row.peak_bytes / row.dense_peak_bytes)
     ratio = worst.peak_bytes / worst.dense_peak_bytes
     return GoalVerdict(
         f"memory beyond the inputs at most {PEAK}x of dense attention's, to 10 % kept",
@@ -261,32 +262,32 @@ def _linear(rows: list[AttentionRow]) -> GoalVerdict | None:
 
 
 def _at_16k(rows: list[AttentionRow]) -> list[GoalVerdict]:
-    found = []
+    goals = []
     ours, zero = (find(rows, 16_384, 0.1, "clusters", tail) for tail in ("summary", "zero"))
     if ours is not None and ours.warm_seconds is not None:
         share = ours.warm_seconds / ours.both_seconds
         goal = f"{_name(ours)}: a warm plan at most {WARM_PLAN:.0%} of forward + backward"
-        found.append(GoalVerdict(goal, share <= WARM_PLAN, f"{share:.1%}"))
+        goals.append(GoalVerdict(goal, share <= WARM_PLAN, f"{share:.1%}"))
     if ours is not None and zero is not None:
         gain = zero.error / ours.error
         goal = f"the summary's error at most 1/{TAIL_GAIN} of that without a tail, 16,384 tokens, 10% kept"
-        found.append(GoalVerdict(goal, gain >= TAIL_GAIN, f"1/{gain:.2f}"))
-    return found
+        goals.append(GoalVerdict(goal, gain >= TAIL_GAIN, f"1/{gain:.2f}"))
+    return goals
 
 
 def _rules(rows: list[AttentionRow]) -> list[GoalVerdict]:
-    """One threshold for all clusters against other rules for the same clusters."""
-    found = []
+    """Verdicts on one threshold for all clusters against other rules for the same clusters."""
+    goals = []
     ours = find(rows, 4_096, 0.1, "clusters", "zero")
     for planner, rule in (("clusters-mass", "the same mass"), ("clusters-top", "the same number")):
         theirs = find(rows, 4_096, 0.1, planner, "zero")
         if ours is not None and theirs is not None:
             ratio = ours.error / theirs.error
             goal = f"one threshold: at most {RULE_GAIN} of the error of {rule} for each cluster, 4,096 tokens, 10% kept"
-            found.append(
+            goals.append(
                 GoalVerdict(goal, ratio <= RULE_GAIN, f"{ratio:.2f} (kept {ours.kept:.3f} against {theirs.kept:.3f})")
             )
-    return found
+    return goals
 
 
 def _throughput(row: AttentionRow) -> GoalVerdict:

@@ -30,25 +30,27 @@ def profile_buckets(
     """Measure, write `buckets.json`, and print the tables (on the first process). Raises UserError as `profile`.
 
     Args:
-        output: folder that the file is written to, in place of the run's, where training looks for it.
+        output: folder of the file, instead of the run's folder, where training looks for it.
         memory_limit: `70GB`, `64GiB`, a number of bytes, or a share such as `80%` or `0.8`.
         budget_seconds: a step that takes longer is the last of its bucket.
-        most: samples of a step, at most.
+        most: the most samples of a step.
         repeats: timed steps of each batch; the median counts.
-        minutes: when no larger batch, and no further round of timed steps, is begun.
+        minutes: the time after which no larger batch, and no further round of timed steps, is begun.
     """
     limit = parse_memory(memory_limit) if memory_limit is not None else None
     if budget_seconds <= 0 or minutes <= 0 or repeats < 1 or (most is not None and most < 1):
         raise UserError("--budget-seconds, --minutes, --repeats and --most must be positive")
     config = load_run_config(config_path, overrides)
-    found = profile(config, output, memory=limit, seconds=budget_seconds, most=most, repeats=repeats, minutes=minutes)
+    profiled = profile(
+        config, output, memory=limit, seconds=budget_seconds, most=most, repeats=repeats, minutes=minutes
+    )
     if log.rank() == 0:
-        print("\n".join(lines(found)))
-    return found.measured
+        print("\n".join(lines(profiled)))
+    return profiled.measured
 
 
 def parse_memory(text: str) -> float:
-    """A share (up to 1) or bytes. Raises UserError for what is neither."""
+    """A share (up to 1) or a number of bytes. Raises UserError for a text that is neither."""
     number, percent = text.strip().removesuffix("%"), text.strip().endswith("%")
     share: float | None
     try:
@@ -68,61 +70,63 @@ def parse_memory(text: str) -> float:
     return limit
 
 
-def lines(found: BucketProfile) -> list[str]:
-    """What is printed."""
-    measured, setting = found.measured, found.measured.setting
-    fitting = [bucket for bucket in _buckets(found) if measured.most(bucket)]
+def lines(profiled: BucketProfile) -> list[str]:
+    """The lines to print."""
+    measured, setting = profiled.measured, profiled.measured.setting
+    fitting = [bucket for bucket in _buckets(profiled) if measured.most(bucket)]
     limit = log.format_bytes(measured.limit_bytes)
     processes = (
-        "1 process" if found.world == 1 else f"{found.world} processes (each line: one device, the slowest and fullest)"
+        "1 process"
+        if profiled.world == 1
+        else f"{profiled.world} processes (each line: one device, the slowest and fullest)"
     )
     result = [
         f"{setting['device.name']}, {setting['device.dtype']}, {setting['parallel.strategy']}, {processes}; limit {limit}, "
-        f"of which weights, optimizer and average take {log.format_bytes(found.state_bytes)}",
-        f"memory: {found.counted}; time: median of {found.rounds} steps of each batch",
+        f"of which weights, optimizer and average take {log.format_bytes(profiled.state_bytes)}",
+        f"memory: {profiled.counted}; time: median of {profiled.rounds} steps of each batch",
         "",
-        *_steps_table(found),
+        *_steps_table(profiled),
         "",
     ]
-    for bucket in found.measured.too_large:
+    for bucket in profiled.measured.too_large:
         if measured.most(bucket):
             result.append(f"{shape_words(bucket)}: memory ran out at a batch of {measured.too_large[bucket]}")
-    for bucket in _buckets(found):
+    for bucket in _buckets(profiled):
         if not measured.most(bucket):
-            why = "by the memory of smaller buckets, it was not tried" if bucket in found.untried else "measured"
+            why = "by the memory of smaller buckets, it was not tried" if bucket in profiled.untried else "measured"
             result.append(
                 f"{shape_words(bucket)}: not even one sample fits in {limit} ({why}); `batching.by: time` will refuse it"
             )
     if not fitting:
-        return [*result, f"written: {found.path}"]
+        return [*result, f"written: {profiled.path}"]
     budget = suggested_budget(measured, fitting)
-    result += [*_batches_table(found, fitting), "", f"written: {found.path}; to train by it, set in the config:"]
+    result += [*_batches_table(profiled, fitting), "", f"written: {profiled.path}; to train by it, set in the config:"]
     result.append(f"  batching: {{by: time, budget: {budget:g}}}   # seconds; without a budget, what memory allows")
     return result
 
 
 def suggested_budget(measured: Measured, buckets: Sequence[ShapeClass]) -> float:
-    """The most seconds that device batches of all buckets can take alike; at least what one sample of any takes."""
+    """The greatest time in seconds that device batches of all buckets can fill, at least that of one sample of any bucket."""
     full = min(measured.cost(bucket).of(measured.most(bucket)) for bucket in buckets)
     one = max(measured.cost(bucket).of(1) for bucket in buckets)
     return _ceil(max(full, one))
 
 
 def _ceil(value: float) -> float:
-    """Rounded up to three figures, so that what gave it still fits."""
+    """A value rounded up to three digits, so that the batch that it came from still fits."""
     step = 10.0 ** (math.floor(math.log10(value)) - 2)
     return float(f"{math.ceil(value / step) * step:.3g}")
 
 
-def _buckets(found: BucketProfile) -> list[ShapeClass]:
-    return sorted(found.shapes)
+def _buckets(profiled: BucketProfile) -> list[ShapeClass]:
+    return sorted(profiled.shapes)
 
 
-def _steps_table(found: BucketProfile) -> list[str]:
+def _steps_table(profiled: BucketProfile) -> list[str]:
     rows = []
-    for bucket in _buckets(found):
-        tokens = found.costs.tokens(bucket)
-        for row in (row for row in found.measured.rows if row.bucket == bucket):
+    for bucket in _buckets(profiled):
+        tokens = profiled.costs.tokens(bucket)
+        for row in (row for row in profiled.measured.rows if row.bucket == bucket):
             rate = row.batch / row.seconds
             rows.append(
                 [
@@ -132,29 +136,33 @@ def _steps_table(found: BucketProfile) -> list[str]:
                     f"{row.seconds:.4g}",
                     f"{rate:.4g}",
                     f"{rate * tokens:,.0f}",
-                    log.format_bytes(row.peak_bytes) + ("" if row.peak_bytes <= found.measured.limit_bytes else " !"),
+                    log.format_bytes(row.peak_bytes)
+                    + ("" if row.peak_bytes <= profiled.measured.limit_bytes else " !"),
                 ]
             )
     return table(["bucket", "tokens", "batch", "s/step", "samples/s", "tokens/s", "peak memory"], rows)
 
 
-def _batches_table(found: BucketProfile, buckets: Sequence[ShapeClass]) -> list[str]:
-    """What the line says of each bucket, and the batches that different rules make of it."""
-    measured, config = found.measured, found.config
-    own = config.batching if config.batching.by == "time" else BatchingConfig(by="time")
+def _batches_table(profiled: BucketProfile, buckets: Sequence[ShapeClass]) -> list[str]:
+    """The fitted line of each bucket, and its batches by different rules."""
+    measured, config = profiled.measured, profiled.config
+    rule = config.batching if config.batching.by == "time" else BatchingConfig(by="time")
     train = config.train if config.batching.by == "time" else TrainConfig()
     even = BatchingConfig(by="time", budget=suggested_budget(measured, buckets))
-    used = _sizes(found, own, train, buckets)
-    balanced = _sizes(found, even, TrainConfig(), buckets)
-    # compared where tokens and FLOPs would give the costliest bucket the batch that the balanced rule gives it
-    costliest = max(buckets, key=found.costs.tokens)
+    used = _sizes(profiled, rule, train, buckets)
+    balanced = _sizes(profiled, even, TrainConfig(), buckets)
+    # budgets of tokens and FLOPs are such that the costliest bucket has the batch of the balanced rule
+    costliest = max(buckets, key=profiled.costs.tokens)
     reference = balanced[costliest]
     tokens = _sizes(
-        found, BatchingConfig(by="tokens", budget=reference * found.costs.tokens(costliest)), TrainConfig(), buckets
+        profiled,
+        BatchingConfig(by="tokens", budget=reference * profiled.costs.tokens(costliest)),
+        TrainConfig(),
+        buckets,
     )
     flops = _sizes(
-        found,
-        BatchingConfig(by="flops", budget=reference * found.costs.flops(costliest) / 1e12),
+        profiled,
+        BatchingConfig(by="flops", budget=reference * profiled.costs.flops(costliest) / 1e12),
         TrainConfig(),
         buckets,
     )
@@ -172,10 +180,10 @@ def _batches_table(found: BucketProfile, buckets: Sequence[ShapeClass]) -> list[
                 *(f"{sizes[bucket]}{'' if sizes[bucket] <= most else ' !'}" for sizes in (tokens, flops)),
             ]
         )
-    budget = "memory alone" if own.budget is None else f"{own.budget:g} s"
+    budget = "memory alone" if rule.budget is None else f"{rule.budget:g} s"
     head = ["bucket", "seconds of n samples", "off by", "most", budget, f"{even.budget:g} s", "by tokens", "by FLOPs"]
     notes = [
-        "most: samples that fit; +: perhaps more, which was not measured. The columns behind it are device batches: with",
+        "most: samples that fit; +: perhaps more, which was not measured. The columns after it are device batches: with",
         f"`by: time` and {budget}, with {even.budget:g} s, and, for the same batch of {shape_words(costliest)} ({reference}), by tokens",
         "and by modelled FLOPs; ! is over `most`.",
     ]
@@ -183,7 +191,7 @@ def _batches_table(found: BucketProfile, buckets: Sequence[ShapeClass]) -> list[
 
 
 def _more(measured: Measured, bucket: ShapeClass) -> bool:
-    """Whether `most` is bound by what was measured, and not by memory."""
+    """True where `most` is limited by the measured batches, and not by memory."""
     rows = sorted((row for row in measured.rows if row.bucket == bucket), key=lambda row: row.batch)
     if bucket in measured.too_large or rows[-1].peak_bytes > measured.limit_bytes:
         return False
@@ -191,13 +199,13 @@ def _more(measured: Measured, bucket: ShapeClass) -> bool:
 
 
 def _sizes(
-    found: BucketProfile, rule: BatchingConfig, train: TrainConfig, buckets: Sequence[ShapeClass]
+    profiled: BucketProfile, rule: BatchingConfig, train: TrainConfig, buckets: Sequence[ShapeClass]
 ) -> Mapping[ShapeClass, int]:
-    return make_batching(rule, train, buckets, found.costs, found.world, measured=found.measured).sizes
+    return make_batching(rule, train, buckets, profiled.costs, profiled.world, measured=profiled.measured).sizes
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns side by side, the first to the left and the others to the right."""
+    """The lines of a table, the first column aligned to the left and the others to the right."""
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
 
     def line(row: Sequence[str]) -> str:

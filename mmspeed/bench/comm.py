@@ -1,4 +1,4 @@
-"""The bench of the exchanges: bytes by the ledger and by the formula, copies, and time, for each way of making them.
+"""The bench of the exchanges: bytes by the ledger and by the formula, copies, and time, for each method.
 
 Legend: B batch, S sequence length of a rank, H hidden size, n ranks. A rank's part is (B, S, H), of `part` bytes; the whole is n parts.
 BSH and SBH are the orders of the dims in memory.
@@ -45,7 +45,7 @@ WAYS: tuple[ExchangeMethod, ...] = ("collective", "point_to_point")
 
 @dataclass(frozen=True)
 class Primitive:
-    """An exchange, ready to be made. `sent`: bytes that this rank sends, by the formula; the copies that it may make at most."""
+    """An exchange, ready to be called. `sent`: bytes that this rank sends, by the formula. `copies`: the most that it may make."""
 
     name: str
     way: ExchangeMethod
@@ -56,7 +56,7 @@ class Primitive:
 
 @dataclass(frozen=True)
 class ExchangeRow:
-    """What was found of a primitive. Bytes and copies are of the rank that has most of them, seconds of the slowest rank."""
+    """The results of a primitive. Bytes and copies are the maxima over ranks, seconds those of the slowest rank."""
 
     name: str
     way: str
@@ -71,13 +71,13 @@ class ExchangeRow:
     to_collective: float | None  # time of this way divided by that of the collective
 
     def passed(self) -> bool:
-        """Whether the bytes are those of the formula, and no copy is made that the layouts do not ask for."""
+        """True where the bytes are those of the formula, and no copies are made beyond those that the layouts need."""
         return self.equal and self.packs + self.unpacks <= self.most_copies
 
 
 @dataclass(frozen=True)
 class CommResult:
-    """What the bench found. `part_bytes`: a rank's part."""
+    """The results of the bench. `part_bytes`: bytes of a rank's part."""
 
     ranks: int
     device: str
@@ -86,7 +86,7 @@ class CommResult:
     rows: list[ExchangeRow]
 
     def passed(self) -> bool:
-        """Whether every row passed."""
+        """True where every row passed."""
         return all(row.passed() for row in self.rows)
 
     def lines(self) -> list[str]:
@@ -114,15 +114,15 @@ class CommResult:
         return lines
 
     def to_json(self) -> str:
-        """All figures."""
+        """All figures as JSON."""
         rows = [asdict(row) | {"passed": row.passed()} for row in self.rows]
         return json.dumps(asdict(self) | {"rows": rows, "passed": self.passed()}, indent=2)
 
 
 def bench_comm(megabytes: float, rounds: int) -> CommResult:
-    """Measure in the launcher's processes, with parts of so many megabytes; all get the same result.
+    """Measure in the launcher's processes, with parts of `megabytes` MB; all get the same result.
 
-    Raises UserError for one process, where nothing travels.
+    Raises UserError for one process, which has no exchanges.
     """
     device = pick()
     device.activate()
@@ -133,7 +133,7 @@ def bench_comm(megabytes: float, rounds: int) -> CommResult:
 
 
 def measure(device: Device, group: Any, megabytes: float, rounds: int) -> CommResult:
-    """Every primitive, in turns, `rounds` times. All ranks of the group call it, and get the same result."""
+    """Measure every primitive, in turns, `rounds` times. All ranks of the group call it, and get the same result."""
     axes = [Axis("sequence", group, dist.get_world_size(group), dist.get_rank(group), exchange=way) for way in WAYS]
     sequence = max(1, round(megabytes * 1e6 / (BATCH * HIDDEN * 4)))
     x = torch.randn(BATCH, sequence, HIDDEN, device=device.torch_device)
@@ -155,19 +155,19 @@ def measure(device: Device, group: Any, megabytes: float, rounds: int) -> CommRe
             device.synchronize()
             if number >= WARM:
                 seconds[place].append(time.perf_counter() - started)
-    mine = [
+    results = [
         {"sent": sent, "wanted": primitive.sent, "packs": packs, "unpacks": unpacks, "seconds": times}
         for primitive, (sent, packs, unpacks), times in zip(primitives, counts, seconds, strict=True)
     ]
-    everyone = all_gather_objects(mine, group)
+    all_results = all_gather_objects(results, group)
     rows: list[ExchangeRow] = []
     for place, primitive in enumerate(primitives):
-        rows.append(_row(primitive, [rank[place] for rank in everyone], rows))
+        rows.append(_row(primitive, [rank[place] for rank in all_results], rows))
     return CommResult(axes[0].size, device.name, nbytes(x), rounds, rows)
 
 
 def primitives_of(axis: Axis, x_BSH: Tensor) -> list[Primitive]:
-    """The exchanges of a part (B, S, H), made the axis's way, with what they must send and may copy."""
+    """The exchanges of a part (B, S, H), by the axis's method, with the bytes that they must send and the copies that they may make."""
     n, rank, size = axis.size, axis.rank, x_BSH.element_size()
     part, others = nbytes(x_BSH), axis.size - 1
     x_SBH = x_BSH.transpose(0, 1).contiguous().transpose(0, 1)  # the same shape, in another order in memory
@@ -182,7 +182,7 @@ def primitives_of(axis: Axis, x_BSH: Tensor) -> list[Primitive]:
     def made(name: str, call: Callable[[], Any], sent: int, copies: int) -> Primitive:
         return Primitive(name, axis.exchange, call, sent, copies)
 
-    found = [
+    primitives = [
         made("all-to-all S to H, BSH to BSH", lambda: all_to_all(x_BSH, axis, 2, 1, order=BSH), exchanged, 2),
         made("all-to-all S to H, BSH to SBH", lambda: all_to_all(x_BSH, axis, 2, 1, order=SBH), exchanged, 1),
         made("all-to-all S to H, SBH to SBH", lambda: all_to_all(x_SBH, axis, 2, 1, order=SBH), exchanged, 1),
@@ -206,12 +206,12 @@ def primitives_of(axis: Axis, x_BSH: Tensor) -> list[Primitive]:
         made("all-gather, SBH", lambda: all_gather(x_SBH.transpose(0, 1), axis, 0), others * part, 0),
     ]
     if axis.exchange == "point_to_point":
-        found.append(made("ring hop", lambda: pass_on([x_BSH], axis, rank + 1, rank - 1).wait(), part, 0))
-    return found
+        primitives.append(made("ring hop", lambda: pass_on([x_BSH], axis, rank + 1, rank - 1).wait(), part, 0))
+    return primitives
 
 
 def _row(primitive: Primitive, ranks: list[dict[str, Any]], before: list[ExchangeRow]) -> ExchangeRow:
-    """The row of a primitive from what each rank found."""
+    """The row of a primitive from the results of all ranks."""
     slowest = statistics.median(map(max, zip(*(rank["seconds"] for rank in ranks), strict=True)))
     sent = max(rank["sent"] for rank in ranks)
     collective = [row.seconds for row in before if row.name == primitive.name and row.way == WAYS[0]]

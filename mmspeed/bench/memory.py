@@ -1,10 +1,10 @@
-"""The bench of memory: what each way of keeping activations takes, and what it costs, alone and together.
+"""The bench of memory: the bytes and the cost of each way of keeping activations, alone and together.
 
-A step is forward, loss and backward of one made-up sample. Of each way: bytes that are there after the forward pass and were not
-before; the peak; bytes in the host's memory; matrix products of the backward pass; time, as the median over rounds of the ratio to a
-plain step of the same round on the same weights; by how much the process grows, measured in a process of its own; and whether every
-gradient has the same bits as without the way. Of MLPs in parts the products have other shapes, so that a library may sum them in another
-order: these must be close, and have the same bits on some devices only.
+A step is forward, loss and backward of one made-up sample. Measured for each way: bytes that the forward pass adds; the peak; bytes in
+the host's memory; matrix products of the backward pass; time, as the median over rounds of the ratio to a plain step of the same round on
+the same weights; the growth of the process, measured in a new process; and whether every gradient has the same bits as without the way.
+The products of MLPs in parts have other shapes, so that a library may sum them in another order: their gradients must be close, and have
+the same bits on some devices only.
 
 Legend: T h w latent.
 """
@@ -41,19 +41,19 @@ from mmspeed.parallel import autocast
 
 CHANNELS, TEXT_WIDTH, TEXT_TOKENS = 16, 64, 32
 KEPT_GOAL, MATMUL_GOAL = 0.30, 0.03  # of offload_selective: share of plain's bytes, added share of matrix products
-# of MLPs in parts, the share of a gradient's largest value that another order of its sums explains: sums of up to 10^4 terms, 100 x 2^-23,
-# with room of a factor of ten for eight blocks; roundings to bfloat16, 2^-8, with room of a factor of eight
+# for MLPs in parts, the difference that another order of sums explains, relative to a gradient's largest value: sums of up to 10^4 terms,
+# 100 x 2^-23, times ten for eight blocks; roundings to bfloat16, 2^-8, times eight
 CLOSE = {"float32": 1e-4, "bfloat16": 3e-2}
 BRANCHES = ("attention", "cross_attention", "mlp")
 
 
 @dataclass(frozen=True)
 class PolicyCase:
-    """What is measured: the ways of every block, and how its MLPs compute."""
+    """A case to measure: the ways of every block, and the computation of its MLPs."""
 
     name: str
     ways: dict[str, ActivationPolicy] = field(default_factory=dict)
-    mlp_parts: int | None = None  # into how many parts the tokens are split
+    mlp_parts: int | None = None  # number of parts that the tokens are split into
     mlp_exact: bool = True
 
 
@@ -87,7 +87,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class PolicySetting:
-    """What is measured on."""
+    """The model, the latent and the device to measure on."""
 
     arrangement: Literal["factorised", "full"] = "factorised"
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -98,17 +98,17 @@ class PolicySetting:
     latent: tuple[int, int, int] = (5, 32, 32)
     rounds: int = 3
     device: str = "auto"
-    sizes: bool = True  # whether processes are started to see how they grow
+    sizes: bool = True  # True: start processes to measure their growth
 
     @classmethod
-    def full_size(cls, **given: Any) -> PolicySetting:
+    def full_size(cls, **changes: Any) -> PolicySetting:
         """The model of 0.7 billion parameters (XL/2), cut to 8 of its 28 blocks."""
-        return cls(**{"width": 1152, "heads": 16, "rank": 256, "latent": (5, 32, 32), **given})
+        return cls(**{"width": 1152, "heads": 16, "rank": 256, "latent": (5, 32, 32), **changes})
 
 
 @dataclass(frozen=True)
 class PolicyRow:
-    """What was found of a way."""
+    """The results of a case."""
 
     case: PolicyCase
     kept: int
@@ -120,7 +120,7 @@ class PolicyRow:
     time: float | None  # of a step, as a ratio to the plain one's; None: not timed
     seconds: float | None
     equal: bool
-    distance: float = 0.0  # of gradients from plain's: the largest, as a share of the gradient's largest value
+    distance: float = 0.0  # the largest difference of a gradient from plain's, relative to the gradient's largest value
     grown: int | None = None  # bytes by which a process grows in its first step
 
     @property
@@ -139,27 +139,27 @@ class PolicyResult:
     rows: tuple[PolicyRow, ...]
 
     def verdicts(self) -> list[tuple[bool, str]]:
-        """What was asked for, and whether it is so."""
+        """The goals, each with True where it is reached."""
         plain, offloaded = self.rows[0], [row for row in self.rows if row.name == "block: offload_selective"]
         wrong = [row.name for row in self.rows if not row.equal and row.case.mlp_parts is None]
-        told = [(not wrong, "gradients bitwise equal to plain" + (f", but for {', '.join(wrong)}" if wrong else ""))]
+        goals = [(not wrong, "gradients bitwise equal to plain" + (f", but for {', '.join(wrong)}" if wrong else ""))]
         parts = [row for row in self.rows if row.case.mlp_parts is not None]
         if parts:
             far, bitwise = max(row.distance for row in parts), sum(row.equal for row in parts)
             close = CLOSE[self.setting.dtype]
             text = f"MLPs in parts: gradients within {far:.0e} of plain (goal {close:.0e}), {bitwise} of {len(parts)} ways bitwise"
-            told.append((far <= close, text))
+            goals.append((far <= close, text))
         for row in offloaded:
             kept, added = row.kept / plain.kept, added_matmuls(row, plain)
             good = kept <= KEPT_GOAL and added <= MATMUL_GOAL
-            told.append(
+            goals.append(
                 (
                     good,
                     f"{row.name}: {kept:.1%} of plain's bytes after forward (goal {KEPT_GOAL:.0%}), {added:+.1%} matrix products "
                     f"(goal {MATMUL_GOAL:.0%})",
                 )
             )
-        return told
+        return goals
 
     def passed(self) -> bool:
         return all(passed for passed, _ in self.verdicts())
@@ -174,10 +174,10 @@ class PolicyResult:
         ]
         for row in self.rows:
             grown = "" if row.grown is None else format_bytes(row.grown)
-            taken = "" if row.time is None else f"{row.time:.2f}"
+            time_ratio = "" if row.time is None else f"{row.time:.2f}"
             lines.append(
                 f"{row.name:<46} {format_bytes(row.kept):>9} {row.kept / plain.kept:>6.1%} {format_bytes(row.peak):>9} "
-                f"{row.peak / plain.peak:>6.1%} {format_bytes(row.host):>9} {added_matmuls(row, plain):>+9.1%} {taken:>6} "
+                f"{row.peak / plain.peak:>6.1%} {format_bytes(row.host):>9} {added_matmuls(row, plain):>+9.1%} {time_ratio:>6} "
                 f"{grown:>9}  {'bitwise' if row.equal else f'{row.distance:.0e}'}"
             )
         return lines + [f"{'PASSED' if passed else 'FAILED'}: {text}" for passed, text in self.verdicts()]
@@ -187,7 +187,7 @@ class PolicyResult:
 
 
 def added_matmuls(row: PolicyRow, plain: PolicyRow) -> float:
-    """Matrix products of a step more than plain's, as a share of their operations; their number may not grow more where none is cut."""
+    """Additional matrix products of a step, as a share of plain's operations, or of their number if that is more and no MLP is split."""
     added = row.work / plain.work - 1
     if row.case.mlp_parts is not None:
         return added
@@ -216,13 +216,13 @@ class BenchModel:
         dtype = parse_dtype(setting.dtype)
         if dtype != torch.float32:
             autocast(self.model, dtype)
-        made = [
+        inputs = [
             rng.normal((1, CHANNELS, *setting.latent), 0, "bench", "latent"),
             torch.full((1,), 0.5),
             rng.normal((1, TEXT_TOKENS, TEXT_WIDTH), 0, "bench", "text"),
             torch.ones(1, TEXT_TOKENS, dtype=torch.bool),
         ]
-        self.inputs = [x.to(self.device.torch_device) for x in made]
+        self.inputs = [x.to(self.device.torch_device) for x in inputs]
         self.offloader = Offloader(self.device)
 
     @property
@@ -230,7 +230,7 @@ class BenchModel:
         return self.model.tokens(self.setting.latent)
 
     def use(self, case: PolicyCase) -> None:
-        """From now on, steps keep what `case` says."""
+        """Use the ways of `case` in the following steps."""
         chunk = None if case.mlp_parts is None else -(-self.tokens // case.mlp_parts)
         for block in self.model.blocks:
             set_policies(block, case.ways, self.offloader.group)
@@ -263,14 +263,14 @@ class BenchModel:
 
 
 def largest_distance(grads: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
-    """The largest difference of a gradient from the true one, as a share of that one's largest value; infinite where one is missing."""
+    """The largest difference of a gradient from the true one, relative to that one's largest value; infinite where one is missing."""
     if len(grads) != len(truth):
         return float("inf")
     return max(float((g - t).abs().max() / t.abs().max()) for g, t in zip(grads, truth, strict=True) if t.any())
 
 
 def fill_zeros(model: nn.Module) -> None:
-    """Small random numbers in place of matrices that start at zero: else most gradients are zero whatever is kept."""
+    """Fill matrices that start at zero with small random numbers: else most gradients are zero in every case."""
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1 and not parameter.detach().any():
             with torch.no_grad():
@@ -285,7 +285,7 @@ def measure(
     """Measure every case; the first is plain."""
     stage = BenchModel(setting)
     *_, truth = stage.counted()
-    found = []
+    rows = []
     for case in cases:
         progress(case.name)
         stage.use(case)
@@ -300,31 +300,31 @@ def measure(
         resident = sum(p.numel() * p.element_size() for p in stage.model.parameters())
         peak = peak_bytes(stage.device, resident, stage.step)
         grown = grown_bytes(setting, case) if setting.sizes else None
-        found.append(PolicyRow(case, kept, peak, host, forward, backward, work, None, None, equal, distance, grown))
+        rows.append(PolicyRow(case, kept, peak, host, forward, backward, work, None, None, equal, distance, grown))
     ratios: list[list[float]] = [[] for _ in cases]
     seconds: list[list[float]] = [[] for _ in cases]
     for turn in range(setting.rounds):
         progress(f"round {turn + 1} of {setting.rounds}")
-        taken = []
+        seconds_of_cases = []
         for case in cases:
             stage.use(case)
-            stage.step()  # a way's first step fills its pool
-            taken.append(stage.seconds())
-        for place, one in enumerate(taken):
-            ratios[place].append(one / taken[0])
+            stage.step()  # the first step of a way fills its pool
+            seconds_of_cases.append(stage.seconds())
+        for place, one in enumerate(seconds_of_cases):
+            ratios[place].append(one / seconds_of_cases[0])
             seconds[place].append(one)
     timed = tuple(
         replace(row, time=statistics.median(ratio), seconds=statistics.median(each)) if ratio else row
-        for row, ratio, each in zip(found, ratios, seconds, strict=True)
+        for row, ratio, each in zip(rows, ratios, seconds, strict=True)
     )
     return PolicyResult(setting, count_parameters(stage.model), stage.tokens, stage.device.name, timed)
 
 
 def grown_bytes(setting: PolicySetting, case: PolicyCase) -> int:
-    """By how much a new process grows when it takes its first steps; on an accelerator that is its host's memory."""
+    """The growth in bytes of a new process during its first steps; on an accelerator, that of its host memory."""
     with ProcessPoolExecutor(
         1, multiprocessing.get_context("spawn")
-    ) as pool:  # a Pool would start a dying process for ever
+    ) as pool:  # a Pool would restart a dying process for ever
         return pool.submit(_grow, setting, case, torch.get_num_threads()).result()
 
 
@@ -340,20 +340,20 @@ def _grow(setting: PolicySetting, case: PolicyCase, threads: int) -> int:
 
 
 def forget_peak() -> None:
-    """Begin the count of `peak_resident_bytes` anew, where the system can (Linux)."""
+    """Reset `peak_resident_bytes`, where the system can (Linux)."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_resident_bytes() -> int:
-    """The most memory of this process; on Linux its own alone, which the usual count is not: a child begins with its parent's."""
+    """The peak memory of this process; on Linux its own alone, unlike the usual count, which in a child begins with its parent's."""
     with suppress(OSError):
-        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-        if found is not None:
-            return int(found[1]) * 1024
+        match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        if match is not None:
+            return int(match[1]) * 1024
     return Device("cpu", 0).peak_memory_bytes()
 
 
 def to_json(found: Sequence[PolicyResult]) -> str:
-    """All settings' figures."""
+    """The figures of all settings as JSON."""
     return json.dumps([each.to_dict() for each in found], indent=2)

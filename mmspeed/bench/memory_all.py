@@ -1,4 +1,4 @@
-"""`mmspeed bench memory`: its parts, one after the other."""
+"""The parts of `mmspeed bench memory`, one after the other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DTYPES: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
 
 @dataclass
 class MemoryBenchResult:
-    """What every part found."""
+    """The results of every part."""
 
     ways: list[ways.PolicyResult] = field(default_factory=list)
     optimizer: list[tiers.TierRow] = field(default_factory=list)
@@ -35,13 +35,13 @@ class MemoryBenchResult:
         return [f"{'PASSED' if self.passed() else 'FAILED'}: all parts"]
 
     def to_json(self) -> str:
-        found: dict[str, Any] = {
+        figures: dict[str, Any] = {
             "ways": [each.to_dict() for each in self.ways],
             "optimizer": [asdict(row) | {"passed": row.passed()} for row in self.optimizer],
             "budget": [each.to_dict() for each in self.budget],
             "passed": self.passed(),
         }
-        return json.dumps(found, indent=2)
+        return json.dumps(figures, indent=2)
 
 
 def bench_memory(
@@ -56,7 +56,7 @@ def bench_memory(
     grown: bool,
     shown: bool,
 ) -> MemoryBenchResult:
-    """Measure; `shown`: print each part when it is there. Raises UserError for a choice that there is not."""
+    """Measure; `shown`: print each part when it is done. Raises UserError for an unknown choice."""
     parts = _one_of("--only", only, PARTS)
     arrangements = cast(Any, _one_of("--arrangement", arrangement, ARRANGEMENTS))
     dtypes = cast(Any, _one_of("--dtype", dtype, DTYPES))
@@ -90,8 +90,8 @@ def bench_memory(
     return result
 
 
-def _one_of(option: str, given: str | None, known: tuple[str, ...]) -> tuple[str, ...]:
-    chosen = tuple(given.split(",")) if given else known
+def _one_of(option: str, text: str | None, known: tuple[str, ...]) -> tuple[str, ...]:
+    chosen = tuple(text.split(",")) if text else known
     unknown = [name for name in chosen if name not in known]
     if unknown:
         raise UserError(f"{option}: {unknown[0]} is not one of {', '.join(known)}")

@@ -1,4 +1,4 @@
-"""The bench of budgets: whether what is chosen under one is what a step then takes, and what it costs."""
+"""The bench of budgets: the memory and time of a step whose ways were chosen under a budget, against the estimates."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from mmspeed.pipelines.tuning.memory_search import MeasuredModel, fastest_within
 from mmspeed.protocols import MicroBatchSize
 from mmspeed.shapes import Strides
 
-SHARES = (1.0, 0.6, 0.3, 0.15)  # budgets, of the plain step's peak
-NEAR = 0.05  # by how much a step may take more than its budget
+SHARES = (1.0, 0.6, 0.3, 0.15)  # budgets, as shares of the plain step's peak
+NEAR = 0.05  # tolerated excess of a step over its budget, as a share
 INPUTS = EncoderShapes(4, Strides(4, 8), 32)
 
 
 @dataclass(frozen=True)
 class BudgetRow:
-    """What came of a budget; None where nothing fits."""
+    """The results of a budget; None where nothing fits."""
 
     share: float
     budget: int
     expected: int | None
     measured: int | None
-    expected_time: float | None  # of a plain step's, as a ratio
+    expected_time: float | None  # as a ratio to a plain step's
     time: float | None
     ways: dict[str, int]  # spans of each way, over all blocks
     told: str | None = None  # why nothing fits
@@ -47,7 +47,7 @@ class BudgetResult:
     about: str
     plain: int
     plain_seconds: float
-    least: int  # what is expected to be possible
+    least: int  # least expected peak
     rows: tuple[BudgetRow, ...]
 
     def passed(self) -> bool:
@@ -77,7 +77,7 @@ class BudgetResult:
 
 
 def setting(arrangement: str, device: str, full: bool) -> Config:
-    """A model whose activations are nearly all that it takes."""
+    """The config of a model whose memory is mostly activations."""
     width = 384 if full else 64
     return make_config(
         {
@@ -103,7 +103,7 @@ def measure_budgets(
     shares: Sequence[float] = SHARES,
     progress: Callable[[str], None] = lambda text: None,
 ) -> BudgetResult:
-    """Choose under each budget, and take real steps."""
+    """Choose ways under each budget, and measure real steps."""
     config = setting(arrangement, device, full)
     where = pick(device)
     where.activate()

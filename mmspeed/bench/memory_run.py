@@ -1,4 +1,4 @@
-"""`mmspeed bench memory CONFIG`: where the memory of a config's own training step goes, as a table, a plot, and in the run's folder."""
+"""`mmspeed bench memory CONFIG`: the memory of a config's training step by use, as a table, a plot, and in the run's folder."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def report_config(config_path: Path, overrides: Sequence[str] = (), output: Path
 
 
 def _read(path: Path) -> dict[str, object]:
-    """What memory.json has already; nothing where there is none, or another file of that name."""
+    """The present contents of memory.json; empty where there is none, or an unrelated file of that name."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        contents = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return contents if isinstance(contents, dict) else {}

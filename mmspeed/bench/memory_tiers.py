@@ -1,6 +1,6 @@
-"""The bench of the optimizer's tiers: bytes a parameter on the device and in the host's memory between steps, and what a step takes.
+"""The bench of the optimizer's tiers: bytes per parameter on the device and in the host's memory between steps, and time of a step.
 
-All tiers with bfloat16 parameters must give the same bits: they are one recipe, and differ in where its numbers lie.
+All tiers with bfloat16 parameters must give the same bits: they differ only in the memory that holds their numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mmspeed.loop.optimizers.build import make_optimizer
 from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
 from mmspeed.models.sora.model import SoraDiT, SoraDiTConfig
 
-# (name, section, bytes of a parameter on the device between steps that it is meant to have)
+# (name, section, expected bytes per parameter on the device between steps)
 TIERS: tuple[tuple[str, dict[str, Any], float], ...] = (
     ("float32 parameters, states on device (plain)", {}, 12),
     ("float32 parameters, states on host", {"states": "host"}, 4),
@@ -31,12 +31,12 @@ TIERS: tuple[tuple[str, dict[str, Any], float], ...] = (
     ("bfloat16, split master, states on host", {"master": "split", "states": "host"}, 4),
     ("bfloat16, master and states on host", {"master": "host", "states": "host"}, 2),
 )
-NEAR = 0.01  # of bytes a parameter: scalars and padding
+NEAR = 0.01  # relative tolerance of bytes per parameter: scalars and padding
 
 
 @dataclass(frozen=True)
 class TierModelSize:
-    """Of the model whose parameters are updated."""
+    """The sizes of the model whose parameters are updated."""
 
     width: int = 384
     depth: int = 8
@@ -46,7 +46,7 @@ class TierModelSize:
 
 @dataclass(frozen=True)
 class TierRow:
-    """What was found of a tier. Bytes are a parameter's."""
+    """The results of a tier. Bytes are per parameter."""
 
     name: str
     wanted: float
@@ -54,7 +54,7 @@ class TierRow:
     host: float
     seconds: float
     time: float  # as a ratio to plain's
-    equal: bool | None  # None: of another recipe than the one all others are compared with
+    equal: bool | None  # None: the first of its number type, with which the others are compared
 
     def passed(self) -> bool:
         return self.equal is not False and abs(self.device / self.wanted - 1) <= NEAR
@@ -67,7 +67,7 @@ def measure_tiers(
     bucket: str = "64MiB",
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[TierRow]:
-    """Steps of every tier on the same gradients."""
+    """Measure steps of every tier on the same gradients."""
     where = pick(device)
     where.activate()
     config = SoraDiTConfig(
@@ -121,7 +121,7 @@ def _made(config: SoraDiTConfig, memory: MemoryConfig, device: Device) -> tuple[
 
 
 def _set_gradients(model: nn.Module, turn: int) -> None:
-    """The same gradients for every tier: numbers that bfloat16 holds."""
+    """Set the same gradients for every tier: numbers that bfloat16 represents exactly."""
     for place, parameter in enumerate(model.parameters()):
         grad = rng.normal((parameter.numel() % 997 + 1,), 0, "bench", "gradient", turn, place).bfloat16()
         whole = grad.repeat(-(-parameter.numel() // grad.numel()))[: parameter.numel()].view_as(parameter)
@@ -132,15 +132,15 @@ def _held(model: nn.Module, optimizer: Any) -> tuple[int, int, list[Tensor]]:
     """Bytes on the device and on the host, and the float32 weights."""
     if isinstance(optimizer, TieredOptimizer):
         weights = {id(parameter): master.detach().clone() for parameter, master in optimizer.masters()}
-        found = [weights[id(parameter)] for parameter in model.parameters()]
-        return sum(optimizer.device_bytes().values()), sum(optimizer.host_bytes().values()), found
+        masters = [weights[id(parameter)] for parameter in model.parameters()]
+        return sum(optimizer.device_bytes().values()), sum(optimizer.host_bytes().values()), masters
     states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     tensors = [*model.parameters(), *states]
     return sum(t.numel() * t.element_size() for t in tensors), 0, [p.detach().clone() for p in model.parameters()]
 
 
 def lines(rows: list[TierRow]) -> list[str]:
-    """A table, and whether each tier is as it is meant to be."""
+    """The lines of a table, and the verdict on all tiers."""
     text = [f"{'optimizer':<48} {'device B':>9} {'meant':>6} {'host B':>7} {'s/step':>8} {'time':>6}  equal"]
     for row in rows:
         equal = {None: "-", True: "bitwise", False: "NO"}[row.equal]

@@ -1,4 +1,4 @@
-"""`mmspeed check CONFIG`: the data, the model's policies, what a memory budget would choose and, with `--parallel`, a layout's self-check."""
+"""`mmspeed check CONFIG`: the data, the model's policies, what a memory budget would choose and with `--parallel` a layout's self-check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An axis of the device mesh as collectives see it: its process group, this rank's place on it, and who counts the bytes."""
+"""An axis of the device mesh for collectives: its process group, this rank's place on it, and the ledger of its bytes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Link = Literal["inner", "outer"]  # within a node, between nodes
 
 
 class Ledger:
-    """Bytes that this rank sends to others, calls, and copies, by kind and axis. Made by whoever wants to count, and passed along.
+    """Bytes that this rank sends to others, calls, and copies, by kind and axis. The caller that wants to count makes it and passes it on.
 
-    `copies` are passes over an exchange's tensors to bring their parts into the order in which they travel (`pack`), or those that came
-    into the order of the results (`unpack`), by (kind, axis, side); an exchange makes one at most on each side. `copied` are the bytes
-    of these passes, each number once: of those tensors only that do not lie right. `by_link` are the bytes sent by (kind, axis, link),
-    "inner" to ranks of the same node and "outer" to those of others (`Axis.nodes`).
+    `copies` are passes over an exchange's tensors that bring their parts into the order of the message (`pack`), or received parts into
+    the order of the results (`unpack`), by (kind, axis, side); an exchange makes at most one on each side. `copied` are the bytes of
+    these passes, each number once, of only those tensors that are not in the right order already. `by_link` are the bytes sent by (kind,
+    axis, link), "inner" to ranks of the same node and "outer" to those of others (`Axis.nodes`).
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Ledger:
         packed: int = 0,
         unpacked: int = 0,
     ) -> None:
-        """Count a call that sends so many bytes and makes so many copies before and after, under the name `axis`.
+        """Count a call that sends `sent` bytes and makes `packs` copies before and `unpacks` after it, under the name `axis`.
 
         `belongs_to`: the axis whose block (`ledger`) counts it too, when that has another name. `outer`: bytes to other nodes.
         `packed`, `unpacked`: bytes of the copies.
@@ -57,11 +57,11 @@ class Ledger:
         for link, of_link in links:
             if of_link:
                 self.by_link[kind, axis, link] += of_link
-        for side, copies, copied in (("pack", packs, packed), ("unpack", unpacks, unpacked)):
+        for side, copies, moved in (("pack", packs, packed), ("unpack", unpacks, unpacked)):
             if copies:
                 self.copies[kind, axis, side] += copies
-            if copied:
-                self.copied[kind, axis, side] += copied
+            if moved:
+                self.copied[kind, axis, side] += moved
         for names, watcher in self._watchers:
             if (belongs_to or axis) in names:
                 watcher.add(kind, axis, sent, packs, unpacks, outer=outer, packed=packed, unpacked=unpacked)
@@ -75,12 +75,12 @@ class Ledger:
         )
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Reset all counts to 0."""
         for counter in (self.bytes, self.calls, self.copies, self.copied, self.by_link):
             counter.clear()
 
     def since(self, before: Ledger) -> Ledger:
-        """What was counted after `before`, a copy, was taken."""
+        """The counts since `before`, an earlier `copy`."""
         rest = Ledger()
         rest.bytes, rest.calls = self.bytes - before.bytes, self.calls - before.calls
         rest.copies, rest.copied = self.copies - before.copies, self.copied - before.copied
@@ -88,15 +88,15 @@ class Ledger:
         return rest
 
     def copy(self) -> Ledger:
-        """What is counted up to now."""
+        """A copy of the counts up to now."""
         return self.since(Ledger())
 
 
 @contextmanager
 def ledger(*axes: Axis) -> Iterator[Ledger]:
-    """A ledger of what these axes count inside the block, and nothing else; theirs go on counting. Axes may share a ledger.
+    """A ledger of the counts of these axes inside the block alone; their own ledgers go on counting. Axes may share a ledger.
 
-    Backward passes count when they run. What an axis counts under another name (`pass_on`) is there under that name.
+    Backward passes count when they run. Counts of an axis under another name (`pass_on`) have that name here too.
     """
     inside = Ledger()
     watched = {id(axis.ledger): axis.ledger for axis in axes}
@@ -107,12 +107,12 @@ def ledger(*axes: Axis) -> Iterator[Ledger]:
         yield inside
     finally:
         for of, watcher in watchers:
-            of._watchers = [kept for kept in of._watchers if kept is not watcher]
+            of._watchers = [other for other in of._watchers if other is not watcher]
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis. `exchange` says how exchanges are made: by the backend's collective, or by sends and receives between pairs.
+    """An axis of the mesh. `exchange` selects the method: the backend's collective, or sends and receives between pairs.
 
     `nodes`: the node of each place; empty: all are on one node.
     """
@@ -142,11 +142,11 @@ class Axis:
 
     @classmethod
     def alone(cls, name: str) -> Axis:
-        """An axis of one rank: nothing travels over it."""
+        """An axis of one rank, over which nothing is sent."""
         return cls(name, None, 1, 0)
 
     def peer(self, place: int) -> int:
-        """The global rank of a place on this axis; places are counted round."""
+        """The global rank of a place on this axis, modulo its size."""
         return dist.get_global_rank(self.group, place % self.size) if self.group is not None else 0
 
     def others(self) -> list[int]:
@@ -163,9 +163,9 @@ class Axis:
         packed: int = 0,
         unpacked: int = 0,
     ) -> None:
-        """Write into the ledger, under the axis's name or another; nothing for an axis of one rank.
+        """Count a call in the ledger, under the axis's name or another; an axis of one rank counts nothing.
 
-        `sent`: bytes for each place, of which those for this rank do not travel; one number goes to the next place, as on a ring.
+        `sent`: bytes for each place, of which those for this rank do not count; a single number is for the next place, as on a ring.
         `packs`, `unpacks`: copies before and after, of `packed` and `unpacked` bytes.
         """
         if self.size == 1:
@@ -195,5 +195,5 @@ def nodes_of(ranks: Sequence[int], nodes: Sequence[int] | None) -> tuple[int, ..
 
 
 def nbytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's numbers."""
+    """Bytes of a tensor's elements."""
     return tensor.numel() * tensor.element_size()

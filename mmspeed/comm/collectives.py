@@ -1,7 +1,7 @@
 """Small host-side collectives of the loop and of preprocessing.
 
-Objects travel as JSON, not as pickles (law 4 forbids pickles on disk; here too JSON keeps the contents plain).
-A few bytes each, which no ledger counts: it counts the exchanges of tensors (`exchange.py`). The gradient traffic of DDP and
+Objects are sent as JSON, not as pickles (law 4 forbids pickles on disk; here too JSON keeps the contents plain).
+They are a few bytes each and not counted: the ledger counts exchanges of tensors (`exchange.py`). The gradient traffic of DDP and
 FSDP2 is torch's own and is counted by `torch.distributed`'s debug tools.
 """
 
@@ -20,7 +20,7 @@ Group = dist.ProcessGroup | None
 
 
 def alone(group: Group = None) -> bool:
-    """Tell whether this process has no peers in the group, so that there is nothing to agree on."""
+    """True where this process has no peers in the group, so that there is nothing to agree on."""
     return not dist.is_initialized() or dist.get_world_size(group) == 1
 
 
@@ -43,7 +43,7 @@ def all_reduce_max(values: list[float], group: Group = None) -> list[float]:
 
 
 def barrier(group: Group = None) -> None:
-    """Wait until every rank of the group is here."""
+    """Wait until every rank of the group has called this."""
     if not alone(group):
         # an all-reduce on the CPU backend: `dist.barrier` would pick the accelerator and may synchronise it
         dist.all_reduce(torch.zeros(1), group=group)
@@ -65,7 +65,7 @@ def all_gather_objects(value: Any, group: Group = None) -> list[Any]:
 
 
 def first_does(check: Callable[[], None], rank: int, group: Group = None) -> None:
-    """`check()` on rank 0; the UserError that it raises there is raised on every rank."""
+    """Run `check()` on rank 0; a UserError that it raises there is raised on every rank."""
     problem = None
     if rank == 0:
         try:

@@ -1,14 +1,14 @@
-"""Exchanges of tensors over an axis of the mesh, which gradients go back through. Every call is counted (`Axis.ledger`).
+"""Differentiable exchanges of tensors over an axis of the mesh. Every call is counted (`Axis.ledger`).
 
-Rank r of n holds `sizes[r]` of a dim that is shared out; sizes may be uneven and zero. What travels is one flat buffer: first all that
-rank 0 is to get, then rank 1's, and so on, each part in the order of the dims that the receiver asked for. So a transpose (B, S, H) <->
-(S, B, H) before or after an exchange rides on the copy into the buffer or out of it, of which there is one at most on each side and
-none where the parts already lie so. Which order travels, and in how many messages, depends on arguments that all ranks share and never
-on a rank's own strides, which may differ where a dim has size 0 or 1.
+Rank r of n holds `sizes[r]` of a dim that is split; sizes may be uneven and zero. A message is one flat buffer: first the part for
+rank 0, then that for rank 1, and so on, each in the order of the dims that the receiver asked for. So a transpose (B, S, H) <->
+(S, B, H) before or after an exchange is merged with the copy into or out of the buffer, of which there is at most one on each side and
+none where the parts already have that order. The order in the message, and the number of messages, depend on arguments that all ranks
+share and never on a rank's own strides, which may differ where a dim has size 0 or 1.
 
-Each exchange is the finish of its start (`halves`); `start_all_to_all` and its kin give the first half by itself, and what is issued
-before `finish` overlaps with the messages. The same rules hold for both: what came is offered to whoever recomputes, and all ranks of the
-axis make the same calls in the same order.
+Each exchange is the finish of its start (`halves`); `start_all_to_all` and the like run the first half alone, and work issued before
+`finish` overlaps with the messages. The same rules hold for both: results are offered for recomputation, and all ranks of the axis make
+the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ def all_to_all(
     wire: Sequence[int] | None = None,
     grad_order: Sequence[int] | None = None,
 ) -> Tensor:
-    """From whole along `scatter_dim` and shared along `gather_dim` to the other way round.
+    """Exchange a tensor that is whole along `scatter_dim` and split along `gather_dim` for one that is split and whole the other way.
 
     Args:
         x: this rank's part.
-        scatter_sizes: what each rank gets of `scatter_dim`; None: even sizes.
-        gather_sizes: what each rank holds of `gather_dim`; None: as much as this rank.
-        order: the result's dims from the outermost in memory to the innermost; `result.permute(order)` is contiguous. None: as
-            they stand. The result's shape does not depend on it.
-        wire: the order of the dims on the way, the same on all ranks; None: `order`.
-        grad_order: that of the gradient's dims in memory; None: as those of `x` lie.
+        scatter_sizes: the size of `scatter_dim` that each rank receives; None: even sizes.
+        gather_sizes: the size of `gather_dim` that each rank holds; None: as much as this rank.
+        order: the result's dims from the outermost in memory to the innermost; `result.permute(order)` is contiguous. None: the
+            order of the shape. The result's shape does not depend on it.
+        wire: the order of the dims in the message, the same on all ranks; None: `order`.
+        grad_order: the order of the gradient's dims in memory; None: that of `x`.
 
     Raises ValueError for dims and sizes that do not fit `x`.
     """
@@ -92,10 +92,10 @@ def start_all_to_all_many(
 ) -> PendingExchange:
     """The first half of `all_to_all` of several tensors at once, such as queries, keys and values; `finish_all` is the second.
 
-    All have the same number of dims, number type and size of `gather_dim`; `scatter_sizes_each` has the sizes of each tensor. They
-    travel in one message, or each in its own where that saves a copy (`messages.AllToAll`). Where `gather_dim` comes first on the wire
-    and the results lie in its order, they lie side by side in the buffer that received them: `result.permute(order)` has each row
-    contiguous, and the tensors of other rows between. `apart`: a message for each, so that each result is contiguous.
+    All have the same number of dims, number type and size of `gather_dim`; `scatter_sizes_each` has the sizes of each tensor. They are
+    sent in one message, or each in its own where that saves a copy (`messages.AllToAll`). Where `gather_dim` comes first on the wire
+    and the results have its order, they stay side by side in the receive buffer: `result.permute(order)` has contiguous rows, with the
+    rows of the other tensors in between. `apart`: a message for each, so that each result is contiguous.
     """
     if len({(x.dim(), x.dtype, x.device) for x in xs}) != 1:
         raise ValueError("tensors of one exchange have the same number of dims, number type and device")
@@ -119,9 +119,9 @@ def start_all_to_all_many(
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
-    """The parts of all ranks, joined along `dim`. Backward: `reduce_scatter`, so gradients of all ranks are added up.
+    """The parts of all ranks, joined along `dim`. Backward: `reduce_scatter`, so gradients of all ranks are summed.
 
-    `sizes`: what each rank holds of `dim`; None: as much as this rank. Raises ValueError for sizes that do not fit.
+    `sizes`: the size of `dim` that each rank holds; None: as much as this rank. Raises ValueError for sizes that do not fit.
     """
     return finish(start_all_gather(x, axis, dim, sizes))
 
@@ -134,10 +134,10 @@ def start_all_gather(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | Non
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
-    """This rank's part along `dim` of the sum of all ranks' `x`. Backward: `all_gather`.
+    """The part of this rank, along `dim`, of the sum of `x` over all ranks. Backward: `all_gather`.
 
-    `sizes`: what each rank gets of `dim`; None: even sizes. Uneven ones, and `point_to_point`, are made from parts: an all-to-all and
-    a local sum. Raises ValueError for sizes that do not fit, and for truth values.
+    `sizes`: the size of `dim` that each rank receives; None: even sizes. Uneven ones, and `point_to_point`, use an all-to-all and a local
+    sum. Raises ValueError for sizes that do not fit, and for booleans.
     """
     return finish(start_reduce_scatter(x, axis, dim, sizes))
 
@@ -146,7 +146,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] |
     """The first half of `reduce_scatter`; `finish` is the second."""
     dim = _dim(dim, x.dim())
     if x.dtype == torch.bool:
-        raise ValueError("truth values cannot be added up: make numbers of them")
+        raise ValueError("booleans cannot be summed: convert them to numbers")
     parts = _whole(even_sizes(x.shape[dim], axis.size) if sizes is None else sizes, x, dim, axis)
     return PendingExchange([x]) if axis.size == 1 else start(ReduceScatter(axis, dim, parts), [_natural(x)], [x])
 
@@ -165,10 +165,10 @@ class RowCounts:
 
 @outside_graphs
 def row_counts(sends_R: Tensor, axis: Axis) -> RowCounts:
-    """Row counts known at run time: `sends_R` (whole numbers, one for each rank) are exchanged, in a message of 8 bytes a rank.
+    """Exchange row counts that are known at run time: `sends_R` (whole numbers, one for each rank), in a message of 8 bytes a rank.
 
-    The host reads them, as sizes of messages must be known there; so call it before, not between, the halves of another exchange. A pass
-    that is made again (`mmspeed.replay`) gets the counts of the first. Raises ValueError for another number of counts.
+    The host reads them, since it must know the sizes of messages; so call this before, not between, the halves of another exchange. A
+    recomputation (`mmspeed.replay`) gets the counts of the first pass. Raises ValueError for another number of counts.
     """
     if sends_R.shape != (axis.size,) or sends_R.is_floating_point():
         raise ValueError(f"{axis.name}: counts for {axis.size} ranks are whole numbers of shape ({axis.size},)")
@@ -200,12 +200,12 @@ def start_rows(x_ZE: Tensor, axis: Axis, counts: RowCounts, kind: str = "rows") 
 
 
 def swap_rows(x_ZE: Tensor, axis: Axis, counts: RowCounts, kind: str = "rows") -> Tensor:
-    """Give each rank some rows, another number to each, and get `counts.comes[r]` from rank r, rank by rank. Backward: the same, back.
+    """Send `counts.sends[r]` rows to each rank r and receive `counts.comes[r]` from it, in rank order. Backward: the reverse.
 
     Args:
-        x_ZE: rows (of any shape) for rank 0 first, `counts.sends[0]` of them, then those for rank 1. Ranks may be given none.
+        x_ZE: rows (of any shape) for rank 0 first, `counts.sends[0]` of them, then those for rank 1. A rank may get none.
         counts: from the host, or from `row_counts`.
-        kind: what the ledger counts the bytes as.
+        kind: the ledger's name for the bytes.
 
     Raises ValueError for numbers of rows that do not fit.
     """
@@ -213,14 +213,14 @@ def swap_rows(x_ZE: Tensor, axis: Axis, counts: RowCounts, kind: str = "rows") -
 
 
 class PendingTensors:
-    """Tensors on their way. Holds what is sent until it is waited for."""
+    """Tensors in transit. Holds the tensors that are sent until `wait`."""
 
     def __init__(self, received: list[Tensor], works: list[Any], sent: list[Tensor]) -> None:
         self._received, self._works, self._sent = received, works, sent
 
     @outside_graphs
     def wait(self) -> list[Tensor]:
-        """What came, once it is here; on an accelerator the current queue of work waits, not the caller. May be asked again."""
+        """The received tensors; on an accelerator the current stream waits for them, not the caller. May be called again."""
         wait_all(self._works)
         self._works, self._sent = [], []
         return self._received
@@ -236,14 +236,14 @@ def pass_on(
     kind: str = "ring",
     name: str | None = None,
 ) -> PendingTensors:
-    """Begin to send tensors to place `to` of the axis and to receive as many from place `source`; no gradients.
+    """Start sending tensors to place `to` of the axis and receiving as many from place `source`, without gradients.
 
-    Every rank of the axis makes the call, and the places form rings: who sends to a place is the source of that place. Several calls may be
-    under way; those between two ranks arrive in the order in which they were made. Until `wait`, tensors that are sent must not change.
+    Every rank of the axis makes the call, and the places form rings: the rank that sends to a place is that place's source. Several calls
+    may be in flight; those between two ranks arrive in the order of the calls. Until `wait`, tensors that are sent must not change.
 
     Args:
-        shapes: what comes, in the number types of `tensors`; None: shapes as sent.
-        kind, name: what the ledger counts the bytes as; None: the axis's name.
+        shapes: the shapes to receive, in the number types of `tensors`; None: shapes as sent.
+        kind, name: the ledger's names for the bytes and the axis; None: the axis's name.
 
     Raises ValueError when only one of `to` and `source` is this rank, or for another number of shapes.
     """
@@ -284,7 +284,7 @@ def _dim(dim: int, dims: int) -> int:
 
 
 def _whole(sizes: Sequence[int], x: Tensor, dim: int, axis: Axis) -> Sizes:
-    """Sizes of all ranks' parts of a dim that is whole here."""
+    """Sizes of all ranks' parts of a dim that is whole on this rank."""
     if len(sizes) != axis.size or min(sizes) < 0 or sum(sizes) != x.shape[dim]:
         raise ValueError(
             f"{axis.name}: sizes {tuple(sizes)} do not cut dim {dim} of {tuple(x.shape)} for {axis.size} ranks"

@@ -1,4 +1,4 @@
-"""Several axes of a mesh as one."""
+"""Several axes of a mesh joined into one."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .axis import Axis, nodes_of
 def flattened(name: str, *axes: Axis, mesh: DeviceMesh, nodes: Sequence[int] | None = None) -> Axis:
     """Axes of a mesh that covers all processes as one axis, the first outermost in its order.
 
-    It has the ledger and the exchange of the last; `nodes` as in `Axis.of`. It may make process groups, so every process of the run must
-    call it.
+    The result has the ledger and the exchange method of the last one; `nodes` as in `Axis.of`. This may make process groups, so every
+    process of the run must call it.
     """
     split = [axis for axis in axes if axis.size > 1]
     if len(split) <= 1:

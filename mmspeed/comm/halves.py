@@ -1,15 +1,16 @@
-"""Exchanges in two halves that gradients go back through: what is issued between start and finish runs while messages travel.
+"""Differentiable exchanges in two halves: work issued between start and finish overlaps with the messages.
 
-`start_...` packs and issues; `finish` waits, unpacks, and gives the results. Each is a function of autograd: the backward of finish
-starts the exchange of the gradients and the backward of start finishes it. Autograd goes back first through what was made last, so
-what was issued between the halves in forward lies between them in backward too. From one half to the other goes an empty tensor, the
-token, which carries the edge of the graph and nothing else.
+`start_...` packs and issues; `finish` waits, unpacks, and returns the results. Each is an autograd function: the backward of finish
+starts the exchange of the gradients and the backward of start finishes it. Backward runs in the reverse order of forward, so work
+between the halves in forward is between them in backward too. An empty tensor, the token, connects the halves in the graph and
+carries nothing else.
 
-What came is offered at finish to whoever recomputes (`mmspeed.replay`); where it is held, neither half issues anything in the second pass.
-So is an exchange that records no gradient: a reentrant checkpoint's first pass records none at all. One of gradients is not offered.
+At finish the results are offered for recomputation (`mmspeed.replay`); where they are held, neither half issues anything in the second
+pass. The same holds for an exchange without gradients, since a reentrant checkpoint's first pass records none. Exchanges of gradients
+are not offered.
 
-On an accelerator messages travel on the process group's own stream and neither half makes the host wait; both halves belong on one
-stream. On the CPU finish blocks until the messages are here.
+On an accelerator messages run on the process group's own stream and neither half blocks the host; both halves belong on one stream.
+On the CPU finish blocks until the messages have arrived.
 
 All ranks of the axis start the same exchanges in the same order, and finish them in the same order, those with empty parts too, forward
 and backward: a loss must depend on the result on every rank or on none.
@@ -32,13 +33,13 @@ from .packing import Sizes, layout
 
 
 class _ReverseHalf:
-    """Between the two halves in the graph: in backward the exchange of the gradients goes from finish to start."""
+    """The link between the two halves in the graph, by which backward passes the exchange of the gradients from finish to start."""
 
     back: PendingExchange | None = None
 
 
 class PendingExchange:
-    """An exchange between its halves, to be finished. Holds what is sent; until then the tensors that were handed in must not change."""
+    """A started exchange. It holds the tensors that are sent; the arguments must not change until it is finished."""
 
     _link: _ReverseHalf
     _move: Move
@@ -47,11 +48,11 @@ class PendingExchange:
     _layouts_back: tuple[Sizes, ...]
     _records: bool
     _underway: Underway | None = None
-    _again = False  # in a pass that is made again
+    _again = False  # True in a recomputation
 
     def __init__(self, results: Sequence[Tensor] | None = None) -> None:
-        self._results = None if results is None else list(results)  # of an axis of one rank: nothing is under way
-        self._watched: list[tuple[Tensor, int]] = []  # tensors that travel from where they lie, and their versions
+        self._results = None if results is None else list(results)  # given for an axis of one rank, without messages
+        self._watched: list[tuple[Tensor, int]] = []  # tensors that are sent from their own memory, and their versions
 
     @classmethod
     def _of(
@@ -62,7 +63,7 @@ class PendingExchange:
         offers: bool,
         layouts_back: Sequence[Sizes] | None = None,
     ) -> PendingExchange:
-        """Start a move. `offers`: see the head of the file."""
+        """Start a move. `offers`: True offers the results for recomputation (see the module's docstring)."""
         pending = cls()
         pending._move, pending._link, pending._records = move, _ReverseHalf(), torch.is_grad_enabled()
         pending._layouts_back = tuple(layout(x) for x in xs) if layouts_back is None else tuple(layouts_back)
@@ -72,7 +73,7 @@ class PendingExchange:
         return pending
 
     def __del__(self) -> None:
-        # a second pass stops when backward has what it needs, perhaps between the halves: memory must outlive its messages
+        # a recomputation stops when backward has its tensors, perhaps between the halves: memory must outlive its messages
         if self._again and self._underway is not None:
             wait_all(self._underway.works)
 
@@ -85,7 +86,7 @@ class PendingExchange:
     def _complete(self) -> tuple[Tensor, ...]:
         if self._underway is None:
             raise RuntimeError(
-                "an exchange is finished once: this one was finished before, or its finish is made again (recomputed) and its start is not"
+                "an exchange is finished once: this one was finished before, or its finish is recomputed and its start is not"
             )
         if any(version_of(x) != version for x, version in self._watched):
             raise RuntimeError("a tensor was changed in place between start and finish of its exchange")
@@ -96,7 +97,7 @@ class PendingExchange:
 def start(
     move: Move, layouts: Sequence[Sizes], xs: Sequence[Tensor], layouts_back: Sequence[Sizes] | None = None
 ) -> PendingExchange:
-    """Start a move. `layouts`: the order of each result's dims in memory; `layouts_back`: of each gradient's, None: as `xs` lie."""
+    """Start a move. `layouts`: the order of each result's dims in memory; `layouts_back`: of each gradient's, None: that of `xs`."""
     return _started(move, layouts, xs, layouts_back)
 
 
@@ -108,10 +109,10 @@ def _started(
 
 
 def finish(pending: PendingExchange) -> Tensor:
-    """The result of an exchange of one tensor, once it is here.
+    """The result of an exchange of one tensor, once it has arrived.
 
     Raises RuntimeError where gradients are recorded at one half only, for an exchange that was finished before, for a tensor that
-    was changed meanwhile, and in a recomputed region that keeps no exchanges and did not start this one. Raises ValueError for
+    has changed since the start, and in a recomputed region that keeps no exchanges and did not start this one. Raises ValueError for
     an exchange of several tensors.
     """
     results = finish_all(pending)
@@ -136,7 +137,7 @@ def _finished(pending: PendingExchange) -> list[Tensor]:
 
 
 class _Start(torch.autograd.Function):
-    """Tensors to a token."""
+    """The first half in the graph: tensors to a token."""
 
     @staticmethod
     def forward(ctx: Any, pending: PendingExchange, layouts: tuple[Sizes, ...], issues: bool, *xs: Tensor) -> Tensor:
@@ -149,12 +150,12 @@ class _Start(torch.autograd.Function):
     def backward(ctx: Any, *token: Tensor) -> Any:
         pending, ctx.link.back = ctx.link.back, None
         if pending is None:
-            raise RuntimeError("the gradient of an exchange that was started came otherwise than through its finish")
+            raise RuntimeError("the gradient of a started exchange did not come through its finish")
         return None, None, None, *_Finish.apply(pending, *token)
 
 
 class _Finish(torch.autograd.Function):
-    """A token to results."""
+    """The second half in the graph: a token to results."""
 
     @staticmethod
     def forward(ctx: Any, pending: PendingExchange, token: Tensor) -> tuple[Tensor, ...]:

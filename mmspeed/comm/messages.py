@@ -1,7 +1,7 @@
-"""Messages of an exchange: packed and handed to the backend in one step, waited for and unpacked in another.
+"""Messages of an exchange: packed and issued to the backend in one step, waited for and unpacked in another.
 
-A move says in words that all ranks share what goes where; `begin` issues it and counts it, `Underway.complete` gives the results, and
-`back` is the move of the gradients. Nothing here records gradients: `halves` does.
+A move describes an exchange by arguments that all ranks share; `begin` issues and counts it, `Underway.complete` returns the results,
+and `back` is the move of the gradients. Autograd is the business of `halves`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from .axis import Axis, nbytes
 from .packing import Landing, Packed, Sizes, landing, leads, lengths_of, pack
 
-# newer torch has these under other names, and warns of the old ones
+# newer torch has other names for these, and warns of the old ones
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -26,7 +26,7 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 class Underway:
     """An issued exchange. `sent` must neither change nor be freed before `complete`."""
 
-    works: list[Any]  # of torch.distributed; on an accelerator `wait` orders the current stream, and the host goes on
+    works: list[Any]  # of torch.distributed; on an accelerator `wait` blocks the current stream, not the host
     sent: list[Tensor]
     land: Callable[[], tuple[Tensor, ...]]
 
@@ -37,10 +37,10 @@ class Underway:
 
 
 class Move(Protocol):
-    """An exchange in words that all ranks of its axis share."""
+    """The description of an exchange, the same on all ranks of its axis."""
 
     def begin(self, xs: Sequence[Tensor], layouts: Sequence[Sizes]) -> Underway:
-        """Issue it without waiting. `layouts`: the order of each result's dims in memory, this rank's own affair."""
+        """Issue the exchange without waiting. `layouts`: the order of each result's dims in memory, which may differ between ranks."""
         ...
 
     def back(self) -> Move:
@@ -50,10 +50,10 @@ class Move(Protocol):
 
 @dataclass(frozen=True)
 class AllToAll:
-    """Of k tensors. `wire` is the order of the dims on the way; `apart`: a message for each tensor.
+    """An all-to-all of k tensors. `wire` is the order of the dims in the message; `apart`: a message for each tensor.
 
-    One message for all needs a copy into it. So tensors whose parts may lie one behind the other, as the scatter dim comes first on the
-    wire, go apart too, each from where it lies. Where the gather dim comes first, one message is made of rows.
+    A common message needs a copy into it. So tensors whose parts may be contiguous, because the scatter dim comes first on the wire,
+    are also sent separately, each from its own memory. Where the gather dim comes first, the common message consists of rows.
     """
 
     axis: Axis
@@ -65,31 +65,33 @@ class AllToAll:
     apart: bool = False
 
     def back(self) -> AllToAll:
-        """The move of the gradients: a copy that is made before here is made after there."""
+        """The move of the gradients: a copy before this move is a copy after that one."""
         return AllToAll(self.axis, self.gather_dim, self.scatter_dim, self.gather, self.scatter, self.wire, self.apart)
 
     def begin(self, xs: Sequence[Tensor], layouts: Sequence[Sizes]) -> Underway:
         one_by_one = self.apart or all(leads(x.shape, self.scatter_dim, self.gather_dim, self.wire) for x in xs)
         each = range(len(xs))
         groups = [[of] for of in each] if one_by_one else [list(each)]
-        begun = [self._message(xs, layouts, group) for group in groups]
-        sends = [sum(sent) for sent in zip(*(packed.bytes_to_each() for packed, _, _ in begun), strict=True)]
-        packed, unpacked = sum(sent.copied() for sent, _, _ in begun), sum(came.copied() for _, came, _ in begun)
-        packs, unpacks = max(sent.copies for sent, _, _ in begun), max(bool(came.copies) for _, came, _ in begun)
+        messages = [self._message(xs, layouts, group) for group in groups]
+        sends = [sum(sent) for sent in zip(*(packed.bytes_to_each() for packed, _, _ in messages), strict=True)]
+        packed, unpacked = sum(sent.copied() for sent, _, _ in messages), sum(came.copied() for _, came, _ in messages)
+        packs, unpacks = max(sent.copies for sent, _, _ in messages), max(bool(came.copies) for _, came, _ in messages)
         self.axis.count("all_to_all", sends, packs, int(unpacks), packed=packed, unpacked=unpacked)
-        works = [work for _, _, of_message in begun for work in of_message]
+        works = [work for _, _, of_message in messages for work in of_message]
         return Underway(
-            works, [sent.flat for sent, _, _ in begun], lambda: tuple(x for _, came, _ in begun for x in came.fill())
+            works,
+            [sent.flat for sent, _, _ in messages],
+            lambda: tuple(x for _, came, _ in messages for x in came.fill()),
         )
 
     def _message(
         self, xs: Sequence[Tensor], layouts: Sequence[Sizes], group: list[int]
     ) -> tuple[Packed, Landing, list[Any]]:
-        """Issue one message, of some of the tensors."""
+        """Issue the message of a group of the tensors."""
         axis, wire, xs, layouts = self.axis, self.wire, [xs[of] for of in group], [layouts[of] for of in group]
         scatters, gathers = [self.scatter[of] for of in group], [self.gather[of] for of in group]
         rows = len(xs) > 1 and all(leads(x.shape, self.gather_dim, self.scatter_dim, wire) for x in xs)
-        if rows:  # what was before it on the wire has size 1
+        if rows:  # the dims before it on the wire have size 1
             wire = (self.gather_dim, *(dim for dim in wire if dim != self.gather_dim))
         sent = pack(xs, self.scatter_dim, scatters, wire, rows)
         shapes = []
@@ -116,25 +118,25 @@ class AllGather:
 
     def begin(self, xs: Sequence[Tensor], layouts: Sequence[Sizes]) -> Underway:
         (x,), axis, dim, sizes = xs, self.axis, self.dim, self.sizes
-        mine, wire = x.contiguous().view(-1), tuple(range(x.dim()))
+        flat_here, wire = x.contiguous().view(-1), tuple(range(x.dim()))
         shape = [*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]]
         came = landing(x, [shape], dim, [sizes], wire, [wire])
         flat = came.flat
         if axis.exchange == "collective" and len(set(sizes)) == 1:
-            works = [_ALL_GATHER(flat, mine, group=axis.group, async_op=True)]
+            works = [_ALL_GATHER(flat, flat_here, group=axis.group, async_op=True)]
         else:
             parts = flat.split(lengths_of([shape], dim, [sizes]))
             others = axis.others()
-            works = between([(place, mine) for place in others], [(place, parts[place]) for place in others], axis)
-            parts[axis.rank].copy_(mine)
-        packs, unpacks, sent = int(not x.is_contiguous()), int(bool(came.copies)), [nbytes(mine)] * axis.size
-        axis.count("all_gather", sent, packs, unpacks, packed=packs * nbytes(mine), unpacked=came.copied())
-        return Underway(works, [mine], came.fill)
+            works = between([(place, flat_here) for place in others], [(place, parts[place]) for place in others], axis)
+            parts[axis.rank].copy_(flat_here)
+        packs, unpacks, sent = int(not x.is_contiguous()), int(bool(came.copies)), [nbytes(flat_here)] * axis.size
+        axis.count("all_gather", sent, packs, unpacks, packed=packs * nbytes(flat_here), unpacked=came.copied())
+        return Underway(works, [flat_here], came.fill)
 
 
 @dataclass(frozen=True)
 class ReduceScatter:
-    """Uneven ones, and those of an axis without collectives, are an all-to-all and a local sum."""
+    """A reduce-scatter. Uneven ones, and those of an axis without collectives, are an all-to-all and a local sum."""
 
     axis: Axis
     dim: int
@@ -160,7 +162,7 @@ class ReduceScatter:
 
 @dataclass(frozen=True)
 class RowMove:
-    """Of x_ZE, `sends[r]` rows to each rank r, which sends `comes[r]`. `kind`: what the ledger counts the bytes as."""
+    """An exchange of rows of x_ZE: `sends[r]` to each rank r, `comes[r]` from it. `kind`: the ledger's name for the bytes."""
 
     axis: Axis
     sends: Sizes
@@ -182,7 +184,7 @@ class RowMove:
 
 
 def _swap(flat: Tensor, received: Tensor, sends: list[int], comes: list[int], axis: Axis) -> list[Any]:
-    """Begin to give each rank its part of the flat buffer, and to receive from each, rank by rank."""
+    """Issue the sends of each rank's part of the flat buffer, and the receives from each, rank by rank."""
     if axis.exchange == "collective":
         return [dist.all_to_all_single(received, flat, comes, sends, group=axis.group, async_op=True)]
     to, source, others = flat.split(sends), received.split(comes), axis.others()
@@ -192,7 +194,7 @@ def _swap(flat: Tensor, received: Tensor, sends: list[int], comes: list[int], ax
 
 
 def between(sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]], axis: Axis) -> list[Any]:
-    """Begin to send to, and to receive from, places of the axis. Empty tensors travel too, so that no rank stays away."""
+    """Issue sends to and receives from places of the axis. Empty tensors are sent too, so that every rank takes part."""
     ops = [dist.P2POp(dist.isend, tensor, axis.peer(place), axis.group) for place, tensor in sends]
     ops += [dist.P2POp(dist.irecv, tensor, axis.peer(place), axis.group) for place, tensor in receives]
     return list(dist.batch_isend_irecv(ops)) if ops else []

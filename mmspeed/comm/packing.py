@@ -1,9 +1,9 @@
-"""How parts of tensors lie in the flat buffer that travels, and who gets how much: arithmetic and views, without a process group.
+"""The layout of tensors' parts in the flat buffer of a message, and their sizes by rank: arithmetic and views, without a process group.
 
-The buffer holds what rank 0 is to get, then rank 1's, and so on. A rank's part holds a piece of each tensor of the message, one behind
-the other; a piece holds its numbers with the dims in the order of the wire. Or it holds rows ("rows"), where the dim that the receiver
-joins comes first on the wire: each row has that row of every tensor. All ranks' rows, one behind the other, are the joined tensors side by
-side, so the receiver reads them where they are.
+The buffer holds the part for rank 0, then that for rank 1, and so on. A rank's part holds a piece of each tensor of the message, one
+after the other; a piece has the dims in the order of the wire. Or it holds rows ("rows"), where the dim that the receiver joins comes
+first on the wire: each row has that row of every tensor. The rows of all ranks, one after the other, are the joined tensors side by side,
+so the receiver reads them in place.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def even_sizes(length: int, parts: int) -> Sizes:
 
 @dataclass(frozen=True)
 class Packed:
-    """A message to all ranks: `lengths` numbers of the flat buffer to each, made with 0 copies or 1."""
+    """A message to all ranks: `lengths` elements of the flat buffer to each, made with 0 copies or 1."""
 
     flat: Tensor
     lengths: list[int]
@@ -50,7 +50,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class Landing:
-    """Memory for what is to come: the tensors, the flat buffer that receives, and those tensors that `fill` has yet to fill from it."""
+    """Memory for a message to be received: the results, the flat buffer that receives, and the copies from it that `fill` makes."""
 
     results: list[Tensor]
     flat: Tensor
@@ -61,14 +61,14 @@ class Landing:
         return sum(nbytes(to) for to, _ in self.copies)
 
     def fill(self) -> tuple[Tensor, ...]:
-        """The results, when all is in the buffer."""
+        """The results, once the buffer is complete."""
         for to, source in self.copies:
             to.copy_(source)
         return tuple(self.results)
 
 
 def pack(xs: Sequence[Tensor], dim: int, sizes_each: Sequence[Sizes], wire: Sizes, rows: bool = False) -> Packed:
-    """Parts of tensors along `dim`, rank by rank; the tensors themselves where they already lie so. `rows`: the first dim of the wire's."""
+    """Parts of tensors along `dim`, rank by rank; a tensor that is in this order is not copied. `rows`: along the first dim of the wire."""
     lengths = lengths_of([x.shape for x in xs], dim, sizes_each)
     arranged = [x.permute(wire) for x in xs]
     if len(xs) == 1 and _outermost(arranged[0].shape, wire.index(dim)) and arranged[0].is_contiguous():
@@ -89,23 +89,23 @@ def landing(
     layouts: Sequence[Sizes],
     rows: bool = False,
 ) -> Landing:
-    """Memory for tensors of `shapes` whose parts along `dim` are to come.
+    """Memory to receive tensors of `shapes`, whose parts along `dim` come from the ranks.
 
-    Where they come as they shall lie, the buffer is the tensors' own memory and nothing is copied; tensors that come side by side in
-    rows lie so in it, in the order of their layouts but with room between. They are no views: autograd forbids that a view out of a
-    custom function is written to.
+    Where they arrive in the order of their layouts, the buffer is the tensors' own memory and nothing is copied; tensors that arrive side
+    by side in rows stay so in it, in the order of their layouts but with gaps. They are no views: autograd forbids writing to a view that
+    a custom function returns.
     """
-    right = [_same(shape, wire, order) for shape, order in zip(shapes, layouts, strict=True)]
+    ordered = [_same(shape, wire, order) for shape, order in zip(shapes, layouts, strict=True)]
     if rows:
         flat = like.new_empty(sum(map(math.prod, shapes)))
-        there = _columns(flat, shapes, wire)
+        columns = _columns(flat, shapes, wire)
         results = [
             x if fits else _empty(like, shape, order)
-            for x, fits, shape, order in zip(there, right, shapes, layouts, strict=True)
+            for x, fits, shape, order in zip(columns, ordered, shapes, layouts, strict=True)
         ]
-        return Landing(results, flat, [(to, x) for to, x in zip(results, there, strict=True) if to is not x])
+        return Landing(results, flat, [(to, x) for to, x in zip(results, columns, strict=True) if to is not x])
     results = [_empty(like, shape, order) for shape, order in zip(shapes, layouts, strict=True)]
-    if len(shapes) == 1 and right[0] and _outermost([shapes[0][of] for of in wire], wire.index(dim)):
+    if len(shapes) == 1 and ordered[0] and _outermost([shapes[0][of] for of in wire], wire.index(dim)):
         return Landing(results, results[0].permute(wire).view(-1), [])
     flat = like.new_empty(sum(map(math.prod, shapes)))
     pieces = _pieces(flat, [x.permute(wire) for x in results], wire.index(dim), sizes_each)
@@ -113,7 +113,7 @@ def landing(
 
 
 def _columns(flat: Tensor, shapes: Sequence[Sequence[int]], wire: Sizes) -> list[Tensor]:
-    """The tensors that lie side by side in rows, one row for each index of the first dim of the wire."""
+    """The tensors that are side by side in rows, one row for each index of the first dim of the wire."""
     count = shapes[0][wire[0]]
     width, start, tensors = sum(math.prod(shape) for shape in shapes) // max(1, count), 0, []
     for shape in shapes:
@@ -129,7 +129,7 @@ def _columns(flat: Tensor, shapes: Sequence[Sequence[int]], wire: Sizes) -> list
 def _rows(
     flat: Tensor, arranged: Sequence[Tensor], place: int, sizes_each: Sequence[Sizes]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """`_pieces` of a message in rows, of what is sent."""
+    """The pairs of `_pieces` for a message in rows, on the sender's side."""
     ranks, rows = len(sizes_each[0]), arranged[0].shape[0]
     if all(len(set(sizes)) == 1 for sizes in sizes_each):
         even = [
@@ -156,7 +156,7 @@ def _rows(
 def _pieces(
     flat: Tensor, arranged: Sequence[Tensor], place: int, sizes_each: Sequence[Sizes]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs of views of the same numbers, in the flat buffer and in tensors whose dims stand in the order of the wire."""
+    """Pairs of views of the same elements, in the flat buffer and in tensors whose dims are in the order of the wire."""
     ranks = len(sizes_each[0])
     start = 0
     if all(len(set(sizes)) == 1 for sizes in sizes_each):  # one copy a tensor, not one for each rank
@@ -176,7 +176,7 @@ def _pieces(
 
 
 def lengths_of(shapes: Sequence[Sequence[int]], dim: int, sizes_each: Sequence[Sizes]) -> list[int]:
-    """Numbers in each rank's part of tensors that are cut along `dim`, together."""
+    """Elements in each rank's part of all tensors, which are split along `dim`."""
     rests = [math.prod([*shape[:dim], *shape[dim + 1 :]]) for shape in shapes]
     return [
         sum(rest * size for rest, size in zip(rests, of_rank, strict=True)) for of_rank in zip(*sizes_each, strict=True)
@@ -184,7 +184,7 @@ def lengths_of(shapes: Sequence[Sequence[int]], dim: int, sizes_each: Sequence[S
 
 
 def leads(shape: Sequence[int], dim: int, other: int, wire: Sizes) -> bool:
-    """Tell whether a dim comes first on the wire, on every rank: only dims of size 1 before it, which no rank has another part of.
+    """True where a dim comes first on the wire on every rank: before it are only dims of size 1, which are not split over ranks.
 
     `other`: the dim of which ranks have parts of other sizes.
     """
@@ -193,12 +193,12 @@ def leads(shape: Sequence[int], dim: int, other: int, wire: Sizes) -> bool:
 
 
 def _outermost(shape: Sequence[int], place: int) -> bool:
-    """Whether parts along a dim lie one behind the other: no dim outside it has another index than 0."""
+    """True where parts along a dim are contiguous: all dims outside it have size 1."""
     return all(size == 1 for size in shape[:place])
 
 
 def _same(shape: Sequence[int], one: Sizes, other: Sizes) -> bool:
-    """Whether two orders of a tensor's dims are one in memory, where dims of size 1 have no place."""
+    """True where two orders of a tensor's dims are the same in memory, where dims of size 1 do not count."""
     return [dim for dim in one if shape[dim] != 1] == [dim for dim in other if shape[dim] != 1]
 
 
@@ -208,7 +208,7 @@ def _empty(like: Tensor, shape: Sequence[int], order: Sizes) -> Tensor:
 
 
 def _strides(shape: Sequence[int], order: Sizes) -> list[int]:
-    """Of a tensor that is contiguous in this order of its dims."""
+    """The strides of a tensor that is contiguous in this order of its dims."""
     strides, step = [0] * len(shape), 1
     for dim in reversed(order):
         strides[dim] = step

@@ -1,6 +1,6 @@
-"""The one function that all attention goes through, and its eager oracle.
+"""The function for all dense attention, and its eager oracle.
 
-Which backend serves a call with `backend="auto"`:
+The backend of a call with `backend="auto"`:
 
     wanted                                                       backend
     output only (with or without a key mask)                     sdpa
@@ -10,7 +10,7 @@ Which backend serves a call with `backend="auto"`:
 
 The fused operators return a log-sum-exp that has no gradient, and whose value at fully masked rows differs by kernel;
 that is why they serve only calls that record no gradient and have no mask. Ring attention calls them inside an autograd
-function. A named backend that cannot give what is asked raises ValueError instead of falling back.
+function. A named backend that does not support the call raises ValueError instead of falling back.
 
 Legend: B batch, G rows or columns that attend apart, A heads, N queries, M keys, D head width.
 """
@@ -79,8 +79,8 @@ def attention(
     float32 (float64 for float64 inputs). The eager backend computes in float32. `counter`, when given, counts calls by
     backend: "sdpa", "sdpa_lse" or "eager".
 
-    Raises ValueError for a mask of the wrong shape or dtype, for heads that do not fit, and where the named backend cannot give what is
-    asked.
+    Raises ValueError for a mask of the wrong shape or dtype, for heads that do not fit, and when the named backend does not support the
+    call.
     """
     _check_mask(k_BAMD, key_mask_BM)
     k_BAMD, v_BAMD = with_heads_of(q_BAND, k_BAMD, v_BAMD)
@@ -92,7 +92,7 @@ def attention(
         return (out_BAND, lse_BAN) if return_lse else out_BAND
     if return_lse:
         fused = fused_lse_op(q_BAND)
-        assert fused is not None  # choose_backend has asked
+        assert fused is not None  # choose_backend has checked
         return fused(q_BAND, k_BAMD, v_BAMD)
     return _sdpa(q_BAND, k_BAMD, v_BAMD, key_mask_BM)
 
@@ -136,7 +136,7 @@ def choose_backend(
     return_lse: bool,
     backend: Backend = "auto",
 ) -> Literal["sdpa", "eager"]:
-    """The backend that serves a call: the table at the head of this file. Raises ValueError as `attention` does."""
+    """The backend of a call, by the table at the head of this file. Raises ValueError as `attention` does."""
     if backend == "eager":
         return "eager"
     if backend not in ("auto", "sdpa"):
@@ -174,7 +174,7 @@ def _eager(q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, key_mask_BM: Tensor |
         score_BANM = (q_BAND.to(dtype) * q_BAND.shape[-1] ** -0.5) @ k_BAMD.to(dtype).mT
         dead_B111 = None
         if key_mask_BM is not None:
-            # a softmax over nothing but -inf has NaN gradients: fully masked rows run unmasked and are blanked below
+            # a softmax over -inf alone has NaN gradients: fully masked rows run unmasked and are set to 0 below
             dead_B111 = ~key_mask_BM.any(dim=-1)[:, None, None, None]
             score_BANM = score_BANM.masked_fill(~(key_mask_BM[:, None, None, :] | dead_B111), -torch.inf)
         out_BAND = score_BANM.softmax(dim=-1) @ v_BAMD.to(dtype)
@@ -186,7 +186,7 @@ def _eager(q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, key_mask_BM: Tensor |
 
 
 def _sdpa(q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, key_mask_BM: Tensor | None) -> Tensor:
-    """torch's fused attention. Fully masked rows are blanked here, so that no kernel's own habit shows."""
+    """Attention by torch's fused operator. Fully masked rows are set to 0 here, since kernels differ for them."""
     if q_BAND.device.type != "cpu" and q_BAND.shape[0] > MAX_FUSED_BATCH:
         return _split_batch(q_BAND, k_BAMD, v_BAMD, key_mask_BM, MAX_FUSED_BATCH)
     if key_mask_BM is None:
@@ -199,7 +199,7 @@ def _sdpa(q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, key_mask_BM: Tensor | 
 
 
 def _split_batch(q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, key_mask_BM: Tensor | None, limit: int) -> Tensor:
-    """`_sdpa` over parts of at most `limit` samples."""
+    """The result of `_sdpa` over parts of at most `limit` samples."""
     parts = []
     for start in range(0, q_BAND.shape[0], limit):
         part = slice(start, start + limit)

@@ -1,4 +1,4 @@
-"""Autocast for functions of our own, which it does not know."""
+"""Autocast for functions that torch's autocast does not handle."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def autocast_alike(*xs: Tensor) -> tuple[Tensor, ...]:
-    """In the dtype that autocast would compute in: functions of our own and exchanges are unknown to it."""
+    """The tensors in the dtype of autocast, which does not handle our own functions and exchanges."""
     kind = xs[0].device.type
     if not torch.is_autocast_enabled(kind) or xs[0].dtype == torch.float64:
         return xs

@@ -1,11 +1,11 @@
-"""Attention of queries to a part of the keys, so that a sequence can be attended to block by block.
+"""Attention of queries to a part of the keys, for attention to a sequence block by block.
 
-`block_forward` gives a block's output and its log-sum-exp; `merge` joins two of them; `block_backward` gives a block's share of
+`block_forward` returns a block's output and its log-sum-exp; `merge` joins two of them; `block_backward` returns a block's share of
 the gradients from the output and the log-sum-exp of the WHOLE attention (FlashAttention-2's backward: with lse known, each
 block's probabilities are exp(score - lse) and need no other block). None of them records gradients; `parallel.ring` calls them
 inside an autograd function.
 
-Which kernel serves ("auto" takes the first that can):
+The kernel of a call ("auto" takes the first that supports it):
 
     device   kernel           number types               key mask   heads of width
     cpu      cpu_flash        all                        yes        any
@@ -14,7 +14,7 @@ Which kernel serves ("auto" takes the first that can):
     npu      npu_fusion       half types, float32        yes        any
     any      eager            all; computes in float32   yes        any
 
-"sdpa" is "auto" without eager. A kernel that is named and cannot serve raises ValueError.
+"sdpa" is "auto" without eager. A named kernel that does not support the call raises ValueError.
 
 Legend: B batch, A heads, N queries, M keys, D head width.
 """
@@ -50,13 +50,13 @@ def block_forward(
     backend: str = "auto",
     counter: Counter[str] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention to these keys alone: `out_BAND` in the dtype of the queries, `lse_BAN` in float32 (float64 for float64).
+    """Attention to the keys of a block alone: `out_BAND` in the dtype of the queries, `lse_BAN` in float32 (float64 for float64).
 
     `key_mask_BM` is bool, True at keys that count. A query that sees no key has output 0 and log-sum-exp -inf. Keys and values may have
     fewer heads, by a whole factor, and values another width, which is the output's. `causal` (query n sees keys up to n) needs N == M. N,
     M and B may be 0. `scale` is D ** -0.5 when None. `counter` counts calls by kernel; a block without queries or keys is no call.
 
-    Raises ValueError for shapes that do not fit and for a named kernel that cannot serve.
+    Raises ValueError for shapes that do not fit and for a named kernel that does not support the call.
     """
     call = _CheckedCall.of(q_BAND, k_BAMD, v_BAMD, key_mask_BM, causal, scale)
     width = v_BAMD.shape[-1]
@@ -76,7 +76,7 @@ def block_forward(
     out_BAND, lse_BAN = (
         parts[0] if len(parts) == 1 else (torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]))
     )
-    if key_mask_BM is not None:  # kernels differ in what they give for rows that see nothing
+    if key_mask_BM is not None:  # kernels differ in their results for rows that see no key
         dead_B1N = dead_rows(key_mask_BM, causal)
         out_BAND = out_BAND.masked_fill(dead_B1N[..., None], 0.0)
         lse_BAN = lse_BAN.masked_fill(dead_B1N, -torch.inf)
@@ -97,7 +97,7 @@ def block_backward(
     backend: str = "auto",
     counter: Counter[str] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """This block's shares (dq_BAND, dk_BAMD, dv_BAMD) of the gradients, in the dtype of the queries.
+    """The shares (dq_BAND, dk_BAMD, dv_BAMD) of a block in the gradients, in the dtype of the queries.
 
     `out_BAND` and `lse_BAN` are those of the whole attention, over all blocks; a query whose lse is -inf has no gradient. The
     counter counts "<kernel>_backward". Otherwise as `block_forward`.
@@ -131,7 +131,7 @@ def block_backward(
 
 
 def merge(out_a_BAND: Tensor, lse_a_BAN: Tensor, out_b_BAND: Tensor, lse_b_BAN: Tensor) -> tuple[Tensor, Tensor]:
-    """The attention to two disjoint sets of keys from that to each: output and log-sum-exp, in float32 (float64 for float64).
+    """Output and log-sum-exp of attention to two disjoint sets of keys, from those of each, in float32 (float64 for float64).
 
     A side that sees no key (lse -inf) changes nothing; two such sides give 0 and -inf.
     """
@@ -148,7 +148,7 @@ def merge(out_a_BAND: Tensor, lse_a_BAN: Tensor, out_b_BAND: Tensor, lse_b_BAN: 
 def choose_kernel(
     q_BAND: Tensor, k_BAMD: Tensor, key_mask_BM: Tensor | None, causal: bool, backend: str = "auto"
 ) -> BlockKernel:
-    """The kernel that serves a call: the table at the head of this file. Raises ValueError as `block_forward` does."""
+    """The kernel of a call, by the table at the head of this file. Raises ValueError as `block_forward` does."""
     if backend not in ("auto", "sdpa") and backend not in KERNELS:
         raise ValueError(f"attention backend {backend!r} is not one of auto, sdpa, {', '.join(KERNELS)}")
     if backend in KERNELS:
@@ -161,13 +161,13 @@ def choose_kernel(
             continue
         if not kernel.refuses(q_BAND, k_BAMD, key_mask_BM, causal):
             return kernel
-    what = f"{q_BAND.dtype} heads of width {q_BAND.shape[-1]} on {q_BAND.device.type}"
-    raise ValueError(f"attention backend 'sdpa' has no fused kernel for {what}; use backend='auto' or 'eager'")
+    heads = f"{q_BAND.dtype} heads of width {q_BAND.shape[-1]} on {q_BAND.device.type}"
+    raise ValueError(f"attention backend 'sdpa' has no fused kernel for {heads}; use backend='auto' or 'eager'")
 
 
 @dataclass(frozen=True)
 class _CheckedCall:
-    """What was asked, checked."""
+    """The checked arguments of a call."""
 
     key_mask_BM: Tensor | None
     scale: float
@@ -189,7 +189,7 @@ class _CheckedCall:
             raise ValueError(f"queries, keys and values of shapes {shapes} do not fit")
         if not q_BAND.dtype == k_BAMD.dtype == v_BAMD.dtype:
             raise ValueError(
-                f"queries, keys and values are {q_BAND.dtype}, {k_BAMD.dtype} and {v_BAMD.dtype}: make them one"
+                f"queries, keys and values are {q_BAND.dtype}, {k_BAMD.dtype} and {v_BAMD.dtype}: cast them to one dtype"
             )
         if causal and queries != keys:
             raise ValueError(f"a causal block has as many queries as keys, not {queries} and {keys}")
@@ -203,7 +203,7 @@ class _CheckedCall:
 
 
 def _batches(q_BAND: Tensor) -> list[slice]:
-    """The batch in parts that fused kernels take."""
+    """Slices of the batch that fused kernels accept."""
     batch, step = q_BAND.shape[0], MAX_FUSED_BATCH
     if q_BAND.device.type == "cpu" or batch <= step:
         return [slice(None)]
@@ -220,7 +220,7 @@ def _of_one_width(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """`x` with whole rows in memory, as the kernels need it: a gradient of a sum, for one, is a single number expanded."""
+    """`x` with contiguous rows, as the kernels need; the gradient of a sum, for example, is an expanded scalar."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

@@ -1,8 +1,8 @@
-"""The kernels of block attention: what one is, the CPU's fused operator, and the eager twin that is the oracle of all.
+"""The kernels of block attention: their interface, the CPU's fused operator, and the eager twin that is the oracle of all.
 
 `forward(q, k, v, key_mask, causal, scale) -> (out, lse)` and `backward(dout, q, k, v, out, lse, key_mask, causal, scale) ->
 (dq, dk, dv)`, where out and lse are those of the attention to all keys, of which these may be a part. Shapes are checked and not empty,
-rows are whole in memory; what a forward gives for queries that see no key is anything, the caller blanks it.
+rows are contiguous; the results of a forward for queries that see no key are arbitrary, and the caller overwrites them.
 
 Legend: B batch, A heads, K heads of the keys, N queries, n a part of them, M keys, D head width.
 """
@@ -29,7 +29,7 @@ EAGER_SCORES = 1 << 24  # scores that the eager twin holds at a time: 64 MiB in 
 
 @dataclass(frozen=True)
 class BlockKernel:
-    """`refuses` says what of a call the kernel does not serve, or nothing."""
+    """A kernel. `refuses` returns the part of a call that the kernel does not support, or an empty string."""
 
     name: str
     refuses: Refuses
@@ -38,26 +38,26 @@ class BlockKernel:
 
 
 def dead_rows(key_mask_BM: Tensor, causal: bool) -> Tensor:
-    """(B, 1, N), or (B, 1, 1) when not causal: True at queries that see no key."""
+    """True at queries that see no key: (B, 1, N), or (B, 1, 1) when not causal."""
     if causal:
         return (key_mask_BM.cumsum(dim=-1) == 0)[:, None, :]
     return ~key_mask_BM.any(dim=-1)[:, None, None]
 
 
 def bias(key_mask_BM: Tensor, dtype: torch.dtype, multiple: int = 1) -> Tensor:
-    """(B, 1, 1, M), 0 at keys that count and very negative (finite: never inf - inf) at others; rows padded in memory."""
+    """The bias (B, 1, 1, M): 0 at keys that count, very negative (finite: never inf - inf) at others; rows padded in memory."""
     batch, keys = key_mask_BM.shape
     bias_BM = torch.zeros(batch, -(-keys // multiple) * multiple, dtype=dtype, device=key_mask_BM.device)[:, :keys]
     return bias_BM.masked_fill_(~key_mask_BM, torch.finfo(dtype).min / 2)[:, None, None, :]
 
 
 def repeat(x_BKMD: Tensor, heads: int) -> Tensor:
-    """Keys or values with each head as often as queries share it."""
+    """Keys or values with each head repeated for the query heads that share it."""
     return x_BKMD if x_BKMD.shape[1] == heads else x_BKMD.repeat_interleave(heads // x_BKMD.shape[1], dim=1)
 
 
 def fold(dx_BAMD: Tensor, key_heads: int) -> Tensor:
-    """The backward of `_repeat`, summed in float32 at least."""
+    """The backward of `repeat`, summed in float32 at least."""
     if dx_BAMD.shape[1] == key_heads:
         return dx_BAMD
     wide = torch.promote_types(dx_BAMD.dtype, torch.float32)
@@ -105,7 +105,7 @@ def _never(q: Tensor, k: Tensor, key_mask: Tensor | None, causal: bool) -> str:
 
 
 def _scores(q_BAnD: Tensor, k_BAMD: Tensor, key_mask_BM: Tensor | None, first: int | None, scale: float) -> Tensor:
-    """Scaled scores, -inf at what is not seen; `first`: the place of the first query when causal."""
+    """Scaled scores, -inf at hidden keys; `first`: the position of the first query when causal."""
     score_BAnM = (q_BAnD * scale) @ k_BAMD.mT
     if key_mask_BM is not None:
         score_BAnM = score_BAnM.masked_fill(~key_mask_BM[:, None, None, :], -torch.inf)

@@ -1,4 +1,4 @@
-"""Block attention by torch_npu's fused operator, which gives the row maxima and sums of the softmax, each eight times over.
+"""Block attention by torch_npu's fused operator, which returns the row maxima and sums of the softmax, each repeated eight times.
 
 Legend: B batch, A heads, K heads of the keys, N queries, n a part of them, M keys, D head width.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .block_kernels import HALF, BlockKernel
 
-MASK_BYTES = 1 << 28  # a mask over queries x keys that the operator is given at a time
+MASK_BYTES = 1 << 28  # of the mask over queries x keys in one call of the operator
 
 
 def _npu_refuses(q: Tensor, k: Tensor, key_mask: Tensor | None, causal: bool) -> str:
@@ -25,10 +25,10 @@ def _npu_refuses(q: Tensor, k: Tensor, key_mask: Tensor | None, causal: bool) ->
 def _npu_masks(
     q_BAND: Tensor, keys: int, key_mask_BM: Tensor | None, causal: bool
 ) -> Iterator[tuple[slice, dict[str, Any]]]:
-    """Parts of the queries, and the mask of each as the operator wants it: True at what is left out.
+    """Parts of the queries, and the operator's mask of each: True at hidden keys.
 
-    Causal alone takes its triangle of 2048 x 2048, whatever the length. A key mask has to be spread over the queries; so that it does not
-    fill the memory, the queries go in parts.
+    Causal alone takes its triangle of 2048 x 2048, whatever the length. A key mask has to be expanded over the queries, which are
+    therefore split into parts, so that it does not fill the memory.
     """
     if key_mask_BM is None:
         if causal:

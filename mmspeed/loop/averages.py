@@ -1,4 +1,4 @@
-"""Exponential moving average of the weights, kept in the shards that the model is kept in."""
+"""Exponential moving average of the weights, sharded like the model."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def ema_decay(decay: float, updates: int) -> float:
 class EMA:
     """The average of a model's float32 weights that train, and of the buffers that it declares as averaged.
 
-    Make it after `parallelize`: it takes over the parameters' sharding.
+    Make it after `parallelize`: it copies the parameters' sharding.
 
-    `optimizer` is whose weights they are, where the model's parameters are roundings of them. `host`: the averages lie in the memory of
-    that device's host, and visit it in buckets of `bucket_bytes`. `tensors` maps the bare model's names to the averages; `updates` counts
-    them.
+    `optimizer` holds the float32 weights where the model's parameters are roundings of them. `host`: the averages are in the memory of
+    that device's host, and come to the device in buckets of `bucket_bytes`. `tensors` maps the bare model's names to the averages;
+    `updates` counts the updates.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class EMA:
 
     @property
     def on_host(self) -> bool:
-        """Whether the averages lie in the host's memory."""
+        """True where the averages are in the host's memory."""
         return self._host is not None
 
     def _averaged(self, model: nn.Module) -> dict[str, Tensor]:
@@ -82,7 +82,7 @@ class EMA:
         return trained | {name: bare.get_buffer(name) for name in self._state}
 
     def _weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """(name, this process's part) of each weight, in the order of `tensors`; what one yields may be gone with the next."""
+        """(name, this process's part) of each weight, in the order of `tensors`; a part may be freed when the next one is yielded."""
         if self.optimizer is not None:
             yield from ((name, values) for name, _, values in named_masters(model, self.optimizer))
             yield from ((name, unwrap(model).get_buffer(name)) for name in self._state)
@@ -109,13 +109,13 @@ class EMA:
 
     @torch.no_grad()
     def begin_state(self, model: nn.Module, names: Collection[str]) -> None:
-        """Begin the averages of some buffers anew: of those that a checkpoint has no averages of."""
+        """Restart the averages of the named buffers from their values: those that a checkpoint has no averages of."""
         for name in names:
             self.tensors[name].copy_(unwrap(model).get_buffer(name))
 
     @torch.no_grad()
     def restart(self, model: nn.Module) -> None:
-        """Begin anew from the model's weights."""
+        """Restart the averages from the model's weights."""
         self.updates = 0
         if self._host is not None:
             self._host.settle()
@@ -132,10 +132,10 @@ class EMA:
 
     @contextmanager
     def swap(self, model: nn.Module) -> Iterator[None]:
-        """Inside, the model holds the averages (and this object the weights); afterwards both are back, bit for bit.
+        """Swap the averages into the model (and the weights into this object) inside; afterwards both are back, bit for bit.
 
         Values are exchanged one tensor at a time, so the cost is one tensor of memory. Where the parameters are bfloat16, their bits are
-        kept beside: the weights that they are roundings of stay as they are.
+        stored separately: the float32 weights that they round stay as they are.
         """
         if self._swapped:
             raise RuntimeError("the moving average is already swapped into the model")
@@ -150,14 +150,14 @@ class EMA:
         if self._host is not None:
             self._host.settle()
         for name, tensor in self._averaged(model).items():
-            average, own = local(self.tensors[name]), local(tensor.detach())
+            average, weights = local(self.tensors[name]), local(tensor.detach())
             if self.optimizer is None or name in self._state:
-                kept = own.clone()
-                own.copy_(average)
-                average.copy_(kept)
+                copy = weights.clone()
+                weights.copy_(average)
+                average.copy_(copy)
             elif self._swapped:
-                own.copy_(self._kept.pop(name))
+                weights.copy_(self._kept.pop(name))
             else:
-                self._kept[name] = own.clone()
-                own.copy_(average)
+                self._kept[name] = weights.clone()
+                weights.copy_(average)
         self._swapped = not self._swapped

@@ -1,6 +1,6 @@
-"""Callbacks: what happens around each optimizer step, in one order on all ranks.
+"""Callbacks: actions before and after each optimizer step, in the same order on all ranks.
 
-A callback sees steps and numbers, no domain. The order of a run's callbacks stands in `pipelines/training/trainer.py`.
+A callback sees steps and numbers, no domain. `pipelines/training/trainer.py` defines the order of a run's callbacks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SumOverRanks = Callable[[list[float]], list[float]]
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """A step that was taken: `step` counts from 1; `result` is None when every item of the step is lost."""
+    """A step that is done: `step` counts from 1; `result` is None when every item of the step is lost."""
 
     step: int
     epoch: int
@@ -33,19 +33,19 @@ class StepOutcome:
     result: StepResult | None
 
     def updated(self, role: str) -> bool:
-        """Whether the weights of a role changed."""
+        """True where the weights of a role changed."""
         return self.result is not None and role in self.result.updated
 
 
 class Callback(Protocol):
-    """Something that happens around each step, on all ranks."""
+    """An action before and after each step, on all ranks."""
 
     def before_step(self, step: int) -> None:
-        """Before optimizer step number `step`, from 0."""
+        """Called before optimizer step number `step`, from 0."""
         ...
 
     def after_step(self, outcome: StepOutcome) -> None:
-        """After it."""
+        """Called after the step."""
         ...
 
     def row(self) -> dict[str, Any]:
@@ -63,12 +63,12 @@ class BaseCallback:
         """Do nothing."""
 
     def row(self) -> dict[str, Any]:
-        """No fields."""
+        """Empty: no fields."""
         return {}
 
 
 class LearningRate(BaseCallback):
-    """Sets the learning rate of every optimizer before each step: the config's, times the optimizer's factor."""
+    """Sets the learning rate of every optimizer before each step: the config's times the optimizer's factor."""
 
     def __init__(self, config: TrainConfig, optimizers: Sequence[tuple[AnyOptimizer, float]]) -> None:
         self.config, self.optimizers = config, optimizers
@@ -84,7 +84,7 @@ class LearningRate(BaseCallback):
 
 
 class Sparsity(BaseCallback):
-    """Steers the thresholds of sparse attention. `saved_flops` are those left out since it was last asked."""
+    """Controls the thresholds of sparse attention. `saved_flops` counts the operations left out since the last call."""
 
     def __init__(self, controller: SparsityController, sum_over_ranks: SumOverRanks) -> None:
         self.controller, self.sum = controller, sum_over_ranks

@@ -3,7 +3,7 @@
 The fingerprint hashes the bits of each number with the number's place in its tensor and a key of the tensor's name, shape and number type
 (the finalizer of splitmix64: Steele et al., 2014), and sums the hashes modulo 2^64. A sum has no order, so every process adds up the parts
 that it holds, in any layout, and nothing but the sums is exchanged. The text is the SHA-256 of the sum and of all names, shapes and number
-types. It tells bases apart bit by bit; it is no seal against people who construct two bases with the same one.
+types. It distinguishes bases bit by bit, but does not protect against bases that are constructed to have the same one.
 
 Legend: Z numbers of a piece of this process's part of a tensor.
 """
@@ -60,12 +60,12 @@ def fingerprint(
 
 
 def _is_first_copy(parameter: nn.Parameter) -> bool:
-    """Whether this process counts its part: of those that hold the same part, one does."""
+    """True where this process counts its part: one of those that hold the same part does."""
     if not isinstance(parameter, DTensor):
         return not dist.is_initialized() or dist.get_rank() == 0
     mesh = parameter.device_mesh
     first = zip(mesh.get_coordinate() or (), parameter.placements, strict=True)
-    # what is not split over an axis that its mesh lacks lies on one mesh for each place of that axis: that of rank 0 counts
+    # a parameter whose mesh lacks an axis lies on one mesh for each place of that axis: that of rank 0 counts
     return bool((mesh.mesh == 0).any()) and all(at == 0 for at, place in first if isinstance(place, Replicate))
 
 
@@ -74,12 +74,12 @@ def _hashed(name: str, parameter: nn.Parameter) -> int:
     key = key64("frozen", name, str(parameter.dtype), *parameter.shape)
     if not isinstance(parameter, DTensor):
         return _sum_of_hashes(parameter, [0] * parameter.ndim, parameter.shape, key)
-    (part,) = parameter.__create_chunk_list__()  # as the checkpoint engine asks for it
+    (part,) = parameter.__create_chunk_list__()  # the interface of torch's checkpoint engine
     return _sum_of_hashes(parameter.to_local(), part.offsets, parameter.shape, key)
 
 
 def _sum_of_hashes(part: Tensor, offsets: Sequence[int], shape: torch.Size, key: int) -> int:
-    """Of a block of a tensor of `shape` that begins at `offsets`."""
+    """The sum of the hashes of a block, at `offsets`, of a tensor of `shape`."""
     bits = part.detach().contiguous().reshape(-1).view(_INTEGERS[part.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=part.device)
     for start in range(0, len(bits), PIECE):
@@ -102,14 +102,14 @@ def _places(local_Z: Tensor, part: Sequence[int], offsets: Sequence[int], shape:
 
 
 def _mixed(x_Z: Tensor) -> Tensor:
-    """Each 64-bit number scattered over all of them, one to one. Products wrap around."""
+    """Each 64-bit number mapped to another, one to one, by the finalizer. Products wrap around."""
     x_Z = (x_Z ^ _shifted(x_Z, 30)) * _signed(0xBF58476D1CE4E5B9)
     x_Z = (x_Z ^ _shifted(x_Z, 27)) * _signed(0x94D049BB133111EB)
     return x_Z ^ _shifted(x_Z, 31)
 
 
 def _shifted(x_Z: Tensor, bits: int) -> Tensor:
-    """To the right, with zeros coming in."""
+    """Each number shifted to the right, filled with zeros."""
     return (x_Z >> bits) & ((1 << (64 - bits)) - 1)
 
 

@@ -20,13 +20,13 @@ CLIP_EPS = 1e-6  # as torch has it in clip_grads_with_norm_
 def total_norm(parameters: Iterable[nn.Parameter], mesh: Mesh | None = None) -> Tensor:
     """The norm of the gradients of all processes, a scalar on the device; a collective call.
 
-    Squares are summed over the axes that hold parts of a parameter, and over the pipeline stages of `mesh`, and counted once over replicas.
+    Squares are summed over the axes that hold parts of a parameter and over the pipeline stages of `mesh`, and counted once over replicas.
     """
     return _norm_of(by_mesh([p for p in parameters if p.grad is not None]), mesh)
 
 
 def _norm_of(kinds: Sequence[Sequence[nn.Parameter]], mesh: Mesh | None) -> Tensor:
-    """`total_norm` of parameters that have gradients, in lists of one device mesh each."""
+    """The `total_norm` of parameters that have gradients, in lists of one device mesh each."""
     norms = [get_total_norm([p.grad for p in kind if p.grad is not None]) for kind in kinds]
     wholes = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     if not wholes:  # a pipeline stage of which nothing trains
@@ -63,9 +63,9 @@ def clip_gradients(
 
 @torch.no_grad()
 def squared_norm(parameters: Iterable[nn.Parameter], mesh: Mesh | None = None) -> float:
-    """The squared norm of this process's part of gradients; of what several processes of `mesh` hold, an equal share.
+    """The squared norm of this process's part of gradients; a part that several processes of `mesh` hold counts in equal shares.
 
-    So its sum over all processes is the squared norm of the whole gradients. None: one process.
+    Its sum over all processes is the squared norm of the whole gradients. None: one process.
     Raises ValueError for shards without a mesh.
     """
     total: Tensor | None = None
@@ -76,7 +76,7 @@ def squared_norm(parameters: Iterable[nn.Parameter], mesh: Mesh | None = None) -
         if mesh is None and isinstance(grad, DTensor):
             raise ValueError("the norm of sharded gradients needs the mesh, which knows their replicas")
         copies = mesh.copies(layout_of(parameter)) if mesh is not None else 1
-        own = grad.to_local() if isinstance(grad, DTensor) else grad
-        square = torch.linalg.vector_norm(own, dtype=torch.float32).double().square() / copies
+        part = grad.to_local() if isinstance(grad, DTensor) else grad
+        square = torch.linalg.vector_norm(part, dtype=torch.float32).double().square() / copies
         total = square if total is None else total + square
     return total.item() if total is not None else 0.0

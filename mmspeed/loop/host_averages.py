@@ -1,4 +1,4 @@
-"""Averages that lie in the host's memory, and visit the device bucket by bucket when they are updated."""
+"""Averages in the host's memory, which come to the device bucket by bucket for each update."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mmspeed.torch_internals import lerp_each_
 
 
 class HostAverages:
-    """float32 tensors in the host's memory, in the order in which their values come."""
+    """float32 tensors in the host's memory, in the order of their values."""
 
     def __init__(
         self, shapes: Iterable[Tensor], bucket_bytes: int, device: Device, copies: CopyEngine | None = None
     ) -> None:
-        """Room for tensors of the shapes of `shapes`, in buckets of about `bucket_bytes`; values are unknown.
+        """Allocate tensors of the shapes of `shapes`, in buckets of about `bucket_bytes`, without values.
 
         Raises UserError when the host's memory is full.
         """
@@ -34,18 +34,18 @@ class HostAverages:
             self._parcels.append((parcel, places))
 
     def tensors(self) -> list[Tensor]:
-        """The averages, in the host's memory; they share it with this object. Nothing may be updated while they are written to."""
+        """The averages in the host's memory, which they share with this object. No update may run while they are written to."""
         return [place.of(parcel.on_host().view(torch.float32)) for parcel, places in self._parcels for place in places]
 
     def lerp(self, values: Iterable[Tensor], weight: float) -> None:
-        """Move each average towards its value: the next bucket comes and the last one leaves while one is updated."""
+        """Move each average towards its value: while one bucket is updated, the next one comes and the last one leaves."""
         coming = iter(values)
         for number, (parcel, places) in enumerate(self._parcels):
             parcel.fetch()
             if number + 1 < len(self._parcels):
                 self._parcels[number + 1][0].fetch()
             bytes_Z = parcel.here()
-            if bytes_Z is None:  # this process has no part of these
+            if bytes_Z is None:  # this process has no part of these tensors
                 bytes_Z = torch.empty(0, dtype=torch.uint8, device=parcel.device.torch_device)
             flat_Z = bytes_Z.view(torch.float32)
             for place, value in zip(places, islice(coming, len(places)), strict=True):
@@ -57,7 +57,7 @@ class HostAverages:
             self._parcels[-1][0].settle()
 
     def settle(self) -> None:
-        """Wait until nothing is on its way to the host, so that `tensors` can be read and written there."""
+        """Wait for all copies to the host, so that `tensors` can be read and written there."""
         for parcel, _ in self._parcels:
             parcel.on_host()
 
@@ -68,12 +68,12 @@ class HostAverages:
 
 
 def _bucketed(tensors: Iterable[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
-    """Tensors in order, in groups of at most `bucket_bytes` of float32, or one."""
-    some: list[Tensor] = []
+    """The tensors in order, in groups of at most `bucket_bytes` of float32, or of a single larger one."""
+    bucket: list[Tensor] = []
     for tensor in tensors:
-        if some and 4 * sum(t.numel() for t in [*some, tensor]) > bucket_bytes:
-            yield some
-            some = []
-        some.append(tensor)
-    if some:
-        yield some
+        if bucket and 4 * sum(t.numel() for t in [*bucket, tensor]) > bucket_bytes:
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket

@@ -1,7 +1,7 @@
 """Runners drive the micro-batches of a step through forward and backward.
 
-`SequentialRunner` takes one after another; a pipeline's runner will keep several under way. Engines sum gradients over ranks, so a
-loss is scaled by one over the step's divisor before its backward, and nothing is divided afterwards.
+`SequentialRunner` runs one after another; a pipeline's runner will keep several in flight. Engines sum gradients over ranks, so a
+loss is scaled by one over the step's divisor before its backward, and gradients are not divided afterwards.
 
 Legend: I items of a micro-batch.
 """
@@ -40,15 +40,15 @@ class RunRecord:
     kinds: dict[str, TermKind] = field(default_factory=dict)  # by term
 
     def total(self, name: str, device: torch.device) -> Tensor:
-        """The weighted sum of a term over all micro-batches, a scalar on `device`; 0 where the term was not met here."""
+        """The weighted sum of a term over all micro-batches, a scalar on `device`; 0 where this rank has no such term."""
         return _sum([totals[name] for totals in self.totals if name in totals], device)
 
     def weight(self, divisor: str, device: torch.device) -> Tensor:
-        """The sum of the weights of a divisor over all micro-batches, as `total`."""
+        """The sum of the weights of a divisor over all micro-batches, a scalar on `device`."""
         return _sum([weights[divisor] for weights in self.weights if divisor in weights], device)
 
     def disagreement(self, device: torch.device) -> Tensor:
-        """The sum of what weights of one late divisor differ by, from term to term; 0 at best, a scalar on `device`."""
+        """The sum of the differences between terms' weights for the same late divisor; 0 at best, a scalar on `device`."""
         return _sum(self.disagreements, device)
 
 
@@ -57,28 +57,28 @@ def _sum(scalars: list[Tensor], device: torch.device) -> Tensor:
 
 
 class Runner(Protocol):
-    """Drives the micro-batches of one update."""
+    """The driver of the micro-batches of an update."""
 
     def run(self, forward: Forward, batches: MicroBatches, divisors: Divisors) -> RunRecord:
-        """Forward and backward of all micro-batches; gradients are summed over ranks with the last one.
+        """Run forward and backward of all micro-batches; gradients are summed over ranks with the last one.
 
-        `divisors`: what the losses of terms are divided by; None: it is known afterwards, and the weights are summed. Of a micro-batch
-        nothing but its terms and sources is kept when the next one is asked for. Raises UserError for a divisor of a term that
-        trains which is not positive. On a pipeline stage that does not know the loss the record has no terms.
+        `divisors`: the divisors of the terms' losses; None: known afterwards, and the weights are summed. When the next micro-batch is
+        asked for, only the terms and sources of the last one are kept. Raises UserError for a term that trains and whose divisor is
+        not positive. On a pipeline stage that does not know the loss the record has no terms.
         """
         ...
 
 
 @dataclass(frozen=True)
 class SequentialRunner:
-    """Drives one micro-batch after another. `models` are those that learn, as their engines wrap them."""
+    """A runner of one micro-batch after another. `models` are those that learn, as wrapped by their engines."""
 
     models: Sequence[nn.Module]
     strategy: Strategy
 
     def run(self, forward: Forward, batches: MicroBatches, divisors: Divisors) -> RunRecord:
         record = RunRecord()
-        for batch in batches:  # no enumerate: it would hold on to a batch while the next is waited for
+        for batch in batches:  # no enumerate: it would keep a batch alive while the next one is fetched
             with ExitStack() as stack:
                 last = len(record.losses) == len(batches) - 1
                 for model in self.models:
@@ -86,7 +86,7 @@ class SequentialRunner:
                 terms = forward(batch)
                 loss = self._note(record, batch, terms, divisors)
                 loss.backward()
-            # a graph that has run still holds what its functions keep beside tensors, such as plans
+            # after backward, a graph still holds the non-tensor state of its functions, such as plans
             del batch, terms, loss
         return record
 
@@ -122,7 +122,7 @@ class SequentialRunner:
 
 
 def scale_of(name: str, divisor: float | None) -> float:
-    """One over a divisor, 1 for one that is known afterwards. Raises UserError for one that is not positive and finite."""
+    """The reciprocal of a divisor; 1 for None, one that is known afterwards. Raises UserError unless it is positive and finite."""
     if divisor is None:
         return 1.0
     if not divisor > 0 or not math.isfinite(divisor):

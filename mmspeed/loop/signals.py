@@ -1,4 +1,4 @@
-"""Asking a run to save or to stop: SIGTERM, Ctrl-C, or a file named `save` or `stop` put into the run's folder."""
+"""Requests to save or to stop a run: SIGTERM, Ctrl-C, or a file named `save` or `stop` in the run's folder."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ REQUESTS: tuple[Request, ...] = ("none", "save", "stop")  # in rising order: the
 
 
 class StopSignals:
-    """Use as a context manager; outside of the main thread only the files count. The handlers found before are put back at the end.
+    """A context manager that handles the requests; outside of the main thread, files alone. Former handlers are restored at the end.
 
-    The first SIGINT asks the run to stop after this step; the second interrupts at once.
+    The first SIGINT stops the run after the present step; the second interrupts at once.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -43,20 +43,20 @@ class StopSignals:
             signal.signal(number, self._before.pop(number))
 
     def poll(self, group: dist.ProcessGroup | None = None) -> Request:
-        """What is asked for now, agreed by all ranks of `group` in one small collective.
+        """The present request, agreed by all ranks of `group` in one small collective.
 
-        A signal counts from any rank. Files are looked for and removed by rank 0, so that each asks once.
+        A signal counts from any rank. Rank 0 looks for the files and removes them, so that each counts once.
         """
-        asked = 2 if self._stop else 0
+        strongest = 2 if self._stop else 0
         if not dist.is_initialized() or dist.get_rank(group) == 0:
-            asked = max(asked, self._take_files())
-        return REQUESTS[int(all_reduce_max([float(asked)], group)[0])]
+            strongest = max(strongest, self._take_files())
+        return REQUESTS[int(all_reduce_max([float(strongest)], group)[0])]
 
     def _take_files(self) -> int:
-        found = 0
+        strongest = 0
         for level, name in enumerate(REQUESTS):
             file = self.run_dir / name
             if level and file.is_file():
                 file.unlink(missing_ok=True)
-                found = level
-        return found
+                strongest = level
+        return strongest

@@ -1,4 +1,4 @@
-"""One optimizer step: the same numbers on any number of ranks and for any cut into micro-batches (law 2).
+"""The optimizer step: the same numbers on any number of ranks and for any division into micro-batches (law 2).
 
 Legend: I items of a micro-batch.
 """
@@ -27,9 +27,9 @@ from .terms import TermKind, terms_of_all
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did, the same on every rank.
+    """The outcome of a step, the same on every rank.
 
-    A step ends at its first update that is not finite: updates before it stand, it and those after it changed nothing.
+    A step ends at its first update that is not finite: updates before it remain, it and those after it changed nothing.
     """
 
     loss: float  # sum of the terms that train, each over its divisor
@@ -43,9 +43,9 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Learner:
-    """One update of a step, and what it needs: who drives its micro-batches, and who applies its gradients.
+    """An update of a step, with the runner that drives its micro-batches and the optimizers that apply its gradients.
 
-    `optimizers`: of its roles, in their order.
+    `optimizers`: those of its roles, in their order.
     """
 
     update: Update
@@ -76,18 +76,18 @@ def train_step(
     group: dist.ProcessGroup | None = None,
     step: int = 0,
 ) -> StepResult:
-    """The updates of step number `step` (from 0), in order, up to the first that is not finite.
+    """Make the updates of step number `step` (from 0), in order, up to the first that is not finite.
 
-    With several the micro-batches are kept, and the result names the terms of all. The loss and the gradient norm are those of the first
-    update that every step makes, or of the one that was not finite before it. Raises UserError as `apply_update`.
+    With several, the micro-batches are kept, and the result names the terms of all. The loss and the gradient norm are those of the first
+    update that every step makes, or of the non-finite one before it. Raises UserError as `apply_update`.
     """
     several = len(learners) > 1
     due = [learner for learner in learners if step % learner.update.every == 0]
-    kept: MicroBatches = list(batches) if len(due) > 1 else batches
+    reused: MicroBatches = list(batches) if len(due) > 1 else batches
     results: dict[str, StepResult] = {}
     for learner in due:
         result = apply_update(
-            models, learner, kept, divisors, clip_norm=clip_norm, tensor=tensor, mesh=mesh, group=group
+            models, learner, reused, divisors, clip_norm=clip_norm, tensor=tensor, mesh=mesh, group=group
         )
         results[learner.update.name] = result
         for other in learners if several else ():  # a loss may reach models that another update trains
@@ -122,12 +122,12 @@ def apply_update(
     mesh: Mesh | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> StepResult:
-    """Forward and backward of this rank's micro-batches, then one update by the gradients of all ranks.
+    """Run forward and backward of this rank's micro-batches, then one update by the gradients of all ranks.
 
-    All ranks bring equally many micro-batches. A loss or gradient that is not finite on any rank leaves parameters and optimizer
+    All ranks have equally many micro-batches. A loss or gradient that is not finite on any rank leaves parameters and optimizer
     untouched on all; with an optimizer that updates in backward it raises UserError. A divisor that is known only afterwards (None) costs
-    a scaling of the gradients, which clipping takes along. `tensor` is the tensor-parallel axis, where there is one, `mesh` that of the
-    models. `group` is for small CPU collectives. The device is waited for once, and once more for divisors that are known only
+    a scaling of the gradients, which is merged with clipping. `tensor` is the tensor-parallel axis, where there is one, `mesh` that of the
+    models. `group` is for small CPU collectives. The device is synchronized with once, and once more for divisors that are known only
     afterwards. Raises UserError for a divisor that is not positive.
     """
     update, releasing = learner.update, learner.releasing
@@ -140,21 +140,21 @@ def apply_update(
     if tensor is not None:
         for model in learning:
             sum_shared_gradients(model.parameters(), tensor)
-    kinds = terms_of_all(record.kinds, group)  # before the device is waited for
+    kinds = terms_of_all(record.kinds, group)  # before the wait for the device
     late = _late_divisors(record, kinds, divisors, learner.device, group)
     scale = _late_scale(kinds, late, bool(releasing))
     sums = [record.total(name, learner.device) for name in kinds]
     if not releasing:
         norm = clip_gradients(learning, clip_norm, mesh, scale)
-        *mine, grad_norm = torch.stack([*sums, norm]).tolist()  # the wait for the device
+        *local, grad_norm = torch.stack([*sums, norm]).tolist()  # the wait for the device
     else:
-        mine = torch.stack(sums).tolist()
+        local = torch.stack(sums).tolist()
         grad_norm = math.hypot(*(optimizer.gradient_norm(group) for optimizer in releasing))
-    broken = not (all(map(math.isfinite, mine)) and math.isfinite(grad_norm))
-    *totals, broken_ranks = all_reduce_sum([*mine, float(broken)], group)
+    broken = not (all(map(math.isfinite, local)) and math.isfinite(grad_norm))
+    *totals, broken_ranks = all_reduce_sum([*local, float(broken)], group)
     known = {name: value for name, value in divisors.items() if value is not None} | late
     values = ((name, total, known[kind.divisor]) for (name, kind), total in zip(kinds.items(), totals, strict=True))
-    terms = {name: total / divisor for name, total, divisor in values if divisor > 0}  # a mean of nothing is left out
+    terms = {name: total / divisor for name, total, divisor in values if divisor > 0}  # a mean of no items is left out
     loss = sum(value for name, value in terms.items() if kinds[name].trains)
     bad: list[str] = []
     if broken_ranks:
@@ -177,15 +177,15 @@ def _late_divisors(
     device: torch.device,
     group: dist.ProcessGroup | None,
 ) -> dict[str, float]:
-    """The sums of the weights of all ranks, for the divisors of terms that are not known beforehand; waits for the device.
+    """The sums of the weights over all ranks, for the divisors that are not known beforehand; waits for the device.
 
-    Raises UserError where terms of one such divisor have other weights than another.
+    Raises UserError where the terms of such a divisor differ in their weights.
     """
     late = sorted({kind.divisor for kind in kinds.values() if divisors[kind.divisor] is None})
     if not late:
         return {}
-    mine = [record.weight(name, device).item() for name in late]
-    *weights, apart = all_reduce_sum([*mine, record.disagreement(device).item()], group)
+    local = [record.weight(name, device).item() for name in late]
+    *weights, apart = all_reduce_sum([*local, record.disagreement(device).item()], group)
     if apart:
         raise UserError(
             f"the divisor {' or '.join(late)} is the sum of its terms' weights, and its terms have different ones: give them the same "
@@ -195,7 +195,7 @@ def _late_divisors(
 
 
 def _late_scale(kinds: Mapping[str, TermKind], late: Mapping[str, float], releasing: bool) -> float | None:
-    """What gradients are multiplied by, where the divisor of the terms that train was not known beforehand; else None.
+    """The factor of the gradients, where the divisor of the terms that train was not known beforehand; else None.
 
     Raises UserError where gradients are applied before it is known, where terms that train have several divisors, or where it is 0.
     """
@@ -216,15 +216,15 @@ def _partly_applied(loss: float, grad_norm: float, bad: Sequence[str]) -> UserEr
     samples = ", ".join(bad[:8]) or "none alone (the gradient overflowed)"
     return UserError(
         f"loss {loss}, gradient norm {grad_norm}; samples with a non-finite loss: {samples}. With memory.release_gradients a part of this "
-        "step was applied: lower train.lr or look at these samples, and start again, which goes on from the last checkpoint there is"
+        "step was applied: lower train.lr or look at these samples, and start again, which resumes from the last checkpoint"
     )
 
 
 def non_finite(record: RunRecord) -> list[str]:
     """Sources of the items with a loss that is not finite."""
-    found: list[str] = []
+    names: list[str] = []
     for losses, sources in zip(record.losses, record.sources, strict=True):
         for loss_I in losses.values():
             finite: Sequence[bool] = torch.isfinite(loss_I).tolist()
-            found += [source for source, fine in zip(sources, finite, strict=True) if not fine]
-    return list(dict.fromkeys(found))
+            names += [source for source, fine in zip(sources, finite, strict=True) if not fine]
+    return list(dict.fromkeys(names))

@@ -1,4 +1,4 @@
-"""Named terms over all ranks: which there are, and what they come to.
+"""Named terms over all ranks: their union and their values.
 
 Ranks pair their terms by name. A rank whose micro-batches have no such term counts 0 for it, so that images on one rank and videos on
 another may have terms of their own.
@@ -20,28 +20,28 @@ from mmspeed.protocols import Divisors, Terms
 
 @dataclass(frozen=True)
 class TermKind:
-    """What is the same of a term on all ranks: the name of its divisor, and whether it trains."""
+    """The properties of a term that are the same on all ranks: the name of its divisor, and whether it trains."""
 
     divisor: str
     trains: bool
 
 
 def terms_of_all(kinds: Mapping[str, TermKind], group: dist.ProcessGroup | None) -> dict[str, TermKind]:
-    """The terms of all ranks, sorted by name. A collective call, of two numbers where all ranks have the same ones.
+    """The terms of all ranks, sorted by name. A collective call, of two numbers where all ranks have the same terms.
 
-    Raises UserError on every rank for a term that has another divisor, or trains, on some ranks alone.
+    Raises UserError on every rank for a term whose divisor or whose training differs between ranks.
     """
     ordered = dict(sorted(kinds.items()))
     if alone(group):
         return ordered
-    own = [[name, kind.divisor, kind.trains] for name, kind in ordered.items()]
-    digest = hashlib.sha256(json.dumps(own).encode()).digest()
+    entries_here = [[name, kind.divisor, kind.trains] for name, kind in ordered.items()]
+    digest = hashlib.sha256(json.dumps(entries_here).encode()).digest()
     number = float(int.from_bytes(digest[:6], "big"))  # 48 bits, which float64 holds exactly
     largest, smallest = all_reduce_max([number, -number], group)
     if largest == -smallest:
         return ordered
     union: dict[str, TermKind] = {}
-    for rank, entries in enumerate(all_gather_objects(own, group)):
+    for rank, entries in enumerate(all_gather_objects(entries_here, group)):
         for name, divisor, trains in entries:
             kind = TermKind(divisor, trains)
             if union.setdefault(name, kind) != kind:
@@ -52,9 +52,9 @@ def terms_of_all(kinds: Mapping[str, TermKind], group: dist.ProcessGroup | None)
 
 
 def reduce_terms(terms: Terms, divisors: Divisors) -> dict[str, float]:
-    """Each term summed over the items of all ranks in float64, over its divisor; None: the sum of its weights. A collective call.
+    """Each term's sum over the items of all ranks in float64, divided by its divisor (None: the sum of its weights). A collective call.
 
-    Empty where no rank has a term; a term without an item that counts is left out. Raises ValueError for a divisor that is not given.
+    Empty where no rank has a term; a term without an item that counts is left out. Raises ValueError for a missing divisor.
     """
     kinds = terms_of_all({name: TermKind(term.divisor, term.trains) for name, term in terms.items()}, None)
     for name, kind in kinds.items():
@@ -67,8 +67,8 @@ def reduce_terms(terms: Terms, divisors: Divisors) -> dict[str, float]:
     totals = all_reduce_sum(sums) if kinds else []
     values = {}
     for place, (name, kind) in enumerate(kinds.items()):
-        given = divisors[kind.divisor]
-        divisor = totals[2 * place + 1] if given is None else given
+        declared = divisors[kind.divisor]
+        divisor = totals[2 * place + 1] if declared is None else declared
         if divisor:
             values[name] = totals[2 * place] / divisor
     return values

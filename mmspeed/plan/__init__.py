@@ -1,1 +1,1 @@
-"""Planning: what a run will cost, and how near the machine's peak it comes."""
+"""Planning: the cost of a run, and its share of the machine's peak."""

@@ -1,4 +1,4 @@
-"""What each degree of sequence parallelism would send where a video is split over so many devices, and which to take.
+"""Traffic of each degree of sequence parallelism for a video split over a number of devices, and the recommended degree.
 
 Bytes are those of `plan.traffic`, of the first device (whose parts are the largest), in a step of one sample.
 """
@@ -16,7 +16,7 @@ from .traffic import AttentionWorkload, held_tokens, places, step_traffic
 
 @dataclass(frozen=True)
 class DegreeCost:
-    """One way to split a video, such as "dsp 2 x ulysses 2": bytes sent, devices without a token in some blocks; or why it cannot be."""
+    """A way to split a video, such as "dsp 2 x ulysses 2": bytes sent, devices without a token in some blocks; or why it is refused."""
 
     name: str
     sent: int = 0
@@ -31,24 +31,24 @@ class DegreeCost:
 
 
 def degree_costs(work: AttentionWorkload, parallel: ParallelConfig, devices: int) -> list[DegreeCost]:
-    """Each degree alone over so many devices, then products that serve where one does not fit, then the section's own, if it is another.
+    """The costs of each degree alone, then of products where a single one does not fit, then of the section's own degrees if they differ.
 
-    The section says all else: `tp`, `shard`, `shard_text`.
+    The section gives the other settings: `tp`, `shard`, `shard_text`.
     """
-    found = [_cost(work, _split(parallel, **{axis.value: devices})) for axis in reversed(TOKENS)]
+    costs = [_cost(work, _split(parallel, **{axis.value: devices})) for axis in reversed(TOKENS)]
     fits = [each for each in range(2, devices) if devices % each == 0]
     heads, frames = work.heads // parallel.tp, work.shape[0]
     if heads < devices and (several := [each for each in fits if each <= heads]):
-        found.append(_cost(work, _split(parallel, ulysses=several[-1], ring=devices // several[-1])))
+        costs.append(_cost(work, _split(parallel, ulysses=several[-1], ring=devices // several[-1])))
     few = [each for each in fits if each <= frames and devices // each <= heads]
     if "full" not in work.spans and frames < devices and few:
-        found.append(_cost(work, _split(parallel, dsp=few[-1], ulysses=devices // few[-1], shard="space")))
+        costs.append(_cost(work, _split(parallel, dsp=few[-1], ulysses=devices // few[-1], shard="space")))
     own = _cost(work, parallel)
-    return found if parallel.sequence != devices or own in found else [*found, own]
+    return costs if parallel.sequence != devices or own in costs else [*costs, own]
 
 
 def recommended(costs: list[DegreeCost]) -> DegreeCost | None:
-    """The way that leaves the fewest devices idle, and of those the one that sends least; None where none can be."""
+    """The way that leaves the fewest devices idle, and of those the one that sends least; None where all are refused."""
     possible = [cost for cost in costs if not cost.refused]
     return min(possible, key=lambda cost: (cost.idle, cost.sent), default=None)
 
@@ -73,7 +73,7 @@ def _cost(work: AttentionWorkload, parallel: ParallelConfig) -> DegreeCost:
 
 
 def degree_lines(work: AttentionWorkload, parallel: ParallelConfig, devices: int, of: str) -> list[str]:
-    """The ways to split a video over so many devices in words, one marked; `of` names the video."""
+    """Lines for the ways to split a video over `devices` devices, one marked as recommended; `of` names the video."""
     costs = degree_costs(work, parallel, devices)
     best = recommended(costs)
     head = f"{of} split over {devices} devices: bytes that one sends in forward and backward of a sample"

@@ -1,4 +1,4 @@
-"""How fast a run goes: samples and tokens per second, model FLOPs utilisation, and the share of time spent on data.
+"""Throughput of a run: samples and tokens per second, model FLOPs utilisation, and the share of time spent on data.
 
 MFU is that of Chowdhery et al., "PaLM" (2022): only the model's own arithmetic counts, recomputation does not. Where attention is sparse,
 the arithmetic of kept pairs counts, and planning and padding do not; the effective MFU counts as if all of it had been dense.
@@ -15,7 +15,7 @@ def training_flops(forward_flops: float, checkpointing: bool = False) -> float:
 
 
 def mfu(forward_flops: float, seconds: float, peak_flops: float, devices: int = 1) -> float:
-    """Model FLOPs utilisation in 0..1: 3 x `forward_flops` (of all devices together) over what the devices could do.
+    """Model FLOPs utilisation in 0..1: 3 x `forward_flops` (of all devices together) over the peak of the devices.
 
     `peak_flops` is FLOP/s of one device. 0 when no time has passed or the peak is unknown (0).
     """
@@ -35,7 +35,7 @@ class Throughput:
 
 
 class ThroughputMeter:
-    """Adds up steps and gives the rates since it was last read. Counts are of all devices together."""
+    """A meter that sums steps and returns the rates since the last `read`. Counts are of all devices together."""
 
     def __init__(self, peak_flops: float, devices: int = 1) -> None:
         self.peak_flops, self.devices = peak_flops, devices
@@ -45,7 +45,7 @@ class ThroughputMeter:
         self.samples = self.tokens = self.forward_flops = self.wait_s = self.wall_s = 0.0
 
     def add(self, *, samples: int, tokens: int, forward_flops: float, data_wait_s: float, wall_s: float) -> None:
-        """Count one step; `wall_s` is its whole duration, with the wait for data in it."""
+        """Count a step; `wall_s` is its whole duration, including the wait for data."""
         self.samples += samples
         self.tokens += tokens
         self.forward_flops += forward_flops

@@ -1,4 +1,4 @@
-"""What sequence and tensor parallelism send: bytes of one rank, by kind and axis, for any layout, without a process group.
+"""Traffic of sequence and tensor parallelism: bytes that a rank sends, by kind and axis, for any layout, without a process group.
 
 The numbers are those that the ledger of `mmspeed.comm` counts when the same layout trains, to the byte and on each rank:
 
@@ -11,11 +11,11 @@ The numbers are those that the ledger of `mmspeed.comm` counts when the same lay
     the prediction                    after the last block                           all_gather and reduce_scatter, sequence and tp
     gradients of shared parameters    once a step                                    all_reduce, tp
 
-Gradients of an exchange go the other way round, so the sizes of what is sent change places. A block that is recomputed keeps what it got;
+The gradients of an exchange are sent in reverse, so send and receive sizes swap. A recomputed block keeps the results of its exchanges;
 with `memory.exchange_again`, or where it is compiled, it makes its forward exchanges a second time. Gradients that data parallelism
-sums are the engine's own and are not here.
+sums belong to the engine and are not counted here.
 
-Legend: B batch, T S rows and columns of tokens (frames x places of a frame; 1 x all where every block attends over all), E model
+Legend: B batch, T S rows and columns of tokens (frames x positions of a frame; 1 x all where every block attends over all), E model
 width, D head width, P values of a token's prediction, e bytes of a number, n = dsp x ring x ulysses ranks that share a sequence, a = ring x
 ulysses of them that attend together, m tensor-parallel ranks.
 """
@@ -41,15 +41,15 @@ GATHERS = (
 
 @dataclass(frozen=True)
 class AttentionWorkload:
-    """A forward pass and its backward pass.
+    """The sizes of a forward pass and its backward pass.
 
     Args:
         batch: samples.
         grid: patches along (T, h, w).
-        spans: what each block attends over; all "full", or none.
-        values: numbers that the model gives for a token, channels x patch volume.
+        spans: the span of each block's attention; all "full", or none.
+        values: numbers that the model predicts for a token, channels x patch volume.
         text: tokens of a caption, padding included.
-        element_size: bytes of a number while it computes.
+        element_size: bytes of a number in the computation.
         masked: a video mask is given.
         image: the latent has one frame, so every rank of a group computes its own.
     """
@@ -67,7 +67,7 @@ class AttentionWorkload:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(T, S)."""
+        """The token grid (T, S)."""
         t, h, w = self.grid
         return (1, t * h * w) if "full" in self.spans else (t, h * w)
 
@@ -104,7 +104,7 @@ class Traffic:
         return Traffic(self.forward + other.forward, self.backward + other.backward)
 
     def over(self, axis: str) -> Traffic:
-        """The same over one axis of another name."""
+        """The same bytes, counted under another axis."""
         passes = [
             Counter({(kind, axis): sent for (kind, _), sent in one.items()}) for one in (self.forward, self.backward)
         ]
@@ -112,7 +112,7 @@ class Traffic:
 
     @property
     def total(self) -> int:
-        """Of both passes, all kinds."""
+        """Bytes of both passes and all kinds."""
         return self.forward.total() + self.backward.total()
 
 
@@ -124,10 +124,10 @@ def step_traffic(
     recomputed: Collection[int] = (),
     shared_gradients: int = 0,
 ) -> Sent:
-    """A step of one micro-batch.
+    """The traffic of a step of one micro-batch.
 
     Args:
-        recomputed: numbers of the blocks that make the exchanges of their forward pass again.
+        recomputed: numbers of the blocks that repeat the exchanges of their forward pass.
         shared_gradients: bytes that this rank holds of gradients that are not split over `tp` (`gradient_traffic`).
     """
     whole = ends_traffic(work, parallel, place)
@@ -148,34 +148,34 @@ def gradient_traffic(shared_gradients: int, tp: int) -> Sent:
 def block_traffic(
     work: AttentionWorkload, parallel: ParallelConfig, place: RankCoordinates, span: AttentionType
 ) -> Traffic:
-    """One block, without the re-sharding before or after it."""
+    """The traffic of a block, without the re-sharding before or after it."""
     shares, b = _shares(work, parallel, span), work.batch
-    own, seen = shares.own(place, parallel), shares.tokens()[_rank(place, parallel)]
+    held, seen = shares.own(place, parallel), shares.tokens()[_rank(place, parallel)]
     tokens = b * work.width * work.element_size
-    gathers = ("all_gather", "tp", GATHERS * (parallel.tp - 1) * own * tokens)
-    sums = ("reduce_scatter", "tp", GATHERS * (seen - own) * tokens)
-    found = Traffic(_sent(gathers, sums), _sent(gathers, sums))
+    gathers = ("all_gather", "tp", GATHERS * (parallel.tp - 1) * held * tokens)
+    sums = ("reduce_scatter", "tp", GATHERS * (seen - held) * tokens)
+    traffic = Traffic(_sent(gathers, sums), _sent(gathers, sums))
     lengths = shares.lengths(span)
     if lengths is not None:
         rank = _rank(place, parallel)  # rows or columns that attend for themselves
         apart = sum(shares.columns[rank]) if span == "temporal" else shares.rows[rank]
         together = lengths[place.dsp * _spread(parallel) :][: _spread(parallel)]
-        found += attention_traffic(work, parallel, place, b * apart, together, together, masked=work.masked)
+        traffic += attention_traffic(work, parallel, place, b * apart, together, together, masked=work.masked)
     if shares.split and parallel.shard_text is not None and work.text >= parallel.shard_text:
-        # a caption is short beside a video: its keys go round all ranks, and no queries are exchanged
+        # a caption is short compared with a video: its keys are passed round all ranks, and no queries are exchanged
         keys = 2 * b * work.heads // parallel.tp * work.head_width * work.element_size
         text = _ring(even_sizes(work.text, _group(parallel)), _rank(place, parallel), None, keys, b, work.element_size)
-        found += text.over("sequence")
-    return found
+        traffic += text.over("sequence")
+    return traffic
 
 
 def ends_traffic(work: AttentionWorkload, parallel: ParallelConfig, place: RankCoordinates) -> Traffic:
-    """All that is not inside of blocks: re-sharding between them, and the prediction's way to every rank."""
-    found, (rows, columns) = Traffic(), work.shape
+    """The traffic outside of blocks: re-sharding between them, and gathering the prediction on every rank."""
+    traffic, (rows, columns) = Traffic(), work.shape
     each = [_shares(work, parallel, span) for span in work.spans]
     for now, wanted in itertools.pairwise(each):
         if (now.rows, now.columns) != (wanted.rows, wanted.columns):
-            found += _turn(work, parallel, place, now, wanted)
+            traffic += _turn(work, parallel, place, now, wanted)
     last = each[-1]
     token, own = work.batch * work.values * work.element_size, last.own(place, parallel)
     outer = even_sizes(columns, parallel.tp)[
@@ -192,11 +192,11 @@ def ends_traffic(work: AttentionWorkload, parallel: ParallelConfig, place: RankC
         ("reduce_scatter", "tp", rows * (columns - outer) * token),
         ("reduce_scatter", "sequence", (joined - part) * token),
     )
-    return found + Traffic(_sent(*forward), _sent(*backward))
+    return traffic + Traffic(_sent(*forward), _sent(*backward))
 
 
 def held_tokens(work: AttentionWorkload, parallel: ParallelConfig, span: AttentionType) -> tuple[int, ...]:
-    """Tokens of a sample that each place of the group works on in blocks of a span, with all its tensor-parallel ranks."""
+    """Tokens of a sample that each place of the group computes in blocks of a span, with all its tensor-parallel ranks."""
     return _shares(work, parallel, span).tokens()
 
 
@@ -210,33 +210,35 @@ def attention_traffic(
     *,
     masked: bool,
 ) -> Traffic:
-    """One call of attention over shards: `q_sizes`, `k_sizes` are the lengths on all ranks of ring x ulysses."""
+    """The traffic of a call of attention over shards: `q_sizes`, `k_sizes` are the lengths on all ranks of ring x ulysses."""
     u, first = parallel.ulysses, place.ring * parallel.ulysses
     rank = first + place.ulysses
     heads = work.heads // parallel.tp
-    mine = even_sizes(heads, u)[place.ulysses]
+    own_heads = even_sizes(heads, u)[place.ulysses]
     row = batch * work.head_width * work.element_size  # bytes of a token's head
-    found = Traffic()
+    traffic = Traffic()
     if u > 1:
         out = [
-            (heads - mine) * size for size in (q_sizes[rank], k_sizes[rank])
-        ]  # all heads of this part, but the own ones
+            (heads - own_heads) * size for size in (q_sizes[rank], k_sizes[rank])
+        ]  # all heads of this part but this rank's
         joined = [sum(sizes[first : first + u]) for sizes in (q_sizes, k_sizes)]
-        back = [mine * (whole - size) for whole, size in zip(joined, (q_sizes[rank], k_sizes[rank]), strict=True)]
+        back = [own_heads * (whole - size) for whole, size in zip(joined, (q_sizes[rank], k_sizes[rank]), strict=True)]
         mask = ("all_gather", "ulysses", (u - 1) * batch * k_sizes[rank] * masked)
-        found += Traffic(
+        traffic += Traffic(
             _sent(("all_to_all", "ulysses", row * (out[0] + 2 * out[1] + back[0])), mask),
             _sent(("all_to_all", "ulysses", row * (back[0] + 2 * back[1] + out[0]))),
         )
     if parallel.ring > 1:
         blocks = [sum(k_sizes[u * at : u * (at + 1)]) for at in range(parallel.ring)]
-        found += _ring(blocks, place.ring, parallel.ring_window, 2 * mine * row, batch * masked, work.element_size)
-    return found
+        traffic += _ring(
+            blocks, place.ring, parallel.ring_window, 2 * own_heads * row, batch * masked, work.element_size
+        )
+    return traffic
 
 
 @dataclass(frozen=True)
 class RingTraffic:
-    """Whose blocks a rank of a ring sends on, in a call: inside of windows ("ring") and between them ("ring_outer")."""
+    """The owners of the blocks that a rank of a ring sends on in a call: inside of windows ("ring") and between them ("ring_outer")."""
 
     forward: dict[str, list[int]]
     keys: dict[str, list[int]]  # in the backward pass
@@ -244,7 +246,7 @@ class RingTraffic:
 
 
 def ring_blocks(rank: int, ranks: int, window: int | None = None) -> RingTraffic:
-    """What the schedules of `parallel.ring_steps` send, in closed form. `window` divides `ranks`."""
+    """The blocks that the schedules of `parallel.ring_steps` send, in closed form. `window` divides `ranks`."""
     width = 1 if window is None or window >= ranks else window
     windows, (of, at) = ranks // width, divmod(rank, width)
 
@@ -252,7 +254,7 @@ def ring_blocks(rank: int, ranks: int, window: int | None = None) -> RingTraffic
         return (of - turn) % windows * width + (at - offset) % width
 
     within = [owner(turn, offset) for turn in range(windows) for offset in range(width - 1)]
-    own = [owner(0, offset) for offset in range(width)]  # the own window goes round a second time in the backward pass
+    here = [owner(0, offset) for offset in range(width)]  # this window is passed round again in the backward pass
     outer = "ring_outer" if width > 1 else "ring"
     between = [owner(turn, 0) for turn in range(windows - 1)]
     sums = [owner(turn, width - 1) for turn in range(1, windows)]
@@ -260,28 +262,28 @@ def ring_blocks(rank: int, ranks: int, window: int | None = None) -> RingTraffic
     def by_axis(inside: list[int], outside: list[int]) -> dict[str, list[int]]:
         return {"ring": inside, outer: outside} if width > 1 else {"ring": outside}
 
-    return RingTraffic(by_axis(within, between), by_axis(within + own[:-1], between), by_axis(within + own[1:], sums))
+    return RingTraffic(by_axis(within, between), by_axis(within + here[:-1], between), by_axis(within + here[1:], sums))
 
 
 def _ring(
     blocks: Sequence[int], rank: int, window: int | None, key_bytes: int, mask_bytes: int, element_size: int
 ) -> Traffic:
-    """`blocks`: keys of each rank; bytes are of one key (and its value) over batch and heads. Gradients travel in float32."""
-    passed, found = ring_blocks(rank, len(blocks), window), Traffic()
+    """The traffic of a ring. `blocks`: keys of each rank; bytes of one key (and its value) over batch and heads. Gradients are float32."""
+    passed, traffic = ring_blocks(rank, len(blocks), window), Traffic()
     wide = key_bytes * max(element_size, 4) // element_size
     for axis, owners in passed.forward.items():
-        found.forward["ring", axis] += (key_bytes + mask_bytes) * sum(blocks[owner] for owner in owners)
+        traffic.forward["ring", axis] += (key_bytes + mask_bytes) * sum(blocks[owner] for owner in owners)
     for axis in passed.keys:
         keys, grads = (sum(blocks[owner] for owner in of[axis]) for of in (passed.keys, passed.gradients))
-        found.backward["ring", axis] += (key_bytes + mask_bytes) * keys + wide * grads
-    return Traffic(+found.forward, +found.backward)
+        traffic.backward["ring", axis] += (key_bytes + mask_bytes) * keys + wide * grads
+    return Traffic(+traffic.forward, +traffic.backward)
 
 
 @dataclass(frozen=True)
 class _TokenShares:
-    """Who holds how much of T x S tokens. `rows` by place of the group; `columns` by it and by tensor-parallel place.
+    """The shares of T x S tokens that ranks hold: `rows` by place of the group, `columns` by that and by tensor-parallel place.
 
-    `crossing`: the dim of which a place has but a part though its blocks attend along it, as rows or columns; None: there is none.
+    `crossing`: the dim that is split although the blocks attend along it, rows or columns; None: there is none.
     """
 
     split: bool
@@ -295,7 +297,7 @@ class _TokenShares:
         return self.rows[rank] * self.columns[rank][place.tp]
 
     def tokens(self) -> tuple[int, ...]:
-        """By place of the group, of all its tensor-parallel ranks."""
+        """Tokens by place of the group, summed over its tensor-parallel ranks."""
         return tuple(rows * sum(columns) for rows, columns in zip(self.rows, self.columns, strict=True))
 
     def lengths(self, span: AttentionType) -> tuple[int, ...] | None:
@@ -306,10 +308,10 @@ class _TokenShares:
 
 
 def _shares(work: AttentionWorkload, parallel: ParallelConfig, span: AttentionType) -> _TokenShares:
-    """How tokens are held in blocks of a span.
+    """The token shares in blocks of a span.
 
-    The crossing dim (columns of a full model; rows or columns by `shard`) is cut over ring x ulysses. In blocks that attend along it dsp
-    cuts the other dim; in the others dsp cuts each part of it again.
+    The crossing dim (columns of a full model; rows or columns by `shard`) is split over ring x ulysses. In blocks that attend along it
+    dsp splits the other dim; in the others dsp splits each part of it again.
     """
     n, spread, (rows, columns) = _group(parallel), _spread(parallel), work.shape
     outer = even_sizes(columns, parallel.tp)
@@ -331,19 +333,19 @@ def _shares(work: AttentionWorkload, parallel: ParallelConfig, span: AttentionTy
 
     of_rows, of_columns = (crossing, other) if by_rows else (other, crossing)
     name: Literal["rows", "columns"] = "rows" if by_rows else "columns"
-    held = tuple(zip(*(of_columns(part) for part in outer), strict=True))
-    return _TokenShares(True, name if crosses and spread > 1 else None, tuple(of_rows(rows)), held)
+    columns_held = tuple(zip(*(of_columns(part) for part in outer), strict=True))
+    return _TokenShares(True, name if crosses and spread > 1 else None, tuple(of_rows(rows)), columns_held)
 
 
 def _turn(
     work: AttentionWorkload, parallel: ParallelConfig, place: RankCoordinates, now: _TokenShares, wanted: _TokenShares
 ) -> Traffic:
-    """Re-sharding of a rank's own tokens over dsp: all but what it keeps is sent, and as much as comes goes back with the gradients."""
+    """The traffic of re-sharding a rank's tokens over dsp: it sends all that it does not keep; backward returns as much as it received."""
     rank, token = _rank(place, parallel), work.batch * work.width * work.element_size
     rows = min(now.rows[rank], wanted.rows[rank])
-    kept = rows * min(now.columns[rank][place.tp], wanted.columns[rank][place.tp])
-    there, back = (("all_to_all", "dsp", (of.own(place, parallel) - kept) * token) for of in (now, wanted))
-    return Traffic(_sent(there), _sent(back))
+    kept_tokens = rows * min(now.columns[rank][place.tp], wanted.columns[rank][place.tp])
+    forward, back = (("all_to_all", "dsp", (of.own(place, parallel) - kept_tokens) * token) for of in (now, wanted))
+    return Traffic(_sent(forward), _sent(back))
 
 
 def _spread(parallel: ParallelConfig) -> int:
@@ -362,5 +364,5 @@ def _rank(place: RankCoordinates, parallel: ParallelConfig) -> int:
 
 
 def _sent(*parts: tuple[str, str, int]) -> Sent:
-    """Bytes by (kind, axis), without what is 0."""
+    """Bytes by (kind, axis), without zeros."""
     return Counter({(kind, axis): sent for kind, axis, sent in parts if sent})

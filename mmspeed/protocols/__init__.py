@@ -1,4 +1,4 @@
-"""All that the floors ask of each other. Structural types and plain data; nothing here computes."""
+"""The interfaces between the floors: structural types and plain data, without computation."""
 
 from .batch import Batch, Item, MicroBatches, NumberRule, Term, Terms
 from .calls import Conditions, ModelCall

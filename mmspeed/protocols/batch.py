@@ -1,4 +1,4 @@
-"""Batches: tensors by name, and the items that they are of.
+"""Batches: tensors by name, and their items.
 
 Legend: I items of a micro-batch (samples, packs).
 """
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from .shapes import ShapeClass
 
-# What happens to the numbers of a tensor on its way to the model: "compute" takes the number type of the computation, "keep" moves
-# and never rounds (masks, token ids, weights), "host" stays on the CPU as it is (quantiles of times, lengths).
+# The dtype and device of a tensor on its way to the model: "compute" casts it to the number type of the computation, "keep" moves it
+# and never rounds (masks, token ids, weights), "host" leaves it on the CPU as it is (quantiles of times, lengths).
 NumberRule = Literal["compute", "keep", "host"]
 
 
 @dataclass(frozen=True)
 class Item:
-    """Names one use of a sample: what its random draws are keyed by, and what messages and metrics say of it."""
+    """The name of one use of a sample: the key of its random draws, and its name in messages and metrics."""
 
     sample: str  # key
     epoch: int = 0
@@ -32,7 +32,7 @@ class Item:
 
     @property
     def name(self) -> tuple[str, int, int]:
-        """The names that every random draw of this use is keyed by (law 1)."""
+        """The names that key every random draw of this use (law 1)."""
         return self.sample, self.epoch, self.repeat
 
 
@@ -72,7 +72,7 @@ class Batch:
         return [item.source for item in self.items]
 
     def to(self, device: torch.device, dtype: torch.dtype, non_blocking: bool = False) -> Batch:
-        """The batch on `device`, each tensor by its rule; what is so already is not copied.
+        """The batch on `device`, each tensor by its rule; a tensor that needs no change is not copied.
 
         With `non_blocking` the copies may still be under way when this returns.
         """
@@ -101,7 +101,7 @@ class Batch:
 
 
 class MicroBatches(Protocol):
-    """A step's micro-batches on this rank: their number is known before they are; they are gone through once, in order."""
+    """The micro-batches of a step on this rank: their number is known beforehand; they are iterated over once, in order."""
 
     def __len__(self) -> int: ...
 
@@ -109,7 +109,7 @@ class MicroBatches(Protocol):
 
 
 class TrackedBatches(MicroBatches, Protocol):
-    """Micro-batches that remember the sizes of those that were handed out."""
+    """Micro-batches that remember the sizes of those that were yielded."""
 
     @property
     def extents(self) -> Mapping[str, tuple[int, ...]]:
@@ -119,11 +119,11 @@ class TrackedBatches(MicroBatches, Protocol):
 
 @dataclass(frozen=True)
 class Term:
-    """One named part of a loss, item by item.
+    """A named part of a loss, item by item.
 
-    A step's value of it is the sum over all items of all ranks of `loss_I * weight_I`, divided by the step's divisor of the name
-    `divisor`. The losses of all terms that train add up to what is differentiated. Terms of one divisor that is known only afterwards
-    have the same weights, whose sum it is.
+    Its value in a step is the sum over all items of all ranks of `loss_I * weight_I`, divided by the step's divisor of the name
+    `divisor`. The sum of the losses of all terms that train is differentiated. Terms whose divisor is known only afterwards share their
+    weights, and the divisor is the sum of these.
     """
 
     loss_I: Tensor  # float32

@@ -1,4 +1,4 @@
-"""How a published video transformer is called: what stands between its class and the video task, which knows no class.
+"""Calls of published video transformers: the interface between a class and the video task, which knows no class.
 
 Legend: B batch, C channels, T h w latent, L caption tokens, D text width.
 """
@@ -13,13 +13,13 @@ from torch import Tensor
 
 from mmspeed.shapes import Strides
 
-# What a model was trained to predict: "velocity", noise - data of a flow; "v" of a denoising diffusion of 1000 steps.
+# The quantity that a model was trained to predict: "velocity", noise - data of a flow; "v" of a denoising diffusion of 1000 steps.
 Predicted = Literal["velocity", "v"]
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """All that a prediction is made from beside the noisy latent and its time.
+    """The inputs of a prediction beside the noisy latent and its time.
 
     Args:
         text_BLD: captions, zeros behind the real tokens.
@@ -37,32 +37,32 @@ class Conditions:
 
 
 class ModelCall(Protocol):
-    """How the forward of one class is called, and what it costs. Data and pure functions; `config` is the model's own."""
+    """The call of one class's forward, and its cost. Data and pure functions; `config` is the model's own."""
 
     @property
     def predicts(self) -> Predicted:
-        """What the class was trained to predict."""
+        """The quantity that the class was trained to predict."""
         ...
 
     @property
     def timed(self) -> bool:
-        """Whether it takes the frames per second of each clip."""
+        """True for a class that takes the frames per second of each clip."""
         ...
 
     def pooled_width(self, config: Mapping[str, Any]) -> int:
-        """Width of the vector of a whole caption that it takes; 0: it takes none."""
+        """Width of the vector of a whole caption that the model takes; 0: it takes none."""
         ...
 
     def check(self, config: Mapping[str, Any], channels: int, text_width: int) -> None:
-        """Raises UserError for a model that cannot be trained on latents of so many channels and captions of such a width."""
+        """Raises UserError for a model that cannot be trained on latents of `channels` channels and captions of width `text_width`."""
         ...
 
     def call(self, config: Mapping[str, Any], x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> dict[str, Any]:
-        """The arguments of the forward, by name. `t_B` is float32 in [0, 1]: 0 data, 1 noise. Raises UserError where something lacks."""
+        """The arguments of the forward, by name. `t_B` is float32 in [0, 1]: 0 data, 1 noise. Raises UserError for a missing input."""
         ...
 
     def prediction(self, config: Mapping[str, Any], output: Any, x_BCThw: Tensor) -> Tensor:
-        """The prediction in what the forward returned, of the shape of `x_BCThw`."""
+        """The prediction in the forward's `output`, of the shape of `x_BCThw`."""
         ...
 
     def tokens(self, config: Mapping[str, Any], latent: tuple[int, int, int]) -> int:

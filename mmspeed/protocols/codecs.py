@@ -1,4 +1,4 @@
-"""Frozen encoders between what people have and what a model is trained on.
+"""Frozen encoders from videos and captions to the inputs of a model.
 
 Legend: B batch, C channels, F H W pixels, T h w latent, L caption tokens, D text width.
 """
@@ -15,7 +15,7 @@ from mmspeed.shapes import Strides
 
 @dataclass(frozen=True)
 class TextEntry:
-    """One encoded caption: real tokens only, no padding.
+    """An encoded caption: real tokens only, no padding.
 
     `pooled_D` is one vector for the whole caption, which some encoders give and some models take.
     """
@@ -58,5 +58,5 @@ class TextEncoder(Protocol):
     fingerprint: str  # of weights, tokenizer and length limit; part of every text's key
 
     def encode(self, captions: list[str]) -> list[TextEntry]:
-        """Each caption's real tokens. The empty caption gives at least one token."""
+        """The real tokens of each caption. The empty caption gives at least one token."""
         ...

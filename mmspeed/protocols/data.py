@@ -1,4 +1,4 @@
-"""Training data, as the trainer meets it: a row of optimizer steps, each of micro-batches.
+"""Training data as the trainer sees it: a sequence of optimizer steps, each of micro-batches.
 
 The same interface serves videos in buckets, packed documents and pairs of preferences. Nothing in it depends on a rank but the
 micro-batches themselves.
@@ -33,15 +33,15 @@ def even() -> float:
 
 @dataclass(frozen=True)
 class StepData:
-    """One optimizer step.
+    """The data of an optimizer step.
 
     Args:
-        divisors: what its terms are divided by, the same on every rank.
-        batches: this rank's micro-batches; none when no item is there.
-        items: the step's items over all ranks, lost ones included; a sequence that may make each when it is looked at, as few steps are.
+        divisors: the divisors of its terms, the same on every rank.
+        batches: this rank's micro-batches; none for a step without items.
+        items: the step's items over all ranks, lost ones included; the sequence may make each on access, since few steps are read.
         counts: items of each shape class over all ranks, lost ones left out.
         tokens: real tokens of these, where the data knows them; None: the task counts by shape.
-        imbalance: works out the greatest over the mean cost across ranks, 1 at best; called for the steps that are written down.
+        imbalance: computes the greatest over the mean cost across ranks, 1 at best; called for the steps that are logged.
     """
 
     divisors: Divisors
@@ -53,36 +53,36 @@ class StepData:
 
 
 class OrderedSample(Protocol):
-    """What the order of training knows of a sample."""
+    """A sample as the order of training sees it."""
 
     @property
     def key(self) -> str:
-        """The name of its content: unique, and another one when the content changes."""
+        """The name of the content: unique, and different when the content changes."""
         ...
 
     @property
     def bucket(self) -> ShapeClass:
-        """Its shape class."""
+        """The shape class of the sample."""
         ...
 
     @property
     def dataset(self) -> str:
-        """The name of the data set that it belongs to; empty where there is one only."""
+        """The name of the sample's data set; empty where there is only one."""
         ...
 
     @property
     def source(self) -> str:
-        """Where it comes from, for messages."""
+        """The origin of the sample, for messages."""
         ...
 
     @property
     def lost(self) -> bool:
-        """Whether it keeps its place in the order without being there."""
+        """True for a sample that cannot be read but keeps its place in the order."""
         ...
 
 
 class Location(Protocol):
-    """The place of a step in the order of training."""
+    """The position of a step in the order of training."""
 
     @property
     def epoch(self) -> int:
@@ -95,12 +95,12 @@ class Data(Protocol):
 
     @property
     def waited_seconds(self) -> float:
-        """Seconds for which the trainer stood still for data, so far."""
+        """Seconds that the trainer has waited for data so far."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """The name of all that is trained on."""
+        """A name for the content of all training data."""
         ...
 
     def steps(self, start: int, stop: int) -> Generator[StepData, None, None]:
@@ -115,7 +115,7 @@ class Data(Protocol):
         ...
 
     def locate(self, step: int) -> Location:
-        """The place of an optimizer step."""
+        """The position of an optimizer step."""
         ...
 
     def state(self, step: int) -> dict[str, Any]:
@@ -123,13 +123,13 @@ class Data(Protocol):
         ...
 
     def resume(self, state: Mapping[str, Any]) -> str | None:
-        """Go on from a checkpoint's state, before the first step is asked for. Returns a message for people, if there is one."""
+        """Resume from a checkpoint's state, before the first step is taken. Returns a message for the user, if there is one."""
         ...
 
     def summary(self) -> dict[str, Any] | None:
-        """The last row of metrics.jsonl about the data, with its `kind`; None when there is nothing to say."""
+        """The last row of metrics.jsonl about the data, with its `kind`; None when there is none."""
         ...
 
     def close(self) -> None:
-        """End what the data started, such as an epoch that is being encoded; what it has made is stored."""
+        """End the work that the data started, such as the encoding of an epoch; results so far are stored."""
         ...

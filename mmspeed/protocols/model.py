@@ -1,4 +1,4 @@
-"""Models, as the core meets them. A model names no axis of the mesh.
+"""Protocols of models. A model names no axis of the mesh.
 
 Legend: B batch, C channels, T h w latent, L caption tokens, D text width.
 """
@@ -17,7 +17,7 @@ from .plan import blocks_of
 
 @runtime_checkable
 class TrainableModel(Protocol):
-    """All that the core asks of every model, beside blocks: those of its plan or of its attribute `blocks` (`blocks_of`)."""
+    """The methods that the core needs of every model, beside blocks: those of its plan or of its attribute `blocks` (`blocks_of`)."""
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """All parameters."""
@@ -41,8 +41,8 @@ class InitializesWeights(Protocol):
         ...
 
 
-# What becomes of a buffer that a run changes: "averaged": the moving average follows it too, and validation meets the average;
-# "kept": validation meets it as it is.
+# The treatment of a buffer that a run changes: "averaged": the moving average includes it, and validation uses the average;
+# "kept": validation uses it as it is.
 StateRule = Literal["averaged", "kept"]
 
 
@@ -51,7 +51,7 @@ class DeclaredState(Protocol):
     """A module some of whose buffers belong to the state of a run, though no gradient trains them: a threshold, a router's bias.
 
     Checkpoints hold them whether they are persistent or not, and so restore them in every layout. Every process has the whole of each,
-    and all change it alike. One that a checkpoint lacks, as a checkpoint of before it was declared, stays as the model has it.
+    and all make the same changes. A buffer that a checkpoint lacks, because it was declared later, keeps the model's value.
     """
 
     @property
@@ -61,7 +61,7 @@ class DeclaredState(Protocol):
 
 
 class CountsFlops(Protocol):
-    """Counts what a diffusion transformer computes for one sample."""
+    """Counts of the work of a diffusion transformer for one sample."""
 
     def tokens(self, latent: tuple[int, int, int]) -> int:
         """Tokens of one sample whose latent is (T, h, w). Raises ValueError for a latent that does not fit the model."""
@@ -73,7 +73,7 @@ class CountsFlops(Protocol):
 
 
 class DiffusionModel(TrainableModel, CountsFlops, Protocol):
-    """All that the video task asks of a diffusion transformer; of a published class, a `ModelCall` answers in its place."""
+    """The methods that the video task needs of a diffusion transformer; for a published class, a `ModelCall` has them."""
 
     def forward(self, x_BCThw: Tensor, t: Tensor, text_BLD: Tensor, text_mask_BL: Tensor) -> Tensor:
         """The prediction, of the shape of `x_BCThw`. `t` (B,) is in [0, 1]: 0 data, 1 noise."""
@@ -82,7 +82,7 @@ class DiffusionModel(TrainableModel, CountsFlops, Protocol):
 
 @runtime_checkable
 class CountsDenseFlops(Protocol):
-    """A model whose attention may be sparse, and which knows what it would cost if it were not."""
+    """A model whose attention may be sparse, and which also counts the cost of dense attention."""
 
     def dense_flops(self, latent: tuple[int, int, int], text_tokens: int) -> int:
         """`flops`, if all attention were dense."""

@@ -1,4 +1,4 @@
-"""What comes before a task's training: its data made ready and looked at, and a config to begin with."""
+"""Preparation of a task's training: a first config, a check of the data, and the data's preprocessing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class CheckOutcome(Protocol):
 
 
 class Preparation(Protocol):
-    """The work of the commands `init`, `check` and `preprocess` for a task, and what `train` completes data with."""
+    """The work of the commands `init`, `check` and `preprocess` for a task, and the maker by which `train` completes its data."""
 
     def __init__(self, config: RunConfig) -> None:
         """Take a config of the task. Reads nothing."""
@@ -32,16 +32,16 @@ class Preparation(Protocol):
 
     @classmethod
     def starting_values(cls, name: str, videos: str | None) -> Mapping[str, Any]:
-        """The sections and keys of the task alone that stand switched on in a new config of a run called `name`.
+        """The sections and keys of the task alone that are set in a new config of a run called `name`.
 
-        videos: what is trained on, as it stands in the file; None: what ships with the package.
+        videos: the training data, as written in the file; None: the clips that ship with the package.
         """
         ...
 
     def check(
         self, page: Path | None = None, suggest_buckets: int | None = None, ranks: Sequence[int] | None = None
     ) -> CheckOutcome:
-        """Read the data set and estimate what will happen and cost, without an accelerator. Writes the page (None: its usual place).
+        """Read the data set and estimate the run and its cost, without an accelerator. Writes the page (None: its usual place).
 
         Raises UserError where the data set cannot be found.
         """
@@ -52,9 +52,9 @@ class Preparation(Protocol):
         ...
 
     def build_on_ray(self, workers: int | None = None) -> list[str]:
-        """As `build`, by so many workers of Ray Data; None: one for each device."""
+        """Run `build` in `workers` workers of Ray Data; None: one for each device."""
         ...
 
     def maker(self) -> Any:
-        """What completes the cache in the first epoch, of the kind that the task takes; None where the config wants none."""
+        """The object that completes the cache in the first epoch, of the kind that the task takes; None where the config wants none."""
         ...

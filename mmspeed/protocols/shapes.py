@@ -1,4 +1,4 @@
-"""Shape classes: items of one class meet in a micro-batch, and cost alike where the task knows no more of them."""
+"""Shape classes: items of one class may share a micro-batch, and cost the same unless the task knows better."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 
 def shape_words(shape: ShapeClass) -> str:
-    """A shape class in messages: its own words, such as `49x176x320`, where it has some, else its name."""
+    """A shape class in messages: its own `str`, such as `49x176x320`, where it defines one, else its name."""
     return shape.name if type(shape).__str__ is object.__str__ else str(shape)
 
 
@@ -14,7 +14,7 @@ def shape_words(shape: ShapeClass) -> str:
 class ShapeClass(Protocol):
     """A group of items whose tensors have the same shapes, such as a video bucket or packs of 4,096 tokens.
 
-    Hashable and ordered; the order is that in which classes stand in a step. `name` is unique, and stands in files.
+    Hashable and ordered; the order is that of the classes in a step. `name` is unique, and is written to files.
     """
 
     @property
@@ -24,7 +24,7 @@ class ShapeClass(Protocol):
 
     @property
     def splits(self) -> bool:
-        """Whether an item is computed by a sequence-parallel group together; else each of its ranks has items of its own."""
+        """True where a sequence-parallel group computes an item together; else each of its ranks has items of its own."""
         ...
 
     @property

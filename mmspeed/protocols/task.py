@@ -1,4 +1,4 @@
-"""Tasks: all that a trainer must know of a domain (video, language, preferences).
+"""Tasks: the interface between a trainer and a domain (video, language, preferences).
 
 The trainer, the order of steps, checkpoints, budgets, self-checks and planners know tasks and no domain.
 """
@@ -29,13 +29,13 @@ class RunPlace:
     """The place of this process in a run; made from the mesh.
 
     Args:
-        device: what it computes on.
+        device: the device that it computes on.
         rank, world: of all processes.
         strategy: how data-parallel ranks share the model: none, ddp or fsdp.
         groups, group: how many groups of ranks compute items of their own, and the number of this rank's.
-        leads: whether it speaks for its group; the others of the group know the same.
+        leads: True for the rank that reports for its group; the others of the group know the same.
         dealt, number: over how many ranks the items of a step are dealt (those of a pipeline stage), and this rank's number.
-        folder: of the run.
+        folder: the run's folder.
     """
 
     device: Device
@@ -74,7 +74,7 @@ class Work:
 
 @dataclass(frozen=True)
 class StepUsage:
-    """What a step computed on all devices: items, real tokens, and the work of its forward passes."""
+    """The usage of all devices in a step: items, real tokens, and the work of its forward passes."""
 
     items: int
     tokens: int
@@ -92,10 +92,10 @@ class MicroBatchSize:
 
 @dataclass(frozen=True)
 class OptimizerSetting:
-    """In what an update's optimizer differs from the config's; None: in nothing.
+    """The settings in which an update's optimizer differs from the config's; None: the same.
 
     Args:
-        lr_factor: what the config's learning rate is multiplied by, over its whole course.
+        lr_factor: factor of the config's learning rate, over its whole course.
         betas, eps, weight_decay: as in the config's `train` section.
     """
 
@@ -107,15 +107,15 @@ class OptimizerSetting:
 
 @dataclass(frozen=True)
 class Update:
-    """One update of a step: the roles that learn by it, and their loss.
+    """An update within a step: the roles that learn by it, and their loss.
 
-    A step takes its updates in order. Models of other roles are there, and do not learn.
+    A step makes its updates in order. Models of other roles are present, and do not learn.
 
     Args:
         loss: the named terms of a micro-batch, of all models.
-        roles: that learn together: one gradient norm, by which all are clipped. Each has an optimizer, which all its updates share.
-        name: its own among the updates of a task.
-        optimizer: None: as the config says. The same in all updates of a role.
+        roles: the roles that learn together: one gradient norm, by which all are clipped. Each has an optimizer for all its updates.
+        name: unique among the updates of a task.
+        optimizer: None: the config's settings. The same in all updates of a role.
         every: it is made at steps 0, `every`, 2 `every` and so on. At least one update is made at every step.
     """
 
@@ -127,14 +127,14 @@ class Update:
 
 
 class Validation(Protocol):
-    """What is looked at while a run trains."""
+    """The measurements and samples that are taken while a run trains."""
 
     def measure(self, models: Models) -> Terms:
         """The terms of held-out items on this rank, each with its divisor's value known to `divisors`; empty without such items."""
         ...
 
     def row(self, values: Mapping[str, float]) -> dict[str, Any]:
-        """The fields of metrics.jsonl, of the values that all ranks' terms come to; `loss` decides which checkpoint is best."""
+        """The fields of metrics.jsonl, from the values of the terms over all ranks; `loss` decides which checkpoint is best."""
         ...
 
     def divisors(self) -> Divisors:
@@ -142,12 +142,12 @@ class Validation(Protocol):
         ...
 
     def sample(self, models: Models, step: int) -> None:
-        """Write samples of the present weights into the run's folder; nothing where none are asked for."""
+        """Write samples of the present weights into the run's folder, where the config asks for any."""
         ...
 
 
 class Task(Protocol):
-    """A domain. Made from a config; methods before `open` need no data."""
+    """The definition of a domain. Made from a config; methods before `open` need no data."""
 
     name: str
 
@@ -169,15 +169,15 @@ class Task(Protocol):
         ...
 
     def updates(self) -> Sequence[Update]:
-        """The updates of a step, in order; the same at every call. The first role of the first is what samples and exports are made of."""
+        """The updates of a step, in order; the same at every call. Samples and exports are made of the first role of the first one."""
         ...
 
     def prepare(self, models: Models, place: RunPlace) -> None:
-        """Try out on the device what the models will call, before the first step. Raises UserError where it does not work."""
+        """Try out on the device the operators that the models will call, before the first step. Raises UserError where one fails."""
         ...
 
     def notes(self) -> tuple[list[str], list[str]]:
-        """(lines, warnings) that a run begins with."""
+        """(lines, warnings) for the start of a run."""
         ...
 
     # -- data -------------------------------------------------------------------------------------------------------------
@@ -187,11 +187,11 @@ class Task(Protocol):
         ...
 
     def shapes(self) -> Sequence[ShapeClass]:
-        """The shape classes that the run may meet, in order. Raises UserError for one that does not fit the models."""
+        """The shape classes that may occur in the run, in order. Raises UserError for one that does not fit the models."""
         ...
 
     def synthetic_batch(self, shape: ShapeClass, items: int, place: RunPlace, tokens: int | None = None) -> Batch:
-        """A made-up batch on the device, as training meets it; `tokens` of the longest text beside it, where there is one."""
+        """A made-up batch on the device, in the form of training; `tokens` of the longest text beside it, where there is one."""
         ...
 
     def longest_text(self) -> int | None:
@@ -209,7 +209,7 @@ class Task(Protocol):
         ...
 
     def largest_micro_batch(self, place: RunPlace) -> MicroBatchSize:
-        """The micro-batch with the most tokens that a run at this place meets."""
+        """The micro-batch with the most tokens in a run at this place."""
         ...
 
     # -- work -------------------------------------------------------------------------------------------------------------
@@ -221,62 +221,62 @@ class Task(Protocol):
     def work(self, shape: ShapeClass, text_tokens: int | None = None) -> Work:
         """Work of the forward pass of one item; `text_tokens` of a text beside it, where there is one (None: the usual).
 
-        Asked by tasks themselves so far, for `usage` and `cost`; kept for the planner, which needs the kinds of work apart.
+        Used by tasks themselves so far, for `usage` and `cost`; kept for the planner, which needs the kinds of work separately.
         """
         ...
 
     def cost(self, shape: ShapeClass) -> float:
-        """The cost of training on one item, in FLOPs: what steps and sizes of batches go by."""
+        """The cost of training on one item, in FLOPs; it determines steps and sizes of batches."""
         ...
 
     def sample_cost(self, sample: OrderedSample) -> float:
-        """The cost of training on this very sample: what ranks are balanced by. That of its shape class where no other is known."""
+        """The cost of training on this sample, by which ranks are balanced; that of its shape class where no other is known."""
         ...
 
     def usage(self, step: StepData) -> StepUsage:
-        """What a step computed; asked after it."""
+        """The usage of a step; called after it."""
         ...
 
     # -- looking at a run --------------------------------------------------------------------------------------------------
 
     def describe(self, step: StepData) -> dict[str, Any]:
-        """The fields of metrics.jsonl that say what a step met."""
+        """The fields of metrics.jsonl that describe a step's data."""
         ...
 
     def validation(self, models: Models, data: Data, place: RunPlace) -> Validation | None:
-        """What is looked at while the run trains; None where nothing is."""
+        """The validation during the run; None where there is none."""
         ...
 
     def info(self) -> dict[str, Any]:
-        """What run.json says of the data and encoders, so that the run can be used without them."""
+        """The entries of run.json about the data and encoders, so that the run can be used without them."""
         ...
 
     def files(self) -> Mapping[str, Path]:
-        """Files that the run's folder gets copies of, by their names there."""
+        """The files to copy into the run's folder, by their names there."""
         ...
 
     def compare_start(self, start: str) -> list[str]:
-        """Differences between the model of `start` (a run or a checkpoint) and this one's that its weights do not show."""
+        """The differences between the model of `start` (a run or a checkpoint) and this task's that the weights do not show."""
         ...
 
     def setting(self) -> dict[str, Any]:
-        """All that a step's time and memory depend on beside shape, batch, device and layout; flat, in JSON's types."""
+        """The settings that a step's time and memory depend on beside shape, batch, device and layout; flat, in JSON's types."""
         ...
 
     def export(self, models: Models) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors by name, one at a time, from any layout. A collective call.
 
-        Asked by tests so far: `mmspeed export` reads checkpoints. Kept for exports in other tools' layouts, of any task.
+        Used by tests so far: `mmspeed export` reads checkpoints. Kept for exports in other tools' layouts, of any task.
         """
         ...
 
     # -- checking ---------------------------------------------------------------------------------------------------------
 
     def shrunk(self, known: Mapping[str, Any] | None = None) -> CheckTask:
-        """The task made small: the same layout of heads and sequences, sizes that a laptop computes in a moment.
+        """A small version of the task: the same layout of heads and sequences, sizes that a laptop computes in a moment.
 
-        Needs no data and is asked before `open`. `known`: of the small task that another process made of the same config. Raises UserError
-        for a config that cannot be trained.
+        Needs no data and is called before `open`. `known`: that of the small task that another process made of the same config.
+        Raises UserError for a config that cannot be trained.
         """
         ...
 
@@ -287,9 +287,9 @@ class CheckNotes:
 
     Args:
         model: the sizes of the small model, in a few words.
-        settings: what else was kept of the config, beside number type, strategy, checkpointing and compilation.
+        settings: further settings taken from the config, beside number type, strategy, checkpointing and compilation.
         items: lines about the made-up items.
-        remarks: lines about what is otherwise than in training.
+        remarks: lines about differences from training.
     """
 
     model: str
@@ -301,7 +301,7 @@ class CheckNotes:
 class CheckTask(Protocol):
     """A task made small, with made-up items, for comparing a layout with one process.
 
-    All that an item holds is drawn by its name, and every rank can make each, so that any layout meets the same items.
+    The tensors of an item are drawn by its name, and every rank can make each, so that all layouts compute the same items.
     """
 
     @property
@@ -311,12 +311,12 @@ class CheckTask(Protocol):
 
     @property
     def known(self) -> Mapping[str, Any]:
-        """What was looked up outside of the config, in JSON's types: other processes make the same small task with it."""
+        """The facts looked up outside of the config, in JSON's types; other processes make the same small task with them."""
         ...
 
     @property
     def notes(self) -> CheckNotes:
-        """What the report says of the small task."""
+        """The notes on the small task for the report."""
         ...
 
     @property
@@ -333,7 +333,7 @@ class CheckTask(Protocol):
         ...
 
     def step(self, kind: str, place: RunPlace) -> StepData:
-        """The step of a kind; the micro-batches are this rank's, as training would deal them."""
+        """The step of a kind, with this rank's micro-batches as training would deal them."""
         ...
 
     def expected(self, kind: str) -> Sequence[str]:
@@ -345,7 +345,7 @@ class CheckTask(Protocol):
         ...
 
     def problems(self, place: RunPlace) -> tuple[list[str], list[str]]:
-        """(what is wrong with the task's own draws, such as uneven times; lines for the report). A collective call."""
+        """(problems of the task's own draws, such as uneven times; lines for the report). A collective call."""
         ...
 
 

@@ -37,7 +37,7 @@ FORMAT = "mmspeed.linear_codec/1"
 
 @dataclass(frozen=True)
 class Basis:
-    """How patches become latents and come back: `(patch - mean) @ components / scale`."""
+    """A linear map from patches to latents and back: `(patch - mean) @ components / scale`."""
 
     mean_P: Tensor
     components_PC: Tensor
@@ -56,7 +56,7 @@ class Basis:
 
 
 class LinearCodec:
-    """A `VideoCodec` of two bases, one for first frames and images, one for the groups of four frames behind them."""
+    """A `VideoCodec` of two bases, one for first frames and images, one for the groups of four frames after them."""
 
     strides = STRIDES
 
@@ -67,10 +67,10 @@ class LinearCodec:
 
     @classmethod
     def fit(cls, videos: Iterable[Tensor], channels: int, whitening: float = 0.5) -> LinearCodec:
-        """The codec of `channels` latent channels that loses least of `videos`, each (3, F, H, W) in [-1, 1].
+        """The codec of `channels` latent channels with the least squared error on `videos`, each (3, F, H, W) in [-1, 1].
 
-        One pass, in float64. Images (F = 1) count for the image basis only; when there is nothing else, videos are
-        coded as standing pictures. `whitening` in [0, 1] chooses how loud each channel is: its standard deviation
+        One pass, in float64. Images (F = 1) count for the image basis only; when there are images alone, videos are
+        coded as still pictures. `whitening` in [0, 1] sets the amplitude of each channel: its standard deviation
         becomes std ** (1 - whitening) times one factor for all channels, which makes the mean variance 1. At 0 the
         squared error of latents is the squared error of pixels; at 1 every channel counts as much as the strongest.
         Raises UserError when there are no videos or `channels` is not in 1..192.
@@ -83,7 +83,7 @@ class LinearCodec:
         for video_RFHW in videos:
             fitting_RFHW = _cut_to_strides(video_RFHW)
             image.add(_spread(cut_patches(fitting_RFHW, 1)))
-            image.add(_spread(cut_patches(fitting_RFHW[:, :1], 1)))  # first frames count more: only they are coded so
+            image.add(_spread(cut_patches(fitting_RFHW[:, :1], 1)))  # first frames count more: they use this basis
             if fitting_RFHW.shape[1] > 1:
                 video.add(_spread(cut_patches(fitting_RFHW[:, 1:], STRIDES.temporal)))
         if image.count == 0:
@@ -104,7 +104,7 @@ class LinearCodec:
     def encode(self, video_BCFHW: Tensor) -> Posterior:
         """Latents (B, C, 1 + (F - 1) / 4, H / 8, W / 8), float32. Raises ValueError when the strides do not divide."""
         STRIDES.latent(Bucket(*video_BCFHW.shape[2:]))
-        # One by one: a matrix product of other shape may round differently, and a sample's bytes are its own.
+        # One by one: a matrix product of another shape may round differently, and latents must not depend on the batch.
         return Posterior(torch.stack([self._encode_one(video_RFHW) for video_RFHW in video_BCFHW]))
 
     def decode(self, latents_BCThw: Tensor) -> Tensor:
@@ -132,22 +132,22 @@ class LinearCodec:
         return {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
 
     def save(self, path: Path) -> None:
-        """Write the codec to one sealed safetensors file, whole or not at all; a file that is there stays."""
+        """Write the codec to one sealed safetensors file, whole or not at all; an existing file stays."""
         facts = {"format": FORMAT, "whitening": json.dumps(self.whitening), "fingerprint": self.fingerprint}
         write_whole(path, seal(save(self._tensors(), {**facts, "seal": BLANK})), replace=False)
 
     @classmethod
     def load(cls, path: Path) -> LinearCodec:
-        """The codec of a file that `save` wrote, on the CPU. Raises UserError for a missing, damaged or other file."""
+        """The codec in a file of `save`, on the CPU. Raises UserError for a missing, damaged or foreign file."""
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}
             if metadata.get("format") != FORMAT:
-                raise UserError(f"{path} is no linear codec of this version; fit it anew with `mmspeed preprocess`")
+                raise UserError(f"{path} is no linear codec of this version; fit it again with `mmspeed preprocess`")
             if "seal" in metadata and not is_sealed(path.read_bytes()):
                 raise UserError(
-                    f"{path} is damaged: put a copy of it there; another codec would make every latent stale"
+                    f"{path} is damaged: replace it by an intact copy; a newly fitted codec would make every latent stale"
                 )
             bases = [Basis(**{n: tensors[f"{part}.{n}"] for n in Basis.__annotations__}) for part in ("image", "video")]
             return cls(bases[0], bases[1], json.loads(metadata["whitening"]))
@@ -200,7 +200,7 @@ class _Moments:
 
 
 def _cut_to_strides(video_RFHW: Tensor) -> Tensor:
-    """The video without the frames, rows and columns that fill no whole patch."""
+    """The video cropped to whole patches in frames, rows and columns."""
     if video_RFHW.ndim != 4 or video_RFHW.shape[0] != COLOURS:
         raise ValueError(f"a video is (3, F, H, W), not {tuple(video_RFHW.shape)}")
     frames = 1 + (video_RFHW.shape[1] - 1) // STRIDES.temporal * STRIDES.temporal
@@ -209,7 +209,7 @@ def _cut_to_strides(video_RFHW: Tensor) -> Tensor:
 
 
 def _spread(patches_ThwP: Tensor) -> Tensor:
-    """At most `PATCHES_PER_CLIP` patches, evenly spread over the clip."""
+    """Patches of a clip, evenly spread over it, `PATCHES_PER_CLIP` at most."""
     patches_MP = patches_ThwP.flatten(0, 2)
     if patches_MP.shape[0] <= PATCHES_PER_CLIP:
         return patches_MP
@@ -217,11 +217,11 @@ def _spread(patches_ThwP: Tensor) -> Tensor:
 
 
 def _sign_references() -> tuple[Tensor, Tensor]:
-    """Fixed directions that components are made to point along, for images and for videos.
+    """Fixed directions that determine the signs of components, for images and for videos.
 
-    Eigenvectors have no sign of their own. Random directions are never orthogonal to them, as the sum or the largest
-    entry of a symmetric component may be; the video's direction is nearly the image's, repeated, so that a component
-    that shows a standing picture has the sign of the image component that shows it.
+    The sign of an eigenvector is arbitrary. Random directions are never orthogonal to one, unlike the sum or the largest
+    entry of a symmetric component; the video's direction is nearly the image's, repeated, so that a component of a
+    still picture has the sign of the image component of the same picture.
     """
     image_P = rng.normal((MAX_CHANNELS,), 0, "linear codec signs", "image").double()
     moving_P = rng.normal((MAX_CHANNELS * STRIDES.temporal,), 0, "linear codec signs", "video").double()
@@ -241,16 +241,16 @@ def _principal_basis(moments: _Moments, channels: int, whitening: float, sign_P:
 
 
 def _scales(std_C: Tensor, whitening: float) -> Tensor:
-    """What latents of standard deviations `std_C` are divided by, so that their mean variance is 1."""
+    """The divisors (C) of latents of standard deviations `std_C` that make their mean variance 1."""
     if float(std_C.max()) == 0:
-        return torch.ones_like(std_C)  # clips of one colour: there is nothing to scale
+        return torch.ones_like(std_C)  # clips of a single colour have no variance to scale
     floored_C = std_C.clamp_min(SMALLEST_STD * float(std_C.max()))
     power_C = floored_C**whitening
     return power_C * ((std_C / power_C) ** 2).mean().sqrt()
 
 
 def _fingerprint(tensors: dict[str, Tensor]) -> str:
-    """sha256 of names, shapes and bytes."""
+    """The SHA-256 of the tensors' names, shapes and bytes."""
     digest = hashlib.sha256(FORMAT.encode())
     for name in sorted(tensors):
         digest.update(f"{name}{tuple(tensors[name].shape)}".encode())

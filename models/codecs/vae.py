@@ -1,6 +1,6 @@
 """Video codecs by config: the built-in linear one, or any `AutoencoderKL*` of diffusers, in a normalised latent space.
 
-Each diffusers class keeps its latents' statistics elsewhere, and its pipelines apply them by hand. `latent_affine`
+Each diffusers class keeps its latents' statistics in another place, and its pipelines apply them by hand. `latent_affine`
 gathers them into one affine map, `normalised = (z - shift) * scale`, which agrees with those pipelines.
 
 Legend: B batch, C latent channels, F H W frames, height, width in pixels, T h w latent; R colour channels (3);
@@ -61,8 +61,8 @@ MISCOUNTED: dict[str, Callable[[int], bool]] = {
 def load_codec(cfg: LinearVaeConfig | DiffusersVaeConfig, device: Device, weights: Path | None = None) -> VideoCodec:
     """The codec of a config, ready on `device`.
 
-    `weights` is the fitted file of the linear codec; None: `cfg.weights`. Raises UserError in one line for what is
-    missing, unreadable or unfit.
+    `weights` is the fitted file of the linear codec; None: `cfg.weights`. Raises UserError in one line for files that are
+    missing, unreadable or unsuitable.
     """
     if isinstance(cfg, LinearVaeConfig):
         return _load_linear(cfg, weights).to(device.torch_device)
@@ -73,7 +73,7 @@ def load_codec(cfg: LinearVaeConfig | DiffusersVaeConfig, device: Device, weight
 
 
 def codec_identity(cfg: LinearVaeConfig | DiffusersVaeConfig, weights: Path | None = None) -> str:
-    """The `fingerprint` that `load_codec` with the same arguments would give, by reading files only."""
+    """The `fingerprint` of `load_codec` with the same arguments, from reading files only."""
     if isinstance(cfg, LinearVaeConfig):
         return _load_linear(cfg, weights).fingerprint
     return _identity(cfg, _locate(cfg)[0])
@@ -94,7 +94,7 @@ def _load_linear(cfg: LinearVaeConfig, weights: Path | None) -> LinearCodec:
     codec = LinearCodec.load(Path(path))
     if codec.channels != cfg.channels:
         raise UserError(
-            f"vae.channels is {cfg.channels}, but {path} was fitted with {codec.channels}: set it so, or fit anew"
+            f"vae.channels is {cfg.channels}, but {path} was fitted with {codec.channels}: set it to that, or fit again"
         )
     return codec
 
@@ -119,11 +119,11 @@ def autoencoder_class(name: str | None, folder: Path) -> Any:
         raise UserError(f"{KEY}: {folder / 'config.json'} names no _class_name, so it is no diffusers model")
     known = [each for each in dir(diffusers) if each.startswith("AutoencoderKL")]
     if name not in known:
-        what = "not an AutoencoderKL*" if hasattr(diffusers, name) else f"not in diffusers {diffusers.__version__}"
-        raise UserError(f"{KEY}: {folder} holds a {name}, which is {what}{nearest(name, known)}")
+        reason = "not an AutoencoderKL*" if hasattr(diffusers, name) else f"not in diffusers {diffusers.__version__}"
+        raise UserError(f"{KEY}: {folder} holds a {name}, which is {reason}{nearest(name, known)}")
     if name in UNFIT:
         raise UserError(
-            f"{KEY}: {folder} holds a {name}, which {UNFIT[name]}; mmspeed wants a causal video or an image codec"
+            f"{KEY}: {folder} holds a {name}, which {UNFIT[name]}; mmspeed needs a causal video or an image codec"
         )
     return getattr(diffusers, name)
 
@@ -136,7 +136,7 @@ def _load_autoencoder(folder: Path, config: dict[str, Any], dtype: torch.dtype) 
             vae, report = cls.from_pretrained(
                 folder, use_safetensors=True, torch_dtype=dtype, local_files_only=True, output_loading_info=True
             )
-    except Exception as error:  # whatever a wrong config or a cut file makes of the constructor
+    except Exception as error:  # any failure of the constructor by a wrong config or a truncated file
         raise UserError(f"{KEY}: {folder} does not load as {cls.__name__}: {first_line(error)}") from error
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
@@ -147,7 +147,7 @@ def _load_autoencoder(folder: Path, config: dict[str, Any], dtype: torch.dtype) 
 
 
 def _set_memory_options(vae: Any, cfg: DiffusersVaeConfig) -> None:
-    """Tiling as the config says. Slicing where the class has it; elsewhere the codec's one-by-one is the same thing."""
+    """Set tiling by the config, and slicing where the class has it; elsewhere the codec's one-by-one encoding has the same effect."""
     name = type(vae).__name__
     if cfg.tiling:
         if not (hasattr(vae, "tiled_encode") or hasattr(vae, "_tiled_encode")):
@@ -189,7 +189,7 @@ class DiffusersCodec:
 
     @torch.inference_mode()
     def encode_together(self, video_BCFHW: Tensor) -> Posterior:
-        """`encode` in one pass of the autoencoder (with `vae.slicing` it may still go one by one).
+        """The posterior of `encode` from one pass of the autoencoder (with `vae.slicing` it may still go one by one).
 
         The last bits may depend on the number of videos: kernels are chosen by shape.
         """
@@ -219,7 +219,7 @@ class DiffusersCodec:
         return mean_CThw, logvar_CThw + 2 * scale_CT11.abs().log()
 
     def _raw_moments(self, video_RFHW: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Mean and log-variance (C, T, h, w) as the autoencoder gives them, float32; None where it has no variance."""
+        """Mean and log-variance (C, T, h, w) of the autoencoder, float32, not normalised; None where it has no variance."""
         if not self._images:
             distribution = self.vae.encode(video_RFHW[None]).latent_dist
             if not hasattr(distribution, "logvar"):  # Cosmos: a distribution of one point
@@ -241,7 +241,7 @@ class DiffusersCodec:
         if self._packed:
             z_CThw = F.pixel_shuffle(z_CThw.transpose(0, 1), PACKED).transpose(0, 1)
         if self._name in MISCOUNTED and MISCOUNTED[self._name](z_CThw.shape[1]):
-            # Causal: what follows the last latent frame is cut off again, and hardly touches the frames before it.
+            # Causal: the frames after the last latent frame are cut off again, and hardly affect the frames before it.
             z_CThw = torch.cat([z_CThw, z_CThw[:, -1:]], dim=1)
         video_RFHW = self._decode_z(z_CThw.to(self._dtype))
         if video_RFHW.shape[1] < frames:
@@ -277,7 +277,7 @@ class DiffusersCodec:
             mean_CThw, _ = self._encode_one(torch.zeros(3, bucket.frames, bucket.height, bucket.width))
         except UserError:
             raise
-        except Exception as error:  # a class that wants other channels or sizes fails anywhere inside it
+        except Exception as error:  # a class that needs other channels or sizes may fail anywhere inside
             raise UserError(
                 f"{KEY}: this {self._name} cannot encode an RGB video of {bucket}: {first_line(error)}"
             ) from error
@@ -285,7 +285,7 @@ class DiffusersCodec:
             got = "x".join(str(size) for size in mean_CThw.shape[1:])
             raise UserError(
                 f"{KEY}: this {self._name} states a temporal stride of {self.strides.temporal} and a spatial one of "
-                f"{self.strides.spatial}, but makes a latent of {got} from {bucket}: not causal, or config.json errs"
+                f"{self.strides.spatial}, but makes a latent of {got} from {bucket}: not causal, or config.json is wrong"
             )
         return mean_CThw.shape[0]
 
@@ -312,7 +312,7 @@ def latent_affine(vae: Any) -> tuple[Tensor, Tensor]:
 
 
 def declared_strides(vae: Any, images: bool, packed: bool) -> Strides:
-    """The strides that a class states, under whichever name; `DiffusersCodec` checks them by a probe."""
+    """The strides that a class declares, under any of several names; `DiffusersCodec` checks them by a probe."""
     config, own = vae.config, vars(vae)
     blocks = config.get("block_out_channels") or config.get("ch_mult")
     by_depth = 2 ** (len(blocks) - 1) if blocks else None
@@ -327,7 +327,7 @@ def declared_strides(vae: Any, images: bool, packed: bool) -> Strides:
         2 ** sum(halvings) if halvings else None,
     )  # fmt: skip
     if spatial is None or temporal is None:
-        raise UserError(f"{KEY}: {type(vae).__name__} does not say how much it compresses; mmspeed cannot use it")
+        raise UserError(f"{KEY}: {type(vae).__name__} does not declare its compression; mmspeed cannot use it")
     return Strides(int(temporal), int(spatial) * (PACKED if packed else 1))
 
 

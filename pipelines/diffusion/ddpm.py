@@ -1,4 +1,4 @@
-"""Discrete denoising diffusion as pure functions: noise schedules, targets, and what a prediction says of the data.
+"""Discrete denoising diffusion as pure functions: noise schedules, targets, and the data that a prediction implies.
 
 Schedules from Ho et al. 2020 (linear), Rombach et al. 2022 (scaled linear) and Nichol & Dhariwal 2021 (cosine); zero
 terminal SNR and trailing timesteps from Lin et al. 2023 (arXiv:2305.08891); v-prediction from Salimans & Ho 2022
@@ -54,7 +54,7 @@ def add_noise(x0: Tensor, noise: Tensor, abar_B: Tensor) -> Tensor:
 
 
 def training_target(x0: Tensor, noise: Tensor, abar_B: Tensor, prediction: Prediction) -> Tensor:
-    """What the model learns to predict, (B, ...): the noise, or v = sqrt(abar) noise - sqrt(1 - abar) x0."""
+    """The model's target, (B, ...): the noise, or v = sqrt(abar) noise - sqrt(1 - abar) x0."""
     if prediction == "epsilon":
         return noise
     return _signal(abar_B, x0) * noise - _spread(abar_B, x0) * x0
@@ -63,7 +63,7 @@ def training_target(x0: Tensor, noise: Tensor, abar_B: Tensor, prediction: Predi
 def x0_and_noise(x_t: Tensor, predicted: Tensor, abar_B: Tensor, prediction: Prediction) -> tuple[Tensor, Tensor]:
     """The data and the noise that a prediction at `x_t` implies, both (B, ...).
 
-    With epsilon-prediction abar must not be 0: pure noise says nothing about the data.
+    With epsilon-prediction abar must not be 0: pure noise has no information about the data.
     """
     signal, spread = _signal(abar_B, x_t), _spread(abar_B, x_t)
     if prediction == "epsilon":

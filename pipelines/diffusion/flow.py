@@ -19,7 +19,7 @@ LARGEST_QUANTILE = 1.0 - 2.0**-53
 
 
 def per_sample(c_B: Tensor, like: Tensor) -> Tensor:
-    """One coefficient a sample, (B,), as (B, 1, ...) with the dtype, device and dims of `like` (B, ...)."""
+    """Coefficients (B,), one for each sample, as (B, 1, ...) with the dtype, device and dims of `like` (B, ...)."""
     return c_B.to(device=like.device, dtype=like.dtype).reshape(-1, *[1] * (like.ndim - 1))
 
 
@@ -29,7 +29,7 @@ def interpolate(x0: Tensor, noise: Tensor, t_B: Tensor) -> Tensor:
 
 
 def velocity(x0: Tensor, noise: Tensor) -> Tensor:
-    """d x_t / dt = noise - x0, (B, ...): what the model learns to predict, the same at every time of a line."""
+    """The velocity d x_t / dt = noise - x0, (B, ...), the model's target; it is the same at every time of a line."""
     return noise - x0
 
 

@@ -1,4 +1,4 @@
-"""What the model learns to predict: one face for rectified flow and denoising diffusion, in training and in sampling.
+"""Objectives: one interface to rectified flow and denoising diffusion, in training and in sampling.
 
 Model time is a number in [0, 1], 0 at data and 1 at noise, for both. Of S diffusion timesteps, index i is model time
 i / (S - 1); that is the only place where the two meet.
@@ -24,9 +24,9 @@ from mmspeed.pipelines.diffusion.samplers import OnStep, Predict
 
 
 class Objective(Protocol):
-    """What training and sampling ask of an objective."""
+    """The interface of an objective in training and sampling."""
 
-    sampler_names: tuple[str, ...]  # the first is what `auto` takes
+    sampler_names: tuple[str, ...]  # the first is the one of `auto`
 
     def time_from_quantile(self, u_B: Tensor) -> Tensor:
         """Model times (B,), float64, of quantiles `u_B` in [0, 1) of the training distribution of times."""
@@ -41,7 +41,7 @@ class Objective(Protocol):
         ...
 
     def sample_loss(self, predicted_BCThw: Tensor, target_BCThw: Tensor, t_B: Tensor) -> Tensor:
-        """Each sample's mean squared error times its weight, float32 (B,), on the device of the target."""
+        """The mean squared error of each sample times its weight, float32 (B,), on the device of the target."""
         ...
 
     def sample(

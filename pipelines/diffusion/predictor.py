@@ -1,4 +1,4 @@
-"""How a diffusion transformer is asked for its prediction, and what that costs: our own ones, and published classes by their calls.
+"""Predictions of diffusion transformers, and their cost: of our own models, and of published classes by their calls.
 
 Legend: B batch, C channels, T h w latent, L caption tokens, D text width.
 """
@@ -33,16 +33,16 @@ def ask_own(model: nn.Module, x_BCThw: Tensor, t_B: Tensor, conditions: Conditio
 
 
 class Predictor(CountsFlops, Protocol):
-    """Asks models of one kind; it holds none of those that train."""
+    """The predictions of models of one kind; it holds none of those that train."""
 
     @property
     def timed(self) -> bool:
-        """Whether it takes the frames per second of each clip."""
+        """True for a model that takes the frames per second of each clip."""
         ...
 
     @property
     def pooled_width(self) -> int:
-        """Width of the vector of a whole caption that it takes; 0: it takes none."""
+        """Width of the vector of a whole caption that the model takes; 0: it takes none."""
         ...
 
     def predict(self, model: nn.Module, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> Tensor:
@@ -52,7 +52,7 @@ class Predictor(CountsFlops, Protocol):
 
 @dataclass(frozen=True)
 class OwnPredictor:
-    """Of a model that takes latents, times and captions as they are, and counts its own work."""
+    """The predictor of a model that takes latents, times and captions as they are, and counts its own work."""
 
     bare: DiffusionModel
     timed: bool = False
@@ -70,7 +70,7 @@ class OwnPredictor:
 
 @dataclass(frozen=True)
 class PublishedPredictor:
-    """Of a published class, by its call. `config`: the arguments that the model was made with."""
+    """The predictor of a published class, by its call. `config`: the arguments that the model was made with."""
 
     name: str  # of the class
     call: ModelCall
@@ -85,8 +85,8 @@ class PublishedPredictor:
         return self.call.pooled_width(self.config)
 
     def predict(self, model: nn.Module, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> Tensor:
-        given = self.call.call(self.config, x_BCThw, t_B, conditions)
-        return self.call.prediction(self.config, model(**given), x_BCThw)
+        arguments = self.call.call(self.config, x_BCThw, t_B, conditions)
+        return self.call.prediction(self.config, model(**arguments), x_BCThw)
 
     def tokens(self, latent: tuple[int, int, int]) -> int:
         return self.call.tokens(self.config, latent)
@@ -102,10 +102,10 @@ def make_predictor(
     text_width: int,
     call: ModelCall | None = None,
 ) -> Predictor:
-    """What asks a model. A published class gets its plan, where it has none, in place.
+    """The predictor of a model. A published class without a plan gets its known plan, in place.
 
-    `call`: of a class that is not known here; None: found by the class's name. Raises UserError for a model that is no diffusion model,
-    whose sizes are others than the data's, or that was trained to predict another thing than the objective asks for.
+    `call`: the call of an unknown class; None: found by the class's name. Raises UserError for a model that is no diffusion model, whose
+    sizes differ from the data's, or that was trained to predict another quantity than the objective's.
     """
     if call is None and class_name(model) is None:
         if lacking_members(model, DiffusionModel):
@@ -121,7 +121,7 @@ def make_predictor(
 
 
 def made_to_train(model: nn.Module) -> None:
-    """Make a published model one that trains, in place: `from_pretrained` leaves it evaluating, and maybe in half precision."""
+    """Prepare a published model for training, in place: `from_pretrained` leaves it in eval mode, and maybe in half precision."""
     model.train()
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32:
@@ -129,7 +129,7 @@ def made_to_train(model: nn.Module) -> None:
 
 
 def _refuse(model: nn.Module) -> None:
-    """Raises UserError that says what a model lacks, and which classes need nothing."""
+    """Raises UserError that names the members that a model lacks, and the known classes."""
     try:
         check_model(model, DiffusionModel, "video")
     except UserError as error:
@@ -158,13 +158,13 @@ def _check_objective(name: str, call: ModelCall, objective: FlowConfig | DdpmCon
 
 
 def conditions_of(batch: Batch, strides: Strides | None) -> Conditions:
-    """What a batch's predictions are made from."""
+    """The conditions of a batch's predictions."""
     tensors = batch.tensors
     return Conditions(tensors["text"], tensors["text_mask"], tensors.get("text_pooled"), tensors.get("fps"), strides)
 
 
 def conditions_of_text(text: TextEntry, device: torch.device, fps: float, strides: Strides | None) -> Conditions:
-    """What the prediction for one caption is made from, on a device."""
+    """The conditions of the prediction for one caption, on a device."""
     text_1LD, mask_1L = (tensor.to(device) for tensor in pad_texts([text]))
     pooled_1D = None if text.pooled_D is None else text.pooled_D.float()[None].to(device)
     return Conditions(text_1LD, mask_1L, pooled_1D, torch.full((1,), fps, device=device), strides)

@@ -1,4 +1,4 @@
-"""From noise to data: the loops of the samplers, which know a prediction function and a list of times, and no model.
+"""Samplers from noise to data: loops over a prediction function and a list of times, without a model.
 
 Euler and Heun (Karras et al. 2022, arXiv:2206.00364, algorithm 1) integrate the velocity of a flow; DDIM (Song et al.
 2020, arXiv:2010.02502, eta = 0) walks a noise schedule. Times and coefficients are float64 numbers; the sample
@@ -31,7 +31,7 @@ def euler(predict: Predict, noise_BCThw: Tensor, times: Sequence[float], on_step
 def heun(predict: Predict, noise_BCThw: Tensor, times: Sequence[float], on_step: OnStep | None = None) -> Tensor:
     """Integrate a velocity over the falling `times` with second-order steps; two calls of `predict` a step.
 
-    The last step is a first-order one, so that the model is never asked at its last time (as Karras et al. do).
+    The last step is a first-order one, so that the model is never called at its last time (as Karras et al. do).
     """
     x = _working(noise_BCThw)
     last = len(times) - 2
@@ -55,8 +55,8 @@ def ddim(
 ) -> Tensor:
     """Walk down a noise schedule without adding noise; one call of `predict` a step.
 
-    `times` are what the model is told at each step, `abars` the share of data in the variance at each step and, one
-    more, at the end (1 for clean data). `decompose` says what data and noise a prediction implies.
+    `times` are the model times of the steps, `abars` the share of data in the variance at each step and, one more, at the
+    end (1 for clean data). `decompose` returns the data and the noise that a prediction implies.
     """
     x = _working(noise_BCThw)
     for i, time in enumerate(times):
@@ -67,7 +67,7 @@ def ddim(
 
 
 def guided(predict_cond: Predict, predict_uncond: Predict, scale: float) -> Predict:
-    """Classifier-free guidance (Ho & Salimans 2022): uncond + scale (cond - uncond).
+    """The prediction under classifier-free guidance (Ho & Salimans 2022): uncond + scale (cond - uncond).
 
     Scales 1 and 0 are one of the two predictions alone, and call only that one.
     """

@@ -1,1 +1,1 @@
-"""From prompts to videos."""
+"""Inference: videos from prompts."""

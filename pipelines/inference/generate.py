@@ -1,4 +1,4 @@
-"""From text entries to latents: the way that `mmspeed sample` and the videos during training share.
+"""Latents from text entries, for `mmspeed sample` and for videos during training.
 
 Legend: P prompts, C T h w latent, L tokens, D text width.
 """
@@ -24,7 +24,7 @@ from mmspeed.shapes import Strides
 
 @dataclass(frozen=True)
 class SampleSettings:
-    """How latents are sampled."""
+    """The settings for sampling latents."""
 
     steps: int
     guidance: float
@@ -50,8 +50,8 @@ def generate_latents(
 ) -> Tensor:
     """Latents (P, C, T, h, w) float32 of P texts, sampled one after the other: the memory of one video.
 
-    The noise of each is drawn by its name (law 1), so a prompt's video does not depend on which others are sampled with it.
-    `on_step(done, total)` counts the steps of all texts. ask: how the model is asked; fps, strides: for one that takes them.
+    The noise of each is drawn by its name (law 1), so a prompt's video does not depend on the other prompts.
+    `on_step(done, total)` counts the steps of all texts. ask: the call of the model; fps, strides: for a model that takes them.
     """
     was_training = model.training
     model.eval()
@@ -65,7 +65,9 @@ def generate_latents(
                 if on_step is not None:
                     on_step(place * settings.steps + done, total)
 
-            with warm_plans(model) as use:  # of sparse attention, each condition's from the step before
+            with warm_plans(
+                model
+            ) as use:  # plans of sparse attention begin with those of the step before, by condition
                 both = [conditions_of_text(each, device.torch_device, fps, strides) for each in (text, negative)]
                 predict = guided(
                     _predictor(model, ask, both[0], lambda: use("text")),
@@ -79,7 +81,7 @@ def generate_latents(
 
 
 def _predictor(model: nn.Module, ask: Ask, conditions: Conditions, before: Callable[[], None]) -> Predict:
-    """The model's prediction under one caption; `before()` is called before each."""
+    """The prediction function of the model under one caption; `before()` runs before each call."""
 
     def predict(x_1CThw: Tensor, t_1: Tensor) -> Tensor:
         before()

@@ -1,4 +1,4 @@
-"""Videos as files and as pictures of reports: writing, reading, contact sheets, and how far two videos are apart.
+"""Videos as files and as pictures of reports: writing, contact sheets, and the distance between two videos.
 
 Legend: F frames, H W pixels, the last dim of `frames_FHWC` is red, green, blue.
 """
@@ -31,7 +31,7 @@ GAP = 2  # pixels between the frames of a contact sheet
 
 @dataclass(frozen=True, eq=False)
 class Video:
-    """Frames (F, H, W, 3) uint8 and how many of them are shown in a second. An image is F = 1."""
+    """Frames (F, H, W, 3) uint8 and their number per second. An image is F = 1."""
 
     frames_FHWC: np.ndarray
     fps: float
@@ -94,7 +94,7 @@ def psnr(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def evenly_spaced(count: int, columns: int) -> list[int]:
-    """At most `columns` indices of `count` frames, rising, without repeats, first and last among them."""
+    """Indices of `count` frames, at most `columns`, rising, without repeats, the first and the last included."""
     return sorted({int(i) for i in np.linspace(0, count - 1, min(columns, count)).round()})
 
 
@@ -196,7 +196,7 @@ def _fsync(path: Path) -> None:
 
 
 def _rate(fps: float) -> Fraction:
-    return Fraction(fps).limit_denominator(1001)  # 1001: 23.976 and its like are n * 1000 / 1001
+    return Fraction(fps).limit_denominator(1001)  # 1001: rates such as 23.976 are n * 1000 / 1001
 
 
 def _cell(frame_HWC: np.ndarray) -> Image.Image:

@@ -1,6 +1,6 @@
 """`TextToVideo`: a trained run as a function from prompts to videos.
 
-Prompts are encoded once, stored beside the run where it is trained on, and the encoder is freed.
+Prompts are encoded once, validation prompts are stored in the run's folder, and the encoder is freed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from mmspeed.shapes import Strides
 
 
 def encode_prompts(prompts: list[str], config: TextConfig, device: Device) -> list[TextEntry]:
-    """The text entries of prompts, on the CPU; the encoder is gone from memory afterwards."""
+    """The text entries of prompts, on the CPU; the encoder is freed afterwards."""
     encoder = load_text_encoder(config, device)
     entries = encoder.encode(prompts)
     del encoder
@@ -46,7 +46,7 @@ def encode_prompts(prompts: list[str], config: TextConfig, device: Device) -> li
 
 
 def stored_prompts(path: Path, prompts: list[str], config: TextConfig, device: Device) -> list[TextEntry]:
-    """As `encode_prompts`, kept in a safetensors file that is used again while prompts and encoder stay the same."""
+    """The results of `encode_prompts`, stored in a safetensors file that is reused while prompts and encoder stay the same."""
     wanted = {"prompts": "\x1f".join(prompts), "encoder": text_identity(config)}
     if path.exists():
         with safe_open(path, "pt") as file:
@@ -77,7 +77,7 @@ def video_shape(
     height: int | None = None,
     width: int | None = None,
 ) -> Bucket:
-    """The size asked for, filled up from `sample` in the config and then from its first video bucket.
+    """The requested size, completed from `sample` in the config and then from its first video bucket.
 
     Raises UserError when the codec or the model cannot make that size.
     """
@@ -97,7 +97,7 @@ def video_shape(
 def sampler_settings(
     config: Config, steps: int | None, guidance: float | None, sampler: str | None, seed: int
 ) -> SampleSettings:
-    """The settings asked for, filled up from `sample` in the config."""
+    """The requested settings, completed from `sample` in the config."""
     return SampleSettings(
         steps=steps or config.sample.steps,
         guidance=config.sample.guidance if guidance is None else guidance,
@@ -107,7 +107,7 @@ def sampler_settings(
 
 
 def clean_prompt(prompt: str) -> str:
-    """A prompt whose bytes were no UTF-8 on the command line, with signs that a tokenizer takes."""
+    """A prompt from the command line with bytes that are no UTF-8 replaced by characters that a tokenizer accepts."""
     return prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
@@ -127,7 +127,7 @@ def find_checkpoint(folder: RunFolder, which: str | int) -> Path:
 
 
 class TextToVideo:
-    """Text to video with a run's weights.
+    """A text-to-video pipeline with a run's weights.
 
     pipe = TextToVideo.from_run("runs/my-run")
     pipe("a rabbit in a meadow", seed=1)[0].save("rabbit.mp4")
@@ -145,9 +145,9 @@ class TextToVideo:
         weights: Literal["ema", "model"] = "ema",
         device: str = "auto",
     ) -> TextToVideo:
-        """A run's checkpoint (`latest`, `best` or a step), with its `ema` or `model` weights.
+        """The pipeline of a run's checkpoint (`latest`, `best` or a step), with its `ema` or `model` weights.
 
-        Raises UserError when the run, the checkpoint or its EMA is not there.
+        Raises UserError when the run, the checkpoint or its EMA is missing.
         """
         folder = RunFolder.open(run)
         config, info = folder.config(), folder.info()
@@ -191,7 +191,7 @@ class TextToVideo:
         width: int | None = None,
         on_step: Callable[[int, int], None] | None = None,
     ) -> list[Video]:
-        """One video for each prompt. What is not given is taken from the run's config.
+        """Sample a video for each prompt. Missing arguments are taken from the run's config.
 
         The same seed, prompt and settings give the same video. Raises UserError for a size the codec cannot make and for a sampler
         of the other objective.
@@ -219,5 +219,5 @@ class TextToVideo:
 
 
 def decode_videos(codec: VideoCodec, latents_PCThw: torch.Tensor, fps: float) -> list[Video]:
-    """Each latent's video."""
+    """The video of each latent."""
     return [from_model_range(codec.decode(latent[None])[0], fps) for latent in latents_PCThw]

@@ -1,4 +1,4 @@
-"""The memory report of a config's training step: measured, drawn, and put into a run's page."""
+"""The memory report of a config's training step: its measurement, its plot, and its part of a run's page."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BYTES = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
 
 
 def measure_report(trial: SyntheticStep, bucket: ShapeClass, batch: int) -> MemoryReport:
-    """The memory of one training step of `batch` samples on this process's device, after a first step that makes the states.
+    """Measure the memory of a training step of `batch` samples on this process's device, after a first step that makes the states.
 
     Collective: every process of the run calls it. Raises UserError with `train.compile`.
     """
@@ -60,13 +60,13 @@ def measure_report(trial: SyntheticStep, bucket: ShapeClass, batch: int) -> Memo
 
 
 def host_bytes(parts: Assembly) -> dict[str, int]:
-    """What of a training is in the host's memory: swapped activations at their most, and what stays there between steps."""
-    found = {"activations": sum(pool.peak for pool in host_pools(parts.model))}
+    """Bytes of a training in the host's memory: the peak of swapped activations, and the states that stay there between steps."""
+    nbytes = {"activations": sum(pool.peak for pool in host_pools(parts.model))}
     if not isinstance(parts.optimizer, Optimizer):
-        found["optimizer"] = sum(parts.optimizer.host_bytes().values())
+        nbytes["optimizer"] = sum(parts.optimizer.host_bytes().values())
     if parts.ema is not None and parts.ema.on_host:
-        found["average"] = local_bytes(parts.ema.tensors.values())
-    return found
+        nbytes["average"] = local_bytes(parts.ema.tensors.values())
+    return nbytes
 
 
 def read_report(folder: Path) -> MemoryReport | None:
@@ -75,14 +75,14 @@ def read_report(folder: Path) -> MemoryReport | None:
     if not path.exists():
         return None
     try:
-        found = json.loads(path.read_text(encoding="utf-8")).get("report")
-        return None if found is None else MemoryReport.from_json(found)
+        report = json.loads(path.read_text(encoding="utf-8")).get("report")
+        return None if report is None else MemoryReport.from_json(report)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"{path} cannot be read ({error}); remove it, or train the run anew to write it") from None
+        raise UserError(f"{path} cannot be read ({error}); remove it, or train the run again to write it") from None
 
 
 def page_part(folder: Path, figure: Callable[[Any, str], str]) -> str:
-    """The part of a run's page, from `memory.json` in its folder; nothing where that has no report.
+    """The part of a run's page, from `memory.json` in its folder; empty where that has no report.
 
     figure: makes HTML of a matplotlib figure and its caption.
     """

@@ -14,7 +14,7 @@ from mmspeed.pipelines.report import memory_page
 from mmspeed.pipelines.run.run_folder import RunFolder, write_text
 from mmspeed.version import __version__
 
-SHOWN_SAMPLES = 6  # newest steps whose videos are put into the page
+SHOWN_SAMPLES = 6  # newest steps whose videos are on the page
 
 STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:1080px;margin:2em auto;padding:0 1em;color:#1c2733;background:#fbfcfd}
@@ -40,7 +40,7 @@ def write_report(run: str | Path) -> Path:
     validations = [row for row in rows if row.get("kind") == "validation"]
     parts = [
         f"<h1>{html.escape(config.name)}</h1>",
-        f'<p class="sub">mmspeed {__version__} &middot; {html.escape(_what(config))}</p>',
+        f'<p class="sub">mmspeed {__version__} &middot; {html.escape(_description(config))}</p>',
         _tiles(steps, validations),
         "<h2>Loss</h2>",
         _figure(
@@ -70,8 +70,8 @@ def write_report(run: str | Path) -> Path:
     return folder.report
 
 
-def _what(config: RunConfig) -> str:
-    """What is trained, in a few words."""
+def _description(config: RunConfig) -> str:
+    """A short description of the model and its objective, or of the task."""
     if isinstance(config, Config):
         return f"model {config.model.size}, {config.model.arrangement} \u00b7 objective {config.objective.kind}"
     return f"task {config.task}"
@@ -128,7 +128,7 @@ def _loss_plot(steps: list[dict[str, Any]], validations: list[dict[str, Any]]) -
 
 
 def _terms_part(steps: list[dict[str, Any]]) -> str:
-    """The named terms of the loss over the steps, each in its own plot; nothing where there is but one."""
+    """The named terms of the loss over the steps, each in its own plot; empty where there is only one."""
     names = list(dict.fromkeys(name for row in steps for name in row.get("terms", ())))
     if not names:
         return ""
@@ -144,7 +144,7 @@ def _terms_part(steps: list[dict[str, Any]]) -> str:
 
 
 def _validation_part(validations: list[dict[str, Any]]) -> str:
-    """The numbers of the last validation as a table, its terms included; nothing where it has the loss alone."""
+    """The numbers of the last validation as a table, its terms included; empty where it has the loss alone."""
     last = validations[-1] if validations else {}
     known = ("step", "loss", "seconds")
     numbers = {**last, **last.get("terms", {})}
@@ -196,7 +196,7 @@ def _quantile_part(validations: list[dict[str, Any]]) -> str:
 
 
 def _attention_part(steps: list[dict[str, Any]]) -> str:
-    """What each sparse layer kept, how large its error was, its threshold, and the time of planning."""
+    """Plots of each sparse layer's kept share, error, threshold, and planning time."""
     rows = [row for row in steps if row.get("attention")]
     if not rows:
         return ""
@@ -214,10 +214,10 @@ def _attention_part(steps: list[dict[str, Any]]) -> str:
         axis = figure.add_subplot(2, 2, place)
         for index, layer in enumerate(names):
             pairs = [
-                (row["step"], found[name] * scale)
+                (row["step"], layer_row[name] * scale)
                 for row in rows
-                for found in row["attention"]
-                if found["layer"] == layer and found[name] is not None
+                for layer_row in row["attention"]
+                if layer_row["layer"] == layer and layer_row[name] is not None
             ]
             color = (
                 f"#{40 + 170 * index // max(1, len(names)):02x}{95:02x}{168 - 110 * index // max(1, len(names)):02x}"
@@ -258,7 +258,7 @@ def _figure(source: str, caption: str) -> str:
 def _samples(folder: Path, asked: bool) -> str:
     """The newest steps' videos with their prompts. A step's folder holds NNN.mp4 and NNN.txt (the prompt).
 
-    asked: whether the task makes videos, so that it is told where there are none.
+    asked: True for a task that makes videos, so that the page says so where there are none.
     """
     steps = (
         sorted((p for p in folder.glob("step-" + "[0-9]" * 8) if p.is_dir()), reverse=True) if folder.is_dir() else []

@@ -1,4 +1,4 @@
-"""`mmspeed check` of a task without a preparation: what a config will train, by how much work, in how much memory. No accelerator."""
+"""`mmspeed check` of a task without a preparation: the models, work and memory of a config, without an accelerator."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from mmspeed.pipelines.tasks import make_task
 from mmspeed.pipelines.tuning.memory_estimate import plan_memory
 from mmspeed.protocols import Models, RunPlace, StepData, Task, blocks_of, shape_words, trainable
 
-RANKS = (1, 8, 64)  # numbers of devices that micro-batches are shown for
+RANKS = (1, 8, 64)  # numbers of devices for which micro-batches are shown
 
 
 @dataclass
 class TaskReport:
-    """What was found. `problems` make the command fail; everything else is told."""
+    """The findings. `problems` make the command fail; all other lines are information."""
 
     lines_: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -44,17 +44,17 @@ class TaskReport:
 
 
 def check_task(config: RunConfig, ranks: Sequence[int] | None = None, task: Task | None = None) -> TaskReport:
-    """Open a task's data on the CPU, make its models without computing anything, and say what a run of the config will be.
+    """Open a task's data on the CPU, build its models without computing, and describe a run of the config.
 
-    Micro-batches are told for each number of devices in `ranks` (None: 1, 8 and 64, as far as the layout goes with them). `task`: None:
-    the one that the config names. Raises UserError where the task cannot open its data, for a model that lacks part of its protocol,
-    and for a policy of a region that its blocks have not.
+    Micro-batches are shown for each number of devices in `ranks` (None: 1, 8 and 64, where the layout allows them). `task`: None: the
+    config's. Raises UserError where the task cannot open its data, for a model that lacks part of its protocol, and for a policy of a
+    region that its blocks do not have.
     """
     device = Device("cpu", 0)
     report = TaskReport([f"task {config.task}: run {config.name}, in {config.run_dir}"])
     with process_group(device):
         task = task or make_task(config)
-        group = config.parallel.group  # the fewest devices that the layout takes
+        group = config.parallel.group  # the fewest devices for the layout
         place = RunPlace(device, world=group, dealt=group, folder=config.run_dir)
         task.open(place)
         lines, warnings = task.notes()
@@ -66,11 +66,11 @@ def check_task(config: RunConfig, ranks: Sequence[int] | None = None, task: Task
             f"shape class {shape_words(shape)}: {task.tokens(shape):,} tokens an item, {_flops(task.cost(shape))} to train on one"
             for shape in task.shapes()
         ]
-        _tell_steps(report, config, task, place)
-        _tell_ranks(report, config, task, ranks)
-        if not config.memory.chooses and config.memory.mlp_chunk is None:  # a plan says both, and has lines of its own
+        _report_steps(report, config, task, place)
+        _report_ranks(report, config, task, ranks)
+        if not config.memory.chooses and config.memory.mlp_chunk is None:  # a plan covers both, and has its own lines
             report.lines_ += plan_memory(config, task=task, with_swap=config.device.kind != "cpu").lines()
-    _tell_run(report, config)
+    _report_run(report, config)
     return report
 
 
@@ -89,8 +89,8 @@ def _model_line(task: Task, role: str, model: nn.Module, learns: bool) -> str:
     return f"{role}: {type(model).__name__}, {blocks} block{'s'[: blocks != 1]}, {numbers:,} parameters, {share}"
 
 
-def _tell_steps(report: TaskReport, config: RunConfig, task: Task, place: RunPlace) -> None:
-    """The first step, and what all of them come to."""
+def _report_steps(report: TaskReport, config: RunConfig, task: Task, place: RunPlace) -> None:
+    """Report the first step, and the total of all steps."""
     steps = config.train.steps
     data = task.data(place)
     try:
@@ -115,8 +115,8 @@ def _tell_steps(report: TaskReport, config: RunConfig, task: Task, place: RunPla
     )
 
 
-def _tell_ranks(report: TaskReport, config: RunConfig, task: Task, ranks: Sequence[int] | None) -> None:
-    """The micro-batches of the first step on so many devices; the layout may not go with a number that was asked for."""
+def _report_ranks(report: TaskReport, config: RunConfig, task: Task, ranks: Sequence[int] | None) -> None:
+    """Report the micro-batches of the first step on each number of devices, and requested numbers that the layout does not allow."""
     for world in RANKS if ranks is None else ranks:
         try:
             config.parallel.check_world(world)
@@ -137,8 +137,8 @@ def _tell_ranks(report: TaskReport, config: RunConfig, task: Task, ranks: Sequen
         )
 
 
-def _tell_run(report: TaskReport, config: RunConfig) -> None:
-    """Whether there is such a run already, and whether this config goes on with it."""
+def _report_run(report: TaskReport, config: RunConfig) -> None:
+    """Report an existing run of this name, and whether this config resumes it."""
     folder = RunFolder(config.run_dir)
     if not folder.config_file.exists():
         return
@@ -159,7 +159,7 @@ def _least_time(config: RunConfig, flops: float) -> str:
 
 
 def _flops(count: float) -> str:
-    """`1.2 GFLOP`."""
+    """A number of operations as text, such as `1.2 GFLOP`."""
     for unit in ("", "k", "M", "G", "T", "P", "E"):
         if count < 1000 or unit == "E":
             return f"{count:.3g} {unit}FLOP"

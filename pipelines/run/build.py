@@ -1,4 +1,4 @@
-"""From models without weights to all that a training step needs."""
+"""Assembly of a run: models, optimizers and averages on their devices."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from mmspeed.protocols import InitializesWeights, RunPlace, Task, Update, blocks
 
 @dataclass(frozen=True)
 class Assembly:
-    """What a run trains with.
+    """The models, learners and averages of a run.
 
     `models` by role, as `parallelize` made them; a learner for each update of a step; averages of the roles that learn, where the run
     has averages.
@@ -63,7 +63,7 @@ class Assembly:
 
     @property
     def rate_factors(self) -> list[tuple[AnyOptimizer, float]]:
-        """Each optimizer, with what its learning rate is multiplied by."""
+        """Each optimizer, with the factor of its learning rate."""
         settings = {role: learner.update.optimizer for learner in self.learners for role in learner.update.roles}
         rates = {role: 1.0 if setting is None else setting.lr_factor for role, setting in settings.items()}
         return [(optimizer, rates[role]) for role, optimizer in self.optimizers.items()]
@@ -79,7 +79,7 @@ class Assembly:
         return self.averages.get(self.roles[0])
 
     def state(self, meta: dict[str, Any] | None = None) -> TrainingState:
-        """What checkpoints hold: the first role's state, those of the others that learn, and fingerprints of those that do not."""
+        """The state for checkpoints: that of the first role, those of the others that learn, and the models that do not."""
         first, *others = (
             TrainingState(self.models[role], optimizer, self.averages.get(role))
             for role, optimizer in self.optimizers.items()
@@ -90,13 +90,13 @@ class Assembly:
 
 @dataclass(frozen=True)
 class Placement:
-    """Which devices a run has, and what each is to it."""
+    """The devices of a run, and the place of this process among them."""
 
     strategy: Strategy
     mesh: Mesh
     layout: TokenLayout
     reader: Reader  # the items that this process reads: its group of those that compute an item together
-    first: bool  # True for the one of the group that speaks for it
+    first: bool  # True for the process that reports for its group
 
     def at(self, device: Device, folder: Path) -> RunPlace:
         """The place of this process, for a task."""
@@ -132,11 +132,11 @@ def assemble(
     device: Device,
     choice: Sequence[ActivationPolicies] | None = None,
 ) -> Assembly:
-    """Put models on their devices, changed in place, and make what each update of a step needs.
+    """Put models on their devices, changed in place, and build the optimizers, averages and learners of all updates.
 
-    A model that comes on the meta device gets the weights of the config's seed; another keeps those that it came with. Models that no
-    update trains are frozen. `choice`: the activation policies of each block that were chosen under a budget of memory. Raises
-    UserError for a model that lacks part of `TrainableModel`, as `learning_roles`, and for a budget with several roles that learn.
+    A model on the meta device gets the weights of the config's seed; another keeps its weights. Models that no update trains are frozen.
+    `choice`: the activation policies of each block under a memory budget. Raises UserError for a model that lacks part of
+    `TrainableModel`, as `learning_roles`, and for a budget with several roles that learn.
     """
     updates = task.updates()
     settings = learning_roles(task.name, updates, bare)
@@ -144,7 +144,7 @@ def assemble(
     if choice is not None and len(learning) > 1:
         raise UserError(
             f"memory.budget chooses for one model, and the task {task.name} trains {', '.join(learning)}: "
-            "say memory.activation_policy instead"
+            "set memory.activation_policy instead"
         )
     empty = {role for role, model in bare.items() if any(parameter.is_meta for parameter in model.parameters())}
     models = {
@@ -175,7 +175,7 @@ def learner(
     optimizers: Mapping[str, AnyOptimizer],
     device: Device,
 ) -> Learner:
-    """What drives an update: micro-batches one after another. `models` and `optimizers` by role."""
+    """The learner of an update, which drives micro-batches one after another. `models` and `optimizers` by role."""
     runner = SequentialRunner([models[role] for role in update.roles], strategy)
     return Learner(update, runner, [optimizers[role] for role in update.roles], device.torch_device)
 
@@ -189,7 +189,7 @@ def _placed(
     learns: bool,
     choice: Sequence[ActivationPolicies] | None,
 ) -> nn.Module:
-    """A model on its devices, as the config's layout and number types want it; without weights if it came so."""
+    """A model on its devices, in the config's layout and number types; without weights if it came on the meta device."""
     trainable(bare, task.name)
     empty = any(parameter.is_meta for parameter in bare.parameters())
     if empty and not isinstance(bare, InitializesWeights):
@@ -199,13 +199,13 @@ def _placed(
         keeping = make_keeping(config.memory, len(blocks_of(bare)), device, choice)
     else:
         bare.requires_grad_(False).eval()
-    if learns and config.memory.master != "parameters":  # float32 weights are the optimizer's
+    if learns and config.memory.master != "parameters":  # the optimizer holds the float32 weights
         make_half(bare)
     if not empty:
         bare.to(device.torch_device)
     elif placement.strategy != "fsdp":
         bare.to_empty(device=device.torch_device)
-    # what does not train has no gradients to sum: where ranks have replicas, nothing is between them
+    # a model that does not train has no gradients to sum, so replicas need no engine between them
     strategy = "none" if placement.strategy == "ddp" and not learns else placement.strategy
     model = parallelize(
         bare,
@@ -222,7 +222,7 @@ def _placed(
 
 
 def weight_setter(model: nn.Module, optimizer: AnyOptimizer) -> Callable[[nn.Parameter, Tensor], None]:
-    """What brings a whole float32 value where a parameter's weights are: into the parameter, or to the optimizer."""
+    """A function that sets a parameter's weights to a whole float32 value: in the parameter, or in the optimizer."""
     if not isinstance(optimizer, TieredOptimizer) or not is_half(model):
         return set_parameter
 
@@ -236,7 +236,7 @@ def weight_setter(model: nn.Module, optimizer: AnyOptimizer) -> Callable[[nn.Par
 
 
 def make_ema(model: nn.Module, optimizer: AnyOptimizer, config: RunConfig, device: Device) -> EMA:
-    """The moving average of a model's float32 weights, which are the optimizer's where the parameters are bfloat16."""
+    """The moving average of a model's float32 weights, which the optimizer holds where the parameters are bfloat16."""
     memory = config.memory
     assert config.train.ema_decay is not None
     host = device if memory.ema == "host" else None

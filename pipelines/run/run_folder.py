@@ -1,8 +1,8 @@
-"""The folder of a run: what stands where, and what makes it usable without the cache it was trained from.
+"""The folder of a run: its files, which make it usable without its training cache.
 
 runs/my-run/
   config.yaml          the whole resolved config
-  run.json             what sampling needs to know: latent channels, strides, text width, encoder fingerprints
+  run.json             facts for sampling: latent channels, strides, text width, encoder fingerprints
   codec.safetensors    the linear codec's weights (only with `vae: {kind: linear}`)
   metrics.jsonl        one row every `train.log_every` steps, one for each validation
   memory.json          the ways that were chosen under `memory.budget`, what was expected and what was measured
@@ -33,7 +33,7 @@ from mmspeed.log import get_logger
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths of a run."""
+    """The paths of a run's files."""
 
     root: Path
 
@@ -77,7 +77,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Inside, no other process trains in this folder. Raises UserError when one does.
+        """Lock the folder against training by another process, inside. Raises UserError when one does.
 
         The lock is the operating system's, so a killed process leaves none behind.
         """
@@ -98,17 +98,17 @@ class RunFolder:
         return load_record(self.config_file)
 
     def config(self) -> Config:
-        """As `run_config`, of the video task. Raises UserError for a run of another."""
+        """The resolved config of a run of the video task. Raises UserError for a run of another task."""
         return video_config(self.run_config(), str(self.root))
 
     def info(self) -> dict[str, Any]:
-        """run.json. Raises UserError when it is missing or damaged."""
+        """The contents of run.json. Raises UserError when it is missing or damaged."""
         path = self.root / "run.json"
         try:
-            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            return found
+            contents: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            return contents
         except (OSError, ValueError) as error:
-            raise UserError(f"{path} cannot be read ({error}); start the training again to write it anew") from None
+            raise UserError(f"{path} cannot be read ({error}); start the training again to rewrite it") from None
 
     def check_same(self, config: RunConfig) -> list[str]:
         """Sections that differ from the run's own config.
@@ -156,12 +156,12 @@ class RunFolder:
 
 
 def _differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Keys whose values are not what they were."""
+    """Keys whose values have changed."""
     return [name for name in now if before.get(name) != now[name]]
 
 
 def sync_file(path: Path) -> None:
-    """Bring a file's bytes to the disk, before it gets its name."""
+    """Flush a file's bytes to the disk, before it gets its name."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
 
@@ -175,12 +175,12 @@ def trim_metrics(path: Path, step: int) -> None:
     """Drop the rows after `step`: a resumed run writes them again."""
     if not path.exists():
         return
-    kept = []
+    lines = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
             continue  # the line that a kill cut off
         if row.get("step", 0) <= step:
-            kept.append(line)
-    write_text(path, "".join(line + "\n" for line in kept))
+            lines.append(line)
+    write_text(path, "".join(line + "\n" for line in lines))

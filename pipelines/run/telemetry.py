@@ -1,4 +1,4 @@
-"""What a run tells while it trains: `metrics.jsonl` always, trackers through accelerate where they are asked for."""
+"""Metrics of a run while it trains: `metrics.jsonl` always, trackers through accelerate where they are configured."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mmspeed.protocols import Data, Task
 
 
 class Telemetry:
-    """Rows of a run's metrics, on rank 0; elsewhere it only keeps time. Use as a context manager.
+    """A context manager that writes the rows of a run's metrics on rank 0; other ranks only keep time.
 
     Time spent on validation and checkpoints does not count as training time: call `resume_clock` after them.
     """
@@ -50,7 +50,7 @@ class Telemetry:
         self._mark = time.perf_counter()
 
     def count_step(self, samples: int, tokens: int, forward_flops: float, waited_seconds: float) -> None:
-        """One step is done: `samples`, `tokens`, `forward_flops` of all devices; `waited_seconds` for data since the start."""
+        """Count a step: `samples`, `tokens`, `forward_flops` of all devices; `waited_seconds` for data since the start."""
         now = time.perf_counter()
         self._meter.add(
             samples=samples,
@@ -63,7 +63,7 @@ class Telemetry:
         self._waited, self._mark = waited_seconds, now
 
     def rates(self, saved_flops: float = 0.0) -> dict[str, Any]:
-        """Throughput since the last row, and memory now. `saved_flops`: of those counted, what sparse attention left out."""
+        """Throughput since the last row, and memory now. `saved_flops`: counted operations that sparse attention left out."""
         rates = self._meter.read(saved_flops)
         return {
             "samples_per_s": rates.samples_per_s,
@@ -100,8 +100,8 @@ def make_trackers(config: RunConfig, folder: Path) -> list[Any]:
     from accelerate import PartialState
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, filter_trackers
 
-    PartialState(cpu=config.device.kind == "cpu")  # accelerate's trackers ask it which process they are on
-    made = []
+    PartialState(cpu=config.device.kind == "cpu")  # accelerate's trackers read their process from it
+    trackers = []
     for name in config.trackers:
         if not filter_trackers(name, str(folder)):
             raise UserError(
@@ -112,12 +112,12 @@ def make_trackers(config: RunConfig, folder: Path) -> list[Any]:
         tracker = kind(*arguments)
         if hasattr(tracker, "start"):
             tracker.start()
-        made.append(tracker)
-    return made
+        trackers.append(tracker)
+    return trackers
 
 
 class TelemetryCallback(BaseCallback):
-    """Counts what each step computed, and tells throughput since the last row."""
+    """A callback that counts the usage of each step and reports throughput since the last row."""
 
     def __init__(self, telemetry: Telemetry, task: Task, data: Data, sparsity: Sequence[Sparsity]) -> None:
         self.telemetry, self.task, self.data, self.sparsity = telemetry, task, data, sparsity

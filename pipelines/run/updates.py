@@ -1,4 +1,4 @@
-"""What a task's updates ask for: the roles that learn, and how their optimizers differ from the config's."""
+"""The roles that a task's updates train, and the settings of their optimizers."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from mmspeed.protocols import OptimizerSetting, Update
 def learning_roles(
     task: str, updates: Sequence[Update], models: Mapping[str, nn.Module]
 ) -> dict[str, OptimizerSetting | None]:
-    """The roles that learn, in the order of their updates, and how the optimizer of each differs from the config's.
+    """The roles that learn, in the order of their updates, each with its optimizer's differences from the config.
 
-    Raises UserError for updates that cannot be made: of roles that the task does not build or that share weights, of one name, with two
-    settings for one role, or none at some steps.
+    Raises UserError for updates of roles that the task does not build or that share weights, of the same name, with two settings for one
+    role, and for steps without an update.
     """
     settings: dict[str, OptimizerSetting | None] = {}
     for update in updates:
-        what = f"the task {task}: update {update.name}"
+        subject = f"the task {task}: update {update.name}"
         if not update.roles or len(set(update.roles)) < len(update.roles) or not set(update.roles) <= models.keys():
             raise UserError(
-                f"{what} trains {', '.join(update.roles) or 'nothing'}; an update trains one or more of the roles "
+                f"{subject} trains {', '.join(update.roles) or 'nothing'}; an update trains one or more of the roles "
                 f"{', '.join(models)}, each once"
             )
         if update.every < 1:
-            raise UserError(f"{what} is made at every {update.every}-th step: `every` is 1 or more")
+            raise UserError(f"{subject} is made at every {update.every}-th step: `every` is 1 or more")
         for role in update.roles:
             if settings.setdefault(role, update.optimizer) != update.optimizer:
-                raise UserError(f"{what} has another optimizer setting for the role {role} than an update before it")
+                raise UserError(f"{subject} has another optimizer setting for the role {role} than an update before it")
     names = [update.name for update in updates]
     if len(set(names)) < len(names):
-        raise UserError(f"the task {task} has updates of one name, {', '.join(names)}: terms are told by it")
+        raise UserError(f"the task {task} has updates of one name, {', '.join(names)}: terms are named by it")
     if all(update.every > 1 for update in updates):
         raise UserError(
             f"the task {task} has no update that is made at every step: {', '.join(names) or 'none at all'}"
@@ -51,13 +51,13 @@ def own_train(train: TrainConfig, setting: OptimizerSetting | None) -> TrainConf
         return train
     if not (setting.lr_factor > 0 and math.isfinite(setting.lr_factor)):
         raise UserError(f"an update's lr_factor is {setting.lr_factor:g}: it is above 0")
-    own = {"betas": setting.betas, "eps": setting.eps, "weight_decay": setting.weight_decay}
-    changed = {key: value for key, value in own.items() if value is not None}
+    overrides = {"betas": setting.betas, "eps": setting.eps, "weight_decay": setting.weight_decay}
+    changed = {key: value for key, value in overrides.items() if value is not None}
     try:
         return type(train).model_validate({**train.model_dump(), **changed})
     except ValidationError as error:
-        told = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-        raise UserError(f"an update's optimizer setting: {told}") from None
+        problems = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+        raise UserError(f"an update's optimizer setting: {problems}") from None
 
 
 def _check_owners(task: str, models: Mapping[str, nn.Module], learning: Collection[str]) -> None:

@@ -1,4 +1,4 @@
-"""What most tasks need alike: their simplest answers (`TaskDefaults`), data from a sampler and a loader, shares of held-out samples."""
+"""Parts that most tasks share: default methods (`TaskDefaults`), data from a sampler and a loader, shares of held-out samples."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ S = TypeVar("S", bound=OrderedSample)
 
 
 class TaskDefaults:
-    """A task whose data is at hand, with no text beside an item, no kernel to try out and nothing held out.
+    """Defaults for a task without data to open, text beside items, kernels to try out and held-out items.
 
-    What a step's time and memory depend on (`setting`) has no default: a wrong one would let figures of another model be used again.
+    `setting` has no default: with a wrong one, measurements of another model would be used again.
     """
 
     # read where an installed package declares the task by its class alone (mmspeed/config/tasks.py)
@@ -40,16 +40,16 @@ class TaskDefaults:
     preparation_class: ClassVar[type[Preparation] | None] = None
 
     def open(self, place: RunPlace) -> None:
-        """Nothing is to be opened."""
+        """Do nothing."""
 
     def open_without_data(self) -> None:
-        """Sizes are the config's."""
+        """Do nothing: sizes are the config's."""
 
     def prepare(self, models: Models, place: RunPlace) -> None:
-        """Nothing is to be tried out."""
+        """Do nothing."""
 
     def notes(self) -> tuple[list[str], list[str]]:
-        """None."""
+        """Empty: no notes."""
         return [], []
 
     def longest_text(self) -> int | None:
@@ -61,15 +61,15 @@ class TaskDefaults:
         return None
 
     def info(self) -> dict[str, Any]:
-        """Nothing."""
+        """Empty: no entries."""
         return {}
 
     def files(self) -> Mapping[str, Path]:
-        """None."""
+        """Empty: no files."""
         return {}
 
     def compare_start(self, start: str) -> list[str]:
-        """No difference that names and sizes of weights do not show."""
+        """Empty: no differences that names and sizes of weights do not show."""
         return []
 
     def export(self, models: Models) -> Iterator[tuple[str, Tensor]]:
@@ -78,7 +78,7 @@ class TaskDefaults:
 
 
 class SampledData(Generic[S]):
-    """The order of a sampler and what its loader reads, as the trainer meets them."""
+    """The data of a trainer, from a sampler's order and its loader."""
 
     def __init__(self, sampler: BatchSampler[S], loader: Loader) -> None:
         self.sampler, self.loader = sampler, loader
@@ -108,16 +108,16 @@ class SampledData(Generic[S]):
         return self.sampler.resume(state)
 
     def summary(self) -> dict[str, Any] | None:
-        """None: there is nothing to say."""
+        """None: no row."""
         return None
 
     def close(self) -> None:
-        """Nothing was started beside `steps`."""
+        """Do nothing: only `steps` starts threads or processes."""
 
 
 def usual_batch(batching: Batching, shape: ShapeClass, groups: int) -> MicroBatchSize:
-    """The micro-batch of a shape class where `groups` groups of devices share a step."""
-    share = -(-batching.slots // groups)  # of a step of so many samples on each group of devices
+    """The usual micro-batch of a shape class where `groups` groups of devices share a step."""
+    share = -(-batching.slots // groups)  # samples of a step on each group of devices
     most = batching.at_a_time(shape)
     if shape not in batching.sizes:
         return MicroBatchSize(shape, min(share, most or share), share > (most or share))
@@ -127,14 +127,14 @@ def usual_batch(batching: Batching, shape: ShapeClass, groups: int) -> MicroBatc
 def largest_batch(
     batching: Batching, shapes: Iterable[ShapeClass], tokens: Callable[[ShapeClass], int], groups: int
 ) -> MicroBatchSize:
-    """The micro-batch with the most tokens; it says whether a step of any of the classes has several."""
+    """The micro-batch with the most tokens; `accumulates` is True where a step of any class has several micro-batches."""
     usual = [usual_batch(batching, shape, groups) for shape in sorted(shapes)]
     largest = max(usual, key=lambda size: tokens(size.shape) * size.items)
     return MicroBatchSize(largest.shape, largest.items, any(size.accumulates for size in usual))
 
 
 def shares(things: Sequence[Thing], place: RunPlace) -> list[tuple[Thing, bool]]:
-    """This rank's things, those of its group, filled up so that all have the same number; the flag is False for fillers.
+    """The things of this rank's group, with fillers so that all groups have the same number; the flag is False for fillers.
 
     Sharded models need every rank in every forward pass.
     """

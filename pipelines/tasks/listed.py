@@ -1,6 +1,6 @@
-"""`ListedTask`: a task whose samples are a list in memory. It says what is its own (model, loss, samples, work); all else stands here.
+"""`ListedTask`: a base class of tasks whose samples are a list in memory; a subclass defines its model, loss, samples and work.
 
-The order of steps, resuming, sharing over ranks, batching by cost and reading ahead are those of every task (`BatchSampler`, `Loader`).
+Order of steps, resuming, sharing over ranks, batching by cost and prefetching are those of every task (`BatchSampler`, `Loader`).
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ CHECKED = "step"  # the one kind of step that `check --parallel` takes
 class ListedTask(TaskDefaults, ABC, Generic[C]):
     """A task whose samples are a list in memory.
 
-    A class of its own says `name`, `build`, `loss`, `samples` and `work`. Terms of the loss may have the divisors "samples" and "tokens",
-    or those of a `divisors` of its own. Random draws of a sample are made in `loss`, by the batch's `names`.
+    A subclass defines `name`, `build`, `loss`, `samples` and `work`. Terms of the loss may have the divisors "samples" and "tokens",
+    or those of an overridden `divisors`. Random draws of a sample are made in `loss`, keyed by the batch's `names`.
     """
 
     name: str
@@ -73,7 +73,7 @@ class ListedTask(TaskDefaults, ABC, Generic[C]):
     def __init__(self, config: C, maker: object = None) -> None:
         self.config = config
 
-    # -- what each task says itself ---------------------------------------------------------------------------------------
+    # -- to define --------------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def build(self) -> dict[str, nn.Module]:
@@ -85,28 +85,28 @@ class ListedTask(TaskDefaults, ABC, Generic[C]):
 
     @abstractmethod
     def samples(self) -> tuple[Sequence[ListedSample], Sequence[ListedSample]]:
-        """(those to train on, those held out). Asked once."""
+        """(training samples, held-out samples). Called once."""
 
     @abstractmethod
     def work(self, shape: ShapeClass, text_tokens: int | None = None) -> Work:
         """Work of the forward pass of one sample."""
 
-    # -- what it may say otherwise ----------------------------------------------------------------------------------------
+    # -- to override ------------------------------------------------------------------------------------------------------
 
     def tokens(self, shape: ShapeClass) -> int:
         """The size of the class."""
         return shape.numbers
 
     def sample_work(self, sample: ListedSample) -> Work:
-        """Work of the forward pass of this very sample, such as of a pack of documents; that of its class where all cost alike."""
+        """Work of the forward pass of this sample, such as a pack of documents; that of its class where all cost the same."""
         return self.work(sample.shape)
 
     def cost(self, shape: ShapeClass) -> float:
-        """The mean of the class's training samples."""
+        """The mean cost of the class's training samples."""
         return self._costs.flops(shape)
 
     def sample_cost(self, sample: OrderedSample) -> float:
-        """Three forward passes of a training sample: backward counts as two."""
+        """The cost of a training sample: three forward passes, since backward counts as two."""
         return _training_cost(self.sample_work(self.by_key[sample.key]))
 
     def divisors(self, samples: Sequence[ListedSample]) -> Divisors:
@@ -114,7 +114,7 @@ class ListedTask(TaskDefaults, ABC, Generic[C]):
         return {"samples": float(len(samples)), "tokens": float(real_tokens(samples))}
 
     def updates(self) -> Sequence[Update]:
-        """One update, of the role "model" by `loss`."""
+        """The single update, of the role "model" by `loss`."""
         return (Update(self.loss),)
 
     # -- samples ----------------------------------------------------------------------------------------------------------
@@ -122,8 +122,8 @@ class ListedTask(TaskDefaults, ABC, Generic[C]):
     @cached_property
     def _lists(self) -> tuple[list[ListedSample], list[ListedSample]]:
         training, held_out = map(list, self.samples())
-        for found in (training, held_out):
-            twice = [name for name, count in Counter(sample.name for sample in found).items() if count > 1]
+        for samples in (training, held_out):
+            twice = [name for name, count in Counter(sample.name for sample in samples).items() if count > 1]
             if twice:
                 raise UserError(f"two samples of the task {self.name} have the name {twice[0]!r}")
         if not training:
@@ -150,15 +150,17 @@ class ListedTask(TaskDefaults, ABC, Generic[C]):
         return sorted({sample.shape for sample in self.training})
 
     def batching(self, place: RunPlace) -> Batching:
-        """How many samples of each class make a step. Raises UserError for batching by measured time, which is there for videos alone."""
+        """The samples of each class in a step. Raises UserError for batching by measured time, which only videos have."""
         config = self.config
         if config.batching.by == "time":
-            raise UserError(f"batching.by: time is not there for the task {self.name}: use samples, tokens or flops")
+            raise UserError(
+                f"batching.by: time is not available for the task {self.name}: use samples, tokens or flops"
+            )
         return make_batching(config.batching, config.train, self.shapes(), self._costs, place.dealt, config.parallel)
 
     @cached_property
     def _costs(self) -> SampleCosts:
-        """Of a class what its samples cost in the mean; of a sample what it costs itself."""
+        """The costs of classes, as means of their samples, and of single samples."""
         by_class = SampleCosts(self.tokens, lambda shape: _training_cost(self.work(shape)))
         return costs_of_samples(by_class, self.training, self.sample_cost)
 
@@ -183,7 +185,7 @@ class ListedTask(TaskDefaults, ABC, Generic[C]):
         return StackedSamples(self.rules)([(SampleUse(sample, 0, 0), 1.0) for sample in samples])
 
     def _some(self, shape: ShapeClass, items: int) -> list[ListedSample]:
-        """So many training samples of a class, the same ones again where it has fewer."""
+        """The first `items` training samples of a class, repeated where it has fewer."""
         return list(islice(cycle([sample for sample in self.training if sample.shape == shape]), items))
 
     def synthetic_batch(self, shape: ShapeClass, items: int, place: RunPlace, tokens: int | None = None) -> Batch:
@@ -191,22 +193,22 @@ class ListedTask(TaskDefaults, ABC, Generic[C]):
         return self.batch_of(self._some(shape, items)).to(place.device.torch_device, torch.float32)
 
     def synthetic_divisors(self, batch: Batch, batches: int) -> Divisors:
-        """The divisors of the batch's samples, so many times."""
+        """The divisors of `batches` times the batch's samples."""
         one = self.divisors([self.by_key[item.sample] for item in batch.items])
         return {name: None if value is None else value * batches for name, value in one.items()}
 
     def sketch(
         self, model: nn.Module, shape: ShapeClass, items: int
     ) -> tuple[Callable[[], Any], Callable[[Any], Tensor]]:
-        """A batch of empty tensors, and the sum of its terms. Raises UserError where the first update knows several models."""
-        update, made = self.updates()[0], self.batch_of(self._some(shape, items))
+        """(a function that makes a batch of empty tensors, the sum of its terms). Raises UserError where the task has several models."""
+        update, real_batch = self.updates()[0], self.batch_of(self._some(shape, items))
         roles = list(self.build())
         if len(roles) > 1:
             raise UserError(f"memory is planned for one model, and the task {self.name} has {', '.join(roles)}")
 
         def batch() -> Batch:
-            tensors = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in made.tensors.items()}
-            return replace(made, tensors=tensors, weights_I=torch.ones(items))
+            tensors = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in real_batch.tensors.items()}
+            return replace(real_batch, tensors=tensors, weights_I=torch.ones(items))
 
         def loss(batch: Batch) -> Tensor:
             terms = update.loss({roles[0]: model}, batch)
@@ -221,7 +223,7 @@ class ListedTask(TaskDefaults, ABC, Generic[C]):
     # -- looking at a run --------------------------------------------------------------------------------------------------
 
     def usage(self, step: StepData) -> StepUsage:
-        """Samples, real tokens, and the work of each sample as if it had no padding that is left out."""
+        """Samples, real tokens, and the work of all samples, by `sample_work`."""
         works = Counter(self.sample_work(self.by_key[item.sample]) for item in step.items)
         forward = sum((work * count for work, count in works.items()), Work())
         return StepUsage(sum(step.counts.values()), step.tokens or 0, forward)
@@ -231,13 +233,13 @@ class ListedTask(TaskDefaults, ABC, Generic[C]):
         return {"samples": sum(step.counts.values()), "tokens": step.tokens}
 
     def notes(self) -> tuple[list[str], list[str]]:
-        """How many samples there are."""
+        """A line with the number of samples."""
         return [f"{len(self.training):,} samples to train on, {len(self.held_out):,} held out"], []
 
     def setting(self) -> dict[str, Any]:
         """The config's keys that are the task's own."""
-        own = type(self.config).model_fields.keys() - RunConfig.model_fields.keys()
-        return dict(_flat("", self.config.model_dump(mode="json", include=own)))
+        keys = type(self.config).model_fields.keys() - RunConfig.model_fields.keys()
+        return dict(_flat("", self.config.model_dump(mode="json", include=keys)))
 
     def validation(self, models: Models, data: Data, place: RunPlace) -> Validation | None:
         """The mean of the loss's terms over the held-out samples; None where there are none."""
@@ -247,7 +249,7 @@ class ListedTask(TaskDefaults, ABC, Generic[C]):
         return ListedValidation(self.loss, self.divisors, self.held_out, StackedSamples(self.rules), most, place)
 
     def shrunk(self, known: Mapping[str, Any] | None = None) -> ListedCheck[C]:
-        """The task as it is."""
+        """The task itself, for comparing layouts."""
         return ListedCheck(self, self.config)
 
 
@@ -261,7 +263,7 @@ class ListedCheck(Generic[C]):
 
     @property
     def known(self) -> Mapping[str, Any]:
-        """Nothing."""
+        """Empty: no facts."""
         return {}
 
     @property
@@ -288,19 +290,19 @@ class ListedCheck(Generic[C]):
         """The first step of training; its micro-batches are read at once."""
         with closing(self._listed().data(place).steps(0, 1)) as steps:
             step = next(steps)
-            made = iter(list(step.batches))
-        return replace(step, batches=Batches(len(step.batches), None, lambda: next(made)))
+            batches = iter(list(step.batches))
+        return replace(step, batches=Batches(len(step.batches), None, lambda: next(batches)))
 
     def expected(self, kind: str) -> Sequence[str]:
-        """None: the exchanges of sharding are torch's, and not counted."""
+        """Empty: the exchanges of sharding are torch's, and not counted."""
         return []
 
     def silent(self, kind: str) -> Sequence[str]:
-        """None."""
+        """Empty: no axes."""
         return []
 
     def problems(self, place: RunPlace) -> tuple[list[str], list[str]]:
-        """None: nothing is drawn."""
+        """Empty: there are no draws to check."""
         return [], []
 
 

@@ -1,4 +1,4 @@
-"""Samples of a list in memory: as batches, as steps of training, and as what validation looks at.
+"""Samples of a list in memory: their batches, training steps and validation.
 
 Legend: I items of a micro-batch.
 """
@@ -38,26 +38,26 @@ DivisorsOf = Callable[[Sequence["ListedSample"]], Divisors]
 
 @dataclass(frozen=True, order=True)
 class Length:
-    """The shape class of samples of so many tokens, real ones or padding."""
+    """The shape class of samples of `numbers` tokens, real ones or padding."""
 
     numbers: int
     splits: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
-        """Such as `004096`."""
+        """The name of the class, such as `004096`."""
         return f"{self.numbers:06d}"
 
 
 @dataclass(frozen=True, eq=False)
 class ListedSample:
-    """One sample of a list.
+    """A sample of a list.
 
     Args:
-        name: unique in its list; messages name the sample by it.
-        tensors: what it holds; in all samples of a shape class they have the same names and shapes.
-        shape: its class.
-        tokens: real ones, without padding.
+        name: unique in its list; used in messages.
+        tensors: the sample's tensors; in all samples of a shape class they have the same names and shapes.
+        shape: the shape class.
+        tokens: number of real tokens, without padding.
     """
 
     name: str
@@ -69,7 +69,7 @@ class ListedSample:
 
     @cached_property
     def key(self) -> str:
-        """Its name and a hash of its tensors (law 5): order, draws and fingerprints go by it."""
+        """The key of order, draws and fingerprints: the name and a hash of the tensors (law 5)."""
         digest = hashlib.sha256()
         for name, tensor in sorted(self.tensors.items()):
             digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}:".encode())
@@ -78,18 +78,18 @@ class ListedSample:
 
     @property
     def bucket(self) -> ShapeClass:
-        """Its class, by the name that the order of training asks for."""
+        """The shape class, under the name that `OrderedSample` declares."""
         return self.shape
 
     @property
     def source(self) -> str:
-        """Its name."""
+        """The name of the sample."""
         return self.name
 
 
 @dataclass(frozen=True)
 class StackedSamples:
-    """Makes batches of listed samples: their tensors stacked along a new first dim."""
+    """A maker of batches: the tensors of listed samples stacked along a new first dim."""
 
     rules: Mapping[str, NumberRule]
 
@@ -153,41 +153,41 @@ class ListedValidation:
         for model in training:
             model.eval()
         device = self._place.device.torch_device
-        found = [self._loss(models, batch.to(device, torch.float32)) for batch in self._batches()]
+        terms_of_batches = [self._loss(models, batch.to(device, torch.float32)) for batch in self._batches()]
         for model in training:
             model.train()
-        terms = {name: _joined([each[name] for each in found]) for name in found[0]}
+        terms = {name: _joined([each[name] for each in terms_of_batches]) for name in terms_of_batches[0]}
         self._trained = {name for name, term in terms.items() if term.trains}
         return terms
 
     def _batches(self) -> list[Batch]:
-        """As many on every rank; a filler, or a sample that another rank of the group speaks for, has the weight 0."""
+        """Batches of held-out samples, equally many on every rank; fillers, and samples on ranks that do not lead, have the weight 0."""
         by_shape: defaultdict[ShapeClass, list[ListedSample]] = defaultdict(list)
         for sample in self.samples:
             by_shape[sample.shape].append(sample)
         batches = []
         for _, samples in sorted(by_shape.items()):
-            own = shares(samples, self._place)
-            most = self._most or len(own)
-            for part in (own[start : start + most] for start in range(0, len(own), most)):
+            samples_here = shares(samples, self._place)
+            most = self._most or len(samples_here)
+            for part in (samples_here[start : start + most] for start in range(0, len(samples_here), most)):
                 weights = [float(real and self._place.leads) for _, real in part]
                 uses = [SampleUse(sample, 0, 0) for sample, _ in part]
                 batches.append(self._collate(list(zip(uses, weights, strict=True))))
         return batches
 
     def divisors(self) -> Divisors:
-        """Those of all held-out samples."""
+        """The divisors of all held-out samples."""
         return self._divisors(self.samples)
 
     def row(self, values: Mapping[str, float]) -> dict[str, Any]:
-        """The sum of the terms that train, the terms where there are several, and how many samples."""
+        """The sum of the terms that train, the terms where there are several, and the number of samples."""
         row: dict[str, Any] = {"loss": sum(values[name] for name in values if name in self._trained)}
         if len(values) > 1:
             row["terms"] = dict(values)
         return row | {"samples": len(self.samples)}
 
     def sample(self, models: Models, step: int) -> None:
-        """Nothing is sampled."""
+        """Do nothing: there are no samples to draw."""
 
 
 def real_tokens(samples: Iterable[ListedSample]) -> int:
@@ -200,7 +200,7 @@ def _item(draw: SampleUse[ListedSample]) -> Item:
 
 
 def _joined(terms: Sequence[Term]) -> Term:
-    """One term of the items of several."""
+    """A single term of the items of several."""
     return replace(
         terms[0],
         loss_I=torch.cat([term.loss_I for term in terms]),

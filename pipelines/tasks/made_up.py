@@ -1,4 +1,4 @@
-"""Made-up batches of videos: what steps are measured and estimated with.
+"""Made-up batches of videos, for measuring and estimating steps.
 
 Legend: B samples of a micro-batch, C channels, T h w latent, L caption tokens, D text width.
 """
@@ -25,7 +25,7 @@ Sketched = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class EncoderShapes:
-    """Sizes of what a codec and a text encoder give."""
+    """Sizes of the outputs of a codec and a text encoder."""
 
     channels: int
     strides: Strides
@@ -41,7 +41,7 @@ def made_up_batch(
     length: int,
     seed: int,
 ) -> Batch:
-    """Random latents with captions of half to all of `length` tokens, and what else the model takes."""
+    """A batch of random latents with captions of half to all of `length` tokens, and the model's other inputs."""
     shape_CThw = (inputs.channels, *latent)
     lengths_B = torch.tensor([length - i % 4 * (length // 8) for i in range(items)])
 
@@ -87,8 +87,8 @@ def sketched(
             fps_B,
         )
 
-    def loss(made: Sketched) -> Tensor:
-        data_BCThw, noise_BCThw, t_B, text_BLD, mask_BL, pooled_BD, fps_B = made
+    def loss(tensors: Sketched) -> Tensor:
+        data_BCThw, noise_BCThw, t_B, text_BLD, mask_BL, pooled_BD, fps_B = tensors
         target_BCThw = noise_BCThw - data_BCThw
         conditions = Conditions(text_BLD, mask_BL, pooled_BD, fps_B, inputs.strides)
         prediction_BCThw = predictor.predict(model, data_BCThw + noise_BCThw, t_B, conditions)

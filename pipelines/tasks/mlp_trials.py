@@ -1,4 +1,4 @@
-"""Trials of the MLPs in parts of a run, `memory.mlp_exact`: of the shapes that this process computes, on its device, before it does.
+"""Trials of MLPs in parts, `memory.mlp_exact`: on this process's device, for the shapes that it computes, before the run does.
 
 Legend: B samples of a micro-batch, T S rows and columns of the tokens.
 """
@@ -24,12 +24,12 @@ Latent = tuple[int, int, int]  # T h w
 
 
 class MlpTrials:
-    """Tries each shape once; nothing where no MLP computes in parts with the whole one's gradients.
+    """The trials of a run, one for each shape; none where no MLP in parts must have the gradients of the whole one.
 
     Args:
         model: as `parallelize` left it in place.
         dtype: of its computation.
-        first: whether this process writes a line in any case; others write only what is not bitwise.
+        first: True for the process that logs all results; the others log only trials that are not bitwise equal.
     """
 
     def __init__(self, model: SoraDiT, layout: TokenLayout, dtype: torch.dtype, device: Device, first: bool) -> None:
@@ -39,28 +39,28 @@ class MlpTrials:
         self._met: set[tuple[Latent, int]] = set()
 
     def before_steps(self, usual: Iterable[tuple[Latent, int]]) -> None:
-        """Try the micro-batches that a run usually has: the latent's shape and the number of samples of each."""
+        """Try the usual micro-batches of a run: the latent's shape and the number of samples of each."""
         self._try(set(usual) if self.mlps else set())
 
     def meet(self, batch: Batch) -> None:
-        """Try the shapes of a micro-batch that were not tried yet, such as those of an epoch's last samples."""
+        """Try the new shapes of a micro-batch, such as those of an epoch's last samples."""
         if self.mlps:
             samples, _, frames, height, width = batch["latents"].shape
             self._try({((frames, height, width), samples)})
 
     def shapes(self, latent: Latent, samples: int) -> set[MlpShape]:
-        """The shapes of all MLPs in parts for a micro-batch of so many samples of a latent, on this process."""
+        """The shapes of all MLPs in parts for a micro-batch of `samples` samples of a latent, on this process."""
         config, layout, factorised = self.model.config, self.layout, self.model.plan.factorised
         shape, tensor = config.rows_and_columns(config.grid(latent)), layout.tensor
-        found = set()
+        shapes_here = set()
         for attends, mlp in self.mlps:
-            held = layout.unsplit(shape) if latent[0] == 1 else layout.held(shape, attends, factorised)
+            tokens_here = layout.unsplit(shape) if latent[0] == 1 else layout.held(shape, attends, factorised)
             units = torch.empty(mlp.up.out_features, device="meta").chunk(tensor.size)  # as DTensor cuts rows
-            own = len(units[tensor.rank]) if tensor.rank < len(units) else 0
-            if held.tokens and own:
-                given = mlp.down.out_features, mlp.size, self.dtype, mlp.up.bias is not None
-                found.add(MlpShape(samples * held.tokens, mlp.up.in_features, own, *given))
-        return found
+            units_here = len(units[tensor.rank]) if tensor.rank < len(units) else 0
+            if tokens_here.tokens and units_here:
+                sizes = mlp.down.out_features, mlp.size, self.dtype, mlp.up.bias is not None
+                shapes_here.add(MlpShape(samples * tokens_here.tokens, mlp.up.in_features, units_here, *sizes))
+        return shapes_here
 
     def _try(self, micro_batches: set[tuple[Latent, int]]) -> None:
         new = micro_batches - self._met
@@ -69,12 +69,12 @@ class MlpTrials:
         if not shapes:
             return
         activation = self.mlps[0][1].activation
-        made = {
+        results = {
             shape: try_mlp_in_parts(shape, self.device.torch_device, activation) for shape in sorted(shapes, key=str)
         }
-        self.trials |= made
-        found = list(made.values())
-        if not all(trial.bitwise for trial in found):
-            log.warning(trial_line(found))
+        self.trials |= results
+        trials = list(results.values())
+        if not all(trial.bitwise for trial in trials):
+            log.warning(trial_line(trials))
         elif self.first:
-            log.info(trial_line(found))
+            log.info(trial_line(trials))

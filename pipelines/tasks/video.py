@@ -87,11 +87,11 @@ BuildModel = Callable[[ModelConfig, int, int, str], nn.Module]  # (section, late
 
 
 class VideoTask:
-    """Trains diffusion transformers on cached latents and captions.
+    """The task of training diffusion transformers on cached latents and captions.
 
     With a `maker` (`mmspeed.preprocess.OnlineBuilder`) an incomplete cache is completed during the first epoch. `build` makes the model of
-    a config section; the default is the registry of `mmspeed.models`. It may give a published class of diffusers, with its weights: see
-    `PublishedVideoTask`. `call`: how the forward of such a class is called; None: found by its name.
+    a config section; the default is the registry of `mmspeed.models`. It may return a published class of diffusers, with its weights: see
+    `PublishedVideoTask`. `call`: the call of such a class's forward; None: found by its name.
     """
 
     name = "video"
@@ -111,9 +111,9 @@ class VideoTask:
         self.group: dist.ProcessGroup | None = None
         self._mlp_trials: MlpTrials | None = None
         self._predictor: Predictor | None = None
-        self._spare: nn.Module | None = None  # made with its weights to be asked for its sizes, not handed out yet
+        self._spare: nn.Module | None = None  # a model with weights, built for its sizes, that `build` will return
 
-    # -- data that is there ---------------------------------------------------------------------------------------------
+    # -- opening --------------------------------------------------------------------------------------------------------
 
     def open(self, place: RunPlace) -> None:
         """Open the config's cache. Raises UserError when it cannot be used and there is no maker."""
@@ -125,12 +125,12 @@ class VideoTask:
         )
 
     def open_without_data(self) -> None:
-        """Ask the config's codec and text encoder for their sizes. Raises UserError where they are not at hand."""
+        """Take sizes from the config's codec and text encoder. Raises UserError where they are not available."""
         if self._inputs is None:
             self.use(EncoderShapes(*codec_geometry(self.config.vae), text_width(self.config.text)))
 
     def use(self, inputs: EncoderShapes) -> VideoTask:
-        """Take these sizes; returns the task."""
+        """Use these sizes; returns the task."""
         self._inputs = inputs
         return self
 
@@ -144,7 +144,7 @@ class VideoTask:
     def inputs(self) -> EncoderShapes:
         """Sizes of latents and captions."""
         if self._inputs is None:
-            raise RuntimeError("a task is opened before it is asked for sizes")
+            raise RuntimeError("the task has no sizes yet: call open or open_without_data first")
         return self._inputs
 
     @property
@@ -185,7 +185,7 @@ class VideoTask:
 
     @property
     def predictor(self) -> Predictor:
-        """What asks the model, and counts its work; it holds no model that is computed with."""
+        """The predictor of the task's model, which also counts its work; it holds no model that computes."""
         if self._predictor is None:
             model, self._predictor = self._make()
             if isinstance(self._predictor, PublishedPredictor):
@@ -194,20 +194,20 @@ class VideoTask:
 
     @property
     def own(self) -> DiffusionModel | None:
-        """A model that counts and is never computed with; None of a published class."""
+        """A model that counts work and never computes; None for a published class."""
         return self.predictor.bare if isinstance(self.predictor, OwnPredictor) else None
 
     def updates(self) -> Sequence[Update]:
-        """One update, of the model by the objective's loss."""
+        """The single update, of the model by the objective's loss."""
         return (Update(self.loss),)
 
     def loss(self, models: Models, batch: Batch) -> Terms:
-        """The loss of each sample (B,), float32, with the noise and the timestep that were drawn for it when it was read."""
+        """The loss of each sample (B,), float32, with the noise and the timestep drawn for it at reading."""
         if self._mlp_trials is not None:
             self._mlp_trials.meet(batch)
         latents_BCThw = batch["latents"]
         device = latents_BCThw.device
-        t_B = self.objective.time_from_quantile(batch["quantiles"]).float()  # worked with on the CPU
+        t_B = self.objective.time_from_quantile(batch["quantiles"]).float()  # computed on the CPU
         x_BCThw, target_BCThw = self.objective.training_pair(latents_BCThw, batch["noise"], t_B)
         conditions = conditions_of(batch, None if self._inputs is None else self._inputs.strides)
         prediction_BCThw = self.predictor.predict(models["model"], x_BCThw, t_B.to(device), conditions)
@@ -215,7 +215,7 @@ class VideoTask:
         return {"loss": Term(loss_B, batch.weights_I)}
 
     def prepare(self, models: Models, place: RunPlace) -> None:
-        """Try out the kernel of sparse attention and MLPs in parts. Raises UserError where the kernel does not serve this device."""
+        """Try out the kernel of sparse attention and MLPs in parts. Raises UserError where the kernel does not support this device."""
         model, dtype = unwrap(models["model"]), parse_dtype(self.config.device.dtype)
         if isinstance(model, SoraDiT):
             for layer in list(clustered_layers(model).values())[:1]:
@@ -226,14 +226,14 @@ class VideoTask:
             self._mlp_trials.before_steps((self.latent(bucket), size) for bucket, size in sizes.items())
 
     def notes(self) -> tuple[list[str], list[str]]:
-        """Lines and warnings about what is sparse."""
+        """Lines and warnings about sparse attention."""
         latents, own = {bucket: self.latent(bucket) for bucket in sorted(self.cache.samples.buckets())}, self.own
         if not isinstance(own, SoraDiT):
             return [], []
         return sparse_lines(own, latents), sparse_warnings(own, latents, self.config)
 
     def compare_start(self, start: str) -> list[str]:
-        """Differences between the model of `start` (a run or a checkpoint) and this one's that its weights do not show."""
+        """The differences between the model of `start` (a run or a checkpoint) and this task's that the weights do not show."""
         return other_shape(start, self.config.model)
 
     # -- data -----------------------------------------------------------------------------------------------------------
@@ -258,15 +258,17 @@ class VideoTask:
         return VideoData(self, sampler, loader)
 
     def batching(self, place: RunPlace, tell: bool = False) -> Batching:
-        """How many samples of each bucket make a step: of the cache's training samples, or of the config's buckets without one."""
+        """The samples of each bucket in a step: for the buckets of the cache's training samples, or of the config without a cache."""
         config, measured = self.config, None
         batching = config.batching
-        if batching.by == "time" and self._cache is not None:  # what `mmspeed bench buckets` left in the run's folder
+        if (
+            batching.by == "time" and self._cache is not None
+        ):  # by the results of `mmspeed bench buckets` in the run's folder
             setting = setting_of(config, self.setting(), place)
             measured, message = load_measured(config.run_dir / MEASURED_NAME, setting)
             if message and tell and place.rank == 0:
                 log.warning(message)
-        elif batching.by == "time":  # nothing is measured here
+        elif batching.by == "time":  # no measurements without a cache
             batching = batching.model_copy(update={"by": "tokens", "budget": None})
         return make_batching(
             batching, config.train, self.buckets(), self.costs, place.dealt, config.parallel, measured=measured
@@ -298,21 +300,21 @@ class VideoTask:
         return latent
 
     def synthetic_batch(self, shape: ShapeClass, items: int, place: RunPlace, tokens: int | None = None) -> Batch:
-        """Random latents with captions of half to all of `tokens` (None: the usual number), on the device."""
+        """A batch of random latents with captions of half to all of `tokens` (None: the usual number), on the device."""
         length = min(COUNTED_TEXT_TOKENS if tokens is None else tokens, self.config.text.max_tokens)
-        made = made_up_batch(
+        batch = made_up_batch(
             self.inputs, self.predictor, as_bucket(shape), self.latent(shape), items, length, self.config.seed
         )
-        return made.to(place.device.torch_device, torch.float32)
+        return batch.to(place.device.torch_device, torch.float32)
 
     def longest_text(self) -> int | None:
-        """The longest caption that the text encoder gives."""
+        """Tokens of the longest caption of the text encoder."""
         return self.config.text.max_tokens
 
     def sketch(
         self, model: nn.Module, shape: ShapeClass, items: int
     ) -> tuple[Callable[[], Any], Callable[[Any], Tensor]]:
-        """A batch of empty tensors, and the mean squared error of the velocity."""
+        """(a function that makes a batch of empty tensors, the mean squared error of the velocity)."""
         return sketched(self.inputs, self.predictor, model, self.latent(shape), items, self.config.text.max_tokens)
 
     def synthetic_divisors(self, batch: Batch, batches: int) -> Divisors:
@@ -320,7 +322,7 @@ class VideoTask:
         return {"samples": float(batch.size * batches)}
 
     def largest_micro_batch(self, place: RunPlace) -> MicroBatchSize:
-        """The bucket whose micro-batch has most tokens, and that micro-batch."""
+        """The micro-batch with the most tokens, and its bucket."""
         return largest_batch(self.batching(place), self.buckets(), self.tokens, place.groups)
 
     # -- work -----------------------------------------------------------------------------------------------------------
@@ -339,7 +341,7 @@ class VideoTask:
         return self.costs.flops(shape)
 
     def sample_cost(self, sample: OrderedSample) -> float:
-        """That of its bucket."""
+        """The cost of the sample's bucket."""
         return self.cost(sample.bucket)
 
     def work(self, shape: ShapeClass, text_tokens: int | None = None) -> Work:
@@ -354,7 +356,7 @@ class VideoTask:
         return Work(products=float(self.predictor.flops(latent, length)))
 
     def usage(self, step: StepData) -> StepUsage:
-        """What a step computed. Captions count as the longest that this rank met."""
+        """The usage of a step. Captions count as the longest of this rank."""
         length = step.batches.extents.get("text_mask", (0, 0))[1]
         forward = Work()
         for shape, count in step.counts.items():
@@ -377,7 +379,7 @@ class VideoTask:
         return [sample for sample in self.cache.split("val")[: self.config.validate_.samples] if not sample.lost]
 
     def validation(self, models: Models, data: Data, place: RunPlace) -> Validation | None:
-        """Held-out loss and sampled videos; None where neither is asked for."""
+        """Held-out loss and sampled videos; None where neither is requested."""
         lost = data.lost if isinstance(data, VideoData) else set[str]
         held_out, predictor = self.held_out, self.predictor
         validation = VideoValidation(self.config, self.cache, held_out, predictor, self.objective, lost, place)
@@ -412,7 +414,7 @@ class VideoTask:
         return whole_tensors(models["model"])
 
     def shrunk(self, known: Mapping[str, Any] | None = None) -> CheckTask:
-        """The task made small for comparing layouts."""
+        """A small version of the task for comparing layouts."""
         from mmspeed.pipelines.tasks.video_check import shrunk_video
 
         return shrunk_video(self, known)

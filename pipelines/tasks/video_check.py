@@ -1,7 +1,7 @@
-"""The video task made small: the same arrangement, heads and layout, sizes that a laptop computes in a moment, samples made up.
+"""A small version of the video task: the same arrangement, heads and layout, sizes that a laptop computes in a moment, made-up samples.
 
-Decisions on how tokens and heads are split are kept: the number of heads, and of every size its remainder by the number of parts,
-so that what did not divide still does not.
+The splits of tokens and heads are the same: the number of heads, and the remainder of every size by the number of parts, so that
+sizes that did not divide still do not.
 
 Legend: B samples, C channels, T h w latent, L caption tokens, D text width.
 """
@@ -40,7 +40,7 @@ SHORTEST_CAPTION = 7  # tokens, padding included
 LEAST_FPS = 20  # of made-up clips
 USUAL_STRIDES = Strides(4, 8)  # of most video codecs
 TIME_STEPS, TIME_SAMPLES, TIME_BINS = 64, 64, 10
-UNEVEN_TIMES = 50.0  # chi-square of 9 degrees of freedom: even times exceed it once in ten million tries
+UNEVEN_TIMES = 50.0  # chi-square of 9 degrees of freedom: uniform times exceed it once in ten million tries
 Latent = tuple[int, int, int]
 
 
@@ -52,9 +52,9 @@ def shrunk_size(size: int, parts: int, least: int) -> int:
 
 
 def shrunk_latent(latent: Latent, patch: Latent, sequence: int, tensor: int) -> Latent:
-    """A small latent whose patches split over `sequence` x `tensor` processes as those of `latent`. An image stays one.
+    """A small latent whose patches split over `sequence` x `tensor` processes like those of `latent`. An image stays an image.
 
-    Where there were tokens or frames for every process, there are. Sizes are multiples of the patch.
+    If every process had tokens or frames, it still has. Sizes are multiples of the patch.
     """
     frames, height, width = (size // step for size, step in zip(latent, patch, strict=True))
     parts = sequence * tensor
@@ -120,7 +120,7 @@ class ShrunkRun:
 
     @property
     def known(self) -> dict[str, Any]:
-        """The codec's strides: to ask a codec for them it is loaded, which one process does for all."""
+        """The codec's strides, for which the codec is loaded, so one process does that for all."""
         return {"strides": list(astuple(self.strides))}
 
     @property
@@ -158,10 +158,10 @@ class ShrunkRun:
     # -- samples --------------------------------------------------------------------------------------------------------
 
     def batching(self, world: int) -> Batching:
-        """The config's batching of the small samples. Budgets are of large ones, so the costliest bucket sets it."""
+        """The config's batching of the small samples. Budgets are meant for large ones, so the costliest bucket sets it."""
         batching = self.config.batching
         if batching.by != "samples":
-            by = "tokens" if batching.by == "time" else batching.by  # nothing is measured here
+            by = "tokens" if batching.by == "time" else batching.by  # no measurements of small samples
             batching = batching.model_copy(update={"by": by, "budget": None})
         costs = sample_costs(self._task.predictor, self.strides, self.made_up.text_tokens)
         buckets = [self.bucket(latent) for latent in self.made_up.latents]
@@ -186,17 +186,17 @@ class ShrunkRun:
         return self.strides.pixels(latent)
 
     def draws(self, kind: str, each: int | None = None, epoch: int = 0) -> list[SampleUse[Sample]]:
-        """The samples of a step of a kind, those of one bucket together; `each` sets how many of a bucket."""
-        found = []
+        """The samples of a step of a kind, those of one bucket together; `each` sets their number in a bucket."""
+        uses = []
         for latent, count in zip(self.made_up.latents, self.made_up.samples, strict=True):
             if kind in ("mixed", "images" if latent[0] == 1 else "videos"):
                 bucket = self.bucket(latent)
                 keys = [f"{bucket.name}-{number}" for number in range(each or count)]
-                found += [SampleUse(Sample(key, (), (), "train", bucket, "made up"), epoch, 0) for key in keys]
-        return sorted(found, key=lambda draw: draw.sample.bucket)
+                uses += [SampleUse(Sample(key, (), (), "train", bucket, "made up"), epoch, 0) for key in keys]
+        return sorted(uses, key=lambda draw: draw.sample.bucket)
 
     def batch(self, part: Sequence[tuple[SampleUse[Sample], float]]) -> Batch:
-        """The micro-batch of (draw, weight) pairs of one bucket: what is in a sample depends on its name alone."""
+        """The micro-batch of (draw, weight) pairs of one bucket: the content of a sample depends on its name alone."""
         seed, names, bucket = self.config.seed, [draw.name for draw, _ in part], part[0][0].sample.bucket
         shape, predictor = (CHANNELS, *self.strides.latent(bucket)), self._task.predictor
         text, pooled = (self.made_up.text_tokens, TEXT_WIDTH), (predictor.pooled_width,)
@@ -220,30 +220,30 @@ class ShrunkRun:
     # -- what must hold -------------------------------------------------------------------------------------------------
 
     def expected(self, kind: str) -> list[str]:
-        """What must be sent in a step of a kind, as "kind axis": else an axis of the layout does nothing."""
+        """The exchanges that a step of a kind must make, as "kind axis": else an axis of the layout does nothing."""
         parallel, model = self.config.parallel, self.model
-        found = [f"{what} tp" for what in ("all_gather", "reduce_scatter", "all_reduce") if parallel.tp > 1]
+        exchanges = [f"{what} tp" for what in ("all_gather", "reduce_scatter", "all_reduce") if parallel.tp > 1]
         if kind == "images" or parallel.sequence == 1:
-            return found
-        found.append("all_gather sequence")  # the prediction, from all
+            return exchanges
+        exchanges.append("all_gather sequence")  # the prediction, from all
         if model.full or model.blocks > 1 or parallel.shard == "space":
-            found += ["all_to_all ulysses"] if parallel.ulysses > 1 else []
-            found += ["ring ring"] if parallel.ring > 1 else []
-            found += (
+            exchanges += ["all_to_all ulysses"] if parallel.ulysses > 1 else []
+            exchanges += ["ring ring"] if parallel.ring > 1 else []
+            exchanges += (
                 ["ring ring_outer"] if parallel.ring_window is not None and parallel.ring_window < parallel.ring else []
             )
         if parallel.dsp > 1 and model.blocks > 1:
-            found.append("all_to_all dsp")
-        return found
+            exchanges.append("all_to_all dsp")
+        return exchanges
 
     def silent(self, kind: str) -> list[str]:
         """Axes of a video's group, in a step of images."""
         return ["sequence", "dsp", "ring", "ring_outer", "ulysses"] if kind == "images" else []
 
     def problems(self, place: RunPlace) -> tuple[list[str], list[str]]:
-        """(ranks that meet a part of the times only, a line about captions and times). A collective call.
+        """(ranks with uneven times, a line about captions and times). A collective call.
 
-        Over many steps each rank must meet all times evenly.
+        Over many steps the times of each rank must be uniform.
         """
         kind, batching = self.kinds[-1], self.batching(place.dealt)
         names = [
@@ -255,11 +255,11 @@ class ShrunkRun:
         ]
         u_B = draw_quantiles(names, self.config.seed)
         counts = torch.histc(u_B.float(), TIME_BINS, 0.0, 1.0).long().tolist()
-        everyone = comm.all_gather_objects(counts)
+        counts_of_ranks = comm.all_gather_objects(counts)
         problems = [
-            f"rank {rank} meets the times unevenly: of ten equal parts of their distribution {found} samples"
-            for rank, found in enumerate(everyone)
-            if uneven(found) > UNEVEN_TIMES
+            f"rank {rank} has uneven times: {rank_counts} samples in ten equal parts of their distribution"
+            for rank, rank_counts in enumerate(counts_of_ranks)
+            if uneven(rank_counts) > UNEVEN_TIMES
         ]
         t_B = self._task.objective.time_from_quantile(u_B)
         ends = comm.all_gather_objects([t_B.min().item(), t_B.max().item()])
@@ -274,31 +274,31 @@ def _fps(seed: int, sample: str) -> float:
 
 
 def uneven(counts: Sequence[int]) -> float:
-    """Chi-square of a histogram against an even one."""
+    """The chi-square of a histogram against a uniform one."""
     expected = sum(counts) / len(counts)
     return sum((count - expected) ** 2 for count in counts) / expected if expected else 0.0
 
 
 def shrunk_video(video: VideoTask, known: Mapping[str, Any] | None = None) -> ShrunkRun:
-    """The small run of a video task. `known`: the strides, from another process; else the codec is asked, and taken for a usual one
-    where it is not at hand. Raises UserError as `shrink_run`.
+    """The small run of a video task. `known`: the strides, from another process; else they are the codec's, or the usual ones where
+    the codec is not available. Raises UserError as `shrink_run`.
     """
     strides, remarks = known_strides(video.config, known)
     if video.config.model.sparse is not None:
         remarks.append(
-            "attention is dense in this check: over a ring, sparse attention plans otherwise than one process"
+            "attention is dense in this check: over a ring, sparse attention has other plans than in one process"
         )
     return replace(shrink_run(video, strides), remarks=("; ".join(remarks),) if remarks else ())
 
 
 def known_strides(config: Config, known: Mapping[str, Any] | None) -> tuple[Strides, list[str]]:
-    """(the codec's strides, as another process found them or by asking it, a remark where usual ones stand for it)."""
+    """(the codec's strides, as another process found them or the codec says, a remark where the usual ones stand for them)."""
     if known is not None:
         return Strides(*known["strides"]), []
     with contextlib.suppress(UserError):
         return codec_geometry(config.vae)[1], []
     strides = USUAL_STRIDES
-    return strides, [f"the codec is not at hand: latents as of strides {strides.temporal}x{strides.spatial}"]
+    return strides, [f"the codec is not available: latents as of strides {strides.temporal}x{strides.spatial}"]
 
 
 def shrink_run(video: VideoTask, strides: Strides) -> ShrunkRun:
@@ -341,7 +341,7 @@ def shrunk_samples(config: Config, strides: Strides, patch: Latent, grid: Callab
             small = shrunk_latent(fitting[bucket], patch, sequence, parallel.together(split=False))
             latents.append(small)
             shown.append(f"{bucket} (latent {sizes_of(fitting[bucket])}) as {sizes_of(small)}")
-            samples.append(3 if images else lanes + 2)  # numbers that lanes seldom divide
+            samples.append(3 if images else lanes + 2)  # numbers that are seldom divisible by the lanes
     return SmallSamples(tuple(latents), tuple(shown), tuple(samples), max(SHORTEST_CAPTION, 2 * sequence + 1))
 
 
@@ -358,7 +358,7 @@ def _latent_in(bucket: Bucket, strides: Strides, grid: Callable[[Latent], Latent
 
 
 def _awkward(latent: Latent, grid: Callable[[Latent], Latent], sequence: int) -> tuple[bool, bool, int]:
-    """What makes a bucket worth trying: frames and places that do not divide, and then its size."""
+    """The sort key for choosing a bucket to try: frames and positions that do not divide, and then its size."""
     t, h, w = grid(latent)
     return bool(t % sequence), bool(h * w % sequence), t * h * w
 

@@ -21,7 +21,7 @@ class VideoData(SampledData[Sample]):
         self.task = task
 
     def steps(self, start: int, stop: int) -> Generator[StepData, None, None]:
-        """The optimizer steps; what an incomplete cache lacks is made on the way."""
+        """The optimizer steps; missing entries of an incomplete cache are made on the way."""
         task = self.task
         if not task.whole and self.loader.first_epoch is None:
             assert task.maker is not None
@@ -44,7 +44,7 @@ class VideoData(SampledData[Sample]):
         return first.lost if first is not None else set()
 
     def summary(self) -> dict[str, Any] | None:
-        """What the first epoch made, as a row of metrics.jsonl; None when the cache was whole."""
+        """The results of the first epoch as a row of metrics.jsonl; None when the cache was complete."""
         first = self.loader.first_epoch
         if first is None:
             return None
@@ -54,6 +54,6 @@ class VideoData(SampledData[Sample]):
         return row
 
     def close(self) -> None:
-        """Store what a first epoch that was broken off has made."""
+        """Store the results of an interrupted first epoch."""
         if self.loader.first_epoch is not None:
             self.loader.first_epoch.close()

@@ -1,4 +1,4 @@
-"""What the weights of another video run mean, where `train.start_from` names it."""
+"""Differences in the meaning of weights between a video run and the one that `train.start_from` names."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from mmspeed.models.sora.sizes import resolve_config
 
 
 def other_shape(place: str | Path, model: ModelConfig) -> list[str]:
-    """What the weights of the run at `place` (its folder, or that of a checkpoint) were trained as, where `model` reads them otherwise.
+    """Lines on settings in which the run at `place` (its folder, or a checkpoint's) differs from `model` while weights still fit.
 
-    Such weights fit by their names and sizes, and mean something else.
+    Such weights have the same names and sizes, but compute another function.
     """
     roots = (Path(place), Path(place).parent.parent)
-    found = next((root / "config.yaml" for root in roots if (root / "config.yaml").is_file()), None)
-    if found is None:
+    config_file = next((root / "config.yaml" for root in roots if (root / "config.yaml").is_file()), None)
+    if config_file is None:
         return []
-    here, there = (resolve_config(each, 1, 1) for each in (model, video_config(load_record(found), str(found)).model))
+    here, trained = (
+        resolve_config(each, 1, 1) for each in (model, video_config(load_record(config_file), str(config_file)).model)
+    )
     return [
-        f"train.start_from: {place} was trained with model.{name} {getattr(there, name)}, here it is {getattr(here, name)}"
+        f"train.start_from: {place} was trained with model.{name} {getattr(trained, name)}, here it is {getattr(here, name)}"
         for name in ("arrangement", "heads", "patch")
-        if getattr(here, name) != getattr(there, name)
+        if getattr(here, name) != getattr(trained, name)
     ]

@@ -1,1 +1,1 @@
-"""Training: the pipeline and what it does besides steps."""
+"""Training: the pipeline, validation, and memory advice."""

@@ -31,7 +31,7 @@ log = get_logger("validate")
 
 
 class VideoValidation:
-    """Held-out loss and sampled videos. Prompts are encoded once at the start and the encoder is freed.
+    """Validation by held-out loss and sampled videos. Prompts are encoded once at the start and the encoder is freed.
 
     `lost`: keys of the samples that were lost in this run.
     """
@@ -56,7 +56,7 @@ class VideoValidation:
                 "no held-out samples (set data.val_fraction, or a split column): no held-out loss, no best checkpoint"
             )
         if self.prompts:
-            video_shape(config, self.strides, predictor)  # a size that cannot be made is said before the first step
+            video_shape(config, self.strides, predictor)  # raises for an impossible size before the first step
             wanted = [*self.prompts, config.sample.negative_prompt]
             if place.rank == 0:
                 stored_prompts(self.folder.prompts, wanted, config.text, place.device)
@@ -64,7 +64,7 @@ class VideoValidation:
             self.texts = stored_prompts(self.folder.prompts, wanted, config.text, place.device)
 
     def __bool__(self) -> bool:
-        """Whether there is anything to look at."""
+        """True where there are held-out samples or prompts."""
         return bool(self.samples or self.prompts)
 
     def measure(self, models: Models) -> Terms:
@@ -110,13 +110,13 @@ class VideoValidation:
         codec = load_codec(config.vae, place.device, weights)
         bucket = video_shape(config, codec.strides, self.predictor)
         settings = sampler_settings(config, None, None, None, config.validate_.seed)
-        mine = shares(list(enumerate(self.prompts)), place)
+        prompts = shares(list(enumerate(self.prompts)), place)
         latents = generate_latents(
             models["model"],
             self.objective,
-            [self.texts[index] for (index, _), _ in mine],
+            [self.texts[index] for (index, _), _ in prompts],
             self.texts[-1],
-            [prompt for (_, prompt), _ in mine],
+            [prompt for (_, prompt), _ in prompts],
             (codec.channels, *codec.strides.latent(bucket)),
             settings,
             place.device,
@@ -131,12 +131,14 @@ class VideoValidation:
         place.device.empty_cache()
         folder = self.folder.samples / f"step-{step:08d}"
         folder.mkdir(parents=True, exist_ok=True)
-        kept = [(index, prompt, video) for ((index, prompt), real), video in zip(mine, videos, strict=True) if real]
-        for index, prompt, video in kept:
+        videos_to_save = [
+            (index, prompt, video) for ((index, prompt), real), video in zip(prompts, videos, strict=True) if real
+        ]
+        for index, prompt, video in videos_to_save:
             video.save(folder / f"{index:03d}.mp4")
             write_text(folder / f"{index:03d}.txt", prompt)
-        if kept:
-            sheet = contact_sheet([v for _, _, v in kept], [p for _, p, _ in kept])
+        if videos_to_save:
+            sheet = contact_sheet([v for _, _, v in videos_to_save], [p for _, p, _ in videos_to_save])
             name = "contact-sheet.png" if place.groups == 1 else f"contact-sheet-{place.group}.png"
             save_image(sheet, folder / name)
 
@@ -154,8 +156,8 @@ def held_out_losses(
 ) -> tuple[Tensor, Tensor]:
     """The unweighted losses (Q, B) of this rank's samples at the middles of equal parts of the training distribution, and weights (B,).
 
-    Noise is keyed by (sample, quantile), the caption is the first, nothing is dropped: the figure of two steps differs by the weights
-    alone. Both are float64 on the CPU. A sample counts on the rank that leads its group. predictor: None: the model is asked as it is.
+    Noise is keyed by (sample, quantile), the caption is the first, nothing is dropped: the losses of two steps differ by the weights
+    alone. Both are float64 on the CPU. A sample counts on the rank that leads its group. predictor: None: the model is called as it is.
     """
     ask = ask_own if predictor is None else predictor.predict
     timed, strides = predictor is not None and predictor.timed, Strides(*cache.info["encoders"]["vae"]["strides"])

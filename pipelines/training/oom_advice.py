@@ -1,4 +1,4 @@
-"""Memory during training: what is given back and when, and what is said when there is none left."""
+"""Memory during training: freeing unused memory, and advice when it runs out."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from mmspeed.memory.planning.peak import local_bytes
 from mmspeed.memory.planning.report import optimizer_bytes
 from mmspeed.pipelines.run.run_folder import write_text
 
-IN_PIECES = 0.15  # share of the allocator's memory that is not in use, from which it is said to be in pieces
-WORTH = 0.15  # share of what is held, from which it is worth to be told of
+IN_PIECES = 0.15  # least unused share of the allocator's memory that counts as fragmented
+WORTH = 0.15  # least share of the memory held by a category that is worth advice
 FRAMES = 8  # innermost Python lines by which blocks are summed
-GROUPS = 50  # of blocks that are written down
+GROUPS = 50  # of blocks that are recorded
 
 log = get_logger("memory")
 
 
 class OomAdvisor(BaseCallback):
-    """Around the training loop. When memory runs out inside, the error says which key of the config gives some back.
+    """A context around the training loop. When memory runs out inside, the error names the keys of the config that save memory.
 
-    With `memory.snapshot` on an accelerator each block of memory is noted with the Python lines that asked for it, and what was held
-    is then written to `oom-rankN.json` in the run's folder.
+    With `memory.snapshot` on an accelerator each block of memory is recorded with the Python lines that allocated it, and the blocks in
+    use are then written to `oom-rankN.json` in the run's folder.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class OomAdvisor(BaseCallback):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Raises UserError in place of an error that says that memory is full."""
+        """Raises UserError in place of an out-of-memory error."""
         try:
             if error is not None and is_out_of_memory(error):
                 raise self._explained(error) from error
@@ -63,24 +63,24 @@ class OomAdvisor(BaseCallback):
                 self.device.record_allocations(False)
 
     def after_step(self, outcome: StepOutcome) -> None:
-        """Gives unused memory back to the device every `memory.empty_cache` steps."""
+        """Return unused memory to the device every `memory.empty_cache` steps."""
         every = self.config.memory.empty_cache
         if every is not None and outcome.step % every == 0:
             self.device.empty_cache()
 
     @contextmanager
     def around_validation(self) -> Iterator[None]:
-        """Gives unused memory back before a validation and after it: its shapes are others than a step's."""
+        """Return unused memory to the device before a validation and after it, since its shapes differ from a step's."""
         self.device.empty_cache()
         try:
             yield
         finally:
-            if self.device.kind != "cpu":  # whose allocator keeps nothing to give back
+            if self.device.kind != "cpu":  # the CPU's allocator keeps no unused memory
                 gc.collect()
                 self.device.empty_cache()
 
     def held(self) -> dict[str, int]:
-        """Bytes that are held now, by category; on CPU `activations` are all that the process has beside what is known."""
+        """Bytes in use now, by category; on CPU `activations` is the rest of the process's memory beside the other categories."""
         parameters = list(self.model.parameters())
         held = {
             "parameters": local_bytes(parameters),
@@ -96,37 +96,40 @@ class OomAdvisor(BaseCallback):
         held, rank = self.held(), dist.get_rank() if dist.is_initialized() else 0
         world = dist.get_world_size() if dist.is_initialized() else 1
         advice = advise(held, self.config, world=world, growing_segments=self.device.growing_segments)
-        lines = [f"memory of {self.device.name} is full on rank {rank}: {_first_line(error)}", f"held: {_told(held)}"]
+        lines = [
+            f"memory of {self.device.name} is full on rank {rank}: {_first_line(error)}",
+            f"held: {_held_line(held)}",
+        ]
         if self._notes:
             lines.append(self._write_record(rank, lines[0], held, advice))
         return UserError("\n  ".join([*lines, *advice]))
 
     def _write_record(self, rank: int, reason: str, held: Mapping[str, int], advice: Sequence[str]) -> str:
-        """Write down what was held and who asked for it; says where, or why it could not be written."""
+        """Write a record of the blocks in use and the lines that allocated them. Returns a line with its path, or why writing failed."""
         path = self.folder / f"oom-rank{rank}.json"
         record = {"reason": reason, "held": held, "advice": advice, "blocks": summed_blocks(self.device.allocations())}
         try:
             write_text(path, json.dumps(record, indent=1) + "\n")
         except (OSError, UserError) as error:  # must not hide that memory is full
-            return f"what was held could not be written: {_first_line(error)}"
-        return f"what was held, and the lines that asked for it: {path}"
+            return f"the blocks in use could not be written: {_first_line(error)}"
+        return f"blocks in use, and the lines that allocated them: {path}"
 
 
 def advise(held: Mapping[str, int], config: RunConfig, *, world: int = 1, growing_segments: str = "") -> list[str]:
-    """Which keys of the config would give memory back, in sentences, those that give most first; never none.
+    """Advice on keys of the config that save memory, in sentences, those that save most first; never empty.
 
     Args:
         held: bytes by category (those of `OomAdvisor.held`); `reserved` and `total` may be missing.
         world: devices of the run.
-        growing_segments: what sets the device's allocator to keep less in pieces, where there is such a thing.
+        growing_segments: the environment setting against fragmentation in the device's allocator; empty where there is none.
     """
     shares = {"parameters": held.get("parameters", 0) + held.get("gradients", 0)}
     shares |= {name: held.get(name, 0) for name in ("optimizer", "average", "activations")}
     whole = max(1, sum(shares.values()))
-    told: list[str] = []
+    advice: list[str] = []
     reserved = held.get("reserved", 0)
     if growing_segments and reserved - whole > IN_PIECES * reserved:
-        told.append(
+        advice.append(
             f"{format_bytes(reserved - whole)} are taken but unused, in pieces too small: set {growing_segments} in the environment, "
             "or memory.empty_cache: 1"
         )
@@ -138,36 +141,36 @@ def advise(held: Mapping[str, int], config: RunConfig, *, world: int = 1, growin
     }
     for name, count in sorted(shares.items(), key=lambda item: -item[1]):
         if count >= WORTH * whole:
-            told += by_category[name](config, count, world)
-    return told or ["use smaller buckets, a smaller model, or more devices"]
+            advice += by_category[name](config, count, world)
+    return advice or ["use smaller buckets, a smaller model, or more devices"]
 
 
 def _less_activations(config: RunConfig, count: int, world: int) -> list[str]:
-    memory, told = config.memory, []
+    memory, advice = config.memory, []
     size = format_bytes(count)
     ways = {name for name, way in memory.activation_policy.items() if way != "save"}
     if not (ways or memory.chooses):
-        told.append(
+        advice.append(
             f"activations take {size} and all are kept: set memory.fraction: 0.9, which chooses what to recompute and offload, or "
             "memory.activation_policy: {block: offload_selective} or {block: recompute}"
         )
     elif memory.chooses:
-        told.append(
+        advice.append(
             f"activations take {size}: lower memory.budget or memory.fraction, so that more is recomputed and offloaded"
         )
     elif memory.activation_policy.get("block") == "recompute":
         if memory.mlp_chunk is None and not config.train.compile:
-            told.append(f"activations take {size} while a block is computed again: set memory.mlp_chunk: 4096")
+            advice.append(f"activations take {size} while a block is computed again: set memory.mlp_chunk: 4096")
     else:
-        told.append(
+        advice.append(
             f"activations take {size}: set memory.activation_policy: {{block: recompute}}, which keeps least on the device"
         )
-    told += _fewer_samples(config, world)
+    advice += _fewer_samples(config, world)
     if config.parallel.group == 1:
-        told.append(
+        advice.append(
             "split each video over several devices (parallel.dsp, parallel.ulysses or parallel.ring), or use smaller buckets"
         )
-    return told or [f"activations take {size}: use smaller buckets"]
+    return advice or [f"activations take {size}: use smaller buckets"]
 
 
 def _fewer_samples(config: RunConfig, world: int) -> list[str]:
@@ -183,25 +186,25 @@ def _fewer_samples(config: RunConfig, world: int) -> list[str]:
 
 
 def _less_optimizer(config: RunConfig, count: int, world: int) -> list[str]:
-    told = []
+    advice = []
     if config.memory.states == "device":
-        told.append(f"optimizer states take {format_bytes(count)}: set memory.states: host")
+        advice.append(f"optimizer states take {format_bytes(count)}: set memory.states: host")
     elif config.memory.master == "float32":
-        told.append(
+        advice.append(
             f"the optimizer's copy of the weights takes {format_bytes(count)}: set memory.master: split or host"
         )
-    return told + _shard(config, world)
+    return advice + _shard(config, world)
 
 
 def _less_parameters(config: RunConfig, count: int, world: int) -> list[str]:
-    told = _shard(config, world)
+    advice = _shard(config, world)
     if config.memory.master == "parameters" and config.device.dtype == "bfloat16":
-        told.append(
+        advice.append(
             f"parameters and gradients take {format_bytes(count)}: set memory.master: split, for bfloat16 parameters"
         )
     if not config.memory.release_gradients and config.train.clip_norm is None:
-        told.append("set memory.release_gradients: true, which frees gradients as they come")
-    return told or ["the weights alone take most: use a smaller model or more devices"]
+        advice.append("set memory.release_gradients: true, which frees gradients as they come")
+    return advice or ["the weights alone take most: use a smaller model or more devices"]
 
 
 def _less_average(config: RunConfig, count: int, world: int) -> list[str]:
@@ -219,7 +222,7 @@ def _shard(config: RunConfig, world: int) -> list[str]:
 
 
 def summed_blocks(segments: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Blocks in use, summed by the Python lines that asked for them, the most bytes first; of an allocator's segments."""
+    """Blocks in use in an allocator's segments, summed by the Python lines that allocated them, the most bytes first."""
     sums: dict[tuple[str, ...], list[int]] = defaultdict(lambda: [0, 0])
     for segment in segments:
         for block in segment.get("blocks", ()):
@@ -233,16 +236,16 @@ def summed_blocks(segments: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]
 
 def _lines_of(frames: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     """The innermost frames that have a file, as "folder/file.py:12 name", the innermost first."""
-    found = []
+    lines = []
     for frame in frames:
         place = str(frame.get("filename", ""))
         if place.endswith(".py"):
-            found.append(f"{'/'.join(Path(place).parts[-3:])}:{frame.get('line', 0)} {frame.get('name', '')}")
-    return tuple(found[:FRAMES])
+            lines.append(f"{'/'.join(Path(place).parts[-3:])}:{frame.get('line', 0)} {frame.get('name', '')}")
+    return tuple(lines[:FRAMES])
 
 
-def _told(held: Mapping[str, int]) -> str:
-    """Bytes by category in one line, without what is nothing."""
+def _held_line(held: Mapping[str, int]) -> str:
+    """Bytes by category in one line, without zeros."""
     return ", ".join(f"{name} {format_bytes(count)}" for name, count in held.items() if count)
 
 

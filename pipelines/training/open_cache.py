@@ -1,4 +1,4 @@
-"""Opening a run's cache: whole, or with a maker that completes it during the first epoch."""
+"""Opening of a run's cache: complete, or with a maker that completes it during the first epoch."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _NAMED = 4  # settings that a message names
 def open_cache(
     config: Config, maker: OnlineEncoder | None, device: Device, rank: int, world: int, group: dist.ProcessGroup | None
 ) -> tuple[DatasetCache, bool]:
-    """The config's cache, and whether it is whole. A collective call; rank 0 says what is the case.
+    """The config's cache, and True where it is complete. A collective call; rank 0 decides.
 
-    One that is not whole, or was made for something else, is planned anew by `maker` and opened as far as it is there. Raises
+    A cache that is incomplete, or was made for other data or encoders, is planned again by `maker` and its present part is opened. Raises
     UserError when it cannot be used and there is no maker.
     """
     problem, busy = comm.broadcast_object(_problem(config) if rank == 0 else None)
@@ -38,7 +38,7 @@ def open_cache(
     if maker is None:
         raise UserError(problem)
     if rank == 0:
-        log.info(f"{problem.split(';')[0]}: what the cache lacks is encoded during the first epoch")
+        log.info(f"{problem.split(';')[0]}: the missing entries are encoded during the first epoch")
     try:
         maker.plan(device, rank, world, group)
     except UserError as error:
@@ -48,7 +48,7 @@ def open_cache(
 
 
 def _problem(config: Config) -> tuple[str | None, bool]:
-    """Why the cache cannot be trained on as it is (None when it can), and whether that is another command's doing."""
+    """The reason why the cache cannot be trained on as it is (None when it can), and True where another command is using it."""
     try:
         check_cache(DatasetCache(config.cache_root), config)
     except UserError as error:
@@ -59,7 +59,7 @@ def _problem(config: Config) -> tuple[str | None, bool]:
 def check_cache(cache: DatasetCache, config: Config) -> None:
     """Raises UserError when the cache was made for other data, or with another codec or text encoder than the config names.
 
-    Reads the encoders' files, so one process should ask for all; where an encoder is not at hand there is nothing to compare.
+    Reads the encoders' files, so one process should check for all; an encoder that is not available is not compared.
     """
     encoders = cache.info["encoders"]
     made_for, wanted = cache.info["made_for"], config.samples_made_for()
@@ -68,7 +68,7 @@ def check_cache(cache: DatasetCache, config: Config) -> None:
         more = f" and {len(other) - _NAMED} more" if len(other) > _NAMED else ""
         raise UserError(
             f"the samples in the cache {config.cache_root} were made with other {', '.join(other[:_NAMED])}{more}; "
-            "run `mmspeed preprocess` again (what is there is not encoded twice), or give each data set its own data.cache"
+            "run `mmspeed preprocess` again (present entries are not encoded again), or give each data set its own data.cache"
         )
     weights = config.codec_weights
     if weights is not None and not weights.exists():
@@ -87,7 +87,7 @@ def check_cache(cache: DatasetCache, config: Config) -> None:
 
 
 def _others(name: str, made: Any, wanted: Any) -> list[str]:
-    """Which settings at or below `name` differ, named as on the command line: `data.sources.0.name`."""
+    """The settings at or below `name` that differ, named as on the command line: `data.sources.0.name`."""
     if made == wanted:
         return []
     if isinstance(made, list) and isinstance(wanted, list) and len(made) == len(wanted):

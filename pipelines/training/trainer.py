@@ -1,6 +1,6 @@
 """`TrainPipeline`: the order of a run of training, for every task.
 
-Set-up stands in `_run`, the loop in `_train`, the callbacks around each step in `_callbacks`; one step is
+`_run` is the set-up, `_train` the loop, `_callbacks` lists the callbacks around each step; one step is
 `mmspeed.loop.step.train_step`.
 """
 
@@ -50,13 +50,13 @@ class Run:
     data: Data
     parts: Assembly
     manager: CheckpointManager
-    step: int = 0  # from which it goes on
-    skipped: int = 0  # steps left out so far, since something in them was not finite
+    step: int = 0  # of the next step
+    skipped: int = 0  # steps left out so far because of a value that was not finite
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a run ended."""
+    """The outcome of a run."""
 
     run: Path
     step: int
@@ -66,7 +66,7 @@ class TrainResult:
     seconds: float
 
     def lines(self) -> list[str]:
-        """The summary that people read."""
+        """The summary for the user."""
         if self.already:
             return [
                 f"{self.run} is finished: {self.step} steps are trained.",
@@ -78,10 +78,10 @@ class TrainResult:
 
 
 class TrainPipeline:
-    """Trains a config's model, or goes on with a run that was stopped.
+    """The pipeline that trains a config's model, or resumes a run that was stopped.
 
-    `task`: what is trained; None: the one that the config names. With a `maker` (`mmspeed.preprocess.OnlineBuilder`) a cache that is
-    missing or not whole is completed during the first epoch; without one it is an error. `run()` raises UserError for that, for a run of
+    `task`: the task to train; None: the one that the config names. With a `maker` (`mmspeed.preprocess.OnlineBuilder`) a cache that is
+    missing or incomplete is completed during the first epoch; without one it is an error. `run()` raises UserError for that, for a run of
     that name with another model, a non-finite loss, a full disk.
     """
 
@@ -91,7 +91,7 @@ class TrainPipeline:
         self.folder = RunFolder(config.run_dir)
 
     def run(self) -> TrainResult:
-        """Train to the end, or until the run is asked to stop."""
+        """Train to the end, or until a signal or a file stops the run."""
         device = pick(self.config.device.kind)
         device.activate()
         with process_group(device), self.folder.locked() if dist.get_rank() == 0 else nullcontext():
@@ -99,7 +99,7 @@ class TrainPipeline:
 
     def _run(self, device: Device) -> TrainResult:
         started, config = time.monotonic(), self.config
-        # 1. devices, data, models, and what is kept for backward
+        # 1. devices, data, models, and activation policies
         placement = place(config, device)
         where = placement.at(device, self.folder.root)
         self.task.open(where)
@@ -123,7 +123,7 @@ class TrainPipeline:
             try:
                 stopped, loss = self._train(run, telemetry)
             except UserError:
-                manager.wait()  # all ranks are here: let the checkpoint under way become whole
+                manager.wait()  # all ranks are here: let the checkpoint under way complete
                 raise
             finally:
                 data.close()
@@ -139,12 +139,12 @@ class TrainPipeline:
             log.warning(warning)
 
     def _resume(self, run: Run) -> None:
-        """Go on from the newest checkpoint, or begin: with the weights that train.start_from names, if it does."""
+        """Resume from the newest checkpoint, or begin, with the weights of train.start_from if it is set."""
         config, parts, where = self.config, run.parts, run.place
         changed = self.folder.check_same(config)
-        # rank 0 looks: another node's view of the folder may be older
-        found = run.manager.latest() if where.rank == 0 else None
-        name = comm.broadcast_object(found.name if found is not None else None)
+        # rank 0 looks for it: another node's view of the folder may be older
+        newest = run.manager.latest() if where.rank == 0 else None
+        name = comm.broadcast_object(newest.name if newest is not None else None)
         start = config.train.start_from
         if start is not None and (name is None or frozen_names(parts.model)):  # checkpoints hold no frozen weights
             for difference in run.task.compare_start(start) if where.rank == 0 and name is None else ():
@@ -188,11 +188,11 @@ class TrainPipeline:
         base = manager.frozen(state.model)
         others = {role: other.model for role, other in state.others.items()} | dict(state.frozen)
         by_role = {role: manager.frozen(model, role) for role, model in others.items()}
-        roles = {role: {"frozen": found} for role, found in by_role.items() if found is not None}
+        roles = {role: {"frozen": fingerprint} for role, fingerprint in by_role.items() if fingerprint is not None}
         return ({"frozen": base} if base is not None else {}) | ({"roles": roles} if roles else {})
 
     def _callbacks(self, run: Run, telemetry: Telemetry, memory: OomAdvisor, signals: Signals) -> list[Callback]:
-        """What happens around each step, in this order on all ranks."""
+        """The callbacks around each step, in this order on all ranks."""
         parts, config = run.parts, self.config
         sparsity = [one for role in parts.roles for one in Sparsity.of(parts.models[role], comm.all_reduce_sum)]
         averages = [Averages(ema, parts.models[role], role) for role, ema in parts.averages.items()]
@@ -208,7 +208,7 @@ class TrainPipeline:
     # -- the loop -------------------------------------------------------------------------------------------------
 
     def _train(self, run: Run, telemetry: Telemetry) -> tuple[bool, float | None]:
-        """From `run.step` to the end. Returns (stopped early, last loss)."""
+        """Train from `run.step` to the end. Returns (stopped early, last loss)."""
         config, train, parts = self.config, self.config.train, run.parts
         validator = Validator(run.task, parts, run.data, run.place)
         loss, stopped = None, False
@@ -237,13 +237,13 @@ class TrainPipeline:
                     loss = result.loss
                 else:
                     self._non_finite(run, result, telemetry)
-                # 3. what is told
+                # 3. progress and metrics
                 line.advance(note="" if result is None else f"loss {result.loss:.4f}")
                 last = run.step == train.steps
                 if result is not None and (last or run.step % train.log_every == 0):
                     fields = [callback.row() for callback in callbacks]
                     telemetry.write(self._row(run, outcome, result, fields))
-                # 4. checkpoint, which a signal may have asked for, then validation, whose mistakes so cost no step
+                # 4. checkpoint, perhaps requested by a signal, then validation, whose errors so cost no step
                 wish = signals.request
                 due = last or wish != "none" or run.step % config.checkpoint.every == 0
                 if due:
@@ -283,7 +283,7 @@ class TrainPipeline:
             raise UserError(f"step {run.step + 1}: {error}") from error
 
     def _row(self, run: Run, outcome: StepOutcome, result: StepResult, fields: list[dict[str, Any]]) -> dict[str, Any]:
-        """A row of metrics.jsonl: the step's numbers, what the task says of its data, and what the callbacks add."""
+        """A row of metrics.jsonl: the step's numbers, the task's description of its data, and the callbacks' fields."""
         row: dict[str, Any] = {
             "kind": "train",
             "step": outcome.step,
@@ -307,7 +307,7 @@ class TrainPipeline:
         telemetry.write({"kind": "lost", "step": run.step, "samples": sources})
 
     def _validate(self, run: Run, validator: Validator, telemetry: Telemetry) -> bool:
-        """Validate and sample; whether the held-out loss is the lowest so far, so that this step is worth a checkpoint."""
+        """Validate and sample. True where the held-out loss is the lowest so far, so that this step is worth a checkpoint."""
         row: Mapping[str, Any] = validator.validate(run.step)
         if row:
             telemetry.write(dict(row))
@@ -340,19 +340,19 @@ class TrainPipeline:
         return flops, source
 
     def _non_finite(self, run: Run, result: StepResult, telemetry: Telemetry) -> None:
-        """Write down a step that was left out. Raises UserError when there are more than train.skip_non_finite."""
+        """Record a step that was left out. Raises UserError when there are more than train.skip_non_finite."""
         run.skipped += 1
         samples = ", ".join(result.bad[:8]) or "none alone (the gradient overflowed)"
         message = f"step {run.step}: loss {result.loss}, gradient norm {result.grad_norm}; samples with a non-finite loss: {samples}"
         telemetry.write({"kind": "non_finite", "step": run.step, "loss": result.loss, "samples": result.bad})
-        kept = "Nothing was updated"
+        effect = "Nothing was updated"
         if result.updated:
             done = ", ".join(sorted(result.updated))
-            kept = f"Update '{result.broken}' is not finite and ended the step; of this step {done} was updated"
+            effect = f"Update '{result.broken}' is not finite and ended the step; of this step {done} was updated"
         if run.skipped > self.config.train.skip_non_finite:
             raise UserError(
-                f"{message}. {kept}. Lower train.lr, look at these samples, or allow skips with train.skip_non_finite."
+                f"{message}. {effect}. Lower train.lr, look at these samples, or allow skips with train.skip_non_finite."
             )
         log.warning(
-            f"{message}; {'the step is skipped' if not result.updated else kept} ({run.skipped} of {self.config.train.skip_non_finite})"
+            f"{message}; {'the step is skipped' if not result.updated else effect} ({run.skipped} of {self.config.train.skip_non_finite})"
         )

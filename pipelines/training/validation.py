@@ -1,4 +1,4 @@
-"""What is looked at while a run trains, from the averaged weights."""
+"""Validation while a run trains, with the averaged weights."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ log = get_logger("validate")
 
 
 class Validator:
-    """Validates and samples for a run; which items and how is the task's."""
+    """The validation and sampling of a run; the task decides on the items and the method."""
 
     def __init__(self, task: Task, parts: Assembly, data: Data, place: RunPlace) -> None:
         self.parts, self.place = parts, place
         self.validation = task.validation(parts.models, data, place)
 
     def validate(self, step: int) -> dict[str, Any]:
-        """One row for metrics.jsonl, or an empty one when there is nothing to look at. A collective call."""
+        """Validate and sample. Returns a row for metrics.jsonl, empty where there is no validation. A collective call."""
         if self.validation is None:
             return {}
         started = time.monotonic()

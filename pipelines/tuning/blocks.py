@@ -1,4 +1,4 @@
-"""Models whose blocks do nothing: what memory is measured with."""
+"""Models with replaced blocks, for measuring memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mmspeed.protocols import blocks_of
 
 @contextmanager
 def other_blocks(model: nn.Module, make: Callable[[nn.Module], nn.Module]) -> Iterator[None]:
-    """Inside, another module stands in the place of each block."""
+    """Replace each block by another module, inside."""
     named = blocks_of(model)
     for name, block in named:
         _put(model, name, make(block))

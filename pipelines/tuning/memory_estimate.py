@@ -1,7 +1,7 @@
-"""What a step takes and what a budget would choose, from shapes alone: no device, no weights, nothing computed.
+"""Estimates of a step's memory, and of the choice under a budget, from shapes alone: no device, no weights, no computation.
 
-Bytes are those of all tensors that a step has, counted on torch's fake tensors; what operations take for themselves is not seen. Time is
-that of the roofline model. A layout over several devices is estimated by division.
+Bytes are those of all tensors of a step, counted on torch's fake tensors, without the workspaces of operations. Time is that of the
+roofline model. A layout over several devices is estimated by division.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ FEW_OPTIONS = 8  # of a kind of block: fake tensors are slow
 
 @dataclass(frozen=True)
 class DeviceSpeeds:
-    """Of a device: operations a second, bytes a second of its memory, and between it and the host in each direction."""
+    """The speeds of a device: operations per second, bytes per second of its memory, and to and from the host."""
 
     flops: float = 150e12  # half of the peak of an accelerator of the A100's class
     memory: float = 1.5e12
     host: float = 20e9
 
     def swap_seconds(self, nbytes: int, block_seconds: float) -> float:
-        """What a block takes longer when so many bytes leave in its forward and come back in its backward, beside the computation."""
+        """Seconds that a block takes longer when `nbytes` leave in its forward and come back in its backward, beside the computation."""
         each, forward = nbytes / self.host, block_seconds / 3
         return max(0.0, each - forward) + max(0.0, each - 2 * forward)
 
@@ -84,9 +84,9 @@ class MemoryPlan:
             f"{format_bytes(figures.peak(self.chosen))}, {figures.added_share(self.chosen):+.1%} time of the blocks"
         )
         lines.append(f"  {'options of a block':<74} {'keeps':>9} {'peak':>9} {'host':>9} {'time':>7}  blocks")
-        taken = [words_of(each) for each in ways]
+        chosen_words = [words_of(each) for each in ways]
         for kind, options in enumerate(figures.options):
-            here = [words for words, of in zip(taken, figures.kinds, strict=True) if of == kind]
+            here = [words for words, of in zip(chosen_words, figures.kinds, strict=True) if of == kind]
             plain = figures.plain_seconds[kind]
             if len(figures.options) > 1:
                 numbers = [number for number, of in enumerate(figures.kinds) if of == kind]
@@ -101,7 +101,7 @@ class MemoryPlan:
 
 
 def _listed(numbers: Sequence[int]) -> str:
-    """Numbers in words: the first ones, and how many there are."""
+    """A list of numbers as text: the first ones, and their count."""
     shown = ", ".join(map(str, numbers[:4]))
     return shown if len(numbers) <= 4 else f"{shown}, ... ({len(numbers)})"
 
@@ -125,7 +125,7 @@ def plan_memory(
     speeds: DeviceSpeeds | None = None,
     with_swap: bool = True,
 ) -> MemoryPlan:
-    """What a config's step takes on one of `world` devices, and what is chosen under `budget` bytes.
+    """The memory of a config's step on one of `world` devices, and the choice under `budget` bytes.
 
     Args:
         task: None: the one that the config names, opened without data.
@@ -136,7 +136,7 @@ def plan_memory(
     Raises UserError for a shape class that does not fit the model, for `memory.mlp_chunk`, and as `Task.open_without_data`.
     """
     if config.memory.mlp_chunk is not None:
-        raise UserError("a plan chooses how MLPs are computed, and memory.mlp_chunk says it: leave mlp_chunk out")
+        raise UserError("a plan chooses the computation of MLPs, and memory.mlp_chunk sets it: leave mlp_chunk out")
     parallel, speeds = config.parallel, speeds or DeviceSpeeds()
     world = world or parallel.group
     if task is None:
@@ -163,7 +163,7 @@ def shape_figures(
     kinds, members = kinds_of([key_of(block) for _, block in blocks_of(model)])
     keep_blocks(bare, [blocks[0] for blocks in members])
     task.shapes()
-    batch, loss = task.sketch(bare, step.shape, step.items)  # here, where tensors that it looks at have values
+    batch, loss = task.sketch(bare, step.shape, step.items)  # before FakeTensorMode, since it reads values of tensors
     if memory.master != "parameters":
         make_half(bare)
     with FakeTensorMode():
@@ -192,7 +192,7 @@ def shape_figures(
 
 
 def spread(figures: StepFigures, config: RunConfig, world: int) -> StepFigures:
-    """The figures of one of `world` devices, by division: activations over those that compute a video together, weights over shards."""
+    """The figures of one of `world` devices, by division: activations over devices that compute a video together, weights over shards."""
     parallel, memory = config.parallel, config.memory
     sharded = parallel.strategy == "fsdp" or (parallel.strategy == "auto" and world > 1)
     shards = (
@@ -235,7 +235,7 @@ def spread(figures: StepFigures, config: RunConfig, world: int) -> StepFigures:
 
 
 def _without_values(model: nn.Module) -> None:
-    """Put a model that is on the meta device on the CPU, in place; inside of a `FakeTensorMode`, where it takes no memory."""
+    """Move a model from the meta device to the CPU, in place, inside of a `FakeTensorMode`, where it takes no memory."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             module.register_parameter(name, nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype)))
@@ -245,7 +245,7 @@ def _without_values(model: nn.Module) -> None:
 
 
 class FakeOffloader(Offloader):
-    """A place to swap fake tensors to. Nothing is copied; bytes are counted as they are where tensors have values."""
+    """An offloader of fake tensors. It copies nothing; bytes are counted as for real tensors."""
 
     def group(self) -> OffloadGroup:
         return _FakeOffloadGroup(self)
@@ -258,13 +258,13 @@ class FakeOffloader(Offloader):
 
 
 def _reach(tensor: Tensor) -> int:
-    """Bytes of memory from the first to the last that a tensor sees."""
+    """Bytes of memory from the first to the last one of a tensor."""
     start, end = StorageView.of(tensor).reach()
     return end - start
 
 
 def _cast_of(tensor: Tensor) -> Tensor | None:
-    """The parameter that autocast made `tensor` of, as `looks.cast_of_parameter` finds it, which knows torch's own tensors only."""
+    """The parameter that autocast made `tensor` of, like `looks.cast_of_parameter`, which supports torch's own tensors only."""
     copy: Tensor = tensor if (base := base_of(tensor)) is None else base
     if copy.grad_fn is None or copy.grad_fn.name() != "ToCopyBackward0":
         return None
@@ -273,7 +273,7 @@ def _cast_of(tensor: Tensor) -> Tensor | None:
 
 
 class _FakeOffloadedStorage:
-    """A storage, or a part of it, that lies in the host's memory."""
+    """A storage, or a part of it, in the host's memory."""
 
     def __init__(self, swap: FakeOffloader, nbytes: int) -> None:
         self.swap, self.nbytes = swap, nbytes
@@ -281,7 +281,7 @@ class _FakeOffloadedStorage:
         self._here: Any = None
 
     def load(self) -> Tensor:
-        """Its bytes on the device, those that are there already if somebody holds them."""
+        """The bytes on the device; those of an earlier load while they are in use."""
         here = None if self._here is None else self._here()
         if here is None:
             here = torch.empty(self.nbytes, dtype=torch.uint8)
@@ -293,7 +293,7 @@ class _FakeOffloadedStorage:
 
 
 class _FakeOffloadedTensor:
-    """A stored tensor, which holds its memory from when it comes back until it is asked for."""
+    """A stored tensor, which holds its memory from its return until it is used."""
 
     def __init__(self, group: _FakeOffloadGroup, part: _FakeOffloadedStorage) -> None:
         self.group, self.part = group, part
@@ -319,13 +319,13 @@ class _FakeOffloadGroup:
         if source is not None:
             return lambda: source.detach().to(look.dtype).as_strided(look.shape, look.strides)
         start, end = part_of_storage(look, storage.nbytes())
-        weak = StorageWeakRef(storage)  # its address is not given twice while it is held
+        weak = StorageWeakRef(storage)  # while it exists, its address is not used again
         _, part = self.parts.setdefault((weak.cdata, start, end), (weak, _FakeOffloadedStorage(self.swap, end - start)))
-        held = _FakeOffloadedTensor(self, part)
-        self.held.append(weakref.ref(held))
+        stored = _FakeOffloadedTensor(self, part)
+        self.held.append(weakref.ref(stored))
 
         def give() -> Tensor:
-            memory_Z = held.take()
+            memory_Z = stored.take()
             usable = memory_Z.numel() // look.dtype.itemsize * look.dtype.itemsize
             offset = (look.offset - start) // look.dtype.itemsize
             return memory_Z[:usable].view(look.dtype).as_strided(look.shape, look.strides, offset)
@@ -336,12 +336,12 @@ class _FakeOffloadGroup:
         self.parts.clear()
 
     def fetch(self) -> None:
-        """All of it comes with the first tensor that is asked for."""
+        """Load all stored tensors of the group, with the first one that is used."""
         waiting, self.held = self.held, []
         for weak in waiting:
-            held = weak()
-            if held is not None:
-                held.arrival = held.part.load()
+            stored = weak()
+            if stored is not None:
+                stored.arrival = stored.part.load()
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         return torch.autograd.graph.saved_tensors_hooks(self.store, lambda give: give())

@@ -1,7 +1,7 @@
-"""What a step takes, measured: one block of each kind in each way, and what lies around the blocks.
+"""Measurement of a step's memory and time: one block of each kind in each way, and the parts outside of blocks.
 
-Blocks are measured with the inputs that they meet in the model, under the same autocast and parallel layout, one at a time: so a model
-can be measured of which not even one plain step fits.
+Blocks are measured with their inputs in the model, under the same autocast and parallel layout, one at a time: so even a model of which
+no plain step fits can be measured.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ LEAST_ADDED = 0.005  # share of a block's time
 
 
 class _PassFirst(torch.autograd.Function):
-    """Hands its first argument on, and gives all others a gradient, so that what made them keeps what its backward needs."""
+    """The identity of its first argument. All others get gradients, so that their producers keep the tensors for their backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *others: Any) -> Tensor:
@@ -57,12 +57,14 @@ class _PassFirst(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        made = [None if like is None else torch.zeros(like[0], dtype=like[1], device=grad.device) for like in ctx.like]
-        return grad, *made
+        gradients = [
+            None if like is None else torch.zeros(like[0], dtype=like[1], device=grad.device) for like in ctx.like
+        ]
+        return grad, *gradients
 
 
 class IdentityBlock(nn.Module):
-    """In place of a block: does nothing. `outputs`: how many tensors it returns, its first ones; 0: one tensor, and no tuple."""
+    """A block that does nothing. `outputs`: the number of tensors that it returns, its first ones; 0: one tensor, and no tuple."""
 
     def __init__(self, outputs: int = 0) -> None:
         super().__init__()
@@ -77,7 +79,7 @@ class IdentityBlock(nn.Module):
 
 
 class _PreviousLayer(torch.autograd.Function):
-    """What an earlier layer would give: a tensor of its own."""
+    """The output of an earlier layer: a new tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -89,7 +91,7 @@ class _PreviousLayer(torch.autograd.Function):
 
 
 class _NextLayer(torch.autograd.Function):
-    """What a later layer would do: take a tensor without keeping it, and give a gradient of its size back."""
+    """A stand-in for a later layer: takes a tensor without keeping it, and returns a gradient of its size."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -103,7 +105,7 @@ class _NextLayer(torch.autograd.Function):
 
 @dataclass
 class BlockCall:
-    """How a block was called: by position, or all by name."""
+    """The call of a block: arguments by position, or all by name."""
 
     block: nn.Module
     args: tuple[Any, ...]  # detached
@@ -140,7 +142,7 @@ def capture(forward: Work, blocks: Sequence[nn.Module]) -> list[BlockCall]:
     calls: dict[int, BlockCall] = {}
 
     def leaf(tensor: Tensor) -> Tensor:
-        # a copy of its own, as backward may not reach into what the model computed with
+        # a copy, since backward must not reach the model's own tensors
         return tensor.detach().clone().requires_grad_() if tensor.is_floating_point() else tensor
 
     def taken(value: Any) -> Any:
@@ -171,7 +173,7 @@ def capture(forward: Work, blocks: Sequence[nn.Module]) -> list[BlockCall]:
 
 @dataclass
 class BlockProfiler:
-    """Where blocks are measured. `with_swap`: whether ways that offload are options."""
+    """The measurement of blocks. `with_swap`: True where ways that offload are options."""
 
     gauge: Profiler
     offloader: Offloader
@@ -179,11 +181,11 @@ class BlockProfiler:
     exchange_again: bool = False
     most: int = MOST_OPTIONS
     progress: Callable[[], None] = lambda: None  # called before each run
-    # what offloading so many bytes out and back adds to a block of so many seconds, where that is not measured
+    # (bytes, seconds of a block) -> seconds that offloading these bytes adds, where that is not measured
     swap_seconds: Callable[[int, float], float] | None = None
 
     def tell(self, calls: Sequence[BlockCall], ways: Any) -> None:
-        """Give blocks their ways."""
+        """Set the ways of blocks."""
         for call in calls:
             set_policies(call.block, ways, self.offloader.group, exchange_again=self.exchange_again)
 
@@ -195,7 +197,7 @@ class BlockProfiler:
 
         def forward() -> None:
             left.extend(_NextLayer.apply(out) for out in call.run(_PreviousLayer.apply(call.first)))
-            if self.with_swap:  # what has left may be freed
+            if self.with_swap:  # offloaded tensors may be freed
                 self.offloader.device.synchronize()
                 with self.offloader.lock:
                     self.offloader.tidy()
@@ -208,11 +210,11 @@ class BlockProfiler:
         call.clear()
         bytes_ = comm.all_reduce_max([float(kept), float(max(0, peak - kept)), float(max(0, backward)), float(host)])
         kept, forward_, backward, host = map(int, bytes_)
-        # beside a block, what the one before it offloads is on its way out in forward, and on its way back in backward
+        # while a block runs, the tensors that the block before it offloads leave in forward and come back in backward
         return Option(kept, forward_ + host, backward + host, host, ways=ways)
 
     def clock(self, chain: Sequence[BlockCall], ways: Sequence[Any]) -> list[float]:
-        """Seconds of forward and backward of one block in each of some ways; of several blocks in a row, so that prefetching shows."""
+        """Seconds of forward and backward of one block in each of `ways`, measured over several blocks in a row to include prefetching."""
 
         def prepare(each: Any) -> None:
             self.progress()
@@ -228,26 +230,26 @@ class BlockProfiler:
             torch.autograd.backward([_NextLayer.apply(out) for out in (x, *beside)])
 
         works: list[tuple[Work, Work]] = [(partial(prepare, each), work) for each in ways]
-        found = self.gauge.seconds(works, ROUNDS)
+        times = self.gauge.seconds(works, ROUNDS)
         prepare({})
-        return comm.all_reduce_max([seconds / len(chain) for seconds in found])
+        return comm.all_reduce_max([seconds / len(chain) for seconds in times])
 
     def options(self, chain: Sequence[BlockCall]) -> tuple[list[Option], float]:
-        """The options of a kind of block, which saves everything in the first; and the seconds of that one.
+        """The options of a kind of block, the first of which saves everything, and the seconds of that one.
 
-        The chain are blocks of that kind. Time is that of each way of each span alone, which adds up; bytes are those of each option.
+        The chain are blocks of that kind. Time is the sum of each span's way alone; bytes are measured for each option.
         """
         first = chain[0].block
         spans = regions_of(first)
         ways = single_policies(spans, self.with_swap)
-        self.weigh(chain[0], {})  # the first run makes what libraries keep for good
+        self.weigh(chain[0], {})  # the first run makes permanent allocations of libraries
         spent, singles = [self.gauge.spent], []
         for each in ways:
             singles.append(self.weigh(chain[0], each))
             spent.append(self.gauge.spent)
-        told = [after - before for before, after in pairwise(spent) if before is not None and after is not None]
-        seconds = told or self.clock(chain, ways)
-        # no way is free, however the clock errs: what fits is saved
+        spent_each = [after - before for before, after in pairwise(spent) if before is not None and after is not None]
+        seconds = spent_each or self.clock(chain, ways)
+        # no way is free, whatever the clock's error: tensors that fit are saved
         added = [0.0, *(max(LEAST_ADDED * seconds[0], each - seconds[0]) for each in seconds[1:])]
         if self.swap_seconds is not None:
             added = [s + self.swap_seconds(one.host, seconds[0]) for s, one in zip(added, singles, strict=True)]
@@ -259,12 +261,12 @@ class BlockProfiler:
         for some in (every, [one for one in every if not offloads(one.ways)]):
             wanted += least_bytes(some)
         plain, known = singles[0], {tuple(one.ways.items()): one for one in singles}
-        found = {tuple(plain.ways.items()): plain}
+        measured = {tuple(plain.ways.items()): plain}
         for one in wanted:
             key = tuple(one.ways.items())
-            found[key] = known.get(key) or replace(self.weigh(chain[0], one.ways), seconds=one.seconds)
+            measured[key] = known.get(key) or replace(self.weigh(chain[0], one.ways), seconds=one.seconds)
         self.tell(chain, {})
-        rest = [one for key, one in found.items() if key]
+        rest = [one for key, one in measured.items() if key]
         return [plain, *rest], seconds[0]
 
     def ends(
@@ -272,39 +274,39 @@ class BlockProfiler:
     ) -> tuple[int, int]:
         """(bytes kept outside of the blocks, bytes above them at the peak) of a forward and backward pass of a batch.
 
-        outputs: of each block, as `BlockCall` has them; none: one tensor each.
+        outputs: those of each block, as in `BlockCall`; none: one tensor each.
         """
-        held: dict[str, Any] = {}
+        tensors: dict[str, Any] = {}
 
         def forward() -> None:
-            held["batch"] = batch()
-            held["loss"] = loss(held["batch"])
+            tensors["batch"] = batch()
+            tensors["loss"] = loss(tensors["batch"])
 
         with without_blocks(model, outputs):
-            for _ in range(2):  # the first run makes what libraries keep for good
+            for _ in range(2):  # the first run makes permanent allocations of libraries
                 kept, peak = self.gauge.section(forward)
-                _, backward = self.gauge.section(lambda: held.pop("loss").backward())
-                held.clear()
+                _, backward = self.gauge.section(lambda: tensors.pop("loss").backward())
+                tensors.clear()
         model.zero_grad(set_to_none=True)
-        found = comm.all_reduce_max([float(kept), float(max(0, peak - kept)), float(max(0, backward))])
-        return int(found[0]), int(max(found[1:]))
+        largest = comm.all_reduce_max([float(kept), float(max(0, peak - kept)), float(max(0, backward))])
+        return int(largest[0]), int(max(largest[1:]))
 
 
 def identity(block: nn.Module, outputs: int = 0) -> nn.Module:
-    """A stand-in for a block that returns so many tensors: it does nothing but bring tokens to where the block would.
+    """A stand-in for a block that returns `outputs` tensors: it only re-shards tokens as the block would.
 
-    The first block's boundary cuts the tokens of many a plan, and what comes after the blocks counts on this process's part.
+    In many plans the first block's boundary splits the tokens, and the layers after the blocks need this process's part.
     """
-    made = IdentityBlock(outputs)
+    stand_in = IdentityBlock(outputs)
     boundary = boundary_of(block)
     if boundary is not None:
-        mix_in(made, Bounded)._boundary = replace(boundary, outputs={})
-    return made
+        mix_in(stand_in, Bounded)._boundary = replace(boundary, outputs={})
+    return stand_in
 
 
 @contextmanager
 def without_blocks(model: nn.Module, outputs: Sequence[int] = ()) -> Iterator[None]:
-    """Inside, a model's blocks do nothing."""
+    """Replace a model's blocks by ones that do nothing, inside."""
     blocks = [block for _, block in blocks_of(model)]
     counts = dict(zip(map(id, blocks), outputs, strict=False))
     with other_blocks(model, lambda block: identity(block, counts.get(id(block), 0))):
@@ -312,7 +314,7 @@ def without_blocks(model: nn.Module, outputs: Sequence[int] = ()) -> Iterator[No
 
 
 def _emptied(tensors: list[Tensor]) -> Iterator[Tensor]:
-    """The tensors, which the list holds no more."""
+    """The tensors, each removed from the list as it is yielded."""
     while tensors:
         yield tensors.pop()
 
@@ -324,12 +326,12 @@ def step_figures(
     loss: Callable[[Made], Tensor],
     kinds: tuple[int, ...],
     chosen: Sequence[Sequence[int]],
-    **given: Any,
+    **settings: Any,
 ) -> StepFigures:
-    """The figures of a step of a model, from one that has only some of its blocks.
+    """The figures of a step of a model, from a model with only some of its blocks.
 
     Args:
-        model: with the blocks that stand for each kind, in the order of the kinds.
+        model: with representative blocks of each kind, in the order of the kinds.
         kinds: the kind of each block of the whole model.
         chosen: for each kind, the places of its blocks in `model`.
         given: `memory`, `average`, `optimizer`, for `static_bytes`; `gradients_stay`, `keep_last`.
@@ -337,7 +339,7 @@ def step_figures(
     blocks = [block for _, block in blocks_of(model)]
     calls = capture(lambda: loss(batch()), blocks)
     ends, tail = bench.ends(model, batch, loss, [call.outputs for call in calls])
-    found = [bench.options([calls[place] for place in places]) for places in chosen]
+    options_of_kinds = [bench.options([calls[place] for place in places]) for places in chosen]
     carried = max(
         sum(
             value.nbytes
@@ -349,28 +351,28 @@ def step_figures(
     each = [sum(map(numbers_of, blocks[places[0]].parameters())) for places in chosen]
     of_blocks = sum(numbers_of(parameter) for block in blocks for parameter in block.parameters())
     numbers = sum(map(numbers_of, model.parameters())) - of_blocks + sum(each[kind] for kind in kinds)
-    stay, keep_last = given.pop("gradients_stay"), given.pop("keep_last")
+    stay, keep_last = settings.pop("gradients_stay"), settings.pop("keep_last")
     return StepFigures(
-        static=static_bytes(numbers, largest=max(map(numbers_of, model.parameters())), **given),
+        static=static_bytes(numbers, largest=max(map(numbers_of, model.parameters())), **settings),
         ends=ends,
         tail=tail,
         kinds=kinds,
-        options=tuple(tuple(options) for options, _ in found),
+        options=tuple(tuple(options) for options, _ in options_of_kinds),
         gradients=tuple(4 * each[kind] for kind in kinds),
         gradients_stay=stay,
         keep_last=keep_last,
         carried=carried,
-        plain_seconds=tuple(seconds for _, seconds in found),
+        plain_seconds=tuple(seconds for _, seconds in options_of_kinds),
     )
 
 
 def numbers_of(parameter: Tensor) -> int:
-    """Numbers in a parameter, of a split one those of this device."""
+    """Numbers in a parameter; in a split one, those of this device."""
     return local(parameter).numel()
 
 
 def key_of(block: nn.Module) -> tuple[object, ...]:
-    """What tells blocks apart that take different memory or time: class, span, kinds of attention, number of parameters."""
+    """The kind of a block; blocks of one kind take the same memory and time: class, span, kinds of attention, number of parameters."""
     attention = tuple(sorted({type(layer).__name__ for layer in clustered_layers(block).values()}))
     numbers = sum(parameter.numel() for parameter in block.parameters())
     return type(block).__name__, parts_of(block).attends, attention, numbers

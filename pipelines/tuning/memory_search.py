@@ -1,7 +1,7 @@
-"""Choosing the ways of all spans under a budget: measure blocks, choose, try a real step, and write down what was found.
+"""The choice of ways of all spans under a budget: measure blocks, choose, try a real step, and record the results.
 
-runs/NAME/memory.json holds the choice, what was expected of it and what a step took; a run that goes on with the same setting takes it
-from there.
+runs/NAME/memory.json holds the choice, its expected and its measured memory; a run that resumes with the same setting takes it from
+there.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from mmspeed.protocols import Batch, MicroBatchSize, Models, RunPlace, Task, blo
 
 MEMORY_NAME = "memory.json"
 TRIES = 5  # real steps that are taken to verify a choice
-NEAR = 0.03  # a choice that leaves less of the budget unused is not made again
+NEAR = 0.03  # unused share of the budget below which a choice is final
 
 log = get_logger("train")
 
 
 @dataclass(frozen=True)
 class MemoryChoice:
-    """The ways of each block that were chosen, and what was found of them."""
+    """The chosen ways of each block, with their expected and measured figures."""
 
     ways: tuple[ActivationPolicies, ...]
     budget: int
@@ -58,35 +58,35 @@ class MemoryChoice:
     tries: tuple[dict[str, Any], ...] = ()
 
     def lines(self) -> list[str]:
-        """The choice in words."""
-        told = "; ".join(f"{count} x {ways}" for ways, count in runs_of(self.ways))
+        """The choice as lines of text."""
+        words = "; ".join(f"{count} x {ways}" for ways, count in runs_of(self.ways))
         return [
-            f"memory: {len(self.ways)} blocks: {told}",
+            f"memory: {len(self.ways)} blocks: {words}",
             f"memory: expected {format_bytes(self.expected_peak)}, measured {format_bytes(self.measured_peak)} of "
             f"{format_bytes(self.budget)}, {self.added_share:+.1%} time of the blocks",
         ]
 
 
-# -- what it is made for ----------------------------------------------------------------------------------------------
+# -- budget and setting -----------------------------------------------------------------------------------------------
 
 
 def budget_bytes(memory: MemoryConfig, device: Device) -> int:
-    """Bytes of one device that training may take; of the process that has least. A collective call.
+    """Bytes of one device that training may take, the least over processes. A collective call.
 
-    A fraction is one of the device's memory, on a CPU of what is free, which the processes of a host share.
+    A fraction is one of the device's memory, on a CPU of the free memory, which the processes of a host share.
     """
     if memory.budget is not None:
-        own = parse_bytes(memory.budget)
+        nbytes = parse_bytes(memory.budget)
     else:
         assert memory.fraction is not None
         on_cpu = device.kind == "cpu"
         whole = device.free_memory_bytes() if on_cpu else device.total_memory_bytes()
-        own = int(memory.fraction * whole / (int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if on_cpu else 1))
-    return -int(comm.all_reduce_max([-float(own)])[0])
+        nbytes = int(memory.fraction * whole / (int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if on_cpu else 1))
+    return -int(comm.all_reduce_max([-float(nbytes)])[0])
 
 
 def full_setting(config: RunConfig, task: Task, place: RunPlace, step: MicroBatchSize) -> dict[str, Any]:
-    """All that a choice depends on, in JSON's types."""
+    """The settings that a choice depends on, in JSON's types."""
     memory = {f"memory.{k}": v for k, v in config.memory.model_dump(mode="json").items() if k not in UNMEASURED}
     train = {"train.optimizer": config.train.optimizer, "train.ema": config.train.ema_decay is not None}
     setting = setting_of(config, task.setting(), place) | memory | train
@@ -103,12 +103,12 @@ def measured_figures(
 ) -> StepFigures:
     """The figures of a config's step, from a model of two blocks of each kind that is freed afterwards. A collective call.
 
-    with_swap: whether policies that swap are options; None: on all but a CPU, where the host's memory is the device's.
+    with_swap: True: policies that swap are options; None: on all but a CPU, where the host's memory is the device's.
     """
     kinds, members = kinds_of([key_of(block) for _, block in blocks_of(learning_model(task, task.build()))])
     wanted = sorted(block for blocks in members for block in blocks[:2])
     chosen = [[wanted.index(block) for block in blocks[:2]] for blocks in members]
-    # how the optimizer steps is no part of what is measured here
+    # the optimizer's step is not measured here
     memory = config.memory.model_copy(update={"budget": None, "fraction": None, "release_gradients": False})
     train = config.train.model_copy(update={"ema_decay": None})
     plain = config.model_copy(update={"memory": memory, "train": train})
@@ -142,14 +142,14 @@ def measured_figures(
 
 
 def _loss(task: Task, models: Models, batch: Batch) -> Tensor:
-    """The sum of a batch's losses that train, by models without what engines wrap around them."""
+    """The sum of a batch's losses that train, by models without the wrappers of engines."""
     terms = task.updates()[0].loss(models, batch)
     sums = [term.loss_I.sum() for term in terms.values() if term.trains]
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
 
 class MeasuredModel:
-    """A config's whole model, of which real steps are taken in one choice after another."""
+    """A config's whole model, for real steps in one choice after another."""
 
     def __init__(
         self, config: RunConfig, task: Task, device: Device, step: MicroBatchSize, ways: Sequence[ActivationPolicies]
@@ -164,8 +164,8 @@ class MeasuredModel:
 
     def peak(self, ways: Sequence[ActivationPolicies]) -> int | None:
         """Bytes at the peak of a step; None where memory ran out. A collective call."""
-        for (_, block), own in zip(blocks_of(self.steps.model), ways, strict=True):
-            set_policies(block, own, self.swap.group, exchange_again=self.memory.exchange_again)
+        for (_, block), policies in zip(blocks_of(self.steps.model), ways, strict=True):
+            set_policies(block, policies, self.swap.group, exchange_again=self.memory.exchange_again)
 
         def work() -> int:
             if not self._ran:
@@ -181,17 +181,17 @@ class MeasuredModel:
 
 
 def fastest_within(figures: StepFigures, budget: int, tried: MeasuredModel) -> MemoryChoice:
-    """The fastest choice of which a real step stays within the budget. A collective call.
+    """The fastest choice whose real step stays within the budget. A collective call.
 
-    Each try aims at as much more or less as the last step left of the budget. Raises UserError where not even the least stays within.
+    Each try shifts the target by the last step's distance from the budget. Raises UserError where not even the least choice fits.
     """
     target, best, smallest = budget, None, figures.smallest()
-    told: list[dict[str, Any]] = []
+    tries: list[dict[str, Any]] = []
     seen: list[list[int]] = []
-    over: list[list[int]] = []  # that took more than the budget
+    over: list[list[int]] = []  # choices that took more than the budget
     for turn in range(TRIES + 1):
         chosen = figures.choose(target) or smallest
-        while chosen in over and chosen != smallest:  # it took more than was expected of it
+        while chosen in over and chosen != smallest:  # it took more than expected
             target = min(target, figures.peak(chosen)) - 1
             chosen = figures.choose(target) or smallest
         if turn == TRIES:
@@ -202,7 +202,7 @@ def fastest_within(figures: StepFigures, budget: int, tried: MeasuredModel) -> M
             break
         seen.append(chosen)
         peak, expected, seconds = tried.peak(figures.ways(chosen)), figures.peak(chosen), figures.seconds(chosen)
-        told.append({"aimed_at": target, "expected_bytes": expected, "measured_bytes": peak, "added_seconds": seconds})
+        tries.append({"aimed_at": target, "expected_bytes": expected, "measured_bytes": peak, "added_seconds": seconds})
         left = budget - peak if peak is not None else -budget // 10
         if left < 0:
             over.append(chosen)
@@ -213,7 +213,7 @@ def fastest_within(figures: StepFigures, budget: int, tried: MeasuredModel) -> M
         target += left
     if best is None:
         least = min(
-            (one["measured_bytes"] for one in told if one["measured_bytes"] is not None), default=figures.least()
+            (one["measured_bytes"] for one in tries if one["measured_bytes"] is not None), default=figures.least()
         )
         raise too_small(budget, max(least, budget + 1), figures)
     chosen, peak, seconds = best
@@ -227,25 +227,25 @@ def fastest_within(figures: StepFigures, budget: int, tried: MeasuredModel) -> M
         seconds,
         figures.added_share(chosen),
         tried.seconds(),
-        tuple(told),
+        tuple(tries),
     )
 
 
 def too_small(budget: int, least: int, figures: StepFigures) -> UserError:
-    """What to say of a budget in which nothing fits."""
+    """The error for a budget in which nothing fits."""
     static = figures.static
-    wanted, there = format_bytes(least), format_bytes(budget)
-    if wanted == there:
-        wanted, there = f"{least:,} bytes", f"{budget:,}"
+    wanted, available = format_bytes(least), format_bytes(budget)
+    if wanted == available:
+        wanted, available = f"{least:,} bytes", f"{budget:,}"
     return UserError(
-        f"memory: a step takes at least {wanted}, more than the budget of {there}; weights, optimizer and "
+        f"memory: a step takes at least {wanted}, more than the budget of {available}; weights, optimizer and "
         f"gradients are {format_bytes(static.between + static.gradients)} of it. Raise the budget, put memory.master, memory.states or "
         "memory.ema on the host, use parallel.strategy: fsdp or a split of the video (parallel.dsp or parallel.ulysses), or take smaller "
         "batches or buckets"
     )
 
 
-# -- writing it down --------------------------------------------------------------------------------------------------
+# -- recording --------------------------------------------------------------------------------------------------------
 
 
 def option_rows(figures: StepFigures) -> list[dict[str, Any]]:
@@ -259,7 +259,7 @@ def option_rows(figures: StepFigures) -> list[dict[str, Any]]:
 
 def write_choice(path: Path, choice: MemoryChoice, figures: StepFigures, setting: Mapping[str, Any]) -> None:
     """Write memory.json, whole or not at all."""
-    found = {
+    record = {
         "setting": dict(setting),
         "budget_bytes": choice.budget,
         "blocks": [dict(ways) for ways in choice.ways],
@@ -276,29 +276,29 @@ def write_choice(path: Path, choice: MemoryChoice, figures: StepFigures, setting
         "options": option_rows(figures),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(found, indent=1) + "\n")
+    write_text(path, json.dumps(record, indent=1) + "\n")
 
 
 def read_choice(path: Path, setting: Mapping[str, Any], blocks: int) -> MemoryChoice | None:
-    """The choice of a run that was made for this setting; None where there is none, or for another, or (with a warning) it is damaged."""
+    """The choice of a run for this setting; None where there is none, where it is for another setting, or (with a warning) damaged."""
     if not path.exists():
         return None
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if "setting" not in found and "report" in found:  # of `mmspeed bench memory` alone
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if "setting" not in record and "report" in record:  # of `mmspeed bench memory` alone
             return None
-        if translated_setting(found["setting"]) != json.loads(json.dumps(setting)):
+        if translated_setting(record["setting"]) != json.loads(json.dumps(setting)):
             return None
-        expected, measured = found["expected"], found["measured"]
+        expected, measured = record["expected"], record["measured"]
         ways = tuple(
             MemoryConfig.model_validate({"activation_policy": renamed_policies(each)}).activation_policy
-            for each in found["blocks"]
+            for each in record["blocks"]
         )
         if len(ways) != blocks:
             raise ValueError(f"ways of {len(ways)} blocks")
         return MemoryChoice(
             cast(tuple[ActivationPolicies, ...], ways),
-            found["budget_bytes"],
+            record["budget_bytes"],
             expected["peak_bytes"],
             measured["peak_bytes"],
             expected["added_seconds"],
@@ -306,9 +306,9 @@ def read_choice(path: Path, setting: Mapping[str, Any], blocks: int) -> MemoryCh
             measured["step_seconds"],
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        told = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0]
         log.warning(
-            f"memory: {path} is damaged ({type(error).__name__}: {told}): the ways are measured and chosen again"
+            f"memory: {path} is damaged ({type(error).__name__}: {reason}): the ways are measured and chosen again"
         )
         return None
 
@@ -322,17 +322,17 @@ def choose_policies(
     setting: Mapping[str, Any],
     rank: int,
 ) -> MemoryChoice:
-    """The ways under the config's budget: those that the run has, or new ones, written into its folder. A collective call.
+    """The ways under the config's budget: those of the run's folder, or new ones, which are written there. A collective call.
 
     All ranks take rank 0's. Raises UserError where nothing fits.
     """
     path, blocks = folder / MEMORY_NAME, len(blocks_of(learning_model(task, task.build())))
     before = read_choice(path, setting, blocks) if rank == 0 else None
-    found = comm.broadcast_object(None if before is None else asdict(before))
-    if found is not None:
+    recorded = comm.broadcast_object(None if before is None else asdict(before))
+    if recorded is not None:
         if rank == 0:
             log.info(f"memory: the choice of {path} is used again")
-        return MemoryChoice(**{**found, "ways": tuple(found["ways"]), "tries": ()})
+        return MemoryChoice(**{**recorded, "ways": tuple(recorded["ways"]), "tries": ()})
     began = time.monotonic()
     budget = budget_bytes(config.memory, device)
     figures = measured_figures(config, task, device, step)

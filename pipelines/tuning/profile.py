@@ -1,8 +1,7 @@
-"""Time and memory of a training step of each bucket, measured on the device: what `batching.by: time` goes by.
+"""Time and memory of a training step of each bucket, measured on the device, for `batching.by: time`.
 
 The steps are those of `mmspeed.pipelines.tuning.synthetic_step`.
-Memory is never tried out where trying it would harm more than this process: see
-`next_batch`.
+A batch that may run out of memory is never tried where that would harm other processes: see `next_batch`.
 """
 
 from __future__ import annotations
@@ -33,18 +32,21 @@ from mmspeed.pipelines.tasks import make_task
 from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep, does_not_fit
 from mmspeed.protocols import RunPlace, ShapeClass, Task, shape_words
 
-ACCELERATOR_SHARE, HOST_SHARE = 0.9, 0.6  # of a device's whole memory; of what a host has free, which others use too
+ACCELERATOR_SHARE, HOST_SHARE = (
+    0.9,
+    0.6,
+)  # of a device's whole memory; of the free memory of a host, which others use too
 
-# What the figures of another run may differ in: it is told, and they are used all the same.
+# Settings in which the measurements of another run may differ: a warning says so, and they are used all the same.
 TOLD = ("parallel.strategy", "devices", "device.name")
-UNUSED = ("torch",)  # written down for people
-UNMEASURED = ("empty_cache", "snapshot")  # of the memory section: nothing of a step's time and memory hangs on them
+UNUSED = ("torch",)  # recorded for information
+UNMEASURED = ("empty_cache", "snapshot")  # keys of the memory section that do not affect a step's time and memory
 
-# -- what figures depend on -------------------------------------------------------------------------------------------
+# -- settings ---------------------------------------------------------------------------------------------------------
 
 
 def setting_of(config: RunConfig, task: Mapping[str, object], place: RunPlace) -> dict[str, Any]:
-    """All that a step's time and memory depend on beside shape and batch, flat, in JSON's types; `task`: what the task says of it."""
+    """The settings that a step's time and memory depend on beside shape and batch, flat, in JSON's types; `task`: the task's part."""
     axes = config.parallel.sizes()
     setting = {
         **task,
@@ -60,7 +62,7 @@ def setting_of(config: RunConfig, task: Mapping[str, object], place: RunPlace) -
     }
     usual = MemoryConfig().model_dump(mode="json")
     memory = config.memory.model_dump(mode="json")
-    # what is as usual is left out, so that older measurements hold
+    # default values are left out, so that older measurements stay valid
     setting |= {
         f"memory.{key}": value for key, value in memory.items() if value != usual[key] and key not in UNMEASURED
     }
@@ -72,7 +74,7 @@ def setting_of(config: RunConfig, task: Mapping[str, object], place: RunPlace) -
 
 
 def load_measured(path: Path, setting: Mapping[str, Any]) -> tuple[Measured, str | None]:
-    """The measurements of a run, and what to tell of them, if anything.
+    """The measurements of a run, and a warning about them, if there is one.
 
     Raises UserError when there are none, and when they were taken of another model, number type or kind of device, or with
     other recomputation or compilation, than `setting` has.
@@ -97,34 +99,34 @@ def load_measured(path: Path, setting: Mapping[str, Any]) -> tuple[Measured, str
     return measured, None
 
 
-# -- how far to go ----------------------------------------------------------------------------------------------------
+# -- limits -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ProfileLimits:
-    """How far a measurement goes."""
+    """The limits of a measurement."""
 
     memory_bytes: int
     seconds: float = 30.0  # a step that takes longer is its bucket's last
     most: int | None = None  # samples of a step
     repeats: int = 5  # timed steps of each batch
-    minutes: float = 10.0  # of the whole measurement: about half to find batches, then as many rounds of timed steps as there is time for
+    minutes: float = 10.0  # of the whole measurement: about half to find batches, the rest for rounds of timed steps
 
 
 @dataclass(frozen=True)
 class BucketMeasurements:
-    """What was found of a bucket so far: steps that ran, smaller ones first, and the smallest that ran out of memory."""
+    """The results of a bucket so far: steps that ran, smaller ones first, and the smallest batch that ran out of memory."""
 
     rows: tuple[Measurement, ...] = ()
     too_large: int | None = None
 
 
 def next_batch(tried: BucketMeasurements, limits: ProfileLimits, state_bytes: int, careful: bool) -> int | None:
-    """The batch to try next, larger than all that ran; None when there is no use in another.
+    """The batch to try next, larger than all that ran; None when another one is of no use.
 
-    Batches double as long as the line through the last two has them in the limit, else the largest that it has is tried; after
-    one that ran out of memory, the middle. `careful` never goes over the limit: it goes by `line_slope`, and where that has none
-    by this: what a step takes beyond `state_bytes` (weights, optimizer) is at most proportional to its batch.
+    Batches double while the line through the last two predicts memory within the limit, else the largest batch within it is tried; after
+    one that ran out of memory, the middle. `careful` never exceeds the limit: it extrapolates by `line_slope`, and without a slope it
+    assumes that a step's memory beyond `state_bytes` (weights, optimizer) is at most proportional to its batch.
     """
     if not tried.rows:
         return 1 if tried.too_large is None else None
@@ -138,22 +140,22 @@ def next_batch(tried: BucketMeasurements, limits: ProfileLimits, state_bytes: in
         wanted.append((last.batch + tried.too_large) // 2)
     each = line_slope(tried.rows)
     if careful and each is None:
-        room, taken = limits.memory_bytes - state_bytes, max(1, last.peak_bytes - state_bytes)
-        wanted.append(last.batch * room // taken)
+        room, used = limits.memory_bytes - state_bytes, max(1, last.peak_bytes - state_bytes)
+        wanted.append(last.batch * room // used)
     elif each is None and len(tried.rows) > 1:
         before = tried.rows[-2]
         each = (last.peak_bytes - before.peak_bytes) / (last.batch - before.batch)
     if each is not None and each > 0:
         wanted.append(last.batch + int((limits.memory_bytes - last.peak_bytes) / each))
-    # near the end, a step of an eighth more says little that the line does not
+    # near the end, a batch of an eighth more adds little to the line
     smallest = last.batch + max(1, last.batch // 8)
     return min(wanted) if min(wanted) >= smallest else None
 
 
 def memory_limit(device: Device, wanted: float | None) -> int:
-    """Bytes for this process, from a share (up to 1) or a number of bytes; by default, what leaves room for what is not counted.
+    """Bytes for this process, from a share (up to 1) or a number of bytes; by default with room for uncounted memory.
 
-    Processes of one host share its memory, so each has its part of a share.
+    Processes of one host share its memory, so each gets its part of a share.
     """
     together = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.kind == "cpu" else 1
     if wanted is not None and wanted > 1:
@@ -170,7 +172,7 @@ def memory_limit(device: Device, wanted: float | None) -> int:
 
 @dataclass(frozen=True)
 class BucketProfile:
-    """What was measured, and what it is compared with."""
+    """The measurements, and the costs to compare them with."""
 
     path: Path  # of buckets.json
     measured: Measured
@@ -178,7 +180,7 @@ class BucketProfile:
     shapes: Sequence[ShapeClass]
     costs: SampleCosts
     state_bytes: int
-    counted: str  # what the figures of memory count
+    counted: str  # the kind of memory that is counted
     world: int
     untried: tuple[ShapeClass, ...] = ()  # judged by smaller buckets, since trying them might have harmed others
     rounds: int = 0  # timed steps of each batch
@@ -218,9 +220,9 @@ def profile(
         task.open_without_data()
         steps = SyntheticStep(config, task, device, limits.memory_bytes)
         began = time.monotonic()
-        found, untried = explore(steps, limits, began)
-        rows, found, rounds = timed(steps, found, limits, began)
-        too_large = {bucket: tried.too_large for bucket, tried in found.items() if tried.too_large is not None}
+        explored, untried = explore(steps, limits, began)
+        rows, explored, rounds = timed(steps, explored, limits, began)
+        too_large = {bucket: tried.too_large for bucket, tried in explored.items() if tried.too_large is not None}
         setting = setting_of(config, task.setting(), steps.place)
         measured = Measured(tuple(rows), limits.memory_bytes, setting, too_large)
         if all(row.peak_bytes > limits.memory_bytes for row in rows):
@@ -242,27 +244,27 @@ def profile(
 
 
 def out_of_time(began: float, minutes: float) -> bool:
-    """Whether so many minutes have passed on any process. A collective call."""
+    """True where `minutes` minutes have passed on any process. A collective call."""
     return comm.all_reduce_max([time.monotonic() - began])[0] > 60 * minutes
 
 
 def explore(
     steps: SyntheticStep, limits: ProfileLimits, began: float
 ) -> tuple[dict[ShapeClass, BucketMeasurements], tuple[ShapeClass, ...]]:
-    """The batches of each bucket, each measured once: one more of every bucket in turn. And the buckets that were not tried.
+    """Measure batches of each bucket once, one more of every bucket in turn. Returns them and the buckets that were not tried.
 
-    Every bucket has its batch of 1; when half of the time is over, no larger batch is tried.
+    Every bucket has its batch of 1; after half of the time no larger batch is tried.
     """
-    found = {bucket: BucketMeasurements() for bucket in sorted(steps.task.shapes(), key=steps.task.tokens)}
-    untried, going = [], list(found)
+    results = {bucket: BucketMeasurements() for bucket in sorted(steps.task.shapes(), key=steps.task.tokens)}
+    untried, going = [], list(results)
     with ProgressLine("find batches", None, "step") as line:
         while going:
             for bucket in list(going):
-                batch = next_batch(found[bucket], limits, steps.state_bytes, steps.careful)
+                batch = next_batch(results[bucket], limits, steps.state_bytes, steps.careful)
                 if batch is None or (batch > 1 and out_of_time(began, limits.minutes / 2)):
                     going.remove(bucket)
                     continue
-                if batch == 1 and steps.careful and _too_large_alone(bucket, steps, found, limits):
+                if batch == 1 and steps.careful and _too_large_alone(bucket, steps, results, limits):
                     untried.append(bucket)
                     row = None
                 else:
@@ -271,19 +273,19 @@ def explore(
                         row is not None and row.seconds > limits.seconds
                     ):  # once more, in case something else disturbed it
                         row = replace(row, seconds=min(row.seconds, steps.seconds(bucket, batch)))
-                tried = found[bucket]
-                found[bucket] = (
+                tried = results[bucket]
+                results[bucket] = (
                     replace(tried, too_large=batch) if row is None else replace(tried, rows=(*tried.rows, row))
                 )
                 line.advance(note=f"{shape_words(bucket)} x {batch}" + ("" if row else ": no room"))
-    return found, tuple(untried)
+    return results, tuple(untried)
 
 
 def _too_large_alone(
-    bucket: ShapeClass, steps: SyntheticStep, found: Mapping[ShapeClass, BucketMeasurements], limits: ProfileLimits
+    bucket: ShapeClass, steps: SyntheticStep, results: Mapping[ShapeClass, BucketMeasurements], limits: ProfileLimits
 ) -> bool:
-    """Whether one sample would be over the limit, by the tokens of smaller buckets' samples."""
-    ones = [tried.rows[0] for tried in found.values() if tried.rows]
+    """True where one sample would exceed the limit, by the tokens of smaller buckets' samples."""
+    ones = [tried.rows[0] for tried in results.values() if tried.rows]
     if not ones:
         return False
     state, tokens = steps.state_bytes, steps.task.tokens
@@ -292,15 +294,15 @@ def _too_large_alone(
 
 
 def timed(
-    steps: SyntheticStep, found: Mapping[ShapeClass, BucketMeasurements], limits: ProfileLimits, began: float
+    steps: SyntheticStep, results: Mapping[ShapeClass, BucketMeasurements], limits: ProfileLimits, began: float
 ) -> tuple[list[Measurement], dict[ShapeClass, BucketMeasurements], int]:
-    """The measurements with the median time of the rounds there is time for, what was found of the buckets then, and the rounds.
+    """(measurements with median times over the rounds that fit into the time, the updated results of the buckets, number of rounds).
 
-    Each round goes through all batches of all buckets in an order of its own, so that what disturbs the machine meets all alike.
+    Each round goes through all batches of all buckets in a new order, so that disturbances of the machine affect all equally.
     """
-    found = dict(found)
-    order = [row for tried in found.values() for row in tried.rows]
-    taken: dict[tuple[ShapeClass, int], list[float]] = {}
+    results = dict(results)
+    order = [row for tried in results.values() for row in tried.rows]
+    times: dict[tuple[ShapeClass, int], list[float]] = {}
     rounds = 0
     with ProgressLine("time batches", len(order) * limits.repeats, "step") as line:
         for turn in range(limits.repeats):
@@ -310,30 +312,30 @@ def timed(
             drawn = rng.generator(steps.config.seed, "profile_order", turn)
             for place in torch.randperm(len(order), generator=drawn).tolist():
                 bucket, batch = order[place].bucket, order[place].batch
-                if batch < (found[bucket].too_large or batch + 1):
+                if batch < (results[bucket].too_large or batch + 1):
                     seconds = steps.attempt(partial(_warm_seconds, steps, bucket, batch))
-                    if seconds is None:  # memory in pieces: it had fitted
-                        found[bucket] = replace(found[bucket], too_large=batch)
+                    if seconds is None:  # fragmented memory: it fitted before
+                        results[bucket] = replace(results[bucket], too_large=batch)
                     else:
-                        taken.setdefault((bucket, batch), []).append(seconds)
+                        times.setdefault((bucket, batch), []).append(seconds)
                 line.advance(note=f"{shape_words(bucket)} x {batch}")
     rows = [
-        replace(row, seconds=statistics.median(taken[row.bucket, row.batch]))
+        replace(row, seconds=statistics.median(times[row.bucket, row.batch]))
         for row in order
-        if row.batch < (found[row.bucket].too_large or row.batch + 1)
+        if row.batch < (results[row.bucket].too_large or row.batch + 1)
     ]
-    return rows, found, rounds
+    return rows, results, rounds
 
 
 def _warm_seconds(steps: SyntheticStep, bucket: ShapeClass, batch: int) -> float:
-    """Time of a step; on an accelerator the second of two, since the first gives back the memory of another shape."""
+    """Time of a step; on an accelerator the second of two, since the first frees the memory of another shape."""
     if steps.device.kind != "cpu":
         steps.run(bucket, batch)
     return steps.seconds(bucket, batch)
 
 
 def _check_folder(folder: Path) -> None:
-    """Raises UserError when nothing can be written there: before the measurement, not after it."""
+    """Raises UserError when the folder cannot be written to, before the measurement and not after it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

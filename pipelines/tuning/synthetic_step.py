@@ -1,4 +1,4 @@
-"""Single training steps on the device, of made-up items: as `mmspeed train` takes them, without a cache."""
+"""Single training steps on the device, of made-up items: like those of `mmspeed train`, without a cache."""
 
 from __future__ import annotations
 
@@ -26,13 +26,15 @@ from mmspeed.pipelines.run.build import assemble, place
 from mmspeed.protocols import Batch, Models, ShapeClass, Task, shape_words, trainable
 from mmspeed.protocols.plan import keep_blocks
 
-RATE = 1e-6  # learning rate of the steps: weights move, so that no product is of zeros only, and no loss runs away
+RATE = (
+    1e-6  # learning rate of the steps: weights move, so that no product is of zeros only, and the loss does not diverge
+)
 
 Found = TypeVar("Found")
 
 
 class SyntheticStep:
-    """Training steps of made-up items of a task's model, on every device of the world alike."""
+    """Training steps of made-up items of a task's model, the same on every device of the world."""
 
     def __init__(
         self,
@@ -45,10 +47,10 @@ class SyntheticStep:
         blocks: Sequence[int] | None = None,
         text_tokens: int | None = None,
     ) -> None:
-        """Raises UserError for a shape class that does not fit the model, and when the model alone is over the limit.
+        """Build the model. Raises UserError for a shape class that does not fit the model, and for a model over the limit.
 
-        config: whose loop, memory and layout the steps are taken with; the task's own, or that with other choices. choice: as for
-        `assemble`. blocks: of the model's, only these. text_tokens: of the longest text, None: the usual.
+        config: the loop, memory and layout of the steps; the task's own config, or that with other choices. choice: as for
+        `assemble`. blocks: only these blocks of the model. text_tokens: those of the longest text, None: the usual.
         """
         self.config, self.device, self.task = config, device, task
         self.world = dist.get_world_size()
@@ -74,31 +76,31 @@ class SyntheticStep:
 
     @property
     def careful(self) -> bool:
-        """Whether running out of memory would harm others: this host's programs, or the processes that wait for this one."""
+        """True where running out of memory would harm others: this host's programs, or the processes that wait for this one."""
         return self.device.kind == "cpu" or self.strategy != "none"
 
     @property
     def state_bytes(self) -> int:
-        """What stays in memory between steps, once there was one: weights, optimizer's and average's state."""
+        """Bytes that stay in memory between steps, after the first one: weights, optimizer's and average's state."""
         return sum(self._state_bytes(role) for role in self.parts.roles)
 
     def _state_bytes(self, role: str) -> int:
         ema, optimizer = self.parts.averages.get(role), self.parts.optimizers[role]
         averages = list(ema.tensors.values()) if ema is not None and not ema.on_host else []
         if isinstance(optimizer, TieredOptimizer):
-            held = optimizer.device_bytes()
-            return held["parameters"] + held["master"] + held["states"] + local_bytes(averages)
+            device_bytes = optimizer.device_bytes()
+            return device_bytes["parameters"] + device_bytes["master"] + device_bytes["states"] + local_bytes(averages)
         return resident_bytes([*self.parts.models[role].parameters(), *averages], optimizer)
 
     def _least_bytes(self) -> int:
-        """What weights, gradients, the optimizer's states and the average take on the device; 0 where they are sharded."""
+        """Bytes of weights, gradients, the optimizer's states and the average on the device; 0 where they are sharded."""
         train, numbers = self.config.train, sum(p.numel() for model in self.bare.values() for p in model.parameters())
         average = train.ema_decay is not None
         static = static_bytes(numbers, self.config.memory, average=average, optimizer=train.optimizer)
         return 0 if self.strategy == "fsdp" else static.between + static.gradients
 
     def run(self, shape: ShapeClass, items: int, micro_batches: int = 1) -> None:
-        """One optimizer step of `items` at a time on each device."""
+        """Take an optimizer step of `items` items at a time on each device."""
         parts = self.parts
         batch = self.batch(shape, items)
         result = train_step(
@@ -118,7 +120,7 @@ class SyntheticStep:
             ema.update(parts.models[role])
 
     def seconds(self, shape: ShapeClass, batch: int, micro_batches: int = 1) -> float:
-        """Time of one step, until the device has done it; of the slowest process."""
+        """Time of one step, up to its completion on the device, of the slowest process."""
         comm.barrier()
         self.device.synchronize()
         start = time.perf_counter()
@@ -141,7 +143,7 @@ class SyntheticStep:
         return self.attempt(both)
 
     def attempt(self, work: Callable[[], Found]) -> Found | None:
-        """What `work` gives; None when memory ran out, and the model is as before. Raises UserError where it cannot be so."""
+        """The result of `work`; None when memory ran out and the model is as before. Raises UserError where that is impossible."""
         try:
             return work()
         except (RuntimeError, MemoryError) as error:
@@ -163,14 +165,14 @@ class SyntheticStep:
 
 
 def learning_model(task: Task, models: Models) -> nn.Module:
-    """Of models by role, the one that learns. Raises UserError for one that lacks part of `TrainableModel`."""
+    """The model that learns, of models by role. Raises UserError for one that lacks part of `TrainableModel`."""
     model = models[task.updates()[0].roles[0]]
     trainable(model, task.name)
     return model
 
 
 def does_not_fit(state_bytes: int, limit_bytes: int) -> UserError:
-    """What to say when nothing can be trained in the memory there is."""
+    """The error for a model of which no sample fits into the memory."""
     return UserError(
         f"not one sample of any bucket fits in {format_bytes(limit_bytes)}, of which the model with its optimizer takes "
         f"{format_bytes(state_bytes)}: set "

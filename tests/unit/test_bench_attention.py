@@ -244,7 +244,7 @@ def test_fewest_dense_blocks(bad: list[int], ends: tuple[int, int]) -> None:
 
 
 def _layers(errors: list[float], span: str = "full") -> list[LayerResult]:
-    """Of each block, the error at 0.1 kept; half of it at 0.2, and twice for tiles."""
+    """Layers with the given error of each block at 0.1 kept; half of it at 0.2, and twice for tiles."""
 
     def points(error: float) -> list[MethodResult]:
         methods = [("clusters", "summary", 1.0), ("tiles", "summary", 2.0)]

@@ -80,7 +80,7 @@ def test_clips_have_the_published_shape() -> None:
 
 
 def test_clips_go_where_preprocess_would_put_them() -> None:
-    """The fast way, by kinds of clips, against the rule itself, asked for each clip with all its frames."""
+    """The fast way, by kinds of clips, against the rule itself, applied to each clip with all its frames."""
     clips, buckets = draw_clips(300, seed=1), make_buckets()
     best, fell_out = assign(clips, buckets)
     lost: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""The bench of preprocess, on clips so small that it takes seconds; what it measures is real, how fast is not judged here."""
+"""The bench of preprocess, on clips so small that it takes seconds; its measurements are real, and speed is not judged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order in which a run's callbacks are told of each step."""
+"""The order in which a run's callbacks are called around each step."""
 
 from __future__ import annotations
 

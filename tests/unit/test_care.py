@@ -176,7 +176,7 @@ def test_seals_and_the_codecs_file(tmp_path: Path) -> None:
     data = (tmp_path / "codec.safetensors").read_bytes()
     assert is_sealed(data) and LinearCodec.load(tmp_path / "codec.safetensors").fingerprint == fitted.fingerprint
     change(tmp_path / "codec.safetensors", len(data) - 1)
-    with pytest.raises(UserError, match="is damaged: put a copy"):
+    with pytest.raises(UserError, match="is damaged: replace it by an intact copy"):
         LinearCodec.load(tmp_path / "codec.safetensors")
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints on one process: round trips, what is kept, what is refused, and what a kill or a full disk leaves."""
+"""Checkpoints on one process: round trips, kept and refused checkpoints, and the state after a kill or with a full disk."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def test_the_only_checkpoint_is_deleted_to_start_anew(folder: Path) -> None:
     for path in (folder / step_name(2)).iterdir():
         path.unlink()
     (folder / step_name(4) / "index.json").unlink()
-    with pytest.raises(UserError, match=r"is incomplete: it has no index.json.*delete that folder to start anew"):
+    with pytest.raises(UserError, match=r"is incomplete: it has no index.json.*delete that folder to start again"):
         load(folder / step_name(4), ToyDiT())
 
 

@@ -1,4 +1,4 @@
-"""What each degree of sequence parallelism would send, which is recommended, and that `mmspeed check` says so."""
+"""Traffic of each degree of sequence parallelism, the recommended one, and the output of `mmspeed check`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_full_model_has_no_dsp_and_more_devices_than_heads_take_a_ring_too() -
 
 
 def test_few_frames_are_split_by_space_too() -> None:
-    """Of 4 frames over 8 devices re-sharding leaves half of them without a frame; a product leaves none."""
+    """With 4 frames over 8 devices re-sharding leaves half of them without a frame; a product leaves none."""
     short = replace(CLIP, grid=(4, 16, 16))
     found = {cost.name: cost for cost in degree_costs(short, ParallelConfig(), 8)}
     assert found["dsp 8"].idle == 4 and found["ulysses 8"].idle == 4

@@ -30,7 +30,7 @@ def test_even_sizes_that_cannot_be(length: int, parts: int) -> None:
 
 
 def _swapped(sent: list[Tensor], lengths: list[list[int]], rank: int) -> Tensor:
-    """What a rank receives of all ranks' buffers."""
+    """The parts of all ranks' buffers that a rank receives."""
     return torch.cat([flat.split(cut)[rank] for flat, cut in zip(sent, lengths, strict=True)])
 
 
@@ -104,7 +104,7 @@ def test_layout_is_the_order_in_memory(order: list[int], shape: tuple[int, ...])
 
 
 def _axis(name: str = "a", size: int = 4, rank: int = 1, ledger: Ledger | None = None) -> Axis:
-    """An axis without a group: what is wrong is found before anything travels."""
+    """An axis without a group: errors are found before anything is sent."""
     return Axis(name, None, size, rank, ledger or Ledger())
 
 
@@ -131,7 +131,7 @@ X = torch.zeros(2, 6, 8)
         (lambda a: comm.all_gather(X, a, 1, (1, 5, 0, 0)), "not those of 4 ranks"),
         (lambda a: comm.all_gather(X, a, 5), "no dim 5"),
         (lambda a: comm.reduce_scatter(X, a, 1, (6, 6, 6, 6)), "do not cut dim 1"),
-        (lambda a: comm.reduce_scatter(X > 0, a, 1), "cannot be added"),
+        (lambda a: comm.reduce_scatter(X > 0, a, 1), "cannot be summed"),
         (lambda a: comm.pass_on([X], a, 1, 2), "cannot send to 1"),
         (lambda a: comm.pass_on([X], a, 2, 0, []), "0 shapes come"),
     ],

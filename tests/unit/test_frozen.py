@@ -296,7 +296,7 @@ def test_state_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_checkpoint_that_holds_the_base_too_brings_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: str
 ) -> None:
-    """As they were written before: all parameters and their averages, persistent buffers, states of what trains."""
+    """Checkpoints as they were written before: all parameters and averages, persistent buffers, states of parameters that train."""
     state = state_of(base=3)
     steps(state, range(2))
     state.model.requires_grad_(True)

@@ -1,4 +1,4 @@
-"""Models that no update trains: what a run records of them, and what it goes on beside."""
+"""Models that no update trains: their record in a run, and the checks when it resumes."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_an_old_checkpoint_without_the_record_is_read_and_told(tmp_path: Path, m
 
 def test_a_role_cannot_begin_or_cease_to_learn_in_a_run(tmp_path: Path) -> None:
     train(tmp_path, DistillationTask, "train.steps=2")
-    with pytest.raises(UserError, match="holds what the role critic learned, and here it does not learn"):
+    with pytest.raises(UserError, match="holds learned weights of the role critic, which does not learn here"):
         train(tmp_path, FrozenCritic)
     train(tmp_path, FrozenCritic, "name=frozen", "train.steps=2")
     with pytest.raises(UserError, match="holds no state of the role critic: begin a new run"):

@@ -69,7 +69,7 @@ calls: Counter[str] = Counter()
 
 @outside_graphs
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """As attention over several processes, which exchanges."""
+    """An exchange, like attention over several processes."""
     calls["attend"] += 1
     return attention(q, k, v, mask)
 

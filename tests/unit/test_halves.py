@@ -1,4 +1,4 @@
-"""Exchanges in two halves on a reckoned clock: what overlaps, what a second pass issues, bytes by link, and misuse."""
+"""Exchanges in two halves on a simulated clock: overlap, the exchanges of a second pass, bytes by link, and misuse."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KEEPS, AGAIN = RegionPolicy(exchange="save"), RegionPolicy(exchange="recompute")
 
 
 def make_axis(share: float = 1.0, nodes: tuple[int, ...] = (), message: int = MESSAGE) -> tuple[Axis, ReckonedGroup]:
-    """An axis and its group; a message of so many bytes takes `share` of the computation between the halves."""
+    """An axis and its group; a message of `message` bytes takes `share` of the computation between the halves."""
     group = ReckonedGroup(message / (share * COMPUTE), RANKS)
     return Axis("a", group, RANKS, 0, Ledger(), nodes=nodes), group  # type: ignore[arg-type]
 
@@ -394,7 +394,7 @@ def test_a_routed_block_that_is_recomputed_exchanges_its_counts_once(reentrant: 
 
 
 def test_bytes_by_link() -> None:
-    """Of 4 ranks on two nodes, two thirds of the parts for others leave the node; a hop to the next place may."""
+    """With 4 ranks on two nodes, two thirds of the parts for others leave the node; a hop to the next place may."""
     axis, _ = make_axis(nodes=(0, 0, 1, 1))
     part = ROWS * WIDTH * 4 // RANKS
     with comm.ledger(axis) as counted:

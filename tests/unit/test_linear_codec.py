@@ -1,4 +1,4 @@
-"""The linear codec: what it keeps of real clips, how its latents are scaled, and that it is causal and repeatable.
+"""The linear codec: its error on real clips, the scale of its latents, causality and reproducibility.
 
 Legend: B batch, C channels, F H W pixels, T h w latent; R colours.
 """
@@ -34,7 +34,7 @@ def read_clip(path: Path, frames: int, height: int, width: int) -> Tensor:
 
 
 def smooth_video(name: str, frames: int = 9, height: int = 32, width: int = 48) -> Tensor:
-    """A random video whose neighbouring pixels are alike, (3, F, H, W)."""
+    """A random video whose neighbouring pixels are similar, (3, F, H, W)."""
     coarse = rng.normal((1, 3, 3, 4, 6), 0, "smooth video", name)
     return torch.nn.functional.interpolate(coarse, (frames, height, width), mode="trilinear")[0].mul(0.4).clamp(-1, 1)
 
@@ -148,7 +148,7 @@ def test_fitting_does_not_depend_on_order_or_repetition(codec: LinearCodec) -> N
 
 
 def test_bytes_do_not_depend_on_the_batch(codec: LinearCodec) -> None:
-    """On every machine: the codec takes items one by one, so that products have the same shapes in any batch."""
+    """The codec takes items one by one, so that products have the same shapes in any batch, on every machine."""
     videos = torch.stack([smooth_video(f"batch {i}") for i in range(5)])
     together = codec.encode(videos).mean_BCThw
     for i in range(5):

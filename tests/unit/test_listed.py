@@ -1,4 +1,4 @@
-"""Tasks whose samples are a list in memory: each sample once an epoch on any number of ranks, its figures, and what is refused.
+"""Tasks whose samples are a list in memory: each sample once an epoch on any number of ranks, their figures, and refusals.
 
 Legend: I items of a micro-batch, N numbers of a sample.
 """
@@ -79,7 +79,7 @@ class MeansTask(ListedTask[MeansConfig]):
 
 
 def make(given: dict[int, int] | None = None, **tree: Any) -> MeansTask:
-    """The task with so many training samples of each length, under a config."""
+    """The task with the given number of training samples of each length, under a config."""
 
     class Given(MeansTask):
         counts = MeansTask.counts if given is None else given

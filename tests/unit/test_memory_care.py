@@ -1,4 +1,4 @@
-"""When memory runs out: what is said, what is written, and what is given back before that."""
+"""Out of memory: the advice, the record, and the return of unused memory before."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HELD = {"parameters": 0, "gradients": 0, "optimizer": 0, "average": 0, "activati
 
 
 class FakeDevice(Device):
-    """An accelerator of which the test says what it holds, and which counts what is asked of it."""
+    """An accelerator whose memory the test sets, and which counts its calls."""
 
     def __init__(
         self, segments: list[dict[str, Any]] | None = None, used: int = 10 * GB, reserved: int = 11 * GB
@@ -128,7 +128,7 @@ def test_advice_knows_shards_batches_and_fragments(tmp_path: Path) -> None:
 
 
 def test_every_key_that_is_advised_is_one_of_the_config(tmp_path: Path) -> None:
-    """What is told must be settable as it stands."""
+    """Every setting in the advice must be accepted as it is written."""
     small_config(tmp_path, "memory.fraction=0.9")
     for override in (
         "memory.activation_policy={block: offload_selective}", "memory.activation_policy={block: recompute}",

@@ -1,4 +1,4 @@
-"""Ways chosen under a budget: what is measured of a block, from shapes and for real, what a step then takes, and a run that goes on."""
+"""Ways chosen under a budget: measurements of a block, from shapes and on the device, the memory of a step, and a resumed run."""
 
 from __future__ import annotations
 

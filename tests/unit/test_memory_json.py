@@ -1,4 +1,4 @@
-"""What a choice hangs on: the options it is made of, and the file that it is written to."""
+"""The options that a choice is made of, and the file that records it."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("tier", ["plain", "split", "host"])
 def test_moments_of_8_bits(tmp_path: Path, tier: str) -> None:
-    """A quarter of the bytes; what a checkpoint holds is float32, goes back to the same codes, and into plain AdamW."""
+    """A quarter of the bytes; a checkpoint holds float32 values, which load into the same codes, and into plain AdamW."""
     pytest.importorskip("torchao")
     memory = MemoryConfig(**({"bucket": 32768} | TIERS[tier]))
 

@@ -48,7 +48,7 @@ class ToyReport:
 
 
 class ToyPreparation:
-    """Notes what it was asked for."""
+    """A preparation that records its calls."""
 
     asked: ClassVar[list[Any]] = []
     problems: ClassVar[list[str]] = []
@@ -92,7 +92,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def prepared(monkeypatch: pytest.MonkeyPatch, toy: None) -> list[Any]:
-    """The task with a preparation, and what that is asked for."""
+    """The task with a preparation, and the list of its calls."""
     monkeypatch.setitem(TASKS, "toy", toy_entry(f"{__name__}:ToyPreparation"))
     monkeypatch.setattr(ToyPreparation, "asked", [])
     monkeypatch.setattr(ToyPreparation, "problems", [])
@@ -107,7 +107,7 @@ def file(tmp_path: Path) -> Path:
 
 
 class FakePipeline:
-    """Stands for the trainer: what it was given."""
+    """A stand-in for the trainer, which records its arguments."""
 
     given: ClassVar[list[Any]] = []
 

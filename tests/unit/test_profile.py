@@ -1,4 +1,4 @@
-"""Measured batches: how far a measurement goes, what it writes, and a training that goes by it."""
+"""Measured batches: the limits of a measurement, its file, and a training that uses it."""
 
 from __future__ import annotations
 

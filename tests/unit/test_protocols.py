@@ -1,4 +1,4 @@
-"""Protocols of models: what they see of a module, and what is said of one that lacks a part."""
+"""Protocols of models: the members that they require of a module, and the error for a missing one."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def read(table: MeshTable, split: bool) -> list[int]:
 
 
 def same(things: list[frozenset[str]] | list[int]) -> list[list[bool]]:
-    """Which ranks have the same, by pairs."""
+    """The pairs of ranks that have the same value."""
     return [[one == other for other in things] for one in things]
 
 
@@ -113,7 +113,7 @@ class MoreParallel(ParallelConfig):
 
 
 def add_axis(patch: pytest.MonkeyPatch, row: str) -> AxisName:
-    """Put an axis into a row of the table, and into what is made of the rows when the module is imported."""
+    """Put an axis into a group of the table, and into the values that the module derives from the groups at import."""
     spare = str.__new__(AxisName, "spare")
     spare._name_, spare._value_ = "SPARE", "spare"
     patch.setattr(axes, row, (spare, *getattr(axes, row)))

@@ -223,7 +223,7 @@ def test_the_sample_stays_float32_when_the_model_answers_in_bfloat16(objective: 
 
 @pytest.mark.parametrize("objective", [flow_objective(), ddpm_objective()])
 def test_a_sample_does_not_depend_on_its_batch(objective: Objective) -> None:
-    """To the bit beside any other sample. By itself its tensors have another shape, whose last numbers a machine may round otherwise: in
+    """The same bits beside any other sample. By itself its tensors have another shape, whose last numbers a machine may round otherwise: in
     4 steps of about 10 operations on numbers up to 4, 40 x 2^-22, and twice that for what grows on the way."""
 
     def alone(x: Tensor, t_B: Tensor) -> Tensor:

@@ -117,7 +117,7 @@ def test_the_report_tells_what_is_otherwise_than_in_training(config: Config, mon
     sparse = config.model_copy(
         update={"model": config.model.model_copy(update={"sparse": SparseConfig(dense_first=0, dense_last=0)})}
     )
-    codec, dense = "the codec is not at hand: latents as of strides 4x8", "attention is dense in this check"
+    codec, dense = "the codec is not available: latents as of strides 4x8", "attention is dense in this check"
     (remark,) = VideoTask(with_layout(config, "ring=2")).shrunk().notes.remarks
     assert remark == codec
     check = VideoTask(sparse).shrunk()

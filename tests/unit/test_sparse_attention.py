@@ -34,7 +34,7 @@ def serving(dtype: torch.dtype, tail: str) -> list[str]:
 
 
 def cases(*dtypes: torch.dtype) -> list[Any]:
-    """Of a kernel, a number type and a tail."""
+    """Cases of a kernel, a number type and a tail."""
     every = [(name, dtype, tail) for dtype in dtypes for tail in TAILS for name in serving(dtype, tail)]
     return [pytest.param(*case, id="-".join(map(str, case)).replace("torch.", "")) for case in every]
 
@@ -317,11 +317,11 @@ def test_plans_that_do_not_fit() -> None:
         ([q[:, :, :29], k, v], "the plan is of"),
         ([q, k[:, :, :39], v[:, :, :39]], "the plan is of"),
         ([q[:, :1], k[:, :1], v[:, :1]], "the plan is of"),
-        ([q[:, :1], k, v], "other batches, heads or widths"),
-        ([q[..., :4], k, v], "other batches, heads or widths"),
+        ([q[:, :1], k, v], "differ in batch, heads or width"),
+        ([q[..., :4], k, v], "differ in batch, heads or width"),
         ([q, k, v[:, :, :39]], "do not fit"),
         ([q[0], k[0], v[0]], "do not fit"),
-        ([q.double(), k, v], "make them one"),
+        ([q.double(), k, v], "cast them to one dtype"),
     ]
     for tensors, message in wrong:
         with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""The threshold's controller: what it counts adds up, and it brings a model to what is asked for."""
+"""The threshold's controller: its counts add up, and it brings a model to the requested share or error."""
 
 import math
 

@@ -76,7 +76,7 @@ def test_a_fraction_is_met_over_the_heads_of_each_sample(share: float, masked: b
 
 
 def test_one_threshold_errs_less_than_a_mass_for_every_cluster_at_equal_budget() -> None:
-    """On a fixed video-like seed; also the probability that is kept is the most that any rule keeps."""
+    """Compared on a fixed video-like seed; the kept probability, too, is the most of all rules."""
     q, k, v, _ = make_qkv((8, 12, 16), heads=4, width=64, seed=0)
     dense = torch.nn.functional.scaled_dot_product_attention(q, k, v)
 

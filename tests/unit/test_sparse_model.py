@@ -310,7 +310,7 @@ def test_the_planner_of_a_run_that_names_none(tmp_path: Path) -> None:
 
 
 def test_what_is_sparse_may_change_on_resume(home: Path) -> None:
-    """It is no part of the weights: thresholds come and go, and are found anew."""
+    """Sparsity is no part of the weights: thresholds may be missing, and are then derived again."""
     base = ("name=changing", "model.arrangement=full", "model.depth=3")
     TrainPipeline(small_config(home, *base, "train.steps=2")).run()  # dense
     TrainPipeline(small_config(home, *RUN, *base, "train.steps=4")).run()

@@ -47,7 +47,7 @@ def fusion_grad(
 
 
 def dense_mask(mask: Tensor, shape: list[int], query: Tensor, key: Tensor) -> Tensor:
-    """(B, A, N, M): what a block mask says of each pair. Checks what the operator checks."""
+    """The mask (B, A, N, M) of all pairs, from a block mask. Makes the operator's checks."""
     assert shape[1] % 128 == 0 and shape[0] > 0 and mask.dtype == torch.int8
     wanted = (*query.shape[:2], -(-query.shape[2] // shape[0]), -(-key.shape[2] // shape[1]))
     assert mask.shape == wanted

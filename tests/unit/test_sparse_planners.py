@@ -41,7 +41,7 @@ def kept_pairs(plan: ClusterPlan) -> Tensor:
 
 
 def holds(plan: ClusterPlan, keys: int, context: PlannerContext, batch: int, heads: int, at_least: int = 1) -> None:
-    """What every plan holds."""
+    """Check the invariants of every plan."""
     plan.check()
     groups = batch * heads
     seen_GM = torch.ones(groups, keys, dtype=torch.bool)

@@ -80,7 +80,7 @@ def test_ranges_of_keys_hold_the_same_work(interpreted: dict[str, Any]) -> None:
 def test_compiles_for_real_devices(
     tmp_path: Path, capability: int, dtype: str, width: int, block: int, memory: int
 ) -> None:
-    """What the interpreter cannot tell: that the compiler takes the kernels, and that their blocks fit."""
+    """The compiler accepts the kernels, and their blocks fit, which the interpreter cannot show."""
     report = run("0", tmp_path, str(capability), dtype, str(width), str(block))
     assert len(report) == 6
     assert all(kernel["memory"] <= memory for kernel in report.values()), report

@@ -36,7 +36,7 @@ from tests.video_transformers import loss_of, make_inputs
 
 
 def calls_of(layer: ClusteredAttention, run: Callable[[], Any]) -> list[tuple[tuple[Any, ...], Tensor]]:
-    """What a layer was called with, and what it gave, while `run` ran."""
+    """The arguments and results of a layer's calls during `run`."""
     seen: list[tuple[tuple[Any, ...], Tensor]] = []
     handle = layer.register_forward_hook(lambda _, args, out: seen.append((args, out)))
     run()

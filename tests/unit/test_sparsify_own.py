@@ -1,4 +1,4 @@
-"""Sparse attention in a model of one's own; what is refused; how a config is given."""
+"""Sparse attention in a user's own model, its refusals, and the forms of its config."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.video_transformers import loss_of, make_inputs, make_model
 
 
 class Own(nn.Module):
-    """A user's model: tokens (B, T, h, w, E), and one attention of each block; with what a call of attention may have."""
+    """A user's model: tokens (B, T, h, w, E), and one attention of each block, with the options of a call of attention."""
 
     def __init__(self, heads: int = 4, key_heads: int = 4, **given: Any) -> None:
         super().__init__()

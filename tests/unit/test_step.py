@@ -122,7 +122,7 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32() -> None:
 
 
 class Lazy:
-    """Micro-batches that are made when they are asked for; none may be alive by then."""
+    """Micro-batches that are made on access; none may be alive by then."""
 
     def __init__(self, batches: list[Batch]) -> None:
         self.count, self.waiting = len(batches), batches[::-1]
@@ -148,7 +148,7 @@ def test_micro_batches_are_asked_for_one_by_one_and_let_go() -> None:
 
 
 class Held:
-    """What a function keeps for its backward, beside tensors."""
+    """State that a function keeps for its backward, beside tensors."""
 
 
 class Holds(torch.autograd.Function):

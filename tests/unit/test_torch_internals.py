@@ -1,4 +1,4 @@
-"""Every underscored name of torch that mmspeed uses is there, and does what it is used for.
+"""Every underscored name of torch that mmspeed uses exists and has the expected behaviour.
 
 Legend: B batch, A heads, N items, D head width.
 """
@@ -175,7 +175,7 @@ def where() -> str:
 
 
 def right(found: Tensor, expected: Tensor) -> bool:
-    """Whether a result has the right numbers, on the meta device the right shape."""
+    """True where a result has the right numbers, on the meta device the right shape."""
     return found.shape == expected.shape and (found.is_meta or agree(found, expected, 2e-2))
 
 
@@ -400,7 +400,7 @@ def test_sum_in_float32() -> None:
 
 
 def test_sum_in_float32_of_an_unknown_torch() -> None:
-    with pytest.raises(RuntimeError, match="mmspeed does not know it"):
+    with pytest.raises(RuntimeError, match="in another place than mmspeed knows"):
         internals.sum_in_float32(SimpleNamespace(_fsdp_param_group=object()))
 
 

@@ -39,7 +39,7 @@ STRIDES = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Saved tiny autoencoders by name, each made when it is first asked for."""
+    """Saved tiny autoencoders by name, each made on first use."""
     root = tmp_path_factory.mktemp("vaes")
 
     def folder(name: str) -> Path:
@@ -65,14 +65,14 @@ def pixels(codec: DiffusersCodec, t: int, batch: int = 1) -> Tensor:
 
 
 def wan(vae: Any, z: Tensor) -> Tensor:
-    """As in WanVideoToVideoPipeline.prepare_latents."""
+    """The latents of WanVideoToVideoPipeline.prepare_latents."""
     mean = torch.tensor(vae.config.latents_mean).view(1, vae.config.z_dim, 1, 1, 1)
     inverse = 1.0 / torch.tensor(vae.config.latents_std).view(1, vae.config.z_dim, 1, 1, 1)
     return (z - mean) * inverse
 
 
 def scaled(vae: Any, z: Tensor) -> Tensor:
-    """As in the video-to-video or image-to-video pipelines of CogVideoX and HunyuanVideo."""
+    """The latents of the video-to-video or image-to-video pipelines of CogVideoX and HunyuanVideo."""
     return vae.config.scaling_factor * z
 
 
@@ -89,12 +89,12 @@ def mochi(vae: Any, z: Tensor) -> Tensor:
 
 
 def shifted(vae: Any, z: Tensor) -> Tensor:
-    """As in StableDiffusion3Img2ImgPipeline.prepare_latents."""
+    """The latents of StableDiffusion3Img2ImgPipeline.prepare_latents."""
     return (z - vae.config.shift_factor) * vae.config.scaling_factor
 
 
 def sdxl(vae: Any, z: Tensor) -> Tensor:
-    """As in StableDiffusionXLImg2ImgPipeline.prepare_latents."""
+    """The latents of StableDiffusionXLImg2ImgPipeline.prepare_latents."""
     mean, std = (torch.tensor(vae.config[name]).view(1, 4, 1, 1) for name in ("latents_mean", "latents_std"))
     return (z - mean) * vae.config.scaling_factor / std
 
@@ -194,7 +194,7 @@ def test_longer_videos_keep_their_length(name: str, folders: Callable[[str], Pat
 
 @pytest.mark.parametrize("name", ["wan", "hunyuan", "kl"])
 def test_bytes_do_not_depend_on_the_batch(name: str, folders: Callable[[str], Path]) -> None:
-    """On every machine: `encode` and `decode` take items one by one, so that products have the same shapes in any batch."""
+    """`encode` and `decode` take items one by one, so that products have the same shapes in any batch, on every machine."""
     codec = load(folders(name))
     videos = pixels(codec, 2, batch=3)
     together = codec.encode(videos)
@@ -316,7 +316,7 @@ def test_missing_places_are_named(folders: Callable[[str], Path], tmp_path: Path
 
 
 def test_an_unreachable_hub_is_one_line() -> None:
-    """In a process of its own, because the hub's address is read at import."""
+    """Run in a new process, because the hub's address is read at import."""
     script = (
         "from mmspeed.models.weights import resolve\n"
         "resolve('nobody/nothing', [None], None, ['config.json'], 'vae.pretrained')"

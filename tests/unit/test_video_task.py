@@ -28,7 +28,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_shapes_are_known_before_batches_are_read(home: Path) -> None:
-    """Of every tensor of every micro-batch over two epochs, captions that are dropped included."""
+    """The shapes of every tensor of every micro-batch over two epochs, dropped captions included."""
     config = small_config(home, "train.batch_size=4", "train.micro_batch_size=3", "train.caption_dropout=0.5")
     task, place = VideoTask(config), RunPlace(CPU)
     task.open(place)

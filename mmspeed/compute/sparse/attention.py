@@ -1,7 +1,7 @@
-"""The one function of sparse attention, and which kernel serves a call.
+"""The function of sparse attention, and the choice of a kernel for a call.
 
-"auto" takes the first that serves: a kernel that computes no more than it has to. It never takes `masked`, which computes all pairs, and
-never dense attention: a call that no kernel serves raises ValueError.
+"auto" takes the first kernel that supports the call. It never takes `masked`, which computes all pairs, nor dense attention: a call that
+no kernel supports raises ValueError.
 
 Legend: B batch, A heads, N queries, M keys, D head width, K clusters of keys.
 """
@@ -36,20 +36,20 @@ KERNELS: dict[str, SparseKernel] = {
 
 @dataclass(frozen=True)
 class Stats:
-    """What a call did. Tensors stay on the device."""
+    """Statistics of a call. Tensors stay on the device."""
 
     backend: str
     kept_BA: Tensor  # share of all pairs of a query and a key that was kept
-    pairs: Tensor  # pairs that were computed, with those of means and of padding
-    weights_BANM: Tensor | None = None  # where asked for: the weight of each key, 0 at dropped ones
+    pairs: Tensor  # pairs that were computed, including means and padding
+    weights_BANM: Tensor | None = None  # if requested: the weight of each key, 0 at dropped ones
     tail_weights_BANK: Tensor | None = None  # and of each mean
 
 
 class SparseOutput(NamedTuple):
-    """What `clustered_attention` gives."""
+    """The results of `clustered_attention`."""
 
     out_BAND: Tensor
-    lse_BAN: Tensor  # natural log, float32 (float64 for float64), without a gradient; -inf where a query sees nothing
+    lse_BAN: Tensor  # natural log, float32 (float64 for float64), without a gradient; -inf where a query sees no key
     stats: Stats
 
 
@@ -70,16 +70,16 @@ def clustered_attention(
 
     Args:
         plan: made of (detached) queries and keys by a planner.
-        tail: what the dropped keys count for. "zero": nothing. "summary": the means of their clusters, each with the log of the number
-            of keys that it stands for, in the same softmax.
+        tail: the treatment of dropped keys. "zero": they do not count. "summary": the means of their clusters, each with the log of the
+            number of keys that it stands for, are in the same softmax.
         means: with "summary", of the plan's clusters of keys; computed from keys and values when None.
         scale: of the scores; D ** -0.5 when None.
         backend: "auto", or a kernel's name: see KERNELS.
-        counter: counts runs by kernel, under "sparse_<name>"; a second pass that kept its results runs none.
+        counter: counts runs by kernel, under "sparse_<name>"; a recomputation that holds the results runs none.
         return_weights: also the whole matrix of weights, O(N M): for small inputs.
 
     A query that sees no key gives 0 and no gradient. Under autocast, computes in its dtype.
-    Raises ValueError for a plan that does not fit, "summary" with a plan without a tail, and a kernel that does not serve the call.
+    Raises ValueError for a plan that does not fit, "summary" with a plan without a tail, and a kernel that does not support the call.
     """
     q_BAND, k_BAMD, v_BAMD = autocast_alike(q_BAND, k_BAMD, v_BAMD)
     problem = fits(plan, q_BAND, k_BAMD, v_BAMD)
@@ -112,7 +112,7 @@ def clustered_attention(
 
 
 def check_backend(name: str, knob: str) -> None:
-    """Raises UserError for a name that no kernel has."""
+    """Raises UserError for an unknown kernel name."""
     if name not in ("auto", *KERNELS):
         raise UserError(f"{knob} {name} is not one of auto, {', '.join(KERNELS)}{nearest(name, list(KERNELS))}")
 
@@ -120,7 +120,7 @@ def check_backend(name: str, knob: str) -> None:
 def choose_kernel(
     q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, plan: ClusterPlan, means: ClusterMeans | None, backend: str = "auto"
 ) -> SparseKernel:
-    """The kernel that serves a call. Raises ValueError when a named one does not, or none does."""
+    """The kernel for a call. Raises ValueError when the named one, or every one, does not support it."""
     if backend != "auto":
         if backend not in KERNELS:
             raise ValueError(f"sparse attention backend {backend!r} is not one of auto, {', '.join(KERNELS)}")

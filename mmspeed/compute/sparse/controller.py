@@ -1,7 +1,7 @@
-"""What steers the sparse attentions of a model in training: when they are dense, how much they keep, and their thresholds.
+"""The controller of a model's sparse attentions in training: their dense steps, kept shares and thresholds.
 
-Everything it decides is a function of the step and of sums over all ranks, so every rank decides the same, in any layout, and after a
-resume. Thresholds live in the layers, as buffers, and so in checkpoints.
+All its decisions are functions of the step and of sums over all ranks, so they are the same on every rank, in any layout, and after a
+resume. Thresholds are buffers of the layers, and so part of checkpoints.
 """
 
 from __future__ import annotations
@@ -19,25 +19,27 @@ from .module import AttentionFlops, ClusteredAttention, WatchedCalls, clustered_
 
 Reduce = Callable[[list[float]], list[float]]  # sum over all ranks
 
-SMOOTHING = 0.3  # how far a threshold moves to where it should be, in the log
-FIRST_STEPS = 3  # sparse steps that are all watched, until the threshold is settled
-GAIN = 0.5  # of the steering towards an error: the log of the error falls about this much slower than that of the threshold
+SMOOTHING = 0.3  # share of the way to its target that a threshold moves, in the log
+FIRST_STEPS = 3  # sparse steps that are all watched, until the threshold is stable
+GAIN = (
+    0.5  # of the control towards an error: the log of the error falls about this much slower than that of the threshold
+)
 
 
 @dataclass(frozen=True)
 class LayerRow:
-    """What the watched calls of a layer showed, over all ranks."""
+    """The measurements of a layer's watched calls, over all ranks."""
 
     layer: str
     kept: float | None  # share of pairs
-    error: float | None  # relative, of the sampled rows; None where they were not compared
+    error: float | None  # relative, of the sampled rows; None without a comparison
     plan_ms: float | None  # a call
     tau: float | None
-    step: int  # of training, that was looked at
+    step: int  # the watched step of training
 
 
 def keep_at(settings: SparseConfig, step: int) -> float:
-    """The kept share that step number `step` (from 0) aims at: 1 while dense, falling in a line over the ramp."""
+    """The target of the kept share at step number `step` (from 0): 1 while dense, falling linearly over the ramp."""
     since = step - settings.dense_steps
     if since < 0:
         return 1.0
@@ -47,7 +49,7 @@ def keep_at(settings: SparseConfig, step: int) -> float:
 
 
 def watched_at(settings: SparseConfig, step: int) -> bool:
-    """Whether a step is looked at closely."""
+    """True for a step whose calls are measured."""
     since = step - settings.dense_steps
     if since < 0:
         return since == -1 and settings.steered
@@ -64,9 +66,9 @@ def next_tau(
     keep: float,
     smoothing: float = SMOOTHING,
 ) -> float:
-    """Where the threshold goes: to what would have kept the share `keep`, or, with `settings.error`, towards that error.
+    """The next threshold: the one that would have kept the share `keep`, or, with `settings.error`, a move towards that error.
 
-    NaN stands for no threshold yet, and stays where nothing was counted.
+    NaN means no threshold yet, and stays NaN where no pairs were counted.
     """
     counts = list(counts)
     wanted = threshold(counts, keep)
@@ -84,7 +86,7 @@ def next_tau(
 
 
 class SparsityController:
-    """Steers the sparse attentions of a model through training. Every rank makes the same calls."""
+    """The controller of the sparse attentions of a model through training. Every rank makes the same calls."""
 
     def __init__(self, layers: dict[str, ClusteredAttention], settings: SparseConfig) -> None:
         self.layers, self.settings = layers, settings
@@ -93,29 +95,29 @@ class SparsityController:
 
     @classmethod
     def of(cls, model: nn.Module) -> SparsityController | None:
-        """That of a model; None where all its attention is dense."""
+        """The controller of a model; None where all its attention is dense."""
         layers = clustered_layers(model)
         return cls(layers, next(iter(layers.values())).settings) if layers else None
 
     def before_step(self, step: int) -> None:
-        """Tell the layers how step number `step` (from 0) is computed."""
+        """Set the layers for step number `step` (from 0)."""
         settings = self.settings
-        self._step = step + 1  # as it is told: the first is 1
+        self._step = step + 1  # as in logs, where the first is 1
         self._keep_next = keep_at(settings, max(step + 1, settings.dense_steps))
-        # while the share falls, the threshold goes all the way
+        # while the share falls, the threshold moves all the way to its target
         self._smoothing = 1.0 if step < settings.dense_steps + settings.ramp_steps else SMOOTHING
         for layer in self.layers.values():
             layer.phase = "dense" if step < settings.dense_steps else "sparse"
             layer.keep_now = keep_at(settings, step)
             layer.watching = watched_at(settings, step)
-            layer.offset = step * 7919  # other rows at every look
+            layer.offset = step * 7919  # other rows at every watched step
             if settings.tau is not None:
-                layer.reset()  # weights that a run begins with may have brought another
+                layer.reset()  # the starting weights of a run may include another threshold
 
     def after_step(self, reduce: Reduce, finite: bool = True) -> bool:
-        """Read what the layers saw, and move their thresholds. Whether the step was watched, so that `rows` is new.
+        """Read the layers' measurements and move their thresholds. True where the step was watched, so that `rows` is new.
 
-        A step that was not `finite`, on any rank, updates nothing, and what the layers saw in it counts for nothing.
+        A step that was not `finite` on any rank updates nothing, and its measurements are dropped.
         """
         layers = list(self.layers.values())
         if not layers[0].watching:
@@ -133,18 +135,18 @@ class SparsityController:
         return True
 
     def saved_flops(self, reduce: Reduce) -> float:
-        """Forward FLOPs of dense attention that were not computed since this was last asked, over all ranks.
+        """Forward FLOPs of dense attention that were not computed since the last call, over all ranks.
 
         Kept pairs and those of means count as computed; planning does not, nor do pairs that a kernel computes as padding.
         """
-        mine = 0.0
+        saved = 0.0
         for layer in self.layers.values():
-            mine += layer.work.dense_flops - float(layer.work.flops)
+            saved += layer.work.dense_flops - float(layer.work.flops)
             layer.work = AttentionFlops()
-        return reduce([mine])[0]
+        return reduce([saved])[0]
 
     def _read(self, name: str, layer: ClusteredAttention, sums: list[float]) -> LayerRow:
-        calls, everything, kept, wrong, size, seconds = sums[:6]
+        calls, all_pairs, kept, wrong, size, seconds = sums[:6]
         error = math.sqrt(wrong / size) if size > 0 else None
         if self.settings.steered:
             tau = next_tau(self.settings, float(layer.tau), sums[6:], error, self._keep_next, self._smoothing)
@@ -152,7 +154,7 @@ class SparsityController:
         tau = float(layer.tau)
         return LayerRow(
             name,
-            kept / everything if everything else None,
+            kept / all_pairs if all_pairs else None,
             error,
             seconds / calls * 1e3 if calls else None,
             None if math.isnan(tau) else tau,
@@ -161,6 +163,6 @@ class SparsityController:
 
 
 def _sums(seen: WatchedCalls, steered: bool) -> list[float]:
-    """What is added up over ranks."""
+    """The numbers of a layer that are summed over ranks."""
     plain = [seen.calls, seen.all_pairs, seen.kept_pairs, seen.wrong, seen.size, seen.plan_seconds]
     return [float(value) for value in plain] + (seen.shares.values() if steered else [])

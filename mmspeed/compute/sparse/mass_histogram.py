@@ -1,7 +1,7 @@
-"""How probability is spread over pairs, counted so that the counts of heads, samples, micro-batches and ranks add up exactly.
+"""A histogram of probability over pairs, in counts that add up exactly over heads, samples, micro-batches and ranks.
 
 The share of a pair is the probability that a query's cluster gives a key, times the number of keys: 1 where attention is flat. The
-threshold tau is in the same measure, so the counts tell what any tau would keep.
+threshold tau has the same unit, so the counts show how many pairs any tau would keep.
 
 Legend: G heads of a batch, C clusters of queries, M keys.
 """
@@ -13,20 +13,20 @@ import math
 import torch
 from torch import Tensor
 
-LOWEST, HIGHEST = -24, 16  # log2 of the shares that are told apart
+LOWEST, HIGHEST = -24, 16  # log2 of the range of shares
 BINS_PER_OCTAVE = 32
 BINS = (HIGHEST - LOWEST) * BINS_PER_OCTAVE
 KEYS_COUNTED = 2048  # of a head, spread evenly: a subsample is enough
 
 
 class ShareCounts:
-    """Pairs by the log of their share; integers, so that sums depend on no order."""
+    """Counts of pairs by the log of their share; integers, so that sums do not depend on the order."""
 
     def __init__(self) -> None:
         self.counts: Tensor | None = None  # int64, BINS
 
     def add(self, share_GCM: Tensor, weight_GC: Tensor, groups: slice | None = None) -> None:
-        """Count pairs. `groups`, of which heads they are, does not matter.
+        """Count pairs. `groups`, their heads, is not used.
 
         `share_GCM` is +inf at keys that are always kept and negative at masked ones; `weight_GC` are the queries of each cluster.
         """
@@ -45,9 +45,9 @@ class ShareCounts:
 
 
 def threshold(counts: list[float], keep: float) -> float | None:
-    """The tau that keeps the share `keep` of the pairs that were counted; None when none were.
+    """The tau that keeps the share `keep` of the counted pairs; None when there are none.
 
-    Within a bin pairs are taken to be spread evenly in the log.
+    Within a bin, pairs are assumed to be uniform in the log.
     """
     total = math.fsum(counts)
     if total <= 0:

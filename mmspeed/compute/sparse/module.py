@@ -1,4 +1,4 @@
-"""The sparse attention of one layer: its threshold, when it is dense, and what it saw.
+"""The sparse attention of one layer: its threshold, its dense phase, and its measurements.
 
 Legend: B batch, A heads, G = B x A, N queries, M keys, D head width, C clusters of queries, X position axes.
 """
@@ -35,7 +35,7 @@ from .planners.tiles import plan_tiles
 Phase = Literal["sparse", "dense"]
 T = TypeVar("T")
 
-CALIBRATION = KeepRule("threshold", 1.0)  # what it keeps is not used, the shares that it looks at are
+CALIBRATION = KeepRule("threshold", 1.0)  # its kept keys are not used, its observed shares are
 SAMPLED_ROWS = 16  # queries of a head whose exact output the error is estimated on
 
 
@@ -43,13 +43,13 @@ SAMPLED_ROWS = 16  # queries of a head whose exact output the error is estimated
 class AttentionFlops:
     """Arithmetic of the calls that were sparse, in training: sums over forward passes."""
 
-    dense_flops: int = 0  # what dense attention would have computed
+    dense_flops: int = 0  # those of dense attention in their place
     flops: Tensor | int = 0  # of kept pairs, and of those with means
 
 
 @dataclass
 class WatchedCalls:
-    """What the watched calls of a layer showed: sums. Tensors stay on the device."""
+    """Sums of the measurements of a layer's watched calls. Tensors stay on the device."""
 
     calls: int = 0
     all_pairs: int = 0
@@ -62,21 +62,21 @@ class WatchedCalls:
 
 @dataclass
 class WarmStarts:
-    """Centroids of the plans of one video at the last step of its sampling, by condition (caption, empty caption)."""
+    """Centroids of the plans at the last sampling step of a video, by condition (caption, empty caption)."""
 
     condition: str = ""
     starts: dict[str, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
 
 
 class ClusteredAttention(RecordedModule):
-    """Self-attention in which groups of queries attend to the keys that matter to them; see `SparseConfig`.
+    """Self-attention in which groups of queries attend to their most relevant keys; see `SparseConfig`.
 
-    Where `settings` steer a threshold, `tau` holds it (a buffer, declared as state of the run): a `SparsityController` sets it in
-    training, and sampling uses it as it is. As long as it is not set (NaN), every sample finds its own for the share `keep`.
+    Where `settings` control a threshold, `tau` holds it (a buffer, declared as state of the run): a `SparsityController` sets it in
+    training, and sampling uses it as it is. While it is not set (NaN), each sample gets its own threshold for the share `keep`.
 
     Args:
-        way: of a fixed pattern that alternates between blocks (Skiparse), which of its two this one has.
-        frames: whether its sequences go over several frames.
+        way: the variant of this block in a fixed pattern that alternates between two (Skiparse).
+        frames: True where its sequences cover several frames.
     """
 
     tau: Tensor
@@ -95,22 +95,22 @@ class ClusteredAttention(RecordedModule):
         self.register_buffer("tau", torch.tensor(math.nan))
 
     def reset(self) -> None:
-        """The threshold of a new model: the config's, or none yet."""
+        """Set the threshold of a new model: the config's, or none yet."""
         self.tau.fill_(math.nan if self.settings.tau is None else self.settings.tau)
 
     def extra_repr(self) -> str:
         return f"{self.settings.grouping}, tail={self.settings.tail}, {self.phase}"
 
     def dense(self, q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, key_mask_BM: Tensor | None) -> Tensor:
-        """Dense attention, which serves where no keys are left out."""
+        """Dense attention, used where no keys are left out."""
         return attention(q_BAND, k_BAMD, v_BAMD, key_mask_BM)
 
     def is_dense(self, tokens: int) -> bool:
-        """Whether a sequence of so many tokens meets dense attention now."""
+        """True where a sequence of `tokens` tokens has dense attention now."""
         return self.phase == "dense" or tokens < self.settings.min_tokens
 
     def keep(self) -> KeepRule:
-        """Which keys are kept now."""
+        """The present rule for keeping keys."""
         settings = self.settings
         if settings.selection == "mass":
             return KeepRule("mass", settings.mass, at_most=settings.max_keep)
@@ -122,7 +122,7 @@ class ClusteredAttention(RecordedModule):
         return KeepRule("threshold", tau, at_most=settings.max_keep)
 
     def context(self, key_mask_BM: Tensor | None, positions_NX: Tensor, text_M: Tensor | None = None) -> PlannerContext:
-        """What planners know of a call. Tokens of text are keys that are always kept, and queries that keep every key."""
+        """The planner's context of a call. Text tokens are keys that are always kept, and queries that keep every key."""
         always_M = positions_NX[:, 0] == 0 if self.settings.keep_first_frame and self.frames else None
         if text_M is not None:
             always_M = text_M if always_M is None else always_M | text_M
@@ -138,7 +138,7 @@ class ClusteredAttention(RecordedModule):
         positions_NX: Tensor,
         text_M: Tensor | None = None,
     ) -> Tensor:
-        """`attend`, of a layer that is called."""
+        """The result of `attend`; see there."""
         return self.attend(q_BAND, k_BAMD, v_BAMD, key_mask_BM, positions_NX, text_M)
 
     @outside_graphs
@@ -153,10 +153,10 @@ class ClusteredAttention(RecordedModule):
     ) -> Tensor:
         """Self-attention of a whole sequence: `out_BAND`.
 
-        `positions_NX` are whole numbers, frame first, -1 at text; `key_mask_BM` is bool, True at keys that count. `text_M`, where text
-        attends jointly: bool, True at its tokens, which keep all and are kept by all.
+        `positions_NX` are integers, frame first, -1 at text; `key_mask_BM` is bool, True at keys that count. `text_M`, where text
+        attends jointly: bool, True at its tokens, which keep all keys and are kept by all queries.
         """
-        # plans are made from what kernels get, as they are after the exchanges of sequence parallelism
+        # plans are made from the inputs of kernels, as after the exchanges of sequence parallelism
         q_BAND, k_BAMD, v_BAMD = autocast_alike(q_BAND, k_BAMD, v_BAMD)
         context = self.context(key_mask_BM, positions_NX, text_M)
         dense, first = self.record_or_replay(lambda: self.is_dense(q_BAND.shape[2]))
@@ -173,11 +173,11 @@ class ClusteredAttention(RecordedModule):
                 self.compare(q_BAND, k_BAMD, v_BAMD, key_mask_BM, attended.out_BAND)
         return attended.out_BAND
 
-    def compute(self, q: Tensor, k: Tensor, v: Tensor, plan: ClusterPlan, **given: Any) -> SparseOutput:
+    def compute(self, q: Tensor, k: Tensor, v: Tensor, plan: ClusterPlan, **options: Any) -> SparseOutput:
         """Attention by a plan, with this layer's tail and kernel."""
         tail = self.settings.tail
         return clustered_attention(
-            q, k, v, plan, tail=tail, backend=self.settings.backend, counter=self.counter, **given
+            q, k, v, plan, tail=tail, backend=self.settings.backend, counter=self.counter, **options
         )
 
     def plan(self, q_BAND: Tensor, k_BAMD: Tensor, keep: KeepRule, context: PlannerContext) -> ClusterPlan:
@@ -207,11 +207,11 @@ class ClusteredAttention(RecordedModule):
         return plan
 
     def tail_clusters(self, keys: int) -> int:
-        """Clusters of keys whose means stand in for dropped keys; 0: none do."""
+        """Number of clusters of keys whose means replace dropped keys; 0: none."""
         return 0 if self.settings.tail == "zero" else (self.settings.tail_clusters or usual_tail_clusters(keys))
 
     def try_out(self, device: torch.device, dtype: torch.dtype, width: int) -> None:
-        """Raises UserError where the kernel that the settings name does not serve plans like this layer's on a device."""
+        """Raises UserError where the kernel that the settings name does not support plans like this layer's on a device."""
         settings = self.settings
         grid = tuple(2 * size for size in settings.tile)
         positions_NX = torch.cartesian_prod(*(torch.arange(size, device=device) for size in grid))
@@ -225,17 +225,17 @@ class ClusteredAttention(RecordedModule):
             raise UserError(f"model.sparse.backend {settings.backend}, planner {settings.grouping}: {error}") from None
 
     def timed(self, plan: Callable[[], T]) -> T:
-        """`plan()`, with its time noted when this call is watched; then, on an accelerator, it is waited for."""
+        """The result of `plan()`, with its time recorded when this call is watched; an accelerator is then synchronized with."""
         if not (self.watching and self.training):
             return plan()
         wait = self.tau.device.type != "cpu"
         started = _now(wait)
-        made = plan()
+        result = plan()
         self.seen.plan_seconds += _now(wait) - started
-        return made
+        return result
 
     def note(self, plan: ClusterPlan, attended: SparseOutput) -> None:
-        """Count what a call computed."""
+        """Count the work of a call."""
         if not self.training:
             return
         work, seen, pair = self.work, self.seen, 4 * attended.out_BAND.shape[-1]
@@ -250,13 +250,13 @@ class ClusteredAttention(RecordedModule):
     def compare(
         self, q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, key_mask_BM: Tensor | None, out_BAND: Tensor
     ) -> None:
-        """Add the error of a few rows of an output, against dense attention of these rows to all keys."""
+        """Add the error of a few rows of an output, relative to dense attention of these rows to all keys."""
         rows = self.sampled_rows(q_BAND.shape[2], q_BAND.device)
         exact = self.dense(q_BAND[:, :, rows], k_BAMD, v_BAMD, key_mask_BM)
         self.add_error(out_BAND[:, :, rows], exact)
 
     def sampled_rows(self, queries: int, device: torch.device) -> Tensor:
-        """Queries that the error is estimated on, spread evenly; others at other steps."""
+        """Evenly spaced queries for estimating the error; others at other steps."""
         count = min(SAMPLED_ROWS, queries)
         return (torch.arange(count, device=device) * queries // count + self.offset) % queries
 
@@ -266,22 +266,22 @@ class ClusteredAttention(RecordedModule):
         self.seen.size = self.seen.size + exact.float().square().sum()
 
     def calibrates(self, tokens: int) -> bool:
-        """Whether, while attention is still dense, a plan is made that is not used: the threshold is found from its shares."""
+        """True where a plan is made for its shares alone, to derive a threshold while attention is still dense."""
         looks = self.watching and self.training and self.phase == "dense"
         return looks and self.settings.steered and tokens >= self.settings.min_tokens
 
     def warm_start(self) -> tuple[Tensor | None, Tensor | None]:
-        """Centroids of queries and of keys of the step before, in sampling."""
+        """Centroids of queries and of keys at the previous sampling step."""
         return (None, None) if self.warm is None else self.warm.starts.get(self.warm.condition, (None, None))
 
     def carry_over(self, centroids_GCD: Tensor | None, tail_centroids_GKD: Tensor | None) -> None:
-        """Keep centroids for the next step, in sampling."""
+        """Keep centroids for the next sampling step."""
         if self.warm is not None and centroids_GCD is not None:
             self.warm.starts[self.warm.condition] = (centroids_GCD, tail_centroids_GKD)
 
 
 def useful_pairs(plan: ClusterPlan, tail: bool) -> Tensor:
-    """Pairs that the attention consists of: kept ones, and those of queries with means that stand for something."""
+    """Number of pairs in the attention: kept ones, and those of queries with means that stand for at least one key."""
     pairs = plan.kept_pairs().sum()
     if tail and plan.tail is not None:
         pairs = pairs + (plan.sizes() * (plan.tail.dropped_GCK > 0).sum(dim=2)).sum()
@@ -296,15 +296,15 @@ def _now(wait: bool) -> float:
 
 def clustered_layers(model: torch.nn.Module) -> dict[str, ClusteredAttention]:
     """The sparse attentions of a model, by the name of the module that holds them."""
-    found = {name: part for name, part in model.named_modules() if isinstance(part, ClusteredAttention)}
-    return {name.removesuffix(".attend"): part for name, part in found.items()}
+    layers = {name: part for name, part in model.named_modules() if isinstance(part, ClusteredAttention)}
+    return {name.removesuffix(".attend"): part for name, part in layers.items()}
 
 
 @contextmanager
 def warm_plans(model: torch.nn.Module) -> Iterator[Callable[[str], None]]:
-    """While one video is sampled: each step's clusters begin with those of the step before.
+    """Begin each sampling step's clusters with those of the step before, inside, for one video.
 
-    Gives a function that is told the condition (caption, empty caption) that the model is called with next.
+    Yields a function that sets the condition (caption, empty caption) of the model's next call.
     """
     layers = clustered_layers(model).values()
     for layer in layers:

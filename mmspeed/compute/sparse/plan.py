@@ -1,7 +1,7 @@
-"""What a sparse attention computes: groups of queries, and the keys that each keeps.
+"""Plans of sparse attention: groups of queries, and the keys that each keeps.
 
-A plan holds integers and no gradient. It is made by a planner from detached queries and keys, and used by every kernel, in forward and
-in backward; recomputation uses the plan of the first pass.
+A plan holds integers and no gradient. A planner makes it from detached queries and keys, and every kernel uses it in forward and
+backward; recomputation uses the plan of the first pass.
 
 Legend: B batch, A heads, G = B x A, N queries, M keys, D head width, C clusters of queries, K clusters of keys, R tiles of keys,
 Z kept keys of all clusters together.
@@ -19,19 +19,19 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TailClusters:
-    """Clusters of keys, whose means stand in for the keys that a cluster of queries drops.
+    """Clusters of keys, whose means replace the keys that a cluster of queries drops.
 
     After PISA (2026), which approximates blocks that are not computed exactly; here by clusters of tokens.
     """
 
     label_GM: Tensor  # int64: the cluster of each key; `clusters` at keys that are masked
     clusters: int  # K
-    dropped_GCK: Tensor  # float32: how many keys of each cluster of keys a cluster of queries drops
+    dropped_GCK: Tensor  # float32: the number of keys of each cluster of keys that a cluster of queries drops
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """How keys are kept, where they are kept by whole tiles that are the same for all heads: what block kernels need."""
+    """The kept tiles, where keys are kept by whole tiles that are the same for all heads, as block kernels need."""
 
     key_index_M: Tensor  # int64, sorted place -> key: those of tile 0 first
     key_offsets_R: Tensor  # int64, R + 1
@@ -48,30 +48,30 @@ class ClusterMeans:
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """Which keys each cluster of queries keeps. Clusters are numbered within a head; one may be empty."""
+    """The keys that each cluster of queries keeps. Clusters are numbered within a head; one may be empty."""
 
     batch: int
     heads: int
     queries: int
     keys: int
     q_index_GN: Tensor  # int64, sorted place -> query: those of cluster 0 first, ascending within a cluster
-    q_offsets_GC: Tensor  # int64, C + 1 columns: where a cluster begins among the sorted queries of its head
+    q_offsets_GC: Tensor  # int64, C + 1 columns: the start of each cluster among the sorted queries of its head
     kv_index_Z: Tensor  # int32: kept keys (0 .. M - 1), ascending within a cluster; cluster by cluster, head by head
-    kv_offsets: Tensor  # int64, G C + 1: where a cluster's kept keys begin
+    kv_offsets: Tensor  # int64, G C + 1: the start of each cluster's kept keys
     tail: TailClusters | None = None
     tiles: Tiles | None = None
     centroids_GCD: Tensor | None = None  # for a warm start, in the planner's own metric
     tail_centroids_GKD: Tensor | None = None
-    tau_G: Tensor | None = None  # float32: the threshold x M that served; 0 keeps all
+    tau_G: Tensor | None = None  # float32: the threshold x M that was used; 0 keeps all
 
     @property
     def clusters(self) -> int:
-        """C."""
+        """Number of clusters of queries, C."""
         return self.q_offsets_GC.shape[1] - 1
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(B, A, N, M)."""
+        """The sizes (B, A, N, M)."""
         return self.batch, self.heads, self.queries, self.keys
 
     def sizes(self) -> Tensor:
@@ -98,7 +98,7 @@ class ClusterPlan:
         return torch.empty_like(self.q_index_GN).scatter_(1, self.q_index_GN, sorted_GN)
 
     def kept_keys(self) -> Tensor:
-        """True at kept keys. Of the size C x M: for small inputs."""
+        """True at kept keys, bool (G, C, M): for small inputs."""
         groups, clusters = self.sizes().shape
         kept = torch.zeros(groups * clusters, self.keys, dtype=torch.bool, device=self.kv_index_Z.device)
         row_Z = torch.repeat_interleave(torch.arange(groups * clusters, device=kept.device), self.kv_offsets.diff())
@@ -112,12 +112,12 @@ class ClusterPlan:
         return mask_GNM.view(self.batch, self.heads, self.queries, self.keys)
 
     def check(self) -> None:
-        """Raises ValueError where the plan is not what its fields say. Copies to the host: for tests and for plans made by hand."""
+        """Raises ValueError where the plan's fields are inconsistent. Copies to the host: for tests and for plans made by hand."""
         groups, clusters = self.batch * self.heads, self.clusters
         if self.q_index_GN.shape != (groups, self.queries) or self.q_offsets_GC.shape[0] != groups:
             raise ValueError(f"a plan of {groups} heads has queries of the shape {tuple(self.q_index_GN.shape)}")
-        everyone = torch.arange(self.queries, device=self.q_index_GN.device).expand(groups, -1)
-        if not torch.equal(self.q_index_GN.sort(dim=1).values, everyone):
+        all_queries = torch.arange(self.queries, device=self.q_index_GN.device).expand(groups, -1)
+        if not torch.equal(self.q_index_GN.sort(dim=1).values, all_queries):
             raise ValueError("a plan holds each query of a head once")
         starts, ends = self.q_offsets_GC[:, 0], self.q_offsets_GC[:, -1]
         if (starts != 0).any() or (ends != self.queries).any() or (self.sizes() < 0).any():
@@ -137,14 +137,14 @@ class ClusterPlan:
 
 
 def fits(plan: ClusterPlan, q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor) -> str:
-    """Why a plan does not fit queries, keys and values; empty when it does."""
+    """The reason why a plan does not fit queries, keys and values; empty when it does."""
     if q_BAND.dim() != 4 or k_BAMD.dim() != 4 or k_BAMD.shape[:3] != v_BAMD.shape[:3]:
         shapes = ", ".join(str(tuple(x.shape)) for x in (q_BAND, k_BAMD, v_BAMD))
         return f"queries, keys and values of shapes {shapes} do not fit"
     if not q_BAND.dtype == k_BAMD.dtype == v_BAMD.dtype:
-        return f"queries, keys and values are {q_BAND.dtype}, {k_BAMD.dtype} and {v_BAMD.dtype}: make them one"
+        return f"queries, keys and values are {q_BAND.dtype}, {k_BAMD.dtype} and {v_BAMD.dtype}: cast them to one dtype"
     if k_BAMD.shape[:2] != q_BAND.shape[:2] or k_BAMD.shape[3] != q_BAND.shape[3]:
-        return f"queries {tuple(q_BAND.shape)} and keys {tuple(k_BAMD.shape)} have other batches, heads or widths"
+        return f"queries {tuple(q_BAND.shape)} and keys {tuple(k_BAMD.shape)} differ in batch, heads or width"
     wanted = (*q_BAND.shape[:3], k_BAMD.shape[2])
     if plan.shape != wanted:
         return f"the plan is of (batch, heads, queries, keys) {plan.shape}, not of {tuple(wanted)}"
@@ -154,12 +154,12 @@ def fits(plan: ClusterPlan, q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor) -> s
 
 
 def usual_tail_clusters(keys: int) -> int:
-    """Clusters of keys for so many keys: one for 128 up to 16,384, then with the root, so that their cost beside dense attention falls."""
+    """The default number of clusters of keys: one for 128 keys up to 16,384, then the root, so that their relative cost falls."""
     return max(1, math.ceil(keys / 128) if keys <= 16_384 else round(math.sqrt(keys)))
 
 
 def key_means(k_BAMD: Tensor, v_BAMD: Tensor, tail: TailClusters) -> ClusterMeans:
-    """Means of the keys and values of each cluster, over all its keys that are not masked (kept by some cluster or not).
+    """Means of the keys and values of each cluster, over all its keys that are not masked, kept or not.
 
     Summed in float32 at least, in the order of the keys on every device. A cluster without keys has means 0 and, in every plan, drops
     none.
@@ -172,9 +172,9 @@ def key_means(k_BAMD: Tensor, v_BAMD: Tensor, tail: TailClusters) -> ClusterMean
 
 
 class _ClusterSums(torch.autograd.Function):
-    """(sums of the keys of each cluster, of their values, and their number, G K).
+    """Sums over each cluster: (of its keys, of its values, their number (G, K)).
 
-    Bag by bag, in the order of the keys: adding in place would run in any order on accelerators.
+    By embedding bags, in the order of the keys: in-place additions would run in any order on accelerators.
     """
 
     @staticmethod

@@ -1,1 +1,1 @@
-"""Checkpoints: saved, found and loaded in any layout of ranks."""
+"""Checkpoints: saving, finding and loading in any layout of ranks."""

@@ -1,4 +1,4 @@
-"""Reading checkpoints: which there are, and what is in them, into any model, on any number of ranks; also what a new run begins with."""
+"""Finding and reading checkpoints, into any model, on any number of ranks; also the starting weights of a new run."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ from .storage import (
 
 Which = Literal["ema", "model"]
 
-# ---- which there are ----
+# ---- finding ----
 
 
 def recorded(folder: Path) -> list[dict[str, Any]]:
     """`{"step", "loss"}` of each checkpoint in `folder`, in the order they were written; `loss` may be None.
 
-    Whole checkpoints that a kill kept from being recorded come last, by step; so do all, with a warning, when the
-    record is damaged.
+    Complete checkpoints that were not recorded because of a kill come last, by step; with a damaged record so do all,
+    with a warning.
     """
     entries: list[dict[str, Any]] = []
     try:
@@ -57,13 +57,13 @@ def recorded(folder: Path) -> list[dict[str, Any]]:
             f"{folder} {error}; going by the names of the folders there, the recorded validation losses are lost"
         )
     known = {entry["step"] for entry in entries}
-    found = steps_in(folder)
-    entries += [{"step": step, "loss": None} for step in found if step not in known]
-    return [entry for entry in entries if entry["step"] in found]
+    complete = steps_in(folder)
+    entries += [{"step": step, "loss": None} for step in complete if step not in known]
+    return [entry for entry in entries if entry["step"] in complete]
 
 
 def latest(folder: Path) -> Path | None:
-    """The checkpoint written last, or None. Warns of folders that are passed over because they are not whole."""
+    """The checkpoint written last, or None. Warns of folders that are left out because they are incomplete."""
     for path in sorted(folder.glob("step-*")):
         if path.is_dir() and step_of(path) is not None and not (path / META).is_file():
             get_logger(__name__).warning(f"checkpoint {path} is left out: it is incomplete, it has no {META}")
@@ -77,7 +77,7 @@ def best(folder: Path) -> Path | None:
     return folder / step_name(min(scored, key=lambda entry: entry["loss"])["step"]) if scored else None
 
 
-# ---- what is in them ----
+# ---- reading ----
 
 
 def of_role(part: str, role: str | None) -> str:
@@ -98,15 +98,15 @@ def _check(
     alone: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Raise UserError at the first tensor that the checkpoint and `wanted` do not share in name and shape; state may be one's alone.
+    """Raise UserError at the first tensor that the checkpoint and `wanted` do not share in name and shape; state may be in one alone.
 
     Unless `alone`, all ranks call it and raise the same: what one pipeline stage lacks another may have.
     """
     problem, extra = _problem(folder, meta, index, wanted), _extra(meta, index, wanted)
     if not alone and all_reduce_max([float(problem is not None or bool(extra))], group)[0]:
-        found = all_gather_objects([problem, extra], group)
-        problem = next((one for one, _ in found if one is not None), None)
-        extra = [name for name in extra if all(name in others for _, others in found)]
+        problems = all_gather_objects([problem, extra], group)
+        problem = next((one for one, _ in problems if one is not None), None)
+        extra = [name for name in extra if all(name in others for _, others in problems)]
     if problem is not None:
         raise UserError(problem)
     if extra:
@@ -117,13 +117,13 @@ def _check(
 
 
 def _problem(folder: Path, meta: dict[str, Any], index: dict[str, Any], wanted: dict[str, Tensor]) -> str | None:
-    """What is wrong with the first wanted tensor that the checkpoint has not, or in another shape."""
-    held = index["tensors"]
+    """A message about the first wanted tensor that the checkpoint lacks or holds in another shape; None where there is none."""
+    stored = index["tensors"]
     for name, tensor in wanted.items():
-        if name not in held:
+        if name not in stored:
             return f"checkpoint {folder} has no tensor `{name}`: {_advice(name, FROZEN in meta)}"
-        if held[name]["shape"] != list(tensor.shape):
-            shapes = f"{tuple(held[name]['shape'])} in the checkpoint, {tuple(tensor.shape)} here"
+        if stored[name]["shape"] != list(tensor.shape):
+            shapes = f"{tuple(stored[name]['shape'])} in the checkpoint, {tuple(tensor.shape)} here"
             return f"checkpoint {folder}: `{name}` is {shapes}: {_advice(name)}"
     return None
 
@@ -133,8 +133,8 @@ def _extra(meta: dict[str, Any], index: dict[str, Any], wanted: dict[str, Tensor
     parts = {name.split(".", 1)[0] for name in wanted}
     # an average stands for its parameter when weights alone are loaded
     stems = {name.split(".", 1)[1] for name in wanted} | meta.get(STATE, {}).keys()
-    held = (name for name in index["tensors"] if name.split(".", 1)[0] in parts and name.split(".", 1)[1] not in stems)
-    return [name for name in held if not name.endswith(THRESHOLD)]
+    names = (name for name in index["tensors"] if name.split(".", 1)[0] in parts and name.split(".", 1)[1] not in stems)
+    return [name for name in names if not name.endswith(THRESHOLD)]
 
 
 def _check_base(
@@ -156,19 +156,19 @@ def _check_base(
 def check_frozen_roles(folder: Path, found: Mapping[str, str]) -> list[str]:
     """Compare the fingerprints of models that do not learn, by role, with those that a checkpoint was trained beside.
 
-    Returns the roles that it records nothing of: it is of an earlier mmspeed, or they are new. Raises UserError for a model with other
-    weights than then, and for one that learned then.
+    Returns the roles that the checkpoint does not record: it is of an earlier mmspeed, or they are new. Raises UserError for a model
+    whose weights have changed since, and for one that learned then.
     """
     roles = open_checkpoint(folder)[0].get(ROLES, {})
     for role in found.keys() & roles.keys():
         if EMA_UPDATES in roles[role]:
             raise UserError(
-                f"checkpoint {folder} holds what the role {role} learned, and here it does not learn: begin a new run"
+                f"checkpoint {folder} holds learned weights of the role {role}, which does not learn here: begin a new run"
             )
         if roles[role][FROZEN] != found[role]:
             raise UserError(
-                f"checkpoint {folder} was trained beside another {role}: that role's weights, which do not learn, are not those "
-                "of then. Begin from the same ones, in the same number type, or begin a new run"
+                f"checkpoint {folder} was trained beside another {role}: that role's weights, which do not learn, differ from those "
+                "at that time. Begin from the same ones, in the same number type, or begin a new run"
             )
     return sorted(found.keys() - roles.keys())
 
@@ -190,7 +190,7 @@ def open_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         index = read_index(folder) if meta["format"] <= FORMAT else {}
     except DamageError as error:
         others = [entry["step"] for entry in recorded(folder.parent) if step_name(entry["step"]) != folder.name]
-        onward = f"go on from step {others[-1]}" if others else "start anew"
+        onward = f"go on from step {others[-1]}" if others else "start again"
         raise UserError(f"checkpoint {folder} {error}; copy it again, or delete that folder to {onward}") from None
     if meta["format"] > FORMAT:
         raise UserError(
@@ -207,11 +207,11 @@ def load(
     group: dist.ProcessGroup | None = None,
     role: str | None = None,
 ) -> dict[str, Any]:
-    """Load a checkpoint into what is given, in place, whatever the ranks, strategy and tiers of memory that wrote it.
+    """Load a checkpoint into the given objects, in place, whatever the ranks, strategy and tiers of memory that wrote it.
 
     `role`: that of a further model that learned; None: the first.
 
-    Parameters that do not train stay as they are where the checkpoint has none of them; then they must be those that it was trained on.
+    Parameters that do not train and are not in the checkpoint stay as they are, and must be those that it was trained on.
 
     All ranks call it. Returns the saved `meta` with `step`. Raises UserError when the checkpoint is missing, incomplete,
     of another model or optimizer, or of another base.
@@ -229,7 +229,7 @@ def load(
     wanted = prefixed(of_model, {name: tensor for name, tensor in weights.items() if name not in base})
     if ema is not None:
         if meta[EMA_UPDATES] is None:
-            raise UserError(f"checkpoint {folder} has no EMA weights: set train.ema_decay to null, or start anew")
+            raise UserError(f"checkpoint {folder} has no EMA weights: set train.ema_decay to null, or begin a new run")
         wanted |= prefixed(of_ema, ema.state_dict())
     states: StatesRoom | None = None
     if optimizer is not None and any(name.startswith(f"{of_optimizer}.") for name in index["tensors"]):
@@ -247,7 +247,7 @@ def load(
         process_group=group,
         no_dist=not dist.is_initialized(),
     )
-    del wanted  # so that each tensor goes when it is where it belongs
+    del wanted  # so that each tensor is freed once it is copied
     take_weights(model, optimizer, weights)
     if states is not None:
         states.take()
@@ -266,13 +266,13 @@ def load_weights(
 ) -> dict[str, Any]:
     """Load weights alone, in the number type that `model` has, by one process `alone` or by all. Returns and raises as `load`.
 
-    `optimizer` is that of a model in training: where the float32 weights are its own, they are loaded there. Parameters that the
-    checkpoint has no values of, since they did not train, stay as they are and must be those that it was trained on.
+    `optimizer` is that of a model in training: where it holds the float32 weights, they are loaded there. Parameters that did not
+    train, and so are not in the checkpoint, stay as they are and must be those that it was trained on.
     """
     meta, index = open_checkpoint(folder)
     if which == "ema" and meta[EMA_UPDATES] is None:
-        raise UserError(f"checkpoint {folder} has no EMA weights: ask for the model's own")
-    held, state = index["tensors"], declared_state(model)
+        raise UserError(f"checkpoint {folder} has no EMA weights: load the model's own")
+    stored, state = index["tensors"], declared_state(model)
     averaged = {name for name, _ in unwrap(model).named_parameters()}
     parameters = {name for name, _ in unwrap(model).named_parameters(remove_duplicate=False)}
     weights = room_for_weights(model, optimizer)
@@ -280,41 +280,41 @@ def load_weights(
     base = []  # of which the checkpoint has a fingerprint alone
     for name, tensor in weights.items():
         average = f"ema.{name}"
-        key = average if which == "ema" and (name in averaged or average in held) else f"model.{name}"
-        if key not in held and name in parameters and FROZEN in meta:
+        key = average if which == "ema" and (name in averaged or average in stored) else f"model.{name}"
+        if key not in stored and name in parameters and FROZEN in meta:
             base.append(name)
-        elif key in held or name not in state:
+        elif key in stored or name not in state:
             wanted[key] = tensor
     if base:
         _check_base(folder, meta, model, base, alone)
     _check(folder, meta, index, wanted, alone)
-    with warnings.catch_warnings():  # torch warns that one process loads; here that is what is wanted
+    with warnings.catch_warnings():  # torch warns that one process loads; here that is intended
         warnings.simplefilter("ignore")
         dcp.load(cast(dict[str, Any], wanted), storage_reader=SafetensorsReader(folder, index), no_dist=alone)
     take_weights(model, optimizer, weights)
     return {**meta["meta"], "step": meta["step"]}
 
 
-# ---- weights that a new run begins with ----
+# ---- starting weights of a new run ----
 
 
 def starting_checkpoint(place: str | Path) -> Path:
-    """The checkpoint that a run's folder, or a checkpoint's, stands for: a run's latest. Raises UserError when there is none."""
+    """The checkpoint at `place`: that of its folder, or a run's latest. Raises UserError when there is none."""
     folder = Path(place)
     if (folder / META).is_file():
         return folder
-    found = latest(folder / "checkpoints") if (folder / "checkpoints").is_dir() else None
-    if found is None:
+    checkpoint = latest(folder / "checkpoints") if (folder / "checkpoints").is_dir() else None
+    if checkpoint is None:
         raise UserError(f"train.start_from: {place} is neither a run with a checkpoint nor a checkpoint")
-    return found
+    return checkpoint
 
 
 def load_start(place: str | Path, model: nn.Module, optimizer: AnyOptimizer | None = None) -> None:
-    """Fill a model's parameters from a checkpoint, whatever its layout; its moving average where it has one.
+    """Fill a model's parameters from a checkpoint, whatever its layout: with its moving average where it has one.
 
-    `optimizer` takes them where the float32 weights are its own.
+    `optimizer` takes them where it holds the float32 weights.
 
-    All ranks call it. Thresholds of sparse attention come with it, where both models have them; they need not. Raises UserError when
+    All ranks call it. Thresholds of sparse attention are loaded too where both models have them. Raises UserError when
     there is no checkpoint, or a parameter is missing, left over or of another shape.
     """
     folder = starting_checkpoint(place)

@@ -1,10 +1,10 @@
-"""Checkpoints: the whole state of a run, written while it goes on, loadable on any number of ranks and in any strategy.
+"""Checkpoints: the whole state of a run, written while training continues, loadable on any number of ranks and in any strategy.
 
     checkpoints/
       latest.json               the checkpoints in the order they were written, with validation losses
       step-00000123/
-        meta.json               step and whatever else is no tensor; fingerprints of weights that do not train (frozen.py)
-        index.json              which tensor lies where (storage.py)
+        meta.json               step and all other state that is no tensor; fingerprints of weights that do not train (frozen.py)
+        index.json              the file and position of each tensor (storage.py)
         shard-*.safetensors     `model.*`, `ema.*` and `optimizer.*`, by names of parameters and buffers (state.py)
 
 A checkpoint is written into `.tmp-step-00000123` and renamed when every rank has finished; all ranks share the folder.
@@ -82,7 +82,7 @@ __all__ = [
 
 @dataclass
 class TrainingState:
-    """What a checkpoint holds. `meta` is JSON: epoch position, config, data fingerprint, and so on.
+    """The state that a checkpoint holds. `meta` is JSON: epoch position, config, data fingerprint, and so on.
 
     `others`: the states of further models that learn, by role; their own `meta` and `others` are not read. `frozen`: models that do not
     learn, by role, of which a fingerprint alone is held.
@@ -100,7 +100,7 @@ class TrainingState:
 
 
 def state_tensors(state: TrainingState, role: str | None = None) -> dict[str, Tensor]:
-    """The tensors of a state by their names in a checkpoint: `model.*`, `ema.*`, `optimizer.*`; of a further role `role:model.*`."""
+    """The tensors of a state by their names in a checkpoint: `model.*`, `ema.*`, `optimizer.*`; for a further role `role:model.*`."""
     tensors = prefixed(of_role("model", role), weights_to_save(state.model, state.optimizer))
     if state.ema is not None:
         tensors |= prefixed(of_role("ema", role), state.ema.state_dict())
@@ -117,11 +117,11 @@ class _PendingSave:
 
 
 class CheckpointManager:
-    """Writes and keeps the checkpoints of one run. Made and called by all ranks together.
+    """A manager that writes, keeps and removes the checkpoints of one run. Made and called by all ranks together.
 
     At most one write is under way. It fails as a whole: the error is raised on every rank by the next `save`, `poll` or
-    `wait`, and what was there before is untouched. `group` must be a CPU group that nothing else uses, because the writing
-    thread talks over it while training goes on; None makes one.
+    `wait`, and earlier checkpoints are untouched. `group` must be a CPU group that nothing else uses, because the writing
+    thread communicates over it while training continues; None makes one.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class CheckpointManager:
         return pending.step
 
     def poll(self, group: dist.ProcessGroup | None = None) -> int | None:
-        """As `wait`, but returns None at once when the write is not finished on every rank.
+        """Call `wait` if the write is finished on every rank; else return None at once.
 
         `group` is a CPU group of the training thread; it is used only while a write is under way.
         """
@@ -190,7 +190,7 @@ class CheckpointManager:
         return self.wait()
 
     def mark_best(self, step: int, loss: float) -> bool:
-        """Tell a step's validation loss, before or after its checkpoint is written; whether it is the lowest so far.
+        """Record a step's validation loss, before or after its checkpoint is written. True where it is the lowest so far.
 
         A loss that is not finite is never the best, and is not recorded.
         """
@@ -221,7 +221,7 @@ class CheckpointManager:
         ema: EMA | None = None,
         role: str | None = None,
     ) -> dict[str, Any]:
-        """`load`, after the write under way, and with `folder` safe from removal."""
+        """Call `load` after the write under way, with `folder` protected from removal."""
         self.wait()
         if folder.parent == self.folder and step_of(folder) is not None:
             self._in_use = step_of(folder)  # kept until another is loaded: a rollback returns to it
@@ -229,23 +229,23 @@ class CheckpointManager:
         return load(folder, model, optimizer, ema, self.group, role)
 
     def check_frozen_roles(self, folder: Path, models: Mapping[str, nn.Module]) -> list[str]:
-        """Compare models that do not learn with those that a checkpoint was trained beside; as `load.check_frozen_roles`.
+        """Compare models that do not learn with those that a checkpoint was trained beside, by `load.check_frozen_roles`.
 
         A collective call.
         """
         self.wait()
-        found = {role: self.frozen(model, role) for role, model in models.items()}
-        return check_frozen_roles(folder, {role: base for role, base in found.items() if base is not None})
+        fingerprints = {role: self.frozen(model, role) for role, model in models.items()}
+        return check_frozen_roles(folder, {role: base for role, base in fingerprints.items() if base is not None})
 
     def _facts(self, state: TrainingState, role: str | None = None) -> dict[str, Any]:
-        """What meta.json says of a state beside its tensors."""
+        """The entries of meta.json for a state, beside its tensors."""
         facts: dict[str, Any] = {EMA_UPDATES: state.ema.updates if state.ema is not None else None}
         frozen, rules = self.frozen(state.model, role), declared_state(state.model)
         facts |= {FROZEN: frozen} if frozen is not None else {}
         return facts | ({STATE: rules} if rules else {})
 
     def frozen(self, model: nn.Module, role: str | None = None) -> str | None:
-        """The fingerprint of a model's frozen weights, taken once: nothing changes them. `role`: as for `load`.
+        """The fingerprint of a model's frozen weights, computed once, since they do not change. `role`: as for `load`.
 
         A collective call, while no write is under way.
         """
@@ -254,7 +254,7 @@ class CheckpointManager:
         return self._bases[role][1]
 
     def _commit(self, step: int, temporary: Path, meta: dict[str, Any]) -> None:
-        """Called on rank 0 by the writer, when all ranks' files are on disk."""
+        """Put the checkpoint in place; the writer calls this on rank 0 when all ranks' files are on disk."""
         write_json(temporary / META, meta)
         sync_folder(temporary)
         target = self.folder / step_name(step)
@@ -267,7 +267,7 @@ class CheckpointManager:
         self._update_record(step)
 
     def _update_record(self, written: int | None) -> None:
-        """Record losses and the step just written, then remove what need not be kept."""
+        """Record losses and the step just written, then remove the checkpoints that need not be kept."""
         with self._lock:
             entries = [entry for entry in recorded(self.folder) if entry["step"] != written]
             if written is not None:
@@ -291,7 +291,7 @@ def _write_record(folder: Path, entries: list[dict[str, Any]]) -> None:
 
 
 def _mend_record(folder: Path) -> None:
-    """Write a damaged record anew, so that the warning comes once."""
+    """Rewrite a damaged record, so that the warning comes once."""
     try:
         read_record(folder)
     except DamageError:
@@ -310,7 +310,7 @@ def _remove(checkpoint: Path) -> None:
 
 
 def _clean(folder: Path) -> None:
-    """Remove what a killed run left half-written; put back a checkpoint whose replacement was not finished."""
+    """Remove half-written files of a killed run; restore a checkpoint whose replacement was not finished."""
     for left in folder.glob(".tmp-*"):
         shutil.rmtree(left, ignore_errors=True)
     for former in folder.glob(".old-*"):
@@ -322,12 +322,12 @@ def _clean(folder: Path) -> None:
 
 
 def _explain(folder: Path, step: int, error: BaseException) -> Exception:
-    """The error of a failed write as a UserError where the file system is to blame, else as it is."""
+    """A UserError for a write that failed in the file system, else a RuntimeError with the cause."""
     causes = [wrapped[0] for wrapped in error.failures.values()] if isinstance(error, CheckpointException) else [error]
     blamed = next((cause for cause in causes if isinstance(cause, OSError)), None)
     if blamed is None:
         return RuntimeError(f"checkpoint of step {step} could not be written to {folder}: {causes[0]!r}")
     return UserError(
         f"checkpoint of step {step} could not be written to {folder}: {blamed.strerror or blamed}; "
-        "earlier checkpoints are untouched. Free space or mend the folder, then start the run again"
+        "earlier checkpoints are untouched. Free space or repair the folder, then start the run again"
     )

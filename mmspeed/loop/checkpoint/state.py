@@ -1,14 +1,14 @@
-"""What a checkpoint holds of a model and its optimizer, the same wherever weights and states lie: float32, by the names of parameters.
+"""The part of a model and its optimizer in a checkpoint, the same wherever weights and states lie: float32, by names of parameters.
 
-It holds what a run changes: the parameters that train, persistent buffers, declared state (`protocol.DeclaredState`), states of the
-optimizer. Of parameters that do not train there is a fingerprint in its stead (frozen.py).
+It is the state that a run changes: the parameters that train, persistent buffers, declared state (`protocol.DeclaredState`), states of
+the optimizer. Parameters that do not train are represented by a fingerprint (frozen.py).
 
-Weights are the optimizer's (the model may have them rounded), states those of its inner optimizer. What lies in the host's memory, or
-exists for a moment only, is copied there, bucket by bucket, and laid out as its parameter is.
+Weights are the optimizer's (the model may have them rounded), states those of its inner optimizer. Tensors that lie in the host's
+memory, or exist for a moment only, are copied to the host, bucket by bucket, in the layout of their parameters.
 
 8-bit states of torchao's optimizers are held in float32 too, so that any optimizer can go on with them. Such a state is a code for each
-value, which a table maps to a share of the largest value of its block (Dettmers et al., 2022). What was read is packed into the codes
-it came from; blocks that are cut otherwise, as on another number of ranks, are rounded again.
+value, which a table maps to a share of the largest value of its block (Dettmers et al., 2022). Reading packs values into their former
+codes; blocks with other boundaries, as on another number of ranks, are rounded again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BLOCK = 256
 
 
 def laid_out(parameter: Tensor, value: Tensor) -> Tensor:
-    """`value`, this process's part, as a tensor that is spread as `parameter` is; it shares memory with `value`, wherever that is."""
+    """`value`, this process's part, as a tensor in the layout of `parameter`; it shares the memory of `value`, on any device."""
     if not isinstance(parameter, DTensor):
         return value
     if value.device.type == "cpu" and value.storage_offset():
@@ -50,7 +50,7 @@ def laid_out(parameter: Tensor, value: Tensor) -> Tensor:
 
 
 def has_masters(model: nn.Module, optimizer: Any) -> bool:
-    """Whether the float32 weights are the optimizer's, and the model's parameters roundings of them."""
+    """True where the optimizer holds the float32 weights, and the model's parameters are roundings of them."""
     return isinstance(optimizer, TieredOptimizer) and is_half(model)
 
 
@@ -80,39 +80,39 @@ def declared_state(model: nn.Module) -> dict[str, StateRule]:
 
 def _weights_and_state(model: nn.Module) -> dict[str, Tensor]:
     """All parameters, the persistent buffers and the declared ones, by name."""
-    found = cast(dict[str, Tensor], get_model_state_dict(model))
+    tensors = cast(dict[str, Tensor], get_model_state_dict(model))
     buffers = dict(unwrap(model).named_buffers())
-    return found | {name: buffers[name] for name in declared_state(model)}
+    return tensors | {name: buffers[name] for name in declared_state(model)}
 
 
 def weights_to_save(model: nn.Module, optimizer: AnyOptimizer | None) -> dict[str, Tensor]:
     """The float32 weights that train, the persistent buffers and the declared state, by name."""
-    found = _weights_and_state(model)
+    tensors = _weights_and_state(model)
     for name, parameter in unwrap(model).named_parameters(remove_duplicate=False):
         if not parameter.requires_grad:
-            del found[name]
+            del tensors[name]
     if isinstance(optimizer, TieredOptimizer) and has_masters(model, optimizer):
         for name, parameter, values in named_masters(model, optimizer):
-            found[name] = laid_out(parameter, values.detach().to("cpu", copy=True))
-    return found
+            tensors[name] = laid_out(parameter, values.detach().to("cpu", copy=True))
+    return tensors
 
 
 def room_for_weights(model: nn.Module, optimizer: AnyOptimizer | None) -> dict[str, Tensor]:
-    """Tensors to read weights, frozen ones too, and state into; `take_weights` brings them where they belong."""
-    found = _weights_and_state(model)
+    """Tensors to read weights, frozen ones too, and state into; `take_weights` moves them to the model or the optimizer."""
+    tensors = _weights_and_state(model)
     for name, parameter in _with_masters(model, optimizer):
-        found[name] = laid_out(parameter, torch.empty(local(parameter).shape, dtype=torch.float32))
-    return found
+        tensors[name] = laid_out(parameter, torch.empty(local(parameter).shape, dtype=torch.float32))
+    return tensors
 
 
 def take_weights(model: nn.Module, optimizer: AnyOptimizer | None, found: dict[str, Tensor]) -> None:
-    """Write what was read into `room_for_weights`; nothing is left to do where that was the model itself."""
+    """Write the tensors read into `room_for_weights` to the optimizer; those that are the model's own need no copy."""
     for name, parameter in _with_masters(model, optimizer):
         cast(TieredOptimizer, optimizer).set_master(parameter, local(found.pop(name)).to(local(parameter).device))
 
 
 def _with_masters(model: nn.Module, optimizer: AnyOptimizer | None) -> Iterator[tuple[str, nn.Parameter]]:
-    """(name, parameter) of those whose float32 weights are the optimizer's."""
+    """(name, parameter) of each parameter whose float32 weights the optimizer holds."""
     if isinstance(optimizer, TieredOptimizer) and has_masters(model, optimizer):
         yield from ((name, p) for name, p in unwrap(model).named_parameters() if optimizer.has(p))
 
@@ -121,13 +121,13 @@ def _with_masters(model: nn.Module, optimizer: AnyOptimizer | None) -> Iterator[
 
 
 def unpacked(state: Tensor) -> Tensor:
-    """The float32 values of a state; one that is float32 itself."""
+    """The float32 values of a state; a state that is float32 is returned as it is."""
     dequantize = getattr(state, "dequantize", None)
     return state if type(state) in (Tensor, torch.nn.Parameter) or dequantize is None else dequantize().float()
 
 
 def packed(name: str, values: Tensor) -> Tensor:
-    """float32 values as the state called `name` (`exp_avg`, else a state that is never below zero), on their device."""
+    """float32 values as the 8-bit state called `name` (`exp_avg`, else a state that is never below zero), on their device."""
     if values.numel() < LEAST or values.numel() % BLOCK:
         return values
     from torchao.optim.quant_utils import quantize_8bit_with_qmap
@@ -143,8 +143,8 @@ def packed(name: str, values: Tensor) -> Tensor:
     shares = blocks / scales.clamp(min=1e-12)[:, None]
     state.codes.copy_(quantize_8bit_with_qmap(shares.reshape(values.shape), state.qmap))
     state.scale.copy_(scales)
-    held: Tensor = state
-    return held
+    packed_state: Tensor = state
+    return packed_state
 
 
 def states_to_save(model: nn.Module, optimizer: AnyOptimizer) -> dict[str, Tensor]:
@@ -152,18 +152,18 @@ def states_to_save(model: nn.Module, optimizer: AnyOptimizer) -> dict[str, Tenso
     if not isinstance(optimizer, TieredOptimizer):
         # asking for an empty state would make torch take a step
         return _tensors(get_optimizer_state_dict(model, optimizer, options=_FLAT)) if optimizer.state else {}
-    found: dict[str, Tensor] = {}
+    states: dict[str, Tensor] = {}
     for name, parameter in unwrap(model).named_parameters():
         for key, value in optimizer.state_of(parameter).items() if optimizer.has(parameter) else ():
             if key == "step":
-                found[f"state.{name}.{key}"] = torch.as_tensor(value, dtype=torch.float32)
+                states[f"state.{name}.{key}"] = torch.as_tensor(value, dtype=torch.float32)
             elif isinstance(value, Tensor):
-                found[f"state.{name}.{key}"] = laid_out(parameter, unpacked(value))
-    return found
+                states[f"state.{name}.{key}"] = laid_out(parameter, unpacked(value))
+    return states
 
 
 class StatesRoom:
-    """Tensors to read an optimizer's states into, by their names (`tensors`); `take` brings them where they belong."""
+    """Tensors to read an optimizer's states into, by their names (`tensors`); `take` moves them to the optimizer."""
 
     def __init__(self, model: nn.Module, optimizer: AnyOptimizer) -> None:
         self._model, self._optimizer = model, optimizer
@@ -181,7 +181,7 @@ class StatesRoom:
                 yield f"state.{name}.{key}", value if key == "step" else laid_out(parameter, value)
 
     def take(self) -> None:
-        """Write what was read into the optimizer."""
+        """Write the tensors that were read into the optimizer."""
         optimizer = self._optimizer
         if not isinstance(optimizer, TieredOptimizer):
             set_optimizer_state_dict(self._model, optimizer, cast(Any, self._all | self.tensors), options=_FLAT)
@@ -203,8 +203,8 @@ def _with_groups(model: nn.Module, optimizer: TieredOptimizer) -> Iterator[tuple
             yield names[parameter], parameter, group
 
 
-def _tensors(found: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+def _tensors(states: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: value for name, value in states.items() if isinstance(value, Tensor)}
 
 
 def whole_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

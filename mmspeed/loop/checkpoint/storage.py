@@ -1,12 +1,12 @@
-"""How checkpoints lie on disk: torch.distributed.checkpoint over safetensors and a JSON index, no pickles (law 4).
+"""The files of checkpoints: torch.distributed.checkpoint over safetensors and a JSON index, no pickles (law 4).
 
 torch's safetensors writer puts every rank's shards into files of their own but leaves no index, so that its reader
 opens every file on every rank and guesses a tensor's size from the pieces it finds. Here the coordinator writes `index.json`:
 
     {"tensors": {name: {"shape", "dtype", "chunks": [{"file", "offsets", "shape"}]}}, "files": {file: bytes}}
 
-From it each rank plans its own reads, whatever the number of ranks that wrote, and a lost or cut file is found before
-anything is read.
+From it each rank plans its own reads, whatever the number of ranks that wrote, and a lost or truncated file is noticed
+before any data is read.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 FORMAT = 1
 THRESHOLD = ".attend.tau"  # ends the names of the only state that checkpoints without a STATE hold: thresholds of sparse attention
 INDEX, META, RECORD = "index.json", "meta.json", "latest.json"
-FROZEN, STATE = "frozen", "state"  # in META, where there is any: the base's fingerprint, the rules of declared state
-EMA_UPDATES = "ema_updates"  # in META, of each model that learns: how often its average moved; None without one
-ROLES = "roles"  # in META, where there are any: the same of further models, by role; of one that does not learn its fingerprint alone
+FROZEN, STATE = "frozen", "state"  # in META, if present: the base's fingerprint, the rules of declared state
+EMA_UPDATES = "ema_updates"  # in META, of each model that learns: number of updates of its average; None without one
+ROLES = "roles"  # in META, if present: the same of further models, by role; of one that does not learn its fingerprint alone
 
 
 class DamageError(Exception):
-    """What is wrong with a file of a checkpoint folder; the text goes on after the folder's name."""
+    """A problem of a file in a checkpoint folder; the text continues after the folder's name."""
 
 
 # ---- names ----
@@ -53,9 +53,9 @@ def step_name(step: int) -> str:
 
 
 def step_of(folder: Path) -> int | None:
-    """The step that `folder` is named for; None for names that `step_name` does not give, as `step-old`."""
-    found = re.fullmatch(r"step-([0-9]+)", folder.name)
-    step = int(found[1]) if found else None
+    """The step that `folder` is named for; None for names that `step_name` does not make, such as `step-old`."""
+    match = re.fullmatch(r"step-([0-9]+)", folder.name)
+    step = int(match[1]) if match else None
     return step if step is not None and step_name(step) == folder.name else None
 
 
@@ -98,7 +98,7 @@ def _read_json(path: Path) -> Any:
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """The index of a checkpoint. Raises DamageError when it, or a file that it names, is missing, or not as it was written."""
+    """The index of a checkpoint. Raises DamageError when the index or a file that it names is missing or damaged."""
     index = _read_json(folder / INDEX)
     match index:
         case {"tensors": dict(tensors), "files": dict(files)} if all(
@@ -108,15 +108,15 @@ def read_index(folder: Path) -> dict[str, Any]:
         case _:
             raise DamageError(f"is damaged: {INDEX} is not a list of tensors and files")
     for name, size in files.items():
-        found = (folder / name).stat().st_size if (folder / name).exists() else None
-        if found != size:
-            state = "is missing" if found is None else f"has {found} of its {size} bytes"
+        actual = (folder / name).stat().st_size if (folder / name).exists() else None
+        if actual != size:
+            state = "is missing" if actual is None else f"has {actual} of its {size} bytes"
             raise DamageError(f"is incomplete: {name} {state}")
     return dict(index)
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """What `CheckpointManager` wrote into `meta.json`. Raises DamageError; the parts of a newer format are not looked at."""
+    """The contents of `meta.json`, as `CheckpointManager` wrote them. Raises DamageError; a newer format is not checked further."""
     meta = _read_json(folder / META)
     match meta:
         case {"format": int(version)} if version > FORMAT:
@@ -125,7 +125,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
             meta.get(FROZEN, ""), str
         ) and isinstance(meta.get(STATE, {}), dict):
             return dict(meta)
-    raise DamageError(f"is damaged: {META} lacks what every checkpoint tells (format, step, ema_updates, meta)")
+    raise DamageError(f"is damaged: {META} lacks an entry that every checkpoint has (format, step, ema_updates, meta)")
 
 
 def read_record(folder: Path) -> list[dict[str, Any]]:
@@ -147,13 +147,13 @@ def _is_entry(entry: Any) -> bool:
 
 @dataclass(frozen=True)
 class _TensorPlace:
-    """Where a chunk lies; the attribute that torch's reader asks for."""
+    """The file of a chunk, in the attribute that torch's reader needs."""
 
     relative_path: str
 
 
 class SafetensorsWriter(HuggingFaceStorageWriter):
-    """Writes each rank's shards, one file for each first word of the names (`model`, `ema`, `optimizer`).
+    """A writer of each rank's shards, one file for each first word of the names (`model`, `ema`, `optimizer`).
 
     When all ranks are done the coordinator writes the index and calls `commit`.
     """
@@ -164,7 +164,7 @@ class SafetensorsWriter(HuggingFaceStorageWriter):
         self._folder, self._commit = folder, commit
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: the files of all ranks' tensors, as each pipeline stage has names of its own."""
+        """Number the files of all ranks' tensors, on the coordinator, since each pipeline stage has names of its own."""
         names = (item.index.fqn for plan in plans for item in plan.items)
         self.fqn_to_index_mapping = _file_numbers([*self._names, *names])
         return super().prepare_global_plan(plans)
@@ -173,7 +173,7 @@ class SafetensorsWriter(HuggingFaceStorageWriter):
         files = {(r.index.fqn, r.index.offset): r.storage_data.relative_path for rank in results for r in rank}
         tensors = {}
         for name, tensor in metadata.state_dict_metadata.items():
-            assert isinstance(tensor, TensorStorageMetadata)  # save() hands over tensors only
+            assert isinstance(tensor, TensorStorageMetadata)  # save() passes tensors only
             chunks = [
                 {"file": files[name, chunk.offsets], "offsets": list(chunk.offsets), "shape": list(chunk.sizes)}
                 for chunk in tensor.chunks
@@ -187,13 +187,13 @@ class SafetensorsWriter(HuggingFaceStorageWriter):
 
 
 def _file_numbers(names: Iterable[str]) -> dict[str, int]:
-    """The number of each tensor's file: one for each first word, in the order in which they are met."""
+    """The number of each tensor's file: one for each first word, in order of first use."""
     parts: dict[str, int] = {}
     return {name: parts.setdefault(name.split(".", 1)[0], len(parts) + 1) for name in names}
 
 
 class SafetensorsReader(HuggingFaceStorageReader):
-    """Reads what `SafetensorsWriter` wrote, planned from the index alone."""
+    """A reader of the files of `SafetensorsWriter`, planned from the index alone."""
 
     def __init__(self, folder: Path, index: dict[str, Any]) -> None:
         super().__init__(str(folder))

@@ -1,1 +1,1 @@
-"""Optimizers: how they are built, and those that update during backward."""
+"""Optimizers: their construction, and those that update during backward."""

@@ -1,4 +1,4 @@
-"""The optimizer and the course of the learning rate."""
+"""The construction of optimizers, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def make_optimizer(
 ) -> AnyOptimizer:
     """The config's optimizer over the parameters that train; weight decay on matrices only.
 
-    Make it after `parallelize`: sharding replaces the parameters. With `memory` its weights and states lie where that says, on
-    `device`; `mesh` is the one that the model was parallelized over, None without.
+    Make it after `parallelize`: sharding replaces the parameters. `memory` places its weights and states on `device` or in the
+    host's memory; `mesh` is the one that the model was parallelized over, None without.
     Raises UserError for muon over parts of matrices, and where a package is missing.
     """
     memory, device = memory or MemoryConfig(), device or Device("cpu", 0)
@@ -49,7 +49,7 @@ def make_optimizer(
         _check_package()
     if is_half(model):
         take_float32_gradients(model)
-    # 8-bit states, and Muon's matrix products, want plain tensors: the tiered optimizer hands out this process's parts
+    # 8-bit states, and Muon's matrix products, need plain tensors: the tiered optimizer passes this process's parts
     sharded = any(isinstance(p, DTensor) for group in groups for p in group["params"])
     if not memory.tiered and cfg.optimizer != "adamw8bit" and not (cfg.optimizer == "muon" and sharded):
         return make(groups, cfg)
@@ -65,24 +65,24 @@ def make_optimizer(
 
 
 def make_groups(model: nn.Module, cfg: TrainConfig) -> Groups:
-    """Parameters that are updated alike; `use` names the optimizer of a group where there are several."""
+    """Groups of parameters with the same update; `use` names the optimizer of a group where there are several."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     hidden: set[int] = set()
     if cfg.optimizer == "muon":
         hidden = {id(p) for _, block in blocks_of(unwrap(model)) for p in block.parameters() if p.ndim == 2}
     groups: Groups = []
-    for some in by_mesh(parameters):  # apart: torch's foreach kernels take tensors of one mesh
+    for members in by_mesh(parameters):  # separate groups: torch's foreach kernels take tensors of one mesh
         groups += [
-            {"params": [p for p in some if id(p) in hidden], "weight_decay": cfg.weight_decay, "use": "muon"},
-            {"params": [p for p in some if p.ndim >= 2 and id(p) not in hidden], "weight_decay": cfg.weight_decay},
-            {"params": [p for p in some if p.ndim < 2], "weight_decay": 0.0},
+            {"params": [p for p in members if id(p) in hidden], "weight_decay": cfg.weight_decay, "use": "muon"},
+            {"params": [p for p in members if p.ndim >= 2 and id(p) not in hidden], "weight_decay": cfg.weight_decay},
+            {"params": [p for p in members if p.ndim < 2], "weight_decay": 0.0},
         ]
     return [group for group in groups if group["params"]]
 
 
 def make_adamw(groups: Groups, cfg: TrainConfig) -> Optimizer:
     """AdamW (Loshchilov and Hutter, 2019)."""
-    # foreach: one launch for many tensors on every kind of device, and on shards, where torch's own default is a loop
+    # foreach: one launch for many tensors on every kind of device, and for shards, where torch's default is a loop
     return AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, foreach=True)
 
 
@@ -112,7 +112,7 @@ class MuonWithAdamW(Optimizer):
             self._parts["adamw"] = make_adamw(others, cfg)
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update by the gradients that are there."""
+        """Update the parameters by their present gradients."""
         for use, part in self._parts.items():
             part.param_groups = [g for g in self.param_groups if (g.get("use") == "muon") == (use == "muon")]
             part.state = self.state
@@ -120,7 +120,7 @@ class MuonWithAdamW(Optimizer):
 
 
 def state_names(group: dict[str, Any]) -> tuple[str, ...]:
-    """Names of the states that a group's optimizer has of each parameter."""
+    """Names of the states that a group's optimizer has for each parameter."""
     return ("momentum_buffer",) if group.get("use") == "muon" else ("step", "exp_avg", "exp_avg_sq")
 
 

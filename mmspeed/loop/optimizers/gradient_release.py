@@ -1,6 +1,6 @@
 """Gradient release: weights are updated in backward, and their gradients freed (Lv et al., 2023: LOMO; here bucket by bucket).
 
-So a bucket's gradients are never in memory together with those of all others.
+The gradients of all buckets are never in memory together.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from mmspeed.mesh import Mesh
 
 
 class ReleasingOptimizer(TieredOptimizer):
-    """A tiered optimizer that updates a bucket as soon as backward has made all its gradients.
+    """A tiered optimizer that updates a bucket as soon as backward has computed all its gradients.
 
-    For each step: `begin`, backward, `gradient_norm`, `step` (for what got no gradient in backward). The first gradient that is not
-    finite stops the updates on this process: what was updated before it stays so. `mesh`: the processes that share the parameters.
+    For each step: `begin`, backward, `gradient_norm`, `step` (for parameters without a gradient in backward). The first gradient that is
+    not finite stops the updates on this process; earlier updates remain. `mesh`: the processes that share the parameters.
     """
 
     def __init__(self, *args: Any, mesh: Mesh | None = None, **kwargs: Any) -> None:
@@ -34,11 +34,11 @@ class ReleasingOptimizer(TieredOptimizer):
         self._waiting: Counter[int] = Counter()
         self._squares = 0.0
         for parameter in self._bucket_of:
-            # the sharding engine calls these when it has reduced a gradient; on its stream, which it waits for at the end
+            # the sharding engine calls these when it has reduced a gradient, on its stream, which it waits for at the end
             parameter.register_post_accumulate_grad_hook(self._arrived)
 
     def begin(self, micro_batches: int) -> None:
-        """Before a step's backward. Raises UserError for a step of several micro-batches: gradients are whole after the last only."""
+        """Prepare for a step's backward. Raises UserError for several micro-batches: gradients are complete after the last one only."""
         if micro_batches != 1:
             raise UserError(
                 f"memory.release_gradients needs one micro-batch a step, and this step has {micro_batches} on a device: "
@@ -49,12 +49,12 @@ class ReleasingOptimizer(TieredOptimizer):
 
     def gradient_norm(self, group: dist.ProcessGroup | None = None) -> float:
         """The norm of all gradients of the step over all shards. All processes call it, after backward, before `step`."""
-        for number in self._left():  # what took no part in this step's loss may leave a bucket waiting
+        for number in self._left():  # a parameter without a part in this step's loss may leave a bucket waiting
             self._squares += squared_norm(self.buckets[number], self._mesh)
         return math.sqrt(all_reduce_sum([self._squares], group)[0])
 
     def step(self) -> None:
-        """Update the buckets that are still waiting. Outside of `begin`, all of them."""
+        """Update the buckets that are still waiting; without `begin`, all of them."""
         if not self._begun:
             super().step()
             return
@@ -73,7 +73,7 @@ class ReleasingOptimizer(TieredOptimizer):
         self._waiting[number] -= 1
         if self._waiting[number]:
             return
-        # waits for the device: nothing may be updated by what is not finite
+        # waits for the device: a gradient that is not finite must not update anything
         squares = squared_norm(self.buckets[number], self._mesh)
         self._squares += squares
         self._broken = self._broken or not math.isfinite(squares)

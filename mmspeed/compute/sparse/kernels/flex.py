@@ -1,9 +1,9 @@
-"""Sparse attention of plans of tiles by torch's flex_attention: on CUDA, as a compiled kernel over blocks of 128 queries by 128 keys.
+"""Sparse attention for plans of tiles by torch's flex_attention: on CUDA, a compiled kernel over blocks of 128 queries by 128 keys.
 
-Clusters of queries and tiles of keys are filled up to whole blocks; a kept block without filling and without masked keys is full and runs
-without a mask. Smaller blocks would waste less, but torch's backward has choices for blocks of 128 alone on some devices, so tiles
-should hold a multiple of 128 tokens, or nearly. Means are a second part of the softmax, merged by its log-sum-exp, which is differentiable
-here. On CPU, flex has no backward pass: only without gradients, and eager, for tests.
+Clusters of queries and tiles of keys are padded to whole blocks; a kept block without padding and without masked keys is full and runs
+without a mask. Smaller blocks would waste less, but on some devices torch's backward supports blocks of 128 alone, so tiles should hold a
+multiple of 128 tokens, or nearly. Means are a second part of the softmax, merged by its log-sum-exp, which is differentiable here. On CPU,
+flex has no backward pass: it runs eagerly, without gradients, for tests.
 
 Legend: B batch, A heads, G = B x A, N queries, M keys, D head width, C clusters of queries, R tiles of keys; P and Q blocks of queries and
 of keys, L = 128 P and S = 128 Q places in them.
@@ -47,19 +47,19 @@ def _refuses(q: Tensor, k: Tensor, v: Tensor, plan: ClusterPlan, means: ClusterM
 
 
 class PaddedRows(NamedTuple):
-    """Rows in whole blocks."""
+    """Rows padded to whole blocks."""
 
-    row: Tensor  # int64, (G, L) or (1, S): the row at each place; any one where it is filling
-    live: Tensor  # bool: a row, not filling
-    part: Tensor  # int64, (G, P) or (1, Q): the cluster or tile of each block; its number, where there is none
-    place: Tensor  # int64, (G, N) or (1, M): where each sorted row is
+    row: Tensor  # int64, (G, L) or (1, S): the row at each place; any row at padding
+    live: Tensor  # bool: a row, not padding
+    part: Tensor  # int64, (G, P) or (1, Q): the cluster or tile of each block; the number of parts for surplus blocks
+    place: Tensor  # int64, (G, N) or (1, M): the place of each sorted row
 
 
 def filled(offsets: Tensor, index: Tensor) -> PaddedRows:
-    """Parts of sorted rows, each filled up to whole blocks. Copies a number to the host: the most blocks of a head.
+    """Parts of sorted rows, each padded to whole blocks. Copies a number to the host: the most blocks of a head.
 
     Args:
-        offsets: (G, parts + 1), where each part begins.
+        offsets: (G, parts + 1), the start of each part.
         index: (G, rows), the sorted rows.
     """
     device, parts = offsets.device, offsets.shape[1] - 1
@@ -73,7 +73,7 @@ def filled(offsets: Tensor, index: Tensor) -> PaddedRows:
     place = (first[..., None] + torch.arange(BLOCK, device=device)).flatten(1)
     last = offsets.gather(1, known + 1).masked_fill(part == parts, 0)
     live = place < last.repeat_interleave(BLOCK, dim=1)
-    of_place = torch.where(live, place, index.shape[1])  # filling goes to one place more
+    of_place = torch.where(live, place, index.shape[1])  # padding goes to an extra place
     where = torch.zeros(len(offsets), index.shape[1] + 1, dtype=torch.int64, device=device)
     where.scatter_(1, of_place, torch.arange(place.shape[1], device=device).expand_as(place))
     rows = index.gather(1, place.clamp(max=max(0, index.shape[1] - 1)))
@@ -81,7 +81,7 @@ def filled(offsets: Tensor, index: Tensor) -> PaddedRows:
 
 
 def seen_keys(plan: ClusterPlan) -> Tensor:
-    """(G, M) bool: keys that some cluster keeps. In a kept tile, the others are masked."""
+    """The keys that some cluster keeps, (G, M) bool. In a kept tile, the others are masked."""
     groups = plan.batch * plan.heads
     head_Z = torch.arange(groups, device=plan.kv_index_Z.device).repeat_interleave(
         plan.kv_offsets[:: plan.clusters].diff(), output_size=len(plan.kv_index_Z)
@@ -92,7 +92,7 @@ def seen_keys(plan: ClusterPlan) -> Tensor:
 
 
 def block_mask(plan: ClusterPlan, tiles: Tiles, queries: PaddedRows, keys: PaddedRows) -> BlockMask:
-    """Which blocks are computed, and which of them without a mask. Its mask is right by itself, whether or not blocks are left out."""
+    """The block mask: the blocks to compute, and those of them without a mask. Its `mask_mod` is right even if no block is left out."""
     shape = plan.batch, plan.heads
     groups = plan.batch * plan.heads
     counted_GS = seen_keys(plan).gather(1, keys.row.expand(groups, -1)) & keys.live
@@ -148,7 +148,7 @@ def _attend(
     inputs = _rows(q_BAND, queries.row), _rows(k_BAMD, keys.row), _rows(v_BAMD, keys.row)
     attend = _compiled() if q_BAND.device.type == "cuda" else flex_attention
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that eager flex_attention is slow
+        warnings.simplefilter("ignore")  # about eager flex_attention being slow
         out_BALD, aux = attend(*inputs, block_mask=mask, scale=scale, return_aux=AuxRequest(lse=True))
     place_GN = torch.empty_like(plan.q_index_GN).scatter_(1, plan.q_index_GN, queries.place)
     out_BAND, lse_BAN = _rows(out_BALD, place_GN), _rows(aux.lse[..., None], place_GN)[..., 0]
@@ -159,7 +159,7 @@ def _attend(
 
 
 def _pairs(plan: ClusterPlan, tail: bool) -> Tensor:
-    """Whole blocks, and every query with every mean."""
+    """Pairs that are computed: whole blocks, and every query with every mean."""
     assert plan.tiles is not None
     of_queries_GC = (plan.sizes() + (BLOCK - 1)) // BLOCK
     of_keys_R = (plan.tiles.key_offsets_R.diff() + (BLOCK - 1)) // BLOCK

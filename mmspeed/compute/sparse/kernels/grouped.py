@@ -1,12 +1,12 @@
-"""The CPU kernel: group by group, the queries of a cluster against the keys that it keeps, gathered.
+"""The CPU kernel: group by group, the queries of a cluster with its gathered kept keys.
 
-The means that stand for dropped keys and the kept keys go into one call of the CPU's flash operator, with the logs of the means' counts
-as its bias. Groups are dealt to Python threads that compute with one thread each: the operator's backward is parallel over batch and
-heads only, and many small parallel regions collapse on a busy machine. Gradients of keys are added in the order of the groups, whoever
-finishes first, so that bits do not depend on the number of threads. Memory beyond the results: what each thread gathers for one group.
+The means of dropped keys and the kept keys go into one call of the CPU's flash operator, with the logs of the means' counts as its
+bias. Groups are dealt to Python threads that compute with one thread each: the operator's backward is parallel over batch and heads
+only, and many small parallel regions are slow on a busy machine. Gradients of keys are added in the order of the groups, whichever
+thread finishes first, so that bits do not depend on the number of threads. Memory beyond the results: one group's keys in each thread.
 
 Half types are gathered into float32. Measured on a CPU without matrix units, torch 2.13: the operator's bfloat16 backward is as fast as
-float32 at one shape and takes twice as long when every group has another; its float16 backward takes ten times as long.
+float32 at one shape and takes twice as long when every group has a different one; its float16 backward takes ten times as long.
 
 Legend: B batch, A heads, G = B x A, N queries, n those of a group, M keys, m gathered means and keys, D head width, C clusters of
 queries, K clusters of keys.
@@ -50,7 +50,7 @@ class _QueryGroup(NamedTuple):
 
 
 class _VisibleKeys(NamedTuple):
-    """What a group's queries see, means first."""
+    """The keys and values that a group's queries attend to, means first."""
 
     k_11mD: Tensor
     v_11mD: Tensor
@@ -60,7 +60,7 @@ class _VisibleKeys(NamedTuple):
 
 
 def _groups(plan: ClusterPlan, tail: bool) -> list[_QueryGroup]:
-    """Head by head, the largest first. Clusters without queries or that see nothing are none."""
+    """The groups of a plan, head by head, the largest first. Clusters without queries or without keys give no group."""
     clusters, offsets = plan.clusters, plan.kv_offsets.tolist()
     means_GC = [[0] * clusters] * (plan.batch * plan.heads)
     if tail and plan.tail is not None:
@@ -79,12 +79,12 @@ def _groups(plan: ClusterPlan, tail: bool) -> list[_QueryGroup]:
 
 
 class _GroupedCall:
-    """Queries, keys, values and means by head, in one width (the operator knows one), and the groups."""
+    """Queries, keys, values and means by head, in one width (the operator has only one), and the groups."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, plan: ClusterPlan, means: ClusterMeans | None) -> None:
         self.width, self.value_width = q.shape[-1], v.shape[-1]
         self.q, self.k, self.v = (self.by_head(x) for x in (q, k, v))
-        self.wide = torch.promote_types(q.dtype, torch.float32)  # computes in it
+        self.wide = torch.promote_types(q.dtype, torch.float32)  # dtype of the computation
         self.plan = plan
         self.clusters = 0  # K
         if means is not None and plan.tail is not None:
@@ -95,20 +95,20 @@ class _GroupedCall:
         self.groups = _groups(plan, self.clusters > 0)
 
     def by_head(self, x_BAND: Tensor) -> Tensor:
-        """G, N and the common width."""
+        """A tensor in the shape (G, N, common width)."""
         x_GND, wanted = x_BAND.detach().flatten(0, 1), max(self.width, self.value_width)
         return x_GND if x_GND.shape[-1] == wanted else F.pad(x_GND, (0, wanted - x_GND.shape[-1]))
 
     def queries(self, group: _QueryGroup) -> Tensor:
-        """The group's queries, as places in their head."""
+        """The indices of the group's queries in their head."""
         return self.plan.q_index_GN[group.head, group.first : group.last]
 
     def take(self, x_GND: Tensor, head: int, rows: Tensor) -> Tensor:
-        """(1, 1, n, D): rows of a head."""
+        """Rows of a head, (1, 1, n, D)."""
         return x_GND[head].index_select(0, rows).to(self.wide)[None, None]
 
     def run(self, work: Callable[[int, _QueryGroup, _Scratch], None]) -> None:
-        """`work` on each group, which has a number, on as many threads as torch may use."""
+        """Run `work` on each group, with its number, on as many threads as torch may use."""
         queue: Iterator[tuple[int, _QueryGroup]] = enumerate(self.groups)
 
         def serve() -> None:
@@ -118,7 +118,7 @@ class _GroupedCall:
                     for number, group in queue:
                         work(number, group, scratch)
             finally:
-                for _ in queue:  # after an error, the others stop too
+                for _ in queue:  # empties the queue, so that after an error the others stop too
                     pass
 
         def serve_alone() -> None:
@@ -135,21 +135,21 @@ class _GroupedCall:
                 for future in [pool.submit(serve_alone) for _ in range(workers)]:
                     future.result()
         finally:
-            torch.set_num_threads(threads)  # what the workers set is also what threads yet to begin would take
+            torch.set_num_threads(threads)  # the workers' setting would also apply to later threads
 
 
 class _Scratch:
-    """Where one thread gathers keys and values, group after group."""
+    """The buffers in which a thread gathers keys and values, group after group."""
 
     def __init__(self, call: _GroupedCall) -> None:
         self.call = call
         rows = max((group.means + group.end - group.begin for group in call.groups), default=0)
         self.k_mD, self.v_mD = (x.new_empty(rows, x.shape[-1], dtype=call.wide) for x in (call.k, call.v))
         self.bias_m = call.q.new_zeros(rows, dtype=call.wide) if call.clusters else None
-        self.head = -1  # whose means lie at the front, all of them
+        self.head = -1  # the head whose means are all at the front
 
     def seen(self, group: _QueryGroup) -> _VisibleKeys:
-        """Keys, values and bias of a group, until the next call."""
+        """Keys, values and bias of a group, valid until the next call."""
         call, head, few, many = self.call, group.head, group.means, group.end - group.begin
         if few == 0 and many == call.plan.keys:
             k_11MD, v_11MD = (x_GMD[head].to(call.wide)[None, None] for x_GMD in (call.k, call.v))
@@ -179,7 +179,7 @@ class _Scratch:
 
 
 class _Turns:
-    """Runs steps in the order of their numbers. A step that comes early waits; its thread does not."""
+    """A queue that runs steps in the order of their numbers. A step that comes early waits; its thread does not."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -188,7 +188,7 @@ class _Turns:
         self.busy = False
 
     def put(self, number: int, step: Callable[[], None]) -> None:
-        """Runs the step and those that waited for it, or leaves it to the thread whose step comes before."""
+        """Run the step and those that waited for it, or leave it to the thread of the step before."""
         with self.lock:
             self.early[number] = step
         while True:
@@ -206,7 +206,7 @@ def _refuses(q: Tensor, k: Tensor, v: Tensor, plan: ClusterPlan, means: ClusterM
 
 
 def _take(x_MD: Tensor, rows: Tensor, out_mD: Tensor) -> None:
-    """Rows, in the dtype of `out_mD`."""
+    """Copy rows into `out_mD`, in its dtype."""
     if x_MD.dtype == out_mD.dtype:
         torch.index_select(x_MD, 0, rows, out=out_mD)
     else:
@@ -222,7 +222,7 @@ def _forward(
 
     def work(number: int, group: _QueryGroup, scratch: _Scratch) -> None:
         rows, seen = call.queries(group), scratch.seen(group)
-        # scaled here, not by the operator: its backward rounds scaled scores otherwise than its forward, and beyond 1e9 their
+        # scaled here, not by the operator: its backward rounds scaled scores differently from its forward, and beyond 1e9 their
         # difference overflows exp(score - lse)
         q_11nD = call.take(call.q, group.head, rows).mul_(scale)
         out_11nD, lse_11n = cpu_flash(q_11nD, seen.k_11mD, seen.v_11mD, attn_mask=seen.bias_111m, scale=1.0)

@@ -1,4 +1,4 @@
-"""What a kernel of sparse attention is, and the autograd function around those that compute their own gradients.
+"""The interface of kernels of sparse attention, and the autograd function for those that compute their own gradients.
 
 Legend: B batch, A heads, N queries, M keys, D head width, K clusters of keys.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from mmspeed.compute.sparse.plan import ClusterMeans, ClusterPlan
 from mmspeed.replay import checkpointed_if
 
-# why a kernel does not serve a call, or nothing
+# the reason why a kernel does not support a call, or an empty string
 Refuses = Callable[[Tensor, Tensor, Tensor, ClusterPlan, "ClusterMeans | None"], str]
 # (q, k, v, plan, means, scale) -> out_BAND in the dtype of the queries, lse_BAN in float32 (float64 for float64)
 Forward = Callable[[Tensor, Tensor, Tensor, ClusterPlan, "ClusterMeans | None", float], tuple[Tensor, Tensor]]
@@ -24,12 +24,12 @@ Gradients = tuple[Tensor, Tensor, Tensor, "ClusterMeans | None"]
 Backward = Callable[
     [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, ClusterPlan, "ClusterMeans | None", float], Gradients
 ]
-# pairs of a query and a key (or a mean) that the kernel computes for a plan, those of padding with them: an int64 scalar
+# pairs of a query and a key (or a mean) that the kernel computes for a plan, including padding: an int64 scalar
 Pairs = Callable[[ClusterPlan, bool], Tensor]
 
 
 def kept_and_means(plan: ClusterPlan, tail: bool) -> Tensor:
-    """Pairs of a kernel that pads nothing: the kept ones, and every query with every cluster of keys."""
+    """Pairs of a kernel without padding: the kept ones, and every query with every cluster of keys."""
     pairs = plan.kept_pairs().sum()
     if tail and plan.tail is not None:
         pairs = pairs + plan.batch * plan.heads * plan.queries * plan.tail.clusters
@@ -37,11 +37,11 @@ def kept_and_means(plan: ClusterPlan, tail: bool) -> Tensor:
 
 
 def nobody() -> None:
-    """Of a caller that does not count."""
+    """Do nothing: the `ran` of a caller that does not count."""
 
 
 class KernelFunction(Protocol):
-    """A kernel with its gradients. `ran` is called when it computes, which a second pass that kept the results need not."""
+    """A kernel with its gradients. `ran` is called when it computes; a recomputation that holds the results does not."""
 
     def __call__(
         self,
@@ -60,8 +60,8 @@ class KernelFunction(Protocol):
 class SparseKernel:
     """A way to compute a plan. `attend` has gradients in queries, keys, values and means; its log-sum-exp need not.
 
-    A kernel that computes its own gradients (`explicit`) offers its results to whoever recomputes. Of others, whose gradients are
-    autograd's, a second pass computes the attention again: of `masked` but for the matrix products that it kept.
+    A kernel that computes its own gradients (`explicit`) offers its results for recomputation. For the others, whose gradients are
+    autograd's, a second pass computes the attention again: for `masked`, all but the matrix products that it kept.
     """
 
     name: str
@@ -71,7 +71,7 @@ class SparseKernel:
 
 
 def explicit(forward: Forward, backward: Backward) -> KernelFunction:
-    """`attend` of a kernel that computes its own gradients."""
+    """The `attend` of a kernel that computes its own gradients."""
 
     def attend(
         q_BAND: Tensor,
@@ -84,9 +84,9 @@ def explicit(forward: Forward, backward: Backward) -> KernelFunction:
     ) -> tuple[Tensor, Tensor]:
         both = (None, None) if means is None else (means.k_BAKD, means.v_BAKD)
 
-        def compute(*given: Any) -> tuple[Tensor, Tensor]:
+        def compute(*arguments: Any) -> tuple[Tensor, Tensor]:
             ran()
-            return forward(*given)
+            return forward(*arguments)
 
         offers = torch.is_grad_enabled()
         out_BAND, lse_BAN = _Explicit.apply(q_BAND, k_BAMD, v_BAMD, *both, plan, scale, compute, backward, offers)
@@ -111,8 +111,8 @@ class _Explicit(torch.autograd.Function):
         offers: bool,
     ) -> tuple[Tensor, Tensor]:
         means = None if mean_k is None or mean_v is None else ClusterMeans(mean_k, mean_v)
-        given = q_BAND, k_BAMD, v_BAMD, plan, means, scale
-        out_BAND, lse_BAN = checkpointed_if(offers, "attention", lambda: forward(*given))
+        arguments = q_BAND, k_BAMD, v_BAMD, plan, means, scale
+        out_BAND, lse_BAN = checkpointed_if(offers, "attention", lambda: forward(*arguments))
         ctx.save_for_backward(q_BAND, k_BAMD, v_BAMD, mean_k, mean_v, out_BAND, lse_BAN)
         ctx.plan, ctx.scale, ctx.gradients = plan, scale, backward
         ctx.mark_non_differentiable(lse_BAN)

@@ -31,7 +31,7 @@ def weights(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """(weights_BANM, tail_weights_BANK, lse_BAN): the weight of each key, 0 at dropped ones, and that of each mean.
 
-    In float32 at least. This is stage three of the document: results padded with zeros to all keys and put back in order.
+    In float32 at least. Results are padded with zeros to all keys and in the original order.
     """
     wide = torch.promote_types(q_BAND.dtype, torch.float32)
     keys = plan.keys
@@ -39,7 +39,7 @@ def weights(
     if means is not None:
         coarse = (q_BAND.to(wide) * scale) @ means.k_BAKD.to(wide).mT + tail_bias(plan, wide)
         score = torch.cat((score, coarse), dim=-1)
-    # a softmax over nothing but -inf has NaN gradients: rows that see nothing run over zeros and are blanked
+    # a softmax over -inf alone has NaN gradients: rows that see no key run over zeros and are set to 0
     dead_BAN1 = (score == -torch.inf).all(dim=-1, keepdim=True)
     lse_BAN = score.logsumexp(dim=-1).masked_fill(dead_BAN1[..., 0], -torch.inf)
     p = score.masked_fill(dead_BAN1, 0.0).softmax(dim=-1).masked_fill(dead_BAN1, 0.0)

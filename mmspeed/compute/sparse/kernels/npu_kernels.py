@@ -16,7 +16,7 @@ from .kernel import Gradients, SparseKernel, explicit
 from .packed import PackedBatch, packed_kernel
 from .tail import with_means, with_means_backward
 
-SEQUENCES = 2048  # that one call takes
+SEQUENCES = 2048  # the most of one call
 KEY_BLOCK = 128  # the block operator's blocks of keys are a multiple of it
 
 
@@ -78,7 +78,7 @@ def _block_refuses(q: Tensor, k: Tensor, v: Tensor, plan: ClusterPlan, means: Cl
     if plan.tiles is None:
         return "a plan that is not made of tiles"
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    widths = (128,) if trained else (64, 128)  # its backward knows one width
+    widths = (128,) if trained else (64, 128)  # its backward supports one width
     if q.dtype not in HALF or v.shape[-1] != q.shape[-1] or q.shape[-1] not in widths:
         return f"{q.dtype} heads of width {q.shape[-1]}" + (" in training" if trained else "")
     if block_shape(plan, plan.tiles) is None:
@@ -89,7 +89,7 @@ def _block_refuses(q: Tensor, k: Tensor, v: Tensor, plan: ClusterPlan, means: Cl
 
 
 def block_shape(plan: ClusterPlan, tiles: Tiles) -> tuple[int, int] | None:
-    """(queries, keys) of a block if all but the last are of one size and kept whole, and every query keeps something; else None.
+    """(queries, keys) of a block if all but the last have one size and are kept whole, and every query keeps a key; else None.
 
     Copies three numbers to the host.
     """
@@ -118,7 +118,7 @@ def _restored(x_BAND: Tensor, index_GN: Tensor) -> Tensor:
 
 
 def _blocks(plan: ClusterPlan) -> tuple[Tiles, Tensor, list[int], Tensor]:
-    """(tiles, key order of each head, sizes of a block, kept blocks)."""
+    """The arguments of the block operator: (tiles, key order of each head, sizes of a block, kept blocks)."""
     assert plan.tiles is not None
     shape = block_shape(plan, plan.tiles)
     if shape is None:

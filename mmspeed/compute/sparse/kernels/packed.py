@@ -1,9 +1,9 @@
-"""Sparse attention by operators that take sequences of any lengths one after another: the keys of each cluster are gathered for them.
+"""Sparse attention by operators for packed sequences of any lengths: the keys of each cluster are gathered for them.
 
-A cluster of queries with its kept keys is a sequence of one head. Keys are gathered in batches of a bounded size, since all of them
-together are as many as the kept keys of all clusters. Lengths are read on the host: one copy from the device in forward, one in backward.
-A row of keys is written and read once for each cluster, so clusters should be large: beside a device that computes 180 times while it
-moves a byte, 1.4 times the attention itself at 256 queries a cluster, 0.35 times at 1024.
+A cluster of queries with its kept keys is a sequence of one head. Keys are gathered in batches of a bounded size, since their total is
+the number of kept keys of all clusters. Lengths are read on the host: one copy from the device in forward, one in backward.
+A row of keys is written and read once for each cluster, so clusters should be large: on a device with 180 operations per byte moved, the
+gathering costs 1.4 times the attention itself at 256 queries a cluster, 0.35 times at 1024.
 
 Legend: B batch, A heads, G = B x A, N queries, M keys, D head width, C clusters of queries; in a batch T queries, S gathered keys, E
 sequences.
@@ -27,11 +27,11 @@ BATCH_BYTES = 1 << 28  # keys, or values, gathered at a time
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Sequences that one call of an operator computes. None is without queries or without keys."""
+    """Sequences for one call of an operator. Each has at least one query and one key."""
 
     query_T: Tensor  # int64: query + N x head
     key_S: Tensor  # int64: key + M x head
-    query_ends: list[int]  # where each sequence ends among the queries
+    query_ends: list[int]  # end of each sequence among the queries
     key_ends: list[int]
     most_queries: int  # of a sequence
     most_keys: int
@@ -46,7 +46,7 @@ PackedBackward = Callable[
 
 
 def _spread(start_E: Tensor, length_E: Tensor, total: int) -> Tensor:
-    """start, start + 1, .. of each sequence, one after another."""
+    """The integers start, start + 1, .. of each sequence, one sequence after another."""
     before_E = length_E.cumsum(0) - length_E
     return torch.arange(total, device=start_E.device) + (start_E - before_E).repeat_interleave(
         length_E, output_size=total
@@ -54,7 +54,7 @@ def _spread(start_E: Tensor, length_E: Tensor, total: int) -> Tensor:
 
 
 def batches(plan: ClusterPlan, row_bytes: int, most_sequences: int) -> Iterator[PackedBatch]:
-    """All clusters that have queries and keys, so many keys at a time that they fill BATCH_BYTES, or one list if that is longer."""
+    """Batches of all clusters that have queries and keys, of up to BATCH_BYTES of keys, or of one longer list."""
     device, groups = plan.kv_index_Z.device, plan.batch * plan.heads
     host = torch.cat((plan.q_offsets_GC.flatten(), plan.kv_offsets)).cpu()
     q_offsets_GC, kv_offsets = host[: -len(plan.kv_offsets)].view(groups, -1), host[-len(plan.kv_offsets) :]
@@ -87,7 +87,7 @@ def batches(plan: ClusterPlan, row_bytes: int, most_sequences: int) -> Iterator[
 def packed_kernel(
     name: str, refuses: Refuses, forward_op: PackedForward, backward_op: PackedBackward, most_sequences: int = 1 << 30
 ) -> SparseKernel:
-    """The kernel of an operator that computes sequences. Means are a second part of the softmax, merged."""
+    """The kernel of an operator for packed sequences. Means are a second part of the softmax, merged."""
 
     def parts(plan: ClusterPlan, k: Tensor) -> Iterator[PackedBatch]:
         return batches(plan, k.shape[-1] * k.element_size(), most_sequences)
@@ -121,7 +121,7 @@ def packed_kernel(
         for batch in parts(plan, k):
             at, keys = batch.query_T, batch.key_S
             dq[at], dk_part, dv_part = backward_op(dout[at], q[at], k[keys], v[keys], out[at], lse[at], batch, scale)
-            # sorts on accelerators, and so adds in one order
+            # sorts on accelerators, and so adds in a fixed order
             dk.index_put_((keys,), dk_part.to(wide), accumulate=True)
             dv.index_put_((keys,), dv_part.to(wide), accumulate=True)
         dq_BAND = dq.view(q_BAND.shape)

@@ -1,6 +1,6 @@
-"""Attention to the means that stand for dropped keys, for kernels that compute kept keys alone: two parts of one softmax, merged.
+"""Attention to the means of dropped keys, for kernels that compute kept keys alone: two parts of one softmax, merged.
 
-Eager, queries in parts, so that its scores never fill the memory. With N / 128 means it is a small part of a call's pairs.
+Eager, with queries in parts, so that its scores never fill the memory. With N / 128 means it is a small part of a call's pairs.
 
 Legend: B batch, A heads, G = B x A, N queries, n a part of them, D head width, C clusters of queries, K clusters of keys.
 """
@@ -37,7 +37,7 @@ def _scores(q_GnD: Tensor, k_GKD: Tensor, plan: ClusterPlan, cluster_Gn: Tensor,
 
 
 def coarse_forward(q_BAND: Tensor, plan: ClusterPlan, means: ClusterMeans, scale: float) -> tuple[Tensor, Tensor]:
-    """(out_BAND, lse_BAN) over the means alone, in float32 at least; 0 and -inf where a query's means stand for nothing."""
+    """(out_BAND, lse_BAN) over the means alone, in float32 at least; 0 and -inf where a query's means stand for no keys."""
     wide = torch.promote_types(q_BAND.dtype, torch.float32)
     q_GND, k_GKD, v_GKD = (x.flatten(0, 1) for x in (q_BAND, means.k_BAKD.to(wide), means.v_BAKD.to(wide)))
     out_GND = torch.empty(*q_GND.shape[:2], v_GKD.shape[-1], dtype=wide, device=q_BAND.device)
@@ -61,9 +61,9 @@ def coarse_backward(
     means: ClusterMeans,
     scale: float,
 ) -> tuple[Tensor, ClusterMeans]:
-    """(dq_BAND, dmeans) in float32 at least: what the means give to a softmax whose log-sum-exp over all its parts is `lse`.
+    """(dq_BAND, dmeans) in float32 at least: the means' share in the gradients of a softmax whose log-sum-exp over all parts is `lse`.
 
-    delta_BAN: sum(dout x out) of that softmax; less the gradient of its log-sum-exp, where that has one.
+    delta_BAN: sum(dout x out) of that softmax, minus the gradient of its log-sum-exp, if it has one.
     """
     wide = torch.promote_types(q_BAND.dtype, torch.float32)
     q_GND, dout_GND, lse_GN, delta_GN = (x.flatten(0, 1) for x in (q_BAND, dout_BAND, lse_BAN, delta_BAN))
@@ -103,13 +103,13 @@ class _Coarse(torch.autograd.Function):
 
 
 def coarse(q_BAND: Tensor, plan: ClusterPlan, means: ClusterMeans, scale: float) -> tuple[Tensor, Tensor]:
-    """`coarse_forward`, differentiable in queries and means by its output and by its log-sum-exp."""
+    """The results of `coarse_forward`, differentiable in queries and means through output and log-sum-exp."""
     out_BAND, lse_BAN = _Coarse.apply(q_BAND, means.k_BAKD, means.v_BAKD, plan, scale)
     return out_BAND, lse_BAN
 
 
 def merge_parts(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Two parts of one softmax as one, in float32 at least; differentiable in all four, also where a part sees nothing."""
+    """Output and log-sum-exp of two parts of one softmax, merged, in float32 at least; differentiable in all four, also for empty parts."""
     dead = (lse == -torch.inf) & (other_lse == -torch.inf)  # -inf minus -inf would be a gradient
     level = torch.logaddexp(lse.masked_fill(dead, 0.0), other_lse.masked_fill(dead, 0.0))
     merged = out * (lse - level).exp()[..., None] + other_out * (other_lse - level).exp()[..., None]
@@ -119,7 +119,7 @@ def merge_parts(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) 
 def with_means(
     q_BAND: Tensor, out_BAND: Tensor, lse_BAN: Tensor, plan: ClusterPlan, means: ClusterMeans | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp over kept keys and means, from those over kept keys. Without means, the same."""
+    """Output and log-sum-exp over kept keys and means, from those over kept keys; unchanged without means."""
     if means is None:
         return out_BAND, lse_BAN
     merged, lse_BAN = merge_parts(out_BAND, lse_BAN, *coarse_forward(q_BAND, plan, means, scale))
@@ -136,7 +136,7 @@ def with_means_backward(
     means: ClusterMeans | None,
     scale: float,
 ) -> tuple[Tensor, ClusterMeans | None]:
-    """The queries' gradient over kept keys and means, from that over kept keys, and the means' own; output and lse are of both."""
+    """The queries' gradient over kept keys and means, from that over kept keys, and the gradients of the means; out and lse are of both."""
     if means is None:
         return dq_BAND, None
     delta_BAN = (dout_BAND.to(lse_BAN.dtype) * out_BAND).sum(dim=-1)

@@ -1,9 +1,9 @@
 """Device functions of the gather kernel's backward pass. Imported only when a call needs them.
-Arguments have no types: the compiler reads annotations, and knows `constexpr` alone.
+Arguments have no types: the compiler reads annotations, and accepts `constexpr` alone.
 
-dq walks as the forward pass does. dk and dv are summed without atomic additions, so that the same plan gives the same bits: the keys of a
-head are cut into ranges of equal work, one program owns the sums of a range and takes the clusters in order. The kept keys of a cluster
-that lie in a range are neighbours in its ascending list, so nothing is inverted or sorted: a bisection finds their two ends.
+dq is computed in the order of the forward pass. dk and dv are summed without atomic additions, so that the same plan gives the same bits:
+the keys of a head are split into ranges of equal work, one program owns the sums of a range and takes the clusters in order. The kept keys
+of a cluster in a range are neighbours in its ascending list, so nothing is inverted or sorted: a bisection finds their two ends.
 
 Legend: G = B x A heads, N queries, M keys, D head width, W its next power of two, C clusters of queries, K clusters of keys, R ranges of
 keys, S shares of the clusters, q and k a block of queries and of keys or means. Logarithms are to base 2 here, `lse` is to base e.
@@ -19,14 +19,14 @@ from .triton_forward import LN2, head_of, inside, item, log_count, means_block, 
 
 @triton.jit
 def levels(lse, index, live):
-    """Log-sum-exp of the queries `index`; +inf where they see nothing or are not live, so that all their weights are 0."""
+    """Log-sum-exp of the queries `index`; +inf where they see no key or are not live, so that all their weights are 0."""
     level = tl.load(lse + index, mask=live, other=float("-inf"))
     return tl.where(level == float("-inf"), float("inf"), level / LN2)
 
 
 @triton.jit
 def dq_step(q, k, v, dout, bias, level, delta, dq, scale, EXACT: tl.constexpr):
-    """Adds what one block of keys gives to the gradient of the queries, but for the scale."""
+    """Add a block of keys' share to the gradient of the queries, without the scale."""
     p = tl.exp2(product(q, tl.trans(k), EXACT) * scale + bias[None, :] - level[:, None])
     ds = p * (product(dout, tl.trans(v), EXACT) - delta[:, None])
     return dq + product(ds.to(k.dtype), k, EXACT)
@@ -41,7 +41,7 @@ def query_gradient(
     heads, N, C, K, all_rows, scale, natural_scale,
     D: tl.constexpr, W: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TAIL: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """One program a block of the queries of one cluster: their gradient, and delta_GN = sum(out * dout) for the other kernels."""
+    """Compute, in each program, the gradient of a block of one cluster's queries, and delta_GN = sum(out * dout) for the other kernels."""
     if tl.load(row_of + tl.program_id(0)) >= all_rows:
         return
     row, g, index, live = item(row_of, place_of, q_index, q_offsets, N, C, BLOCK_Q)
@@ -81,7 +81,7 @@ def add_cluster(
     k, v, bias, dk, dv, scale,
     D: tl.constexpr, W: tl.constexpr, BLOCK_Q: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Adds what the sorted queries first .. last - 1 of a head give to a block of keys or means: (dk_kW but for the scale, dv_kW)."""
+    """Add the share of a head's sorted queries first .. last - 1 to a block of keys or means: (dk_kW without the scale, dv_kW)."""
     for start in range(first, last, BLOCK_Q):
         place = start + tl.arange(0, BLOCK_Q)
         live = place < last
@@ -105,7 +105,7 @@ def key_gradient(
     heads, N, M, C, R, scale, natural_scale,
     D: tl.constexpr, W: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """One program a range of the keys of a head; dk and dv, (G, M, D) float32 and zero at first, are its own there."""
+    """Sum the gradients of a range of a head's keys, which one program alone writes: dk and dv, (G, M, D) float32, zero at first."""
     r, g = tl.program_id(0), tl.program_id(1)
     g_wide = g.to(tl.int64)
     q_head, dout_head = head_of(q, q_strides, g, heads), head_of(dout, dout_strides, g, heads)
@@ -143,7 +143,7 @@ def mean_gradient(
     heads, N, C, K, S, scale, natural_scale,
     D: tl.constexpr, W: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """One program a block of the means of a head and every S-th cluster of queries; dk and dv are (S, G, K, D) float32."""
+    """Sum, in each program, the gradients of a block of a head's means over every S-th cluster; dk and dv are (S, G, K, D) float32."""
     share, g = tl.program_id(1), tl.program_id(2)
     g_wide = g.to(tl.int64)
     q_head, dout_head = head_of(q, q_strides, g, heads), head_of(dout, dout_strides, g, heads)
@@ -169,7 +169,7 @@ def mean_gradient(
 
 @triton.jit
 def count_work(work, q_offsets, kv_index, kv_offsets, M, C, BLOCK: tl.constexpr):
-    """Adds to each key of work_GM the queries that keep it. Sums of whole numbers: the order of the atomic additions shows nowhere."""
+    """Add to each key of work_GM the number of queries that keep it. Sums of integers do not depend on the order of atomic additions."""
     row = tl.program_id(0).to(tl.int64)
     g, c = row // C, row % C
     size = tl.load(q_offsets + g * (C + 1) + c + 1) - tl.load(q_offsets + g * (C + 1) + c)
@@ -183,7 +183,7 @@ def count_work(work, q_offsets, kv_index, kv_offsets, M, C, BLOCK: tl.constexpr)
 
 @triton.jit
 def cut_lists(cuts, bounds, kv_index, kv_offsets, C, R, steps, BLOCK: tl.constexpr):
-    """cuts (G C, R + 1) int32: how many of a cluster's kept keys lie below each of its head's bounds (G, R + 1), by bisection."""
+    """Write cuts (G C, R + 1) int32: the number of a cluster's kept keys below each of its head's bounds (G, R + 1), by bisection."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mine = column <= R

@@ -1,5 +1,5 @@
-"""Device functions of the gather kernel: rows by an index, tiles of the softmax, the forward pass. Imported only when a call needs them.
-Arguments have no types: the compiler reads annotations, and knows `constexpr` alone.
+"""Device functions of the gather kernel: rows by index, tiles of the softmax, the forward pass. Imported only when a call needs them.
+Arguments have no types: the compiler reads annotations, and accepts `constexpr` alone.
 
 Legend: G = B x A heads, N queries, M keys, D head width, W its next power of two, C clusters of queries, K clusters of keys, L kept keys
 of a cluster, q and k a block of queries and of keys or means. Logarithms are to base 2 here, results to base e.
@@ -15,7 +15,7 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def head_of(pointer, strides, g, heads):
-    """Where head `g` begins in a tensor (B, A, _, D) of the given strides."""
+    """Pointer to the start of head `g` in a tensor (B, A, _, D) of the given strides."""
     return pointer + (g // heads).to(tl.int64) * strides[0] + (g % heads).to(tl.int64) * strides[1]
 
 
@@ -57,7 +57,7 @@ def log_count(dropped, index, live):
 
 @triton.jit
 def product(a, b, EXACT: tl.constexpr):
-    """a @ b, summed in float32. EXACT is how float32 multiplies, or "widen": the interpreter cannot multiply bfloat16."""
+    """a @ b, summed in float32. EXACT: the precision of float32 products, or "widen": the interpreter cannot multiply bfloat16."""
     if EXACT == "widen":
         done = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:
@@ -67,10 +67,10 @@ def product(a, b, EXACT: tl.constexpr):
 
 @triton.jit
 def fold(q, k, v, bias, scale, top, total, acc, EXACT: tl.constexpr):
-    """One step of the running softmax: its maximum, its sum and the weighted values so far."""
+    """Update the running softmax by a block of keys: its maximum, its sum and the weighted values so far."""
     score = product(q, tl.trans(k), EXACT) * scale + bias[None, :]
     above = tl.maximum(top, tl.max(score, 1))
-    level = tl.where(above == float("-inf"), 0.0, above)  # a row that has seen nothing yet: no -inf minus -inf
+    level = tl.where(above == float("-inf"), 0.0, above)  # a row that has seen no key yet: no -inf minus -inf
     p = tl.exp2(score - level[:, None])
     shrink = tl.exp2(top - level)
     acc = acc * shrink[:, None] + product(p.to(v.dtype), v, EXACT)
@@ -96,7 +96,7 @@ def forward(
     heads, N, C, K, all_rows, scale,
     D: tl.constexpr, W: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TAIL: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """One program a block of the queries of one cluster: walks the keys that it keeps, then the means."""
+    """Compute a block of the queries of one cluster in each program: over the keys that it keeps, then over the means."""
     if tl.load(row_of + tl.program_id(0)) >= all_rows:
         return
     row, g, index, live = item(row_of, place_of, q_index, q_offsets, N, C, BLOCK_Q)

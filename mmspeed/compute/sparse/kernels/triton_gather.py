@@ -1,12 +1,12 @@
-"""Sparse attention by a gather kernel: keys and values are loaded row by row through the lists, so that exactly the kept ones count.
+"""Sparse attention by a gather kernel: keys and values are loaded row by row through the lists, so exactly the kept ones count.
 
-Written in Triton; made for CUDA, and run on CPU tensors where Triton interprets (TRITON_INTERPRET=1), which is how it is tested.
+Written in Triton for CUDA; runs on CPU tensors where Triton interprets (TRITON_INTERPRET=1), as in its tests.
 
-Forward: one program a block of the queries of one cluster; it walks the cluster's list, then the means, in one running softmax in float32.
-Backward: with the final output and log-sum-exp, as in FlashAttention-2 (Dao, 2023); see triton_backward.py for how keys are summed in a
-fixed order without atomic additions. Nothing here waits for the device.
+Forward: one program for a block of the queries of one cluster; it goes through the cluster's list, then the means, in a running softmax
+in float32. Backward: with the final output and log-sum-exp, as in FlashAttention-2 (Dao, 2023); triton_backward.py sums gradients of keys
+in a fixed order without atomic additions. Nothing here waits for the device.
 
-How fast it can be. A block of b queries does 4 b D operations for each kept key and reads 4 D bytes for it (bfloat16): b operations a byte.
+Expected speed: a block of b queries does 4 b D operations for each kept key and reads 4 D bytes for it (bfloat16): b operations a byte.
 A row is 2 D >= 32 bytes, whole sectors, and the keys of one head (8 MB each of keys and values at 32 k tokens, D = 128) stay in the
 second-level cache while the programs of that head run, which is why items are numbered head by head: at about 6 TB/s from there, b = 64
 allows some 380 TFLOP/s, b = 128 twice that. Clusters of 256 queries and more therefore take blocks of 128. The sums of dk and dv are read
@@ -34,14 +34,14 @@ from .kernel import Gradients, SparseKernel, explicit
 
 QUERY_BLOCKS = (64, 128)  # queries of a program: the larger where clusters have at least twice as many
 KEY_BLOCK = 64  # keys, or means, of a step
-PROGRAMS = 1024  # that key and mean gradients are cut into at least: some for each of a device's 60 to 150 processors
+PROGRAMS = 1024  # least number for key and mean gradients: several for each of a device's 60 to 150 processors
 WIDEST_ROW = 512  # bytes of a head's row
 WIDE_MEMORY = 160 << 10  # bytes of fast memory that rows of more than half as many take
 LOG2E = 1.4426950408889634
 
 
 class LaunchShape(NamedTuple):
-    """Constants of a launch: the width of a head, filled up to a power of two, the number type of products, warps and stages."""
+    """Constants of a launch: the width of a head, padded to a power of two, the number type of products, warps and stages."""
 
     width: int
     padded: int
@@ -50,7 +50,7 @@ class LaunchShape(NamedTuple):
     num_stages: int
 
     def launch(self, **more: Any) -> dict[str, Any]:
-        """As keywords of a kernel."""
+        """The constants as keywords of a kernel."""
         constants = {"D": self.width, "W": self.padded, "EXACT": self.exact}
         return constants | {"num_warps": self.num_warps, "num_stages": self.num_stages} | more
 
@@ -61,7 +61,7 @@ def query_block(plan: ClusterPlan) -> int:
 
 
 def shape_for(q_BAND: Tensor, block: int) -> LaunchShape:
-    """Fixed choices by the bytes of a row; float32 products are exact unless torch was told otherwise."""
+    """The constants by the bytes of a row; float32 products are exact unless torch's matmul precision is lowered."""
     width = q_BAND.shape[-1]
     padded = max(16, 1 << (width - 1).bit_length())
     row = padded * q_BAND.element_size()
@@ -74,7 +74,7 @@ def shape_for(q_BAND: Tensor, block: int) -> LaunchShape:
 
 
 def key_launch(q_BAND: Tensor) -> dict[str, Any]:
-    """Of the kernels whose program keeps a block of keys, with two sums for it: half the queries at a time where rows are wide."""
+    """Keywords of kernels whose programs hold a block of keys and two sums: half as many queries at a time where rows are wide."""
     row = q_BAND.shape[-1] * q_BAND.element_size()
     shape = shape_for(q_BAND, QUERY_BLOCKS[1])._replace(num_warps=8 if row > 64 else 4)
     return shape.launch(BLOCK_Q=QUERY_BLOCKS[0] if row <= 256 else QUERY_BLOCKS[0] // 2, BLOCK_K=KEY_BLOCK)
@@ -107,9 +107,9 @@ def _installed() -> bool:
 
 
 def items(plan: ClusterPlan, block: int) -> tuple[Tensor, Tensor]:
-    """(row, place) of each program, int32: its cluster, counted over all heads, and its first sorted query.
+    """The (row, place) of each program, int32: its cluster, counted over all heads, and its first sorted query.
 
-    As many as any plan of this size can need, so that nothing is copied to the host; surplus ones have the row G C.
+    Their number is the most that any plan of this size needs, so that nothing is copied to the host; surplus ones have the row G C.
     """
     blocks_Z = ((plan.sizes() + (block - 1)) // block).flatten()
     ends_Z = blocks_Z.cumsum(0)
@@ -123,14 +123,14 @@ def items(plan: ClusterPlan, block: int) -> tuple[Tensor, Tensor]:
 
 
 def ranges(plan: ClusterPlan, block: int) -> int:
-    """R: how many ranges the keys of a head are cut into: a mean list fills two blocks in each, unless there were too few programs."""
+    """R, the number of ranges of a head's keys: so many that an average list fills two blocks in each, or more for PROGRAMS programs."""
     groups, keys = plan.batch * plan.heads, plan.keys
     by_length = len(plan.kv_index_Z) // (groups * plan.clusters * 2 * block)
     return max(1, min(max(by_length, -(-PROGRAMS // groups)), -(-keys // block)))
 
 
 def cuts(plan: ClusterPlan, count: int) -> Tensor:
-    """(G C, R + 1) int32: where in each list of kept keys the ranges of its head begin. Ranges hold about the same work."""
+    """The position in each list of kept keys where each range of its head begins, (G C, R + 1) int32. Ranges have about equal work."""
     from . import triton_backward as kernels
 
     groups, keys, device = plan.batch * plan.heads, plan.keys, plan.kv_index_Z.device
@@ -166,7 +166,7 @@ def _lists(plan: ClusterPlan) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _tail(plan: ClusterPlan, means: ClusterMeans | None, q_BAND: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
-    """(mean keys, mean values, dropped counts) and K; the queries stand in for them where there is no tail, and are not read."""
+    """(mean keys, mean values, dropped counts) and K; without a tail, the queries as placeholders, which are not read, and 0."""
     if means is None or plan.tail is None:
         return (q_BAND, q_BAND, q_BAND), 0
     parts = (means.k_BAKD, means.v_BAKD, plan.tail.dropped_GCK)
@@ -254,7 +254,7 @@ def _backward(
 
 
 def _pairs(plan: ClusterPlan, tail: bool) -> Tensor:
-    """Of the forward pass: whole blocks of queries with whole blocks of keys."""
+    """Pairs that the forward pass computes: whole blocks of queries with whole blocks of keys."""
     block = query_block(plan)
     queries_GC = (plan.sizes() + (block - 1)) // block * block
     keys_GC = (plan.lengths() + (KEY_BLOCK - 1)) // KEY_BLOCK * KEY_BLOCK

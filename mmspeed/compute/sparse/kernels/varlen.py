@@ -1,6 +1,6 @@
 """Sparse attention by CUDA's flash operator for sequences of any lengths, over gathered keys: no kernel of our own.
 
-Its backward adds up the queries' gradients in any order unless torch is told to be deterministic; keys' gradients always add in one order.
+Its backward sums the queries' gradients in any order unless torch's deterministic mode is on; keys' gradients are summed in a fixed order.
 
 Legend: in a batch T queries, S gathered keys, D head width.
 """
@@ -26,7 +26,7 @@ def _refuses(q: Tensor, k: Tensor, v: Tensor, plan: ClusterPlan, means: ClusterM
 
 
 def width_refused(q: Tensor, v: Tensor) -> str:
-    """What of types and widths the operator does not serve, or nothing."""
+    """The types and widths that the operator does not support; empty where it does."""
     width = q.shape[-1]
     fits = q.dtype in HALF and width % 8 == 0 and width <= 256 and v.shape[-1] == width
     return "" if fits else f"{q.dtype} heads of width {width} and values of width {v.shape[-1]}"
@@ -39,7 +39,7 @@ def _ends(ends: list[int], like: Tensor) -> Tensor:
 def varlen_forward(
     q_T1D: Tensor, k_S1D: Tensor, v_S1D: Tensor, batch: PackedBatch, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """(out_T1D, lse_T)."""
+    """Output and log-sum-exp, (out_T1D, lse_T)."""
     ends = _ends(batch.query_ends, q_T1D), _ends(batch.key_ends, q_T1D)
     most = batch.most_queries, batch.most_keys
     out_T1D, lse_1T = varlen_flash(q_T1D, k_S1D, v_S1D, *ends, *most, 0.0, False, False, scale=scale)[:2]
@@ -56,7 +56,7 @@ def varlen_backward(
     batch: PackedBatch,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq_T1D, dk_S1D, dv_S1D)."""
+    """Gradients (dq_T1D, dk_S1D, dv_S1D)."""
     ends = _ends(batch.query_ends, q_T1D), _ends(batch.key_ends, q_T1D)
     seed, unused = (torch.zeros(size, dtype=torch.uint64, device=q_T1D.device) for size in (2, 0))  # no dropout
     inputs = (dout_T1D, q_T1D, k_S1D, v_S1D, out_T1D, lse_T[None].contiguous())

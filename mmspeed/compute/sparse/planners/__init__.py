@@ -1,1 +1,1 @@
-"""Planners: which keys each group of queries keeps."""
+"""Planners: they choose the keys that each group of queries keeps."""

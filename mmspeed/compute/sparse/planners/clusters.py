@@ -1,7 +1,7 @@
-"""The planner of the document: queries that attend alike share the keys that matter to them.
+"""The default planner: queries with similar attention share their most relevant keys.
 
 k-means of the queries (after Vyas, Katharopoulos and Fleuret, "Fast Transformers with Clustered Attention", 2020), in a metric of their
-scores; the mean query of a cluster scores all keys, and a rule says which are kept. Costs 1 / (2 x cluster size) of dense attention for
+scores; the mean query of a cluster scores all keys, and a rule decides which are kept. Costs 1 / (2 x cluster size) of dense attention for
 the scores, and O(N C D) for the clusters.
 
 Legend: B batch, A heads, G = B x A, N queries, M keys, D head width, C clusters of queries, K clusters of keys.
@@ -39,10 +39,10 @@ def plan_clusters(
     """A plan by k-means of the queries; no gradient flows through it.
 
     Args:
-        cluster_size: queries of a cluster, on average: there are ceil(N / cluster_size), and one more for `full_queries_N`.
+        cluster_size: average queries of a cluster: there are ceil(N / cluster_size) clusters, and one more for `full_queries_N`.
         metric: "logit": rows of scores are compared, up to a constant; "euclid": queries are.
         iterations: of k-means, on one query of `subsample`; then all queries are assigned.
-        start_GCD: where k-means starts: `centroids_GCD` of an earlier plan of the same shapes; `iterations` may then be 0.
+        start_GCD: starting centroids: `centroids_GCD` of an earlier plan of the same shapes; `iterations` may then be 0.
         tail_clusters: clusters of keys for tail="summary"; no more than there are keys; 0: none.
         tail_start_GKD: `tail_centroids_GKD` of an earlier plan.
 
@@ -105,7 +105,7 @@ def inputs(q_BAND: Tensor, k_BAMD: Tensor, context: PlannerContext) -> tuple[Ten
         or q_BAND.shape[3] != k_BAMD.shape[3]
     ):
         raise ValueError(
-            f"queries {tuple(q_BAND.shape)} and keys {tuple(k_BAMD.shape)} have other batches, heads or widths"
+            f"queries {tuple(q_BAND.shape)} and keys {tuple(k_BAMD.shape)} differ in batch, heads or width"
         )
     batch, heads, queries, _ = q_BAND.shape
     keys = k_BAMD.shape[2]
@@ -114,7 +114,7 @@ def inputs(q_BAND: Tensor, k_BAMD: Tensor, context: PlannerContext) -> tuple[Ten
     wide = torch.promote_types(q_BAND.dtype, torch.float32)
     q_GND, k_GMD = q_BAND.detach().flatten(0, 1).to(wide), k_BAMD.detach().flatten(0, 1).to(wide)
     masks = KeyMasks.of(context, batch, heads, queries, keys, q_BAND.device)
-    if masks.seen_BM is not None:  # what is masked may be anything
+    if masks.seen_BM is not None:  # masked keys may hold any values
         k_GMD = k_GMD.masked_fill(~masks.seen_BM.repeat_interleave(heads, dim=0)[..., None], 0.0)
     return q_GND, k_GMD, masks
 
@@ -125,7 +125,7 @@ def group_mask(masks: KeyMasks) -> Tensor | None:
 
 
 def scores(query_GCD: Tensor, k_GMD: Tensor, masks: KeyMasks, scale: float) -> Score:
-    """What `choose_keys` asks for: scores of some queries with all keys, -inf at masked ones."""
+    """The score function for `choose_keys`: scores of some queries with all keys, -inf at masked ones."""
     scaled_GCD = query_GCD * scale
 
     def score(groups: slice, clusters: slice) -> Tensor:
@@ -137,7 +137,7 @@ def scores(query_GCD: Tensor, k_GMD: Tensor, masks: KeyMasks, scale: float) -> S
 
 
 def sort_queries(label_GN: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
-    """(order_GN, offsets_GC): queries by cluster, ascending within one, and C + 1 places where clusters begin."""
+    """(order_GN, offsets_GC): queries by cluster, ascending within one, and the C + 1 offsets of clusters."""
     groups = len(label_GN)
     flat = label_GN + torch.arange(groups, device=label_GN.device)[:, None] * clusters
     size_GC = torch.bincount(flat.flatten(), minlength=groups * clusters).view(groups, clusters)
@@ -145,7 +145,7 @@ def sort_queries(label_GN: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
 
 
 def with_full(order_GN: Tensor, offsets_GC: Tensor, masks: KeyMasks) -> tuple[Tensor, Tensor]:
-    """(q_index_GN, q_offsets_GC) of all queries, from those of the ones that choose: the full ones are one more cluster."""
+    """(q_index_GN, q_offsets_GC) of all queries, from the order and offsets of those that choose: the full ones are one more cluster."""
     if masks.full_F is None or masks.choosing is None:
         return order_GN, offsets_GC
     q_index_GN = torch.cat((masks.choosing[order_GN], masks.full_F.expand(len(order_GN), -1)), dim=1)
@@ -154,7 +154,7 @@ def with_full(order_GN: Tensor, offsets_GC: Tensor, masks: KeyMasks) -> tuple[Te
 
 @dataclass(frozen=True)
 class KeyClusters:
-    """Clusters of keys, before it is known which keys are dropped."""
+    """Clusters of keys, before the choice of dropped keys."""
 
     label_GM: Tensor
     centroid_GKD: Tensor
@@ -162,11 +162,11 @@ class KeyClusters:
 
     @property
     def clusters(self) -> int:
-        """K."""
+        """Number of clusters of keys, K."""
         return self.size_GK.shape[1]
 
     def plan(self, lists: KeyLists) -> TailClusters:
-        """With the count of what each cluster of queries drops."""
+        """The clusters with the counts of keys that each cluster of queries drops."""
         assert lists.kept_GCK is not None
         return TailClusters(self.label_GM, self.clusters, (self.size_GK[:, None] - lists.kept_GCK).float())
 
@@ -182,7 +182,7 @@ def tail_of_keys(
     label_GM, centroid_GKD = kmeans(
         k_GMD, clusters, iterations=iterations, subsample=subsample, start_GCD=start_GKD, mask_GN=mask_GM
     )
-    # where the next plan starts; the means that the tail uses are those of all keys, with their gradients
+    # the start of the next plan; the tail itself uses the means of all keys, with their gradients
     place_S = spread(max(clusters, keys // subsample), keys, k_GMD.device)
     centroid_GKD = means(k_GMD.index_select(1, place_S), label_GM.index_select(1, place_S), centroid_GKD)
     flat = label_GM + torch.arange(groups, device=k_GMD.device)[:, None] * (clusters + 1)
@@ -191,7 +191,7 @@ def tail_of_keys(
 
 
 def _spread_covariance(k_GMD: Tensor, mask_GM: Tensor | None, subsample: int) -> Tensor:
-    """Covariance of one key of `subsample`; of all where they are few."""
+    """Covariance of one key in `subsample`; of all where there are few."""
     keys, width = k_GMD.shape[1:]
     stride = max(1, min(subsample, keys // (16 * width)))
     if stride == 1:

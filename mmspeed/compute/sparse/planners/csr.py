@@ -1,4 +1,4 @@
-"""The lists of kept keys of a plan, gathered from blocks of clusters and keys so that no whole matrix of them is ever held.
+"""The lists of kept keys of a plan, gathered from blocks of clusters and keys so that the whole matrix is never in memory.
 
 Legend: G groups (samples x heads), M keys, C clusters of queries, K clusters of keys, Z kept keys, g and c some groups and clusters.
 """
@@ -18,7 +18,7 @@ _BLOCK_ELSE = 1 << 26
 
 @dataclass(frozen=True)
 class KeyLists:
-    """Kept keys of every cluster, the full one among them."""
+    """Kept keys of every cluster, including the full one."""
 
     kv_index_Z: Tensor
     kv_offsets: Tensor
@@ -27,7 +27,7 @@ class KeyLists:
 
 
 def blocks(groups: int, clusters: int, keys: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
-    """Cuts G x C so that a block has a bounded number of pairs with keys: whole groups, or clusters of one group."""
+    """Blocks of G x C with a bounded number of pairs with keys: whole groups, or clusters of one group."""
     limit = _BLOCK.get(device.type, _BLOCK_ELSE)
     wide, tall = max(1, limit // max(1, clusters * keys)), max(1, limit // max(1, keys))
     tall = max(tall, clusters) if wide > 1 else tall
@@ -37,7 +37,7 @@ def blocks(groups: int, clusters: int, keys: int, device: torch.device) -> Itera
 
 
 class KeyListBuilder:
-    """Gathers the lists of kept keys, block by block."""
+    """A builder of the lists of kept keys, block by block."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class KeyListBuilder:
             self.kept_GCK = torch.zeros(groups, rows, labels, dtype=torch.int64, device=device)
 
     def add(self, groups: slice, rows: slice, flat_Z: Tensor, length_gc: Tensor) -> None:
-        """Takes what `flat_lists` gives for a block; blocks come in order."""
+        """Add the results of `flat_lists` for a block; blocks come in order."""
         row_Z = torch.repeat_interleave(torch.arange(length_gc.numel(), device=flat_Z.device), length_gc.flatten())
         key_Z = flat_Z - row_Z * self.keys
         self.length_GC[groups, rows] = length_gc
@@ -71,7 +71,7 @@ class KeyListBuilder:
             self.kept_GCK[groups, rows] = counts.view(*length_gc.shape, self.labels)
 
     def finish(self, tau_G: Tensor | None = None) -> KeyLists:
-        """All of it."""
+        """The lists of all blocks."""
         device = self.length_GC.device
         kv_offsets = torch.zeros(self.length_GC.numel() + 1, dtype=torch.int64, device=device)
         torch.cumsum(self.length_GC.flatten(), dim=0, out=kv_offsets[1:])
@@ -79,7 +79,7 @@ class KeyListBuilder:
 
 
 def flat_lists(keep_gcM: Tensor) -> tuple[Tensor, Tensor]:
-    """Places of True among all, ascending; their number in each row, (g, c)."""
+    """The flat indices of True, ascending, and their number in each row, (g, c)."""
     groups, clusters, keys = keep_gcM.shape
     flat_Z = keep_gcM.view(-1).nonzero()[:, 0]
     ends = torch.arange(groups * clusters + 1, device=flat_Z.device) * keys

@@ -1,9 +1,9 @@
 """k-means of queries and of keys, without random draws: the same tensors give the same clusters.
 
-In the logit metric two queries are near where their rows of scores over the keys are, up to a constant, as rows of a softmax then are:
+In the logit metric two queries are near if their rows of scores over the keys are, up to a constant, since then their softmax rows are:
 the mean squared distance of centred rows is (a - b)^T Sigma (a - b), with Sigma the covariance of the keys. As
-(q - m)^T Sigma (q - m) = q^T Sigma q - 2 q^T Sigma m + m^T Sigma m, whose first term is the same for all centroids m, nothing but the
-centroids is multiplied by Sigma: no square root of it is needed and it may be singular.
+(q - m)^T Sigma (q - m) = q^T Sigma q - 2 q^T Sigma m + m^T Sigma m, whose first term is the same for all centroids m, only the
+centroids are multiplied by Sigma: no square root of it is needed and it may be singular.
 
 Legend: G groups (samples x heads), N points, S sampled points, D width, C clusters.
 """
@@ -15,20 +15,20 @@ from torch import Tensor
 
 _BLOCK = {"cpu": 1 << 19}  # distances at a time: a CPU's cache
 _BLOCK_ELSE = 1 << 26
-_LEAST = 16  # points of a cluster, on average, that k-means runs on
+_LEAST = 16  # least average number of points of a cluster in k-means
 
 
 def spread(count: int, of: int, device: torch.device) -> Tensor:
-    """`count` places among `of`, one in each of `count` equal parts: evenly, but in step with no grid. int64, ascending.
+    """Places, `count` among `of`, one in each of `count` equal parts: evenly, but not aligned with any grid. int64, ascending.
 
-    Within its part a place moves by the golden ratio (a Weyl sequence), so that rows of a video do not all give the same column.
+    Within its part a place moves by the golden ratio (a Weyl sequence), so that rows of a video are not all sampled in the same column.
     """
     part = torch.arange(count, device=device)
     return (((part << 16) + ((part * 40503) & 0xFFFF)) * of // max(1, count)) >> 16
 
 
 def covariance(x_GND: Tensor, mask_GN: Tensor | None = None) -> Tensor:
-    """(G, D, D), over points where the mask is True; finite whatever the points are."""
+    """The covariance (G, D, D) of points where the mask is True; finite for any points."""
     if mask_GN is None:
         mean = x_GND.mean(dim=1, keepdim=True)
         centred = x_GND - mean
@@ -45,12 +45,12 @@ def nearest(x_GND: Tensor, centroid_GCD: Tensor, sigma_GDD: Tensor | None = None
     """The nearest centroid of each point, int64; the first one among equals, the last one for NaN."""
     groups, points, _ = x_GND.shape
     clusters = centroid_GCD.shape[1]
-    # distances do not change when all is moved by the mean centroid; the cluster-sized side is moved, against cancellation
+    # distances do not change when all is shifted by the mean centroid; the centroids are shifted, against cancellation
     middle = centroid_GCD.mean(dim=1, keepdim=True)
     away = centroid_GCD - middle
     weight = away if sigma_GDD is None else away @ sigma_GDD
     bias_G1C = ((away + 2 * middle) * weight).sum(dim=-1)[:, None]
-    # the first of the least, by passes that a CPU vectorises (its argmin does not), and alike on every device
+    # the first minimum, by passes that a CPU vectorises (unlike argmin), the same on every device
     back_C = torch.arange(clusters, 0, -1, device=x_GND.device, dtype=x_GND.dtype)
     label_GN = torch.empty(groups, points, dtype=torch.int64, device=x_GND.device)
     limit = _BLOCK.get(x_GND.device.type, _BLOCK_ELSE)
@@ -66,7 +66,7 @@ def nearest(x_GND: Tensor, centroid_GCD: Tensor, sigma_GDD: Tensor | None = None
 
 
 def sums(x_GND: Tensor, label_GN: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
-    """(sum of the points, number) of each cluster. Points of the label `clusters` count nowhere."""
+    """(sum of the points, number of points) of each cluster. Points with the label `clusters` do not count."""
     groups, _, width = x_GND.shape
     rows = clusters + 1
     flat = label_GN + torch.arange(groups, device=x_GND.device)[:, None] * rows
@@ -75,7 +75,7 @@ def sums(x_GND: Tensor, label_GN: Tensor, clusters: int) -> tuple[Tensor, Tensor
         total = x_GND.new_zeros(groups * rows, width)
         total.index_add_(0, flat.flatten(), x_GND.reshape(-1, width))
         return total.view(groups, rows, width)[:, :clusters], counts
-    # elsewhere adding in place runs in another order each time: a product of matrices does not
+    # on other devices in-place additions have no fixed order; a matrix product has one
     total = x_GND.new_empty(groups, clusters, width)
     which = torch.arange(clusters, device=x_GND.device)[:, None]
     wide = max(1, _BLOCK_ELSE // max(1, clusters * x_GND.shape[1]))
@@ -86,21 +86,21 @@ def sums(x_GND: Tensor, label_GN: Tensor, clusters: int) -> tuple[Tensor, Tensor
 
 
 def means(x_GND: Tensor, label_GN: Tensor, centroid_GCD: Tensor) -> Tensor:
-    """Mean of the points of each cluster; an empty one stays where it was."""
+    """Mean of the points of each cluster; an empty cluster keeps its centroid."""
     total, counts = sums(x_GND, label_GN, centroid_GCD.shape[1])
     mean = total / counts.clamp(min=1)[..., None]
     return torch.where((counts > 0)[..., None], mean, centroid_GCD)
 
 
 def sorted_means(x_GND: Tensor, order_GN: Tensor, offsets_GC: Tensor, centroid_GCD: Tensor) -> Tensor:
-    """`means` for points whose order by clusters is known, with C + 1 offsets."""
+    """The `means` of points whose order by clusters is known, with C + 1 offsets."""
     groups, points, width = x_GND.shape
     if x_GND.device.type != "cpu" or not points:
         label_GN = torch.empty_like(order_GN)
         place_N = torch.arange(points, device=x_GND.device).expand(groups, -1).contiguous()
         label_GN.scatter_(1, order_GN, torch.searchsorted(offsets_GC[:, 1:].contiguous(), place_N, right=True))
         return means(x_GND, label_GN, centroid_GCD)
-    # sums over a bag of rows run in their order, and bags in parallel: faster than adding in place
+    # sums over a bag of rows run in their order, and bags in parallel: faster than in-place additions
     first_G1 = torch.arange(groups)[:, None] * points
     bags = (offsets_GC[:, :-1] + first_G1).flatten()
     rows = x_GND.reshape(-1, width)
@@ -120,9 +120,9 @@ def kmeans(
     mask_GN: Tensor | None = None,
     sigma_GDD: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(label_GN, centroid_GCD): `iterations` of Lloyd's algorithm on one point of `subsample`, then a cluster for each point.
+    """Labels and centroids (label_GN, centroid_GCD): `iterations` of Lloyd's algorithm on one point in `subsample`, then all labels.
 
-    Points that are masked have the label C and count nowhere. Centroids are those that gave the labels.
+    Masked points have the label C and do not count. Centroids are those that gave the labels.
     Raises ValueError for a start of another shape.
     """
     groups, points, width = x_GND.shape
@@ -148,7 +148,7 @@ def _labels(x_GND: Tensor, centroid_GCD: Tensor, mask_GN: Tensor | None, sigma_G
 
 
 def sample(x_GND: Tensor, clusters: int, subsample: int, mask_GN: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """One point of `subsample`, evenly spread over those that count; more of them where clusters would be left with few."""
+    """A sample of one point in `subsample`, evenly spread over those that count; larger where clusters would have too few."""
     points = x_GND.shape[1]
     stride = max(1, min(subsample, points // max(1, _LEAST * clusters)))
     if stride == 1:
@@ -157,7 +157,7 @@ def sample(x_GND: Tensor, clusters: int, subsample: int, mask_GN: Tensor | None)
 
 
 def take(x_GND: Tensor, place_S: Tensor, mask_GN: Tensor | None) -> Tensor:
-    """Points at places; with a mask, at such places among those that count: in none that do not, unless all are masked."""
+    """Points at places; with a mask, at these places scaled to the points that count. Masked points are taken only where all are masked."""
     if mask_GN is None:
         return x_GND.index_select(1, place_S)
     first = (~mask_GN).sort(dim=1, stable=True).indices

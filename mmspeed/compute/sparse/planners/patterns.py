@@ -1,4 +1,4 @@
-"""Planners whose patterns do not look at what queries and keys are, for comparison.
+"""Planners with patterns that do not depend on the contents of queries and keys, for comparison.
 
 Legend: B batch, A heads, G = B x A, N queries, M keys, D head width, C clusters of queries, R tiles of keys.
 """
@@ -28,13 +28,13 @@ def plan_window(
     window: Sequence[int] = (3, 3, 3),
     tail: bool = False,
 ) -> ClusterPlan:
-    """A tile of queries keeps the tiles of keys around it (after STA, Sliding Tile Attention, 2025); at edges these are fewer.
+    """A plan in which a tile of queries keeps the tiles of keys around it (after STA, Sliding Tile Attention, 2025), fewer at edges.
 
     Args:
-        context: with positions. Queries without a place keep every key; keys without one are kept where they always are.
+        context: with positions. Queries without a place keep every key; keys without one are kept only by `always_keep`.
         window: tiles along each axis, odd: half of it on either side.
 
-    A tile that sees none but masked keys keeps the nearest tile with another. Raises ValueError for shapes that do not fit.
+    A tile that sees masked keys alone keeps the nearest tile with a key that counts. Raises ValueError for shapes that do not fit.
     """
     if len(window) != len(tile) or any(size < 1 or size % 2 == 0 for size in window):
         raise ValueError(f"a window {tuple(window)} is odd along each axis of the tiles {tuple(tile)}")
@@ -72,14 +72,14 @@ def plan_skip(
     iterations: int = 3,
     subsample: int = 4,
 ) -> ClusterPlan:
-    """Tokens meet every `stride`-th other one (Skiparse of Open-Sora Plan 1.3, 2024); blocks alternate between the two ways.
+    """A plan in which tokens attend to every `stride`-th one (Skiparse of Open-Sora Plan 1.3, 2024); blocks alternate between two ways.
 
     Args:
         way: 0: token i is in group i % stride; 1: in group i // stride % stride. With full queries (text), i counts the other tokens,
             among the keys too where there are as many keys as queries.
         tail_clusters, tail_start_GKD, iterations, subsample: as in `plan_clusters`.
 
-    A group that has none but masked keys keeps the first key of another. Raises ValueError for shapes that do not fit.
+    A group with masked keys alone keeps the first key that counts. Raises ValueError for shapes that do not fit.
     """
     if stride < 1 or way not in (0, 1):
         raise ValueError(f"stride {stride} is positive, way {way} is 0 or 1")
@@ -115,7 +115,7 @@ def plan_skip(
             if c.stop > stride:
                 keep_gcM[:, -1:] = True if seen is None else seen
             lists.add(g, c, *flat_lists(keep_gcM))
-        made = lists.finish()
+        key_lists = lists.finish()
         q_index_GN, q_offsets_GC = with_full(*sort_queries(label_N.expand(groups, -1), stride), masks)
     batch, heads, queries, _ = q_BAND.shape
     return ClusterPlan(
@@ -125,9 +125,9 @@ def plan_skip(
         keys=keys,
         q_index_GN=q_index_GN,
         q_offsets_GC=q_offsets_GC,
-        kv_index_Z=made.kv_index_Z,
-        kv_offsets=made.kv_offsets,
-        tail=None if tail is None else tail.plan(made),
+        kv_index_Z=key_lists.kv_index_Z,
+        kv_offsets=key_lists.kv_offsets,
+        tail=None if tail is None else tail.plan(key_lists),
         tail_centroids_GKD=None if tail is None else tail.centroid_GKD,
     )
 

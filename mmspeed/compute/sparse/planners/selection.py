@@ -1,8 +1,8 @@
-"""Which keys a group of queries keeps: the rules, and the lists of kept keys.
+"""Selection of the keys that a group of queries keeps: the rules, and the lists of kept keys.
 
-The threshold is the rule of the document: a key is kept where the probability that a cluster's mean query gives it is at least tau / M.
+The default rule is a threshold: a key is kept where the probability that a cluster's mean query gives it is at least tau / M.
 One threshold for all clusters keeps the most probability for a number of pairs (it is the condition of the optimum), while the same
-number of keys for each, or the same cumulative probability, spend pairs where they bring little.
+number of keys for each, or the same cumulative probability, spends pairs where they gain little.
 
 Legend: B batch, A heads, G = B x A, N queries, M keys, D head width, C clusters of queries, K clusters of keys, X position axes,
 Z kept keys of all clusters, R rows (a cluster of a head each), g and c some groups and some clusters of them, S a sample.
@@ -22,19 +22,19 @@ from .csr import KeyListBuilder, KeyLists, blocks, flat_lists
 from .topk import largest, strided, tau_of_share
 
 Rule = Literal["threshold", "fraction", "mass", "top"]
-# (share_gcM, weight_gc, groups): probability x keys seen of some clusters of some groups, +inf at keys that are always kept, -1 at
-# masked ones; queries of these clusters
+# (share_gcM, weight_gc, groups): probability x keys seen, for some clusters of some groups, +inf at keys that are always kept, -1 at
+# masked ones; number of queries of these clusters
 Observe = Callable[[Tensor, Tensor, slice], None]
 
-# elements of C x M of a sample of the batch that may stay for a second pass; above, they are computed twice
+# elements of C x M of a sample of the batch that may be kept for a second pass; above, they are computed twice
 _HOLD = {"cpu": 1 << 23}
 _HOLD_ELSE = 1 << 27
-_SAMPLED = 1 << 19  # pairs of a cluster and a key that a threshold for a fraction is found from
+_SAMPLED = 1 << 19  # sampled pairs of a cluster and a key for the threshold of a fraction
 
 
 @dataclass(frozen=True)
 class KeepRule:
-    """Which keys a cluster of queries keeps. Keys that are always kept are kept beside the cap, and count in every share."""
+    """The rule by which a cluster of queries keeps keys. Always-kept keys are exempt from the cap, and count in every share."""
 
     rule: Rule
     # threshold: tau, keeps keys of probability >= tau / (keys seen). fraction: share of all pairs of a sample of the batch, by one
@@ -54,7 +54,7 @@ class KeepRule:
 
 @dataclass(frozen=True)
 class PlannerContext:
-    """What a planner knows beside queries and keys."""
+    """The inputs of a planner beside queries and keys."""
 
     key_mask_BM: Tensor | None = None  # bool: keys that count
     always_keep: Tensor | None = None  # bool, of M or B x M: keys that every cluster keeps (text, a first frame)
@@ -104,11 +104,11 @@ class KeyMasks:
         return KeyMasks(keys, heads, seen, always, count_B, full_F, choosing)
 
     def seen(self, groups: slice) -> Tensor | None:
-        """Of some groups, (g, 1, M)."""
+        """Keys that count in some groups, (g, 1, M); None: all."""
         return None if self.seen_BM is None else self._rows(self.seen_BM, groups)
 
     def always(self, groups: slice) -> Tensor | None:
-        """Of some groups, (g, 1, M)."""
+        """Keys that are always kept in some groups, (g, 1, M); None: none."""
         return None if self.always_BM is None else self._rows(self.always_BM, groups)
 
     def count(self, groups: slice) -> Tensor:
@@ -120,7 +120,7 @@ class KeyMasks:
         return x_BM[sample][:, None]
 
 
-# scores (scaled, with -inf at masked keys) of some clusters of some groups, fresh: (groups, clusters) -> score_gcM
+# scores (scaled, with -inf at masked keys) of some clusters of some groups, in new memory: (groups, clusters) -> score_gcM
 Score = Callable[[slice, slice], Tensor]
 
 
@@ -134,17 +134,17 @@ def choose_keys(
     labels: int = 0,
     observe: Observe | None = None,
 ) -> KeyLists:
-    """The kept keys of each cluster; a full cluster, if there is one, comes last in each group, beside those of `weight_GC`.
+    """The kept keys of each cluster; a full cluster, if there is one, is last in each group, after those of `weight_GC`.
 
     Args:
-        weight_GC: queries of each cluster; an empty cluster keeps nothing.
-        label_GM: cluster of each key, whose kept keys are counted; `labels` at masked keys.
+        weight_GC: queries of each cluster; an empty cluster keeps no key.
+        label_GM: cluster of each key, for counting kept keys; `labels` at masked keys.
     """
     groups, clusters = weight_GC.shape
     device = weight_GC.device
-    tau_G, held = _thresholds(score, keep, masks, weight_GC)
-    everyone = masks.full_F is not None
-    rows = clusters + everyone
+    tau_G, log_shares = _thresholds(score, keep, masks, weight_GC)
+    has_full = masks.full_F is not None
+    rows = clusters + has_full
     any_empty = bool((weight_GC == 0).any())
     lists = KeyListBuilder(groups, rows, masks.keys, device, label_GM, labels)
     for g, c in blocks(groups, rows, masks.keys, device):
@@ -154,11 +154,11 @@ def choose_keys(
         recompute = partial(score, g, chosen)
         if part.shape[1]:
             score_gcM = None
-            if held is None:  # with "fraction" they may have been held, and are needed no more
+            if log_shares is None:  # with "fraction" the log shares may be held, and scores are not needed
                 score_gcM = recompute()
                 x_gcM = _log_share(score_gcM, masks, g)
             else:
-                x_gcM = held[g, chosen]
+                x_gcM = log_shares[g, chosen]
             if observe is not None:
                 observe(_share(x_gcM, masks, g), weight_GC[g, chosen], g)
             if keep.rule == "top" and score_gcM is not None:
@@ -167,7 +167,7 @@ def choose_keys(
                 _keep_mass(keep.value, x_gcM, masks, g, part)
             else:
                 torch.ge(x_gcM, tau_G[g].to(x_gcM.dtype).log()[:, None, None], out=part)
-            # a score that is not a number makes its whole row so: all keys are kept, and the output tells
+            # a NaN score makes its whole row NaN: all keys are kept, and the NaN appears in the output
             part |= (x_gcM[..., 0].isnan() | x_gcM[..., -1].isnan())[..., None]
             seen = masks.seen(g)
             if seen is not None:
@@ -199,7 +199,7 @@ def _share(x_gcM: Tensor, masks: KeyMasks, groups: slice) -> Tensor:
 
 
 def _keep_top(share: float, score_gcM: Tensor, masks: KeyMasks, groups: slice, out_gcM: Tensor) -> None:
-    """Writes True at the same share of the keys for each cluster."""
+    """Write True at the same share of the keys for each cluster."""
     rank_gcM, always = _ranked(score_gcM, masks.seen(groups)), masks.always(groups)
     if always is not None:
         rank_gcM = rank_gcM.masked_fill_(always, torch.inf)
@@ -210,7 +210,7 @@ def _keep_top(share: float, score_gcM: Tensor, masks: KeyMasks, groups: slice, o
 
 
 def _keep_mass(share: float, x_gcM: Tensor, masks: KeyMasks, groups: slice, out_gcM: Tensor) -> None:
-    """Writes True at the most probable keys of each cluster that hold a share of its probability."""
+    """Write True at the most probable keys of each cluster that hold `share` of its probability."""
     sorted_gcM, order_gcM = x_gcM.nan_to_num(nan=-torch.inf, posinf=torch.inf).sort(
         dim=-1, descending=True, stable=True
     )
@@ -218,7 +218,7 @@ def _keep_mass(share: float, x_gcM: Tensor, masks: KeyMasks, groups: slice, out_
     always = masks.always(groups)
     if always is None:
         before_gcM = p_gcM.cumsum(dim=-1) - p_gcM
-    else:  # ranked first, they count with what they hold: what the others lack to 1
+    else:  # ranked first, with the probability that the others leave
         p_gcM = p_gcM.masked_fill_(sorted_gcM == torch.inf, 0.0)
         before_gcM = p_gcM.cumsum(dim=-1) - p_gcM + (1.0 - p_gcM.sum(dim=-1, keepdim=True))
         before_gcM = before_gcM.masked_fill_(sorted_gcM == torch.inf, -1.0)
@@ -234,7 +234,7 @@ def _mend(
     masks: KeyMasks,
     groups: slice,
 ) -> bool:
-    """Puts rows right that keep too few or too many keys; whether there were any. Most blocks have none, and need no scores again."""
+    """Correct rows that keep too few or too many keys; True where there were any. Most blocks have none, and need no scores again."""
     length_gc = length_gc[:, : out_gcM.shape[1]]
     seen_g1, seen, always = masks.count(groups)[..., 0], masks.seen(groups), masks.always(groups)
     least_g1 = seen_g1.clamp(max=keep.at_least)
@@ -259,27 +259,27 @@ def _mend(
 
 
 def _ranked(score_gcM: Tensor, seen: Tensor | None) -> Tensor:
-    """Scores that can be ranked: NaN comes behind all numbers, and masked keys behind that."""
+    """Scores that can be ranked: NaN is below all numbers, and masked keys are below NaN."""
     low = torch.finfo(score_gcM.dtype).min
     rank_gcM = score_gcM.nan_to_num(nan=low, posinf=torch.inf, neginf=low)
     return rank_gcM if seen is None else rank_gcM.masked_fill_(~seen, -torch.inf)
 
 
 def _thresholds(score: Score, keep: KeepRule, masks: KeyMasks, weight_GC: Tensor) -> tuple[Tensor, Tensor | None]:
-    """(tau_G, log shares of all where they were held): tau of each group; 0 for rules that have none."""
+    """(tau_G, log shares of all pairs if they are held): the threshold of each group; 0 for rules without one."""
     groups, clusters = weight_GC.shape
     device = weight_GC.device
     if keep.rule != "fraction":
         value = keep.value if keep.rule == "threshold" else 0.0
         return torch.full((groups,), value, dtype=torch.float32, device=device), None
     elements = groups * clusters * masks.keys
-    held, parts = None, []
+    log_shares, parts = None, []
     stride = max(1, masks.heads * clusters * masks.keys // _SAMPLED)
     for g, c in blocks(groups, clusters, masks.keys, device):
         x_gcM = _log_share(score(g, c), masks, g)
         if elements <= _HOLD.get(device.type, _HOLD_ELSE):
-            held = x_gcM.new_empty(groups, clusters, masks.keys) if held is None else held
-            held[g, c] = x_gcM
+            log_shares = x_gcM.new_empty(groups, clusters, masks.keys) if log_shares is None else log_shares
+            log_shares[g, c] = x_gcM
         parts.append((g, c, strided(x_gcM, stride, c.start)))
     if not parts:
         return torch.zeros(groups, device=device), None
@@ -294,4 +294,4 @@ def _thresholds(score: Score, keep: KeepRule, masks: KeyMasks, weight_GC: Tensor
             share = share * float(masks.count_B[start // masks.heads]) / masks.keys
         weight = weight_GC[one, :, None].expand_as(sample_GCS[one])
         taus.append(tau_of_share(sample_GCS[one], weight, share).expand(masks.heads))
-    return torch.cat(taus), held
+    return torch.cat(taus), log_shares

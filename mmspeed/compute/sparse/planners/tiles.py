@@ -1,7 +1,7 @@
-"""A planner by place: tiles of neighbours in time, height and width attend to whole tiles.
+"""A planner by position: tiles of neighbours in time, height and width attend to whole tiles.
 
 After VSA (Video Sparse Attention, 2025): the mean query of a tile scores the mean keys of all tiles. Tiles are the same for all heads,
-so that kernels that compute whole blocks serve these plans.
+so that kernels of whole blocks support these plans.
 
 Legend: B batch, A heads, G = B x A, N queries, M keys, D head width, C clusters (tiles) of queries, R tiles of keys, X position axes.
 """
@@ -25,21 +25,21 @@ from .topk import tau_of_share
 
 @dataclass(frozen=True)
 class Tiling:
-    """Which tile each token is in; tiles that hold no token have no number."""
+    """The tile of each token; tiles without tokens have no number."""
 
     tile_N: Tensor  # int64
     coords_RX: Tensor  # int64, of each tile among tiles; -1 on all axes for the one of tokens without a place, the last
 
     @property
     def count(self) -> int:
-        """R."""
+        """Number of tiles, R."""
         return len(self.coords_RX)
 
 
 def tiling(positions_NX: Tensor, tile: Sequence[int]) -> Tiling:
-    """Tiles of tokens by their places, in raster order; edge tiles are smaller. Tokens of a negative place are one more tile, the last.
+    """Tiles of tokens by position, in raster order; edge tiles are smaller. Tokens of a negative position are one more tile, the last.
 
-    Raises ValueError for a tile of other axes.
+    Raises ValueError for a tile with another number of axes.
     """
     if positions_NX.dim() != 2 or positions_NX.shape[1] != len(tile):
         raise ValueError(f"tiles {tuple(tile)} do not fit positions of the shape {tuple(positions_NX.shape)}")
@@ -73,7 +73,7 @@ class TiledInputs:
 
     @property
     def groups(self) -> int:
-        """G."""
+        """Number of heads in the batch, G."""
         return len(self.size_GR)
 
     @property
@@ -85,7 +85,7 @@ class TiledInputs:
 def tile_inputs(
     q_BAND: Tensor, k_BAMD: Tensor, context: PlannerContext, tile: Sequence[int]
 ) -> tuple[Tensor, Tensor, TiledInputs]:
-    """(q_GND, k_GMD, tiles). Raises ValueError without positions, or for such that do not fit."""
+    """Queries, keys and their tiles (q_GND, k_GMD, tiles). Raises ValueError for missing positions and those that do not fit."""
     q_GND, k_GMD, masks = inputs(q_BAND, k_BAMD, context)
     queries, keys = q_GND.shape[1], k_GMD.shape[1]
     places_NX = context.positions_NX
@@ -127,11 +127,11 @@ def plan_tiles(
     tile: Sequence[int] = (4, 4, 4),
     tail: bool = False,
 ) -> ClusterPlan:
-    """A plan by tiles of positions; no gradient flows through it. Tiles of queries are clusters, and whole tiles of keys are kept.
+    """A plan by tiles of positions, without gradients. Tiles of queries are clusters, and whole tiles of keys are kept.
 
     Args:
-        keep: a tile stands for its keys: probability is that of the tile by its number of keys; "top" takes the number of tiles whose
-            keys are nearest to the share. A tile with an always-kept key is always kept.
+        keep: applied to tiles: a key's probability is that of its tile divided by its number of keys; "top" takes the number of tiles
+            whose keys are nearest to the share. A tile with an always-kept key is always kept.
         context: with positions.
         tile: tokens along each axis of the positions.
         tail: also clusters of keys, the tiles, for tail="summary".
@@ -158,7 +158,7 @@ def plan_tiles(
 def _choose_tiles(
     score_GCR: Tensor, weight_GC: Tensor, keep: KeepRule, tiled: TiledInputs, context: PlannerContext
 ) -> tuple[Tensor, Tensor]:
-    """(kept_GCR, tau_G)."""
+    """The kept tiles and the thresholds, (kept_GCR, tau_G)."""
     masks, heads = tiled.masks, tiled.masks.heads
     size_G1R, forced_G1R = tiled.size_GR[:, None], tiled.forced_GR[:, None]
     seen_G11 = masks.count(slice(0, tiled.groups))
@@ -176,7 +176,7 @@ def _choose_tiles(
         for start in range(0, tiled.groups, heads):
             one = slice(start, start + heads)
             tau_G[one] = tau_of_share(ranked_GCR[one], pairs_GCR[one], keep.value)
-    # the most probable first, which within a row is the order of the scores; forced ones before all, empty ones last
+    # the most probable first, in the order of the scores within a row; forced tiles come first, empty ones last
     low = torch.finfo(score_GCR.dtype).min
     rank_GCR = score_GCR.nan_to_num(nan=low, posinf=torch.inf, neginf=low).masked_fill_(forced_G1R, torch.inf)
     order_GCR = rank_GCR.masked_fill_(~here_G1R, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
@@ -203,7 +203,7 @@ def _choose_tiles(
 
 
 def _observe(context: PlannerContext, x_GCR: Tensor, weight_GC: Tensor, tiled: TiledInputs) -> None:
-    """Shows the shares of all keys, as those of their tiles."""
+    """Call the observer with the shares of all keys, each that of its tile."""
     assert context.observe is not None
     masks = tiled.masks
     for g, c in blocks(tiled.groups, tiled.choosing, masks.keys, x_GCR.device):
@@ -217,7 +217,7 @@ def _observe(context: PlannerContext, x_GCR: Tensor, weight_GC: Tensor, tiled: T
 
 
 def plan_of_tiles(tiled: TiledInputs, kept_GCR: Tensor, tail: bool, tau_G: Tensor | None = None) -> ClusterPlan:
-    """The plan in which tiles of queries keep tiles of keys; the full queries, behind them, keep all."""
+    """The plan in which tiles of queries keep tiles of keys; the full queries, after them, keep all."""
     masks, groups, device = tiled.masks, tiled.groups, kept_GCR.device
     if masks.full_F is not None:
         kept_GCR = torch.cat((kept_GCR, torch.ones_like(tiled.forced_GR)[:, None]), dim=1)
@@ -226,14 +226,14 @@ def plan_of_tiles(tiled: TiledInputs, kept_GCR: Tensor, tail: bool, tau_G: Tenso
         keep_gcM = kept_GCR[g, c].index_select(-1, tiled.keys.tile_N)
         seen = masks.seen(g)
         lists.add(g, c, *flat_lists(keep_gcM if seen is None else keep_gcM & seen))
-    made = lists.finish(tau_G)
+    key_lists = lists.finish(tau_G)
     q_index_N, q_offsets_C = _by_tile(tiled)
     return ClusterPlan(
         *tiled.shape,
         q_index_GN=q_index_N.expand(groups, -1).contiguous(),
         q_offsets_GC=q_offsets_C.expand(groups, -1).contiguous(),
-        kv_index_Z=made.kv_index_Z,
-        kv_offsets=made.kv_offsets,
+        kv_index_Z=key_lists.kv_index_Z,
+        kv_offsets=key_lists.kv_offsets,
         tail=TailClusters(tiled.label_GM, tiled.keys.count, (tiled.size_GR[:, None] * ~kept_GCR).float())
         if tail
         else None,
@@ -243,7 +243,7 @@ def plan_of_tiles(tiled: TiledInputs, kept_GCR: Tensor, tail: bool, tau_G: Tenso
 
 
 def _by_tile(tiled: TiledInputs) -> tuple[Tensor, Tensor]:
-    """(q_index_N, q_offsets_C)."""
+    """The order and offsets of queries by tile, (q_index_N, q_offsets_C)."""
     masks, queries = tiled.masks, tiled.shape[2]
     if tiled.queries is None:
         assert masks.full_F is not None
