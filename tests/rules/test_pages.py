@@ -8,23 +8,23 @@ from typing import Any
 import pytest
 
 from tests.support import pages
-from tests.support.pages import PAGES, Block, blocks
+from tests.support.pages import PAGES, CodeBlock, blocks
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 
 
 def faults(cases: Iterable[tuple[str, Callable[[], Any]]]) -> list[str]:
     """The cases whose check raises, with what it says."""
-    found = []
+    lines = []
     for name, check in cases:
         try:
             check()
         except (Exception, SystemExit) as error:
-            found.append(f"{name}: {type(error).__name__}: {getattr(error, 'message', error)}")
-    return found
+            lines.append(f"{name}: {type(error).__name__}: {getattr(error, 'message', error)}")
+    return lines
 
 
-def of_language(*languages: str) -> list[Block]:
+def of_language(*languages: str) -> list[CodeBlock]:
     """The blocks in these languages; there are some."""
     chosen = [block for block in BLOCKS if block.language in languages]
     assert chosen
@@ -50,10 +50,10 @@ def test_blocks_of_commands_hold_nothing_else() -> None:
 
 def test_commands_named_in_sentences_are_there() -> None:
     mentions = {
-        (page.name, found)
+        (page.name, mention)
         for page in PAGES
         if page.name not in ("CHANGELOG.md", "renames.md")
-        for found in pages.INLINE.findall(page.read_text(encoding="utf-8"))
+        for mention in pages.INLINE.findall(page.read_text(encoding="utf-8"))
     }
     assert len(mentions) >= 40
     wrong = faults((f"{page}: {text}", lambda text=text: pages.check_mention(text)) for page, text in sorted(mentions))  # type: ignore[misc]

@@ -41,7 +41,7 @@ SMALL: dict[str, Any] = {  # what a page's part of a config is put into
 
 
 @dataclass(frozen=True)
-class Block:
+class CodeBlock:
     """One code block: its page, its first line there counted from 1, its language ("" for none) and its text."""
 
     page: Path
@@ -54,15 +54,15 @@ class Block:
 
 
 @cache
-def blocks(page: Path) -> list[Block]:
+def blocks(page: Path) -> list[CodeBlock]:
     """The code blocks of a page, in order."""
     text = page.read_text(encoding="utf-8")
     fenced = [
-        Block(page, line_of(text, match.start()) + 1, match[2], dedented(match[3], len(match[1])))
+        CodeBlock(page, line_of(text, match.start()) + 1, match[2], dedented(match[3], len(match[1])))
         for match in FENCE.finditer(text)
     ]
     rest = without_fences(text)
-    plain = [Block(page, line_of(rest, m.start()), "", dedented(m[0], 4)) for m in INDENTED.finditer(rest)]
+    plain = [CodeBlock(page, line_of(rest, m.start()), "", dedented(m[0], 4)) for m in INDENTED.finditer(rest)]
     return sorted([*fenced, *plain], key=lambda block: block.line)
 
 
@@ -81,7 +81,7 @@ def without_fences(text: str) -> str:
     return FENCE.sub(lambda match: "\n" * match[0].count("\n"), text)
 
 
-def command_lines(block: Block) -> list[str]:
+def command_lines(block: CodeBlock) -> list[str]:
     """The commands of a block as they are typed, lines that end with a backslash joined."""
     if block.language not in ("", "bash", "console"):
         return []
@@ -157,7 +157,7 @@ def check_pip(words: list[str]) -> None:
 @cache
 def parser() -> Any:
     """The command line with every command's work taken out: a call returns the values of its arguments."""
-    made: Any = typer.main.get_command(app)
+    whole: Any = typer.main.get_command(app)
 
     def emptied(command: Any) -> None:
         for inner in getattr(command, "commands", {}).values():
@@ -165,8 +165,8 @@ def parser() -> Any:
         if not hasattr(command, "commands"):
             command.callback = lambda **values: values
 
-    emptied(made)
-    return made
+    emptied(whole)
+    return whole
 
 
 def check_mmspeed(arguments: list[str]) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def merged(base: Any, over: Any) -> Any:
     return {**base, **{key: merged(base.get(key), value) for key, value in over.items()}}
 
 
-def check_python(block: Block, own: set[str]) -> None:
+def check_python(block: CodeBlock, own: set[str]) -> None:
     """The block compiles and what it imports is there; `own`: modules that the page itself writes."""
     tree = ast.parse(block.text, filename=str(block))
     for node in ast.walk(tree):
@@ -258,15 +258,15 @@ def modules_of(page: Path) -> set[str]:
 @cache
 def anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as forges make them."""
-    made: set[str] = set()
+    slugs: set[str] = set()
     for heading in re.findall(r"^#+ +(.+)$", without_fences(page.read_text(encoding="utf-8")), re.MULTILINE):
         plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
         slug = re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
         number = 0
-        while (name := f"{slug}-{number}" if number else slug) in made:
+        while (name := f"{slug}-{number}" if number else slug) in slugs:
             number += 1
-        made.add(name)
-    return made
+        slugs.add(name)
+    return slugs
 
 
 def broken_links(page: Path) -> list[str]:

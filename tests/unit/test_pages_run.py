@@ -25,7 +25,7 @@ from mmspeed.preprocess.sources.rejections import Reason
 from mmspeed.shapes import Bucket
 from tests.rules.sources import CODE, python_files, syntax
 from tests.runs import losses
-from tests.support.pages import ROOT, Block, blocks, command_lines, words_of
+from tests.support.pages import ROOT, CodeBlock, blocks, command_lines, words_of
 from tests.support.toy_runs import toy_config, write_toy_cache
 
 DOCS = ROOT / "docs"
@@ -59,8 +59,8 @@ def objective_page(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
 def test_a_perfect_prediction_samples_the_data(objective_page: ModuleType, sampler: str) -> None:
     objective = objective_page.DataObjective(FlowConfig(kind="flow", shift=2.0))
     x0, noise = (rng.normal((2, 3, 2, 4, 4), 0, name) for name in ("data", "noise"))
-    made = objective.sample(lambda x, t_B: x0, noise, 5, sampler)
-    torch.testing.assert_close(made, x0)
+    sampled = objective.sample(lambda x, t_B: x0, noise, 5, sampler)
+    torch.testing.assert_close(sampled, x0)
     with pytest.raises(Exception, match="use euler or heun"):
         objective.sample(lambda x, t_B: x0, noise, 5, "ddim")
 
@@ -124,7 +124,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("block", [b for b in blocks(TROUBLE) if b.language == "console"], ids=str)
 def test_a_command_says_what_the_page_says(
-    block: Block, workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    block: CodeBlock, workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(workspace)
     (line,) = command_lines(block)
@@ -137,15 +137,15 @@ def test_a_command_says_what_the_page_says(
 
 def message_templates() -> str:
     """Every string of the code in which `…` stands for values, a line each."""
-    made = []
+    texts = []
     for path in python_files(*CODE):
         for node in ast.walk(syntax(path)):
             if isinstance(node, ast.JoinedStr):
                 parts = [part.value if isinstance(part, ast.Constant) else "…" for part in node.values]
-                made.append("".join(map(str, parts)))
+                texts.append("".join(map(str, parts)))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                made.append(node.value)
-    return "\n".join(made)
+                texts.append(node.value)
+    return "\n".join(texts)
 
 
 def test_messages_of_the_table_are_those_of_the_code() -> None:

@@ -21,14 +21,14 @@ def shape(line: str) -> str:
 
 def sessions(page: Path) -> list[tuple[str, list[str]]]:
     """(command, lines that it prints) of a page's consoles, in order."""
-    made: list[tuple[str, list[str]]] = []
+    typed: list[tuple[str, list[str]]] = []
     for block in blocks(page):
         for line in block.text.splitlines() if block.language == "console" else ():
             if line.startswith("$ "):
-                made.append((line[2:], []))
+                typed.append((line[2:], []))
             else:
-                made[-1][1].append(line)
-    return made
+                typed[-1][1].append(line)
+    return typed
 
 
 @pytest.mark.slow
