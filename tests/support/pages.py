@@ -188,7 +188,7 @@ def check_mention(text: str) -> None:
             return
         assert word in command.commands, f"no command {word}"
         command = command.commands[word]
-    options = {"--debug", *(name for parameter in command.params for name in parameter.opts)}
+    options = {"--debug", "--help", *(name for parameter in command.params for name in parameter.opts)}
     for word in words:
         assert not word.startswith("--") or word.partition("=")[0] in options, f"no option {word}"
 

@@ -15,8 +15,8 @@ SECONDS = re.compile(r"(\d+ h )?(\d+ min )?\d[\d.]* s\b")
 
 
 def shape(line: str) -> str:
-    """A line with its numbers taken out."""
-    return re.sub(r"\d[\d.,:]*", "#", SECONDS.sub("# s", line)).strip()
+    """A line with its numbers taken out, and without the clock of a log before it."""
+    return re.sub(r"\d[\d.,:]*", "#", SECONDS.sub("# s", re.sub(r"^\d\d:\d\d:\d\d ", "", line))).strip()
 
 
 def sessions(page: Path) -> list[tuple[str, list[str]]]:
