@@ -19,7 +19,7 @@ def test_the_python_example_runs(tmp_path: Path) -> None:
     (tmp_path / "my-run.yaml").write_text(dump_config(small_config(tmp_path)), encoding="utf-8")
     script = tmp_path / "example.py"
     script.write_text(blocks[0].replace("train.steps=200", "train.steps=2"), encoding="utf-8")
-    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "rabbit.mp4").stat().st_size > 500
     assert "8 of 8 sources" in done.stdout

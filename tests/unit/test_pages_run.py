@@ -1,0 +1,177 @@
+"""The pages' code runs as it stands: an objective, a task, and the messages of docs/troubleshooting.md."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import math
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import yaml
+
+from mmspeed import rng
+from mmspeed.__main__ import main
+from mmspeed.config.docs import REQUIRED, default_of, show_value
+from mmspeed.config.load import all_fields
+from mmspeed.config.schema import FlowConfig
+from mmspeed.config.tasks import TASKS
+from mmspeed.log import read_metrics
+from mmspeed.preprocess.sources.rejections import Reason
+from mmspeed.shapes import Bucket
+from tests.rules.sources import CODE, python_files, syntax
+from tests.runs import losses
+from tests.support.pages import ROOT, CodeBlock, blocks, command_lines, words_of
+from tests.support.toy_runs import toy_config, write_toy_cache
+
+DOCS = ROOT / "docs"
+
+
+def python_of(page: Path) -> list[str]:
+    """The page's blocks of Python."""
+    return [block.text for block in blocks(page) if block.language == "python"]
+
+
+def imported(code: str, name: str, folder: Path) -> ModuleType:
+    """Code as a module, run once."""
+    (folder / f"{name}.py").write_text(code, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# -- docs/adding-an-objective.md --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def objective_page(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    code = "\n".join(python_of(DOCS / "adding-an-objective.md"))
+    return imported(code, "objective_page", tmp_path_factory.mktemp("page"))
+
+
+@pytest.mark.parametrize("sampler", ["auto", "euler", "heun"])
+def test_a_perfect_prediction_samples_the_data(objective_page: ModuleType, sampler: str) -> None:
+    objective = objective_page.DataObjective(FlowConfig(kind="flow", shift=2.0))
+    x0, noise = (rng.normal((2, 3, 2, 4, 4), 0, name) for name in ("data", "noise"))
+    sampled = objective.sample(lambda x, t_B: x0, noise, 5, sampler)
+    torch.testing.assert_close(sampled, x0)
+    with pytest.raises(Exception, match="use euler or heun"):
+        objective.sample(lambda x, t_B: x0, noise, 5, "ddim")
+
+
+def test_an_error_of_the_data_counts_as_one_of_the_velocity(objective_page: ModuleType) -> None:
+    objective, t_B = objective_page.DataObjective(FlowConfig(kind="flow")), torch.tensor([0.25, 1.0])
+    x0, noise = (rng.normal((2, 3, 2, 4, 4), 0, name) for name in ("data", "noise"))
+    _, target = objective.training_pair(x0, noise, t_B)
+    assert objective.sample_loss(target, target, t_B).tolist() == [0.0, 0.0]
+    loss_B = objective.sample_loss(target + 0.5, target, t_B)
+    torch.testing.assert_close(loss_B, torch.tensor([(0.5 / 0.25) ** 2, 0.5**2]))
+
+
+def test_the_objective_trains(objective_page: ModuleType, tmp_path: Path) -> None:
+    bucket = Bucket(5, 16, 32)
+    config = toy_config(tmp_path, "model.size=nano", "train.steps=2", bucket=bucket)
+    write_toy_cache(config, bucket=bucket, sizes=(3, 2, 2, 4))
+    objective_page.train(config)
+    assert len(losses(config)) == 2 and all(math.isfinite(loss) for loss in losses(config))
+
+
+def test_the_section_names_its_samplers(objective_page: ModuleType) -> None:
+    section = objective_page.DataPredictionConfig(kind="data")
+    assert section.samplers == objective_page.DataObjective.sampler_names
+
+
+# -- docs/adding-a-task.md --------------------------------------------------------------------------------------------
+
+
+def test_the_task_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    page = DOCS / "adding-a-task.md"
+    module, program = python_of(page)
+    config = next(block.text for block in blocks(page) if block.language == "yaml")
+    (tmp_path / "waves.yaml").write_text(config, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    imported(module, "waves", tmp_path)
+    try:
+        imported(program, "program", tmp_path)
+    finally:
+        TASKS.pop("waves")
+    assert f"step {yaml.safe_load(config)['train']['steps']}" in capsys.readouterr().out
+    metrics = read_metrics(tmp_path / "runs" / "waves" / "metrics.jsonl")
+    steps = [row["loss"] for row in metrics if row["kind"] == "train"]
+    assert steps[-1] < steps[0] / 4
+
+
+# -- docs/troubleshooting.md ------------------------------------------------------------------------------------------
+
+TROUBLE = DOCS / "troubleshooting.md"
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that the page describes."""
+    folder = tmp_path_factory.mktemp("trouble")
+    assert main(["init", str(folder / "my-run")]) == 0
+    (folder / "my-videos").mkdir()
+    (folder / "clips.csv").write_text("file,text\na.mp4,A rabbit\n", encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("block", [b for b in blocks(TROUBLE) if b.language == "console"], ids=str)
+def test_a_command_says_what_the_page_says(
+    block: CodeBlock, workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(workspace)
+    (line,) = command_lines(block)
+    assert main(words_of(line)[1:]) != 0
+    captured = capsys.readouterr()
+    said = (captured.out + captured.err).replace(f"{workspace}/", "").splitlines()
+    shown = block.text.splitlines()[1:]
+    assert shown and not [one for one in shown if one not in said], said
+
+
+def message_templates() -> str:
+    """Every string of the code in which `…` stands for values, a line each."""
+    texts = []
+    for path in python_files(*CODE):
+        for node in ast.walk(syntax(path)):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "…" for part in node.values]
+                texts.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return "\n".join(texts)
+
+
+def test_messages_of_the_table_are_those_of_the_code() -> None:
+    rows = re.findall(r"^\| `(.*)` \| [^|]+ \|$", TROUBLE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(rows) >= 8
+    templates = message_templates()
+    assert not [row for row in rows if row not in templates]
+
+
+# -- tables that the code knows ---------------------------------------------------------------------------------------
+
+
+def test_the_twenty_keys_are_twenty_with_their_defaults() -> None:
+    fields = {re.sub(r"\(\w+\)|\[\]", "", path): field for path, field in reversed(all_fields())}
+    text = (DOCS / "twenty-keys.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([\w.]+)` \| (?:`(.*?)`|must be given) \| .+ \|$", text, re.MULTILINE)
+    assert len(rows) == len({key for key, _ in rows}) == 20
+    for key, default in rows:
+        if key.endswith(".kind"):
+            section = default_of(fields[key.removesuffix(".kind")])
+            assert section["kind"] == default, key
+        else:
+            value = default_of(fields[key])
+            assert (value is REQUIRED and not default) or show_value(value) == default, key
+
+
+def test_every_reason_for_a_rejection_is_explained() -> None:
+    text = (DOCS / "preparing-data.md").read_text(encoding="utf-8")
+    assert not [reason for reason in Reason if f"| `{reason}` | {reason.explanation} |" not in text]
