@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from .faults import LISTS, ROOT, Fault, apply
+from .faults import LISTS, ROOT, Fault
 from .operators import OPERATORS, sites
 
 SEED = 17

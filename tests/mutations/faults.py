@@ -1,7 +1,7 @@
 """A fault: one change of one statement, anchored by the function's qualified name and the statement's own text.
 
 Statements and expressions are compared as syntax trees, so that neither moved lines nor another formatting loses an anchor. An anchor
-that no longer applies raises `LostAnchor`, which names the nearest statement.
+that no longer applies raises `LostAnchorError`, which names the nearest statement.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LEFT_OUT = {
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-class LostAnchor(Exception):
+class LostAnchorError(Exception):
     """A fault whose place is not in the sources any more."""
 
 
@@ -141,7 +141,7 @@ def statement_of(text: str) -> ast.stmt:
 
 
 def locate(fault: Fault, source: str) -> tuple[int, int, str]:
-    """(first and last character of what changes, what stands there instead). Raises LostAnchor."""
+    """(first and last character of what changes, what stands there instead). Raises LostAnchorError."""
     tree = ast.parse(source)
     wanted = statement_of(fault.statement)
     mine = [place for place in places(tree) if place.owner == fault.function]
@@ -149,7 +149,7 @@ def locate(fault: Fault, source: str) -> tuple[int, int, str]:
     if len(fitting) <= fault.occurrence:
         nearest = difflib.get_close_matches(fault.statement, [place.head for place in mine], n=1, cutoff=0.0)
         where = f"the nearest statement is `{nearest[0]}`" if nearest else "there is no such function"
-        raise LostAnchor(f"{fault.id}: {fault.file}, {fault.function or 'top'}: no `{fault.statement}`; {where}")
+        raise LostAnchorError(f"{fault.id}: {fault.file}, {fault.function or 'top'}: no `{fault.statement}`; {where}")
     statement = fitting[fault.occurrence].node
     if fault.before == fault.statement:
         start, end = _span(statement, source)
@@ -157,13 +157,13 @@ def locate(fault: Fault, source: str) -> tuple[int, int, str]:
     before = ast.parse(fault.before, mode="eval").body
     found = [node for node in expressions(statement) if same(node, before)]
     if len(found) <= fault.nth:
-        raise LostAnchor(f"{fault.id}: {fault.file}, {fault.function}: no `{fault.before}` in `{fault.statement}`")
+        raise LostAnchorError(f"{fault.id}: {fault.file}, {fault.function}: no `{fault.before}` in `{fault.statement}`")
     start, end = _span(found[fault.nth], source)
     return start, end, f"({fault.after})"
 
 
 def apply(fault: Fault, source: str) -> str:
-    """The source with the fault. Raises LostAnchor; ValueError for a fault that changes nothing or breaks the syntax."""
+    """The source with the fault. Raises LostAnchorError; ValueError for a fault that changes nothing or breaks the syntax."""
     start, end, after = locate(fault, source)
     changed = source[:start] + after + source[end:]
     try:
@@ -176,7 +176,7 @@ def apply(fault: Fault, source: str) -> str:
 
 
 def line_of(fault: Fault, source: str) -> int:
-    """The line where a fault begins, from 1. Raises LostAnchor."""
+    """The line where a fault begins, from 1. Raises LostAnchorError."""
     return source.count("\n", 0, locate(fault, source)[0]) + 1
 
 
