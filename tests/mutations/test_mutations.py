@@ -1,0 +1,159 @@
+"""The faults have their places in the sources, and the tool counts a fault as caught only where a test is named."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from .__main__ import ARGUMENTS, lost_anchors
+from .batches import rounds
+from .draw import NOT_RUN, shares, source_files, write
+from .faults import LISTS, ROOT, Fault, LostAnchorError, all_faults, apply, load
+from .operators import OPERATORS, sites
+from .reached import ReachedMap
+from .run import Limits, _judged
+
+SOURCE = '''
+def add(values, most, start=0):
+    """A docstring with 1 + 1."""
+    total = start
+    for value in values:
+        if value < most and not total > 9:
+            total += value
+        else:
+            values.discard(value, most, keep=True)
+            return total
+    self.total = total
+    raise ValueError(f"{total + 1} is more than {most}", 1)
+
+
+class Sum:
+    def __repr__(self):
+        return 1 + 1
+
+    def add(self, values):
+        log.info("%d", 1 + 1)
+        self.last = values
+        return 2 * 3
+'''
+
+
+def test_every_fault_has_its_place() -> None:
+    assert lost_anchors(all_faults()) == [], (
+        "run `python -m tests.mutations anchors --mend`, and mend those by hand that it names"
+    )
+
+
+def test_lists_hold_at_least_thirty_each_and_none_twice() -> None:
+    for path in LISTS.values():
+        assert len(load(path)) >= 30
+    faults = all_faults()
+    assert len({fault.id for fault in faults}) == len(faults)
+    for file, some in itertools.groupby(sorted(faults, key=lambda fault: fault.file), key=lambda fault: fault.file):
+        source = (ROOT / file).read_text(encoding="utf-8")
+        changed = [apply(fault, source) for fault in some]
+        assert len(set(changed)) == len(changed), file
+
+
+def test_draw_is_in_proportion_to_rooms_and_of_operators() -> None:
+    drawn = json.loads(LISTS["drawn"].read_text(encoding="utf-8"))
+    rooms = drawn["rooms"]
+    assert {room: row["faults"] for room, row in rooms.items()} == shares(
+        {r: row["lines"] for r, row in rooms.items()}, len(drawn["faults"])
+    )
+    assert {fault.kind for fault in load(LISTS["drawn"])} <= set(OPERATORS)
+    assert not {fault.file for fault in load(LISTS["drawn"])} & NOT_RUN.keys() <= set(source_files())
+
+
+def test_arguments_are_of_faults() -> None:
+    assert json.loads(ARGUMENTS.read_text(encoding="utf-8")).keys() <= {fault.id for fault in all_faults()}
+
+
+def test_shares_round_up_the_largest_remainders() -> None:
+    assert shares({"a": 70, "b": 19, "c": 11}, 10) == {"a": 7, "b": 2, "c": 1}
+    assert sum(shares({"a": 1, "b": 1, "c": 1}, 10).values()) == 10
+
+
+def test_operators_leave_texts_alone_and_every_change_applies() -> None:
+    found = sites("x.py", SOURCE)
+    assert Counter(fault.kind for fault in found) == {
+        "comparison": 2,
+        "arithmetic": 1,
+        "off by one": 4,
+        "dropped not": 1,
+        "and/or": 1,
+        "swapped arguments": 1,
+        "removed keyword": 1,
+        "dropped call": 1,
+        "dropped assignment": 2,
+        "dropped return": 1,
+    }
+    for fault in found:
+        assert ast.dump(ast.parse(apply(fault, SOURCE))) != ast.dump(ast.parse(SOURCE))
+
+
+def test_anchors_outlive_other_lines_and_formatting() -> None:
+    fault = Fault("x", "", "x.py", "add", "if value < most and (not total > 9):", "value < most", "value <= most")
+    moved = SOURCE.replace(
+        "value < most and not total > 9", "(\n            value<most\n            and not (total > 9)\n        )"
+    )
+    assert "(value <= most)\n            and" in apply(fault, "# one more line: ä\n" + moved)
+    with pytest.raises(LostAnchorError, match="the nearest statement is `if value < most or"):
+        apply(fault, SOURCE.replace("most and not", "most or not"))
+    with pytest.raises(ValueError, match="changes nothing"):
+        apply(Fault("x", "", "x.py", "add", fault.statement, "value < most", "value < most"), SOURCE)
+
+
+def test_a_statement_is_replaced_as_a_whole_with_its_indent() -> None:
+    statement = "values.discard(value, most, keep=True)"
+    twice = apply(Fault("x", "", "x.py", "add", statement, statement, f"{statement}\n{statement}"), SOURCE)
+    assert twice.count(f"            {statement}\n") == 2
+
+
+def test_map_is_the_same_after_writing_and_names_the_function_s_tests_first(tmp_path: Path) -> None:
+    entered, beside = frozenset({"a.py::f", "b.py::g"}), frozenset({"a.py::h"})
+    known = ReachedMap(
+        {"t.py::slow": (3.0, entered), "t.py::quick": (1.0, entered), "t.py::other": (0.1, beside)}, {"t.py": "0"}
+    )
+    known.write(tmp_path / "map.gz")
+    again = ReachedMap.read(tmp_path / "map.gz")
+    assert (again.tests, again.files) == (known.tests, known.files)
+    fault = Fault("x", "", "a.py", "f", "pass", "pass", "return")
+    assert [test for test, _ in again.tests_of(fault)] == ["t.py::quick", "t.py::slow", "t.py::other"]
+
+
+def test_rounds_hold_all_tests_in_order_and_grow() -> None:
+    order = [(f"t{n}", 1.0) for n in range(40)]
+    cut = list(rounds(order, first=5.0))
+    assert [test for some in cut for test in some] == [test for test, _ in order]
+    assert [len(some) for some in cut] == [5, 10, 20, 5]
+
+
+@pytest.mark.parametrize(
+    ("state", "late", "output", "test"),
+    [
+        ({"failed": "tests/a.py::test_x", "why": "assert"}, False, "", "tests/a.py::test_x"),
+        ({"failed": None, "ended": True, "passed": 3}, False, "", None),
+        ({"running": "tests/a.py::test_x"}, True, "", None),
+        (
+            {"running": "tests/a.py::test_x[1]"},
+            False,
+            'Timeout (0:00:45)!\n  File "/c/tests/a.py", line 3 in test_x\n',
+            "tests/a.py::test_x[1]",
+        ),
+        ({"running": "tests/a.py::test_x"}, False, 'Timeout (0:00:45)!\n  File "/c/lib/b.py", line 3 in wait\n', None),
+    ],
+)
+def test_a_hang_counts_only_where_the_test_is_named(state: dict, late: bool, output: str, test: str | None) -> None:
+    assert _judged(state, late, output, Limits())[0] == test
+
+
+def test_a_list_is_the_same_after_writing(tmp_path: Path) -> None:
+    faults = load(LISTS["by hand"])
+    write(tmp_path / "list.json", {"about": "x"}, faults)
+    assert load(tmp_path / "list.json") == faults
