@@ -70,7 +70,7 @@ def record_map(options: argparse.Namespace) -> int:
 
 
 def look_after(options: argparse.Namespace) -> int:
-    """Tell which faults have lost their place; with `--mend` give drawn ones the nearest."""
+    """List the faults that have lost their place; with `--mend` give drawn ones the nearest."""
     faults = all_faults()
     if options.mend:
         for message in mend(faults):
@@ -82,7 +82,7 @@ def look_after(options: argparse.Namespace) -> int:
 
 
 def draw_again(options: argparse.Namespace) -> int:
-    """Draw the list anew, where the same seed is not drawn yet."""
+    """Draw and write the list; an existing one only with `--replace`."""
     if load(LISTS["drawn"]) and not options.replace:
         print("the list is drawn: --replace throws it away, with the arguments for its faults", file=sys.stderr)
         return 2
@@ -111,7 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
     recording = commands.add_parser("map", help="record which tests call which functions, where that is not known")
     recording.add_argument("files", nargs="*", help="test files; none: those that are new or changed")
     recording.set_defaults(do=record_map)
-    anchors = commands.add_parser("anchors", help="tell which faults have lost their place in the sources")
+    anchors = commands.add_parser("anchors", help="list the faults that have lost their place in the sources")
     anchors.add_argument("--mend", action="store_true", help="move drawn faults to the nearest like place")
     anchors.set_defaults(do=look_after)
     drawing = commands.add_parser("draw", help="draw the list of faults")

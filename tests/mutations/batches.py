@@ -1,6 +1,6 @@
 """Runs chosen tests in their order, in rounds that grow, in one process: `python -m tests.mutations.batches ORDER REPORT HANG_SECONDS`.
 
-ORDER holds [node id, seconds] pairs. REPORT tells, while the run goes on, which test is at work, how many passed, and what failed first.
+ORDER holds [node id, seconds] pairs. REPORT names, while the run goes on, which test is at work, how many passed, and what failed first.
 Each round collects its own files alone, so that a fault that the quickest tests catch costs no collection of the rest.
 """
 

@@ -155,10 +155,10 @@ def locate(fault: Fault, source: str) -> tuple[int, int, str]:
         start, end = _span(statement, source)
         return start, end, fault.after.replace("\n", "\n" + " " * statement.col_offset)
     before = ast.parse(fault.before, mode="eval").body
-    found = [node for node in expressions(statement) if same(node, before)]
-    if len(found) <= fault.nth:
+    matches = [node for node in expressions(statement) if same(node, before)]
+    if len(matches) <= fault.nth:
         raise LostAnchorError(f"{fault.id}: {fault.file}, {fault.function}: no `{fault.before}` in `{fault.statement}`")
-    start, end = _span(found[fault.nth], source)
+    start, end = _span(matches[fault.nth], source)
     return start, end, f"({fault.after})"
 
 

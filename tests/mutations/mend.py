@@ -38,14 +38,14 @@ def _nearest(fault: Fault) -> Fault | None:
     name = fault.function.rpartition(".")[2]
     files = [fault.file] if (ROOT / fault.file).exists() else source_files()
     for some in (files, source_files()):
-        found = []
+        candidates = []
         for file in some:
             source = (ROOT / file).read_text(encoding="utf-8")
             if name in source:
-                found += [
+                candidates += [
                     s for s in sites(file, source) if s.kind == fault.kind and s.function.rpartition(".")[2] == name
                 ]
-        likeness = {site: _likeness(fault, site) for site in found}
+        likeness = {site: _likeness(fault, site) for site in candidates}
         best = max(likeness, key=lambda site: likeness[site], default=None)
         if best is not None and likeness[best] >= _LIKE_ENOUGH:
             return replace(best, id=fault.id)

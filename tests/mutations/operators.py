@@ -47,7 +47,17 @@ OPERATORS = (
     "dropped assignment",
     "dropped return",
 )
-_SPOKEN = {"debug", "info", "warning", "warn", "error", "print", "echo", "secho", "exception"}  # calls that only tell
+_MESSAGE_CALLS = {
+    "debug",
+    "info",
+    "warning",
+    "warn",
+    "error",
+    "print",
+    "echo",
+    "secho",
+    "exception",
+}  # calls that only inform
 _WORDS = {
     "description",
     "help",
@@ -58,24 +68,24 @@ _WORDS = {
 }  # keywords that hold texts, and `strict`, an assertion
 _PATHS = re.compile(r"(root|folder|path|home|directory|parent|tmp_path)$")  # what `/` joins
 _LISTS = ast.List | ast.ListComp | ast.Tuple | ast.Dict | ast.DictComp | ast.Set | ast.SetComp
-_UNREAD = {"__repr__", "__str__", "__all__", "__slots__"}
+_UNREAD_NAMES = {"__repr__", "__str__", "__all__", "__slots__"}
 
 
 def sites(file: str, source: str) -> list[Fault]:
     """All changes of a file, without ids, in the order of the text."""
     tree = ast.parse(source)
     skipped, last = _skipped(tree), _last_statements(tree)
-    found: list[Fault] = []
+    changes: list[Fault] = []
     seen: Counter[tuple[str, str]] = Counter()
     for place in places(tree):
         head = place.head
         occurrence = seen[place.owner, head]
         seen[place.owner, head] += 1
-        if place.owner.rpartition(".")[2] in _UNREAD or id(place.node) in skipped or _spoken(place.node):
+        if place.owner.rpartition(".")[2] in _UNREAD_NAMES or id(place.node) in skipped or _is_unread(place.node):
             continue
         for kind, before, after, nth in [*_of_statement(place, head, last), *_of_expressions(place.node)]:
-            found.append(Fault("", kind, file, place.owner, head, before, after, occurrence, nth))
-    return found
+            changes.append(Fault("", kind, file, place.owner, head, before, after, occurrence, nth))
+    return changes
 
 
 def _of_statement(place: Place, head: str, last: set[int]) -> Iterator[tuple[str, str, str, int]]:
@@ -100,7 +110,7 @@ def _of_expressions(statement: ast.stmt) -> Iterator[tuple[str, str, str, int]]:
         text = ast.unparse(node)
         nth = counted[text]
         counted[text] += 1
-        if id(node) in hidden or isinstance(node, ast.JoinedStr) or _told(node):
+        if id(node) in hidden or isinstance(node, ast.JoinedStr) or _is_message(node):
             hidden |= {id(child) for child in ast.walk(node)}
             continue
         if isinstance(getattr(node, "ctx", None), ast.Store | ast.Del):
@@ -148,18 +158,18 @@ def _no_number(node: ast.BinOp) -> bool:
     return joins_path or any(isinstance(p, ast.JoinedStr | _LISTS) for p in parts)
 
 
-def _told(node: ast.expr) -> bool:
-    """True for a call that only tells somebody something, and for an error that is made."""
+def _is_message(node: ast.expr) -> bool:
+    """True for a call that only informs, and for the construction of an error."""
     if not isinstance(node, ast.Call):
         return False
     name = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
-    return name in _SPOKEN or name.endswith(("Error", "Warning", "Exit"))
+    return name in _MESSAGE_CALLS or name.endswith(("Error", "Warning", "Exit"))
 
 
-def _spoken(node: ast.stmt) -> bool:
+def _is_unread(node: ast.stmt) -> bool:
     if isinstance(node, ast.Assert | ast.Raise | ast.Import | ast.ImportFrom):
         return True
-    return isinstance(node, ast.Expr) and (isinstance(node.value, ast.Constant) or _told(node.value))
+    return isinstance(node, ast.Expr) and (isinstance(node.value, ast.Constant) or _is_message(node.value))
 
 
 def _skipped(tree: ast.Module) -> set[int]:

@@ -148,7 +148,7 @@ def _judged(state: dict[str, object], late: bool, output: str, limits: Limits) -
 
 
 def end_processes(process: subprocess.Popen[bytes], mark: str) -> None:
-    """End a run's processes: its session, and those that left it, which the mark in their environment tells."""
+    """End a run's processes: its session, and those that left it, which the mark in their environment names."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -193,7 +193,7 @@ def try_fault(tree: Tree, fault: Fault, reached: ReachedMap, limits: Limits, sou
 
 
 def try_all(
-    faults: Sequence[Fault], file: Path, jobs: int, limits: Limits, again: bool, tell: Callable[[Verdict], None]
+    faults: Sequence[Fault], file: Path, jobs: int, limits: Limits, again: bool, report: Callable[[Verdict], None]
 ) -> list[Verdict]:
     """The verdicts of all faults, in their order; those that `file` holds of the same tree are taken from there.
 
@@ -206,18 +206,18 @@ def try_all(
             known = {row["id"]: Verdict(**row) for row in stored["verdicts"]}
     keys = {fault.id: json.dumps(fault.stored(), sort_keys=True) for fault in faults}
     reached, sound, lock, trees = ReachedMap.read(), dict[str, bool](), threading.Lock(), threading.local()
-    reached.tests_of(faults[0])  # what it keeps is made once, before the threads
+    reached.tests_of(faults[0])  # its index is computed once, before the threads start
 
     def one(fault: Fault, scratch: Path) -> None:
         if fault.id in known:
-            tell(known[fault.id])
+            report(known[fault.id])
             return
         if not hasattr(trees, "tree"):
             trees.tree = Tree(Path(tempfile.mkdtemp(dir=scratch)))
         verdict = try_fault(trees.tree, fault, reached, limits, sound)
         with lock:
             known[fault.id] = verdict
-            tell(verdict)
+            report(verdict)
             file.parent.mkdir(parents=True, exist_ok=True)
             rows = {"tree": digest, "verdicts": [asdict(known[name]) for name in keys if name in known]}
             temporary = file.with_suffix(".tmp")
