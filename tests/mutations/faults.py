@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -102,6 +103,11 @@ def places(tree: ast.Module) -> Iterator[Place]:
     yield from _places(tree.body, "")
 
 
+@functools.lru_cache(maxsize=4)
+def _places_of(source: str) -> tuple[Place, ...]:
+    return tuple(places(ast.parse(source)))
+
+
 def _places(body: list[Any], owner: str) -> Iterator[Place]:
     for node in body:
         if isinstance(node, (*_FUNCTIONS, ast.ClassDef)):
@@ -142,10 +148,9 @@ def statement_of(text: str) -> ast.stmt:
 
 def locate(fault: Fault, source: str) -> tuple[int, int, str]:
     """(first and last character of what changes, what stands there instead). Raises LostAnchorError."""
-    tree = ast.parse(source)
     wanted = statement_of(fault.statement)
-    mine = [place for place in places(tree) if place.owner == fault.function]
-    fitting = [place for place in mine if same(head_of(place.node), wanted)]
+    mine = [place for place in _places_of(source) if place.owner == fault.function]
+    fitting = [place for place in mine if isinstance(place.node, type(wanted)) and same(head_of(place.node), wanted)]
     if len(fitting) <= fault.occurrence:
         nearest = difflib.get_close_matches(fault.statement, [place.head for place in mine], n=1, cutoff=0.0)
         where = f"the nearest statement is `{nearest[0]}`" if nearest else "there is no such function"
@@ -155,7 +160,7 @@ def locate(fault: Fault, source: str) -> tuple[int, int, str]:
         start, end = _span(statement, source)
         return start, end, fault.after.replace("\n", "\n" + " " * statement.col_offset)
     before = ast.parse(fault.before, mode="eval").body
-    matches = [node for node in expressions(statement) if same(node, before)]
+    matches = [node for node in expressions(statement) if isinstance(node, type(before)) and same(node, before)]
     if len(matches) <= fault.nth:
         raise LostAnchorError(f"{fault.id}: {fault.file}, {fault.function}: no `{fault.before}` in `{fault.statement}`")
     start, end = _span(matches[fault.nth], source)
@@ -167,10 +172,11 @@ def apply(fault: Fault, source: str) -> str:
     start, end, after = locate(fault, source)
     changed = source[:start] + after + source[end:]
     try:
-        tree = ast.parse(changed)
+        ast.parse(changed)
+        alike = same(statement_of(fault.before), statement_of(fault.after)) and fault.before != fault.statement
     except SyntaxError as error:
         raise ValueError(f"{fault.id}: `{fault.after}` breaks {fault.file}: {error}") from error
-    if same(tree, ast.parse(source)):
+    if alike or fault.before == fault.after:
         raise ValueError(f"{fault.id}: `{fault.after}` changes nothing in {fault.file}")
     return changed
 

@@ -89,11 +89,11 @@ def copy_tree(target: Path, root: Path = ROOT) -> None:
 
 
 class Tree:
-    """A copy of the repository, in which one file at a time is changed. Used by one thread."""
+    """A copy of the repository `source`, in which one file at a time is changed. Used by one thread."""
 
-    def __init__(self, folder: Path) -> None:
-        self.root = folder / "tree"
-        copy_tree(self.root)
+    def __init__(self, folder: Path, source: Path = ROOT) -> None:
+        self.source, self.root = source, folder / "tree"
+        copy_tree(self.root, source)
 
     def write(self, file: str, text: str) -> None:
         """Give a file other contents; no compiled code of earlier ones is taken for it."""
@@ -164,7 +164,7 @@ def end_processes(process: subprocess.Popen[bytes], mark: str) -> None:
 
 def try_fault(tree: Tree, fault: Fault, reached: ReachedMap, limits: Limits, sound: dict[str, bool]) -> Verdict:
     """Inject one fault into a copy, and run its tests. `sound`: what is known of tests without any fault, shared."""
-    source = (ROOT / fault.file).read_text(encoding="utf-8")
+    source = (tree.source / fault.file).read_text(encoding="utf-8")
     began, tests, unfit = time.monotonic(), reached.tests_of(fault), []
     place = f"{fault.file}:{line_of(fault, source)}"
     mark = f"{os.getpid()} {tree.root} {fault.id}"

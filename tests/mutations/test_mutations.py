@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import itertools
 import json
+import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from .draw import NOT_RUN, shares, source_files, write
 from .faults import LISTS, ROOT, Fault, LostAnchorError, all_faults, apply, load
 from .operators import OPERATORS, sites
 from .reached import ReachedMap
-from .run import Limits, _judged
+from .run import Limits, Tree, Verdict, _judged, try_fault
 
 SOURCE = '''
 def add(values, most, start=0):
@@ -158,3 +159,72 @@ def test_a_list_is_the_same_after_writing(tmp_path: Path) -> None:
     faults = load(LISTS["by hand"])
     write(tmp_path / "list.json", {"about": "x"}, faults)
     assert load(tmp_path / "list.json") == faults
+
+
+TOY = """
+def total(values):
+    result, place = 0, 0
+    while place < len(values):
+        result += values[place]
+        place += 1
+    return result
+
+
+def unused(value):
+    return value + 1
+"""
+TOY_TESTS = """
+import pathlib
+from mmspeed.toy import total, unused
+
+
+def test_total():
+    assert total([1, 2]) == 3
+
+
+def test_no_values():
+    assert total([]) == 0
+
+
+def test_unfit():
+    unused(1)
+    assert False
+"""
+
+
+@pytest.mark.slow
+def test_faults_are_caught_hang_and_escape_in_a_copy(tmp_path: Path) -> None:
+    """A small repository: a wrong sum, a loop without end, a fault that a test without use of its result misses."""
+    root = tmp_path / "repository"
+    files = {
+        "mmspeed/__init__.py": "",
+        "mmspeed/toy.py": TOY,
+        "tests/__init__.py": "",
+        "tests/test_toy.py": TOY_TESTS,
+        "tests/mutations/__init__.py": "",
+        "tests/mutations/batches.py": (ROOT / "tests/mutations/batches.py").read_text(encoding="utf-8"),
+        "pyproject.toml": "[tool.pytest.ini_options]\naddopts = '--import-mode=importlib'\nfaulthandler_exit_on_timeout = true\n"
+        "markers = ['slow: x']\n",
+    }
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text, encoding="utf-8")
+    subprocess.run(["git", "init", "-q", str(root)], check=True)
+    tree, limits, sound = Tree(tmp_path, root), Limits(60.0, 5.0), dict[str, bool]()
+    name = "tests/test_toy.py::test_"
+    total, unused = frozenset({"mmspeed/toy.py::total"}), frozenset({"mmspeed/toy.py::unused"})
+    reached = ReachedMap(
+        {f"{name}no_values": (0.1, total), f"{name}total": (0.2, total), f"{name}unfit": (0.3, unused)}
+    )
+
+    def tried(function: str, before: str, after: str) -> Verdict:
+        fault = Fault("x", "", "mmspeed/toy.py", function, before, before, after)
+        return try_fault(tree, fault, reached, limits, sound)
+
+    wrong = tried("total", "result += values[place]", "result -= values[place]")
+    assert (wrong.test, wrong.passed) == (f"{name}total", 1) and "assert -3 == 3" in wrong.why
+    endless = tried("total", "place += 1", "pass")
+    assert (endless.test, endless.why) == (f"{name}total", "hangs")
+    missed = tried("unused", "return value + 1", "return value + 2")
+    assert (missed.test, missed.unfit) == (None, [f"{name}unfit"])
+    assert (tree.root / "mmspeed/toy.py").read_text(encoding="utf-8") == TOY
