@@ -13,7 +13,7 @@ from .draw import COUNT, SEED, draw, write_drawn
 from .faults import HERE, LISTS, ROOT, Fault, LostAnchorError, all_faults, apply, load
 from .mend import mend
 from .reached import ReachedMap, record, test_files
-from .run import Limits, try_all
+from .run import Limits, Results, try_all
 
 ARGUMENTS = HERE / "arguments.json"  # of faults that change nothing: the reason by id
 
@@ -40,7 +40,9 @@ def run(options: argparse.Namespace) -> int:
         return 2
     began = time.monotonic()
     limits = Limits(options.limit, options.hang)
-    verdicts = try_all(faults, options.json, options.jobs, limits, options.again, lambda v: print(v.line(), flush=True))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    results = Results(options.json, options.again)
+    verdicts = try_all(faults, results, options.jobs, limits, lambda verdict: print(verdict.line(), flush=True))
     arguments = json.loads(ARGUMENTS.read_text(encoding="utf-8"))
     escaped = [v for v in verdicts if v.test is None]
     argued = [v for v in escaped if options.seed is None and v.id in arguments]

@@ -27,7 +27,7 @@ import psutil
 
 from .draw import source_files
 from .faults import ROOT, Fault, apply, line_of
-from .reached import ReachedMap
+from .reached import FILE, ReachedMap
 
 _MARK = "MMSPEED_FAULT"  # in the environment of all processes of one fault
 _TEST_IN_TRACE = re.compile(r'File "[^"]*/(tests/[^"]*\.py)", line \d+ in (test_\w+)')
@@ -65,8 +65,8 @@ class Verdict:
 
 
 def tree_digest(root: Path = ROOT) -> str:
-    """The digest of the sources and tests: results of another tree are not gone on with."""
-    digest = hashlib.sha256()
+    """The digest of the sources, the tests, and the map that says which are run."""
+    digest = hashlib.sha256(FILE.read_bytes() if FILE.exists() else b"")
     tests = (path.relative_to(root).as_posix() for path in (root / "tests").rglob("*.py"))
     for file in sorted([*source_files(root), *(name for name in tests if not name.startswith("tests/mutations/"))]):
         digest.update(file.encode() + b"\0" + (root / file).read_bytes() + b"\0")
@@ -93,6 +93,8 @@ class Tree:
 
     def __init__(self, folder: Path, source: Path = ROOT) -> None:
         self.source, self.root = source, folder / "tree"
+        self._running: subprocess.Popen[bytes] | None = None
+        self._stopped = False
         copy_tree(self.root, source)
 
     def write(self, file: str, text: str) -> None:
@@ -102,8 +104,16 @@ class Tree:
         at = next(_mtimes)
         os.utime(path, (at, at))
 
+    def stop(self) -> None:
+        """End the run at work; a later one does nothing."""
+        self._stopped = True
+        if self._running is not None and self._running.poll() is None:
+            os.killpg(self._running.pid, signal.SIGKILL)
+
     def run(self, tests: Sequence[tuple[str, float]], limits: Limits, mark: str) -> tuple[str | None, str, int]:
         """(test that failed or None, what it said or why none did, how many passed) of tests in their order."""
+        if self._stopped:
+            return None, "stopped", 0
         with tempfile.TemporaryDirectory() as scratch:
             order, report, errors = (Path(scratch) / name for name in ("order.json", "report.json", "errors"))
             order.write_text(json.dumps(list(tests)), encoding="utf-8")
@@ -117,7 +127,7 @@ class Tree:
             }
             command = [sys.executable, "-m", "tests.mutations.batches", str(order), str(report), str(limits.hang)]
             with errors.open("wb") as sink:
-                process = subprocess.Popen(
+                process = self._running = subprocess.Popen(
                     command, cwd=self.root, env=environment, stdout=sink, stderr=sink, start_new_session=True
                 )
             try:
@@ -192,37 +202,60 @@ def try_fault(tree: Tree, fault: Fault, reached: ReachedMap, limits: Limits, sou
     return verdict(None, "its tests fail without it too", passed)
 
 
-def try_all(
-    faults: Sequence[Fault], file: Path, jobs: int, limits: Limits, again: bool, report: Callable[[Verdict], None]
-) -> list[Verdict]:
-    """The verdicts of all faults, in their order; those that `file` holds of the same tree are taken from there.
+class Results:
+    """Verdicts in a file that is written after each fault, so that an interrupted run goes on where it was.
 
-    `file` is written after each fault, so that an interrupted run goes on where it was.
+    Those of another tree, map or fault of the same name are not gone on with.
     """
-    digest, known = tree_digest(), dict[str, Verdict]()
-    if file.exists() and not again:
-        stored = json.loads(file.read_text(encoding="utf-8"))
-        if stored["tree"] == digest:
-            known = {row["id"]: Verdict(**row) for row in stored["verdicts"]}
-    keys = {fault.id: json.dumps(fault.stored(), sort_keys=True) for fault in faults}
-    reached, sound, lock, trees = ReachedMap.read(), dict[str, bool](), threading.Lock(), threading.local()
+
+    def __init__(self, file: Path, again: bool = False) -> None:
+        self.file, self._lock = file, threading.Lock()
+        self._tree = tree_digest()
+        self.rows: dict[str, Verdict] = {}  # by the fault's whole text
+        if file.exists() and not again:
+            stored = json.loads(file.read_text(encoding="utf-8"))
+            if stored["tree"] == self._tree:
+                self.rows = {key: Verdict(**row) for key, row in stored["verdicts"].items()}
+
+    def of(self, fault: Fault) -> Verdict | None:
+        """The verdict of a fault that was tried before."""
+        return self.rows.get(_key(fault))
+
+    def put(self, fault: Fault, verdict: Verdict) -> None:
+        """Take and write a verdict."""
+        with self._lock:
+            self.rows[_key(fault)] = verdict
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            stored = {"tree": self._tree, "verdicts": {key: asdict(row) for key, row in self.rows.items()}}
+            temporary = self.file.with_suffix(".tmp")
+            temporary.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+            temporary.replace(self.file)
+
+
+def _key(fault: Fault) -> str:
+    return json.dumps(fault.stored(), sort_keys=True)
+
+
+def try_all(
+    faults: Sequence[Fault], results: Results, jobs: int, limits: Limits, report: Callable[[Verdict], None]
+) -> list[Verdict]:
+    """The verdicts of all faults, in their order, `jobs` faults at a time. An interrupt ends what runs; its faults have no verdict."""
+    reached, sound, mine = ReachedMap.read(), dict[str, bool](), threading.local()
     reached.tests_of(faults[0])  # its index is computed once, before the threads start
+    trees: list[Tree] = []
+    stopped = threading.Event()
 
     def one(fault: Fault, scratch: Path) -> None:
-        if fault.id in known:
-            report(known[fault.id])
-            return
-        if not hasattr(trees, "tree"):
-            trees.tree = Tree(Path(tempfile.mkdtemp(dir=scratch)))
-        verdict = try_fault(trees.tree, fault, reached, limits, sound)
-        with lock:
-            known[fault.id] = verdict
-            report(verdict)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            rows = {"tree": digest, "verdicts": [asdict(known[name]) for name in keys if name in known]}
-            temporary = file.with_suffix(".tmp")
-            temporary.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-            temporary.replace(file)
+        verdict = results.of(fault)
+        if verdict is None:
+            if not hasattr(mine, "tree"):
+                mine.tree = Tree(Path(tempfile.mkdtemp(dir=scratch)))
+                trees.append(mine.tree)
+            verdict = try_fault(mine.tree, fault, reached, limits, sound)
+            if stopped.is_set():
+                return
+            results.put(fault, verdict)
+        report(verdict)
 
     with tempfile.TemporaryDirectory(prefix="mutations-") as scratch, ThreadPoolExecutor(jobs) as pool:
         waiting = [pool.submit(one, fault, Path(scratch)) for fault in faults]
@@ -230,6 +263,9 @@ def try_all(
             for future in waiting:
                 future.result()
         except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
+            stopped.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            for tree in trees:
+                tree.stop()
             raise
-    return [known[fault.id] for fault in faults]
+    return [verdict for fault in faults if (verdict := results.of(fault)) is not None]

@@ -7,6 +7,7 @@ import itertools
 import json
 import subprocess
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from .draw import NOT_RUN, shares, source_files, write
 from .faults import LISTS, ROOT, Fault, LostAnchorError, all_faults, apply, load
 from .operators import OPERATORS, sites
 from .reached import ReachedMap
-from .run import Limits, Tree, Verdict, _judged, try_fault
+from .run import Limits, Results, Tree, Verdict, _judged, try_fault
 
 SOURCE = '''
 def add(values, most, start=0):
@@ -228,3 +229,12 @@ def test_faults_are_caught_hang_and_escape_in_a_copy(tmp_path: Path) -> None:
     missed = tried("unused", "return value + 1", "return value + 2")
     assert (missed.test, missed.unfit) == (None, [f"{name}unfit"])
     assert (tree.root / "mmspeed/toy.py").read_text(encoding="utf-8") == TOY
+
+
+def test_results_go_on_with_the_same_faults_alone(tmp_path: Path) -> None:
+    one, other = load(LISTS["by hand"])[:2]
+    verdict = Verdict(one.id, one.kind, "a.py:1", "tests/a.py::test_x", "assert", 1.0)
+    Results(tmp_path / "r.json").put(one, verdict)
+    later = Results(tmp_path / "r.json")
+    assert later.of(one) == verdict and later.of(other) is None and later.of(replace(one, after="0")) is None
+    assert Results(tmp_path / "r.json", again=True).of(one) is None
