@@ -59,14 +59,14 @@ def run(options: argparse.Namespace) -> int:
 
 def record_map(options: argparse.Namespace) -> int:
     """Record the given test files, else those that the map lacks."""
-    files = options.files or ReachedMap.read().lacking()
+    files = options.files or (test_files() if options.all else ReachedMap.read().lacking())
     unknown = sorted(set(files) - set(test_files()))
     if unknown:
         print(f"no test files of the map: {', '.join(unknown)}; name them as tests/unit/test_order.py", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what is recorded by then is written
     print(f"{len(files)} test files to record", flush=True)
-    for file, tests, seconds in record(files):
+    for file, tests, seconds in record(files, options.jobs):
         print(f"{file}: {tests} tests, {seconds:.1f} s", flush=True)
     return 0
 
@@ -112,6 +112,8 @@ def main(arguments: list[str] | None = None) -> int:
     trial.set_defaults(do=run)
     recording = commands.add_parser("map", help="record which tests call which functions, where that is not known")
     recording.add_argument("files", nargs="*", help="test files; none: those that are new or changed")
+    recording.add_argument("--all", action="store_true", help="all test files, also those that are known")
+    recording.add_argument("--jobs", type=int, default=2, help="test processes at a time")
     recording.set_defaults(do=record_map)
     anchors = commands.add_parser("anchors", help="list the faults that have lost their place in the sources")
     anchors.add_argument("--mend", action="store_true", help="move drawn faults to the nearest like place")

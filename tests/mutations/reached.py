@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from .draw import FOLDERS
 from .faults import HERE, ROOT, Fault, places
 
 FILE = HERE / "reached.json.gz"
+_RESULT = "tests.jsonl"
 _FILES_A_RUN = 6  # test files that one pytest process records; the map is written after each
 
 
@@ -89,20 +91,34 @@ def test_files() -> list[str]:
     return [file for file in files if not file.startswith(("tests/mutations/", "tests/rules/"))]
 
 
-def record(files: Sequence[str]) -> Iterator[tuple[str, int, float]]:
-    """Record test files, and write the map after each run, also after one that is interrupted; (file, tests, seconds) of each file."""
-    for start in range(0, len(files), _FILES_A_RUN):
-        some = files[start : start + _FILES_A_RUN]
-        with tempfile.TemporaryDirectory() as folder:
-            result = Path(folder) / "tests.jsonl"
-            try:
-                _run(some, Path(folder), result)
-            finally:
-                yield from _take(result)
+def record(files: Sequence[str], jobs: int = 1) -> Iterator[tuple[str, int, float]]:
+    """Record test files, `jobs` pytest processes at a time; (file, tests, seconds) of each file.
+
+    The map is written after each process, and after an interrupt with the files that were recorded to their end.
+    """
+    groups = [files[start : start + _FILES_A_RUN] for start in range(0, len(files), _FILES_A_RUN)]
+    running: list[subprocess.Popen[bytes]] = []
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(jobs) as pool:
+        folders = [Path(tempfile.mkdtemp(dir=scratch)) for _ in groups]
+        waiting = {
+            pool.submit(_run, some, folder, running): folder for some, folder in zip(groups, folders, strict=True)
+        }
+        try:
+            for future in as_completed(waiting):
+                future.result()
+                yield from _take(waiting.pop(future))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in running:
+                process.terminate()
+            for folder in waiting.values():
+                _take(folder)
+            raise
 
 
-def _take(result: Path) -> list[tuple[str, int, float]]:
-    """Put the files that were recorded to their end into the map; (file, tests, seconds) of each."""
+def _take(folder: Path) -> list[tuple[str, int, float]]:
+    """Put the files that a run has recorded to their end into the map; (file, tests, seconds) of each."""
+    result = folder / _RESULT
     lines = result.read_text(encoding="utf-8").splitlines(keepends=True) if result.exists() else []
     rows = [json.loads(line) for line in lines if line.endswith("\n")]
     known, summary, by_file = ReachedMap.read(), [], defaultdict[str, list[Any]](list)
@@ -119,8 +135,9 @@ def _take(result: Path) -> list[tuple[str, int, float]]:
     return summary
 
 
-def _run(files: Iterable[str], folder: Path, result: Path) -> None:
-    """Run pytest on test files with every process recorded; `result` gets a line for each test."""
+def _run(files: Iterable[str], folder: Path, running: list[subprocess.Popen[bytes]]) -> None:
+    """Run pytest on test files with every process recorded; a file in `folder` gets a line for each test."""
+    result = folder / _RESULT
     paths = [str(HERE / "site"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
@@ -134,10 +151,8 @@ def _run(files: Iterable[str], folder: Path, result: Path) -> None:
     command = [sys.executable, "-m", "pytest", *plain, *files]
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
-        try:
-            process.wait()
-        finally:
-            process.terminate()
+        running.append(process)
+        process.wait()
     if not result.exists():
         text = (folder / "output").read_text(encoding="utf-8", errors="replace")
         raise RuntimeError(f"pytest ended without a record:\n{text[-2000:]}")
