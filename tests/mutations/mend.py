@@ -36,15 +36,14 @@ def mend(faults: Sequence[Fault]) -> Iterator[str]:
 def _nearest(fault: Fault) -> Fault | None:
     """The most similar change by the same operator, in the function of the same name; None where nothing is like it."""
     name = fault.function.rpartition(".")[2]
-    files = [fault.file] if (ROOT / fault.file).exists() else source_files()
-    for some in (files, source_files()):
+    own = [fault.file] if (ROOT / fault.file).exists() else []
+    for files in (own, source_files() if name else []):
         candidates = []
-        for file in some:
+        for file in files:
             source = (ROOT / file).read_text(encoding="utf-8")
-            if name in source:
-                candidates += [
-                    s for s in sites(file, source) if s.kind == fault.kind and s.function.rpartition(".")[2] == name
-                ]
+            if not name or f"def {name}(" in source or f"class {name}" in source:
+                alike = (site for site in sites(file, source) if site.kind == fault.kind)
+                candidates += [site for site in alike if site.function.rpartition(".")[2] == name]
         likeness = {site: _likeness(fault, site) for site in candidates}
         best = max(likeness, key=lambda site: likeness[site], default=None)
         if best is not None and likeness[best] >= _LIKE_ENOUGH:

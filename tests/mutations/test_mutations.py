@@ -16,6 +16,7 @@ from .__main__ import ARGUMENTS, lost_anchors
 from .batches import rounds
 from .draw import NOT_RUN, shares, source_files, write
 from .faults import LISTS, ROOT, Fault, LostAnchorError, all_faults, apply, load
+from .mend import _nearest
 from .operators import OPERATORS, sites
 from .reached import ReachedMap
 from .run import Limits, Results, Tree, Verdict, _judged, try_fault
@@ -160,6 +161,17 @@ def test_a_list_is_the_same_after_writing(tmp_path: Path) -> None:
     faults = load(LISTS["by hand"])
     write(tmp_path / "list.json", {"about": "x"}, faults)
     assert load(tmp_path / "list.json") == faults
+
+
+def test_a_drawn_fault_follows_its_statement_to_other_names_and_files() -> None:
+    for fault in load(LISTS["drawn"])[:3]:
+        renamed = replace(
+            fault,
+            file="mmspeed/gone.py" if fault.function else fault.file,
+            statement=fault.statement.replace("device", "accelerator"),
+            before=fault.before.replace("device", "accelerator"),
+        )
+        assert _nearest(renamed) == fault
 
 
 TOY = """
