@@ -1,0 +1,246 @@
+"""The map from functions to tests: which tests call which functions of the product, in any of their processes, and how long they take.
+
+`record` runs test files with `site/sitecustomize.py` in every process and with this module as pytest's plugin. The map lies in
+`reached.json.gz`; a later call records what it lacks: test files that are new, or have changed since.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import gzip
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .draw import FOLDERS
+from .faults import HERE, ROOT, Fault, places
+
+FILE = HERE / "reached.json.gz"
+_RESULT = "tests.jsonl"
+_FILES_A_RUN = 6  # test files that one pytest process records; the map is written after each
+
+
+@dataclass
+class ReachedMap:
+    """What is recorded. `tests`: by node id, seconds and functions as "file::qualified name"; `files`: digests of test files."""
+
+    tests: dict[str, tuple[float, frozenset[str]]] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path = FILE) -> ReachedMap:
+        """The committed map; an empty one where there is none."""
+        if not path.exists():
+            return cls()
+        stored = json.loads(gzip.decompress(path.read_bytes()))
+        names = stored["functions"]
+        tests = {
+            test: (seconds, frozenset(names[n] for n in _numbers(ranges)))
+            for test, (seconds, ranges) in stored["tests"].items()
+        }
+        return cls(tests, stored["files"])
+
+    def write(self, path: Path = FILE) -> None:
+        """Write the map, the same bytes for the same contents."""
+        names = sorted({name for _, reached in self.tests.values() for name in reached})
+        number = {name: n for n, name in enumerate(names)}
+        tests = {
+            test: [round(seconds, 2), _ranges(sorted(number[name] for name in reached))]
+            for test, (seconds, reached) in sorted(self.tests.items())
+        }
+        stored = {"files": dict(sorted(self.files.items())), "functions": names, "tests": tests}
+        path.write_bytes(gzip.compress(json.dumps(stored, separators=(",", ":")).encode(), mtime=0))
+
+    def put(self, file: str, tests: dict[str, tuple[float, frozenset[str]]]) -> None:
+        """Take what was recorded of one test file in place of what was known."""
+        self.tests = {test: row for test, row in self.tests.items() if test.split("::")[0] != file} | tests
+        self.files[file] = _digest(ROOT / file)
+
+    def lacking(self) -> list[str]:
+        """Test files that are not recorded, or have changed since."""
+        return [file for file in test_files() if self.files.get(file) != _digest(ROOT / file)]
+
+    @functools.cached_property
+    def _files_of(self) -> dict[str, set[str]]:
+        return {test: {name.partition("::")[0] for name in reached} for test, (_, reached) in self.tests.items()}
+
+    def tests_of(self, fault: Fault) -> list[tuple[str, float]]:
+        """(node id, seconds) of the tests of a fault's file: first those that call its function, each quickest first."""
+        rows, function = [], f"{fault.file}::{fault.function}"
+        for test, (seconds, reached) in self.tests.items():
+            if function in reached or fault.file in self._files_of[test]:
+                rows.append((function not in reached, seconds, test))
+        return [(test, seconds) for _, seconds, test in sorted(rows)]
+
+
+def test_files() -> list[str]:
+    """The test files that the default suite collects, but for those of this folder and the rules, which call little."""
+    files = (path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "tests").rglob("test_*.py")))
+    return [file for file in files if not file.startswith(("tests/mutations/", "tests/rules/"))]
+
+
+def record(files: Sequence[str], jobs: int = 1) -> Iterator[tuple[str, int, float]]:
+    """Record test files, `jobs` pytest processes at a time; (file, tests, seconds) of each file.
+
+    The map is written after each process, and after an interrupt with the files that were recorded to their end.
+    """
+    groups = [files[start : start + _FILES_A_RUN] for start in range(0, len(files), _FILES_A_RUN)]
+    running: list[subprocess.Popen[bytes]] = []
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(jobs) as pool:
+        folders = [Path(tempfile.mkdtemp(dir=scratch)) for _ in groups]
+        waiting = {
+            pool.submit(_run, some, folder, running): folder for some, folder in zip(groups, folders, strict=True)
+        }
+        try:
+            for future in as_completed(waiting):
+                future.result()
+                yield from _take(waiting.pop(future))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in running:
+                process.terminate()
+            for folder in waiting.values():
+                _take(folder)
+            raise
+
+
+def _take(folder: Path) -> list[tuple[str, int, float]]:
+    """Put the files that a run has recorded to their end into the map; (file, tests, seconds) of each."""
+    result = folder / _RESULT
+    lines = result.read_text(encoding="utf-8").splitlines(keepends=True) if result.exists() else []
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    known, summary, by_file = ReachedMap.read(), [], defaultdict[str, list[Any]](list)
+    for row in rows:
+        by_file[row["test"].split("::")[0]].append(row)
+    by_file.pop("end", None)
+    if by_file and rows[-1]["test"] != "end":
+        by_file.popitem()  # the file at work when the run ended
+    for file, of_file in by_file.items():
+        tests = {row["test"]: (row["seconds"], frozenset(row["reached"])) for row in of_file if row["passed"]}
+        known.put(file, tests)
+        summary.append((file, len(tests), sum(seconds for seconds, _ in tests.values())))
+    known.write()
+    return summary
+
+
+def _run(files: Iterable[str], folder: Path, running: list[subprocess.Popen[bytes]]) -> None:
+    """Run pytest on test files with every process recorded; a file in `folder` gets a line for each test."""
+    result = folder / _RESULT
+    paths = [str(HERE / "site"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "OMP_NUM_THREADS": "1",
+        "MMSPEED_REACHED": str(folder / "reached"),
+        "MMSPEED_REACHED_ROOT": str(ROOT),
+        "MMSPEED_REACHED_RESULT": str(result),
+    }
+    plain = ["-q", "-m", "not slow", "-p", "no:xdist", "-p", "no:cacheprovider", "-p", "tests.mutations.reached"]
+    command = [sys.executable, "-m", "pytest", *plain, *files]
+    with (folder / "output").open("wb") as output:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
+        running.append(process)
+        process.wait()
+    if not result.exists():
+        text = (folder / "output").read_text(encoding="utf-8", errors="replace")
+        raise RuntimeError(f"pytest ended without a record:\n{text[-2000:]}")
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Rising numbers as text: "3-8,10"."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and parts[-1][1] == number - 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in parts)
+
+
+def _numbers(ranges: str) -> Iterator[int]:
+    for part in filter(None, ranges.split(",")):
+        first, _, last = part.partition("-")
+        yield from range(int(first), int(last or first) + 1)
+
+
+# ---- pytest's plugin, in the process that records ----
+
+
+class _Recorder:
+    """Writes, after each test, what all its processes have called."""
+
+    def __init__(self) -> None:
+        self.log, self.result = Path(os.environ["MMSPEED_REACHED"]), Path(os.environ["MMSPEED_REACHED_RESULT"])
+        self.seconds, self.passed = 0.0, True
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
+        import sitecustomize
+
+        sitecustomize.seen.clear()  # type: ignore[attr-defined]
+        os.truncate(self.log, 0)
+        self.seconds, self.passed = 0.0, True
+        result = yield
+        lines = set(self.log.read_text(encoding="utf-8").splitlines())
+        reached = sorted({name for line in lines if (name := _function(line)) is not None})
+        self._write(test=item.nodeid, seconds=self.seconds, passed=self.passed, reached=reached)
+        return result
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds += report.duration
+        self.passed = self.passed and report.passed  # skipped ones are left out too: they catch nothing
+
+    def pytest_sessionfinish(self) -> None:
+        self._write(test="end")
+
+    def _write(self, **row: Any) -> None:
+        with self.result.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Record, where `record` has asked for it."""
+    if "MMSPEED_REACHED_RESULT" in os.environ:
+        config.pluginmanager.register(_Recorder())
+
+
+def _function(line: str) -> str | None:
+    """ "file::qualified name" of a recorded call; None for what is no function of the product."""
+    path, _, number = line.partition("\t")
+    parts = path.split(os.sep)
+    if parts[0] == "mmspeed" and len(parts) > 1 and parts[1] in FOLDERS:
+        parts = parts[1:]  # through the link
+    file = "/".join(parts)
+    if parts[0] not in FOLDERS or not (ROOT / file).is_file():
+        return None
+    function = _functions(file).get(int(number))
+    return None if function is None else f"{file}::{function}"
+
+
+@functools.cache
+def _functions(file: str) -> dict[int, str]:
+    """The innermost function that each line of a file belongs to, decorators included."""
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    by_line: dict[int, str] = {}
+    for place in places(tree):  # outer before inner
+        node = place.node
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            by_line |= dict.fromkeys(range(first, (node.end_lineno or first) + 1), place.owner)
+    return by_line

@@ -1,0 +1,31 @@
+"""Records which functions of the product a process calls: Python imports this file at its start where its folder is on PYTHONPATH.
+
+Every process of a test, those of ranks and of commands too, appends "<file>\t<first line>" to one file, when a function is first called.
+A forked process begins without memory of what its parent called.
+"""
+
+import os
+import sys
+import threading
+
+seen: dict[int, object] = {}  # by identity; the code objects are held, so that no identity comes twice
+
+
+def _record(target: str, root: str) -> None:
+    log = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def look(frame, event, _):  # type: ignore[no-untyped-def]
+        if event == "call":
+            code = frame.f_code
+            if id(code) not in seen:
+                seen[id(code)] = code
+                if code.co_filename.startswith(root):
+                    os.write(log, f"{code.co_filename[len(root) :]}\t{code.co_firstlineno}\n".encode())
+
+    os.register_at_fork(after_in_child=seen.clear)
+    threading.setprofile(look)
+    sys.setprofile(look)
+
+
+if "MMSPEED_REACHED" in os.environ:
+    _record(os.environ["MMSPEED_REACHED"], os.environ["MMSPEED_REACHED_ROOT"] + os.sep)
