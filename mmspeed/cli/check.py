@@ -47,7 +47,7 @@ def check_parallel(config: RunConfig, layout: str, others: Mapping[str, object])
 
 
 def model_lines(config: RunConfig) -> list[str]:
-    """What policies the blocks of the model can have, and what a budget would choose. Raises UserError as `policy_lines` and `plan_memory`.
+    """Policies that the blocks of the model can have, and what a budget would choose. Raises UserError as `policy_lines` and `plan_memory`.
 
     Policies of a task without a preparation are in its report already.
     """
