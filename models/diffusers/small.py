@@ -38,7 +38,7 @@ class SmallSizes:
 
 @dataclass(frozen=True)
 class SmallClass:
-    """How a class is made small. `patch`: of a config, along time, height and width; `head`: channels of an attention head."""
+    """Rules by which a class is made small. `patch`: of a config, along time, height and width; `head`: channels of an attention head."""
 
     patch: Callable[[Config], Latent]
     head: int

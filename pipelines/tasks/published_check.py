@@ -61,7 +61,7 @@ class PublishedModel:
 
     @classmethod
     def of(cls, model: nn.Module, call: ModelCall | None) -> PublishedModel:
-        """What a loaded model is. Raises UserError for one that a small one cannot stand for."""
+        """The description of a loaded model. Raises UserError for one that a small one cannot stand for."""
         kind = type(model)
         if class_name(model) is None or not isinstance(model, Configured):
             raise UserError(
@@ -74,18 +74,18 @@ class PublishedModel:
                 f"check --parallel: other processes cannot import {kind.__name__}, which {reference.partition(':')[0]} defines; put it at "
                 "the top level of a module"
             )
-        found = cls(
+        described = cls(
             reference,
             dict(model.config),
             tuple(name for name, parameter in model.named_parameters() if not parameter.requires_grad),
             call or call_for(model),
         )
-        _check_plain(model, found)
-        return found
+        _check_plain(model, described)
+        return described
 
     @classmethod
     def from_json(cls, known: Mapping[str, Any]) -> PublishedModel:
-        """What `to_json` gave."""
+        """The model that `to_json` described."""
         call = referred(known["call"]["class"])(**known["call"]["fields"])
         return cls(known["class"], known["config"], tuple(known["frozen"]), call)
 
@@ -107,7 +107,7 @@ class PublishedModel:
 
     @property
     def small(self) -> SmallClass:
-        """How its class is made small."""
+        """The rules by which its class is made small."""
         return next(SMALL[own.__name__] for own in referred(self.kind).__mro__ if own.__name__ in SMALL)
 
 
@@ -124,15 +124,15 @@ class ShrunkPublished(ShrunkRun):
 
     @property
     def remade_by(self) -> str:
-        """What makes the same small run in another process."""
+        """The name of the function that makes the same small run in another process."""
         return f"{__name__}:remade"
 
     def expected(self, kind: str) -> list[str]:
         """As of any; over a ring sparse attention sends rows of the keys that are kept."""
-        found = super().expected(kind)
+        exchanges = super().expected(kind)
         if self.config.model.sparse is None:
-            return found
-        return ["rows ring" if what == "ring ring" else what for what in found if what != "ring ring_outer"]
+            return exchanges
+        return ["rows ring" if what == "ring ring" else what for what in exchanges if what != "ring ring_outer"]
 
 
 def shrunk_published(config: Config, model: PublishedModel, known: Mapping[str, Any] | None = None) -> ShrunkPublished:
@@ -182,23 +182,25 @@ def remade(config: RunConfig, known: Mapping[str, Any]) -> ShrunkPublished:
 
 
 def _builder(model: PublishedModel, arguments: Mapping[str, Any]) -> Callable[..., nn.Module]:
-    """What makes the small model; its weights are any, and nobody's to keep."""
+    """A function that makes the small model; its weights are any, and nobody's to keep."""
 
     def build(section: ModelConfig, *_: Any) -> nn.Module:
-        made: nn.Module = referred(model.kind)(**arguments)
-        for name, parameter in made.named_parameters():
+        built: nn.Module = referred(model.kind)(**arguments)
+        for name, parameter in built.named_parameters():
             parameter.requires_grad_(name not in model.frozen)
         if section.sparse is not None:
-            sparsify_model(made, section.sparse)
-        return made
+            sparsify_model(built, section.sparse)
+        return built
 
     return build
 
 
-def _check_plain(model: nn.Module, found: PublishedModel) -> None:
+def _check_plain(model: nn.Module, described: PublishedModel) -> None:
     """Raises UserError for a model that was changed after it was made: its config does not say how."""
     with torch.device("meta"):
-        plain: nn.Module = referred(found.kind)(**{k: v for k, v in found.config.items() if not k.startswith("_")})
+        plain: nn.Module = referred(described.kind)(
+            **{k: v for k, v in described.config.items() if not k.startswith("_")}
+        )
     other = dict(model.named_parameters()).keys() ^ dict(plain.named_parameters()).keys()
     if other:
         raise UserError(

@@ -83,7 +83,7 @@ def shrunk_model(model: SoraDiTConfig, tensor: int) -> ModelConfig:
 
 @dataclass(frozen=True)
 class SmallModel:
-    """What the samples of a small run, its exchanges and the report go by.
+    """Facts of a small model that samples, exchanges and the report go by.
 
     words: its sizes, for the report. full: each of its blocks attends over all tokens.
     """
@@ -96,7 +96,7 @@ class SmallModel:
 
 @dataclass(frozen=True)
 class SmallSamples:
-    """What a small run computes on: `latents` of an image, a video or both; `shown` names what they were made of.
+    """Samples of a small run: `latents` of an image, a video or both; `shown` names what they were made of.
 
     samples: of a step, for each latent.
     """

@@ -56,8 +56,8 @@ def chosen_between(folder: str, layout: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("layout", ["ulysses=2", pytest.param("tp=2", marks=pytest.mark.slow)])
 def test_a_budget_between_the_floor_and_the_peak_is_met(tmp_path: Path, layout: str) -> None:
-    found = run_ranks(chosen_between, 2, str(tmp_path), layout)[0]
-    assert found["measured"] <= found["budget"] < found["plain"], found
-    assert found["measured"] == pytest.approx(found["expected"], rel=OFF)
-    assert found["plain"] == pytest.approx(found["plain expected"], rel=OFF)
-    assert len(found["ways"]) == BLOCKS and any(found["ways"])
+    result = run_ranks(chosen_between, 2, str(tmp_path), layout)[0]
+    assert result["measured"] <= result["budget"] < result["plain"], result
+    assert result["measured"] == pytest.approx(result["expected"], rel=OFF)
+    assert result["plain"] == pytest.approx(result["plain expected"], rel=OFF)
+    assert len(result["ways"]) == BLOCKS and any(result["ways"])

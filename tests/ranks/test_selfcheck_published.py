@@ -89,15 +89,15 @@ def small(folder: str, case: Case) -> ShrunkPublished:
 
 def examined(folder: str) -> tuple[dict[str, WorkerReport], dict[str, str]]:
     """(what each case gave, what each layout that does not fit was refused with)."""
-    found, refused = {}, {}
+    reports, refused = {}, {}
     for name, case in CASES.items():
         with FAULTS[case[3]]():
-            found[name] = examine(small(folder, case))
+            reports[name] = examine(small(folder, case))
     for name, (case, _) in REFUSED.items():
         with pytest.raises(UserError) as error:
             examine(small(folder, case))
         refused[name] = str(error.value)
-    return found, refused
+    return reports, refused
 
 
 @cache
@@ -122,9 +122,9 @@ def on_two(home: Path) -> tuple[dict[str, WorkerReport], dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def checks(home: Path, on_two: Any) -> dict[str, SelfCheck]:
-    found, _ = on_two
+    reports, _ = on_two
     return {
-        name: compare(small(str(home), case), found[name], truth(str(home), case[0], case[2]))
+        name: compare(small(str(home), case), reports[name], truth(str(home), case[0], case[2]))
         for name, case in CASES.items()
     }
 

@@ -184,7 +184,7 @@ def check_policies(block: nn.Module, ways: ActivationPolicies) -> None:
 
 
 def _serves_for(name: str) -> str:
-    """What to do where no module makes a norm or an activation alone."""
+    """Advice for a model in which no module makes a norm or an activation alone; empty for other regions."""
     return "; `block: selective` computes norms and activations again, and keeps products and attention" * (
         name in SMALL
     )
