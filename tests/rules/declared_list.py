@@ -132,7 +132,10 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
     "attributes that a plan names, of classes that are not ours": {
         "mmspeed/parallel/boundaries/apply.py": {
             "setattr(module, attribute, value // tp)",
-            "value = vars(module).get(attribute)",
+            "value: int = vars(module)[attribute]  # of `check_plan`",
+        },
+        "mmspeed/parallel/boundaries/names.py": {
+            "known = [name for name, value in vars(module).items() if isinstance(value, int) and not isinstance(value, bool)]",
         },
     },
     "what memory itself leaves on blocks of any class": {
@@ -166,7 +169,7 @@ OPEN: dict[str, str] = {
     "mmspeed/memory/recompute/region.py": "_overloads fates kept matmul_operators op_policies result results run run_region take what",
     "mmspeed/memory/recompute/regions.py": "before op_policies",
     "mmspeed/parallel/boundaries/attention.py": "_run_intercepted args kwargs run",
-    "mmspeed/parallel/boundaries/boundary.py": "Arguments _run args begin enter given how items kwargs leave out piece run token told value",  # noqa: E501
+    "mmspeed/parallel/boundaries/boundary.py": "Arguments _run args _places begin enter given how kind kwargs leave out piece run token told value",  # noqa: E501
     "mmspeed/parallel/boundaries/names.py": "args arguments kwargs",
     "mmspeed/parallel/boundaries/record.py": "arguments",
     "mmspeed/parallel/sequence/ring.py": "options",

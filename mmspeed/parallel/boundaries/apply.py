@@ -111,7 +111,8 @@ class Boundaries:
         for name, module, site in self.sites:
             at = SiteBoundary(self.sequences, described(name, module), self.attends(name), site)
             if site.calls:
-                mix_in(module, CalledSite, rename=False)._site = at
+                mixed = mix_in(module, CalledSite, rename=False)
+                mixed._site, mixed._crosses = at, at.may_cross
             else:
                 mix_in(module, InterceptedSite, rename=False)._site = at
         around = {block.name for block in self.plan.blocks} | self._travelling().keys()
@@ -272,7 +273,7 @@ def uncrossed(model: nn.Module) -> list[str]:
         if isinstance(module, Bounded):
             found.append((module._boundary.where, module._boundary.sequences.uses))
         if isinstance(module, CalledSite | InterceptedSite):
-            found.append((module._site.where, module._site.sequences.uses))
+            found.append((module._site.where, {module._site.where: module._site.met}))
         if isinstance(module, HasRole | SplitNorm):
             linear = module._linear
             travels = isinstance(module, SplitNorm) or _moves(linear)

@@ -45,9 +45,13 @@ _HIDDEN_BELOW = -1e4  # additive masks at or below this hide a key, as -inf does
 
 @dataclass
 class SiteBoundary(Boundary):
-    """What the plan says of one attention."""
+    """What the plan says of one attention.
+
+    met: it was called. torch.compile would make graphs again for a count, for a flag it does not.
+    """
 
     site: Site
+    met: bool = False
 
     @property
     def layout(self) -> AttentionLayout:
@@ -58,6 +62,14 @@ class SiteBoundary(Boundary):
     def keys(self) -> tuple[str, ...]:
         """The sequences of the keys."""
         return self.site.keys or self.site.queries
+
+    @property
+    def may_cross(self) -> bool:
+        """True where a forward may have some of its tokens on other processes."""
+        if self.keys == self.site.queries:
+            return any(self.sequences.may_cross(name, self.attends) for name in self.keys)
+        layout, long = self.sequences.layout, self.sequences.plan.long_text
+        return layout.whole.size > 1 and any(name != long or layout.text_from is not None for name in self.keys)
 
     def crosses(self, record: ForwardRecord) -> bool:
         """True where some of its tokens are on other processes."""
@@ -81,11 +93,18 @@ class SiteBoundary(Boundary):
 
 
 class CalledSite(nn.Module):
-    """Mixed in before the class of a module that is called with (q, k, v, structure)."""
+    """Mixed in before the class of a module that is called with (q, k, v, structure). `_crosses`: its tokens may be on other processes."""
 
     _site: SiteBoundary
+    _crosses: bool
 
     def forward(self, q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, structure: Structure) -> Tensor:
+        self._site.met = True
+        if not self._crosses:  # a part of the graph of its block
+            if q_BAND.numel() and k_BAMD.numel():
+                out: Tensor = super().forward(q_BAND, k_BAMD, v_BAMD, structure)
+                return out
+            return of_nothing(q_BAND, k_BAMD, v_BAMD)
         layer = self if isinstance(self, ClusteredAttention) else None
         return _attend(self._site, super().forward, layer, q_BAND, k_BAMD, v_BAMD, structure)
 
@@ -101,7 +120,6 @@ def _attend(
     structure: Structure,
 ) -> Tensor:
     """The attention of a site that is called, over the tokens of all processes."""
-    site.sequences.use(site.where)
     record = site.sequences.record(site.where)
     sparse = layer if not structure.image else None
     if sparse is not None:
@@ -216,7 +234,7 @@ def _run_intercepted(
             f"{site.where} is computed again in backward by a checkpoint that does not keep which keys it kept; use the "
             "model's enable_gradient_checkpointing(), or mmspeed.memory.recompute(block) after sparsify_model"
         )
-    site.sequences.use(site.where)
+    site.met = True
     record = site.sequences.record(site.where)
     if layer is not None and record.image:
         layer.counter["dense"] += 1

@@ -93,7 +93,8 @@ class ModuleBoundary(Boundary):
             return items[0]
         if isinstance(out, Mapping):
             return kind(items)
-        return kind(*items.values()) if hasattr(out, "_fields") else kind(items.values())
+        named = isinstance(out, tuple) and kind is not tuple
+        return kind(*items.values()) if named else kind(items.values())
 
     def _places(self, out: Any) -> dict[int | str, Any]:
         """What a forward gave, by place. Raises UserError where it is no tensor and holds none by place."""
