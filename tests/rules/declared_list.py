@@ -149,7 +149,7 @@ OPEN: dict[str, str] = {
     "mmspeed/loop/callbacks.py": "row",
     "mmspeed/loop/checkpoint/load.py": "entries index load load_weights meta open_checkpoint recorded tensors",
     "mmspeed/loop/checkpoint/manager.py": "_facts _split entries facts future items keep load meta",
-    "mmspeed/loop/checkpoint/state.py": "_with_groups found optimizer",
+    "mmspeed/loop/checkpoint/state.py": "_with_groups optimizer states",
     "mmspeed/loop/checkpoint/storage.py": "_read_json entry index read_index read_meta read_record value",
     "mmspeed/loop/optimizers/build.py": "Groups group",
     "mmspeed/loop/signals.py": "_before",
