@@ -189,6 +189,6 @@ OPEN: dict[str, str] = {
     "pipelines/training/validation.py": "row validate",
     "pipelines/tuning/memory_estimate.py": "_here root",
     "pipelines/tuning/memory_measure.py": "args each kwargs out taken tensors value ways",
-    "pipelines/tuning/memory_search.py": "full_setting option_rows setting told tries",
+    "pipelines/tuning/memory_search.py": "full_setting option_rows setting tries",
     "pipelines/tuning/profile.py": "setting setting_of",
 }
