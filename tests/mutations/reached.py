@@ -76,12 +76,17 @@ class ReachedMap:
     def _files_of(self) -> dict[str, set[str]]:
         return {test: {name.partition("::")[0] for name in reached} for test, (_, reached) in self.tests.items()}
 
+    def enters(self, test: str, fault: Fault) -> bool:
+        """True for a test that calls the fault's function; False for all at the top of a file."""
+        return f"{fault.file}::{fault.function}" in self.tests[test][1]
+
     def tests_of(self, fault: Fault) -> list[tuple[str, float]]:
         """(node id, seconds) of the tests of a fault's file: first those that call its function, each quickest first."""
-        rows, function = [], f"{fault.file}::{fault.function}"
-        for test, (seconds, reached) in self.tests.items():
-            if function in reached or fault.file in self._files_of[test]:
-                rows.append((function not in reached, seconds, test))
+        rows = [
+            (not self.enters(test, fault), seconds, test)
+            for test, (seconds, _) in self.tests.items()
+            if fault.file in self._files_of[test]
+        ]
         return [(test, seconds) for _, seconds, test in sorted(rows)]
 
 

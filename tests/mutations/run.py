@@ -184,13 +184,15 @@ def try_fault(tree: Tree, fault: Fault, reached: ReachedMap, limits: Limits, sou
 
     if not tests:
         return verdict(None, "no recorded test calls this file")
-    for _ in range(_TRIES):
+    while tests and len(unfit) < _TRIES:
         left = Limits(max(1.0, limits.fault - (time.monotonic() - began)), limits.hang)
         tree.write(fault.file, apply(fault, source))
         try:
             test, why, passed = tree.run(tests, left, mark)
         finally:
             tree.write(fault.file, source)
+        if test is None and not reached.enters(tests[0][0], fault):
+            why += "; no recorded test calls the function itself"
         if test is None or test not in dict(tests):  # an import that fails names no test of the map
             return verdict(test, why, passed)
         if test not in sound:
