@@ -183,6 +183,7 @@ OPEN: dict[str, str] = {
     "pipelines/run/run_folder.py": "before contents info now",
     "pipelines/run/telemetry.py": "make_trackers rates row",
     "pipelines/selfcheck/children.py": "job output outputs",
+    "pipelines/selfcheck/run.py": "make",
     "pipelines/selfcheck/worker.py": "job",
     "pipelines/sparsify.py": "config options",
     "pipelines/training/held_out_loss.py": "row",
