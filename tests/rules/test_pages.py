@@ -102,7 +102,7 @@ def test_links_lead_to_files_and_headings() -> None:
         (pages.check_mention, "mmspeed check --paralel"),
         (pages.config_of, "train: {rate: 1}"),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_page_that_is_wrong_is_noticed(check: Callable[[Any], Any], value: Any) -> None:
     assert faults([("wrong", lambda: check(value))])
