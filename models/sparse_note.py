@@ -1,4 +1,4 @@
-"""What is sparse in a model, and for which videos, in words."""
+"""Lines for people about the sparse blocks of a model, and the videos for which they are dense."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Latent = tuple[int, int, int]
 
 
 def sparse_lines(model: SoraDiT, latents: Mapping[Bucket, Latent]) -> list[str]:
-    """Which blocks attend sparsely, and the buckets that stay dense all the same; nothing for a dense model."""
+    """Lines that name the blocks with sparse attention, and the buckets that stay dense; none for a dense model."""
     config, sparse = model.config, model.config.sparse
     if sparse is None:
         return []
@@ -37,18 +37,18 @@ def sparse_lines(model: SoraDiT, latents: Mapping[Bucket, Latent]) -> list[str]:
 
 
 def sparse_warnings(model: SoraDiT, latents: Mapping[Bucket, Latent], config: Config) -> list[str]:
-    """What keeps a run that asks for sparse attention from ever having it."""
+    """Lines about what keeps a run with `model.sparse` from ever having sparse attention; none where nothing does."""
     sparse = model.config.sparse
     if sparse is None:
         return []
-    told = []
+    warnings = []
     videos = {bucket: latent for bucket, latent in latents.items() if bucket.frames > 1}
     if not any(_longest(model, latent) >= sparse.min_tokens for latent in videos.values()):
-        told.append("no video is long enough for sparse attention: all stays dense; lower model.sparse.min_tokens")
+        warnings.append("no video is long enough for sparse attention: all stays dense; lower model.sparse.min_tokens")
     if sparse.dense_steps >= config.train.steps:
         steps = f"model.sparse.dense_steps is {sparse.dense_steps}, train.steps {config.train.steps}"
-        told.append(f"no step will be sparse: {steps}")
-    return told
+        warnings.append(f"no step will be sparse: {steps}")
+    return warnings
 
 
 def _longest(model: SoraDiT, latent: Latent) -> int:

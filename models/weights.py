@@ -126,7 +126,7 @@ def weight_files(folder: Path, stem: str, key: str) -> list[Path]:
 def fingerprint(root: Path, files: Iterable[Path], settings: Mapping[str, object]) -> str:
     """sha256 over files (by their path below `root`) and the settings that change the numbers.
 
-    A `config.json` counts without the keys that every save writes anew. Large safetensors count by size, header and 16
+    A `config.json` counts without the keys that change with every save. Large safetensors count by size, header and 16
     blocks of 64 KiB spread over them; all else counts whole.
     """
     digest = hashlib.sha256(json.dumps(dict(settings), sort_keys=True).encode())

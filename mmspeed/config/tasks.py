@@ -128,7 +128,7 @@ def _load(reference: str, task: str, entry: TaskEntry) -> type[Any]:
 
 
 def referred(reference: str) -> Any:
-    """What "module:name" names, imported. Raises what the import does, and ValueError for other words."""
+    """Import the object that "module:name" names. Raises what the import raises, and ValueError for another form."""
     module, sign, name = (part.strip() for part in reference.partition(":"))
     if not (module and sign and name):
         raise ValueError("write module:class")

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import ast
 import functools
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parents[2]
 LINKS = ("models", "preprocess", "pipelines")
@@ -41,6 +45,12 @@ def text_files() -> list[Path]:
 def name(path: Path) -> str:
     """A file's path in the repository."""
     return path.relative_to(ROOT).as_posix()
+
+
+def offenders(paths: Iterable[Path], faults: Callable[[Path], T]) -> dict[str, T]:
+    """By file, what a rule finds wrong in it; files in which it finds nothing are left out."""
+    by_file = {name(path): faults(path) for path in paths}
+    return {file: wrong for file, wrong in by_file.items() if wrong}
 
 
 @functools.cache

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from .sources import CODE, ROOT, docstrings, name, python_files, syntax, text_files
+from .sources import CODE, ROOT, docstrings, name, offenders, python_files, syntax, text_files
+
+FILES = python_files(*CODE, "tests/claims")
 
 VENDORS = re.compile(r"\b(cuda|npu|nccl|hccl|torch_npu|cudnn|cublas)\b", re.IGNORECASE)
 
@@ -64,10 +66,9 @@ def vendor_names(tree: ast.Module) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", python_files(*CODE, "tests/claims"), ids=name)
-def test_vendors_are_named_in_one_place(path: Path) -> None:
-    if name(path) not in VENDOR_FILES and not BACKEND_FILE.fullmatch(name(path)):
-        assert vendor_names(syntax(path)) == []
+def test_vendors_are_named_in_one_place() -> None:
+    others = [path for path in FILES if name(path) not in VENDOR_FILES and not BACKEND_FILE.fullmatch(name(path))]
+    assert offenders(others, lambda path: vendor_names(syntax(path))) == {}
 
 
 @pytest.mark.parametrize(
@@ -104,9 +105,8 @@ def forbidden(tree: ast.Module, allowed: frozenset[str] | set[str] = frozenset()
     return found
 
 
-@pytest.mark.parametrize("path", python_files(*CODE, "tests/claims"), ids=name)
-def test_no_pickles_and_no_code_from_strings(path: Path) -> None:
-    assert forbidden(syntax(path), BENCHED_CALLS.get(name(path), set())) == []
+def test_no_pickles_and_no_code_from_strings() -> None:
+    assert offenders(FILES, lambda path: forbidden(syntax(path), BENCHED_CALLS.get(name(path), set()))) == {}
 
 
 def test_benched_calls_are_those_of_the_bench_and_no_others() -> None:
@@ -149,15 +149,18 @@ def undocumented(tree: ast.Module) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", python_files(*CODE, "tests/claims"), ids=name)
-def test_public_names_say_what_they_are(path: Path) -> None:
-    assert undocumented(syntax(path)) == []
+def test_public_names_have_docstrings() -> None:
+    assert offenders(FILES, lambda path: undocumented(syntax(path))) == {}
 
 
-@pytest.mark.parametrize("path", text_files(), ids=name)
-def test_no_file_names_a_folder_of_one_machine(path: Path) -> None:
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
-        assert MACHINE_PATH.search(line) is None, f"line {number}: {line.strip()}"
+def machine_paths(path: Path) -> list[str]:
+    """The lines of a file that name a folder of one machine."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return [f"line {number}: {line.strip()}" for number, line in enumerate(lines, 1) if MACHINE_PATH.search(line)]
+
+
+def test_no_file_names_a_folder_of_one_machine() -> None:
+    assert offenders(text_files(), machine_paths) == {}
 
 
 def test_machine_paths_are_seen() -> None:
