@@ -19,7 +19,9 @@ def policy_lines(task: Task, config: RunConfig, models: Mapping[str, nn.Module] 
     `memory` asks of a region that a block has not, with the nearest name.
     """
     if models is None:
-        models = task.outlines() if isinstance(task, OutlinesModels) else {}
+        if not isinstance(task, OutlinesModels):
+            return []
+        models = task.outlines()
     learning = dict.fromkeys(role for update in task.updates() for role in update.roles)
     lines = []
     for role in (role for role in learning if role in models):

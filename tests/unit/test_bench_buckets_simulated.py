@@ -219,16 +219,16 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
-        ([], "Name a CONFIG, or give --simulate"),
+        ([], "name a CONFIG, or give --simulate"),
         (["run.yaml", "--simulate"], "leave out run.yaml"),
         (["--simulate", "--ranks", "8,many"], "--ranks 8,many"),
     ],
 )
-def test_mistakes_are_told(options: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_named(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "buckets", *options]) == 1
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_ranks() -> None:

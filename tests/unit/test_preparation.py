@@ -80,6 +80,13 @@ class ToyPreparation:
         return "toy maker"
 
 
+class NoTask:
+    """A task that outlines no models."""
+
+    def __init__(self, config: Any, maker: Any = None) -> None:
+        self.config = config
+
+
 def toy_entry(preparation: str | None = None) -> TaskEntry:
     return TaskEntry(f"{__name__}:NoTask", f"{__name__}:ToyConfig", preparation, origin="a test")
 
