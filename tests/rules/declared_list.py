@@ -169,7 +169,7 @@ OPEN: dict[str, str] = {
     "mmspeed/memory/recompute/region.py": "_overloads fates kept matmul_operators op_policies result results run run_region take what",
     "mmspeed/memory/recompute/regions.py": "before op_policies",
     "mmspeed/parallel/boundaries/attention.py": "_run_intercepted args kwargs run",
-    "mmspeed/parallel/boundaries/boundary.py": "Arguments _run args _places begin enter given how kind kwargs leave out piece run token told value",  # noqa: E501
+    "mmspeed/parallel/boundaries/boundary.py": "Arguments _run args arguments_by_name _places begin enter how kind kwargs leave out piece run shape token value",  # noqa: E501
     "mmspeed/parallel/boundaries/names.py": "args arguments kwargs",
     "mmspeed/parallel/boundaries/record.py": "arguments",
     "mmspeed/parallel/sequence/ring.py": "options",

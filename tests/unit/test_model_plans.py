@@ -218,7 +218,7 @@ def refused() -> dict[str, str]:
             "norms",
             "plan, channel_norms: blocks.0.norm1 (FP32LayerNorm) is a norm over all heads in the plan, and no torch.nn.RMSNorm",
         ),
-        ("adapters", "has the role column, and an adapter that is no LoRA of a linear layer holds it: merge it"),
+        ("adapters", "has the role column, and its adapter is no LoRA of a linear layer: merge it"),
     ],
 )
 def test_tensor_parallelism_is_refused_by_name(refused: dict[str, str], name: str, words: str) -> None:

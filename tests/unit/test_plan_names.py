@@ -148,10 +148,13 @@ def test_one_process_asks_for_no_sequences() -> None:
 @pytest.mark.parametrize(
     ("outputs", "words"),
     [
-        ({"patch_in": {1: Gather("video", 1)}}, r"patch_in \(Linear\), output 1: its forward gives 0; mend the plan"),
+        (
+            {"patch_in": {1: Gather("video", 1)}},
+            r"patch_in \(Linear\), output 1: its forward returns 0; correct the plan",
+        ),
         (
             {"blocks.0": {"sampel": Gather("video", 1)}},
-            "output 'sampel': its forward gives 'sample', 'shape'.*did you mean 'sample'",
+            "output 'sampel': its forward returns 'sample', 'shape'.*did you mean 'sample'",
         ),
         ({"blocks.0": {"shape": Gather("video", 1)}}, "output 'shape' is a Size; the plan can gather tensors"),
     ],

@@ -1,4 +1,4 @@
-"""Attention over a sequence that is split over a group of ranks: heads are exchanged for sequence (Ulysses), then keys go round (ring).
+"""Attend over a sequence that is split over a group of ranks: heads are exchanged for sequence (Ulysses), then keys go round (ring).
 
 Ulysses (Jacobs et al. 2023): ranks of the "ulysses" axis hold parts of the sequence with all heads; an all-to-all gives each the
 joined parts with some of the heads, and another brings the output back. The ring goes over what is joined (`parallel.ring`). Both
@@ -55,13 +55,13 @@ from .ring import like_queries, ring_attention
 
 # queries, keys, values and the keys' mask, of whole heads, to the output
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-# How an `Attend` reads what comes: at any strides, so that nothing is copied; each tensor contiguous; or that, heads outside tokens.
+# the strides at which an `Attend` reads: any, so that nothing is copied; each tensor contiguous; or that, heads outside tokens
 Reads = Literal["strided", "NBAD", "BAND"]
 
 
 @dataclass(frozen=True)
 class SequenceAxes:
-    """Over what a sequence is split. `window`: places of the inner ring of a double ring; `outer`: its own axis between windows.
+    """The axes over which a sequence is split. `window`: places of a double ring's inner ring; `outer`: its own axis between windows.
 
     A rank's place in the group is ring.rank * ulysses.size + ulysses.rank.
     """
@@ -110,7 +110,7 @@ def hybrid_attention(
     counter: Counter[str] | None = None,
     layout: Layout = "BNAD",
 ) -> Tensor:
-    """Attention of this rank's part of the queries to all keys of the group: `out_BAND`; values may have another width, which is its own.
+    """Attention of this rank's part of the queries to all keys of the group: `out_BAND`, whose width is that of the values.
 
     Under the layout BNGAD the queries, keys, values and output are BGAND, and the mask's B is B x G.
 
@@ -190,7 +190,7 @@ def with_heads_exchanged(
 def _attended(
     attend: Attend, q_BAND: Tensor, k_BKMD: Tensor, v_BKMD: Tensor, key_mask_BM: Tensor | None, reads: Reads
 ) -> Tensor:
-    """`attend` of what it reads; unless at any strides, of B and G as one dim, which they are in what came by an exchange."""
+    """The result of `attend`; unless it reads at any strides, B and G are passed as one dim, as they are after an exchange."""
     if q_BAND.dim() == 4 or reads == "strided":
         return attend(q_BAND, k_BKMD, v_BKMD, key_mask_BM)
     out_BAND = attend(q_BAND.flatten(0, 1), k_BKMD.flatten(0, 1), v_BKMD.flatten(0, 1), key_mask_BM)
@@ -199,7 +199,7 @@ def _attended(
 
 @dataclass(frozen=True)
 class HeadSplit:
-    """Heads of each Ulysses rank; keys' heads are first repeated up to `key_heads`."""
+    """The number of heads of each Ulysses rank; keys' heads are first repeated up to `key_heads`."""
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
@@ -210,7 +210,7 @@ class HeadSplit:
 
 
 def split_heads(heads: int, key_heads: int, ranks: int) -> HeadSplit:
-    """Which rank gets how many heads, uneven where they do not divide; every rank's query heads find their key heads with it.
+    """The number of heads of each rank, uneven where they do not divide; a rank has the key heads of its query heads.
 
     Where keys have fewer heads than queries, they are repeated just so often that the queries' heads are as even as repetition can
     make them. Raises UserError for fewer heads than ranks.
@@ -239,7 +239,7 @@ def _heads_for_sequence(
     layout: Layout,
     reads: Reads,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """From all heads of this rank's part to this rank's heads of the joined parts, and the joined mask; all under way together.
+    """Exchange all heads of this rank's part for this rank's heads of the joined parts, and join the mask; all messages travel together.
 
     One message where queries and keys are split alike and `attend` reads at any strides.
     """
@@ -300,7 +300,7 @@ def _local(
 
 
 def of_nothing(q_BAND: Tensor, k_BKMD: Tensor, v_BKMD: Tensor) -> Tensor:
-    """Attention without queries or without keys, which kernels do not take: zeros that hang on all inputs, so that each has a gradient."""
+    """Attention without queries or keys, which kernels do not take: zeros that depend on all inputs, so that each has a gradient."""
     out_BAND = like_queries(q_BAND.detach(), v_BKMD.shape[-1], q_BAND.dtype)
     return out_BAND + sum(x[..., :0].sum() for x in (q_BAND, k_BKMD, v_BKMD))
 

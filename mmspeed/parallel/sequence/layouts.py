@@ -1,4 +1,4 @@
-"""In which order an attention's projections lie in memory, and in which order heads and tokens travel.
+"""Orders in which an attention's projections lie in memory, and in which heads and tokens travel.
 
 An attention gets views of its projections whose dims stand as (B, A, N, D), or (B, G, A, N, D) where a factorised model's rows or
 columns attend apart. A layout names the same dims from the outermost in memory to the innermost. The model's plan declares it for each

@@ -1,9 +1,9 @@
-"""Plans of sparse attention for a sequence that is split over the ranks of a ring.
+"""Plan sparse attention for a sequence that is split over the ranks of a ring.
 
 1. Each rank groups its own queries, as a planner does, and its own keys where they are kept by tiles.
 2. What stands for each group (its mean query, or the place of its tile) goes to all ranks: C D numbers a rank, a small part of the keys.
-3. Each rank says of its own keys which of them the groups of all ranks keep, by probabilities over the keys of all (`sparse_select`).
-4. It tells each rank so (`sparse_rows`), and how many keys of each of its clusters of keys each group drops; their means will travel.
+3. Each rank decides which of its own keys the groups of all ranks keep, by probabilities over the keys of all (`select`).
+4. It sends each rank this choice (`exchange`), and how many keys of each of its clusters of keys each group drops; their means will travel.
 
 So the rules are those of one process; only the groups are those of a part of the queries.
 
@@ -50,7 +50,7 @@ class SplitPlan:
 
 @dataclass(frozen=True)
 class GlobalGroups:
-    """What the groups of all ranks are."""
+    """The groups of all ranks."""
 
     sizes_R: tuple[int, ...]  # C of each rank
     means_R: tuple[int, ...]  # K of each rank
@@ -74,7 +74,7 @@ class GlobalGroups:
         )
 
     def blocks(self, keys: int) -> Iterator[slice]:
-        """Heads that are done at once: the same on every rank."""
+        """Slices of heads to compute at a time: the same on every rank."""
         heads, pairs = self.weight_GC.shape[0], sum(self.sizes_R) * max(1, self.units, keys)
         step = max(1, _BLOCK.get(self.weight_GC.device.type, _BLOCK_ELSE) // pairs)
         for start in range(0, heads, step):
@@ -95,7 +95,7 @@ def plan_split(
     tail_clusters: int = 0,
     starts: Starts = (None, None),
 ) -> SplitPlan:
-    """A plan for this rank's queries over the keys of all. Every rank makes the call, whatever it holds.
+    """A plan for this rank's queries over the keys of all ranks. Every rank makes the call, whatever it holds.
 
     Args:
         context: masks and positions are of this rank's keys.
@@ -104,7 +104,7 @@ def plan_split(
         tail_clusters: of the keys of all ranks together; 0: no tail. Tiles are their own, by `settings.tail`.
         starts: where k-means of this rank's queries and of its keys start.
 
-    Raises ValueError for queries that keep all keys, which a ring does not serve, and for masks that do not fit.
+    Raises ValueError for queries that keep all keys, which a ring does not support, and for masks that do not fit.
     """
     if context.full_queries_N is not None:
         raise ValueError("queries that keep every key are not served over a ring")
@@ -150,7 +150,7 @@ def plan_split(
 def thresholds(
     mine: GroupedSequence, everyone: GlobalGroups, masks: KeyMasks, keep: KeepRule, ring: Axis, longest: int
 ) -> Tensor:
-    """tau of each head; that of "fraction" from the pairs of all heads of a sample that this ring has, to a hundredth."""
+    """The tau of each head; for "fraction" it is that of the pairs of all heads of a sample that this ring has, to a hundredth."""
     value = keep.value if keep.rule == "threshold" else 0.0
     tau_G = torch.full((everyone.weight_GC.shape[0],), value, dtype=torch.float32, device=everyone.weight_GC.device)
     if keep.rule != "fraction" or mine.fixed:
@@ -159,8 +159,8 @@ def thresholds(
     for some in everyone.blocks(longest):
         score = mine.judge(_of(everyone.sign_GCD, some), some)
         size = mine.size_GU[some]
-        found = shares(score, size, seen_G[some], _always(mine, some), ring)
-        counts.append(count_shares(found.share_GCU, everyone.weight_GC[some, :, None] * size[:, None]))
+        masses = shares(score, size, seen_G[some], _always(mine, some), ring)
+        counts.append(count_shares(masses.share_GCU, everyone.weight_GC[some, :, None] * size[:, None]))
     counts_BL = torch.cat(counts).unflatten(0, (-1, masks.heads)).sum(dim=1)
     return threshold_of(gather_each(counts_BL, ring).sum(dim=0), keep.value).repeat_interleave(masks.heads)
 
@@ -175,7 +175,7 @@ def decide(
     longest: int,
     context: PlannerContext,
 ) -> tuple[list[Tensor], Tensor | None]:
-    """What the groups of all ranks keep of this rank's keys: for each rank the bits (G, M, W); and the keys that they drop, (G, C, K)."""
+    """The keys of this rank that the groups of all ranks keep, for each rank as bits (G, M, W); and the keys they drop, (G, C, K)."""
     seen_G = everyone.seen_B.repeat_interleave(masks.heads)
     parts, dropped = [], []
     for some in everyone.blocks(longest):
@@ -184,10 +184,10 @@ def decide(
         if mine.fixed:
             kept_gCU = kept_gCU if always is None else kept_gCU | always[:, None]
         else:
-            found = shares(kept_gCU, mine.size_GU[some], seen_G[some], always, ring)
+            masses = shares(kept_gCU, mine.size_GU[some], seen_G[some], always, ring)
             if context.observe is not None and kept_gCU.numel():
-                _observe(context, found.share_GCU, weight_gC, mine, masks, some)
-            kept_gCU = choose(found, keep, tau_G[some], ring)
+                _observe(context, masses.share_GCU, weight_gC, mine, masks, some)
+            kept_gCU = choose(masses, keep, tau_G[some], ring)
         kept_gCM = kept_gCU if mine.unit_M is None else kept_gCU.index_select(2, mine.unit_M)
         seen = masks.seen(some)
         kept_gCM = kept_gCM if seen is None else kept_gCM & seen
@@ -201,7 +201,7 @@ def decide(
 
 
 def _dropped(kept_gCM: Tensor, label_gM: Tensor, size_gK: Tensor) -> Tensor:
-    """Keys of each cluster of keys that are not kept, float32; counted in whole numbers, so in any order."""
+    """Keys of each cluster of keys that are not kept, float32; counted as integers, so the order does not matter."""
     (groups, rows, _), clusters = kept_gCM.shape, size_gK.shape[1]
     if not clusters:
         return torch.zeros(groups, rows, 0, device=size_gK.device)
@@ -223,7 +223,7 @@ def _first_for_none(kept_gCM: Tensor, seen_g1M: Tensor | None, ring: Axis) -> Te
 def _observe(
     context: PlannerContext, share_gCU: Tensor, weight_gC: Tensor, mine: GroupedSequence, masks: KeyMasks, some: slice
 ) -> None:
-    """Tell how the pairs of these heads are spread, by key also where keys are kept by tiles."""
+    """Report the shares of these heads' pairs to `context.observe`, by key even where keys are kept by tiles."""
     assert context.observe is not None
     share_gCM = share_gCU if mine.unit_M is None else share_gCU.index_select(2, mine.unit_M)
     seen = masks.seen(some)
