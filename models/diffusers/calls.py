@@ -341,8 +341,8 @@ def _check_sizes(name: str, config: Config, channels: int, text_width: int, text
     inputs, outputs = config["in_channels"], _outputs(config)
     if inputs != channels or outputs != channels:
         raise UserError(
-            f"{name} takes {inputs} channels and returns {outputs}, the latents here have {channels}: name the model's own codec under `vae` "
-            "(a model that takes more than it returns is for image-to-video, which cannot be trained yet)"
+            f"{name} takes {inputs} channels and returns {outputs}, the latents here have {channels}: name the model's own codec under "
+            "`vae` (a model that takes more than it returns is for image-to-video, which cannot be trained yet)"
         )
     if config[text_key] != text_width:
         raise UserError(

@@ -195,7 +195,7 @@ def test_what_training_refuses_the_check_does(on_two: Any, name: str) -> None:
 
 def test_models_that_a_small_one_cannot_stand_for_are_refused(home: Path) -> None:
     config = make_config(published_config(home, "wan").model_dump(mode="json", by_alias=True))
-    with pytest.raises(UserError, match=r"a published class that it knows: Wan.*ChronoEditTransformer3DModel is none"):
+    with pytest.raises(UserError, match=r"these published classes: Wan.*not of ChronoEditTransformer3DModel"):
         PublishedModel.of(make_model("chronoedit, by its own declaration"), None)
     changed: Any = make_model("wan")
     changed.blocks[0].attn1.to_q = nn.Sequential(changed.blocks[0].attn1.to_q)

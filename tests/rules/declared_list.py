@@ -175,7 +175,7 @@ OPEN: dict[str, str] = {
     "mmspeed/parallel/sequence/ring.py": "options",
     "mmspeed/parallel/sequence/ring_schedule.py": "compute",
     "pipelines/__init__.py": "__getattr__",
-    "pipelines/accelerate.py": "config given",
+    "pipelines/accelerate.py": "config values",
     "pipelines/report/memory_page.py": "axis figure report_figure",
     "pipelines/report/run_page.py": "_axes figure rows steps validations",
     "pipelines/report/task_check.py": "console",

@@ -29,7 +29,7 @@ ONCE = "a discarded result is restored for one backward pass only, not for a sec
 
 
 class Discard:
-    """One or several results that are freed when `use` has used them.
+    """Results that are freed when `use` has used them.
 
     Args:
         exchange_again: whether results of exchanges are freed too, and exchanged again.
