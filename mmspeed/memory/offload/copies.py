@@ -200,7 +200,7 @@ class HostPool:
         self.used -= buffer.nbytes
 
     def trim(self) -> None:
-        """Give slabs that nobody uses back to the host."""
+        """Give unused slabs back to the host."""
         self._slabs = [slab for slab in self._slabs if not slab.idle]
         self.bytes = sum(slab.memory.nbytes for slab in self._slabs)
 

@@ -105,12 +105,12 @@ class OffloadedStorage:
         self._lying.memory_Z = None
 
     def load(self) -> DeviceCopy:
-        """Begin the copy back, if the part is not on the device. Under the depot's lock."""
+        """Begin the copy back, if the part is not on the device. Call it under the depot's lock."""
         arrival = None if self._arrival is None else self._arrival()
         if arrival is None:
             depot, nbytes = self.depot, self.end - self.start
-            there_Z = self._still_there()
-            if there_Z is None:
+            present_Z = self._still_there()
+            if present_Z is None:
                 memory_Z = torch.empty(nbytes, dtype=torch.uint8, device=depot.device.torch_device)
                 job = depot.copies.back(self._buffer, memory_Z)
                 self._lying.jobs[1:] = [job]
@@ -118,12 +118,12 @@ class OffloadedStorage:
                 arrival = DeviceCopy(depot, memory_Z, job)
             else:
                 depot.found += nbytes
-                arrival = DeviceCopy(depot, there_Z)
+                arrival = DeviceCopy(depot, present_Z)
             self._arrival = weakref.ref(arrival)
         return arrival
 
     def _still_there(self) -> Tensor | None:
-        """The bytes, if somebody else holds the storage, or the copy out is under way."""
+        """The bytes on the device, if the storage still exists elsewhere, or the copy out is under way."""
         if self.witness.changed:
             return None
         memory_Z = self._lying.memory_Z  # another thread may let it go

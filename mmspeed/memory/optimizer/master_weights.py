@@ -46,7 +46,7 @@ class Masters(ABC):
     """The masters of one bucket. The optimizer knows them as `masters`, which have values between `open` and `close`."""
 
     dtype = torch.bfloat16  # of the parameters
-    parcel: OffloadedBuffer | None = None  # what lies in the host's memory
+    parcel: OffloadedBuffer | None = None  # the part in the host's memory
 
     def __init__(self, parameters: list[nn.Parameter], device: Device) -> None:
         self.parameters, self.device = parameters, device

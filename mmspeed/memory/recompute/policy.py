@@ -29,7 +29,7 @@ class BlockPolicies:
     """The ways of a model's spans, block by block.
 
     Args:
-        ways: of each block; one of them alone stands for all blocks.
+        ways: of each block; a single entry applies to all blocks.
         groups: makes a group to swap to for each run of a span that swaps; as `Offloader.group` does.
         exchange_again: whether recomputation repeats exchanges between devices.
         mlp_chunk: tokens that an MLP computes at a time; None: all.

@@ -137,7 +137,7 @@ class Boundaries:
         mix_in(self.model, Root, rename=False)._root = RootBoundary(root, self.check_inputs, self.grid)
         replay_checkpoints(self.model)
 
-    # -- what stands where ----------------------------------------------------------------------------------------------
+    # -- boundaries and sites -------------------------------------------------------------------------------------------
 
     def attends(self, name: str) -> Attended:
         """The dim along which the block around a module attends; before all blocks that of the first, after all that of the last."""
@@ -154,7 +154,7 @@ class Boundaries:
     def _travelling(self) -> dict[str, LinearBoundary]:
         """Linear layers before or after which tensor-parallel processes exchange tokens, by the name of the module around which they do.
 
-        That module is the layer itself, or the one that expands tokens with it, whose input is what MLPs in parts cut.
+        That module is the layer itself, or the one that expands tokens with it, whose input MLPs in parts cut.
         """
         expansions = {
             f"{block.name}.{chunk.up}": f"{block.name}.{chunk.expands}"

@@ -126,7 +126,7 @@ class SplitWeight(HoldsPart):
 
 
 class SplitPreparingLinear(HasRole, HoldsPart):
-    """The same for a layer that prepares its input: tokens are gathered after that, so that norms meet own tokens."""
+    """The same for a layer that prepares its input: tokens are gathered after that, so that norms see own tokens."""
 
     def prepare(self, *args: Tensor) -> Tensor:
         """The input of the product, for the tokens seen."""

@@ -111,7 +111,7 @@ def check_sequences(plan: ModelPlan) -> None:
     for where, name in _sequences(plan):
         if name not in lengths:
             raise UserError(
-                f"{where}: no split of the plan tells the length of sequence {name!r}{nearest(name, lengths)}"
+                f"{where}: no split of the plan gives the length of sequence {name!r}{nearest(name, lengths)}"
             )
 
 
@@ -120,7 +120,7 @@ def check_positions(plan: ModelPlan, sequence: str, attends: Attended, where: st
     splits = (what for inputs in plan.inputs.values() for what in inputs.values() if isinstance(what, Split))
     if not any((what.sequence, what.positions) == (sequence, attends) for what in splits):
         raise UserError(
-            f"plan, attention: {where} is sparse, and no split of an input tells the positions of {sequence!r} along {attends}; "
+            f"plan, attention: {where} is sparse, and no split of an input gives the positions of {sequence!r} along {attends}; "
             f"give that of their tensor `positions={attends!r}`"
         )
 

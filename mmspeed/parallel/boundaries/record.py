@@ -212,13 +212,13 @@ class ForwardRecord:
         begin, parts = 0, []
         for name in names:
             shape = self.shape(name, where)
-            held = self.held(name, attends, where)
+            part_held = self.held(name, attends, where)
             self._check_least(split, name, attends, where)
             part = tensor
             if split.rows is not None and not whole_rows:
-                part = _narrowed(part, split.rows, held.rows, 0)
+                part = _narrowed(part, split.rows, part_held.rows, 0)
             if not whole_columns:
-                parts += self._columns(part, split, held, name, begin, shape[1])
+                parts += self._columns(part, split, part_held, name, begin, shape[1])
                 begin += shape[1]
             else:
                 parts.append(part)
@@ -321,7 +321,7 @@ class ForwardRecord:
             dim = outer if layout.dsp.size == 1 else inner
             return all_gather(x, layout.whole, dim, [size[0 if dim == rows else 1] for size in sizes])
         if gather.dim != rows + 1:
-            raise UserError(f"{where}: rows and columns of tokens that are gathered stand next to each other")
+            raise UserError(f"{where}: rows and columns of gathered tokens must be neighbouring dims")
         lengths = [t * s for t, s in sizes]
         parts = all_gather(x.flatten(rows, gather.dim), layout.whole, rows, lengths).split(lengths, rows)
         tiles = [part.unflatten(rows, size) for part, size in zip(parts, sizes, strict=True)]
@@ -372,10 +372,10 @@ class ForwardRecord:
             names.append(name)
             prints += [shape, sum(float(tensor.detach().float().sum()) for tensor in tensors)]
         device = next((v.device for v in tree_leaves(arguments) if isinstance(v, torch.Tensor)), None)
-        mine = torch.tensor(prints).nan_to_num().to(device).unsqueeze(0)
+        own_prints = torch.tensor(prints).nan_to_num().to(device).unsqueeze(0)
         whole, axes = sequences.layout.whole, (sequences.layout.axes.ulysses, sequences.layout.axes.ring)
         with torch.no_grad():
-            every = mine
+            every = own_prints
             for axis in (*axes, sequences.layout.dsp):
                 every = all_gather(every, replace(axis, ledger=Ledger()), 0)
         other = (every != every[:1]).any(0).tolist()

@@ -117,16 +117,16 @@ def hybrid_attention(
     Args:
         key_mask_BM: bool, True at keys of this rank's part that count; None on all ranks or on none. Queries that see no key give 0.
         q_sizes, k_sizes: lengths of the parts of all ranks of the group, 0 allowed; queries and keys may be split in different ways.
-        causal: the order of the parts is that of the file's head.
+        causal: the parts are in the causal order of the module's docstring.
         backend: "auto", "sdpa" (a fused kernel or ValueError) or "eager"; where blocks are attended to, also a kernel's name.
         counter: counts calls by backend or kernel.
-        layout: how the projections lie in memory on all ranks, and the output's product reads it: the output of an exchange lies so.
+        layout: the memory layout of the projections on all ranks, which the output's product reads; the output of an exchange has it too.
 
     Every rank makes the call, and its backward. Under autocast, computes in its dtype.
     Raises UserError for fewer heads than Ulysses ranks, ValueError for sizes that do not fit.
     """
     q_BAND, k_BKMD, v_BKMD = autocast_alike(q_BAND, k_BKMD, v_BKMD)
-    # what came over the Ulysses axis lies as it travelled, and a B and G that are no one dim in memory are copied to be one
+    # tensors from the Ulysses axis keep the order in which they travelled; B and G that are not one dim in memory are copied into one
     order = tokens_first("BAND") if axes.ulysses.size > 1 else memory_order("BAND" if layout == "BNGAD" else layout)
 
     plain = axes.ring.size == 1 and not causal and scale is None

@@ -1,8 +1,8 @@
 """Ring attention: queries stay, keys and values go round (`ring_schedule`); each rank merges the outputs of its queries over the blocks.
 
 Outputs are merged by their log-sum-exp in float32, and gradients summed in float32 (float64 for float64). The backward pass runs the ring
-again with the final output and log-sum-exp; the gradients of keys and values travel with their block. Both results are offered to whoever
-recomputes (`mmspeed.replay.checkpointed`), as an exchange.
+again with the final output and log-sum-exp; the gradients of keys and values travel with their block. Both results are offered to
+recomputation (`mmspeed.replay.checkpointed`), as an exchange.
 
 Bytes that a rank sends per call, e the element size, f = max(e, 4), for even M (uneven: the sum over the blocks that it passes on):
 

@@ -2,15 +2,15 @@
 
     ulysses, ring    what runs
     u, 1             all-to-all; each rank plans and computes its own heads, as one process would; all-to-all. As long as a threshold is
-                     not set, one is found for the heads that a rank has, not for all of a sample
-    1, r             each rank groups its own queries, all say which of their keys these keep (`sparse_plan`), and what is kept travels
-                     (`sparse_rows`); each rank computes its plan over the table that came
+                     not set, it is computed for the heads of a rank, not for all of a sample
+    1, r             each rank groups its own queries, all choose the keys that these groups keep (`plan`), and kept rows travel
+                     (`exchange`); each rank computes its plan over the table that came
     u, r             all-to-all, the ring's way, all-to-all
 
 On a ring, clusters are of one rank's queries: smaller ones are better there, and Ulysses comes first where heads allow it.
 
-What a plan decides, and the rows that came, are recorded in the first pass and replayed when the pass is made again (`mmspeed.replay`):
-then nothing travels. Every rank makes the same exchanges in the same order, whatever it holds.
+A plan's decisions, and the rows that came, are recorded in the first pass and replayed when the pass runs again (`mmspeed.replay`): then
+nothing travels. Every rank makes the same exchanges in the same order, whatever it holds.
 
 Legend: B batch, A heads, N queries and M keys that this rank holds, D head width, X position axes.
 """

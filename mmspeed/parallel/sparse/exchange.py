@@ -38,7 +38,7 @@ class RowExchange:
     sends: tuple[int, ...]  # rows for each rank; those for this one, which do not travel, too
     comes: tuple[int, ...]
     row_Z: Tensor  # int64: those for rank 0 first, ascending for each rank
-    place_Z: Tensor  # int64: where what comes lies, from rank 0 first
+    place_Z: Tensor  # int64: the places of the rows that come, those from rank 0 first
     table: int  # T
 
     @property
@@ -69,8 +69,8 @@ def route(bits_RGMW: Sequence[Tensor], axis: Axis) -> tuple[RowExchange, Tensor]
 
     `bits_RGMW`: for each rank (G, M, W), W of that rank's clusters. The second is uint8, (G, T, W). Waits for the device once.
     """
-    mine = bits_RGMW[axis.rank]
-    groups, keys, width = mine.shape
+    own_bits = bits_RGMW[axis.rank]
+    groups, keys, width = own_bits.shape
     wanted_RGM = torch.stack([bits.any(dim=2) for bits in bits_RGMW])
     counts_RG = wanted_RGM.sum(dim=2)
     each = (1,) * axis.size

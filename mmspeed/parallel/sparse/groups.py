@@ -70,10 +70,12 @@ class GroupedSequence:
 
     q_index_GN: Tensor
     q_offsets_GC: Tensor
-    sign_GCD: Tensor  # what stands for a group of queries; one for all heads (1, C, D) where it is no mean
+    sign_GCD: (
+        Tensor  # the vector that represents a group of queries; one for all heads (1, C, D) where it is not a mean
+    )
     size_GU: Tensor  # float: keys of a unit that count
     judge: Judge
-    fixed: bool = False  # `judge` says what is kept
+    fixed: bool = False  # `judge` gives the kept units, not scores
     unit_M: Tensor | None = None  # the unit of each key; None: each key is one
     always_GU: Tensor | None = None  # units that are always kept
     tail: KeyClusters | None = None

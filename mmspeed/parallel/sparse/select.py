@@ -89,7 +89,7 @@ def choose(masses: MassShares, keep: KeepRule, tau_G: Tensor, ring: Axis) -> Ten
 def heaviest(share_GCU: Tensor, weight_GCU: Tensor, target_GC: Tensor, ring: Axis, fits: float = 0.0) -> Tensor:
     """The fewest units of largest share, of all ranks, whose weights sum to the target; all, where none do. Bool, (G, C, U).
 
-    fits: how much of the last unit's weight lies within the target: 0: it may go beyond; 1: it does not.
+    fits: the share of the last unit's weight that must lie within the target; 0: it may go beyond; 1: it does not.
 
     Among equals, those of the lowest rank and the lowest index come first. Units of negative share are never taken. Weights are
     float64.
@@ -152,5 +152,5 @@ def _best(score_GCU: Tensor) -> tuple[Tensor, Tensor]:
 def _is_best(best_RGC: Tensor, first_GC: Tensor, units: int, rank: int) -> Tensor:
     """True at the unit of largest score of all ranks, if it is this rank's: that of the lowest rank among equals."""
     most = best_RGC.amax(dim=0)
-    mine = (best_RGC[rank] == most) & (best_RGC[:rank] < most).all(dim=0)
-    return mine[..., None] & (torch.arange(units, device=first_GC.device) == first_GC[..., None])
+    best_here = (best_RGC[rank] == most) & (best_RGC[:rank] < most).all(dim=0)
+    return best_here[..., None] & (torch.arange(units, device=first_GC.device) == first_GC[..., None])
