@@ -59,7 +59,7 @@ def accelerate_model(
     if not dist.is_initialized():
         raise UserError(
             f"accelerate_model: {degree} processes share a sample, and there is no process group; start the script by "
-            "torchrun or accelerate, and call torch.distributed.init_process_group (or make the Accelerator) before"
+            "torchrun or accelerate, and call torch.distributed.init_process_group (or make the Accelerator) first"
         )
     if plan is None:
         plan = plan_of(transformer) or plan_for(transformer)
@@ -67,7 +67,7 @@ def accelerate_model(
     world = dist.get_world_size()
     if world % degree:
         raise UserError(
-            f"accelerate_model: {parallel.group_in_words()} does not divide the {world} processes there are"
+            f"accelerate_model: {parallel.group_in_words()} does not divide the {world} processes of the run"
         )
     mesh = make_mesh(Device(kind, 0), AxisSizes(**parallel.sizes()))
     sequence_parallel(

@@ -75,7 +75,7 @@ def chunked_mlp(x_NE: Tensor, up: Linear, act: Callable[[Tensor], Tensor], down:
     else:
         other = next((each.dtype for each in weights if each.dtype != x_NE.dtype), None)
         if other is not None:
-            raise ValueError(f"tokens of {x_NE.dtype} do not go with weights of {other}")
+            raise ValueError(f"tokens of {x_NE.dtype} do not match weights of {other}")
     out: Tensor = _ChunkedMlp.apply(x_NE, *up, *down, act, size)
     return out
 

@@ -88,12 +88,12 @@ def parallelize(
     boundaries = None
     if layout.size > 1:  # with one process per sample nothing is added: the bare class runs
         boundaries = Boundaries(model, Sequences(_checked_plan(model, layout), layout))
-        if layout.tensor.size > 1:  # first: what follows sees layers that are split already
+        if layout.tensor.size > 1:  # first: later steps see layers that are split already
             assert mesh is not None
             _check_tensor(model, strategy, mesh)
             boundaries.split_weights(mesh.submesh(AxisName.TP))
-        boundaries.put_inside()  # who computes which tokens, and attends to whose
-    # Recomputation is part of the graphs, block by block; but exchanges and plans break graphs, and none is made of a block with both
+        boundaries.put_inside()  # the tokens that each process computes and attends to
+    # recomputation is part of the graphs, block by block; but exchanges and plans break graphs, so it goes around graphs with these
     breaks = layout.size > 1 or is_spread(model) or bool(recorded_modules(model))
     backend = compile if isinstance(compile, str) else "inductor"
     for number, (_, block) in enumerate(blocks_of(model)):
@@ -103,7 +103,7 @@ def parallelize(
             keeping.apply(block, number, compiled=bool(compile), around_graphs=breaks)
         if compile and not breaks:
             compile_forward(block, backend=backend)
-    if boundaries is not None:  # around all of that: what enters and leaves blocks and the model
+    if boundaries is not None:  # around all of that: the inputs and outputs of blocks and of the model
         boundaries.put_around()
     if compute_dtype != torch.float32:  # around the whole model, so that training, validation and sampling agree
         autocast(model, compute_dtype)
@@ -134,7 +134,7 @@ def _check_tensor(model: nn.Module, strategy: Strategy, mesh: Mesh) -> None:
     plan = plan_of(model)
     if plan is None or not plan.linears:
         raise UserError(
-            f"parallel.tp: the plan of {type(model).__name__} names no roles of its layers; use ring and ulysses"
+            f"parallel.tp: the plan of {type(model).__name__} gives its layers no roles; use ring and ulysses"
         )
 
 

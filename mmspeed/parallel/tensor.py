@@ -58,6 +58,6 @@ def sum_shared_gradients(parameters: Iterable[nn.Parameter], tensor: Axis) -> No
         some = [grad for grad in grads if grad.dtype == dtype]
         flat = torch.cat([grad.reshape(-1) for grad in some])
         dist.all_reduce(flat, group=tensor.group)
-        tensor.count("all_reduce", 2 * nbytes(flat) * (tensor.size - 1) // tensor.size)  # as a ring makes it
+        tensor.count("all_reduce", 2 * nbytes(flat) * (tensor.size - 1) // tensor.size)  # as in a ring algorithm
         for grad, summed in zip(some, flat.split([grad.numel() for grad in some]), strict=True):
             grad.copy_(summed.view_as(grad))

@@ -110,6 +110,6 @@ def _known(model: nn.Module) -> str | None:
 
 def _unknown(model: nn.Module) -> UserError:
     return UserError(
-        f"sparsify_model: {type(model).__name__} is not one of {', '.join(GRIDS)}; say which modules attend to themselves, "
+        f"sparsify_model: {type(model).__name__} is not one of {', '.join(GRIDS)}; name the modules of self-attention, "
         "attention={'blocks.*.attn1': ('video',)}, and grid=lambda arguments: (frames, height, width) in tokens"
     )

@@ -108,7 +108,7 @@ def with_layout(config: AnyConfig, layout: str) -> AnyConfig:
         key, sign, value = word.partition("=")
         key = key.removeprefix("parallel.")
         if not (sign and key and value):
-            raise UserError(f"--parallel {layout!r}: {word!r} is no key=value; write such as ulysses=2,ring=2")
+            raise UserError(f"--parallel {layout!r}: {word!r} is no key=value; write for example ulysses=2,ring=2")
         if key in values:
             raise UserError(f"--parallel {layout!r} names {key} twice")
         values[key] = value
@@ -119,7 +119,7 @@ def with_layout(config: AnyConfig, layout: str) -> AnyConfig:
     for axis, size in changed.parallel.sizes().items():
         if size < 1 or isinstance(yaml.safe_load(values.get(axis, "1")), bool):
             raise UserError(
-                f"--parallel: {axis} is {values[axis]}; write a number from 1 on, as nothing else says how many"
+                f"--parallel: {axis} is {values[axis]}; write a number from 1 on, since nothing else determines it"
             )
     world = processes(changed.parallel)
     if world == 1:
@@ -128,7 +128,7 @@ def with_layout(config: AnyConfig, layout: str) -> AnyConfig:
         )
     if world > MOST_PROCESSES:
         raise UserError(
-            f"--parallel {layout!r} makes {world} processes, on this machine at most {MOST_PROCESSES} are tried; "
+            f"--parallel {layout!r} makes {world} processes, and at most {MOST_PROCESSES} are tried on one machine; "
             "smaller axes take the same code"
         )
     return changed

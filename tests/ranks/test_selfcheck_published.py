@@ -74,7 +74,7 @@ WRONG: dict[str, Case] = {
 CASES = RIGHT | WRONG
 REFUSED: dict[str, tuple[Case, str]] = {
     "dsp": (("wan", "dsp=2", (), "right"), "parallel.dsp 2: every block of WanTransformer3DModel attends over all tokens"),
-    "tp of ltx": (("ltx", "tp=2", (), "right"), "parallel.tp: the plan of LTXVideoTransformer3DModel names no roles"),
+    "tp of ltx": (("ltx", "tp=2", (), "right"), "parallel.tp: the plan of LTXVideoTransformer3DModel gives its layers no roles"),
     "sparse and split": (
         ("hunyuan", "ulysses=2", (SPARSE,), "right"), "joint attention of video and text is either sparse or split",
     ),

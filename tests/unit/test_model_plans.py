@@ -206,9 +206,9 @@ def refused() -> dict[str, str]:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("ltx", "the plan of LTXVideoTransformer3DModel names no roles of its layers; use ring and ulysses"),
-        ("cogvideox", "the plan of CogVideoXTransformer3DModel names no roles"),
-        ("hunyuan", "the plan of HunyuanVideoTransformer3DModel names no roles"),
+        ("ltx", "the plan of LTXVideoTransformer3DModel gives its layers no roles; use ring and ulysses"),
+        ("cogvideox", "the plan of CogVideoXTransformer3DModel gives its layers no roles"),
+        ("hunyuan", "the plan of HunyuanVideoTransformer3DModel gives its layers no roles"),
         ("chronoedit, by its own declaration", "ChronoEditTransformer3DModel has no plan"),
         ("no layer", "blocks.0.norm1 (FP32LayerNorm) has the role column in the plan and is no linear layer"),
         ("heads", "parallel.tp 2 does not divide the model's 3 heads: use one of 1, 3"),

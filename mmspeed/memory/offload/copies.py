@@ -17,8 +17,8 @@ from torch import Tensor
 from mmspeed.device import Device, is_out_of_memory
 from mmspeed.errors import UserError
 
-ALIGNMENT = 512  # bytes; what a device's allocator aligns to
-SLAB_BYTES = 256 << 20  # the pool grows by no more at a time, but for a larger buffer
+ALIGNMENT = 512  # bytes, as of a device's allocator
+SLAB_BYTES = 256 << 20  # the pool grows by at most this at a time, except for a larger buffer
 
 
 class HostBuffer:
@@ -122,7 +122,7 @@ class CpuCopyEngine:
 def _move(tensor_Z: Tensor, buffer: HostBuffer, out: bool) -> None:
     nbytes = tensor_Z.numel()
     if nbytes > buffer.nbytes or not tensor_Z.is_contiguous() or tensor_Z.dtype != torch.uint8:
-        raise ValueError(f"{nbytes} {tensor_Z.dtype} do not go into {buffer.nbytes} bytes")
+        raise ValueError(f"{nbytes} {tensor_Z.dtype} do not fit into {buffer.nbytes} bytes")
     # by address: torch resizes no storage that numpy has ever seen
     tensor_address, buffer_address = tensor_Z.data_ptr(), buffer.array.ctypes.data
     ctypes.memmove(buffer_address if out else tensor_address, tensor_address if out else buffer_address, nbytes)

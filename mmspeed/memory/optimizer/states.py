@@ -103,7 +103,7 @@ class HostStates(DeviceStates):
         super().__init__(masters, states, device)
         self.parcel = OffloadedBuffer(device, copies, pool)
         self._places: list[FlatSlice] = []
-        self._place_of: dict[int, FlatSlice] = {}  # by the identity of the tensor that stands for it
+        self._place_of: dict[int, FlatSlice] = {}  # by the identity of the tensor in its place
         self._standing: list[Tensor] = []  # kept, so that identities are theirs alone
 
     def fetch(self) -> None:

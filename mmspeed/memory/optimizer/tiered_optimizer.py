@@ -87,7 +87,7 @@ class TieredOptimizer:
         self._group_of = {m: g for g, group in enumerate(self.param_groups) for m in group["params"]}
         self._narrow = self._by_bucket()
         self._stepped: set[int] = set()  # buckets, in this step
-        # by group: what the step has changed in it, from and to
+        # by group: the values that the step has changed, before and after
         self._advanced: dict[int, dict[str, tuple[Any, Any]]] = {}
         self._fetched: set[int] = set()  # buckets that are to be stepped
         self._leaving: list[int] = []  # buckets, oldest first
@@ -219,8 +219,8 @@ class TieredOptimizer:
         """Note a failure inside after which weights and states are of two steps. Raises UserError if one was noted before."""
         if self._failure is not None:
             raise UserError(
-                f"an optimizer step broke off ({self._failure}): weights and states are partly of the step before; "
-                "start again from the last checkpoint"
+                f"an optimizer step broke off ({self._failure}): weights and states are partly those of the previous step; "
+                "restart from the last checkpoint"
             )
         try:
             yield
@@ -229,7 +229,7 @@ class TieredOptimizer:
                 self._failure = f"{type(error).__name__}: {error}".splitlines()[0]
             raise
 
-    # ---- what is in it ----
+    # ---- masters and states ----
 
     def has(self, parameter: nn.Parameter) -> bool:
         """True where a parameter is updated here; those that do not train are not."""

@@ -182,7 +182,7 @@ def _staircase(host: np.ndarray, time: np.ndarray) -> list[int]:
     taken: list[int] = []
     steps: list[
         tuple[int, int]
-    ] = []  # (host, time) of what was taken and none taken is better than: time falls as host rises
+    ] = []  # (host, time) of taken points that no other taken point beats: time falls as host rises
     for place, point in enumerate(zip(host.tolist(), time.tolist(), strict=True)):
         at = bisect_right(steps, (point[0], math.inf))
         if at and steps[at - 1][1] <= point[1]:

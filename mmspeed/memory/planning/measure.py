@@ -126,9 +126,7 @@ class StorageTracker(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._alive: dict[
-            int, Any
-        ] = {}  # weak pointers by themselves: such an address is not given twice while one is held
+        self._alive: dict[int, Any] = {}  # weak pointers by their addresses: none is reused while one is held
         self.peak = 0
 
     def begin(self) -> int:
@@ -150,7 +148,7 @@ class StorageTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is not _DEVICE:  # fake tensors are asked for theirs all the time
+        if func is not _DEVICE:  # fake tensors run this operator all the time
             for tensor in tree_leaves(result):
                 if isinstance(tensor, Tensor):
                     self._see(tensor.untyped_storage())

@@ -20,7 +20,7 @@ SMALL: ActivationPolicies = {"norm": "recompute", "activation": "recompute"}
 WAYS: tuple[ActivationPolicy, ...] = ("recompute", "selective", "offload_selective", "offload")
 UNITS = 1 << 14  # of the room: bytes are rounded up to such a unit where an exact choice would take long
 
-# -- what a block can do -----------------------------------------------------------------------------------------------
+# -- options of a block ------------------------------------------------------------------------------------------------
 
 
 def offloads(ways: Mapping[str, str]) -> bool:
@@ -99,7 +99,7 @@ def _peak(option: Option) -> int:
     return max(option.forward, option.backward)
 
 
-# -- what a step takes -------------------------------------------------------------------------------------------------
+# -- memory of a step --------------------------------------------------------------------------------------------------
 
 STATE_BYTES = {
     "adamw": 8.0,

@@ -24,8 +24,8 @@ MEANING = {
     "gradients": "of the parameters",
     "optimizer": "its states, and weights that it keeps",
     "average": "the moving average of the weights",
-    "activations": "what forward made and backward needs, and the batch",
-    "temporary": "made in backward or in the update and gone again, as what is computed again",
+    "activations": "tensors that forward keeps for backward, and the batch",
+    "temporary": "tensors made and freed in backward or in the update, such as recomputed ones",
 }
 
 

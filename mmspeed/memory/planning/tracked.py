@@ -36,7 +36,7 @@ class _Tracker(memory_tracker_class()):  # type: ignore[misc]
         self.layers = {part: name for name, part in layers_of(model)}
         self.begun: list[tuple[str, int]] = []  # layers in the order in which they ran, and activations then
         self.ended = self.left = 0  # activations after the last layer, and after the model
-        self.latest: nn.Module | None = None  # of the modules that backward has come to
+        self.latest: nn.Module | None = None  # of the modules that backward has reached
         self.phase, self.module = "forward", ""
         self._behind = False  # whether backward has begun
 
@@ -47,7 +47,7 @@ class _Tracker(memory_tracker_class()):  # type: ignore[misc]
         for group in inner.param_groups:
             for weight in group["params"]:
                 if weight.device == self.device:
-                    self.count(_MemoryKind.OPT, weight)  # known ones stay what they are
+                    self.count(_MemoryKind.OPT, weight)  # known ones keep their kind
 
     def bytes_of(self, kind: str, at: str = "current") -> int:
         return int(self.get_tracker_snapshot(at).get(self.device, {}).get(kind, 0))

@@ -77,7 +77,9 @@ def _products(layers: nn.ModuleDict, role: str, where: str) -> Iterator[nn.Linea
 
 def _product(layer: nn.Module, name: str, role: str, where: str) -> nn.Linear:
     if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
-        raise _refused(where, role, f"{name} is a {type(layer).__name__}, which is more than its product", INSTEAD)
+        raise _refused(
+            where, role, f"{name} is a {type(layer).__name__}, which computes more than its product", INSTEAD
+        )
     if not is_plain_linear(layer):
         raise refused_weight(layer, role, where)
     return layer

@@ -173,7 +173,7 @@ class Boundaries:
         place = names.index(name) if name in names else 0
         before = self.plan.blocks[place - 1].attends if place else self.attends(name)
         where = described(name, module)
-        own = argument_names(type(base_of_adapters(module)))  # an adapter hands its arguments on
+        own = argument_names(type(base_of_adapters(module)))  # an adapter passes its arguments on
         last = self.plan.blocks[-1].attends if self.plan.blocks and not name else None
         return ModuleBoundary(self.sequences, where, self.attends(name), own, before, gives=last)
 
@@ -231,7 +231,7 @@ class Boundaries:
             return self.plan.long_text not in site.keys or layout.text_from is not None
         if any(sequences.may_cross(name, attends) for name in site.queries):
             return True
-        return site.calls  # it may meet a process without tokens
+        return site.calls  # it may run on a process without tokens
 
     def _check_tied(self, name: str, layer: nn.Module) -> None:
         """Raises UserError for a layer that shares its weight with another module: once split, they would no longer be the same."""
@@ -378,7 +378,7 @@ def sequence_parallel(
     else:
         axes = sequence_axes(mesh, window=window, exchange=exchange, ledger=ledger)
     one = axes.ring if axes.ulysses.size == 1 else axes.ulysses
-    # where both are there, the mesh need not be of all processes, so that no group can be made: gathers go over one, then the other
+    # with both axes, the mesh need not cover all processes, so no joint group can be made: gathers go over one axis, then the other
     hybrid = replace(
         one, name="sequence", size=axes.size, rank=axes.rank, group=one.group if one.size == axes.size else None
     )

@@ -100,7 +100,7 @@ class CalledSite(nn.Module):
 
     def forward(self, q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, structure: Structure) -> Tensor:
         self._site.met = True
-        if not self._crosses:  # a part of the graph of its block
+        if not self._crosses:  # stays in the graph of its block
             if q_BAND.numel() and k_BAMD.numel():
                 out: Tensor = super().forward(q_BAND, k_BAMD, v_BAMD, structure)
                 return out
@@ -296,7 +296,7 @@ class _Taken(TorchFunctionMode):
             if tensor.shape[2] != sizes[axes.rank]:
                 raise UserError(
                     f"{where}: attention has {tensor.shape[2]} {name} where the plan has {sizes[axes.rank]} on this "
-                    "rank; name other splits for this module in the plan, or leave it out if it attends to whole text"
+                    "rank; correct the splits of this module in the plan, or leave it out if it attends to whole text"
                 )
         mask = None if attn_mask is None else key_mask(attn_mask, query.shape[0], key.shape[2], where)
         return hybrid_attention(
@@ -358,7 +358,7 @@ def _places(
     if text < 0 or (text and len(sequences) == 1):
         raise UserError(
             f"{where}: {tokens} tokens attend as {' and '.join(sequences)}, but the video has {' x '.join(map(str, record.grid))}; "
-            "name the sequences of this module and the grid as they are"
+            "correct this module's sequences in the plan, or the grid"
         )
     key = f"{sequences} {tokens} {device}"
     if key not in record.positions:

@@ -20,7 +20,7 @@ from mmspeed.replay import record_or_replay, set_fact
 from .names import arguments
 from .record import ForwardRecord, Sequences, begin_forward, end_forward
 
-Arguments = Mapping[str, Any]  # of a model's forward, by name; those that were given
+Arguments = Mapping[str, Any]  # the passed arguments of a model's forward, by name
 Grid = Callable[[Arguments], tuple[int, int, int]]  # tokens of the video along time, height and width
 
 

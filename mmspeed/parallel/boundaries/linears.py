@@ -210,7 +210,7 @@ def split_layer(
     """
     where = described(name, layer)
     if isinstance(layer, HasRole):
-        raise UserError(f"plan, linears: {where} has two roles; let one pattern alone name it")
+        raise UserError(f"plan, linears: {where} has two roles; keep one of the patterns that match it")
     if linear.role in ("row", "expert") and linear.sequence is None:
         raise UserError(
             f"plan, linears: {where} has the role {linear.role}, whose results are summed to own tokens: name their sequence"

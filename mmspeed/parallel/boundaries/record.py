@@ -113,7 +113,7 @@ class ForwardRecord:
     def __deepcopy__(self, memo: Any) -> ForwardRecord:
         return self
 
-    # -- who holds what -------------------------------------------------------------------------------------------------
+    # -- layouts of sequences -------------------------------------------------------------------------------------------
 
     def shape(self, sequence: str, where: str) -> tuple[int, int]:
         """(rows, columns) of a sequence. Raises UserError before its first split."""
@@ -353,7 +353,7 @@ class ForwardRecord:
         """The own tokens of the sum over tensor-parallel processes."""
         return reduce_scatter(x, self.sequences.layout.tensor, dim, self.widths(sequence, attends, where))
 
-    # -- what all processes must agree on -------------------------------------------------------------------------------
+    # -- agreement of all processes -------------------------------------------------------------------------------------
 
     def check_same(self, arguments: Mapping[str, Any]) -> None:
         """Compare the inputs of all processes of the group by shapes and sums, once per model.

@@ -191,7 +191,7 @@ class _Fetch(torch.autograd.Function):
         came_ZE = finish(pending)
         widths = [shape[3] for shape in shapes]
         sum_ME = came_ZE.new_zeros(shapes[0][:3].numel(), sum(widths), dtype=wide)
-        # rank by rank: a rank has asked for a row once, so each sum is made in one order
+        # rank by rank: a rank gets each row once, so each sum has one order
         for index_Z, part_ZE in zip(row_Z.split(rows.sends), came_ZE.split(rows.sends), strict=True):
             sum_ME.index_add_(0, index_Z, part_ZE.to(wide))
         dk, dv = (
