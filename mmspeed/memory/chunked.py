@@ -21,7 +21,7 @@ ROWS, UNITS = 16, 64
 
 
 def in_chunks(run: Callable[[Tensor], Tensor], x: Tensor, dim: int, size: int) -> Tensor:
-    """`run(x)`, for a `run` that treats places along `dim` independently, `size` of them at a time.
+    """The result of `run(x)`, for a `run` that treats places along `dim` independently, `size` of them at a time.
 
     Where gradients are taken, each part is computed again in backward, up to what its backward needs, so that the tensors of `run` exist
     for one part only. `run` draws no random numbers and decides nothing (`replay.settle`). A matrix product of fewer rows may be summed
@@ -54,7 +54,7 @@ def _parts(x_NE: Tensor, size: int) -> tuple[Tensor, ...]:
 
 
 def chunked_mlp(x_NE: Tensor, up: Linear, act: Callable[[Tensor], Tensor], down: Linear, size: int) -> Tensor:
-    """`linear(act(linear(x, up)), down)` whose hidden layer exists for about `size` of its N tokens at a time, forward and backward.
+    """The MLP `linear(act(linear(x, up)), down)`, whose hidden layer exists for about `size` of N tokens at a time, in both passes.
 
     Every number is a sum over the same terms as in the whole MLP, so results and gradients differ by rounding alone: where a library sums
     the rows and columns of products of these shapes in one order, however many there are, the bits are the whole MLP's too. That depends
@@ -81,7 +81,7 @@ def chunked_mlp(x_NE: Tensor, up: Linear, act: Callable[[Tensor], Tensor], down:
 
 
 class _ChunkedMlp(torch.autograd.Function):
-    """Keeps its input and the weights; their casts to the input's dtype, as under autocast, are made again in backward."""
+    """An MLP in parts that keeps its input and the weights; casts of the weights to the input's dtype are made again in backward."""
 
     @staticmethod
     def forward(

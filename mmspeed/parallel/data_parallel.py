@@ -1,4 +1,4 @@
-"""Data parallelism: sharded (FSDP2, after ZeRO: Rajbhandari et al., 2020), hybrid-sharded, and replicated (DDP).
+"""Train data-parallel: sharded (FSDP2, after ZeRO: Rajbhandari et al., 2020), hybrid-sharded, or replicated (DDP).
 
 Both engines sum gradients over the ranks that hold a parameter, without dividing: `mmspeed.loop.step` divides the loss by a number
 that every rank knows before its first forward. So parameters on another mesh than the rest need no factor of their own.
@@ -45,7 +45,7 @@ def autocast(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def shard(model: nn.Module, mesh: Mesh, compute_dtype: torch.dtype) -> nn.Module:
-    """`fully_shard` on each block, then on the root; replicas of the sharded model where `dp_replicate` > 1.
+    """Apply `fully_shard` to each block, then to the root; replicas of the sharded model where `dp_replicate` > 1.
 
     Parameters travel in `compute_dtype`, gradients are summed in float32, over both axes. Inputs are not cast: the root would round
     timesteps to `compute_dtype` too; autocast casts what the matrix products need.
@@ -122,7 +122,7 @@ def _keep_sums_in_float32(model: nn.Module) -> None:
 
 
 def replicate(model: nn.Module) -> nn.Module:
-    """DistributedDataParallel over all ranks, which sums gradients. Every parameter must take part in every step."""
+    """The model in a DistributedDataParallel over all ranks that sums gradients. Every parameter must take part in every step."""
     with warnings.catch_warnings():
         # torch 2.13 renames broadcast_buffers; the new name is unknown to 2.11, and buffers change alike on all ranks
         warnings.simplefilter("ignore", FutureWarning)

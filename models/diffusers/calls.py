@@ -27,7 +27,7 @@ TIMES = 1000.0  # units of these models' time, from 0 to 1 of ours
 
 @dataclass(frozen=True)
 class WanCall:
-    """WanTransformer3DModel, text to video.
+    """The call of WanTransformer3DModel, text to video.
 
     text_tokens: captions are padded with zeros to so many tokens, which are attended to: the model was trained so.
     """
@@ -81,7 +81,7 @@ class WanCall:
 
 @dataclass(frozen=True)
 class LtxCall:
-    """LTXVideoTransformer3DModel, text to video: tokens are packed, and positions are in seconds and pixels."""
+    """The call of LTXVideoTransformer3DModel, text to video: tokens are packed, and positions are in seconds and pixels."""
 
     predicts: Predicted = "velocity"
     timed: bool = True
@@ -140,7 +140,7 @@ class LtxCall:
 
 @dataclass(frozen=True)
 class CogVideoXCall:
-    """CogVideoXTransformer3DModel, text to video: frames before channels, times as whole steps of 1000.
+    """The call of CogVideoXTransformer3DModel, text to video: frames before channels, times as integer steps of 1000.
 
     Captions are padded with zeros to the model's own length, `max_text_seq_length`, as its positions expect.
     """
@@ -198,7 +198,7 @@ class CogVideoXCall:
 
 @dataclass(frozen=True)
 class HunyuanVideoCall:
-    """HunyuanVideoTransformer3DModel, text to video.
+    """The call of HunyuanVideoTransformer3DModel, text to video.
 
     guidance: the scale that is passed to a guidance-distilled model (`guidance_embeds`); the pipeline's own is 6.
     """

@@ -1,4 +1,4 @@
-"""Plans of diffusers' video transformers (`mmspeed.protocols.plan`): a function for each class, looked up by its name.
+"""Declare plans of diffusers' video transformers (`mmspeed.protocols.plan`): a function for each class, looked up by its name.
 
 Sequences: `video` (tokens of the latent video) and, where text takes part in the same attention, `text`. Text that is
 cross-attended to stays whole on every process: it is short, and then nothing has to be exchanged for it.

@@ -96,7 +96,7 @@ class SoraDiTConfig:
 
     @property
     def patch_values(self) -> int:
-        """Numbers that make one token."""
+        """The number of values in one token."""
         return self.latent_channels * math.prod(self.patch)
 
     def span(self, block: int) -> AttentionType:

@@ -262,15 +262,15 @@ class OffloadGroup(Protocol):
         ...
 
     def close(self) -> None:
-        """The span's forward is done."""
+        """Note that the span's forward is done."""
         ...
 
     def fetch(self) -> None:
-        """Backward has come to the span: begin to copy its tensors back, and those of the span before it."""
+        """Begin to copy the span's tensors back, and those of the span before it, once backward has reached the span."""
         ...
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Inside, all that autograd saves is stored."""
+        """Hooks that store all that autograd saves inside of them."""
         ...
 
 
@@ -309,7 +309,7 @@ class PooledOffloadGroup:
         return give
 
     def close(self) -> None:
-        """The span's forward is done."""
+        """Note that the span's forward is done."""
         with self.depot.lock:
             self.depot.tidy()
             old = self.depot.closed(self)
@@ -323,7 +323,7 @@ class PooledOffloadGroup:
             self._fetch(forward=True)
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Inside, all that autograd saves is stored."""
+        """Hooks that store all that autograd saves inside of them."""
         return torch.autograd.graph.saved_tensors_hooks(self.store, lambda give: give())
 
     def ask(self, held: OffloadedTensor) -> DeviceCopy:

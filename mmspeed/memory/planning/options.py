@@ -121,7 +121,7 @@ class StaticMemory:
 
     @property
     def between(self) -> int:
-        """Between steps."""
+        """Bytes between steps."""
         return self.parameters + self.master + self.states + self.average
 
 

@@ -73,7 +73,7 @@ class SequenceAxes:
 
     @classmethod
     def alone(cls) -> SequenceAxes:
-        """No split."""
+        """Axes without a split."""
         return cls(Axis.alone("ring"), Axis.alone("ulysses"))
 
     @property
@@ -170,7 +170,7 @@ def with_heads_exchanged(
     layout: Layout = "BNAD",
     reads: Reads = "BAND",
 ) -> Tensor:
-    """`attend` by some of the heads, over the joined parts of the Ulysses ranks; its output in the parts and heads of the queries.
+    """The output of `attend` by some of the heads, over the joined parts of the Ulysses ranks, in the parts and heads of the queries.
 
     Arguments as those of `hybrid_attention`. Keys with fewer heads than queries may come to `attend` repeated, but not to the heads of
     the queries. Under the layout BNGAD an `attend` that reads at any strides gets (B, G, A, N, D), any other B x G as B.

@@ -1,4 +1,4 @@
-"""Ring attention: queries stay, keys and values go round (`ring_schedule`); each rank merges the outputs of its queries over the blocks.
+"""Compute ring attention: queries stay, keys and values go round (`ring_schedule`); each rank merges its queries' outputs over the blocks.
 
 Outputs are merged by their log-sum-exp in float32, and gradients summed in float32 (float64 for float64). The backward pass runs the ring
 again with the final output and log-sum-exp; the gradients of keys and values travel with their block. Both results are offered to

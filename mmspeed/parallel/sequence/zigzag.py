@@ -29,7 +29,7 @@ class Piece:
 
     @property
     def work(self) -> float:
-        """Scores that it needs."""
+        """The number of scores that the piece needs."""
         square = (self.q_stop - self.q_start) * (self.k_stop - self.k_start)
         return (square + self.q_stop - self.q_start) / 2 if self.causal else square
 

@@ -58,7 +58,7 @@ def pack_bits(kept_GCM: Tensor) -> Tensor:
 
 
 def unpack_bits(bits_GTW: Tensor, clusters: int) -> Tensor:
-    """`pack_bits` undone: bool, (G, C, T)."""
+    """The inverse of `pack_bits`: bool, (G, C, T)."""
     bit_81 = torch.arange(8, dtype=torch.uint8, device=bits_GTW.device)[:, None]
     on_GCT = (bits_GTW.mT[:, :, None] >> bit_81 & 1).flatten(1, 2)[:, :clusters]
     return on_GCT.bool().contiguous()

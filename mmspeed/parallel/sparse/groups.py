@@ -82,12 +82,12 @@ class GroupedSequence:
 
     @property
     def groups(self) -> int:
-        """C of this rank, of a head."""
+        """The number C of this rank's groups, per head."""
         return self.q_offsets_GC.shape[1] - 1
 
     @property
     def means(self) -> int:
-        """K of this rank."""
+        """The number K of this rank's clusters of keys."""
         return 0 if self.tail is None else self.tail.clusters
 
 

@@ -38,7 +38,7 @@ class MassShares:
 
 
 def gather_each(x: Tensor, ring: Axis) -> Tensor:
-    """`x` of every rank, one behind the other in a new first dim."""
+    """The `x` of every rank, stacked along a new first dim."""
     return all_gather(x[None].contiguous(), ring, 0)
 
 
@@ -132,7 +132,7 @@ _COARSE = 16  # bits of a share that do not count when pairs are counted: steps 
 
 
 def count_shares(share_GCU: Tensor, weight_GCU: Tensor) -> Tensor:
-    """Pairs by their share, for each head: float64, (G, 32768). `weight_GCU`: pairs of a cluster and a unit."""
+    """The number of pairs by their share, for each head: float64, (G, 32768). `weight_GCU`: pairs of a cluster and a unit."""
     place = share_GCU.clamp(min=0.0).contiguous().view(torch.int32).long() >> _COARSE
     counts = torch.zeros(share_GCU.shape[0], 1 << (31 - _COARSE), dtype=torch.float64, device=share_GCU.device)
     weight = torch.where(share_GCU < 0, 0.0, weight_GCU.to(torch.float64))
