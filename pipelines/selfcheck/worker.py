@@ -205,21 +205,21 @@ def whole_gradients(model: nn.Module) -> Arrays:
     }
 
 
-def disagreements(everyone: Sequence[Sequence[MicroBatchDigest]], group: int, tensor: int) -> list[str]:
-    """Lines on wrong micro-batches of the ranks; `everyone` has those of each rank.
+def disagreements(by_rank: Sequence[Sequence[MicroBatchDigest]], group: int, tensor: int) -> list[str]:
+    """Lines on wrong micro-batches of the ranks; `by_rank` has those of each rank.
 
     The ranks of a group must have the same items with the same numbers where items are split over the group (else the ranks of a
     tensor-parallel group), and the weights of every item must sum to 1 over all ranks.
     """
     problems: list[str] = []
-    if len({len(rows) for rows in everyone}) > 1:
+    if len({len(rows) for rows in by_rank}) > 1:
         return ["ranks have different numbers of micro-batches"]
     total: defaultdict[str, float] = defaultdict(float)
-    for rank, rows in enumerate(everyone):
+    for rank, rows in enumerate(by_rank):
         for number, met in enumerate(rows):
             together = group if met.splits else tensor
             first = rank - rank % together
-            if met != everyone[first][number]:
+            if met != by_rank[first][number]:
                 problems.append(
                     f"ranks {first} and {rank} compute micro-batch {number} together and have different samples"
                 )
@@ -234,11 +234,11 @@ def disagreements(everyone: Sequence[Sequence[MicroBatchDigest]], group: int, te
     return problems
 
 
-def other_gradients(everyone: Sequence[dict[str, float]], tolerance: float = 1e-4) -> list[str]:
+def other_gradients(by_rank: Sequence[dict[str, float]], tolerance: float = 1e-4) -> list[str]:
     """Lines on ranks whose sums of absolute gradients differ from rank 0's, by parameter, though all should have the same."""
-    first, problems = everyone[0], []
+    first, problems = by_rank[0], []
     least = 1e-3 * max(first.values(), default=0.0)
-    for rank, sums in enumerate(everyone):
+    for rank, sums in enumerate(by_rank):
         names = [n for n in first if n not in sums or abs(sums[n] - first[n]) > tolerance * max(abs(first[n]), least)]
         if names:
             problems.append(

@@ -101,11 +101,7 @@ def _peak(option: Option) -> int:
 
 # -- memory of a step --------------------------------------------------------------------------------------------------
 
-STATE_BYTES = {
-    "adamw": 8.0,
-    "adamw8bit": 2.1,
-    "muon": 4.5,
-}  # per parameter; for muon about, since some have two moments
+STATE_BYTES = {"adamw": 8.0, "adamw8bit": 2.1, "muon": 4.5}  # per parameter; about, for muon: some have two moments
 
 
 @dataclass(frozen=True)
