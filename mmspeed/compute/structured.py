@@ -1,4 +1,4 @@
-"""Attention on one process under a structure that a model gives: masks of keys, causal order, windows, documents.
+"""Compute attention on one process under a model's structure: masks of keys, causal order, windows, documents.
 
 Legend: B batch, G rows or columns that attend apart, A heads, K heads of the keys, N queries, M keys, D head width, W width of the values.
 """
@@ -18,7 +18,7 @@ class Attend(nn.Module):
     """Dense attention as a module, so that a plan can name it."""
 
     def forward(self, q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, structure: Structure) -> Tensor:
-        """`out_BAND`; `out_BGAND` of queries, keys and values BGAND, whose mask's B is B x G. Raises ValueError for other shapes."""
+        """The output `out_BAND`; `out_BGAND` for queries, keys and values BGAND, whose mask's B is B x G. Raises ValueError else."""
         return structured_attention(q_BAND, k_BAMD, v_BAMD, structure)
 
 
@@ -27,8 +27,8 @@ def structured_attention(
 ) -> Tensor:
     """Dense attention on one process under a structure: `out_BANW`, or `out_BGANW`; queries that see no key give 0.
 
-    Keys and values may have fewer heads, by a whole factor, and values another width. `place_N`: of each token in its sequence, None: as
-    they lie. Raises ValueError for shapes that do not fit.
+    Keys and values may have fewer heads, by a whole factor, and values another width. `place_N`: the place of each token in its sequence;
+    None: tokens are in order. Raises ValueError for shapes that do not fit.
     """
     plain = not structure.causal and structure.window is None and structure.documents_BN is None
     if q_BAND.dim() == 5 and plain:
@@ -43,7 +43,7 @@ def structured_attention(
     if place_N is None and structure.window is structure.documents_BN is structure.key_mask_BN is None:
         return F.scaled_dot_product_attention(q_BAND, k_BAMD, v_BAMW, is_causal=True)
     seen_B1NM = _seen(structure, torch.arange(q_BAND.shape[2], device=q_BAND.device) if place_N is None else place_N)
-    dead_B1N1 = ~seen_B1NM.any(-1, keepdim=True)  # kernels differ in what they give for rows that see nothing
+    dead_B1N1 = ~seen_B1NM.any(-1, keepdim=True)  # kernels differ in their output for rows that see nothing
     out_BANW = F.scaled_dot_product_attention(q_BAND, k_BAMD, v_BAMW, attn_mask=seen_B1NM | dead_B1N1)
     return out_BANW.masked_fill(dead_B1N1, 0.0)
 
@@ -52,7 +52,7 @@ def _check(q_BAND: Tensor, k_BKMD: Tensor, structure: Structure) -> None:
     batch, _, queries, _ = q_BAND.shape
     if k_BKMD.shape[2] != queries:
         raise ValueError(
-            f"causal order, a window and documents are of a sequence with itself, not of {queries} queries and {k_BKMD.shape[2]} keys"
+            f"causal order, a window and documents need as many keys as queries, not {queries} queries and {k_BKMD.shape[2]} keys"
         )
     for what, each in (("key mask", structure.key_mask_BN), ("documents", structure.documents_BN)):
         if each is not None and tuple(each.shape) != (batch, queries):

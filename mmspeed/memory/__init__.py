@@ -1,4 +1,4 @@
-"""Memory: what backward finds and what it computes again, what lies in the host's memory meanwhile, and how much a step takes."""
+"""Save memory: recompute or offload activations, keep optimizer states in slower memory, and plan what a step takes."""
 
 from .planning.peak import peak_bytes, resident_bytes
 from .recompute.block_checkpoint import recompute

@@ -1,4 +1,4 @@
-"""Computing in parts what is too wide to be there at once: the hidden layer of an MLP, the logits of a vocabulary.
+"""Compute in parts what is too wide to hold at once: the hidden layer of an MLP, the logits of a vocabulary.
 
 Legend: N tokens, E width, M hidden units, V vocabulary, P tokens of a part, Q hidden units of a part.
 """
@@ -16,14 +16,14 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 Linear = tuple[Tensor, Tensor | None]  # the weight (out, in) and the bias of a linear layer
-# Parts are multiples of these: kernels sum the last few rows or columns of a matrix, and narrow ones, in another order.
+# parts are multiples of these: kernels sum the last few rows or columns of a matrix, and narrow ones, in another order
 ROWS, UNITS = 16, 64
 
 
 def in_chunks(run: Callable[[Tensor], Tensor], x: Tensor, dim: int, size: int) -> Tensor:
-    """`run(x)` of a `run` that treats places along `dim` apart, `size` of them at a time.
+    """The result of `run(x)`, for a `run` that treats places along `dim` independently, `size` of them at a time.
 
-    Where gradients are taken, each part is computed again in backward, up to what its backward needs, so that what `run` makes exists
+    Where gradients are taken, each part is computed again in backward, up to what its backward needs, so that the tensors of `run` exist
     for one part only. `run` draws no random numbers and decides nothing (`replay.settle`). A matrix product of fewer rows may be summed
     in another order; weights' gradients are sums over the parts. Raises ValueError for a size below 1.
     """
@@ -39,7 +39,7 @@ def in_chunks(run: Callable[[Tensor], Tensor], x: Tensor, dim: int, size: int) -
 
 
 def _even_parts(whole: int, size: int, multiple: int) -> list[int]:
-    """The sizes of even parts of about `size`: multiples of `multiple`, with the rest in the last, which is not smaller than that."""
+    """The sizes of even parts of about `size`: multiples of `multiple`, with the rest in the last, which is at least one multiple."""
     parts = max(1, -(-whole // size))
     each = -(-whole // (parts * multiple)) * multiple or multiple
     full, rest = divmod(whole, each)
@@ -54,11 +54,11 @@ def _parts(x_NE: Tensor, size: int) -> tuple[Tensor, ...]:
 
 
 def chunked_mlp(x_NE: Tensor, up: Linear, act: Callable[[Tensor], Tensor], down: Linear, size: int) -> Tensor:
-    """`linear(act(linear(x, up)), down)` whose hidden layer exists for about `size` of its N tokens at a time, forward and backward.
+    """The MLP `linear(act(linear(x, up)), down)`, whose hidden layer exists for about `size` of N tokens at a time, in both passes.
 
-    Every number is a sum over the same terms as of the whole MLP, so that results and gradients differ by rounding alone: where a library
-    sums the rows and columns of products of these shapes in one order however many there are, the bits are the whole MLP's too. That is a
-    fact of a device, its library and its threads, not of this function: `chunked_trial` measures it.
+    Every number is a sum over the same terms as in the whole MLP, so results and gradients differ by rounding alone: where a library sums
+    the rows and columns of products of these shapes in one order, however many there are, the bits are the whole MLP's too. That depends
+    on the device, its library and its threads, not on this function: `chunked_trial` measures it.
 
     Backward goes over parts of the tokens for the gradient of x, and over parts of the
     hidden units, 64 or more, for those of the weights, which are sums over all tokens: it computes the first product twice again and the
@@ -75,13 +75,13 @@ def chunked_mlp(x_NE: Tensor, up: Linear, act: Callable[[Tensor], Tensor], down:
     else:
         other = next((each.dtype for each in weights if each.dtype != x_NE.dtype), None)
         if other is not None:
-            raise ValueError(f"tokens of {x_NE.dtype} do not go with weights of {other}")
+            raise ValueError(f"tokens of {x_NE.dtype} do not match weights of {other}")
     out: Tensor = _ChunkedMlp.apply(x_NE, *up, *down, act, size)
     return out
 
 
 class _ChunkedMlp(torch.autograd.Function):
-    """Keeps its input and the weights; casts of those to the input's dtype, autocast's, are made again in backward."""
+    """An MLP in parts that keeps its input and the weights; casts of the weights to the input's dtype are made again in backward."""
 
     @staticmethod
     def forward(
@@ -140,12 +140,12 @@ def _through(act: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> Tensor
     """The gradient of `act`'s input from that of its output."""
     with torch.enable_grad():
         x = x.detach().requires_grad_()
-        (found,) = torch.autograd.grad(act(x), x, grad)
-    return found
+        (grad_x,) = torch.autograd.grad(act(x), x, grad)
+    return grad_x
 
 
 def _unit_parts(units: int, tokens: int, size: int) -> Iterator[slice]:
-    """Parts of the hidden units that are, for all tokens, about as many numbers as all units of `size` tokens."""
+    """Parts of the hidden units whose size for all tokens is about that of all units for `size` tokens."""
     start = 0
     for width in _even_parts(units, max(1, units * min(size, tokens) // max(1, tokens)), UNITS):
         yield slice(start, start + width)
@@ -154,7 +154,7 @@ def _unit_parts(units: int, tokens: int, size: int) -> Iterator[slice]:
 
 @contextmanager
 def _casts_apart() -> Iterator[None]:
-    """Autocast casts a weight for each part: gradients of one cast that all share would be summed in its dtype, not in float32."""
+    """Make autocast cast a weight for each part: gradients of one shared cast would be summed in its dtype, not in float32."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -164,7 +164,7 @@ def _casts_apart() -> Iterator[None]:
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """The loss and, while a part's logits are there, its gradients; backward only scales them."""
+    """The loss and, while a part's logits exist, its gradients; backward only scales them."""
 
     @staticmethod
     def forward(
@@ -218,12 +218,12 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """Cross-entropy (float32) of `hidden_NE @ weight_VE.T` against `labels_N`, whose logits exist for `chunk` tokens at a time.
 
-    As `F.cross_entropy` of the whole logits, up to the order of sums; the mean over no label is NaN there and here. Both gradients are
-    made in the forward pass, from each part's logits, with as many matrix products as the plain way has (Hsu et al., "Liger Kernel",
+    Equals `F.cross_entropy` of the whole logits, up to the order of sums; the mean over no label is NaN in both. Both gradients are
+    computed in the forward pass, from each part's logits, with as many matrix products as the plain way has (Hsu et al., "Liger Kernel",
     2024), so it is differentiable once. torch 2.13 has `F.linear_cross_entropy`; 2.11 has not.
 
-    Raises ValueError for shapes that do not fit, and for labels that no place of the vocabulary has, where they can be looked at without
-    waiting for a device.
+    Raises ValueError for shapes that do not fit, and for labels outside the vocabulary, where they can be checked without waiting for a
+    device.
     """
     if hidden_NE.dim() != 2 or labels_N.shape != hidden_NE.shape[:1] or weight_VE.shape[1:] != hidden_NE.shape[1:]:
         raise ValueError(

@@ -1,8 +1,8 @@
-"""The trial of an MLP in parts against the whole one: whether a device gives both the same bits, and how far apart they are if not.
+"""Compare an MLP in parts with the whole one: equality of their bits on a device, or their distance.
 
-Parts and the whole are matrix products of other shapes. A library may compute another shape by another kernel, which sums in another
-order: so equality of the bits is a property of the device, its library, its threads and the shape. It is measured here, once for each
-shape that a run meets. What holds everywhere is closeness: `MlpShape.tolerance`.
+Parts and the whole are matrix products of different shapes. A library may compute another shape with another kernel, which sums in another
+order: so equality of the bits depends on the device, its library, its threads and the shape. It is measured here, once for each
+shape of a run. Closeness holds everywhere: `MlpShape.tolerance`.
 
 Legend: N tokens, E width, M hidden units, O width of the result.
 """
@@ -22,12 +22,12 @@ from mmspeed.device import is_out_of_memory
 from .chunked import chunked_mlp
 
 Activation = Callable[[Tensor], Tensor]
-ROOM = 4  # of the tolerance: three products follow one another, and the largest of all numbers is looked at
+ROOM = 4  # factor of the tolerance: three products follow one another, and the largest of all differences counts
 
 
 @dataclass(frozen=True)
 class MlpShape:
-    """The shapes and the dtype of an MLP's products on one device; `size` as of `chunked_mlp`."""
+    """The shapes and the dtype of an MLP's products on one device; `size` as in `chunked_mlp`."""
 
     tokens: int
     width: int
@@ -55,9 +55,9 @@ class MlpShape:
 
 @dataclass(frozen=True)
 class MlpTrial:
-    """How far result and gradients of an MLP in parts are from the whole one's, as shares of each tensor's largest value.
+    """Distances of the result and gradients of an MLP in parts from the whole one's, as shares of each tensor's largest value.
 
-    Empty where the device's memory did not hold the whole MLP.
+    Without distances where the device's memory did not hold the whole MLP.
     """
 
     shape: MlpShape
@@ -69,7 +69,7 @@ class MlpTrial:
 
     @property
     def close(self) -> bool:
-        """Whether rounding explains all distances."""
+        """True where rounding explains all distances."""
         return all(distance <= self.shape.tolerance for distance in self.distances.values())
 
     def __str__(self) -> str:
@@ -81,9 +81,9 @@ class MlpTrial:
 
 
 def try_mlp_in_parts(shape: MlpShape, device: torch.device, act: Activation) -> MlpTrial:
-    """Compute an MLP of a shape whole and in parts on a device, forward and backward, with random numbers that the shape alone decides.
+    """Compute an MLP whole and in parts on a device, forward and backward, with random numbers that depend on the shape alone.
 
-    Touches no generator, gradient or weight of the run.
+    No generator, gradient or weight of the run changes.
     """
     try:
         names, tensors_Z, grad_NO = _operands(shape, device)
@@ -98,16 +98,16 @@ def try_mlp_in_parts(shape: MlpShape, device: torch.device, act: Activation) -> 
 
 
 def trial_line(trials: Sequence[MlpTrial]) -> str:
-    """One line on what was found: for how many shapes parts are bitwise the whole, and where and by how much they are not."""
+    """A line on the trials: the number of shapes whose parts equal the whole bit by bit, and the distances of the others."""
     others = [str(trial) for trial in trials if not trial.bitwise]
-    found = f"memory.mlp_exact: bitwise on this device for {len(trials) - len(others)} of {len(trials)} shapes"
+    line = f"memory.mlp_exact: bitwise on this device for {len(trials) - len(others)} of {len(trials)} shapes"
     if not others:
-        return found
-    return f"{found}; training goes on with ordinary rounding where it is not ({'; '.join(others)})"
+        return line
+    return f"{line}; training goes on with ordinary rounding where it is not ({'; '.join(others)})"
 
 
 def _operands(shape: MlpShape, device: torch.device) -> tuple[list[str], list[Tensor], Tensor]:
-    """Names and values of the input, weights and biases, scaled as a model's; and a gradient of the result."""
+    """Names and values of the input, weights and biases, scaled as in a model; and a gradient of the result."""
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*size: int, scale: float = 1.0) -> Tensor:

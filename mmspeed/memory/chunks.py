@@ -1,7 +1,7 @@
-"""MLPs that compute some tokens at a time: put on the two linear layers that a plan names.
+"""Make MLPs compute some tokens at a time, by mixins on the two linear layers that a plan names.
 
-The first layer hands its input on, and the second computes both, part by part; what stands around them (norms, gathers, gates) stays as it
-is. Legend: N tokens, E width, P tokens of a part.
+The first layer passes its input on, and the second computes both, part by part; norms, gathers and gates around them stay as they are.
+Legend: N tokens, E width, P tokens of a part.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ class AppliesWeights(Protocol):
 
 
 def applied(layer: nn.Linear) -> Linear:
-    """The weight and the bias that this process computes a linear layer with, split or not."""
+    """The weight and the bias of a linear layer that this process computes with, split or not."""
     return layer.applied_weights() if isinstance(layer, AppliesWeights) else (layer.weight, layer.bias)
 
 
 @dataclass
 class ChunkSetting:
-    """How an MLP is computed. `size`: tokens at a time; None: all. `exact`: with the gradients of the whole, for two more products."""
+    """The setting of an MLP. `size`: tokens at a time; None: all. `exact`: with the gradients of the whole, for two more products."""
 
     size: int | None
     exact: bool
 
 
 class HandsOn(nn.Module):
-    """Mixed in before a module that expands tokens: it gives its input, for `ChunkedDown` to expand."""
+    """Mixed in before a module that expands tokens: it returns its input, for `ChunkedDown` to expand."""
 
     _chunk_setting: ChunkSetting
 
@@ -64,7 +64,7 @@ class HandsOn(nn.Module):
 
 
 class HandsOnPrepared(nn.Module):
-    """The same for a linear layer that prepares its input, which is what it gives."""
+    """The same for a linear layer that prepares its input, and returns the prepared input."""
 
     _chunk_setting: ChunkSetting
 
@@ -80,9 +80,9 @@ class HandsOnPrepared(nn.Module):
 
 @dataclass
 class ChunkedLayers:
-    """The first half of an MLP, as its second half meets it."""
+    """The layers of an MLP, as its second half computes with them."""
 
-    up: nn.Linear | None  # None: not to be read, only called
+    up: nn.Linear | None  # None: its weight cannot be read, only the layer called
     down: nn.Linear | None
     expands: HandsOn | HandsOnPrepared
     activation: Callable[[Tensor], Tensor]
@@ -113,7 +113,7 @@ class ChunkedDown(nn.Module):
 
 
 def set_chunks(block: nn.Module, tokens: int | None, exact: bool = True) -> bool:
-    """Let a block's MLPs compute so many tokens at a time, None: all of them, in place; True where it has an MLP that can."""
+    """Make a block's MLPs compute so many tokens at a time, None: all, in place; True where the block has such an MLP."""
     chunks = parts_of(block).chunks
     for chunk in chunks:
         _set(block, chunk, ChunkSetting(tokens, exact))
@@ -132,13 +132,13 @@ class ExactChunks:
 
 def exact_chunks(block: nn.Module) -> list[ExactChunks]:
     """The MLPs of a block that are computed in parts with the gradients of the whole: those whose weights can be read."""
-    found = []
+    chunks = []
     for down in block.modules():
         if isinstance(down, ChunkedDown):
             setting, layers = down._chunk_setting, down._chunk_layers
             if setting.size is not None and setting.exact and layers.up is not None and layers.down is not None:
-                found.append(ExactChunks(layers.up, layers.down, layers.activation, setting.size))
-    return found
+                chunks.append(ExactChunks(layers.up, layers.down, layers.activation, setting.size))
+    return chunks
 
 
 def _set(block: nn.Module, chunk: Chunked, setting: ChunkSetting) -> None:
@@ -162,7 +162,7 @@ def _set(block: nn.Module, chunk: Chunked, setting: ChunkSetting) -> None:
 
 
 def is_plain_linear(layer: nn.Module) -> bool:
-    """True for a linear layer that is its weight and nothing else: no adapter, no quantisation, packed or by a tensor class of its own."""
+    """True for a linear layer without adapter and without quantisation, be it packed or by a tensor class of its own."""
     if not isinstance(layer, nn.Linear) or not layer.weight.is_floating_point():
         return False
     return isinstance(layer.weight, DTensor) or type(layer.weight) is nn.Parameter

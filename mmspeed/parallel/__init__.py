@@ -1,4 +1,4 @@
-"""Parallel: how a model is spread over devices. The order of the steps matters and stands here on one screen."""
+"""Spread a model over devices. The order of the steps matters, so all of them are here on one screen."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ __all__ = [
 
 
 def resolve_strategy(strategy: str, world: int) -> Strategy:
-    """`auto` is `none` on one device, else `fsdp`. Raises UserError for `none` on several: they would train apart."""
+    """The strategy, with `auto` as `none` on one device, else `fsdp`. Raises UserError for `none` on several: they would train apart."""
     if strategy == "auto":
         return "none" if world == 1 else "fsdp"
     if strategy not in ("none", "ddp", "fsdp"):
@@ -76,35 +76,36 @@ def parallelize(
     keeping: BlockPolicies | None = None,
     compile: bool | str = False,
 ) -> nn.Module:
-    """`model`, already on its device in float32 (or bfloat16, by `make_half`) or on the meta device, made ready for training;
-    changed in place, and wrapped by `ddp` only.
+    """Make `model` ready for training: already on its device in float32 (or bfloat16, by `make_half`), or on the meta device.
+
+    It is changed in place, and wrapped by `ddp` only.
 
     Every rank must hand in the same parameters. `mesh` is of `mmspeed.mesh` and may be None for `none`; `layout` is of
-    `make_layout` and None for one process a sample; `keeping` says what backward finds, None: all; `compile` may name a backend.
+    `make_layout` and None for one process per sample; `keeping`: what is kept for backward, None: all; `compile` may name a backend.
     State-dict names (through `torch.distributed.checkpoint.state_dict`) are those of the bare model in every strategy.
     """
     layout = layout or TokenLayout()
     boundaries = None
-    if layout.size > 1:  # with one process a sample nothing is put on: the bare class runs
+    if layout.size > 1:  # with one process per sample nothing is added: the bare class runs
         boundaries = Boundaries(model, Sequences(_checked_plan(model, layout), layout))
-        if layout.tensor.size > 1:  # first: what follows sees layers that are split already
+        if layout.tensor.size > 1:  # first: later steps see layers that are split already
             assert mesh is not None
             _check_tensor(model, strategy, mesh)
             boundaries.split_weights(mesh.submesh(AxisName.TP))
-        boundaries.put_inside()  # who computes which tokens, and attends to whose
-    # Recomputation is part of the graphs, block by block; but exchanges and plans break graphs, and none is made of a block with both
+        boundaries.put_inside()  # the tokens that each process computes and attends to
+    # recomputation is part of the graphs, block by block; but exchanges and plans break graphs, so it goes around graphs with these
     breaks = layout.size > 1 or is_spread(model) or bool(recorded_modules(model))
     backend = compile if isinstance(compile, str) else "inductor"
     for number, (_, block) in enumerate(blocks_of(model)):
         if compile and breaks:
             compile_forward(block, backend=backend)
-        if keeping is not None:  # what backward finds
+        if keeping is not None:  # what is kept for backward
             keeping.apply(block, number, compiled=bool(compile), around_graphs=breaks)
         if compile and not breaks:
             compile_forward(block, backend=backend)
-    if boundaries is not None:  # around all of that: what enters and leaves blocks and the model
+    if boundaries is not None:  # around all of that: the inputs and outputs of blocks and of the model
         boundaries.put_around()
-    if compute_dtype != torch.float32:  # around the whole model: training, validation and sampling compute alike
+    if compute_dtype != torch.float32:  # around the whole model, so that training, validation and sampling agree
         autocast(model, compute_dtype)
     if strategy == "none":
         return model
@@ -115,7 +116,7 @@ def parallelize(
 
 
 def _checked_plan(model: nn.Module, layout: TokenLayout) -> ModelPlan:
-    """The plan of a model that is to be spread. Raises UserError where it has none, or the layout does not fit it."""
+    """The plan of a model that is to be spread. Raises UserError where the model has none, or where the layout does not fit it."""
     plan = plan_of(model)
     if plan is None:
         raise UserError(
@@ -133,7 +134,7 @@ def _check_tensor(model: nn.Module, strategy: Strategy, mesh: Mesh) -> None:
     plan = plan_of(model)
     if plan is None or not plan.linears:
         raise UserError(
-            f"parallel.tp: the plan of {type(model).__name__} names no roles of its layers; use ring and ulysses"
+            f"parallel.tp: the plan of {type(model).__name__} gives its layers no roles; use ring and ulysses"
         )
 
 

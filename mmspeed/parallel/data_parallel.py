@@ -1,7 +1,7 @@
-"""Data parallelism: sharded (FSDP2, after ZeRO: Rajbhandari et al., 2020), hybrid-sharded, and replicated (DDP).
+"""Train data-parallel: sharded (FSDP2, after ZeRO: Rajbhandari et al., 2020), hybrid-sharded, or replicated (DDP).
 
-Both engines sum gradients over the ranks that hold a parameter, and divide by nothing: `mmspeed.loop.step` divides the loss,
-by a number that every rank knows before its first forward. So parameters on another mesh than the rest need no factor of their own.
+Both engines sum gradients over the ranks that hold a parameter, without dividing: `mmspeed.loop.step` divides the loss by a number
+that every rank knows before its first forward. So parameters on another mesh than the rest need no factor of their own.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def autocast(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def shard(model: nn.Module, mesh: Mesh, compute_dtype: torch.dtype) -> nn.Module:
-    """`fully_shard` on each block, then on the root; replicas of the sharded model where `dp_replicate` > 1.
+    """Apply `fully_shard` to each block, then to the root; replicas of the sharded model where `dp_replicate` > 1.
 
     Parameters travel in `compute_dtype`, gradients are summed in float32, over both axes. Inputs are not cast: the root would round
     timesteps to `compute_dtype` too; autocast casts what the matrix products need.
@@ -65,10 +65,10 @@ def shard(model: nn.Module, mesh: Mesh, compute_dtype: torch.dtype) -> nn.Module
 
 
 class _Undivided:
-    """The divisor of a sum: equal to 1, and what is divided by it is returned as it is.
+    """A divisor equal to 1 that returns its dividend as it is.
 
-    By the number 1.0 torch divides where a group has one shard (replicas of bfloat16 parameters): a pass over all gradients
-    and as much memory again.
+    With the number 1.0 torch would really divide where a group has one shard (replicas of bfloat16 parameters): a pass over all
+    gradients and as much memory again.
     """
 
     def __rtruediv__(self, gradient: Tensor) -> Tensor:
@@ -87,9 +87,9 @@ def sum_gradients(model: nn.Module) -> None:
 
 
 def make_half(model: nn.Module) -> None:
-    """Make the parameters that train bfloat16, in place; others, of which no optimizer has float32 weights, and buffers stay.
+    """Make the parameters that train bfloat16, in place; buffers and other parameters, whose float32 weights no optimizer has, stay.
 
-    On the meta device or before there is anything in them.
+    Call it on the meta device, or before the parameters are filled.
     """
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -98,19 +98,20 @@ def make_half(model: nn.Module) -> None:
 
 
 def is_half(model: nn.Module) -> bool:
-    """Whether the parameters that train are bfloat16; a frozen base may be of any number type."""
+    """True where a parameter that trains is bfloat16; a frozen base may be of any dtype."""
     return any(parameter.dtype == torch.bfloat16 for parameter in model.parameters() if parameter.requires_grad)
 
 
 def take_float32_gradients(model: nn.Module) -> None:
-    """Let bfloat16 parameters have float32 gradients, so that micro-batches are not summed in 8 bits. Before the first backward."""
+    """Give bfloat16 parameters float32 gradients, so that micro-batches are not summed in 8 bits. Call it before the first backward."""
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype == torch.bfloat16:
             parameter.grad_dtype = torch.float32
 
 
 def _keep_sums_in_float32(model: nn.Module) -> None:
-    """The sharding engine would round the sums of gradients over ranks to the parameters' dtype, which it looks up at the first forward."""
+    """Keep sums of gradients over ranks in float32; the engine would round them to the parameters' dtype, which it looks up
+    at the first forward."""
     states = [fsdp_state(module) for module in model.modules() if isinstance(module, FSDPModule)]
 
     def before(*_: Any) -> None:
@@ -121,7 +122,7 @@ def _keep_sums_in_float32(model: nn.Module) -> None:
 
 
 def replicate(model: nn.Module) -> nn.Module:
-    """DistributedDataParallel over all ranks, which sums gradients. Every parameter must take part in every step."""
+    """The model in a DistributedDataParallel over all ranks that sums gradients. Every parameter must take part in every step."""
     with warnings.catch_warnings():
         # torch 2.13 renames broadcast_buffers; the new name is unknown to 2.11, and buffers change alike on all ranks
         warnings.simplefilter("ignore", FutureWarning)
@@ -145,7 +146,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def no_sync(model: nn.Module, strategy: Strategy, last: bool) -> Iterator[None]:
-    """Around forward and backward of one micro-batch: gradients are exchanged only with the `last` one of a step."""
+    """Exchange gradients only with the `last` micro-batch of a step; goes around its forward and backward."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
     with model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext():

@@ -1,4 +1,4 @@
-"""What the layers of tensor parallelism leave to the whole model: heads that fit, and gradients of what all processes hold.
+"""Check heads for tensor parallelism, and sum the gradients of parameters that all its processes hold.
 
 The layers themselves are `mmspeed.parallel.boundaries.linears`.
 """
@@ -19,14 +19,14 @@ from mmspeed.mesh import layout_of
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process's part of a DTensor; any other tensor itself. Gradients go back as they come."""
+    """The part of a DTensor on this process; any other tensor itself. Gradients pass unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def check_heads(heads: int, ulysses: int, tp: int, key_heads: int | None = None) -> None:
     """Raises UserError where a model's heads cannot be split over `tp`, and each part exchanged over `ulysses`, processes.
 
-    `key_heads`: where keys have fewer heads than queries. Over `ulysses` they are repeated where they are too few; over `tp` each process
+    `key_heads`: where keys have fewer heads than queries. Over `ulysses` they are repeated if they are too few; over `tp` each process
     must hold whole ones.
     """
     if key_heads is not None and key_heads % tp:
@@ -47,7 +47,7 @@ def check_heads(heads: int, ulysses: int, tp: int, key_heads: int | None = None)
 
 @torch.no_grad()
 def sum_shared_gradients(parameters: Iterable[nn.Parameter], tensor: Axis) -> None:
-    """Sum over the tensor-parallel axis the gradients of the parameters that all its processes hold, in one exchange a dtype.
+    """Sum over the tensor-parallel axis the gradients of the parameters that all its processes hold, in one exchange per dtype.
 
     Sharded parameters are summed shard by shard, after the sharding engine has done its part.
     """
@@ -58,6 +58,6 @@ def sum_shared_gradients(parameters: Iterable[nn.Parameter], tensor: Axis) -> No
         some = [grad for grad in grads if grad.dtype == dtype]
         flat = torch.cat([grad.reshape(-1) for grad in some])
         dist.all_reduce(flat, group=tensor.group)
-        tensor.count("all_reduce", 2 * nbytes(flat) * (tensor.size - 1) // tensor.size)  # as a ring makes it
+        tensor.count("all_reduce", 2 * nbytes(flat) * (tensor.size - 1) // tensor.size)  # as in a ring algorithm
         for grad, summed in zip(some, flat.split([grad.numel() for grad in some]), strict=True):
             grad.copy_(summed.view_as(grad))

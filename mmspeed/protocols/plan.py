@@ -1,16 +1,16 @@
-"""The plan of a model: data beside it that says what it is made of, and where techniques may be put on it.
+"""Describe a model by a plan: data beside it that names its parts and where techniques may be applied to it.
 
-A model is pure tensor code; `mmspeed.parallel.parallelize` reads its plan and puts tensor and sequence parallelism, sparse attention,
-activation policies, chunks and compilation on the boundaries of its modules. The same language serves our own models and classes of
-diffusers or transformers. A plan holds no tensors and runs nothing.
+A model is pure tensor code; `mmspeed.parallel.parallelize` reads its plan and applies tensor and sequence parallelism, sparse attention,
+activation policies, chunks and compilation at the boundaries of its modules. Our own models and classes of diffusers or transformers use
+the same plans. A plan holds no tensors and runs nothing.
 
 Modules are named as in `named_modules`; in a pattern `*` stands for one whole or partial name between dots; "" is the model itself.
-Names that are not there are errors of `parallelize`, with the nearest ones.
+Names that the model lacks are errors of `parallelize`, which give the nearest ones.
 
 A *sequence* (the tokens of a video, of a caption) lies along one dim of a tensor (`dim`, its columns) or along two (`rows` too: frames x
-places of a frame). Each process holds a part of it. With tensor parallelism there are two levels: a process's *own* tokens, which norms and
-modulation meet, and those *seen* by its tensor-parallel processes together between a column layer and its row layer, which rotary
-positions, masks and attention meet. Without tensor parallelism both are the same.
+places of a frame). Each process holds a part of it. With tensor parallelism there are two levels: a process's *own* tokens, for norms and
+modulation, and those *seen* by its tensor-parallel processes together between a column layer and its row layer, for rotary positions,
+masks and attention. Without tensor parallelism both are the same.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mmspeed.errors import UserError, nearest
 
 Level = Literal["own", "seen"]
 Attended = Literal["rows", "columns"]
-# The part of a linear layer in its model. "column": each row of its weight makes a channel of its own (heads, hidden units);
+# The role of a linear layer in its model. "column": each row of its weight makes a channel of its own (heads, hidden units);
 # "row": its inputs are such channels. Between a column layer and its row layer channels never mix. "vocabulary": a column layer whose
 # outputs are the whole vocabulary's logits, gathered. "expert": each process of the axis holds other experts' weights whole.
 Role = Literal["column", "row", "vocabulary", "expert"]
@@ -34,19 +34,19 @@ Role = Literal["column", "row", "vocabulary", "expert"]
 
 @dataclass(frozen=True)
 class Split:
-    """Keeps this process's part of a tensor, or of each tensor in a list.
+    """A split that keeps this process's part of a tensor, or of each tensor in a list.
 
     Args:
-        sequence: its name, or the names of several that lie behind one another along `dim` (a mask over [video, text]).
+        sequence: its name, or the names of several that follow one another along `dim` (a mask over [video, text]).
         dim: of the tensor, along which the sequence (its columns) lies.
         rows: the dim of its rows, where the tensor has one.
-        level: which part: the process's own tokens, or those that its tensor-parallel processes see together.
+        level: the process's own tokens, or those that its tensor-parallel processes see together.
         ndim: a tensor with another number of dims stays whole.
         broadcast: a dim of size 1 stays whole.
         least: tokens that every process must get.
-        positions: the tensor (T, S, X) holds the tokens' positions along this dim; an attention across processes is told those of all.
+        positions: the tensor (T, S, X) holds the tokens' positions along this dim; an attention across processes gets those of all.
 
-    The first split of a forward pass tells a sequence's length; all others must agree.
+    The first split of a forward pass gives a sequence's length; all others must agree.
     """
 
     sequence: str | tuple[str, ...]
@@ -61,14 +61,14 @@ class Split:
 
 @dataclass(frozen=True)
 class Leading:
-    """An integer argument, a number of tokens at the start of `sequence`: how many of them are on this process."""
+    """An integer argument, a number of tokens at the start of `sequence`, replaced by the number of them on this process."""
 
     sequence: str
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Brings a tensor from this process's own tokens to those that its tensor-parallel processes see: an all-gather over `tp`.
+    """An all-gather over `tp` of a tensor: from this process's own tokens to those that its tensor-parallel processes see.
 
     For a module whose column layers share their input, such as the projections of queries, keys and values.
     """
@@ -79,7 +79,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Gather:
-    """Puts the parts of all processes together again along `dim`, and along `rows` where the tensor has them."""
+    """A gather that joins the parts of all processes along `dim`, and along `rows` where the tensor has them."""
 
     sequence: str
     dim: int
@@ -88,7 +88,7 @@ class Gather:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The running tokens of a block: brought to its own holding from that of the block before, where these differ."""
+    """The running tokens of a block: re-sharded from the layout of the previous block to its own, where these differ."""
 
     sequence: str
     dim: int
@@ -99,7 +99,7 @@ class Tokens:
 class Block:
     """A block: sharded, recomputed, compiled and measured as a whole. The order of blocks is that of their calls.
 
-    attends: the dim of the tokens that its attention runs along; rows of one (a full model, a foreign one) attend along columns.
+    attends: the dim of the tokens along which its attention runs; where there is one row (full attention, other libraries), "columns".
     tokens: its running tokens, by the arguments of its forward; only where blocks of one model attend along different dims.
     """
 
@@ -108,7 +108,7 @@ class Block:
     tokens: Mapping[str, Tokens] = field(default_factory=dict)
 
 
-# How the numbers of queries, keys and values lie in memory, outermost dim first, as all processes know it: B batch, A heads,
+# The memory layout of queries, keys and values, outermost dim first, as all processes know it: B batch, A heads,
 # G rows or columns that attend apart, N tokens, D head width. BNAD is the layout BSH of the projections, NBAD is SBH. Under BNGAD
 # queries, keys, values and output are (B, G, A, N, D), and a mask's B is B x G; else they are (B, A, N, D).
 AttentionLayout = Literal["BAND", "BNAD", "NBAD", "BNGAD"]
@@ -116,14 +116,13 @@ AttentionLayout = Literal["BAND", "BNAD", "NBAD", "BNGAD"]
 
 @dataclass(frozen=True)
 class Site:
-    """An attention.
+    """An attention of the model.
 
-    queries, keys: the sequences behind one another in its queries and in its keys (None: those of the queries).
+    queries, keys: the sequences that follow one another in its queries and in its keys (None: those of the queries).
     calls: the module is called with (q, k, v, structure) and does nothing else, as `AttentionSite` says. Otherwise it calls
-        `F.scaled_dot_product_attention` once in its forward, which is taken over.
-    sparse: sparse attention may be put here, where a model is asked to be sparse.
-    layout: of what its projections give, in blocks that attend along columns; `rows_layout`: in those that attend along rows, each column
-        for itself.
+        `F.scaled_dot_product_attention` once in its forward, and that call is replaced.
+    sparse: sparse attention may be used here, in a model that is made sparse.
+    layout: of its projections in blocks that attend along columns; `rows_layout`: in those that attend along rows, each column for itself.
     """
 
     queries: tuple[str, ...]
@@ -138,8 +137,8 @@ class Site:
 class Linear:
     """The role of a linear layer under tensor parallelism.
 
-    sequence, dim: whose own tokens are gathered before a column layer, or come back summed after a row layer. None: they are not moved;
-        the layer's input is whole on all processes (a caption), or comes gathered (`Seen`).
+    sequence, dim: the sequence whose own tokens are gathered before a column layer, or come back summed after a row layer. None: tokens do
+        not move; the layer's input is whole on all processes (a caption), or comes gathered (`Seen`).
     """
 
     role: Role
@@ -161,10 +160,10 @@ class Region:
 
 @dataclass(frozen=True)
 class Chunked:
-    """An MLP, within a block, whose hidden layer can be made for some tokens at a time.
+    """An MLP, within a block, whose hidden layer can be computed for some tokens at a time.
 
     up, down: its linear layers. expands: the module whose forward is `up` and the activation, where that is not `up` alone.
-    activation: what stands between, number by number; None: `down` prepares its input itself (`PreparesInput`).
+    activation: the elementwise function between them; None: `down` prepares its input itself (`PreparesInput`).
     """
 
     up: str
@@ -179,8 +178,8 @@ class ModelPlan:
 
     Args:
         blocks: in the order of their calls.
-        inputs: module -> argument of its forward -> what becomes of it.
-        outputs: module -> place in its output (0 for a single tensor; a key of a dict) -> what becomes of it.
+        inputs: module -> argument of its forward -> the change to it.
+        outputs: module -> place in its output (0 for a single tensor; a key of a dict) -> the change to it.
         attention: attentions, by patterns.
         linears: roles of linear layers, by patterns; none: tensor parallelism is refused.
         heads: of attention, over all processes; None: not known.
@@ -192,10 +191,10 @@ class ModelPlan:
         cuts: names of blocks before which a pipeline may cut the model; None: before any.
         before, after: modules that run before the first and after the last block.
         draws: its blocks draw random numbers (dropout).
-        image: (argument of the model's forward, dim) where the number of frames stands; dim None: the argument is that number. When
-            it is 1 no tokens are split over a group: every process computes its own.
+        image: (argument of the model's forward, dim) that gives the number of frames; dim None: the argument is that number. When it is 1
+            no tokens are split over a group: every process computes its own.
         causal: attention is causal; parts are then cut in zigzag order, in which all processes of a ring have equal work.
-        long_text: this sequence is split only where it is as long as the configuration says (`parallel.shard_text`).
+        long_text: this sequence is split only from the length on that the configuration sets (`parallel.shard_text`).
     """
 
     blocks: tuple[Block, ...]
@@ -225,14 +224,14 @@ class ModelPlan:
 
 @runtime_checkable
 class DeclaresPlan(Protocol):
-    """A model with a plan: its own, or one that was put on it (`declare_plan`)."""
+    """A model with a plan: its own, or one that `declare_plan` gave it."""
 
     plan: ModelPlan
 
 
 @dataclass(frozen=True)
 class Structure:
-    """What an attention may see beside queries, keys and values; the plan's engine cuts it for a process.
+    """The inputs of an attention beside queries, keys and values; the plan's engine cuts them for a process.
 
     Args:
         key_mask_BN: bool, True at keys that count; None: all do.
@@ -240,7 +239,7 @@ class Structure:
         image: the sample is an image, whose attention is dense.
         causal: each query sees the keys up to its own place.
         window: each query sees so many keys to either side.
-        documents_BN: numbers of the documents of packed tokens, which see their own alone.
+        documents_BN: numbers of the documents of packed tokens, which see only their own document.
     """
 
     key_mask_BN: Tensor | None = None
@@ -265,24 +264,24 @@ class PreparesInput(Protocol):
 
 
 def base_of_adapters(layer: nn.Module) -> nn.Module:
-    """The layer that an adapter holds as its `base_layer`, or adapters hold within one another; any other module itself."""
-    while (held := dict(layer.named_children()).get("base_layer")) is not None:
-        layer = held
+    """The layer inside an adapter, or nested adapters, as their `base_layer`; any other module itself."""
+    while (base := dict(layer.named_children()).get("base_layer")) is not None:
+        layer = base
     return layer
 
 
 def check_adapter(layer: nn.Module, where: str) -> None:
-    """Raises UserError for an adapter around a layer that prepares its input: it would be given the input as it was before."""
+    """Raises UserError for an adapter around a layer that prepares its input: the adapter would get the unprepared input."""
     if layer is not (base := base_of_adapters(layer)) and isinstance(base, PreparesInput):
         raise UserError(
-            f"{where}: an adapter holds a {type(base).__name__}, which prepares its input; the adapter would be given the input as it was "
-            "before: adapt other layers"
+            f"{where}: an adapter holds a {type(base).__name__}, which prepares its input; the adapter would get the unprepared input: "
+            "adapt other layers"
         )
 
 
 @dataclass(frozen=True)
 class BlockParts:
-    """What a block knows of its model's plan: its regions and MLPs, and along what it attends."""
+    """The part of a model's plan that a block knows: its regions and MLPs, and the dim along which it attends."""
 
     regions: Mapping[str, Region] = field(default_factory=dict)
     chunks: tuple[Chunked, ...] = ()
@@ -298,7 +297,7 @@ class DeclaresParts(Protocol):
 
 
 def declare_plan(model: nn.Module, plan: ModelPlan) -> None:
-    """Put a plan on a model, in place, and on each block what concerns it. Raises UserError for blocks that are not there."""
+    """Set a plan on a model, and its part on each block, in place. Raises UserError for blocks that the model lacks."""
     names = [name for name, _ in model.named_modules()]
     for block in plan.blocks:
         if block.name not in names:
@@ -309,12 +308,12 @@ def declare_plan(model: nn.Module, plan: ModelPlan) -> None:
 
 
 def parts_of(block: nn.Module) -> BlockParts:
-    """A block's regions and MLPs; none of a block whose model has no plan."""
+    """The regions and MLPs of a block; none for a block whose model has no plan."""
     return block.block_parts if isinstance(block, DeclaresParts) else BlockParts()
 
 
 def named_like(name: str, pattern: str) -> bool:
-    """True for a module's name that is as a plan's pattern: `*` stands for one whole or partial name between dots."""
+    """True for a module's name that matches a plan's pattern: `*` stands for one whole or partial name between dots."""
     parts, wanted = name.split("."), pattern.split(".")
     if not name or not pattern:  # the model itself, which no `*` stands for
         return name == pattern
@@ -322,20 +321,20 @@ def named_like(name: str, pattern: str) -> bool:
 
 
 def modules_like(module: nn.Module, pattern: str, where: str) -> list[tuple[str, nn.Module]]:
-    """The modules within one, itself included, whose names there are as a pattern; at least one.
+    """The modules within a module, itself included, whose names match a pattern; at least one.
 
     Raises UserError with the nearest names where there is none; `where` is the place in the plan.
     """
     named = list(module.named_modules())
-    found = [(name, part) for name, part in named if named_like(name, pattern)]
-    if not found:
+    matches = [(name, part) for name, part in named if named_like(name, pattern)]
+    if not matches:
         hint = nearest(pattern, [name for name, _ in named])
         raise UserError(f"{where}: {type(module).__name__} has no module {pattern!r}{hint}")
-    return found
+    return matches
 
 
 def plan_of(model: nn.Module) -> ModelPlan | None:
-    """The plan that a model declares; None of one that declares none."""
+    """The plan that a model declares; None where it declares none."""
     plan = model.plan if isinstance(model, DeclaresPlan) else None
     return plan if isinstance(plan, ModelPlan) else None  # a model may have something else of this name
 
@@ -350,19 +349,19 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def keep_blocks(model: nn.Module, places: Sequence[int]) -> None:
-    """Leave a model only some of its blocks, by their places in the order of calls, in place; its plan goes with them.
+    """Remove all but some blocks of a model, by their places in the order of calls, in place; its plan changes with them.
 
     Blocks of one list stay in their order. Raises ValueError where a list of blocks would be left empty.
     """
     blocks, plan = blocks_of(model), plan_of(model)
-    kept: dict[str, list[int]] = {}
+    places_by_list: dict[str, list[int]] = {}
     for place in places:
-        kept.setdefault(blocks[place][0].rpartition(".")[0], []).append(place)
-    left = {name.rpartition(".")[0] for name, _ in blocks} - kept.keys()
+        places_by_list.setdefault(blocks[place][0].rpartition(".")[0], []).append(place)
+    left = {name.rpartition(".")[0] for name, _ in blocks} - places_by_list.keys()
     if left:
         raise ValueError(f"{type(model).__name__}: no block of {', '.join(sorted(left))} would be left")
     chosen: list[Block] = []
-    for name, own in kept.items():
+    for name, own in places_by_list.items():
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, nn.ModuleList(blocks[place][1] for place in own))
         if plan is not None:

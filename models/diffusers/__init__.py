@@ -1,1 +1,1 @@
-"""Transformers of the `diffusers` library: their plans, and sparse attention in them."""
+"""Train transformers of the `diffusers` library: their calls, plans, small configs and sparse attention."""

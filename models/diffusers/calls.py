@@ -1,6 +1,6 @@
-"""How diffusers' video transformers are called in training: a call for each class, found by its name.
+"""Call diffusers' video transformers in training: a call for each class, looked up by its name.
 
-Each does what the class's own text-to-video pipeline does around its transformer; nothing here knows a pipeline. Times come in [0, 1].
+Each call does what the class's own text-to-video pipeline does around its transformer; nothing here knows a pipeline. Times are in [0, 1].
 
 Legend: B batch, C channels, T h w latent, N tokens of a video, L caption tokens, D text width, E model width.
 """
@@ -22,14 +22,14 @@ from mmspeed.protocols.calls import Conditions, ModelCall, Predicted
 
 Config = Mapping[str, Any]  # the arguments that a class was made with
 Latent = tuple[int, int, int]
-TIMES = 1000.0  # of these models' clock, in one of ours
+TIMES = 1000.0  # units of these models' time, from 0 to 1 of ours
 
 
 @dataclass(frozen=True)
 class WanCall:
-    """WanTransformer3DModel, text to video.
+    """The call of WanTransformer3DModel, text to video.
 
-    text_tokens: captions are filled up with zeros to so many tokens, which are attended to: the model was trained so.
+    text_tokens: captions are padded with zeros to so many tokens, which are attended to: the model was trained so.
     """
 
     text_tokens: int = 512
@@ -46,7 +46,7 @@ class WanCall:
             raise UserError("WanTransformer3DModel: image_dim is set: image-to-video models cannot be trained yet")
 
     def call(self, config: Config, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> dict[str, Any]:
-        """Raises UserError for captions of more than `text_tokens`."""
+        """The arguments of the forward. Raises UserError for captions of more than `text_tokens`."""
         return {
             "hidden_states": x_BCThw,
             "timestep": TIMES * t_B,
@@ -81,7 +81,7 @@ class WanCall:
 
 @dataclass(frozen=True)
 class LtxCall:
-    """LTXVideoTransformer3DModel, text to video: tokens are packed, and positions are in seconds and pixels."""
+    """The call of LTXVideoTransformer3DModel, text to video: tokens are packed, and positions are in seconds and pixels."""
 
     predicts: Predicted = "velocity"
     timed: bool = True
@@ -96,7 +96,7 @@ class LtxCall:
         )  # fmt: skip
 
     def call(self, config: Config, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> dict[str, Any]:
-        """Raises UserError without frames per second."""
+        """The arguments of the forward. Raises UserError without frames per second."""
         if conditions.fps_B is None or conditions.strides is None:
             raise UserError(
                 "LTXVideoTransformer3DModel needs the frames per second of each clip, and the codec's strides"
@@ -140,9 +140,9 @@ class LtxCall:
 
 @dataclass(frozen=True)
 class CogVideoXCall:
-    """CogVideoXTransformer3DModel, text to video: frames before channels, times as whole steps of 1000.
+    """The call of CogVideoXTransformer3DModel, text to video: frames before channels, times as integer steps of 1000.
 
-    Captions are filled up with zeros to the model's own length, `max_text_seq_length`, as its positions expect.
+    Captions are padded with zeros to the model's own length, `max_text_seq_length`, as its positions expect.
     """
 
     predicts: Predicted = "v"
@@ -156,7 +156,7 @@ class CogVideoXCall:
         _check_sizes("CogVideoXTransformer3DModel", config, channels, text_width, "text_embed_dim")
 
     def call(self, config: Config, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> dict[str, Any]:
-        """Raises UserError for captions of more tokens than the model has places."""
+        """The arguments of the forward. Raises UserError for captions of more tokens than the model has places."""
         arguments = {
             "hidden_states": x_BCThw.transpose(1, 2),
             "timestep": (t_B * (TIMES - 1)).round().long(),
@@ -174,7 +174,7 @@ class CogVideoXCall:
         return _first(output).transpose(1, 2)
 
     def tokens(self, config: Config, latent: Latent) -> int:
-        """Of the video; captions attend among them."""
+        """Tokens of the video; captions attend together with them."""
         return math.prod(token_grid(latent, self.patch(config)))
 
     def flops(self, config: Config, latent: Latent, text_tokens: int) -> int:
@@ -198,9 +198,9 @@ class CogVideoXCall:
 
 @dataclass(frozen=True)
 class HunyuanVideoCall:
-    """HunyuanVideoTransformer3DModel, text to video.
+    """The call of HunyuanVideoTransformer3DModel, text to video.
 
-    guidance: the scale that a model distilled to one (`guidance_embeds`) is told; the pipeline's own is 6.
+    guidance: the scale that is passed to a guidance-distilled model (`guidance_embeds`); the pipeline's own is 6.
     """
 
     guidance: float = 6.0
@@ -220,13 +220,13 @@ class HunyuanVideoCall:
             )
 
     def call(self, config: Config, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> dict[str, Any]:
-        """Raises UserError without pooled vectors, or with those of another width."""
+        """The arguments of the forward. Raises UserError without pooled vectors, or with those of another width."""
         pooled_BD, width = conditions.pooled_BD, self.pooled_width(config)
         if pooled_BD is None or pooled_BD.shape[1] != width:
-            found = "none" if pooled_BD is None else f"one of width {pooled_BD.shape[1]}"
+            pooled = "none" if pooled_BD is None else f"one of width {pooled_BD.shape[1]}"
             raise UserError(
-                f"HunyuanVideoTransformer3DModel needs a pooled vector of width {width} for each caption, the text encoder gave {found}: "
-                "encode captions with one that gives it, such as CLIP's"
+                f"HunyuanVideoTransformer3DModel needs a pooled vector of width {width} for each caption, the text encoder gave {pooled}: "
+                "encode captions with one that has it, such as CLIP's"
             )
         arguments = {
             "hidden_states": x_BCThw,
@@ -244,7 +244,7 @@ class HunyuanVideoCall:
         return _first(output)
 
     def tokens(self, config: Config, latent: Latent) -> int:
-        """Of the video; captions attend among them."""
+        """Tokens of the video; captions attend together with them."""
         return math.prod(token_grid(latent, self.patch(config)))
 
     def flops(self, config: Config, latent: Latent, text_tokens: int) -> int:
@@ -279,18 +279,18 @@ CALLS: Mapping[str, ModelCall] = {
 
 
 def class_name(model: nn.Module) -> str | None:
-    """The name of the class of `CALLS` that a model is of; mixins may stand before it."""
+    """The name of a model's class in `CALLS`, below any mixins; None where it has none."""
     return next((own.__name__ for own in type(model).__mro__ if own.__name__ in CALLS), None)
 
 
 def call_for(model: nn.Module) -> ModelCall:
-    """The call of a model, by the name of its class. Raises UserError that names the known ones."""
+    """The call of a model, by the name of its class. Raises UserError with the known classes for any other."""
     name = class_name(model)
     if name is None:
         own = type(model).__name__
         raise UserError(
-            f"{own} is no class whose call is known{nearest(own, list(CALLS))}: known are {', '.join(CALLS)}; "
-            "for another one say call=, an object like those of mmspeed/models/diffusers/calls.py"
+            f"no call is known for the class {own}{nearest(own, list(CALLS))}: known are {', '.join(CALLS)}; "
+            "for another class give call=, an object like those of mmspeed/models/diffusers/calls.py"
         )
     return CALLS[name]
 
@@ -301,22 +301,22 @@ def rotary_of_cogvideox(config: Config, grid: tuple[int, int, int], device: torc
 
     t, h, w = grid
     base_h, base_w = config["sample_height"] // config["patch_size"], config["sample_width"] // config["patch_size"]
-    given: dict[str, Any] = {"embed_dim": config["attention_head_dim"], "grid_size": (h, w), "temporal_size": t}
+    arguments: dict[str, Any] = {"embed_dim": config["attention_head_dim"], "grid_size": (h, w), "temporal_size": t}
     if config["patch_size_t"] is None:
         if h / w > base_h / base_w:
             fit_h, fit_w = base_h, round(base_h / h * w)
         else:
             fit_h, fit_w = round(base_w / w * h), base_w
         top, left = round((base_h - fit_h) / 2.0), round((base_w - fit_w) / 2.0)
-        given["crops_coords"] = ((top, left), (top + fit_h, left + fit_w))
+        arguments["crops_coords"] = ((top, left), (top + fit_h, left + fit_w))
     else:
-        given |= {"crops_coords": None, "grid_type": "slice", "max_size": (base_h, base_w)}
-    cos_ND, sin_ND = get_3d_rotary_pos_embed(**given, device=device)
+        arguments |= {"crops_coords": None, "grid_type": "slice", "max_size": (base_h, base_w)}
+    cos_ND, sin_ND = get_3d_rotary_pos_embed(**arguments, device=device)
     return cos_ND, sin_ND
 
 
 def token_grid(latent: tuple[int, ...], patch: tuple[int, ...]) -> Latent:
-    """Tokens along time, height and width. Raises ValueError where rows would be cut off, with the next sizes."""
+    """Tokens along time, height and width. Raises ValueError, with the nearest sizes, where the patch does not divide the latent."""
     for label, size, step in zip(("frames", "height", "width"), latent, patch, strict=True):
         if size % step:
             lower = size // step * step
@@ -337,12 +337,12 @@ def _outputs(config: Config) -> int:
 
 
 def _check_sizes(name: str, config: Config, channels: int, text_width: int, text_key: str) -> None:
-    """Raises UserError where latents or captions are of other sizes than the model's."""
+    """Raises UserError where latents or captions have other sizes than the model's."""
     inputs, outputs = config["in_channels"], _outputs(config)
     if inputs != channels or outputs != channels:
         raise UserError(
-            f"{name} takes {inputs} channels and gives {outputs}, the latents here have {channels}: name the model's own codec under `vae` "
-            "(a model that takes more than it gives is one of image-to-video, which cannot be trained yet)"
+            f"{name} takes {inputs} channels and returns {outputs}, the latents here have {channels}: name the model's own codec under "
+            "`vae` (a model that takes more than it returns is for image-to-video, which cannot be trained yet)"
         )
     if config[text_key] != text_width:
         raise UserError(
@@ -351,7 +351,7 @@ def _check_sizes(name: str, config: Config, channels: int, text_width: int, text
 
 
 def _filled(conditions: Conditions, tokens: int, dtype: torch.dtype) -> Tensor:
-    """Captions of `tokens` tokens, zeros behind the real ones. Raises UserError for longer ones."""
+    """Captions padded with zeros to `tokens` tokens. Raises UserError for longer ones."""
     length = conditions.text_BLD.shape[1]
     if length > tokens:
         raise UserError(f"a caption has {length} tokens, the model takes {tokens}: set text.max_tokens: {tokens}")
@@ -368,13 +368,13 @@ def _packed(x_BCThw: Tensor, patch: tuple[int, int, int]) -> Tensor:
 
 
 def _unpacked(tokens_BNP: Tensor, patch: tuple[int, int, int], like_BCThw: Tensor) -> Tensor:
-    """The latent that tokens are of, of a known shape."""
+    """The latent of these tokens, of a known shape."""
     (t, h, w), (p_t, p_h, p_w) = token_grid(tuple(like_BCThw.shape[2:]), patch), patch
     parts = tokens_BNP.unflatten(2, (-1, p_t, p_h, p_w)).unflatten(1, (t, h, w))
     return parts.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(like_BCThw.shape)
 
 
 def _first(output: Any) -> Tensor:
-    """The sample in what a class returned, a tuple."""
+    """The sample in a class's output, a tuple."""
     sample: Tensor = output[0]
     return sample

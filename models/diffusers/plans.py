@@ -1,12 +1,12 @@
-"""Plans of diffusers' video transformers (`mmspeed.protocols.plan`): a function for each class, found by its name.
+"""Declare plans of diffusers' video transformers (`mmspeed.protocols.plan`): a function for each class, looked up by its name.
 
 Sequences: `video` (tokens of the latent video) and, where text takes part in the same attention, `text`. Text that is
 cross-attended to stays whole on every process: it is short, and then nothing has to be exchanged for it.
 
-Their norms, modulation and gates stand in the blocks' own forward, so no module makes them: regions are attentions and MLPs, and
-selective policies serve for the rest.
+Their norms, modulation and gates are in the blocks' own forward, not in modules: regions are attentions and MLPs, and selective policies
+cover the rest.
 
-For other classes diffusers' own declaration (`_cp_plan`) is read, where it splits one sequence and leaves no question open.
+For other classes diffusers' own declaration (`_cp_plan`) is read, where it splits one sequence and is unambiguous.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from mmspeed.protocols.plan import (
 )
 
 VIDEO = Gather("video", 1)
-TIMESTEP = Split("video", 1, ndim=2, broadcast=True)  # one a sample (B,) or one a token (B, N)
+TIMESTEP = Split("video", 1, ndim=2, broadcast=True)  # one per sample (B,) or one per token (B, N)
 SUM = Linear("row", "video", dim=1)
-# the activations of diffusers' FeedForward that work number by number
+# the elementwise activations of diffusers' FeedForward
 ACTIVATIONS: Mapping[str, Any] = {"gelu": "gelu", "gelu-approximate": "gelu_tanh", "linear-silu": "silu"}
 
 
 def wan_plan(model: nn.Module) -> ModelPlan:
-    """WanTransformer3DModel. Timesteps may be one a sample (B,) or, in Wan 2.2, one a token (B, N).
+    """The plan of WanTransformer3DModel. Timesteps may be one per sample (B,) or, in Wan 2.2, one per token (B, N).
 
-    Under tensor parallelism attentions and MLPs see the tokens of all processes, and the modulation around them is of own tokens.
+    Under tensor parallelism attentions and MLPs see the tokens of all processes, and the modulation around them applies to own tokens.
     """
     attention = "blocks.*.attn1", "blocks.*.attn2"
     rotary = Split("video", 1, level="seen")
@@ -69,7 +69,7 @@ def wan_plan(model: nn.Module) -> ModelPlan:
 
 
 def _wan_linears(model: nn.Module) -> dict[str, Linear]:
-    """Roles of the layers; none where projections are fused, whose weight is split into no heads."""
+    """Roles of the layers; none where projections are fused, since their weight cannot be split by heads."""
     if any(vars(module).get("fused_projections") for module in model.modules()):
         return {}
     columns = [f"blocks.*.attn*.{name}" for name in ("to_q", "to_k", "to_v")]
@@ -78,12 +78,12 @@ def _wan_linears(model: nn.Module) -> dict[str, Linear]:
 
 
 def _added(model: nn.Module, name: str) -> tuple[str, ...]:
-    """The pattern of a layer that image-to-video models alone have in their cross-attention."""
+    """The pattern of a layer that only image-to-video models have in their cross-attention; empty for others."""
     return (f"blocks.*.attn2.{name}",) if _config(model).added_kv_proj_dim is not None else ()
 
 
 def ltx_plan(model: nn.Module) -> ModelPlan:
-    """LTXVideoTransformer3DModel. Rotary frequencies are (B, N, E); timesteps (B,) or one a token (B, N)."""
+    """The plan of LTXVideoTransformer3DModel. Rotary frequencies are (B, N, E); timesteps (B,) or one per token (B, N)."""
     return ModelPlan(
         blocks=tuple(_listed(model, "transformer_blocks")),
         before=("proj_in", "time_embed", "caption_projection"),
@@ -100,7 +100,7 @@ def ltx_plan(model: nn.Module) -> ModelPlan:
 
 
 def cogvideox_plan(model: nn.Module) -> ModelPlan:
-    """CogVideoXTransformer3DModel: text and video attend jointly; the caller may hand in rotary frequencies (N, D)."""
+    """The plan of CogVideoXTransformer3DModel: text and video attend jointly; the caller may pass rotary frequencies (N, D)."""
     return ModelPlan(
         blocks=tuple(_listed(model, "transformer_blocks")),
         before=("patch_embed", "time_embedding"),
@@ -119,7 +119,7 @@ def cogvideox_plan(model: nn.Module) -> ModelPlan:
 
 
 def hunyuan_video_plan(model: nn.Module) -> ModelPlan:
-    """HunyuanVideoTransformer3DModel: blocks of two streams, then of one, with joint attention under a mask over [video, text].
+    """The plan of HunyuanVideoTransformer3DModel: blocks of two streams, then of one, with joint attention masked over [video, text].
 
     Its blocks cut text off by `[:-n]`, which takes everything for n = 0: every process needs a text token.
     """
@@ -157,25 +157,25 @@ PLANS: Mapping[str, Callable[[nn.Module], ModelPlan]] = {
 
 
 def plan_for(model: nn.Module) -> ModelPlan:
-    """The plan of a diffusers model: ours by the name of its class, or one made from its `_cp_plan`.
+    """The plan of a diffusers model: one of `PLANS` by the name of its class, or one made from its `_cp_plan`.
 
-    Raises UserError where there is neither.
+    Raises UserError where it has neither.
     """
     known = _known(model)
     return converted(model) if known is None else known(model)
 
 
 def declare_known_plan(model: nn.Module) -> None:
-    """Put the plan of its class on a model, in place; nothing where it has one, or its class has none here."""
+    """Declare the plan of a model's class on it, in place, unless the model has a plan already or its class has none here."""
     known = _known(model)
     if plan_of(model) is None and known is not None:
         declare_plan(model, known(model))
 
 
 def converted(model: nn.Module) -> ModelPlan:
-    """A plan made from diffusers' own declaration, `_cp_plan`, of a model in which one sequence is split.
+    """A plan made from diffusers' own declaration, `_cp_plan`, for a model in which one sequence is split.
 
-    All that it splits is taken to be that sequence, `video`; attention modules are those whose processor takes part in
+    Everything that it splits is taken as that sequence, `video`; attention modules are those whose processor takes part in
     diffusers' context parallelism and which are not named as cross-attention. Raises UserError where text is split too: the
     declaration does not say which rotary output, mask or attention belongs to which sequence.
     """
@@ -219,17 +219,17 @@ def converted(model: nn.Module) -> ModelPlan:
 
 
 def _self_attention(model: nn.Module) -> dict[str, Site]:
-    found = {
+    sites = {
         name: Site(("video",))
         for name, module in model.named_modules()
         if hasattr(getattr(module, "processor", None), "_parallel_config")
         and not getattr(module, "is_cross_attention", False)
     }
-    if not found:
+    if not sites:
         raise UserError(
             f"{type(model).__name__}: none of its attention modules takes part in diffusers' context parallelism"
         )
-    return found
+    return sites
 
 
 def _known(model: nn.Module) -> Callable[[nn.Module], ModelPlan] | None:
@@ -250,7 +250,7 @@ def _listed(model: nn.Module, name: str) -> Iterator[Block]:
 
 
 def _repeated(model: nn.Module) -> Iterator[Block]:
-    """The blocks that diffusers names as repeated, or as not to be taken apart."""
+    """The blocks that diffusers names as repeated, or as not to be split."""
     kinds = getattr(model, "_repeated_blocks", None) or getattr(model, "_no_split_modules", None) or ()
     for name, module in model.named_modules():
         if type(module).__name__ in kinds:
@@ -258,7 +258,7 @@ def _repeated(model: nn.Module) -> Iterator[Block]:
 
 
 def _chunks(mlp: str, activation: str) -> tuple[Chunked, ...]:
-    """A block's MLP, a FeedForward of diffusers, where its activation works number by number."""
+    """A block's MLP, a FeedForward of diffusers, where its activation is elementwise; else none."""
     if activation not in ACTIVATIONS:
         return ()
     return (Chunked(f"{mlp}.net.0.proj", f"{mlp}.net.2", f"{mlp}.net.0", ACTIVATIONS[activation]),)

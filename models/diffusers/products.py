@@ -1,13 +1,13 @@
-"""Operations in matrix products; a multiply-add counts as two."""
+"""Count operations of matrix products; a multiply-add counts as two."""
 
 from __future__ import annotations
 
 
 def linear(tokens: int, inputs: int, outputs: int) -> int:
-    """Of a linear layer, or of a convolution whose patches do not overlap."""
+    """Operations of a linear layer, or of a convolution whose patches do not overlap."""
     return 2 * tokens * inputs * outputs
 
 
 def attention(queries: int, keys: int, width: int) -> int:
-    """Of scores and values over all heads."""
+    """Operations of scores and values over all heads."""
     return 4 * queries * keys * width

@@ -1,6 +1,6 @@
-"""Small configs of diffusers' video transformers: the class and its heads stay, and all else that decides how it is split over processes.
+"""Small configs of diffusers' video transformers, which keep the class, its heads, and all else that decides how it is split.
 
-A model of one computes in a moment on a laptop; layouts are compared with it.
+A model of such a config runs in a moment on a laptop; layouts are compared with it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from mmspeed.models.diffusers.calls import CogVideoXCall, HunyuanVideoCall, LtxCall, WanCall
 
-Config = Mapping[str, Any]  # the arguments that a class is made with
+Config = Mapping[str, Any]  # the arguments of a class's constructor
 Latent = tuple[int, int, int]
 MOST_BLOCKS = 2  # of each list
 WIDTH_OF_TIMES = 16
@@ -20,7 +20,7 @@ WIDTH_OF_TIMES = 16
 
 @dataclass(frozen=True)
 class SmallSizes:
-    """Sizes of a small model and of what it computes on.
+    """Sizes of a small model and of its inputs.
 
     Args:
         channels: of latents.
@@ -38,7 +38,7 @@ class SmallSizes:
 
 @dataclass(frozen=True)
 class SmallClass:
-    """Rules by which a class is made small. `patch`: of a config, along time, height and width; `head`: channels of an attention head."""
+    """Rules for small models of a class. `patch`: that of a config, along time, height and width; `head`: channels of an attention head."""
 
     patch: Callable[[Config], Latent]
     head: int
@@ -105,11 +105,11 @@ SMALL: Mapping[str, SmallClass] = {
 
 
 def _channels(config: Config, channels: int) -> dict[str, Any]:
-    """Numbers of input and output channels; a model that takes more than it gives still does."""
+    """Numbers of input and output channels; a model with more inputs than outputs keeps more."""
     inputs, outputs = config["in_channels"], config["out_channels"] or config["in_channels"]
     return {"in_channels": channels + (inputs != outputs), "out_channels": channels}
 
 
 def _plain(value: Any) -> Any:
-    """An argument as the class takes it, of one that was read from JSON."""
+    """The argument as the class takes it, from one that was read from JSON."""
     return tuple(value) if isinstance(value, list) else value

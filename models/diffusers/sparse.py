@@ -1,7 +1,7 @@
-"""Which attention of video transformers can be sparse, and how their forward's arguments tell the grid of video tokens.
+"""Find the attention of a video transformer that can be sparse, and its grid of video tokens from its forward's arguments.
 
-A joint attention names its sequences in order; all tokens of a call that the grid does not account for are text. Video tokens go time by
-time, row by row.
+A joint attention names its sequences in order; all tokens of a call beyond the grid are text. Video tokens are in the order of time, then
+rows.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _ltx(model: nn.Module) -> Grid:
         if None in sizes:
             raise UserError(
                 f"{type(model).__name__}: sparse attention needs num_frames, height and width of its forward (video_coords alone "
-                "do not tell the grid)"
+                "do not give the grid)"
             )
         t, h, w = (int(size) for size in sizes if size is not None)
         return t, h, w
@@ -74,10 +74,10 @@ GRIDS: Mapping[str, Callable[[nn.Module], Grid]] = {
 
 
 def sparse_plan(model: nn.Module, attention: Mapping[str, tuple[str, ...]] | None = None) -> ModelPlan:
-    """The plan of a model that is to be sparse: its own, or ours by the name of its class, with the attention that is given.
+    """The plan of a model that is to be sparse: its own, or that of its class here, with the given attention.
 
     attention: patterns of module names, each with the sequences that attend in it, in their order: ("video",), ("text", "video") or
-    ("video", "text"). Raises UserError where there is neither.
+    ("video", "text"). Raises UserError without attention and without a plan.
     """
     known = plan_of(model)
     if known is None and _known(model) is not None:
@@ -97,7 +97,7 @@ def sparse_plan(model: nn.Module, attention: Mapping[str, tuple[str, ...]] | Non
 
 
 def grid_of(model: nn.Module) -> Grid:
-    """The function that tells a model's grid, by the name of its class. Raises UserError where there is none."""
+    """The function that gives a model's grid, by the name of its class. Raises UserError where there is none."""
     known = _known(model)
     if known is None:
         raise _unknown(model)
@@ -110,6 +110,6 @@ def _known(model: nn.Module) -> str | None:
 
 def _unknown(model: nn.Module) -> UserError:
     return UserError(
-        f"sparsify_model: {type(model).__name__} is not one of {', '.join(GRIDS)}; say which modules attend to themselves, "
+        f"sparsify_model: {type(model).__name__} is not one of {', '.join(GRIDS)}; name the modules of self-attention, "
         "attention={'blocks.*.attn1': ('video',)}, and grid=lambda arguments: (frames, height, width) in tokens"
     )

@@ -1,7 +1,7 @@
-"""Sparse self-attention put into a model that was written without it: the layers, by its plan.
+"""Add sparse self-attention to a model that was written without it: the layers, by its plan.
 
-Which attention meets a layer, and what is recorded for recomputation, is `mmspeed.parallel.boundaries`. Names in the state dict stay as
-they were: thresholds are buffers that are not in it.
+`mmspeed.parallel.boundaries` connects attentions to these layers, and records their plans for recomputation. Names in the state dict stay
+as they were: thresholds are buffers that are not in it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _SparseModel(nn.Module):
 
     @contextmanager
     def cache_context(self, name: str, **kwargs: Any) -> Iterator[None]:
-        """Diffusers' pipelines tell by it which caption they call the model with; `warm_plans` listens."""
+        """Note the caption that diffusers' pipelines call the model with, for `warm_plans`."""
         with super().cache_context(name, **kwargs):  # type: ignore[misc]
             for layer in clustered_layers(self).values():
                 if layer.warm is not None:
@@ -37,27 +37,27 @@ class _SparseModel(nn.Module):
 
 
 def sparsify(model: nn.Module, plan: ModelPlan, grid: Grid, settings: SparseConfig) -> dict[str, ClusteredAttention]:
-    """Make the self-attention of `model` sparse, in place: its sparse layers, by the names of their modules.
+    """Make the self-attention of `model` sparse, in place, and return its sparse layers by the names of their modules.
 
-    Of the modules that the plan names, in the model's order, the first `dense_first` and the last `dense_last` stay dense.
-    Raises UserError for a plan that does not fit the model, and where nothing would be sparse; the model is then as it was.
+    Among the modules that the plan names, in the model's order, the first `dense_first` and the last `dense_last` stay dense.
+    Raises UserError for a plan that does not fit the model, and where nothing would be sparse; the model is then unchanged.
     """
-    found = _self_attention(model, plan)
+    modules = _self_attention(model, plan)
     check_backend(settings.backend, "model.sparse.backend")
-    chosen = range(settings.dense_first, len(found) - settings.dense_last)
+    chosen = range(settings.dense_first, len(modules) - settings.dense_last)
     if not chosen:
         raise UserError(
-            f"sparse attention: {type(model).__name__} has {len(found)} self-attentions, and all would stay dense: lower dense_first "
+            f"sparse attention: {type(model).__name__} has {len(modules)} self-attentions, and all would stay dense: lower dense_first "
             f"({settings.dense_first}) or dense_last ({settings.dense_last})"
         )
     layers = {}
     for place in chosen:
-        name, module = found[place]
+        name, module = modules[place]
         layer = ClusteredAttention(settings, way=1 if (place % 2) else 0).train(module.training)
         layer.reset()
         parameter = next(module.parameters(), None)
         layer.to(parameter.device if parameter is not None else None)
-        layer.register_buffer("tau", layer.tau, persistent=False)  # a saved model is the plain class's
+        layer.register_buffer("tau", layer.tau, persistent=False)  # saved models are of the plain class
         module.add_module(SPARSE_LAYER, layer)
         layers[name] = layer
     try:
@@ -71,15 +71,15 @@ def sparsify(model: nn.Module, plan: ModelPlan, grid: Grid, settings: SparseConf
 
 
 def _self_attention(model: nn.Module, plan: ModelPlan) -> list[tuple[str, nn.Module]]:
-    """The modules that a plan lets be sparse, in the model's order."""
-    found: dict[str, nn.Module] = {}
+    """The modules whose attention a plan allows to be sparse, in the model's order."""
+    modules: dict[str, nn.Module] = {}
     for pattern, site in plan.attention.items():
         if site.sparse:
-            found.update(modules_like(model, pattern, "sparse attention"))
-    return [(name, module) for name, module in model.named_modules() if name in found]
+            modules.update(modules_like(model, pattern, "sparse attention"))
+    return [(name, module) for name, module in model.named_modules() if name in modules]
 
 
 def is_context_parallel(transformer: nn.Module) -> bool:
-    """True where diffusers' own context parallelism was enabled for a transformer: its attention processors are given a config then."""
+    """True where diffusers' own context parallelism was enabled for a transformer: its attention processors then have a config."""
     processors = (getattr(module, "processor", None) for module in transformer.modules())
     return any(getattr(processor, "_parallel_config", None) for processor in processors)

@@ -1,4 +1,4 @@
-"""Parts that diffusion transformers are made of.
+"""Layers of diffusion transformers.
 
 Legend: B batch (samples; sample x row or column inside an attention), T S rows and columns of the tokens (frames x places of
 a frame; one row of all tokens where all attend to all), N tokens of an attention, F frames of a sample, L caption tokens, A heads,
@@ -54,12 +54,12 @@ def timestep_embedding(t: Tensor, channels: int = TIME_CHANNELS) -> Tensor:
 
 
 def modulate(x_BTSE: Tensor, shift_BTSE: Tensor, scale_BTSE: Tensor) -> Tensor:
-    """x (1 + scale) + shift; shift and scale may be the same for all tokens of a sample, or of a frame (T or S are 1)."""
+    """The value of x (1 + scale) + shift; shift and scale may be the same for all tokens of a sample, or of a frame (T or S are 1)."""
     return x_BTSE * (1 + scale_BTSE) + shift_BTSE
 
 
 def of_tokens(cond: Tensor, frame_TS: Tensor) -> Tensor:
-    """Conditioning of samples (B, E) or of frames (B, F, E) as it meets tokens: (B, 1, 1, E) or (B, T, 1 or S, E)."""
+    """Conditioning of samples (B, E) or of frames (B, F, E), broadcast to tokens: (B, 1, 1, E) or (B, T, 1 or S, E)."""
     return cond[:, None, None] if cond.dim() == 2 else cond[:, frame_TS]
 
 
@@ -161,8 +161,8 @@ class HeadNorm(nn.RMSNorm):
 class SelfAttention(nn.Module):
     """Norm, self-attention with QK-norm and rotary positions along one dim of the tokens, gated and added.
 
-    The fused projection is laid out head by head (head, q/k/v, D), so that splitting its rows splits heads: how many heads there
-    are is read off its output.
+    The fused projection is laid out head by head (head, q/k/v, D), so that splitting its rows splits heads: the number of heads is
+    read off its output.
     """
 
     def __init__(self, width: int, heads: int, along: AttentionType, attend: nn.Module) -> None:
@@ -202,7 +202,7 @@ class SelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Norm, attention from tokens to the caption with QK-norm and no positions (the text encoder gave them), added."""
+    """Norm, attention from tokens to the caption with QK-norm and no positions (the text encoder adds them), added."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

@@ -44,8 +44,8 @@ from mmspeed.models.sora.plan import sora_plan
 from mmspeed.protocols import Work
 from mmspeed.protocols.plan import ModelPlan, Structure, declare_plan
 
-ELEMENTWISE = 60  # operations a token and channel of a block: three norms, modulation, rotary positions, GELU, gates
-# Modules whose weights start at zero: the prediction, the modulation (so all gates), and what cross-attention adds.
+ELEMENTWISE = 60  # operations per token and channel of a block: three norms, modulation, rotary positions, GELU, gates
+# modules whose weights start at zero: the prediction, the modulation (so all gates), and the output of cross-attention
 ZERO_MODULES = ("final", "final_modulation", "modulation", "modulation_up", "cross_attention.out")
 
 
@@ -96,24 +96,24 @@ class SoraDiTConfig:
 
     @property
     def patch_values(self) -> int:
-        """Numbers that make one token."""
+        """The number of values in one token."""
         return self.latent_channels * math.prod(self.patch)
 
     def span(self, block: int) -> AttentionType:
-        """What block number `block` attends over: within frames, within positions, or all."""
+        """The span of block number `block`'s attention: within frames, within positions, or all."""
         if self.arrangement == "full":
             return "full"
         return "temporal" if block % 2 else "spatial"
 
     def is_sparse(self, block: int) -> bool:
-        """Whether the self-attention of block number `block` is sparse, for videos that are long enough."""
+        """True where the self-attention of block number `block` is sparse, for videos that are long enough."""
         sparse = self.sparse
         if sparse is None or not sparse.dense_first <= block < self.depth - sparse.dense_last:
             return False
         return self.arrangement == "full" or sparse.spans in ("all", self.span(block))
 
     def way(self, block: int) -> Literal[0, 1]:
-        """Of a pattern that alternates between the blocks of a span, which of its two ways block number `block` has."""
+        """The way of block number `block` in a pattern that alternates between the blocks of a span."""
         return 1 if (block if self.arrangement == "full" else block // 2) % 2 else 0
 
     @property
@@ -122,12 +122,12 @@ class SoraDiTConfig:
         return [block for block in range(self.depth) if self.is_sparse(block)]
 
     def attended(self, block: int, grid: tuple[int, int, int]) -> int:
-        """Tokens of a sequence that block number `block` attends over, of the grid's patches (T, h, w)."""
+        """The number of tokens in a sequence that block number `block` attends over, for a grid of patches (T, h, w)."""
         t, h, w = grid
         return {"spatial": h * w, "temporal": t, "full": t * h * w}[self.span(block)]
 
     def expected_share(self, block: int, grid: tuple[int, int, int]) -> float:
-        """Of the pairs of its self-attention, those that block number `block` computes, about: dense warm-up is left out."""
+        """The approximate share of its self-attention's pairs that block number `block` computes, without dense warm-up."""
         sparse, keys = self.sparse, self.attended(block, grid)
         if sparse is None or not self.is_sparse(block) or grid[0] == 1 or keys < sparse.min_tokens:
             return 1.0
@@ -140,7 +140,7 @@ class SoraDiTConfig:
         return min(1.0, kept + (means / keys if sparse.tail == "summary" else 0.0))
 
     def rows_and_columns(self, grid: tuple[int, int, int]) -> tuple[int, int]:
-        """Tokens as blocks meet them: frames x places of a frame; one row of all where every block attends over all."""
+        """The shape of the tokens in blocks: frames x places of a frame; one row of all where every block attends over all."""
         t, h, w = grid
         return (1, t * h * w) if self.arrangement == "full" else (t, h * w)
 
@@ -198,7 +198,7 @@ class SoraBlock(nn.Module):
         mask_BTS: Tensor | None,
         image: bool,
     ) -> Tensor:
-        """`cond` (..., E) and `shared` (..., 6, E) are of samples (B) or of frames (B, F)."""
+        """The tokens after the block; `cond` (..., E) and `shared` (..., 6, E) are of samples (B) or of frames (B, F)."""
         own = self.modulation_up(self.modulation_down(cond)).view_as(shared)
         # each (B, 1, 1, E) or (B, T, 1 or S, E)
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = (of_tokens(m, frame_TS) for m in (shared + own).unbind(-2))
@@ -210,9 +210,9 @@ class SoraBlock(nn.Module):
 
 
 class SoraDiT(nn.Module):
-    """The diffusion transformer; satisfies `mmspeed.protocols.DiffusionModel`. Its plan is `mmspeed.models.sora.plan`.
+    """The diffusion transformer; it satisfies `mmspeed.protocols.DiffusionModel`. Its plan is `mmspeed.models.sora.plan`.
 
-    It is made with the weights of seed 0, except on the meta device: there call `to_empty` and `mmspeed.initialize.init_weights` later.
+    It starts with the weights of seed 0, except on the meta device: there call `to_empty` and `mmspeed.initialize.init_weights` later.
     """
 
     plan: ModelPlan
@@ -251,8 +251,8 @@ class SoraDiT(nn.Module):
             video_mask_BThw: bool, True at real latents, False at padding: no token attends to a patch without a real latent.
                 None: all are real. Internal: no pipeline reaches it yet.
 
-        Raises ValueError when the latent has not the model's channels or does not divide into patches, or a mask or the times
-        have another shape.
+        Raises ValueError when the latent has another number of channels than the model or does not divide into patches, or when a mask or
+        the times have another shape.
         """
         config = self.config
         if x_BCThw.shape[1] != config.latent_channels:
@@ -278,7 +278,7 @@ class SoraDiT(nn.Module):
         return unpatchify(out_BTSP.flatten(1, 2), config.patch, grid).to(x_BCThw.dtype)
 
     def _checked_times(self, t: Tensor, x_BCThw: Tensor) -> Tensor:
-        """Times of samples (B,) or of latent frames (B, T), which a patch of several frames would mix."""
+        """The times, checked to be of samples (B,) or of latent frames (B, T), which a patch of several frames would mix."""
         if t.dim() == 1:
             return t
         wanted = (x_BCThw.shape[0], x_BCThw.shape[2])
@@ -311,7 +311,7 @@ class SoraDiT(nn.Module):
         return forward_flops(self.config, latent, text_tokens)
 
     def dense_flops(self, latent: tuple[int, int, int], text_tokens: int) -> int:
-        """`flops`, if all attention were dense."""
+        """FLOPs of the forward pass of one sample if all attention were dense."""
         return forward_flops(replace(self.config, sparse=None), latent, text_tokens)
 
     def work(self, latent: tuple[int, int, int], text_tokens: int) -> Work:
@@ -337,7 +337,7 @@ def forward_flops(config: SoraDiTConfig, latent: tuple[int, int, int], text_toke
 
 
 def forward_work(config: SoraDiTConfig, latent: tuple[int, int, int], text_tokens: int) -> Work:
-    """Work of one sample's forward pass by kind; element-wise work is about 60 operations a token and channel of a block."""
+    """Work of one sample's forward pass by kind; element-wise work is about 60 operations per token and channel of a block."""
     grid = config.grid(latent)
     n, e, rank, text = math.prod(grid), config.width, config.adaln_rank, text_tokens
     per_block = (
@@ -361,7 +361,7 @@ def forward_work(config: SoraDiTConfig, latent: tuple[int, int, int], text_token
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Numbers in all parameters; needs no memory for a model on the meta device."""
+    """The number of elements in all parameters; needs no memory for a model on the meta device."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 

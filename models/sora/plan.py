@@ -1,4 +1,4 @@
-"""The plan of SoraDiT: where its tokens are split, which layers and attentions techniques meet, what can be recomputed."""
+"""Declare the plan of SoraDiT: the splits of its tokens, its attentions and layers with roles, and its regions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REGIONS = {
 
 
 def sora_plan(kinds: Sequence[str], heads: int) -> ModelPlan:
-    """The plan of blocks that attend as `kinds` say ("spatial", "temporal" or "full")."""
+    """The plan of a model whose blocks attend by `kinds` ("spatial", "temporal" or "full")."""
     factorised = "full" not in kinds
     tokens = {"x_BTSE": Tokens("video", dim=2, rows=1)} if factorised else {}
     own, text = Split("video", dim=1, rows=0, broadcast=True), Split("text", dim=1)

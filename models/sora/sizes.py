@@ -1,4 +1,4 @@
-"""Named sizes of SoraDiT, and the way from a config section to a model."""
+"""Named sizes of SoraDiT, and the construction of a model from a config section."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def resolve_config(model_cfg: ModelConfig, latent_channels: int, text_width: int
             f"model.size {model_cfg.size!r} is not a known size{nearest(model_cfg.size, list(SIZES))} "
             f"(known: {', '.join(SIZES)})"
         )
-    given = {name: getattr(model_cfg, name) for name in type(model_cfg).model_fields if name != "size"}
-    overrides = {name: value for name, value in given.items() if value is not None}
+    section = {name: getattr(model_cfg, name) for name in type(model_cfg).model_fields if name != "size"}
+    overrides = {name: value for name, value in section.items() if value is not None}
     fields = {**SIZES[model_cfg.size], **overrides}
     return SoraDiTConfig(latent_channels=latent_channels, text_width=text_width, **fields)
 

@@ -1,4 +1,4 @@
-"""Which regions of a model's blocks can have an activation policy, and whether a config's policies are for these."""
+"""List the regions of a model's blocks that can have an activation policy, and check a config's policies against them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from mmspeed.protocols import OutlinesModels, Task, blocks_of, parts_of
 
 
 def policy_lines(task: Task, config: RunConfig, models: Mapping[str, nn.Module] | None = None) -> list[str]:
-    """For each kind of block that learns, the regions that can have a policy, and what serves for norms and activations.
+    """A line for each kind of block that learns: its regions that can have a policy, and advice on norms and activations.
 
-    models: the task's, by role; None: those that it outlines, and no lines of a task that outlines none. Raises UserError for what
-    `memory` asks of a region that a block has not, with the nearest name.
+    models: the task's, by role; None: those that it outlines, and no lines for a task that outlines none. Raises UserError for settings of
+    `memory` that name a region that a block lacks, with the nearest name.
     """
     if models is None:
         if not isinstance(task, OutlinesModels):

@@ -1,1 +1,1 @@
-"""Trial of a parallel layout against one process, on a small model."""
+"""Try a parallel layout against one process, on a small model."""

@@ -1,6 +1,6 @@
-"""Processes that work for this one: started, waited for, and ended with it.
+"""Run child processes: start them, wait for them, and end them with this process.
 
-A child reads its job as one line of JSON on standard input, which stays open: when it ends, the parent is gone (`follow_parent`).
+A child reads its job as one line of JSON on standard input, which stays open: when that ends, the parent is gone (`follow_parent`).
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from typing import Any
 
 from mmspeed.errors import UserError
 
-GRACE_SECONDS = 3.0  # after the first failure, for the others to tell theirs
+GRACE_SECONDS = 3.0  # after the first failure, for the others to report theirs
 ERROR = "error"  # key of a job: the file that a child writes its error to
 
-# What launchers leave in the environment, which would make a child believe to be one of theirs.
+# variables of launchers in the environment, with which a child would take itself for one of theirs
 _LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_", "MMSPEED_LAUNCHED")
 
 
 class ChildError(Exception):
-    """A child's own traceback, as the cause of what is told of it."""
+    """A child's own traceback, as the cause of the error that reports it."""
 
 
 @dataclass(frozen=True)
 class Child:
-    """A process to start: what messages call it, its command, and its job."""
+    """A process to start: its name in messages, its command, and its job."""
 
     name: str
     command: Sequence[str]
@@ -42,9 +42,9 @@ class Child:
 
 
 def run_children(children: Sequence[Child], threads: int) -> None:
-    """Run all to their end, each with so many threads. They end when this process does, by whatever.
+    """Run all to their end, each with so many threads. They end when this process does, however that happens.
 
-    The first failure ends the others. Raises UserError that says which and why: its own UserError word for word.
+    The first failure ends the others. Raises UserError that names the process and the cause, or repeats the process's own UserError.
     """
     with tempfile.TemporaryDirectory(prefix="mmspeed-") as folder, contextlib.ExitStack() as stack:
         errors = [Path(folder) / f"{number}.json" for number in range(len(children))]
@@ -68,7 +68,7 @@ def run_children(children: Sequence[Child], threads: int) -> None:
 
 
 def follow_parent() -> None:
-    """In a child that has read its job: end when standard input does."""
+    """Make a child that has read its job end when its standard input does."""
 
     def watch() -> None:
         while os.read(0, 1):  # not through sys.stdin, whose lock an exit would wait for
@@ -79,7 +79,7 @@ def follow_parent() -> None:
 
 
 def write_error(path: str, error: BaseException, trace: str) -> None:
-    """Leave an error where the parent looks for it."""
+    """Write an error to the file that the parent reads."""
     text = str(error).strip().split("\n")[0]
     known = isinstance(error, UserError)
     content = {"text": str(error) if known else f"{type(error).__name__}: {text}", "known": known, "trace": trace}
@@ -101,7 +101,7 @@ def _start(child: Child, error: Path, output: Any, threads: int) -> subprocess.P
         start_new_session=True,  # Ctrl-C is this process's to handle
     )
     assert process.stdin is not None
-    with contextlib.suppress(OSError):  # one that is gone already is told of below
+    with contextlib.suppress(OSError):  # one that is gone already is reported by its exit code
         process.stdin.write(json.dumps({**child.job, ERROR: str(error)}).encode() + b"\n")
         process.stdin.flush()
     return process
@@ -119,23 +119,23 @@ def _failure(
     errors: Sequence[Path],
     outputs: Sequence[Any],
 ) -> UserError:
-    """The cause among the failures: one that was killed, else a mistake that is known, else the earliest error."""
-    found = []
+    """The cause among the failures: a killed process, else a UserError, else the earliest error."""
+    failures = []
     for child, process, error, output in zip(children, processes, errors, outputs, strict=True):
         if not process.returncode:
             continue
         if error.exists():
-            told = json.loads(error.read_text(encoding="utf-8"))
-            order = (1 if told["known"] else 2, error.stat().st_mtime)
+            report = json.loads(error.read_text(encoding="utf-8"))
+            order = (1 if report["known"] else 2, error.stat().st_mtime)
         else:
             output.seek(0)
             trace = output.read().decode(errors="replace")
-            told = {"text": _ending(process.returncode, trace), "known": False, "trace": trace}
+            report = {"text": _ending(process.returncode, trace), "known": False, "trace": trace}
             order = (0, 0.0)
-        found.append((order, child.name, told))
-    _, name, told = min(found, key=lambda one: one[0])
-    failure = UserError(told["text"] if told["known"] else f"{name} failed: {told['text']}")
-    failure.__cause__ = ChildError(told["trace"])
+        failures.append((order, child.name, report))
+    _, name, report = min(failures, key=lambda one: one[0])
+    failure = UserError(report["text"] if report["known"] else f"{name} failed: {report['text']}")
+    failure.__cause__ = ChildError(report["trace"])
     return failure
 
 

@@ -1,4 +1,4 @@
-"""`mmspeed check CONFIG --parallel LAYOUT`: does a layout compute what one process computes? On CPU processes, without data.
+"""Check that a layout computes what one process computes (`mmspeed check CONFIG --parallel LAYOUT`), on CPU processes, without data.
 
 A config's task is made small (`Task.shrunk`) and takes training steps of made-up items, once on the processes of the layout and
 once on one (`worker.py`); here the two are started and compared (`verdict.py`). Nothing in these files knows a domain.
@@ -33,7 +33,7 @@ __all__ = ["SelfCheck", "selfcheck", "with_layout"]
 
 log = get_logger("check")
 
-MOST_PROCESSES = 16  # of one machine, which computes them in turns
+MOST_PROCESSES = 16  # on one machine, whose cores they share
 TIMEOUT_SECONDS = 600.0
 
 AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
@@ -42,8 +42,8 @@ AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
 def selfcheck(config: RunConfig, layout: str, make: Callable[[Any], Task] = make_task) -> SelfCheck:
     """Run a config, made small, at a layout such as "ulysses=2,ring=2" and on one process, and compare.
 
-    `layout` sets fields of the config's parallel section; axes that it does not name are 1. make: the task of a config, where the config
-    does not name it, such as `lambda config: MyTask(config, load)`. Raises UserError for a layout that does not fit the
+    `layout` sets fields of the config's parallel section; axes that it does not name are 1. make: makes the task of a config, where the
+    config does not name it, such as `lambda config: MyTask(config, load)`. Raises UserError for a layout that does not fit the
     model or is too large, as training would, when a process fails, and for a task that other processes cannot make.
     """
     started = time.monotonic()
@@ -51,14 +51,14 @@ def selfcheck(config: RunConfig, layout: str, make: Callable[[Any], Task] = make
     check = _small_task(config, make)
     world = processes(config.parallel)
     log.info(f"{named(config.parallel)}: {world} processes and one, on this machine's CPU")
-    runs = {"layout": world, "alone": 1}  # and how many processes
+    runs = {"layout": world, "alone": 1}  # the number of processes of each
     if config.device.dtype != "float32":
         runs["exact"] = 1
     with tempfile.TemporaryDirectory(prefix="mmspeed-check-") as folder:
         children = [child for run, size in runs.items() for child in _children(run, size, config, check, Path(folder))]
         run_children(children, max(1, (os.cpu_count() or 1) // len(children)))
-        found = {run: WorkerReport.load(Path(folder) / run) for run in runs}
-    result = compare(check, found["layout"], found["alone"], found.get("exact"))
+        reports = {run: WorkerReport.load(Path(folder) / run) for run in runs}
+    result = compare(check, reports["layout"], reports["alone"], reports.get("exact"))
     return dataclasses.replace(result, seconds=time.monotonic() - started)
 
 
@@ -75,11 +75,11 @@ def _small_task(config: RunConfig, make: Callable[[Any], Task]) -> CheckTask:
 
 
 def _children(run: str, world: int, config: RunConfig, check: CheckTask, root: Path) -> list[Child]:
-    """The processes of a run: of the layout, of one process alone, or of one in float32."""
+    """The processes of a run: those of the layout, one process alone, or one in float32."""
     (root / run).mkdir()
     job = {
         "config": config.model_dump(mode="json", by_alias=True),
-        "classes": task_entry(config.task).to_json(),  # of a task that only this process has registered too
+        "classes": task_entry(config.task).to_json(),  # the task may be registered in this process only
         "known": dict(check.known),
         "remade_by": check.remade_by if isinstance(check, RemadeElsewhere) else None,
         "run": run,
@@ -101,25 +101,25 @@ def _children(run: str, world: int, config: RunConfig, check: CheckTask, root: P
 def with_layout(config: AnyConfig, layout: str) -> AnyConfig:
     """The config with the fields of its parallel section that `layout` names; axes that are not named are 1.
 
-    Raises UserError for words that are no key=value, unknown keys, values that do not fit, and too many processes or one alone.
+    Raises UserError for words that are not key=value, unknown keys, values that do not fit, and for one process or too many.
     """
-    given: dict[str, str] = {}
+    values: dict[str, str] = {}
     for word in re.sub(r"\s*=\s*", "=", layout.replace(",", " ")).split():
         key, sign, value = word.partition("=")
         key = key.removeprefix("parallel.")
         if not (sign and key and value):
-            raise UserError(f"--parallel {layout!r}: {word!r} is no key=value; write such as ulysses=2,ring=2")
-        if key in given:
+            raise UserError(f"--parallel {layout!r}: {word!r} is no key=value; write for example ulysses=2,ring=2")
+        if key in values:
             raise UserError(f"--parallel {layout!r} names {key} twice")
-        given[key] = value
+        values[key] = value
     dump = config.model_dump(mode="json", by_alias=True)
     dump["parallel"].update(dict.fromkeys(AXES, 1), ring_window=None)
-    changed = make_run_config(dump, [f"parallel.{key}={value}" for key, value in given.items()], origin="--parallel")
+    changed = make_run_config(dump, [f"parallel.{key}={value}" for key, value in values.items()], origin="--parallel")
     assert isinstance(changed, type(config))
     for axis, size in changed.parallel.sizes().items():
-        if size < 1 or isinstance(yaml.safe_load(given.get(axis, "1")), bool):
+        if size < 1 or isinstance(yaml.safe_load(values.get(axis, "1")), bool):
             raise UserError(
-                f"--parallel: {axis} is {given[axis]}; write a number from 1 on, as nothing else says how many"
+                f"--parallel: {axis} is {values[axis]}; write a number from 1 on, since nothing else determines it"
             )
     world = processes(changed.parallel)
     if world == 1:
@@ -128,7 +128,7 @@ def with_layout(config: AnyConfig, layout: str) -> AnyConfig:
         )
     if world > MOST_PROCESSES:
         raise UserError(
-            f"--parallel {layout!r} makes {world} processes, on this machine at most {MOST_PROCESSES} are tried; "
+            f"--parallel {layout!r} makes {world} processes, and at most {MOST_PROCESSES} are tried on one machine; "
             "smaller axes take the same code"
         )
     return changed

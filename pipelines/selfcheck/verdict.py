@@ -1,4 +1,4 @@
-"""The verdict of `mmspeed check --parallel`: what a layout found against what one process found, and how it is shown."""
+"""Compare a layout's results with those of one process, and report the verdict of `mmspeed check --parallel`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mmspeed.log import format_bytes, format_seconds
 from mmspeed.pipelines.selfcheck.worker import Arrays, StepReport, WorkerReport
 from mmspeed.protocols import CheckTask
 
-WORST = 5  # gradients that are shown
-# A smaller gradient is compared with so much of the largest: it may be nothing but rounding, as that of queries over one frame is.
+WORST = 5  # gradients in the report
+# a smaller gradient is compared with this share of the largest: it may be rounding alone, as that of queries over one frame is
 LEAST = 1e-2
 
 # Of float32: sums in another order differ by a few units in the last place (6e-8). Bfloat16 rounds by up to 4e-3 wherever layers meet,
-# in another place on each layout, and sums that cancel out blow it up: so one process in float32 tells how far off bfloat16 is in one
-# process anyway, and the layout may be `NOISE` times as far from that process, and by the number here.
+# in another place on each layout, and sums that cancel out amplify it: so one process in float32 measures the error of bfloat16 in one
+# process, and the layout may differ by `NOISE` times that error plus the number here.
 TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2}
 NOISE = 4.0
 NORM_TOLERANCE = 1e-4  # torch sums the squares of a large gradient in float32, which alone is off by 1e-5
@@ -28,9 +28,9 @@ NORM_TOLERANCE = 1e-4  # torch sums the squares of a large gradient in float32, 
 
 @dataclass(frozen=True)
 class GradientGap:
-    """How far a parameter's gradient is from that of one process, and how far it may be, relatively.
+    """The relative distance of a parameter's gradient from that of one process, and the allowed one.
 
-    `share`: what part of the true one is in it (1 at best).
+    `share`: the share of the true gradient in it (1 at best).
     """
 
     name: str
@@ -41,15 +41,15 @@ class GradientGap:
 
     @property
     def excess(self) -> float:
-        """The gap in parts of what is allowed; infinite where it is no number."""
+        """The gap as a multiple of the allowed one; infinite where it is not finite."""
         return self.relative / self.allowed if math.isfinite(self.relative) else math.inf
 
 
 @dataclass(frozen=True)
 class StepCheck:
-    """A kind of step at the layout and on one process. `gaps` of all parameters, worst first; `sent`: bytes by "kind axis".
+    """A kind of step at the layout and on one process. `gaps` are of all parameters, worst first; `sent`: bytes by "kind axis".
 
-    `loss_allowed` and `norm_allowed`: how far they may be from one process, relatively.
+    `loss_allowed` and `norm_allowed`: their allowed relative distances from one process.
     """
 
     kind: str
@@ -76,7 +76,7 @@ class StepCheck:
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """What was found. `about`: what was run; `problems`: all that is wrong; `hint`: where to look for it."""
+    """The result of a check. `about`: a description of the run; `problems`: all that is wrong; `hint`: where to look for the cause."""
 
     layout: str
     processes: int
@@ -90,11 +90,11 @@ class SelfCheck:
 
     @property
     def passed(self) -> bool:
-        """Whether the layout computes what one process computes."""
+        """True where the layout computes what one process computes."""
         return not self.problems
 
     def lines(self) -> list[str]:
-        """The report that people read."""
+        """The report as lines of text."""
         took = f" ({format_seconds(self.seconds)})" if self.seconds else ""
         lines = [f"{self.layout}: {self.processes} processes against one, on the CPU{took}"]
         lines += [f"  {line}" for line in self.about]
@@ -118,7 +118,7 @@ class SelfCheck:
 
     def _verdict(self) -> list[str]:
         if self.passed:
-            noise = "" if self.dtype == "float32" else f" and what {self.dtype} is off in one process"
+            noise = "" if self.dtype == "float32" else f" and the error of {self.dtype} in one process"
             return [
                 f"PASSED: the layout computes what one process computes (within {self.tolerance:g}{noise}).",
                 "Where training goes wrong all the same, look at the data, the objective or train.lr.",
@@ -137,7 +137,7 @@ def processes(parallel: ParallelConfig) -> int:
 
 
 def named(parallel: ParallelConfig) -> str:
-    """A layout in words: the axes above 1, and what else is not as by default."""
+    """The layout in words: the axes above 1, and other settings that are not the default."""
     default = ParallelConfig().model_dump()
     axes = [f"{axis}={size}" for axis, size in parallel.sizes().items() if size > 1]
     others = [
@@ -148,14 +148,16 @@ def named(parallel: ParallelConfig) -> str:
     return " ".join(axes + others)
 
 
-def compare(check: CheckTask, found: WorkerReport, truth: WorkerReport, exact: WorkerReport | None = None) -> SelfCheck:
-    """The verdict on what a layout and one process found. `exact`: of one process in float32, where they compute in less."""
+def compare(
+    check: CheckTask, at_layout: WorkerReport, truth: WorkerReport, exact: WorkerReport | None = None
+) -> SelfCheck:
+    """The verdict on the reports of a layout and of one process. `exact`: that of one process in float32, where they compute in less."""
     config = check.config
     dtype, parallel = config.device.dtype, config.parallel
     tolerance = TOLERANCES[dtype]
-    problems, steps = list(found.problems), []
+    problems, steps = list(at_layout.problems), []
     failing: list[GradientGap] = []
-    for here, alone, best in zip(found.steps, truth.steps, (exact or truth).steps, strict=True):
+    for here, alone, best in zip(at_layout.steps, truth.steps, (exact or truth).steps, strict=True):
         step = _compared(here, alone, best, tolerance, check.silent(here.kind), check.expected(here.kind))
         steps.append(step)
         over = [gap for gap in step.gaps if gap.excess > 1]
@@ -171,14 +173,14 @@ def compare(check: CheckTask, found: WorkerReport, truth: WorkerReport, exact: W
             worst, share = over[0], f"{len(over)} of {len(step.gaps)} gradients differ"
             problems.append(f"{step.kind}: {share} by more than {worst.allowed:.1g}, most that of {worst.name}")
     sharded = parallel.dp_shard * parallel.sequence > 1
-    if found.strategy == "fsdp" and sharded and found.held >= found.parameters:
+    if at_layout.strategy == "fsdp" and sharded and at_layout.held >= at_layout.parameters:
         problems.append("fsdp: a process holds all parameters, none is sharded")
     return SelfCheck(
         layout=named(parallel),
         processes=processes(parallel),
         dtype=dtype,
         tolerance=tolerance,
-        about=_about(check, found),
+        about=_about(check, at_layout),
         steps=steps,
         problems=problems,
         hint=hint(failing, steps, _parameter_order(check)),
@@ -243,7 +245,7 @@ def gaps_of(here: Arrays, alone: Arrays, allowed: Mapping[str, float] | None = N
 
 
 def hint(failing: list[GradientGap], steps: list[StepCheck], order: Sequence[str]) -> str | None:
-    """What the gradients that differ have in common. `order`: the model's parameters from its input to its output."""
+    """A line on what the gradients that differ have in common; None where none does. `order`: parameters from input to output."""
     if not failing:
         return None
     shares = [gap.share for gap in failing]
@@ -259,7 +261,7 @@ def hint(failing: list[GradientGap], steps: list[StepCheck], order: Sequence[str
 
 
 def _nearest_output(names: set[str], order: Sequence[str]) -> list[str]:
-    """Of layers with a wrong gradient, those where it begins: backward goes from the output to the input."""
+    """The layers where wrong gradients begin: backward goes from the output to the input."""
     lists = list(dict.fromkeys(block[0] for name in order if (block := _block(name))))  # in the order of their calls
     places = [place for place, name in enumerate(order) if _block(name)]
     behind = names & set(order[max(places, default=-1) + 1 :])
@@ -271,31 +273,31 @@ def _nearest_output(names: set[str], order: Sequence[str]) -> list[str]:
 
 
 def _block(name: str) -> tuple[str, int] | None:
-    """The list of blocks that a parameter is of, and the block's number in it; None of one outside of blocks."""
+    """The list of blocks that a parameter belongs to, and the block's number in it; None outside of blocks."""
     match = re.match(r"(\w*blocks)\.(\d+)\.", name)
     return (match[1], int(match[2])) if match else None
 
 
 def _layer(name: str) -> str:
-    """A parameter's layer."""
+    """The name of a parameter's layer."""
     return name.rpartition(".")[0] or name
 
 
 def _role(name: str) -> str:
-    """A parameter's layer, without the block's number."""
+    """The name of a parameter's layer, with `*` for the block's number."""
     return re.sub(r"\.\d+\.", ".*.", _layer(name))
 
 
-def _about(check: CheckTask, found: WorkerReport) -> list[str]:
+def _about(check: CheckTask, at_layout: WorkerReport) -> list[str]:
     config, notes = check.config, check.notes
-    settings = [config.device.dtype, f"strategy {found.strategy}", *notes.settings]
+    settings = [config.device.dtype, f"strategy {at_layout.strategy}", *notes.settings]
     settings += ["recompute"] if "recompute" in config.memory.activation_policy.values() else []
     settings += ["compiled"] if config.train.compile else []
     return [
         f"model, made small: {notes.model}; {', '.join(settings)}",
         *notes.items,
-        *found.lines,
-        f"a process holds {found.held:,} of {found.parameters:,} parameters at most",
+        *at_layout.lines,
+        f"a process holds {at_layout.held:,} of {at_layout.parameters:,} parameters at most",
         *notes.remarks,
     ]
 

@@ -1,6 +1,6 @@
-"""One process of `mmspeed check --parallel`: training steps of the small task, and what came of them.
+"""Run one process of `mmspeed check --parallel`: training steps of the small task, and a report on them.
 
-`python -m mmspeed.pipelines.selfcheck.worker` is started by `run.py`, once for each process of the layout and once alone.
+`run.py` starts `python -m mmspeed.pipelines.selfcheck.worker` once for each process of the layout and once alone.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from mmspeed.protocols import Batch, CheckTask, RunPlace
 
 Arrays = dict[str, "np.ndarray[Any, Any]"]
 
-OFF_START = 0.1  # how far scales and biases are moved off their ones and zeros
+OFF_START = 0.1  # standard deviation of scales and biases around their ones and zeros
 CLIP_EPS = 1e-6  # torch's own, in the factor by which gradients are clipped
 
 
 class MicroBatchDigest(NamedTuple):
-    """What a rank met in a micro-batch. `splits`: whether a group computes its items together; `digest`: of all its tensors."""
+    """The contents of a rank's micro-batch. `splits`: whether a group computes its items together; `digest`: of all its tensors."""
 
     splits: bool
     names: list[str]
@@ -56,7 +56,7 @@ class MicroBatchDigest(NamedTuple):
 
 @dataclass
 class StepReport:
-    """A step of one kind. `sent`: bytes of all ranks by "kind axis"; `problems` are ready to be read."""
+    """A step of one kind. `sent`: bytes of all ranks by "kind axis"; `problems` are lines of the report."""
 
     kind: str
     loss: float
@@ -68,9 +68,9 @@ class StepReport:
 
 @dataclass
 class WorkerReport:
-    """What a run of the small task gave. `held` and `parameters`: numbers on the rank that holds most, and of the model.
+    """The report on a run of the small task. `held` and `parameters`: elements on the rank that holds most, and of the model.
 
-    `lines`: what the task says of its draws.
+    `lines`: the task's lines on its draws.
     """
 
     steps: list[StepReport]
@@ -81,7 +81,7 @@ class WorkerReport:
     problems: list[str]
 
     def save(self, folder: Path) -> None:
-        """Write it into a folder."""
+        """Write the report into a folder."""
         grads = {f"{step.kind}/{name}": grad for step in self.steps for name, grad in step.grads.items()}
         save_file(grads, folder / "grads.safetensors")
         bare = replace(self, steps=[replace(step, grads={}) for step in self.steps])
@@ -89,7 +89,7 @@ class WorkerReport:
 
     @classmethod
     def load(cls, folder: Path) -> WorkerReport:
-        """What `save` wrote."""
+        """The report that `save` wrote."""
         content = json.loads((folder / "found.json").read_text(encoding="utf-8"))
         steps = {step["kind"]: StepReport(**step) for step in content.pop("steps")}
         for name, grad in load_file(folder / "grads.safetensors").items():
@@ -113,7 +113,7 @@ RUNS: dict[str, Callable[[RunConfig], RunConfig]] = {"layout": lambda config: co
 
 
 def with_plain_optimizer(config: RunConfig) -> RunConfig:
-    """The config with float32 parameters that AdamW updates after backward: layouts are compared by gradients, which that leaves whole."""
+    """The config with float32 parameters that AdamW updates after backward: this leaves the gradients whole, to be compared."""
     memory = {"master": "parameters", "states": "device", "release_gradients": False, "ema": "device"}
     return config.model_copy(
         update={
@@ -124,9 +124,9 @@ def with_plain_optimizer(config: RunConfig) -> RunConfig:
 
 
 def examine(check: CheckTask) -> WorkerReport:
-    """One step of each kind over all ranks of the process group; a collective call. Rank 0 has the gradients.
+    """Take a step of each kind over all ranks of the process group; a collective call. Rank 0 has the gradients.
 
-    The steps are training's own, but for the learning rate, which is 0.
+    The steps are those of training, with a learning rate of 0.
     Raises UserError for a task whose steps have several updates, or train several roles.
     """
     device = Device("cpu", 0)
@@ -138,7 +138,7 @@ def examine(check: CheckTask) -> WorkerReport:
         raise UserError(f"--parallel compares one update, and a step of the task {task.name} has {len(parts.learners)}")
     if len(parts.roles) > 1:
         raise UserError(f"--parallel compares one model, and the task {task.name} trains {', '.join(parts.roles)}")
-    set_learning_rate(parts.optimizer, 0.0)  # all kinds of steps meet the same weights
+    set_learning_rate(parts.optimizer, 0.0)  # all kinds of steps start from the same weights
     model = unwrap(parts.model)
     fill(model, config.seed)
     where = placement.at(device, config.run_dir)
@@ -156,9 +156,9 @@ def examine(check: CheckTask) -> WorkerReport:
 
 
 def never_crossed(model: nn.Module) -> list[str]:
-    """Boundaries of the model's plan that no process met in any step, so that nothing of what they do was tried; a collective call."""
-    everyone = [set(names) for names in comm.all_gather_objects(uncrossed(model))]
-    return [f"the boundary {name} was never crossed" for name in sorted(set.intersection(*everyone))]
+    """Boundaries of the model's plan that no process crossed in any step, and that were thus not tried; a collective call."""
+    by_rank = [set(names) for names in comm.all_gather_objects(uncrossed(model))]
+    return [f"the boundary {name} was never crossed" for name in sorted(set.intersection(*by_rank))]
 
 
 def fill(model: nn.Module, seed: int) -> None:
@@ -188,10 +188,10 @@ def _step(check: CheckTask, kind: str, parts: Assembly, placement: Placement, wh
     sent: Counter[str] = Counter()
     for one in comm.all_gather_objects({" ".join(what): n for what, n in ledger.since(before).bytes.items() if n}):
         sent.update(one)
-    everyone = [
+    by_rank = [
         [MicroBatchDigest(*one) for one in row] for row in comm.all_gather_objects([_met(batch) for batch in batches])
     ]
-    problems = disagreements(everyone, config.parallel.together(split=True), config.parallel.together(split=False))
+    problems = disagreements(by_rank, config.parallel.together(split=True), config.parallel.together(split=False))
     problems += other_gradients(comm.all_gather_objects({name: float(np.abs(g).sum()) for name, g in grads.items()}))
     return StepReport(kind, result.loss, result.grad_norm, dict(sent), problems, grads)
 
@@ -205,42 +205,46 @@ def whole_gradients(model: nn.Module) -> Arrays:
     }
 
 
-def disagreements(everyone: Sequence[Sequence[MicroBatchDigest]], group: int, tensor: int) -> list[str]:
-    """What is wrong with the micro-batches that the ranks met, by rank.
+def disagreements(by_rank: Sequence[Sequence[MicroBatchDigest]], group: int, tensor: int) -> list[str]:
+    """Lines on wrong micro-batches of the ranks; `by_rank` has those of each rank.
 
-    The ranks of a group must meet the same items with the same numbers where these are split over a group (else the tensor-parallel ones),
-    and of every item the weights of all ranks must sum to 1.
+    The ranks of a group must have the same items with the same numbers where items are split over the group (else the ranks of a
+    tensor-parallel group), and the weights of every item must sum to 1 over all ranks.
     """
-    found: list[str] = []
-    if len({len(rows) for rows in everyone}) > 1:
+    problems: list[str] = []
+    if len({len(rows) for rows in by_rank}) > 1:
         return ["ranks have different numbers of micro-batches"]
     total: defaultdict[str, float] = defaultdict(float)
-    for rank, rows in enumerate(everyone):
+    for rank, rows in enumerate(by_rank):
         for number, met in enumerate(rows):
             together = group if met.splits else tensor
             first = rank - rank % together
-            if met != everyone[first][number]:
-                found.append(
-                    f"ranks {first} and {rank} compute micro-batch {number} together and meet different samples"
+            if met != by_rank[first][number]:
+                problems.append(
+                    f"ranks {first} and {rank} compute micro-batch {number} together and have different samples"
                 )
             for name, weight in zip(met.names, met.weights, strict=True):
                 total[name] += weight
     off = {name: weight for name, weight in total.items() if abs(weight - 1.0) > 1e-6}
     if off:
         name = min(off)
-        found.append(f"sample {name} counts {off[name]:.4g} times over all ranks, not once ({len(off)} such samples)")
-    return found
+        problems.append(
+            f"sample {name} counts {off[name]:.4g} times over all ranks, not once ({len(off)} such samples)"
+        )
+    return problems
 
 
-def other_gradients(everyone: Sequence[dict[str, float]], tolerance: float = 1e-4) -> list[str]:
-    """Parameters of whose gradient ranks have different sums (of absolute values), though all should have the same."""
-    first, found = everyone[0], []
+def other_gradients(by_rank: Sequence[dict[str, float]], tolerance: float = 1e-4) -> list[str]:
+    """Lines on ranks whose sums of absolute gradients differ from rank 0's, by parameter, though all should have the same."""
+    first, problems = by_rank[0], []
     least = 1e-3 * max(first.values(), default=0.0)
-    for rank, sums in enumerate(everyone):
+    for rank, sums in enumerate(by_rank):
         names = [n for n in first if n not in sums or abs(sums[n] - first[n]) > tolerance * max(abs(first[n]), least)]
         if names:
-            found.append(f"rank {rank} has another gradient of {names[0]} than rank 0 ({len(names)} such parameters)")
-    return found
+            problems.append(
+                f"rank {rank} has another gradient of {names[0]} than rank 0 ({len(names)} such parameters)"
+            )
+    return problems
 
 
 def _met(batch: Batch) -> MicroBatchDigest:
@@ -252,7 +256,7 @@ def _met(batch: Batch) -> MicroBatchDigest:
 
 
 def main() -> None:
-    """Do the job on standard input: this rank's part of the layout's run, or the run alone."""
+    """Run the job on standard input: this rank's part of the layout's run, or the run alone."""
     job = json.loads(sys.stdin.buffer.readline())
     follow_parent()
     try:
@@ -281,9 +285,9 @@ def _work(job: dict[str, Any]) -> None:
         world_size=job["world"],
         timeout=datetime.timedelta(seconds=job["timeout"]),
     )
-    found = examine(check.with_config(RUNS[job["run"]](check.config)))
+    report = examine(check.with_config(RUNS[job["run"]](check.config)))
     if job["rank"] == 0:
-        found.save(Path(job["folder"]))
+        report.save(Path(job["folder"]))
     comm.barrier()
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""Training published video transformers of diffusers: from Python, or as a task of an installed package."""
+"""Train published video transformers of diffusers: from Python, or as a task of an installed package."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from mmspeed.protocols import CheckTask, ModelCall
 
 
 class PublishedVideoTask(VideoTask):
-    """The video task of a published text-to-video model: of Wan, LTX, CogVideoX or HunyuanVideo.
+    """The video task of a published text-to-video model: Wan, LTX, CogVideoX or HunyuanVideo.
 
     load = lambda: WanTransformer3DModel.from_pretrained("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", subfolder="transformer")
     TrainPipeline(config, task=PublishedVideoTask(config, load)).run()
 
-    Of the config's `model` section `sparse` alone is read: self-attention of the loaded model is made sparse as it says, as
-    `mmspeed.sparsify_model` does. `vae`, `text` and `objective` are to name what the model was trained with. Every process calls
-    `load`, for each model that is made: once, and three times where a memory budget is measured. What it gives has its weights, trains in
-    float32, and needs no init_weights; parameters that it froze stay frozen.
+    Only `sparse` is read from the config's `model` section: it makes self-attention of the loaded model sparse, as
+    `mmspeed.sparsify_model` does. `vae`, `text` and `objective` must name those that the model was trained with. Every process calls
+    `load` for each model that is made: once, and three times where a memory budget is measured. The loaded model has its weights, trains in
+    float32, and needs no init_weights; parameters that `load` froze stay frozen.
 
-    call: how the forward of another class is called, an object like those of `mmspeed.models.diffusers.calls`; None: found by the class's
-    name. Such a class names its blocks in an attribute `blocks` or in a plan (`mmspeed.protocols.declare_plan`).
+    call: the call of another class's forward, an object like those of `mmspeed.models.diffusers.calls`; None: that of the class's name.
+    Such a class names its blocks in an attribute `blocks` or in a plan (`mmspeed.protocols.declare_plan`).
 
     The commands of `mmspeed` find such a task where an installed package declares a class derived from this one (docs/any-model.md).
     """
@@ -43,11 +43,11 @@ class PublishedVideoTask(VideoTask):
         self._load = load
 
     def compare_start(self, start: str) -> list[str]:
-        """No difference that names and sizes of weights do not show."""
+        """Differences beyond those of names and sizes of weights: none."""
         return []
 
     def shrunk(self, known: Mapping[str, Any] | None = None) -> CheckTask:
-        """A small model of the same class and heads. Loads the model once, for its config; `known` spares that.
+        """The check of a small model of the same class and heads. Loads the model once, for its config, unless `known` is given.
 
         Raises UserError for a class that is not known, and for a model that was changed after it was made.
         """
@@ -59,7 +59,7 @@ class PublishedVideoTask(VideoTask):
 
 
 def _loaded(load: Callable[[], nn.Module], section: ModelConfig) -> nn.Module:
-    """A model with its weights, sparse where the section says so. What steers its thresholds is made anew by whoever trains it."""
+    """A model with its weights, sparse where the section asks for it; training sets up the control of its thresholds itself."""
     model = load()
     if section.sparse is not None:
         sparsify_model(model, section.sparse)

@@ -1,6 +1,6 @@
-"""The task of a published video transformer made small, for `check --parallel`: its class and heads, few narrow blocks, samples made up.
+"""Shrink the task of a published video transformer for `check --parallel`: its class and heads, few narrow blocks, synthetic samples.
 
-The process that checks loads the model once, for its class and the arguments that it was made with; the others are told these as JSON.
+The process that checks loads the model once, for its class and its constructor's arguments; the others get these as JSON.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from mmspeed.protocols import ModelCall
 from mmspeed.protocols.calls import Configured
 
 PLAIN = (str, int, float, bool, type(None))
-# of sparse attention, whatever it keeps in training: over a ring it plans otherwise than one process, unless it keeps all
+# settings of sparse attention in a check: over a ring its plans differ from those of one process, unless it keeps all keys
 ALL_KEPT: Mapping[str, Any] = {
     "rule": "threshold", "tau": 0.0, "error": None, "min_tokens": 1, "cluster_size": 8, "dense_first": 0, "dense_last": 0,
     "dense_steps": 0, "ramp_steps": 0,
@@ -45,13 +45,13 @@ ALL_KEPT: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class PublishedModel:
-    """All that a small model is made from.
+    """The description of a published model from which a small one is made.
 
     Args:
         kind: its class, "module:class".
-        config: the arguments that the class was made with.
+        config: the arguments of its constructor.
         frozen: parameters that do not train.
-        call: how its forward is called.
+        call: the call of its forward.
     """
 
     kind: str
@@ -61,11 +61,11 @@ class PublishedModel:
 
     @classmethod
     def of(cls, model: nn.Module, call: ModelCall | None) -> PublishedModel:
-        """The description of a loaded model. Raises UserError for one that a small one cannot stand for."""
+        """The description of a loaded model. Raises UserError for one that a small model cannot represent."""
         kind = type(model)
         if class_name(model) is None or not isinstance(model, Configured):
             raise UserError(
-                f"check --parallel makes a small model of a published class that it knows: {', '.join(SMALL)}; {kind.__name__} is none. "
+                f"check --parallel makes small models of these published classes: {', '.join(SMALL)}, not of {kind.__name__}. "
                 "Give its task a `shrunk` of its own (mmspeed.protocols.CheckTask)"
             )
         reference = f"{kind.__module__}:{kind.__qualname__}"
@@ -90,12 +90,12 @@ class PublishedModel:
         return cls(known["class"], known["config"], tuple(known["frozen"]), call)
 
     def to_json(self) -> dict[str, Any]:
-        """The same in JSON's types. Raises UserError for a call that is no dataclass of plain values at a module's top level."""
+        """The same in types of JSON. Raises UserError for a call that is not a dataclass of plain values at a module's top level."""
         kind, call = type(self.call), self.call
         fields = asdict(call) if is_dataclass(call) and not isinstance(call, type) else None
         if fields is None or "<locals>" in kind.__qualname__ or not all(isinstance(v, PLAIN) for v in fields.values()):
             raise UserError(
-                f"check --parallel: other processes cannot be told the call {kind.__name__}; make it a dataclass of numbers and words at "
+                f"check --parallel: other processes cannot make the call {kind.__name__}; make it a dataclass of numbers and strings at "
                 "the top level of a module"
             )
         return {
@@ -107,7 +107,7 @@ class PublishedModel:
 
     @property
     def small(self) -> SmallClass:
-        """The rules by which its class is made small."""
+        """The rules for small models of its class."""
         return next(SMALL[own.__name__] for own in referred(self.kind).__mro__ if own.__name__ in SMALL)
 
 
@@ -119,7 +119,7 @@ class ShrunkPublished(ShrunkRun):
 
     @property
     def known(self) -> dict[str, Any]:
-        """The codec's strides, and what the model is: both are loaded by one process alone."""
+        """The codec's strides and the model's description: only one process loads them."""
         return {**super().known, "published": self.published.to_json()}
 
     @property
@@ -128,7 +128,7 @@ class ShrunkPublished(ShrunkRun):
         return f"{__name__}:remade"
 
     def expected(self, kind: str) -> list[str]:
-        """As of any; over a ring sparse attention sends rows of the keys that are kept."""
+        """The exchanges that a step must make; over a ring sparse attention sends rows of the kept keys instead of all."""
         exchanges = super().expected(kind)
         if self.config.model.sparse is None:
             return exchanges
@@ -136,7 +136,7 @@ class ShrunkPublished(ShrunkRun):
 
 
 def shrunk_published(config: Config, model: PublishedModel, known: Mapping[str, Any] | None = None) -> ShrunkPublished:
-    """The small run of a published model at the layout of the config. `known`: of another process.
+    """The small run of a published model at the layout of the config. `known`: facts from another process.
 
     Raises UserError for a bucket that fits neither codec nor model.
     """
@@ -160,7 +160,7 @@ def shrunk_published(config: Config, model: PublishedModel, known: Mapping[str, 
         else:
             sparse = SparseConfig.model_validate({**sparse.model_dump(), **ALL_KEPT})
             remarks.append(
-                "sparse attention keeps all keys in this check: over a ring it plans otherwise than one process"
+                "sparse attention keeps all keys in this check: over a ring its plans differ from those of one process"
             )
     section = ModelConfig(sparse=sparse)
     blocks = arguments["num_layers"] + arguments.get("num_single_layers", 0)
@@ -177,12 +177,12 @@ def shrunk_published(config: Config, model: PublishedModel, known: Mapping[str, 
 
 
 def remade(config: RunConfig, known: Mapping[str, Any]) -> ShrunkPublished:
-    """The small run that another process made of this config, from what it knew."""
+    """The small run that another process made of this config, from the facts that it knew."""
     return shrunk_published(video_config(config, "config"), PublishedModel.from_json(known["published"]), known)
 
 
 def _builder(model: PublishedModel, arguments: Mapping[str, Any]) -> Callable[..., nn.Module]:
-    """A function that makes the small model; its weights are any, and nobody's to keep."""
+    """A function that makes the small model, with arbitrary weights."""
 
     def build(section: ModelConfig, *_: Any) -> nn.Module:
         built: nn.Module = referred(model.kind)(**arguments)
@@ -196,7 +196,7 @@ def _builder(model: PublishedModel, arguments: Mapping[str, Any]) -> Callable[..
 
 
 def _check_plain(model: nn.Module, described: PublishedModel) -> None:
-    """Raises UserError for a model that was changed after it was made: its config does not say how."""
+    """Raises UserError for a model that was changed after its construction: its config does not describe the change."""
     with torch.device("meta"):
         plain: nn.Module = referred(described.kind)(
             **{k: v for k, v in described.config.items() if not k.startswith("_")}
@@ -204,6 +204,6 @@ def _check_plain(model: nn.Module, described: PublishedModel) -> None:
     other = dict(model.named_parameters()).keys() ^ dict(plain.named_parameters()).keys()
     if other:
         raise UserError(
-            f"check --parallel makes a small {type(model).__name__} of its config, and this one was changed after it was made: "
-            f"{min(other)} is not as its class has it"
+            f"check --parallel makes a small {type(model).__name__} from its config, and this one was changed after it was made: "
+            f"{min(other)} differs from the class's own"
         )

@@ -161,13 +161,13 @@ QUERIES = "parallel.tp: blocks.0.attn1.to_q (Linear) has the role column, and "
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "dropout": (dropped, QUERIES + "each process would draw another dropout of its adapter: set lora_dropout to 0"),
     "norms of the weight": (held(lora(use_dora=True, lora_bias=False)), "computes with more than two products (DoraLinearVariant"),
-    "another kind": (held(LoHaConfig(r=2, target_modules=LAYERS)), "and an adapter that is no LoRA of a linear layer holds it: merge it"),
-    "a parameter": (held(PARAMETER), "(ParamWrapper) has the role column, and an adapter that is no LoRA of a linear layer"),
+    "another kind": (held(LoHaConfig(r=2, target_modules=LAYERS)), "and its adapter is no LoRA of a linear layer: merge it"),
+    "a parameter": (held(PARAMETER), "(ParamWrapper) has the role column, and its adapter is no LoRA of a linear layer"),
     "merged": (merged, "blocks.1.ffn.net.2 (Linear) has the role row, and its weight holds merged adapters (default): unmerge"),
     "tied": (tied, "blocks.0.attn1.to_q (Linear) has a role in the plan and shares its weight with blocks.1.attn1.to_q.lora_A"),
     "quantised": (quantised(False), QUERIES + "its weight is quantised (a PackedParameter of torch.float32)"),
     "quantised under an adapter": (quantised(True), QUERIES + "its weight is quantised (a PackedParameter of torch.float32)"),
-    "whole numbers": (integers, QUERIES + "its weight is quantised (a Parameter of torch.uint8), of which no part can be held by name"),
+    "whole numbers": (integers, QUERIES + "its weight is quantised (a Parameter of torch.uint8), and checkpoints and sharding"),
 }  # fmt: skip
 
 

@@ -269,9 +269,9 @@ def test_without_a_gather_the_losses_of_ranks_add_up(found: dict[str, Any]) -> N
         ("causal", "a plan with causal=True"),
         ("no plan", "plan=ModelPlan(...)"),
         ("no module", "Model has no module 'block.*.own'"),
-        ("other lengths", "attention met 4 keys where the plan has 6"),
-        ("not split", "'blocks.*.own': no split of the plan tells the length of sequence 'video'"),
-        ("split late", "sequence 'video' was not split before it is needed"),
+        ("other lengths", "attention has 4 keys where the plan has 6"),
+        ("not split", "'blocks.*.own': no split of the plan gives the length of sequence 'video'"),
+        ("split late", "sequence 'video' is needed before it was split"),
         ("mask too long", "sequence 'text' has 9 tokens here and had 7 before"),
     ],
 )

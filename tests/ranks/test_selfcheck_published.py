@@ -74,7 +74,7 @@ WRONG: dict[str, Case] = {
 CASES = RIGHT | WRONG
 REFUSED: dict[str, tuple[Case, str]] = {
     "dsp": (("wan", "dsp=2", (), "right"), "parallel.dsp 2: every block of WanTransformer3DModel attends over all tokens"),
-    "tp of ltx": (("ltx", "tp=2", (), "right"), "parallel.tp: the plan of LTXVideoTransformer3DModel names no roles"),
+    "tp of ltx": (("ltx", "tp=2", (), "right"), "parallel.tp: the plan of LTXVideoTransformer3DModel gives its layers no roles"),
     "sparse and split": (
         ("hunyuan", "ulysses=2", (SPARSE,), "right"), "joint attention of video and text is either sparse or split",
     ),
@@ -195,7 +195,7 @@ def test_what_training_refuses_the_check_does(on_two: Any, name: str) -> None:
 
 def test_models_that_a_small_one_cannot_stand_for_are_refused(home: Path) -> None:
     config = make_config(published_config(home, "wan").model_dump(mode="json", by_alias=True))
-    with pytest.raises(UserError, match=r"a published class that it knows: Wan.*ChronoEditTransformer3DModel is none"):
+    with pytest.raises(UserError, match=r"these published classes: Wan.*not of ChronoEditTransformer3DModel"):
         PublishedModel.of(make_model("chronoedit, by its own declaration"), None)
     changed: Any = make_model("wan")
     changed.blocks[0].attn1.to_q = nn.Sequential(changed.blocks[0].attn1.to_q)

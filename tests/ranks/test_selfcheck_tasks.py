@@ -88,7 +88,7 @@ def test_bfloat16_is_compared_with_float32(path: Path, capsys: pytest.CaptureFix
         "dp_shard=2",
     ]
     assert main(words) == 0
-    assert "what bfloat16 is off in one process" in capsys.readouterr().out
+    assert "the error of bfloat16 in one process" in capsys.readouterr().out
 
 
 def test_a_layout_that_does_not_fit_is_refused(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

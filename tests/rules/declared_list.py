@@ -46,7 +46,7 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
             "cast(ActivationPolicies, dict(block[option].ways))",
         },
         "mmspeed/memory/recompute/policy.py": {
-            "return BlockPolicies(tuple(choice), **given)  # type: ignore[arg-type]",
+            "return BlockPolicies(tuple(choice), **settings)  # type: ignore[arg-type]",
         },
         "mmspeed/memory/recompute/region.py": {
             "fate: OpPolicy = getattr(self.policy, kind)",
@@ -76,7 +76,7 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
             "inner = {name: transform(getattr(value, name), change) for name in names}",
         },
         "mmspeed/memory/recompute/region.py": {
-            "found = {getattr(packet, overload) for packet in packets if packet is not None for overload in packet.overloads()}",
+            "getattr(packet, overload) for packet in packets if packet is not None for overload in packet.overloads()",
             "packets = [getattr(torch.ops.aten, name, None) for name in names]",
         },
         "pipelines/tuning/memory_estimate.py": {
@@ -140,8 +140,8 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
     },
     "what memory itself leaves on blocks of any class": {
         "mmspeed/memory/recompute/block_checkpoint.py": {
-            'given: Callable[..., Any] | None = vars(self).get("_gradient_checkpointing_func")',
-            'vars(self)["_gradient_checkpointing_func"] = given',
+            'function: Callable[..., Any] | None = vars(self).get("_gradient_checkpointing_func")',
+            'vars(self)["_gradient_checkpointing_func"] = function',
         },
     },
 }
@@ -163,19 +163,19 @@ OPEN: dict[str, str] = {
     "mmspeed/memory/planning/measure.py": "_alive args func kwargs pointer result",
     "mmspeed/memory/planning/report.py": "given optimizer to_json",
     "mmspeed/memory/planning/tracked.py": "kind kind_of optimizer",
-    "mmspeed/memory/recompute/block_checkpoint.py": "__call__ _gradient_checkpointing_func args by_position given kwargs "
+    "mmspeed/memory/recompute/block_checkpoint.py": "__call__ _gradient_checkpointing_func args by_position function kwargs "
     "named once run value",
-    "mmspeed/memory/recompute/discard.py": "_ _anew _value args argument autocast",
+    "mmspeed/memory/recompute/discard.py": "_ _detached _value args argument autocast",
     "mmspeed/memory/recompute/region.py": "_overloads fates kept matmul_operators op_policies result results run run_region take what",
     "mmspeed/memory/recompute/regions.py": "before op_policies",
     "mmspeed/parallel/boundaries/attention.py": "_run_intercepted args kwargs run",
-    "mmspeed/parallel/boundaries/boundary.py": "Arguments _run args _places begin enter given how kind kwargs leave out piece run token told value",  # noqa: E501
+    "mmspeed/parallel/boundaries/boundary.py": "Arguments _run args arguments_by_name _places begin enter how kind kwargs leave out piece run shape token value",  # noqa: E501
     "mmspeed/parallel/boundaries/names.py": "args arguments kwargs",
     "mmspeed/parallel/boundaries/record.py": "arguments",
     "mmspeed/parallel/sequence/ring.py": "options",
     "mmspeed/parallel/sequence/ring_schedule.py": "compute",
     "pipelines/__init__.py": "__getattr__",
-    "pipelines/accelerate.py": "config given",
+    "pipelines/accelerate.py": "config values",
     "pipelines/report/memory_page.py": "axis figure report_figure",
     "pipelines/report/run_page.py": "_axes figure rows steps validations",
     "pipelines/report/task_check.py": "console",

@@ -193,7 +193,7 @@ def test_dtypes_are_those_of_the_mlp() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert mlp.double()(x.double()).dtype == torch.float64
     mlp.float().down.to(torch.bfloat16)
-    with pytest.raises(ValueError, match=r"torch\.float32 do not go with weights of torch\.bfloat16"):
+    with pytest.raises(ValueError, match=r"torch\.float32 do not match weights of torch\.bfloat16"):
         mlp(x)
     with torch.device("meta"):
         shapes = PlainMlp(8, 16, 4).in_parts(3)
@@ -208,7 +208,7 @@ def test_no_tokens_and_refused_sizes() -> None:
     assert all(p.grad is not None and not p.grad.any() for p in mlp.parameters())
     with pytest.raises(ValueError, match="at least one place"):
         chunked_mlp(x[0], (mlp.up.weight, None), gelu, (mlp.down.weight, None), 0)
-    with pytest.raises(ValueError, match=r"torch\.float64 do not go with weights of torch\.float32"):
+    with pytest.raises(ValueError, match=r"torch\.float64 do not match weights of torch\.float32"):
         chunked_mlp(x[0].double(), (mlp.up.weight, None), gelu, (mlp.down.weight, None), 1)
 
 

@@ -211,11 +211,11 @@ def test_what_cannot_be_discarded() -> None:
         discarded(lambda x: x, linear, x)
     with pytest.raises(ValueError, match="is an input, or a view of one"):
         discarded(lambda x: linear.weight.mT, linear, x)
-    with pytest.raises(ValueError, match="gives one tensor, not tuple"):
+    with pytest.raises(ValueError, match="must return one tensor, not tuple"):
         discarded(lambda x: (x.exp(),), linear, x)  # type: ignore[arg-type,return-value]
-    with pytest.raises(ValueError, match="gives one tensor, not list"):
+    with pytest.raises(ValueError, match="must return one tensor, not list"):
         discarded(torch.exp, lambda y: [linear(y)], x)  # type: ignore[arg-type,return-value]
-    with pytest.raises(ValueError, match="gives a view of it"):
+    with pytest.raises(ValueError, match="returns a view of it"):
         discarded(torch.exp, lambda y: y.mT, x)
     with pytest.raises(ValueError, match="was changed in place"):
         discarded(torch.exp, lambda y: linear(y.mul_(2.0)), x)

@@ -111,7 +111,7 @@ def test_copies_of_a_cpu_are_done_at_once() -> None:
     assert copies.back(buffer, target).done()
     assert torch.equal(source, target)
     source.untyped_storage().resize_(0)  # others free and restore what was copied
-    with pytest.raises(ValueError, match="do not go into"):
+    with pytest.raises(ValueError, match="do not fit into"):
         copies.out(torch.zeros(300, dtype=torch.uint8), buffer)
 
 

@@ -206,9 +206,9 @@ def refused() -> dict[str, str]:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("ltx", "the plan of LTXVideoTransformer3DModel names no roles of its layers; use ring and ulysses"),
-        ("cogvideox", "the plan of CogVideoXTransformer3DModel names no roles"),
-        ("hunyuan", "the plan of HunyuanVideoTransformer3DModel names no roles"),
+        ("ltx", "the plan of LTXVideoTransformer3DModel gives its layers no roles; use ring and ulysses"),
+        ("cogvideox", "the plan of CogVideoXTransformer3DModel gives its layers no roles"),
+        ("hunyuan", "the plan of HunyuanVideoTransformer3DModel gives its layers no roles"),
         ("chronoedit, by its own declaration", "ChronoEditTransformer3DModel has no plan"),
         ("no layer", "blocks.0.norm1 (FP32LayerNorm) has the role column in the plan and is no linear layer"),
         ("heads", "parallel.tp 2 does not divide the model's 3 heads: use one of 1, 3"),
@@ -218,7 +218,7 @@ def refused() -> dict[str, str]:
             "norms",
             "plan, channel_norms: blocks.0.norm1 (FP32LayerNorm) is a norm over all heads in the plan, and no torch.nn.RMSNorm",
         ),
-        ("adapters", "has the role column, and an adapter that is no LoRA of a linear layer holds it: merge it"),
+        ("adapters", "has the role column, and its adapter is no LoRA of a linear layer: merge it"),
     ],
 )
 def test_tensor_parallelism_is_refused_by_name(refused: dict[str, str], name: str, words: str) -> None:

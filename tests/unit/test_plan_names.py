@@ -97,7 +97,7 @@ SPLITS = {
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"inputs": SPLITS}, "plan, inputs, 'blocks.*', 'mask_B11L': no split of the plan tells the length of sequence 'text'"),
+        ({"inputs": SPLITS}, "plan, inputs, 'blocks.*', 'mask_B11L': no split of the plan gives the length of sequence 'text'"),
         ({"inputs": {"final": {"x_BNE": Seen("vide", 1)}}}, "'final', 'x_BNE': no split .* sequence 'vide'; did you mean 'video'"),
         ({"inputs": {"final": {"x_BNE": Leading("vide")}}}, "'final', 'x_BNE': no split .* sequence 'vide'"),
         ({"outputs": {"final": {0: Gather("videos", 1)}}}, "plan, outputs, 'final', 0: .* 'videos'; did you mean 'video'"),
@@ -129,7 +129,7 @@ def test_sparse_attention_whose_positions_no_split_tells_is_told_where_the_model
     inputs = {name: {k: v for k, v in what.items() if k != gone} for name, what in model.plan.inputs.items()}
     declare_plan(model, replace(model.plan, inputs=inputs))
     across = replace(LAYOUT, shard="rows" if gone == "pos_T1X" else "columns")
-    words = f"sparse, and no split of an input tells the positions of 'video' along {across.shard}; .*positions='{across.shard}'"
+    words = f"sparse, and no split of an input gives the positions of 'video' along {across.shard}; .*positions='{across.shard}'"
     with pytest.raises(UserError, match=words):
         parallelize(model, None, "none", layout=across)
     assert type(model) is SoraDiT
@@ -148,10 +148,13 @@ def test_one_process_asks_for_no_sequences() -> None:
 @pytest.mark.parametrize(
     ("outputs", "words"),
     [
-        ({"patch_in": {1: Gather("video", 1)}}, r"patch_in \(Linear\), output 1: its forward gives 0; mend the plan"),
+        (
+            {"patch_in": {1: Gather("video", 1)}},
+            r"patch_in \(Linear\), output 1: its forward returns 0; correct the plan",
+        ),
         (
             {"blocks.0": {"sampel": Gather("video", 1)}},
-            "output 'sampel': its forward gives 'sample', 'shape'.*did you mean 'sample'",
+            "output 'sampel': its forward returns 'sample', 'shape'.*did you mean 'sample'",
         ),
         ({"blocks.0": {"shape": Gather("video", 1)}}, "output 'shape' is a Size; the plan can gather tensors"),
     ],

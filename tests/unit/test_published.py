@@ -232,7 +232,7 @@ def test_another_class_is_told_what_to_say(home: Path) -> None:
     config = published_config(home, "wan")
     other = "chronoedit, by its own declaration"
     task = VideoTask(config, build=lambda *_: make_model(other))
-    with pytest.raises(UserError, match=r"known are WanTransformer3DModel.*say call="):
+    with pytest.raises(UserError, match=r"known are WanTransformer3DModel.*give call="):
         TrainPipeline(config, task=task).run()
 
 

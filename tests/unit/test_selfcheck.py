@@ -288,7 +288,7 @@ def test_ranks_of_a_group_meet_the_same() -> None:
     both = [met(["a"], 0.5), met(["i"], 1.0, "1", True)]
     other = [met(["a"], 0.5), met(["j"], 1.0, "2", True)]
     assert disagreements([both, other], 2, 1) == []
-    assert "meet different samples" in disagreements([both, other], 2, 2)[0]  # of tensor-parallel ranks images too
+    assert "have different samples" in disagreements([both, other], 2, 2)[0]  # of tensor-parallel ranks images too
     noisy = [met(["a"], 0.5, "y"), other[1]]
     assert "ranks 0 and 1 compute micro-batch 0 together" in disagreements([both, noisy], 2, 1)[0]
     assert "different numbers" in disagreements([both, other[:1]], 2, 1)[0]

@@ -87,7 +87,7 @@ def refused_call(match: str, changes: dict[str, Any], **declared: Any) -> None:
 
 
 def test_what_a_call_cannot_have_is_refused() -> None:
-    refused_call("one of keys alone", {"attn_mask": torch.ones(36, 36, dtype=torch.bool).tril()})
+    refused_call("differs by query or head", {"attn_mask": torch.ones(36, 36, dtype=torch.bool).tril()})
     refused_call("adds a bias", {"attn_mask": torch.full((1, 1, 1, 36), 0.5)})
     refused_call("has no dropout", {"dropout_p": 0.1})
     refused_call("has no causal mask", {"is_causal": True})

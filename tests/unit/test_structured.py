@@ -66,7 +66,7 @@ def test_attention_and_its_gradients_are_those_of_a_loop(names: tuple[str, ...],
 
 WRONG = {
     "heads": ({}, (3, N), "4 heads of queries cannot share 3 of keys"),
-    "keys": ({"window": 1}, (A, N + 1), "of a sequence with itself, not of 7 queries and 8 keys"),
+    "keys": ({"window": 1}, (A, N + 1), "need as many keys as queries, not 7 queries and 8 keys"),
     "documents": (
         {"documents_BN": DOCUMENTS[:, 1:]},
         (A, N),

@@ -1,1 +1,1 @@
-"""Activations that lie in the host's memory between forward and backward."""
+"""Keep activations in the host's memory between forward and backward."""

@@ -1,4 +1,4 @@
-"""Copies between a device and the host's memory, beside the computation.
+"""Copy between a device and the host's memory, beside the computation.
 
 On an accelerator the host's memory is page-locked, and each direction has a stream of its own. On a CPU both are the same memory, the copy
 is made at once, and the host's part lies outside of torch's allocator, so that what torch counts is the device's part.
@@ -17,8 +17,8 @@ from torch import Tensor
 from mmspeed.device import Device, is_out_of_memory
 from mmspeed.errors import UserError
 
-ALIGNMENT = 512  # bytes; what a device's allocator aligns to
-SLAB_BYTES = 256 << 20  # the pool grows by no more at a time, but for a larger buffer
+ALIGNMENT = 512  # bytes, as of a device's allocator
+SLAB_BYTES = 256 << 20  # the pool grows by at most this at a time, except for a larger buffer
 
 
 class HostBuffer:
@@ -39,18 +39,18 @@ class HostBuffer:
 
 
 class HostSlab:
-    """Memory that buffers are cut from. `gaps`: what none of them has, (start, end) in order, not touching one another."""
+    """Memory that buffers are cut from. `gaps`: the free ranges, (start, end) in order, not touching one another."""
 
     def __init__(self, nbytes: int, pinned: bool) -> None:
         self.memory = HostBuffer(nbytes, pinned)
         self.gaps = [(0, nbytes)]
 
     def room(self, nbytes: int) -> int | None:
-        """Bytes of the smallest gap that holds so many; None: no gap does."""
+        """The size of the smallest gap of at least so many bytes; None where there is none."""
         return min((end - start for start, end in self.gaps if end - start >= nbytes), default=None)
 
     def take(self, nbytes: int) -> int:
-        """Where so many bytes begin now, which `room` has found."""
+        """Take so many bytes from the gap that `room` chooses, and return their start."""
         room = self.room(nbytes)
         place = next(i for i, (start, end) in enumerate(self.gaps) if end - start == room)
         start, end = self.gaps.pop(place)
@@ -59,7 +59,7 @@ class HostSlab:
         return start
 
     def give(self, start: int, nbytes: int) -> None:
-        """Bytes are a gap again. Raises ValueError where they are one already."""
+        """Make bytes a gap again. Raises ValueError where they are one already."""
         insort(self.gaps, (start, start + nbytes))
         joined: list[tuple[int, int]] = []
         for first, last in self.gaps:
@@ -80,16 +80,16 @@ class CopyJob(Protocol):
     """A copy under way."""
 
     def wait(self) -> None:
-        """Work that is queued on the device from now on finds it done. This thread waits on a CPU only."""
+        """Make work that is queued on the device from now on wait for the copy. This thread waits on a CPU only."""
         ...
 
     def done(self) -> bool:
-        """Whether it is done."""
+        """True once the copy is done."""
         ...
 
 
 class CopyEngine(Protocol):
-    """Who copies. Both arguments have the same number of bytes; device tensors are flat and uint8.
+    """An engine that copies. Both arguments have the same number of bytes; device tensors are flat and uint8.
 
     A copy begins when what was queued on the device before is done. Neither side may be changed or freed before the job is done.
     """
@@ -108,7 +108,7 @@ class _Done:
 
 
 class CpuCopyEngine:
-    """Copies made at once, unseen by torch. Raises ValueError for a buffer that is too small."""
+    """An engine that copies at once, unseen by torch. Raises ValueError for a buffer that is too small."""
 
     def out(self, source_Z: Tensor, target: HostBuffer) -> CopyJob:
         _move(source_Z, target, out=True)
@@ -122,10 +122,10 @@ class CpuCopyEngine:
 def _move(tensor_Z: Tensor, buffer: HostBuffer, out: bool) -> None:
     nbytes = tensor_Z.numel()
     if nbytes > buffer.nbytes or not tensor_Z.is_contiguous() or tensor_Z.dtype != torch.uint8:
-        raise ValueError(f"{nbytes} {tensor_Z.dtype} do not go into {buffer.nbytes} bytes")
+        raise ValueError(f"{nbytes} {tensor_Z.dtype} do not fit into {buffer.nbytes} bytes")
     # by address: torch resizes no storage that numpy has ever seen
-    here, there = tensor_Z.data_ptr(), buffer.array.ctypes.data
-    ctypes.memmove(there if out else here, here if out else there, nbytes)
+    tensor_address, buffer_address = tensor_Z.data_ptr(), buffer.array.ctypes.data
+    ctypes.memmove(buffer_address if out else tensor_address, tensor_address if out else buffer_address, nbytes)
 
 
 class _Event:
@@ -140,7 +140,7 @@ class _Event:
 
 
 class StreamCopyEngine:
-    """Copies on two streams beside the one that computes, one for each direction."""
+    """An engine that copies on two streams beside the one that computes, one for each direction."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -162,17 +162,17 @@ class StreamCopyEngine:
 
 
 def copies_for(device: Device) -> CopyEngine:
-    """Who copies for a device."""
+    """The copy engine of a device."""
     return CpuCopyEngine() if device.kind == "cpu" else StreamCopyEngine(device)
 
 
 class HostPool:
-    """Buffers in the host's memory, cut from slabs that stay.
+    """A pool of buffers in the host's memory, cut from slabs that stay.
 
-    Page-locked memory is dear to get, and torch rounds each piece up to a power of two: so it is asked for in such pieces, and buffers of
-    any size are cut from them. `bytes` are those of all slabs, `used` those asked for now, and `peak` the most of them.
+    Page-locked memory is slow to allocate, and torch rounds each piece up to a power of two: so it is allocated in such pieces, and buffers
+    of any size are cut from them. `bytes` are those of all slabs, `used` those of all buffers now, and `peak` the maximum of `used`.
 
-    advice: what a person whose host has no more memory is told to do.
+    advice: the way out that the error names when the host has no more memory.
     """
 
     def __init__(
@@ -194,13 +194,13 @@ class HostPool:
         return buffer
 
     def give(self, buffer: HostBuffer) -> None:
-        """A buffer is no longer used; no copy from or to it is under way. Raises ValueError for one that was given before."""
+        """Give back a buffer that is no longer used, with no copy under way. Raises ValueError for one that was given back before."""
         assert buffer.slab is not None
         buffer.slab.give(buffer.start, _rounded(buffer.nbytes))
         self.used -= buffer.nbytes
 
     def trim(self) -> None:
-        """Give slabs that nobody uses back to the host."""
+        """Give unused slabs back to the host."""
         self._slabs = [slab for slab in self._slabs if not slab.idle]
         self.bytes = sum(slab.memory.nbytes for slab in self._slabs)
 
@@ -212,7 +212,7 @@ class HostPool:
             slab = self._new(nbytes)
         if slab is None:
             raise UserError(
-                f"the host's memory is full: {nbytes / 2**30:.2f} GiB more were to lie there, beside {self.used / 2**30:.2f} GiB; "
+                f"the host's memory is full: {nbytes / 2**30:.2f} GiB more are needed beside {self.used / 2**30:.2f} GiB in use; "
                 + self._advice
             )
         self._slabs.append(slab)
@@ -220,7 +220,7 @@ class HostPool:
         return slab
 
     def _new(self, nbytes: int) -> HostSlab | None:
-        # most hosts promise memory that they do not have, and end the process that uses it
+        # most hosts overcommit memory, and end the process that uses too much
         if nbytes > Device("cpu", 0).free_memory_bytes():
             return None
         try:

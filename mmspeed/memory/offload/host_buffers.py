@@ -1,4 +1,4 @@
-"""Tensors packed flat, and bytes that lie in the host's memory and visit the device."""
+"""Pack tensors flat, and hold bytes in the host's memory that visit the device."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mmspeed.device import Device
 
 from .copies import CopyEngine, CopyJob, HostBuffer, HostPool
 
-ALIGNMENT = 128  # bytes; where vectorised kernels like tensors to begin
+ALIGNMENT = 128  # bytes, for vectorised kernels
 
 
 @dataclass(frozen=True)
 class FlatSlice:
-    """Where a tensor lies in a flat one: from `start`, `length` of its elements. With a dtype, the flat one holds bytes."""
+    """The place of a tensor in a flat one: `length` of its elements from `start` on. With a dtype, the flat one holds bytes."""
 
     start: int
     length: int
@@ -26,7 +26,7 @@ class FlatSlice:
     dtype: torch.dtype | None = None
 
     def of(self, flat_Z: Tensor) -> Tensor:
-        """The tensor, a view of the flat one."""
+        """The tensor as a view of the flat one."""
         piece_Z = flat_Z[self.start : self.start + self.length]
         return (piece_Z if self.dtype is None else piece_Z.view(self.dtype)).as_strided(self.shape, self.stride)
 
@@ -41,7 +41,7 @@ def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
 
 
 def lay_out(tensors: Iterable[Tensor]) -> tuple[list[FlatSlice], int]:
-    """Places one after another in a flat tensor of elements, and that one's number of elements."""
+    """Places of tensors, one after another, in a flat tensor of elements, and its number of elements."""
     places, total = [], 0
     for tensor in tensors:
         places.append(FlatSlice(total, tensor.numel(), tuple(tensor.shape), _dense_stride(tensor)))
@@ -50,7 +50,7 @@ def lay_out(tensors: Iterable[Tensor]) -> tuple[list[FlatSlice], int]:
 
 
 def lay_out_bytes(tensors: Iterable[Tensor]) -> tuple[list[FlatSlice], int]:
-    """As `lay_out`, for tensors of several dtypes in a flat tensor of bytes."""
+    """Places of tensors of several dtypes, one after another, in a flat tensor of bytes, and its number of bytes."""
     places, end = [], 0
     for tensor in tensors:
         start = _up(end, ALIGNMENT)
@@ -62,7 +62,7 @@ def lay_out_bytes(tensors: Iterable[Tensor]) -> tuple[list[FlatSlice], int]:
 class OffloadedBuffer:
     """Bytes that lie in the host's memory, and visit the device as one flat uint8 tensor: `fetch`, `here`, then `send` or `forget`.
 
-    Many parcels share a pool, which gets page-locked memory in large pieces.
+    Many buffers share a pool, which allocates page-locked memory in large pieces.
     """
 
     def __init__(self, device: Device, copies: CopyEngine, pool: HostPool | None = None) -> None:
@@ -78,12 +78,12 @@ class OffloadedBuffer:
 
     @property
     def device_bytes(self) -> int:
-        """Of what is on the device now, on its way included."""
+        """Bytes on the device now, including those on their way."""
         going = 0 if self._going is None else self._going[1].numel()
         return going + (0 if self._flat_Z is None else self._flat_Z.numel())
 
     def resize(self, nbytes: int) -> None:
-        """Have so many bytes, of unknown values. Raises UserError when the host's memory is full."""
+        """Change the number of bytes; their values are then unknown. Raises UserError when the host's memory is full."""
         if nbytes == self.nbytes:
             return
         self._finish()
@@ -102,7 +102,7 @@ class OffloadedBuffer:
             self._flat_Z = flat_Z
 
     def here(self) -> Tensor | None:
-        """The bytes on the device; None where there are none. Call `fetch` before."""
+        """The bytes on the device, once they have arrived; None where there are none. Call `fetch` before."""
         job, self._coming = self._coming, None
         if job is not None:
             try:
@@ -113,30 +113,30 @@ class OffloadedBuffer:
         return self._flat_Z
 
     def send(self, flat_Z: Tensor) -> None:
-        """Begin to copy bytes from the device, which are then no longer there."""
+        """Begin to copy bytes from the device to the host; `here` no longer returns them."""
         self.here()
         self._flat_Z = None
         if self.buffer is not None:
             self._going = (self.copies.out(flat_Z, self.buffer), flat_Z)
 
     def forget(self) -> None:
-        """What is on the device was not changed: let it go."""
+        """Free the bytes on the device, which were not changed."""
         self.here()
         self._flat_Z = None
 
     def settle(self) -> None:
-        """Free the device's memory when what was sent has left. The device waits for it, this thread on a CPU only."""
+        """Free the device's memory once the bytes sent have left. The device waits for them, this thread on a CPU only."""
         if self._going is not None:
             self._going[0].wait()
             self._going = None
 
     def _finish(self) -> None:
-        """Wait until no copy is under way: this thread too."""
+        """Wait until no copy is under way, with this thread too."""
         self.forget()
         self.settle()
         self.device.synchronize()
 
     def on_host(self) -> Tensor:
-        """The host's bytes, as a flat uint8 tensor of the CPU. Nothing is on its way."""
+        """The host's bytes as a flat uint8 tensor on the CPU, once no copy is under way."""
         self._finish()
         return torch.empty(0, dtype=torch.uint8) if self.buffer is None else torch.from_numpy(self.buffer.array)

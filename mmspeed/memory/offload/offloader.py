@@ -1,12 +1,12 @@
-"""Swapping: what one run of a span keeps in the host's memory until backward, and when it goes and comes.
+"""Swap the saved tensors of a span to the host's memory until backward.
 
-What is copied are parts of storages, not tensors: many saved tensors look into the same memory (queries, keys and values of one projection;
-a tensor that two operators save), which goes out once and comes back once. A part lives as long as somebody may ask for it, so its place
-in the host's memory is free again when its graph is gone, however that came.
+Parts of storages are copied, not tensors: many saved tensors are views of the same memory (queries, keys and values of one projection;
+a tensor that two operators save), which goes out once and comes back once. A part lives as long as it may be asked for, so its place
+in the host's memory is free again when its graph is gone, for whatever reason.
 
-Forward: a part's copy out begins as it is stored, and the device's memory is held until it is done, at the latest until the next group but
-one is closed. Backward: the first tensor that is asked of a group begins the copies of all of them; while they are taken, those of the
-group before come.
+Forward: a part's copy out begins as it is stored, and the device's memory is held until the copy is done, at the latest until the next
+group but one is closed. Backward: the first tensor asked of a group begins the copies of all of its tensors; while they are taken, those of
+the previous group come.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ OPEN_GROUPS = 2  # whose copies out may be under way: the one that was closed la
 
 @dataclass
 class PendingRelease:
-    """What nobody will ask for any more, held until copies from and to it are done."""
+    """Memory that is no longer asked for, held until copies from and to it are done."""
 
     jobs: list[CopyJob]
     memory_Z: Tensor | None = None
     buffer: HostBuffer | None = None
-    storage: int | None = None  # of the part that it was
+    storage: int | None = None  # address of the part's storage
 
 
 def _at_end(owner: object, depot: OffloadPool, what: PendingRelease) -> weakref.finalize[..., object]:
@@ -61,11 +61,11 @@ class DeviceCopy:
 
     def __init__(self, depot: OffloadPool, memory_Z: Tensor, job: CopyJob | None = None) -> None:
         self.memory_Z, self._job = memory_Z, job
-        # if nobody asks, a copy may still write there
+        # a copy that is never waited for may still write there
         self._unasked = None if job is None else _at_end(self, depot, PendingRelease([job], memory_Z))
 
     def wait(self) -> None:
-        """What is queued on the device from now on finds it."""
+        """Make work that is queued on the device from now on wait for the copy."""
         if self._job is not None and self._unasked is not None:
             self._job.wait()
             self._unasked.detach()
@@ -90,27 +90,27 @@ class OffloadedStorage:
         self.let_go_if_done()
 
     def serves(self, start: int, end: int, version: int) -> bool:
-        """Whether bytes of the same storage, seen by a tensor of a version, are those of this part."""
+        """True where bytes of the same storage, seen by a tensor of a version, are those of this part."""
         return self.start <= start and end <= self.end and version == self.witness.version and not self.witness.changed
 
     def let_go_if_done(self) -> bool:
-        """Whether the device's memory is no longer held for the copy out."""
+        """Free the device's memory if the copy out is done; True where it is no longer held."""
         if self._lying.memory_Z is not None and self._out.done():
             self.let_go()
         return self._lying.memory_Z is None
 
     def let_go(self) -> None:
-        """Wait for the copy out, and hold the device's memory no longer. Raises what the copy raised."""
+        """Wait for the copy out, and free the device's memory. Raises what the copy raised."""
         self._out.wait()
         self._lying.memory_Z = None
 
     def load(self) -> DeviceCopy:
-        """Begin the copy back, if the part is not on the device. Under the depot's lock."""
+        """Begin the copy back, if the part is not on the device. Call it under the depot's lock."""
         arrival = None if self._arrival is None else self._arrival()
         if arrival is None:
             depot, nbytes = self.depot, self.end - self.start
-            there_Z = self._still_there()
-            if there_Z is None:
+            present_Z = self._still_there()
+            if present_Z is None:
                 memory_Z = torch.empty(nbytes, dtype=torch.uint8, device=depot.device.torch_device)
                 job = depot.copies.back(self._buffer, memory_Z)
                 self._lying.jobs[1:] = [job]
@@ -118,12 +118,12 @@ class OffloadedStorage:
                 arrival = DeviceCopy(depot, memory_Z, job)
             else:
                 depot.found += nbytes
-                arrival = DeviceCopy(depot, there_Z)
+                arrival = DeviceCopy(depot, present_Z)
             self._arrival = weakref.ref(arrival)
         return arrival
 
     def _still_there(self) -> Tensor | None:
-        """The bytes, if somebody else holds the storage, or the copy out is under way."""
+        """The bytes on the device, if the storage still exists elsewhere, or the copy out is under way."""
         if self.witness.changed:
             return None
         memory_Z = self._lying.memory_Z  # another thread may let it go
@@ -136,10 +136,10 @@ class OffloadedStorage:
 
 
 class OffloadPool:
-    """What lies in the host's memory for all groups of a model: parts of storages, the copies of them, and counts in bytes.
+    """The offloaded data of all groups of a model: parts of storages in the host's memory, their copies, and counts in bytes.
 
-    moved_out, moved_back: copied. shared: of stored tensors whose part was there already. found: of parts that were asked for while they
-    were still on the device. recast: of low-precision copies of parameters, which are cast again. kept_small: of tensors below
+    moved_out, moved_back: bytes copied. shared: of stored tensors whose part was stored already. found: of parts that were asked for while
+    they were still on the device. recast: of low-precision copies of parameters, which are cast again. kept_small: of tensors below
     `from_bytes`, which stay.
     """
 
@@ -156,8 +156,11 @@ class OffloadPool:
         self._closed: deque[weakref.ref[PooledOffloadGroup]] = deque()
 
     def stays(self, tensor: Tensor) -> bool:
-        """Whether a tensor is kept as it is: a parameter or a view of one, a leaf that wants a gradient, one that is small, not of the
-        device, of no plain memory, or of a sub-class (such as DTensor)."""
+        """True where a tensor is kept as it is.
+
+        That is: a parameter or a view of one, a leaf that requires a gradient, a small one, one not on the device, without plain memory, or
+        of a sub-class (such as DTensor).
+        """
         roots = [tensor] if (base := base_of(tensor)) is None else [tensor, base]
         if any(type(root) is not Tensor or (root.is_leaf and root.requires_grad) for root in roots):
             return True
@@ -170,10 +173,10 @@ class OffloadPool:
         if end - start < self.from_bytes:
             self.kept_small += end - start
             return True
-        return tensor.untyped_storage().nbytes() < end  # was freed on purpose, and somebody will restore it
+        return tensor.untyped_storage().nbytes() < end  # was freed on purpose, to be restored later
 
     def part(self, tensor: Tensor) -> OffloadedStorage:
-        """The part that a tensor looks into, on its way out from now on if it was not yet. Under the lock."""
+        """The part that a tensor is a view of; its copy out begins now unless it has already. Call it under the lock."""
         storage = tensor.untyped_storage()
         start, end = part_of_storage(StorageView.of(tensor), storage.nbytes())
         for weak in self._parts.get(storage_address(storage), ()):
@@ -188,18 +191,18 @@ class OffloadPool:
         return part
 
     def closed(self, group: PooledOffloadGroup) -> PooledOffloadGroup | None:
-        """A group is closed; the one whose copies out must be done now. Under the lock."""
+        """Note that a group is closed, and return the one whose copies out must be done now. Call it under the lock."""
         self._closed.append(weakref.ref(group))
         return self._closed.popleft()() if len(self._closed) > OPEN_GROUPS else None
 
     def tidy(self) -> None:
-        """Hold nothing longer than copies need it. Under the lock."""
+        """Free memory whose copies are done. Call it under the lock."""
         while self._outgoing and ((part := self._outgoing[0]()) is None or part.let_go_if_done()):
             self._outgoing.popleft()
         self._free()
 
     def leave(self, what: PendingRelease) -> None:
-        """Nobody will ask for something any more. For finalizers, which may come at any time, inside of the lock too."""
+        """Release memory that is no longer asked for. For finalizers, which may run at any time, inside of the lock too."""
         self.leaving.append(what)
         if self.lock.acquire(blocking=False):
             try:
@@ -237,13 +240,13 @@ class OffloadedTensor:
         self.given = False  # in this backward
 
     def load(self) -> DeviceCopy:
-        """Begin to copy it back. Under the depot's lock."""
+        """Begin to copy it back. Call it under the depot's lock."""
         if self.arrival is None:
             self.arrival = self.part.load()
         return self.arrival
 
     def give(self) -> Tensor:
-        """The tensor, on its device. Any number of times; from the second on it comes alone."""
+        """The tensor, on its device. Call it any number of times; from the second call on it is copied alone."""
         self.witness.check()
         with torch.no_grad():
             arrival = self.group.ask(self)
@@ -252,27 +255,27 @@ class OffloadedTensor:
 
 
 class OffloadGroup(Protocol):
-    """What one span of one forward pass keeps in the host's memory."""
+    """The tensors of one span of one forward pass in the host's memory."""
 
     def store(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Begin to copy a tensor out; the result gives it back, on its device. A tensor that is not worth it is kept as it is."""
+        """Begin to copy a tensor out; the result returns it, on its device. A tensor that stays is kept as it is."""
         ...
 
     def close(self) -> None:
-        """The span's forward is done."""
+        """Note that the span's forward is done."""
         ...
 
     def fetch(self) -> None:
-        """Backward has come to the span: begin to copy its tensors back, and those of the span before it."""
+        """Begin to copy the span's tensors back, and those of the span before it, once backward has reached the span."""
         ...
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Inside, all that autograd saves is stored."""
+        """Hooks that store all that autograd saves inside of them."""
         ...
 
 
 class PooledOffloadGroup:
-    """What one run of a span keeps in the host's memory; an `OffloadGroup`. Only who may ask for its tensors holds it."""
+    """The tensors of one run of a span in the host's memory; an `OffloadGroup`. Only those that may ask for its tensors hold it."""
 
     def __init__(self, depot: OffloadPool) -> None:
         self.depot = depot
@@ -283,7 +286,7 @@ class PooledOffloadGroup:
         self._given = 0  # of those stored, since it was begun
 
     def store(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Begin to copy a tensor out; the result gives it back. Raises UserError when the host's memory is full."""
+        """Begin to copy a tensor out; the result returns it. Raises UserError when the host's memory is full."""
         depot = self.depot
         with torch.no_grad(), depot.lock:
             if depot.stays(tensor):
@@ -306,7 +309,7 @@ class PooledOffloadGroup:
         return give
 
     def close(self) -> None:
-        """The span's forward is done."""
+        """Note that the span's forward is done."""
         with self.depot.lock:
             self.depot.tidy()
             old = self.depot.closed(self)
@@ -320,11 +323,11 @@ class PooledOffloadGroup:
             self._fetch(forward=True)
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Inside, all that autograd saves is stored."""
+        """Hooks that store all that autograd saves inside of them."""
         return torch.autograd.graph.saved_tensors_hooks(self.store, lambda give: give())
 
     def ask(self, held: OffloadedTensor) -> DeviceCopy:
-        """A tensor is needed now: it is on its way. Who loaded it for the sake of `held` holds it no longer."""
+        """The copy of a tensor that is needed now. `held` no longer holds the copy that was loaded for it."""
         with self.depot.lock:
             # a second pass asks for the first, backward for the last
             self._fetch(forward=2 * held.place < len(self._held))
@@ -332,7 +335,7 @@ class PooledOffloadGroup:
             self._given += not held.given
             held.given = True
             self._prefetch()
-            if self._given == len(self._held):  # a second backward (retain_graph) begins anew
+            if self._given == len(self._held):  # a second backward (retain_graph) starts over
                 self._begun, self._given = False, 0
                 for other in self._alive():
                     other.given = False
@@ -346,8 +349,11 @@ class PooledOffloadGroup:
             self._prefetch()
 
     def _prefetch(self) -> None:
-        """Load the group before: all of it where a second pass takes all of this one at once; else as much as is no longer waited
-        for here, so that the bytes of one group are on the device and not of two."""
+        """Load the previous group.
+
+        All of it where a second pass takes all of this one at once; else as many bytes as this group no longer waits for, so that the bytes
+        of one group are on the device and not of two.
+        """
         before = self._before()
         if before is not None and not before._begun:
             waiting = 0 if self._forward else sum(held.nbytes for held in self._alive() if not held.given)
@@ -367,7 +373,7 @@ class PooledOffloadGroup:
 
 
 class Offloader(OffloadPool):
-    """Where a model's spans swap to. Tensors of fewer than `from_bytes` stay."""
+    """The pool that a model's spans swap to. Tensors of fewer than `from_bytes` stay."""
 
     def group(self) -> OffloadGroup:
         """A new group, for one run of a span."""

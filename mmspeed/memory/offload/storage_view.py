@@ -1,4 +1,4 @@
-"""How a tensor looks into its memory, whether it was changed meanwhile, and which tensors need no copy to come back."""
+"""Describe a tensor's view of its memory, notice changes in place, and recognise tensors that need no copy to come back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHANGED = "a tensor that backward needs was changed in place after a span that s
 
 @dataclass(frozen=True)
 class StorageView:
-    """How a tensor looks into its storage; `offset` in bytes."""
+    """The view of a storage that a tensor is; `offset` in bytes."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -33,24 +33,24 @@ class StorageView:
         return cls(tensor.dtype, tuple(tensor.shape), tensor.stride(), offset, tensor.is_conj(), tensor.is_neg())
 
     def into(self, memory_Z: Tensor, start: int = 0) -> Tensor:
-        """The same look into flat bytes, which begin at byte `start` of the storage."""
+        """The same view of flat bytes, which begin at byte `start` of the storage."""
         offset = memory_Z.storage_offset() + self.offset - start
         looking = torch.empty(0, dtype=self.dtype, device=memory_Z.device)
-        # no view in autograd's sense: it may be the result of an operator
+        # not a view in autograd's sense: it may be the result of an operator
         looking.set_(memory_Z.untyped_storage(), offset // self.dtype.itemsize, self.shape, self.strides)  # type: ignore[call-overload]
         looking = looking.conj() if self.conjugate else looking
         return negative_view(looking) if self.negative else looking
 
     def reach(self) -> tuple[int, int]:
-        """The first byte of the storage that it sees and the one after the last; of a tensor that is not empty."""
+        """The first byte of the storage that it sees, and the one after the last; for a tensor that is not empty."""
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
         return self.offset, self.offset + (last + 1) * self.dtype.itemsize
 
 
 def part_of_storage(look: StorageView, nbytes: int) -> tuple[int, int]:
-    """What is copied for a tensor, (start, end) in bytes: all of a storage of `nbytes` if it sees half of it, else what it sees.
+    """The range copied for a tensor, (start, end) in bytes: all of a storage of `nbytes` if it sees half of it, else what it sees.
 
-    It begins where the device's memory is aligned, so that kernels meet the same alignment as before.
+    It begins where the device's memory is aligned, so that kernels get the same alignment as before.
     """
     start, end = look.reach()
     return (0, nbytes) if 2 * (end - start) >= nbytes else (start // ALIGNMENT * ALIGNMENT, end)
@@ -63,7 +63,7 @@ def flat_bytes(storage: torch.UntypedStorage, start: int, end: int) -> Tensor:
 
 
 class VersionGuard:
-    """Notices that a tensor is changed in place, as autograd does, without holding its memory."""
+    """A guard that notices changes in place of a tensor, as autograd does, without holding its memory."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._counts = tensor.detach()  # has the same version counter, and keeps it with other data
@@ -81,7 +81,7 @@ class VersionGuard:
 
 
 def guarded(tensor: Tensor) -> Callable[[], Tensor]:
-    """Gives a tensor that stays where it is. Raises RuntimeError if it was changed in place meanwhile."""
+    """A function that returns a tensor that stays where it is. It raises RuntimeError if the tensor was changed in place meanwhile."""
     if not tensor.is_leaf:
         tensor = tensor.detach()  # a node must not hold its own result: nothing would free the two
     version = -1 if tensor.is_inference() else version_of(tensor)
@@ -95,7 +95,7 @@ def guarded(tensor: Tensor) -> Callable[[], Tensor]:
 
 
 def cast_of_parameter(tensor: Tensor) -> nn.Parameter | None:
-    """The parameter whose copy in another dtype `tensor` is, or looks into, as autocast makes it; None for all others."""
+    """The parameter of which `tensor` is, or views, a copy in another dtype, as autocast makes it; None for all others."""
     copy: Tensor = tensor if (base := base_of(tensor)) is None else base
     if copy.grad_fn is None or copy.grad_fn.name() != "ToCopyBackward0":
         return None
@@ -107,7 +107,7 @@ def cast_of_parameter(tensor: Tensor) -> nn.Parameter | None:
 
 
 def views_parameter(tensor: Tensor) -> bool:
-    """Whether a tensor sees the memory of a parameter that is a DTensor: this process's part of it, as layers compute with it."""
+    """True where a tensor sees the memory of a parameter that is a DTensor: this process's part of it, as layers compute with it."""
     node = tensor.grad_fn
     for _ in range(4):  # a few views
         if node is None or len(node.next_functions) != 1:
@@ -122,7 +122,7 @@ def views_parameter(tensor: Tensor) -> bool:
 
 
 def cast_again(tensor: Tensor, source: nn.Parameter) -> Callable[[], Tensor]:
-    """Gives what `cast_of_parameter` found by casting the parameter again."""
+    """A function that returns the tensor of `cast_of_parameter` by casting the parameter again."""
     look, copied, parameter = StorageView.of(tensor), VersionGuard(tensor), VersionGuard(source)
 
     def give() -> Tensor:

@@ -1,1 +1,1 @@
-"""Optimizer states and master weights in slower memory."""
+"""Keep optimizer states and master weights in slower memory."""

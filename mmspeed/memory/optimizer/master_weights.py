@@ -1,4 +1,4 @@
-"""Where the float32 weights (the masters) of one bucket of parameters are between the steps of an optimizer.
+"""Hold the float32 weights (the masters) of one bucket of parameters between the steps of an optimizer.
 
 | tier       | between steps                                         | bytes per parameter on the device, beside the states |
 | ---------- | ----------------------------------------------------- | ---------------------------------------------------- |
@@ -27,13 +27,13 @@ from .split_bits import halves_of, join, rounded, split
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor, in the same memory."""
+    """The part of a tensor that this process holds, in the same memory."""
     with torch.no_grad():
         return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """This process's part of a parameter's gradient, in float32. A gradient that is still to be summed over processes is summed."""
+    """The part of a parameter's gradient that this process holds, in float32, summed over processes if it was not yet."""
     gradient = parameter.grad
     if gradient is None:
         return None
@@ -43,10 +43,10 @@ def local_gradient(parameter: nn.Parameter) -> Tensor | None:
 
 
 class Masters(ABC):
-    """The masters of one bucket. The optimizer knows them as `masters`, whose values are there between `open` and `close`."""
+    """The masters of one bucket. The optimizer knows them as `masters`, which have values between `open` and `close`."""
 
     dtype = torch.bfloat16  # of the parameters
-    parcel: OffloadedBuffer | None = None  # what lies in the host's memory
+    parcel: OffloadedBuffer | None = None  # the part in the host's memory
 
     def __init__(self, parameters: list[nn.Parameter], device: Device) -> None:
         self.parameters, self.device = parameters, device
@@ -57,17 +57,17 @@ class Masters(ABC):
         self.masters: list[nn.Parameter] = []
 
     def fetch(self) -> None:
-        """Begin to bring to the device what lies elsewhere."""
+        """Begin to bring to the device the bytes that lie elsewhere."""
         if self.parcel is not None:
             self.parcel.fetch()
 
     def settle(self) -> None:
-        """Free the device's memory of what has left."""
+        """Free the device's memory of bytes that have left."""
         if self.parcel is not None:
             self.parcel.settle()
 
     def forget(self) -> None:
-        """Free the device's memory of what was read only."""
+        """Free the device's memory of bytes that were only read."""
         if self.parcel is not None:
             self.parcel.forget()
 
@@ -77,18 +77,18 @@ class Masters(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Round the masters' values into the parameters, and begin to bring the rest where it stays."""
+        """Round the masters' values into the parameters, and begin to move the rest to its tier."""
 
     @abstractmethod
     def values(self) -> list[Tensor]:
-        """The masters' values, to be read only, until the next call of anything."""
+        """The masters' values, read-only, valid until the next call of any method."""
 
     @abstractmethod
     def write(self, index: int, values: Tensor) -> None:
         """Set one master's values, and its parameter."""
 
     def device_bytes(self) -> int:
-        """Bytes on the device, the parameters' own not counted."""
+        """Bytes on the device, without the parameters' own."""
         return 0
 
     def host_bytes(self) -> int:
@@ -112,7 +112,7 @@ class Masters(ABC):
 
 
 class ParameterMasters(Masters):
-    """The parameters themselves."""
+    """Masters that are the parameters themselves."""
 
     dtype = torch.float32
 
@@ -135,7 +135,7 @@ class ParameterMasters(Masters):
 
 
 class Float32Masters(Masters):
-    """Beside the parameters."""
+    """Masters beside the parameters."""
 
     def __init__(self, parameters: list[nn.Parameter], device: Device) -> None:
         super().__init__(parameters, device)
@@ -162,7 +162,7 @@ class Float32Masters(Masters):
 
 
 class SplitMasters(Masters):
-    """There during a step alone, of the parameters and the 16 bits that these lack."""
+    """Masters that exist only during a step, made of the parameters and the 16 bits that these lack."""
 
     def __init__(self, parameters: list[nn.Parameter], device: Device) -> None:
         super().__init__(parameters, device)
@@ -174,7 +174,7 @@ class SplitMasters(Masters):
         return self._empty(torch.int16).zero_()
 
     def _away(self) -> None:
-        """Shapes only, without memory; not a number for whoever looks."""
+        """Leave the masters their shapes without memory; their values read as NaN."""
         nothing = torch.full((), float("nan"), device=self.device.torch_device)
         stand_ins = [nothing.expand(place.shape) for place in self.places]
         if not self.masters:
@@ -188,7 +188,7 @@ class SplitMasters(Masters):
         return self._rest_Z
 
     def _keep(self, rest_Z: Tensor) -> None:
-        """The rest has changed in place."""
+        """Store the rest, which has changed in place."""
 
     def _joined(self) -> Tensor:
         flat_Z = self._empty(torch.float32)
@@ -224,7 +224,7 @@ class SplitMasters(Masters):
 
 
 class HostMasters(SplitMasters):
-    """As `SplitMasters`, and the 16 bits lie in the host's memory."""
+    """Masters like `SplitMasters`, with the 16 bits in the host's memory."""
 
     parcel: OffloadedBuffer
 

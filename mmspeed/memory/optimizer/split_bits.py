@@ -1,4 +1,4 @@
-"""float32 as bfloat16 and the 16 bits that bfloat16 lacks, and back, bit for bit.
+"""Split float32 into bfloat16 and the 16 bits that it lacks, and join them, bit for bit.
 
 Rounded half up in the bit pattern: hi = (bits + 0x8000) >> 16 is a bfloat16, lo = bits & 0xFFFF the rest, and bits = (hi << 16) + lo with
 lo read as a signed number. hi differs from torch's rounding, half to even, at exact ties alone. The even kind would need a 17th bit.
@@ -21,17 +21,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# Elements at a time: what is in between takes 14 bytes of each on an accelerator, and lies in a CPU's cache.
+# elements at a time: intermediate tensors take 14 bytes of each on an accelerator, and lie in a CPU's cache
 CHUNK = 1 << 22
 CPU_CHUNK = 1 << 17
 
-_PLACE = 0x7FFF8000  # the bits that tell the two places
+_PLACE = 0x7FFF8000  # the bits that distinguish the two places
 _PLACES = (0x7FFF8000, 0x7F808000)
 
 
 def _exchange_nans(values_Z: Tensor) -> Tensor:
-    """float32 with the displaced NaNs exchanged, in place; its own inverse."""
-    # a CPU can look first whether there are any; elsewhere looking would make this thread wait
+    """Exchange the displaced NaNs of float32 values, in place; its own inverse."""
+    # a CPU can check first for any; elsewhere the check would make this thread wait
     if values_Z.device.type != "cpu" or values_Z.amax().isnan():
         bits_Z = values_Z.view(torch.int32)
         place_Z = bits_Z & _PLACE
@@ -54,7 +54,7 @@ def _parts(values_Z: Tensor) -> Iterator[slice]:
 
 
 def split(values_Z: Tensor, hi_Z: Tensor, lo_Z: Tensor | None = None) -> None:
-    """Write float32 values into bfloat16 `hi_Z`, and what these lack into int16 `lo_Z`, if given."""
+    """Write float32 values into bfloat16 `hi_Z`, and the bits that these lack into int16 `lo_Z`, if given."""
     for part in _parts(values_Z):
         bits_Z = _exchange_nans(values_Z[part].clone()).view(torch.int32)
         if lo_Z is not None:

@@ -1,7 +1,8 @@
-"""Where the states of a torch optimizer are between steps: on the device, or in the host's memory, copied or mapped.
+"""Hold the states of a torch optimizer between steps: on the device, or in the host's memory, copied or mapped.
 
-Nothing is known of an optimizer but that `optimizer.state[parameter]` is a dict. Every tensor in it of more than one element moves: at any
-depth of dicts and lists, inside tensor subclasses such as quantised states, of any dtype, made at the first step or before. Numbers stay.
+All that is assumed of an optimizer is that `optimizer.state[parameter]` is a dict. Every tensor in it of more than one element moves: at
+any depth of dicts and lists, inside tensor subclasses such as quantised states, of any dtype, made at the first step or before. Numbers
+stay.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ States = dict[Any, State]  # as in Optimizer.state: by parameter
 
 
 def transform(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with each plain tensor in it changed: in dicts, lists, tuples and tensor subclasses."""
+    """The value with each plain tensor in it changed: in dicts, lists, tuples and tensor subclasses."""
     if isinstance(value, Tensor):
         if not is_traceable_wrapper_subclass(value):
             return change(value)
@@ -43,19 +44,19 @@ class DeviceStates:
         self.masters, self.states, self.device = masters, states, device
 
     def fetch(self) -> None:
-        """Begin to bring them to the device."""
+        """Begin to bring the states to the device."""
 
     def put(self) -> None:
-        """Let the optimizer find them."""
+        """Put the states where the optimizer reads them."""
 
     def collect(self) -> None:
-        """Take what the optimizer has left, and begin to bring it where it stays."""
+        """Take the states that the optimizer has left, and begin to move them to their tier."""
 
     def settle(self) -> None:
-        """Free the device's memory of what has left."""
+        """Free the device's memory of states that have left."""
 
     def forget(self) -> None:
-        """Free the device's memory of what came and was not changed."""
+        """Free the device's memory of states that came and were not changed."""
 
     def _moves(self, tensor: Tensor) -> bool:
         return tensor.numel() > 1 and tensor.device == self.device.torch_device
@@ -69,20 +70,20 @@ class DeviceStates:
                     state[key] = transform(value, change)
 
     def read(self, master: nn.Parameter) -> State:
-        """One parameter's state, its tensors where they are. They are not copies; a step changes or replaces them."""
+        """The state of one parameter, its tensors where they are. They are not copies; a step changes or replaces them."""
         return dict(self.states[master]) if master in self.states else {}
 
     def _storages(self) -> dict[int, tuple[Tensor, int]]:
         """(a tensor, bytes) of each storage."""
-        found: dict[int, tuple[Tensor, int]] = {}
+        storages: dict[int, tuple[Tensor, int]] = {}
 
         def look(tensor: Tensor) -> Tensor:
             if tensor.device.type != "meta" and tensor.numel():
-                found[tensor.untyped_storage().data_ptr()] = (tensor, tensor.untyped_storage().nbytes())
+                storages[tensor.untyped_storage().data_ptr()] = (tensor, tensor.untyped_storage().nbytes())
             return tensor
 
         self._each(look)
-        return found
+        return storages
 
     def device_bytes(self) -> int:
         """Bytes on the device."""
@@ -94,7 +95,7 @@ class DeviceStates:
 
 
 class HostStates(DeviceStates):
-    """In the host's memory, as one parcel. Between steps the optimizer holds tensors of the meta device in their stead."""
+    """States in the host's memory, in one buffer. Between steps the optimizer holds tensors on the meta device in their place."""
 
     def __init__(
         self, masters: list[nn.Parameter], states: States, device: Device, copies: CopyEngine, pool: HostPool
@@ -102,7 +103,7 @@ class HostStates(DeviceStates):
         super().__init__(masters, states, device)
         self.parcel = OffloadedBuffer(device, copies, pool)
         self._places: list[FlatSlice] = []
-        self._place_of: dict[int, FlatSlice] = {}  # by the identity of the tensor that stands for it
+        self._place_of: dict[int, FlatSlice] = {}  # by the identity of the tensor in its place
         self._standing: list[Tensor] = []  # kept, so that identities are theirs alone
 
     def fetch(self) -> None:
@@ -167,9 +168,9 @@ class HostStates(DeviceStates):
 
 
 class MappedStates(DeviceStates):
-    """In the host's memory, mapped into the device's: the optimizer computes with them there, and nothing is copied.
+    """States in the host's memory, mapped into the device's: the optimizer computes with them there, and nothing is copied.
 
-    Such memory is only safe in arithmetic (no copies, no look at its address), so values are set and read by a product with one.
+    Such memory is only safe in arithmetic (no copies, no reading of its address), so values are set and read by a product with one.
     """
 
     def __init__(self, masters: list[nn.Parameter], states: States, device: Device) -> None:
@@ -202,15 +203,15 @@ class MappedStates(DeviceStates):
         return sum(tensor.numel() * tensor.element_size() for tensor in self._mapped.values())
 
     def _storages(self) -> dict[int, tuple[Tensor, int]]:
-        found: dict[int, tuple[Tensor, int]] = {}
+        storages: dict[int, tuple[Tensor, int]] = {}
 
         def look(tensor: Tensor) -> Tensor:
             if id(tensor) not in self._mapped:
-                found[id(tensor)] = (tensor, tensor.numel() * tensor.element_size())
+                storages[id(tensor)] = (tensor, tensor.numel() * tensor.element_size())
             return tensor
 
         self._each(look)
-        return found
+        return storages
 
     def host_bytes(self) -> int:
         return super().host_bytes() + self._bytes()
@@ -219,7 +220,7 @@ class MappedStates(DeviceStates):
 def states_for(
     where: str, masters: list[nn.Parameter], states: States, device: Device, copies: CopyEngine, pool: HostPool
 ) -> DeviceStates:
-    """`where`: device, host or mapped."""
+    """The states of a bucket's masters in a tier; `where`: device, host or mapped."""
     if where == "host":
         return HostStates(masters, states, device, copies, pool)
     return (MappedStates if where == "mapped" else DeviceStates)(masters, states, device)

@@ -1,12 +1,12 @@
-"""An optimizer whose float32 weights and states are elsewhere than on the device between its steps.
+"""Wrap an optimizer so that its float32 weights and states may lie outside of the device's memory between its steps.
 
-Around any torch optimizer. Parameters are taken in buckets; the optimizer inside sees the masters of one bucket at a time, while the next
-bucket comes from the host's memory and the one before leaves for it. Where weights and states are, and nothing else, is what the tiers
-change: every tier gives the plain optimizer's bits. After the swapped and virtual optimizers of MindSpeed and its compressed copies of
+The wrapper goes around any torch optimizer. Parameters are taken in buckets; the optimizer inside sees the masters of one bucket at a time,
+while the next bucket comes from the host's memory and the previous one leaves for it. The tiers change only where weights and states are:
+every tier gives the plain optimizer's bits. After the swapped and virtual optimizers of MindSpeed and its compressed copies of
 parameters; there each is one optimizer's, here they are one wrapper.
 
-It holds for optimizers that update each parameter from its own gradient, weights and states (SGD, Adam's kin, Muon, 8-bit states); not for
-those that look at all parameters together (Prodigy, LBFGS), nor for those that read weights when they are made.
+It works for optimizers that update each parameter from its own gradient, weights and states (SGD, the Adam family, Muon, 8-bit states); not
+for those that use all parameters together (Prodigy, LBFGS), nor for those that read weights when they are constructed.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def cut_into_buckets(parameters: list[nn.Parameter], bucket_bytes: int) -> list[
 
 
 class TieredOptimizer:
-    """Steps a model's parameters bucket by bucket. `make` builds the optimizer inside, over groups of masters.
+    """An optimizer that steps a model's parameters bucket by bucket. `make` builds the optimizer inside, over groups of masters.
 
     Masters are plain float32 tensors, the parts of parameters that this process holds. `param_groups` are the inner optimizer's, with
     masters in the order of the parameters; learning rates are set there.
 
-    When a step fails (memory, a copy) the error is raised as it is. If weights or states may have changed by then, nothing can be read or
-    stepped any more: some would be of this step and some of the one before. Raises UserError then.
+    When a step fails (memory, a copy) the error is raised as it is. If weights or states may have changed by then, any later read or step
+    raises UserError: some of them would be of this step and some of the previous one.
     Raises ValueError for parameters of a dtype that the tier does not have.
     """
 
@@ -87,14 +87,14 @@ class TieredOptimizer:
         self._group_of = {m: g for g, group in enumerate(self.param_groups) for m in group["params"]}
         self._narrow = self._by_bucket()
         self._stepped: set[int] = set()  # buckets, in this step
-        # by group: what the step has changed in it, from and to
+        # by group: the values that the step has changed, before and after
         self._advanced: dict[int, dict[str, tuple[Any, Any]]] = {}
         self._fetched: set[int] = set()  # buckets that are to be stepped
         self._leaving: list[int] = []  # buckets, oldest first
         self._loading: int | None = None  # bucket whose states are being set
         self._failure: str | None = None
         for box in self._states:
-            box.collect()  # of optimizers that make states at once
+            box.collect()  # for optimizers that make their states when constructed
         self.finish()
 
     def _master_of(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -118,7 +118,7 @@ class TieredOptimizer:
 
     @torch.no_grad()
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of the model's parameters."""
+        """Clear the gradients of the model's parameters."""
         for parameter in self._where:
             if set_to_none:
                 parameter.grad = None
@@ -138,7 +138,7 @@ class TieredOptimizer:
 
     @torch.no_grad()
     def prefetch(self, bucket: int) -> None:
-        """Begin to bring a bucket from the host's memory. One bucket may be leaving beside it: older ones are waited for."""
+        """Begin to bring a bucket from the host's memory. One bucket may be leaving meanwhile: older ones are waited for."""
         with self._whole():
             while len(self._leaving) > 1 or self._leaving == [bucket]:
                 self._settle_oldest()
@@ -148,7 +148,7 @@ class TieredOptimizer:
 
     @torch.no_grad()
     def step_bucket(self, bucket: int) -> None:
-        """Update one bucket's parameters that have gradients. After the last bucket of a step, `finish` is called."""
+        """Update one bucket's parameters that have gradients. Call `finish` after the last bucket of a step."""
         if bucket in self._stepped or self._loading is not None:
             self.finish()
         self.prefetch(bucket)
@@ -175,7 +175,7 @@ class TieredOptimizer:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """The step is over: what is under way to the host's memory is waited for (by the device; by this thread on a CPU)."""
+        """End the step: copies to the host's memory are waited for (by the device; by this thread on a CPU)."""
         with self._whole():
             if self._loading is not None:
                 self._states[self._loading].collect()
@@ -198,29 +198,29 @@ class TieredOptimizer:
 
     @contextmanager
     def _narrowed(self, bucket: int) -> Iterator[None]:
-        """The inner optimizer has the masters of one bucket only, and counts the whole step once in what it keeps by group."""
+        """Give the inner optimizer the masters of one bucket only, and let values that it keeps by group advance once in a step."""
         groups = self.param_groups
         whole = [group["params"] for group in groups]
         for g, group in enumerate(groups):
             group["params"] = self._narrow[bucket][g]
             group.update({key: before for key, (before, _) in self._advanced.get(g, {}).items()})
-        found = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        values_before = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         try:
             yield
         finally:
             for g, group in enumerate(groups):
                 group["params"] = whole[g]
-                for key, before in found[g].items():
+                for key, before in values_before[g].items():
                     if group[key] is not before and not _same(group[key], before):
                         self._advanced.setdefault(g, {})[key] = (before, group[key])
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """What fails inside leaves weights and states of two steps behind, if any bucket was stepped. Raises UserError if it has."""
+        """Note a failure inside after which weights and states are of two steps. Raises UserError if one was noted before."""
         if self._failure is not None:
             raise UserError(
-                f"an optimizer step broke off ({self._failure}): weights and states are partly of the step before; "
-                "start again from the last checkpoint"
+                f"an optimizer step broke off ({self._failure}): weights and states are partly those of the previous step; "
+                "restart from the last checkpoint"
             )
         try:
             yield
@@ -229,15 +229,15 @@ class TieredOptimizer:
                 self._failure = f"{type(error).__name__}: {error}".splitlines()[0]
             raise
 
-    # ---- what is in it ----
+    # ---- masters and states ----
 
     def has(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter is updated here; those that do not train are not."""
+        """True where a parameter is updated here; those that do not train are not."""
         return parameter in self._where
 
     @torch.no_grad()
     def masters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """(model parameter, this process's part of its float32 values, until the next is asked for). One bucket is in memory at a time."""
+        """(model parameter, this process's part of its float32 values), one bucket in memory at a time; values last until the next pair."""
         self.finish()
         for b, box in enumerate(self._masters):
             with self._whole():
@@ -249,7 +249,7 @@ class TieredOptimizer:
 
     @torch.no_grad()
     def set_master(self, parameter: nn.Parameter, local_float32: Tensor) -> None:
-        """Set this process's part of a parameter's float32 values: the parameter, rounded, and what it lacks."""
+        """Set this process's part of a parameter's float32 values: the rounded parameter, and the bits that it lacks."""
         self.finish()
         bucket, index = self._where[parameter]
         if local_float32.shape != local_part(parameter).shape:
@@ -260,7 +260,7 @@ class TieredOptimizer:
 
     @torch.no_grad()
     def state_of(self, parameter: nn.Parameter) -> State:
-        """The inner optimizer's state of one parameter, of this process's part; tensors on the host where they live there.
+        """The inner optimizer's state of this process's part of one parameter; tensors on the host where their tier is there.
 
         Empty before the parameter's first step. The tensors are not copies: the next step changes them.
         """
@@ -270,10 +270,10 @@ class TieredOptimizer:
 
     @torch.no_grad()
     def load_state_of(self, parameter: nn.Parameter, state: State) -> None:
-        """Set the inner optimizer's state of one parameter: what `state_of` gave in any tier. Fastest bucket by bucket."""
+        """Set the inner optimizer's state of one parameter, from `state_of` in any tier. Fastest bucket by bucket."""
         bucket = self._where[parameter][0]
         if self._loading != bucket:
-            self.finish()  # the bucket before goes back whole
+            self.finish()  # the previous bucket goes back whole
             self.prefetch(bucket)
             with self._whole():
                 self._states[bucket].put()
@@ -293,9 +293,9 @@ class TieredOptimizer:
             self.finish()
 
     def device_bytes(self) -> dict[str, int]:
-        """Bytes on this device now, of `parameters`, `master` (float32 masters, or what bfloat16 lacks) and `states`.
+        """Bytes on this device now, of `parameters`, `master` (float32 masters, or the bits that bfloat16 lacks) and `states`.
 
-        After a step that failed too: a bucket that is on its way may then count twice.
+        It works after a failed step too: a bucket that is on its way may then count twice.
         """
         self._finish_if_whole()
         storages = [local_part(p).untyped_storage() for p in self._where]
@@ -306,7 +306,7 @@ class TieredOptimizer:
         }
 
     def host_bytes(self) -> dict[str, int]:
-        """As `device_bytes`, in the host's memory."""
+        """Bytes in the host's memory now, by the same keys as `device_bytes`."""
         self._finish_if_whole()
         return {
             "parameters": 0,

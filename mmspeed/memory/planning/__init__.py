@@ -1,1 +1,1 @@
-"""How much memory a step takes, and the choice under a budget."""
+"""Estimate and measure a step's memory, and choose policies under a budget."""

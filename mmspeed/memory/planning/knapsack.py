@@ -1,4 +1,4 @@
-"""Choosing one option for each block so that a step fits into memory and least time is added: exact, by dynamic programming.
+"""Choose one option for each block so that a step fits into memory and adds least time: exact, by dynamic programming.
 
 A multiple-choice knapsack whose constraint holds at every block rather than at the end: while block b computes, backward needs what blocks
 0..b keep, what b itself takes meanwhile, and the gradients that later blocks have left.
@@ -16,14 +16,14 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Option:
-    """One way to run a block, and what it takes. Bytes and seconds are of one micro-batch.
+    """A way to run a block, with its costs. Bytes and seconds are of one micro-batch.
 
     Args:
         kept: bytes from its forward to its backward.
         forward, backward: bytes above `kept` at the peak of either.
         host: bytes in the host's memory from its forward to its backward.
         seconds: that it adds to the plain block.
-        ways: of its spans.
+        ways: the way of each of its spans.
     """
 
     kept: int
@@ -47,15 +47,15 @@ def choose(
     host_room: int | None = None,
     unit: int = 1,
 ) -> list[int] | None:
-    """The option of each block that together add least time within `room` bytes; None where nothing fits.
+    """The options, one for each block, that together add least time within `room` bytes; None where nothing fits.
 
-    Of equal times the one that keeps fewer bytes. Times count in whole nanoseconds.
+    Among equal times, the choice that keeps fewer bytes. Times count in whole nanoseconds.
 
     Args:
         blocks: the options of each block, in the order of the forward pass.
         in_flight: micro-batches of which a block keeps something at a time, one number or one for each block: factors of `kept`, `host`.
             Internal: no pipeline reaches it yet.
-        gradients: bytes of the gradients that later blocks have left when block b computes its backward.
+        gradients: for each block, bytes of the gradients that later blocks have left when it computes its backward.
         host_room: bytes of the host's memory.
         unit: bytes are rounded up to multiples of it, which bounds the work: the answer is exact in these units, and never over the room.
 
@@ -75,7 +75,7 @@ def choose(
 def peak_of(
     blocks: Blocks, chosen: Sequence[int], in_flight: InFlight = 1, *, gradients: Sequence[int] | None = None
 ) -> int:
-    """The most bytes that a choice takes at a time."""
+    """The peak of a choice, in bytes."""
     table = _OptionTable(blocks, in_flight, gradients, 1)
     kept = peak = 0
     for block, option in enumerate(chosen):
@@ -87,19 +87,19 @@ def peak_of(
 def least_room(
     blocks: Blocks, in_flight: InFlight = 1, *, gradients: Sequence[int] | None = None
 ) -> tuple[int, list[int]]:
-    """The least room in which something fits, in bytes, and what does."""
+    """The least room in which a choice fits, in bytes, and that choice."""
     table = _OptionTable(blocks, in_flight, gradients, 1)
     low, high = 0, peak_of(blocks, [0] * len(blocks), in_flight, gradients=gradients)
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if _fits(table, middle) is not None else (middle + 1, high)
-    found = _fits(table, low)
-    assert found is not None
-    return low, found
+    chosen = _fits(table, low)
+    assert chosen is not None
+    return low, chosen
 
 
 def _fits(table: _OptionTable, room: int) -> list[int] | None:
-    """Any choice within a room: the least that is kept up to a block leaves most to the next ones."""
+    """A choice within a room; None where there is none. Keeping least up to a block leaves most to the next ones."""
     kept, chosen = 0, []
     for block, own in enumerate(table.kept):
         fitting = np.flatnonzero(kept + own + table.need[block] <= room)
@@ -115,17 +115,17 @@ class _OptionTable:
 
     def __init__(self, blocks: Blocks, in_flight: InFlight, gradients: Sequence[int] | None, unit: int) -> None:
         weights = [in_flight] * len(blocks) if isinstance(in_flight, int | float) else list(in_flight)
-        there = list(gradients) if gradients is not None else [0] * len(blocks)
-        if not len(weights) == len(there) == len(blocks) or not all(blocks):
+        gradient_bytes = list(gradients) if gradients is not None else [0] * len(blocks)
+        if not len(weights) == len(gradient_bytes) == len(blocks) or not all(blocks):
             raise ValueError("every block needs an option, a number of micro-batches in flight and bytes of gradients")
 
         def up(bytes_: float) -> int:
             return math.ceil(bytes_ / unit) if unit > 1 else math.ceil(bytes_)
 
         self.kept, self.need, self.host, self.time = [], [], [], []
-        for options, weight, left in zip(blocks, weights, there, strict=True):
+        for options, weight, left in zip(blocks, weights, gradient_bytes, strict=True):
             self.kept.append(np.array([up(option.kept * weight) for option in options], np.int64))
-            # in forward too: with accumulation the gradients of the micro-batch before are there
+            # in forward too: with accumulation the gradients of the previous micro-batch exist
             self.need.append(np.array([up(max(o.forward, o.backward) + left) for o in options], np.int64))
             self.host.append(np.array([math.ceil(option.host * weight) for option in options], np.int64))
             self.time.append(np.array([round(option.seconds * 1e9) for option in options], np.int64))
@@ -136,17 +136,17 @@ class _OptionTable:
 
 @dataclass
 class _Level:
-    """What can be reached after a block: points that no other is better than in all of bytes, host bytes and time."""
+    """The points reachable after a block, without those that another point beats in bytes, host bytes and time."""
 
     kept: np.ndarray
     host: np.ndarray
     time: np.ndarray
-    before: np.ndarray  # the point of the block before
+    before: np.ndarray  # the point of the previous block
     option: np.ndarray
 
 
 def _levels(table: _OptionTable, room: int, host_room: int | None) -> list[_Level] | None:
-    """The points after each block; None where there are none. Without `host_room` the host's bytes are left out."""
+    """The points after each block; None where there are none. Without `host_room` the host's bytes do not count."""
     zero = np.zeros(1, np.int64)
     level = _Level(zero, zero, zero, zero, zero)
     levels = []
@@ -166,7 +166,7 @@ def _levels(table: _OptionTable, room: int, host_room: int | None) -> list[_Leve
 
 
 def _best(level: _Level, with_host: bool) -> _Level:
-    """The points that no other is better than, or equal to, in everything."""
+    """The points that no other equals or beats in everything."""
     order = np.lexsort((level.host, level.time, level.kept))
     host, time = level.host[order], level.time[order]
     if with_host:
@@ -178,11 +178,11 @@ def _best(level: _Level, with_host: bool) -> _Level:
 
 
 def _staircase(host: np.ndarray, time: np.ndarray) -> list[int]:
-    """Of points by rising bytes, those that none before is at least as good as in both host bytes and time."""
+    """The points, by rising bytes, that no earlier one equals or beats in both host bytes and time."""
     taken: list[int] = []
     steps: list[
         tuple[int, int]
-    ] = []  # (host, time) of what was taken and none taken is better than: time falls as host rises
+    ] = []  # (host, time) of taken points that no other taken point beats: time falls as host rises
     for place, point in enumerate(zip(host.tolist(), time.tolist(), strict=True)):
         at = bisect_right(steps, (point[0], math.inf))
         if at and steps[at - 1][1] <= point[1]:

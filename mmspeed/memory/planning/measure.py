@@ -1,10 +1,10 @@
-"""Measuring a piece of work: the bytes that it leaves and has at its peak, and the time that it takes. On a device, or from shapes alone.
+"""Measure a piece of work, on a device or from shapes alone: the bytes that it leaves and has at its peak, and its time.
 
-From shapes, tensors are torch's fake ones: every operation tells what it would return, and nothing is computed. Bytes are then those of
-all tensors that are alive, which is exact but for what an operation takes for itself while it runs. Time is that of the roofline model
+From shapes, tensors are torch's fake ones: every operation returns a result without data, and nothing is computed. Bytes are then those of
+all tensors that are alive, which is exact except for an operation's own workspace while it runs. Time is that of the roofline model
 (Williams et al., 2009): an operation takes as long as its arithmetic or its memory traffic, whichever is longer.
 
-What recomputation costs is also counted, in matrix products as they are made: a number that no clock disturbs.
+The cost of recomputation is also counted in matrix products as they run: a number that does not depend on a clock.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ _DEVICE = torch.ops.prim.device.default
 
 
 class Profiler(Protocol):
-    """Who measures."""
+    """A profiler of memory and time."""
 
     @property
     def spent(self) -> float | None:
-        """Seconds of all sections so far, where they tell the time."""
+        """Seconds of all sections so far, where sections are timed; else None."""
         ...
 
     def section(self, work: Work) -> tuple[int, int]:
-        """(bytes that `work` leaves beyond what was there, bytes at its peak beyond what was there)."""
+        """(bytes that `work` adds and leaves, bytes that it adds at its peak)."""
         ...
 
     def seconds(self, works: Sequence[tuple[Work, Work]], rounds: int) -> list[float]:
-        """The time of each work, as a median over rounds. Each comes with what is done before it, which is not timed."""
+        """The time of each work, as a median over rounds. Each is paired with its preparation, which is not timed."""
         ...
 
 
 class DeviceProfiler:
-    """Measures on a device: by the allocator's count, and by a clock."""
+    """A profiler of a device, by the allocator's count and by a clock."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -77,7 +77,7 @@ class DeviceProfiler:
         return self.device.memory_bytes() - before, self.device.peak_memory_bytes() - before
 
     def seconds(self, works: Sequence[tuple[Work, Work]], rounds: int) -> list[float]:
-        """Medians over rounds; each round goes through all works, so that what disturbs the machine meets all alike."""
+        """Medians over rounds; each round goes through all works, so that disturbances of the machine affect all alike."""
         taken: list[list[float]] = [[] for _ in works]
         for turn in range(rounds + 1):
             for place, (prepare, work) in enumerate(works):
@@ -92,9 +92,9 @@ class DeviceProfiler:
 
 
 class FakeTensorProfiler:
-    """Measures fake tensors. Use it inside of a `FakeTensorMode`.
+    """A profiler of fake tensors. Use it inside of a `FakeTensorMode`.
 
-    flops: operations a second of a device, a multiply-add as two. bandwidth: bytes a second of its memory.
+    flops: operations per second of a device, a multiply-add as two. bandwidth: bytes per second of its memory.
     """
 
     def __init__(self, flops: float, bandwidth: float) -> None:
@@ -112,13 +112,13 @@ class FakeTensorProfiler:
         return count.now() - before, count.peak - before
 
     def seconds(self, works: Sequence[tuple[Work, Work]], rounds: int) -> list[float]:
-        found = []
+        times = []
         for prepare, work in works:
             prepare()
             before = self.spent
             self.section(work)
-            found.append(self.spent - before)
-        return found
+            times.append(self.spent - before)
+        return times
 
 
 class StorageTracker(TorchDispatchMode):
@@ -126,13 +126,11 @@ class StorageTracker(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._alive: dict[
-            int, Any
-        ] = {}  # weak pointers by themselves: such an address is not given twice while one is held
+        self._alive: dict[int, Any] = {}  # weak pointers by their addresses: none is reused while one is held
         self.peak = 0
 
     def begin(self) -> int:
-        """Start the peak anew; the bytes that are alive."""
+        """Reset the peak to the bytes that are alive, and return them."""
         self.peak = self.now()
         return self.peak
 
@@ -150,7 +148,7 @@ class StorageTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is not _DEVICE:  # fake tensors are asked for theirs all the time
+        if func is not _DEVICE:  # fake tensors run this operator all the time
             for tensor in tree_leaves(result):
                 if isinstance(tensor, Tensor):
                     self._see(tensor.untyped_storage())
@@ -166,7 +164,7 @@ class StorageTracker(TorchDispatchMode):
 
 
 class Roofline(TorchDispatchMode):
-    """Inside, adds up the `seconds` that operations would take, the `flops` of matrix products and attention, and `bytes` of traffic."""
+    """A mode that adds up the `seconds` operations would take, the `flops` of matrix products and attention, and `bytes` of traffic."""
 
     def __init__(self, flops: float, bandwidth: float) -> None:
         super().__init__()
@@ -179,11 +177,11 @@ class Roofline(TorchDispatchMode):
         if func is _DEVICE:
             return result
         read = {_place(tensor): tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
-        made = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
+        outputs = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
         writes = changes_arguments(func)
-        if not made or (not writes and all(_place(tensor) in read for tensor in made)):
+        if not outputs or (not writes and all(_place(tensor) in read for tensor in outputs)):
             return result  # a view, or nothing
-        traffic = sum(map(_nbytes, [*read.values(), *made]))
+        traffic = sum(map(_nbytes, [*read.values(), *outputs]))
         flops = operations(func, args, kwargs, result)
         self.flops += flops
         self.bytes += traffic
@@ -192,9 +190,9 @@ class Roofline(TorchDispatchMode):
 
 
 class MatmulCounter(TorchDispatchMode):
-    """Inside, counts the matrix products that are computed, by operator. Those that a region gives back are not.
+    """A mode that counts the matrix products that are computed, by operator. Those that a region returns without computing do not count.
 
-    `work` is their floating-point operations, where torch knows the operator's.
+    `work` is their floating-point operations, where torch has a formula for the operator.
     """
 
     def __init__(self) -> None:
@@ -216,7 +214,7 @@ class MatmulCounter(TorchDispatchMode):
 
 
 def operations(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """FLOPs of a matrix product or of attention; 0 of others, whose time is that of memory."""
+    """FLOPs of a matrix product or of attention; 0 for others, whose time is that of memory traffic."""
     name = str(packet_of(func))
     if name.startswith(CPU_FLASH):  # torch's list has the accelerators' only
         backward = name.endswith("backward")
@@ -232,5 +230,5 @@ def _place(tensor: Tensor) -> int:
 
 
 def _nbytes(tensor: Tensor) -> int:
-    """Bytes that are read or written: what is expanded lies in memory once."""
+    """Bytes that are read or written: an expanded tensor lies in memory once."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

@@ -1,6 +1,6 @@
-"""What options a block has, and the model of a step's memory that a choice among them goes by. Nothing here computes a model.
+"""List a block's options, and model a step's memory to choose among them. Nothing here runs a model.
 
-A step's memory is what is there between steps, what lies outside of the blocks, and what blocks keep and take; see `StepFigures`.
+A step's memory is the static memory between steps, that outside of the blocks, and that which blocks keep and take; see `StepFigures`.
 """
 
 from __future__ import annotations
@@ -18,56 +18,56 @@ from .knapsack import Option, choose, least_room, peak_of
 BRANCHES = ("attention", "cross_attention", "mlp")
 SMALL: ActivationPolicies = {"norm": "recompute", "activation": "recompute"}
 WAYS: tuple[ActivationPolicy, ...] = ("recompute", "selective", "offload_selective", "offload")
-UNITS = 1 << 14  # of the room, that bytes are rounded up to where an exact choice would be long in coming
+UNITS = 1 << 14  # of the room: bytes are rounded up to such a unit where an exact choice would take long
 
-# -- what a block can do -----------------------------------------------------------------------------------------------
+# -- options of a block ------------------------------------------------------------------------------------------------
 
 
 def offloads(ways: Mapping[str, str]) -> bool:
-    """Whether anything goes to the host."""
+    """True where anything goes to the host."""
     return any(way.startswith("offload") for way in ways.values())
 
 
 def single_policies(spans: Sequence[str], with_swap: bool) -> list[ActivationPolicies]:
-    """Each way of each span alone, saving everything first: what is measured of a block that names these spans."""
+    """The policies that are measured for a block with these spans: saving everything first, then each way of each span alone."""
     each = [way for way in WAYS if with_swap or not way.startswith("offload")]
-    found: list[ActivationPolicies] = [{}, *({"block": way} for way in each)]
-    found += [{span: way} for span in BRANCHES if span in spans for way in each]
+    policies: list[ActivationPolicies] = [{}, *({"block": way} for way in each)]
+    policies += [{span: way} for span in BRANCHES if span in spans for way in each]
     if all(span in spans for span in SMALL):
-        found.append(SMALL)
-    return found
+        policies.append(SMALL)
+    return policies
 
 
 def combinations(singles: Sequence[Option]) -> list[Option]:
-    """All options of a block, from what each single way gives and costs alone: figures of branches add up.
+    """All options of a block, from the figures of each single way: figures of branches add up.
 
-    `kept`, `host` and `seconds` are right then. The peaks are not known yet, and are those of the first single.
+    `kept`, `host` and `seconds` are then right. The peaks are not known yet, and are those of the first single.
     """
     plain = next(option for option in singles if not option.ways)
     branches: dict[str, list[Option]] = {}
     for option in singles:
         if len(option.ways) == 1 and next(iter(option.ways)) in BRANCHES:
             branches.setdefault(next(iter(option.ways)), []).append(option)
-    found = [option for option in singles if not option.ways or not set(option.ways) <= set(BRANCHES)]
+    options = [option for option in singles if not option.ways or not set(option.ways) <= set(BRANCHES)]
     for taken in product(*([plain, *own] for own in branches.values())):
-        told = [option for option in taken if option.ways]
-        if told:
-            found.append(
+        changed = [option for option in taken if option.ways]
+        if changed:
+            options.append(
                 replace(
                     plain,
-                    kept=plain.kept + sum(option.kept - plain.kept for option in told),
-                    host=sum(option.host for option in told),
-                    seconds=sum(option.seconds for option in told),
-                    ways={name: way for option in told for name, way in option.ways.items()},
+                    kept=plain.kept + sum(option.kept - plain.kept for option in changed),
+                    host=sum(option.host for option in changed),
+                    seconds=sum(option.seconds for option in changed),
+                    ways={name: way for option in changed for name, way in option.ways.items()},
                 )
             )
-    return found
+    return options
 
 
 def front(options: Sequence[Option], most: int | None = None, *, peaks: bool = False) -> list[Option]:
-    """Those that no other is better than, or equal to, by bytes kept and seconds (and with `peaks` by bytes at the peaks).
+    """The options that no other equals or beats in bytes kept and seconds (with `peaks`, also in bytes at the peaks).
 
-    `most`: so many of them, spread evenly over the bytes, the extremes among them.
+    `most`: at most so many of them, spread evenly over the bytes, the extremes among them.
     """
 
     def figures(option: Option) -> tuple[float, ...]:
@@ -86,7 +86,7 @@ def front(options: Sequence[Option], most: int | None = None, *, peaks: bool = F
 
 
 def least_bytes(options: Sequence[Option]) -> list[Option]:
-    """Those that no other is better than by bytes kept and at the peak, whatever their time: what fits at all hangs on them alone."""
+    """The options that no other beats in bytes kept and at the peak, whatever their time: the least budget depends on these alone."""
     left: list[Option] = []
     for option in sorted(options, key=lambda option: (option.kept, _peak(option), option.seconds)):
         if not left or _peak(option) < _peak(left[-1]):
@@ -99,14 +99,14 @@ def _peak(option: Option) -> int:
     return max(option.forward, option.backward)
 
 
-# -- what a step takes -------------------------------------------------------------------------------------------------
+# -- memory of a step --------------------------------------------------------------------------------------------------
 
-STATE_BYTES = {"adamw": 8.0, "adamw8bit": 2.1, "muon": 4.5}  # a parameter; of muon about, since some have two moments
+STATE_BYTES = {"adamw": 8.0, "adamw8bit": 2.1, "muon": 4.5}  # per parameter; about, for muon: some have two moments
 
 
 @dataclass(frozen=True)
 class StaticMemory:
-    """Bytes on a device that do not depend on what is computed. `update`: what an optimizer's step takes for itself."""
+    """Bytes on a device that do not depend on the computation. `update`: an optimizer step's own workspace."""
 
     parameters: int
     master: int
@@ -117,23 +117,23 @@ class StaticMemory:
 
     @property
     def between(self) -> int:
-        """Between steps."""
+        """Bytes between steps."""
         return self.parameters + self.master + self.states + self.average
 
 
 def static_bytes(
     numbers: int, memory: MemoryConfig, *, average: bool, optimizer: str = "adamw", largest: int = 0
 ) -> StaticMemory:
-    """What so many parameters take on a device that holds them, by formula.
+    """The static memory of so many parameters on a device that holds them, by formula.
 
-    average: whether there is a moving average of them. largest: numbers of the largest parameter, which a bucket is at least of.
+    average: whether they have a moving average. largest: elements of the largest parameter, which a bucket must at least hold.
     """
     half = memory.master != "parameters"
     each = STATE_BYTES.get(optimizer, 8.0)
     bucket = 4 * max(largest, min(numbers, parse_bytes(memory.bucket) // 4))
     if memory.tiered:  # masters and states of a bucket and of the next one that comes, and the update itself
         update = (2 if half else 1) * bucket + (2 * int(bucket * each / 4) if memory.states == "host" else 0)
-    else:  # the kernels of lists of tensors have one number for each parameter at a time
+    else:  # the kernels of lists of tensors hold one float32 value for each parameter at a time
         update = 4 * numbers
     return StaticMemory(
         parameters=(2 if half else 4) * numbers,
@@ -147,17 +147,17 @@ def static_bytes(
 
 @dataclass(frozen=True)
 class StepFigures:
-    """What a step of one micro-batch takes.
+    """The costs of a step of one micro-batch.
 
     Args:
         static: between steps and in the update.
-        ends: bytes that the batch and what lies before and after the blocks keep.
-        tail: bytes above all that is kept, at the peak of what lies before and after the blocks.
+        ends: bytes that the batch and the layers before and after the blocks keep.
+        tail: bytes above all that is kept, at the peak of the layers before and after the blocks.
         carried: bytes of the gradients that all blocks add to, such as those of the caption.
         kinds: the kind of each block.
         options: of each kind; the first saves everything.
         gradients: bytes of the gradients of each block.
-        gradients_stay: whether all gradients are there from the start: with accumulation, and with replicas.
+        gradients_stay: whether all gradients exist from the start: with accumulation, and with replicas.
         keep_last: whether the last block offloads nothing.
     """
 
@@ -173,24 +173,24 @@ class StepFigures:
     plain_seconds: tuple[float, ...] = field(default=())  # of each kind, forward and backward
 
     def blocks(self) -> list[list[Option]]:
-        """The options of each block, those of the last one with what comes after it."""
-        found = [list(self.options[kind]) for kind in self.kinds]
+        """The options of each block; those of the last one include the peak of the layers after it."""
+        options = [list(self.options[kind]) for kind in self.kinds]
         if self.keep_last:
-            found[-1] = [option for option in found[-1] if not offloads(option.ways)]
-        found[-1] = [replace(option, forward=max(option.forward, self.tail)) for option in found[-1]]
-        return found
+            options[-1] = [option for option in options[-1] if not offloads(option.ways)]
+        options[-1] = [replace(option, forward=max(option.forward, self.tail)) for option in options[-1]]
+        return options
 
     def gradients_there(self) -> list[int]:
-        """Bytes of gradients that are there in the backward of each block, beside its own."""
+        """Bytes of gradients that exist in the backward of each block, beside its own."""
         if self.gradients_stay:
             return [self.static.gradients - own for own in self.gradients]
-        after, found = 0, []
+        after, sizes = 0, []
         for own in reversed(self.gradients):
-            found.append(after)
+            sizes.append(after)
             after += own
         if after > self.static.gradients:  # released as they come
-            found = [min(there, self.static.gradients) for there in found]
-        return found[::-1]
+            sizes = [min(nbytes, self.static.gradients) for nbytes in sizes]
+        return sizes[::-1]
 
     @property
     def base(self) -> int:
@@ -199,10 +199,10 @@ class StepFigures:
 
     @property
     def fixed_peak(self) -> int:
-        """Bytes at the peaks that no option changes: of what lies before the blocks, in backward, and of the optimizer's step."""
-        there = self.static.gradients if self.gradients_stay else min(sum(self.gradients), self.static.gradients)
+        """Bytes at the peaks that no option changes: in backward of the layers before the blocks, and in the optimizer's step."""
+        gradients = self.static.gradients if self.gradients_stay else min(sum(self.gradients), self.static.gradients)
         update = self.static.between + self.static.gradients + self.static.update
-        return max(update, self.base + there + self.tail)
+        return max(update, self.base + gradients + self.tail)
 
     def choose(self, budget: int) -> list[int] | None:
         """The options that add least time within a budget of bytes; None where nothing fits."""
@@ -214,14 +214,14 @@ class StepFigures:
             return None
         units = (room // UNITS, room // UNITS**1.5, 1)  # near the least that is possible, rounding may leave nothing
         tried = (choose(blocks, room, gradients=gradients, unit=max(1, int(unit))) for unit in units)
-        return next(found for found in tried if found is not None)
+        return next(choice for choice in tried if choice is not None)
 
     def smallest(self) -> list[int]:
-        """The options that take least at the peak."""
+        """The options with the lowest peak."""
         return least_room(self.blocks(), gradients=self.gradients_there())[1]
 
     def least(self) -> int:
-        """The least budget that has a choice."""
+        """The least budget for which there is a choice."""
         return max(self.fixed_peak, self.base + least_room(self.blocks(), gradients=self.gradients_there())[0])
 
     def peak(self, chosen: Sequence[int]) -> int:
@@ -229,7 +229,7 @@ class StepFigures:
         return max(self.fixed_peak, self.base + peak_of(self.blocks(), chosen, gradients=self.gradients_there()))
 
     def plain_peak(self) -> int:
-        """As `peak`, with everything saved."""
+        """Bytes at the peak of a step that saves everything."""
         return self.peak([0] * len(self.kinds))
 
     def seconds(self, chosen: Sequence[int]) -> float:
@@ -237,7 +237,7 @@ class StepFigures:
         return sum(blocks[option].seconds for blocks, option in zip(self.blocks(), chosen, strict=True))
 
     def added_share(self, chosen: Sequence[int]) -> float:
-        """As `seconds`, as a share of the blocks' own time."""
+        """The added time of these options as a share of the blocks' own time."""
         own = sum(self.plain_seconds[kind] for kind in self.kinds) if self.plain_seconds else 0.0
         return self.seconds(chosen) / own if own else 0.0
 
@@ -250,7 +250,7 @@ class StepFigures:
 
 
 def kinds_of(keys: Sequence[object]) -> tuple[tuple[int, ...], list[list[int]]]:
-    """The kind of each block, numbered as they come, and the blocks of each kind; `keys` tells blocks of a kind alike."""
+    """The kind of each block, numbered in order, and the blocks of each kind; blocks with equal `keys` are of one kind."""
     numbers: dict[object, int] = {}
     kinds = tuple(numbers.setdefault(key, len(numbers)) for key in keys)
     return kinds, [[block for block, kind in enumerate(kinds) if kind == number] for number in range(len(numbers))]
@@ -264,7 +264,7 @@ def words_of(ways: Mapping[str, str]) -> str:
 def runs_of(
     ways: Sequence[ActivationPolicies], by: Callable[[ActivationPolicies], str] = words_of
 ) -> list[tuple[str, int]]:
-    """How many blocks have which ways, the most frequent first."""
+    """The number of blocks with each combination of ways, the most frequent first."""
     counts: dict[str, int] = {}
     for each in ways:
         counts[by(each)] = counts.get(by(each), 0) + 1

@@ -1,4 +1,4 @@
-"""How much memory a piece of work takes, by torch's own count of what it allocates."""
+"""Measure the memory of a piece of work by torch's own count of its allocations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MEMORY_EVENT = "[memory]"
 
 
 def local_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of tensors, of DTensors those of this process; what shares memory is counted once."""
+    """Bytes of tensors, for DTensors those of this process; shared memory counts once."""
     storages = {}
     for tensor in tensors:
         storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().untyped_storage()
@@ -27,16 +27,16 @@ def local_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def resident_bytes(tensors: Iterable[Tensor], optimizer: Optimizer) -> int:
-    """Bytes of tensors and of an optimizer's state, as this process holds them; what shares memory is counted once."""
+    """Bytes of tensors and of an optimizer's state, as this process holds them; shared memory counts once."""
     states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     return local_bytes([*tensors, *states])
 
 
 def peak_bytes(device: Device, resident: int, work: Callable[[], object]) -> int:
-    """The most bytes in use at one time during `work`. `resident` are those of what was there before, for the CPU's count.
+    """The most bytes in use at one time during `work`. `resident` are those in use before, for the CPU's count.
 
-    Of an accelerator it is the caching allocator's peak. Of the CPU it is `resident` and the sum over torch's allocations and
-    releases, one by one as its profiler records them: exact and repeatable, which the size of a process is not.
+    For an accelerator it is the caching allocator's peak. For the CPU it is `resident` and the sum over torch's allocations and
+    releases, one by one as its profiler records them: exact and repeatable, unlike the size of a process.
     """
     if device.kind == "cpu":
         return resident + added_on_cpu(work)[1]
@@ -49,10 +49,10 @@ def peak_bytes(device: Device, resident: int, work: Callable[[], object]) -> int
 
 @contextmanager
 def no_collector() -> Iterator[None]:
-    """Inside, the garbage collector does not start by itself.
+    """Keep the garbage collector from starting by itself.
 
-    So no count depends on the moment when it would: what an earlier work left in reference cycles is not taken for memory that this
-    one gives back.
+    So no count depends on the moment of a collection: memory that earlier work left in reference cycles does not count as freed by this
+    one.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -64,8 +64,8 @@ def no_collector() -> Iterator[None]:
 
 
 def added_on_cpu(work: Callable[[], object]) -> tuple[int, int]:
-    """(bytes of the CPU that `work` leaves allocated beyond what was there, the same at its peak), as `peak_bytes` counts."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else some versions tell of each start and stop
+    """(bytes of the CPU that `work` adds and leaves allocated, bytes that it adds at its peak), as `peak_bytes` counts."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else some versions log each start and stop
     with no_collector(), torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as recorded:
         work()
     assert recorded.kineto_results is not None

@@ -1,4 +1,4 @@
-"""What takes a device's memory during one training step: by category at the peak, and by layer. `tracked` measures it."""
+"""Report a device's memory during one training step: by category at the peak, and by layer. `tracked` measures it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ MEANING = {
     "gradients": "of the parameters",
     "optimizer": "its states, and weights that it keeps",
     "average": "the moving average of the weights",
-    "activations": "what forward made and backward needs, and the batch",
-    "temporary": "made in backward or in the update and gone again, as what is computed again",
+    "activations": "tensors that forward keeps for backward, and the batch",
+    "temporary": "tensors made and freed in backward or in the update, such as recomputed ones",
 }
 
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """A layer of the model, with what is computed between it and the next. `kept`: bytes that its forward leaves for backward."""
+    """A layer of the model, with the computation up to the next. `kept`: bytes that its forward leaves for backward."""
 
     name: str
     kept: int
@@ -39,10 +39,10 @@ class LayerMemory:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """One training step's memory on one device. `categories` are bytes at the peak and sum to `peak`; `host` is beside the device."""
+    """The memory of one training step on one device. `categories` are bytes at the peak and sum to `peak`; `host` is beside the device."""
 
     device: str
-    setting: str  # what the step was of
+    setting: str  # a description of the step
     peak: int
     phase: str  # of the step at the peak: forward, loss, backward or update
     module: str  # the innermost that was at work at the peak; "" outside of the model
@@ -79,13 +79,15 @@ class MemoryReport:
 
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> MemoryReport:
-        """Raises TypeError or KeyError for what is no report."""
+        """The report that `to_json` wrote. Raises TypeError or KeyError for other values."""
         return cls(**{**given, "layers": tuple(LayerMemory(**layer) for layer in given["layers"])})
 
 
 def runs_of(layers: Iterable[LayerMemory]) -> list[tuple[str, int]]:
-    """Layers in their order, without those that keep nothing. Neighbours that keep as much, within 1 %, are one row such as
-    "blocks.0 to blocks.6, each", with the most of them."""
+    """The rows of layers in their order, without those that keep nothing.
+
+    Neighbours that keep the same within 1 % are one row such as "blocks.0 to blocks.6, each", with the most of them.
+    """
     rows: list[list[LayerMemory]] = []
     for layer in layers:
         if rows and abs(rows[-1][0].kept - layer.kept) <= 0.01 * abs(layer.kept):
@@ -103,7 +105,7 @@ def runs_of(layers: Iterable[LayerMemory]) -> list[tuple[str, int]]:
 
 
 def optimizer_bytes(optimizer: Any) -> int:
-    """What an optimizer holds on the device between steps, beside the parameters; a tiered one tells it by `device_bytes`."""
+    """Bytes that an optimizer holds on the device between steps, beside the parameters; for a tiered one, by its `device_bytes`."""
     if isinstance(optimizer, Optimizer):
         states = optimizer.state.values()
         return local_bytes(value for state in states for value in state.values() if torch.is_tensor(value))
@@ -112,7 +114,7 @@ def optimizer_bytes(optimizer: Any) -> int:
 
 
 def host_pools(model: nn.Module) -> list[HostPool]:
-    """Where the spans of a model's blocks offload to."""
+    """The host pools that the spans of a model's blocks offload to."""
     pools: dict[int, HostPool] = {}
     for part in model.modules():
         for runner in runners_of(part):

@@ -1,7 +1,7 @@
-"""Measuring a step's memory by torch's MemTracker, which sees every tensor that an operation returns, on any device.
+"""Measure a step's memory with torch's MemTracker, which sees every tensor that an operation returns, on any device.
 
-It does not see what an operation takes for itself while it runs; a report's `counted_peak`, the allocator's own figure, has that too.
-Importing this imports torch's compiler, half a second of it: do so where it is measured.
+It does not see an operation's own workspace; a report's `counted_peak`, the allocator's own figure, includes it.
+Importing this module imports torch's compiler, which takes half a second: import it only to measure.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MemoryKind = memory_kinds()
 
 
 class _Tracker(memory_tracker_class()):  # type: ignore[misc]
-    """Knows beside the bytes in which phase and module the peak is, and what the forward pass had left when each layer began."""
+    """A tracker that also knows the phase and module of the peak, and the bytes that the forward pass had left when each layer began."""
 
     def __init__(self, model: nn.Module, device: Device) -> None:
         super().__init__(device.torch_device)
@@ -36,18 +36,18 @@ class _Tracker(memory_tracker_class()):  # type: ignore[misc]
         self.layers = {part: name for name, part in layers_of(model)}
         self.begun: list[tuple[str, int]] = []  # layers in the order in which they ran, and activations then
         self.ended = self.left = 0  # activations after the last layer, and after the model
-        self.latest: nn.Module | None = None  # of the modules that backward has come to
+        self.latest: nn.Module | None = None  # of the modules that backward has reached
         self.phase, self.module = "forward", ""
         self._behind = False  # whether backward has begun
 
     def own(self, optimizer: Any) -> None:
-        """Count what an optimizer holds on the device: its states, and weights that are not the model's."""
+        """Count an optimizer's tensors on the device: its states, and weights that are not the model's."""
         inner = optimizer if isinstance(optimizer, Optimizer) else optimizer.inner
         self.track_external(inner)
         for group in inner.param_groups:
             for weight in group["params"]:
                 if weight.device == self.device:
-                    self.count(_MemoryKind.OPT, weight)  # known ones stay what they are
+                    self.count(_MemoryKind.OPT, weight)  # known ones keep their kind
 
     def bytes_of(self, kind: str, at: str = "current") -> int:
         return int(self.get_tracker_snapshot(at).get(self.device, {}).get(kind, 0))
@@ -69,7 +69,7 @@ class _Tracker(memory_tracker_class()):  # type: ignore[misc]
         self.module = self._at_work()
 
     def _at_work(self) -> str:
-        """The innermost module that is running, by its name; of backward the one that it came to last."""
+        """The name of the innermost module that is running; in backward, of the one reached last."""
         part = self.latest
         if self.phase == "forward":
             known = {stats.mod_fqn: part for part, stats in self.memory_tracking.items()}
@@ -94,9 +94,9 @@ class _Tracker(memory_tracker_class()):  # type: ignore[misc]
             self.left = self.bytes_of(_MemoryKind.ACT)
 
     def before_backward(self, module: nn.Module) -> None:
-        if not self._lies_in(self.latest, module):  # what ends a module is told before it
+        if not self._lies_in(self.latest, module):  # the last part of a module is reported before the module
             self.latest = module
-        if module in self.layers:  # sharded parameters get their gradients without the hooks that would tell of it
+        if module in self.layers:  # sharded parameters get their gradients without the hooks that would report it
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
                     self.recount(_MemoryKind.GRAD, parameter.grad)
@@ -105,7 +105,7 @@ class _Tracker(memory_tracker_class()):  # type: ignore[misc]
         return inner is not None and f"{self.names.get(inner, '')}.".startswith(f"{self.names.get(outer, '')}.")
 
     def kept(self) -> tuple[LayerMemory, ...]:
-        """What each layer left behind, in the order of their first runs."""
+        """The bytes that each layer left behind, in the order of their first runs."""
         starts = [*self.begun, (AT_THE_END, self.ended), ("", self.left)]
         kept: dict[str, int] = {}
         for (name, before), (_, after) in pairwise(starts):
@@ -114,12 +114,12 @@ class _Tracker(memory_tracker_class()):  # type: ignore[misc]
 
 
 def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The parts of a model that a report tells apart: its children, and the members of its lists."""
-    found: list[tuple[str, nn.Module]] = []
+    """The layers of a model that a report lists: its children, and the members of its lists."""
+    layers: list[tuple[str, nn.Module]] = []
     for name, part in model.named_children():
         listed = isinstance(part, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
-        found += [(f"{name}.{inner}", each) for inner, each in part.named_children()] if listed else [(name, part)]
-    return found
+        layers += [(f"{name}.{inner}", each) for inner, each in part.named_children()] if listed else [(name, part)]
+    return layers
 
 
 def measure_step(
@@ -136,10 +136,10 @@ def measure_step(
     """The memory of `work`, one step with one forward pass, after a first one that made the optimizer's states.
 
     Args:
-        model: without a wrapper around it, so that its layers have their own names. Blocks that torch.compile made graphs of are not seen.
-        optimizer: of torch, or a tiered one, which tells its bytes by `device_bytes`.
+        model: without a wrapper around it, so that its layers have their own names. Blocks that torch.compile has compiled are not seen.
+        optimizer: of torch, or a tiered one, which gives its bytes by `device_bytes`.
         average: the moving average's tensors, as far as they are on the device.
-        host: asked after the step, what of it is in the host's memory.
+        host: gives, after the step, its bytes in the host's memory by name.
     """
     tracker = _Tracker(model, device)
     tracker.track_external(model, *average)
@@ -168,7 +168,7 @@ def measure_step(
 def kept_bytes(device: Device, model: nn.Module, forward: Callable[[], object], inputs: Iterable[Tensor] = ()) -> int:
     """Bytes of the device that are in use after `forward` and were not before, while its result is held.
 
-    inputs: tensors that are there before; else what forward keeps of them counts.
+    inputs: tensors that exist before; those that are not listed count as far as forward keeps them.
     """
     tracker = memory_tracker()
     tracker.track_external(model, *inputs)

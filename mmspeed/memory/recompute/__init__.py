@@ -1,1 +1,1 @@
-"""Activations that backward computes again."""
+"""Recompute activations in backward."""

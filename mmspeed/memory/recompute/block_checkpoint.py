@@ -1,4 +1,4 @@
-"""Activation recomputation: keep a block's inputs, compute its activations again in backward.
+"""Recompute activations: keep a block's inputs, and compute its activations again in backward.
 
 The method is that of Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016), by torch's own checkpoint.
 """
@@ -23,31 +23,31 @@ class _Recomputed(nn.Module):
     _exchange_again = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        run, given = by_position(super().forward, args, kwargs)
-        if not torch.is_grad_enabled() or (self._reentrant and not any(map(_takes_part, given))):
-            return run(*given)
-        return checkpoint(_RecomputedRun(run, self._exchange_again), *given, use_reentrant=self._reentrant)
+        run, arguments = by_position(super().forward, args, kwargs)
+        if not torch.is_grad_enabled() or (self._reentrant and not any(map(_takes_part, arguments))):
+            return run(*arguments)
+        return checkpoint(_RecomputedRun(run, self._exchange_again), *arguments, use_reentrant=self._reentrant)
 
 
 def by_position(
     run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A function of positional arguments alone that calls `run` as it is called, and its arguments.
+    """A function of positional arguments alone that calls `run` with these arguments, and the arguments by position.
 
-    Torch's checkpoint keeps, offloads and gives gradients to tensors that it sees; the blocks of some models get theirs by name.
+    Torch's checkpoint keeps, offloads and gives gradients to positional tensors only; the blocks of some models get theirs by name.
     """
     if not kwargs:
         return run, args
     names, count = tuple(kwargs), len(args)
 
-    def named(*given: Any) -> Any:
-        return run(*given[:count], **dict(zip(names, given[count:], strict=True)))
+    def named(*values: Any) -> Any:
+        return run(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
     return named, (*args, *kwargs.values())
 
 
 class _RecomputedRun:
-    """One forward pass, of which the second call decides as the first did and exchanges nothing."""
+    """A forward pass whose second call repeats the first one's decisions and exchanges nothing."""
 
     def __init__(self, run: Callable[..., Any], exchange_again: bool) -> None:
         self.run, self.exchange_again = run, exchange_again
@@ -62,13 +62,13 @@ class _RecomputedRun:
 
 
 def _takes_part(value: Any) -> bool:
-    """Without one such input the reentrant way would give the parameters no gradient."""
+    """True for a tensor that requires a gradient: without such an input the reentrant way gives the parameters none."""
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 @runtime_checkable
 class _Checkpoints(Protocol):
-    """A module of diffusers or transformers that checkpoints its blocks, by `_gradient_checkpointing_func`, where it is told to."""
+    """A module of diffusers or transformers that checkpoints its blocks with `_gradient_checkpointing_func`, if that is enabled."""
 
     gradient_checkpointing: bool
 
@@ -78,30 +78,30 @@ class _ReplaysCheckpoints(nn.Module):
 
     @property
     def _gradient_checkpointing_func(self) -> Callable[..., Any] | None:
-        given: Callable[..., Any] | None = vars(self).get("_gradient_checkpointing_func")
-        return None if given is None else lambda block, *args, **kwargs: given(replayed(block), *args, **kwargs)
+        function: Callable[..., Any] | None = vars(self).get("_gradient_checkpointing_func")
+        return None if function is None else lambda block, *args, **kwargs: function(replayed(block), *args, **kwargs)
 
     @_gradient_checkpointing_func.setter
-    def _gradient_checkpointing_func(self, given: Callable[..., Any] | None) -> None:
-        vars(self)["_gradient_checkpointing_func"] = given
+    def _gradient_checkpointing_func(self, function: Callable[..., Any] | None) -> None:
+        vars(self)["_gradient_checkpointing_func"] = function
 
 
 def replay_checkpoints(model: nn.Module) -> None:
-    """Let a model's own checkpoints (`enable_gradient_checkpointing`, before or after) decide and exchange once, in place."""
+    """Make a model's own checkpoints (`enable_gradient_checkpointing`, before or after) decide and exchange only once, in place."""
     for module in list(model.modules()):
         if isinstance(module, _Checkpoints):
             mix_in(module, _ReplaysCheckpoints, rename=False)  # diffusers writes the name into a checkpoint's config
 
 
 def recompute(block: nn.Module, around_graphs: bool = False, exchange_again: bool = False) -> None:
-    """Make `block` recompute its activations in backward, in place. What it got from exchanges between devices is kept.
+    """Make `block` recompute its activations in backward, in place. Results of exchanges between devices are kept.
 
-    For any model, and for blocks that torch.compile makes graphs of; `regions.set_policies` knows more ways.
+    It works for any model, and for blocks that torch.compile compiles; `regions.set_policies` has more ways.
 
-    around_graphs: what is recomputed runs as graphs of torch.compile. The second pass may find other graphs than the first, which
-    keep other tensors, so torch's reentrant way is taken: it keeps none of the first pass and matches nothing. That one takes
-    `backward()` rather than `torch.autograd.grad`, and gives no gradient to tensors within lists. exchange_again: keep nothing of
-    exchanges and make them again.
+    around_graphs: the recomputed part runs as graphs of torch.compile. The second pass may use other graphs than the first, which
+    keep other tensors, so torch's reentrant way is used: it keeps none of the first pass and matches nothing. It needs `backward()`
+    rather than `torch.autograd.grad`, and gives no gradient to tensors within lists. exchange_again: keep no results of exchanges, and
+    exchange again.
     """
     recomputed = mix_in(block, _Recomputed)
     recomputed._reentrant, recomputed._exchange_again = around_graphs, exchange_again

@@ -1,12 +1,12 @@
-"""Discard and restore: a result is freed once it was used, and made again when the gradient of what used it arrives.
+"""Discard and restore results: free one after its use, and compute it again when the gradient of its user arrives.
 
-After Megatron-LM's checkpoint without output and MindSpeed's recomputation of activation functions. The second implementation of what a
-region does by stopping early (`memory.region`), and its oracle: gradients and what is kept after the forward pass are the same. What is
-made again is copied to where the first result was, so for a moment it is there twice.
+After Megatron-LM's checkpoint without output and MindSpeed's recomputation of activation functions. It is the second implementation of what
+a region does by stopping early (`memory.region`), and its oracle: gradients and bytes kept after the forward pass are the same. The second
+result is copied to where the first was, so for a moment it exists twice.
 
-The functions whose results are freed run with their graph, of which no node holds a tensor, so they may use tensors that are no
-arguments. What came from an exchange between devices is not freed, unless it may be exchanged again: then only what lies before it is
-made again.
+The functions whose results are freed run with their graph, of which no node holds a tensor, so they may use tensors that are not
+arguments. Results of an exchange between devices are not freed, unless they may be exchanged again: then only the part before the exchange
+is computed again.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from mmspeed.replay import ExchangeRecord
 from mmspeed.torch_internals import base_of, storage_address, storage_at, version_of
 
-ONCE = "what was discarded is restored for one backward pass: a second one (retain_graph) finds it no more"
+ONCE = "a discarded result is restored for one backward pass only, not for a second one (retain_graph)"
 
 
 class Discard:
-    """One or several results that are freed when `use` has used them.
+    """Results that are freed when `use` has used them.
 
     Args:
-        exchange_again: whether what functions got from an exchange is freed too, and exchanged again.
+        exchange_again: whether results of exchanges are freed too, and exchanged again.
         rng: whether functions draw random numbers (from torch's generators) that must be drawn again.
     """
 
@@ -42,7 +42,7 @@ class Discard:
         self.restored = False
 
     def make(self, f: Callable[..., Tensor], *args: Any) -> Output:
-        """`f(*args)`, to be freed. Arguments may be outputs made before.
+        """The output of `f(*args)`, to be freed. Arguments may be earlier outputs.
 
         Raises ValueError where the result is no tensor with memory of its own.
         """
@@ -51,16 +51,16 @@ class Discard:
         return output
 
     def use(self, run: Callable[..., Tensor], *args: Any) -> Tensor:
-        """`run(*args)`, where arguments may be outputs; all outputs are freed then, until the result's gradient arrives.
+        """The result of `run(*args)`, where arguments may be outputs; then all outputs are freed until the result's gradient arrives.
 
-        `run` must not change an output nor keep it otherwise than for its backward. Raises ValueError where it does, and where nobody
-        needs an output.
+        `run` must not change an output, and may keep it for its backward only. Raises ValueError where it does otherwise, and where
+        an output is not kept at all.
         """
         result = run(*map(_value, args))
         self._check(result)
         for output in self.outputs:
             output.value = None
-        if not result.requires_grad:  # nothing of it is kept
+        if not result.requires_grad:  # none of them is kept
             self.outputs.clear()
             return result
         for place, output in enumerate(self.outputs):
@@ -71,16 +71,16 @@ class Discard:
 
     def _check(self, result: Tensor) -> None:
         if not isinstance(result, Tensor):
-            raise ValueError(f"discard: what uses a result gives one tensor, not {type(result).__name__}")
+            raise ValueError(f"discard: the user of a result must return one tensor, not {type(result).__name__}")
         for output in self.outputs:
             assert output.value is not None
             if version_of(output.value) != output.version:
-                raise ValueError("discard: a result was changed in place by what uses it, so it cannot be made again")
+                raise ValueError("discard: a result was changed in place by its user, so it cannot be computed again")
             if _same_memory(result, output.value):
-                raise ValueError("discard: what uses a result gives a view of it, which would lose its numbers")
+                raise ValueError("discard: the user of a result returns a view of it, which would lose its values")
 
     def _restore(self, _: Tensor | None = None) -> None:
-        """In the order of the forward pass: a function may need an output made before."""
+        """Restore the outputs in the order of the forward pass: a function may need an earlier output."""
         if self.restored:
             raise RuntimeError(ONCE)
         self.restored = True
@@ -93,13 +93,13 @@ class Discard:
 def discarded(
     before: Callable[..., Tensor], run: Callable[[Tensor], Tensor], *args: Any, exchange_again: bool = False
 ) -> Tensor:
-    """`run(before(*args))`, of which backward finds all but what `before` made. Raises ValueError as `Discard` does."""
+    """The result of `run(before(*args))`, keeping all for backward but the result of `before`. Raises ValueError as `Discard` does."""
     discard = Discard(exchange_again=exchange_again)
     return discard.use(run, discard.make(before, *args))
 
 
 class Output:
-    """A result that is freed. `value` is its tensor until then, and while others are made again."""
+    """A result that is freed. `value` is its tensor until then, and while others are computed again."""
 
     def __init__(self, f: Callable[..., Tensor], args: tuple[Any, ...], exchange_again: bool, rng: bool) -> None:
         self.f, self.args = f, args
@@ -109,12 +109,14 @@ class Output:
         with self.record.in_force(), saved_tensors_hooks(self._pack, self._unpack):
             value = _narrowed(f(*map(_value, args)))
         if not isinstance(value, Tensor):
-            raise ValueError(f"discard: a function whose result is freed gives one tensor, not {type(value).__name__}")
+            raise ValueError(
+                f"discard: a function whose result is freed must return one tensor, not {type(value).__name__}"
+            )
         self.value: Tensor | None = value
         self.requires_grad = value.requires_grad
-        given = [x for x in map(_value, args) if isinstance(x, Tensor)]
+        tensors = [x for x in map(_value, args) if isinstance(x, Tensor)]
         of_others = (value.is_leaf and value.requires_grad) or ((base := base_of(value)) is not None and base.is_leaf)
-        if of_others or any(_same_memory(value, x) for x in given):
+        if of_others or any(_same_memory(value, x) for x in tensors):
             raise ValueError("discard: the result is an input, or a view of one, and has no memory of its own to free")
         self.version, self.layout = version_of(value), (value.shape, value.stride(), value.dtype)
         self.memory = StorageWeakRef(value.untyped_storage())
@@ -128,7 +130,7 @@ class Output:
 
     def _unpack(self, place: int) -> Tensor:
         if not self.saved:
-            raise RuntimeError("discard: a result that is freed got a gradient from elsewhere than what uses it")
+            raise RuntimeError("discard: a freed result got a gradient from elsewhere than its user")
         tensor = self.saved[place]
         if tensor is None:
             raise RuntimeError(ONCE)
@@ -136,27 +138,27 @@ class Output:
         return tensor
 
     def free(self, used_later: bool) -> None:
-        """Give the memory back; whoever holds the tensor finds it empty. `used_later`: by a function whose result is freed too."""
+        """Free the memory; other holders of the tensor see it empty. `used_later`: by a function whose result is freed too."""
         if self.kept:
             return
         storage = storage_at(self.memory.cdata)
         if storage is None:
             if not used_later:
                 raise ValueError(
-                    "discard: what uses a result does not keep it for backward, so there is nothing to free"
+                    "discard: the user of a result does not keep it for backward, so there is nothing to free"
                 )
             return
         storage.resize_(0)
         self.storage = storage
 
     def restore(self) -> None:
-        """Run the function again: its result goes to where it was, and what its backward needs is kept until it comes."""
+        """Run the function again: its result goes back to its place, and the tensors of its backward are kept until that runs."""
         again = list[Tensor | None]()
 
         def pack(tensor: Tensor) -> None:
             again.append(tensor.detach())
 
-        arguments = [_anew(argument) for argument in self.args]
+        arguments = [_detached(argument) for argument in self.args]
         with self.circumstances.again(), self.record.in_force(), saved_tensors_hooks(pack, _never), torch.enable_grad():
             value = _narrowed(self.f(*arguments)).detach()
         if len(again) != self.packed or (value.shape, value.stride(), value.dtype) != self.layout:
@@ -164,15 +166,13 @@ class Output:
         self.saved, self.value = again, value
         if self.storage is not None:
             self.storage.resize_(self.bytes)
-            self.storage.copy_(
-                value.untyped_storage()
-            )  # unseen by version counters: the numbers are those that were there
+            self.storage.copy_(value.untyped_storage())  # unseen by version counters: the values are the same as before
             self.storage = None
 
 
 @dataclass(frozen=True)
 class _Circumstances:
-    """What a function's result hangs on beside its arguments: autocast, and the state of torch's generators."""
+    """The state that a function's result depends on beside its arguments: autocast, and that of torch's generators."""
 
     autocast: dict[str, dict[str, Any]]  # by type of device
     states: tuple[Tensor, list[int], list[Tensor]] | None = field(default=None)
@@ -194,8 +194,8 @@ class _Circumstances:
     @contextmanager
     def again(self) -> Iterator[None]:
         with ExitStack() as opened:
-            for kind, given in self.autocast.items():
-                opened.enter_context(torch.autocast(kind, **given))
+            for kind, setting in self.autocast.items():
+                opened.enter_context(torch.autocast(kind, **setting))
             if self.states is not None:
                 host, devices, of_devices = self.states
                 opened.enter_context(torch.random.fork_rng(devices))
@@ -208,7 +208,7 @@ def _value(argument: Any) -> Any:
     return argument.value if isinstance(argument, Output) else argument
 
 
-def _anew(argument: Any) -> Any:
+def _detached(argument: Any) -> Any:
     """A tensor outside of the graph, for the second run."""
     value = _value(argument)
     if not isinstance(value, Tensor):
@@ -217,7 +217,7 @@ def _anew(argument: Any) -> Any:
 
 
 def _narrowed(value: Tensor) -> Tensor:
-    """Under autocast in its dtype, to which a matrix product would bring it anyway: it keeps what it computes with."""
+    """The value, under autocast in its dtype, to which a matrix product would cast it anyway before keeping it."""
     if (
         not isinstance(value, Tensor)
         or not value.is_floating_point()

@@ -1,4 +1,4 @@
-"""What a model keeps for backward: the ways of all its blocks, and how they are put on."""
+"""Apply activation policies to all blocks of a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .regions import ActivationPolicies, check_policies, set_policies
 SWAPPED: dict[str, ActivationPolicy] = {
     "offload": "save",
     "offload_selective": "selective",
-}  # and what they are without swapping
+}  # the way without swapping
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class BlockPolicies:
     """The ways of a model's spans, block by block.
 
     Args:
-        ways: of each block; one of them alone stands for all blocks.
-        groups: makes a place to swap to for each run of a span that swaps; of `Offloader.group`.
-        exchange_again: whether recomputation exchanges between devices again.
+        ways: of each block; a single entry applies to all blocks.
+        groups: makes a group to swap to for each run of a span that swaps; as `Offloader.group` does.
+        exchange_again: whether recomputation repeats exchanges between devices.
         mlp_chunk: tokens that an MLP computes at a time; None: all.
         mlp_exact: whether each number of its gradients is then the whole MLP's sum, not one over the parts.
     """
@@ -46,7 +46,7 @@ class BlockPolicies:
     def everywhere(
         cls, ways: ActivationPolicies, blocks: int = 1, keep_last: bool = False, **given: Any
     ) -> BlockPolicies:
-        """The same ways for all blocks. `keep_last`: but the last one swaps nothing, which backward needs at once."""
+        """The same ways for all blocks. `keep_last`: except that the last one, which backward needs at once, swaps nothing."""
         last = {name: SWAPPED.get(way, way) for name, way in ways.items()} if keep_last else ways
         return cls((*[ways] * (blocks - 1), last), **given)
 
@@ -54,10 +54,10 @@ class BlockPolicies:
         return self.ways[block] if len(self.ways) > 1 else self.ways[0]
 
     def apply(self, block: nn.Module, number: int, compiled: bool = False, around_graphs: bool = False) -> None:
-        """Tell block `number` its ways, in place. `compiled`: torch.compile makes graphs of it; `around_graphs`: see `recompute`.
+        """Set the ways of block `number`, in place. `compiled`: torch.compile compiles it; `around_graphs`: see `recompute`.
 
         Raises UserError for a span that the block does not name, for `mlp_chunk` where there is no such MLP, and for another way than
-        `block: recompute` of a compiled block.
+        `block: recompute` on a compiled block.
         """
         ways = {name: way for name, way in self.of(number).items() if way != "save"}
         check_keeping(block, ways, self.mlp_chunk, compiled)
@@ -70,7 +70,7 @@ class BlockPolicies:
 
 
 def check_keeping(block: nn.Module, ways: ActivationPolicies, mlp_chunk: int | None, compiled: bool) -> None:
-    """Raises UserError for what `BlockPolicies.apply` refuses; changes nothing."""
+    """Raises UserError for settings that `BlockPolicies.apply` refuses; changes nothing."""
     if mlp_chunk is not None and not parts_of(block).chunks:
         raise UserError(f"memory.mlp_chunk: {type(block).__name__} has no MLP that computes in parts; leave it out")
     check_policies(block, ways)
@@ -82,7 +82,7 @@ def check_keeping(block: nn.Module, ways: ActivationPolicies, mlp_chunk: int | N
 
 
 def count_policies(keeping: Iterable[ActivationPolicies]) -> dict[str, int]:
-    """How many spans there are of each way, such as "mlp: recompute", over all blocks."""
+    """The number of spans of each way, such as "mlp: recompute", over all blocks."""
     counts: dict[str, int] = {}
     for ways in keeping:
         for name, way in ways.items():
@@ -93,13 +93,13 @@ def count_policies(keeping: Iterable[ActivationPolicies]) -> dict[str, int]:
 def make_keeping(
     memory: MemoryConfig, blocks: int, device: Device, choice: Sequence[ActivationPolicies] | None = None
 ) -> BlockPolicies:
-    """What a config's memory section makes a model of so many blocks keep.
+    """The policies of a config's memory section for a model of so many blocks.
 
-    choice: the ways of each block that were chosen under a budget.
+    choice: the ways of each block, as chosen under a budget.
     """
     swap = Offloader(device, parse_bytes(memory.offload_from))
-    given = {"groups": swap.group, **memory.model_dump(include={"exchange_again", "mlp_chunk", "mlp_exact"})}
+    settings = {"groups": swap.group, **memory.model_dump(include={"exchange_again", "mlp_chunk", "mlp_exact"})}
     if choice is not None:
-        return BlockPolicies(tuple(choice), **given)  # type: ignore[arg-type]
+        return BlockPolicies(tuple(choice), **settings)  # type: ignore[arg-type]
     policies: ActivationPolicies = {str(name): way for name, way in memory.activation_policy.items()}
-    return BlockPolicies.everywhere(policies, blocks, memory.keep_last, **given)
+    return BlockPolicies.everywhere(policies, blocks, memory.keep_last, **settings)

@@ -1,9 +1,9 @@
-"""A region: a part of the forward pass of which backward finds only some results, and computes the others again.
+"""Run a region: a part of the forward pass that keeps only some results for backward, and computes the others again.
 
-By torch's checkpoint (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016), which stops the second pass when it has all
-that backward needs. What is kept of the first pass is told by kinds of operations, as in selective activation checkpointing
+It uses torch's checkpoint (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016), which stops the second pass when it has all
+that backward needs. Results of the first pass are kept by kinds of operations, as in selective activation checkpointing
 (Korthikanti et al., 2022); each kind's results are saved on the device, swapped to the host, or computed again. Torch's own selective
-checkpoint has no way to swap: it computes again what it was told to offload.
+checkpoint cannot swap: it computes results again that it should offload.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ OpPolicy = Literal["save", "offload", "recompute"]
 
 def _overloads(names: tuple[str, ...]) -> set[Any]:
     packets = [getattr(torch.ops.aten, name, None) for name in names]
-    found = {getattr(packet, overload) for packet in packets if packet is not None for overload in packet.overloads()}
-    # those that write to a given tensor cannot be replaced by their result
-    return {overload for overload in found if not changes_arguments(overload)}
+    overloads = {
+        getattr(packet, overload) for packet in packets if packet is not None for overload in packet.overloads()
+    }
+    # those that write to an argument cannot be replaced by their result
+    return {overload for overload in overloads if not changes_arguments(overload)}
 
 
 def matmul_operators() -> set[Any]:
@@ -49,7 +51,7 @@ def matmul_operators() -> set[Any]:
 
 @dataclass(frozen=True)
 class RegionPolicy:
-    """What becomes of the results of each kind of operation; those of all others are computed again."""
+    """The policy for the results of each kind of operation; those of all others are computed again."""
 
     matmul: OpPolicy = "recompute"
     attention: OpPolicy = "recompute"
@@ -61,7 +63,7 @@ class RegionPolicy:
         return "offload" in (self.matmul, self.attention, self.exchange, self.inputs)
 
     def op_policies(self) -> dict[Any, OpPolicy]:
-        """By operator, for those whose results are kept."""
+        """The policy of each operator whose results are kept."""
         kept: dict[Any, OpPolicy] = {}
         for names, fate in ((MATMUL_NAMES, self.matmul), (ATTENTION_NAMES, self.attention)):
             if fate != "recompute":
@@ -71,22 +73,22 @@ class RegionPolicy:
 
 @dataclass(frozen=True)
 class _StoredResult:
-    """What gives a kept tensor back."""
+    """A kept tensor, returned by `give`."""
 
     give: Callable[[], Tensor]
 
 
 class _RegionRecord(DecisionRecord):
-    """What one region keeps of its first pass. Results are given up as the second pass takes them."""
+    """The results that one region keeps of its first pass, until the second pass takes them."""
 
     within_region = True
 
     def __init__(self, policy: RegionPolicy, fates: dict[Any, OpPolicy], group: OffloadGroup | None) -> None:
         super().__init__()
         self.policy, self.op_policies, self.group = policy, fates, group
-        self.results: deque[tuple[Any, Any]] = deque()  # of what, and held
+        self.results: deque[tuple[Any, Any]] = deque()  # (operator or key, stored result)
         self.second = False
-        self.aside = False  # inside of what is kept, or computed again, as a whole
+        self.aside = False  # inside of a part that is kept, or computed again, as a whole
 
     def put(self, what: Any, fate: OpPolicy, result: Any) -> None:
         def hold(tensor: Tensor) -> _StoredResult:
@@ -110,8 +112,8 @@ class _RegionRecord(DecisionRecord):
     def take(self, what: Any) -> Any:
         if not self.results:
             raise RuntimeError(
-                "a region keeps its results for one backward pass: a second one (retain_graph) finds none, and so does a second pass "
-                "that computes other operations than the first"
+                "a region keeps its results for one backward pass: none are left for a second one (retain_graph), nor for a second "
+                "pass that computes other operations than the first"
             )
         of_first, held = self.results.popleft()
         if of_first != what:
@@ -133,9 +135,9 @@ class _RegionRecord(DecisionRecord):
             if fate == "recompute":
                 return super().checkpointed(kind, make, what)
             with apart():
-                made = super().checkpointed(kind, make, what)
-        self.put((kind, what), fate, made)
-        return made
+                results = super().checkpointed(kind, make, what)
+        self.put((kind, what), fate, results)
+        return results
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
@@ -147,7 +149,7 @@ class _RegionRecord(DecisionRecord):
 
 
 class _Phase:
-    """The first or the second pass of a region. May be entered again: autograd does so for a graph that it was told to retain."""
+    """The first or the second pass of a region. It may be entered again: autograd does so for a retained graph."""
 
     def __init__(self, record: _RegionRecord, second: bool) -> None:
         self.record, self.second = record, second
@@ -174,16 +176,18 @@ class _Phase:
 
 
 class _Operations(TorchDispatchMode):
-    """Sees every operation of a pass: in the first it holds results, in the second it gives them in place of computing.
+    """A mode that stores results of operations in the first pass, and returns them in the second instead of computing.
 
-    Only operations whose gradient is recorded: others, such as those of a plan that is replayed, may come in the first pass alone.
+    Only operations whose gradient is recorded count: others, such as those of a replayed plan, may run in the first pass only.
     """
 
-    supports_higher_order_operators = True  # they are computed again, as all that no fate names
+    supports_higher_order_operators = True  # they are computed again, as are all operators without a policy
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True  # what a kernel of torch.compile does inside is no operation of ours; torch would else not use the kernel
+        return (
+            True  # operations inside a kernel of torch.compile do not count; otherwise torch would not use the kernel
+        )
 
     def __init__(self, record: _RegionRecord) -> None:
         super().__init__()
@@ -210,9 +214,9 @@ def run_region(
     rng: bool,
     **kwargs: Any,
 ) -> Any:
-    """`run(*args)`, of which backward finds what `policy` keeps.
+    """The result of `run(*args)`, of which backward has the results that `policy` keeps.
 
-    fates: `policy.fates()`, which is the same for every call. group: where swapped tensors go. rng: whether `run` draws random numbers
+    fates: `policy.op_policies()`, which is the same for every call. group: takes swapped tensors. rng: whether `run` draws random numbers
     (from torch's generators) that the second pass must draw again.
     """
     record = _RegionRecord(policy, fates, group)
@@ -229,7 +233,7 @@ def run_region(
 
 
 def _offloaded_inputs(group: OffloadGroup) -> saved_tensors_hooks:
-    """Inside, inputs that are kept go to the host; not positions and masks, which a model makes once and all its blocks share."""
+    """Hooks that send kept inputs to the host, except positions and masks, which a model makes once and all its blocks share."""
 
     def keep(tensor: Tensor) -> Callable[[], Tensor]:
         return group.store(tensor) if tensor.is_floating_point() else guarded(tensor)

@@ -1,6 +1,6 @@
-"""Regions: parts of a block whose activations each have a policy, put on the modules that a plan names.
+"""Give the regions of a block, parts of it that a plan names, an activation policy each.
 
-A model knows nothing of them. `set_policies` changes a block's modules by a mixin, so that their forwards run as their policies say.
+A model knows nothing of them. `set_policies` changes a block's modules by a mixin, so that their forwards follow their policies.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ POLICIES: dict[str, RegionPolicy] = {
 
 @dataclass(frozen=True)
 class RegionRunner:
-    """Runs a region as its policy says. `groups` makes a group for each run, where something is offloaded."""
+    """A runner of a region under its policy. `groups` makes a group for each run, where something is offloaded."""
 
     way: ActivationPolicy
     policy: RegionPolicy | None
@@ -49,7 +49,7 @@ class RegionRunner:
         return self  # nothing in it changes; a copy of a model offloads to the same place
 
     def run(self, run: Callable[..., T], *args: Any, before: Callable[..., Any] | None = None) -> T:
-        """`run(*args)`; with `before`, `run(before(*args))`, where the region is what comes before a product."""
+        """The result of `run(*args)`; with `before`, of `run(before(*args))`, where the region prepares a product's input."""
         if self.way == "recompute_output":
             if before is None:
                 raise ValueError("only a region that makes the input of a product can be recompute_output")
@@ -68,7 +68,7 @@ class RegionRunner:
 
 
 class RegionModule(nn.Module):
-    """Mixed in before a module's own class: its forward is a region; inside of another that is not saved, it runs as it stands."""
+    """Mixed in before a module's own class: its forward is a region, unless it runs inside of another that is not saved."""
 
     _runner: RegionRunner | None
 
@@ -76,12 +76,12 @@ class RegionModule(nn.Module):
         runner = self._runner
         if runner is None or not torch.is_grad_enabled() or in_region():
             return super().forward(*args, **kwargs)
-        run, given = by_position(super().forward, args, kwargs)
-        return runner.run(run, *given)
+        run, arguments = by_position(super().forward, args, kwargs)
+        return runner.run(run, *arguments)
 
 
 class PreparationRegion(nn.Module):
-    """Mixed in before a linear layer that prepares its input: what it prepares is a region."""
+    """Mixed in before a linear layer that prepares its input: the preparation is a region."""
 
     _runner: RegionRunner | None
 
@@ -94,7 +94,7 @@ class PreparationRegion(nn.Module):
 
 
 def runners_of(module: nn.Module) -> list[RegionRunner]:
-    """The runners that `set_policies` gave to a module of a block; none of any other module."""
+    """The runners that `set_policies` gave to a module of a block; none for any other module."""
     runner = module._runner if isinstance(module, RegionModule | PreparationRegion) else None
     return [runner] if runner is not None else []
 
@@ -102,12 +102,14 @@ def runners_of(module: nn.Module) -> list[RegionRunner]:
 def policies_of(block: nn.Module) -> dict[str, ActivationPolicy]:
     """The policies that `set_policies` gave to the regions of a block, by region; one that saves all is left out."""
     regions = {"block": [block], **{name: region_modules(block, name) for name in regions_of(block)}}
-    found = {name: [runner for module in modules for runner in runners_of(module)] for name, modules in regions.items()}
-    return {name: runners[0].way for name, runners in found.items() if runners}
+    runners_by_region = {
+        name: [runner for module in modules for runner in runners_of(module)] for name, modules in regions.items()
+    }
+    return {name: runners[0].way for name, runners in runners_by_region.items() if runners}
 
 
 def regions_of(block: nn.Module) -> tuple[str, ...]:
-    """The names of a block's regions, apart from the whole of it; none of a block that declares none."""
+    """The names of a block's regions, without `block` itself; none for a block that declares none."""
     return tuple(parts_of(block).regions)
 
 
@@ -118,7 +120,7 @@ def _joined(before: Callable[..., Any], run: Callable[..., T]) -> Callable[..., 
 def region_runner(
     way: ActivationPolicy, groups: Callable[[], OffloadGroup] | None, *, exchange_again: bool = False, rng: bool = False
 ) -> RegionRunner | None:
-    """The runner of a region of a policy; None for `save`. Raises ValueError for a policy that offloads without `groups`."""
+    """The runner of a region with a policy; None for `save`. Raises ValueError for a policy that offloads without `groups`."""
     if way == "save":
         return None
     policy = POLICIES.get(way)
@@ -139,10 +141,10 @@ def set_policies(
     *,
     exchange_again: bool = False,
 ) -> None:
-    """Give the regions of a block their policies, in place. The region `block` is the whole of it, of any block.
+    """Give the regions of a block their policies, in place. The region `block` is the whole block, and every block has it.
 
-    groups: makes a place to offload to for each run of a region that offloads. Raises ValueError where one is needed and None is given,
-    UserError for a region that the block has not.
+    groups: makes a group to offload to for each run of a region that offloads. Raises ValueError where one is needed and `groups` is None,
+    UserError for a region that the block lacks.
     """
     parts = parts_of(block)
     check_policies(block, ways)
@@ -164,7 +166,7 @@ def set_policies(
 
 
 def check_policies(block: nn.Module, ways: ActivationPolicies) -> None:
-    """Raises UserError for a region that a block has not, a policy that is not for it, and two of which one lies in the other."""
+    """Raises UserError for a region that a block lacks, a policy that a region cannot have, and a region within another."""
     parts, names = parts_of(block), [name for name, way in ways.items() if way != "save"]
     own = {name: region_modules(block, name, parts) if name != "block" else [block] for name in names}
     for name in names:
@@ -191,7 +193,7 @@ def _serves_for(name: str) -> str:
 
 
 def region_modules(block: nn.Module, name: str, parts: BlockParts | None = None) -> list[nn.Module]:
-    """The modules of a block's region. Raises UserError for a region that the block has not, or that is no preparing layer though small."""
+    """The modules of a block's region. Raises UserError for a region that the block lacks, or a small one that is no preparing layer."""
     parts = parts_of(block) if parts is None else parts
     if name not in parts.regions:
         known = ("block", *parts.regions)

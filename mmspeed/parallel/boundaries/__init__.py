@@ -1,1 +1,1 @@
-"""Techniques on the boundaries of a model's modules, as its plan declares them."""
+"""Parallelism and sparse attention at the boundaries of a model's modules, as its plan declares them."""

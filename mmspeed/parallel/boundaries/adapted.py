@@ -1,6 +1,6 @@
-"""Linear layers under low-rank adapters (LoRA: Hu et al. 2021) as peft makes them: which can be split, and what of them along which dim.
+"""Split linear layers under low-rank adapters (LoRA: Hu et al. 2021) as peft makes them.
 
-Such a layer computes base_layer(x) + scaling * lora_B(lora_A(x)). It exchanges tokens once, around all of that:
+Such a layer computes base_layer(x) + scaling * lora_B(lora_A(x)). It exchanges tokens once, around both terms:
 
     role                  base_layer        lora_A       lora_B
     column, vocabulary    along outputs     whole        along outputs
@@ -39,18 +39,18 @@ class LowRankLayer(Protocol):
 
 @runtime_checkable
 class ParameterAdapter(Protocol):
-    """A layer of which adapters change a parameter by the product of their two, and give no result of their own: peft's `ParamWrapper`."""
+    """A layer whose adapters add the product of two matrices to a parameter and have no output of their own: peft's `ParamWrapper`."""
 
     parameter_name: str
 
 
 def low_rank_parts(layer: nn.Module, role: str, where: str) -> tuple[nn.Linear, list[nn.Linear], list[nn.Linear]]:
-    """The base, and the first and second product of each adapter, of a layer that adapters hold.
+    """The base layer, and the first and second linear layer of each adapter, of a layer under adapters.
 
-    Raises UserError for adapters of which a part would compute something else than the whole.
+    Raises UserError for adapters whose parts would not add up to the whole.
     """
     if not isinstance(layer, LowRankLayer) or isinstance(layer, ParameterAdapter) or role == "expert":
-        raise _refused(where, role, "an adapter that is no LoRA of a linear layer holds it", INSTEAD)
+        raise _refused(where, role, "its adapter is no LoRA of a linear layer", INSTEAD)
     others = {name.partition(".")[0] for name, _ in layer.named_parameters()} - {"base_layer", "lora_A", "lora_B"}
     if layer.lora_variant or others:
         kind = ", ".join(sorted({type(each).__name__ for each in layer.lora_variant.values()} | others))
@@ -77,7 +77,9 @@ def _products(layers: nn.ModuleDict, role: str, where: str) -> Iterator[nn.Linea
 
 def _product(layer: nn.Module, name: str, role: str, where: str) -> nn.Linear:
     if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
-        raise _refused(where, role, f"{name} is a {type(layer).__name__}, which is more than its product", INSTEAD)
+        raise _refused(
+            where, role, f"{name} is a {type(layer).__name__}, which computes more than its product", INSTEAD
+        )
     if not is_plain_linear(layer):
         raise refused_weight(layer, role, where)
     return layer
@@ -87,7 +89,7 @@ def refused_weight(layer: nn.Module, role: str, where: str) -> UserError:
     """The error for a layer whose weight is quantised."""
     weight = dict(layer.named_parameters(recurse=False)).get("weight")
     kind = "no parameter" if weight is None else f"a {type(weight).__name__} of {weight.dtype}"
-    reason = f"its weight is quantised ({kind}), of which no part can be held by name in checkpoints and sharding"
+    reason = f"its weight is quantised ({kind}), and checkpoints and sharding cannot name a part of it"
     return _refused(where, role, reason, "load it unquantised, or use parallel.ulysses or ring")
 
 

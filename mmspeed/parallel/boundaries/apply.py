@@ -1,4 +1,4 @@
-"""Putting a plan on a model: which boundary stands where, and what is put on before and after regions and graphs."""
+"""Apply a plan to a model: put each boundary in place, before or after regions and graphs."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Boundaries:
         if self.sequences.layout.size > 1:
             check_sequences(self.plan)
         known = root_of(self.model)
-        if known is not None:  # made sparse before it is spread
+        if known is not None:  # the model was made sparse before it is spread
             self.grid = self.grid or known.grid
         self.sites, self.boundaries = self._sites(), self._module_boundaries()
         for name, module, site in self.sites:
@@ -107,7 +107,7 @@ class Boundaries:
                     _divide(module, attribute, tp, name)
 
     def put_inside(self) -> None:
-        """Put attentions, and the boundaries of modules that are no blocks, in place."""
+        """Put the attentions in place, and the boundaries of modules that are no blocks."""
         for name, module, site in self.sites:
             at = SiteBoundary(self.sequences, described(name, module), self.attends(name), site)
             if site.calls:
@@ -121,7 +121,7 @@ class Boundaries:
                 mix_in(self.model.get_submodule(name), Bounded, rename=False)._boundary = boundary
 
     def put_around(self) -> None:
-        """Put the boundaries of rows' results, of blocks, and of the model itself around all else."""
+        """Put the boundaries of row layers' results, of blocks, and of the model itself around everything else."""
         travelling, boundaries = self._travelling(), self.boundaries
         for name, linear in travelling.items():
             module = self.model.get_submodule(name)
@@ -137,10 +137,10 @@ class Boundaries:
         mix_in(self.model, Root, rename=False)._root = RootBoundary(root, self.check_inputs, self.grid)
         replay_checkpoints(self.model)
 
-    # -- what stands where ----------------------------------------------------------------------------------------------
+    # -- boundaries and sites -------------------------------------------------------------------------------------------
 
     def attends(self, name: str) -> Attended:
-        """The dim along which the block around a module attends; of the first block before all, of the last after all."""
+        """The dim along which the block around a module attends; before all blocks that of the first, after all that of the last."""
         blocks = self.plan.blocks
         for block in blocks:
             if name == block.name or name.startswith(f"{block.name}."):
@@ -152,38 +152,40 @@ class Boundaries:
         return blocks[-1 if after else 0].attends
 
     def _travelling(self) -> dict[str, LinearBoundary]:
-        """Linear layers before or after which tensor-parallel processes exchange tokens, by the name of the module around which they do:
-        the layer, or the module that expands tokens by it, whose input MLPs in parts take."""
+        """Linear layers before or after which tensor-parallel processes exchange tokens, by the name of the module around which they do.
+
+        That module is the layer itself, or the one that expands tokens with it, whose input MLPs in parts cut.
+        """
         expansions = {
             f"{block.name}.{chunk.up}": f"{block.name}.{chunk.expands}"
             for block, chunk in itertools.product(self.plan.blocks, self.plan.chunks)
             if chunk.expands is not None
         }
-        found = {}
+        boundaries = {}
         for name, module in self.model.named_modules():
             if isinstance(module, HasRole) and _moves(module._linear):
                 own = isinstance(module, SplitPreparingLinear) or module._linear.leaves
-                found[name if own else expansions.get(name, name)] = module._linear
-        return found
+                boundaries[name if own else expansions.get(name, name)] = module._linear
+        return boundaries
 
     def _boundary(self, name: str, module: nn.Module) -> ModuleBoundary:
         names = [block.name for block in self.plan.blocks]
         place = names.index(name) if name in names else 0
         before = self.plan.blocks[place - 1].attends if place else self.attends(name)
         where = described(name, module)
-        own = argument_names(type(base_of_adapters(module)))  # an adapter hands its arguments on
+        own = argument_names(type(base_of_adapters(module)))  # an adapter passes its arguments on
         last = self.plan.blocks[-1].attends if self.plan.blocks and not name else None
         return ModuleBoundary(self.sequences, where, self.attends(name), own, before, gives=last)
 
     def _module_boundaries(self) -> dict[str, ModuleBoundary]:
-        """By module name, those that the plan's inputs, outputs and running tokens ask for; none on one process."""
-        made: dict[str, ModuleBoundary] = {}
+        """The boundaries that the plan's inputs, outputs and running tokens ask for, by module name; none on one process."""
+        boundaries: dict[str, ModuleBoundary] = {}
         layout = self.sequences.layout
         if layout.size == 1:
-            return made
+            return boundaries
 
         def of(name: str, module: nn.Module) -> ModuleBoundary:
-            return made.setdefault(name, self._boundary(name, module))
+            return boundaries.setdefault(name, self._boundary(name, module))
 
         for pattern, inputs in self.plan.inputs.items():
             moved = {k: what for k, what in inputs.items() if layout.tensor.size > 1 or not isinstance(what, Seen)}
@@ -195,14 +197,14 @@ class Boundaries:
         for block in self.plan.blocks:
             if block.tokens:
                 of(block.name, self.model.get_submodule(block.name)).tokens.update(block.tokens)
-        return made
+        return boundaries
 
     def _sites(self) -> list[tuple[str, nn.Module, Site]]:
-        """Attentions that tokens on other processes may reach, and those that were made sparse.
+        """Attentions that may reach tokens on other processes, and those that were made sparse.
 
-        Raises UserError for a sparse one that the plan does not name, or that is joint and split at once.
+        Raises UserError for a sparse one that the plan does not name, or that is both joint and split.
         """
-        layout, found = self.sequences.layout, []
+        layout, sites = self.sequences.layout, []
         for pattern, site in self.plan.attention.items():
             for name, module in modules_like(self.model, pattern, "plan, attention"):
                 sparse = sparse_layer(module) is not None
@@ -212,14 +214,14 @@ class Boundaries:
                         "processes for now, not both: use dp, tp or strategy: fsdp beside sparse attention"
                     )
                 if sparse or self._may_cross(site, self.attends(name)):
-                    found.append((name, module, site))
-        known = {name for name, _, _ in found}
+                    sites.append((name, module, site))
+        known = {name for name, _, _ in sites}
         for name, module in self.model.named_modules():
             if name not in known and sparse_layer(module) is not None:
                 raise UserError(
                     f"{described(name, module)} is sparse, and the plan of {type(self.model).__name__} does not name it in `attention`"
                 )
-        return found
+        return sites
 
     def _may_cross(self, site: Site, attends: Attended) -> bool:
         layout, sequences = self.sequences.layout, self.sequences
@@ -229,10 +231,10 @@ class Boundaries:
             return self.plan.long_text not in site.keys or layout.text_from is not None
         if any(sequences.may_cross(name, attends) for name in site.queries):
             return True
-        return site.calls  # it may meet a process without tokens
+        return site.calls  # it may run on a process without tokens
 
     def _check_tied(self, name: str, layer: nn.Module) -> None:
-        """Raises UserError for a layer whose weight another module has too: a part of it would be no longer the same."""
+        """Raises UserError for a layer that shares its weight with another module: once split, they would no longer be the same."""
         own = {id(parameter) for parameter in layer.parameters(recurse=base_of_adapters(layer) is not layer)}
         for other, parameter in self.model.named_parameters(remove_duplicate=False):
             if id(parameter) in own and not other.startswith(f"{name}."):
@@ -250,35 +252,35 @@ def _divide(module: nn.Module, attribute: str, tp: int, name: str) -> None:
 
 
 def root_of(model: nn.Module) -> RootBoundary | None:
-    """The boundary of a whole model; None of one that no plan was put on."""
+    """The boundary of a whole model; None for a model without an applied plan."""
     return model._root if isinstance(model, Root) else None
 
 
 def is_spread(model: nn.Module) -> bool:
-    """True for a model whose tokens lie on several processes, or a part of which does."""
+    """True for a model whose tokens, or those of a part of it, lie on several processes."""
     roots = [module._root for module in model.modules() if isinstance(module, Root)]
     return any(root.boundary.sequences.layout.size > 1 for root in roots)
 
 
 def token_layout(model: nn.Module) -> TokenLayout:
-    """The layout that a plan was put on a model with; that of one process where none was."""
+    """The layout with which a plan was applied to a model; that of one process without an applied plan."""
     root = root_of(model)
     return TokenLayout() if root is None else root.boundary.sequences.layout
 
 
 def uncrossed(model: nn.Module) -> list[str]:
-    """Boundaries of a model that no forward has crossed since its plan was put on it, and layers with roles that none has used."""
-    found: list[tuple[str, Mapping[str, int]]] = []
+    """Boundaries that no forward has crossed since the plan was applied to the model, and layers with roles that none has used."""
+    boundaries: list[tuple[str, Mapping[str, int]]] = []
     for module in model.modules():
         if isinstance(module, Bounded):
-            found.append((module._boundary.where, module._boundary.sequences.uses))
+            boundaries.append((module._boundary.where, module._boundary.sequences.uses))
         if isinstance(module, CalledSite | InterceptedSite):
-            found.append((module._site.where, {module._site.where: module._site.met}))
+            boundaries.append((module._site.where, {module._site.where: module._site.met}))
         if isinstance(module, HasRole | SplitNorm):
             linear = module._linear
             travels = isinstance(module, SplitNorm) or _moves(linear)
-            found.append((linear.where, linear.sequences.uses if travels else {linear.where: was_used(module)}))
-    return [where for where, uses in found if not uses[where]]
+            boundaries.append((linear.where, linear.sequences.uses if travels else {linear.where: was_used(module)}))
+    return [where for where, uses in boundaries if not uses[where]]
 
 
 def _moves(boundary: LinearBoundary) -> bool:
@@ -318,7 +320,7 @@ def make_layout(
     ledger: Ledger | None = None,
     nodes: Sequence[int] | None = None,
 ) -> TokenLayout:
-    """How the tokens of a forward pass are spread over a mesh; all on one process without one.
+    """The layout of a forward pass's tokens over a mesh; without a mesh, all on one process.
 
     `nodes`: the node of each rank, for the ledger's bytes by link; None: by the launcher's LOCAL_WORLD_SIZE.
     Makes process groups: every process of the run must call it.
@@ -376,7 +378,7 @@ def sequence_parallel(
     else:
         axes = sequence_axes(mesh, window=window, exchange=exchange, ledger=ledger)
     one = axes.ring if axes.ulysses.size == 1 else axes.ulysses
-    # where both are there, the mesh need not be of all processes, so that no group can be made: gathers go over one, then the other
+    # with both axes, the mesh need not cover all processes, so no joint group can be made: gathers go over one axis, then the other
     hybrid = replace(
         one, name="sequence", size=axes.size, rank=axes.rank, group=one.group if one.size == axes.size else None
     )
@@ -389,7 +391,7 @@ def sequence_parallel(
 
 
 def put_sparse_sites(model: nn.Module, plan: ModelPlan, grid: Grid) -> None:
-    """Let the attentions of a model that hold sparse layers use them, in place; `grid` tells the video's tokens of a forward."""
+    """Make the attentions of a model that hold sparse layers use them, in place; `grid` gives the video's token grid of a forward."""
     known = root_of(model)
     layout = known.boundary.sequences.layout if known is not None else TokenLayout()
     sequences = known.boundary.sequences if known is not None else Sequences(plan, layout)

@@ -1,4 +1,4 @@
-"""The one place where an attention meets the processes that its tokens lie on, and sparse attention.
+"""Compute a module's attention over the processes that hold its tokens, dense or sparse.
 
     tokens of the attention      dense layer                        sparse layer
     all on this process          the module's own attention         the layer
@@ -6,8 +6,8 @@
                                  ring)
 
 A site is either a module that is called with (q, k, v, structure) and does nothing else, or one whose forward calls
-`F.scaled_dot_product_attention` once: that call is taken over by a `TorchFunctionMode` that is entered around its forward. Nothing of torch
-is patched, and other modules, threads and models never meet it.
+`F.scaled_dot_product_attention` once: a `TorchFunctionMode` entered around its forward takes that call over. Nothing in torch is patched,
+and other modules, threads and models never see it.
 
 Legend: B batch, A heads, N queries of this process, M keys of this process, D head width, X position axes.
 """
@@ -45,9 +45,9 @@ _HIDDEN_BELOW = -1e4  # additive masks at or below this hide a key, as -inf does
 
 @dataclass
 class SiteBoundary(Boundary):
-    """What the plan says of one attention.
+    """The plan's entry for one attention.
 
-    met: it was called. torch.compile would make graphs again for a count, for a flag it does not.
+    met: it was called. A flag, since torch.compile would recompile for each value of a count.
     """
 
     site: Site
@@ -55,7 +55,7 @@ class SiteBoundary(Boundary):
 
     @property
     def layout(self) -> AttentionLayout:
-        """The layout of its projections."""
+        """The memory layout of its projections."""
         return self.site.rows_layout if self.attends == "rows" else self.site.layout
 
     @property
@@ -83,9 +83,9 @@ class SiteBoundary(Boundary):
         if self.keys == self.site.queries:
             sizes = record.attended_sizes(self.keys, self.attends, self.where)
             return layout.axes, sizes, sizes
-        # a caption is short beside a video: its keys go round all processes, and no queries are exchanged
+        # a caption is short compared with a video: its keys go round all processes, and no queries are exchanged
         axes = SequenceAxes(layout.whole, Axis.alone("ulysses"))
-        if layout.whole.group is None:  # these have no group of their own
+        if layout.whole.group is None:  # no process group of all of them
             axes = layout.axes
         queries = [record.all_sizes(name, self.attends, self.where) for name in self.site.queries]
         keys = [record.all_sizes(name, self.attends, self.where) for name in self.keys]
@@ -100,7 +100,7 @@ class CalledSite(nn.Module):
 
     def forward(self, q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, structure: Structure) -> Tensor:
         self._site.met = True
-        if not self._crosses:  # a part of the graph of its block
+        if not self._crosses:  # stays in the graph of its block
             if q_BAND.numel() and k_BAMD.numel():
                 out: Tensor = super().forward(q_BAND, k_BAMD, v_BAMD, structure)
                 return out
@@ -119,7 +119,7 @@ def _attend(
     v_BAMD: Tensor,
     structure: Structure,
 ) -> Tensor:
-    """The attention of a site that is called, over the tokens of all processes."""
+    """The attention of a called site, over the tokens of all processes."""
     record = site.sequences.record(site.where)
     sparse = layer if not structure.image else None
     if sparse is not None:
@@ -160,18 +160,18 @@ def _joined(
     sizes: tuple[int, ...],
     record: ForwardRecord,
 ) -> Tensor:
-    """Attention within a window or documents, for which each process joins the tokens of all: heads are exchanged for sequence."""
+    """Attention within a window or documents: heads are exchanged for sequence, so that each process has all tokens."""
     kind = "a window" if structure.window is not None else "documents"
     if site.keys != site.site.queries or (len(site.keys) > 1 and (structure.causal or structure.window is not None)):
-        raise UserError(f"{site.where}: attention within {kind} is of one sequence with itself")
+        raise UserError(f"{site.where}: attention within {kind} takes one sequence that attends to itself")
     if axes.ring.size > 1:
         raise UserError(
-            f"{site.where}: attention within {kind} is not computed over parallel.ring, whose kernels take masks of keys alone; use "
+            f"{site.where}: attention within {kind} is not computed over parallel.ring, whose kernels take key masks only; use "
             "parallel.ulysses, tp or dp instead"
         )
     q_BAND, k_BAMD, v_BAMD = autocast_alike(q_BAND, k_BAMD, v_BAMD)
     place_N = torch.arange(sum(sizes), device=q_BAND.device)
-    if len(site.keys) == 1:  # with tensor parallelism, what processes hold is not one part after the other
+    if len(site.keys) == 1:  # with tensor parallelism, the parts of the processes do not follow one another
         place_N = record.in_order_of_all(place_N, site.keys[0], site.attends, site.where)
     documents = structure.documents_BN
     if documents is not None:
@@ -206,7 +206,7 @@ SPARSE_LAYER = "mmspeed_sparse"  # the name of the layer in an attention module 
 
 
 def sparse_layer(module: nn.Module) -> ClusteredAttention | None:
-    """The sparse layer that was put in an attention module; None of one that is dense."""
+    """The sparse layer of an attention module; None for a dense one."""
     layer = dict(module.named_children()).get(SPARSE_LAYER)
     return layer if isinstance(layer, ClusteredAttention) else None
 
@@ -220,7 +220,7 @@ class InterceptedSite(nn.Module):
         return _run_intercepted(self._site, sparse_layer(self), super().forward, args, kwargs)
 
 
-@outside_graphs  # of a compiled block, all but the attention is compiled
+@outside_graphs  # all of a compiled block but the attention is compiled
 def _run_intercepted(
     site: SiteBoundary,
     layer: ClusteredAttention | None,
@@ -231,7 +231,7 @@ def _run_intercepted(
     """The module's forward, with its attention over all processes, sparse where a layer is given."""
     if layer is not None and not recording() and in_backward():
         raise UserError(
-            f"{site.where} is computed again in backward by a checkpoint that does not keep which keys it kept; use the "
+            f"{site.where} is computed again in backward by a checkpoint that does not record which keys were kept; use the "
             "model's enable_gradient_checkpointing(), or mmspeed.memory.recompute(block) after sparsify_model"
         )
     site.met = True
@@ -246,14 +246,14 @@ def _run_intercepted(
     if mode.calls != 1:
         raise UserError(
             f"{site.where}: its forward called F.scaled_dot_product_attention {mode.calls} times, not once. The plan's modules "
-            "must attend by it: with diffusers, model.set_attention_backend('native'); a module of several attentions, or a "
-            "torch.nn.MultiheadAttention, must be taken apart"
+            "must attend with it: for diffusers, call model.set_attention_backend('native'); split a module of several attentions, or a "
+            "torch.nn.MultiheadAttention, into modules of one each"
         )
     return out
 
 
 class _Taken(TorchFunctionMode):
-    """While active, `F.scaled_dot_product_attention` is the site's. `calls` counts how often."""
+    """A mode in which `F.scaled_dot_product_attention` computes the site's attention. `calls` counts its calls."""
 
     def __init__(self, site: SiteBoundary, record: ForwardRecord, layer: ClusteredAttention | None) -> None:
         super().__init__()
@@ -277,7 +277,7 @@ class _Taken(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """`F.scaled_dot_product_attention`'s own arguments, for this process's (B, A, N, D) and (B, A, M, D)."""
+        """The site's attention, with `F.scaled_dot_product_attention`'s arguments, of this process's (B, A, N, D) and (B, A, M, D)."""
         if self.layer is not None:
             return self._sparse(
                 self.layer, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
@@ -295,8 +295,8 @@ class _Taken(TorchFunctionMode):
         for name, tensor, sizes in (("queries", query, q_sizes), ("keys", key, k_sizes)):
             if tensor.shape[2] != sizes[axes.rank]:
                 raise UserError(
-                    f"{where}: attention met {tensor.shape[2]} {name} where the plan has {sizes[axes.rank]} on this "
-                    "rank; name other splits for this module in the plan, or leave it out if it attends to whole text"
+                    f"{where}: attention has {tensor.shape[2]} {name} where the plan has {sizes[axes.rank]} on this "
+                    "rank; correct the splits of this module in the plan, or leave it out if it attends to whole text"
                 )
         mask = None if attn_mask is None else key_mask(attn_mask, query.shape[0], key.shape[2], where)
         return hybrid_attention(
@@ -318,8 +318,8 @@ class _Taken(TorchFunctionMode):
         where = self.site.where
         if query.ndim != 4 or query.shape[2] != key.shape[2]:
             raise UserError(
-                f"{where}: queries {tuple(query.shape)} and keys {tuple(key.shape)}; sparse attention is of (B, A, N, D) with "
-                "itself: leave cross-attention out of `attention`"
+                f"{where}: queries {tuple(query.shape)} and keys {tuple(key.shape)}; sparse attention takes queries and keys of one "
+                "(B, A, N, D): leave cross-attention out of `attention`"
             )
         if dropout_p > 0:
             raise UserError(f"{where}: sparse attention has no dropout")
@@ -329,8 +329,8 @@ class _Taken(TorchFunctionMode):
                 mask_BM = key_mask(attn_mask, query.shape[0], key.shape[2], where)
             except UserError:
                 raise UserError(
-                    f"{where}: an attention mask {tuple(attn_mask.shape)} that is not one of keys alone, the same for every query "
-                    "and head, or that adds a bias; sparse attention takes masks that show or hide keys"
+                    f"{where}: an attention mask {tuple(attn_mask.shape)} that differs by query or head, or that adds a bias; sparse "
+                    "attention takes masks that show or hide keys"
                 ) from None
         if enable_gqa and key.shape[1] != query.shape[1]:
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
@@ -352,13 +352,13 @@ class _Taken(TorchFunctionMode):
 def _places(
     record: ForwardRecord, sequences: tuple[str, ...], tokens: int, device: torch.device, where: str
 ) -> tuple[Tensor, Tensor | None]:
-    """(positions_NX, text_M or None where there is no text) of the tokens of an attention. Raises UserError where they do not fit."""
+    """(positions_NX, text_M or None where there is no text) of an attention's tokens. Raises UserError where their number does not fit."""
     assert record.grid is not None
     text = tokens - math.prod(record.grid)
     if text < 0 or (text and len(sequences) == 1):
         raise UserError(
             f"{where}: {tokens} tokens attend as {' and '.join(sequences)}, but the video has {' x '.join(map(str, record.grid))}; "
-            "name the sequences of this module and the grid as they are"
+            "correct this module's sequences in the plan, or the grid"
         )
     key = f"{sequences} {tokens} {device}"
     if key not in record.positions:
@@ -369,9 +369,9 @@ def _places(
 
 
 def key_mask(mask: Tensor, batch: int, keys: int, where: str = "attention") -> Tensor:
-    """A mask that `F.scaled_dot_product_attention` takes, as a bool mask (B, M) of keys: True counts.
+    """A mask of `F.scaled_dot_product_attention` as a bool mask (B, M) of keys: True counts.
 
-    Taken: bool, or numbers that are 0 or hide a key (-inf, -1e4 and below); broadcast over heads and queries. Raises
+    It may be bool, or numbers that are 0 or hide a key (-inf, -1e4 and below); broadcast over heads and queries. Raises
     UserError for a mask that differs by query or head, or that adds a bias.
     """
     shape = (1,) * (4 - mask.ndim) + tuple(mask.shape)

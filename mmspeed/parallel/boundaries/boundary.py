@@ -1,6 +1,6 @@
-"""What happens at a module's boundary: its arguments are cut or brought elsewhere, its outputs cut or gathered.
+"""Cut or re-shard a module's arguments at its boundary, and cut or gather its outputs.
 
-Classes are changed by mixins, not wrapped and not patched: state-dict names stay, and deep copies work.
+Mixins change the classes, without wrappers and patches: state-dict names stay, and deep copies work.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from mmspeed.replay import record_or_replay, set_fact
 from .names import arguments
 from .record import ForwardRecord, Sequences, begin_forward, end_forward
 
-Arguments = Mapping[str, Any]  # of a model's forward, by name; those that were given
+Arguments = Mapping[str, Any]  # the passed arguments of a model's forward, by name
 Grid = Callable[[Arguments], tuple[int, int, int]]  # tokens of the video along time, height and width
 
 
 @dataclass
 class Boundary:
-    """What every boundary of a module knows: `where` it is, for people, and along which dim the blocks around it attend.
+    """A module's boundary: `where` names it in messages; `attends` is the dim along which the block around it attends.
 
-    Copies of a model share it: process groups cannot be copied, and nothing in it is of one copy.
+    Copies of a model share it: process groups cannot be copied, and nothing in it belongs to one copy.
     """
 
     sequences: Sequences
@@ -41,7 +41,7 @@ class Boundary:
 
 @dataclass
 class ModuleBoundary(Boundary):
-    """What the plan says of one module. `before`: the dim along which the block before attends."""
+    """The plan's entry for one module. `before`: the dim along which the previous block attends."""
 
     names: tuple[str, ...]  # of the positional arguments of its forward
     before: Attended
@@ -73,14 +73,14 @@ class ModuleBoundary(Boundary):
 
     @outside_graphs
     def leave(self, out: Any) -> Any:
-        """The outputs as the plan wants them."""
+        """The outputs, cut or gathered as the plan declares."""
         record, items = self.sequences.record(self.where), self._places(out)
         for place, what in self.outputs.items():
             where = f"{self.where}, output {place!r}"
             if place not in items:
                 places = nearest(place, [*map(str, items)]) if isinstance(place, str) else ""
                 raise UserError(
-                    f"{where}: its forward gives {', '.join(map(repr, items)) or 'none'}; mend the plan{places}"
+                    f"{where}: its forward returns {', '.join(map(repr, items)) or 'none'}; correct the plan{places}"
                 )
             if isinstance(what, Split):
                 items[place] = self.piece(record, items[place], what, where)
@@ -97,7 +97,7 @@ class ModuleBoundary(Boundary):
         return kind(*items.values()) if named else kind(items.values())
 
     def _places(self, out: Any) -> dict[int | str, Any]:
-        """What a forward gave, by place. Raises UserError where it is no tensor and holds none by place."""
+        """The outputs of a forward by place. Raises UserError for anything but a tensor, list, tuple or mapping."""
         if isinstance(out, torch.Tensor):
             return {0: out}
         if isinstance(out, Mapping):
@@ -109,7 +109,7 @@ class ModuleBoundary(Boundary):
         )
 
     def piece(self, record: ForwardRecord, value: Any, what: Split | Leading | Seen, where: str) -> Any:
-        """This process's part of an argument or output, or of each tensor in a list."""
+        """The part of an argument or output, or of each tensor in a list, that this process computes with."""
         if value is None:
             return None
         if isinstance(what, Leading):
@@ -126,7 +126,7 @@ class ModuleBoundary(Boundary):
 
 
 class Bounded(nn.Module):
-    """Mixed in before a module's own class: its arguments and outputs are those of this process's part."""
+    """Mixed in before a module's own class, whose arguments and outputs it cuts to this process's part."""
 
     _boundary: ModuleBoundary
 
@@ -138,16 +138,16 @@ class Bounded(nn.Module):
 
 
 def boundary_of(module: nn.Module) -> ModuleBoundary | None:
-    """The boundary of a module; None of one that has none."""
+    """The boundary of a module; None where it has none."""
     return module._boundary if isinstance(module, Bounded) else None
 
 
 @dataclass
 class RootBoundary:
-    """The boundary of the whole model: here a forward pass begins and ends.
+    """The boundary of the whole model, where a forward pass begins and ends.
 
-    check_inputs: the first forward holds the inputs of a group's processes against one another. `grid`: where sparse attention is asked
-    for, what tells the video's tokens along time, height and width.
+    check_inputs: the first forward compares the inputs of a group's processes. `grid`: with sparse attention, the function that gives
+    the video's tokens along time, height and width.
     """
 
     boundary: ModuleBoundary
@@ -159,7 +159,7 @@ class RootBoundary:
 
     @outside_graphs
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Open the record of a new forward, or of the one that is computed again; a token for `end`."""
+        """Open the record of a new forward, or of the one that is computed again, and return a token for `end`."""
         record, _ = record_or_replay(lambda: self._new_record(arguments(self.boundary.names, args, kwargs)))
         set_fact(self.boundary.sequences, record)
         return begin_forward(record)
@@ -169,24 +169,24 @@ class RootBoundary:
         """Close the record."""
         end_forward(token)
 
-    def _new_record(self, given: dict[str, Any]) -> ForwardRecord:
+    def _new_record(self, arguments_by_name: dict[str, Any]) -> ForwardRecord:
         sequences = self.boundary.sequences
         image, grid = False, None
         if self.grid is not None:
-            told: Any = self.grid(given)
-            t, h, w = (int(size) for size in told) if len(told) == 3 else (0, 0, 0)
+            shape: Any = self.grid(arguments_by_name)
+            t, h, w = (int(size) for size in shape) if len(shape) == 3 else (0, 0, 0)
             grid = (t, h, w)
             if min(t, h, w) < 1:
                 raise UserError(
-                    f"{self.boundary.where}: the grid of video tokens is {told}; it is (time, height, width), 1 at least"
+                    f"{self.boundary.where}: the grid of video tokens is {shape}; it is (time, height, width), 1 at least"
                 )
             image = t == 1
-        if sequences.plan.image is not None and (value := given.get(sequences.plan.image[0])) is not None:
+        if sequences.plan.image is not None and (value := arguments_by_name.get(sequences.plan.image[0])) is not None:
             dim = sequences.plan.image[1]
             image = (value if dim is None else value.shape[dim]) == 1
         record = ForwardRecord(sequences, bool(image), grid)
         if self.check_inputs:
-            record.check_same(given)
+            record.check_same(arguments_by_name)
         return record
 
 

@@ -1,6 +1,6 @@
-"""Who holds which tokens of a sequence: arithmetic of ranges, without tensors.
+"""Layouts of a sequence's tokens over processes: arithmetic of ranges, without tensors.
 
-A sequence is rows x columns (frames x places of a frame, or one row of all tokens). Three degrees share it out:
+A sequence is rows x columns (frames x places of a frame, or one row of all tokens). Three degrees split it:
 
     ulysses, ring   along the *crossing* dim, whose attention goes over all their processes: the rows (frames) of a factorised model, or its
                     columns where `shard` says so; the columns of every other model
@@ -11,8 +11,8 @@ A sequence is rows x columns (frames x places of a frame, or one row of all toke
     the crossing dim        ulysses x ring                 dsp
     the other dim           ulysses x ring, then dsp       nothing
 
-Tensor-parallel processes hold parts of the columns of all this again, between the layers that they split: columns are cut for them first,
-so that to re-shard is an exchange among processes of one tensor-parallel place. Parts differ by one at most, so no length has to divide.
+Tensor-parallel processes split the columns once more, between the layers that they split: columns are cut for them first, so that
+re-sharding is an exchange among processes of one tensor-parallel rank. Parts differ by one at most, so no length has to divide.
 
 Sequence parallelism after Ulysses (Jacobs et al. 2023), ring attention (Liu et al. 2023), their hybrid (Fang and Zhao 2024); re-sharding
 between spatial and temporal blocks after DSP (Zhao et al. 2024); norms on shards between tensor-parallel layers after Korthikanti et al.
@@ -58,7 +58,7 @@ class TokenRange:
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """How the tokens of every forward pass are spread. Of one process by default: nothing moves.
+    """A layout of every forward pass's tokens over processes. By default one process has all, and nothing moves.
 
     Args:
         axes: ring and ulysses, whose processes attend together.
@@ -83,12 +83,12 @@ class TokenLayout:
 
     @property
     def ledger(self) -> Ledger:
-        """What the exchanges of this process were, in bytes."""
+        """The bytes of this process's exchanges."""
         return self.whole.ledger
 
     @property
     def size(self) -> int:
-        """Processes that compute one sample together."""
+        """The number of processes that compute one sample together."""
         return self.whole.size * self.tensor.size
 
     def crossing(self, factorised: bool) -> Attended:
@@ -103,7 +103,7 @@ class TokenLayout:
         hybrid: int | None = None,
         dsp: int | None = None,
     ) -> TokenRange:
-        """Tokens of rows x columns for blocks that attend along a dim, of one place of the group; None: of this process's."""
+        """The tokens of rows x columns that a place of the group holds, for blocks that attend along a dim; None: this process's place."""
         h = self.hybrid.rank if hybrid is None else hybrid
         d = self.dsp.rank if dsp is None else dsp
         crossing = self.crossing(factorised)

@@ -1,11 +1,11 @@
-"""Tensor parallelism: weight matrices split over the `tp` axis by the roles that a plan names.
+"""Split weight matrices over the `tp` axis by the roles that a plan names (tensor parallelism).
 
 After Megatron-LM (Shoeybi et al. 2019) with the norms on shards of the tokens (Korthikanti et al. 2022): between a column
 layer and its row layer a process has some heads or hidden units of all tokens; elsewhere all channels of its own tokens. Weights are
 DTensors, so that sharding, checkpoints and the optimizer know how they are split.
 
-Parameters without a role are on every process of the axis, and meet other tokens on each: their gradients are summed over it
-after the backward pass (`mmspeed.parallel.tensor.sum_shared_gradients`).
+Parameters without a role are on every process of the axis, which computes with them on its own tokens: their gradients are summed over
+the axis after the backward pass (`mmspeed.parallel.tensor.sum_shared_gradients`).
 
 Legend: I O channels in and out, K experts.
 """
@@ -37,7 +37,7 @@ from .record import Sequences
 
 @dataclass
 class LinearBoundary(Boundary):
-    """What the plan says of one linear layer. `channels`: those that are split, over all processes; of experts, their number."""
+    """The plan's entry for one linear layer. `channels`: the number that is split over all processes; for experts, that of the experts."""
 
     linear: Linear
     channels: int
@@ -49,7 +49,7 @@ class LinearBoundary(Boundary):
 
     @property
     def leaves(self) -> bool:
-        """True where the product's results travel."""
+        """True where the product's results are exchanged."""
         return self.linear.role in ("row", "vocabulary", "expert")
 
     @outside_graphs
@@ -62,11 +62,11 @@ class LinearBoundary(Boundary):
 
     @outside_graphs
     def leave(self, out: Tensor) -> Tensor:
-        """What the layer gives: own tokens of a sum, or all channels of own tokens."""
+        """The layer's output: own tokens of the sum, or all channels of own tokens."""
         self.sequences.use(self.where)
         tensor, sequence, dim = self.sequences.layout.tensor, self.linear.sequence, self.linear.dim
         if self.linear.role == "vocabulary":
-            if sequence is None:  # of tokens that all processes have
+            if sequence is None:  # all processes have these tokens
                 return all_gather(out, tensor, -1, even_sizes(self.channels, tensor.size))
             return self._all_to_all(out, dim, -1)
         assert sequence is not None
@@ -79,7 +79,7 @@ class LinearBoundary(Boundary):
         return self._all_to_all(gates, -1, self.linear.dim)
 
     def _all_to_all(self, x: Tensor, scatter_dim: int, gather_dim: int) -> Tensor:
-        """From the tokens seen and a part of the channels to own tokens and all channels, or back: as the dims say."""
+        """Exchange the tokens seen with a part of the channels for own tokens with all channels, or back, by the dims."""
         record, tensor = self.sequences.record(self.where), self.sequences.layout.tensor
         assert self.linear.sequence is not None
         widths = record.widths(self.linear.sequence, self.attends, self.where)
@@ -97,8 +97,8 @@ class HasRole(nn.Module):
 class HoldsPart(nn.Linear):
     """A linear layer of which this process holds a part.
 
-    `_bias_share`: of its bias that it adds, where all add to one sum. `_used`: a forward computed with it; torch.compile would make graphs
-    again for a count, for a flag it does not.
+    `_bias_share`: the share of its bias that it adds, where all processes add to one sum. `_used`: a forward computed with it; a flag,
+    since torch.compile would recompile for each value of a count.
     """
 
     _bias_share: float
@@ -114,7 +114,7 @@ class HoldsPart(nn.Linear):
 
 
 def was_used(layer: nn.Module) -> bool:
-    """True where a forward has computed with a layer's part of its weight, or with one that its adapters hold."""
+    """True where a forward has computed with a layer's part of its weight, or with a part of its adapters'."""
     return any(part._used for part in layer.modules() if isinstance(part, HoldsPart))
 
 
@@ -126,20 +126,20 @@ class SplitWeight(HoldsPart):
 
 
 class SplitPreparingLinear(HasRole, HoldsPart):
-    """The same for a layer that prepares its input: tokens are gathered after that, so that norms meet own tokens."""
+    """The same for a layer that prepares its input: tokens are gathered after that, so that norms see own tokens."""
 
     def prepare(self, *args: Tensor) -> Tensor:
-        """The input of the product, of the tokens seen."""
+        """The input of the product, for the tokens seen."""
         x: Tensor = super().prepare(*args)  # type: ignore[misc]
         return self._linear.enter(x) if self._linear.enters else x
 
     def project(self, x: Tensor) -> Tensor:
-        """This process's part of the product."""
+        """The product with this process's part of the weight."""
         return F.linear(x, *self.applied_weights())
 
 
 class Entering(nn.Module):
-    """Mixed in around all else of a column layer that gathers its input, or of the module that expands tokens by it (`Chunked`)."""
+    """Mixed in around a column layer that gathers its input, or around the module that expands tokens with it (`Chunked`)."""
 
     _enters: LinearBoundary
 
@@ -149,7 +149,7 @@ class Entering(nn.Module):
 
 
 class Leaving(nn.Module):
-    """Mixed in around all else of a layer whose results travel: a row layer's sums, a vocabulary's logits."""
+    """Mixed in around a layer whose results are exchanged: a row layer's sums, a vocabulary's logits."""
 
     _linear: LinearBoundary
 
@@ -158,8 +158,9 @@ class Leaving(nn.Module):
 
 
 class SplitExperts(HasRole):
-    """Mixed in before a module with the role "expert": weights (K, O, I) of all experts, and a forward of tokens and gates (..., K) to
-    the sum. This process computes its own experts, for all tokens seen.
+    """Mixed in before a module with the role "expert": this process computes its own experts, for all tokens seen.
+
+    The module has the weights (K, O, I) of all experts, and its forward takes tokens and gates (..., K) to the sum.
     """
 
     @property
@@ -175,7 +176,7 @@ class SplitExperts(HasRole):
 
 
 class SplitNorm(nn.RMSNorm):
-    """Mixed in before an RMSNorm over all heads of which a process has some: the mean square is summed over the axis."""
+    """Mixed in before an RMSNorm over all heads, of which a process has some: the squares are summed over the axis."""
 
     _linear: LinearBoundary
 
@@ -200,14 +201,16 @@ def _norm_of_all(norm: nn.RMSNorm, x: Tensor, boundary: LinearBoundary) -> Tenso
 def split_layer(
     layer: nn.Module, mesh: DeviceMesh, linear: Linear, sequences: Sequences, name: str, attends: Attended
 ) -> None:
-    """Split one layer in place: weights along O for a column or vocabulary layer, along I for a row layer, whose bias stays whole, along K
-    for experts; the products of a layer that adapters hold as `adapted` says.
+    """Split one layer in place.
 
-    Raises UserError for a layer that is none, that has more in it than can be split, or whose channels do not divide.
+    Weights are split along O for a column or vocabulary layer, along I for a row layer, whose bias stays whole, and along K for experts;
+    a layer under adapters is split as in `adapted`.
+
+    Raises UserError for a module that is no such layer, that computes more than can be split, or whose channels do not divide.
     """
     where = described(name, layer)
     if isinstance(layer, HasRole):
-        raise UserError(f"plan, linears: {where} has two roles; let one pattern alone name it")
+        raise UserError(f"plan, linears: {where} has two roles; keep one of the patterns that match it")
     if linear.role in ("row", "expert") and linear.sequence is None:
         raise UserError(
             f"plan, linears: {where} has the role {linear.role}, whose results are summed to own tokens: name their sequence"
@@ -219,7 +222,7 @@ def split_layer(
         row = linear.role == "row"
         for each in (base, *(first if row else second)):
             _split_weight(each, mesh, linear)
-        for each in second if row else ():  # whole, and what it adds to the product goes into the same sum
+        for each in second if row else ():  # whole on every process, and its output goes into the same sum
             mix_in(each, SplitWeight, rename=False)._bias_share = 1.0 / mesh.size()
     elif linear.role == "expert":
         weight = _weight_of_experts(layer, where)
@@ -234,7 +237,7 @@ def split_layer(
 
 
 def split_norm(norm: nn.Module, sequences: Sequences, name: str, attends: Attended) -> None:
-    """Let a norm over all heads, an RMSNorm, compute for this process's heads with the mean square of all, in place."""
+    """Make an RMSNorm over all heads compute for this process's heads with the mean square of all, in place."""
     assert isinstance(norm, nn.RMSNorm)
     where, channels = f"{name} ({type(norm).__name__})", norm.normalized_shape[-1]
     mix_in(norm, SplitNorm, rename=False)._linear = LinearBoundary(
@@ -254,7 +257,7 @@ def _weight_of_experts(layer: nn.Module, where: str) -> Tensor:
 
 
 def _checked(layer: nn.Module, linear: Linear, where: str) -> nn.Linear:
-    """A linear layer whose weight can be split, and that computes with nothing else."""
+    """The layer, checked to be a linear one whose weight can be split and that computes with nothing else."""
     if not isinstance(layer, nn.Linear):
         raise UserError(f"parallel.tp: {where} has the role {linear.role} in the plan and is no linear layer")
     if not is_plain_linear(layer):
@@ -268,7 +271,7 @@ def _checked(layer: nn.Module, linear: Linear, where: str) -> nn.Linear:
 
 
 def _check_channels(weight: Tensor, mesh: DeviceMesh, linear: Linear, name: str) -> int:
-    """The channels, or experts, that are split. Raises UserError where they do not divide."""
+    """The number of channels, or experts, that are split. Raises UserError where it does not divide."""
     count = weight.shape[1 if linear.role == "row" else 0]
     if count % mesh.size():
         kind = "experts" if linear.role == "expert" else "channels"
@@ -277,7 +280,7 @@ def _check_channels(weight: Tensor, mesh: DeviceMesh, linear: Linear, name: str)
 
 
 def _split_weight(layer: nn.Linear, mesh: DeviceMesh, linear: Linear) -> None:
-    """Leave a linear layer this process's part of its weight, and of its bias where that is of the outputs that are split."""
+    """Cut a linear layer to this process's part of its weight, and of its bias where the outputs are split."""
     row = linear.role == "row"
     layer.register_parameter("weight", _part(layer.weight, 1 if row else 0, mesh))
     if layer.bias is not None and not row:

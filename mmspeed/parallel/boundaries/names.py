@@ -1,4 +1,4 @@
-"""Names of a plan held against the model: errors tell those that are not there, with the nearest ones."""
+"""Check the names of a plan against the model: errors name those that the model lacks, with the nearest ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mmspeed.protocols.plan import (
 
 
 def _own_parameters(own: type[nn.Module]) -> list[inspect.Parameter]:
-    """The parameters of the first forward under the mixins that names one; mixins take any and hand them on."""
+    """The parameters of the first forward below the mixins; mixins take any arguments and pass them on."""
     for base in own.__mro__:
         if "forward" in vars(base):
             parameters = list(inspect.signature(vars(base)["forward"]).parameters.values())[1:]
@@ -47,12 +47,12 @@ def check_argument(own: type[nn.Module], argument: str, where: str) -> None:
 
 
 def described(name: str, module: nn.Module) -> str:
-    """A module for people: its name and class."""
+    """The name and class of a module, for messages."""
     return f"{name} ({type(module).__name__})" if name else type(module).__name__
 
 
 def check_plan(model: nn.Module, plan: ModelPlan) -> None:
-    """Raises UserError for a plan that names what a model has not: modules, arguments, attributes, layers of another kind."""
+    """Raises UserError for a plan that names modules, arguments or attributes that a model lacks, or layers of another kind."""
     for block in plan.blocks:
         ((_, module),) = modules_like(model, block.name, "plan, blocks")
         for argument in block.tokens:
@@ -89,7 +89,7 @@ def check_plan(model: nn.Module, plan: ModelPlan) -> None:
 
 
 def _check_numbers(module: nn.Module, attributes: Iterable[str], where: str) -> None:
-    """Raises UserError for an attribute that is no whole number of a module."""
+    """Raises UserError for an attribute of a module that is not a whole number."""
     known = [name for name, value in vars(module).items() if isinstance(value, int) and not isinstance(value, bool)]
     for attribute in attributes:
         if attribute not in known:
@@ -97,7 +97,7 @@ def _check_numbers(module: nn.Module, attributes: Iterable[str], where: str) -> 
 
 
 def _moved(plan: ModelPlan) -> Iterator[tuple[str, Split | Leading | Seen | Gather]]:
-    """(Where, what) of all that a plan says of arguments and outputs."""
+    """The (where, what) of each argument and output that a plan names."""
     for pattern, inputs in plan.inputs.items():
         yield from ((f"plan, inputs, {pattern!r}, {key!r}", what) for key, what in inputs.items())
     for pattern, outputs in plan.outputs.items():
@@ -105,28 +105,28 @@ def _moved(plan: ModelPlan) -> Iterator[tuple[str, Split | Leading | Seen | Gath
 
 
 def check_sequences(plan: ModelPlan) -> None:
-    """Raises UserError for a sequence whose length no split of a plan tells: one that is split by itself, not behind another."""
+    """Raises UserError for a sequence whose length no split of the plan gives: a split of that sequence alone, not joined to another."""
     splits = [what for _, what in _moved(plan) if isinstance(what, Split)]
     lengths = [split.sequence for split in splits if isinstance(split.sequence, str)]
     for where, name in _sequences(plan):
         if name not in lengths:
             raise UserError(
-                f"{where}: no split of the plan tells the length of sequence {name!r}{nearest(name, lengths)}"
+                f"{where}: no split of the plan gives the length of sequence {name!r}{nearest(name, lengths)}"
             )
 
 
 def check_positions(plan: ModelPlan, sequence: str, attends: Attended, where: str) -> None:
-    """Raises UserError where no split tells the positions of a sequence along a dim, which sparse attention across processes needs."""
-    given = (what for inputs in plan.inputs.values() for what in inputs.values() if isinstance(what, Split))
-    if not any((what.sequence, what.positions) == (sequence, attends) for what in given):
+    """Raises UserError where no split gives the positions of a sequence along a dim, which sparse attention across processes needs."""
+    splits = (what for inputs in plan.inputs.values() for what in inputs.values() if isinstance(what, Split))
+    if not any((what.sequence, what.positions) == (sequence, attends) for what in splits):
         raise UserError(
-            f"plan, attention: {where} is sparse, and no split of an input tells the positions of {sequence!r} along {attends}; "
+            f"plan, attention: {where} is sparse, and no split of an input gives the positions of {sequence!r} along {attends}; "
             f"give that of their tensor `positions={attends!r}`"
         )
 
 
 def _sequences(plan: ModelPlan) -> Iterator[tuple[str, str]]:
-    """(Where, name) of all sequences that a plan names."""
+    """The (where, name) of each sequence that a plan names."""
     for where, what in _moved(plan):
         yield from ((where, name) for name in ((what.sequence,) if isinstance(what.sequence, str) else what.sequence))
     for block in plan.blocks:
@@ -142,7 +142,7 @@ def _sequences(plan: ModelPlan) -> Iterator[tuple[str, str]]:
 
 
 def check_block(block: nn.Module, plan: ModelPlan) -> None:
-    """Raises UserError for regions and chunks that a block has not."""
+    """Raises UserError for regions and chunks that a block lacks."""
     for region, part in plan.regions.items():
         if not part.modules:
             raise UserError(f"plan: region {region!r} names no modules")

@@ -1,9 +1,9 @@
-"""One forward pass of a model that is spread over processes: lengths of its sequences, and this process's part of each tensor.
+"""Record one forward pass of a model that is spread over processes: its sequences' lengths, and this process's part of each tensor.
 
-The record is made by the model's own boundary and lasts as long as the forward. Boundaries, sites and layers inside ask
+The model's own boundary makes the record, which lasts as long as the forward. Boundaries, sites and layers inside ask
 `Sequences.record()`, which answers through `mmspeed.replay.fact`: whatever computes a part of the forward again (a region, a
-checkpoint) keeps the record of the forward that it belongs to, in its own thread, whatever other forwards came in between. No slot on
-a shared object holds it.
+checkpoint) keeps the record of the forward that it belongs to, in its own thread, whatever other forwards came in between. No shared
+object holds it.
 
 Legend: B batch, T rows, S columns, N tokens, E width, X position axes.
 """
@@ -37,7 +37,7 @@ _RECORD: ContextVar[ForwardRecord | None] = ContextVar("mmspeed_forward", defaul
 
 
 class Sequences:
-    """All that the boundaries of one model share: its plan, the layout, and counts of their uses. Nothing of a forward is in it."""
+    """State that the boundaries of one model share: its plan, the layout, and counts of their uses; nothing of a single forward."""
 
     def __init__(self, plan: ModelPlan, layout: TokenLayout) -> None:
         self.plan, self.layout = plan, layout
@@ -46,13 +46,13 @@ class Sequences:
         self.factorised = plan.factorised
         self.gridded = {tokens.sequence for block in plan.blocks for tokens in block.tokens.values()}
         self.tensor_split = {linear.sequence for linear in plan.linears.values() if linear.sequence is not None}
-        # the parts of processes that attend together follow one another; over Ulysses alone they do so without
+        # over Ulysses alone, the parts of processes that attend together follow one another without it
         self.zigzag = plan.causal and layout.hybrid.size > 1 and layout.axes.ring.size * layout.tensor.size > 1
         self.uses: Counter[str] = Counter()  # by boundary
-        self.checked = False  # that all processes of a group were given the same
+        self.checked = False  # whether the inputs of a group's processes were compared
 
     def __deepcopy__(self, memo: Any) -> Sequences:
-        return self  # process groups cannot be copied, and nothing in it is of one copy
+        return self  # process groups cannot be copied, and nothing in it belongs to one copy
 
     def record(self, where: str) -> ForwardRecord:
         """The record of the forward that is being computed, or computed again. Raises UserError outside of one."""
@@ -62,7 +62,7 @@ class Sequences:
         return known
 
     def may_cross(self, sequence: str, attends: Attended) -> bool:
-        """True where an attention along a dim finds tokens of a sequence, as far as it is split over the group, on other processes."""
+        """True where an attention along a dim has tokens of a sequence on other processes, if the sequence is split over the group."""
         if self.factorised and sequence not in self.gridded:  # over all processes alike
             return self.layout.whole.size > 1
         return self.layout.hybrid.size > 1 and attends == self.layout.crossing(self.factorised)
@@ -73,18 +73,18 @@ class Sequences:
 
 
 def begin_forward(record: ForwardRecord | None) -> Token[ForwardRecord | None]:
-    """Make a record the one of the forward that begins; what `end_forward` takes."""
+    """Make a record that of the forward that begins, and return a token for `end_forward`."""
     return _RECORD.set(record)
 
 
 def end_forward(token: Token[ForwardRecord | None]) -> None:
-    """Go back to the record of before."""
+    """Restore the record that was current before."""
     _RECORD.reset(token)
 
 
 @contextmanager
 def resumed(record: ForwardRecord | None) -> Iterator[None]:
-    """Inside, a part of a model that is run by itself finds the record of an earlier forward (`current_record`)."""
+    """Make the record of an earlier forward (`current_record`) current inside, for a part of a model that is run by itself."""
     token = begin_forward(record)
     try:
         yield
@@ -99,9 +99,9 @@ def current_record() -> ForwardRecord | None:
 
 @dataclass(eq=False)
 class ForwardRecord:
-    """One forward pass. `image`: nothing is split over the group; tensor-parallel processes still share the columns.
+    """The record of one forward pass. `image`: nothing is split over the group; tensor-parallel processes still share the columns.
 
-    `grid`: video tokens along time, height and width, where sparse attention asked for it.
+    `grid`: video tokens along time, height and width, with sparse attention.
     """
 
     sequences: Sequences
@@ -113,21 +113,21 @@ class ForwardRecord:
     def __deepcopy__(self, memo: Any) -> ForwardRecord:
         return self
 
-    # -- who holds what -------------------------------------------------------------------------------------------------
+    # -- layouts of sequences -------------------------------------------------------------------------------------------
 
     def shape(self, sequence: str, where: str) -> tuple[int, int]:
         """(rows, columns) of a sequence. Raises UserError before its first split."""
         if sequence not in self.lengths:
-            raise UserError(f"{where}: sequence {sequence!r} was not split before it is needed; mend the plan")
+            raise UserError(f"{where}: sequence {sequence!r} is needed before it was split; correct the plan")
         return self.lengths[sequence]
 
     def tell(self, sequence: str, shape: tuple[int, int], where: str) -> None:
-        """Note a sequence's rows and columns, or hold them against what is known."""
+        """Note a sequence's rows and columns. Raises UserError where they differ from those noted before."""
         known = self.lengths.setdefault(sequence, shape)
         if known != shape:
             now, then = (size[1] if size[0] == 1 else " x ".join(map(str, size)) for size in (shape, known))
             raise UserError(
-                f"{where}: sequence {sequence!r} has {now} tokens here and had {then} before; mend the plan"
+                f"{where}: sequence {sequence!r} has {now} tokens here and had {then} before; correct the plan"
             )
 
     def is_split(self, sequence: str, where: str) -> bool:
@@ -140,7 +140,7 @@ class ForwardRecord:
         return layout.text_from is not None and math.prod(self.shape(sequence, where)) >= layout.text_from
 
     def held(self, sequence: str, attends: Attended, where: str, place: tuple[int, int] | None = None) -> TokenRange:
-        """What a place (hybrid, dsp) of the group holds of a sequence, for blocks that attend along a dim; None: this process's."""
+        """The tokens of a sequence at a place (hybrid, dsp) of the group, for blocks that attend along a dim; None: at this process's."""
         shape = self.shape(sequence, where)
         layout = self.sequences.layout if sequence in self.sequences.tensor_split else self.sequences.untensored
         if not self.is_split(sequence, where):
@@ -156,7 +156,7 @@ class ForwardRecord:
         return layout.held(shape, attends, self.sequences.factorised, h, d)
 
     def widths(self, sequence: str, attends: Attended, where: str) -> tuple[int, ...]:
-        """Own columns of each tensor-parallel process."""
+        """The number of own columns of each tensor-parallel process."""
         return tuple(map(len, self.held(sequence, attends, where).columns))
 
     def crosses(self, sequences: Sequence[str], attends: Attended, where: str) -> bool:
@@ -164,7 +164,7 @@ class ForwardRecord:
         return any(self.is_split(name, where) and self.sequences.may_cross(name, attends) for name in sequences)
 
     def attended_sizes(self, sequences: Sequence[str], attends: Attended, where: str) -> tuple[int, ...]:
-        """Tokens along the attended dim, of all processes of ring x ulysses."""
+        """The number of tokens along the attended dim, on each process of ring x ulysses."""
         layout, sizes = self.sequences.layout, []
         for place in range(layout.hybrid.size):
             each = [self.held(name, attends, where, (place, layout.dsp.rank)) for name in sequences]
@@ -172,7 +172,7 @@ class ForwardRecord:
         return tuple(sizes)
 
     def all_sizes(self, sequence: str, attends: Attended, where: str) -> tuple[int, ...]:
-        """Tokens of all processes of the group, in the order of `TokenLayout.whole`."""
+        """The number of tokens on each process of the group, in the order of `TokenLayout.whole`."""
         return tuple(self.held(sequence, attends, where, place).tokens for place in self.sequences.layout.places())
 
     def positions_of_all(self, sequence: str, attends: Attended, where: str) -> Tensor:
@@ -180,13 +180,13 @@ class ForwardRecord:
         key = f"{sequence} {attends}"
         if key not in self.positions:
             raise UserError(
-                f"{where}: sparse attention across processes needs the positions of {sequence!r}; mend the plan"
+                f"{where}: sparse attention across processes needs the positions of {sequence!r}; correct the plan"
             )
         pos_TSX = self.positions[key]
         return pos_TSX[:, 0] if attends == "rows" else self.in_order_of_all(pos_TSX[0], sequence, attends, where)
 
     def in_order_of_all(self, columns: Tensor, sequence: str, attends: Attended, where: str) -> Tensor:
-        """What lies along the columns of a sequence (N, ...), in the order in which processes of ring x ulysses hold them."""
+        """Values along the columns of a sequence (N, ...), in the order in which the processes of ring x ulysses hold them."""
         layout = self.sequences.layout
         held = [self.held(sequence, attends, where, (h, layout.dsp.rank)) for h in range(layout.hybrid.size)]
         return torch.cat([columns[part.start : part.stop] for each in held for part in each.columns])
@@ -194,9 +194,9 @@ class ForwardRecord:
     # -- tensors --------------------------------------------------------------------------------------------------------
 
     def cut(self, tensor: Tensor, split: Split, attends: Attended, where: str) -> Tensor:
-        """This process's part of a tensor that all processes of the group have whole.
+        """The part of a tensor that this process computes with; all processes of the group have it whole.
 
-        A copy of numbers: a view would keep the whole sequence in memory for backward. Raises UserError where lengths do not agree.
+        Floats are copied: a view would keep the whole sequence in memory for backward. Raises UserError where lengths do not agree.
         """
         if split.ndim is not None and tensor.ndim != split.ndim:
             return tensor
@@ -212,19 +212,19 @@ class ForwardRecord:
         begin, parts = 0, []
         for name in names:
             shape = self.shape(name, where)
-            held = self.held(name, attends, where)
+            part_held = self.held(name, attends, where)
             self._check_least(split, name, attends, where)
             part = tensor
             if split.rows is not None and not whole_rows:
-                part = _narrowed(part, split.rows, held.rows, 0)
+                part = _narrowed(part, split.rows, part_held.rows, 0)
             if not whole_columns:
-                parts += self._columns(part, split, held, name, begin, shape[1])
+                parts += self._columns(part, split, part_held, name, begin, shape[1])
                 begin += shape[1]
             else:
                 parts.append(part)
         if not whole_columns and begin != columns:
             lengths = {name: math.prod(self.shape(name, where)) for name in names}
-            raise UserError(f"{where}: {columns} places for {lengths} tokens; mend the plan")
+            raise UserError(f"{where}: {columns} places for {lengths} tokens; correct the plan")
         joined = parts[0] if len(parts) == 1 else torch.cat(parts, split.dim)
         if joined.shape == tensor.shape:
             return tensor
@@ -253,7 +253,7 @@ class ForwardRecord:
             )
 
     def leading(self, count: int, sequence: str, attends: Attended, where: str) -> int:
-        """How many of the first `count` tokens of a sequence of one row are on this process; a part keeps its tokens' order."""
+        """The number of the first `count` tokens of a sequence of one row on this process; a part keeps its tokens' order."""
         if not self.is_split(sequence, where):
             return count
         columns = self.held(sequence, attends, where).columns[0]
@@ -264,7 +264,7 @@ class ForwardRecord:
 
     @outside_graphs
     def reshard(self, x: Tensor, tokens: Tokens, before: Attended, now: Attended, where: str) -> Tensor:
-        """Own tokens as blocks that attend along `now` hold them, from those of blocks that attend along `before`."""
+        """Own tokens for blocks that attend along `now`, from those of blocks that attend along `before`."""
         sequences, layout = self.sequences, self.sequences.layout
         if before == now or layout.dsp.size == 1 or not self.is_split(tokens.sequence, where):
             return x
@@ -281,7 +281,7 @@ class ForwardRecord:
 
     @outside_graphs
     def gather(self, x: Tensor, gather: Gather, attends: Attended, where: str) -> Tensor:
-        """All tokens on every process, from own ones; its gradient is the sum of what all processes do with them."""
+        """All tokens on every process, from own ones; gradients are summed over the processes that use them."""
         sequences, layout, name = self.sequences, self.sequences.layout, gather.sequence
         shape, tensored = self.shape(name, where), name in sequences.tensor_split
         if self.is_split(name, where):
@@ -307,7 +307,7 @@ class ForwardRecord:
         return self._gather_grid(x, gather, attends, where)
 
     def _gather_grid(self, x: Tensor, gather: Gather, attends: Attended, where: str) -> Tensor:
-        """Of rows and columns: parts that differ in both are gathered as one list of tokens, and put in place."""
+        """The rows and columns of all parts: those that differ in both are gathered as one list of tokens, then put in place."""
         layout, rows = self.sequences.layout, _required(gather.rows, where)
         dims: Mapping[Attended, int] = {"rows": rows, "columns": gather.dim}
         held = [self.held(gather.sequence, attends, where, place) for place in layout.places()]
@@ -321,7 +321,7 @@ class ForwardRecord:
             dim = outer if layout.dsp.size == 1 else inner
             return all_gather(x, layout.whole, dim, [size[0 if dim == rows else 1] for size in sizes])
         if gather.dim != rows + 1:
-            raise UserError(f"{where}: rows and columns of tokens that are gathered stand next to each other")
+            raise UserError(f"{where}: rows and columns of gathered tokens must be neighbouring dims")
         lengths = [t * s for t, s in sizes]
         parts = all_gather(x.flatten(rows, gather.dim), layout.whole, rows, lengths).split(lengths, rows)
         tiles = [part.unflatten(rows, size) for part, size in zip(parts, sizes, strict=True)]
@@ -329,7 +329,7 @@ class ForwardRecord:
         return torch.cat(near, outer)
 
     def _gather_hybrid(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-        """Over ring x ulysses: at once where they are one group, else over ulysses and then over the ring."""
+        """All tokens over ring x ulysses: gathered at once where they are one group, else over ulysses and then over the ring."""
         layout = self.sequences.layout
         ring, ulysses = layout.axes.ring, layout.axes.ulysses
         if layout.hybrid.group is not None or ring.size == 1 or ulysses.size == 1:
@@ -353,12 +353,12 @@ class ForwardRecord:
         """The own tokens of the sum over tensor-parallel processes."""
         return reduce_scatter(x, self.sequences.layout.tensor, dim, self.widths(sequence, attends, where))
 
-    # -- what all processes must agree on -------------------------------------------------------------------------------
+    # -- agreement of all processes -------------------------------------------------------------------------------------
 
     def check_same(self, arguments: Mapping[str, Any]) -> None:
-        """Hold the inputs of all processes of the group against one another, by shapes and sums, once a model.
+        """Compare the inputs of all processes of the group by shapes and sums, once per model.
 
-        Raises UserError on every process: those that compute one video together must be given the same one.
+        Raises UserError on every process where they differ: those that compute one video together need the same inputs.
         """
         sequences = self.sequences
         if sequences.checked or self.image or sequences.layout.whole.size == 1:
@@ -372,10 +372,10 @@ class ForwardRecord:
             names.append(name)
             prints += [shape, sum(float(tensor.detach().float().sum()) for tensor in tensors)]
         device = next((v.device for v in tree_leaves(arguments) if isinstance(v, torch.Tensor)), None)
-        mine = torch.tensor(prints).nan_to_num().to(device).unsqueeze(0)
+        own_prints = torch.tensor(prints).nan_to_num().to(device).unsqueeze(0)
         whole, axes = sequences.layout.whole, (sequences.layout.axes.ulysses, sequences.layout.axes.ring)
         with torch.no_grad():
-            every = mine
+            every = own_prints
             for axis in (*axes, sequences.layout.dsp):
                 every = all_gather(every, replace(axis, ledger=Ledger()), 0)
         other = (every != every[:1]).any(0).tolist()
@@ -392,7 +392,7 @@ def _narrowed(x: Tensor, dim: int, part: range, begin: int) -> Tensor:
 
 
 def _neighbours(ranges: list[range]) -> list[range]:
-    """The same ranges where each begins at the end of the one before; else none."""
+    """The same ranges where each begins at the end of the previous one; else none."""
     follow = all(left.stop == right.start for left, right in itertools.pairwise(ranges))
     return ranges if follow else []
 

@@ -1,1 +1,1 @@
-"""Attention over sequences that are split over ranks: ring and all-to-all."""
+"""Attend over sequences that are split over ranks: ring and all-to-all."""

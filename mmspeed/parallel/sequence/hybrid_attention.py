@@ -1,4 +1,4 @@
-"""Attention over a sequence that is split over a group of ranks: heads are exchanged for sequence (Ulysses), then keys go round (ring).
+"""Attend over a sequence that is split over a group of ranks: heads are exchanged for sequence (Ulysses), then keys go round (ring).
 
 Ulysses (Jacobs et al. 2023): ranks of the "ulysses" axis hold parts of the sequence with all heads; an all-to-all gives each the
 joined parts with some of the heads, and another brings the output back. The ring goes over what is joined (`parallel.ring`). Both
@@ -55,13 +55,13 @@ from .ring import like_queries, ring_attention
 
 # queries, keys, values and the keys' mask, of whole heads, to the output
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-# How an `Attend` reads what comes: at any strides, so that nothing is copied; each tensor contiguous; or that, heads outside tokens.
+# the strides at which an `Attend` reads: any, so that nothing is copied; each tensor contiguous; or that, heads outside tokens
 Reads = Literal["strided", "NBAD", "BAND"]
 
 
 @dataclass(frozen=True)
 class SequenceAxes:
-    """Over what a sequence is split. `window`: places of the inner ring of a double ring; `outer`: its own axis between windows.
+    """The axes over which a sequence is split. `window`: places of a double ring's inner ring; `outer`: its own axis between windows.
 
     A rank's place in the group is ring.rank * ulysses.size + ulysses.rank.
     """
@@ -73,7 +73,7 @@ class SequenceAxes:
 
     @classmethod
     def alone(cls) -> SequenceAxes:
-        """No split."""
+        """Axes without a split."""
         return cls(Axis.alone("ring"), Axis.alone("ulysses"))
 
     @property
@@ -110,23 +110,23 @@ def hybrid_attention(
     counter: Counter[str] | None = None,
     layout: Layout = "BNAD",
 ) -> Tensor:
-    """Attention of this rank's part of the queries to all keys of the group: `out_BAND`; values may have another width, which is its own.
+    """Attention of this rank's part of the queries to all keys of the group: `out_BAND`, whose width is that of the values.
 
     Under the layout BNGAD the queries, keys, values and output are BGAND, and the mask's B is B x G.
 
     Args:
         key_mask_BM: bool, True at keys of this rank's part that count; None on all ranks or on none. Queries that see no key give 0.
         q_sizes, k_sizes: lengths of the parts of all ranks of the group, 0 allowed; queries and keys may be split in different ways.
-        causal: the order of the parts is that of the file's head.
+        causal: the parts are in the causal order of the module's docstring.
         backend: "auto", "sdpa" (a fused kernel or ValueError) or "eager"; where blocks are attended to, also a kernel's name.
         counter: counts calls by backend or kernel.
-        layout: how the projections lie in memory on all ranks, and the output's product reads it: the output of an exchange lies so.
+        layout: the memory layout of the projections on all ranks, which the output's product reads; the output of an exchange has it too.
 
     Every rank makes the call, and its backward. Under autocast, computes in its dtype.
     Raises UserError for fewer heads than Ulysses ranks, ValueError for sizes that do not fit.
     """
     q_BAND, k_BKMD, v_BKMD = autocast_alike(q_BAND, k_BKMD, v_BKMD)
-    # what came over the Ulysses axis lies as it travelled, and a B and G that are no one dim in memory are copied to be one
+    # tensors from the Ulysses axis keep the order in which they travelled; B and G that are not one dim in memory are copied into one
     order = tokens_first("BAND") if axes.ulysses.size > 1 else memory_order("BAND" if layout == "BNGAD" else layout)
 
     plain = axes.ring.size == 1 and not causal and scale is None
@@ -170,7 +170,7 @@ def with_heads_exchanged(
     layout: Layout = "BNAD",
     reads: Reads = "BAND",
 ) -> Tensor:
-    """`attend` by some of the heads, over the joined parts of the Ulysses ranks; its output in the parts and heads of the queries.
+    """The output of `attend` by some of the heads, over the joined parts of the Ulysses ranks, in the parts and heads of the queries.
 
     Arguments as those of `hybrid_attention`. Keys with fewer heads than queries may come to `attend` repeated, but not to the heads of
     the queries. Under the layout BNGAD an `attend` that reads at any strides gets (B, G, A, N, D), any other B x G as B.
@@ -190,7 +190,7 @@ def with_heads_exchanged(
 def _attended(
     attend: Attend, q_BAND: Tensor, k_BKMD: Tensor, v_BKMD: Tensor, key_mask_BM: Tensor | None, reads: Reads
 ) -> Tensor:
-    """`attend` of what it reads; unless at any strides, of B and G as one dim, which they are in what came by an exchange."""
+    """The result of `attend`; unless it reads at any strides, B and G are passed as one dim, as they are after an exchange."""
     if q_BAND.dim() == 4 or reads == "strided":
         return attend(q_BAND, k_BKMD, v_BKMD, key_mask_BM)
     out_BAND = attend(q_BAND.flatten(0, 1), k_BKMD.flatten(0, 1), v_BKMD.flatten(0, 1), key_mask_BM)
@@ -199,7 +199,7 @@ def _attended(
 
 @dataclass(frozen=True)
 class HeadSplit:
-    """Heads of each Ulysses rank; keys' heads are first repeated up to `key_heads`."""
+    """The number of heads of each Ulysses rank; keys' heads are first repeated up to `key_heads`."""
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
@@ -210,7 +210,7 @@ class HeadSplit:
 
 
 def split_heads(heads: int, key_heads: int, ranks: int) -> HeadSplit:
-    """Which rank gets how many heads, uneven where they do not divide; every rank's query heads find their key heads with it.
+    """The number of heads of each rank, uneven where they do not divide; a rank has the key heads of its query heads.
 
     Where keys have fewer heads than queries, they are repeated just so often that the queries' heads are as even as repetition can
     make them. Raises UserError for fewer heads than ranks.
@@ -239,7 +239,7 @@ def _heads_for_sequence(
     layout: Layout,
     reads: Reads,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """From all heads of this rank's part to this rank's heads of the joined parts, and the joined mask; all under way together.
+    """Exchange all heads of this rank's part for this rank's heads of the joined parts, and join the mask; all messages travel together.
 
     One message where queries and keys are split alike and `attend` reads at any strides.
     """
@@ -300,7 +300,7 @@ def _local(
 
 
 def of_nothing(q_BAND: Tensor, k_BKMD: Tensor, v_BKMD: Tensor) -> Tensor:
-    """Attention without queries or without keys, which kernels do not take: zeros that hang on all inputs, so that each has a gradient."""
+    """Attention without queries or keys, which kernels do not take: zeros that depend on all inputs, so that each has a gradient."""
     out_BAND = like_queries(q_BAND.detach(), v_BKMD.shape[-1], q_BAND.dtype)
     return out_BAND + sum(x[..., :0].sum() for x in (q_BAND, k_BKMD, v_BKMD))
 

@@ -1,6 +1,6 @@
-"""In which order an attention's projections lie in memory, and in which order heads and tokens travel.
+"""Orders in which an attention's projections lie in memory, and in which heads and tokens travel.
 
-An attention gets views of its projections whose dims stand as (B, A, N, D), or (B, G, A, N, D) where a factorised model's rows or
+An attention gets views of its projections with the dims (B, A, N, D), or (B, G, A, N, D) where a factorised model's rows or
 columns attend apart. A layout names the same dims from the outermost in memory to the innermost. The model's plan declares it for each
 attention (`Site.layout`, `Site.rows_layout`), so all ranks know it; strides may differ between ranks where a dim has size 0 or 1.
 
@@ -10,9 +10,9 @@ attention (`Site.layout`, `Site.rows_layout`), so all ranks know it; strides may
     BNGAD    (batch, rows, columns, hidden) columns that attend along themselves, of any number of videos: no view makes one dim of B and G
     BAND     heads outside tokens           projections that were copied head by head
 
-Between ranks tokens always travel first (N B A D), whatever the layout. Where a rank joins tokens it then reads what came where it came,
-and where it cuts tokens it sends them from where they lie, if its kernel wrote them so. Where heads are cut or joined a copy is needed in
-every layout, as a product writes and reads all heads of a token together; it makes the transpose between the layouts too.
+Between ranks tokens always travel first (N B A D), whatever the layout. A rank that joins tokens then reads them in place, and one that
+cuts tokens sends them in place, if its kernel wrote them so. Where heads are cut or joined a copy is needed in every layout, as a product
+writes and reads all heads of a token together; it makes the transpose between the layouts too.
 
 Legend: B batch, G rows or columns that attend apart, A heads, N tokens, D head width.
 """

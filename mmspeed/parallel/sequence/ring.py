@@ -1,8 +1,8 @@
-"""Ring attention: queries stay, keys and values go round (`parallel.ring_steps`); each rank merges what its queries see in each block.
+"""Compute ring attention: queries stay, keys and values go round (`ring_schedule`); each rank merges its queries' outputs over the blocks.
 
 Outputs are merged by their log-sum-exp in float32, and gradients summed in float32 (float64 for float64). The backward pass runs the ring
-again with the final output and log-sum-exp; the gradients of keys and values travel with their block. Both results are offered to whoever
-recomputes (`mmspeed.replay.checkpointed`), as an exchange.
+again with the final output and log-sum-exp; the gradients of keys and values travel with their block. Both results are offered to
+recomputation (`mmspeed.replay.checkpointed`), as an exchange.
 
 Bytes that a rank sends per call, e the element size, f = max(e, 4), for even M (uneven: the sum over the blocks that it passes on):
 
@@ -135,7 +135,7 @@ class _Ring:
     counter: Counter[str] | None
 
     def pieces(self, step: RingStep, queries: int, first: int) -> list[Piece]:
-        """What is to be computed in a step; `first`: how many queries make the first rows."""
+        """The pieces to compute in a step; `first`: the number of queries in the first rows."""
         start, stop = {"all": (0, queries), "first": (0, first), "rest": (first, queries)}[step.rows]
         keys = self.lengths[step.owner]
         whole = [Piece(0, queries, 0, keys)] if keys else []
@@ -144,7 +144,7 @@ class _Ring:
         return [part for piece in whole for part in cut_rows(piece, start, stop)]
 
     def shapes(self, k_BKMD: Tensor, v_BKMW: Tensor, masked: bool) -> Callable[[int], Shapes]:
-        """Of the block of each rank: keys, values, and key mask if there is one."""
+        """A function from a rank to the shapes of its block: keys, values, and key mask if there is one."""
         batch, heads = k_BKMD.shape[:2]
 
         def of(owner: int) -> Shapes:
@@ -226,7 +226,7 @@ def like_queries(q_BAND: Tensor, width: int, dtype: torch.dtype) -> Tensor:
 
 
 def first_rows(queries: int, element_size: int, causal: bool = False) -> int:
-    """How many queries the own block's first part takes, so that its compute is to the rest's as the keys' bytes to the gradients'."""
+    """The number of queries in the own block's first part, whose compute is to the rest's as the keys' bytes are to the gradients'."""
     share = element_size / (element_size + max(element_size, 4))
     return round(queries * (share**0.5 if causal else share))
 

@@ -1,4 +1,4 @@
-"""The ring as a schedule, apart from devices: whose block is where in each step, and what travels meanwhile.
+"""Schedule a ring, apart from devices: the block that each rank holds in each step, and the messages meanwhile.
 
 `forward_steps` and `backward_steps` say, for one rank, whose block it holds in each step, what sets out before the step's compute, and
 where the gradients go after it; `run_forward` and `run_backward` carry a schedule out over a `Link`. A message is waited for by
@@ -32,7 +32,7 @@ Shapes = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Hop:
-    """One rank's part in a message: it sends the block (or its gradients) of `sends` to `to`, and that of `brings` comes from `source`."""
+    """A rank's part in a message: it sends the block (or its gradients) of `sends` to `to`, and that of `brings` comes from `source`."""
 
     to: int
     source: int
@@ -62,7 +62,7 @@ class PendingBlock(Protocol):
 
 
 class Link(Protocol):
-    """What messages travel over."""
+    """A link between ranks, over which messages travel."""
 
     def start(self, tensors: Sequence[Tensor], hop: Hop, shapes: Shapes) -> PendingBlock:
         """Send, and begin to receive tensors of `shapes`; neither blocks."""
@@ -126,21 +126,21 @@ class _RingPosition:
         return window % self.windows * self.width + place % self.width
 
     def owner(self, turn: int, offset: int) -> int:
-        """Whose block is held in a round, after so many hops within the window."""
+        """The owner of the block held in a round, after so many hops within the window."""
         return self.rank(self.of - turn, self.place - offset)
 
     def inner(self, turn: int, offset: int) -> Hop:
-        """To the next place of the window."""
+        """The hop to the next place of the window."""
         to, source = self.rank(self.of, self.place + 1), self.rank(self.of, self.place - 1)
         return Hop(to, source, self.owner(turn, offset), self.owner(turn, offset + 1))
 
     def outer(self, turn: int, offset: int) -> Hop:
-        """To the same place of the next window."""
+        """The hop to the same place of the next window."""
         to, source = self.rank(self.of + 1, self.place), self.rank(self.of - 1, self.place)
         return Hop(to, source, self.owner(turn, offset), self.owner(turn + 1, offset), self.width > 1)
 
     def home(self) -> Hop:
-        """The gradients' last way: the sum over all other windows, which lies one place before its owner's, one window before."""
+        """The gradients' last hop: of the sum over all other windows, which lies one place and one window before its owner's."""
         to, source = self.rank(self.of + 1, self.place + 1), self.rank(self.of - 1, self.place - 1)
         return Hop(to, source, to, self.rank(self.of, self.place), self.width > 1)
 
@@ -198,7 +198,7 @@ def _begin(
     shapes: Callable[[int], Shapes],
     coming: dict[int, PendingBlock],
 ) -> Sequence[Tensor]:
-    """The step's block, when it is here and what is to set out has."""
+    """The step's block, once it has arrived and the step's messages have set out."""
     block = own if step.owner == rank else coming.pop(step.owner).wait()
     for hop in step.keys:
         coming[hop.brings] = link.start(own if hop.sends == rank else block, hop, shapes(hop.brings))
@@ -207,7 +207,7 @@ def _begin(
 
 @dataclass(frozen=True)
 class _LocalBlock:
-    """Tensors that need no way."""
+    """Tensors that do not travel."""
 
     tensors: list[Tensor]
 

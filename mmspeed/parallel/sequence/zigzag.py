@@ -29,13 +29,13 @@ class Piece:
 
     @property
     def work(self) -> float:
-        """Scores that it needs."""
+        """The number of scores that the piece needs."""
         square = (self.q_stop - self.q_start) * (self.k_stop - self.k_start)
         return (square + self.q_stop - self.q_start) / 2 if self.causal else square
 
 
 def zigzag_lengths(length: int, ranks: int) -> tuple[int, ...]:
-    """How much each rank holds."""
+    """The number of tokens that each rank holds."""
     chunks = even_sizes(length, 2 * ranks)
     return tuple(chunks[rank] + chunks[-1 - rank] for rank in range(ranks))
 
@@ -43,14 +43,14 @@ def zigzag_lengths(length: int, ranks: int) -> tuple[int, ...]:
 def zigzag_order(length: int, ranks: int) -> Tensor:
     """(N,) the places of the sequence in the order in which the ranks, one after the other, hold them.
 
-    `x[order]` is the sequence in zigzag order, and `y[order.argsort()]` is it back in its own.
+    `x[order]` is the sequence in zigzag order, and `y[order.argsort()]` puts it back in its own.
     """
     chunks = torch.arange(length).split(list(even_sizes(length, 2 * ranks)))
     return torch.cat([chunks[place] for rank in range(ranks) for place in (rank, 2 * ranks - 1 - rank)])
 
 
 def causal_pieces(rank: int, owner: int, length: int, ranks: int) -> list[Piece]:
-    """What of the block of `owner` the queries of `rank` see: at most one piece; empty ones are left out."""
+    """The pieces of the block of `owner` that the queries of `rank` see: at most one; empty ones are left out."""
     chunks = even_sizes(length, 2 * ranks)
     early, late = chunks[rank], chunks[-1 - rank]
     if owner == rank:

@@ -1,1 +1,1 @@
-"""Sparse attention over sequences that are split over ranks."""
+"""Compute sparse attention over sequences that are split over ranks."""

@@ -1,16 +1,16 @@
-"""Sparse self-attention of a sequence that is split over ranks.
+"""Compute sparse self-attention of a sequence that is split over ranks.
 
     ulysses, ring    what runs
     u, 1             all-to-all; each rank plans and computes its own heads, as one process would; all-to-all. As long as a threshold is
-                     not set, one is found for the heads that a rank has, not for all of a sample
-    1, r             each rank groups its own queries, all say which of their keys these keep (`sparse_plan`), and what is kept travels
-                     (`sparse_rows`); each rank computes its plan over the table that came
+                     not set, it is computed for the heads of a rank, not for all of a sample
+    1, r             each rank groups its own queries, all choose the keys that these groups keep (`plan`), and kept rows travel
+                     (`exchange`); each rank computes its plan over the table that came
     u, r             all-to-all, the ring's way, all-to-all
 
-On a ring, clusters are of one rank's queries: smaller ones serve better there, and Ulysses goes first where heads allow it.
+On a ring, clusters are of one rank's queries: smaller ones are better there, and Ulysses comes first where heads allow it.
 
-What a plan decides, and the rows that came, are recorded in the first pass and replayed when the pass is made again (`mmspeed.replay`):
-then nothing travels. Every rank makes the same exchanges in the same order, whatever it holds.
+A plan's decisions, and the rows that came, are recorded in the first pass and replayed when the pass runs again (`mmspeed.replay`): then
+nothing travels. Every rank makes the same exchanges in the same order, whatever it holds.
 
 Legend: B batch, A heads, N queries and M keys that this rank holds, D head width, X position axes.
 """
@@ -55,7 +55,7 @@ def sparse_attention(
     *,
     layout: Layout = "BNAD",
 ) -> Tensor:
-    """Self-attention of this rank's part of a sequence, as a layer has it now, sparse or dense: `out_BAND`.
+    """Self-attention of this rank's part of a sequence by a layer in its present state, sparse or dense: `out_BAND`.
 
     Args:
         key_mask_BM: bool, True at keys of this rank's part that count; None on all ranks or on none.
@@ -88,13 +88,13 @@ def _over_ring(
     positions_NX: Tensor,
     layer: ClusteredAttention,
 ) -> Tensor:
-    """`ClusteredAttention.forward`, of the part of a ring's rank; positions are its own."""
+    """The output of `ClusteredAttention.forward` for a ring rank's part; positions are its own."""
     ring, tokens = axes.ring, sum(lengths)
 
     def plan(keep: KeepRule) -> SplitPlan:
         with torch.no_grad():
             context = layer.context(key_mask_BM, positions_NX)
-            made = plan_split(
+            split_plan = plan_split(
                 q_BAND.detach(),
                 k_BAMD.detach(),
                 keep,
@@ -106,8 +106,8 @@ def _over_ring(
                 tail_clusters=layer.tail_clusters(tokens),
                 starts=layer.warm_start(),
             )
-            layer.carry_over(made.plan.centroids_GCD, made.tail_centroids_GKD)
-            return made
+            layer.carry_over(split_plan.plan.centroids_GCD, split_plan.tail_centroids_GKD)
+            return split_plan
 
     dense, first = layer.record_or_replay(lambda: layer.is_dense(tokens))
     if dense:
@@ -131,7 +131,7 @@ def _over_ring(
 def attend_split(
     q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, split: SplitPlan, ring: Axis, layer: ClusteredAttention
 ) -> SparseOutput:
-    """Attention of this rank's queries to what its clusters keep, of the keys of all ranks."""
+    """Attention of this rank's queries to the keys of all ranks that its clusters keep."""
     means = None
     if split.label_GM is not None:
         tail = TailClusters(split.label_GM, split.mean_sizes[ring.rank], torch.empty(0))

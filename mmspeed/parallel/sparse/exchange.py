@@ -1,4 +1,4 @@
-"""Kept keys and values on their way: each rank is sent the rows that some of its clusters keep, and nothing else.
+"""Exchange kept keys and values: each rank is sent the rows that some of its clusters keep, and nothing else.
 
 An owner of keys knows which of them each rank's clusters keep. It sends a rank the union of these, key and value side by side, and once for
 every plan a list that says which cluster keeps which row, a bit each. What comes is laid in a table, by head, in the order of the whole
@@ -33,17 +33,17 @@ from mmspeed.replay import apart, checkpointed
 
 @dataclass(frozen=True)
 class RowExchange:
-    """Which rows go where; the same in every pass. Row g * M + m is key m of head g; place g * T + t is place t of its table."""
+    """The rows that go to each rank; the same in every pass. Row g * M + m is key m of head g; place g * T + t is place t of its table."""
 
     sends: tuple[int, ...]  # rows for each rank; those for this one, which do not travel, too
     comes: tuple[int, ...]
     row_Z: Tensor  # int64: those for rank 0 first, ascending for each rank
-    place_Z: Tensor  # int64: where what comes lies, from rank 0 first
+    place_Z: Tensor  # int64: the places of the rows that come, those from rank 0 first
     table: int  # T
 
     @property
     def counts(self) -> RowCounts:
-        """What goes to, and comes from, each rank."""
+        """The numbers of rows that go to, and come from, each rank."""
         return RowCounts(self.sends, self.comes)
 
 
@@ -58,19 +58,19 @@ def pack_bits(kept_GCM: Tensor) -> Tensor:
 
 
 def unpack_bits(bits_GTW: Tensor, clusters: int) -> Tensor:
-    """`pack_bits` undone: bool, (G, C, T)."""
+    """The inverse of `pack_bits`: bool, (G, C, T)."""
     bit_81 = torch.arange(8, dtype=torch.uint8, device=bits_GTW.device)[:, None]
     on_GCT = (bits_GTW.mT[:, :, None] >> bit_81 & 1).flatten(1, 2)[:, :clusters]
     return on_GCT.bool().contiguous()
 
 
 def route(bits_RGMW: Sequence[Tensor], axis: Axis) -> tuple[RowExchange, Tensor]:
-    """From what is kept of this rank's keys by the clusters of each rank: the rows, and what this rank's clusters keep of its table.
+    """The exchange, and the bits of this rank's clusters over its table, from the bits of each rank's clusters over this rank's keys.
 
     `bits_RGMW`: for each rank (G, M, W), W of that rank's clusters. The second is uint8, (G, T, W). Waits for the device once.
     """
-    mine = bits_RGMW[axis.rank]
-    groups, keys, width = mine.shape
+    own_bits = bits_RGMW[axis.rank]
+    groups, keys, width = own_bits.shape
     wanted_RGM = torch.stack([bits.any(dim=2) for bits in bits_RGMW])
     counts_RG = wanted_RGM.sum(dim=2)
     each = (1,) * axis.size
@@ -90,7 +90,7 @@ def route(bits_RGMW: Sequence[Tensor], axis: Axis) -> tuple[RowExchange, Tensor]
 
 
 def _places(comes_RG: Tensor, table: int) -> Tensor:
-    """Where each row that comes lies: a head's rows in the order of the ranks. Rows come rank by rank, head by head."""
+    """The place of each row that comes: a head's rows in the order of the ranks. Rows come rank by rank, head by head."""
     flat = comes_RG.reshape(-1)
     first_RG = (comes_RG.cumsum(0) - comes_RG) + torch.arange(comes_RG.shape[1]) * table
     within = torch.arange(int(flat.sum())) - torch.repeat_interleave(flat.cumsum(0) - flat, flat)
@@ -98,7 +98,7 @@ def _places(comes_RG: Tensor, table: int) -> Tensor:
 
 
 def lists_of(bits_GTW: Tensor, clusters: int, most: int) -> tuple[Tensor, Tensor]:
-    """(kv_index_Z, kv_offsets) of a plan, from a table's bits; of so many heads at once that there are `most` truth values."""
+    """(kv_index_Z, kv_offsets) of a plan, from a table's bits; at most `most` truth values are made at a time, by heads."""
     groups, table, _ = bits_GTW.shape
     index, lengths = [], []
     for part in bits_GTW.split(max(1, most // max(1, clusters * table))):
@@ -115,7 +115,7 @@ def lists_of(bits_GTW: Tensor, clusters: int, most: int) -> tuple[Tensor, Tensor
 def fetch(
     k_BAMD: Tensor, v_BAMD: Tensor, means: ClusterMeans | None, mean_sizes: Sequence[int], rows: RowExchange, axis: Axis
 ) -> tuple[Tensor, Tensor, ClusterMeans | None]:
-    """This rank's tables of keys and values (B, A, T, D), and the means of all ranks; gradients go back to their owners.
+    """The tables of keys and values (B, A, T, D) of this rank, and the means of all ranks; gradients go back to their owners.
 
     `means` are of this rank's clusters of keys, `mean_sizes` how many each rank has. Every rank makes the call, and its backward.
     """
@@ -135,7 +135,7 @@ def _fetched(
     v_BAMD: Tensor,
     means: ClusterMeans | None,
 ) -> tuple[Tensor, ...]:
-    """Tables of keys and values, and the means of all ranks where there are means. Offered as one, not each exchange by itself."""
+    """Tables of keys and values, and the means of all ranks where there are means. Replay records them as one exchange."""
     batch, heads, width = *k_BAMD.shape[:2], k_BAMD.shape[3]
     sent_ZE = torch.cat([x.flatten(0, 2).index_select(0, rows.row_Z) for x in (k_BAMD, v_BAMD)], dim=1)
     pending, pending_means = start_rows(sent_ZE, axis, rows.counts), None
@@ -153,7 +153,7 @@ def _fetched(
 
 
 class _Fetch(torch.autograd.Function):
-    """One function for rows and means: so that all ranks make the exchanges of backward in one order."""
+    """A single function for rows and means, so that all ranks make the exchanges of backward in one order."""
 
     @staticmethod
     def forward(
@@ -191,7 +191,7 @@ class _Fetch(torch.autograd.Function):
         came_ZE = finish(pending)
         widths = [shape[3] for shape in shapes]
         sum_ME = came_ZE.new_zeros(shapes[0][:3].numel(), sum(widths), dtype=wide)
-        # rank by rank: a rank has asked for a row once, so each sum is made in one order
+        # rank by rank: a rank gets each row once, so each sum has one order
         for index_Z, part_ZE in zip(row_Z.split(rows.sends), came_ZE.split(rows.sends), strict=True):
             sum_ME.index_add_(0, index_Z, part_ZE.to(wide))
         dk, dv = (

@@ -1,4 +1,4 @@
-"""How a rank of a ring groups its own queries and keys: as the planners of one process do, of its part of the sequence.
+"""Group the queries and keys of one rank of a ring, as the planners of one process do with the whole sequence.
 
 Legend: B batch, A heads, G = B x A, N queries and M keys of this rank, D head width, C groups of this rank's queries, U units of its keys
 that are kept whole: keys, or tiles of them, K clusters of its keys, X position axes, g some heads.
@@ -24,14 +24,14 @@ from mmspeed.config.sparse import SparseConfig
 
 from .select import gather_each
 
-# (signs of some heads and of the groups of all ranks, heads) -> scores of this rank's units, or (truth values) which are kept
+# (signs of some heads and of the groups of all ranks, heads) -> scores of this rank's units, or truth values (kept)
 Judge = Callable[[Tensor, slice], Tensor]
 SUBSAMPLE = 4  # one query, or key, of so many moves the centroids
 
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """One rank's part of a sequence, and how it is to be grouped. Masked keys are 0."""
+    """A rank's part of a sequence, with the settings of its grouping. Masked keys are 0."""
 
     q_GND: Tensor
     k_GMD: Tensor
@@ -53,7 +53,7 @@ class SequenceShard:
         return self.settings.iterations if self.starts[0] is None else 0
 
     def tail(self, ring: Axis) -> KeyClusters | None:
-        """This rank's share of the clusters of keys; one at least, where it has keys."""
+        """The clusters of this rank's keys, its share of all; at least one where it has keys."""
         if not self.tail_clusters:
             return None
         groups, keys, width = self.k_GMD.shape
@@ -70,22 +70,24 @@ class GroupedSequence:
 
     q_index_GN: Tensor
     q_offsets_GC: Tensor
-    sign_GCD: Tensor  # what stands for a group of queries; one for all heads (1, C, D) where it is no mean
+    sign_GCD: (
+        Tensor  # the vector that represents a group of queries; one for all heads (1, C, D) where it is not a mean
+    )
     size_GU: Tensor  # float: keys of a unit that count
     judge: Judge
-    fixed: bool = False  # `judge` says what is kept
+    fixed: bool = False  # `judge` gives the kept units, not scores
     unit_M: Tensor | None = None  # the unit of each key; None: each key is one
     always_GU: Tensor | None = None  # units that are always kept
     tail: KeyClusters | None = None
 
     @property
     def groups(self) -> int:
-        """C of this rank, of a head."""
+        """The number C of this rank's groups, per head."""
         return self.q_offsets_GC.shape[1] - 1
 
     @property
     def means(self) -> int:
-        """K of this rank."""
+        """The number K of this rank's clusters of keys."""
         return 0 if self.tail is None else self.tail.clusters
 
 
@@ -125,7 +127,7 @@ def by_clusters(part: SequenceShard, ring: Axis) -> GroupedSequence:
 
 
 def by_tiles(part: SequenceShard, nearby: bool) -> GroupedSequence:
-    """Groups of queries, and units of keys, by place: see `plan_tiles`, and `plan_window` for `nearby`. Tiles are cut where ranks meet."""
+    """Groups of queries and units of keys by position: see `plan_tiles`, and `plan_window` for `nearby`. A tile lies on one rank."""
     groups, queries, width = part.q_GND.shape
     if part.positions_NX is None or len(part.positions_NX) != queries or part.k_GMD.shape[1] != queries:
         raise ValueError("tiles need the positions of the queries, which are those of the keys")
@@ -167,7 +169,7 @@ def by_tiles(part: SequenceShard, nearby: bool) -> GroupedSequence:
 
 
 def by_skip(part: SequenceShard, ring: Axis, first: int) -> GroupedSequence:
-    """Every so many-th token of the whole sequence: see `plan_skip`."""
+    """Groups of every n-th token of the whole sequence: see `plan_skip`."""
     groups, queries, _ = part.q_GND.shape
     stride, device = part.settings.stride, part.q_GND.device
 
@@ -185,7 +187,7 @@ def by_skip(part: SequenceShard, ring: Axis, first: int) -> GroupedSequence:
 
 
 def covariance_of_all(k_GMD: Tensor, seen_GM: Tensor | None, ring: Axis) -> Tensor:
-    """Covariance of the keys of all ranks (G, D, D), from each one's number, mean and covariance (Chan, Golub and LeVeque 1979)."""
+    """Covariance of the keys of all ranks (G, D, D), from each rank's count, mean and covariance (Chan, Golub and LeVeque 1979)."""
     groups, keys, width = k_GMD.shape
     count, mean = k_GMD.new_zeros(groups), k_GMD.new_zeros(groups, width)
     spread = k_GMD.new_zeros(groups, width, width)
@@ -202,7 +204,7 @@ def covariance_of_all(k_GMD: Tensor, seen_GM: Tensor | None, ring: Axis) -> Tens
 
 
 def _nobody(part: SequenceShard) -> tuple[Tensor, Tensor]:
-    """(q_index_GN, q_offsets_GC) of no queries: one group, which is empty."""
+    """(q_index_GN, q_offsets_GC) without queries: one empty group."""
     groups = part.q_GND.shape[0]
     index_GN = torch.zeros(groups, 0, dtype=torch.int64, device=part.q_GND.device)
     return index_GN, index_GN.new_zeros(groups, 2)

@@ -1,9 +1,9 @@
-"""Plans of sparse attention for a sequence that is split over the ranks of a ring.
+"""Plan sparse attention for a sequence that is split over the ranks of a ring.
 
 1. Each rank groups its own queries, as a planner does, and its own keys where they are kept by tiles.
-2. What stands for each group (its mean query, or the place of its tile) goes to all ranks: C D numbers a rank, a small part of the keys.
-3. Each rank says of its own keys which of them the groups of all ranks keep, by probabilities over the keys of all (`sparse_select`).
-4. It tells each rank so (`sparse_rows`), and how many keys of each of its clusters of keys each group drops; their means will travel.
+2. A vector for each group (its mean query, or the place of its tile) goes to all ranks: C D numbers per rank, a small part of the keys.
+3. Each rank decides which of its own keys the groups of all ranks keep, by probabilities over the keys of all (`select`).
+4. It sends each rank this choice (`exchange`), and how many keys of each of its clusters of keys each group drops; their means will travel.
 
 So the rules are those of one process; only the groups are those of a part of the queries.
 
@@ -50,7 +50,7 @@ class SplitPlan:
 
 @dataclass(frozen=True)
 class GlobalGroups:
-    """What the groups of all ranks are."""
+    """The groups of all ranks."""
 
     sizes_R: tuple[int, ...]  # C of each rank
     means_R: tuple[int, ...]  # K of each rank
@@ -60,21 +60,23 @@ class GlobalGroups:
     seen_B: Tensor  # keys that count
 
     @staticmethod
-    def of(mine: GroupedSequence, seen_B: Tensor, ring: Axis) -> GlobalGroups:
-        device = mine.sign_GCD.device
-        table = gather_each(torch.tensor([mine.groups, mine.means, mine.size_GU.shape[1]], device=device), ring)
+    def of(own_groups: GroupedSequence, seen_B: Tensor, ring: Axis) -> GlobalGroups:
+        device = own_groups.sign_GCD.device
+        table = gather_each(
+            torch.tensor([own_groups.groups, own_groups.means, own_groups.size_GU.shape[1]], device=device), ring
+        )
         groups, means, units = (tuple(column) for column in table.T.tolist())
         return GlobalGroups(
             groups,
             means,
             max(units),
-            all_gather(mine.sign_GCD, ring, 1, groups),
-            all_gather(mine.q_offsets_GC.diff(dim=1), ring, 1, groups),
+            all_gather(own_groups.sign_GCD, ring, 1, groups),
+            all_gather(own_groups.q_offsets_GC.diff(dim=1), ring, 1, groups),
             gather_each(seen_B, ring).sum(dim=0),
         )
 
     def blocks(self, keys: int) -> Iterator[slice]:
-        """Heads that are done at once: the same on every rank."""
+        """Slices of heads to compute at a time: the same on every rank."""
         heads, pairs = self.weight_GC.shape[0], sum(self.sizes_R) * max(1, self.units, keys)
         step = max(1, _BLOCK.get(self.weight_GC.device.type, _BLOCK_ELSE) // pairs)
         for start in range(0, heads, step):
@@ -95,7 +97,7 @@ def plan_split(
     tail_clusters: int = 0,
     starts: Starts = (None, None),
 ) -> SplitPlan:
-    """A plan for this rank's queries over the keys of all. Every rank makes the call, whatever it holds.
+    """A plan for this rank's queries over the keys of all ranks. Every rank makes the call, whatever it holds.
 
     Args:
         context: masks and positions are of this rank's keys.
@@ -104,7 +106,7 @@ def plan_split(
         tail_clusters: of the keys of all ranks together; 0: no tail. Tiles are their own, by `settings.tail`.
         starts: where k-means of this rank's queries and of its keys start.
 
-    Raises ValueError for queries that keep all keys, which a ring does not serve, and for masks that do not fit.
+    Raises ValueError for queries that keep all keys, which a ring does not support, and for masks that do not fit.
     """
     if context.full_queries_N is not None:
         raise ValueError("queries that keep every key are not served over a ring")
@@ -112,62 +114,62 @@ def plan_split(
     wide = torch.promote_types(q_BAND.dtype, torch.float32)
     q_GND, k_GMD = q_BAND.flatten(0, 1).to(wide), k_BAMD.flatten(0, 1).to(wide)
     masks = KeyMasks.of(context, batch, heads, queries, k_BAMD.shape[2], q_BAND.device)
-    if masks.seen_BM is not None:  # what is masked may be anything
+    if masks.seen_BM is not None:  # masked keys may have any value
         k_GMD = k_GMD.masked_fill(~masks.seen_BM.repeat_interleave(heads, dim=0)[..., None], 0.0)
     scale = width**-0.5 if context.scale is None else context.scale
     part = SequenceShard(q_GND, k_GMD, masks, scale, context.positions_NX, settings, way, tail_clusters, starts)
     longest = max(lengths)
     with torch.autocast(q_BAND.device.type, enabled=False):
-        mine = grouped(part, ring, sum(lengths[: ring.rank]))
-        everyone = GlobalGroups.of(mine, masks.count_B, ring)
-        tau_G = thresholds(mine, everyone, masks, keep, ring, longest)
-        bits_RGMW, dropped_GCK = decide(mine, everyone, masks, keep, tau_G, ring, longest, context)
+        own_groups = grouped(part, ring, sum(lengths[: ring.rank]))
+        all_groups = GlobalGroups.of(own_groups, masks.count_B, ring)
+        tau_G = thresholds(own_groups, all_groups, masks, keep, ring, longest)
+        bits_RGMW, dropped_GCK = decide(own_groups, all_groups, masks, keep, tau_G, ring, longest, context)
         rows, bits_GTW = route(bits_RGMW, ring)
-        index_Z, offsets = lists_of(bits_GTW, mine.groups, _BLOCK.get(q_BAND.device.type, _BLOCK_ELSE))
+        index_Z, offsets = lists_of(bits_GTW, own_groups.groups, _BLOCK.get(q_BAND.device.type, _BLOCK_ELSE))
         tail = None
         if dropped_GCK is not None:
-            dropped_GCK = all_to_all(dropped_GCK, ring, 1, 2, everyone.sizes_R, everyone.means_R)
-            nowhere = torch.full((batch * heads, rows.table), sum(everyone.means_R), device=q_BAND.device)
-            tail = TailClusters(nowhere, sum(everyone.means_R), dropped_GCK)
+            dropped_GCK = all_to_all(dropped_GCK, ring, 1, 2, all_groups.sizes_R, all_groups.means_R)
+            nowhere = torch.full((batch * heads, rows.table), sum(all_groups.means_R), device=q_BAND.device)
+            tail = TailClusters(nowhere, sum(all_groups.means_R), dropped_GCK)
     plan = ClusterPlan(
         batch,
         heads,
         queries,
         rows.table,
-        mine.q_index_GN,
-        mine.q_offsets_GC,
+        own_groups.q_index_GN,
+        own_groups.q_offsets_GC,
         index_Z,
         offsets,
         tail,
-        centroids_GCD=mine.sign_GCD if settings.grouping == "clusters" else None,
-        tau_G=tau_G if keep.rule in ("threshold", "fraction") and not mine.fixed else None,
+        centroids_GCD=own_groups.sign_GCD if settings.grouping == "clusters" else None,
+        tau_G=tau_G if keep.rule in ("threshold", "fraction") and not own_groups.fixed else None,
     )
-    if mine.tail is None:
-        return SplitPlan(plan, rows, None, everyone.means_R, None)
-    return SplitPlan(plan, rows, mine.tail.label_GM, everyone.means_R, mine.tail.centroid_GKD)
+    if own_groups.tail is None:
+        return SplitPlan(plan, rows, None, all_groups.means_R, None)
+    return SplitPlan(plan, rows, own_groups.tail.label_GM, all_groups.means_R, own_groups.tail.centroid_GKD)
 
 
 def thresholds(
-    mine: GroupedSequence, everyone: GlobalGroups, masks: KeyMasks, keep: KeepRule, ring: Axis, longest: int
+    own_groups: GroupedSequence, all_groups: GlobalGroups, masks: KeyMasks, keep: KeepRule, ring: Axis, longest: int
 ) -> Tensor:
-    """tau of each head; that of "fraction" from the pairs of all heads of a sample that this ring has, to a hundredth."""
+    """The tau of each head; for "fraction" it is that of the pairs of all heads of a sample that this ring has, to a hundredth."""
     value = keep.value if keep.rule == "threshold" else 0.0
-    tau_G = torch.full((everyone.weight_GC.shape[0],), value, dtype=torch.float32, device=everyone.weight_GC.device)
-    if keep.rule != "fraction" or mine.fixed:
+    tau_G = torch.full((all_groups.weight_GC.shape[0],), value, dtype=torch.float32, device=all_groups.weight_GC.device)
+    if keep.rule != "fraction" or own_groups.fixed:
         return tau_G
-    seen_G, counts = everyone.seen_B.repeat_interleave(masks.heads), []
-    for some in everyone.blocks(longest):
-        score = mine.judge(_of(everyone.sign_GCD, some), some)
-        size = mine.size_GU[some]
-        found = shares(score, size, seen_G[some], _always(mine, some), ring)
-        counts.append(count_shares(found.share_GCU, everyone.weight_GC[some, :, None] * size[:, None]))
+    seen_G, counts = all_groups.seen_B.repeat_interleave(masks.heads), []
+    for some in all_groups.blocks(longest):
+        score = own_groups.judge(_of(all_groups.sign_GCD, some), some)
+        size = own_groups.size_GU[some]
+        masses = shares(score, size, seen_G[some], _always(own_groups, some), ring)
+        counts.append(count_shares(masses.share_GCU, all_groups.weight_GC[some, :, None] * size[:, None]))
     counts_BL = torch.cat(counts).unflatten(0, (-1, masks.heads)).sum(dim=1)
     return threshold_of(gather_each(counts_BL, ring).sum(dim=0), keep.value).repeat_interleave(masks.heads)
 
 
 def decide(
-    mine: GroupedSequence,
-    everyone: GlobalGroups,
+    own_groups: GroupedSequence,
+    all_groups: GlobalGroups,
     masks: KeyMasks,
     keep: KeepRule,
     tau_G: Tensor,
@@ -175,33 +177,33 @@ def decide(
     longest: int,
     context: PlannerContext,
 ) -> tuple[list[Tensor], Tensor | None]:
-    """What the groups of all ranks keep of this rank's keys: for each rank the bits (G, M, W); and the keys that they drop, (G, C, K)."""
-    seen_G = everyone.seen_B.repeat_interleave(masks.heads)
+    """The keys of this rank that the groups of all ranks keep, for each rank as bits (G, M, W); and the keys they drop, (G, C, K)."""
+    seen_G = all_groups.seen_B.repeat_interleave(masks.heads)
     parts, dropped = [], []
-    for some in everyone.blocks(longest):
-        weight_gC = everyone.weight_GC[some]
-        kept_gCU, always = mine.judge(_of(everyone.sign_GCD, some), some), _always(mine, some)
-        if mine.fixed:
+    for some in all_groups.blocks(longest):
+        weight_gC = all_groups.weight_GC[some]
+        kept_gCU, always = own_groups.judge(_of(all_groups.sign_GCD, some), some), _always(own_groups, some)
+        if own_groups.fixed:
             kept_gCU = kept_gCU if always is None else kept_gCU | always[:, None]
         else:
-            found = shares(kept_gCU, mine.size_GU[some], seen_G[some], always, ring)
+            masses = shares(kept_gCU, own_groups.size_GU[some], seen_G[some], always, ring)
             if context.observe is not None and kept_gCU.numel():
-                _observe(context, found.share_GCU, weight_gC, mine, masks, some)
-            kept_gCU = choose(found, keep, tau_G[some], ring)
-        kept_gCM = kept_gCU if mine.unit_M is None else kept_gCU.index_select(2, mine.unit_M)
+                _observe(context, masses.share_GCU, weight_gC, own_groups, masks, some)
+            kept_gCU = choose(masses, keep, tau_G[some], ring)
+        kept_gCM = kept_gCU if own_groups.unit_M is None else kept_gCU.index_select(2, own_groups.unit_M)
         seen = masks.seen(some)
         kept_gCM = kept_gCM if seen is None else kept_gCM & seen
-        if mine.fixed:
+        if own_groups.fixed:
             kept_gCM = kept_gCM | _first_for_none(kept_gCM, seen, ring)
         kept_gCM = kept_gCM & (weight_gC > 0)[..., None]
-        if mine.tail is not None:
-            dropped.append(_dropped(kept_gCM, mine.tail.label_GM[some], mine.tail.size_GK[some]))
-        parts.append([pack_bits(part) for part in kept_gCM.split(everyone.sizes_R, dim=1)])
+        if own_groups.tail is not None:
+            dropped.append(_dropped(kept_gCM, own_groups.tail.label_GM[some], own_groups.tail.size_GK[some]))
+        parts.append([pack_bits(part) for part in kept_gCM.split(all_groups.sizes_R, dim=1)])
     return [torch.cat(of_rank) for of_rank in zip(*parts, strict=True)], torch.cat(dropped) if dropped else None
 
 
 def _dropped(kept_gCM: Tensor, label_gM: Tensor, size_gK: Tensor) -> Tensor:
-    """Keys of each cluster of keys that are not kept, float32; counted in whole numbers, so in any order."""
+    """Keys of each cluster of keys that are not kept, float32; counted as integers, so the order does not matter."""
     (groups, rows, _), clusters = kept_gCM.shape, size_gK.shape[1]
     if not clusters:
         return torch.zeros(groups, rows, 0, device=size_gK.device)
@@ -221,17 +223,22 @@ def _first_for_none(kept_gCM: Tensor, seen_g1M: Tensor | None, ring: Axis) -> Te
 
 
 def _observe(
-    context: PlannerContext, share_gCU: Tensor, weight_gC: Tensor, mine: GroupedSequence, masks: KeyMasks, some: slice
+    context: PlannerContext,
+    share_gCU: Tensor,
+    weight_gC: Tensor,
+    own_groups: GroupedSequence,
+    masks: KeyMasks,
+    some: slice,
 ) -> None:
-    """Tell how the pairs of these heads are spread, by key also where keys are kept by tiles."""
+    """Report the shares of these heads' pairs to `context.observe`, by key even where keys are kept by tiles."""
     assert context.observe is not None
-    share_gCM = share_gCU if mine.unit_M is None else share_gCU.index_select(2, mine.unit_M)
+    share_gCM = share_gCU if own_groups.unit_M is None else share_gCU.index_select(2, own_groups.unit_M)
     seen = masks.seen(some)
     context.observe(share_gCM if seen is None else share_gCM.masked_fill(~seen, -1.0), weight_gC, some)
 
 
-def _always(mine: GroupedSequence, some: slice) -> Tensor | None:
-    return None if mine.always_GU is None else mine.always_GU[some]
+def _always(own_groups: GroupedSequence, some: slice) -> Tensor | None:
+    return None if own_groups.always_GU is None else own_groups.always_GU[some]
 
 
 def _of(sign_GCD: Tensor, some: slice) -> Tensor:

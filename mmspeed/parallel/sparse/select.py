@@ -1,10 +1,10 @@
-"""Which keys are kept when they are spread over the ranks of a ring: each rank says it of its own keys, for the clusters of all ranks.
+"""Choose the keys that are kept over the ranks of a ring: each rank chooses among its own keys, for the clusters of all ranks.
 
 A cluster's probability of a key is a softmax over the keys of all ranks, so the log-sum-exps of the ranks' parts are gathered; so is each
-rank's best score, for the key that is kept at least. Rules that rank keys (`top`, `mass`, a cap) need one cut per cluster through the keys
-of all ranks: it is found bit by bit, from sums that are gathered, and is exact.
+rank's best score, for the one key that is always kept. Rules that rank keys (`top`, `mass`, a cap) need one cut per cluster through the
+keys of all ranks: it is found bit by bit, from sums that are gathered, and is exact.
 
-Everything that is gathered is put together in the order of the ranks, so all of them see the same numbers.
+All that is gathered is joined in the order of the ranks, so all of them see the same numbers.
 
 Legend: G heads of a batch (of which a call may have some), C clusters of the queries of all ranks, U units of this rank: keys, or tiles of
 keys, R ranks, J cuts tried at once.
@@ -26,7 +26,7 @@ _TRIED = 15  # cuts at once: four bits a round
 
 @dataclass(frozen=True)
 class MassShares:
-    """How probable this rank's units are to the clusters of all ranks."""
+    """Probabilities of this rank's units for the clusters of all ranks."""
 
     share_GCU: (
         Tensor  # float32: probability of a key of the unit, times the keys seen; +inf: always kept; -1: no key counts
@@ -38,7 +38,7 @@ class MassShares:
 
 
 def gather_each(x: Tensor, ring: Axis) -> Tensor:
-    """`x` of every rank, one behind the other in a new first dim."""
+    """The `x` of every rank, stacked along a new first dim."""
     return all_gather(x[None].contiguous(), ring, 0)
 
 
@@ -47,7 +47,7 @@ def shares(score_GCU: Tensor, size_GU: Tensor, seen_G: Tensor, always_GU: Tensor
 
     Args:
         score_GCU: logits of the units' (mean) keys.
-        size_GU: 0: the unit is not there.
+        size_GU: keys of a unit that count; 0: no such unit.
         always_GU: units that are always kept.
     """
     there_G1U = (size_GU > 0)[:, None]
@@ -65,33 +65,33 @@ def shares(score_GCU: Tensor, size_GU: Tensor, seen_G: Tensor, always_GU: Tensor
     return MassShares(share_GCU, best, size_GU, seen_G, true_GCU)
 
 
-def choose(found: MassShares, keep: KeepRule, tau_G: Tensor, ring: Axis) -> Tensor:
-    """What each cluster keeps of this rank's units, bool (G, C, U). `tau_G`: for "threshold" and "fraction" (see `threshold_of`)."""
-    share_GCU = found.share_GCU
-    size_GCU = found.size_GU.to(torch.float64)[:, None].expand_as(share_GCU)
-    seen_GC = found.seen_G.to(torch.float64)[:, None].expand(share_GCU.shape[:2])
+def choose(masses: MassShares, keep: KeepRule, tau_G: Tensor, ring: Axis) -> Tensor:
+    """The units of this rank that each cluster keeps, bool (G, C, U). `tau_G`: for "threshold" and "fraction" (see `threshold_of`)."""
+    share_GCU = masses.share_GCU
+    size_GCU = masses.size_GU.to(torch.float64)[:, None].expand_as(share_GCU)
+    seen_GC = masses.seen_G.to(torch.float64)[:, None].expand(share_GCU.shape[:2])
     if keep.rule in ("threshold", "fraction"):
         kept = (share_GCU >= tau_G[:, None, None]) & (share_GCU >= 0)
     elif keep.rule == "top":
         kept = heaviest(share_GCU, size_GCU, keep.value * seen_GC, ring, fits=0.5)
     else:
-        mass_GCU = size_GCU * found.true_GCU.clamp(min=0.0) / seen_GC.clamp(min=1.0)[..., None]
+        mass_GCU = size_GCU * masses.true_GCU.clamp(min=0.0) / seen_GC.clamp(min=1.0)[..., None]
         kept = heaviest(share_GCU, mass_GCU, torch.full_like(seen_GC, keep.value), ring)
     if keep.at_most < 1.0:  # beside what is always kept
         most_GC = (keep.at_most * seen_GC).floor().clamp(min=keep.at_least)
         free_GCU = share_GCU.masked_fill(share_GCU == torch.inf, -1.0)
         kept &= heaviest(free_GCU, size_GCU, most_GC, ring, fits=1.0) | (share_GCU == torch.inf)
     if keep.at_least == 1:
-        return kept | found.best_GCU
+        return kept | masses.best_GCU
     return kept | heaviest(share_GCU, size_GCU, torch.full_like(seen_GC, keep.at_least), ring)
 
 
 def heaviest(share_GCU: Tensor, weight_GCU: Tensor, target_GC: Tensor, ring: Axis, fits: float = 0.0) -> Tensor:
     """The fewest units of largest share, of all ranks, whose weights sum to the target; all, where none do. Bool, (G, C, U).
 
-    fits: how much of the last unit's weight lies within the target: 0: it may go beyond; 1: it does not.
+    fits: the share of the last unit's weight that must lie within the target; 0: it may go beyond; 1: it does not.
 
-    Of equal ones those of the lowest rank and the lowest index are taken first. Units of negative share are never taken. Weights are
+    Among equals, those of the lowest rank and the lowest index come first. Units of negative share are never taken. Weights are
     float64.
     """
     # the bits of floats that are not negative are in the floats' own order
@@ -102,7 +102,7 @@ def heaviest(share_GCU: Tensor, weight_GCU: Tensor, target_GC: Tensor, ring: Axi
     rising = (-falling.values.long()).contiguous()
 
     def weight_from(cut_GCJ: Tensor) -> Tensor:
-        """What units at or above a cut weigh, on all ranks."""
+        """The weight of the units at or above a cut, on all ranks."""
         places = torch.searchsorted(rising, (-cut_GCJ).contiguous(), right=True)
         return gather_each(sums.gather(2, places), ring).sum(dim=0)
 
@@ -132,7 +132,7 @@ _COARSE = 16  # bits of a share that do not count when pairs are counted: steps 
 
 
 def count_shares(share_GCU: Tensor, weight_GCU: Tensor) -> Tensor:
-    """Pairs by their share, for each head: float64, (G, 32768). `weight_GCU`: pairs of a cluster and a unit."""
+    """The number of pairs by their share, for each head: float64, (G, 32768). `weight_GCU`: pairs of a cluster and a unit."""
     place = share_GCU.clamp(min=0.0).contiguous().view(torch.int32).long() >> _COARSE
     counts = torch.zeros(share_GCU.shape[0], 1 << (31 - _COARSE), dtype=torch.float64, device=share_GCU.device)
     weight = torch.where(share_GCU < 0, 0.0, weight_GCU.to(torch.float64))
@@ -152,5 +152,5 @@ def _best(score_GCU: Tensor) -> tuple[Tensor, Tensor]:
 def _is_best(best_RGC: Tensor, first_GC: Tensor, units: int, rank: int) -> Tensor:
     """True at the unit of largest score of all ranks, if it is this rank's: that of the lowest rank among equals."""
     most = best_RGC.amax(dim=0)
-    mine = (best_RGC[rank] == most) & (best_RGC[:rank] < most).all(dim=0)
-    return mine[..., None] & (torch.arange(units, device=first_GC.device) == first_GC[..., None])
+    best_here = (best_RGC[rank] == most) & (best_RGC[:rank] < most).all(dim=0)
+    return best_here[..., None] & (torch.arange(units, device=first_GC.device) == first_GC[..., None])
