@@ -64,7 +64,8 @@ def check(ranks: list[dict[str, Any]], exchanges: bool = True) -> None:
                 assert products[1] > found["products"][1], where  # it was recomputed
             for form, sent in found["again"].items():
                 more = sum(sent.values()) - sum(found["plain"].values())
-                assert (more > 0) == exchanges, (rank, name, form, sent, found["plain"])
+                inside = exchanges and name != "switch"  # re-sharding is around a block, and never made again
+                assert (more > 0) == inside, (rank, name, form, sent, found["plain"])
 
 
 @pytest.mark.parametrize(
