@@ -47,7 +47,7 @@ class SmallClass:
     def config(self, config: Config, sizes: SmallSizes) -> dict[str, Any]:
         """The small model's arguments, from those of a large one."""
         width = self.head * config["num_attention_heads"]
-        known = {name: _plain(value) for name, value in config.items() if not name.startswith("_")}
+        known = {name: _plain(value) for name, value in config.items()}
         lists = [name for name in ("num_layers", "num_single_layers", "num_refiner_layers") if name in known]
         blocks: dict[str, Any] = {name: min(known[name], MOST_BLOCKS) for name in lists}
         return {**known, "attention_head_dim": self.head, **blocks, **self.own(config, sizes, width)}

@@ -49,7 +49,7 @@ class PublishedModel:
 
     Args:
         kind: its class, "module:class".
-        config: the arguments of its constructor.
+        config: the arguments of its constructor, without the records that diffusers keeps beside them.
         frozen: parameters that do not train.
         call: the call of its forward.
     """
@@ -76,7 +76,7 @@ class PublishedModel:
             )
         described = cls(
             reference,
-            dict(model.config),
+            {name: value for name, value in model.config.items() if not name.startswith("_")},
             tuple(name for name, parameter in model.named_parameters() if not parameter.requires_grad),
             call or call_for(model),
         )
@@ -100,7 +100,7 @@ class PublishedModel:
             )
         return {
             "class": self.kind,
-            "config": {name: value for name, value in self.config.items() if not name.startswith("_")},
+            "config": dict(self.config),
             "frozen": list(self.frozen),
             "call": {"class": f"{kind.__module__}:{kind.__qualname__}", "fields": fields},
         }
@@ -198,9 +198,7 @@ def _builder(model: PublishedModel, arguments: Mapping[str, Any]) -> Callable[..
 def _check_plain(model: nn.Module, described: PublishedModel) -> None:
     """Raises UserError for a model that was changed after its construction: its config does not describe the change."""
     with torch.device("meta"):
-        plain: nn.Module = referred(described.kind)(
-            **{k: v for k, v in described.config.items() if not k.startswith("_")}
-        )
+        plain: nn.Module = referred(described.kind)(**described.config)
     other = dict(model.named_parameters()).keys() ^ dict(plain.named_parameters()).keys()
     if other:
         raise UserError(

@@ -35,7 +35,7 @@ WIRE = (2, 0, 1, 3)  # tokens first
 
 @dataclass(frozen=True)
 class Given:
-    """What a step meets: tokens and their gradient, weights, and what comes from other ranks."""
+    """The tensors of a step: tokens and their gradient, weights, and what comes from other ranks."""
 
     x_NE: Tensor
     grad_NE: Tensor
@@ -115,7 +115,7 @@ def copies(given: Given, qkv_NE: Tensor) -> None:
 
 
 def seconds(call: Callable[[], object], device: str) -> float:
-    """Of one call: the processor's on a CPU, else the clock's."""
+    """Seconds of one call: the processor's on a CPU, else the clock's."""
     clock = time.process_time if device == "cpu" else time.perf_counter
     if device != "cpu":
         torch.accelerator.synchronize()

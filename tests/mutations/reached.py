@@ -34,7 +34,7 @@ _FILES_A_RUN = 6  # test files that one pytest process records; the map is writt
 
 @dataclass
 class ReachedMap:
-    """What is recorded. `tests`: by node id, seconds and functions as "file::qualified name"; `files`: digests of test files."""
+    """The recorded map. `tests`: by node id, seconds and functions as "file::qualified name"; `files`: digests of test files."""
 
     tests: dict[str, tuple[float, frozenset[str]]] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)

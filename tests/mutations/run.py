@@ -47,7 +47,7 @@ class Limits:
 
 @dataclass
 class Verdict:
-    """What became of a fault. `test`: what caught it; None: it escaped, `why` says how."""
+    """The result of a fault. `test`: the test that caught it; None: it escaped, `why` says how."""
 
     id: str
     kind: str

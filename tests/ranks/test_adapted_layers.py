@@ -54,7 +54,7 @@ OF_FOUR = {
 
 
 def lora(**changes: Any) -> LoraConfig:
-    """Of attention and MLP, with numbers that are not 0 and a bias of the second product."""
+    """A LoRA of attention and MLP, with numbers that are not 0 and a bias of the second product."""
     return LoraConfig(**{"r": 3, "target_modules": LAYERS, "init_lora_weights": False, "lora_bias": True, **changes})
 
 
@@ -208,7 +208,7 @@ def test_two_processes_and_one_agree(name: str) -> None:
 
 
 def test_adapters_add_no_exchange() -> None:
-    """Of two blocks, two attentions and an MLP each: tokens are gathered, within them squares of norms over all heads, sums scattered.
+    """The exchanges of two blocks (two attentions and an MLP each): gathered tokens, squares of norms over all heads, scattered sums.
 
     Then the output is gathered. Backward turns each around, but for the first gather, of tokens that no trained layer made.
     """

@@ -129,7 +129,7 @@ SPARE = {
 
 
 def unused(meshes: Meshes) -> list[str]:
-    """What is said of layers with roles, and of a norm over all heads, that no forward calls."""
+    """The names of layers with roles, and of a norm over all heads, that no forward calls."""
     mesh, layout = meshes.of(ParallelConfig(tp=2))
     model = TokenModel()
     for name, linear in SPARE.items():

@@ -33,7 +33,7 @@ ATTENTIONS = {"full": 4, "ulysses": 2}  # of so many blocks attention goes over 
 
 @dataclass(frozen=True)
 class Step:
-    """What a step of one rank gave and counted."""
+    """Results and counts of a step on one rank."""
 
     loss: float
     grads: dict[str, Any]

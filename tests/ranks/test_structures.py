@@ -65,7 +65,7 @@ OVER_RING = {"documents": "documents", "window": "a window", "all at once": "a w
 
 
 def refusal(kind: str, parallel: ParallelConfig) -> str:
-    """What is said where a structure does not go with a layout; nothing where it does."""
+    """The refusal of a structure that does not go with a layout; nothing where it does."""
     if kind in OVER_RING and parallel.ring > 1:
         return f"blocks.0.attend (Attend): attention within {OVER_RING[kind]} is not computed over parallel.ring"
     key_heads = KINDS[kind].shape.key_heads

@@ -1,4 +1,4 @@
-"""What the pages show is what there is: commands parse, configs load, Python compiles and finds its imports, links lead somewhere."""
+"""The pages show what there is: commands parse, configs load, Python compiles and finds its imports, links lead somewhere."""
 
 from __future__ import annotations
 

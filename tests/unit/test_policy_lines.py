@@ -1,4 +1,4 @@
-"""What `check` says of activation policies: the regions that a model's blocks have, and an error for those that they have not."""
+"""Lines of `check` about activation policies: the regions that a model's blocks have, and an error for those that they have not."""
 
 from __future__ import annotations
 

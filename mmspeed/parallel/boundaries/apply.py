@@ -25,7 +25,6 @@ from mmspeed.protocols.plan import (
     Attended,
     ModelPlan,
     Seen,
-    Site,
     base_of_adapters,
     declare_plan,
     modules_like,
@@ -59,7 +58,7 @@ class Boundaries:
     sequences: Sequences
     check_inputs: bool = False
     grid: Grid | None = None
-    sites: list[tuple[str, nn.Module, Site]] = field(init=False)
+    sites: list[tuple[str, nn.Module, SiteBoundary]] = field(init=False)
     boundaries: dict[str, ModuleBoundary] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -70,10 +69,9 @@ class Boundaries:
         if known is not None:  # the model was made sparse before it is spread
             self.grid = self.grid or known.grid
         self.sites, self.boundaries = self._sites(), self._module_boundaries()
-        for name, module, site in self.sites:
-            attends = self.attends(name)
-            if isinstance(module, ClusteredAttention) and self.sequences.may_cross(site.queries[0], attends):
-                check_positions(self.plan, site.queries[0], attends, described(name, module))
+        for _, module, at in self.sites:
+            if isinstance(module, ClusteredAttention) and self.sequences.may_cross(at.site.queries[0], at.attends):
+                check_positions(self.plan, at.site.queries[0], at.attends, at.where)
         bounded = dict.fromkeys((*self.boundaries, *(name for name, _, _ in self.sites), ""))
         for name, module in ((name, self.model.get_submodule(name)) for name in bounded):
             if "forward" in vars(module):
@@ -108,9 +106,8 @@ class Boundaries:
 
     def put_inside(self) -> None:
         """Put the attentions in place, and the boundaries of modules that are no blocks."""
-        for name, module, site in self.sites:
-            at = SiteBoundary(self.sequences, described(name, module), self.attends(name), site)
-            if site.calls:
+        for _, module, at in self.sites:
+            if at.site.calls:
                 mixed = mix_in(module, CalledSite, rename=False)
                 mixed._site, mixed._crosses = at, at.may_cross
             else:
@@ -199,7 +196,7 @@ class Boundaries:
                 of(block.name, self.model.get_submodule(block.name)).tokens.update(block.tokens)
         return boundaries
 
-    def _sites(self) -> list[tuple[str, nn.Module, Site]]:
+    def _sites(self) -> list[tuple[str, nn.Module, SiteBoundary]]:
         """Attentions that may reach tokens on other processes, and those that were made sparse.
 
         Raises UserError for a sparse one that the plan does not name, or that is both joint and split.
@@ -213,8 +210,10 @@ class Boundaries:
                         f"{described(name, module)}: joint attention of {' and '.join(site.queries)} is either sparse or split over "
                         "processes for now, not both: use dp, tp or strategy: fsdp beside sparse attention"
                     )
-                if sparse or self._may_cross(site, self.attends(name)):
-                    sites.append((name, module, site))
+                at = SiteBoundary(self.sequences, described(name, module), self.attends(name), site)
+                empty = site.calls and at.keys == site.queries and layout.whole.size > 1  # of tokens, on some process
+                if sparse or empty or at.may_cross:
+                    sites.append((name, module, at))
         known = {name for name, _, _ in sites}
         for name, module in self.model.named_modules():
             if name not in known and sparse_layer(module) is not None:
@@ -222,16 +221,6 @@ class Boundaries:
                     f"{described(name, module)} is sparse, and the plan of {type(self.model).__name__} does not name it in `attention`"
                 )
         return sites
-
-    def _may_cross(self, site: Site, attends: Attended) -> bool:
-        layout, sequences = self.sequences.layout, self.sequences
-        if layout.whole.size == 1:
-            return False
-        if site.keys is not None and site.keys != site.queries:
-            return self.plan.long_text not in site.keys or layout.text_from is not None
-        if any(sequences.may_cross(name, attends) for name in site.queries):
-            return True
-        return site.calls  # it may run on a process without tokens
 
     def _check_tied(self, name: str, layer: nn.Module) -> None:
         """Raises UserError for a layer that shares its weight with another module: once split, they would no longer be the same."""

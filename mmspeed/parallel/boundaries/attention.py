@@ -101,12 +101,16 @@ class CalledSite(nn.Module):
     def forward(self, q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, structure: Structure) -> Tensor:
         self._site.met = True
         if not self._crosses:  # stays in the graph of its block
-            if q_BAND.numel() and k_BAMD.numel():
-                out: Tensor = super().forward(q_BAND, k_BAMD, v_BAMD, structure)
-                return out
-            return of_nothing(q_BAND, k_BAMD, v_BAMD)
+            return _local(super().forward, q_BAND, k_BAMD, v_BAMD, structure)
         layer = self if isinstance(self, ClusteredAttention) else None
         return _attend(self._site, super().forward, layer, q_BAND, k_BAMD, v_BAMD, structure)
+
+
+def _local(run: Callable[..., Tensor], q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, structure: Structure) -> Tensor:
+    """Attention on this process, which may have no tokens."""
+    if q_BAND.numel() and k_BAMD.numel():
+        return run(q_BAND, k_BAMD, v_BAMD, structure)
+    return of_nothing(q_BAND, k_BAMD, v_BAMD)
 
 
 @outside_graphs
@@ -125,9 +129,7 @@ def _attend(
     if sparse is not None:
         _check_plain(structure, q_BAND, k_BAMD, v_BAMD, site.where)
     if not site.crosses(record):
-        if q_BAND.numel() and k_BAMD.numel():
-            return local(q_BAND, k_BAMD, v_BAMD, structure)
-        return of_nothing(q_BAND, k_BAMD, v_BAMD)
+        return _local(local, q_BAND, k_BAMD, v_BAMD, structure)
     axes, q_sizes, k_sizes = site.sizes(record)
     mask = structure.key_mask_BN
     if sparse is not None:

@@ -239,7 +239,7 @@ def split_layer(
 def split_norm(norm: nn.Module, sequences: Sequences, name: str, attends: Attended) -> None:
     """Make an RMSNorm over all heads compute for this process's heads with the mean square of all, in place."""
     assert isinstance(norm, nn.RMSNorm)
-    where, channels = f"{name} ({type(norm).__name__})", norm.normalized_shape[-1]
+    where, channels = described(name, norm), norm.normalized_shape[-1]
     mix_in(norm, SplitNorm, rename=False)._linear = LinearBoundary(
         sequences, where, attends, Linear("column"), channels
     )
