@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .mixin import mix_in
-from .torch_internals import allow_recompiles, disable_dynamo
+from .torch_internals import GraphsBetweenBreaks, allow_recompiles, disable_dynamo
 
 # Decorator: a graph breaks at the function, which runs eagerly. `torch.compiler.disable` does the same, but loads the compiler when a
 # file is imported; this does so at the first call.
@@ -30,7 +30,11 @@ class _Compiled(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         forward_of_block = cast(Any, super().forward).__func__
-        return _graphs_of(forward_of_block, self._backend)(self, *args, **kwargs)
+        compiled = _graphs_of(forward_of_block, self._backend)
+        if torch.compiler.is_compiling():  # part of a larger graph
+            return compiled(self, *args, **kwargs)
+        with GraphsBetweenBreaks():
+            return compiled(self, *args, **kwargs)
 
 
 def compile_forward(block: nn.Module, backend: Backend = "inductor") -> None:

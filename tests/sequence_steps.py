@@ -32,7 +32,13 @@ from tests.steps import train_step
 
 RECOMPUTED = BlockPolicies.everywhere({"block": "recompute"})
 EXCHANGED_AGAIN = BlockPolicies.everywhere({"block": "recompute"}, exchange_again=True)
-KEEPINGS = {"checkpointing": RECOMPUTED, "compiled": RECOMPUTED, "exchange again": EXCHANGED_AGAIN}
+KEEPINGS = {
+    "checkpointing": RECOMPUTED,
+    "compiled": RECOMPUTED,
+    "exchange again": EXCHANGED_AGAIN,
+    "counted, recomputed": EXCHANGED_AGAIN,
+}
+BACKENDS = {"compiled": "aot_eager", "counted": "counted", "counted, recomputed": "counted"}  # the last is the caller's
 
 MODEL = SoraDiTConfig(width=48, depth=4, heads=4, latent_channels=3, text_width=10, adaln_rank=4)
 SAMPLES = 3  # of a step; odd, so that lanes do not divide them
@@ -239,7 +245,7 @@ def step(case: Case, world: int, groups: Groups) -> dict[str, Any]:
             strategy,
             layout=layout,
             keeping=KEEPINGS.get(case.extra),
-            compile="aot_eager" if case.extra == "compiled" else False,
+            compile=BACKENDS.get(case.extra, False),
         )
     optimizer = Still(model.parameters())
     grads: dict[str, np.ndarray] = {}

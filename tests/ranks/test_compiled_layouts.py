@@ -1,11 +1,12 @@
-"""torch.compile with recomputation under sequence and tensor parallelism: there are graphs, as few as shapes ask for, and the
-gradients are those of one process."""
+"""torch.compile under sequence and tensor parallelism: graphs are as few as exchanges and shapes ask for, and the gradients are those of
+one process."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch
 
 from tests.sequence_steps import Case, Groups, compared
 from tests.spawn import run_ranks
@@ -40,3 +41,45 @@ def test_graphs_are_made_and_gradients_stay() -> None:
             # a block is some ten graphs between its exchanges; of two spans, with and without gradient, of fixed and of any length
             assert 0 < graphs[0] and graphs[-1] <= 80, graphs
             assert graphs[2] == graphs[3] == graphs[4], graphs
+
+
+# graphs that are made for one step of a model of four blocks, and those that its forward and recomputation run
+COUNTS = {
+    Case(1, 1, "full", "odd", "fsdp", 2, extra="counted"): (7, 28),
+    Case(1, 1, "full", "odd", "fsdp", 2, extra="counted, recomputed"): (14, 56),
+    Case(1, 1, "switch", "odd", "fsdp", 2, extra="counted"): (9, 28),
+    Case(2, 1, "full", "odd", "fsdp", extra="counted"): (2, 8),
+    Case(1, 2, "full", "odd", "fsdp", extra="counted"): (2, 8),
+    Case(2, 1, "ulysses", "odd", "fsdp", extra="counted"): (3, 6),
+    Case(1, 2, "ulysses", "odd", "fsdp", extra="counted"): (3, 6),
+    Case(2, 1, "switch", "odd", "fsdp", extra="counted"): (2, 4),
+}
+
+
+def counts(cases: list[Case]) -> list[dict[str, Any]]:
+    groups, truths, found, graphs, runs = Groups(), dict[Case, Any](), [], 0, 0
+
+    def backend(graph: Any, _: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+
+        def run(*args: Any) -> Any:
+            nonlocal runs
+            runs += 1
+            return graph.forward(*args)
+
+        return run
+
+    torch._dynamo.register_backend(backend, name="counted")
+    for case in cases:
+        torch._dynamo.reset()
+        graphs = runs = 0
+        found.append({**compared(case, 2, groups, truths), "counts": (graphs, runs)})
+    return found
+
+
+@pytest.mark.parametrize("cases", [[*COUNTS][::4], pytest.param([*COUNTS], marks=pytest.mark.slow)], ids=["two", "all"])
+def test_graphs_go_from_one_exchange_to_the_next(cases: list[Case]) -> None:
+    for rank in run_ranks(counts, 2, cases):
+        assert {found["case"]: found["counts"] for found in rank} == {case: COUNTS[case] for case in cases}
+        assert all(max(found["loss"], found["norm"], found["gap"]) < 1e-5 for found in rank), rank

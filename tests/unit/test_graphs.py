@@ -173,11 +173,11 @@ COUNTS = [
     ("full", False, True, 1, 1),
     ("factorised", False, False, 2, 1),
     ("factorised", False, True, 2, 1),
-    # before and after the sparse attention, whose parts between breaks are graphs too, and once more in the second pass
-    ("full", True, False, 5, 5),
-    ("full", True, True, 10, 5),
-    ("factorised", True, False, 9, 5),
-    ("factorised", True, True, 18, 5),
+    # before and after the sparse attention, and once more in the second pass
+    ("full", True, False, 2, 2),
+    ("full", True, True, 4, 2),
+    ("factorised", True, False, 4, 2),
+    ("factorised", True, True, 8, 2),
 ]
 
 

@@ -366,6 +366,33 @@ def test_allow_recompiles(monkeypatch: pytest.MonkeyPatch) -> None:
         assert config.recompile_limit == 5
 
 
+def test_graphs_between_breaks() -> None:
+    """Two graphs around a break in a called function, where torch by itself makes four; the setting is as before afterwards."""
+    import torch._dynamo
+
+    graphs: list[Any] = []
+
+    def seen(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    @internals.disable_dynamo
+    def outside(x: Tensor) -> Tensor:
+        return x + 1
+
+    def called(x: Tensor) -> Tensor:
+        return outside(x * 2) * 3
+
+    def calls(x: Tensor) -> Tensor:
+        return called(x - 4) * 5
+
+    torch._dynamo.reset()
+    compiled, config = torch.compile(calls, backend=seen), cast(Any, torch._dynamo.config)
+    with internals.GraphsBetweenBreaks():
+        assert torch.equal(compiled(torch.ones(3)), torch.full((3,), -75.0))
+    assert len(graphs) == 2 and not config.nested_graph_breaks
+
+
 # ---- distributed
 
 
