@@ -28,7 +28,7 @@ from mmspeed.config.sparse import SparseConfig
 from mmspeed.errors import UserError
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.preprocess import CacheBuilder
-from tests.runs import small_tree
+from tests.support.runs import small_tree
 
 GRID = (8, 8, 8)
 ROW = AttentionRow(

@@ -20,7 +20,7 @@ from mmspeed.cli.app import run
 from mmspeed.config import Config, dump_config, make_config
 from mmspeed.errors import UserError
 from mmspeed.memory.planning.tracked import kept_bytes
-from tests.runs import small_config
+from tests.support.runs import small_config
 
 TINY = PolicySetting(width=96, heads=4, rank=8, depth=2, latent=(5, 16, 16), rounds=1, device="cpu", sizes=False)
 

@@ -35,9 +35,9 @@ from mmspeed.preprocess.encoding.latent_stage import LatentStage
 from mmspeed.preprocess.sources.discover import list_sources
 from mmspeed.preprocess.sources.rejections import Reason, Rejected
 from mmspeed.preprocess.sources.source import Source
-from tests.media import ZOO_BUCKETS, ZOO_FPS, make_zoo
-from tests.runs import small_config, small_tree
-from tests.tiny_models import save_tiny_text_encoder, save_tiny_vae
+from tests.support.media import ZOO_BUCKETS, ZOO_FPS, make_zoo
+from tests.support.runs import small_config, small_tree
+from tests.support.tiny_models import save_tiny_text_encoder, save_tiny_vae
 
 PROBE = Probe(
     *("video", 96, 64, 8.0, [frame / 8 for frame in range(9)], "h264", 8, 0),

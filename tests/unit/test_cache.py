@@ -23,7 +23,7 @@ from mmspeed.data import CacheWriter, DatasetCache
 from mmspeed.data.cache.keys import canonical_json, entry_key, number_duplicates, sample_key
 from mmspeed.data.cache.tables import SCHEMA_VERSION, index_path, read_info, write_info, write_samples
 from mmspeed.errors import UserError
-from tests.caches import BUCKET, FOLDER, add_latent, add_text, build, finish, latent, latent_parts, tar_bytes
+from tests.support.caches import BUCKET, FOLDER, add_latent, add_text, build, finish, latent, latent_parts, tar_bytes
 
 # -- keys ---------------------------------------------------------------------------------------------------------
 

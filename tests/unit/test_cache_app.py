@@ -11,8 +11,8 @@ from mmspeed.__main__ import main
 from mmspeed.data import CacheWriter, DatasetCache
 from mmspeed.data.cache.payloads import trusted_rows
 from mmspeed.data.maintenance.stats import histogram, should_pack
-from tests.caches import FOLDER, add_latent
-from tests.care_caches import CODEC, build_whole
+from tests.support.caches import FOLDER, add_latent
+from tests.support.care_caches import CODEC, build_whole
 
 
 @pytest.fixture

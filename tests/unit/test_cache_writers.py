@@ -23,7 +23,7 @@ from mmspeed.data.cache.keys import KeySet, entry_key
 from mmspeed.data.cache.tables import index_path
 from mmspeed.data.cache.writer import repair
 from mmspeed.errors import UserError
-from tests.caches import FOLDER, add_latent, build, finish, latent, latent_parts, tar_bytes
+from tests.support.caches import FOLDER, add_latent, build, finish, latent, latent_parts, tar_bytes
 
 
 def test_disk_full_is_told_and_leaves_nothing(tmp_path: Path) -> None:

@@ -31,8 +31,8 @@ from mmspeed.data.maintenance.stats import census
 from mmspeed.data.maintenance.verify import Findings, verify
 from mmspeed.errors import UserError
 from mmspeed.models.codecs.linear import LinearCodec
-from tests.caches import BUCKET, FOLDER, add_latent, add_text, tar_bytes
-from tests.care_caches import CODEC, build_whole, codec, contents
+from tests.support.caches import BUCKET, FOLDER, add_latent, add_text, tar_bytes
+from tests.support.care_caches import CODEC, build_whole, codec, contents
 
 
 @pytest.fixture

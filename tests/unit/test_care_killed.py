@@ -20,8 +20,8 @@ from mmspeed.data.maintenance.prune_pack import pack, prune
 from mmspeed.data.maintenance.repair import mend
 from mmspeed.data.maintenance.stats import census
 from mmspeed.data.maintenance.verify import verify
-from tests.caches import FOLDER, add_latent, tar_bytes
-from tests.care_caches import build_whole, contents
+from tests.support.caches import FOLDER, add_latent, tar_bytes
+from tests.support.care_caches import build_whole, contents
 
 KILLS = pytest.mark.parametrize("kills", [3, pytest.param(15, marks=pytest.mark.slow)])
 

@@ -10,7 +10,7 @@ from mmspeed.data import CacheWriter, DatasetCache
 from mmspeed.data.maintenance.prune_pack import care_lock, pack, prune
 from mmspeed.data.maintenance.repair import mend
 from mmspeed.errors import UserError
-from tests.caches import build
+from tests.support.caches import build
 
 
 def test_nothing_is_taken_away_from_a_cache_that_is_open(tmp_path: Path) -> None:

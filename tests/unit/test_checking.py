@@ -17,8 +17,8 @@ from mmspeed.preprocess import CacheBuilder, check
 from mmspeed.preprocess.records import stale_entries
 from mmspeed.preprocess.report.check import stale_reasons
 from mmspeed.preprocess.report.page import default_path
-from tests.media import ZOO_BUCKETS, ZOO_FPS, make_zoo
-from tests.runs import small_config
+from tests.support.media import ZOO_BUCKETS, ZOO_FPS, make_zoo
+from tests.support.runs import small_config
 from tests.unit.test_page import Reader
 
 

@@ -19,8 +19,8 @@ from mmspeed.errors import UserError
 from mmspeed.loop.averages import EMA
 from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState, load, load_weights, step_name
 from mmspeed.loop.optimizers.build import make_optimizer
-from tests.steps import train_step
-from tests.toy import ToyDiT, flow_loss, split
+from tests.support.steps import train_step
+from tests.support.toy import ToyDiT, flow_loss, split
 
 KEYS = [f"s{i}" for i in range(7)]
 FILES = ["index.json", "meta.json", *[f"shard-00001-model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]]

@@ -21,7 +21,7 @@ from mmspeed.loop.checkpoint.manager import (
     step_name,
     steps_in,
 )
-from tests.toy import ToyDiT
+from tests.support.toy import ToyDiT
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -1,7 +1,7 @@
 """Computing in parts: equal to computing at once, and never all of it there.
 
 Close everywhere; to the bit where this machine computes the products that are cut with the bits of the whole ones, which it is asked
-first (`tests.machine`).
+first (`tests.support.machine`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mmspeed.memory.planning.tracked import kept_bytes
 from mmspeed.models.sora.layers import Mlp
 from mmspeed.models.sora.model import SoraDiT, SoraDiTConfig
 from mmspeed.parallel import parallelize
-from tests.machine import parts_have_the_bits_of_the_whole
+from tests.support.machine import parts_have_the_bits_of_the_whole
 from tests.support.mlps import PlainMlp, chunk_sizes, gelu
 
 CPU = Device("cpu", 0)

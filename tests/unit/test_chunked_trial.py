@@ -13,9 +13,9 @@ from mmspeed.memory import chunked_trial
 from mmspeed.memory.chunked_trial import MlpShape, MlpTrial, trial_line, try_mlp_in_parts
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.preprocess import CacheBuilder
-from tests.machine import Machine
-from tests.runs import losses, small_config
+from tests.support.machine import Machine
 from tests.support.mlps import gelu
+from tests.support.runs import losses, small_config
 
 CPU = torch.device("cpu")
 SHAPE = MlpShape(tokens=96, width=24, units=128, width_out=24, size=32, dtype=torch.float32)

@@ -29,10 +29,10 @@ from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.training.open_cache import check_cache
 from mmspeed.preprocess import CacheBuilder, OnlineBuilder
 from mmspeed.preprocess.sources.discover import list_sources
-from tests.caches import BUCKET, tar_bytes
-from tests.care_caches import build_whole
-from tests.media import write_tar
-from tests.runs import small_config
+from tests.support.caches import BUCKET, tar_bytes
+from tests.support.care_caches import build_whole
+from tests.support.media import write_tar
+from tests.support.runs import small_config
 
 # -- from the sources to the samples ----------------------------------------------------------------------------------
 

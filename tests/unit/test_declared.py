@@ -27,7 +27,7 @@ from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes
 from mmspeed.parallel.sequence.zigzag import zigzag_order
 from mmspeed.pipelines.accelerate import parallel_config
 from mmspeed.protocols.plan import Leading, ModelPlan, Split
-from tests.video_transformers import CASES, make_model
+from tests.support.video_transformers import CASES, make_model
 
 
 class Place:

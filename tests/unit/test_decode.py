@@ -20,9 +20,9 @@ from mmspeed.preprocess.decoding.worker import DecodeWorker
 from mmspeed.preprocess.sources.rejections import Reason, Rejected
 from mmspeed.preprocess.sources.source import Source
 from mmspeed.shapes import Bucket
-from tests import media
-from tests.decoding import COLOURED, FASTSTART, LIMITS, PILLOW, decode, read, rejection, source_of, whole
-from tests.media import FRAMES, ZOO_BUCKETS, ZOO_FPS, Expect, corners_of, make_zoo, number_of, write_video
+from tests.support import media
+from tests.support.decoding import COLOURED, FASTSTART, LIMITS, PILLOW, decode, read, rejection, source_of, whole
+from tests.support.media import FRAMES, ZOO_BUCKETS, ZOO_FPS, Expect, corners_of, make_zoo, number_of, write_video
 
 
 @pytest.fixture(scope="module")

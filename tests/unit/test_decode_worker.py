@@ -17,8 +17,8 @@ import pytest
 from mmspeed.preprocess.decoding.decode import Cut
 from mmspeed.preprocess.decoding.worker import DecodeWorker, StoppedError
 from mmspeed.preprocess.sources.rejections import Reason, Rejected
-from tests.decoding import COLOURED, LIMITS, read, rejection, source_of, whole
-from tests.media import Expect, corners_of, make_zoo, number_of, write_video
+from tests.support.decoding import COLOURED, LIMITS, read, rejection, source_of, whole
+from tests.support.media import Expect, corners_of, make_zoo, number_of, write_video
 
 
 @pytest.fixture(scope="module")

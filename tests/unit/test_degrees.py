@@ -13,7 +13,7 @@ from mmspeed.plan.degrees import degree_costs, degree_lines, recommended
 from mmspeed.plan.traffic import AttentionWorkload, places, step_traffic
 from mmspeed.preprocess import check
 from mmspeed.preprocess.report import costs
-from tests.runs import small_config
+from tests.support.runs import small_config
 
 CLIP = AttentionWorkload(1, (8, 16, 16), 96, 8, ("spatial", "temporal") * 3, 16, 12)
 FULL = replace(CLIP, spans=("full",) * 6)

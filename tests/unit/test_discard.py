@@ -20,7 +20,7 @@ from mmspeed.memory.recompute.discard import Discard, discarded
 from mmspeed.memory.recompute.regions import set_policies
 from mmspeed.protocols.plan import BlockParts, Region
 from mmspeed.replay import checkpointed, recording
-from tests.memory_ways import Step, assert_same, make_inputs, make_model, step_of
+from tests.support.memory_ways import Step, assert_same, make_inputs, make_model, step_of
 
 WIDTH, HIDDEN, TOKENS, LAYERS = 128, 512, 1024, 4
 MIB = 1 << 20

@@ -29,8 +29,8 @@ from mmspeed.preprocess.encoding.encode import (
 )
 from mmspeed.preprocess.sources.rejections import Reason, Rejected
 from mmspeed.preprocess.sources.source import Source
-from tests.runs import small_config
-from tests.tiny_models import SENTENCES, save_tiny_text_encoder, save_tiny_vae
+from tests.support.runs import small_config
+from tests.support.tiny_models import SENTENCES, save_tiny_text_encoder, save_tiny_vae
 
 CPU = Device("cpu", 0)
 BUCKET = Bucket(5, 16, 32)

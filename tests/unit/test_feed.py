@@ -28,8 +28,8 @@ from mmspeed.errors import UserError
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.preprocess import OnlineBuilder
 from mmspeed.protocols import Batch, StepData
-from tests.loading import make_cache
-from tests.runs import losses, small_config
+from tests.support.loading import make_cache
+from tests.support.runs import losses, small_config
 
 CPU = Device("cpu", 0)
 

@@ -20,7 +20,7 @@ from mmspeed.loop.checkpoint.state import declared_state, weights_to_save
 from mmspeed.loop.frozen import fingerprint, frozen_fingerprint, frozen_names
 from mmspeed.parallel import is_half, make_half, take_float32_gradients
 from mmspeed.protocols import DeclaredState
-from tests.adapted import (
+from tests.support.adapted import (
     KEYS,
     AdaptedBlock,
     AdaptedDiT,
@@ -32,7 +32,7 @@ from tests.adapted import (
     state_of,
     steps,
 )
-from tests.toy import ToyDiT, flow_loss, make_batch
+from tests.support.toy import ToyDiT, flow_loss, make_batch
 
 TRAINED = [f"blocks.{number}.{name}.weight" for number in range(2) for name in ("enter", "leave")]
 STATE = {

@@ -17,12 +17,12 @@ from mmspeed.loop.checkpoint.storage import META
 from mmspeed.loop.frozen import frozen_fingerprint
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.protocols import Update
-from tests.spawn import run_ranks
 from tests.support.character_runs import character_config, losses
 from tests.support.characters import CharacterConfig, CharacterTask
 from tests.support.checkpoints import differing, whole_checkpoint
 from tests.support.distillation import DistillationTask
 from tests.support.preferences import PreferenceTask, train_task
+from tests.support.spawn import run_ranks
 
 
 class OtherReference(PreferenceTask):

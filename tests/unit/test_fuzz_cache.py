@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mmspeed.data.maintenance.verify import verify
-from tests.care_caches import build_whole, contents
+from tests.support.care_caches import build_whole, contents
 
 WAYS = ("flip", "flip", "zero", "noise", "cut", "append", "delete", "swap", "repeat")
 

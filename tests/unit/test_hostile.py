@@ -21,7 +21,7 @@ from mmspeed.errors import UserError
 from mmspeed.preprocess.sources.containers import is_pickle
 from mmspeed.preprocess.sources.rejections import Reason, Rejection
 from mmspeed.preprocess.sources.tars import read_headers
-from tests.media import write_tar
+from tests.support.media import write_tar
 from tests.unit.test_hostile_texts import listed_apart
 from tests.unit.test_sources import accounted, captions, listed, media, reasons
 

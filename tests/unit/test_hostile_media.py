@@ -16,7 +16,7 @@ from mmspeed.preprocess.decoding.probe import open_video
 from mmspeed.preprocess.decoding.worker import DecodeWorker
 from mmspeed.preprocess.sources.rejections import Reason, Rejected
 from mmspeed.preprocess.sources.source import Source, content_id
-from tests.media import write_bomb, write_video
+from tests.support.media import write_bomb, write_video
 
 MAX_BYTES, MAX_PIXELS, SECONDS = 1 << 30, 8192 * 8192, 120.0
 

@@ -14,8 +14,8 @@ from mmspeed.config.tasks import TASKS, config_class, known_tasks, preparation_c
 from mmspeed.errors import UserError
 from mmspeed.pipelines.tasks import make_task, register
 from mmspeed.pipelines.tasks.video import VideoTask
-from tests.runs import small_tree
 from tests.support.packages import install
+from tests.support.runs import small_tree
 
 POEMS = """
     from typing import Literal

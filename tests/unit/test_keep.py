@@ -27,7 +27,7 @@ from mmspeed.preprocess.report.page import default_path
 from mmspeed.preprocess.sources.rejections import Reason, Rejected
 from mmspeed.preprocess.sources.source import Source, content_id
 from mmspeed.shapes import Bucket
-from tests.runs import small_config
+from tests.support.runs import small_config
 from tests.unit.test_page import Reader
 
 A, B, C = Bucket(17, 64, 96), Bucket(9, 64, 64), Bucket(5, 32, 48)

@@ -14,7 +14,7 @@ import pytest
 from mmspeed.config.memory import ActivationPolicy
 from mmspeed.memory.planning.options import BRANCHES
 from mmspeed.models import SoraDiT, SoraDiTConfig
-from tests.memory_ways import Step, step_of
+from tests.support.memory_ways import Step, step_of
 
 TOKENS, TEXT, WIDTH, HEADS, RANK = 2 * 4 * 4 * 4, 2 * 5, 48, 4, 4
 SMALLEST = 1 << 10  # bytes of a tensor that is offloaded, in `step_of`

@@ -22,8 +22,8 @@ from mmspeed.preprocess.decoding.clips import Clip
 from mmspeed.preprocess.records import keys
 from mmspeed.preprocess.records.keys import latent_parts, text_parts
 from mmspeed.preprocess.sources.source import Source, content_id
-from tests.runs import CLIPS
-from tests.tiny_models import save_tiny_text_encoder, save_tiny_vae
+from tests.support.runs import CLIPS
+from tests.support.tiny_models import save_tiny_text_encoder, save_tiny_vae
 
 CLIP_FILES = [CLIPS.parent / json.loads(line)["video"] for line in CLIPS.read_text(encoding="utf-8").splitlines()[:6]]
 

@@ -16,9 +16,9 @@ from mmspeed.config import Config, dump_config
 from mmspeed.data.cache.files import READERS_LOCK
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.preprocess import CacheBuilder
-from tests.caches import tar_bytes
-from tests.forks import ended, fork, kill, ranks, wait
-from tests.runs import losses, small_config
+from tests.support.caches import tar_bytes
+from tests.support.forks import ended, fork, kill, ranks, wait
+from tests.support.runs import losses, small_config
 
 MOMENTS = [3, pytest.param(50, marks=pytest.mark.slow)]
 SMALL_SHARDS = "preprocess.shard_mb=0.004"  # a few latents in a shard, and a caption: many shards are sealed on the way

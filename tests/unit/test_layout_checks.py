@@ -17,7 +17,7 @@ from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes
 from mmspeed.preprocess.report.schedule_preview import preview_schedule
 from mmspeed.protocols.plan import ModelPlan, Split
 from mmspeed.shapes import Bucket
-from tests.runs import small_config
+from tests.support.runs import small_config
 from tests.unit.test_sampler import BUCKETS, make_samples
 
 COSTS = SampleCosts(lambda bucket: bucket.frames * bucket.height, lambda bucket: 1e9 * bucket.frames * bucket.height)

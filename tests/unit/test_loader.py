@@ -20,7 +20,7 @@ from mmspeed.data.loading.collate import assemble, choose_text, draw_noise, draw
 from mmspeed.data.sampling.rank_batches import imbalance
 from mmspeed.errors import UserError
 from mmspeed.protocols import Batch
-from tests.loading import IMAGE, VIDEO, WIDTH, assert_same, by_name, draw_of, embeds_of, make_cache, mean_of
+from tests.support.loading import IMAGE, VIDEO, WIDTH, assert_same, by_name, draw_of, embeds_of, make_cache, mean_of
 
 # -- assemble -----------------------------------------------------------------------------------------------------
 

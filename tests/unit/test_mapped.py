@@ -28,7 +28,7 @@ from mmspeed.data.cache.store import LocalStore
 from mmspeed.data.cache.tables import index_path, read_samples, write_index, write_info, write_samples
 from mmspeed.errors import UserError
 from mmspeed.shapes import Bucket
-from tests.caches import BUCKET, FOLDER, add_latent, build, finish, latent
+from tests.support.caches import BUCKET, FOLDER, add_latent, build, finish, latent
 
 BUCKETS = (Bucket(1, 64, 64), Bucket(17, 64, 96), Bucket(1000, 64, 64))
 SECTIONS = ("latents", "texts", "null")

@@ -20,7 +20,7 @@ from PIL import Image
 from mmspeed.errors import UserError
 from mmspeed.pipelines.inference import media
 from mmspeed.pipelines.inference.media import Video, contact_sheet, evenly_spaced, from_model_range, psnr, save_image
-from tests.decoding import video_of
+from tests.support.decoding import video_of
 
 COLOURS = [(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0), (255, 255, 255), (0, 0, 0), (200, 100, 50)]
 

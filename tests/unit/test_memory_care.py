@@ -19,7 +19,7 @@ from mmspeed.loop.averages import EMA
 from mmspeed.loop.callbacks import StepOutcome
 from mmspeed.pipelines.training.oom_advice import OomAdvisor, advise, summed_blocks
 from mmspeed.protocols import StepData
-from tests.runs import small_config
+from tests.support.runs import small_config
 
 GB = 10**9
 CPU = Device("cpu", 0)

@@ -42,7 +42,7 @@ from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep
 from mmspeed.preprocess import CacheBuilder
 from mmspeed.protocols import MicroBatchSize, RunPlace
 from mmspeed.shapes import Strides
-from tests.runs import losses, small_config, small_tree
+from tests.support.runs import losses, small_config, small_tree
 
 CPU = Device("cpu", 0)
 INPUTS = EncoderShapes(4, Strides(4, 8), 32)

@@ -21,8 +21,8 @@ from mmspeed.pipelines.report.run_page import write_report
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep
 from mmspeed.shapes import Bucket
-from tests.runs import small_config
 from tests.support.mlps import PlainMlp
+from tests.support.runs import small_config
 
 CPU = Device("cpu", 0)
 BUCKET = Bucket(9, 96, 96)

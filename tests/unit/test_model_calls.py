@@ -19,12 +19,12 @@ from mmspeed.pipelines.diffusion.predictor import PublishedPredictor, make_predi
 from mmspeed.protocols import Conditions, blocks_of
 from mmspeed.shapes import Strides
 from tests.support.published import called_by_hand
-from tests.video_transformers import make_model
+from tests.support.video_transformers import make_model
 
 B, C, T, H, W, L, D = 2, 4, 3, 4, 6, 5, 8
 TIMES = torch.tensor([0.7507, 0.0421])
 FLOW, DDPM = FlowConfig(kind="flow"), DdpmConfig(kind="ddpm")
-# name -> (a case of tests.video_transformers, changes, objective)
+# name -> (a case of tests.support.video_transformers, changes, objective)
 MODELS: dict[str, tuple[str, dict[str, Any], FlowConfig | DdpmConfig]] = {
     "wan": ("wan", {}, FLOW),
     "wan, patches of two frames": ("wan", {"patch_size": (3, 2, 2)}, FLOW),

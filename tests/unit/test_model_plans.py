@@ -31,8 +31,8 @@ from mmspeed.protocols.plan import (
     declare_plan,
     plan_of,
 )
-from tests.spawn import run_ranks
-from tests.video_transformers import CASES, loss_of, make_inputs, make_model
+from tests.support.spawn import run_ranks
+from tests.support.video_transformers import CASES, loss_of, make_inputs, make_model
 
 # no process group is behind these: nothing is computed
 AXES = SequenceAxes(Axis.alone("ring"), Axis("ulysses", None, 2, 0))

@@ -21,8 +21,8 @@ from mmspeed.errors import UserError
 from mmspeed.log import read_metrics
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.preprocess import CacheBuilder, OnlineBuilder
-from tests.caches import tar_bytes
-from tests.runs import losses, small_config, small_tree
+from tests.support.caches import tar_bytes
+from tests.support.runs import losses, small_config, small_tree
 
 
 def online(config: Config) -> OnlineBuilder:

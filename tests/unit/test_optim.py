@@ -24,8 +24,8 @@ from mmspeed.loop.signals import StopSignals
 from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
 from mmspeed.parallel import make_half
 from mmspeed.plan.throughput import ThroughputMeter, mfu, training_flops
-from tests.tiers import TIERS
-from tests.toy import ToyDiT
+from tests.support.tiers import TIERS
+from tests.support.toy import ToyDiT
 
 
 def test_decay_is_on_matrices_only_and_every_parameter_is_there() -> None:

@@ -26,7 +26,7 @@ from mmspeed.preprocess.report.page_schedule import schedule_section
 from mmspeed.preprocess.report.schedule_preview import POINTS, SchedulePreview, preview_schedule
 from mmspeed.preprocess.report.schedule_text import preview_hints, preview_lines, stage_tables, training_table
 from mmspeed.shapes import Strides
-from tests.runs import small_config
+from tests.support.runs import small_config
 from tests.unit.test_page import Reader
 
 IMAGE, SHORT, LONG = Bucket(1, 32, 48), Bucket(5, 32, 48), Bucket(9, 32, 48)

@@ -37,7 +37,7 @@ from mmspeed.preprocess.sources.listing import SourceListing
 from mmspeed.preprocess.sources.rejections import Reason, Rejection
 from mmspeed.preprocess.sources.source import Kind, Source
 from mmspeed.shapes import Strides
-from tests.runs import small_config
+from tests.support.runs import small_config
 
 HOSTILE = "<script>alert(1)</script> \"quoted\" 'single' & </td><img src=http://evil.example/x onerror=alert(2)> \u202eabc\u2066 \x07"
 BUCKET, IMAGES = Bucket(5, 32, 48), Bucket(1, 32, 48)

@@ -13,9 +13,9 @@ from mmspeed.errors import UserError
 from mmspeed.pipelines.report.policies import policy_lines
 from mmspeed.pipelines.report.task_check import check_task
 from mmspeed.pipelines.tasks.video import VideoTask
-from tests.runs import small_config
 from tests.support import published_tasks
 from tests.support.published import prepare, published_config, task_of
+from tests.support.runs import small_config
 
 SELECTIVE = (
     "no module makes a norm or an activation alone: `selective` computes them again, and keeps products and attention"

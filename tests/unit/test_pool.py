@@ -17,7 +17,7 @@ from mmspeed.preprocess.decoding.clips import Clip
 from mmspeed.preprocess.decoding.pool import DecodePool, Event, Failed, Finished, Frames, Selected
 from mmspeed.preprocess.sources.rejections import Reason
 from mmspeed.preprocess.sources.source import Source
-from tests.media import cut, damage, number_of, write_image, write_video
+from tests.support.media import cut, damage, number_of, write_image, write_video
 
 FASTSTART = {"movflags": "faststart"}
 

@@ -21,7 +21,7 @@ from mmspeed.config.tasks import TASKS, TaskEntry
 from mmspeed.errors import UserError
 from mmspeed.preprocess import OnlineBuilder
 from mmspeed.preprocess.preparation import VideoPreparation
-from tests.runs import small_config, small_tree
+from tests.support.runs import small_config, small_tree
 
 
 class CorpusConfig(Section):

@@ -41,7 +41,7 @@ from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep
 from mmspeed.preprocess import CacheBuilder
 from mmspeed.protocols import RunPlace
 from mmspeed.shapes import Bucket
-from tests.runs import small_config
+from tests.support.runs import small_config
 
 SHORT, LONG = Bucket(1, 32, 48), Bucket(5, 32, 48)
 BUCKETS = "data.buckets=[{frames: 5, height: 32, width: 48}, {frames: 1, height: 32, width: 48}]"

@@ -11,7 +11,7 @@ from mmspeed.mixin import mix_in
 from mmspeed.protocols import trainable
 from mmspeed.protocols.plan import ModelPlan, declare_plan, plan_of
 from tests.support.mlps import PlainMlp, chunk_sizes
-from tests.toy import ToyDiT
+from tests.support.toy import ToyDiT
 
 
 class Mixin(nn.Module):

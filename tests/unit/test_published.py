@@ -22,7 +22,6 @@ from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.pipelines.tuning.memory_estimate import plan_memory
 from mmspeed.protocols import Conditions, RunPlace, blocks_of
 from mmspeed.shapes import Strides
-from tests.runs import losses
 from tests.support.checkpoints import differing, whole_checkpoint
 from tests.support.published import (
     FPS,
@@ -36,7 +35,8 @@ from tests.support.published import (
     task_of,
     train_published,
 )
-from tests.video_transformers import make_model
+from tests.support.runs import losses
+from tests.support.video_transformers import make_model
 
 
 @pytest.fixture(scope="module")

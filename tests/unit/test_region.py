@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mmspeed.compute.sparse.module import clustered_layers
-from tests.memory_ways import (
+from tests.support.memory_ways import (
     BLOCKS,
     LARGE,
     Step,

@@ -22,7 +22,7 @@ from mmspeed.memory.recompute.regions import region_runner, set_policies
 from mmspeed.parallel import parallelize
 from mmspeed.protocols.plan import BlockParts, Region
 from mmspeed.replay import checkpointed, recording
-from tests.memory_ways import LARGE, make_inputs, make_model
+from tests.support.memory_ways import LARGE, make_inputs, make_model
 
 
 class Dropped(nn.Module):

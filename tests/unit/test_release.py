@@ -20,9 +20,9 @@ from mmspeed.loop.optimizers.gradient_release import ReleasingOptimizer
 from mmspeed.memory import peak_bytes
 from mmspeed.parallel import parallelize
 from mmspeed.protocols import Batch
-from tests.steps import train_step
-from tests.tiers import BUCKET, CPU, HALF, TIERS, differing, everything, losses, parameters, state_of, steps
-from tests.toy import ToyDiT, flow_loss, make_batch
+from tests.support.steps import train_step
+from tests.support.tiers import BUCKET, CPU, HALF, TIERS, differing, everything, losses, parameters, state_of, steps
+from tests.support.toy import ToyDiT, flow_loss, make_batch
 
 
 def one_step(state: TrainingState, batches: list[Batch], loss: Any = flow_loss) -> Any:

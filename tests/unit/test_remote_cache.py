@@ -16,7 +16,7 @@ from mmspeed.config import make_config
 from mmspeed.data import BatchSampler, CacheWriter, DatasetCache, Loader
 from mmspeed.data.cache.index import compile_index
 from mmspeed.errors import UserError
-from tests.caches import FOLDER, add_latent, build, finish, latent
+from tests.support.caches import FOLDER, add_latent, build, finish, latent
 
 URL = "memory://bucket/my-set"
 

@@ -23,7 +23,7 @@ from mmspeed.errors import UserError
 from mmspeed.pipelines.diffusion import samplers
 from mmspeed.pipelines.diffusion.flow import euler_times, per_sample
 from mmspeed.pipelines.diffusion.objective import DdpmObjective, FlowObjective, Objective, make_objective
-from tests.machine import parts_of_numbers_have_the_bits_of_the_whole
+from tests.support.machine import parts_of_numbers_have_the_bits_of_the_whole
 
 SHAPE = (2, 3, 2, 4, 5)
 MEAN, STD = 1.5, 0.3

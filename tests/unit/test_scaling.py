@@ -14,9 +14,9 @@ from PIL import Image
 from mmspeed.preprocess.decoding.decode import Cut, stream
 from mmspeed.preprocess.decoding.probe import probe
 from mmspeed.preprocess.decoding.scaling import Box, resize
-from tests import media
-from tests.decoding import COLOURED, LIMITS, decode, source_of, whole
-from tests.media import corners_of, number_of, write_video
+from tests.support import media
+from tests.support.decoding import COLOURED, LIMITS, decode, source_of, whole
+from tests.support.media import corners_of, number_of, write_video
 
 
 @pytest.mark.parametrize("rotation", [0, 90, 180, -90])

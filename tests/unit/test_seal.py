@@ -14,7 +14,7 @@ from mmspeed.data.cache.checksum import BLANK, is_sealed, seal, seal_file, seale
 from mmspeed.data.cache.writer import text_tensors
 from mmspeed.data.maintenance.verify import verify
 from mmspeed.protocols import TextEntry
-from tests.caches import build, entry_key, finish
+from tests.support.caches import build, entry_key, finish
 
 FALSE = (BLANK[:-64] + "0123456789abcdef" * 4).encode()
 

@@ -17,7 +17,7 @@ from mmspeed.preprocess.decoding.probe import Probe, probe
 from mmspeed.preprocess.decoding.windows import choose_frames, choose_windows, covers, windows_that_fit
 from mmspeed.preprocess.sources.rejections import Reason, Rejected
 from mmspeed.preprocess.sources.source import Source
-from tests.media import write_image, write_video
+from tests.support.media import write_image, write_video
 
 
 def even(count: int, fps: float) -> list[float]:

@@ -40,7 +40,7 @@ from mmspeed.pipelines.tasks import video_check
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.pipelines.tasks.video_check import ShrunkRun, shrink_run, shrunk_latent, shrunk_size, uneven
 from mmspeed.shapes import Strides
-from tests.runs import small_config
+from tests.support.runs import small_config
 
 STRIDES = Strides(4, 8)
 

@@ -24,7 +24,7 @@ from mmspeed.preprocess.report.show import (
     source_frames,
     stored_config,
 )
-from tests.runs import small_config
+from tests.support.runs import small_config
 
 
 @pytest.fixture(scope="module")

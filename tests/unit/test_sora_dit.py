@@ -29,8 +29,8 @@ from mmspeed.models.sora.layers import patchify, timestep_embedding, unpatchify
 from mmspeed.models.sora.model import ZERO_MODULES, count_parameters, on_meta
 from mmspeed.models.sora.sizes import resolve_config
 from mmspeed.protocols import DiffusionModel
-from tests.model_sizes import size_rows
 from tests.support.attention import attend_by
+from tests.support.model_sizes import size_rows
 
 SMALL = SoraDiTConfig(width=48, depth=4, heads=4, latent_channels=3, text_width=10, adaln_rank=4)
 ARRANGEMENTS = ("factorised", "full")

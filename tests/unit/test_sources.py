@@ -21,7 +21,7 @@ from mmspeed.errors import UserError
 from mmspeed.preprocess.sources.captions import clean_caption
 from mmspeed.preprocess.sources.discover import SourceListing, content_id, list_sources
 from mmspeed.preprocess.sources.rejections import Reason, Rejected
-from tests.media import write_hostile_tar, write_tar
+from tests.support.media import write_hostile_tar, write_tar
 
 BUCKETS = [{"frames": 9, "height": 32, "width": 48}]
 

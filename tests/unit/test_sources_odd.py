@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from mmspeed.errors import UserError
 from mmspeed.preprocess.sources.rejections import Reason, readable
-from tests.media import write_tar
+from tests.support.media import write_tar
 from tests.unit.test_sources import accounted, captions, listed, media, reasons
 
 

@@ -20,7 +20,18 @@ from mmspeed import rng
 from mmspeed.compute.sparse import ClusterPlan, SparseOutput, TailClusters, clustered_attention, key_means
 from mmspeed.compute.sparse.attention import KERNELS, choose_kernel
 from mmspeed.compute.sparse.kernels.kernel import SparseKernel
-from tests.sparse_plans import PLANS, TOLERANCE, alike, all_kept, error, gradients, plan_of, qkv, random_plan, results
+from tests.support.sparse_plans import (
+    PLANS,
+    TOLERANCE,
+    alike,
+    all_kept,
+    error,
+    gradients,
+    plan_of,
+    qkv,
+    random_plan,
+    results,
+)
 
 TAILS = ("zero", "summary")
 

@@ -17,8 +17,8 @@ from mmspeed.compute.sparse.kernels import tail as coarse
 from mmspeed.compute.sparse.kernels.masked import weights
 from mmspeed.compute.sparse.planners.selection import KeepRule, PlannerContext
 from mmspeed.compute.sparse.planners.tiles import plan_tiles
-from tests.packed_attention import packed_backward, packed_forward
-from tests.sparse_plans import random_plan
+from tests.support.packed_attention import packed_backward, packed_forward
+from tests.support.sparse_plans import random_plan
 
 
 def draw(plan: ClusterPlan, width: int, dtype: torch.dtype) -> list[Tensor]:

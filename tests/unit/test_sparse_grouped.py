@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmspeed.compute.sparse import clustered_attention
 from mmspeed.compute.sparse.kernels import grouped
-from tests.sparse_plans import PLANS, TOLERANCE, alike, error, plan_of, qkv, random_plan, results
+from tests.support.sparse_plans import PLANS, TOLERANCE, alike, error, plan_of, qkv, random_plan, results
 
 TAILS = ("zero", "summary")
 

@@ -19,7 +19,7 @@ from mmspeed.models import SoraDiT, SoraDiTConfig, build_model
 from mmspeed.parallel import parallelize
 from mmspeed.pipelines import TextToVideo, TrainPipeline, write_report
 from mmspeed.preprocess import CacheBuilder
-from tests.runs import losses, small_config
+from tests.support.runs import losses, small_config
 
 RECOMPUTED = BlockPolicies.everywhere({"block": "recompute"})
 

@@ -16,8 +16,8 @@ from mmspeed.compute.sparse import ClusterMeans, ClusterPlan, clustered_attentio
 from mmspeed.compute.sparse.kernels import npu_kernels, packed
 from mmspeed.compute.sparse.planners.selection import KeepRule, PlannerContext
 from mmspeed.compute.sparse.planners.tiles import plan_tiles
-from tests.packed_attention import packed_backward, packed_forward
-from tests.sparse_plans import random_plan
+from tests.support.packed_attention import packed_backward, packed_forward
+from tests.support.sparse_plans import random_plan
 
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 CALLS: list[str] = []

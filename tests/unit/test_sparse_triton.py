@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from mmspeed.compute.sparse.kernels import triton_gather
-from tests.sparse_plans import random_plan
-from tests.sparse_triton_cases import CASES
+from tests.support.sparse_plans import random_plan
+from tests.support.sparse_triton_cases import CASES
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}
@@ -23,10 +23,10 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 
 def run(interpret: str, folder: Path, *arguments: str) -> dict[str, Any]:
-    """The report of tests/sparse_triton_cases.py from a process of its own."""
+    """The report of tests/support/sparse_triton_cases.py from a process of its own."""
     environment = {"TRITON_INTERPRET": interpret, "TRITON_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.sparse_triton_cases", *arguments],
+        [sys.executable, "-m", "tests.support.sparse_triton_cases", *arguments],
         cwd=ROOT,
         env={**os.environ, **environment},
         capture_output=True,

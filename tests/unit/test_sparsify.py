@@ -20,7 +20,7 @@ from mmspeed.compute.sparse.module import ClusteredAttention, clustered_layers, 
 from mmspeed.compute.sparse.plan import ClusterPlan
 from mmspeed.errors import UserError
 from mmspeed.memory.recompute.block_checkpoint import recompute
-from tests.sparse_transformers import (
+from tests.support.sparse_transformers import (
     CASES,
     JOINT,
     SMALL,
@@ -32,7 +32,7 @@ from tests.sparse_transformers import (
     plain_model,
     sparse_model,
 )
-from tests.video_transformers import loss_of, make_inputs
+from tests.support.video_transformers import loss_of, make_inputs
 
 
 def calls_of(layer: ClusteredAttention, run: Callable[[], Any]) -> list[tuple[tuple[Any, ...], Tensor]]:

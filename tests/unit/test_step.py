@@ -19,8 +19,8 @@ from mmspeed.memory import BlockPolicies
 from mmspeed.parallel import parallelize, resolve_strategy
 from mmspeed.plan.throughput import training_flops
 from mmspeed.protocols import Batch, DiffusionModel
-from tests.steps import train_step
-from tests.toy import H, T, ToyDiT, W, flow_loss, make_batch, split
+from tests.support.steps import train_step
+from tests.support.toy import H, T, ToyDiT, W, flow_loss, make_batch, split
 
 RECOMPUTED = BlockPolicies.everywhere({"block": "recompute"})
 

@@ -20,7 +20,7 @@ from mmspeed.loop.optimizers.build import AnyOptimizer, make_optimizer
 from mmspeed.loop.runner import SequentialRunner
 from mmspeed.loop.step import Learner, StepResult, train_step
 from mmspeed.protocols import Batch, Divisors, Models, Term, Terms, Update
-from tests.toy import ToyDiT, flow_loss, make_batch, split
+from tests.support.toy import ToyDiT, flow_loss, make_batch, split
 
 KEYS = [f"s{i}" + "x" * (i % 2) for i in range(7)]  # of 8 slots: the last is a filler; captions of 3 and 2 tokens
 Grads = dict[str, Tensor]

@@ -29,8 +29,8 @@ from mmspeed.preprocess.report.bucket_search import kept_by, on_a_line, search
 from mmspeed.preprocess.report.suggest import BucketGrid, BucketOutcome, suggest
 from mmspeed.preprocess.sources.rejections import Rejected
 from mmspeed.shapes import Bucket
-from tests.media import write_image, write_video
-from tests.runs import small_tree
+from tests.support.media import write_image, write_video
+from tests.support.runs import small_tree
 
 GRID = BucketGrid(temporal=4, patch_frames=1, height=16, width=16)
 FPS = 8.0

@@ -20,11 +20,11 @@ from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.pipelines.tasks import make_task, register
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.protocols import RunPlace
-from tests.runs import small_config, small_tree
 from tests.support.character_runs import ALONE, character_config, character_tree, register_characters
 from tests.support.characters import CharacterModel, CharacterTask
+from tests.support.runs import small_config, small_tree
+from tests.support.toy import ToyDiT
 from tests.support.toy_runs import toy_config, train_toy, write_toy_cache
-from tests.toy import ToyDiT
 
 OLD_RUN = Path(__file__).resolve().parents[1] / "golden" / "fixtures" / "e6bf4be" / "runs" / "old"
 

@@ -23,7 +23,7 @@ from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.models.text.encoders import TransformersEncoder, load_text_encoder, text_identity
 from mmspeed.protocols import TextEntry
-from tests.tiny_models import SENTENCES, save_tiny_text_encoder
+from tests.support.tiny_models import SENTENCES, save_tiny_text_encoder
 
 CPU = Device("cpu", 0)
 CLASSES = {

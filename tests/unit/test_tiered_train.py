@@ -26,10 +26,10 @@ from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
 from mmspeed.parallel import autocast, is_half, make_half
 from mmspeed.pipelines.training.trainer import TrainPipeline
 from mmspeed.preprocess import CacheBuilder
-from tests.runs import small_config
-from tests.steps import train_step
-from tests.tiers import CPU, HALF, TIERS, TRAIN, differing, everything, losses, parameters, state_of, steps
-from tests.toy import ToyDiT, flow_loss, make_batch
+from tests.support.runs import small_config
+from tests.support.steps import train_step
+from tests.support.tiers import CPU, HALF, TIERS, TRAIN, differing, everything, losses, parameters, state_of, steps
+from tests.support.toy import ToyDiT, flow_loss, make_batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 FAMILIES = {"float32 parameters": ("plain", "states"), "bfloat16 parameters": HALF}

@@ -22,8 +22,8 @@ from mmspeed.log import read_metrics
 from mmspeed.pipelines import TextToVideo, TrainPipeline, write_report
 from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.preprocess import CacheBuilder
-from tests.decoding import video_of
-from tests.runs import losses, small_config, small_tree
+from tests.support.decoding import video_of
+from tests.support.runs import losses, small_config, small_tree
 
 
 @pytest.fixture(scope="module")

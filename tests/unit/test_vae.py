@@ -27,7 +27,7 @@ from mmspeed.errors import UserError
 from mmspeed.models.codecs.linear import LinearCodec
 from mmspeed.models.codecs.vae import DiffusersCodec, codec_identity, load_codec
 from mmspeed.models.weights import fingerprint, weight_files
-from tests.tiny_models import VAES, save_tiny_vae
+from tests.support.tiny_models import VAES, save_tiny_vae
 
 CPU = Device("cpu", 0)
 STRIDES = {

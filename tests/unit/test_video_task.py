@@ -15,7 +15,7 @@ from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.preprocess import CacheBuilder
 from mmspeed.protocols import RunPlace
 from mmspeed.shapes import Bucket, Strides
-from tests.runs import small_config
+from tests.support.runs import small_config
 
 CPU = Device("cpu", 0)
 

@@ -15,8 +15,8 @@ from mmspeed.data.cache import index_reader
 from mmspeed.data.cache.index_reader import open_tables, try_open
 from mmspeed.data.cache.tensor_views import tensors_of
 from mmspeed.errors import UserError
-from tests.caches import build
 from tests.claims.index import _key, make_index
+from tests.support.caches import build
 
 
 @settings(max_examples=200, deadline=None)

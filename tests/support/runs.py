@@ -1,4 +1,4 @@
-"""Small configs of the whole way, on the clips that ship with the package; used as `from tests.runs import ...`."""
+"""Small configs of the whole way, on the clips that ship with the package; used as `from tests.support.runs import ...`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from mmspeed.config import Config, make_config
 from mmspeed.log import read_metrics
 
-CLIPS = Path(__file__).resolve().parent.parent / "mmspeed" / "assets" / "demo-clips" / "metadata.jsonl"
+CLIPS = Path(__file__).resolve().parents[2] / "mmspeed" / "assets" / "demo-clips" / "metadata.jsonl"
 
 
 def small_tree(folder: Path, clips: int = 8) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A small cache of two buckets for tests of the loader, and how batches are compared; used as `from tests.loading import ...`."""
+"""A small cache of two buckets for tests of the loader, and how batches are compared; used as `from tests.support.loading import ...`."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from mmspeed.data.cache.keys import digest, entry_key, number_duplicates, sample
 from mmspeed.data.cache.tables import write_info, write_rejects, write_samples
 from mmspeed.errors import UserError
 from mmspeed.models.codecs.linear import LinearCodec
-from tests.caches import BUCKET, add_latent, add_text, latent_parts
+from tests.support.caches import BUCKET, add_latent, add_text, latent_parts
 
 CODEC = "codec/linear-4.safetensors"
 

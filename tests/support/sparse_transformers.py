@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import mmspeed
 from mmspeed.pipelines.sparsify import ModelSparsity
-from tests.video_transformers import Inputs, loss_of, make_model
+from tests.support.video_transformers import Inputs, loss_of, make_model
 
 CASES = ("wan", "ltx", "cogvideox", "hunyuan")
 JOINT = ("cogvideox", "hunyuan")

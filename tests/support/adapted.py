@@ -29,8 +29,8 @@ from mmspeed.mesh import make_mesh
 from mmspeed.parallel import make_half, parallelize, unwrap
 from mmspeed.pipelines.run.build import weight_setter
 from mmspeed.protocols import StateRule
-from tests.steps import train_step
-from tests.toy import ToyDiT, flow_loss, split
+from tests.support.steps import train_step
+from tests.support.toy import ToyDiT, flow_loss, split
 
 KEYS = [f"s{i}" for i in range(7)]  # of 8 slots: the last is a filler
 CPU = Device("cpu", 0)

@@ -28,7 +28,7 @@ from mmspeed.models import SoraDiT, SoraDiTConfig
 from mmspeed.parallel import TokenLayout, make_layout, parallelize, unwrap
 from mmspeed.protocols import Batch
 from mmspeed.shapes import Bucket
-from tests.steps import train_step
+from tests.support.steps import train_step
 
 RECOMPUTED = BlockPolicies.everywhere({"block": "recompute"})
 EXCHANGED_AGAIN = BlockPolicies.everywhere({"block": "recompute"}, exchange_again=True)

@@ -1,4 +1,4 @@
-"""Short ways to decode a file in tests; used as `from tests.decoding import ...`."""
+"""Short ways to decode a file in tests; used as `from tests.support.decoding import ...`."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from mmspeed import rng
 from mmspeed.compute.sparse import ClusterMeans, ClusterPlan, clustered_attention, key_means
 from mmspeed.compute.sparse.kernels import triton_gather
-from tests.sparse_plans import random_plan
+from tests.support.sparse_plans import random_plan
 
 # name: (B, A, N, M, D, options of the plan, dtype)
 CASES: dict[str, tuple[int, int, int, int, int, dict[str, Any], str]] = {

@@ -26,7 +26,7 @@ from mmspeed.memory import BlockPolicies
 from mmspeed.mesh import Mesh, make_mesh
 from mmspeed.models.diffusers.plans import declare_known_plan
 from mmspeed.parallel import TokenLayout, make_layout, parallelize, sum_shared_gradients, uncrossed
-from tests.video_transformers import loss_of, make_inputs, make_model
+from tests.support.video_transformers import loss_of, make_inputs, make_model
 
 REGIONS = {"attention": "recompute", "cross_attention": "recompute", "mlp": "recompute"}
 SPARSE: dict[str, Any] = {"min_tokens": 1, "cluster_size": 8, "dense_first": 0, "dense_last": 0}
