@@ -1,5 +1,5 @@
-"""Cases of the gather kernel, run by tests/unit/test_sparse_triton.py in processes of their own: whether Triton interprets or compiles is
-decided when its functions are first imported.
+"""Cases of the gather kernel, run by tests/unit/compute/sparse/test_sparse_triton.py in processes of their own: whether Triton interprets
+or compiles is decided when its functions are first imported.
 
 Legend: B batch, A heads, G = B x A, N queries, M keys, D head width, C clusters of queries, K clusters of keys, R ranges of keys.
 """
