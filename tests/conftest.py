@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.spawn import start_server
+from tests.support.spawn import start_server
 
 # before torch is imported anywhere: many small tests on few cores are fastest with one thread each
 os.environ.setdefault("OMP_NUM_THREADS", "1")

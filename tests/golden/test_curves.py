@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import losses, small_config
+from tests.support.runs import losses, small_config
 
 CURVES = Path(__file__).with_name("curves.json")
 RUNS = {

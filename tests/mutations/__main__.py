@@ -62,7 +62,10 @@ def record_map(options: argparse.Namespace) -> int:
     files = options.files or (test_files() if options.all else ReachedMap.read().lacking())
     unknown = sorted(set(files) - set(test_files()))
     if unknown:
-        print(f"no test files of the map: {', '.join(unknown)}; name them as tests/unit/test_order.py", file=sys.stderr)
+        print(
+            f"no test files of the map: {', '.join(unknown)}; name them as tests/unit/data/test_order.py",
+            file=sys.stderr,
+        )
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what is recorded by then is written
     print(f"{len(files)} test files to record", flush=True)

@@ -24,10 +24,10 @@ from mmspeed.models import SoraDiT, SoraDiTConfig
 from mmspeed.models.diffusers.plans import declare_known_plan
 from mmspeed.parallel import parallelize, sum_shared_gradients, uncrossed
 from mmspeed.parallel.boundaries.names import check_plan
-from tests.foreign_steps import whole, worst
-from tests.spawn import run_ranks
 from tests.support.added_model import Meshes
-from tests.video_transformers import loss_of, make_inputs, make_model
+from tests.support.foreign_steps import whole, worst
+from tests.support.spawn import run_ranks
+from tests.support.video_transformers import loss_of, make_inputs, make_model
 
 LAYERS = ["to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2"]
 

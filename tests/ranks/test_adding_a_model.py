@@ -21,8 +21,8 @@ from mmspeed.parallel.boundaries.apply import Boundaries
 from mmspeed.parallel.boundaries.record import Sequences
 from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes
 from mmspeed.protocols.plan import Block, Gather, Linear, ModelPlan, Region, Split, declare_plan, plan_of
-from tests.spawn import run_ranks
 from tests.support.added_model import PAGE, Case, Meshes, compared, make_model, train_on_toy_cache
+from tests.support.spawn import run_ranks
 
 TOLERANCE = 1e-5
 ODD = ((3, 2, 6, 5), (1, 2, 6, 4), (5, 2, 2, 3))  # odd numbers of tokens, an image among them

@@ -24,9 +24,9 @@ from mmspeed.data.loading.collate import assemble
 from mmspeed.data.sampling.rank_batches import rank_batches
 from mmspeed.preprocess import CacheBuilder
 from mmspeed.protocols import Batch
-from tests.media import write_image
-from tests.runs import losses, small_tree
-from tests.spawn import run_ranks
+from tests.support.media import write_image
+from tests.support.runs import losses, small_tree
+from tests.support.spawn import run_ranks
 
 BUCKETS = [(1, 32, 48), (5, 32, 48), (9, 32, 48), (5, 48, 32)]
 Name = tuple[str, int, int]
@@ -72,7 +72,7 @@ def gradients(folder: str, group: int, strategy: str) -> dict[str, Any]:
     from mmspeed.pipelines.tasks.made_up import EncoderShapes
     from mmspeed.pipelines.tasks.video import VideoTask
     from mmspeed.shapes import Strides
-    from tests.steps import train_step
+    from tests.support.steps import train_step
 
     config = mixed_config(Path(folder))
     rank, world = dist.get_rank(), dist.get_world_size()

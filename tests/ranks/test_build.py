@@ -19,9 +19,9 @@ from mmspeed.errors import UserError
 from mmspeed.preprocess import BuildReport, CacheBuilder
 from mmspeed.preprocess.build.coordination import ProcessRecord, WorkShare, read_part, write_part
 from mmspeed.preprocess.records.sample_table import ClipRow
-from tests.caches import tar_bytes
-from tests.forks import ended, fork, kill, ranks, wait
-from tests.runs import small_config
+from tests.support.caches import tar_bytes
+from tests.support.forks import ended, fork, kill, ranks, wait
+from tests.support.runs import small_config
 
 VARIANTS = (
     *("data.windows=2", "data.variants=draw", "data.val_fraction=0.3"),

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from mmspeed.cli.app import run
-from tests.spawn import run_ranks
 from tests.support.character_runs import (
     character_config,
     character_tree,
@@ -18,6 +17,7 @@ from tests.support.character_runs import (
     train_characters,
 )
 from tests.support.checkpoints import differing, farthest, whole_checkpoint
+from tests.support.spawn import run_ranks
 
 # Gradients are sums of the same numbers in another order: a few eps (1.2e-7) of them, in six steps.
 LOSS = {"rel": 1e-6}

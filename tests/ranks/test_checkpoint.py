@@ -23,9 +23,9 @@ from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState, lo
 from mmspeed.loop.optimizers.build import make_optimizer
 from mmspeed.mesh import make_mesh
 from mmspeed.parallel import parallelize, unwrap
-from tests.spawn import run_ranks
-from tests.steps import train_step
-from tests.toy import ToyDiT, flow_loss, split
+from tests.support.spawn import run_ranks
+from tests.support.steps import train_step
+from tests.support.toy import ToyDiT, flow_loss, split
 
 KEYS = [f"s{i}" for i in range(7)]
 Arrays = dict[str, np.ndarray]

@@ -25,9 +25,9 @@ from mmspeed.memory.planning.tracked import measure_step
 from mmspeed.mesh import make_mesh
 from mmspeed.models import SoraDiT, SoraDiTConfig
 from mmspeed.parallel import make_layout, parallelize, sum_shared_gradients
-from tests.machine import parts_have_the_bits_of_the_whole
-from tests.spawn import run_ranks
+from tests.support.machine import parts_have_the_bits_of_the_whole
 from tests.support.mlps import PlainMlp
+from tests.support.spawn import run_ranks
 
 CPU = Device("cpu", 0)
 MODEL: dict[str, Any] = {"width": 96, "depth": 2, "heads": 4, "latent_channels": 4, "text_width": 16, "adaln_rank": 8}

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.sequence_steps import Case, Groups, compared
-from tests.spawn import run_ranks
+from tests.support.sequence_steps import Case, Groups, compared
+from tests.support.spawn import run_ranks
 
 # each layout meets images, few and many frames, and then again what it has met
 LAYOUTS = [("switch", 2, 1, 1), ("ulysses", 1, 2, 1), ("full", 1, 1, 2)]

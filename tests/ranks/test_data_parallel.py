@@ -24,9 +24,9 @@ from mmspeed.loop.signals import StopSignals
 from mmspeed.memory import BlockPolicies
 from mmspeed.mesh import make_mesh
 from mmspeed.parallel import parallelize, unwrap
-from tests.spawn import run_ranks
-from tests.steps import train_step
-from tests.toy import ToyDiT, flow_loss, make_batch, split
+from tests.support.spawn import run_ranks
+from tests.support.steps import train_step
+from tests.support.toy import ToyDiT, flow_loss, make_batch, split
 
 RECOMPUTED = BlockPolicies.everywhere({"block": "recompute"})
 

@@ -20,7 +20,7 @@ from mmspeed.memory import recompute
 from mmspeed.parallel.boundaries.apply import sequence_axes, sequence_parallel
 from mmspeed.protocols.plan import Block as PlanBlock
 from mmspeed.protocols.plan import Gather, ModelPlan, Site, Split
-from tests.spawn import run_ranks
+from tests.support.spawn import run_ranks
 
 TOLERANCE = 1e-5  # relative to a gradient's largest entry; sums over keys and ranks are taken in another order
 HEADS, KEY_HEADS, WIDTH = 4, 2, 32

@@ -21,8 +21,8 @@ from mmspeed.comm import Ledger
 from mmspeed.errors import UserError
 from mmspeed.models.diffusers.plans import plan_for
 from mmspeed.parallel import autocast, sequence_parallel
-from tests.spawn import run_ranks
-from tests.video_transformers import CASES, loss_of, make_inputs, make_model
+from tests.support.spawn import run_ranks
+from tests.support.video_transformers import CASES, loss_of, make_inputs, make_model
 
 TOLERANCE = 1e-5
 Found = dict[str, Any]

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mmspeed import comm
 from mmspeed.comm import Axis, ExchangeMethod, RowCounts, even_sizes, finish, finish_all, messages
 from mmspeed.comm.groups import flattened
-from tests.spawn import run_ranks
+from tests.support.spawn import run_ranks
 
 WORLDS = (2, 4)
 WAYS: tuple[ExchangeMethod, ...] = ("collective", "point_to_point")

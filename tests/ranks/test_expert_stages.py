@@ -27,8 +27,8 @@ from mmspeed.loop.runner import Runner, SequentialRunner
 from mmspeed.loop.step import Learner, StepResult, train_step
 from mmspeed.mesh import Mesh, make_mesh
 from mmspeed.protocols import Update
-from tests.spawn import run_ranks
 from tests.support.expert_models import SHAPES, placements, spread
+from tests.support.spawn import run_ranks
 from tests.support.stages import TwoStageRunner, items, squared_error, stage_model
 
 CPU, CLIP, STEPS, MICRO_BATCHES = Device("cpu", 0), 0.5, 3, 4

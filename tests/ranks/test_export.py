@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.spawn import run_ranks
-from tests.toy import ToyDiT
+from tests.support.spawn import run_ranks
+from tests.support.toy import ToyDiT
 
 
 def exported(strategy: Any) -> dict[str, np.ndarray[Any, Any]]:

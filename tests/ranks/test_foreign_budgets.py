@@ -19,9 +19,9 @@ from mmspeed.pipelines.tasks.made_up import EncoderShapes
 from mmspeed.pipelines.tasks.published import PublishedVideoTask
 from mmspeed.pipelines.tuning.memory_search import MeasuredModel, fastest_within, measured_figures
 from mmspeed.shapes import Strides
-from tests.spawn import run_ranks
 from tests.support.published import STRIDES, C, D, published_config
-from tests.video_transformers import make_model
+from tests.support.spawn import run_ranks
+from tests.support.video_transformers import make_model
 
 BLOCKS = 8
 BUCKETS = "data.buckets=[{frames: 17, height: 64, width: 64}]"

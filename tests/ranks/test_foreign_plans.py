@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from mmspeed.memory import BlockPolicies
-from tests.foreign_steps import REGIONS, Case, Groups, compared
-from tests.spawn import run_ranks
+from tests.support.foreign_steps import REGIONS, Case, Groups, compared
+from tests.support.spawn import run_ranks
 
 TOLERANCE = 1e-5
 WHOLE, PARTS = BlockPolicies.everywhere({"block": "recompute"}), BlockPolicies.everywhere(REGIONS)  # type: ignore[arg-type]

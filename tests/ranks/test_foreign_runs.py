@@ -11,11 +11,11 @@ import pytest
 
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.tasks.published import PublishedVideoTask
-from tests.foreign_training import CALLS, EXACT
-from tests.runs import losses
-from tests.spawn import run_ranks
 from tests.support.checkpoints import differing, farthest, whole_checkpoint
+from tests.support.foreign_training import CALLS, EXACT
 from tests.support.published import load, prepare, published_config
+from tests.support.runs import losses
+from tests.support.spawn import run_ranks
 
 SPARSE = f"model.sparse={{{EXACT}, planner: clusters}}"
 # label -> (model, keys of the config)

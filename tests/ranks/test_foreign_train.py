@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.foreign_training import DATA, LONG, ODD, OVERRIDES, Combination, take_step, take_steps
-from tests.spawn import run_ranks
 from tests.support.covers import pairwise
+from tests.support.foreign_training import DATA, LONG, ODD, OVERRIDES, Combination, take_step, take_steps
 from tests.support.published import prepare, published_config, write_cache
+from tests.support.spawn import run_ranks
 
 TOLERANCE = 1e-5
 MOST = 6  # combinations of one spawn

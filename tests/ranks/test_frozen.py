@@ -21,8 +21,8 @@ from mmspeed.loop.frozen import fingerprint, frozen_fingerprint
 from mmspeed.mesh import make_mesh
 from mmspeed.models import SoraDiT, SoraDiTConfig
 from mmspeed.parallel import make_layout, parallelize
-from tests.adapted import CPU, AdaptedDiT, everything, folder_bytes, share, state_bytes, state_of, steps
-from tests.spawn import run_ranks
+from tests.support.adapted import CPU, AdaptedDiT, everything, folder_bytes, share, state_bytes, state_of, steps
+from tests.support.spawn import run_ranks
 
 # strategy, tier of the optimizer
 LAYOUTS: dict[str, tuple[Any, dict[str, Any]]] = {

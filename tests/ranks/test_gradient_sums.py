@@ -42,14 +42,14 @@ from mmspeed.parallel import (
 )
 from mmspeed.parallel.data_parallel import sum_gradients
 from mmspeed.protocols import Batch
-from tests.sequence_steps import Case as SoraCase
-from tests.sequence_steps import Still
-from tests.sequence_steps import build as build_sora
-from tests.sequence_steps import loss_of as sora_loss
-from tests.sequence_steps import make_batch as sora_batch
-from tests.spawn import run_ranks
-from tests.steps import train_step
-from tests.toy import ToyDiT, flow_loss, split
+from tests.support.sequence_steps import Case as SoraCase
+from tests.support.sequence_steps import Still
+from tests.support.sequence_steps import build as build_sora
+from tests.support.sequence_steps import loss_of as sora_loss
+from tests.support.sequence_steps import make_batch as sora_batch
+from tests.support.spawn import run_ranks
+from tests.support.steps import train_step
+from tests.support.toy import ToyDiT, flow_loss, split
 
 KEYS = [f"s{i}" for i in range(7)]  # of 8 slots; 1 / 7 is rounded
 

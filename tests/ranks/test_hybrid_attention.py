@@ -20,7 +20,7 @@ from mmspeed.comm.axis import Axis, Ledger
 from mmspeed.errors import UserError
 from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes, hybrid_attention, split_heads
 from mmspeed.parallel.sequence.zigzag import zigzag_lengths, zigzag_order
-from tests.spawn import run_ranks
+from tests.support.spawn import run_ranks
 
 BATCH, WIDTH = 3, 8
 

@@ -14,7 +14,7 @@ import pytest
 
 from mmspeed.config import dump_config
 from mmspeed.preprocess import CacheBuilder
-from tests.runs import losses, small_config
+from tests.support.runs import losses, small_config
 
 SCRIPT = """
 from mmspeed.config import load_config

@@ -33,9 +33,9 @@ from mmspeed.parallel import TokenLayout, make_layout, parallelize, sum_shared_g
 from mmspeed.pipelines.diffusion.objective import make_objective
 from mmspeed.pipelines.inference.generate import SampleSettings, generate_latents
 from mmspeed.protocols import TextEntry
-from tests.sequence_steps import Case, Groups, build, loss_of, make_batch
-from tests.spawn import run_ranks
-from tests.steps import train_step
+from tests.support.sequence_steps import Case, Groups, build, loss_of, make_batch
+from tests.support.spawn import run_ranks
+from tests.support.steps import train_step
 
 RECOMPUTED = BlockPolicies.everywhere({"block": "recompute"})
 

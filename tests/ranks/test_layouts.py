@@ -24,7 +24,7 @@ from mmspeed.comm import Axis, even_sizes
 from mmspeed.models.sora.plan import sora_plan
 from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes, hybrid_attention, with_heads_exchanged
 from mmspeed.parallel.sequence.layouts import Layout, memory_order
-from tests.spawn import run_ranks
+from tests.support.spawn import run_ranks
 
 from .test_exchange import Copied
 

@@ -17,10 +17,10 @@ from mmspeed.errors import UserError
 from mmspeed.memory import BlockPolicies
 from mmspeed.parallel import parallelize, sum_shared_gradients, uncrossed
 from mmspeed.protocols.plan import Linear, ModelPlan, declare_plan, plan_of
-from tests.foreign_steps import whole, worst
-from tests.spawn import run_ranks
 from tests.support.added_model import Meshes
+from tests.support.foreign_steps import whole, worst
 from tests.support.roles_toy import StackedExperts, TokenModel, loss_of, tokens_of
+from tests.support.spawn import run_ranks
 
 RECOMPUTED = BlockPolicies.everywhere({"block": "recompute"})
 CASES: dict[str, tuple[ParallelConfig, int, BlockPolicies | None]] = {

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from mmspeed.preprocess import CacheBuilder
-from tests.runs import losses, small_config
-from tests.spawn import run_ranks
+from tests.support.runs import losses, small_config
+from tests.support.spawn import run_ranks
 
 LAYOUTS = {
     "fsdp": ("parallel.strategy=fsdp", "train.batch_size=8"),

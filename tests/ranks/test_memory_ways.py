@@ -23,8 +23,19 @@ from mmspeed.memory.offload.offloader import Offloader
 from mmspeed.mesh import make_mesh
 from mmspeed.parallel import TokenLayout, make_layout, parallelize, unwrap
 from mmspeed.parallel.tensor import sum_shared_gradients
-from tests.memory_ways import BRANCHES, LARGE, SMALL, Step, Ways, keeping_of, make_inputs, make_model, name_of, run_step
-from tests.spawn import run_ranks
+from tests.support.memory_ways import (
+    BRANCHES,
+    LARGE,
+    SMALL,
+    Step,
+    Ways,
+    keeping_of,
+    make_inputs,
+    make_model,
+    name_of,
+    run_step,
+)
+from tests.support.spawn import run_ranks
 
 WAYS: list[Any] = [
     *({"block": way} for way in LARGE),

@@ -17,8 +17,8 @@ from mmspeed.device import Device
 from mmspeed.loop.gradients import clip_gradients, squared_norm
 from mmspeed.mesh import layout_of, make_mesh
 from mmspeed.parallel import sum_shared_gradients
-from tests.spawn import run_ranks
 from tests.support.expert_models import EP, SHAPES, gradient, placements, spread
+from tests.support.spawn import run_ranks
 
 WORLD, CLIP = 4, 0.5
 LAYOUTS: dict[str, dict[str, int]] = {

@@ -9,10 +9,10 @@ import pytest
 from mmspeed.config import Config
 from mmspeed.data import DatasetCache
 from mmspeed.preprocess import CacheBuilder
-from tests.caches import tar_bytes
 from tests.ranks.test_sequence_train import WatchedTask
-from tests.runs import losses, small_config
-from tests.spawn import run_ranks
+from tests.support.caches import tar_bytes
+from tests.support.runs import losses, small_config
+from tests.support.spawn import run_ranks
 
 
 def train(folder: str, overrides: tuple[str, ...]) -> dict[str, int]:

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from tests.spawn import run_ranks
+from tests.support.spawn import run_ranks
 
 
 def _measure(folder: str, rank_folder: str, strategy: str) -> list[Any]:
     import os
 
     from mmspeed.pipelines.tuning.profile import profile
-    from tests.runs import small_config
+    from tests.support.runs import small_config
 
     config = small_config(Path(folder) / os.environ["RANK"], f"parallel.strategy={strategy}", f"output={rank_folder}")
     found = profile(config, most=2, repeats=1)

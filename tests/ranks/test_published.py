@@ -10,10 +10,10 @@ import pytest
 from mmspeed.parallel.data_parallel import FSDPModule
 from mmspeed.pipelines.run.build import Assembly
 from mmspeed.protocols import blocks_of
-from tests.runs import losses
-from tests.spawn import run_ranks
 from tests.support.checkpoints import differing, farthest, whole_checkpoint
 from tests.support.published import MODELS, one_step, prepare, published_config, train_published
+from tests.support.runs import losses
+from tests.support.spawn import run_ranks
 
 LAYOUTS = {
     "fsdp": ("parallel.strategy=fsdp",),

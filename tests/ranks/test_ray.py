@@ -15,9 +15,9 @@ from mmspeed.config import Config
 from mmspeed.errors import UserError
 from mmspeed.preprocess import CacheBuilder
 from mmspeed.preprocess.build.ray import build_on_ray
-from tests.caches import tar_bytes
 from tests.ranks.test_build import another, assert_same, one  # noqa: F401 (a fixture)
-from tests.runs import small_config
+from tests.support.caches import tar_bytes
+from tests.support.runs import small_config
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow

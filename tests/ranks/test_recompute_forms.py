@@ -16,7 +16,7 @@ from torch import nn
 
 from mmspeed.memory import BlockPolicies, recompute
 from tests.ranks.test_memory_ways import CASES, FOUR, Bench, differs
-from tests.spawn import run_ranks
+from tests.support.spawn import run_ranks
 
 SLOW = pytest.mark.slow
 

@@ -10,10 +10,10 @@ import torch
 from mmspeed.initialize import init_weights
 from mmspeed.loop.averages import ema_decay
 from mmspeed.loop.optimizers.build import learning_rate
-from tests.spawn import run_ranks
 from tests.support.character_runs import ALONE, character_config, losses
 from tests.support.checkpoints import differing, farthest, whole_checkpoint
 from tests.support.distillation import DistillationTask, critic_loss, student_loss, train_both
+from tests.support.spawn import run_ranks
 
 # Gradients are sums of the same numbers in another order; Adam divides small ones by their own size, in six steps of 1e-3.
 LOSS, WEIGHTS = {"rel": 1e-6}, 1e-6

@@ -25,8 +25,8 @@ from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.pipelines.tasks.video_check import ShrunkRun, shrink_run
 from mmspeed.protocols.plan import Structure
 from mmspeed.shapes import Strides
-from tests.runs import small_tree
-from tests.spawn import run_ranks
+from tests.support.runs import small_tree
+from tests.support.spawn import run_ranks
 
 BUCKETS = [{"frames": 1, "height": 48, "width": 48}, {"frames": 13, "height": 48, "width": 80}]
 LAYOUT = "ulysses=2"

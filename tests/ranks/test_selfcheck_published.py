@@ -26,10 +26,10 @@ from mmspeed.pipelines.selfcheck.run import selfcheck, with_layout
 from mmspeed.pipelines.selfcheck.verdict import SelfCheck, compare
 from mmspeed.pipelines.selfcheck.worker import WorkerReport, alone, examine
 from mmspeed.pipelines.tasks.published_check import PublishedModel, ShrunkPublished, shrunk_published
-from tests.spawn import run_ranks
 from tests.support import published_tasks
 from tests.support.published import load, prepare, published_config, task_of
-from tests.video_transformers import make_model
+from tests.support.spawn import run_ranks
+from tests.support.video_transformers import make_model
 
 SPARSE = "model.sparse={keep: 0.5, dense_steps: 1}"
 Case = tuple[str, str, tuple[str, ...], str]  # (model, layout, keys of the config, fault)

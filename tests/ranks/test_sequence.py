@@ -15,8 +15,8 @@ import pytest
 
 from mmspeed.models.sora.model import SoraDiTConfig, on_meta
 from mmspeed.plan.traffic import AttentionWorkload, Sent, gradient_traffic, places, step_traffic
-from tests.sequence_steps import LATENTS, MODEL, SAMPLES, Case, work
-from tests.spawn import run_ranks
+from tests.support.sequence_steps import LATENTS, MODEL, SAMPLES, Case, work
+from tests.support.spawn import run_ranks
 
 TOLERANCE = 1e-5
 FLOAT = 4  # bytes; the steps compute in float32

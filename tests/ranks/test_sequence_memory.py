@@ -19,7 +19,7 @@ from mmspeed.device import Device
 from mmspeed.mesh import Mesh, make_mesh
 from mmspeed.models import SoraDiT, SoraDiTConfig
 from mmspeed.parallel import TokenLayout, make_layout, parallelize
-from tests.spawn import run_ranks
+from tests.support.spawn import run_ranks
 
 MODEL: dict[str, Any] = {"width": 96, "depth": 2, "heads": 4, "latent_channels": 4, "text_width": 16, "adaln_rank": 8}
 LATENT = (8, 32, 32)  # 8 frames of 16 x 16 places

@@ -23,8 +23,8 @@ from mmspeed.preprocess import CacheBuilder, OnlineBuilder
 from mmspeed.protocols import RunPlace
 from mmspeed.shapes import Strides
 from tests.ranks.test_batching import mixed_config
-from tests.runs import losses, small_config
-from tests.spawn import run_ranks
+from tests.support.runs import losses, small_config
+from tests.support.spawn import run_ranks
 
 TOLERANCE = {"rel": 2e-4}  # float32 rounding in another order, grown over a few steps of Adam
 

@@ -15,7 +15,7 @@ from mmspeed.compute.sparse.module import WarmStarts, WatchedCalls
 from mmspeed.parallel.sparse.attention import sparse_attention
 from mmspeed.replay import replayed
 from tests.ranks.test_sparse_parallel import EMPTY, TOKENS, Case, axes_of, layer_of, mesh_of, positions, whole
-from tests.spawn import run_ranks
+from tests.support.spawn import run_ranks
 
 
 def around_it(ulysses: int, ring: int) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes, split_heads
 from mmspeed.parallel.sparse.attention import sparse_attention
 from mmspeed.parallel.sparse.plan import SplitPlan
 from mmspeed.replay import replayed
-from tests.spawn import run_ranks
+from tests.support.spawn import run_ranks
 
 BATCH, WIDTH, SHAPE = 2, 8, (4, 6, 5)
 TOKENS = SHAPE[0] * SHAPE[1] * SHAPE[2]

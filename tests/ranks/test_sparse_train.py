@@ -9,8 +9,8 @@ import pytest
 
 from mmspeed.log import read_metrics
 from mmspeed.preprocess import CacheBuilder
-from tests.runs import losses, small_config
-from tests.spawn import run_ranks
+from tests.support.runs import losses, small_config
+from tests.support.spawn import run_ranks
 
 SPARSE = (
     "model.arrangement=full",

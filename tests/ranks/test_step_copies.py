@@ -19,9 +19,9 @@ import pytest
 from mmspeed.comm import Ledger
 from mmspeed.parallel.sequence import hybrid_attention
 from mmspeed.parallel.sequence.layouts import memory_order, tokens_first
-from tests import sequence_steps
-from tests.sequence_steps import MODEL, Case, Groups, step
-from tests.spawn import run_ranks
+from tests.support import sequence_steps
+from tests.support.sequence_steps import MODEL, Case, Groups, step
+from tests.support.spawn import run_ranks
 
 RANKS = 2
 LATENT = (4, 6, 8)  # T, h, w: 4 x 12 tokens

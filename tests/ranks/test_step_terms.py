@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from mmspeed.initialize import init_weights
-from tests.spawn import run_ranks
 from tests.support.character_runs import character_config, losses, rows, step_packs
 from tests.support.characters import CharacterModel
 from tests.support.checkpoints import farthest, whole_checkpoint
 from tests.support.preferences import PreferenceTask, preference, train_task
+from tests.support.spawn import run_ranks
 
 # A loss of about 1 is of differences of sums of about 80, whose last bit is 8e-6. Adam makes of that a share of its steps of 1e-3.
 LOSS, WEIGHTS = {"rel": 1e-5}, 1e-5

@@ -17,9 +17,9 @@ from mmspeed.errors import UserError
 from mmspeed.memory import BlockPolicies
 from mmspeed.parallel import Strategy, check_layout, parallelize, sum_shared_gradients, uncrossed
 from mmspeed.protocols.plan import Structure
-from tests.foreign_steps import whole, worst
-from tests.spawn import run_ranks
 from tests.support.added_model import Meshes
+from tests.support.foreign_steps import whole, worst
+from tests.support.spawn import run_ranks
 from tests.support.structured_toy import E, Shape, StructuredModel, WrittenOut
 
 B, N = 2, 11

@@ -13,9 +13,9 @@ from mmspeed.errors import UserError
 from mmspeed.loop.terms import TermKind, reduce_terms, terms_of_all
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.protocols import Batch, Models, Term, Terms
-from tests.spawn import run_ranks
 from tests.support.character_runs import character_config, rows
 from tests.support.characters import CharacterTask
+from tests.support.spawn import run_ranks
 
 
 class Turned(CharacterTask):

@@ -25,12 +25,12 @@ from mmspeed.loop.optimizers.gradient_release import ReleasingOptimizer
 from mmspeed.mesh import make_mesh
 from mmspeed.models import SoraDiT, SoraDiTConfig
 from mmspeed.parallel import is_half, make_half, make_layout, parallelize
-from tests.sequence_steps import Case, loss_of, make_batch
-from tests.spawn import run_ranks
-from tests.steps import train_step
-from tests.tiers import BUCKET, CPU, HALF, TIERS, TRAIN, everything, losses, parameters, state_of, steps, whole
-from tests.toy import ToyDiT, flow_loss
-from tests.toy import make_batch as make_toy_batch
+from tests.support.sequence_steps import Case, loss_of, make_batch
+from tests.support.spawn import run_ranks
+from tests.support.steps import train_step
+from tests.support.tiers import BUCKET, CPU, HALF, TIERS, TRAIN, everything, losses, parameters, state_of, steps, whole
+from tests.support.toy import ToyDiT, flow_loss
+from tests.support.toy import make_batch as make_toy_batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

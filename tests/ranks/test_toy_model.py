@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from mmspeed.log import read_metrics
-from tests.runs import losses
-from tests.spawn import run_ranks
 from tests.support.checkpoints import differing, farthest, whole_checkpoint
+from tests.support.runs import losses
+from tests.support.spawn import run_ranks
+from tests.support.toy import ToyDiT
 from tests.support.toy_runs import toy_config, train_toy, write_toy_cache
-from tests.toy import ToyDiT
 
 LAYOUTS = {
     "fsdp-2": (2, ("parallel.strategy=fsdp",)),

@@ -9,8 +9,8 @@ import torch
 
 from mmspeed.pipelines import TextToVideo
 from mmspeed.preprocess import CacheBuilder
-from tests.runs import losses, small_config
-from tests.spawn import run_ranks
+from tests.support.runs import losses, small_config
+from tests.support.spawn import run_ranks
 
 # Sums over samples are taken in another order on several ranks: float32 rounding, grown over a few steps of Adam.
 TOLERANCE = {"rel": 2e-4}

@@ -13,10 +13,10 @@ from mmspeed.initialize import init_weights
 from mmspeed.loop.averages import ema_decay
 from mmspeed.loop.optimizers.build import learning_rate
 from mmspeed.protocols import OptimizerSetting, Update
-from tests.spawn import run_ranks
 from tests.support.character_runs import ALONE, character_config, losses, rows
 from tests.support.characters import CharacterConfig
 from tests.support.checkpoints import differing, farthest, whole_checkpoint
+from tests.support.spawn import run_ranks
 from tests.support.updates import TASKS, train_updates, train_whole_and_in_parts
 
 # Gradients are sums of the same numbers in another order; Adam divides small ones by their own size, in six steps of 1e-3.

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mmspeed.models.sora.sizes import SIZES
-from tests.model_sizes import size_rows
+from tests.support.model_sizes import size_rows
 
 
 @pytest.mark.parametrize("column", ["factorised", "full"])

@@ -29,8 +29,8 @@ from mmspeed.mesh import Mesh, make_mesh
 from mmspeed.parallel import TokenLayout, make_layout, parallelize, sum_shared_gradients, uncrossed, unwrap
 from mmspeed.parallel.boundaries.apply import root_of
 from mmspeed.shapes import Bucket
-from tests.foreign_steps import whole, worst
-from tests.runs import losses
+from tests.support.foreign_steps import whole, worst
+from tests.support.runs import losses
 from tests.support.toy_runs import toy_config, write_toy_cache
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "adding-a-model.md"

@@ -26,13 +26,13 @@ from mmspeed.pipelines.run.build import Assembly, assemble, place
 from mmspeed.pipelines.tasks.published import PublishedVideoTask
 from mmspeed.protocols import Batch, Conditions, RunPlace, TextEntry
 from mmspeed.shapes import Bucket
-from tests.video_transformers import make_model
+from tests.support.video_transformers import make_model
 
 C, D, POOLED = 4, 8, 8
 BUCKETS = (Bucket(9, 32, 48), Bucket(1, 32, 48))
 STRIDES = (4, 8)
 FPS = 8.0
-# name -> (a case of tests.video_transformers, changes, objective)
+# name -> (a case of tests.support.video_transformers, changes, objective)
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "wan": ("wan", {}, {"kind": "flow"}),
     "ltx": ("ltx", {}, {"kind": "flow"}),

@@ -1,4 +1,4 @@
-"""Runs of `tests.toy.ToyDiT`, as it stands, through the training pipeline: a small cache of its sizes, and the video task."""
+"""Runs of `tests.support.toy.ToyDiT`, as it stands, through the training pipeline: a small cache of its sizes, and the video task."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.protocols import TextEntry
 from mmspeed.shapes import Bucket
-from tests.toy import C, D, H, T, ToyDiT, W
+from tests.support.toy import C, D, H, T, ToyDiT, W
 
 BUCKET = Bucket(5, 16, 24)
 

@@ -17,7 +17,7 @@ from mmspeed.pipelines.tasks.video_data import VideoData
 from mmspeed.pipelines.training.trainer import TrainPipeline
 from mmspeed.preprocess import CacheBuilder
 from mmspeed.protocols import RunPlace, StepData
-from tests.runs import small_config
+from tests.support.runs import small_config
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDERS = {"mmspeed", "models", "pipelines", "preprocess"}

@@ -17,9 +17,9 @@ from mmspeed.graphs import MOST_GRAPHS, compile_forward, outside_graphs
 from mmspeed.memory import recompute
 from mmspeed.models import SoraDiT, SoraDiTConfig
 from mmspeed.parallel import parallelize
-from tests.memory_ways import keeping_of, make_inputs
-from tests.memory_ways import make_model as make_sora
 from tests.support.attention import attend_by
+from tests.support.memory_ways import keeping_of, make_inputs
+from tests.support.memory_ways import make_model as make_sora
 
 
 class Seen:

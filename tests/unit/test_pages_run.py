@@ -24,8 +24,8 @@ from mmspeed.log import read_metrics
 from mmspeed.preprocess.sources.rejections import Reason
 from mmspeed.shapes import Bucket
 from tests.rules.sources import CODE, python_files, syntax
-from tests.runs import losses
 from tests.support.pages import ROOT, CodeBlock, blocks, command_lines, words_of
+from tests.support.runs import losses
 from tests.support.toy_runs import toy_config, write_toy_cache
 
 DOCS = ROOT / "docs"

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from mmspeed.config import dump_config
-from tests.runs import small_config
+from tests.support.runs import small_config
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

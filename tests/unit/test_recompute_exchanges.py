@@ -20,8 +20,7 @@ from mmspeed.graphs import compile_forward
 from mmspeed.memory.recompute.block_checkpoint import recompute, replay_checkpoints
 from mmspeed.memory.recompute.regions import set_policies
 from mmspeed.replay import apart, fact, record_or_replay, recording, replayed, set_fact
-
-from .test_halves import AGAIN, KEEPS, Layer, gradient, make_axis, make_x, region
+from tests.unit.comm.test_halves import AGAIN, KEEPS, Layer, gradient, make_axis, make_x, region
 
 Run = Callable[[Tensor], Tensor]
 Around = Callable[[Run, Tensor], Tensor]

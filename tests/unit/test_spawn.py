@@ -13,7 +13,7 @@ from mmspeed.data.loading.prefetch import STOPS
 
 SCRIPT = """
 from multiprocessing import forkserver
-from tests.spawn import start_server
+from tests.support.spawn import start_server
 
 if __name__ == "__main__":
     start_server()

@@ -1,0 +1,356 @@
+"""The bench of sparse attention: its video is fixed, its rows are those of direct calls, and its verdicts follow from the rows."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmspeed import rng
+from mmspeed.__main__ import main
+from mmspeed.bench.attention import ask, bench_attention, relative_error
+from mmspeed.bench.attention_data import GAINS, make_qkv, oracle_share
+from mmspeed.bench.attention_plans import grid_of, method, window_of
+from mmspeed.bench.attention_run import bench_run
+from mmspeed.bench.attention_suggest import LayerResult, MethodResult, fewest_dense, suggest
+from mmspeed.bench.attention_verdicts import AttentionRow, Speedup, error_at, verdicts
+from mmspeed.compute.sparse import clustered_attention
+from mmspeed.config import Config, make_config
+from mmspeed.config.sparse import SparseConfig
+from mmspeed.errors import UserError
+from mmspeed.pipelines import TrainPipeline
+from mmspeed.preprocess import CacheBuilder
+from tests.support.runs import small_tree
+
+GRID = (8, 8, 8)
+ROW = AttentionRow(
+    tokens=16_384,
+    keep=0.1,
+    planner="clusters",
+    tail="summary",
+    cluster_size=256,
+    kept=0.1,
+    pairs=100,
+    backend="grouped",
+    error=0.048,
+    gradient_errors=(0.2, 0.2, 0.2),
+    warm_error=0.05,
+    plan_seconds=0.1,
+    warm_seconds=0.06,
+    both_seconds=1.0,
+    forward=Speedup(4.1, 4.2),
+    both=Speedup(5.6, 5.7),
+    peak_bytes=180,
+    dense_peak_bytes=120,
+    throughput=0.7,
+)
+
+
+def test_the_video_is_a_function_of_its_names() -> None:
+    q, k, v, positions = make_qkv(GRID, heads=4, width=32)
+    again = make_qkv(GRID, heads=2, width=32)
+    assert q.shape == k.shape == v.shape == (1, 4, 512, 32) and positions.shape == (512, 3)
+    for whole, part in zip((q, k, v), again, strict=False):
+        assert torch.equal(whole[:, :2], part)
+    assert not torch.equal(q, make_qkv(GRID, 4, 32, seed=1)[0])
+    other = make_qkv(GRID, 4, 32, look=1)[0]
+    like = F.cosine_similarity(q, other, dim=-1).mean()
+    assert 0.8 < like < 0.999  # the same video, other noise
+
+
+def test_the_video_has_the_properties_it_claims() -> None:
+    q, k, _, positions = make_qkv((16, 16, 16))
+    norms = q.square().mean(dim=-1).sqrt()  # a norm with a gain; rotations keep it
+    gains = torch.tensor([GAINS[kind] for kind in ("semantic", "local", "mixed", "mixed")])
+    torch.testing.assert_close(norms, gains[None, :, None].expand_as(norms))
+    shares = oracle_share(q, k)
+    assert ((shares > 0.07) & (shares < 0.22)).all()  # as peaked as in the study
+    some = slice(0, None, 7)
+    far_SN = torch.cdist(positions[some].float(), positions.float())
+    p_ASN = (q[0, :, some] @ k[0].mT / 8).softmax(dim=-1)
+    semantic, local, *mixed = ((p_ASN * far_SN).sum(dim=-1).mean(dim=-1) / far_SN.mean()).tolist()
+    assert local < 0.45 < min(mixed) < semantic  # how far heads look, by the mean distance
+    flat = torch.zeros_like(q)
+    assert oracle_share(flat, flat).sub(0.9).abs().max() < 0.01
+
+
+@given(st.integers(64, 40_000))
+def test_grids_have_all_tokens(tokens: int) -> None:
+    t, h, w = grid_of(tokens)
+    assert t * h * w == tokens and t <= h <= w
+
+
+def test_sizes_of_the_lengths_of_the_study() -> None:
+    assert [grid_of(n) for n in (4_096, 16_384, 32_768)] == [(16, 16, 16), (16, 32, 32), (32, 32, 32)]
+    assert window_of((16, 32, 32), (4, 4, 4), 0.1) == (3, 3, 3)  # 27 of 256 tiles
+    assert window_of((16, 32, 32), (4, 4, 4), 1.0) == (5, 9, 9)
+
+
+@pytest.mark.parametrize("planner", ["clusters", "tiles"])
+@pytest.mark.parametrize("tail", ["zero", "summary"])
+def test_rows_are_those_of_direct_calls(planner: str, tail: str) -> None:
+    asked = {"tokens": (512,), "keeps": (0.2,), "planners": (planner,), "tails": (tail,), "rounds": 1, "device": "cpu"}
+    result = bench_attention(asked)
+    (row,) = result.rows
+    *inputs, positions = make_qkv(GRID)
+    q, k, v = (x.requires_grad_() for x in inputs)
+    dout = rng.normal(v.shape, 0, "bench attention", "gradient")
+    dense = F.scaled_dot_product_attention(q, k, v)
+    exact = torch.autograd.grad(dense, (q, k, v), dout)
+    plan = method(planner, tail, 0.2, GRID).plan(q.detach(), k.detach(), positions)
+    out, _, stats = clustered_attention(q, k, v, plan, tail=tail)  # type: ignore[arg-type]
+    found = torch.autograd.grad(out, (q, k, v), dout)
+    assert row.error == pytest.approx(relative_error(out, dense), rel=1e-4)
+    assert row.gradient_errors == pytest.approx(
+        [relative_error(a, b) for a, b in zip(found, exact, strict=True)], rel=1e-4
+    )
+    assert row.kept == pytest.approx(float(stats.kept_BA.mean())) and 0.1 < row.kept < 0.3
+    assert (row.backend, row.pairs) == (stats.backend, int(stats.pairs)) == ("grouped", row.pairs)
+    assert row.peak_bytes > 4 * q.numel() * 4  # the output and three gradients
+    assert (row.warm_error is not None) == (planner == "clusters") and row.both.cpu is not None
+    assert result.oracle[512] == pytest.approx(oracle_share(q.detach(), k.detach()).tolist())
+    assert "90 % of a query's mass lies on" in "\n".join(result.lines())
+
+
+def _passed(rows: list[AttentionRow], words: str, device: str = "cpu") -> bool:
+    (verdict,) = [verdict for verdict in verdicts(rows, device) if words in verdict.goal]
+    assert verdict.line().startswith("PASSED" if verdict.passed else "FAILED")
+    return verdict.passed
+
+
+@pytest.mark.parametrize(
+    ("words", "change"),
+    [
+        ("error at most", {"error": 0.051}),
+        ("forward at least", {"forward": Speedup(3.9, 4.2)}),
+        ("forward at least", {"forward": Speedup(6.0, 3.9)}),
+        ("forward + backward at least", {"both": Speedup(5.4)}),
+        ("memory beyond the inputs", {"peak_bytes": 217}),
+        ("a warm plan", {"warm_seconds": 0.081}),
+    ],
+)
+def test_verdicts_of_one_row(words: str, change: dict[str, object]) -> None:
+    assert _passed([ROW], words)
+    assert not _passed([replace(ROW, **change)], words)  # type: ignore[arg-type]
+    assert not [v for v in verdicts([replace(ROW, tokens=1_024)], "cpu") if words in v.goal]
+
+
+def test_verdicts_of_long_videos() -> None:
+    tenth = replace(ROW, tokens=32_768, forward=Speedup(4.7), both=Speedup(6.5), peak_bytes=360, dense_peak_bytes=240)
+    twentieth = replace(tenth, keep=0.05, error=0.075, both=Speedup(10.5))
+    assert all(verdict.passed for verdict in verdicts([ROW, tenth, twentieth], "cpu"))
+    assert not _passed([replace(twentieth, error=0.081)], "error at most 0.08")
+    assert not _passed([replace(twentieth, both=Speedup(9.9))], "at least 10.0x")
+    assert not _passed([ROW, replace(tenth, peak_bytes=700, dense_peak_bytes=700)], "grows as the tokens do")
+
+
+def test_verdicts_that_compare_rows() -> None:
+    zero = replace(ROW, tail="zero", error=0.166)
+    assert _passed([ROW, zero], "the summary's error") and not _passed(
+        [ROW, replace(zero, error=0.1)], "the summary's error"
+    )
+    ours = replace(zero, tokens=4_096, error=0.2)
+    theirs = replace(ours, planner="clusters-top", error=0.22)
+    assert _passed([ours, theirs], "same number") and not _passed([ours, replace(theirs, error=0.21)], "same number")
+    tiles = [
+        replace(zero, planner="tiles", keep=keep, error=0.02 / keep, both_seconds=8 * keep) for keep in (0.05, 0.1, 0.2)
+    ]
+    assert _passed([ROW, *tiles], "most important tiles")  # in 1 s tiles keep an eighth: error 0.16
+    assert not _passed([replace(ROW, error=0.081), *tiles], "most important tiles")
+    assert error_at(tiles, 1.0) == (pytest.approx(0.16), True)
+    assert error_at(tiles, 3.2) == (pytest.approx(0.05), False)
+    worse = replace(tiles[0], both_seconds=2.0, error=0.5)  # slower and worse than others: no choice
+    assert error_at([*tiles, worse], 1.0) == (pytest.approx(0.16), True)
+
+
+def test_an_accelerators_verdict_is_its_throughput() -> None:
+    assert _passed([ROW], "dense throughput", "cuda") and not _passed(
+        [replace(ROW, throughput=0.5)], "dense throughput", "cuda"
+    )
+    assert not [verdict for verdict in verdicts([ROW], "cuda") if "forward at least" in verdict.goal]
+    assert not [verdict for verdict in verdicts([ROW], "cpu") if "dense throughput" in verdict.goal]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "bench",
+        "attention",
+        "--tokens",
+        "512",
+        "--keep",
+        "0.2",
+        "--planner",
+        "clusters-mass,window,skip",
+        "--rounds",
+        "1",
+    ]
+    words += ["--tail", "zero", "--output", str(tmp_path), "--strict", "--device", "cpu"]
+    assert main([*words, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads((tmp_path / "attention.json").read_text())
+    rows = {row["planner"]: row for row in printed["rows"]}
+    assert set(rows) == {"clusters-mass", "window", "skip"} and printed["kernels"]["masked"] == ""
+    assert rows["clusters-mass"]["kept"] == pytest.approx(0.2, abs=0.03)
+    assert rows["skip"]["kept"] == pytest.approx(0.2, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--planner", "circles"], "--planner circles is not one of clusters"),
+        (["--tail", "long"], "--tail long is not one of zero, summary"),
+        (["--keep", "2"], "--keep 2 is not a share"),
+        (["--keep", "much"], "numbers with commas"),
+        (["--tokens", "8"], "too short"),
+        (["--backend", "dense"], "--backend dense is not one of auto"),
+        (["--width", "7"], "--width 7 is not even"),
+        (["--run", "nowhere", "--tokens", "512"], "leave them out beside --run"),
+        (["--run", "nowhere"], "no such run"),
+    ],
+)
+def test_words_that_cannot_be_measured(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "attention", *words]) != 0
+    assert message in capsys.readouterr().err
+
+
+def test_the_full_set() -> None:
+    assert ask(None, "0.1", None, None, full=True)["tokens"] == (4_096, 16_384, 32_768)
+    assert ask(None, "0.1", None, None, full=True)["keeps"] == (0.1,)
+    assert ask(None, None, None, None, full=False) == {}
+
+
+@pytest.mark.parametrize(
+    ("bad", "ends"),
+    [
+        ([], (0, 0)),
+        ([0], (1, 0)),
+        ([5], (0, 1)),
+        ([0, 5], (1, 1)),
+        ([0, 1, 4], (2, 2)),
+        ([2], (3, 0)),
+        ([0, 2, 5], (3, 1)),
+    ],
+)
+def test_fewest_dense_blocks(bad: list[int], ends: tuple[int, int]) -> None:
+    assert fewest_dense(bad, 6) == ends
+
+
+def _layers(errors: list[float], span: str = "full") -> list[LayerResult]:
+    """Layers with the given error of each block at 0.1 kept; half of it at 0.2, and twice for tiles."""
+
+    def points(error: float) -> list[MethodResult]:
+        methods = [("clusters", "summary", 1.0), ("tiles", "summary", 2.0)]
+        return [
+            MethodResult(p, t, keep, [keep], [e], e)
+            for p, t, times in methods
+            for keep in (0.1, 0.2)
+            for e in [times * error * 0.1 / keep]
+        ]
+
+    return [LayerResult(block, span, 16_384, [0.9], [0.1], points(error)) for block, error in enumerate(errors)]
+
+
+def _timings(clusters: float, tiles: float) -> list[AttentionRow]:
+    speeds = {"clusters": clusters, "tiles": tiles}
+    return [
+        replace(
+            ROW, planner=planner, keep=keep, both=Speedup(speed * 0.1 / keep), both_seconds=10 / (speed * 0.1 / keep)
+        )
+        for planner, speed in speeds.items()
+        for keep in (0.1, 0.2)
+    ]
+
+
+def test_a_suggestion_is_the_fastest_within_the_error() -> None:
+    timings = {"full": _timings(5.0, 6.0)}
+    found = suggest(_layers([0.3, 0.06, 0.06, 0.06]), timings, 4, 0.1, lambda choice: {"cluster_size": 256})
+    assert found.settings is not None
+    sparse = found.settings["model"]["sparse"]
+    assert sparse == {
+        "planner": "clusters",
+        "tail": "summary",
+        "keep": 0.1,
+        "cluster_size": 256,
+        "dense_first": 1,
+        "dense_last": 0,
+    }
+    assert "2.50x" in found.reason and "0.06" in found.reason  # of four layers of 10 s, three take 2 s
+    assert yaml.safe_load("\n".join(found.lines()[2:])) == found.settings
+    SparseConfig(**sparse)
+    lenient = suggest(_layers([0.3, 0.06, 0.06, 0.06]), timings, 4, 1.0, lambda choice: {})
+    assert lenient.settings is not None and lenient.settings["model"]["sparse"]["planner"] == "tiles"
+
+
+def test_it_says_when_sparse_attention_does_not_pay() -> None:
+    slow = suggest(_layers([0.01] * 4), {"full": _timings(0.9, 0.8)}, 4, 0.1, lambda choice: {})
+    assert slow.settings is None and "does not pay" in slow.reason and "16,384 tokens" in slow.reason
+    wrong = suggest(_layers([0.5] * 4), {"full": _timings(5.0, 6.0)}, 4, 0.1, lambda choice: {})
+    assert (
+        wrong.settings is None and "no setting has an error of 0.1 or less" in wrong.reason and "0.25" in wrong.reason
+    )
+    half = suggest(_layers([0.5, 0.5, 0.5, 0.01]), {"full": _timings(1.2, 1.2)}, 4, 0.1, lambda choice: {})
+    assert half.settings is None and "within an error of 0.1" in half.reason
+    assert suggest([], {}, 4, 0.1, lambda choice: {}).settings is None
+
+
+def test_spans_of_a_factorised_model_are_chosen_apart() -> None:
+    spatial = _layers([0.05, 0.05, 0.05, 0.05])[::2]
+    layers = [replace(layer, span="spatial") for layer in spatial]
+    temporal = [replace(layer, span="temporal") for layer in _layers([0.9, 0.9, 0.9, 0.9])[1::2]]
+    timings = {"spatial": _timings(5.0, 2.0), "temporal": _timings(5.0, 2.0)}
+    found = suggest([*layers, *temporal], timings, 4, 0.1, lambda choice: {})
+    assert found.settings is not None and found.settings["model"]["sparse"]["spans"] == "spatial"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """A full model over 300 tokens."""
+    folder = tmp_path_factory.mktemp("run")
+    tree = small_tree(folder, clips=2)
+    tree["data"]["buckets"] = [{"frames": 17, "height": 96, "width": 160}]
+    tree["model"]["arrangement"] = "full"
+    tree["train"] |= {"steps": 1, "batch_size": 1}
+    tree["validate"]["every"] = 1
+    config = make_config(tree, (), origin="test")
+    CacheBuilder(config).run()
+    TrainPipeline(config).run()
+    return config
+
+
+def test_layers_of_a_run(trained: Config, tmp_path: Path) -> None:
+    asked = {"keeps": (0.2, 1.0), "planners": ("clusters", "tiles"), "tails": ("summary",)}
+    common = {"device": "cpu", "rounds": 1, "cluster_size": 16}
+    result = bench_run(trained.run_dir, asked, samples=1, output=tmp_path, **common)
+    depth = len(result.layers)
+    assert depth == 2 and all(layer.tokens == 300 and layer.span == "full" for layer in result.layers)
+    for layer in result.layers:
+        assert len(layer.entropy) == len(layer.mass_share) and all(0 < share < 1 for share in layer.mass_share)
+        for planner in ("clusters", "tiles"):
+            assert layer.error((planner, "summary"), 1.0) < 1e-5 < layer.error((planner, "summary"), 0.2) < 1
+        assert all(len(point.errors) == len(layer.entropy) for point in layer.points)
+        middle = [point for point in layer.points if point.keep == 0.2 and point.planner == "clusters"]
+        assert middle[0].kept == pytest.approx([0.2] * len(middle[0].kept), abs=0.15)
+    assert len(result.timings["full"]) == 4
+    assert json.loads((tmp_path / "attention.json").read_text())["layers"][0]["tokens"] == 300
+    assert (tmp_path / "attention.png").read_bytes().startswith(b"\x89PNG")
+    assert "300" in "\n".join(result.lines()) and math.isfinite(result.timings["full"][0].both.wall)
+
+
+def test_a_run_whose_samples_are_gone(trained: Config, tmp_path: Path) -> None:
+    moved = tmp_path / "cache"
+    Path(trained.cache_root).rename(moved)
+    try:
+        with pytest.raises(UserError, match="come from its cache, which cannot be read"):
+            bench_run(trained.run_dir, {})
+    finally:
+        moved.rename(trained.cache_root)
+    with pytest.raises(UserError, match="no checkpoint '7'"):
+        bench_run(trained.run_dir, {}, checkpoint="7")

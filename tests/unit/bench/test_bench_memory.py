@@ -1,0 +1,128 @@
+"""`mmspeed bench memory`: its parts on tiny models, and the report of a config's own step."""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmspeed.bench import memory_budget
+from mmspeed.bench.memory import CASES, BenchModel, PolicyResult, PolicySetting, grown_bytes, measure
+from mmspeed.bench.memory_all import bench_memory
+from mmspeed.bench.memory_budget import measure_budgets
+from mmspeed.bench.memory_tiers import TierModelSize, lines, measure_tiers
+from mmspeed.cli.app import run
+from mmspeed.config import Config, dump_config, make_config
+from mmspeed.errors import UserError
+from mmspeed.memory.planning.tracked import kept_bytes
+from tests.support.runs import small_config
+
+TINY = PolicySetting(width=96, heads=4, rank=8, depth=2, latent=(5, 16, 16), rounds=1, device="cpu", sizes=False)
+
+
+@pytest.fixture(scope="module")
+def found() -> PolicyResult:
+    wanted = (
+        "plain",
+        "block: recompute",
+        "block: offload",
+        "block: offload_selective",
+        "mlp in 4 parts",
+        "mlp in 4 parts, not exact",
+    )
+    return measure(TINY, [case for case in CASES if case.name in wanted])
+
+
+def test_ways_are_told_with_what_they_give_and_cost(found: PolicyResult) -> None:
+    plain, again, offloaded, cheap, parts, sums = found.rows
+    assert all(row.equal for row in found.rows[:-2]) and plain.time == 1.0
+    # whether parts are bitwise is this machine's affair; sums over parts are in another order on all of them
+    assert (
+        parts.distance < 1e-5 and (parts.distance == 0) == parts.equal and 0 < sums.distance < 1e-5 and not sums.equal
+    )
+    assert plain.work < sums.work < parts.work < 1.5 * plain.work and parts.kept == sums.kept < 0.8 * plain.kept
+    assert again.kept < 0.2 * plain.kept and again.backward_matmuls > plain.backward_matmuls
+    assert cheap.backward_matmuls == offloaded.backward_matmuls == plain.backward_matmuls
+    assert plain.host == again.host == 0
+    text = "\n".join(found.lines())
+    assert "320 tokens" in text and "bitwise" in text and "PASSED: gradients" in text
+
+
+def test_a_process_that_keeps_less_grows_less() -> None:
+    large = replace(TINY, latent=(5, 32, 32), depth=8, rounds=0)
+    plain, again = measure(large, [case for case in CASES if case.name in ("plain", "block: recompute")]).rows
+    grown = [grown_bytes(large, row.case) for row in (plain, again)]
+    # what a process grows by has a part that no way touches: gradients, one block's work, the allocator's own
+    assert grown[0] - grown[1] > 0.3 * (plain.kept - again.kept) > 2**25
+
+
+def test_what_is_measured_is_let_go() -> None:
+    stage = BenchModel(TINY)
+    seen = []
+
+    def forward() -> Any:
+        out = stage.model.blocks[0].register_forward_hook(lambda module, args, out: seen.append(weakref.ref(out)))
+        loss = stage.forward()
+        out.remove()
+        return loss
+
+    assert kept_bytes(stage.device, stage.model, forward, stage.inputs) > 1e6
+    gc.collect()
+    assert len(seen) == 1 and seen[0]() is None
+    assert all(parameter.grad is None for parameter in stage.model.parameters())
+
+
+def test_a_way_that_changes_a_gradient_fails(found: PolicyResult) -> None:
+    plain, _, _, cheap, *_ = found.rows
+    assert not replace(found, rows=(plain, replace(cheap, equal=False))).passed()
+    assert not replace(found, rows=(plain, replace(cheap, kept=plain.kept))).passed()
+    parts = found.rows[-2]
+    assert replace(found, rows=(plain, replace(parts, equal=False, distance=1e-6))).passed()
+    assert not replace(found, rows=(plain, replace(parts, equal=False, distance=1e-3))).passed()
+    assert replace(found, rows=(plain, replace(cheap, kept=plain.kept // 4))).passed()
+
+
+def test_tiers_have_the_bytes_they_are_meant_to_have() -> None:
+    rows = measure_tiers(TierModelSize(width=192, depth=2, heads=6, rank=16), rounds=1, device="cpu", bucket="1MiB")
+    assert [round(row.device) for row in rows] == [12, 4, 14, 12, 4, 2]
+    assert [row.equal for row in rows] == [None, True, None, True, True, True]
+    assert all(row.passed() for row in rows) and lines(rows)[-1].startswith("PASSED")
+
+
+def test_a_budget_is_kept_to_or_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def small(*given: Any) -> Config:
+        overrides = ["model.depth=6", "data.buckets=[{frames: 17, height: 128, width: 128}]"]
+        return make_config(setting(*given).model_dump(mode="json"), overrides, origin="test")
+
+    setting = memory_budget.setting
+    monkeypatch.setattr(memory_budget, "setting", small)
+    found = measure_budgets("full", "cpu", shares=(0.5, 0.001))
+    half, none = found.rows
+    assert half.passed() and half.measured is not None and half.measured <= half.budget and half.ways
+    assert none.measured is None and "at least" in str(none.told) and not found.passed()
+    assert "FAILED" in found.lines()[-1]
+
+
+def test_the_step_of_a_config_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = small_config(tmp_path, "memory.activation_policy={block: recompute}")
+    path = tmp_path / "run.yaml"
+    path.write_text(dump_config(config))
+    assert run(["bench", "memory", str(path), "--output", str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr().out
+    assert "at the peak" in shown and "kept for backward" in shown and "optimizer" in shown
+    written = json.loads((tmp_path / "out" / "memory.json").read_text())["report"]
+    assert sum(written["categories"].values()) == written["peak"] > 0
+    assert (tmp_path / "out" / "memory.png").read_bytes().startswith(b"\x89PNG")
+    assert run(["bench", "memory", str(path), "--full"]) == 1
+    assert "leave them out beside CONFIG" in capsys.readouterr().err
+
+
+def test_a_part_that_there_is_not() -> None:
+    given = {"full": False, "arrangement": None, "dtype": None, "latent": None, "rounds": 1, "device": "cpu"}
+    with pytest.raises(UserError, match="--only: speed is not one of ways, optimizer, budget"):
+        bench_memory(only="speed", grown=False, shown=False, **given)  # type: ignore[arg-type]

@@ -1,0 +1,264 @@
+"""The seam before training: a table by task, which the commands init, check, preprocess and train go through."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import pytest
+import yaml
+from pydantic import Field
+
+from mmspeed.cli import preparations
+from mmspeed.cli.app import run
+from mmspeed.cli.init import template, write_config
+from mmspeed.config import RunConfig, load_config, load_run_config, make_config, make_run_config
+from mmspeed.config.inputs import Section
+from mmspeed.config.tasks import TASKS, TaskEntry
+from mmspeed.errors import UserError
+from mmspeed.preprocess import OnlineBuilder
+from mmspeed.preprocess.preparation import VideoPreparation
+from tests.support.runs import small_config, small_tree
+
+
+class CorpusConfig(Section):
+    """A text."""
+
+    path: str = Field(description="The file.")
+    length: int = Field(8, description="Characters of an item.")
+
+
+class ToyConfig(RunConfig):
+    """A run of a task that is no video task."""
+
+    order: ClassVar[tuple[str, ...]] = ("task", "name", "corpus")
+    task: Literal["toy"] = Field("toy", description="What is trained.")
+    corpus: CorpusConfig = Field(description="What is trained on.")
+
+
+class ToyReport:
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = problems
+
+    def print(self, console: Any = None) -> None:
+        print("toy check")
+
+
+class ToyPreparation:
+    """A preparation that records its calls."""
+
+    asked: ClassVar[list[Any]] = []
+    problems: ClassVar[list[str]] = []
+
+    def __init__(self, config: RunConfig) -> None:
+        assert isinstance(config, ToyConfig)
+        self.config = config
+
+    @classmethod
+    def starting_values(cls, name: str, videos: str | None) -> Mapping[str, Any]:
+        return {"corpus": {"path": videos or f"{name}.txt"}}
+
+    def check(
+        self, page: Path | None = None, suggest_buckets: int | None = None, ranks: Sequence[int] | None = None
+    ) -> ToyReport:
+        self.asked.append(("check", page, suggest_buckets, ranks))
+        return ToyReport(self.problems)
+
+    def build(self, shard: str | None = None) -> list[str]:
+        self.asked.append(("build", shard))
+        return ["toy built"]
+
+    def build_on_ray(self, workers: int | None = None) -> list[str]:
+        self.asked.append(("ray", workers))
+        return ["toy built on Ray"]
+
+    def maker(self) -> Any:
+        self.asked.append("maker")
+        return "toy maker"
+
+
+class NoTask:
+    """A task that outlines no models."""
+
+    def __init__(self, config: Any, maker: Any = None) -> None:
+        self.config = config
+
+
+def toy_entry(preparation: str | None = None) -> TaskEntry:
+    return TaskEntry(f"{__name__}:NoTask", f"{__name__}:ToyConfig", preparation, origin="a test")
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task whose config is known, without a preparation."""
+    monkeypatch.setitem(TASKS, "toy", toy_entry())
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch, toy: None) -> list[Any]:
+    """The task with a preparation, and the list of its calls."""
+    monkeypatch.setitem(TASKS, "toy", toy_entry(f"{__name__}:ToyPreparation"))
+    monkeypatch.setattr(ToyPreparation, "asked", [])
+    monkeypatch.setattr(ToyPreparation, "problems", [])
+    return ToyPreparation.asked
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "toy.yaml"
+    path.write_text(yaml.safe_dump({"task": "toy", "corpus": {"path": "a.txt"}}), encoding="utf-8")
+    return path
+
+
+class FakePipeline:
+    """A stand-in for the trainer, which records its arguments."""
+
+    given: ClassVar[list[Any]] = []
+
+    def __init__(self, config: RunConfig, maker: Any = None) -> None:
+        self.given.append((config.task, maker))
+
+    def run(self) -> FakePipeline:
+        return self
+
+    def lines(self) -> list[str]:
+        return ["trained"]
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    monkeypatch.setattr("mmspeed.pipelines.TrainPipeline", FakePipeline)
+    monkeypatch.setattr(FakePipeline, "given", [])
+    return FakePipeline.given
+
+
+def test_the_commands_go_through_the_table(
+    prepared: list[Any], trained: list[Any], file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["preprocess", str(file), "--shard", "1/2"]) == 0
+    assert run(["preprocess", str(file), "--ray", "3"]) == 0
+    assert run(["check", str(file), "--ranks", "4,2", "--suggest-buckets", "3", "--report", "page.html"]) == 0
+    assert run(["train", str(file)]) == 0
+    assert prepared == [("build", "1/2"), ("ray", 3), ("check", Path("page.html"), 3, [2, 4]), "maker"]
+    assert trained == [("toy", "toy maker")]
+    assert capsys.readouterr().out.splitlines() == ["toy built", "toy built on Ray", "toy check", "trained"]
+
+
+def test_problems_of_a_check_are_its_exit_code(prepared: list[Any], file: Path) -> None:
+    ToyPreparation.problems.append("no text")
+    assert run(["check", str(file)]) == 1
+
+
+def test_init_writes_the_tasks_own_sections(prepared: list[Any], tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_text("b")
+    assert run(["init", str(tmp_path / "new"), "--task", "toy", "--videos", str(tmp_path / "b.txt")]) == 0
+    text = (tmp_path / "new.yaml").read_text(encoding="utf-8")
+    config = load_run_config(tmp_path / "new.yaml")
+    assert isinstance(config, ToyConfig) and config.corpus.path == "b.txt" and config.name == "new"
+    assert config.memory == RunConfig().memory and "# Characters of an item." in text and "vae" not in text
+    assert [line.split(":")[0] for line in text.splitlines() if line[:1].isalpha()][:3] == ["task", "name", "corpus"]
+    assert yaml.safe_load(template("a", None, "toy"))["corpus"] == {"path": "a.txt"}
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("preprocess", []),
+        ("check --report", ["--report", "page.html"]),
+        ("check --suggest-buckets", ["--suggest-buckets", "2"]),
+    ],
+)
+def test_a_command_that_a_task_does_not_have_says_so_in_one_line(
+    toy: None, file: Path, command: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([command.split()[0], str(file), *words]) == 1
+    error = capsys.readouterr().err.strip()
+    assert error.count("\n") == 0 and f"`mmspeed {command}` does not support the task toy (only: video)" in error
+
+
+def test_init_of_such_a_task_writes_its_keys(toy: None, tmp_path: Path) -> None:
+    text = write_config(tmp_path / "new.yaml", task="toy").read_text(encoding="utf-8")
+    assert "\ntask: toy\n" in text and "\n#corpus: null\n" in text and "mmspeed preprocess" not in text
+    with pytest.raises(UserError, match="'corpus' is missing"):
+        load_run_config(tmp_path / "new.yaml")
+    assert load_run_config(tmp_path / "new.yaml", ["corpus.path=a.txt"]).train == RunConfig().train
+
+
+def test_init_of_such_a_task_takes_no_media(toy: None, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="`mmspeed init --videos` does not support the task toy"):
+        write_config(tmp_path / "new.yaml", videos=tmp_path, task="toy")
+    assert not (tmp_path / "new.yaml").exists()
+
+
+def test_a_task_without_preparation_is_trained_without_a_maker(toy: None, trained: list[Any], file: Path) -> None:
+    assert run(["train", str(file)]) == 0
+    assert trained == [("toy", None)]
+
+
+@pytest.mark.parametrize(
+    "words", [["train", "{}"], ["check", "{}"], ["preprocess", "{}"], ["check", "{}", "--parallel", "ulysses=2"]]
+)
+def test_an_unknown_task_is_named(tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("task: vidoe\n", encoding="utf-8")
+    assert run([word.format(path) for word in words]) == 1
+    assert "task 'vidoe' is not known; did you mean 'video'?" in capsys.readouterr().err
+
+
+def test_init_of_an_unknown_task_names_those_that_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["init", str(tmp_path / "new"), "--task", "speech"]) == 1
+    assert "--task: task 'speech' is not known" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("task", [None, 3, ["video"], True])
+def test_a_task_that_is_no_name_is_refused(task: Any) -> None:
+    with pytest.raises(UserError, match="is not known"):
+        make_run_config({"task": task})
+
+
+def test_keys_of_another_task_are_named(toy: None, file: Path) -> None:
+    with pytest.raises(UserError, match="'vae', which is a section of the task video; this config is of the task toy"):
+        load_run_config(file, ["vae.kind=linear"])
+    with pytest.raises(
+        UserError, match="'corpus', which is a section of the task toy; this config is of the task video"
+    ):
+        make_config({"data": {"sources": [{"path": "a"}], "buckets": [BUCKET]}, "corpus": {"path": "a"}})
+    with pytest.raises(UserError, match="this is for the video task, and the config is of the task toy"):
+        load_config(file)
+
+
+BUCKET = {"frames": 5, "height": 32, "width": 48}
+
+
+def test_a_config_without_a_task_is_of_videos(tmp_path: Path) -> None:
+    tree = small_tree(tmp_path)
+    assert "task" not in tree and make_run_config(tree).task == "video"
+    assert isinstance(preparations.preparation(make_run_config(tree)), VideoPreparation)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "made"),
+    [((), True), (("preprocess.online=false",), False), (("data.cache=https://example.org/cache",), False)],
+)
+def test_missing_videos_are_encoded_in_the_first_epoch_where_they_can_be(
+    tmp_path: Path, overrides: tuple[str, ...], made: bool
+) -> None:
+    maker = preparations.maker_of(small_config(tmp_path, *overrides))
+    assert isinstance(maker, OnlineBuilder) if made else maker is None
+
+
+def test_init_loads_nothing_that_encodes(tmp_path: Path) -> None:
+    """`mmspeed init` starts at once."""
+    code = (
+        "import sys; from mmspeed.cli.app import run; assert run(['init', sys.argv[1]]) == 0; "
+        "assert 'mmspeed.preprocess.preparation' in sys.modules and 'mmspeed.preprocess.build.offline' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "new")], check=True)
+
+
+def test_demo_clips_are_what_a_new_config_trains_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(write_config(tmp_path / "new"))
+    assert Path(config.data.sources[0].path).is_file()

@@ -1,0 +1,158 @@
+"""Tasks of installed packages: one line in a package's pyproject.toml, which every process knows; and what may be wrong with it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mmspeed.cli.app import run
+from mmspeed.config import make_run_config
+from mmspeed.config.tasks import TASKS, config_class, known_tasks, preparation_class, task_class, task_entry
+from mmspeed.errors import UserError
+from mmspeed.pipelines.tasks import make_task, register
+from mmspeed.pipelines.tasks.video import VideoTask
+from tests.support.packages import install
+from tests.support.runs import small_tree
+
+POEMS = """
+    from typing import Literal
+
+    from mmspeed.config import RunConfig
+    from mmspeed.pipelines.tasks.base import TaskDefaults
+
+
+    class PoemConfig(RunConfig):
+        task: Literal["poems"] = "poems"
+        lines: int = 4
+
+
+    class PoemTask(TaskDefaults):
+        name = "poems"
+        config_class = PoemConfig
+
+        def __init__(self, config, maker=None):
+            self.config, self.maker = config, maker
+
+
+    class Bare:
+        def __init__(self, config, maker=None):
+            raise AssertionError
+
+
+    def function(config, maker=None):
+        raise AssertionError
+"""
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder that packages are found in."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(TASKS, "characters", raising=False)  # other tests may have registered it
+    yield folder
+    sys.modules.pop("poems_pack", None)
+
+
+def test_an_installed_package_makes_a_task_known(site: Path) -> None:
+    install(site, "poems-pack", {"poems": "poems_pack:PoemTask"}, {"poems_pack": POEMS})
+    assert "poems" in known_tasks() and "poems_pack" not in sys.modules  # nothing is imported before it is asked for
+    config = make_run_config({"task": "poems", "lines": 7})
+    assert type(config) is config_class("poems") and config.model_dump()["lines"] == 7
+    task = make_task(config, "maker")
+    assert type(task) is task_class("poems") and vars(task) == {"config": config, "maker": "maker"}
+    assert preparation_class("poems") is None
+    assert isinstance(make_task(make_run_config(small_tree(site))), VideoTask)  # which nothing has changed
+
+
+def test_a_task_may_bring_its_preparation(site: Path) -> None:
+    more = "\n\n    class Prepared(PoemTask):\n        preparation_class = Bare\n"
+    install(site, "poems-pack", {"poems": "poems_pack:Prepared"}, {"poems_pack": POEMS + more})
+    assert preparation_class("poems") is sys.modules["poems_pack"].Bare
+
+
+def test_an_unknown_task_is_told_with_those_of_packages(site: Path) -> None:
+    install(site, "poems-pack", {"poems": "poems_pack:PoemTask"}, {"poems_pack": POEMS})
+    with pytest.raises(
+        UserError, match=r"test: task 'poem' is not known; did you mean 'poems'\? \(known: video.*poems\)"
+    ):
+        make_run_config({"task": "poem"}, origin="test")
+
+
+def test_keys_of_a_packages_task_are_told(site: Path) -> None:
+    install(site, "poems-pack", {"poems": "poems_pack:PoemTask"}, {"poems_pack": POEMS})
+    install(site, "broken-pack", {"broken": "not_there:Task"})
+    with pytest.raises(
+        UserError, match="unknown key 'lines', which is a section of the task poems; this config is of the task video"
+    ):
+        make_run_config({**small_tree(site), "lines": 3}, origin="test")
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("not_there:Task", "ModuleNotFoundError: No module named 'not_there'"),
+        ("poems_pack:NoTask", "AttributeError: module 'poems_pack' has no attribute 'NoTask'"),
+        ("poems_pack", "ValueError: write module:class"),
+        ("fails_at_once:Task", "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_broken_package_is_named_when_its_task_is_asked_for(
+    site: Path, value: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(site, "broken-pack", {"broken": value}, {"poems_pack": POEMS, "fails_at_once": "1 / 0"}, version="2.1")
+    assert make_run_config(small_tree(tmp_path)).task == "video"
+    path = tmp_path / "run.yaml"
+    path.write_text("task: broken\n", encoding="utf-8")
+    for words in (["train", str(path)], ["check", str(path)], ["init", str(tmp_path / "new"), "--task", "broken"]):
+        assert run(words) == 1
+        error = capsys.readouterr().err.strip()
+        start = "mmspeed: error: the task broken is of the installed package broken-pack 2.1, and "
+        assert error == f"{start}{value!r} cannot be imported: {reason}"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Bare", "poems_pack:Bare needs the class attribute config_class"),
+        ("function", "'poems_pack:function' is not a class"),
+    ],
+)
+def test_a_class_without_a_config_is_told(site: Path, name: str, message: str) -> None:
+    install(site, "poems-pack", {"poems": f"poems_pack:{name}"}, {"poems_pack": POEMS})
+    with pytest.raises(UserError, match=f"of the installed package poems-pack 1.0.*{message}"):
+        config_class("poems")
+
+
+def test_a_config_of_another_name_is_told(site: Path) -> None:
+    install(site, "poems-pack", {"verses": "poems_pack:PoemTask"}, {"poems_pack": POEMS})
+    with pytest.raises(UserError, match=r"'task': input should be 'poems' \(got 'verses'\)"):
+        make_run_config({"task": "verses"})
+
+
+def test_two_packages_with_one_name_are_told(site: Path) -> None:
+    install(site, "poems-pack", {"poems": "poems_pack:PoemTask"}, {"poems_pack": POEMS})
+    install(site, "verse-pack", {"poems": "poems_pack:Bare"})
+    with pytest.raises(UserError, match=r"the task poems is declared by .*; uninstall all but one") as found:
+        make_run_config({"task": "poems"})
+    assert "poems-pack 1.0" in str(found.value) and "verse-pack 1.0" in str(found.value)
+    assert known_tasks().count("poems") == 1
+    assert make_run_config(small_tree(site)).task == "video"
+
+
+def test_a_package_does_not_take_the_place_of_video(site: Path) -> None:
+    install(site, "grab-pack", {"video": "poems_pack:PoemTask"}, {"poems_pack": POEMS})
+    with pytest.raises(UserError, match=r"the task video is declared by mmspeed itself and by grab-pack 1\.0"):
+        make_run_config(small_tree(site))
+
+
+def test_a_program_may_say_which_of_several_it_means(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(site, "poems-pack", {"poems": "poems_pack:Bare"}, {"poems_pack": POEMS})
+    monkeypatch.setitem(TASKS, "poems", TASKS["video"])  # as it was before, when this test ends
+    register("poems", "poems_pack:PoemTask")
+    assert task_entry("poems").origin == "this program"
+    assert make_run_config({"task": "poems"}).task == "poems"

@@ -1,0 +1,279 @@
+"""The data set of every sample: from every format to the reader, in old caches, and in merged ones."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mmspeed.config import Config
+from mmspeed.config.schema import DataConfig
+from mmspeed.data import DatasetCache, Sample
+from mmspeed.data.cache.index import FACTS, SAMPLES_SCHEMA, IndexFacts, _write, list_index
+from mmspeed.data.cache.tables import SAMPLES_FILE, OldSamplesError, parquet_bytes, read_info, sample_schema, write_info
+from mmspeed.data.maintenance.merge import MergeReport, merge, unite_samples
+from mmspeed.data.maintenance.prune_pack import plan_prune
+from mmspeed.data.maintenance.stats import census
+from mmspeed.data.maintenance.verify import verify
+from mmspeed.errors import UserError
+from mmspeed.pipelines import TrainPipeline
+from mmspeed.pipelines.training.open_cache import check_cache
+from mmspeed.preprocess import CacheBuilder, OnlineBuilder
+from mmspeed.preprocess.sources.discover import list_sources
+from tests.support.caches import BUCKET, tar_bytes
+from tests.support.care_caches import build_whole
+from tests.support.media import write_tar
+from tests.support.runs import small_config
+
+# -- from the sources to the samples ----------------------------------------------------------------------------------
+
+
+def media(folder: Path, *names: str) -> Path:
+    """A folder of files that end like media, with captions; nothing opens them when sources are listed."""
+    folder.mkdir(parents=True)
+    for name in names:
+        (folder / name).write_bytes(b"media")
+        (folder / name).with_suffix(".txt").write_text("words")
+    return folder
+
+
+def test_sources_of_every_format_know_their_data_set(tmp_path: Path) -> None:
+    plain = media(tmp_path / "plain", "a.mp4", "b.mp4")
+    listed = media(tmp_path / "listed", "c.mp4")
+    rows = [{"video": "c.mp4", "caption": "words"}]
+    (listed / "m.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    (listed / "m.csv").write_text("video,caption\nc.mp4,words\n")
+    pq.write_table(pa.Table.from_pylist(rows), listed / "m.parquet")
+    described = media(tmp_path / "described", "d.mp4")
+    (described / "metadata.jsonl").write_text(json.dumps({"video": "d.mp4", "caption": "words"}) + "\n")
+    for number in range(2):
+        write_tar(tmp_path / f"{number}.tar", [(f"e{number}.mp4", b"media"), (f"e{number}.txt", b"words")])
+    sources = [
+        {"path": str(plain), "name": "my clips"},
+        *({"path": str(listed / f"m.{kind}")} for kind in ("jsonl", "csv", "parquet")),
+        {"path": str(described)},
+        {"path": str(tmp_path / "*.tar"), "name": "tars"},
+        {"path": str(plain)},
+    ]
+    data = DataConfig.model_validate({"sources": sources, "buckets": [{"frames": 5, "height": 32, "width": 32}]})
+    found = list_sources(data).sources
+    assert [(source.name, source.dataset) for source in found] == [
+        ("a.mp4", "my clips"),
+        ("b.mp4", "my clips"),
+        ("c.mp4", "m.jsonl"),
+        ("m.csv/c.mp4", "m.csv"),
+        ("m.parquet/c.mp4", "m.parquet"),
+        ("d.mp4", "described"),
+        ("0.tar!e0.mp4", "tars"),
+        ("1.tar!e1.mp4", "tars"),
+        ("plain/a.mp4", "plain"),
+        ("plain/b.mp4", "plain"),
+    ]
+    assert found[0].dataset is found[1].dataset, "ten million sources share the names"
+
+
+def two_sets(folder: Path, *overrides: str, names: tuple[str, str] = ("cats", "dogs")) -> Config:
+    """`small_config`, its clips in two data sets of 5 and 3."""
+    config = small_config(folder)
+    manifest = Path(config.data.sources[0].path)
+    rows = manifest.read_text(encoding="utf-8").splitlines(keepends=True)
+    sources = []
+    for name, some in zip(names, (rows[:5], rows[5:]), strict=True):
+        (folder / f"{len(some)}.jsonl").write_text("".join(some), encoding="utf-8")
+        sources.append({"path": str(folder / f"{len(some)}.jsonl"), "name": name})
+    return small_config(folder, f"data.sources={json.dumps(sources)}", *overrides)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """A cache of two data sets. Not to be changed."""
+    config = two_sets(tmp_path_factory.mktemp("built"))
+    CacheBuilder(config).run()
+    return config
+
+
+def copied(built: Config, folder: Path) -> Config:
+    """A copy of that cache, with its sources."""
+    config = two_sets(folder)
+    shutil.copytree(built.cache_dir, config.cache_dir)
+    return config
+
+
+def test_samples_of_a_build_and_of_a_first_epoch_know_their_data_set(built: Config, tmp_path: Path) -> None:
+    cache = DatasetCache(built.cache_dir)
+    assert Counter(sample.dataset for sample in cache.samples) == {"cats": 5, "dogs": 3}
+    bucket = built.buckets[0]
+    groups = cache.split("train").by_group()
+    assert list(groups) == [(bucket, "cats"), (bucket, "dogs")] and [len(places) for places in groups.values()] == [
+        4,
+        3,
+    ]
+    online = two_sets(tmp_path, "train.steps=1", "train.warmup_steps=0")
+    TrainPipeline(online, OnlineBuilder(online)).run()
+    assert (online.cache_dir / SAMPLES_FILE).read_bytes() == (built.cache_dir / SAMPLES_FILE).read_bytes()
+
+
+def test_shares_may_change_and_names_may_not(built: Config, tmp_path: Path) -> None:
+    cache, folder = DatasetCache(built.cache_dir), tmp_path
+    for override in (
+        *("data.sources.0.repeats=3", "data.repeats=2", "data.temperature=2.0"),
+        "data.sources.0.weight=1 data.sources.1.weight=0.5",
+    ):
+        other = two_sets(folder, *override.split(), f"data.cache={built.cache_dir}")
+        check_cache(cache, other)
+        assert other.samples_made_for() == built.samples_made_for()
+    renamed = two_sets(folder, f"data.cache={built.cache_dir}", names=("cats", "birds"))
+    with pytest.raises(
+        UserError, match=r"made with other data\.sources\.1\.name; run `mmspeed preprocess` again"
+    ) as error:
+        check_cache(cache, renamed)
+    assert "\n" not in str(error.value)
+    mine = copied(built, tmp_path / "mine")
+    renamed = two_sets(tmp_path / "mine", names=("cats", "birds"))
+    report = CacheBuilder(renamed).run()
+    assert (report.encoded, report.reused, report.texts) == (0, 8, 0)
+    check_cache(DatasetCache(mine.cache_dir), renamed)
+    assert {sample.dataset for sample in DatasetCache(mine.cache_dir).samples} == {"cats", "birds"}
+
+
+# -- caches from before -----------------------------------------------------------------------------------------------
+
+
+def make_old(root: Path) -> None:
+    """Turn a cache into one of an earlier mmspeed: tables without the column of data sets, and the compiled index of its version."""
+    path = root / SAMPLES_FILE
+    table = pq.read_table(path, partitioning=None)
+    null_key = table.schema.metadata
+    schema = sample_schema().remove(sample_schema().get_field_index("dataset")).with_metadata(null_key)
+    path.write_bytes(parquet_bytes(table.drop_columns(["dataset"]).to_pylist(), schema))
+    arrow = root / "index" / "samples.arrow"
+    with pa.ipc.open_file(arrow) as reader:
+        batch, facts = reader.get_batch(0), IndexFacts(**json.loads(reader.schema.metadata[FACTS]))
+        batch = pa.RecordBatch.from_arrays(
+            [column.take(pa.array(range(len(column)))) for column in batch], schema=batch.schema
+        )
+    names = [name for name in SAMPLES_SCHEMA.names if name != "dataset"]
+    old = replace(facts, **asdict(list_index(root)), version=1)
+    _write(
+        arrow, [batch.column(name) for name in names], pa.schema([SAMPLES_SCHEMA.field(name) for name in names]), old
+    )
+    entries = root / "index" / "entries.arrow"
+    with pa.ipc.open_file(entries) as reader:
+        batch, facts = reader.get_batch(0), IndexFacts(**json.loads(reader.schema.metadata[FACTS]))
+        batch = pa.RecordBatch.from_arrays(
+            [column.take(pa.array(range(len(column)))) for column in batch], schema=batch.schema
+        )
+    _write(entries, batch.columns, batch.schema, replace(facts, **asdict(list_index(root)), version=1))
+
+
+def test_an_old_cache_is_told_in_a_line_and_nothing_calls_it_damaged(
+    built: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = copied(built, tmp_path)
+    root = config.cache_dir
+    assert not verify(root).damage
+    make_old(root)
+    asks: list[Callable[[], object]] = [
+        lambda: DatasetCache(root),
+        lambda: census(root),
+        lambda: plan_prune(root),
+        lambda: merge(tmp_path / "merged", [root]),
+        lambda: TrainPipeline(config).run(),
+    ]
+    monkeypatch.setattr(logging.getLogger("mmspeed"), "propagate", True)  # a command line run earlier turns it off
+    caplog.set_level(logging.WARNING)
+    for ask in asks:
+        with pytest.raises(UserError) as error:
+            ask()
+        assert "made before samples recorded their data set; run `mmspeed preprocess` again" in str(error.value)
+        assert "encodes nothing again" in str(error.value) and "\n" not in str(error.value)
+    with pytest.raises(OldSamplesError):
+        DatasetCache(root, partial=True)
+    assert "damaged" not in caplog.text
+    findings = verify(root)
+    assert findings.damage == [] and any("recorded their data set" in note for note in findings.notes)
+    # one that is also damaged is reported as damaged
+    path = root / SAMPLES_FILE
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(UserError, match=r"samples\.parquet is damaged"):
+        DatasetCache(root)
+
+
+@pytest.mark.parametrize("online", [False, True])
+def test_preprocess_of_an_old_cache_encodes_nothing_again(built: Config, tmp_path: Path, online: bool) -> None:
+    config = copied(built, tmp_path)
+    root, before = config.cache_dir, tar_bytes(config.cache_dir)
+    make_old(root)
+    shards = {path: path.stat().st_mtime_ns for path in root.rglob("*.tar")}
+    if online:
+        TrainPipeline(config, OnlineBuilder(config)).run()
+    else:
+        report = CacheBuilder(config).run()
+        assert (report.encoded, report.reused, report.texts, report.texts_reused) == (0, 8, 0, 9)
+    assert tar_bytes(root) == before and {p: p.stat().st_mtime_ns for p in root.rglob("*.tar")} == shards
+    assert (root / SAMPLES_FILE).read_bytes() == (built.cache_dir / SAMPLES_FILE).read_bytes()
+    assert Counter(sample.dataset for sample in DatasetCache(root).samples) == {"cats": 5, "dogs": 3}
+    assert verify(root).damage == []
+
+
+# -- merging ------------------------------------------------------------------------------------------------------------
+
+
+def test_data_sets_of_one_name_are_one_and_others_stay_apart() -> None:
+    def sample(key: str, source: str, dataset: str) -> Sample:
+        return Sample(key, ("l",), (), "train", BUCKET, source, dataset=dataset)
+
+    base = "0" * 32
+    ours = [sample(base, "a.mp4", "cats"), sample(f"{base}-1", "b.mp4", "cats")]
+    theirs = [sample(base, "b.mp4", "cats"), sample(f"{base}-1", "b.mp4", "dogs")]
+    for tables in ([ours, theirs], [theirs, ours]):
+        united = unite_samples(tables, MergeReport())
+        assert [(s.key, s.source, s.dataset) for s in united] == [
+            (base, "a.mp4", "cats"),
+            (f"{base}-1", "b.mp4", "cats"),
+            (f"{base}-2", "b.mp4", "dogs"),
+        ]
+
+
+def test_merged_data_sets_keep_their_names_and_one_name_has_one_meaning(built: Config, tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    one = small_config(tmp_path / "one", f"data.sources=[{{path: {built.data.sources[0].path}, name: cats}}]")
+    assert built.codec_weights is not None
+    shutil.copytree(built.codec_weights.parent, one.cache_dir / "codec")
+    CacheBuilder(one).run()
+    merged = tmp_path / "merged"
+    report = merge(merged, [one.cache_dir, built.cache_dir])
+    assert report.samples == 8  # the cats of both are the same
+    cache = DatasetCache(merged)
+    assert list(cache.samples) == list(DatasetCache(built.cache_dir).samples)
+    check_cache(cache, built)
+    # the same name for other sources
+    info = {
+        name: value for name, value in read_info(one.cache_dir).items() if name not in ("seal", "schema", "mmspeed")
+    }
+    info["made_for"]["sources"][0] |= {"path": "lions.jsonl", "format": "csv"}
+    write_info(one.cache_dir, info)
+    with pytest.raises(
+        UserError, match=r"both have a data set named cats, of other sources \(format, path\); "
+    ) as error:
+        merge(tmp_path / "again", [one.cache_dir, built.cache_dir])
+    assert "\n" not in str(error.value) and not (tmp_path / "again").exists()
+    # sources of caches that name none are compared as a whole, as before there were names
+    build_whole(tmp_path / "a", range(2), sources=("x",))
+    build_whole(tmp_path / "b", range(2, 4), sources=("y",))
+    assert merge(tmp_path / "a", [tmp_path / "b"]).samples == 4
+
+
+def test_groups_cover_all_places_once(built: Config) -> None:
+    train = DatasetCache(built.cache_dir).split("train")
+    places = np.concatenate(list(train.by_group().values()))
+    assert sorted(places.tolist()) == list(range(len(train)))

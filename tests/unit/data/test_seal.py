@@ -1,0 +1,55 @@
+"""Files that carry their own digest, also when users write what looks like one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmspeed.data import CacheWriter, DatasetCache
+from mmspeed.data.cache.checksum import BLANK, is_sealed, seal, seal_file, sealed_file
+from mmspeed.data.cache.writer import text_tensors
+from mmspeed.data.maintenance.verify import verify
+from mmspeed.protocols import TextEntry
+from tests.support.caches import build, entry_key, finish
+
+FALSE = (BLANK[:-64] + "0123456789abcdef" * 4).encode()
+
+
+@given(st.lists(st.sampled_from([b"text", BLANK.encode(), FALSE, b"\0"]), max_size=6), st.binary(max_size=20))
+def test_only_the_last_mark_is_the_seal(before: list[bytes], after: bytes) -> None:
+    data = b"|".join([*before, BLANK.encode()]) + after
+    sealed = seal(data)
+    assert is_sealed(sealed) and len(sealed) == len(data)
+    assert not is_sealed(data) and not is_sealed(sealed + b"x") and not is_sealed(sealed[:-1])
+    for place in range(0, len(sealed), 7):
+        changed = bytearray(sealed)
+        changed[place] ^= 1
+        assert not is_sealed(bytes(changed))
+
+
+def test_a_file_with_two_places(tmp_path: Path) -> None:
+    """Arrow writes its metadata at both ends; what stands between is the user's."""
+    path = tmp_path / "file"
+    path.write_bytes(b"a" + BLANK.encode() + b"b" + FALSE + BLANK.encode() + b"c" + BLANK.encode() + b"d")
+    seal_file(path)
+    assert sealed_file(path) and path.read_bytes().count(BLANK.encode()) == 1
+    path.write_bytes(path.read_bytes().replace(b"b", b"x", 1))
+    assert not sealed_file(path)
+    with pytest.raises(ValueError, match="no place"):
+        seal(b"nothing")
+
+
+@pytest.mark.parametrize("caption", [BLANK, FALSE.decode()])
+def test_a_caption_may_look_like_a_seal(tmp_path: Path, caption: str) -> None:
+    latents, texts = build(tmp_path)
+    with CacheWriter(tmp_path) as writer:
+        key = entry_key({"caption": caption})
+        writer.add("texts", key, text_tensors(TextEntry(torch.ones(2, 6))), {"caption": caption}, source=caption)
+    finish(tmp_path, latents, [*texts, key])
+    cache = DatasetCache(tmp_path)
+    assert caption in cache.entry(key).meta and cache.text(key).embeds_LD.sum() == 12
+    assert verify(tmp_path).damage == []

@@ -1,0 +1,251 @@
+"""Optimizer, learning-rate course, moving average, throughput arithmetic and stop signals: on one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from mmspeed.config.memory import MemoryConfig
+from mmspeed.config.schema import TrainConfig
+from mmspeed.errors import UserError
+from mmspeed.loop.averages import EMA, ema_decay
+from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState, load
+from mmspeed.loop.checkpoint.state import states_to_save
+from mmspeed.loop.optimizers.build import learning_rate, make_optimizer, set_learning_rate
+from mmspeed.loop.signals import StopSignals
+from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
+from mmspeed.parallel import make_half
+from mmspeed.plan.throughput import ThroughputMeter, mfu, training_flops
+from tests.support.tiers import TIERS
+from tests.support.toy import ToyDiT
+
+
+def test_decay_is_on_matrices_only_and_every_parameter_is_there() -> None:
+    model = ToyDiT()
+    optimizer = make_optimizer(model, TrainConfig(weight_decay=0.1, betas=(0.8, 0.9)))
+    decayed = {id(p) for g in optimizer.param_groups if g["weight_decay"] == 0.1 for p in g["params"]}
+    plain = {id(p) for g in optimizer.param_groups if g["weight_decay"] == 0.0 for p in g["params"]}
+    assert decayed == {id(p) for p in model.parameters() if p.ndim >= 2}
+    assert plain == {id(p) for p in model.parameters() if p.ndim < 2} and plain
+    assert all(g["betas"] == (0.8, 0.9) for g in optimizer.param_groups)
+
+
+def test_decay_shrinks_a_matrix_and_leaves_a_vector() -> None:
+    model = ToyDiT()
+    optimizer = make_optimizer(model, TrainConfig(weight_decay=0.5, lr=0.1))
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.detach(), before[name] * (0.95 if p.ndim >= 2 else 1.0), rtol=1e-6, atol=0)
+
+
+@given(st.integers(1, 400), st.integers(0, 60), st.floats(0, 1), st.integers(0, 500))
+def test_learning_rate_stays_between_its_ends(steps: int, warmup: int, ratio: float, step: int) -> None:
+    cfg = TrainConfig(steps=steps, warmup_steps=warmup, schedule="cosine", min_lr_ratio=ratio, lr=2.0)
+    lr = learning_rate(step, cfg)
+    assert 0 <= lr <= 2.0
+    if step < warmup:
+        assert 0 < lr < learning_rate(step + 1, cfg) or step + 1 == warmup
+    elif step >= steps - 1:
+        assert lr == pytest.approx(2.0 * ratio)
+    else:
+        assert learning_rate(step + 1, cfg) <= lr
+
+
+def test_learning_rate_at_known_steps() -> None:
+    cfg = TrainConfig(steps=101, warmup_steps=4, lr=1.0)
+    assert [learning_rate(s, cfg) for s in (0, 1, 3, 4, 100)] == pytest.approx([0.2, 0.4, 0.8, 1.0, 1.0])
+    cosine = TrainConfig(steps=11, warmup_steps=0, lr=1.0, schedule="cosine", min_lr_ratio=0.2)
+    assert [learning_rate(s, cosine) for s in (0, 5, 10, 99)] == pytest.approx([1.0, 0.6, 0.2, 0.2])
+    optimizer = make_optimizer(ToyDiT(), cfg)
+    set_learning_rate(optimizer, 0.125)
+    assert [g["lr"] for g in optimizer.param_groups] == [0.125, 0.125]
+
+
+def test_muon_has_the_matrices_of_blocks_and_adamw_the_rest() -> None:
+    """Bitwise torch's own two optimizers, each over its part."""
+    cfg = TrainConfig(optimizer="muon", lr=1e-2, weight_decay=0.1)
+    model, twin = ToyDiT(), ToyDiT()
+    one = make_optimizer(model, cfg)
+    hidden = [p for p in twin.blocks.parameters() if p.ndim == 2]
+    others = [p for p in twin.parameters() if p.ndim >= 2 and not any(p is h for h in hidden)]
+    two = [
+        torch.optim.Muon(hidden, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=1e-2, betas=cfg.betas, weight_decay=0.1, foreach=True),
+        torch.optim.AdamW([p for p in twin.parameters() if p.ndim < 2], lr=1e-2, betas=cfg.betas, weight_decay=0.0),
+    ]
+    assert len(hidden) == 6 and len(others) == 3
+    for step in range(3):
+        set_learning_rate(one, 1e-2 / (step + 1))
+        for optimizer in two:
+            set_learning_rate(optimizer, 1e-2 / (step + 1))
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
+            q.grad = p.grad.clone()
+        for optimizer in (one, *two):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+    assert isinstance(one, torch.optim.Optimizer)
+    assert sum("momentum_buffer" in state for state in one.state.values()) == 6
+
+
+def test_updates_of_muon_are_as_large_as_those_of_adamw() -> None:
+    """So that `lr` means the same."""
+    moved = []
+    for name in ("adamw", "muon"):
+        model = ToyDiT(width=64)
+        before = model.blocks[0].up.weight.detach().clone()  # type: ignore[union-attr,index,operator]
+        optimizer = make_optimizer(model, TrainConfig(optimizer=name, lr=1e-2))  # type: ignore[arg-type]
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(1))
+        optimizer.step()
+        moved.append((model.blocks[0].up.weight.detach() - before).square().mean().sqrt().item())  # type: ignore[union-attr,index,operator]
+    assert 0.1 * moved[0] < moved[1] < moved[0]  # it aims at 0.2 of AdamW's first, as AdamW's later ones are
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="pip install torchao"):
+        make_optimizer(ToyDiT(), TrainConfig(optimizer="adamw8bit"))
+
+
+@pytest.mark.parametrize("tier", ["plain", "split", "host"])
+def test_moments_of_8_bits(tmp_path: Path, tier: str) -> None:
+    """A quarter of the bytes; a checkpoint holds float32 values, which load into the same codes, and into plain AdamW."""
+    pytest.importorskip("torchao")
+    memory = MemoryConfig(**({"bucket": 32768} | TIERS[tier]))
+
+    def fresh(name: str, memory: MemoryConfig) -> TrainingState:
+        torch.manual_seed(0)
+        model: nn.Module = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))  # whole blocks of 256
+        if memory.master != "parameters":
+            make_half(model)
+        return TrainingState(model, make_optimizer(model, TrainConfig(optimizer=name, lr=1e-3), memory))  # type: ignore[arg-type]
+
+    def step(state: TrainingState, seed: int) -> None:
+        assert state.optimizer is not None
+        for p in state.model.parameters():
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed))
+        set_learning_rate(state.optimizer, 1e-3)
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+
+    state, plain = (
+        fresh("adamw8bit", memory),
+        fresh("adamw", MemoryConfig(states="host" if tier == "host" else "device")),
+    )
+    assert isinstance(state.optimizer, TieredOptimizer)
+    for seed in range(2):
+        step(state, seed)
+        step(plain, seed)
+    held = state.optimizer.host_bytes() if tier == "host" else state.optimizer.device_bytes()
+    numbers = sum(p.numel() for p in state.model.parameters())
+    assert held["states"] < 2.6 * numbers  # 2 bytes, scales, and small tensors in float32
+    saved = states_to_save(state.model, state.optimizer)
+    truth = states_to_save(plain.model, plain.optimizer)  # type: ignore[arg-type]
+    assert saved.keys() == truth.keys() and {t.dtype for t in saved.values()} == {torch.float32}
+    name = "state.0.weight.exp_avg"
+    gap = (saved[name] - truth[name]).norm() / truth[name].norm()
+    assert 1e-4 < gap < 2e-2  # rounded to 8 bits
+
+    CheckpointManager(tmp_path).save(2, state, blocking=True)
+    other = fresh("adamw8bit", MemoryConfig())
+    load(tmp_path / "step-00000002", other.model, other.optimizer)
+    again = states_to_save(other.model, other.optimizer)  # type: ignore[arg-type]
+    for (
+        key,
+        value,
+    ) in saved.items():  # the codes are the same; a scale that is found by division may be off by its last bit
+        torch.testing.assert_close(again[key], value, rtol=2.5e-7, atol=0)
+    assert isinstance(other.optimizer, TieredOptimizer)
+    kinds = {type(t).__name__ for p in other.model.parameters() for t in other.optimizer.state_of(p).values()}
+    assert "OptimState8bit" in kinds
+    load(tmp_path / "step-00000002", plain.model, plain.optimizer)
+    step(plain, 3)
+
+
+def test_ema_follows_the_formula_and_swaps_bitwise() -> None:
+    model = ToyDiT()
+    ema = EMA(model, decay=0.5)
+    assert set(ema.state_dict()) == {n for n, _ in model.named_parameters()}
+    expected = {n: p.detach().double() for n, p in model.named_parameters()}
+    for update in range(1, 12):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.1 * update)
+        ema.update(model)
+        decay = min(0.5, (1 + update) / (10 + update))
+        expected = {n: decay * expected[n] + (1 - decay) * p.detach().double() for n, p in model.named_parameters()}
+    for name, average in ema.state_dict().items():
+        torch.testing.assert_close(average.double(), expected[name], rtol=1e-5, atol=1e-6)
+    assert ema_decay(0.5, 1) < ema_decay(0.5, 8) == 0.5
+
+    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    averages = {n: t.clone() for n, t in ema.state_dict().items()}
+    with pytest.raises(KeyError), ema.swap(model):
+        assert all(torch.equal(p, averages[n]) for n, p in model.named_parameters())
+        with pytest.raises(RuntimeError, match="swapped"):
+            ema.update(model)
+        raise KeyError  # an error in validation must not leave the averages in the model
+    assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters())
+    assert all(torch.equal(t, averages[n]) for n, t in ema.state_dict().items())
+
+
+def test_throughput_counts_model_flops_only() -> None:
+    assert training_flops(10) == 30 and training_flops(10, checkpointing=True) == 40
+    assert mfu(100, seconds=2, peak_flops=300, devices=2) == pytest.approx(0.25)
+    meter = ThroughputMeter(peak_flops=100, devices=3)
+    for _ in range(2):
+        meter.add(samples=8, tokens=80, forward_flops=50, data_wait_s=0.5, wall_s=2.0)
+    rates = meter.read()
+    assert (rates.samples_per_s, rates.tokens_per_s, rates.data_wait) == (4.0, 40.0, 0.25)
+    assert rates.mfu == pytest.approx(300 / (4 * 300))
+    assert meter.read().samples_per_s == 0.0  # read starts a new interval
+
+
+@pytest.fixture
+def usual_handlers() -> Iterator[None]:
+    """The handlers that Python begins with, whatever a launcher in this process has left; those found come back."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    found = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in found.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("usual_handlers")
+def test_stop_signals_and_files(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with StopSignals(tmp_path) as asked:
+        assert asked.poll() == "none"
+        (tmp_path / "save").touch()
+        assert asked.poll() == "save" and not (tmp_path / "save").exists()
+        assert asked.poll() == "none"
+        (tmp_path / "save").touch()
+        (tmp_path / "stop").touch()
+        assert asked.poll() == "stop" and not list(tmp_path.iterdir())
+        os.kill(os.getpid(), signal.SIGINT)
+        assert asked.poll() == "stop"
+        with pytest.raises(KeyboardInterrupt):  # the second Ctrl-C interrupts at once
+            os.kill(os.getpid(), signal.SIGINT)
+    with StopSignals(tmp_path) as asked:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert asked.poll() == "stop"
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_folders_named_as_requests_ask_for_nothing(tmp_path: Path) -> None:
+    for name in ("save", "stop"):
+        (tmp_path / name).mkdir()
+    assert StopSignals(tmp_path).poll() == "none" and len(list(tmp_path.iterdir())) == 2

@@ -1,0 +1,194 @@
+"""What a step's memory report says, against torch's own count and against what is known of the model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mmspeed.config import Config, dump_config
+from mmspeed.device import Device
+from mmspeed.errors import UserError
+from mmspeed.memory import set_policies
+from mmspeed.memory.planning.report import CATEGORIES, LayerMemory, MemoryReport, runs_of
+from mmspeed.memory.planning.tracked import AT_THE_END, kept_bytes, layers_of
+from mmspeed.mesh import process_group
+from mmspeed.pipelines.report.memory_page import measure_report, page_part, report_figure
+from mmspeed.pipelines.report.run_page import write_report
+from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep
+from mmspeed.shapes import Bucket
+from tests.support.mlps import PlainMlp
+from tests.support.runs import small_config
+
+CPU = Device("cpu", 0)
+BUCKET = Bucket(9, 96, 96)
+WIDER = (
+    "data.buckets=[{frames: 9, height: 96, width: 96}]", "model.depth=4", "model.width=96", "model.heads=6",
+)  # fmt: skip
+
+
+def trial_of(config: Config) -> SyntheticStep:
+    task = VideoTask(config)
+    task.open_without_data()
+    return SyntheticStep(config, task, CPU)
+
+
+def measured(folder: Path, *overrides: str, batch: int = 2) -> tuple[MemoryReport, dict[str, int]]:
+    """The report of a step, and bytes that are known."""
+    with process_group(CPU):
+        trial = trial_of(small_config(folder, *WIDER, *overrides))
+        report = measure_report(trial, BUCKET, batch)
+        parameters = list(trial.model.parameters())
+        return report, {
+            "parameters": sum(p.nbytes for p in parameters),
+            "float32": sum(4 * p.numel() for p in parameters),
+            "state": trial.state_bytes,
+        }
+
+
+HALF = ("device.dtype=bfloat16", "memory.bucket=256KiB")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "within"),
+    [
+        ((), 0.0),
+        (("memory.activation_policy={block: recompute}",), 0.0),
+        (("memory.activation_policy={mlp: selective}",), 0.0),
+        (("memory.activation_policy={block: offload_selective}", "memory.offload_from=1"), 0.0),
+        (("memory.mlp_chunk=50",), 0.01),
+        (("device.dtype=bfloat16",), 0.02),
+        (("memory.states=host",), 0.02),
+        ((*HALF, "memory.master=float32"), 0.03),
+        ((*HALF, "memory.master=split"), 0.03),
+        ((*HALF, "memory.master=host", "memory.states=host", "memory.ema=host"), 0.03),
+    ],
+)
+def test_the_report_sums_to_what_torch_counts(tmp_path: Path, overrides: tuple[str, ...], within: float) -> None:
+    """The tracker sees what operations return, the allocator also what they take inside: in float32 on a CPU that is next to nothing,
+    with bfloat16 parameters a product's copy of a weight (here 2 % of the peak of a small model). With parts the tracker's hooks hold
+    one a little longer."""
+    report, known = measured(tmp_path, *overrides)
+    assert report.counted_peak is not None
+    assert sum(report.categories.values()) == report.peak
+    assert abs(report.peak - report.counted_peak) <= within * report.counted_peak + 1000
+    assert report.categories["parameters"] == known["parameters"]
+    assert report.categories["average"] == (0 if "memory.ema=host" in overrides else known["float32"])
+    assert report.categories["optimizer"] == known["state"] - known["parameters"] - report.categories["average"]
+    assert report.phase in ("forward", "loss", "backward", "update")
+    assert report.host.keys() == {
+        name
+        for name, key in {"activations": "offload", "optimizer": "states=host", "average": "ema=host"}.items()
+        if any(key in override for override in overrides)
+    }
+
+
+def test_blocks_keep_alike_and_recomputed_blocks_only_their_input(tmp_path: Path) -> None:
+    plain, _ = measured(tmp_path / "plain", batch=8)
+    kept = {layer.name: layer.kept for layer in plain.layers}
+    blocks = [kept[f"blocks.{number}"] for number in range(4)]
+    tokens = 8 * 3 * 6 * 6
+    row = 4 * 96 * tokens
+    assert (
+        blocks[:2] == blocks[2:] and abs(blocks[0] - blocks[1]) < row < blocks[0] / 20
+    )  # spatial and temporal in turn
+    assert ("blocks.0 to blocks.3, each", max(blocks)) in runs_of(plain.layers)
+    again, _ = measured(tmp_path / "again", "memory.activation_policy={block: recompute}", batch=8)
+    assert [layer.kept for layer in again.layers if layer.name.startswith("blocks.")] == [row] * 4
+    assert again.peak < 0.7 * plain.peak
+    assert again.module.startswith("blocks.") and again.phase == "backward"
+    assert again.categories["temporary"] > plain.categories["temporary"]  # what is computed again
+    assert list(kept) == [*(name for name, _ in order(plain)), AT_THE_END]
+
+
+def order(report: MemoryReport) -> list[tuple[str, int]]:
+    return [(layer.name, layer.kept) for layer in report.layers if layer.name != AT_THE_END]
+
+
+def test_what_autocast_frees_at_the_end_is_told_apart(tmp_path: Path) -> None:
+    """A recomputed MLP keeps no casts of its weights, which autocast holds to the end of forward."""
+    report, _ = measured(tmp_path, "device.dtype=bfloat16", "memory.activation_policy={mlp: recompute}")
+    kept = {layer.name: layer.kept for layer in report.layers}
+    casts = 4 * 2 * 2 * 4 * 96 * 96  # of 4 blocks, two matrices of 4 E x E in bfloat16
+    assert kept[AT_THE_END] <= -casts
+    assert report.kept == sum(kept.values())
+
+
+def test_compiled_steps_are_refused(tmp_path: Path) -> None:
+    with process_group(CPU):
+        trial = trial_of(small_config(tmp_path, *WIDER))
+        trial.config = small_config(tmp_path, *WIDER, "train.compile=true")
+        with pytest.raises(UserError, match=r"train\.compile: false"):
+            measure_report(trial, BUCKET, 1)
+
+
+def test_kept_bytes_are_those_of_a_linear_layers_result() -> None:
+    mlp, x = PlainMlp(16, 64, 16), torch.randn(10, 16, requires_grad=True)
+    assert kept_bytes(CPU, mlp, lambda: mlp(x), [x]) == 4 * 10 * (64 + 64 + 16)
+    set_policies(mlp, {"activation": "recompute"})
+    assert kept_bytes(CPU, mlp, lambda: mlp(x), [x]) == 4 * 10 * (64 + 16)
+
+
+def example(**changes: Any) -> MemoryReport:
+    layers = (
+        LayerMemory("patch_in", 10),
+        *(LayerMemory(f"blocks.{n}", 4000) for n in range(28)),
+        LayerMemory("final", 0),
+    )
+    given: dict[str, Any] = {
+        "device": "a device", "setting": "17x128x128, 2 a device", "peak": 100_000, "phase": "backward",
+        "module": "blocks.27.mlp", "host": {"activations": 40_000, "optimizer": 8_000}, "layers": layers,
+        "categories": dict(zip(CATEGORIES, (20_000, 10_000, 30_000, 20_000, 15_000, 5_000), strict=True)),
+        "counted_peak": 101_000,
+    }  # fmt: skip
+    return MemoryReport(**{**given, **changes})
+
+
+def test_lines_tell_the_peak_its_categories_the_host_and_equal_layers_once() -> None:
+    lines = example().lines()
+    assert lines[0] == (
+        "17x128x128, 2 a device on a device: peak 100.0 kB in the backward of blocks.27.mlp; the allocator counted 101.0 kB"
+    )
+    assert [line.split()[0] for line in lines[2:8]] == list(CATEGORIES)
+    assert lines[4].split()[1:4] == ["30.0", "kB", "30.0%"]
+    assert "in the host's memory: activations 40.0 kB, optimizer 8.0 kB" in lines
+    assert runs_of(example().layers) == [("patch_in", 10), ("blocks.0 to blocks.27, each", 4000)]
+    assert "in the update" in example(phase="update", module="").lines()[0]
+
+
+def test_a_report_goes_through_json() -> None:
+    assert MemoryReport.from_json(json.loads(json.dumps(example().to_json()))) == example()
+
+
+def test_layers_are_children_and_members_of_lists() -> None:
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(1, 1), "b": torch.nn.ModuleList([torch.nn.Linear(1, 1)] * 1)})
+    assert [name for name, _ in layers_of(model)] == ["a", "b.0"]
+
+
+def test_the_figure_shows_each_category_host_and_layer() -> None:
+    figure = report_figure(example())
+    left, right = figure.axes
+    labels = left.get_legend_handles_labels()[1]
+    assert [label.split("  ")[0] for label in labels] == [*CATEGORIES, "host: activations", "host: optimizer"]
+    assert [patch.get_height() for patch in right.patches] == [0.01, *[4.0] * 28, 0.0]
+    assert "100.0 kB" in left.get_title(loc="left")
+
+
+def test_a_runs_page_shows_the_report_of_its_folder(tmp_path: Path) -> None:
+    config: Config = small_config(tmp_path)
+    folder = config.run_dir
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(dump_config(config))
+    assert "<h2>Memory</h2>" not in write_report(folder).read_text()
+    (folder / "memory.json").write_text(json.dumps({"report": example().to_json(), "choice": []}))
+    page = write_report(folder).read_text()
+    assert "<h2>Memory</h2>" in page and "blocks.0 to blocks.27, each" in page
+    (folder / "memory.json").write_text(json.dumps({"choice": []}))
+    assert page_part(folder, lambda figure, caption: "") == ""
+    (folder / "memory.json").write_text('{"report": {"peak": 3}}')
+    with pytest.raises(UserError, match=r"memory\.json cannot be read"):
+        write_report(folder)

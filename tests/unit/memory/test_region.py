@@ -1,0 +1,128 @@
+"""Ways of a block's spans: the gradients are those of the plain step to the bit, and counters show what was kept and made again."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mmspeed.compute.sparse.module import clustered_layers
+from tests.support.memory_ways import (
+    BLOCKS,
+    LARGE,
+    Step,
+    assert_same,
+    combinations,
+    each_way,
+    make_inputs,
+    make_model,
+    name_of,
+    step_of,
+)
+
+KINDS = [(arrangement, dtype) for arrangement in ("factorised", "full") for dtype in (torch.float32, torch.bfloat16)]
+PER_BLOCK = 9  # products of a block's forward pass: modulation 2, attention 2, cross-attention 3, MLP 2
+# products of one block's forward pass that backward makes again; the last of a span, whose result backward does not need, is not
+AGAIN = {"block": PER_BLOCK, "attention": 2, "cross_attention": 2, "mlp": 2, "norm": 0, "activation": 0}
+# bytes of activations after the forward pass, of plain ones at most: float32, factorised, of 3 blocks and what is around them
+AT_MOST = {
+    "block": {"recompute": 0.08, "selective": 0.48, "offload": 0.06, "offload_selective": 0.05},
+    "attention": {"recompute": 0.66, "selective": 0.81, "offload": 0.64, "offload_selective": 0.64},
+    "cross_attention": {"recompute": 0.83, "selective": 0.93, "offload": 0.80, "offload_selective": 0.80},
+    "mlp": {"recompute": 0.70, "selective": 0.84, "offload": 0.67, "offload_selective": 0.67},
+    "norm": {"recompute": 0.87, "recompute_output": 0.87},
+    "activation": {"recompute": 0.90, "recompute_output": 0.90},
+}
+
+
+@cache
+def plain(arrangement: str, dtype: torch.dtype) -> Step:
+    return step_of({}, partial(make_model, arrangement), dtype=dtype)
+
+
+@pytest.mark.parametrize("ways", each_way(), ids=name_of)
+@pytest.mark.parametrize(("arrangement", "dtype"), KINDS)
+def test_every_way_gives_the_gradients_of_the_plain_step(arrangement: str, dtype: torch.dtype, ways: Any) -> None:
+    found, wanted = step_of(ways, partial(make_model, arrangement), dtype=dtype), plain(arrangement, dtype)
+    assert_same(found, wanted)
+    ((name, way),) = ways.items()
+    again = AGAIN[name] * BLOCKS if way == "recompute" else 0
+    assert found.forward == wanted.forward and found.backward == wanted.backward + again
+    assert (found.moved > 0) == ("offload" in way)
+
+
+@pytest.mark.parametrize("ways", combinations(), ids=name_of)
+def test_combinations_give_the_gradients_of_the_plain_step(ways: Any) -> None:
+    found, wanted = step_of(ways), plain("factorised", torch.float32)
+    assert_same(found, wanted)
+    again = sum(AGAIN[name] for name, way in ways.items() if way == "recompute") * BLOCKS
+    assert found.backward == wanted.backward + again
+
+
+def test_bytes_after_the_forward_pass() -> None:
+    wanted = step_of({}, track=True).kept
+    too_much = {}
+    for ways in each_way():
+        ((name, way),) = ways.items()
+        share = step_of(ways, track=True).kept / wanted
+        if not 0 < share <= AT_MOST[name][way]:
+            too_much[name_of(ways)] = share
+    assert not too_much
+
+
+INPUTS = {"masked": {"masked": True}, "times of frames": {"frames": True}, "both": {"masked": True, "frames": True}}
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [{"block": way} for way in LARGE] + [{"norm": "recompute_output", "activation": "recompute_output"}],
+    ids=name_of,
+)
+@pytest.mark.parametrize("given", INPUTS)
+def test_masks_and_times_of_frames(given: str, ways: Any) -> None:
+    inputs = make_inputs(**INPUTS[given])
+    for arrangement in ("factorised", "full"):
+        make = partial(make_model, arrangement)
+        assert_same(step_of(ways, make, inputs), step_of({}, make, inputs))
+
+
+SPARSE_WAYS: list[Any] = (
+    [{"block": way} for way in LARGE] + [{"attention": way} for way in LARGE] + [{"norm": "recompute_output"}]
+)
+
+
+@pytest.mark.parametrize("ways", SPARSE_WAYS, ids=name_of)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"tail": "zero"},
+        {"planner": "tiles", "tau": None, "tile": (2, 2, 2)},
+        {"backend": "masked"},
+        {"dense_steps": 1},
+    ],
+    ids=["clusters", "no tail", "tiles", "masked", "dense"],
+)
+def test_sparse_attention(settings: dict[str, Any], ways: Any) -> None:
+    """Plans are made once and their products are no part of what is kept; a kernel of its own gradients is run once, where it is kept."""
+    made = []
+
+    def make() -> nn.Module:
+        made.append(make_model("full", True, **settings))
+        return made[-1]
+
+    found, wanted = step_of(ways, make), step_of({}, make)
+    assert_same(found, wanted)
+    counters = [[dict(layer.counter) for layer in clustered_layers(model).values()] for model in made]
+    assert all(counters[1]) and len(counters[1]) == BLOCKS
+    runs_again = "recompute" in ways.values()
+    if settings.get("backend") != "masked" and "dense_steps" not in settings:
+        assert (
+            counters[0] == [{"sparse_grouped": 1 + runs_again}] * BLOCKS
+            and counters[1] == [{"sparse_grouped": 1}] * BLOCKS
+        )
+    if "offload" in ways.values() or "selective" in ways.values():
+        assert found.backward == wanted.backward

@@ -1,0 +1,208 @@
+"""Calls of published video transformers: their arguments against what the classes' own pipelines hand over, and their counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from mmspeed.config.schema import DdpmConfig, FlowConfig
+from mmspeed.errors import UserError
+from mmspeed.models.diffusers.calls import CALLS, CogVideoXCall, HunyuanVideoCall, WanCall, call_for
+from mmspeed.pipelines.diffusion.objective import DdpmObjective
+from mmspeed.pipelines.diffusion.predictor import PublishedPredictor, make_predictor
+from mmspeed.protocols import Conditions, blocks_of
+from mmspeed.shapes import Strides
+from tests.support.published import called_by_hand
+from tests.support.video_transformers import make_model
+
+B, C, T, H, W, L, D = 2, 4, 3, 4, 6, 5, 8
+TIMES = torch.tensor([0.7507, 0.0421])
+FLOW, DDPM = FlowConfig(kind="flow"), DdpmConfig(kind="ddpm")
+# name -> (a case of tests.support.video_transformers, changes, objective)
+MODELS: dict[str, tuple[str, dict[str, Any], FlowConfig | DdpmConfig]] = {
+    "wan": ("wan", {}, FLOW),
+    "wan, patches of two frames": ("wan", {"patch_size": (3, 2, 2)}, FLOW),
+    "ltx": ("ltx", {}, FLOW),
+    "ltx, patches": ("ltx", {"in_channels": 16, "out_channels": 16, "patch_size": 2}, FLOW),
+    "cogvideox 5b": ("cogvideox", {}, DDPM),
+    "cogvideox 2b": ("cogvideox, sincos", {}, DDPM),
+    "cogvideox 1.5": ("cogvideox", {"patch_size_t": 3, "ofs_embed_dim": 8, "patch_bias": False}, DDPM),
+    "hunyuan": ("hunyuan", {}, FLOW),
+    "hunyuan, no guidance": ("hunyuan", {"guidance_embeds": False, "num_layers": 2}, FLOW),
+}  # fmt: skip
+
+
+def conditions(seed: int = 0) -> Conditions:
+    g = torch.Generator().manual_seed(seed)
+    mask_BL = torch.tensor([[True] * L, [True, True] + [False] * (L - 2)])
+    text_BLD = torch.randn(B, L, D, generator=g) * mask_BL[..., None]
+    return Conditions(text_BLD, mask_BL, torch.randn(B, D, generator=g), torch.tensor([8.0, 24.0]), Strides(4, 8))
+
+
+def latent(seed: int = 1) -> Tensor:
+    return torch.randn(B, C, T, H, W, generator=torch.Generator().manual_seed(seed))
+
+
+def model_of(name: str) -> tuple[nn.Module, PublishedPredictor]:
+    case, changes, objective = MODELS[name]
+    model = make_model(case, **changes)
+    predictor = make_predictor(model, objective, C, D)
+    assert isinstance(predictor, PublishedPredictor)
+    return model, predictor
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_call_is_the_pipelines(name: str) -> None:
+    model, predictor = model_of(name)
+    given = conditions()
+    x = latent()
+    found = predictor.predict(model, x, TIMES, given)
+    assert found.shape == x.shape
+    torch.testing.assert_close(found, called_by_hand(name, model, x, TIMES, given), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_times_are_not_rounded(name: str) -> None:
+    """In bfloat16 too: only the index families have whole ones."""
+    _, predictor = model_of(name)
+    arguments = predictor.call.call(predictor.config, latent().bfloat16(), TIMES, conditions())
+    if predictor.call.predicts == "v":
+        assert arguments["timestep"].dtype == torch.int64 and arguments["timestep"].tolist() == [750, 42]
+    else:
+        assert arguments["timestep"].dtype == torch.float32
+        assert arguments["timestep"].tolist() == pytest.approx([750.7, 42.1], rel=1e-6)
+
+
+def test_the_index_is_the_objectives_own() -> None:
+    objective = DdpmObjective(DDPM)
+    indices = torch.arange(1000)
+    t_B = objective.time_of(indices).float()
+    model = make_model("cogvideox")
+    call = CogVideoXCall()
+    x = torch.zeros(1000, C, 1, 2, 2)
+    given = Conditions(torch.zeros(1000, 1, D), torch.ones(1000, 1, dtype=torch.bool))
+    arguments = call.call(dict(model.config), x, t_B, given)  # type: ignore[arg-type]
+    assert torch.equal(arguments["timestep"], indices) and torch.equal(objective.index_of(t_B), indices)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_operations_are_what_torch_counts(name: str) -> None:
+    model, predictor = model_of(name)
+    one = conditions()
+    single = Conditions(one.text_BLD[:1], one.text_mask_BL[:1], one.pooled_BD[:1], one.fps_B[:1], one.strides)  # type: ignore[index]
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
+        predictor.predict(model, latent()[:1], TIMES[:1], single)
+    assert predictor.flops((T, H, W), L) == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_are_those_of_the_patches(name: str) -> None:
+    model, predictor = model_of(name)
+    seen: list[int] = []
+    first = blocks_of(model)[0][1]
+    first.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append((args[0] if args else kwargs["hidden_states"]).shape[1]), with_kwargs=True
+    )
+    predictor.predict(model, latent(), TIMES, conditions())
+    assert seen == [predictor.tokens((T, H, W))]
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "ltx"])
+def test_a_latent_that_would_be_cut_is_refused(name: str) -> None:
+    _, predictor = model_of(name)
+    with pytest.raises(ValueError, match=r"latent height 5 of \(3, 5, 6\) is no multiple of 2 .*: use 4 or 6"):
+        predictor.tokens((T, 5, W))
+
+
+@pytest.mark.parametrize("name", ["ltx", "hunyuan"])
+def test_padding_of_a_masked_caption_means_nothing(name: str) -> None:
+    model, predictor = model_of(name)
+    given, x = conditions(), latent()
+    other = replace(given, text_BLD=torch.where(given.text_mask_BL[..., None], given.text_BLD, 3.0))
+    if name == "ltx":  # hunyuan's refiner takes means by the mask, and attends by it
+        assert torch.allclose(
+            predictor.predict(model, x, TIMES, given), predictor.predict(model, x, TIMES, other), atol=1e-5
+        )
+    longer = replace(
+        given,
+        text_BLD=torch.cat([given.text_BLD, torch.zeros(B, 3, D)], 1),
+        text_mask_BL=torch.cat([given.text_mask_BL, torch.zeros(B, 3, dtype=torch.bool)], 1),
+    )
+    torch.testing.assert_close(
+        predictor.predict(model, x, TIMES, given), predictor.predict(model, x, TIMES, longer), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_captions_are_filled_with_zeros_whatever_lies_in_their_padding() -> None:
+    call, given = WanCall(), conditions()
+    dirty = replace(given, text_BLD=given.text_BLD + 7 * ~given.text_mask_BL[..., None])
+    for each in (given, dirty):
+        text = call.call({}, latent(), TIMES, each)["encoder_hidden_states"]
+        assert text.shape == (B, 512, D) and torch.equal(text[:, :L], given.text_BLD) and not text[:, L:].any()
+
+
+def test_guidance_can_be_another() -> None:
+    model, predictor = model_of("hunyuan")
+    arguments = replace(HunyuanVideoCall(), guidance=1.0).call(predictor.config, latent(), TIMES, conditions())
+    assert arguments["guidance"].tolist() == [1000.0, 1000.0] and model is not None
+
+
+def test_a_mixin_does_not_hide_a_class() -> None:
+    model = make_model("wan")
+    model.__class__ = type("AutocastWanTransformer3DModel", (type(model),), {})
+    assert call_for(model) is CALLS["WanTransformer3DModel"]
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "objective", "sizes", "message"),
+    [
+        ("wan", {}, DDPM, (C, D), r"objective.kind is ddpm: WanTransformer3DModel predicts the velocity of a flow; use"),
+        ("cogvideox", {}, FLOW, (C, D), r"objective.kind is flow: CogVideoXTransformer3DModel predicts v .*steps: 1000"),
+        ("cogvideox", {}, DdpmConfig(kind="ddpm", steps=500), (C, D), r"objective.steps 500: CogVideoX.* 1000 steps; use"),
+        (
+            "cogvideox", {}, DdpmConfig(kind="ddpm", prediction="epsilon", zero_terminal_snr=False), (C, D),
+            r"objective.prediction is epsilon .*CogVideoXTransformer3DModel predicts v",
+        ),
+        ("wan", {"in_channels": 9}, FLOW, (C, D), r"takes 9 channels and returns 4, the latents here have 4: .*image-to-video"),
+        ("ltx", {}, FLOW, (3, D), r"LTXVideo.* takes 4 channels and returns 4, the latents here have 3: name .* under `vae`"),
+        ("hunyuan", {}, FLOW, (C, 7), r"takes captions of width 8, here 7: name .* under `text`"),
+        ("hunyuan, first frame given", {}, FLOW, (C, D), r"image_condition_type is token_replace: image-to-video"),
+        ("wan", {"image_dim": 8}, FLOW, (C, D), r"image_dim is set: image-to-video"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_trained_is_said(
+    case: str, changes: dict[str, Any], objective: FlowConfig | DdpmConfig, sizes: tuple[int, int], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        make_predictor(make_model(case, **changes), objective, *sizes)
+
+
+def test_what_a_call_lacks_is_said() -> None:
+    given, x = conditions(), latent()
+    for name, without, message in (
+        ("hunyuan", replace(given, pooled_BD=None), r"a pooled vector of width 8 .* gave none"),
+        ("hunyuan", replace(given, pooled_BD=torch.zeros(B, 5)), r"a pooled vector of width 8 .* gave one of width 5"),
+        ("ltx", replace(given, fps_B=None), r"needs the frames per second"),
+        (
+            "wan",
+            replace(given, text_BLD=torch.zeros(B, 513, D)),
+            r"a caption has 513 tokens.* set text.max_tokens: 512",
+        ),
+        ("cogvideox 5b", replace(given, text_BLD=torch.zeros(B, 9, D)), r"9 tokens.* set text.max_tokens: 7"),
+    ):
+        model, predictor = model_of(name)
+        with pytest.raises(UserError, match=message):
+            predictor.predict(model, x, TIMES, without)
+
+
+def test_an_unknown_class_is_told_the_known_ones() -> None:
+    with pytest.raises(
+        UserError, match=r"ChronoEdit.* lacks .*flops, tokens .*known are WanTransformer3DModel, .*call="
+    ):
+        make_predictor(make_model("chronoedit, by its own declaration"), FLOW, C, D)

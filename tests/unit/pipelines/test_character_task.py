@@ -1,0 +1,244 @@
+"""A task that is no diffusion, from `tests/support/characters.py` and one line: everything that a run has works for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.flop_counter import FlopCounterMode
+
+from mmspeed.config import dump_config
+from mmspeed.device import Device
+from mmspeed.errors import UserError
+from mmspeed.initialize import init_weights
+from mmspeed.pipelines import TrainPipeline
+from mmspeed.pipelines.tasks.listed import ListedSample
+from mmspeed.pipelines.tuning.memory_estimate import plan_memory
+from mmspeed.pipelines.tuning.memory_search import MEMORY_NAME
+from mmspeed.protocols import RunPlace
+from tests.support.character_runs import ALONE, character_config, losses, rows, step_packs, train_characters
+from tests.support.characters import VOCABULARY, CharacterConfig, CharacterModel, CharacterTask
+from tests.support.checkpoints import differing, farthest, whole_checkpoint
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the run `small`, which was never stopped."""
+    folder = tmp_path_factory.mktemp("characters")
+    train_characters(str(folder))
+    return folder
+
+
+def plain_loss(model: CharacterModel, packs: list[ListedSample]) -> float:
+    """The mean loss of a character, pack by pack and without padding."""
+    total, count = 0.0, 0
+    for pack in packs:
+        ids_N = pack.tensors["ids"][: pack.tokens + 1]
+        with torch.no_grad():
+            loss_N = cross_entropy(model(ids_N[None, :-1])[0], ids_N[1:], reduction="none")
+        total, count = total + loss_N.double().sum().item(), count + len(loss_N)
+    return total / count
+
+
+def model_of(config: CharacterConfig, weights: dict[str, torch.Tensor] | None = None) -> CharacterModel:
+    """The model with the weights of the config's seed, or with others."""
+    model = CharacterModel(config.width, config.depth)
+    init_weights(model, config.seed)
+    if weights is not None:
+        model.load_state_dict(weights)
+    return model
+
+
+# -- data -------------------------------------------------------------------------------------------------------------
+
+
+def test_an_epoch_has_each_pack_once_and_shapes_are_known_before(home: Path) -> None:
+    config = character_config(home, "train.micro_batch_size=2")
+    task = CharacterTask(config)
+    whole = task.data(ALONE)
+    epoch = [pack.key for step in range(4) for pack in step_packs(task, step)]
+    assert sorted(epoch) == sorted(pack.key for pack in task.training) and len(set(epoch)) == len(epoch)
+    assert [whole.locate(step).epoch for step in (0, 3, 4)] == [0, 0, 1]
+    assert epoch != [pack.key for step in range(4, 8) for pack in step_packs(task, step)]
+    real: dict[int, list[str]] = {}
+    for rank in range(3):
+        data = task.data(RunPlace(Device("cpu", 0), rank=rank, world=3, groups=3, group=rank, dealt=3, number=rank))
+        for number, step in enumerate(data.steps(2, 5), start=2):
+            expected = data.shapes(number)
+            batches = list(step.batches)
+            assert len(expected) == len(batches)
+            for shape, batch in zip(expected, batches, strict=True):
+                assert {name: tuple(tensor.shape) for name, tensor in batch.tensors.items()} == shape.tensors
+                assert all(tensor.dim() <= 2 for tensor in batch.tensors.values())
+                named = zip(batch.items, batch.weights_I.tolist(), strict=True)
+                real.setdefault(number, []).extend(item.sample for item, weight in named if weight)
+            packs = step_packs(task, number)
+            assert step.divisors == {"samples": len(packs), "tokens": sum(pack.tokens for pack in packs)}
+    for number, found in real.items():  # over all ranks each pack counts once, whatever the fillers
+        assert sorted(found) == sorted(pack.key for pack in step_packs(task, number))
+
+
+# -- a run ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_learns_and_its_numbers_are_those_made_by_hand(home: Path) -> None:
+    config = character_config(home)
+    task, steps = CharacterTask(config), rows(config)
+    packs = [step_packs(task, step) for step in range(6)]
+    # the order of sums is another: a few eps (1.2e-7)
+    assert steps[0]["loss"] == pytest.approx(plain_loss(model_of(config), packs[0]), rel=1e-6)
+    held_out = [row["loss"] for row in rows(config, "validation")]
+    assert held_out[1] < held_out[0]
+    for row, drawn in zip(steps, packs, strict=True):
+        real = sum(int((pack.tensors["ids"][1:] != 0).sum()) for pack in drawn)
+        assert row["tokens"] == real < len(drawn) * config.pack and row["samples"] == len(drawn)
+        assert row["tokens_per_s"] / row["samples_per_s"] == pytest.approx(real / len(drawn))
+        assert row["terms"].keys() == {"loss", "right"} and 0 <= row["terms"]["right"] <= 1
+    assert [row["epoch"] for row in steps] == [0, 0, 0, 0, 1, 1]
+    assert json.loads((config.run_dir / "run.json").read_text())["vocabulary"] == "".join(VOCABULARY)
+
+
+def test_a_validation_is_the_mean_by_the_averaged_weights(home: Path) -> None:
+    config = character_config(home)
+    state = whole_checkpoint(config.run_dir)
+    averages = {name.removeprefix("ema."): value for name, value in state.items() if name.startswith("ema.")}
+    weights = {name.removeprefix("model."): value for name, value in state.items() if name.startswith("model.")}
+    assert differing(averages, weights)
+    held_out = CharacterTask(config).held_out
+    found = rows(config, "validation")[-1]
+    assert found["step"] == 6 and found["samples"] == len(held_out) == 4
+    assert found["loss"] == pytest.approx(plain_loss(model_of(config, averages), held_out), rel=1e-6)
+    assert found["loss"] != pytest.approx(plain_loss(model_of(config, weights), held_out), rel=1e-6)
+
+
+def test_counted_work_is_that_of_the_forward_pass(home: Path) -> None:
+    config = character_config(home)
+    task = CharacterTask(config)
+    [shape] = task.shapes()
+    batch = task.synthetic_batch(shape, 5, ALONE)
+    with FlopCounterMode(display=False) as counter:
+        model_of(config)(batch["ids"][:, :-1])
+    assert counter.get_total_flops() == 5 * task.work(shape).matmul
+    for row in rows(config):
+        seconds = row["samples"] / row["samples_per_s"]
+        counted = 3 * row["samples"] / 5 * counter.get_total_flops()
+        assert row["mfu"] * seconds * 0.1e12 == pytest.approx(counted)
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3, 4, 5])
+def test_a_run_that_was_stopped_goes_on_bitwise(home: Path, stop: int) -> None:
+    name = f"name=stopped-{stop}"
+    train_characters(str(home), (name, f"train.steps={stop}"))
+    train_characters(str(home), (name,))
+    parts, whole = character_config(home, name), character_config(home)
+    assert losses(parts) == losses(whole)
+    state = whole_checkpoint(whole.run_dir)
+    assert differing(whole_checkpoint(parts.run_dir), state) == []
+    assert {name.split(".")[0] for name in state} == {"model", "ema", "optimizer"}
+
+
+def test_accumulation_is_the_whole_step(home: Path) -> None:
+    """Gradients are sums of the same numbers in another order: a few eps of each, in six steps of 1e-3."""
+    train_characters(str(home), ("name=accumulated", "train.micro_batch_size=2"))
+    found, whole = character_config(home, "name=accumulated"), character_config(home)
+    assert losses(found) == pytest.approx(losses(whole), rel=1e-6)
+    assert farthest(whole_checkpoint(found.run_dir), whole_checkpoint(whole.run_dir), "model.") < 1e-6
+
+
+def test_another_size_of_steps_is_told_when_a_run_goes_on(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train_characters(str(home), ("name=resized", "train.steps=2"))
+    with caplog.at_level("WARNING", logger="mmspeed"):
+        train_characters(str(home), ("name=resized", "train.batch_size=5", "train.steps=3"))
+    told = "step 2: batches or stages differ from those before the checkpoint: the 8 of 20 uses"
+    assert told in caplog.text
+
+
+def test_a_run_of_another_width_is_refused(home: Path) -> None:
+    with pytest.raises(UserError, match="was started with another width"):
+        train_characters(str(home), ("width=8",))
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+POLICIES = {
+    "recompute": "memory.activation_policy={block: recompute}",
+    "cheap": "memory.activation_policy={block: selective}",
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_recomputation_changes_no_bit_and_costs_the_blocks(home: Path, policy: str) -> None:
+    flops = {}
+    for name, override in ((f"saved-{policy}", "memory.activation_policy={}"), (policy, POLICIES[policy])):
+        with FlopCounterMode(display=False) as counter:
+            train_characters(str(home), (f"name={name}", override, "train.steps=2"))
+        flops[name] = counter.get_total_flops()
+        assert losses(character_config(home, f"name={name}")) == losses(character_config(home))[:2]
+    saved, found = (character_config(home, f"name={name}").run_dir for name in flops)
+    assert differing(whole_checkpoint(saved), whole_checkpoint(found)) == []
+    task = CharacterTask(character_config(home))
+    [shape] = task.shapes()
+    length, width, depth = shape.numbers, task.config.width, task.config.depth
+    head, last = 2 * length * width * len(VOCABULARY), depth * 2 * length * 4 * width**2
+    # of two steps of six packs; a block's last product is needed by no backward
+    again = 12 * (task.work(shape).matmul - head - last)
+    assert flops[policy] - flops[f"saved-{policy}"] == (0 if policy == "cheap" else again)
+
+
+def test_a_budget_lowers_the_measured_peak(home: Path) -> None:
+    large = ("pack=100", "width=32", "depth=6", "train.steps=2")
+    measured = {}
+    train_characters(str(home), ("name=roomy", "memory.budget=1GB", *large))
+    roomy = character_config(home, "name=roomy", *large)
+    found = json.loads((roomy.run_dir / MEMORY_NAME).read_text())
+    assert found["blocks"] == [{}] * 6
+    measured["roomy"] = found["measured"]["peak_bytes"]
+    budget = (measured["roomy"] + found["least_bytes"]) // 2
+    train_characters(str(home), ("name=tight", f"memory.budget={budget}", *large))
+    tight = character_config(home, "name=tight", *large)
+    found = json.loads((tight.run_dir / MEMORY_NAME).read_text())
+    assert found["measured"]["peak_bytes"] <= budget < measured["roomy"]
+    assert any(found["blocks"])
+    assert losses(tight) == losses(roomy)
+    plan = plan_memory(roomy, with_swap=False)  # from shapes alone
+    assert plan.figures.plain_peak() == pytest.approx(measured["roomy"], rel=0.1)
+
+
+# -- the command line -------------------------------------------------------------------------------------------------
+
+
+def test_the_command_line_trains_it(home: Path) -> None:
+    file = home / "run.yaml"
+    file.write_text(dump_config(character_config(home, "name=commanded")), encoding="utf-8")
+    names = "'characters', 'tests.support.characters:CharacterTask', 'tests.support.characters:CharacterConfig'"
+    code = (
+        f"import sys; from mmspeed.pipelines.tasks import register; register({names}); "
+        "from mmspeed.cli.app import run; sys.exit(run(sys.argv[1:]))"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+    done = subprocess.run(
+        [sys.executable, "-c", code, "train", str(file), "train.steps=2"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    config = character_config(home, "name=commanded")
+    assert losses(config) == losses(character_config(home))[:2]
+    assert "20 samples to train on, 4 held out" in done.stderr
+
+
+def test_a_task_object_needs_no_registration(home: Path) -> None:
+    config = character_config(home, "name=given", "train.steps=1")
+    TrainPipeline(config, task=CharacterTask(config)).run()
+    assert losses(config) == losses(character_config(home))[:1]

@@ -1,0 +1,252 @@
+"""Videos written and read back as real files, contact sheets, and the distance between videos."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from mmspeed.errors import UserError
+from mmspeed.pipelines.inference import media
+from mmspeed.pipelines.inference.media import Video, contact_sheet, evenly_spaced, from_model_range, psnr, save_image
+from tests.support.decoding import video_of
+
+COLOURS = [(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0), (255, 255, 255), (0, 0, 0), (200, 100, 50)]
+
+
+def gradient(frames: int = 9, height: int = 48, width: int = 64) -> np.ndarray:
+    """A smooth moving picture whose colours differ from corner to corner."""
+    f, y, x = np.meshgrid(np.arange(frames), np.arange(height), np.arange(width), indexing="ij")
+    rgb = [200 * x / width + 3 * f, 220 * y / height + 2 * f, 100 + 100 * (x - y) / (height + width)]
+    return np.stack(rgb, axis=-1).astype(np.uint8)
+
+
+def flat(height: int = 32, width: int = 32) -> np.ndarray:
+    """One frame of each colour."""
+    return np.stack([np.full((height, width, 3), colour, dtype=np.uint8) for colour in COLOURS])
+
+
+@contextmanager
+def full_disk(room: int) -> Iterator[None]:
+    """Files of this process may hold at most `room` bytes during the block."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("fps", [8.0, 24000 / 1001, 12.5])
+def test_mp4_keeps_frames_rate_and_picture(tmp_path: Path, fps: float) -> None:
+    video = Video(gradient(), fps)
+    video.save(tmp_path / "a.mp4")
+    found_FHWC, found_fps = video_of(tmp_path / "a.mp4")
+    assert found_FHWC.shape == video.frames_FHWC.shape
+    assert found_fps == pytest.approx(fps, rel=1e-6)
+    each = [psnr(a, b) for a, b in zip(found_FHWC, video.frames_FHWC, strict=True)]
+    assert min(each) > 38
+    # A frame is nearer to itself than to its neighbours: none is dropped, doubled or out of order.
+    assert all(each[i] > psnr(found_FHWC[i], video.frames_FHWC[i + 1]) for i in range(8))
+
+
+def test_mp4_keeps_colours_and_says_which_they_are(tmp_path: Path) -> None:
+    Video(flat(), 8.0).save(tmp_path / "a.mp4")
+    found_FHWC, _ = video_of(tmp_path / "a.mp4")
+    assert np.abs(found_FHWC.astype(int) - flat()).max() <= 4
+    with av.open(str(tmp_path / "a.mp4")) as container:
+        stream = container.streams.video[0]
+        frame = next(container.decode(stream))
+        assert (stream.codec_context.name, frame.format.name) == ("h264", "yuv420p")
+        assert (frame.colorspace, frame.color_primaries, frame.color_trc) == (6, 6, 6)
+
+
+def test_mp4_index_stands_before_the_pictures(tmp_path: Path) -> None:
+    Video(gradient(), 8.0).save(tmp_path / "a.mp4")
+    data = (tmp_path / "a.mp4").read_bytes()
+    assert 0 < data.find(b"moov") < data.find(b"mdat")
+
+
+@pytest.mark.parametrize(("height", "width"), [(47, 64), (48, 63), (33, 31), (1, 1)])
+def test_mp4_of_odd_size_repeats_its_edge(tmp_path: Path, height: int, width: int) -> None:
+    frames_FHWC = gradient(3, height, width)
+    Video(frames_FHWC, 8.0).save(tmp_path / "a.mp4")
+    found_FHWC, _ = video_of(tmp_path / "a.mp4")
+    assert found_FHWC.shape == (3, height + height % 2, width + width % 2, 3)
+    assert psnr(found_FHWC[:, :height, :width], frames_FHWC) > 35
+    assert psnr(found_FHWC[:, height - 1, :width], found_FHWC[:, -1, :width]) > 35
+
+
+@pytest.mark.parametrize("fps", [8.0, 24.0, 30.0])
+def test_gif_keeps_the_frames_and_the_duration(tmp_path: Path, fps: float) -> None:
+    Video(gradient(), fps).save(tmp_path / "a.gif")
+    found_FHWC, _ = video_of(tmp_path / "a.gif")
+    assert found_FHWC.shape == gradient().shape
+    assert psnr(found_FHWC, gradient()) > 30  # 256 colours
+    with Image.open(tmp_path / "a.gif") as gif:
+        assert gif.info["loop"] == 0
+        durations = []
+        for i in range(9):
+            gif.seek(i)
+            durations.append(gif.info["duration"])
+    assert sum(durations) == pytest.approx(9000 / fps, abs=5)
+    assert max(durations) - min(durations) <= 10
+
+
+def test_png_holds_one_frame_exactly(tmp_path: Path) -> None:
+    Video(gradient(1), 8.0).save(tmp_path / "a.PNG")
+    assert np.array_equal(video_of(tmp_path / "a.PNG")[0], gradient(1))
+    with pytest.raises(UserError, match=r"one frame, the video has 9: use \.mp4 or \.gif"):
+        Video(gradient(), 8.0).save(tmp_path / "b.png")
+    assert not (tmp_path / "b.png").exists()
+
+
+@pytest.mark.parametrize("name", ["a.avi", "a", "mp4"])
+def test_unknown_endings_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match=r"end it in \.mp4, \.gif or \.png"):
+        Video(gradient(), 8.0).save(tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.gif", "a.png"])
+def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"old")
+    frames_FHWC = np.random.default_rng(0).integers(0, 256, (1, 64, 64, 3), dtype=np.uint8)
+    with full_disk(room=1000), pytest.raises(UserError, match=r"cannot be written"):
+        Video(frames_FHWC, 8.0).save(path)
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == [name]
+    Video(frames_FHWC, 8.0).save(path)
+    assert len(video_of(path)[0]) == 1
+    assert os.listdir(tmp_path) == [name]
+
+
+def test_folders_are_made_and_impossible_ones_named(tmp_path: Path) -> None:
+    Video(gradient(1), 8.0).save(tmp_path / "new" / "folder" / "a.png")
+    assert (tmp_path / "new" / "folder" / "a.png").exists()
+    with pytest.raises(UserError, match=r"b\.png: cannot be written"):
+        Video(gradient(1), 8.0).save(tmp_path / "new" / "folder" / "a.png" / "b.png")
+
+
+@pytest.mark.parametrize(
+    ("frames", "fps"),
+    [
+        (np.zeros((2, 4, 4, 3), dtype=np.float32), 8.0),
+        (np.zeros((4, 4, 3), dtype=np.uint8), 8.0),
+        (np.zeros((2, 4, 4, 4), dtype=np.uint8), 8.0),
+        (np.zeros((0, 4, 4, 3), dtype=np.uint8), 8.0),
+        (np.zeros((2, 4, 4, 3), dtype=np.uint8), 0.0),
+        (np.zeros((2, 4, 4, 3), dtype=np.uint8), float("nan")),
+    ],
+)
+def test_what_is_no_video_is_refused(frames: np.ndarray, fps: float) -> None:
+    with pytest.raises(ValueError):
+        Video(frames, fps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_model_range_covers_every_level_and_clips(dtype: torch.dtype) -> None:
+    levels = torch.arange(256, dtype=dtype)
+    video_3FHW = (levels / 127.5 - 1).reshape(1, 4, 8, 8).expand(3, 4, 8, 8)
+    video = from_model_range(video_3FHW, 8.0)
+    assert np.array_equal(video.frames_FHWC[..., 1].ravel(), np.arange(256))
+    outside = from_model_range(torch.tensor([-7.0, 7.0, 0.0]).reshape(3, 1, 1, 1), 8.0)
+    assert outside.frames_FHWC.ravel().tolist() == [0, 255, 128]
+
+
+def test_model_range_keeps_the_order_of_dims() -> None:
+    video_3FHW = torch.randn(3, 2, 4, 5, generator=torch.Generator().manual_seed(0)).bfloat16()
+    frames_FHWC = from_model_range(video_3FHW, 8.0).frames_FHWC
+    assert frames_FHWC.shape == (2, 4, 5, 3)
+    expected = round((min(max(video_3FHW[2, 1, 3, 4].item(), -1), 1) + 1) * 127.5)
+    assert frames_FHWC[1, 3, 4, 2] == expected
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_numbers_that_are_none_are_refused(value: float) -> None:
+    video_3FHW = torch.zeros(3, 1, 2, 2)
+    video_3FHW[1, 0, 1, 1] = value
+    with pytest.raises(UserError, match="NaN or infinity"):
+        from_model_range(video_3FHW, 8.0)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 255), st.integers(0, 2**32 - 1))
+def test_psnr_of_a_known_error(step: int, seed: int) -> None:
+    a = np.random.default_rng(seed).integers(0, 256, (2, 3, 4, 3), dtype=np.uint8)
+    b = np.where(a >= step, a - step, np.where(a <= 255 - step, a + step, a)).astype(np.uint8)
+    error = np.mean((a.astype(int) - b.astype(int)) ** 2)
+    expected = math.inf if error == 0 else 20 * math.log10(255) - 10 * math.log10(error)
+    assert psnr(a, b) == psnr(b, a) == pytest.approx(expected)
+    assert psnr(a, a) == math.inf
+
+
+def test_psnr_ends_and_mistakes() -> None:
+    black, white = np.zeros((2, 2), dtype=np.uint8), np.full((2, 2), 255, dtype=np.uint8)
+    assert psnr(black, white) == 0  # the largest error there is; uint8 arithmetic would have wrapped
+    with pytest.raises(ValueError, match="one shape"):
+        psnr(black, white[:1])
+    with pytest.raises(ValueError, match="uint8"):
+        psnr(black, white.astype(float))
+
+
+@settings(deadline=None)
+@given(st.integers(1, 300), st.integers(1, 40))
+def test_evenly_spaced_frames(count: int, columns: int) -> None:
+    chosen = evenly_spaced(count, columns)
+    assert len(chosen) == min(count, columns)
+    assert chosen[0] == 0
+    assert columns == 1 or chosen[-1] == count - 1
+    gaps = np.diff(chosen)
+    assert len(gaps) == 0 or (gaps.min() >= 1 and gaps.max() - gaps.min() <= 1)
+
+
+def test_contact_sheet_shows_frames_and_labels(tmp_path: Path) -> None:
+    videos = [Video(gradient(17), 8.0), Video(flat(), 8.0)]
+    sheet = contact_sheet(videos, ["a rabbit", "flat"], columns=5)
+    pixels = np.asarray(sheet)
+    step, top = 64 + media.GAP, media.LABEL_HEIGHT
+    for column, index in enumerate([0, 4, 8, 12, 16]):
+        x = media.GAP + column * step
+        assert np.array_equal(pixels[top : top + 48, x : x + 64], videos[0].frames_FHWC[index])
+    second = top + 48 + media.GAP
+    assert np.array_equal(pixels[second + top : second + top + 32, media.GAP : media.GAP + 32], flat()[0])
+    labels = [pixels[:top], pixels[second : second + top]]
+    assert all((label < 128).any() for label in labels)
+    assert not np.array_equal(labels[0], labels[1])
+    assert not np.array_equal(pixels[:top], np.asarray(contact_sheet(videos, ["a rabbi", "flat"], columns=5))[:top])
+    save_image(sheet, tmp_path / "sheet.png")
+    with Image.open(tmp_path / "sheet.png") as found:
+        assert found.format == "PNG"
+        assert np.array_equal(np.asarray(found), pixels)
+    assert os.listdir(tmp_path) == ["sheet.png"]
+
+
+def test_contact_sheet_fits_wide_frames_and_long_labels() -> None:
+    wide = Video(gradient(2, 180, 640), 8.0)
+    small = Video(gradient(1, 8, 8), 8.0)
+    sheet = contact_sheet([wide, small], ["a meadow " * 200, "two\nlines"])
+    assert sheet.size == (2 * media.MAX_CELL_WIDTH + 3 * media.GAP, 2 * media.LABEL_HEIGHT + 72 + 8 + 2 * media.GAP)
+    label = np.asarray(sheet)[: media.LABEL_HEIGHT]
+    assert (label[:, -media.GAP :] == 255).all()
+    assert (label[:, -40:] < 128).any()
+    assert contact_sheet([small], [""]).width == media.MIN_SHEET_WIDTH
+
+
+def test_contact_sheet_needs_a_label_for_each_video() -> None:
+    with pytest.raises(ValueError, match="1 videos and 0 labels"):
+        contact_sheet([Video(flat(), 8.0)], [])
+    with pytest.raises(ValueError, match="0 videos"):
+        contact_sheet([], [])

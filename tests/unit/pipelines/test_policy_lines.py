@@ -1,0 +1,108 @@
+"""Lines of `check` about activation policies: the regions that a model's blocks have, and an error for those that they have not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mmspeed.cli.app import run
+from mmspeed.config.tasks import TASKS, TaskEntry
+from mmspeed.errors import UserError
+from mmspeed.pipelines.report.policies import policy_lines
+from mmspeed.pipelines.report.task_check import check_task
+from mmspeed.pipelines.tasks.video import VideoTask
+from tests.support import published_tasks
+from tests.support.published import prepare, published_config, task_of
+from tests.support.runs import small_config
+
+SELECTIVE = (
+    "no module makes a norm or an activation alone: `selective` computes them again, and keeps products and attention"
+)
+REGIONS = {
+    "wan": [f"WanTransformerBlock: block, attention, cross_attention, mlp; {SELECTIVE}"],
+    "ltx": [f"LTXVideoTransformerBlock: block, attention, cross_attention, mlp; {SELECTIVE}"],
+    "cogvideox": [f"CogVideoXBlock: block, attention, mlp; {SELECTIVE}"],
+    "hunyuan": [
+        f"HunyuanVideoTransformerBlock: block, attention; {SELECTIVE}",
+        f"HunyuanVideoSingleTransformerBlock: block, attention; {SELECTIVE}",
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("policies")
+    prepare(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", REGIONS)
+def test_regions_of_published_models_are_told(home: Path, name: str) -> None:
+    config = published_config(home, name)
+    lines = policy_lines(task_of(home, name, config), config)
+    assert lines == [f"model: memory.activation_policy of {each}" for each in REGIONS[name]]
+
+
+def test_a_check_from_python_tells_them_and_loads_no_more_for_it(home: Path) -> None:
+    config, loads = published_config(home, "wan"), [0]
+
+    def loaded() -> None:
+        loads[0] += 1
+
+    task = task_of(home, "wan", config, loaded)
+    lines = policy_lines(task, config)
+    report = check_task(config, (1,), task)
+    assert [line for line in report.lines_ if "memory.activation_policy" in line] == lines and not report.problems
+    assert loads[0] <= 2  # one for these lines and the model's, one for the plan of memory
+
+
+def test_our_own_norms_and_activations_are_regions(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    (line,) = policy_lines(VideoTask(config), config)
+    assert (
+        line == "model: memory.activation_policy of SoraBlock: block, attention, cross_attention, mlp, norm, activation"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "message"),
+    [
+        ("wan", "activation_policy.norm=recompute", r"WanTransformerBlock has no region norm .*; `block: selective` computes norms"),
+        ("wan", "activation_policy.atention=recompute", r"no region atention .*did you mean 'attention'"),
+        ("cogvideox", "activation_policy.cross_attention=recompute", r"CogVideoXBlock has no region cross_attention .*did you mean"),
+        ("hunyuan", "activation_policy.mlp=selective", r"HunyuanVideo.*Block has no region mlp \(it has block, attention\)"),
+        ("hunyuan", "mlp_chunk=8", r"memory.mlp_chunk: HunyuanVideo.*Block has no MLP that computes in parts"),
+    ],
+)  # fmt: skip
+def test_a_policy_of_a_region_that_is_not_there_is_an_error(home: Path, name: str, key: str, message: str) -> None:
+    config = published_config(home, name, f"memory.{key}")
+    with pytest.raises(UserError, match=message):
+        check_task(config, (1,), task_of(home, name, config))
+
+
+@pytest.mark.parametrize("entry", [published_tasks.ENTRY, published_tasks.PREPARED], ids=["bare", "prepared"])
+def test_the_command_tells_policies_of_a_packages_task(
+    home: Path, entry: TaskEntry, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(TASKS, "wan", entry)
+    monkeypatch.setenv(published_tasks.HOME, str(home))
+    (home / "clips.jsonl").write_text("")
+    monkeypatch.setattr("mmspeed.preprocess.preparation.VideoPreparation.check", lambda self, *_: NoProblems())
+    path = tmp_path / "run.yaml"
+    tree = published_config(home, "wan").model_dump(mode="json", by_alias=True) | {"task": "wan"}
+    path.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    assert run(["check", str(path)]) == 0
+    assert f"memory.activation_policy of {REGIONS['wan'][0]}" in capsys.readouterr().out
+    assert run(["check", str(path), "memory.activation_policy.norm=recompute"]) == 1
+    assert "WanTransformerBlock has no region norm" in capsys.readouterr().err
+
+
+class NoProblems:
+    """The outcome of a check of data that is there."""
+
+    problems: tuple[str, ...] = ()
+
+    def print(self, console: object = None) -> None:
+        """Nothing."""

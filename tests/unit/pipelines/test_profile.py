@@ -1,0 +1,417 @@
+"""Measured batches: the limits of a measurement, its file, and a training that uses it."""
+
+from __future__ import annotations
+
+import gc
+import json
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from mmspeed.bench.buckets import lines, parse_memory, suggested_budget, table
+from mmspeed.cli.app import run
+from mmspeed.config import Config, dump_config
+from mmspeed.config.training import BatchingConfig, TrainConfig
+from mmspeed.data.sampling.batch_sizes import MEASURED_NAME, Measured, Measurement, SampleCosts, make_batching
+from mmspeed.device import Device, is_out_of_memory
+from mmspeed.errors import UserError
+from mmspeed.log import read_metrics
+from mmspeed.memory import peak_bytes
+from mmspeed.mesh import process_group
+from mmspeed.pipelines import TrainPipeline
+from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.pipelines.tasks.video_data import VideoData
+from mmspeed.pipelines.tuning.profile import (
+    BucketMeasurements,
+    BucketProfile,
+    ProfileLimits,
+    load_measured,
+    memory_limit,
+    next_batch,
+    profile,
+)
+from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep
+from mmspeed.preprocess import CacheBuilder
+from mmspeed.protocols import RunPlace
+from mmspeed.shapes import Bucket
+from tests.support.runs import small_config
+
+SHORT, LONG = Bucket(1, 32, 48), Bucket(5, 32, 48)
+BUCKETS = "data.buckets=[{frames: 5, height: 32, width: 48}, {frames: 1, height: 32, width: 48}]"
+CPU = Device("cpu", 0)
+Memory = Callable[[int], int]
+
+# -- how far to go ----------------------------------------------------------------------------------------------------
+
+memories = st.builds(
+    lambda state, flat, fixed, each: (state, lambda n: state + max(flat, fixed + n * each)),
+    state=st.integers(0, 10**6),
+    flat=st.integers(0, 10**6),  # of the update: does not grow with the batch
+    fixed=st.integers(0, 10**5),
+    each=st.integers(1, 10**5),
+)
+
+
+def go(
+    memory: Memory, limits: ProfileLimits, state: int, careful: bool, breaks_at: int | None = None
+) -> BucketMeasurements:
+    """All that `next_batch` asks for, on a machine whose memory is a function."""
+    tried = BucketMeasurements()
+    for _ in range(200):
+        batch = next_batch(tried, limits, state, careful)
+        if batch is None:
+            return tried
+        assert batch > (tried.rows[-1].batch if tried.rows else 0)
+        if breaks_at is not None and batch >= breaks_at:
+            assert tried.too_large is None or batch < tried.too_large
+            tried = replace(tried, too_large=batch)
+        else:
+            tried = replace(tried, rows=(*tried.rows, Measurement(LONG, batch, 1.0, memory(batch))))
+    raise AssertionError("it does not end")
+
+
+def fits(memory: Memory, limit: int) -> int:
+    """The most samples in the limit, by bisection."""
+    low, high = 0, 10**8
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if memory(middle) <= limit else (low, middle - 1)
+    return low
+
+
+@given(memories, st.integers(10**4, 10**8))
+def test_a_careful_measurement_is_never_over_the_limit(found: tuple[int, Memory], limit: int) -> None:
+    state, memory = found
+    rows = go(memory, ProfileLimits(limit), state, careful=True).rows
+    assert all(row.peak_bytes <= limit for row in rows if row.batch > 1)
+
+
+@given(memories, st.integers(10**4, 10**8), st.booleans())
+def test_the_most_is_in_the_limit_and_near_it(found: tuple[int, Memory], limit: int, careful: bool) -> None:
+    state, memory = found
+    tried = go(memory, ProfileLimits(limit), state, careful)
+    most = Measured(tried.rows, limit).most(LONG)
+    best, last = fits(memory, limit), max((r.batch for r in tried.rows if r.peak_bytes <= limit), default=0)
+    assert (most == 0) == (best == 0)
+    assert last <= most < 2 * max(1, last) or most == last
+    assert most <= best
+    if best >= 1:
+        assert 2 * most >= best or memory(most) - state >= 0.5 * (limit - state)
+
+
+@given(memories, st.integers(1, 500), st.integers(2, 1000))
+def test_running_out_of_memory_ends_in_the_middle(found: tuple[int, Memory], breaks_at: int, most: int) -> None:
+    """A device whose memory is in pieces gives up before the line says so."""
+    state, memory = found
+    tried = go(memory, ProfileLimits(10**12, most=most), state, careful=False, breaks_at=breaks_at)
+    assert all(row.batch < breaks_at and row.batch <= most for row in tried.rows)
+    measured = Measured(tried.rows or (Measurement(SHORT, 1, 1.0, 1),), 10**12, {}, {LONG: tried.too_large or 10**9})
+    if breaks_at == 1:
+        assert measured.most(LONG) == 0
+    elif tried.too_large is not None:
+        assert measured.most(LONG) == tried.rows[-1].batch >= 0.8 * min(breaks_at - 1, most) - 1
+
+
+def test_slow_steps_and_wishes_end_a_measurement() -> None:
+    row = Measurement(LONG, 4, 2.0, 100)
+    assert next_batch(BucketMeasurements((row,)), ProfileLimits(10**6, seconds=1.0), 0, False) is None
+    assert next_batch(BucketMeasurements((row,)), ProfileLimits(10**6, seconds=3.0), 0, False) == 8
+    assert next_batch(BucketMeasurements((row,)), ProfileLimits(10**6, most=6), 0, False) == 6
+    assert next_batch(BucketMeasurements((row,)), ProfileLimits(10**6, most=4), 0, False) is None
+
+
+def test_limits_of_memory() -> None:
+    assert memory_limit(CPU, 5e9) == 5_000_000_000
+    assert memory_limit(CPU, 0.5) == int(0.5 * CPU.total_memory_bytes())
+    assert 0 < memory_limit(CPU, None) < CPU.total_memory_bytes()
+    assert parse_memory("80%") == parse_memory("0.8") == 0.8
+    assert parse_memory("2GB") == 2e9 and parse_memory("2 GiB") == 2**31 and parse_memory("1000000") == 1e6
+    for wrong in ("", "much", "120%", "3 elephants", "0"):
+        with pytest.raises(UserError, match="--memory-limit"):
+            parse_memory(wrong)
+
+
+# -- measurements -----------------------------------------------------------------------------------------------------
+
+
+def rows(bucket: Bucket, *points: tuple[int, float, int]) -> tuple[Measurement, ...]:
+    return tuple(Measurement(bucket, *point) for point in points)
+
+
+@given(st.floats(0, 10), st.floats(1e-3, 10), st.lists(st.integers(1, 64), min_size=2, max_size=6, unique=True))
+def test_time_is_a_line(fixed: float, each: float, batches: list[int]) -> None:
+    measured = Measured(tuple(Measurement(LONG, n, fixed + n * each, 1) for n in batches), 10)
+    cost = measured.cost(LONG)
+    assert cost.of(7) == pytest.approx(fixed + 7 * each, rel=1e-6) and measured.misfit(LONG) < 1e-6
+
+
+@given(st.lists(st.tuples(st.integers(1, 64), st.floats(1e-4, 100)), min_size=1, max_size=6, unique_by=lambda p: p[0]))
+@example([(1, 1.0), (5, 1.0)])
+def test_whatever_was_measured_more_samples_cost_more(points: list[tuple[int, float]]) -> None:
+    cost = Measured(tuple(Measurement(LONG, n, seconds, 1) for n, seconds in points), 10).cost(LONG)
+    assert 0 < cost.of(1) < cost.of(2) and cost.fixed >= 0
+
+
+def test_most_lies_between_what_fits_and_what_does_not() -> None:
+    line = rows(LONG, (1, 1, 100), (2, 1, 200), (4, 1, 400))
+    assert Measured(line, 1000).most(LONG) == 7  # less than twice the largest
+    assert Measured(line, 550).most(LONG) == 5
+    assert Measured(line[1:], 550).most(LONG) == 4  # two points are no line: one may be hidden by what does not grow
+    assert Measured(rows(LONG, (1, 1, 190), (2, 1, 200), (4, 1, 400)), 550).most(LONG) == 4
+    assert Measured(rows(LONG, (4, 1, 400), (8, 1, 800)), 650).most(LONG) == 6
+    assert Measured(rows(LONG, (1, 1, 700)), 650).most(LONG) == 0
+    assert Measured(rows(LONG, (4, 1, 400)), 1000, {}, {LONG: 8}).most(LONG) == 4
+
+
+def test_a_bucket_that_does_not_fit_is_refused() -> None:
+    costs = SampleCosts(lambda bucket: bucket.frames, lambda bucket: bucket.frames)
+    measured = Measured(rows(SHORT, (1, 1, 10)), 100, {}, {LONG: 1})
+    by_time = BatchingConfig(by="time")
+    assert make_batching(by_time, TrainConfig(), [SHORT], costs, 1, measured=measured).sizes == {SHORT: 1}
+    with pytest.raises(UserError, match="5x32x48 does not fit the device's memory even with one sample"):
+        make_batching(by_time, TrainConfig(), [SHORT, LONG], costs, 1, measured=measured)
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    path = tmp_path / MEASURED_NAME
+    for text in ("", "[]", '{"format": 1}', '{"format": 9}', '{"format": 1, "rows": [], "too_large": {}}'):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(UserError, match=r"buckets.json is not as .*: run it again"):
+            Measured.load(path)
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_memory_of_the_cpu_is_counted_to_the_byte() -> None:
+    def work() -> None:
+        kept = torch.empty(1000)
+        for _ in range(3):
+            torch.empty(5000)
+        del kept
+        torch.empty(250)
+
+    assert peak_bytes(CPU, 0, work) == 4 * 6000
+    assert peak_bytes(CPU, 77, lambda: None) == 77
+
+
+def test_garbage_of_earlier_work_is_not_counted_as_given_back() -> None:
+    def litter() -> None:
+        circle: list[object] = [torch.empty(5000)]
+        circle.append(circle)
+
+    def work() -> None:
+        kept = [[] for _ in range(10_000)]  # type: ignore[var-annotated]  # so many objects would start the collector
+        kept.append([torch.empty(1000)])
+
+    gc.collect()
+    assert peak_bytes(CPU, 0, litter) == 4 * 5000
+    assert peak_bytes(CPU, 0, work) == 4 * 1000 and gc.isenabled()
+
+
+def test_which_errors_say_that_memory_is_full() -> None:
+    assert is_out_of_memory(MemoryError()) and is_out_of_memory(torch.OutOfMemoryError("x"))
+    assert is_out_of_memory(RuntimeError("NPU out of memory. Tried to allocate 2 GiB"))
+    assert not is_out_of_memory(RuntimeError("shapes do not match")) and not is_out_of_memory(
+        ValueError("out of memory")
+    )
+
+
+def task_of(config: Config) -> VideoTask:
+    task = VideoTask(config)
+    task.open_without_data()
+    return task
+
+
+def trial(config: Config, bucket: Bucket, batch: int) -> tuple[int, int, int]:
+    """(state, peak, peak once more) of a step."""
+    with process_group(CPU):
+        found = SyntheticStep(config, task_of(config), CPU)
+        found.run(bucket, batch)
+        return found.state_bytes, found.peak(bucket, batch), found.peak(bucket, batch)
+
+
+def test_a_step_takes_weights_gradients_moments_average_and_activations(tmp_path: Path) -> None:
+    config = small_config(tmp_path, BUCKETS)
+    with process_group(CPU):
+        weights = 4 * sum(p.numel() for p in SyntheticStep(config, task_of(config), CPU).model.parameters())
+    state, peak, again = trial(config, LONG, 8)
+    assert 4 * weights <= state < 4.01 * weights  # weights, two moments (and step counts), the average
+    assert peak == again > state + weights
+    without = trial(small_config(tmp_path, BUCKETS, "train.ema_decay=null"), LONG, 8)
+    assert state - without[0] == weights
+    recomputed = trial(small_config(tmp_path, BUCKETS, "memory.activation_policy={block: recompute}"), LONG, 8)
+    assert recomputed[1] < peak
+
+
+# -- the whole way ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a finished cache of the long bucket."""
+    folder = tmp_path_factory.mktemp("home")
+    CacheBuilder(small_config(folder)).run()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(home: Path) -> BucketProfile:
+    return profile(small_config(home, BUCKETS, "name=timed"), most=4, repeats=1)
+
+
+def test_measurements_are_written_and_read(found: BucketProfile) -> None:
+    assert not dist.is_initialized()
+    measured = Measured.load(found.path)
+    assert measured == found.measured and found.path.name == MEASURED_NAME
+    assert found.path.parent.name == "timed" and [p.name for p in found.path.parent.iterdir()] == [MEASURED_NAME]
+    assert {(row.bucket, row.batch) for row in measured.rows} == {(b, n) for b in (SHORT, LONG) for n in (1, 2, 4)}
+    assert json.loads(found.path.read_text(encoding="utf-8"))["setting"]["model.width"] == 64
+    for bucket in (SHORT, LONG):
+        peaks = [row.peak_bytes for row in measured.rows if row.bucket == bucket]
+        assert peaks == sorted(peaks) and peaks[0] > found.state_bytes
+        assert 0 < measured.cost(bucket).of(1) < measured.cost(bucket).of(4) and measured.most(bucket) >= 4
+    # a longer sample takes more
+    assert max(r.peak_bytes for r in measured.rows if r.bucket == LONG) > max(
+        r.peak_bytes for r in measured.rows if r.bucket == SHORT
+    )
+
+
+def test_what_is_printed(found: BucketProfile) -> None:
+    text = lines(found)
+    assert any("allocator's count on CPU" in line for line in text)
+    assert sum(line.startswith("5x32x48 ") for line in text) == 4  # three steps, one line of batches
+    assert text[-1].strip().startswith("batching: {by: time, budget: ")
+    budget = suggested_budget(found.measured, [SHORT, LONG])
+    sizes = make_batching(
+        BatchingConfig(by="time", budget=budget), TrainConfig(), [SHORT, LONG], found.costs, 1, measured=found.measured
+    ).sizes
+    assert all(found.measured.cost(bucket).of(size) <= budget or size == 1 for bucket, size in sizes.items())
+    tight = replace(found, measured=replace(found.measured, too_large={LONG: 1}), untried=(LONG,))
+    assert any("5x32x48: not even one sample fits" in line and "not tried" in line for line in lines(tight))
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = small_config(tmp_path, BUCKETS)
+    file = tmp_path / "small.yaml"
+    file.write_text(dump_config(config), encoding="utf-8")
+    options = ["--most", "2", "--repeats", "1", "--memory-limit", "1GB"]
+    assert run(["bench", "buckets", str(file), "memory.activation_policy={block: recompute}", *options]) == 0
+    assert "batching: {by: time, budget: " in capsys.readouterr().out
+    measured = Measured.load(config.run_dir / MEASURED_NAME)
+    assert measured.limit_bytes == 10**9 and measured.setting["memory.activation_policy"] == {"block": "recompute"}
+    assert run(["bench", "buckets", str(file), "--memory-limit", "much"]) == 1
+    assert "--memory-limit much: use bytes" in capsys.readouterr().err
+
+
+def test_a_table_has_columns() -> None:
+    assert table(["a", "bb"], [["long", "1"]]) == ["a     bb", "----  --", "long   1"]
+
+
+class KeepsData(VideoTask):
+    """The video task, which keeps the data that a run was given."""
+
+    def data(self, place: RunPlace) -> VideoData:
+        self.given = super().data(place)
+        return self.given
+
+
+def test_training_by_time_uses_them(home: Path, found: BucketProfile) -> None:
+    overrides = ("name=timed", "batching.by=time", "train.batch_size=null", "train.steps=2")
+    config = small_config(home, *overrides)
+    task = KeepsData(config)
+    assert TrainPipeline(config, task=task).run().finished
+    most = found.measured.most(LONG)
+    assert task.given.sampler.batching.sizes == {LONG: most}
+    steps = [row for row in read_metrics(found.path.parent / "metrics.jsonl") if row["kind"] == "train"]
+    assert max(row["samples"] for row in steps) == min(most, 7)  # the epoch has 7, so one of its steps is full
+    cost = found.measured.cost(LONG)
+    budget = (cost.of(2) + cost.of(3)) / 2
+    config = small_config(home, *overrides, f"batching.budget={budget}", "train.steps=3")
+    task = KeepsData(config)
+    assert TrainPipeline(config, task=task).run().finished and task.given.sampler.batching.sizes == {LONG: 2}
+
+
+def test_measurements_of_something_else_are_refused(home: Path, found: BucketProfile) -> None:
+    folder = home / "runs" / "other"
+    folder.mkdir(parents=True)
+    (folder / MEASURED_NAME).write_bytes(found.path.read_bytes())
+    overrides = ("name=other", "batching.by=time", "train.batch_size=null", "model.depth=3")
+    with pytest.raises(
+        UserError, match=r"other settings: model.depth \(2, here 3\); run `mmspeed bench buckets CONFIG` again"
+    ):
+        TrainPipeline(small_config(home, *overrides)).run()
+
+
+def test_without_measurements_there_is_no_training_by_time(home: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"needs .*absent/buckets.json, which does not exist: run `mmspeed bench buckets"
+    ):
+        TrainPipeline(small_config(home, "name=absent", "batching.by=time", "train.batch_size=null")).run()
+
+
+def test_what_is_told_of_measurements(found: BucketProfile) -> None:
+    setting = dict(found.measured.setting)
+    assert load_measured(found.path, setting) == (found.measured, None)
+    assert load_measured(found.path, setting | {"torch": "3.0"})[1] is None
+    told = load_measured(found.path, setting | {"devices": 8, "parallel.strategy": "fsdp"})[1]
+    assert told is not None and "parallel.strategy (none, here fsdp)" in told and "devices (1, here 8)" in told
+    for name, value in {
+        "device.dtype": "bfloat16",
+        "memory.activation_policy": {"block": "recompute"},
+        "train.compile": True,
+    }.items():
+        with pytest.raises(UserError, match=name):
+            load_measured(found.path, setting | {name: value})
+
+
+# -- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_bucket_that_divides_by_nothing(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="bucket 5x36x48 does not fit the codec: height 36 is no multiple"):
+        profile(small_config(tmp_path, "data.buckets=[{frames: 5, height: 36, width: 48}]"))
+    with pytest.raises(UserError, match="bucket 5x40x48 does not fit the model"):
+        profile(small_config(tmp_path, "data.buckets=[{frames: 5, height: 40, width: 48}]"))
+
+
+def test_a_model_that_does_not_fit(tmp_path: Path) -> None:
+    config = small_config(tmp_path, BUCKETS)
+    with pytest.raises(UserError, match=r"not one sample of any bucket fits in 100.0 kB, of which"):
+        profile(config, memory=1e5, most=2, repeats=1)  # not even the weights
+    state = trial(config, SHORT, 1)[0]
+    with pytest.raises(UserError, match=r"not one sample of any bucket fits in"):
+        profile(config, memory=1.25 * state + 1000, most=2, repeats=1)
+    assert not (config.run_dir / MEASURED_NAME).exists()
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file", encoding="utf-8")
+    with pytest.raises(UserError, match="cannot make the folder"):
+        profile(small_config(tmp_path, BUCKETS))
+
+
+def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
+    config = small_config(tmp_path, BUCKETS)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 2.0)
+    try:
+        # an interrupt may fall into torch's own turning off of gradients, in this thread of all tests to come
+        with torch.set_grad_enabled(torch.is_grad_enabled()), pytest.raises(KeyboardInterrupt):
+            profile(config, most=1, repeats=1_000_000)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert not config.run_dir.exists() or list(config.run_dir.iterdir()) == []
+    assert not dist.is_initialized()

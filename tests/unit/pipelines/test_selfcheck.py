@@ -1,0 +1,373 @@
+"""The self-check without processes of its own: layouts in words, small sizes, verdicts, and children that fail."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmspeed.__main__ import main
+from mmspeed.config import Config, make_config
+from mmspeed.config.sparse import SparseConfig
+from mmspeed.errors import UserError
+from mmspeed.models.sora.sizes import resolve_config
+from mmspeed.pipelines.selfcheck import run, worker
+from mmspeed.pipelines.selfcheck import verdict as selfcheck_verdict
+from mmspeed.pipelines.selfcheck.children import Child, run_children
+from mmspeed.pipelines.selfcheck.run import with_layout
+from mmspeed.pipelines.selfcheck.verdict import compare, gaps_of, named
+from mmspeed.pipelines.selfcheck.worker import (
+    MicroBatchDigest,
+    StepReport,
+    WorkerReport,
+    disagreements,
+    other_gradients,
+)
+from mmspeed.pipelines.tasks import video_check
+from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.pipelines.tasks.video_check import ShrunkRun, shrink_run, shrunk_latent, shrunk_size, uneven
+from mmspeed.shapes import Strides
+from tests.support.runs import small_config
+
+STRIDES = Strides(4, 8)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    """A nano model (4 heads) with an image and a video bucket."""
+    buckets = '[{"frames": 1, "height": 64, "width": 48}, {"frames": 13, "height": 96, "width": 176}]'
+    return small_config(tmp_path, f"data.buckets={buckets}")
+
+
+# --- what is shrunk ---
+
+
+@given(st.integers(1, 200), st.integers(1, 16), st.integers(1, 20))
+def test_small_sizes_divide_as_large_ones_do(size: int, parts: int, least: int) -> None:
+    small = shrunk_size(size, parts, least)
+    assert (size - small) % parts == 0 and (size - small) % 2 == 0
+    assert min(size, least) <= small <= size and small < least + 2 * parts
+
+
+@given(st.tuples(*[st.integers(1, 80)] * 3), st.integers(1, 8), st.integers(1, 4))
+def test_small_latents_split_as_large_ones_do(grid: tuple[int, int, int], sequence: int, tensor: int) -> None:
+    latent = (grid[0], 2 * grid[1], 2 * grid[2])
+    t, h, w = shrunk_latent(latent, (1, 2, 2), sequence, tensor)
+    assert (t == 1) == (grid[0] == 1) and h % 2 == 0 and w % 2 == 0
+    assert t % sequence == grid[0] % sequence
+    assert (h // 2 * w // 2) % (sequence * tensor) == (grid[1] * grid[2]) % (sequence * tensor)
+    assert (t < sequence) == (grid[0] < sequence)  # where each process had a frame, it still has
+    assert h // 2 * (w // 2) >= min(sequence * tensor, grid[1] * grid[2])
+
+
+def small(config: Config, layout: str) -> ShrunkRun:
+    return shrink_run(VideoTask(with_layout(config, layout)), STRIDES)
+
+
+def test_the_small_model_keeps_what_decides_its_split(config: Config) -> None:
+    config = config.model_copy(update={"model": config.model.model_copy(update={"size": "XL/2", "mlp_ratio": 4.01})})
+    mini = small(config, "tp=2,ulysses=2,shard_text=9")
+    real, made = (resolve_config(c.model, 4, 16) for c in (config, mini.config))
+    assert (made.heads, made.arrangement, made.patch) == (real.heads, real.arrangement, real.patch)
+    assert made.hidden % 2 == real.hidden % 2 and made.depth % 2 == real.depth % 2
+    assert made.width < real.width and made.depth == 4
+    assert mini.kinds == ("images", "videos", "mixed")
+    assert mini.config.parallel.shard_text == mini.made_up.text_tokens == 7  # captions are split here too
+
+
+def test_samples_are_those_of_their_names(config: Config) -> None:
+    mini = small(config, "ulysses=2")
+    draws = mini.draws("mixed")
+    assert [draw.sample.bucket.is_image for draw in draws] == [True] * 3 + [False] * 3
+    batch, one = mini.batch([(draw, 1.0) for draw in draws[3:]]), mini.batch([(draws[4], 1.0)])
+    assert batch["noise"] is not None and one["noise"] is not None
+    assert batch["noise"][1].equal(one["noise"][0]) and batch["latents"][1].equal(one["latents"][0])
+    assert not batch["text_mask"].all() and batch["text_mask"].any(1).all()  # padding, and real tokens, in each
+
+
+def test_other_processes_make_the_same_small_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = VideoTask(with_layout(config, "ring=2"))
+    first = task.shrunk()
+    monkeypatch.setattr(video_check, "codec_geometry", lambda *_: pytest.fail("the codec was asked again"))
+    other = VideoTask(make_config(json.loads(task.config.model_dump_json(by_alias=True)))).shrunk(
+        json.loads(json.dumps(first.known))
+    )
+    assert isinstance(first, ShrunkRun) and isinstance(other, ShrunkRun)
+    assert (other.config, other.strides, other.made_up) == (first.config, first.strides, first.made_up)
+
+
+def test_the_report_tells_what_is_otherwise_than_in_training(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: object) -> None:
+        raise UserError("no such codec")
+
+    monkeypatch.setattr(video_check, "codec_geometry", missing)
+    sparse = config.model_copy(
+        update={"model": config.model.model_copy(update={"sparse": SparseConfig(dense_first=0, dense_last=0)})}
+    )
+    codec, dense = "the codec is not available: latents as of strides 4x8", "attention is dense in this check"
+    (remark,) = VideoTask(with_layout(config, "ring=2")).shrunk().notes.remarks
+    assert remark == codec
+    check = VideoTask(sparse).shrunk()
+    (remark,) = check.notes.remarks
+    assert remark.startswith(f"{codec}; {dense}") and check.task().config.model.sparse is None
+    text = "\n".join(compare(small(config, "ulysses=2"), found(), found()).lines())
+    assert "factorised, 2 blocks, 4 heads of width 12, patch 1x2x2; float32, strategy fsdp, objective flow" in text
+
+
+@pytest.mark.parametrize("module", [run, selfcheck_verdict, worker])
+def test_what_compares_knows_no_domain(module: ModuleType) -> None:
+    source = inspect.getsource(module)
+    assert re.findall(r"(?i)latent|video|image|caption|bucket|codec|quantile", source) == []
+
+
+# --- layouts in words ---
+
+
+def test_layouts_are_read(config: Config) -> None:
+    own = config.model_copy(update={"parallel": config.parallel.model_copy(update={"ring": 8, "shard": "space"})})
+    parallel = with_layout(own, "ulysses=2, parallel.dp_shard=3").parallel
+    assert (parallel.ring, parallel.ulysses, parallel.dp_shard, parallel.shard) == (1, 2, 3, "space")
+    assert named(parallel) == "dp_shard=3 ulysses=2 shard=space"
+
+
+@pytest.mark.parametrize(
+    ("layout", "told"),
+    [
+        ("ulyses=2", "did you mean 'ulysses'"),
+        ("ulysses", "no key=value"),
+        ("", "is one process"),
+        ("tp=1", "is one process"),
+        ("ulysses=2,ulysses=4", "twice"),
+        ("ulysses=2.5", "parallel.ulysses"),
+        ("ring=two", "parallel.ring"),
+        ("ulysses=0", "greater than or equal to 1"),
+        ("dp_shard=-1", "a number from 1 on"),
+        ("dp_replicate=0", "a number from 1 on"),
+        ("tp=true", "a number from 1 on"),
+        ("ulysses=4,ring=8", "makes 32 processes"),
+        ("ring=4,ring_window=3", "must divide ring 4"),
+        ("ulysses=2,shard=both", "parallel.shard"),
+        ("ulysses=2,scheme=switch", "parallel.scheme is now parallel.dsp"),
+        ("dsp=2.5", "parallel.dsp"),
+    ],
+)
+def test_layouts_that_are_refused(config: Config, layout: str, told: str) -> None:
+    with pytest.raises(UserError) as error:
+        with_layout(config, layout)
+    assert told in str(error.value) and "\n" not in str(error.value)
+
+
+def test_buckets_that_do_not_fit_are_told(config: Config) -> None:
+    with pytest.raises(UserError, match="does not fit the codec"):
+        shrink_run(VideoTask(with_layout(config, "ring=2")), Strides(8, 8))
+
+
+def test_the_command_takes_no_options_of_the_other_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", str(tmp_path / "run")]) == 0
+    capsys.readouterr()
+    assert main(["check", str(tmp_path / "run.yaml"), "--parallel", "ulysses=2", "--ranks", "8"]) == 1
+    assert "not with --ranks" in capsys.readouterr().err
+    assert main(["check", str(tmp_path / "run.yaml"), "--parallel", "ulisses=2"]) == 1
+    assert "ulysses" in capsys.readouterr().err
+
+
+# --- the verdict ---
+
+RIGHT = {
+    f"blocks.{i}.{name}": np.full(4, 1.0 + i, np.float32) for i in range(3) for name in ("mlp.up.weight", "qkv.weight")
+}
+SENT = {"all_gather sequence": 10, "all_to_all ulysses": 20}
+
+
+def found(scale: dict[str, float] | None = None, loss: float = 1.0, **changes: Any) -> WorkerReport:
+    """Three steps with the same right gradients, but for those in `scale`; `changes` are of all steps."""
+    grads = {name: grad * (scale or {}).get(name, 1.0) for name, grad in RIGHT.items()}
+    steps = [
+        StepReport(
+            kind,
+            loss,
+            2.0,
+            **{"sent": {} if kind == "images" else dict(SENT), "problems": [], "grads": grads} | changes,
+        )
+        for kind in ("images", "videos", "mixed")
+    ]
+    return WorkerReport(steps, "fsdp", 1, 2, [], [])
+
+
+def verdict(config: Config, here: WorkerReport) -> tuple[bool, str]:
+    result = compare(small(config, "ulysses=2"), here, found())
+    return result.passed, "\n".join(result.lines())
+
+
+def test_equal_runs_pass(config: Config) -> None:
+    passed, text = verdict(config, found())
+    assert passed and "PASSED" in text and "look at the data" in text and "all_to_all ulysses 20 B" in text
+
+
+def test_a_wrong_layer_is_named(config: Config) -> None:
+    passed, text = verdict(config, found({f"blocks.{i}.qkv.weight": 1.01 for i in range(3)}))
+    assert not passed and "FAILED" in text and "report it" in text
+    assert (
+        "only gradients of blocks.*.qkv differ; the losses are equal, so the mistake is in backward, at blocks.2.qkv"
+        in text
+    )
+
+
+def test_gradients_that_are_all_too_large_are_told(config: Config) -> None:
+    passed, text = verdict(config, found(dict.fromkeys(RIGHT, 4.0)))
+    assert not passed and "every gradient is 4 times that of one process" in text
+
+
+@pytest.mark.parametrize("loss", [1.0001, float("nan"), float("inf")])
+def test_wrong_losses_fail(config: Config, loss: float) -> None:
+    passed, text = verdict(config, found(loss=loss))
+    assert not passed and "the loss differs" in text
+
+
+def test_gradients_that_are_not_numbers_fail(config: Config) -> None:
+    passed, text = verdict(config, found({"blocks.1.qkv.weight": float("nan")}))
+    assert not passed and "most that of blocks.1.qkv.weight" in text
+
+
+def test_exchanges_must_be_there_and_nowhere_else(config: Config) -> None:
+    passed, text = verdict(config, found(sent={}))
+    assert not passed and "no all_to_all ulysses was sent" in text
+    passed, text = verdict(config, found(sent=dict(SENT)))
+    assert not passed and "images take no part in it, yet all_gather sequence was sent" in text
+
+
+def test_lost_gradients_fail(config: Config) -> None:
+    passed, text = verdict(config, found(grads={name: grad for name, grad in RIGHT.items() if "0.qkv" not in name}))
+    assert not passed and "no gradient of blocks.0.qkv.weight at the layout" in text
+
+
+def test_gaps_are_sorted_and_rounding_is_none() -> None:
+    true = {"a": np.array([1.0, 2.0]), "b": np.array([1e-9, 0.0]), "c": np.array([1.0])}
+    gaps = gaps_of({"a": np.array([1.0, 2.2]), "b": np.array([0.0, 1e-9]), "c": np.array([1.5])}, true)
+    assert [gap.name for gap in gaps] == ["c", "a", "b"]
+    assert gaps[1].relative == pytest.approx(0.1) and gaps[2].relative < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("layout", "wanted"),
+    [
+        ("dsp=2", {"all_gather sequence", "all_to_all dsp"}),
+        ("ulysses=2,ring=2", {"all_gather sequence", "all_to_all ulysses", "ring ring"}),
+        ("dsp=2,ulysses=2", {"all_gather sequence", "all_to_all dsp", "all_to_all ulysses"}),
+        ("ring=4,ring_window=2", {"all_gather sequence", "ring ring", "ring ring_outer"}),
+        ("tp=2", {"all_gather tp", "reduce_scatter tp", "all_reduce tp"}),
+        ("dp_shard=2", set()),
+    ],
+)
+def test_what_a_video_step_must_send(config: Config, layout: str, wanted: set[str]) -> None:
+    assert set(small(config, layout).expected("videos")) == wanted
+    assert set(small(config, layout).expected("images")) == {what for what in wanted if what.endswith(" tp")}
+
+
+# --- what ranks meet ---
+
+
+def met(names: list[str], weight: float, digest: str = "x", image: bool = False) -> MicroBatchDigest:
+    return MicroBatchDigest(not image, names, [weight] * len(names), digest)
+
+
+def test_ranks_of_a_group_meet_the_same() -> None:
+    both = [met(["a"], 0.5), met(["i"], 1.0, "1", True)]
+    other = [met(["a"], 0.5), met(["j"], 1.0, "2", True)]
+    assert disagreements([both, other], 2, 1) == []
+    assert "have different samples" in disagreements([both, other], 2, 2)[0]  # of tensor-parallel ranks images too
+    noisy = [met(["a"], 0.5, "y"), other[1]]
+    assert "ranks 0 and 1 compute micro-batch 0 together" in disagreements([both, noisy], 2, 1)[0]
+    assert "different numbers" in disagreements([both, other[:1]], 2, 1)[0]
+
+
+def test_samples_count_once() -> None:
+    told = disagreements([[met(["a"], 1.0)], [met(["a"], 1.0)]], 2, 1)
+    assert told == ["sample a counts 2 times over all ranks, not once (1 such samples)"]
+
+
+def test_ranks_have_the_same_gradients() -> None:
+    assert other_gradients([{"a": 1.0, "b": 2.0}, {"a": 1.0, "b": 2.0 + 1e-7}]) == []
+    assert other_gradients([{"a": 1.0}, {"a": 1.1}]) == [
+        "rank 1 has another gradient of a than rank 0 (1 such parameters)"
+    ]
+    assert other_gradients([{"a": 1.0}, {}]) != []
+
+
+def test_times_of_a_part_of_their_range_are_seen() -> None:
+    assert uneven([100, 103, 97, 100, 99, 101, 98, 102, 100, 100]) < 5
+    assert uneven([1000] + [0] * 9) > 1000
+
+
+# --- children ---
+
+SLEEPER = "import sys, time, os, json; job = json.loads(sys.stdin.readline()); open(job['pid'], 'w').write(str(os.getpid()))\n"
+
+
+def child(name: str, code: str, pid: Path) -> Child:
+    return Child(name, [sys.executable, "-c", SLEEPER + code], {"pid": str(pid)})
+
+
+def gone(pid: Path) -> bool:
+    """Whether the process that wrote its id there has ended, within some seconds."""
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        try:
+            os.kill(int(pid.read_text()), 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("os.kill(os.getpid(), 9)", "b failed: it was killed by SIGKILL; often the machine ran out of memory"),
+        ("sys.exit(3)", "b failed: it ended with exit code 3"),
+        ("1 / 0", "b failed: it ended with exit code 1; ZeroDivisionError"),
+        (
+            "from mmspeed.errors import UserError; from mmspeed.pipelines.selfcheck.children import write_error\n"
+            "write_error(job['error'], UserError('parallel.tp 3 is odd'), 'trace'); sys.exit(1)",
+            "parallel.tp 3 is odd",
+        ),
+    ],
+)
+def test_a_child_that_dies_is_told_and_ends_the_others(tmp_path: Path, code: str, told: str) -> None:
+    wait = f"\nwhile not os.path.exists({str(tmp_path / 'a')!r}): time.sleep(0.01)\n"
+    with pytest.raises(UserError) as error:
+        run_children([child("a", "time.sleep(600)", tmp_path / "a"), child("b", wait + code, tmp_path / "b")], 1)
+    assert str(error.value).startswith(told)
+    assert gone(tmp_path / "a")
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
+def test_children_end_with_their_parent(tmp_path: Path, sign: signal.Signals) -> None:
+    pids = [tmp_path / "a", tmp_path / "b"]
+    follow = "from mmspeed.pipelines.selfcheck.children import follow_parent; follow_parent()\n"
+    started = "open(job['pid'] + '.on', 'w')\ntime.sleep(600)"
+    jobs = [[pid.name, SLEEPER + follow + started, {"pid": str(pid)}] for pid in pids]
+    parent = (
+        "import sys, json; from mmspeed.pipelines.selfcheck.children import Child, run_children\n"
+        "run_children([Child(n, [sys.executable, '-c', c], j) for n, c, j in json.loads(sys.argv[1])], 1)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", parent, json.dumps(jobs)], stderr=subprocess.DEVNULL)
+    end = time.monotonic() + 60
+    while not all(Path(f"{pid}.on").exists() for pid in pids) and time.monotonic() < end:
+        time.sleep(0.05)
+    process.send_signal(sign)
+    process.wait(timeout=30)
+    assert all(gone(pid) for pid in pids)

@@ -1,0 +1,202 @@
+"""Bad input about tasks: one line says what is wrong, where, and what to do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mmspeed.config import make_config, make_run_config
+from mmspeed.config.tasks import TASKS, TaskEntry
+from mmspeed.data.loading import loader
+from mmspeed.errors import UserError
+from mmspeed.log import read_metrics
+from mmspeed.pipelines import TrainPipeline
+from mmspeed.pipelines.run.run_folder import RunFolder
+from mmspeed.pipelines.tasks import make_task, register
+from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.protocols import RunPlace
+from tests.support.character_runs import ALONE, character_config, character_tree, register_characters
+from tests.support.characters import CharacterModel, CharacterTask
+from tests.support.runs import small_config, small_tree
+from tests.support.toy import ToyDiT
+from tests.support.toy_runs import toy_config, train_toy, write_toy_cache
+
+OLD_RUN = Path(__file__).resolve().parents[2] / "golden" / "fixtures" / "e6bf4be" / "runs" / "old"
+
+
+class Without(nn.Module):
+    """The toy task without the named member."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        toy = ToyDiT()
+        for name in {"blocks", "tokens", "flops"} - {*names}:
+            setattr(self, name, getattr(toy, name))
+
+    def forward(self, x_BCThw: Tensor, t: Tensor, text_BLD: Tensor, text_mask_BL: Tensor) -> Tensor:
+        return x_BCThw
+
+
+# -- what is worked out for rows of metrics alone ------------------------------------------------------------------------
+
+
+def test_items_and_imbalance_are_worked_out_for_rows_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+    imbalance = loader.imbalance
+
+    def counted(*args: Any) -> float:
+        asked.append(imbalance(*args))
+        return asked[-1]
+
+    def no_item(*args: Any) -> None:
+        raise AssertionError("a run without lost steps looks at no item of a step")
+
+    monkeypatch.setattr(loader, "imbalance", counted)
+    monkeypatch.setattr(loader, "Item", no_item)
+    config = toy_config(tmp_path, "train.log_every=4")
+    write_toy_cache(config)
+    train_toy(str(tmp_path), ("train.log_every=4",))
+    rows = [row for row in read_metrics(config.run_dir / "metrics.jsonl") if row["kind"] == "train"]
+    assert [row["step"] for row in rows] == [4, 6]
+    assert [row["imbalance"] for row in rows] == asked
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_task_is_told_with_the_nearest_one(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"test: task 'vidoe' is not known; did you mean 'video'\? \(known: video"):
+        make_run_config({**small_tree(tmp_path), "task": "vidoe"}, origin="test")
+    with pytest.raises(UserError, match="task 3 is not known"):
+        make_run_config({**small_tree(tmp_path), "task": 3}, origin="test")
+    register_characters()
+    with pytest.raises(UserError, match=r"task 'character' is not known; did you mean 'characters'\?"):
+        make_task(character_config(tmp_path).model_copy(update={"task": "character"}))
+
+
+def test_a_task_is_known_by_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(TASKS, "letters", TaskEntry("a:B"))  # as it was before, when this test ends
+    names = "tests.support.characters:CharacterTask", "tests.support.characters:CharacterConfig"
+    register("letters", *names)
+    assert TASKS["letters"] == TaskEntry(*names, origin="this program")
+    config = character_config(tmp_path)
+    assert isinstance(make_task(config.model_copy(update={"task": "letters"})), CharacterTask)
+
+
+def test_a_task_that_is_missing_is_video(tmp_path: Path) -> None:
+    assert make_run_config(small_tree(tmp_path)).task == "video" == small_config(tmp_path).task
+    assert isinstance(make_task(small_config(tmp_path)), VideoTask)
+
+
+# -- keys -------------------------------------------------------------------------------------------------------------
+
+
+def test_keys_of_another_task_are_told_with_their_task(tmp_path: Path) -> None:
+    register_characters()
+    with pytest.raises(
+        UserError,
+        match="unknown key 'objective', which is a section of the task video; this config is of the task characters",
+    ):
+        make_run_config({**character_tree(tmp_path), "objective": {"kind": "flow"}}, origin="test")
+    with pytest.raises(
+        UserError,
+        match="unknown key 'pack', which is a section of the task characters; this config is of the task video",
+    ):
+        make_run_config({**small_tree(tmp_path), "pack": 8}, origin="test")
+    with pytest.raises(UserError, match=r"unknown key 'train\.setps'; did you mean 'steps'\?"):
+        make_run_config({**character_tree(tmp_path), "train": {"setps": 3}}, origin="test")
+    timed = CharacterTask(character_config(tmp_path, "batching.by=time", "train.batch_size=null"))
+    with pytest.raises(
+        UserError, match=r"batching\.by: time is not available for the task characters: use samples, tokens"
+    ):
+        timed.data(ALONE)
+
+
+def test_what_is_for_videos_refuses_other_tasks(tmp_path: Path) -> None:
+    register_characters()
+    with pytest.raises(UserError, match="this is for the video task, and the config is of the task characters"):
+        make_config(character_tree(tmp_path), origin="test")
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"memory": {"swap_from": "1KiB"}}, r"memory\.swap_from is now memory\.offload_from$"),
+        ({"memory": {"spans": {}}}, r"memory\.spans is now memory\.activation_policy"),
+    ],
+)
+def test_old_keys_are_refused_in_the_config_of_any_task(tmp_path: Path, section: Any, message: str) -> None:
+    register_characters()
+    with pytest.raises(UserError, match=message):
+        make_run_config({**character_tree(tmp_path), **section}, origin="test")
+
+
+def test_a_run_of_another_task_is_told(tmp_path: Path) -> None:
+    config = character_config(tmp_path, "name=taken")
+    RunFolder(config.run_dir).write_start(small_config(tmp_path), {}, {})
+    message = "taken is a run of the task video, and this config is of the task characters: choose another `name`"
+    with pytest.raises(UserError, match=message):
+        TrainPipeline(config).run()
+
+
+def test_weights_of_another_task_are_told(tmp_path: Path) -> None:
+    config = character_config(tmp_path, f"train.start_from={OLD_RUN}")
+    with pytest.raises(UserError, match=r"step-00000004 .*(embed|blocks|head)"):
+        TrainPipeline(config).run()
+
+
+def test_a_divisor_of_0_is_told_with_its_step(tmp_path: Path) -> None:
+    class Empty(CharacterTask):
+        def data(self, place: RunPlace) -> Any:
+            data = super().data(place)
+            plain = data.steps
+            data.steps = lambda start, stop: (replace(step, divisors={"tokens": 0.0}) for step in plain(start, stop))
+            return data
+
+    config = character_config(tmp_path)
+    with pytest.raises(UserError, match=r"step 1: the step's divisor 'tokens' is 0: it has no item that counts"):
+        TrainPipeline(config, task=Empty(config)).run()
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lacking", [("tokens",), ("blocks", "flops")])
+def test_a_model_that_lacks_part_of_the_protocol_is_told_what(tmp_path: Path, lacking: tuple[str, ...]) -> None:
+    config = toy_config(tmp_path)
+    write_toy_cache(config)
+    task = VideoTask(config, build=lambda *_: Without(*lacking))
+    with pytest.raises(UserError, match=f"Without cannot be trained by the task video: it lacks {', '.join(lacking)} "):
+        TrainPipeline(config, task=task).run()
+
+
+def test_a_model_of_another_task_without_blocks_is_told(tmp_path: Path) -> None:
+    class Blockless(CharacterTask):
+        def build(self) -> dict[str, nn.Module]:
+            return {"model": nn.Linear(2, 2)}
+
+    config = character_config(tmp_path)
+    message = (
+        r"Linear cannot be trained by the task characters: it lacks blocks \(see mmspeed\.protocols\.TrainableModel\)"
+    )
+    with pytest.raises(UserError, match=message):
+        TrainPipeline(config, task=Blockless(config)).run()
+
+
+def test_a_model_without_weights_must_make_them(tmp_path: Path) -> None:
+    class Weightless(CharacterTask):
+        def build(self) -> dict[str, nn.Module]:
+            with torch.device("meta"):
+                model = CharacterModel(16, 1)
+            bare = nn.Module()
+            bare.blocks = model.blocks
+            return {"model": bare}
+
+    config = character_config(tmp_path)
+    with pytest.raises(UserError, match="Module came without weights and has no initial_weights to make them"):
+        TrainPipeline(config, task=Weightless(config)).run()

@@ -1,0 +1,321 @@
+"""A user's whole way in one process: train, stop, go on, sample, report, and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from mmspeed.config import Config, dump_config
+from mmspeed.errors import UserError
+from mmspeed.log import read_metrics
+from mmspeed.pipelines import TextToVideo, TrainPipeline, write_report
+from mmspeed.pipelines.run.run_folder import RunFolder
+from mmspeed.preprocess import CacheBuilder
+from tests.support.decoding import video_of
+from tests.support.runs import losses, small_config, small_tree
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a finished cache."""
+    folder = tmp_path_factory.mktemp("home")
+    CacheBuilder(small_config(folder)).run()
+    return folder
+
+
+def tensors(config: Config, step: int) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint: weights, EMA and moments."""
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted((config.run_dir / "checkpoints" / f"step-{step:08d}").glob("*.safetensors")):
+        found |= safetensors.torch.load_file(file)
+    return found
+
+
+@pytest.fixture(scope="module")
+def finished(home: Path) -> Config:
+    """A run that was never stopped."""
+    config = small_config(home, "name=whole", "validate.prompts=[a rabbit in a meadow]")
+    TrainPipeline(config).run()
+    return config
+
+
+def test_metrics_hold_what_a_user_reads(finished: Config) -> None:
+    rows = read_metrics(finished.run_dir / "metrics.jsonl")
+    train = [row for row in rows if row["kind"] == "train"]
+    assert [row["step"] for row in train] == [1, 2, 3, 4, 5, 6]
+    for row in train:
+        assert np.isfinite(row["loss"]) and row["grad_norm"] > 0
+        assert row["samples_per_s"] > 0 and row["tokens_per_s"] > row["samples_per_s"]
+        assert 0 <= row["data_wait"] <= 1 and row["memory_bytes"] > 1e6 and row["mfu"] > 0
+        assert row["peak_source"] == "device.peak_tflops in the config"
+    assert [row["lr"] for row in train] == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3, 1e-3, 1e-3, 1e-3])
+    held_out = [row for row in rows if row["kind"] == "validation"]
+    assert [row["step"] for row in held_out] == [3, 6]
+    assert all(row["samples"] == 1 and len(row["by_quantile"]) == 2 for row in held_out)
+
+
+def test_seven_samples_in_batches_of_three_end_each_epoch_with_a_batch_of_one(finished: Config) -> None:
+    rows = [row for row in read_metrics(finished.run_dir / "metrics.jsonl") if row["kind"] == "train"]
+    for epoch in (0, 1):
+        assert sum(row["samples"] for row in rows if row["epoch"] == epoch) == 7
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        (
+            "model.arrangement=full",
+            "objective.kind=ddpm",
+            "memory.activation_policy={block: recompute}",
+            "train.schedule=cosine",
+        ),
+        ("train.micro_batch_size=1", "train.prefetch=0", "train.caption_dropout=0.5"),
+    ],
+    ids=["factorised-flow", "full-ddpm", "micro-batches"],
+)
+def test_a_run_that_is_stopped_at_every_step_equals_one_that_is_not(home: Path, overrides: tuple[str, ...]) -> None:
+    label = f"{len(overrides)}"
+    whole = small_config(home, f"name=whole-{label}", *overrides)
+    TrainPipeline(whole).run()
+    parts = small_config(home, f"name=parts-{label}", *overrides)
+    for step in range(1, 6):
+        (parts.run_dir).mkdir(parents=True, exist_ok=True)
+        (parts.run_dir / "stop").touch()
+        result = TrainPipeline(parts).run()
+        assert (result.step, result.finished) == (step, False)
+        assert not (parts.run_dir / "stop").exists()
+    assert TrainPipeline(parts).run().finished
+    assert losses(parts) == losses(whole)
+    expected, got = tensors(whole, 6), tensors(parts, 6)
+    assert expected.keys() == got.keys() and len(expected) > 100
+    for name, tensor in expected.items():
+        assert torch.equal(tensor, got[name]), name
+
+
+def test_a_finished_run_says_so_and_goes_on_with_more_steps(home: Path) -> None:
+    config = small_config(home, "name=more", "train.steps=2")
+    TrainPipeline(config).run()
+    again = TrainPipeline(config).run()
+    assert again.already and "is finished: 2 steps" in again.lines()[0]
+    assert losses(config) == losses(config)[:2]
+    assert TrainPipeline(small_config(home, "name=more", "train.steps=4")).run().step == 4
+
+
+def test_save_file_saves_and_keeps_only_the_newest(home: Path) -> None:
+    config = small_config(
+        home, "name=save", "checkpoint.every=100", "checkpoint.keep_last=1", "checkpoint.keep_best=false"
+    )
+    config.run_dir.mkdir(parents=True)
+    (config.run_dir / "save").touch()
+    TrainPipeline(config).run()
+    kept = sorted(path.name for path in (config.run_dir / "checkpoints").glob("step-*"))
+    assert kept == ["step-00000006"]
+    recorded = json.loads((config.run_dir / "checkpoints" / "latest.json").read_text())
+    assert "1" not in [str(row["step"]) for row in recorded["checkpoints"]]
+
+
+def test_no_pickle_in_a_run(finished: Config) -> None:
+    endings = {path.suffix for path in finished.run_dir.rglob("*") if path.is_file()}
+    assert endings - {""} == {".yaml", ".json", ".jsonl", ".safetensors", ".mp4", ".txt", ".png"}
+
+
+def test_a_run_is_trained_by_one_process_at_a_time(home: Path) -> None:
+    config = small_config(home, "name=twice", "train.steps=2")
+    with RunFolder(config.run_dir).locked(), pytest.raises(UserError, match="is being trained by another process"):
+        TrainPipeline(config).run()
+    assert TrainPipeline(config).run().finished
+
+
+def test_samples_during_training_are_videos(finished: Config) -> None:
+    for step in (3, 6):
+        folder = finished.run_dir / "samples" / f"step-{step:08d}"
+        frames_FHWC, _ = video_of(folder / "000.mp4")
+        assert frames_FHWC.shape == (5, 32, 48, 3)
+        assert (folder / "000.txt").read_text() == "a rabbit in a meadow"
+        assert (folder / "contact-sheet.png").stat().st_size > 500
+
+
+def test_sampling_is_a_function_of_prompt_and_seed(finished: Config) -> None:
+    pipe = TextToVideo.from_run(finished.run_dir)
+    one = pipe("a rabbit", seed=3)[0]
+    both = pipe(["a bird", "a rabbit"], seed=3)
+    assert one.frames_FHWC.shape == (5, 32, 48, 3) and one.fps == 8.0
+    assert np.array_equal(both[1].frames_FHWC, one.frames_FHWC)  # in any company: one is sampled after the other
+    assert np.array_equal(pipe("a rabbit", seed=3)[0].frames_FHWC, one.frames_FHWC)
+    assert not np.array_equal(pipe("a rabbit", seed=4)[0].frames_FHWC, one.frames_FHWC)
+    assert not np.array_equal(both[0].frames_FHWC, both[1].frames_FHWC)
+    larger = pipe(
+        "a rabbit", frames=9, height=48, width=64, steps=1, sampler="heun", negative_prompt="blurry", guidance=2.0
+    )
+    assert larger[0].frames_FHWC.shape == (9, 48, 64, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"frames": 6}, "6 frames do not fit"),
+        ({"height": 30}, "height 30 is no multiple"),
+        ({"height": 24}, "no multiple of 2 of the model's patch"),
+        ({"sampler": "ddim"}, "ddim"),
+    ],
+)
+def test_sampling_refuses_what_it_cannot_do(finished: Config, arguments: dict, words: str) -> None:
+    pipe = TextToVideo.from_run(finished.run_dir)
+    with pytest.raises(UserError, match=words):
+        pipe("a rabbit", **arguments)
+
+
+def test_checkpoints_by_name(finished: Config, home: Path) -> None:
+    assert TextToVideo.from_run(finished.run_dir, checkpoint="best", weights="model")
+    assert TextToVideo.from_run(finished.run_dir, checkpoint=6)
+    with pytest.raises(UserError, match="no checkpoint '5'"):
+        TextToVideo.from_run(finished.run_dir, checkpoint="5")
+    with pytest.raises(UserError, match="no such run"):
+        TextToVideo.from_run(home / "nothing")
+    with pytest.raises(UserError, match="not a run folder"):
+        TextToVideo.from_run(home)
+
+
+def test_the_report_stands_alone(finished: Config) -> None:
+    page = write_report(finished.run_dir).read_text(encoding="utf-8")
+    sources = re.findall(r'(?:src|href)="([^"]{0,40})', page)
+    assert sources and all(source.startswith("data:") for source in sources)
+    assert page.count("data:video/mp4") == 2 and page.count("data:image/png") == 3
+    assert "a rabbit in a meadow" in page and "batch_size: 3" in page
+
+
+def test_a_run_refuses_another_model_and_another_codec(finished: Config, home: Path) -> None:
+    with pytest.raises(UserError, match="another model"):
+        TrainPipeline(small_config(home, "name=whole", "model.depth=3")).run()
+    with pytest.raises(UserError, match="was made with another `text`"):
+        TrainPipeline(small_config(home, "name=other", "text.max_tokens=7")).run()
+    with pytest.raises(UserError, match="run mmspeed preprocess first"):
+        TrainPipeline(small_config(home, f"data.cache={home}/none")).run()
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("data.fps=4", "other data.fps; run"),
+        ("data.val_fraction=0.5", "other data.val_fraction"),
+        ("data.buckets=[{frames: 5, height: 48, width: 48}]", "other data.buckets"),
+        ("data.sources.0.path=elsewhere.jsonl", "other data.sources"),
+    ],
+)
+def test_a_cache_that_was_made_for_other_data_is_refused(home: Path, override: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        TrainPipeline(small_config(home, "name=other-data", override)).run()
+
+
+def test_a_sample_size_that_cannot_be_made_is_told_before_the_first_step(home: Path) -> None:
+    config = small_config(home, "name=size", "sample.width=24", "validate.prompts=[a rabbit]")
+    with pytest.raises(UserError, match="no multiple of 2 of the model's patch"):
+        TrainPipeline(config).run()
+    assert losses(config) == []
+
+
+def test_the_same_prompt_twice_gives_two_videos(finished: Config) -> None:
+    one, two = TextToVideo.from_run(finished.run_dir)(["a rabbit", "a rabbit"])
+    assert not np.array_equal(one.frames_FHWC, two.frames_FHWC)
+
+
+def test_a_bucket_that_the_model_cannot_cut_is_told_before_training(home: Path) -> None:
+    with pytest.raises(UserError, match="bucket 5x32x48 does not fit the model"):
+        TrainPipeline(small_config(home, "name=patch", "model.patch=[1,3,3]")).run()
+
+
+def test_a_loss_that_is_not_finite_names_step_and_sample(home: Path) -> None:
+    config = small_config(
+        home, "name=nan", "train.lr=1e30", "train.warmup_steps=0", "train.clip_norm=null", "train.steps=4"
+    )
+    with pytest.raises(UserError, match=r"step 2: .*bbb_0\d\d.*Nothing was updated"):
+        TrainPipeline(config).run()
+    rows = read_metrics(config.run_dir / "metrics.jsonl")
+    assert rows[-1]["kind"] == "non_finite" and rows[-1]["samples"]
+    skipping = small_config(
+        home, "name=nan2", "train.lr=1e30", "train.warmup_steps=0", "train.skip_non_finite=9", "train.steps=3"
+    )
+    TrainPipeline(skipping).run()
+    train = [row for row in read_metrics(skipping.run_dir / "metrics.jsonl") if row["kind"] == "train"]
+    assert [row["skipped_steps"] for row in train] == [0, 1, 2] and train[-1]["loss"] is None
+    # skips before a stop count after it
+    more = small_config(
+        home, "name=nan2", "train.lr=1e30", "train.warmup_steps=0", "train.skip_non_finite=3", "train.steps=9"
+    )
+    with pytest.raises(UserError, match="step 5"):
+        TrainPipeline(more).run()
+
+
+def test_the_best_validation_is_saved_where_no_checkpoint_falls(home: Path) -> None:
+    config = small_config(
+        home, "name=best", "train.steps=5", "validate.every=3", "checkpoint.every=100", "checkpoint.keep_last=1"
+    )
+    TrainPipeline(config).run()
+    rows = [row for row in read_metrics(config.run_dir / "metrics.jsonl") if row["kind"] == "validation"]
+    lowest = min(rows, key=lambda row: row["loss"])["step"]
+    kept = {int(path.name.removeprefix("step-")) for path in (config.run_dir / "checkpoints").glob("step-*")}
+    assert kept == {lowest, 5}
+    assert TextToVideo.from_run(config.run_dir, checkpoint="best")
+
+
+def test_tensorboard_gets_the_numbers(home: Path) -> None:
+    config = small_config(home, "name=board", "train.steps=2", "trackers=[tensorboard]", "checkpoint.every=100")
+    TrainPipeline(config).run()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    files = list(config.run_dir.rglob("events.out.*"))
+    assert files
+    events = EventAccumulator(str(files[0].parent))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2]
+
+
+def test_sigterm_saves_and_leaves_cleanly(home: Path) -> None:
+    tree = small_tree(home) | {"name": "term"}
+    config = small_config(home, "name=term", "train.steps=100000", "checkpoint.every=100000", "validate.every=100000")
+    file = home / "term.yaml"
+    file.write_text(dump_config(config))
+    assert tree["name"] == config.name
+    process = subprocess.Popen([sys.executable, "-m", "mmspeed", "train", str(file)], stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while len(losses(config)) < 5 and time.monotonic() < deadline:
+        time.sleep(0.2)
+    os.kill(process.pid, signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    saved = [path.name for path in (config.run_dir / "checkpoints").glob("step-*")]
+    assert len(saved) == 1 and int(saved[0].removeprefix("step-")) >= 5
+
+
+def test_bfloat16_trains_close_to_float32_and_keeps_float32_weights(home: Path, finished: Config) -> None:
+    config = small_config(home, "name=half", "device.dtype=bfloat16")
+    TrainPipeline(config).run()
+    assert losses(config) == pytest.approx(losses(finished), rel=0.02)
+    assert losses(config) != losses(finished)
+    weights = [tensor for name, tensor in tensors(config, 6).items() if name.startswith("model.")]
+    assert {tensor.dtype for tensor in weights} == {torch.float32}
+    assert TextToVideo.from_run(config.run_dir)("a rabbit")[0].frames_FHWC.shape == (5, 32, 48, 3)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_train_to_the_same_losses(
+    home: Path, finished: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(
+        "TORCHINDUCTOR_CACHE_DIR", str(home / "inductor")
+    )  # a killed compilation elsewhere leaves half files
+    config = small_config(home, "name=compiled", "train.compile=true", "memory.activation_policy={block: recompute}")
+    TrainPipeline(config).run()
+    assert losses(config) == pytest.approx(losses(finished), rel=1e-4)

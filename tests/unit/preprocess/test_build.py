@@ -1,0 +1,318 @@
+"""The cache that preprocess makes: every file accounted for, the same entries however it is made, nothing encoded twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+import webdataset
+
+from mmspeed.config import Bucket, dump_config, make_config
+from mmspeed.data import CacheWriter, DatasetCache
+from mmspeed.data.loading.collate import first_frame
+from mmspeed.device import Device, pick
+from mmspeed.errors import UserError
+from mmspeed.models.codecs.linear import LinearCodec
+from mmspeed.models.codecs.vae import load_codec
+from mmspeed.pipelines import TextToVideo, TrainPipeline
+from mmspeed.preprocess import BuildReport, CacheBuilder, check
+from mmspeed.preprocess.decoding.clips import Clip
+from mmspeed.preprocess.decoding.pool import DecodePool, Failed, Finished, Frames, Selected
+from mmspeed.preprocess.decoding.probe import Probe
+from mmspeed.preprocess.decoding.transform import to_model_range
+from mmspeed.preprocess.encoding.async_writer import BackgroundWriter
+from mmspeed.preprocess.encoding.encode import Encoders
+from mmspeed.preprocess.encoding.latent_stage import LatentStage
+from mmspeed.preprocess.sources.discover import list_sources
+from mmspeed.preprocess.sources.rejections import Reason, Rejected
+from mmspeed.preprocess.sources.source import Source
+from tests.support.media import ZOO_BUCKETS, ZOO_FPS, make_zoo
+from tests.support.runs import small_config, small_tree
+from tests.support.tiny_models import save_tiny_text_encoder, save_tiny_vae
+
+PROBE = Probe(
+    *("video", 96, 64, 8.0, [frame / 8 for frame in range(9)], "h264", 8, 0),
+    *(Fraction(1), "mp4", "pyav", [0.0], 96, 64),
+)
+
+
+def checksums(root: Path) -> dict[tuple[str, str], str]:
+    """The checksum of every entry of a cache, by section and key."""
+    cache = DatasetCache(root)
+    return {
+        (section, key): cache.entry(key, section).checksum
+        for section in ("latents", "texts", "null")
+        for key in cache.keys(section)
+    }
+
+
+def test_every_file_of_a_zoo_of_media_is_accounted_for(tmp_path: Path) -> None:
+    zoo = make_zoo(tmp_path / "zoo")
+    assert len(zoo) >= 25
+    config = make_config(
+        {
+            "output": str(tmp_path / "runs"),
+            "data": {
+                "sources": [{"path": str(tmp_path / "zoo")}],
+                "cache": str(tmp_path / "cache"),
+                "fps": ZOO_FPS,
+                "buckets": [{"frames": b.frames, "height": b.height, "width": b.width} for b in ZOO_BUCKETS],
+            },
+            "vae": {"kind": "linear", "channels": 4},
+            "preprocess": {"time_limit": 20},
+        }
+    )
+    report = CacheBuilder(config).run()
+    reasons = {r.source: r.reason for r in report.rejections}
+    for name, expect in zoo.items():
+        if expect.good:
+            assert name not in reasons, (name, reasons.get(name))
+        else:
+            assert reasons.get(name) in expect.reasons, (name, reasons.get(name))
+    not_sources = list_sources(config.data).rejections
+    assert report.rejected == len(reasons) - len(not_sources)
+    assert report.sources == report.encoded + report.reused + report.rejected
+    assert report.encoded + report.reused == sum(expect.good for expect in zoo.values())
+    text = "\n".join(report.lines())
+    assert f"rejected: {len(report.rejections)}" in text and "hidden files ignored: 1" in text
+    listed = DatasetCache(tmp_path / "cache").rejects()
+    assert sorted(row["path"] for row in listed) == sorted(reasons)
+
+
+def test_other_tools_read_the_shards(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    CacheBuilder(config).run()
+    shards = sorted(str(path) for path in (tmp_path / "cache" / "latents").rglob("*.tar"))
+    samples = list(webdataset.WebDataset(shards, shardshuffle=False))
+    assert len(samples) == 8
+    for sample in samples:
+        assert set(sample) >= {"__key__", "safetensors", "json"}
+        mean_CThw = safetensors.numpy.load(sample["safetensors"])["mean"]
+        assert mean_CThw.shape == (4, 2, 4, 6) and mean_CThw.dtype == np.float32
+        assert json.loads(sample["json"])["meta"]["bucket"] == "005x0032x0048"
+
+
+def test_a_second_run_encodes_nothing_and_each_change_only_what_depends_on_it(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    first = CacheBuilder(config).run()
+    assert (first.encoded, first.texts) == (8, 9)  # eight captions and the empty one
+    before = checksums(tmp_path / "cache")
+    again = CacheBuilder(config).run()
+    assert (again.encoded, again.reused, again.texts) == (0, 8, 0)
+    assert checksums(tmp_path / "cache") == before
+    # another caption: one text
+    manifest = tmp_path / "clips.jsonl"
+    rows = [json.loads(line) for line in manifest.read_text().splitlines()]
+    rows[2]["caption"] = "Something else"
+    manifest.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changed = CacheBuilder(config).run()
+    assert (changed.encoded, changed.texts) == (0, 1)
+    # a copy under another name: nothing is encoded, and there is a sample more
+    copy = tmp_path / "other" / "renamed.mp4"
+    copy.parent.mkdir()
+    shutil.copyfile(rows[0]["video"], copy)
+    rows.append(rows[0] | {"video": str(copy)})
+    manifest.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    renamed = CacheBuilder(config).run()
+    assert (renamed.encoded, renamed.reused, renamed.texts) == (0, 9, 0)
+    samples = DatasetCache(tmp_path / "cache").samples
+    assert len(samples) == 9 and len({sample.key for sample in samples}) == 9
+    # another frame rate: all latents, no text
+    faster = CacheBuilder(small_config(tmp_path / "again", "data.fps=12", f"data.cache={tmp_path / 'cache'}")).run()
+    assert (faster.encoded, faster.texts) == (8, 0)
+
+
+def test_two_processes_make_the_same_entries_as_one(tmp_path: Path) -> None:
+    one = small_config(tmp_path / "one")
+    CacheBuilder(one).run()
+    two = small_config(tmp_path / "two", f"data.sources.0.path={one.data.sources[0].path}")
+    file = tmp_path / "two.yaml"
+    file.write_text(dump_config(two))
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, "-m", "mmspeed", "preprocess", str(file), "--nproc", "2"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "8 of 8 sources" in done.stdout + done.stderr
+    assert checksums(tmp_path / "two" / "cache") == checksums(tmp_path / "one" / "cache")
+    keys = [[s.key for s in DatasetCache(tmp_path / name / "cache").samples] for name in ("one", "two")]
+    assert keys[0] == keys[1]
+
+
+def test_variants_of_a_clip_are_samples_or_latents_of_one(tmp_path: Path) -> None:
+    overrides = ("data.windows=3", "data.crops=2", "data.buckets.0.width=32", "preprocess.encode_batch=4")
+    each = small_config(tmp_path, *overrides, clips=3)
+    report = CacheBuilder(each).run()
+    assert (report.encoded, report.clips_encoded, report.clips_failed) == (3, 18, 0)
+    assert "  clips: 18 encoded now, 0 already there" in report.lines()
+    assert report.latent_batches["checked"] >= 1 and sum(report.splits.values()) == 18
+    cache = DatasetCache(each.cache_dir)
+    samples = list(cache.samples)
+    assert len(samples) == 18 == len(cache.keys("latents")) and all(len(s.latent_keys) == 1 for s in samples)
+    names = {sample.source for sample in samples}
+    assert len(names) == 3
+    # the same entries, used in another way: nothing is encoded
+    draw = small_config(tmp_path, *overrides, "data.variants=draw", clips=3)
+    again = CacheBuilder(draw).run()
+    assert (again.encoded, again.clips_encoded, again.clips_reused, again.texts) == (0, 0, 18, 0)
+    drawn = list(DatasetCache(draw.cache_dir).samples)
+    assert sorted(len(sample.latent_keys) for sample in drawn) == [6, 6, 6]
+    assert {sample.source for sample in drawn} == names
+    assert {key for s in drawn for key in s.latent_keys} == {key for s in samples for key in s.latent_keys}
+
+
+def test_clips_that_fail_are_counted_and_the_others_of_their_source_kept(tmp_path: Path) -> None:
+    config = small_config(tmp_path, clips=2)
+    CacheBuilder(config).run()  # for its codec
+    report = BuildReport(tmp_path, sources=3)
+    bad = Rejected(Reason.UNDECODABLE, "damaged there")
+    frames_FHWC = np.zeros((5, 32, 48, 3), np.uint8)
+    with CacheWriter(tmp_path / "other") as writer, BackgroundWriter(writer) as store:
+        stage = LatentStage(config, Encoders(config, Device("cpu", 0)), store, report)
+        for number, failing in enumerate(([], [1], [0, 1])):
+            source = Source(f"{number}.mp4", f"{number}.mp4", None, None, "video", ("a rabbit",), "train")
+            clips = tuple(
+                Clip(source, Bucket(5, 32, 48), (window,) * 5, (0, 0, 9, 6), f"c{number}", 8.0, 0.6, "pyav", window)
+                for window in (0, 1)
+            )
+            stage.take(Selected(source, clips, PROBE))
+            for clip in clips:
+                stage.take(Failed(source, clip, bad) if clip.window in failing else Frames(source, clip, frames_FHWC))
+            stage.take(Finished(source))
+        stage.flush()
+        rows = stage.rows()
+    assert [(row.source, row.window) for row in rows] == [("0.mp4", 0), ("0.mp4", 1), ("1.mp4", 0)]
+    assert (report.encoded, report.reused, report.rejected, report.partial) == (2, 0, 1, 1)
+    assert (report.clips_encoded, report.clips_failed) == (3, 3)
+    assert [r.source for r in report.rejections] == ["1.mp4 [5x32x48, window 1]", "2.mp4"]
+    assert "  clips: 3 encoded now, 0 already there, 3 failed" in report.lines()
+    # a codec that breaks: the sources are rejected, and said to be
+    broken = LinearCodec.load(config.codec_weights or Path())
+    broken.video.mean_P.fill_(float("nan"))
+    LinearCodec(broken.image, broken.video, broken.whitening).save(tmp_path / "broken.safetensors")
+    with pytest.raises(UserError, match=r"none of the 2 files could be encoded \(2 encode_failed\)"):
+        CacheBuilder(small_config(tmp_path, f"vae.weights={tmp_path / 'broken.safetensors'}", clips=2)).run()
+
+
+def test_images_and_videos_together(tmp_path: Path) -> None:
+    from PIL import Image
+
+    config = small_config(tmp_path)
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    for index, row in enumerate(map(json.loads, Path(config.data.sources[0].path).read_text().splitlines())):
+        if index < 2:
+            shutil.copyfile(row["video"], folder / f"{index}.mp4")
+        else:
+            Image.effect_mandelbrot((96, 64), (-2, -1, 1, 1), 10 + index).convert("RGB").save(folder / f"{index}.png")
+        (folder / f"{index}.txt").write_text(row["caption"])
+    tree = small_tree(tmp_path)
+    tree["data"] |= {
+        "sources": [{"path": str(folder)}],
+        "buckets": [{"frames": 5, "height": 32, "width": 48}, {"frames": 1, "height": 32, "width": 48}],
+    }
+    mixed = make_config(tree, ["train.steps=4"])
+    report = CacheBuilder(mixed).run()
+    assert report.buckets == {str(Bucket(5, 32, 48)): 2, str(Bucket(1, 32, 48)): 6}
+    assert TrainPipeline(mixed).run().step == 4
+
+
+@pytest.mark.parametrize(("vae", "text"), [("wan", "t5"), ("kl", "clip")])
+def test_diffusers_and_transformers_folders_go_the_whole_way(tmp_path: Path, vae: str, text: str) -> None:
+    vae_folder = save_tiny_vae(tmp_path / "vae", vae)
+    text_folder = save_tiny_text_encoder(tmp_path / "text", text)
+    config = small_config(
+        tmp_path,
+        f"vae={{kind: diffusers, pretrained: {vae_folder}}}",
+        f"text={{kind: transformers, pretrained: {text_folder}, max_tokens: 16}}",
+        "train.steps=3",
+        clips=3,
+    )
+    assert not check(config).problems
+    report = CacheBuilder(config).run()
+    assert report.encoded == 3
+    cache = DatasetCache(config.cache_dir)
+    stored = cache.latent(cache.samples[0].latent_keys[0])
+    assert set(stored) == {"mean", "logvar"}
+    assert TrainPipeline(config).run().finished
+    video = TextToVideo.from_run(config.run_dir)("a rabbit")[0]
+    assert video.frames_FHWC.shape == (5, 32, 48, 3)
+
+
+def test_the_first_frame_is_stored_apart_where_it_is_asked_for(tmp_path: Path) -> None:
+    """HunyuanVideo's norms see all frames, so the first latent frame of a clip is not that of its first picture."""
+    vae = f"vae={{kind: diffusers, pretrained: {save_tiny_vae(tmp_path / 'vae', 'hunyuan')}}}"
+    config = small_config(tmp_path, vae, "preprocess.first_frame=true", clips=2)
+    plain = small_config(tmp_path, vae, clips=2)
+    assert CacheBuilder(plain).run().encoded == 2 and CacheBuilder(config).run().encoded == 2  # other entries
+    cache = DatasetCache(config.cache_dir)
+    codec = load_codec(config.vae, pick("cpu"), None)
+    with DecodePool(config, list_sources(config.data).sources) as pool:
+        frames = [event for event in pool.run(lambda clip: True) if isinstance(event, Frames)]
+    for event in frames:
+        sample = next(sample for sample in cache.samples if sample.source == event.source.name)
+        stored = cache.latent(sample.latent_keys[0])
+        video = to_model_range(event.frames_FHWC)[None]
+        assert torch.equal(first_frame(stored), codec.encode(video[:, :, :1]).mean_BCThw[0])
+        assert not torch.equal(first_frame(stored), stored["mean"][:, :1])
+
+
+def test_check_says_what_will_happen_before_any_work(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    before = "\n".join(check(config).lines())
+    assert (
+        "8 sources, 8 usable, 0 rejected" in before and "not created yet; 8 latents and 8 captions to encode" in before
+    )
+    assert "bucket 5x32x48: 7 training samples" in before and "held out for validation: 1" in before
+    assert "schedule: an epoch has 7 uses of 7 samples" in before
+    CacheBuilder(config).run()
+    assert "cache latents: 8 present, 0 missing, 0 not used" in "\n".join(check(config).lines())
+    other = "\n".join(check(small_config(tmp_path, "data.fps=12", "text.max_tokens=7")).lines())
+    assert "cache latents: 0 present, 8 missing, 8 not used" in other
+    assert "cache texts: 0 present, 8 missing, 8 not used" in other
+    assert "stale: 8, made with another fps, frames" in other and "stale: 8, made with another encoder" in other
+    wrong = check(small_config(tmp_path, "data.buckets.0.frames=6"))
+    assert wrong.problems and "6 frames do not fit" in wrong.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("data.sources.0.path=nowhere", "nowhere"),
+        ("data.buckets.0.frames=6", "6 frames do not fit"),
+        ("vae={kind: diffusers, pretrained: missing-folder/vae}", "vae.pretrained"),
+        ("text={kind: transformers, pretrained: ./missing}", "text.pretrained"),
+        ("vae.weights=missing.safetensors", "missing.safetensors"),
+        ("data.buckets=[{frames: 5, height: 512, width: 512}]", "none of the"),
+    ],
+)
+def test_what_cannot_be_done_is_one_clear_error(tmp_path: Path, override: str, words: str) -> None:
+    with pytest.raises(UserError, match=words) as caught:
+        CacheBuilder(small_config(tmp_path, override)).run()
+    assert len(str(caught.value).splitlines()) <= 2
+
+
+def test_a_shard_that_was_cut_short_is_noticed_and_made_anew(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    CacheBuilder(config).run()
+    before = checksums(tmp_path / "cache")
+    (shard,) = (tmp_path / "cache" / "latents").rglob("*.tar")
+    shard.write_bytes(shard.read_bytes()[:3000])
+    with pytest.raises(UserError, match=r"000000.tar is damaged: cut short; delete it"):
+        CacheBuilder(config).run()
+    shard.unlink()
+    assert CacheBuilder(config).run().encoded == 8
+    assert checksums(tmp_path / "cache") == before

@@ -1,0 +1,188 @@
+"""`mmspeed check`: what is present, missing and stale, and why, in lines and on a page that say the same."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from mmspeed.cli.app import run
+from mmspeed.config import Config, dump_config, make_config
+from mmspeed.data import DatasetCache
+from mmspeed.errors import UserError
+from mmspeed.preprocess import CacheBuilder, check
+from mmspeed.preprocess.records import stale_entries
+from mmspeed.preprocess.report.check import stale_reasons
+from mmspeed.preprocess.report.page import default_path
+from tests.support.media import ZOO_BUCKETS, ZOO_FPS, make_zoo
+from tests.support.runs import small_config
+from tests.unit.preprocess.test_page import Reader
+
+
+def text_of(config: Config) -> str:
+    return "\n".join(check(config).lines())
+
+
+def page_of(config: Config) -> Reader:
+    """The page at its usual place."""
+    return Reader(default_path(config).read_text(encoding="utf-8"))
+
+
+def test_lines_and_page_say_what_is_there_and_what_is_missing(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    report = check(config)
+    before = "\n".join(report.lines())
+    assert (
+        "8 sources, 8 usable, 0 rejected" in before and "not created yet; 8 latents and 8 captions to encode" in before
+    )
+    assert "encoding missing entries: unknown until the first build" in before
+    assert not config.cache_dir.exists(), "check writes nothing into the cache"
+    assert report.page == default_path(config) and f"page: {report.page}" in before
+    page = page_of(config)
+    assert (page.keyed["latents-wanted"], page.keyed["latents-missing"], page.keyed["texts-missing"]) == ("8", "8", "8")
+    assert (page.keyed["train"], page.keyed["val"], page.keyed["usable"]) == ("7", "1", "8 of 8")
+    assert "8 latents and 8 captions are still to be encoded" in page.text
+    assert sum(tag == "img" for tag, _ in page.tags) == 8
+
+    CacheBuilder(config).run()
+    built = page_of(config)
+    assert "Done: 8 of 8 sources are in the cache" in built.text
+    assert (built.keyed["train"], built.keyed["val"], built.keyed["files"]) == ("7", "1", "8")
+    record = json.loads(default_path(config).with_suffix(".json").read_text())
+    assert record["build"]["clips"] == 8 and record["build"]["pixels"] == 8 * 5 * 32 * 48
+    assert record["statistics"]["sums"]["listed"] == 8
+
+    after = text_of(config)
+    assert "cache latents: 8 present, 0 missing, 0 not used" in after and "nothing to encode" in after
+    assert page_of(config).keyed["latents-present"] == "8" and "every entry is in the cache" in page_of(config).text
+    CacheBuilder(config).run()  # encodes nothing, and keeps the rate that was measured
+    assert json.loads(default_path(config).with_suffix(".json").read_text())["build"] == record["build"]
+    faster = text_of(small_config(tmp_path, "data.fps=12"))
+    assert "encoding missing entries: about" in faster and "as fast as the last build: 8 clips in" in faster
+
+
+def test_stale_entries_are_told_with_the_reason(tmp_path: Path) -> None:
+    CacheBuilder(small_config(tmp_path)).run()
+    other = text_of(small_config(tmp_path, "data.fps=12", "text.max_tokens=7"))
+    assert "cache latents: 0 present, 8 missing, 8 not used" in other
+    assert "cache texts: 0 present, 8 missing, 8 not used" in other
+    assert "stale: 8, made with another fps, frames" in other and "stale: 8, made with another encoder" in other
+    codec = small_config(tmp_path, "vae.channels=8")
+    told = text_of(codec)
+    assert "will be fitted again" in told and "stale: 8, made with another codec" in told
+    assert "cache texts: 8 present, 0 missing" in told
+    assert "8 stale: made with another codec" in page_of(codec).text
+    assert "stale: 8, made with another dtype" in text_of(small_config(tmp_path, "preprocess.latent_dtype=bfloat16"))
+
+
+def test_several_clips_a_source_are_counted_one_by_one(tmp_path: Path) -> None:
+    CacheBuilder(small_config(tmp_path)).run()
+    windows = small_config(tmp_path, "data.windows=all")
+    report = check(windows)
+    clips = sum(report.statistics.clips().values())
+    assert clips > 8 and report.statistics.sums["selected"] == 8
+    found = re.search(r"cache latents: (\d+) present, (\d+) missing", "\n".join(report.lines()))
+    assert found is not None and int(found[1]) + int(found[2]) == clips and int(found[2]) >= clips - 8
+    assert f"clips: {clips} of 8 usable sources" in "\n".join(report.lines())
+    assert sum(report.statistics.samples("train").values()) + sum(report.statistics.samples("val").values()) == clips
+    one = check(small_config(tmp_path, "data.windows=all", "data.variants=draw"))
+    assert sum(one.statistics.samples("train").values()) == 7 and one.statistics.clips() == report.statistics.clips()
+    middle = check(small_config(tmp_path))
+    assert "of the video time is not used; data.windows: all would use" in "\n".join(middle.lines())
+    promised, kept = middle.statistics.sums["milliseconds_possible"], report.statistics.sums["milliseconds_taken"]
+    assert abs(promised - kept) < 0.05 * report.statistics.sums["milliseconds"], "what the hint promises is what comes"
+    CacheBuilder(windows).run()
+    assert f"cache latents: {clips} present, 0 missing" in text_of(windows)
+
+
+def test_a_cache_that_is_not_finished_damaged_or_of_another_schema_is_no_obstacle(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    CacheBuilder(config).run()
+    root = config.cache_dir
+    info = (root / "cache.json").read_bytes()
+    (root / "cache.json").unlink()
+    (root / "index" / "samples.parquet").unlink()
+    assert "cache latents: 8 present, 0 missing, 0 not used" in text_of(config)
+    (table,) = (root / "index").glob("latents-*.parquet")
+    table.write_bytes(table.read_bytes()[:100])
+    broken = text_of(config)
+    assert f"cache table {table} is damaged" in broken and "cache latents: 0 present, 8 missing" in broken
+    assert "cache texts: 8 present" in broken
+    (root / "cache.json").write_bytes(info.replace(b'"schema": 2', b'"schema": 1'))
+    old = text_of(config)
+    assert "has schema 1" in old and "cache texts: 0 present, 8 missing" in old
+
+
+def test_every_file_of_a_zoo_is_in_the_lines_and_on_the_page(tmp_path: Path) -> None:
+    zoo = make_zoo(tmp_path / "zoo")
+    tree = {
+        "output": str(tmp_path / "runs"),
+        "data": {
+            "sources": [{"path": str(tmp_path / "zoo")}],
+            "cache": str(tmp_path / "cache"),
+            "fps": ZOO_FPS,
+            "buckets": [{"frames": b.frames, "height": b.height, "width": b.width} for b in ZOO_BUCKETS],
+        },
+        "vae": {"kind": "linear", "channels": 4},
+        "preprocess": {"time_limit": 20},
+    }
+    report = check(make_config(tree))
+    numbers, page = report.statistics, page_of(make_config(tree))
+    good = sum(expect.good for expect in zoo.values()) + 1  # damaged.mp4: nothing is decoded, so nobody knows yet
+    assert "Damage inside a file is detected only when it is encoded" in page.text
+    assert numbers.usable == good and numbers.rejected == len(zoo) - good
+    assert f"{good} usable, {len(zoo) - good} rejected" in report.lines()[0]
+    for reason, count in numbers.reasons.items():
+        assert page.keyed[f"reason-{reason}"] == str(count)
+        assert any(line.split()[:2] == [reason, str(count)] for line in report.lines())
+    counted = ("usable_row", "rejected_sources", "rejected_files", "caption_files", "ignored", "beyond_limit")
+    assert sum(int(page.keyed[name]) for name in counted) == int(page.keyed["files"]) == numbers.sums["files"]
+    assert "not accounted for" not in page.text and "hint: 1 rejected as too_small" in "\n".join(report.lines())
+    assert sum(tag == "img" for tag, _ in page.tags) == len(numbers.shown) == 24
+    assert default_path(make_config(tree)).stat().st_size < 2_000_000
+
+
+def test_nothing_usable_is_a_problem_and_has_a_page(tmp_path: Path) -> None:
+    config = small_config(tmp_path, "data.buckets=[{frames: 5, height: 512, width: 512}]")
+    report = check(config)
+    assert report.problems == ["no source is usable, so there is nothing to train on"]
+    page = page_of(config)
+    assert "Not ready: 1 problem" in page.text and page.keyed["reason-too_small"] == "8"
+    held_out = check(small_config(tmp_path, "data.limit=1"))
+    assert "every usable sample is held out" in held_out.problems[0]
+    wrong = check(small_config(tmp_path, "data.buckets.0.frames=6"))
+    assert wrong.problems and "6 frames do not fit" in wrong.problems[0]
+
+
+def test_the_command_writes_the_page_where_it_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(dump_config(small_config(tmp_path)))
+    monkeypatch.chdir(tmp_path)
+    assert run(["check", str(file), "--report", "here/page.html"]) == 0
+    assert "page: here/page.html" in capsys.readouterr().out
+    Reader((tmp_path / "here" / "page.html").read_text(encoding="utf-8"))
+    assert not default_path(small_config(tmp_path)).exists()
+
+
+def test_stale_reasons_take_the_nearest_and_say_when_not_all_were_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = [{"content": "a", "codec": "new", "fps": 8}, {"content": "b", "codec": "new", "fps": 8}]
+    unused = [{"content": "a", "codec": "old", "fps": 9}, {"content": "a", "codec": "old", "fps": 8}]
+    assert stale_reasons(missing, unused, "content") == Counter({"codec": 1})
+    CacheBuilder(small_config(tmp_path)).run()
+    monkeypatch.setattr(stale_entries, "EXAMINED", 3)
+    assert "stale: 3, made with another fps, frames (of 3 compared)" in text_of(small_config(tmp_path, "data.fps=12"))
+    assert len(DatasetCache(small_config(tmp_path).cache_dir).samples) == 8
+
+
+def test_a_cache_that_is_a_file_is_told_before_and_by_the_build(tmp_path: Path) -> None:
+    config = small_config(tmp_path, f"data.cache={tmp_path / 'clips.jsonl'}", clips=2)
+    assert any("clips.jsonl is a file" in problem for problem in check(config).problems)
+    with pytest.raises(UserError, match=r"data\.cache: .*clips.jsonl is a file"):
+        CacheBuilder(config).run()

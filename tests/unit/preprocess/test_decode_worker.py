@@ -1,0 +1,173 @@
+"""The process that decodes: overruns, crashes, back-pressure, thumbnails, and its end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mmspeed.preprocess.decoding.decode import Cut
+from mmspeed.preprocess.decoding.worker import DecodeWorker, StoppedError
+from mmspeed.preprocess.sources.rejections import Reason, Rejected
+from tests.support.decoding import COLOURED, LIMITS, read, rejection, source_of, whole
+from tests.support.media import Expect, corners_of, make_zoo, number_of, write_video
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Expect]]:
+    folder = tmp_path_factory.mktemp("zoo") / "media"
+    return folder, make_zoo(folder)
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[DecodeWorker]:
+    with DecodeWorker() as started:
+        yield started
+
+
+def test_the_decoder_process_imports_no_torch() -> None:
+    code = "import sys, mmspeed.preprocess.decoding.decode_worker; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_overrun_is_rejected_and_the_next_file_is_served(zoo: tuple[Path, dict[str, Expect]]) -> None:
+    source = source_of(zoo[0] / "h264.mp4")
+    with DecodeWorker() as worker:
+        found = worker.open(source, *LIMITS, 20)
+        stuck = worker.pid
+        assert stuck is not None
+        os.kill(stuck, signal.SIGSTOP)
+        started = time.monotonic()
+        assert rejection(lambda: read(worker, source, whole(found, [0]), 0.3)).reason is Reason.TIME_LIMIT
+        assert time.monotonic() - started < 5
+        frames = read(worker, source, whole(found, [4]), 20)
+        assert number_of(frames[0]) == 4 and worker.pid not in (None, stuck)
+
+
+def test_crash_is_rejected_with_its_signal(zoo: tuple[Path, dict[str, Expect]]) -> None:
+    source = source_of(zoo[0] / "h264.mp4")
+    with DecodeWorker() as worker:
+        worker.open(source, *LIMITS, 20)
+        first = worker.pid
+        assert first is not None
+        crash_while_busy(first)
+        rejected = rejection(lambda: worker.open(source, *LIMITS, 20))
+        assert rejected.reason is Reason.DECODER_CRASHED and rejected.detail.startswith("SIGSEGV")
+        assert worker.open(source, *LIMITS, 20).width == 96
+
+
+def test_a_crash_while_reading_costs_no_clip(zoo: tuple[Path, dict[str, Expect]]) -> None:
+    """The remaining clips are tried alone in a new process."""
+    source = source_of(zoo[0] / "h264.mp4")
+    with DecodeWorker() as worker:
+        found = worker.open(source, *LIMITS, 20)
+        first = worker.pid
+        assert first is not None
+        crash_while_busy(first)
+        given = dict(worker.read(source, [whole(found, [7]), whole(found, [2, 3])], 20))
+        assert [number_of(frame) for position in (0, 1) for frame in given[position]] == [7, 2, 3]  # type: ignore[union-attr]
+        assert worker.pid not in (None, first)
+
+
+def test_a_surprise_on_one_clip_costs_that_clip(zoo: tuple[Path, dict[str, Expect]]) -> None:
+    """A size that no memory holds, between two good ones."""
+    source = source_of(zoo[0] / "h264.mp4")
+    with DecodeWorker() as worker:
+        found = worker.open(source, *LIMITS, 20)
+        huge = Cut((3,), (0, 0, 96, 64), 10**8, 10**8)
+        given = dict(worker.read(source, [whole(found, [1]), huge, whole(found, [3])], 20))
+        assert isinstance(given[1], Rejected) and given[1].reason is Reason.UNDECODABLE
+        assert [number_of(given[position][0]) for position in (0, 2)] == [1, 3]  # type: ignore[index]
+
+
+def test_the_time_limit_is_for_each_clip(tmp_path: Path) -> None:
+    """The time in which nobody takes what is decoded does not count, and each clip starts it anew."""
+    source = source_of(write_video(tmp_path / "v.mp4", frames=36))
+    with DecodeWorker() as worker:
+        found = worker.open(source, *LIMITS, 20)
+        given = 0
+        for _, result in worker.read(source, [whole(found, [index]) for index in range(8)], 1.0):
+            assert isinstance(result, np.ndarray)
+            given += 1
+            time.sleep(0.3)
+        assert given == 8
+
+
+def test_leaving_a_read_early_leaves_a_worker_that_serves(zoo: tuple[Path, dict[str, Expect]]) -> None:
+    source = source_of(zoo[0] / "h264.mp4")
+    with DecodeWorker() as worker:
+        found = worker.open(source, *LIMITS, 20)
+        for _, _ in worker.read(source, [whole(found, [1]), whole(found, [5]), whole(found, [9])], 20):
+            break
+        assert number_of(read(worker, source, whole(found, [4]), 20)[0]) == 4
+
+
+def test_thumbnails(zoo: tuple[Path, dict[str, Expect]], worker: DecodeWorker) -> None:
+    for name, size in (("turned.mp4", (43, 64, 3)), ("wide_pixels.mp4", (32, 64, 3)), ("phone6.jpg", (43, 64, 3))):
+        picture = worker.thumbnail(source_of(zoo[0] / name), 64)
+        assert picture.shape == size and picture.dtype == np.uint8 and corners_of(picture) == COLOURED
+    assert worker.thumbnail(source_of(zoo[0] / "h264.mp4"), 160).shape == (64, 96, 3)
+    assert rejection(lambda: worker.thumbnail(source_of(zoo[0] / "random.mp4"), 64))
+
+
+def test_stop_from_another_thread(zoo: tuple[Path, dict[str, Expect]]) -> None:
+    source = source_of(zoo[0] / "h264.mp4")
+    with DecodeWorker() as worker:
+        found = worker.open(source, *LIMITS, 20)
+        assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGSTOP)
+        threading.Timer(0.2, worker.stop).start()
+        with pytest.raises(StoppedError):
+            list(worker.read(source, [whole(found, [1])], 30))
+        with pytest.raises(StoppedError):
+            worker.open(source, *LIMITS, 20)
+
+
+def crash_while_busy(pid: int) -> None:
+    """Hold the process, and let it die of SIGSEGV once it has been given work."""
+    os.kill(pid, signal.SIGSTOP)
+
+    def crash() -> None:
+        os.kill(pid, signal.SIGSEGV)
+        os.kill(pid, signal.SIGCONT)
+
+    threading.Timer(0.3, crash).start()
+
+
+def test_the_process_ends_with_its_parent(zoo: tuple[Path, dict[str, Expect]]) -> None:
+    code = (
+        "import sys, os\n"
+        "from mmspeed.preprocess.decoding.worker import DecodeWorker\n"
+        "from mmspeed.preprocess.sources.source import Source\n"
+        "worker = DecodeWorker()\n"
+        "worker.open(Source('x', sys.argv[1], None, None, 'video', (), 'train'), 10**9, 10**9, 20)\n"
+        "print(worker.pid, flush=True)\n"
+        "os._exit(0)\n"
+    )
+    path = str(zoo[0] / "h264.mp4")
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{done.stdout.strip()}").exists():
+        assert time.monotonic() < deadline, "the decoder process outlives its parent"
+        time.sleep(0.05)
+
+
+def test_decoders_do_not_write_to_the_terminal(
+    zoo: tuple[Path, dict[str, Expect]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with DecodeWorker() as worker:
+        for name in ("damaged.mp4", "random.mp4", "cut.jpg"):
+            source = source_of(zoo[0] / name)
+            with pytest.raises(Rejected):
+                read(worker, source, whole(worker.open(source, *LIMITS, 20), range(30)), 20)
+    captured = capfd.readouterr()
+    assert captured.out == captured.err == ""

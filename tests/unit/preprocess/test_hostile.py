@@ -1,0 +1,351 @@
+"""Hostile tars and names: made to lead out, to run code, to fill memory or to control terminals. All are refused and counted."""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmspeed.errors import UserError
+from mmspeed.preprocess.sources.containers import is_pickle
+from mmspeed.preprocess.sources.rejections import Reason, Rejection
+from mmspeed.preprocess.sources.tars import read_headers
+from tests.support.media import write_tar
+from tests.unit.preprocess.test_hostile_texts import listed_apart
+from tests.unit.preprocess.test_sources import accounted, captions, listed, media, reasons
+
+BARE_PICKLE = b"\x80\x04\x95\x1a\0\0\0\0\0\0\0\x8c\x05posix\x94\x8c\x06system\x94\x93\x94\x8c\x02id\x94\x85\x94R\x94."
+
+
+def zipped_pickle() -> bytes:
+    """A file like those of torch: a zip whose first file is a pickle."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("archive/data.pkl", BARE_PICKLE)
+    return file.getvalue()
+
+
+def object_array() -> bytes:
+    """The head of a NumPy file whose data are a pickle."""
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(file, {"descr": "|O", "fortran_order": False, "shape": (1,)})
+    return file.getvalue() + BARE_PICKLE
+
+
+def plain_array() -> bytes:
+    file = io.BytesIO()
+    np.save(file, np.zeros(3))
+    return file.getvalue()
+
+
+def header(name: str = "x.mp4", size: int = 0, kind: bytes = tarfile.REGTYPE, raw_size: bytes | None = None) -> bytes:
+    """A tar header of any size field, with a right checksum."""
+    info = tarfile.TarInfo(name)
+    info.type, info.size = kind, size if raw_size is None else 0
+    block = bytearray(info.tobuf(tarfile.GNU_FORMAT)[:512])
+    if raw_size is not None:
+        block[124:136] = raw_size
+    block[148:156] = b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block)
+    return bytes(block)
+
+
+def member(name: str, data: bytes = b"media", kind: bytes = tarfile.REGTYPE) -> bytes:
+    return header(name, len(data), kind) + data + bytes(-len(data) % 512)
+
+
+def pax(fields: dict[str, str | bytes], kind: bytes = tarfile.XHDTYPE) -> bytes:
+    """An extended header of these records."""
+    data = b""
+    for key, value in fields.items():
+        record = b" " + key.encode() + b"=" + (value if isinstance(value, bytes) else value.encode()) + b"\n"
+        length = len(record) + 1
+        while len(str(length)) + len(record) != length:
+            length = len(str(length)) + len(record)
+        data += str(length).encode() + record
+    return member("pax", data, kind)
+
+
+GOOD = member("good.txt", b"words") + member("good.mp4")
+END = bytes(1024)
+
+
+def listed_tar(path: Path, *parts: bytes) -> Any:
+    path.write_bytes(b"".join(parts) + END)
+    listing = listed(path)
+    assert accounted(listing) == listing.files
+    return listing
+
+
+# -- tars -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../x.mp4",
+        "a/../../x.mp4",
+        "/x.mp4",
+        "//x.mp4",
+        "C:\\x.mp4",
+        "C:x.mp4",
+        "..\\x.mp4",
+        "\\\\host\\x.mp4",
+        "file:/x.mp4",
+    ],
+)
+@pytest.mark.parametrize("way", ["plain", "pax", "long", "global"])
+def test_names_that_lead_out_are_refused_however_they_are_written(tmp_path: Path, name: str, way: str) -> None:
+    evil = {
+        "plain": member(name),
+        "pax": pax({"path": name}) + member("x.mp4"),
+        "long": member("././@LongLink", name.encode() + b"\0", tarfile.GNUTYPE_LONGNAME) + member("x.mp4"),
+        "global": pax({"path": name}, tarfile.XGLTYPE) + member("x.mp4"),
+    }
+    listing = listed_tar(tmp_path / "t.tar", GOOD, evil[way])
+    assert [source.name for source in listing.sources] == ["t.tar!good.mp4"]
+    assert [rejection.reason for rejection in listing.rejections] == [Reason.UNSAFE_NAME]
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (tarfile.SYMTYPE, "link"),
+        (tarfile.LNKTYPE, "link"),
+        (tarfile.CHRTYPE, "device"),
+        (tarfile.BLKTYPE, "device"),
+        (tarfile.FIFOTYPE, "device"),
+        (tarfile.GNUTYPE_SPARSE, "sparse"),
+        (b"Z", "device"),
+    ],
+)
+def test_what_is_no_plain_file_is_refused(tmp_path: Path, kind: bytes, says: str) -> None:
+    listing = listed_tar(tmp_path / "t.tar", header("x.mp4", 0, kind), GOOD)
+    assert [source.name for source in listing.sources] == ["t.tar!good.mp4"]
+    assert [(r.source, r.reason) for r in listing.rejections] == [("t.tar!x.mp4", Reason.UNSAFE_NAME)]
+    assert says in listing.rejections[0].detail
+
+
+@pytest.mark.parametrize("key", ["GNU.sparse.map", "GNU.sparse.major", "GNU.sparse.realsize"])
+def test_sparse_files_by_extended_header_are_refused(tmp_path: Path, key: str) -> None:
+    listing = listed_tar(tmp_path / "t.tar", pax({key: "1"}), member("x.mp4", b"9" * 600), GOOD)
+    assert reasons(listing) == {"t.tar!x.mp4": Reason.UNSAFE_NAME}
+    assert [source.open().read() for source in listing.sources] == [b"media"]
+
+
+def test_endless_map_of_a_sparse_file_ends(tmp_path: Path) -> None:
+    block = bytearray(header("x.mp4", 0, tarfile.GNUTYPE_SPARSE))
+    block[482] = 1
+    block[148:156] = b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block)
+    listing = listed_tar(tmp_path / "t.tar", GOOD, bytes(block), b"\1" * 512 * 5000)
+    assert reasons(listing) == {"t.tar": Reason.TRUNCATED}
+    assert len(listing.sources) == 1
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\x80" + bytes(3) + b"\x7f" + b"\xff" * 7,  # 2**63 - 1
+        b"\x80" + b"\xff" * 11,  # 2**88 - 1
+        b"\xff" * 11 + b"\0",  # -256
+        b"\xff" * 12,  # -1
+        b"77777777777\0",  # 8 GB
+        b"no number!!\0",
+    ],
+)
+def test_absurd_sizes_end_the_tar_and_are_counted(tmp_path: Path, raw: bytes) -> None:
+    listing = listed_tar(tmp_path / "t.tar", GOOD, header("x.mp4", raw_size=raw), member("late.mp4"))
+    assert [source.name for source in listing.sources] == ["t.tar!good.mp4"]
+    assert reasons(listing)["t.tar"] is Reason.TRUNCATED
+
+
+@pytest.mark.parametrize("size", ["-1", "9" * 19, "9" * 5000, "1e3", " 5", "0x5", ""])
+def test_absurd_sizes_in_extended_headers_too(tmp_path: Path, size: str) -> None:
+    listing = listed_tar(tmp_path / "t.tar", GOOD, pax({"size": size}), member("x.mp4"))
+    assert [source.name for source in listing.sources] == ["t.tar!good.mp4"]
+    assert reasons(listing)["t.tar"] is Reason.TRUNCATED
+
+
+@pytest.mark.parametrize(
+    "record", [b"0 path=x\n", b"9999 path=x\n", b"path=x\n", b"11 path=xyz", b"9" * 30 + b" a=b\n"]
+)
+def test_damaged_extended_headers_end_the_tar(tmp_path: Path, record: bytes) -> None:
+    listing = listed_tar(tmp_path / "t.tar", GOOD, member("pax", record, tarfile.XHDTYPE), member("x.mp4"))
+    assert [source.name for source in listing.sources] == ["t.tar!good.mp4"]
+    assert reasons(listing) == {"t.tar": Reason.TRUNCATED}
+
+
+def test_long_names_are_refused_or_passed_over(tmp_path: Path) -> None:
+    long = member("././@LongLink", b"n" * 5000 + b".mp4\0", tarfile.GNUTYPE_LONGNAME) + member("x.mp4")
+    huge = member("././@LongLink", b"n" * (3 << 20), tarfile.GNUTYPE_LONGNAME) + member("y.mp4")
+    listing = listed_tar(tmp_path / "t.tar", long, huge, pax({"comment": "c" * (2 << 20)}), member("z.mp4"), GOOD)
+    assert [source.name for source in listing.sources] == ["t.tar!good.mp4"]
+    assert [rejection.reason for rejection in listing.rejections] == [Reason.UNSAFE_NAME] * 3
+    assert all(len(rejection.source) <= 1024 for rejection in listing.rejections)
+
+
+def test_chained_headers_do_not_nest(tmp_path: Path) -> None:
+    chain = b"".join(pax({"path": f"{number}.mp4"}) for number in range(20_000))
+    listing = listed_tar(tmp_path / "t.tar", chain, member("x.mp4"), member("19999.txt", b"last"))
+    assert captions(listing) == {"t.tar!19999.mp4": ("last",)}
+
+
+def test_names_that_come_again_are_samples_of_their_own(tmp_path: Path) -> None:
+    twice = b"".join(member("a.mp4", b"m%d" % n) + member("a.txt", b"caption %d" % n) for n in (1, 2, 3))
+    listing = listed_tar(tmp_path / "t.tar", twice)
+    assert [s.captions for s in listing.sources] == [("caption 1",), ("caption 2",), ("caption 3",)]
+    assert [s.open().read() for s in listing.sources] == [b"m1", b"m2", b"m3"]
+    assert len({s.name for s in listing.sources}) == 3
+
+
+def test_pipe_and_folder_named_as_a_tar(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "p.tar")
+    write_tar(tmp_path / "t.tar", [("a.mp4", b"x"), ("a.txt", b"a")])
+    listing = listed(tmp_path / "*.tar")
+    assert (captions(listing), reasons(listing)) == ({"t.tar!a.mp4": ("a",)}, {"p.tar": Reason.NOT_MEDIA})
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 4607), st.integers(0, 255)), max_size=12))
+def test_any_damage_of_headers_is_accounted_for(damages: list[tuple[int, int]]) -> None:
+    import tempfile
+
+    data = bytearray(pax({"path": "long.mp4"}) + member("x") + member("long.txt", b"words") + GOOD + END)
+    for at, value in damages:
+        data[at % len(data)] = value
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "t.tar"
+        path.write_bytes(data)
+        headers = read_headers(str(path))
+        assert all(m.size >= 0 and m.offset >= 512 for m in headers.members)
+        try:
+            listing = listed(path)
+        except UserError:
+            return
+        assert accounted(listing) == listing.files
+
+
+def test_pickles_in_tars_are_refused_by_name_and_by_content(tmp_path: Path) -> None:
+    members = {
+        "a.mp4": b"media",
+        "a.txt": b"words",
+        "a.pkl": b"anything",
+        "a.pt": zipped_pickle(),
+        "a.PTH": b"",
+        "a.npy": plain_array(),
+        "a.features.npy": object_array(),
+        "a.bin": BARE_PICKLE,
+        "a.zip": zipped_pickle(),
+        "b.mp4": BARE_PICKLE,
+        "b.txt": b"words",
+        "c.mp4": zipped_pickle(),
+        "c.txt": b"words",
+        "d.pickle": b"",
+    }
+    listing = listed(write_tar(tmp_path / "t.tar", list(members.items())))
+    assert captions(listing) == {"t.tar!a.mp4": ("words",)}
+    refused = ("a.pkl", "a.pt", "a.PTH", "a.features.npy", "a.bin", "a.zip", "d.pickle")
+    expected = {f"t.tar!{name}": Reason.PICKLE for name in refused}
+    assert reasons(listing) == expected | {f"t.tar!{name}": Reason.NOT_MEDIA for name in ("b.mp4", "c.mp4")}
+    assert listing.ignored == 1 and accounted(listing) == listing.files == len(members)
+
+
+def test_pickles_in_folders_are_refused(tmp_path: Path) -> None:
+    for name in ("a.mp4", "a.pt", "b.pkl"):
+        media(tmp_path / name)
+    (tmp_path / "a.txt").write_text("words")
+    assert reasons(listed(tmp_path)) == {"a.pt": Reason.PICKLE, "b.pkl": Reason.PICKLE}
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("value", [{"a": 1}, [1, 2], "text", b"bytes", 2**70, (1,), None, 3.5, {1}])
+def test_pickles_of_every_protocol_are_seen(protocol: int, value: Any) -> None:
+    made = subprocess.run(
+        [sys.executable, "-c", f"import pickle, sys; sys.stdout.buffer.write(pickle.dumps({value!r}, {protocol}))"],
+        capture_output=True,
+        check=True,
+    ).stdout
+    assert is_pickle("x.bin", made)
+
+
+def test_good_heads_are_no_pickles() -> None:
+    for head in (
+        b"",
+        b"\x80",
+        b"\0\0\0\x20ftypisom",
+        b"\x89PNG\r\n",
+        b"\xff\xd8\xff",
+        b"PK\x03\x04" + bytes(40),
+        plain_array(),
+    ):
+        assert not is_pickle("x.bin", head)
+
+
+def test_a_hundred_thousand_tiny_members(tmp_path: Path) -> None:
+    with open(tmp_path / "t.tar", "wb") as file:
+        file.write(GOOD)
+        for number in range(100_000):
+            file.write(member("same.mp4" if number % 2 else f"{number}.txt", b"m"))
+        file.write(END)
+    said, grown = listed_apart(tmp_path / "t.tar")
+    assert said == "1 100000 0 0"  # captions without media, and media of one name without captions
+    assert grown < 200
+
+
+def test_a_name_taken_by_many_stays_fast(tmp_path: Path) -> None:
+    one = member("a.mp4", b"m") + member("a.txt", b"w")
+    (tmp_path / "t.tar").write_bytes(one * 30_000 + END)
+    listing = listed(tmp_path / "t.tar")  # squared, these would be an hour
+    assert len({source.name for source in listing.sources}) == 30_000
+
+
+def test_tar_of_a_terabyte_of_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "t.tar"
+    path.write_bytes(GOOD + header("x.txt", raw_size=b"\x80" + (1 << 40).to_bytes(11, "big")))
+    with open(path, "r+b") as file:
+        file.truncate(len(GOOD) + 512 + (1 << 40))
+        file.seek(0, 2)
+        file.write(member("x.mp4"))
+    said, grown = listed_apart(path)
+    assert said == "1 1 1 0"  # the caption of a terabyte is cut, and empty: x.mp4 has none
+    assert grown < 100
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def test_names_of_any_kind_never_control_the_terminal(tmp_path: Path) -> None:
+    name = "\x1b]0;owned\x07\u202e\u200f\x9b31m\r\n.mp4"
+    (tmp_path / "t.tar").write_bytes(
+        pax({"path": name}) + member("x") + pax({"path": name + "/../x.mp4"}) + member("x") + END
+    )
+    listing = listed(tmp_path / "t.tar")
+    assert len(listing.rejections) == 2
+    assert all((r.source + r.detail).isprintable() for r in listing.rejections)
+
+
+@given(st.text(st.characters(exclude_categories=())), st.text(max_size=2000))
+def test_rejections_are_readable_and_short_whoever_makes_them(name: str, detail: str) -> None:
+    rejection = Rejection(name * 100, Reason.UNDECODABLE, detail)
+    shown = rejection.source + rejection.detail
+    assert len(rejection.source) <= 1024 and len(rejection.detail) <= 512 and shown.encode() is not None
+    assert not any(ord(c) < 32 or 127 <= ord(c) < 160 for c in shown)
+
+
+def test_struct_of_header_helper_is_what_tarfile_reads(tmp_path: Path) -> None:
+    (tmp_path / "t.tar").write_bytes(pax({"path": "long"}) + member("x", b"abc") + END)
+    with tarfile.open(tmp_path / "t.tar") as tar:
+        assert [(info.name, info.size) for info in tar] == [("long", 3)]
+    assert struct.calcsize("512s") == len(header())

@@ -1,0 +1,244 @@
+"""Buckets of a source: drawn by `keep`, never enlarged without permission; and the losses of each by crop, scale and trim."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from mmspeed.config.schema import DataConfig
+from mmspeed.data import DatasetCache
+from mmspeed.errors import UserError
+from mmspeed.pipelines.training.open_cache import check_cache
+from mmspeed.preprocess import CacheBuilder, check
+from mmspeed.preprocess.decoding.clips import Clip, kept_buckets, select_clips
+from mmspeed.preprocess.decoding.probe import Probe
+from mmspeed.preprocess.decoding.transform import rank_buckets
+from mmspeed.preprocess.records.bucket_use import BucketUse, use_of
+from mmspeed.preprocess.report.page import default_path
+from mmspeed.preprocess.sources.rejections import Reason, Rejected
+from mmspeed.preprocess.sources.source import Source, content_id
+from mmspeed.shapes import Bucket
+from tests.support.runs import small_config
+from tests.unit.preprocess.test_page import Reader
+
+A, B, C = Bucket(17, 64, 96), Bucket(9, 64, 64), Bucket(5, 32, 48)
+CONTENTS = [f"{number:032x}" for number in range(4000)]
+
+
+def probed(width: int, height: int, frames: int, fps: float) -> Probe:
+    """A probe of a file of evenly spaced frames."""
+    kind: Any = "video" if frames > 1 else "image"
+    pts = [index / fps for index in range(frames)]
+    return Probe(kind, width, height, fps, pts, "h264", 8, 0, Fraction(1), "mov", "pyav", [0.0], width, height)
+
+
+# -- keep -----------------------------------------------------------------------------------------------------------
+
+
+def within(share: float, keep: float, count: int) -> bool:
+    """True if a share of `count` fair draws is within six standard deviations, which fails by chance once in 5e8."""
+    return abs(share - keep) <= 6 * math.sqrt(keep * (1 - keep) / count)
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+def test_the_share_of_contents_that_a_bucket_keeps_is_its_keep(seed: int) -> None:
+    keep = {A: 0.7, B: 0.2, C: 1.0}
+    kept = [kept_buckets((A, B, C), keep, content, seed) for content in CONTENTS]
+    for bucket, share in keep.items():
+        assert within(sum(bucket in some for some in kept) / len(kept), share, len(kept))
+    assert within(sum({A, B} <= set(some) for some in kept) / len(kept), 0.14, len(kept))  # drawn apart
+    # the first that is kept: 0.7 go to A, then a fifth of the rest to B, and C has what is left
+    first = [some[0] for some in kept]
+    for bucket, share in ((A, 0.7), (B, 0.06), (C, 0.24)):
+        assert within(first.count(bucket) / len(first), share, len(first))
+    others = [kept_buckets((A, B, C), keep, content, seed + 1) for content in CONTENTS]
+    assert kept != others, "the draw is of the seed too"
+
+
+shares = st.floats(0.01, 1.0)
+
+
+@given(st.permutations([A, B, C]), shares, shares, shares, st.sampled_from(CONTENTS), st.integers(0, 3))
+def test_a_draw_depends_on_its_own_bucket_and_keep_alone(
+    ranked: list[Bucket], a: float, b: float, c: float, content: str, seed: int
+) -> None:
+    keep = {A: a, B: b, C: c}
+    kept = kept_buckets(ranked, keep, content, seed)
+    assert kept == kept_buckets(ranked, keep, content, seed) == [bucket for bucket in ranked if bucket in kept]
+    for bucket in ranked:
+        alone = kept_buckets([bucket], {bucket: keep[bucket]}, content, seed)
+        assert alone == ([bucket] if bucket in kept else [])
+        more = kept_buckets([bucket], {bucket: min(1.0, keep[bucket] * 1.5)}, content, seed)
+        assert not alone or more, "who is kept stays when keep is raised"
+
+
+def of(buckets: Mapping[Bucket, float], **more: Any) -> DataConfig:
+    rows = [{"frames": b.frames, "height": b.height, "width": b.width, "keep": keep} for b, keep in buckets.items()]
+    return DataConfig.model_validate({"sources": [{"path": "x"}], "buckets": rows, "fps": 8} | more)
+
+
+def a_file(folder: Path, content: int) -> Source:
+    """A file that is never decoded: of it only the content id is taken."""
+    path = folder / f"{content}.mp4"
+    path.write_bytes(content.to_bytes(8, "big"))
+    return Source(path.name, str(path), None, None, "video", ("words",), "train")
+
+
+def test_the_next_best_buckets_are_taken_and_none_is_a_reason(tmp_path: Path) -> None:
+    probe = probed(96, 64, 200, 24.0)
+    ranked = rank_buckets(probe, (A, B, C), 8, False)
+    keep = {A: 0.5, B: 0.5, C: 0.5}
+    seen = set()
+    for number in range(64):
+        source = a_file(tmp_path, number)
+        expected = kept_buckets(ranked, keep, content_id(source, False), 3)
+        seen.add(len(expected))
+        for most in (1, 2, 5):
+            data = of(keep, buckets_per_clip=most)
+            if not expected:
+                with pytest.raises(Rejected, match=r"drawn out of .*17x64x96.* by data.buckets\[\]\.keep") as rejected:
+                    select_clips(source, probe, data, False, 3)
+                assert rejected.value.reason is Reason.NOT_KEPT
+                continue
+            assert [clip.bucket for clip in select_clips(source, probe, data, False, 3)] == expected[:most]
+    assert seen == {0, 1, 2, 3}
+
+
+def test_what_is_drawn_out_is_counted_told_and_belongs_to_the_seed(tmp_path: Path) -> None:
+    config = small_config(tmp_path, "data.buckets.0.keep=0.5", "seed=1")
+    report = check(config)
+    gone = report.statistics.reasons["not_kept"]
+    assert 0 < gone < 8 and report.statistics.usable == 8 - gone
+    assert f"hint: {gone} rejected as not_kept: raise data.buckets[].keep" in "\n".join(report.lines())
+    built = CacheBuilder(config).run()
+    assert (built.encoded, built.rejected, built.reasons) == (8 - gone, gone, {"not_kept": gone})
+    cache = DatasetCache(config.cache_dir)
+    assert len(cache.samples) == 8 - gone and {row["reason"] for row in cache.rejects()} == {"not_kept"}
+    check_cache(cache, config)
+    with pytest.raises(UserError, match=r"other data\.buckets\.0\.keep"):
+        check_cache(cache, small_config(tmp_path, "data.buckets.0.keep=0.5", "seed=2"))
+    # all of them: those that are there are not encoded again, and the keys are the same; then the seed does not matter
+    whole = CacheBuilder(small_config(tmp_path)).run()
+    assert (whole.encoded, whole.reused, whole.texts) == (gone, 8 - gone, 0)
+    check_cache(DatasetCache(config.cache_dir), small_config(tmp_path, "seed=9"))
+
+
+# -- no enlarging -----------------------------------------------------------------------------------------------------
+
+sides = st.integers(8, 300)
+declared = st.dictionaries(
+    st.builds(Bucket, st.sampled_from([1, 5, 9, 17]), sides, sides),
+    st.sampled_from([0.3, 0.8, 1.0]),
+    min_size=1,
+    max_size=6,
+)
+
+
+@hypothesis_settings(deadline=None, max_examples=300)
+@given(
+    buckets=declared,
+    width=st.integers(4, 700),
+    height=st.integers(4, 700),
+    frames=st.one_of(st.just(1), st.integers(2, 120)),
+    fps=st.sampled_from([None, 6.0, 8.0, 24.0]),
+    windows=st.one_of(st.integers(1, 4), st.just("all")),
+    crops=st.integers(1, 9),
+    most=st.integers(1, 4),
+    upscale=st.booleans(),
+    content=st.integers(0, 10**6),
+)
+def test_nothing_is_enlarged_unless_it_is_allowed_and_needed(
+    tmp_path_factory: pytest.TempPathFactory,
+    buckets: dict[Bucket, float],
+    width: int,
+    height: int,
+    frames: int,
+    fps: float | None,
+    windows: Any,
+    crops: int,
+    most: int,
+    upscale: bool,
+    content: int,
+) -> None:
+    probe, source = probed(width, height, frames, 24.0), a_file(tmp_path_factory.getbasetemp(), content)
+    data = of(buckets, fps=fps, windows=windows, crops=crops, buckets_per_clip=most, allow_upscale=upscale)
+    try:
+        clips = select_clips(source, probe, data, False, 0)
+    except Rejected:
+        assume(False)
+    for clip in clips:
+        left, top, right, bottom = clip.crop
+        assert 0 <= left < right <= width and 0 <= top < bottom <= height
+        assert len(clip.indices) == clip.bucket.frames and clip.indices[-1] < frames
+        if right - left < clip.bucket.width or bottom - top < clip.bucket.height:
+            assert upscale and not any(
+                other.width <= width and other.height <= height
+                for other in rank_buckets(probe, tuple(buckets), fps, True)
+            ), "enlarged, though a bucket was there that it covers"
+    assert len({clip.bucket for clip in clips}) <= most
+    assert len({(clip.bucket, clip.indices, clip.crop) for clip in clips}) == len(clips)
+    for bucket in {clip.bucket for clip in clips}:
+        use = use_of(probe, [clip for clip in clips if clip.bucket == bucket])
+        assert 0 <= use.cropped < 1 and 0 <= use.scaled < 1 and 0 <= use.trimmed < 1
+        assert use.pixels >= use.pixels_kept >= use.pixels_scaled
+        if not upscale:
+            assert use.pixels_kept - use.pixels_scaled == use.clips * bucket.frames * bucket.height * bucket.width
+
+
+# -- what is lost -----------------------------------------------------------------------------------------------------
+
+
+def test_counts_of_a_bucket_by_hand() -> None:
+    source = Source("a.mp4", "a.mp4", None, None, "video", ("words",), "train")
+    probe = probed(200, 100, 96, 24.0)  # 4 s: 32 frames at 8 a second
+    bucket = Bucket(5, 40, 40)
+    clips = [
+        Clip(source, bucket, (0, 3, 6, 9, 12), (left, 0, left + 100, 100), "c", 8.0, 0.625, "", window, crop)
+        for window in (0, 1)
+        for crop, left in enumerate((0, 100))
+    ]
+    use = use_of(probe, clips)
+    assert use == BucketUse(4, 32, 10, 20 * 200 * 100, 20 * 100 * 100, 20 * (100 * 100 - 40 * 40))
+    assert (use.cropped, use.scaled, use.trimmed) == (0.5, 0.42, 1 - 10 / 32)
+    every = use_of(probe, [Clip(source, bucket, (0, 1, 2, 3, 4), (0, 0, 100, 100), "c", 24.0, 5 / 24)])
+    assert (every.frames, every.frames_taken) == (96, 5)  # each frame of the file counts
+    still = Clip(source, Bucket(1, 200, 200), (0,), (50, 0, 150, 100), "c", 0.0, 0.0)  # enlarged: nothing scaled away
+    assert use_of(probed(200, 100, 1, 24.0), [still]) == BucketUse(1, 1, 1, 20_000, 10_000, 0)
+    use.add(every)
+    assert (use.clips, use.frames, use.frames_taken) == (5, 128, 15)
+    assert (BucketUse().cropped, BucketUse().scaled, BucketUse().trimmed) == (0.0, 0.0, 0.0)
+
+
+def test_lines_and_page_tell_the_same_loss_of_each_bucket(tmp_path: Path) -> None:
+    buckets = "data.buckets=[{frames: 5, height: 32, width: 48}, {frames: 5, height: 32, width: 32}, {frames: 1, height: 32, width: 32}]"
+    config = small_config(tmp_path, buckets, "data.buckets_per_clip=2", "data.windows=2")
+    report = check(config)
+    page = Reader(default_path(config).read_text(encoding="utf-8")).keyed
+    use = report.statistics.buckets()
+    assert list(use) == [Bucket(5, 32, 32), Bucket(5, 32, 48)]
+    assert sum(used.pixels for used in use.values()) == report.statistics.sums["pixels"]
+    assert sum(used.pixels_kept for used in use.values()) == report.statistics.sums["pixels_kept"]
+    for bucket, used in use.items():
+        (line,) = (line for line in report.lines() if line.startswith(f"  bucket {bucket}: ") and "training" in line)
+        found = re.search(
+            r"(\d+) training samples, (\d+% of pixels cropped, \d+% scaled away), (\d+%) of frames trimmed", line
+        )
+        assert found is not None and found[1] == page[f"train-{bucket}"] == "14"
+        assert found[2].replace("of pixels ", "") == page[f"pixels-{bucket}"]
+        assert f"{found[3]} trimmed" == page[f"frames-{bucket}"] == f"{used.trimmed:.0%} trimmed"
+        assert used.clips == 16 and used.frames_taken == 8 * 2 * 5
+    square, wide = use.values()
+    assert square.cropped == pytest.approx(1 - 180 / 320) and wide.cropped == pytest.approx(1 - 270 / 320)
+    assert page["frames-1x32x32"] == "-" and page["pixels-1x32x32"] == "0% cropped, 0% scaled away"
+    CacheBuilder(config).run()  # the page of a build has the same numbers
+    built = Reader(default_path(config).read_text(encoding="utf-8")).keyed
+    assert all(built[key] == page[key] for key in page if key.startswith(("pixels-", "frames-")))

@@ -1,0 +1,312 @@
+"""The schedule that `mmspeed check` tells: what it foresees is what the order does, in the lines and on the page alike."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmspeed.cli.app import numbers_of, run
+from mmspeed.config import Bucket, Config, dump_config
+from mmspeed.data.sampling.assignment import BucketBatch, assign_slots
+from mmspeed.data.sampling.batch_sizes import SampleCosts, make_batching, make_stages
+from mmspeed.data.sampling.order import Order
+from mmspeed.errors import UserError
+from mmspeed.preprocess import check
+from mmspeed.preprocess.records.caption_lengths import CaptionLengths
+from mmspeed.preprocess.records.statistics import DataStatistics
+from mmspeed.preprocess.report.costs import estimate, hints
+from mmspeed.preprocess.report.page_html import DataPage, render
+from mmspeed.preprocess.report.page_schedule import schedule_section
+from mmspeed.preprocess.report.schedule_preview import POINTS, SchedulePreview, preview_schedule
+from mmspeed.preprocess.report.schedule_text import preview_hints, preview_lines, stage_tables, training_table
+from mmspeed.shapes import Strides
+from tests.support.runs import small_config
+from tests.unit.preprocess.test_page import Reader
+
+IMAGE, SHORT, LONG = Bucket(1, 32, 48), Bucket(5, 32, 48), Bucket(9, 32, 48)
+COSTS = SampleCosts(tokens=lambda b: 6 * (1 + b.frames // 4), flops=lambda b: 1e12 * (1 + b.frames // 4))
+BUCKETS = "data.buckets=[{frames: 1, height: 32, width: 48}, {frames: 5, height: 32, width: 48}, {frames: 9, height: 32, width: 48}]"
+FLOPS = ("train.batch_size=null", "batching.by=flops")
+
+
+def config_of(folder: Path, *overrides: str) -> Config:
+    return small_config(folder, BUCKETS, *overrides)
+
+
+def two_sets(folder: Path, *overrides: str) -> Config:
+    """Data sets `a` and `b`."""
+    return config_of(
+        folder, "data.sources=[{path: a, name: a, weight: 3}, {path: b, name: b, weight: 1}]", *FLOPS, *overrides
+    )
+
+
+def groups_of(*counts: int, name: str = "clips.jsonl") -> dict[tuple[Bucket, str], int]:
+    return {(bucket, name): count for bucket, count in zip((IMAGE, SHORT, LONG), counts, strict=False)}
+
+
+def statistics_of(groups: dict[tuple[Bucket, str], int]) -> DataStatistics:
+    numbers = DataStatistics()
+    for (bucket, dataset), count in groups.items():
+        for _ in range(count):
+            numbers.add_sample(bucket, "train", dataset)
+    return numbers
+
+
+def replayed(config: Config, groups: dict[tuple[Bucket, str], int], world: int) -> list[dict[str, float]]:
+    """The work of each step of the training, from the order, step by step."""
+    places = {group: np.arange(count) for group, count in groups.items() if count}
+    batching = make_batching(config.batching, config.train, {b for b, _ in places}, COSTS, world)
+    order = Order(places, batching, config.seed, make_stages(config.data, config.curriculum))
+    steps = []
+    for step in range(config.train.steps):
+        pieces = order.pieces(step)
+        lots = tuple(BucketBatch(count, batching.cost(b), batching.at_a_time(b)) for b, _, count in pieces)
+        rows = [
+            [0.0 if cell is None else lots[cell.lot].cost.of(cell.size) for cell in row]
+            for row in assign_slots(lots, world)
+        ]
+        steps.append(
+            {
+                "stage": order.locate(step).stage,
+                "samples": sum(count for _, _, count in pieces),
+                "tokens": sum(count * COSTS.tokens(b) for b, _, count in pieces),
+                "flops": sum(count * COSTS.flops(b) for b, _, count in pieces),
+                "idle": sum(cost == 0 for row in rows for cost in row),
+                "lockstep": sum(map(max, rows)) / (sum(map(sum, rows)) / world),
+                "window": max(map(sum, zip(*rows, strict=True))) / (sum(map(sum, rows)) / world),
+            }
+        )
+    return steps
+
+
+STAGES = "curriculum=[{steps: 3, max_frames: 1}, {steps: 7, max_frames: 5, weights: {a: 1, b: 1}}, {}]"
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+@pytest.mark.parametrize("mix", ["same", "window"])
+def test_what_is_foreseen_is_what_training_does(tmp_path: Path, world: int, mix: str) -> None:
+    groups = groups_of(40, 11, 9, name="a") | groups_of(6, 0, 5, name="b")
+    config = two_sets(tmp_path, STAGES, "train.steps=25", "batching.accumulate=2", f"batching.mix={mix}")
+    outlook = preview_schedule(config, groups, COSTS, [world])
+    steps = replayed(config, groups, world)
+    for stage in outlook.stages:
+        (epoch,) = stage.epochs
+        own = [step for step in steps if step["stage"] == stage.number]
+        assert (stage.end - stage.begin, epoch.trained) == (len(own), len(own))
+        assert epoch.total_samples == sum(step["samples"] for step in own)
+        assert epoch.total_tokens == sum(step["tokens"] for step in own)
+        assert epoch.total_flops == pytest.approx(sum(step["flops"] for step in own))
+        assert epoch.unmet == -epoch.total_samples % epoch.samples and epoch.left_out == 0
+        assert sum(bucket.uses for bucket in stage.buckets) == epoch.samples
+        assert sum(bucket.share for bucket in stage.buckets) == pytest.approx(1)
+        if len(own) >= epoch.steps:
+            first = own[: epoch.steps]
+            assert epoch.idle == sum(step["idle"] for step in first)
+            assert epoch.mean_imbalance == pytest.approx(np.mean([step["lockstep"] for step in first]))
+    assert outlook.flops[0] == pytest.approx(sum(step["flops"] for step in steps))
+    assert outlook.total(lambda epoch: epoch.trained) == (25,)
+
+
+def test_ddp_waits_once_a_step_and_sharded_ranks_in_every_micro_batch(tmp_path: Path) -> None:
+    groups = groups_of(21, 15, 18)
+    options = (*FLOPS, "train.steps=40", "batching.accumulate=3", "batching.mix=window", "batching.budget=5")
+    found = {}
+    for strategy in ("fsdp", "ddp"):
+        config = config_of(tmp_path, *options, f"parallel.strategy={strategy}")
+        (stage,) = preview_schedule(config, groups, COSTS, [3]).stages
+        (epoch,) = stage.epochs
+        first = replayed(config, groups, 3)[: epoch.steps]
+        found[strategy] = [step["lockstep" if strategy == "fsdp" else "window"] for step in first]
+        assert epoch.mean_imbalance == pytest.approx(np.mean(found[strategy]))
+        assert epoch.worst_imbalance == pytest.approx(max(found[strategy]))
+    assert np.mean(found["ddp"]) < np.mean(found["fsdp"])
+
+
+def test_lines_and_page_have_the_same_numbers(tmp_path: Path) -> None:
+    groups = groups_of(40, 11, 9, name="a") | groups_of(6, 0, 5, name="b")
+    config = two_sets(tmp_path, STAGES, "train.steps=25")
+    outlook = preview_schedule(config, groups, COSTS, [1, 3, 16])
+    keyed = Reader(schedule_section(outlook)).keyed
+    lines = preview_lines(outlook)
+    tables = [table for stage in outlook.stages for table in stage_tables(outlook, stage)] + [training_table(outlook)]
+    assert [table.key for table in tables[:3]] == ["stage0-epoch", "stage0-buckets", "stage0-datasets"]
+    assert len(keyed) == sum(len(table.rows) * len(table.head) for table in tables)
+    for table in tables:
+        for number, row in enumerate(table.rows):
+            assert [keyed[f"{table.key}-{number}-{place}"] for place in range(len(row))] == list(row)
+            assert any(line.split() == " ".join(row).split() for line in lines), row
+    assert keyed["stage2-epoch-1-1"] == f"{outlook.stages[2].epochs[1].steps:,}"
+    assert "schedule, stage 2 (steps 4 to 10): an epoch has" in "\n".join(lines)
+    assert sum("each is in exactly one step; 0 dropped, 0 held over" in line for line in lines) == 3
+
+
+def test_the_shares_of_data_sets_and_when_all_of_one_is_met(tmp_path: Path) -> None:
+    groups = {(SHORT, "a"): 20, (SHORT, "b"): 80}
+    config = two_sets(tmp_path)
+    (stage,) = preview_schedule(config, groups, COSTS, [1]).stages
+    shares = {one.name: (one.samples, one.uses, one.asked, one.share, one.epochs) for one in stage.datasets}
+    assert shares == {"a": (20, 75, 0.75, 0.75, 1), "b": (80, 25, 0.25, 0.25, 4)}
+    places = {group: np.arange(count) for group, count in groups.items()}
+    order = Order(
+        places, make_batching(config.batching, config.train, [SHORT], COSTS, 1), 0, make_stages(config.data, ())
+    )
+    pool = next(pool for pool in order.pools[0][SHORT] if pool.dataset == "b")
+    met = [{int(p) for epoch in range(n) for p in pool.in_turn(epoch, 0)[0]} for n in (3, 4)]
+    assert len(met[0]) < 80 and len(met[1]) == 80
+    only = preview_schedule(two_sets(tmp_path, "curriculum=[{weights: {b: 1}}]"), groups, COSTS, [1]).stages[0]
+    assert [(one.uses, one.asked, one.epochs) for one in only.datasets] == [(0, 0.0, 0), (100, 1.0, 1)]
+    later = "curriculum=[{steps: 1, max_frames: 5}, {}]"
+    second = preview_schedule(two_sets(tmp_path, later), groups, COSTS, [1]).stages[1]
+    assert second.datasets[1].epochs == 6, "begins inside a turn: 55 are left of it, and the next has all 80"
+
+
+def test_hints_name_the_setting(tmp_path: Path) -> None:
+    def told(config: Config, groups: dict[tuple[Bucket, str], int], *worlds: int) -> str:
+        return "\n".join(preview_hints(config, preview_schedule(config, groups, COSTS, worlds)))
+
+    plain = config_of(tmp_path)
+    assert told(plain, groups_of(0, 30), 1, 3) == ""
+    assert "train.batch_size 3 cannot be divided evenly by 2 and 8 devices (some compute nothing at all)" in told(
+        plain, groups_of(0, 30), 1, 2, 8
+    )
+    flops = config_of(tmp_path, *FLOPS)
+    few = told(flops, groups_of(0, 3, 2), 1, 8)
+    assert "an epoch has 5 uses of samples, fewer than 8 devices" in few and "data.repeats" in few and "wait" not in few
+    assert "batching.slots 4 cannot be divided evenly by 3 devices;" in told(
+        config_of(tmp_path, *FLOPS, "batching.slots=4"), groups_of(0, 30), 2, 3
+    )
+    wait = told(config_of(tmp_path, *FLOPS, "batching.mix=window"), groups_of(9, 9, 9), 1, 4)
+    assert "on 4 devices the busiest computes up to 1." in wait and "batching.mix: same" in wait
+    over = told(config_of(tmp_path, *FLOPS, "batching.budget=2.5"), groups_of(9, 9, 9), 1)
+    assert (
+        "one sample of bucket 9x32x48 costs 3 TFLOP, more than batching.budget (2.5)" in over and "5x32x48" not in over
+    )
+    numbers = statistics_of(groups_of(0, 30))
+    costs, _ = estimate(plain, numbers, 3, 4, Strides(4, 8), [2])
+    both = "\n".join(hints(plain, numbers, costs))
+    assert "bucket 1x32x48 gets no sample" in both and "divided evenly by 2 devices" in both
+
+
+def test_a_stage_without_samples_and_missing_measurements_are_problems_in_one_line(tmp_path: Path) -> None:
+    numbers = statistics_of(groups_of(0, 30))
+    costs, problems = estimate(
+        config_of(tmp_path, "curriculum=[{steps: 2, max_frames: 1}, {}]"), numbers, 3, 4, Strides(4, 8)
+    )
+    assert costs is not None and costs.outlook is None and costs.seconds(1e12) == ()
+    (problem,) = problems
+    assert "stage 1 has no training sample" in problem and "\n" not in problem
+    config = small_config(tmp_path, "train.batch_size=null", "batching.by=time")
+    report = check(config)
+    (problem,) = report.problems
+    assert problem.startswith("the schedule is not known: batching.by: time needs") and "bench buckets" in problem
+    assert any(line.startswith("cache latents: 0 present, 8 missing") for line in report.lines())
+    assert report.page is not None and "Not ready: 1 problem" in Reader(report.page.read_text(encoding="utf-8")).text
+
+
+def test_the_command_shows_the_numbers_of_devices_it_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(dump_config(small_config(tmp_path)))
+    assert run(["check", str(file), "--ranks", "4, 1"]) == 0
+    out = capsys.readouterr().out
+    assert "schedule: an epoch has 7 uses of 7 samples" in out and "by 4 devices (some compute nothing at all)" in out
+    rows = [line.split() for line in out.splitlines() if line.startswith("    ")]
+    assert ["1", "3", "2.3"] in [row[:3] for row in rows] and ["4", "3", "2.3"] in [row[:3] for row in rows]
+    assert run(["check", str(file), "--ranks", "4,none"]) == 1
+    assert "--ranks is '4,none'" in capsys.readouterr().err
+    assert numbers_of("64,8,8") == [8, 64]
+    for wrong in ("0", "", "8,", "-1", "1e3", "1000000"):
+        with pytest.raises(UserError, match="--ranks"):
+            numbers_of(wrong)
+
+
+def test_groups_are_exact_with_many_buckets_and_sets_and_merge(tmp_path: Path) -> None:
+    whole, parts = DataStatistics(), [DataStatistics(), DataStatistics()]
+    expected: Counter[tuple[Bucket, str]] = Counter()
+    for number in range(9000):
+        bucket, name = Bucket(1 + number % 90, 32, 48), f"set {number % 100} of many"
+        for numbers in (whole, parts[number % 2]):
+            numbers.add_sample(bucket, "val" if number % 10 == 0 else "train", name)
+        expected[bucket, name] += number % 10 != 0
+    merged = DataStatistics.from_json(json.loads(json.dumps(parts[1].to_json())))
+    merged.merge(parts[0])
+    assert merged.to_json() == whole.to_json()
+    assert merged.samples_by_group("train") == {group: count for group, count in expected.items() if count}
+    assert sum(merged.samples("train").values()) == 8100 and sum(merged.samples("val").values()) == 900
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.lists(st.integers(0, 60), min_size=3, max_size=3).filter(any),
+    st.integers(1, 9),
+    st.sampled_from(["same", "matched", "window"]),
+)
+def test_the_plot_keeps_each_bins_greatest(
+    tmp_path_factory: pytest.TempPathFactory, counts: list[int], world: int, mix: str
+) -> None:
+    config = config_of(tmp_path_factory.getbasetemp(), *FLOPS, f"batching.mix={mix}")
+    outlook = preview_schedule(config, groups_of(*counts), COSTS, [world])
+    (epoch,) = outlook.stages[0].epochs
+    curve = epoch.curve
+    assert curve.steps[0] == 0 and curve.steps[-1] == epoch.steps and len(curve.mean) == min(epoch.steps, POINTS)
+    assert (
+        curve.imbalance.max() == pytest.approx(epoch.worst_imbalance)
+        and (curve.greatest >= curve.mean * (1 - 1e-12)).all()
+    )
+    assert np.allclose(curve.share_PB.sum(1), 1)
+    drawn = Reader(schedule_section(outlook))
+    assert {tag for tag, _ in drawn.tags} & {"script", "link", "image", "use", "foreignObject"} == set()
+    assert "nan" not in schedule_section(outlook)
+
+
+def test_a_long_epoch_is_drawn_small_with_its_worst_step(tmp_path: Path) -> None:
+    config = config_of(tmp_path, *FLOPS)
+    outlook = preview_schedule(config, groups_of(4000, 3001, 2003), COSTS, [2])
+    (epoch,) = outlook.stages[0].epochs
+    assert epoch.steps > 3000 and len(epoch.curve.mean) == POINTS
+    assert epoch.worst_imbalance > 1 and epoch.curve.imbalance.max() == epoch.worst_imbalance
+    assert len(schedule_section(outlook)) < 60_000
+
+
+def test_the_page_has_the_schedule_and_the_time_of_the_busiest(tmp_path: Path) -> None:
+    numbers, config = statistics_of(groups_of(0, 30)), small_config(tmp_path)
+    costs, problems = estimate(config, numbers, 3, 4, Strides(4, 8), [1, 6])
+    assert costs is not None and isinstance(costs.outlook, SchedulePreview) and not problems
+    one, six = costs.seconds(1e12)
+    assert six == pytest.approx(one / 3), "3 of the 6 have nothing to do: a step of 3 samples"
+    page = Reader(render(DataPage(config, "check", numbers, "Ready", False, costs=costs, peaks=[("x", 1e12)])))
+    assert "Schedule" in page.words and sum(tag == "svg" and a.get("class") == "plot" for tag, a in page.tags) == 1
+    assert page.keyed["training-0-0"] == "1, 6" and page.keyed["training-0-1"] == "6"
+
+
+def test_padding_of_captions_follows_their_lengths() -> None:
+    numbers = DataStatistics()
+    for tokens in [10] * 50:
+        numbers.add_caption_tokens(tokens)
+    even = CaptionLengths.of(numbers, 128)
+    assert even is not None and even.counted and even.mean == 10 and even.padding([(100, 8)]) == 0
+    generator = np.random.default_rng(0)
+    lengths = generator.integers(4, 200, 4000)
+    for tokens in lengths.tolist():
+        numbers.add_caption_tokens(tokens)
+    mixed = CaptionLengths.of(numbers, 128)
+    assert mixed is not None and mixed.padding([(100, 1)]) == 0
+    real = np.minimum(generator.permutation(np.concatenate([lengths, [10] * 50]))[:4048].reshape(-1, 4), 128)
+    assert mixed.padding([(100, 4)]) == pytest.approx(1 - real.sum() / (real.max(1).sum() * 4), abs=0.02)
+    assert CaptionLengths.of(DataStatistics(), 128) is None
+
+
+def test_a_share_that_comes_out_another_is_told(tmp_path: Path) -> None:
+    """A data set of one clip in each bucket is met in every epoch, however small its share; a stage without the other is no news."""
+    config = two_sets(tmp_path, "data.sources.0.weight=1000", "data.sources.1.weight=1")
+    few = preview_schedule(config, groups_of(9, 9, 9, name="a") | groups_of(1, 1, 1, name="b"), COSTS, [1])
+    assert any("data set b makes 9.09%" in hint and "not 0.10%" in hint for hint in preview_hints(config, few))
+    alone = preview_schedule(config, groups_of(9, 9, 9, name="b"), COSTS, [1])
+    assert not any("data set" in hint for hint in preview_hints(config, alone))

@@ -1,0 +1,217 @@
+"""Listing of odd places: what may not be read, broken tables, bytes that are no text, and names that are no plain words."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmspeed.errors import UserError
+from mmspeed.preprocess.sources.rejections import Reason, readable
+from tests.support.media import write_tar
+from tests.unit.preprocess.test_sources import accounted, captions, listed, media, reasons
+
+
+def pair(path: Path, caption: bytes = b"words") -> Path:
+    path.with_suffix(".txt").parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".txt").write_bytes(caption)
+    return media(path)
+
+
+def forbid(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """`path` cannot be opened or listed, as modes would have it; for root, who is above modes, too."""
+
+    def guarded(call: Callable[..., Any]) -> Callable[..., Any]:
+        def guard(name: Any, *args: Any, **options: Any) -> Any:
+            if not isinstance(name, int) and os.fspath(name) == str(path):
+                raise PermissionError(13, "Permission denied", str(path))
+            return call(name, *args, **options)
+
+        return guard
+
+    monkeypatch.setattr(os, "scandir", guarded(os.scandir))
+    monkeypatch.setattr(builtins, "open", guarded(open))
+
+
+def test_unreadable_folder_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair(tmp_path / "a.mp4")
+    pair(tmp_path / "in" / "closed" / "b.mp4")
+    forbid(monkeypatch, tmp_path / "in" / "closed")
+    listing = listed(tmp_path)
+    (rejection,) = listing.rejections
+    assert (rejection.source, rejection.reason) == ("in/closed/", Reason.UNREADABLE)
+    assert "Permission denied" in rejection.detail
+    assert accounted(listing) == listing.files == 3
+
+
+def test_unreadable_root_is_an_error_for_people(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair(tmp_path / "a.mp4")
+    forbid(monkeypatch, tmp_path)
+    with pytest.raises(UserError, match=r"holds no media.*Permission denied"):
+        listed(tmp_path, format="folder")
+
+
+def test_unreadable_caption_rejects_its_media(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair(tmp_path / "a.mp4")
+    pair(tmp_path / "b.mp4")
+    forbid(monkeypatch, tmp_path / "a.txt")
+    listing = listed(tmp_path)
+    assert captions(listing) == {"b.mp4": ("words",)}
+    assert reasons(listing) == {"a.mp4": Reason.UNREADABLE}
+    assert "a.txt" in listing.rejections[0].detail
+    assert accounted(listing) == listing.files == 4
+
+
+def test_unreadable_tar_is_rejected_and_manifest_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("0", "1"):
+        write_tar(tmp_path / f"{name}.tar", [("a.mp4", b"x"), ("a.txt", b"a")])
+    (tmp_path / "m.csv").write_text("video,caption\n")
+    forbid(monkeypatch, tmp_path / "0.tar")
+    listing = listed(tmp_path / "*.tar")
+    assert (captions(listing), reasons(listing)) == ({"1.tar!a.mp4": ("a",)}, {"0.tar": Reason.UNREADABLE})
+    assert accounted(listing) == listing.files
+    forbid(monkeypatch, tmp_path / "m.csv")
+    with pytest.raises(UserError, match="cannot be read: Permission denied"):
+        listed(tmp_path / "m.csv")
+
+
+def test_of_two_links_to_a_folder_the_first_by_name_is_followed(tmp_path: Path) -> None:
+    pair(tmp_path / "else" / "v.mp4")
+    root = tmp_path / "root"
+    root.mkdir()
+    for name in ("z", "m", "b", "q"):
+        (root / name).symlink_to(tmp_path / "else")
+    assert [source.name for source in listed(root).sources] == ["b/v.mp4"]
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("last", ["a.mp4,three\n", 'a.mp4,"three, four"\n'])
+def test_unclosed_quote_is_a_bad_row_named_by_its_first_line(tmp_path: Path, last: str) -> None:
+    media(tmp_path / "a.mp4")
+    (tmp_path / "m.csv").write_text('video,caption\na.mp4,"one\nand more"\na.mp4,"two\na.mp4,x\n' + last)
+    listing = listed(tmp_path / "m.csv")
+    assert captions(listing) == {"a.mp4": ("one and more",)}
+    assert reasons(listing) == {"m.csv:4": Reason.BAD_ROW}
+    assert "m.csv line 4" in listing.rejections[0].detail and "lines 4 to 6" in listing.rejections[0].detail
+    assert accounted(listing) == listing.files == 2
+
+
+def test_broken_header_and_columns_of_one_name(tmp_path: Path) -> None:
+    media(tmp_path / "a.mp4")
+    table = tmp_path / "m.csv"
+    table.write_text('video,"caption\na.mp4,x\n')
+    with pytest.raises(UserError, match="broken header in line 1"):
+        listed(table)
+    table.write_text("video,caption, caption\na.mp4,x,y\n")
+    with pytest.raises(UserError, match="2 columns 'caption'"):
+        listed(table)
+    table.write_text("video,caption,note,note\na.mp4,x,y,z\n")
+    assert captions(listed(table)) == {"a.mp4": ("x",)}
+    columns = [pa.array(["a.mp4"]), pa.array(["x"]), pa.array(["y"])]
+    pq.write_table(pa.Table.from_arrays(columns, names=["video", "caption", "video"]), tmp_path / "m.parquet")
+    with pytest.raises(UserError, match="2 columns 'video'"):
+        listed(tmp_path / "m.parquet")
+
+
+def test_nan_is_missing_and_rejections_name_their_line(tmp_path: Path) -> None:
+    media(tmp_path / "a.mp4")
+    nan = float("nan")
+    rows: list[dict[str, Any]] = [
+        {"video": "a.mp4", "caption": "x", "split": nan},
+        {"video": "a.mp4", "caption": nan, "split": "val"},
+        {"video": nan, "caption": "x"},
+        {"video": "gone.mp4", "caption": "x"},
+        {"video": "a.mp4", "caption": 3.5},
+    ]
+    (tmp_path / "m.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    listing = listed(tmp_path / "m.jsonl")
+    assert [(s.captions, s.split) for s in listing.sources] == [(("x",), "train")]
+    assert [r.reason for r in listing.rejections] == [
+        Reason.NO_CAPTION,
+        Reason.BAD_ROW,
+        Reason.MISSING_FILE,
+        Reason.BAD_ROW,
+    ]
+    for number, rejection in enumerate(listing.rejections, 2):
+        assert f"m.jsonl line {number}" in rejection.detail
+
+
+# -- bytes that are no text -------------------------------------------------------------------------------------------
+
+
+def test_repaired_captions_are_counted_in_every_format(tmp_path: Path) -> None:
+    bad = b"caf\xe9"
+    places = [tmp_path / "folder", tmp_path / "m.jsonl", tmp_path / "m.csv", tmp_path / "m.parquet"]
+    pair(tmp_path / "folder" / "a.mp4", bad)
+    pair(tmp_path / "folder" / "b.mp4", "fine \ufffd é".encode())
+    media(tmp_path / "a.mp4")
+    places[1].write_bytes(b'{"video": "a.mp4", "caption": "' + bad + b'"}\n{"video": "a.mp4", "caption": "fine"}\n')
+    places[2].write_bytes(b"video,caption\na.mp4," + bad + b"\na.mp4,fine\n")
+    text = pa.Array.from_buffers(pa.string(), 2, pa.array([bad, b"fine"], pa.binary()).buffers())
+    pq.write_table(pa.table({"video": ["a.mp4", "a.mp4"], "caption": text}), places[3])
+    places.append(write_tar(tmp_path / "t.tar", [("a.mp4", b"x"), ("a.txt", bad), ("b.mp4", b"x"), ("b.txt", b"b")]))
+    for place in places:
+        listing = listed(place)
+        assert listing.captions_repaired == 1, place
+        assert listing.sources[0].captions == ("caf\ufffd",), place
+        assert len(listing.sources) == 2, place
+
+
+def test_parquet_lists_of_broken_texts(tmp_path: Path) -> None:
+    media(tmp_path / "a.mp4")
+    text = pa.Array.from_buffers(pa.string(), 2, pa.array([b"\xff", b"fine"], pa.binary()).buffers())
+    lists = pa.ListArray.from_arrays(pa.array([0, 2], pa.int32()), text)
+    pq.write_table(pa.table({"video": ["a.mp4"], "caption": lists}), tmp_path / "m.parquet")
+    listing = listed(tmp_path / "m.parquet")
+    assert (listing.sources[0].captions, listing.captions_repaired) == (("\ufffd", "fine"), 1)
+
+
+def test_utf16_captions(tmp_path: Path) -> None:
+    pair(tmp_path / "a.mp4", "\ufeffé".encode("utf-16-le"))
+    pair(tmp_path / "b.mp4", "\ufeffé".encode("utf-16-le") + b"\x00")
+    listing = listed(tmp_path)
+    assert captions(listing) == {"a.mp4": ("é",), "b.mp4": ("é\ufffd",)}
+    assert listing.captions_repaired == 1
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("folder", ["set[1]", "set?", "[!a]"])
+def test_only_the_star_is_a_wildcard(tmp_path: Path, folder: str) -> None:
+    for place in (folder, "set1", "setx", "b"):
+        (tmp_path / place).mkdir()
+        write_tar(tmp_path / place / "0.tar", [("a.mp4", place.encode()), ("a.txt", b"a")])
+    assert [s.open().read() for s in listed(tmp_path / folder / "*.tar").sources] == [folder.encode()]
+
+
+def test_control_characters_in_names_are_shown_escaped(tmp_path: Path) -> None:
+    root = tmp_path / "ro\not"
+    pair(root / "a\x1b[2J\n.mp4")
+    pair(root / "a\\x1b[2J\\n.mp4")
+    media(root / "b\r.mp4")
+    media(root / "c.p\x1bdf")
+    listing = listed(root)
+    assert sorted(s.name for s in listing.sources) == ["a\\x1b[2J\\n.mp4", "ro\\not/a\\x1b[2J\\n.mp4"]
+    assert all(source.open().read() == b"media" for source in listing.sources)
+    assert reasons(listing) == {"b\\r.mp4": Reason.NO_CAPTION, "c.p\\x1bdf": Reason.NOT_MEDIA}
+    assert "\x1b" not in "".join(rejection.detail for rejection in listing.rejections)
+
+
+@given(st.text(st.characters(exclude_categories=())))
+def test_readable_names_are_valid_and_without_control(name: str) -> None:
+    shown = readable(name)
+    assert bool(shown.encode()) == bool(name)
+    assert not any(ord(c) < 32 or 127 <= ord(c) < 160 or 0xD800 <= ord(c) < 0xE000 for c in shown)
+    assert readable(shown) == shown

@@ -1,0 +1,342 @@
+"""Suggested buckets: the search against brute force, the loss against the rule that sources are really placed by, and real files."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmspeed.cli.app import run
+from mmspeed.config import Config, make_config
+from mmspeed.errors import UserError
+from mmspeed.preprocess import check
+from mmspeed.preprocess.decoding.probe import Probe
+from mmspeed.preprocess.decoding.transform import rank_buckets
+from mmspeed.preprocess.decoding.windows import covers, frames_available
+from mmspeed.preprocess.records.source_shapes import ShapeHistogram, SourceShapes
+from mmspeed.preprocess.report.bucket_search import kept_by, on_a_line, search
+from mmspeed.preprocess.report.suggest import BucketGrid, BucketOutcome, suggest
+from mmspeed.preprocess.sources.rejections import Rejected
+from mmspeed.shapes import Bucket
+from tests.support.media import write_image, write_video
+from tests.support.runs import small_tree
+
+GRID = BucketGrid(temporal=4, patch_frames=1, height=16, width=16)
+FPS = 8.0
+Shape = tuple[int, int, int, bool]  # width, height, frames, image
+
+
+def brute(values_MC: np.ndarray, weights_C: np.ndarray, most: int, coded: bool = False) -> float:
+    """The most that any choice of up to `most` candidates keeps."""
+    sizes = range(1, min(most, len(values_MC)) + 1)
+    return max(
+        kept_by(values_MC, weights_C, pick, coded) for n in sizes for pick in combinations(range(len(values_MC)), n)
+    )
+
+
+@st.composite
+def lines(draw: st.DrawFn) -> tuple[np.ndarray, ...]:
+    """Cells and candidates on a line, as `on_a_line` wants them."""
+    place = st.floats(-1.2, 1.2, allow_nan=False)
+    places_M = np.array(draw(st.lists(place, min_size=1, max_size=8)))
+    places_C = np.array(draw(st.lists(place, min_size=1, max_size=12)))
+    heights = st.floats(0.5, 1.0)
+    factor_M = np.array(draw(st.lists(heights, min_size=len(places_M), max_size=len(places_M))))
+    counts = np.array(draw(st.lists(st.integers(1, 50), min_size=len(places_C), max_size=len(places_C))))
+    values_MC = factor_M[:, None] * np.exp(-np.abs(places_M[:, None] - places_C))
+    return values_MC, counts / counts.sum(), places_M, places_C
+
+
+@given(lines(), st.integers(1, 9))
+@settings(max_examples=150, deadline=None)
+def test_on_a_line_the_programme_is_as_good_as_brute_force(line: tuple[np.ndarray, ...], most: int) -> None:
+    values_MC, weights_C, places_M, places_C = line
+    found = on_a_line(values_MC, weights_C, places_M, places_C, most)
+    for total, chosen in found[1:]:
+        assert total <= kept_by(values_MC, weights_C, chosen) + 1e-9
+        assert total <= brute(values_MC, weights_C, len(chosen)) + 1e-9
+    assert max(total for total, _ in found) == pytest.approx(brute(values_MC, weights_C, most), abs=1e-9)
+
+
+def greedy(values_MC: np.ndarray, weights_C: np.ndarray, most: int) -> float:
+    chosen: list[int] = []
+    for _ in range(most):
+        chosen.append(max(range(len(values_MC)), key=lambda m: kept_by(values_MC, weights_C, [*chosen, m])))
+    return kept_by(values_MC, weights_C, chosen)
+
+
+@pytest.mark.parametrize("coded", [False, True])
+def test_search_is_near_brute_force_and_no_worse_than_greedy(coded: bool) -> None:
+    behind = []
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        values_MC = rng.random((9, 14)) * (rng.random((9, 14)) < 0.7)
+        values_MC += coded * (values_MC > 0) * (rng.random((9, 14)) < 0.5)
+        weights_C = rng.random(14)
+        weights_C /= weights_C.sum()
+        most = int(rng.integers(1, 5))
+        chosen = search(values_MC, weights_C, most, coded=coded)
+        assert len(set(chosen)) == len(chosen) <= most and chosen == search(values_MC, weights_C, most, coded=coded)
+        kept, best = kept_by(values_MC, weights_C, chosen, coded), brute(values_MC, weights_C, most, coded)
+        assert coded or kept >= greedy(values_MC, weights_C, most) - 1e-9
+        behind.append(1 - kept / best)
+    # Of coded values more may keep less, and these are drawn without any sense: harder than buckets ever are.
+    assert max(behind) < (0.2 if coded else 0.07) and np.mean(behind) < (0.02 if coded else 0.005)
+
+
+def test_swaps_mend_what_greed_spoils() -> None:
+    values_MC = np.array([[0.6, 0.6, 0.6, 0.6], [1, 1, 0, 0], [0, 0, 1, 1.0]])
+    weights_C = np.full(4, 0.25)
+    assert greedy(values_MC, weights_C, 2) == pytest.approx(0.8)  # the middle one first, and then it is too late
+    assert sorted(search(values_MC, weights_C, 2)) == [1, 2]
+    assert len(search(values_MC, weights_C, 3)) == 2, "a third keeps nothing more"
+
+
+def test_search_begins_where_it_is_told() -> None:
+    rng = np.random.default_rng(5)
+    values_MC, weights_C = rng.random((40, 60)), np.full(60, 1 / 60)
+    start = [3, 9, 27]
+    assert kept_by(values_MC, weights_C, search(values_MC, weights_C, 3, [start])) >= kept_by(
+        values_MC, weights_C, start
+    )
+    assert search(values_MC, weights_C, 40, [[]]) != [] and search(np.zeros((3, 60)), weights_C, 2) == []
+
+
+def probed(width: int, height: int, frames: int, image: bool = False) -> Probe:
+    times = [0.0] if image else [index / FPS for index in range(frames)]
+    kind: Any = "image" if image else "video"
+    return Probe(kind, width, height, FPS, times, "h264", 8, 0, Fraction(1), "mov", "pyav", [0.0], width, height)
+
+
+def counted(shapes: Sequence[Shape], present: Sequence[Bucket]) -> ShapeHistogram:
+    found = SourceShapes(max(bucket.frames for bucket in present))
+    for shape in shapes:
+        found.add_probe(probed(*shape), FPS)
+    return found.cells()
+
+
+def kept_share(shape: Shape, bucket: Bucket, present: Sequence[Bucket]) -> float:
+    """The definition, written anew."""
+    width, height, frames, image = shape
+    could = 1 if image else min(frames, max(b.frames for b in present))
+    inside = min(width, height * bucket.width / bucket.height) * min(height, width * bucket.height / bucket.width)
+    largest = min(width * height, max(b.height * b.width for b in present))
+    size = min(1.0, math.sqrt(bucket.height * bucket.width / largest))
+    return bucket.frames / could * inside / (width * height) * size
+
+
+sides = st.sampled_from((100, 128, 160, 180, 256, 320, 426, 480, 640, 854, 1280))
+shapes_of = st.tuples(sides, sides, st.integers(2, 40), st.booleans())
+buckets_of = st.builds(
+    Bucket, st.sampled_from((1, 5, 9, 17, 25)), *(st.sampled_from((64, 96, 128, 160, 256, 320, 480)) for _ in "hw")
+)
+
+
+@given(
+    st.lists(shapes_of, min_size=1, max_size=25),
+    st.lists(buckets_of, min_size=1, max_size=4),
+    st.integers(1, 6),
+    st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_losses_are_those_of_the_rule_that_places_sources(
+    shapes: list[Shape], present: list[Bucket], number: int, allow_upscale: bool
+) -> None:
+    made = suggest(counted(shapes, present), present, GRID, number, allow_upscale)
+    assert len(made.suggested.buckets) <= number and made.sources == len(shapes) and all(made.suggested.clips)
+    for outcome in (made.suggested, *made.others.values()):
+        placed, kept = Counter[Bucket](), 0.0
+        for shape in shapes:
+            try:
+                first = (
+                    rank_buckets(probed(*shape), outcome.buckets, FPS, allow_upscale)[0] if outcome.buckets else None
+                )
+            except Rejected:
+                first = None
+            if first is not None:
+                placed[first] += 1
+                kept += kept_share(shape, first, present)
+        assert dict(zip(outcome.buckets, outcome.clips, strict=True)) == {b: placed[b] for b in outcome.buckets}
+        assert outcome.rejected == len(shapes) - placed.total()
+        assert outcome.kept == pytest.approx(kept / len(shapes))
+    if len(set(present)) <= number and all(map(GRID.holds, present)):
+        assert made.suggested.kept >= made.others["data.buckets"].kept - 1e-6
+    for bucket in made.suggested.buckets:
+        assert GRID.holds(bucket)
+        asked = (b for b in present if b.frames >= bucket.frames)
+        assert any(b.height * b.width >= bucket.height * bucket.width for b in asked), (
+            "no larger than what is asked for"
+        )
+
+
+def test_one_length_and_one_area_are_solved_exactly() -> None:
+    shapes = (
+        [(1280, 720, 60, False)] * 6 + [(720, 1280, 60, False)] * 3 + [(1000, 1000, 60, False), (900, 600, 60, False)]
+    )
+    present = [Bucket(17, 256, 256)]
+    previous = 0.0
+    for number in range(1, 5):
+        made = suggest(counted(shapes, present), present, GRID, number, False)
+        assert made.exact and len(made.suggested.buckets) == number and made.suggested.kept > previous
+        previous = made.suggested.kept
+    assert made.suggested.kept > made.others["9 ratios, both orientations"].kept - 0.01
+    assert len(made.others["9 ratios, both orientations"].buckets) > 8
+    many = suggest(counted(shapes, present), present, GRID, 50, False)
+    assert many.exact and len(many.suggested.buckets) == 4, "a fifth keeps nothing more"
+    pictures = [*shapes, *((640, 480, 1, True),) * 4]
+    both = suggest(counted(pictures, present), present, GRID, 3, False)
+    assert both.exact and [b.is_image for b in both.suggested.buckets] == [True, False, False]
+
+
+def test_only_images_only_videos_one_clip_and_none_that_fits() -> None:
+    images = [(640, 360, 1, True), (360, 640, 1, True)]
+    made = suggest(counted(images, [Bucket(1, 128, 128)]), [Bucket(1, 128, 128)], GRID, 2, False).suggested
+    assert all(b.is_image for b in made.buckets) and made.clips == (1, 1) and made.rejected == 0 and made.trimmed == 0
+    one = suggest(
+        counted([(640, 360, 11, False)], [Bucket(17, 96, 160)]), [Bucket(17, 96, 160)], GRID, 4, False
+    ).suggested
+    assert one.clips == (1,) and one.buckets[0].frames == 9 and one.trimmed == pytest.approx(2 / 11)
+    unfit = suggest(counted([(640, 360, 3, False)], [Bucket(17, 96, 160)]), [Bucket(17, 96, 160)], GRID, 4, False)
+    assert unfit.suggested == BucketOutcome((), (), 0.0, 0.0, 0.0, 1, 0.0)
+    videos = suggest(counted([(640, 360, 30, False)], [Bucket(1, 96, 160)]), [Bucket(1, 96, 160)], GRID, 4, False)
+    assert videos.suggested.buckets == () and videos.suggested.rejected == 1
+
+
+def test_lengths_and_sides_fit_codec_and_patch() -> None:
+    assert [GRID.frames(n) for n in (0, 1, 4, 5, 8, 9, 50)] == [0, 1, 1, 5, 5, 9, 49]
+    pairs = BucketGrid(temporal=4, patch_frames=2, height=16, width=32)
+    assert [pairs.frames(n) for n in (1, 4, 5, 12, 13)] == [0, 0, 5, 5, 13]  # 2 and 4 latent frames
+    assert (
+        pairs.holds(Bucket(13, 48, 64)) and not pairs.holds(Bucket(13, 64, 48)) and not pairs.holds(Bucket(9, 48, 64))
+    )
+
+
+@given(st.lists(shapes_of, min_size=1, max_size=60), st.integers(1, 12), st.randoms())
+@settings(max_examples=60, deadline=None)
+def test_shapes_are_counted_in_bounded_room_in_any_order(shapes: list[Shape], limit: int, rng: Any) -> None:
+    def count(order: Sequence[Shape], most: int) -> SourceShapes:
+        found = SourceShapes(30, most)
+        for width, height, frames, image in order:
+            found.add(width, height, 1 if image else frames, image)
+        return found
+
+    limit += 2  # images and videos are never one cell
+    shuffled = list(shapes)
+    rng.shuffle(shuffled)
+    one, other = count(shapes, limit), count(shuffled, limit)
+    cells = one.cells()
+    assert len(cells) <= limit and one.clips == cells.clips == len(shapes) and one.level == other.level
+    for name in ("counts", "widths", "heights", "frames", "images"):
+        np.testing.assert_array_equal(getattr(cells, name), getattr(other.cells(), name))
+    assert cells.counts[cells.images].sum() == sum(image for *_, image in shapes)
+    assert cells.binned == (len({(w, h, 1 if i else min(f, 30), i) for w, h, f, i in shapes}) > limit)
+    exact = count(shapes, 10_000).cells()
+    assert exact.frames.max() <= 30 and not exact.binned
+    assert cells.widths.min() == exact.widths.min() and cells.heights.min() == exact.heights.min()
+
+
+@given(
+    st.lists(st.integers(1, 400), min_size=0, max_size=40),
+    st.one_of(st.none(), st.sampled_from((2.0, 7.3, 8.0, 24.0, 60.0))),
+)
+def test_frames_available_are_the_most_that_are_covered(steps_ms: list[int], fps: float | None) -> None:
+    pts = [0.0, *(float(t) / 1000 for t in np.cumsum(steps_ms))]
+    count = frames_available(pts, fps)
+    assert covers(pts, count, fps)
+    if fps is None or len(pts) > 1:
+        assert not covers(pts, count + 1, fps)
+
+
+def files_config(folder: Path, buckets: list[dict[str, int]], **data: Any) -> Config:
+    """Wide and tall videos of two lengths, some pictures, one video too short and one too small for the first bucket."""
+    media = folder / "media"
+    if not media.exists():
+        media.mkdir()
+        for number in range(3):
+            write_video(media / f"wide{number}.mp4", width=160, height=96, frames=36)
+            write_video(media / f"tall{number}.mp4", width=96, height=160, frames=36)
+            write_image(media / f"photo{number}.png")
+        write_video(media / "short.mp4", width=160, height=96, frames=18)
+        write_video(media / "small.mp4", width=48, height=32, frames=36)
+        (media / "broken.mp4").write_bytes(b"no video at all")
+        for path in [*media.iterdir()]:
+            path.with_suffix(".txt").write_text("a clip")
+    tree = small_tree(folder)
+    tree["data"] = {
+        "sources": [{"path": str(media)}],
+        "cache": str(folder / "cache"),
+        "fps": FPS,
+        "buckets": buckets,
+    } | data
+    return make_config(tree, origin="test")
+
+
+def suggested(config: Config, number: int) -> tuple[list[str], list[dict[str, int]]]:
+    """The lines about buckets, and the list in them read as YAML."""
+    lines = check(config, suggest_buckets=number).lines()
+    start = next(at for at, line in enumerate(lines) if line.startswith("suggested buckets"))
+    stop = next(at for at, line in enumerate(lines) if line.startswith("  lost are"))
+    pasted = "\n".join(lines[start + 1 : stop])
+    return lines[start:], yaml.safe_load("data:\n" + pasted)["data"]["buckets"] if pasted else []
+
+
+def test_the_list_of_check_can_be_pasted_and_does_what_it_says(tmp_path: Path) -> None:
+    config = files_config(tmp_path, [{"frames": 13, "height": 64, "width": 64}])
+    lines, buckets = suggested(config, 4)
+    assert "suggested buckets for 11 sources" in lines[0]
+    said = {line.split("}")[0]: int(re.findall(r"# (\d+) clip", line)[0]) for line in lines if "# " in line}
+    assert sum(said.values()) == 10 and any("1 of the sources go to none of these" in line for line in lines)
+    assert {b["frames"] for b in buckets} == {1, 5, 9} and len(buckets) == 4
+    rows = {line.split("  ")[1]: line.split() for line in lines if line.endswith("%")}
+    assert set(rows) == {"suggested", "data.buckets", "9 ratios, both orientations", "the most common shape, 13x48x80"}
+    assert rows["data.buckets"][-2:] == ["11", "0.0%"] and rows["suggested"][-2] == "1"
+
+    pasted = files_config(tmp_path, buckets)
+    numbers = check(pasted).statistics
+    assert [numbers.clips().get(b, 0) for b in pasted.buckets] == list(said.values())
+    again = {line.split("  ")[1]: line.split() for line in suggested(pasted, 1)[0] if line.endswith("%")}
+    assert again["data.buckets"][-2] == "1", "the present list is what was suggested"
+    assert "as if data.buckets[].keep were 1" in "\n".join(
+        suggested(files_config(tmp_path, [b | {"keep": 0.5} for b in buckets]), 1)[0]
+    )
+
+
+def test_check_says_nothing_of_it_unless_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = files_config(tmp_path, [{"frames": 9, "height": 32, "width": 48}])
+    assert "suggested" not in "\n".join(check(config).lines())
+    with pytest.raises(UserError, match="--suggest-buckets 0: ask for 1 or more"):
+        check(config, suggest_buckets=0)
+    path = tmp_path / "run.yaml"
+    from mmspeed.config import dump_config
+
+    path.write_text(dump_config(config))
+    assert run(["check", str(path), "--suggest-buckets", "1"]) == 0
+    assert "- {frames: " in capsys.readouterr().out
+    for file in (tmp_path / "media").glob("*.*"):
+        if file.suffix != ".txt" and file.name != "broken.mp4":
+            file.unlink()
+    lines = check(config, suggest_buckets=2).lines()
+    assert "suggested buckets: none, since no source could be probed" in lines
+
+
+def test_what_no_bucket_can_take_is_said(tmp_path: Path) -> None:
+    lines, buckets = suggested(files_config(tmp_path, [{"frames": 1, "height": 512, "width": 512}]), 3)
+    assert buckets == [] and lines[0] == (
+        "suggested buckets: none, since no bucket up to the size of data.buckets takes any of the sources"
+    )
+    assert any("8 videos are left out: data.buckets has images only" in line for line in lines)
+    lines, buckets = suggested(
+        files_config(tmp_path, [{"frames": 1, "height": 512, "width": 512}], allow_upscale=True), 3
+    )
+    assert len(buckets) == 1 and "1 bucket, and not 3, since more would keep no more" in lines[0]
