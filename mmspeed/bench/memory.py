@@ -354,6 +354,6 @@ def peak_resident_bytes() -> int:
     return Device("cpu", 0).peak_memory_bytes()
 
 
-def to_json(found: Sequence[PolicyResult]) -> str:
+def to_json(results: Sequence[PolicyResult]) -> str:
     """The figures of all settings as JSON."""
-    return json.dumps([each.to_dict() for each in found], indent=2)
+    return json.dumps([each.to_dict() for each in results], indent=2)

@@ -350,11 +350,11 @@ class CheckTask(Protocol):
 
 
 @runtime_checkable
-class RemadeElsewhere(Protocol):
+class RebuildableCheck(Protocol):
     """A small task that other processes make without the task it came from, which its config need not name."""
 
     @property
-    def remade_by(self) -> str:
+    def builder(self) -> str:
         """A function, "module:name": of (config, known) the same small task."""
         ...
 

@@ -30,7 +30,7 @@ RATE = (
     1e-6  # learning rate of the steps: weights move, so that no product is of zeros only, and the loss does not diverge
 )
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 class SyntheticStep:
@@ -142,7 +142,7 @@ class SyntheticStep:
 
         return self.attempt(both)
 
-    def attempt(self, work: Callable[[], Found]) -> Found | None:
+    def attempt(self, work: Callable[[], Result]) -> Result | None:
         """The result of `work`; None when memory ran out and the model is as before. Raises UserError where that is impossible."""
         try:
             return work()

@@ -32,7 +32,7 @@ class EncoderShapes:
     text_width: int
 
 
-def made_up_batch(
+def synthetic_batch(
     inputs: EncoderShapes,
     predictor: Predictor,
     bucket: Bucket,
