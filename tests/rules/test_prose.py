@@ -1,4 +1,4 @@
-"""Docstrings and names say what a thing is or does: with a verb or a noun, in the words of the field."""
+"""Docstrings, names and pages say what a thing is or does, with a verb or a noun, in the words of the field."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .sources import CODE, offenders, python_files, syntax
+from .sources import CODE, ROOT, offenders, python_files, syntax
 
 RIDDLE = re.compile(r"(What|Whether|How|Which|Where|Who|Whose|When|Why)\b")
 DIALECT = re.compile(r"\b(anew|dear|manieth|in other company|told)\b", re.IGNORECASE)
@@ -65,6 +65,12 @@ def old_names(tree: ast.Module) -> list[str]:
     return [name for name in bound(tree) if parts(name) & OLD_PARTS and name not in WRITTEN]
 
 
+def dialect(page: Path) -> list[str]:
+    """The words of a dialect on a page, outside of its code."""
+    text = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return [match[0] for match in DIALECT.finditer(text)]
+
+
 def faults(path: Path) -> list[str]:
     """The riddles of a file."""
     return riddles(syntax(path))
@@ -77,6 +83,16 @@ def test_docstrings_are_no_riddles() -> None:
 @pytest.mark.parametrize("text", ["Whether it is so.", "What a run needs.", "Make it anew.", "The how manieth step."])
 def test_riddles_are_seen(text: str) -> None:
     assert len(riddles(ast.parse(f'"""{text}"""'))) == 1
+
+
+def test_pages_speak_no_dialect() -> None:
+    assert offenders([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")], dialect) == {}
+
+
+def test_a_dialect_is_seen_outside_of_code(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("A cache opened anew; `told` stays.\n\n```text\nfound anew\n```\n", encoding="utf-8")
+    assert dialect(page) == ["anew"]
 
 
 def test_names_are_nouns_of_the_thing() -> None:
