@@ -1,6 +1,6 @@
 """Check that a layout computes what one process computes (`mmspeed check CONFIG --parallel LAYOUT`), on CPU processes, without data.
 
-A config's task is made small (`Task.shrunk`) and takes training steps of made-up items, once on the processes of the layout and
+A config's task is made small (`Task.shrunk`) and takes training steps of synthetic items, once on the processes of the layout and
 once on one (`worker.py`); here the two are started and compared (`verdict.py`). Nothing in these files knows a domain.
 """
 

@@ -1,4 +1,4 @@
-"""A small version of the video task: the same arrangement, heads and layout, sizes that a laptop computes in a moment, made-up samples.
+"""A small version of the video task: the same arrangement, heads and layout, sizes that a laptop computes in a moment, synthetic samples.
 
 The splits of tokens and heads are the same: the number of heads, and the remainder of every size by the number of parts, so that
 sizes that did not divide still do not.
@@ -37,7 +37,7 @@ from mmspeed.shapes import Bucket, Strides
 
 CHANNELS, TEXT_WIDTH, HEAD_WIDTH, RANK = 4, 16, 12, 8
 SHORTEST_CAPTION = 7  # tokens, padding included
-LEAST_FPS = 20  # of made-up clips
+LEAST_FPS = 20  # of synthetic clips
 USUAL_STRIDES = Strides(4, 8)  # of most video codecs
 TIME_STEPS, TIME_SAMPLES, TIME_BINS = 64, 64, 10
 UNEVEN_TIMES = 50.0  # chi-square of 9 degrees of freedom: uniform times exceed it once in ten million tries
@@ -270,7 +270,7 @@ class ShrunkRun:
 
 
 def _fps(seed: int, sample: str) -> float:
-    """Frames per second of a made-up clip."""
+    """Frames per second of a synthetic clip."""
     return float(LEAST_FPS + rng.key64(seed, "fps", sample) % 8)
 
 
