@@ -23,7 +23,7 @@ from mmspeed.torch_internals import counting_changes, keeps_graph, version_of
 
 T = TypeVar("T")
 Kind = Literal["matmul", "attention", "exchange"]  # of results that are expensive to recompute
-Made = Callable[[], tuple[Tensor, ...]]
+TensorFactory = Callable[[], tuple[Tensor, ...]]
 
 # The record of the pass that this thread is in. Like autocast, it reaches code that knows nothing of spans.
 _CURRENT: ContextVar[DecisionRecord | None] = ContextVar("mmspeed_record", default=None)
@@ -40,16 +40,16 @@ class FirstHalf:
     whole: bool = False
 
     @property
-    def made_again(self) -> bool:
+    def recomputed(self) -> bool:
         """True where a first pass has made it already."""
-        return self.whole or (self.outer is not None and self.outer.made_again)
+        return self.whole or (self.outer is not None and self.outer.recomputed)
 
 
 class DecisionRecord:
     """The decisions of one forward pass, in their order. This class keeps no results."""
 
     def __init__(self) -> None:
-        self._made: list[Any] = []
+        self._decisions: list[Any] = []
         self._place = 0
         self._begun: list[FirstHalf] = []
         self._next = 0
@@ -67,15 +67,15 @@ class DecisionRecord:
     def record_or_replay(self, make: Callable[[], T]) -> tuple[T, bool]:
         """The decision at this position, and True where it was made just now. A decision within another one is not recorded by itself."""
         fresh = False
-        if self._place == len(self._made):
+        if self._place == len(self._decisions):
             if self._outer is not None:
                 decision, fresh = self._outer.record_or_replay(make)
             else:
                 with apart():
                     decision, fresh = make(), True
-            self._made.append(decision)
+            self._decisions.append(decision)
         self._place += 1
-        return self._made[self._place - 1], fresh
+        return self._decisions[self._place - 1], fresh
 
     def fact(self, key: object, make: Callable[[], T]) -> T:
         """The value of `make()` at the first request, in any pass."""
@@ -88,7 +88,7 @@ class DecisionRecord:
         """Let `fact` return `value` from here on; each pass calls this again."""
         self._facts[key] = value
 
-    def checkpointed(self, kind: Kind, make: Made, what: object = None) -> tuple[Tensor, ...]:
+    def checkpointed(self, kind: Kind, make: TensorFactory, what: object = None) -> tuple[Tensor, ...]:
         """Results that are expensive to recompute. `what`: the work, to be compared with that of the first pass."""
         return make() if self._outer is None else self._outer.checkpointed(kind, make, what)
 
@@ -106,7 +106,7 @@ class DecisionRecord:
         self._next += 1
         return self._begun[self._next - 1], issues
 
-    def complete(self, kind: Kind, half: FirstHalf, make: Made, what: object = None) -> tuple[Tensor, ...]:
+    def complete(self, kind: Kind, half: FirstHalf, make: TensorFactory, what: object = None) -> tuple[Tensor, ...]:
         """The second half of a result. Raises RuntimeError as the function of this name does."""
         record: DecisionRecord | None = self
         while record is not None:
@@ -173,7 +173,7 @@ class ExchangeRecord(DecisionRecord):
         """The tensors that are kept now."""
         return [tensor for result in self._results if result is not None for tensor in result.tensors]
 
-    def checkpointed(self, kind: Kind, make: Made, what: object = None) -> tuple[Tensor, ...]:
+    def checkpointed(self, kind: Kind, make: TensorFactory, what: object = None) -> tuple[Tensor, ...]:
         if not self.holds(kind):
             return super().checkpointed(kind, make, what)
         if self.later:
@@ -252,7 +252,7 @@ def set_fact(key: object, value: object) -> None:
         record.set_fact(key, value)
 
 
-def checkpointed(kind: Kind, make: Made, what: object = None) -> tuple[Tensor, ...]:
+def checkpointed(kind: Kind, make: TensorFactory, what: object = None) -> tuple[Tensor, ...]:
     """The tensors of `make()`, or, in a second pass that holds them, those of the first.
 
     Call it where no gradient is recorded, such as in the forward of an autograd function, with new tensors as results, in both passes
@@ -262,7 +262,7 @@ def checkpointed(kind: Kind, make: Made, what: object = None) -> tuple[Tensor, .
     return make() if record is None else record.checkpointed(kind, make, what)
 
 
-def checkpointed_if(offers: bool, kind: Kind, make: Made) -> tuple[Tensor, ...]:
+def checkpointed_if(offers: bool, kind: Kind, make: TensorFactory) -> tuple[Tensor, ...]:
     """The tensors of `checkpointed` where `offers`, else those of `make()`.
 
     offers: True where the caller of the autograd function records gradients. A result without gradients may be made in the first pass
@@ -281,7 +281,7 @@ def begin(kind: Kind) -> tuple[FirstHalf, bool]:
     return (FirstHalf(), True) if record is None else record.begin(kind)
 
 
-def complete(kind: Kind, half: FirstHalf | None, make: Made, what: object = None) -> tuple[Tensor, ...]:
+def complete(kind: Kind, half: FirstHalf | None, make: TensorFactory, what: object = None) -> tuple[Tensor, ...]:
     """The tensors of `checkpointed` for the second half of a result; `make()` alone for a first half that was not offered (None).
 
     Raises RuntimeError where a pass that holds no such results would make the second half again without the first.

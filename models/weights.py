@@ -201,9 +201,9 @@ def _library_bars() -> list[tuple[Any, Any]]:
     """(enable, disable) of the progress bars of those libraries that show them now and are loaded."""
     import sys
 
-    found = []
+    bars = []
     for name in ("transformers.utils.logging", "diffusers.utils.logging"):
         module = sys.modules.get(name)
         if module is not None and module.is_progress_bar_enabled():
-            found.append((module.enable_progress_bar, module.disable_progress_bar))
-    return found
+            bars.append((module.enable_progress_bar, module.disable_progress_bar))
+    return bars

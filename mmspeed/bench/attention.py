@@ -116,9 +116,9 @@ def ask(tokens: str | None, keep: str | None, planner: str | None, tail: str | N
     return fields
 
 
-def bench_attention(given: Mapping[str, Any]) -> AttentionResult:
-    """Measure; `given` are fields of `AttentionBenchSetting`. Raises UserError for settings that cannot be measured here."""
-    setting = AttentionBenchSetting(**given)
+def bench_attention(fields: Mapping[str, Any]) -> AttentionResult:
+    """Measure; `fields` are those of `AttentionBenchSetting`. Raises UserError for settings that cannot be measured here."""
+    setting = AttentionBenchSetting(**fields)
     setting.check()
     device = pick(setting.device)
     device.activate()
@@ -332,10 +332,10 @@ def speed(dense: Sequence[Taken], sparse: Sequence[Taken], cpu: bool) -> Speedup
     return Speedup(ratio(0), ratio(1) if cpu else None)
 
 
-def relative_error(found: Tensor, exact: Tensor) -> float:
+def relative_error(output: Tensor, exact: Tensor) -> float:
     """The relative error |found - exact| / |exact| in the L2 norm."""
-    found, exact = found.detach().float(), exact.detach().float()
-    return float((found - exact).norm() / exact.norm().clamp(min=1e-30))
+    output, exact = output.detach().float(), exact.detach().float()
+    return float((output - exact).norm() / exact.norm().clamp(min=1e-30))
 
 
 def _leaves(*tensors: Tensor) -> Inputs:

@@ -50,7 +50,7 @@ SEQUENCES = 2  # sampled from a span of many short ones
 
 def bench_run(
     run: Path,
-    given: Mapping[str, Any],
+    fields: Mapping[str, Any],
     *,
     samples: int = 2,
     checkpoint: str = "latest",
@@ -61,12 +61,12 @@ def bench_run(
     """Measure the layers of a run, write attention.json and attention.png, and suggest settings.
 
     Args:
-        given, common: fields of `AttentionBenchSetting`; lengths, heads and width are the run's own.
+        fields, common: those of `AttentionBenchSetting`; lengths, heads and width are the run's own.
         error: the greatest error that the suggestion may have in any sparse layer.
 
     Raises UserError when the run has no checkpoint or no cache to take samples from.
     """
-    setting = AttentionBenchSetting(**{"planners": FULL_PLANNERS, **given, **common})
+    setting = AttentionBenchSetting(**{"planners": FULL_PLANNERS, **fields, **common})
     setting.check()
     folder = RunFolder.open(run)
     device = pick(setting.device)

@@ -179,34 +179,36 @@ def primitives_of(axis: Axis, x_BSH: Tensor) -> list[Primitive]:
     back = nbytes(whole) - nbytes(whole[:, : x_BSH.shape[1]])
     threes = [x_BSH, x_BSH + 1, x_BSH + 2]
 
-    def made(name: str, call: Callable[[], Any], sent: int, copies: int) -> Primitive:
+    def primitive(name: str, call: Callable[[], Any], sent: int, copies: int) -> Primitive:
         return Primitive(name, axis.exchange, call, sent, copies)
 
     primitives = [
-        made("all-to-all S to H, BSH to BSH", lambda: all_to_all(x_BSH, axis, 2, 1, order=BSH), exchanged, 2),
-        made("all-to-all S to H, BSH to SBH", lambda: all_to_all(x_BSH, axis, 2, 1, order=SBH), exchanged, 1),
-        made("all-to-all S to H, SBH to SBH", lambda: all_to_all(x_SBH, axis, 2, 1, order=SBH), exchanged, 1),
-        made("all-to-all S to H, SBH to BSH", lambda: all_to_all(x_SBH, axis, 2, 1, order=BSH), exchanged, 2),
-        made("all-to-all H to S, BSH to BSH", lambda: all_to_all(whole, axis, 1, 2, order=BSH), back, 2),
-        made(
+        primitive("all-to-all S to H, BSH to BSH", lambda: all_to_all(x_BSH, axis, 2, 1, order=BSH), exchanged, 2),
+        primitive("all-to-all S to H, BSH to SBH", lambda: all_to_all(x_BSH, axis, 2, 1, order=SBH), exchanged, 1),
+        primitive("all-to-all S to H, SBH to SBH", lambda: all_to_all(x_SBH, axis, 2, 1, order=SBH), exchanged, 1),
+        primitive("all-to-all S to H, SBH to BSH", lambda: all_to_all(x_SBH, axis, 2, 1, order=BSH), exchanged, 2),
+        primitive("all-to-all H to S, BSH to BSH", lambda: all_to_all(whole, axis, 1, 2, order=BSH), back, 2),
+        primitive(
             "all-to-all S to H, uneven",
             lambda: all_to_all(odd, axis, 2, 1, odd_H),
             BATCH * x_BSH.shape[1] * (odd.shape[2] - odd_H[rank]) * size,
             2,
         ),
-        made(
+        primitive(
             "all-to-all of three in one message",
             lambda: finish_all(start_all_to_all_many(threes, axis, 2, 1)),
             3 * exchanged,
             2,
         ),
-        made("reduce-scatter, BSH", lambda: reduce_scatter(gathered_SBH.transpose(0, 1), axis, 1), others * part, 1),
-        made("reduce-scatter, SBH", lambda: reduce_scatter(gathered_SBH, axis, 0), others * part, 0),
-        made("all-gather, BSH", lambda: all_gather(x_BSH, axis, 1), others * part, 1),
-        made("all-gather, SBH", lambda: all_gather(x_SBH.transpose(0, 1), axis, 0), others * part, 0),
+        primitive(
+            "reduce-scatter, BSH", lambda: reduce_scatter(gathered_SBH.transpose(0, 1), axis, 1), others * part, 1
+        ),
+        primitive("reduce-scatter, SBH", lambda: reduce_scatter(gathered_SBH, axis, 0), others * part, 0),
+        primitive("all-gather, BSH", lambda: all_gather(x_BSH, axis, 1), others * part, 1),
+        primitive("all-gather, SBH", lambda: all_gather(x_SBH.transpose(0, 1), axis, 0), others * part, 0),
     ]
     if axis.exchange == "point_to_point":
-        primitives.append(made("ring hop", lambda: pass_on([x_BSH], axis, rank + 1, rank - 1).wait(), part, 0))
+        primitives.append(primitive("ring hop", lambda: pass_on([x_BSH], axis, rank + 1, rank - 1).wait(), part, 0))
     return primitives
 
 

@@ -1,6 +1,6 @@
 """The bench of memory: the bytes and the cost of each way of keeping activations, alone and together.
 
-A step is forward, loss and backward of one made-up sample. Measured for each way: bytes that the forward pass adds; the peak; bytes in
+A step is forward, loss and backward of one synthetic sample. Measured for each way: bytes that the forward pass adds; the peak; bytes in
 the host's memory; matrix products of the backward pass; time, as the median over rounds of the ratio to a plain step of the same round on
 the same weights; the growth of the process, measured in a new process; and whether every gradient has the same bits as without the way.
 The products of MLPs in parts have other shapes, so that a library may sum them in another order: their gradients must be close, and have
@@ -354,6 +354,6 @@ def peak_resident_bytes() -> int:
     return Device("cpu", 0).peak_memory_bytes()
 
 
-def to_json(found: Sequence[PolicyResult]) -> str:
+def to_json(results: Sequence[PolicyResult]) -> str:
     """The figures of all settings as JSON."""
-    return json.dumps([each.to_dict() for each in found], indent=2)
+    return json.dumps([each.to_dict() for each in results], indent=2)

@@ -85,7 +85,7 @@ def measure_tiers(
     for name, section, wanted in TIERS:
         progress(name)
         memory = MemoryConfig(bucket=bucket, **section)
-        model, optimizer = _made(config, memory, where)
+        model, optimizer = _model_and_optimizer(config, memory, where)
         steps = []
         for turn in range(rounds + 1):
             _set_gradients(model, turn)
@@ -106,7 +106,7 @@ def measure_tiers(
     return rows
 
 
-def _made(config: SoraDiTConfig, memory: MemoryConfig, device: Device) -> tuple[nn.Module, Any]:
+def _model_and_optimizer(config: SoraDiTConfig, memory: MemoryConfig, device: Device) -> tuple[nn.Module, Any]:
     model = SoraDiT(config).to(device.torch_device)
     values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     if memory.master != "parameters":

@@ -348,15 +348,15 @@ def _print_lines(lines: list[str]) -> None:
         print("\n".join(lines))
 
 
-def ray_workers(given: str | None, alone: bool) -> int | None:
+def ray_workers(value: str | None, alone: bool) -> int | None:
     """The number of workers in `--ray`; None for `auto`. Raises UserError for other values, and if another option divides the work."""
-    if given is None:
+    if value is None:
         return None
     if not alone:
         raise UserError("--ray divides the work by itself: not with --shard, --nproc or a launcher")
-    if given != "auto" and not (given.isdecimal() and int(given) >= 1):
-        raise UserError(f"--ray is {given!r}: write a number of workers, or auto")
-    return None if given == "auto" else int(given)
+    if value != "auto" and not (value.isdecimal() and int(value) >= 1):
+        raise UserError(f"--ray is {value!r}: write a number of workers, or auto")
+    return None if value == "auto" else int(value)
 
 
 def numbers_of(ranks: str) -> list[int]:

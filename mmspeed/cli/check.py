@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from mmspeed.config.tasks import preparation_class
 from mmspeed.errors import UserError
 
-from .preparations import not_there, preparation
+from .preparations import preparation, unsupported_task
 
 if TYPE_CHECKING:
     from mmspeed.config import RunConfig
@@ -28,7 +28,7 @@ def check_config(
         return task_preparation.check(page, suggest_buckets, ranks)
     for option, value in (("--report", page), ("--suggest-buckets", suggest_buckets)):
         if value is not None:
-            raise not_there(config.task, f"check {option}")
+            raise unsupported_task(config.task, f"check {option}")
     from mmspeed.pipelines.report.task_check import check_task
 
     return check_task(config, ranks)

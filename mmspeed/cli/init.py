@@ -24,7 +24,7 @@ from mmspeed.data.cache.files import write_whole
 from mmspeed.errors import UserError
 from mmspeed.version import __version__
 
-from .preparations import not_there
+from .preparations import unsupported_task
 
 # The key to set in each section for which no values are given, so that the section is never empty.
 FIRST_KEYS = {
@@ -98,7 +98,7 @@ def template(name: str, source: str | None, task: str = "video") -> str:
     kind = config_class(task, "--task")
     preparation = preparation_class(task)
     if preparation is None and source is not None:
-        raise not_there(task, "init --videos")
+        raise unsupported_task(task, "init --videos")
     preset = {} if preparation is None else preparation.starting_values(name, source)
     values: dict[str, Any] = {"name": name, "output": "runs", "seed": 0, **preset}
     if task != default_of(RunConfig.model_fields["task"]):  # the default of a config without the key

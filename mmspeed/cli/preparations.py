@@ -22,11 +22,11 @@ def needed_preparation(config: RunConfig, command: str) -> Preparation:
     """The preparation of a config's task. Raises UserError, which names the command, if it has none."""
     task_preparation = preparation(config)
     if task_preparation is None:
-        raise not_there(config.task, command)
+        raise unsupported_task(config.task, command)
     return task_preparation
 
 
-def not_there(task: str, command: str) -> UserError:
+def unsupported_task(task: str, command: str) -> UserError:
     """The error of a command that does not support a task."""
     return UserError(f"`mmspeed {command}` does not support the task {task} (only: {', '.join(prepared_tasks())})")
 

@@ -68,7 +68,7 @@ class PendingExchange:
         pending._move, pending._link, pending._records = move, _ReverseHalf(), torch.is_grad_enabled()
         pending._layouts_back = tuple(layout(x) for x in xs) if layouts_back is None else tuple(layouts_back)
         pending._half, issues = begin("exchange") if offers else (None, True)
-        pending._again = pending._half is not None and pending._half.made_again
+        pending._again = pending._half is not None and pending._half.recomputed
         pending._token = _Start.apply(pending, tuple(layouts), issues, *xs)
         return pending
 

@@ -28,17 +28,19 @@ def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfi
 
     `overrides` are strings such as `train.lr=1e-4`, whose values are YAML. Relative paths, in overrides too, are taken from the
     file's folder. The `config.yaml` in a run folder may come from an earlier version (`load_record`). A line is logged for a user's
-    file whose degrees of sequence parallelism had another meaning before (`told_degrees`). Raises UserError for a
+    file whose degrees of sequence parallelism had another meaning before (`log_changed_degrees`). Raises UserError for a
     missing or unreadable file, an unknown key (with the nearest real one), a renamed key (with the new one) or a bad value.
     """
     path = Path(path)
     tree = _read_tree(path)
     if path.name == "config.yaml" and (path.parent / "run.json").is_file():
         return make_run_config(today(tree, path.parent), overrides, base=path.resolve().parent, origin=str(path))
-    return told_degrees(make_run_config(tree, overrides, base=path.resolve().parent, origin=str(path)), str(path))
+    return log_changed_degrees(
+        make_run_config(tree, overrides, base=path.resolve().parent, origin=str(path)), str(path)
+    )
 
 
-def told_degrees(config: RunConfig, origin: str) -> RunConfig:
+def log_changed_degrees(config: RunConfig, origin: str) -> RunConfig:
     """Log a line about a user's config that has `ulysses` or `ring`, a factorised model and no `dsp`, and return the config.
 
     Such a run re-sharded tokens before `dsp` existed. If its run folder recorded that, it continues so; otherwise the keys apply as

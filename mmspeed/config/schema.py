@@ -425,7 +425,7 @@ class Config(RunConfig):
             )
         return self.cache_dir
 
-    def samples_made_for(self) -> dict[str, Any]:
+    def sample_settings(self) -> dict[str, Any]:
         """The settings that the cache's table of samples depends on.
 
         Only the last part of a source's path counts: caches and data sets move between machines.

@@ -191,7 +191,7 @@ class Task(Protocol):
         ...
 
     def synthetic_batch(self, shape: ShapeClass, items: int, place: RunPlace, tokens: int | None = None) -> Batch:
-        """A made-up batch on the device, in the form of training; `tokens` of the longest text beside it, where there is one."""
+        """A synthetic batch on the device, in the form of training; `tokens` of the longest text beside it, where there is one."""
         ...
 
     def longest_text(self) -> int | None:
@@ -288,7 +288,7 @@ class CheckNotes:
     Args:
         model: the sizes of the small model, in a few words.
         settings: further settings taken from the config, beside number type, strategy, checkpointing and compilation.
-        items: lines about the made-up items.
+        items: lines about the synthetic items.
         remarks: lines about differences from training.
     """
 
@@ -299,7 +299,7 @@ class CheckNotes:
 
 
 class CheckTask(Protocol):
-    """A task made small, with made-up items, for comparing a layout with one process.
+    """A task made small, with synthetic items, for comparing a layout with one process.
 
     The tensors of an item are drawn by its name, and every rank can make each, so that all layouts compute the same items.
     """
@@ -350,11 +350,11 @@ class CheckTask(Protocol):
 
 
 @runtime_checkable
-class RemadeElsewhere(Protocol):
+class RebuildableCheck(Protocol):
     """A small task that other processes make without the task it came from, which its config need not name."""
 
     @property
-    def remade_by(self) -> str:
+    def builder(self) -> str:
         """A function, "module:name": of (config, known) the same small task."""
         ...
 

@@ -120,7 +120,7 @@ def make_predictor(
     return PublishedPredictor(name, call, dict(config))
 
 
-def made_to_train(model: nn.Module) -> None:
+def prepare_training(model: nn.Module) -> None:
     """Prepare a published model for training, in place: `from_pretrained` leaves it in eval mode, and maybe in half precision."""
     model.train()
     for parameter in model.parameters():

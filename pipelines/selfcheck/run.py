@@ -1,6 +1,6 @@
 """Check that a layout computes what one process computes (`mmspeed check CONFIG --parallel LAYOUT`), on CPU processes, without data.
 
-A config's task is made small (`Task.shrunk`) and takes training steps of made-up items, once on the processes of the layout and
+A config's task is made small (`Task.shrunk`) and takes training steps of synthetic items, once on the processes of the layout and
 once on one (`worker.py`); here the two are started and compared (`verdict.py`). Nothing in these files knows a domain.
 """
 
@@ -27,7 +27,7 @@ from mmspeed.pipelines.selfcheck.children import Child, run_children
 from mmspeed.pipelines.selfcheck.verdict import SelfCheck, compare, named, processes
 from mmspeed.pipelines.selfcheck.worker import WorkerReport
 from mmspeed.pipelines.tasks import make_task
-from mmspeed.protocols import CheckTask, RemadeElsewhere, Task
+from mmspeed.protocols import CheckTask, RebuildableCheck, Task
 
 __all__ = ["SelfCheck", "selfcheck", "with_layout"]
 
@@ -66,10 +66,10 @@ def _small_task(config: RunConfig, make: Callable[[Any], Task]) -> CheckTask:
     """The small task of a config. Raises UserError for a task that other processes cannot make."""
     task = make(config)
     check = task.shrunk()
-    if not isinstance(check, RemadeElsewhere) and type(task) is not task_class(config.task):
+    if not isinstance(check, RebuildableCheck) and type(task) is not task_class(config.task):
         raise UserError(
             f"check --parallel: other processes make the task that the config names, {config.task}, and this is a "
-            f"{type(task).__name__}; register it (pipelines.tasks.register) and name it in the config, or give its CheckTask `remade_by`"
+            f"{type(task).__name__}; register it (pipelines.tasks.register) and name it in the config, or give its CheckTask `builder`"
         )
     return check
 
@@ -81,7 +81,7 @@ def _children(run: str, world: int, config: RunConfig, check: CheckTask, root: P
         "config": config.model_dump(mode="json", by_alias=True),
         "classes": task_entry(config.task).to_json(),  # the task may be registered in this process only
         "known": dict(check.known),
-        "remade_by": check.remade_by if isinstance(check, RemadeElsewhere) else None,
+        "builder": check.builder if isinstance(check, RebuildableCheck) else None,
         "run": run,
         "world": world,
         "store": str(root / f"{run}.store"),

@@ -274,8 +274,8 @@ def _work(job: dict[str, Any]) -> None:
     os.environ.update(RANK=str(job["rank"]), LOCAL_RANK=str(job["rank"]), WORLD_SIZE=str(job["world"]))
     TASKS[job["config"]["task"]] = TaskEntry(**job["classes"])
     config = make_run_config(job["config"])
-    if job["remade_by"] is not None:
-        check: CheckTask = referred(job["remade_by"])(config, job["known"])
+    if job["builder"] is not None:
+        check: CheckTask = referred(job["builder"])(config, job["known"])
     else:
         check = make_task(config).shrunk(job["known"])
     dist.init_process_group(

@@ -51,10 +51,10 @@ class PublishedVideoTask(VideoTask):
 
         Raises UserError for a class that is not known, and for a model that was changed after it was made.
         """
-        from mmspeed.pipelines.tasks.published_check import PublishedModel, remade, shrunk_published
+        from mmspeed.pipelines.tasks.published_check import PublishedModel, rebuild_published, shrunk_published
 
         if known is not None:
-            return remade(self.config, known)
+            return rebuild_published(self.config, known)
         return shrunk_published(self.config, PublishedModel.of(self._load(), self._call))
 
 

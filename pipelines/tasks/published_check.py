@@ -123,9 +123,9 @@ class ShrunkPublished(ShrunkRun):
         return {**super().known, "published": self.published.to_json()}
 
     @property
-    def remade_by(self) -> str:
+    def builder(self) -> str:
         """The name of the function that makes the same small run in another process."""
-        return f"{__name__}:remade"
+        return f"{__name__}:rebuild_published"
 
     def expected(self, kind: str) -> list[str]:
         """The exchanges that a step must make; over a ring sparse attention sends rows of the kept keys instead of all."""
@@ -176,7 +176,7 @@ def shrunk_published(config: Config, model: PublishedModel, known: Mapping[str, 
     )
 
 
-def remade(config: RunConfig, known: Mapping[str, Any]) -> ShrunkPublished:
+def rebuild_published(config: RunConfig, known: Mapping[str, Any]) -> ShrunkPublished:
     """The small run that another process made of this config, from the facts that it knew."""
     return shrunk_published(video_config(config, "config"), PublishedModel.from_json(known["published"]), known)
 

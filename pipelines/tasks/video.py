@@ -47,12 +47,12 @@ from mmspeed.pipelines.diffusion.predictor import (
     Predictor,
     PublishedPredictor,
     conditions_of,
-    made_to_train,
     make_predictor,
+    prepare_training,
 )
 from mmspeed.pipelines.tasks.base import largest_batch, usual_batch
-from mmspeed.pipelines.tasks.made_up import EncoderShapes, made_up_batch, sketched
 from mmspeed.pipelines.tasks.mlp_trials import MlpTrials
+from mmspeed.pipelines.tasks.synthetic import EncoderShapes, sketched, synthetic_batch
 from mmspeed.pipelines.tasks.video_data import VideoData
 from mmspeed.pipelines.tasks.video_start import other_shape
 from mmspeed.pipelines.training.held_out_loss import VideoValidation
@@ -179,7 +179,7 @@ class VideoTask:
         sizes = self.inputs.channels, self.inputs.text_width
         predictor = make_predictor(model, self.config.objective, *sizes, self._call)
         if isinstance(predictor, PublishedPredictor):
-            made_to_train(model)
+            prepare_training(model)
             self._predictor = predictor  # it holds no model
         return model, predictor
 
@@ -302,7 +302,7 @@ class VideoTask:
     def synthetic_batch(self, shape: ShapeClass, items: int, place: RunPlace, tokens: int | None = None) -> Batch:
         """A batch of random latents with captions of half to all of `tokens` (None: the usual number), on the device."""
         length = min(COUNTED_TEXT_TOKENS if tokens is None else tokens, self.config.text.max_tokens)
-        batch = made_up_batch(
+        batch = synthetic_batch(
             self.inputs, self.predictor, as_bucket(shape), self.latent(shape), items, length, self.config.seed
         )
         return batch.to(place.device.torch_device, torch.float32)

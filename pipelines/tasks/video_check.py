@@ -1,4 +1,4 @@
-"""A small version of the video task: the same arrangement, heads and layout, sizes that a laptop computes in a moment, made-up samples.
+"""A small version of the video task: the same arrangement, heads and layout, sizes that a laptop computes in a moment, synthetic samples.
 
 The splits of tokens and heads are the same: the number of heads, and the remainder of every size by the number of parts, so that
 sizes that did not divide still do not.
@@ -30,14 +30,14 @@ from mmspeed.errors import UserError
 from mmspeed.models import SoraDiTConfig
 from mmspeed.models.codecs.vae import codec_geometry
 from mmspeed.models.sora.sizes import resolve_config
-from mmspeed.pipelines.tasks.made_up import EncoderShapes
+from mmspeed.pipelines.tasks.synthetic import EncoderShapes
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.protocols import Batch, CheckNotes, Item, RunPlace, StepData
 from mmspeed.shapes import Bucket, Strides
 
 CHANNELS, TEXT_WIDTH, HEAD_WIDTH, RANK = 4, 16, 12, 8
 SHORTEST_CAPTION = 7  # tokens, padding included
-LEAST_FPS = 20  # of made-up clips
+LEAST_FPS = 20  # of synthetic clips
 USUAL_STRIDES = Strides(4, 8)  # of most video codecs
 TIME_STEPS, TIME_SAMPLES, TIME_BINS = 64, 64, 10
 UNEVEN_TIMES = 50.0  # chi-square of 9 degrees of freedom: uniform times exceed it once in ten million tries
@@ -115,7 +115,7 @@ class ShrunkRun:
     config: Config  # with the model and parallel sections of the small run
     strides: Strides
     model: SmallModel
-    made_up: SmallSamples
+    small_samples: SmallSamples
     remarks: tuple[str, ...] = ()
 
     @property
@@ -126,12 +126,13 @@ class ShrunkRun:
     @property
     def notes(self) -> CheckNotes:
         """Sizes of the model, and the samples."""
-        made = self.made_up
+        samples = self.small_samples
         return CheckNotes(
             model=f"{self.model.words}, patch {sizes_of(self.model.patch)}",
             settings=[f"objective {self.config.objective.kind}"],
             items=[
-                f"{count} made-up samples of {shown}" for count, shown in zip(made.samples, made.shown, strict=True)
+                f"{count} made-up samples of {shown}"
+                for count, shown in zip(samples.samples, samples.shown, strict=True)
             ],
             remarks=self.remarks,
         )
@@ -139,7 +140,7 @@ class ShrunkRun:
     @property
     def kinds(self) -> tuple[str, ...]:
         """Kinds of steps that the config has."""
-        kinds = tuple("images" if latent[0] == 1 else "videos" for latent in self.made_up.latents)
+        kinds = tuple("images" if latent[0] == 1 else "videos" for latent in self.small_samples.latents)
         return (*kinds, "mixed") if len(kinds) > 1 else kinds
 
     def with_config(self, config: RunConfig) -> ShrunkRun:
@@ -163,8 +164,8 @@ class ShrunkRun:
         if batching.by != "samples":
             by = "tokens" if batching.by == "time" else batching.by  # no measurements of small samples
             batching = batching.model_copy(update={"by": by, "budget": None})
-        costs = sample_costs(self._task.predictor, self.strides, self.made_up.text_tokens)
-        buckets = [self.bucket(latent) for latent in self.made_up.latents]
+        costs = sample_costs(self._task.predictor, self.strides, self.small_samples.text_tokens)
+        buckets = [self.bucket(latent) for latent in self.small_samples.latents]
         return make_batching(batching, self.config.train, buckets, costs, world, self.config.parallel)
 
     def step(self, kind: str, place: RunPlace) -> StepData:
@@ -188,7 +189,7 @@ class ShrunkRun:
     def draws(self, kind: str, each: int | None = None, epoch: int = 0) -> list[SampleUse[Sample]]:
         """The samples of a step of a kind, those of one bucket together; `each` sets their number in a bucket."""
         uses = []
-        for latent, count in zip(self.made_up.latents, self.made_up.samples, strict=True):
+        for latent, count in zip(self.small_samples.latents, self.small_samples.samples, strict=True):
             if kind in ("mixed", "images" if latent[0] == 1 else "videos"):
                 bucket = self.bucket(latent)
                 keys = [f"{bucket.name}-{number}" for number in range(each or count)]
@@ -199,7 +200,7 @@ class ShrunkRun:
         """The micro-batch of (draw, weight) pairs of one bucket: the content of a sample depends on its name alone."""
         seed, names, bucket = self.config.seed, [draw.name for draw, _ in part], part[0][0].sample.bucket
         shape, predictor = (CHANNELS, *self.strides.latent(bucket)), self._task.predictor
-        text, pooled = (self.made_up.text_tokens, TEXT_WIDTH), (predictor.pooled_width,)
+        text, pooled = (self.small_samples.text_tokens, TEXT_WIDTH), (predictor.pooled_width,)
         lengths_B = torch.tensor([1 + rng.key64(seed, "caption length", name[0]) % (text[0] - 1) for name in names])
         return video_batch(
             latents_BCThw=torch.stack([rng.normal(shape, seed, "latent", name[0]) for name in names]),
@@ -265,11 +266,11 @@ class ShrunkRun:
         ends = comm.all_gather_objects([t_B.min().item(), t_B.max().item()])
         low, high = min(low for low, _ in ends), max(high for _, high in ends)
         times = f"times of many draws from {low:.3f} to {high:.3f}"
-        return problems, [f"captions of {self.made_up.text_tokens} tokens with padding; {times}"]
+        return problems, [f"captions of {self.small_samples.text_tokens} tokens with padding; {times}"]
 
 
 def _fps(seed: int, sample: str) -> float:
-    """Frames per second of a made-up clip."""
+    """Frames per second of a synthetic clip."""
     return float(LEAST_FPS + rng.key64(seed, "fps", sample) % 8)
 
 

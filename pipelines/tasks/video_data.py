@@ -48,7 +48,7 @@ class VideoData(SampledData[Sample]):
         first = self.loader.first_epoch
         if first is None:
             return None
-        row: dict[str, Any] = {"kind": "cache", "entries": first.made, "lost": len(first.lost)}
+        row: dict[str, Any] = {"kind": "cache", "entries": first.encoded, "lost": len(first.lost)}
         if first.freed is not None:
             row |= {"memory_before": first.freed[0], "memory_after": first.freed[1]}
         return row

@@ -62,8 +62,8 @@ def check_cache(cache: DatasetCache, config: Config) -> None:
     Reads the encoders' files, so one process should check for all; an encoder that is not available is not compared.
     """
     encoders = cache.info["encoders"]
-    made_for, wanted = cache.info["made_for"], config.samples_made_for()
-    other = [one for name in wanted for one in _others(f"data.{name}", made_for.get(name), wanted[name])]
+    recorded, wanted = cache.info["made_for"], config.sample_settings()
+    other = [one for name in wanted for one in _others(f"data.{name}", recorded.get(name), wanted[name])]
     if other:
         more = f" and {len(other) - _NAMED} more" if len(other) > _NAMED else ""
         raise UserError(
@@ -86,14 +86,14 @@ def check_cache(cache: DatasetCache, config: Config) -> None:
             )
 
 
-def _others(name: str, made: Any, wanted: Any) -> list[str]:
+def _others(name: str, recorded: Any, wanted: Any) -> list[str]:
     """The settings at or below `name` that differ, named as on the command line: `data.sources.0.name`."""
-    if made == wanted:
+    if recorded == wanted:
         return []
-    if isinstance(made, list) and isinstance(wanted, list) and len(made) == len(wanted):
+    if isinstance(recorded, list) and isinstance(wanted, list) and len(recorded) == len(wanted):
         if any(isinstance(one, dict) for one in wanted):
-            made, wanted = dict(enumerate(made)), dict(enumerate(wanted))
-    if isinstance(made, dict) and isinstance(wanted, dict):
-        keys = {**wanted, **made}
-        return [other for key in keys for other in _others(f"{name}.{key}", made.get(key), wanted.get(key))]
+            recorded, wanted = dict(enumerate(recorded)), dict(enumerate(wanted))
+    if isinstance(recorded, dict) and isinstance(wanted, dict):
+        keys = {**wanted, **recorded}
+        return [other for key in keys for other in _others(f"{name}.{key}", recorded.get(key), wanted.get(key))]
     return [name]

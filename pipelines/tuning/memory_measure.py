@@ -40,7 +40,7 @@ from mmspeed.pipelines.tuning.blocks import other_blocks
 from mmspeed.protocols.plan import blocks_of, parts_of
 from mmspeed.torch_internals import tree_map_only
 
-Made = TypeVar("Made")
+BatchT = TypeVar("BatchT")
 
 MOST_OPTIONS = 16  # of a kind whose bytes are measured
 ROUNDS = 3  # timed runs of each single way
@@ -270,7 +270,11 @@ class BlockProfiler:
         return [plain, *rest], seconds[0]
 
     def ends(
-        self, model: nn.Module, batch: Callable[[], Made], loss: Callable[[Made], Tensor], outputs: Sequence[int] = ()
+        self,
+        model: nn.Module,
+        batch: Callable[[], BatchT],
+        loss: Callable[[BatchT], Tensor],
+        outputs: Sequence[int] = (),
     ) -> tuple[int, int]:
         """(bytes kept outside of the blocks, bytes above them at the peak) of a forward and backward pass of a batch.
 
@@ -322,8 +326,8 @@ def _emptied(tensors: list[Tensor]) -> Iterator[Tensor]:
 def step_figures(
     bench: BlockProfiler,
     model: nn.Module,
-    batch: Callable[[], Made],
-    loss: Callable[[Made], Tensor],
+    batch: Callable[[], BatchT],
+    loss: Callable[[BatchT], Tensor],
     kinds: tuple[int, ...],
     chosen: Sequence[Sequence[int]],
     **settings: Any,

@@ -38,7 +38,7 @@ ACCELERATOR_SHARE, HOST_SHARE = (
 )  # of a device's whole memory; of the free memory of a host, which others use too
 
 # Settings in which the measurements of another run may differ: a warning says so, and they are used all the same.
-TOLD = ("parallel.strategy", "devices", "device.name")
+WARNED_SETTINGS = ("parallel.strategy", "devices", "device.name")
 UNUSED = ("torch",)  # recorded for information
 UNMEASURED = ("empty_cache", "snapshot")  # keys of the memory section that do not affect a step's time and memory
 
@@ -86,7 +86,7 @@ def load_measured(path: Path, setting: Mapping[str, Any]) -> tuple[Measured, str
     def shown(names: Sequence[str]) -> str:
         return ", ".join(f"{name} ({before.get(name)}, here {setting.get(name)})" for name in names)
 
-    wrong = [name for name in other if name not in TOLD and not name.startswith("parallel.")]
+    wrong = [name for name in other if name not in WARNED_SETTINGS and not name.startswith("parallel.")]
     if wrong:
         raise UserError(
             f"{path} was measured with other settings: {shown(wrong)}; run `mmspeed bench buckets CONFIG` again"

@@ -1,4 +1,4 @@
-"""Single training steps on the device, of made-up items: like those of `mmspeed train`, without a cache."""
+"""Single training steps on the device, of synthetic items: like those of `mmspeed train`, without a cache."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ RATE = (
     1e-6  # learning rate of the steps: weights move, so that no product is of zeros only, and the loss does not diverge
 )
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 class SyntheticStep:
-    """Training steps of made-up items of a task's model, the same on every device of the world."""
+    """Training steps of synthetic items of a task's model, the same on every device of the world."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class SyntheticStep:
 
         return self.attempt(both)
 
-    def attempt(self, work: Callable[[], Found]) -> Found | None:
+    def attempt(self, work: Callable[[], Result]) -> Result | None:
         """The result of `work`; None when memory ran out and the model is as before. Raises UserError where that is impossible."""
         try:
             return work()
@@ -160,7 +160,7 @@ class SyntheticStep:
         return None
 
     def batch(self, shape: ShapeClass, items: int) -> Batch:
-        """A made-up batch on the device."""
+        """A synthetic batch on the device."""
         return self.task.synthetic_batch(shape, items, self.place, self.text_tokens)
 
 

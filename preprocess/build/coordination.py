@@ -32,7 +32,7 @@ from mmspeed.preprocess.records.sample_table import ClipRow
 
 log = get_logger("preprocess")
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 _FACT = "mmspeed.part"
 _TELL_EVERY = 60.0  # seconds between lines of a process that waits
@@ -128,17 +128,17 @@ class Agreement:
         """The agreement in the message of another process, which may have more fields."""
         return cls(**{name.name: message[name.name] for name in fields(cls)})
 
-    def require_same(self, other: Mapping[str, Any], here: int = 0, there: int = 0) -> None:
-        """Raise UserError if another process, number `there`, does not agree. Modification times may differ."""
+    def require_same(self, other: Mapping[str, Any], own_rank: int = 0, other_rank: int = 0) -> None:
+        """Raise UserError if another process, number `other_rank`, does not agree. Modification times may differ."""
         theirs = Agreement.from_json(other)
         if theirs.listing != self.listing:
             raise UserError(
-                f"the processes see different sources ({self.count} in process {here}, {theirs.count} in process {there}): "
+                f"the processes see different sources ({self.count} in process {own_rank}, {theirs.count} in process {other_rank}): "
                 "is every path on a shared file system?"
             )
         if theirs.encoders != self.encoders:
             raise UserError(
-                f"the processes see different text encoders (process {here} and process {there}): "
+                f"the processes see different text encoders (process {own_rank} and process {other_rank}): "
                 "give all machines the same files"
             )
 
@@ -191,10 +191,10 @@ class BuildCoordinator:
     def await_all(self) -> None:
         """Wait for every part; for process 0 of a launcher."""
 
-        def all_there() -> bool | None:
+        def complete() -> bool | None:
             return not self.missing() or None
 
-        wait_for(all_there, lambda: f"waiting for the parts of processes {_some(self.missing())}")
+        wait_for(complete, lambda: f"waiting for the parts of processes {_some(self.missing())}")
 
     def conclude(self, result: dict[str, Any]) -> None:
         """Publish the result and delete the parts once the others have read it; for process 0 of a launcher."""
@@ -300,11 +300,11 @@ def _read_locked(path: Path) -> dict[str, Any] | None:
 
 
 def wait_for(
-    look: Callable[[], Found | None],
+    look: Callable[[], Result | None],
     words: Callable[[], str],
     limit: float | None = None,
     late: UserError | None = None,
-) -> Found:
+) -> Result:
     """Poll `look()` at growing intervals and return its first result that is not None; `words()` is logged every minute.
 
     Raises `late` after `limit` seconds.

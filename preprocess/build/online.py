@@ -175,7 +175,7 @@ class OnlineBuilder:
             self._settle(name, encoded)
         return encoded
 
-    def told(self) -> None:
+    def acknowledge(self) -> None:
         """Drop the temporary names of the shards sealed last time, and start sealing those that are full now."""
         self._writer.drop_names()
         self._store.call(self._seal)

@@ -125,7 +125,7 @@ class BuildSetup:
             "created_with": __version__,
             "encoders": {"vae": codec, "text": text},
             "build": self.agreement.id,
-            "made_for": config.samples_made_for(),
+            "made_for": config.sample_settings(),
             "fps": config.data.fps,
             "latent_dtype": config.preprocess.latent_dtype,
             "text_dtype": config.preprocess.text_dtype,
@@ -143,7 +143,7 @@ class BuildSetup:
             stamp.update(f"{changed}\n".encode())
         settings = {
             "version": ENCODING_VERSION,
-            "made_for": config.samples_made_for(),
+            "made_for": config.sample_settings(),
             "dtypes": [config.preprocess.latent_dtype, config.preprocess.text_dtype],
             "world": world,
         }

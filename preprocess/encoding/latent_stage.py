@@ -44,7 +44,7 @@ class LatentStage:
         self._counted = self.trusted.counts
         self.statistics = DataStatistics()
         self._rows: list[list[ClipRow]] = []  # of each accepted source
-        self._made: dict[str, str] = {}  # key -> the source that it was, or is being, encoded for
+        self._source_by_key: dict[str, str] = {}  # key -> the source that it was, or is being, encoded for
         self._undecoded: dict[tuple[str, str], Rejected] = {}  # by source and key
         self._unencoded: dict[str, Rejected] = {}  # by key, which sources of the same content share
         self._waiting: dict[Bucket, list[tuple[Clip, np.ndarray]]] = {}
@@ -120,9 +120,9 @@ class LatentStage:
     def _collect(self, event: Frames) -> None:
         """Add a decoded clip to its bucket, and encode the bucket when its batch is full."""
         key = self.encoders.latent_key(event.clip)
-        if key in self._made or key in self._unencoded or self.store.has("latents", key):
+        if key in self._source_by_key or key in self._unencoded or self.store.has("latents", key):
             return  # another source of the same content came first
-        self._made[key] = event.source.name
+        self._source_by_key[key] = event.source.name
         group = self._waiting.setdefault(event.clip.bucket, [])
         group.append((event.clip, event.frames_FHWC))
         size = self.trusted.limit
@@ -142,7 +142,7 @@ class LatentStage:
             if isinstance(result, Rejected):
                 key = self.encoders.latent_key(clip)
                 self._unencoded[key] = result
-                del self._made[key]
+                del self._source_by_key[key]
                 continue
             self.store.add(**latent_entry(self.encoders, clip, result))
             self.report.clips_encoded += 1
@@ -162,7 +162,7 @@ class LatentStage:
         for row, why in failure_by_row.items():
             self._reject(why.of(part_name(row)), whole=False)
         report.partial += bool(failure_by_row)
-        encoded = sum(self._made.get(row.latent_key) == row.source for row in stored)
+        encoded = sum(self._source_by_key.get(row.latent_key) == row.source for row in stored)
         report.clips_reused += len(stored) - encoded
         report.encoded += encoded > 0
         report.reused += encoded == 0

@@ -99,7 +99,7 @@ class WantedKeys:
         self.section, self.same = section, same
         self.keys: set[str] = set()
         self._stored = stored
-        self._there = stored.keys[section]
+        self._stored_keys = stored.keys[section]
         self._missing: dict[str, str] = {}  # key -> JSON of its parts
 
     def add(self, parts: Mapping[str, Any]) -> bool:
@@ -108,15 +108,15 @@ class WantedKeys:
         if key in self.keys:
             return False
         self.keys.add(key)
-        missing = key not in self._there
-        if missing and self._there and len(self._missing) < EXAMINED:
+        missing = key not in self._stored_keys
+        if missing and self._stored_keys and len(self._missing) < EXAMINED:
             self._missing[key] = canonical_json(dict(parts))
         return missing
 
     def state(self) -> SectionState:
         """The state of the section."""
-        present = sum(key in self._there for key in self.keys)
-        unused = len(self._there) - present
+        present = sum(key in self._stored_keys for key in self.keys)
+        unused = len(self._stored_keys) - present
         stale: Counter[str] = Counter()
         if self._missing and unused:
             missing = [json.loads(text) for text in self._missing.values()]

@@ -118,7 +118,7 @@ def check(
         report.lines_ += suggest_lines(config, shapes.cells(), suggest_buckets)
     data_page = DataPage(
         config=config,
-        made_by="check",
+        command="check",
         statistics=numbers,
         headline=_headline(report, needs, config.data.cache),
         decoded=False,

@@ -120,7 +120,7 @@ def _build_page(
         )
     return DataPage(
         config=config,
-        made_by="preprocess",
+        command="preprocess",
         statistics=statistics,
         headline=f"Done: {report.encoded + report.reused:,} of {report.sources:,} sources are in the cache",
         decoded=True,

@@ -59,7 +59,7 @@ class DataPage:
     """The content of the page; `render` only adds text around it."""
 
     config: Config
-    made_by: str  # the command
+    command: str  # that makes it
     statistics: DataStatistics
     headline: str
     decoded: bool  # True: the sources were decoded; False: only opened
@@ -78,7 +78,7 @@ def render(page: DataPage) -> str:
     """Render the page as HTML, without scripts and external resources."""
     title = f"{page.config.name}: data"
     parts = [
-        f'<h1>{text(title)}</h1><p class="sub">mmspeed {text(__version__)} {text(page.made_by)} &middot; cache'
+        f'<h1>{text(title)}</h1><p class="sub">mmspeed {text(__version__)} {text(page.command)} &middot; cache'
         f" {foreign(page.config.cache_dir)}</p>",
         _verdict(page),
         _summary(page),

@@ -218,10 +218,10 @@ def _epoch(
     epoch_forecast = forecast(plan, buckets, batching, world, order.uses(stage), costs.tokens)
     imbalance = epoch_forecast.lockstep if lockstep else epoch_forecast.window
     turns, rest = divmod(end - begin, plan.steps)
-    uses_made = np.array(uses) * turns
+    total_uses_by_bucket = np.array(uses) * turns
     if rest:
         last, _ = order.whole_epoch(stage, first + turns)
-        uses_made += last.used(rest, len(buckets))
+        total_uses_by_bucket += last.used(rest, len(buckets))
     parts = [(count, full_step(batching, bucket, count, world)[1]) for bucket, count in zip(buckets, uses, strict=True)]
     return EpochPreview(
         world=world,
@@ -238,10 +238,14 @@ def _epoch(
         left_out=epoch_forecast.unmet,
         padding=None if captions is None else captions.padding(parts),
         trained=end - begin,
-        unmet=int(sum(uses) * (turns + 1) - uses_made.sum()) if rest else 0,
-        total_samples=int(uses_made.sum()),
-        total_tokens=sum(int(n) * costs.tokens(bucket) for n, bucket in zip(uses_made, buckets, strict=True)),
-        total_flops=sum(float(n) * costs.flops(bucket) for n, bucket in zip(uses_made, buckets, strict=True)),
+        unmet=int(sum(uses) * (turns + 1) - total_uses_by_bucket.sum()) if rest else 0,
+        total_samples=int(total_uses_by_bucket.sum()),
+        total_tokens=sum(
+            int(n) * costs.tokens(bucket) for n, bucket in zip(total_uses_by_bucket, buckets, strict=True)
+        ),
+        total_flops=sum(
+            float(n) * costs.flops(bucket) for n, bucket in zip(total_uses_by_bucket, buckets, strict=True)
+        ),
         curve=draw_curve(plan, epoch_forecast, imbalance, [batching.cost(bucket).each for bucket in buckets]),
     )
 

@@ -69,7 +69,7 @@ def gradients(folder: str, group: int, strategy: str) -> dict[str, Any]:
     from mmspeed.mesh import make_mesh
     from mmspeed.models import build_model
     from mmspeed.parallel import parallelize, unwrap
-    from mmspeed.pipelines.tasks.made_up import EncoderShapes
+    from mmspeed.pipelines.tasks.synthetic import EncoderShapes
     from mmspeed.pipelines.tasks.video import VideoTask
     from mmspeed.shapes import Strides
     from tests.support.steps import train_step

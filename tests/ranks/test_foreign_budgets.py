@@ -15,8 +15,8 @@ from mmspeed.device import pick
 from mmspeed.mesh import process_group
 from mmspeed.models.diffusers.calls import WanCall
 from mmspeed.pipelines.run.build import place
-from mmspeed.pipelines.tasks.made_up import EncoderShapes
 from mmspeed.pipelines.tasks.published import PublishedVideoTask
+from mmspeed.pipelines.tasks.synthetic import EncoderShapes
 from mmspeed.pipelines.tuning.memory_search import MeasuredModel, fastest_within, measured_figures
 from mmspeed.shapes import Strides
 from tests.support.published import STRIDES, C, D, published_config

@@ -24,7 +24,7 @@ def train(folder: str, overrides: tuple[str, ...]) -> dict[str, int]:
     task = WatchedTask(config, OnlineBuilder(config))
     TrainPipeline(config, task=task).run()
     first = task.made.loader.first_epoch
-    return {"here": first.made_here, "all": first.made} if first is not None else {"here": 0, "all": 0}
+    return {"here": first.encoded_here, "all": first.encoded} if first is not None else {"here": 0, "all": 0}
 
 
 def assert_same_cache(config: Config, other: Config) -> None:
@@ -68,7 +68,7 @@ def one_group(folder: str) -> tuple[int, int, list[str]]:
     loader = Loader(cache, sampler, rank=rank, world=2, first_epoch=first)
     read = [digest(b["latents"].numpy().tobytes()) for step in loader.steps(0, 6) for b in step.batches]
     assert not first.active
-    return first.made_here, first.made, read
+    return first.encoded_here, first.encoded, read
 
 
 def test_ranks_of_one_group_share_the_work(tmp_path: Path) -> None:

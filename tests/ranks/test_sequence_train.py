@@ -111,7 +111,7 @@ def made_online(folder: str, overrides: tuple[str, ...]) -> tuple[int, int]:
     TrainPipeline(config, task=task).run()
     first = task.made.loader.first_epoch
     assert first is not None
-    return first.made_here, first.made
+    return first.encoded_here, first.encoded
 
 
 @pytest.mark.parametrize("layout", [DSP, pytest.param(TENSOR, marks=pytest.mark.slow)], ids=["dsp", "tp"])

@@ -85,7 +85,7 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
     },
     "an optimizer, a tracker, a process or a profiler, each asked for first": {
         "mmspeed/loop/checkpoint/state.py": {
-            "cast(TieredOptimizer, optimizer).set_master(parameter, local(found.pop(name)).to(local(parameter).device))",
+            "cast(TieredOptimizer, optimizer).set_master(parameter, local(weights.pop(name)).to(local(parameter).device))",
         },
         "pipelines/run/telemetry.py": {
             'if hasattr(tracker, "start"):',
@@ -161,7 +161,7 @@ OPEN: dict[str, str] = {
     "mmspeed/memory/optimizer/states.py": "State States identity number transform value",
     "mmspeed/memory/optimizer/tiered_optimizer.py": "_advanced a b groups make param_groups",
     "mmspeed/memory/planning/measure.py": "_alive args func kwargs pointer result",
-    "mmspeed/memory/planning/report.py": "given optimizer to_json",
+    "mmspeed/memory/planning/report.py": "optimizer record to_json",
     "mmspeed/memory/planning/tracked.py": "kind kind_of optimizer",
     "mmspeed/memory/recompute/block_checkpoint.py": "__call__ _gradient_checkpointing_func args by_position function kwargs "
     "named once run value",
@@ -188,7 +188,7 @@ OPEN: dict[str, str] = {
     "pipelines/sparsify.py": "config options",
     "pipelines/training/held_out_loss.py": "row",
     "pipelines/training/oom_advice.py": "frames optimizer segments summed_blocks",
-    "pipelines/training/open_cache.py": "made wanted",
+    "pipelines/training/open_cache.py": "recorded wanted",
     "pipelines/training/trainer.py": "_bases _row fields row",
     "pipelines/training/validation.py": "row validate",
     "pipelines/tuning/memory_estimate.py": "_here root",

@@ -106,7 +106,7 @@ def write_cache(config: Config, samples: int = 12, captions: tuple[int, int] = (
         "vae": {"channels": C, "strides": list(STRIDES), "fingerprint": "made up"},
         "text": {"width": D, "fingerprint": "made up"},
     }
-    write_info(root, {"encoders": encoders, "fps": FPS, "made_for": config.samples_made_for()})
+    write_info(root, {"encoders": encoders, "fps": FPS, "made_for": config.sample_settings()})
 
 
 def load(folder: Path, name: str) -> nn.Module:

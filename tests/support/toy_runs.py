@@ -77,7 +77,7 @@ def write_toy_cache(
         "vae": {"channels": C, "strides": [4, 8], "fingerprint": "made up"},
         "text": {"width": D, "fingerprint": "made up"},
     }
-    write_info(root, {"encoders": encoders, "fps": 8.0, "made_for": config.samples_made_for()})
+    write_info(root, {"encoders": encoders, "fps": 8.0, "made_for": config.sample_settings()})
 
 
 def build_toy(section: ModelConfig, channels: int, text_width: int, device: str) -> nn.Module:

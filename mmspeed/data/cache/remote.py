@@ -55,7 +55,7 @@ class RemoteStore:
         self.requests = self.fetched_bytes = self.hits = 0
         self._used: int | None = None  # bytes of payloads kept, as far as this process knows
         self._fresh = 0  # bytes kept since the folder was last scanned
-        self._told = False  # a warning that nothing can be kept was logged
+        self._warned = False  # a warning that nothing can be kept was logged
         self._opened: tuple[int, Any, str] | None = None
 
     # -- tables -----------------------------------------------------------------------------------------------------
@@ -224,9 +224,9 @@ class RemoteStore:
             temp.write_bytes(payload)
             os.replace(temp, path)
         except OSError as error:
-            if not self._told:
+            if not self._warned:
                 get_logger("data").warning("payloads are not kept in %s: %s", self.folder, error)
-            self._told = True
+            self._warned = True
             return
         finally:
             temp.unlink(missing_ok=True)

@@ -62,7 +62,7 @@ class OnlineEncoder(Protocol):
         """Encode one task and store it. Entries that other ranks may read are durable when this returns."""
         ...
 
-    def told(self) -> None:
+    def acknowledge(self) -> None:
         """Note that all ranks have received everything that `make` returned, and have read all they need for earlier steps."""
         ...
 
@@ -127,7 +127,7 @@ class FirstEpoch:
         self.rank, self.world, self.group = rank, world, group
         self.active = True
         self.freed: tuple[int, int] | None = None  # bytes of device memory before and after the encoders were dropped
-        self.made = self.made_here = 0  # entries, of all ranks and of this one
+        self.encoded = self.encoded_here = 0  # entries, of all ranks and of this one
         self.lost = {sample.key for sample in cache.samples if sample.lost}
         self.rejections: list[tuple[str, str, str]] = []
         self._next = start
@@ -174,7 +174,7 @@ class FirstEpoch:
         self.active = False
         before, after = self.freed = self.maker.free()
         log.info(
-            f"the cache is complete: {self.made} entries were encoded in the first epoch, {len(self.lost)} samples are lost; "
+            f"the cache is complete: {self.encoded} entries were encoded in the first epoch, {len(self.lost)} samples are lost; "
             f"encoders freed: {format_bytes(before)} in use before, {format_bytes(after)} after"
         )
 
@@ -235,12 +235,12 @@ class FirstEpoch:
         for rank, (rows, lost, rejections, _) in enumerate(reports):
             entries = [_entry(*row) for row in rows]
             new = sum(not self.cache.has(entry.section, entry.key) for entry in entries)
-            self.made += new
-            self.made_here += new if rank == self.rank else 0
+            self.encoded += new
+            self.encoded_here += new if rank == self.rank else 0
             self.cache.overlay(entries)
             self.lost.update(lost)
             self.rejections += [(source, reason, detail) for source, reason, detail in rejections]
-        self.maker.told()
+        self.maker.acknowledge()
 
 
 def _entry(section: str, key: str, shard: str, offset: int, size: int, checksum: str, tokens: int) -> Entry:

@@ -71,7 +71,7 @@ def merge(into: Path, sources: Sequence[Path], shard_bytes: int = 256_000_000) -
             raise UserError(f"{one.root} cannot be merged into itself")
     target_cache = _open(into) if (into / "cache.json").exists() else None
     parts = ([target_cache] if target_cache else []) + caches
-    made_for = _check_fit(parts)
+    settings = _check_fit(parts)
     into.mkdir(parents=True, exist_ok=True)
     report = MergeReport()
     with care_lock(into):
@@ -85,7 +85,7 @@ def merge(into: Path, sources: Sequence[Path], shard_bytes: int = 256_000_000) -
         samples = unite_samples([one.samples for one in parts], report)
         write_rejects(into, rejects)
         info = {name: value for name, value in parts[0].info.items() if name not in _OWN}
-        write_info(into, info | ({"made_for": made_for} if made_for is not None else {}))
+        write_info(into, info | ({"made_for": settings} if settings is not None else {}))
         write_samples(into, samples, null_key=next((one.null_key for one in parts if one.null_key), None))
         forget_compiled(into)
     return report
@@ -100,7 +100,7 @@ def _open(root: Path) -> _Contents:
 def _check_fit(parts: Sequence[_Contents]) -> Any:
     """The `made_for` of the merged cache. Raises UserError if the caches were built with different settings."""
     first = parts[0]
-    made_for = first.info.get("made_for")
+    settings = first.info.get("made_for")
     for other in parts[1:]:
         names = [name for name in _MUST_AGREE if first.info.get(name) != other.info.get(name)]
         if names:
@@ -109,16 +109,16 @@ def _check_fit(parts: Sequence[_Contents]) -> Any:
         if first.null_key and other.null_key and first.null_key != other.null_key:
             raise UserError(f"{other.root} does not fit {first.root}: their empty captions are encoded differently")
         theirs = other.info.get("made_for")
-        if made_for is not None and theirs is not None:
-            names = sorted(n for n in made_for.keys() | theirs.keys() if made_for.get(n) != theirs.get(n))
+        if settings is not None and theirs is not None:
+            names = sorted(n for n in settings.keys() | theirs.keys() if settings.get(n) != theirs.get(n))
             if set(names) - {"sources"}:
                 raise UserError(
                     f"{other.root} does not fit {first.root}: made with other data settings ({', '.join(names)})"
                 )
-            _check_names(first.root, made_for.get("sources", []), other.root, theirs.get("sources", []))
-            more = [source for source in theirs.get("sources", []) if source not in made_for.get("sources", [])]
-            made_for = {**made_for, "sources": [*made_for.get("sources", []), *more]} if more else made_for
-    return made_for
+            _check_names(first.root, settings.get("sources", []), other.root, theirs.get("sources", []))
+            more = [source for source in theirs.get("sources", []) if source not in settings.get("sources", [])]
+            settings = {**settings, "sources": [*settings.get("sources", []), *more]} if more else settings
+    return settings
 
 
 def _check_names(

@@ -105,10 +105,10 @@ def room_for_weights(model: nn.Module, optimizer: AnyOptimizer | None) -> dict[s
     return tensors
 
 
-def take_weights(model: nn.Module, optimizer: AnyOptimizer | None, found: dict[str, Tensor]) -> None:
+def take_weights(model: nn.Module, optimizer: AnyOptimizer | None, weights: dict[str, Tensor]) -> None:
     """Write the tensors read into `room_for_weights` to the optimizer; those that are the model's own need no copy."""
     for name, parameter in _with_masters(model, optimizer):
-        cast(TieredOptimizer, optimizer).set_master(parameter, local(found.pop(name)).to(local(parameter).device))
+        cast(TieredOptimizer, optimizer).set_master(parameter, local(weights.pop(name)).to(local(parameter).device))
 
 
 def _with_masters(model: nn.Module, optimizer: AnyOptimizer | None) -> Iterator[tuple[str, nn.Parameter]]:
@@ -168,12 +168,12 @@ class StatesRoom:
     def __init__(self, model: nn.Module, optimizer: AnyOptimizer) -> None:
         self._model, self._optimizer = model, optimizer
         if isinstance(optimizer, TieredOptimizer):
-            self.tensors = dict(self._made(optimizer))
+            self.tensors = dict(self._empty_states(optimizer))
         else:
             self._all = dict(get_optimizer_state_dict(model, optimizer, options=_FLAT))
             self.tensors = _tensors(self._all)
 
-    def _made(self, optimizer: TieredOptimizer) -> Iterator[tuple[str, Tensor]]:
+    def _empty_states(self, optimizer: TieredOptimizer) -> Iterator[tuple[str, Tensor]]:
         for name, parameter, group in _with_groups(self._model, optimizer):
             for key in state_names(group):
                 shape = torch.Size() if key == "step" else local(parameter).shape

@@ -109,7 +109,7 @@ class OffloadedStorage:
         arrival = None if self._arrival is None else self._arrival()
         if arrival is None:
             depot, nbytes = self.depot, self.end - self.start
-            present_Z = self._still_there()
+            present_Z = self._bytes_on_device()
             if present_Z is None:
                 memory_Z = torch.empty(nbytes, dtype=torch.uint8, device=depot.device.torch_device)
                 job = depot.copies.back(self._buffer, memory_Z)
@@ -117,12 +117,12 @@ class OffloadedStorage:
                 depot.moved_back += nbytes
                 arrival = DeviceCopy(depot, memory_Z, job)
             else:
-                depot.found += nbytes
+                depot.reused += nbytes
                 arrival = DeviceCopy(depot, present_Z)
             self._arrival = weakref.ref(arrival)
         return arrival
 
-    def _still_there(self) -> Tensor | None:
+    def _bytes_on_device(self) -> Tensor | None:
         """The bytes on the device, if the storage still exists elsewhere, or the copy out is under way."""
         if self.witness.changed:
             return None
@@ -138,7 +138,7 @@ class OffloadedStorage:
 class OffloadPool:
     """The offloaded data of all groups of a model: parts of storages in the host's memory, their copies, and counts in bytes.
 
-    moved_out, moved_back: bytes copied. shared: of stored tensors whose part was stored already. found: of parts that were asked for while
+    moved_out, moved_back: bytes copied. shared: of stored tensors whose part was stored already. reused: of parts that were asked for while
     they were still on the device. recast: of low-precision copies of parameters, which are cast again. kept_small: of tensors below
     `from_bytes`, which stay.
     """
@@ -147,7 +147,7 @@ class OffloadPool:
         self.device, self.from_bytes = device, from_bytes
         self.copies = copies or copies_for(device)
         self.pool = HostPool(device)
-        self.moved_out = self.moved_back = self.shared = self.found = self.recast = self.kept_small = 0
+        self.moved_out = self.moved_back = self.shared = self.reused = self.recast = self.kept_small = 0
         self.lock = threading.Lock()  # backward runs in threads of autograd's
         self.leaving: deque[PendingRelease] = deque()  # filled by finalizers, which wait for no lock
         self.newest: weakref.ref[PooledOffloadGroup] | None = None
@@ -237,7 +237,7 @@ class OffloadedTensor:
         start, end = self.look.reach()
         self.nbytes = end - start
         self.arrival: DeviceCopy | None = None
-        self.given = False  # in this backward
+        self.requested = False  # in this backward
 
     def load(self) -> DeviceCopy:
         """Begin to copy it back. Call it under the depot's lock."""
@@ -283,7 +283,7 @@ class PooledOffloadGroup:
         self._before: Callable[[], PooledOffloadGroup | None] = lambda: None
         self._nbytes = 0
         self._begun = self._forward = False
-        self._given = 0  # of those stored, since it was begun
+        self._requested = 0  # of those stored, since it was begun
 
     def store(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Begin to copy a tensor out; the result returns it. Raises UserError when the host's memory is full."""
@@ -332,13 +332,13 @@ class PooledOffloadGroup:
             # a second pass asks for the first, backward for the last
             self._fetch(forward=2 * held.place < len(self._held))
             arrival, held.arrival = held.load(), None
-            self._given += not held.given
-            held.given = True
+            self._requested += not held.requested
+            held.requested = True
             self._prefetch()
-            if self._given == len(self._held):  # a second backward (retain_graph) starts over
-                self._begun, self._given = False, 0
+            if self._requested == len(self._held):  # a second backward (retain_graph) starts over
+                self._begun, self._requested = False, 0
                 for other in self._alive():
-                    other.given = False
+                    other.requested = False
             self.depot.tidy()  # not before: what the last groups of forward stored may be on the device still
         return arrival
 
@@ -356,7 +356,7 @@ class PooledOffloadGroup:
         """
         before = self._before()
         if before is not None and not before._begun:
-            waiting = 0 if self._forward else sum(held.nbytes for held in self._alive() if not held.given)
+            waiting = 0 if self._forward else sum(held.nbytes for held in self._alive() if not held.requested)
             before._load(self._forward, before._nbytes * (1 - waiting / self._nbytes))
 
     def _load(self, forward: bool, nbytes: float | None = None) -> None:

@@ -35,8 +35,8 @@ def _exchange_nans(values_Z: Tensor) -> Tensor:
     if values_Z.device.type != "cpu" or values_Z.amax().isnan():
         bits_Z = values_Z.view(torch.int32)
         place_Z = bits_Z & _PLACE
-        found_Z = (place_Z == _PLACES[0]) | (place_Z == _PLACES[1])
-        bits_Z.bitwise_xor_(found_Z.to(torch.int32).mul_(_PLACES[0] ^ _PLACES[1]))
+        at_place_Z = (place_Z == _PLACES[0]) | (place_Z == _PLACES[1])
+        bits_Z.bitwise_xor_(at_place_Z.to(torch.int32).mul_(_PLACES[0] ^ _PLACES[1]))
     return values_Z
 
 

@@ -180,7 +180,7 @@ class StepFigures:
         options[-1] = [replace(option, forward=max(option.forward, self.tail)) for option in options[-1]]
         return options
 
-    def gradients_there(self) -> list[int]:
+    def resident_gradients(self) -> list[int]:
         """Bytes of gradients that exist in the backward of each block, beside its own."""
         if self.gradients_stay:
             return [self.static.gradients - own for own in self.gradients]
@@ -209,7 +209,7 @@ class StepFigures:
         if budget < self.fixed_peak:
             return None
         room = budget - self.base
-        blocks, gradients = self.blocks(), self.gradients_there()
+        blocks, gradients = self.blocks(), self.resident_gradients()
         if room < least_room(blocks, gradients=gradients)[0]:
             return None
         units = (room // UNITS, room // UNITS**1.5, 1)  # near the least that is possible, rounding may leave nothing
@@ -218,15 +218,15 @@ class StepFigures:
 
     def smallest(self) -> list[int]:
         """The options with the lowest peak."""
-        return least_room(self.blocks(), gradients=self.gradients_there())[1]
+        return least_room(self.blocks(), gradients=self.resident_gradients())[1]
 
     def least(self) -> int:
         """The least budget for which there is a choice."""
-        return max(self.fixed_peak, self.base + least_room(self.blocks(), gradients=self.gradients_there())[0])
+        return max(self.fixed_peak, self.base + least_room(self.blocks(), gradients=self.resident_gradients())[0])
 
     def peak(self, chosen: Sequence[int]) -> int:
         """Bytes at the peak of a step with these options."""
-        return max(self.fixed_peak, self.base + peak_of(self.blocks(), chosen, gradients=self.gradients_there()))
+        return max(self.fixed_peak, self.base + peak_of(self.blocks(), chosen, gradients=self.resident_gradients()))
 
     def plain_peak(self) -> int:
         """Bytes at the peak of a step that saves everything."""

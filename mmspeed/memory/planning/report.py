@@ -78,9 +78,9 @@ class MemoryReport:
         return asdict(self) | {"layers": [asdict(layer) for layer in self.layers]}
 
     @classmethod
-    def from_json(cls, given: Mapping[str, Any]) -> MemoryReport:
+    def from_json(cls, record: Mapping[str, Any]) -> MemoryReport:
         """The report that `to_json` wrote. Raises TypeError or KeyError for other values."""
-        return cls(**{**given, "layers": tuple(LayerMemory(**layer) for layer in given["layers"])})
+        return cls(**{**record, "layers": tuple(LayerMemory(**layer) for layer in record["layers"])})
 
 
 def runs_of(layers: Iterable[LayerMemory]) -> list[tuple[str, int]]:

@@ -44,11 +44,11 @@ class BlockPolicies:
 
     @classmethod
     def everywhere(
-        cls, ways: ActivationPolicies, blocks: int = 1, keep_last: bool = False, **given: Any
+        cls, ways: ActivationPolicies, blocks: int = 1, keep_last: bool = False, **settings: Any
     ) -> BlockPolicies:
         """The same ways for all blocks. `keep_last`: except that the last one, which backward needs at once, swaps nothing."""
         last = {name: SWAPPED.get(way, way) for name, way in ways.items()} if keep_last else ways
-        return cls((*[ways] * (blocks - 1), last), **given)
+        return cls((*[ways] * (blocks - 1), last), **settings)
 
     def of(self, block: int) -> ActivationPolicies:
         return self.ways[block] if len(self.ways) > 1 else self.ways[0]

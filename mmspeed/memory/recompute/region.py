@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mmspeed.memory.offload.offloader import OffloadGroup
 from mmspeed.memory.offload.storage_view import guarded
-from mmspeed.replay import DecisionRecord, Kind, Made, apart
+from mmspeed.replay import DecisionRecord, Kind, TensorFactory, apart
 from mmspeed.torch_internals import (
     ATTENTION_NAMES,
     MATMUL_NAMES,
@@ -127,7 +127,7 @@ class _RegionRecord(DecisionRecord):
         fate: OpPolicy = getattr(self.policy, kind)
         return fate != "recompute"
 
-    def checkpointed(self, kind: Kind, make: Made, what: object = None) -> tuple[Tensor, ...]:
+    def checkpointed(self, kind: Kind, make: TensorFactory, what: object = None) -> tuple[Tensor, ...]:
         fate: OpPolicy = getattr(self.policy, kind)
         if fate != "recompute" and self.second:
             return tuple(self.take((kind, what)))

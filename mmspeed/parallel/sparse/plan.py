@@ -215,11 +215,11 @@ def _dropped(kept_gCM: Tensor, label_gM: Tensor, size_gK: Tensor) -> Tensor:
 
 def _first_for_none(kept_gCM: Tensor, seen_g1M: Tensor | None, ring: Axis) -> Tensor:
     """The first key of all ranks that counts, for groups that would keep none."""
-    there_g1M = torch.ones_like(kept_gCM[:, :1]) if seen_g1M is None else seen_g1M
-    counts = torch.stack((kept_gCM.sum(dim=2), there_g1M.sum(dim=2).expand(kept_gCM.shape[:2])))
-    kept_RgC, there_RgC = gather_each(counts, ring).unbind(dim=1)
-    mine_gC = (kept_RgC.sum(dim=0) == 0) & (there_RgC[: ring.rank].sum(dim=0) == 0)
-    return mine_gC[..., None] & there_g1M & (there_g1M.cumsum(dim=2) == 1)
+    valid_g1M = torch.ones_like(kept_gCM[:, :1]) if seen_g1M is None else seen_g1M
+    counts = torch.stack((kept_gCM.sum(dim=2), valid_g1M.sum(dim=2).expand(kept_gCM.shape[:2])))
+    kept_RgC, valid_RgC = gather_each(counts, ring).unbind(dim=1)
+    mine_gC = (kept_RgC.sum(dim=0) == 0) & (valid_RgC[: ring.rank].sum(dim=0) == 0)
+    return mine_gC[..., None] & valid_g1M & (valid_g1M.cumsum(dim=2) == 1)
 
 
 def _observe(

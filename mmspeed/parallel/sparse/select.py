@@ -50,18 +50,18 @@ def shares(score_GCU: Tensor, size_GU: Tensor, seen_G: Tensor, always_GU: Tensor
         size_GU: keys of a unit that count; 0: no such unit.
         always_GU: units that are always kept.
     """
-    there_G1U = (size_GU > 0)[:, None]
-    score_GCU = score_GCU.masked_fill(~there_G1U, -torch.inf)
+    valid_G1U = (size_GU > 0)[:, None]
+    score_GCU = score_GCU.masked_fill(~valid_G1U, -torch.inf)
     best_GC, first_GC = _best(score_GCU)
     lse_GC = (score_GCU + size_GU.log()[:, None]).logsumexp(dim=2) if score_GCU.shape[2] else best_GC
     both = gather_each(torch.stack((lse_GC, best_GC)), ring)
     lse_GC1 = both[:, 0].logsumexp(dim=0)[..., None]
     true_GCU = (score_GCU - lse_GC1).exp().nan_to_num(0.0).float() * seen_G[:, None, None].float()
-    true_GCU = true_GCU.masked_fill(~there_G1U, -1.0)
+    true_GCU = true_GCU.masked_fill(~valid_G1U, -1.0)
     share_GCU = true_GCU
     if always_GU is not None:
-        share_GCU = true_GCU.masked_fill(always_GU[:, None] & there_G1U, torch.inf)
-    best = _is_best(both[:, 1], first_GC, score_GCU.shape[2], ring.rank) & there_G1U
+        share_GCU = true_GCU.masked_fill(always_GU[:, None] & valid_G1U, torch.inf)
+    best = _is_best(both[:, 1], first_GC, score_GCU.shape[2], ring.rank) & valid_G1U
     return MassShares(share_GCU, best, size_GU, seen_G, true_GCU)
 
 

@@ -130,7 +130,7 @@ def test_shares_may_change_and_names_may_not(built: Config, tmp_path: Path) -> N
     ):
         other = two_sets(folder, *override.split(), f"data.cache={built.cache_dir}")
         check_cache(cache, other)
-        assert other.samples_made_for() == built.samples_made_for()
+        assert other.sample_settings() == built.sample_settings()
     renamed = two_sets(folder, f"data.cache={built.cache_dir}", names=("cats", "birds"))
     with pytest.raises(
         UserError, match=r"made with other data\.sources\.1\.name; run `mmspeed preprocess` again"

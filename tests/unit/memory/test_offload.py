@@ -188,7 +188,7 @@ def test_the_devices_memory_is_free_at_once_on_a_cpu_and_what_others_hold_is_not
     assert storage.expired()
     back = [give() for give in gives]
     assert back[0].data_ptr() == held.data_ptr()
-    assert (offloader.moved_out, offloader.moved_back, offloader.found) == (512, 256, 256)
+    assert (offloader.moved_out, offloader.moved_back, offloader.reused) == (512, 256, 256)
 
 
 def test_memory_that_others_hold_but_freed_or_changed_comes_from_the_host() -> None:
@@ -201,6 +201,6 @@ def test_memory_that_others_hold_but_freed_or_changed_comes_from_the_host() -> N
     changed.add_(1)
     assert torch.equal(gives[0](), torch.ones(64))
     assert torch.equal(gives[2](), torch.ones(64))
-    assert offloader.found == 0
+    assert offloader.reused == 0
     with pytest.raises(RuntimeError, match="changed in place"):
         gives[1]()

@@ -103,7 +103,7 @@ def timed(parts: int, share: float) -> tuple[float, float]:
     assert torch.equal(found, wanted)
     assert clock.faults == []
     assert offloader.moved_out == (LAYERS - 1) * parts * nbytes == clock.outward.bytes
-    assert offloader.moved_back + offloader.found == offloader.moved_out
+    assert offloader.moved_back + offloader.reused == offloader.moved_out
     # of the newest groups something may be on the device still
     assert offloader.moved_back == clock.inward.bytes >= (LAYERS - 3) * parts * nbytes
     return offloading - plain, clock.outward.seconds + clock.inward.seconds
@@ -201,7 +201,7 @@ def test_nothing_hangs_on_asking_whether_a_copy_is_done(parts: int) -> None:
     wanted = step(x, None, lambda: None, parts)
     assert torch.equal(step(x, offloader, lambda: None, parts, keep_last=False), wanted)
     nbytes = NUMBERS * 4 * parts
-    assert (offloader.moved_out, offloader.found, offloader.moved_back) == (
+    assert (offloader.moved_out, offloader.reused, offloader.moved_back) == (
         LAYERS * nbytes,
         2 * nbytes,
         (LAYERS - 2) * nbytes,

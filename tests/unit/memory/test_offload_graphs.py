@@ -71,7 +71,7 @@ def test_two_forwards_before_two_backwards(order: tuple[int, int]) -> None:
     for number in order:
         sums[number].backward()
     assert same(model.gradients(), wanted)
-    assert offloader.moved_out == offloader.moved_back + offloader.found > 0
+    assert offloader.moved_out == offloader.moved_back + offloader.reused > 0
     assert offloader.pool.used == 0
 
 

@@ -85,7 +85,7 @@ def test_the_small_model_keeps_what_decides_its_split(config: Config) -> None:
     assert made.hidden % 2 == real.hidden % 2 and made.depth % 2 == real.depth % 2
     assert made.width < real.width and made.depth == 4
     assert mini.kinds == ("images", "videos", "mixed")
-    assert mini.config.parallel.shard_text == mini.made_up.text_tokens == 7  # captions are split here too
+    assert mini.config.parallel.shard_text == mini.small_samples.text_tokens == 7  # captions are split here too
 
 
 def test_samples_are_those_of_their_names(config: Config) -> None:
@@ -106,7 +106,7 @@ def test_other_processes_make_the_same_small_run(config: Config, monkeypatch: py
         json.loads(json.dumps(first.known))
     )
     assert isinstance(first, ShrunkRun) and isinstance(other, ShrunkRun)
-    assert (other.config, other.strides, other.made_up) == (first.config, first.strides, first.made_up)
+    assert (other.config, other.strides, other.small_samples) == (first.config, first.strides, first.small_samples)
 
 
 def test_the_report_tells_what_is_otherwise_than_in_training(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:

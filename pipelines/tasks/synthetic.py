@@ -1,4 +1,4 @@
-"""Made-up batches of videos, for measuring and estimating steps.
+"""Synthetic batches of videos, for measuring and estimating steps.
 
 Legend: B samples of a micro-batch, C channels, T h w latent, L caption tokens, D text width.
 """
@@ -18,7 +18,7 @@ from mmspeed.protocols import Batch
 from mmspeed.protocols.calls import Conditions
 from mmspeed.shapes import Bucket, Strides
 
-FPS = 24.0  # of made-up clips
+FPS = 24.0  # of synthetic clips
 
 Sketched = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -32,7 +32,7 @@ class EncoderShapes:
     text_width: int
 
 
-def made_up_batch(
+def synthetic_batch(
     inputs: EncoderShapes,
     predictor: Predictor,
     bucket: Bucket,
