@@ -37,7 +37,7 @@ demo: $(STAMP)
 	$(BIN)/mmspeed demo $(DEMO_ARGS)
 
 test: $(STAMP)
-	$(PYTEST) -m "not slow" -n $(JOBS) --dist loadscope --max-worker-restart 0 $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow" -n $(JOBS) --dist loadscope --no-loadscope-reorder --max-worker-restart 0 --budget $(PYTEST_ARGS)
 
 test-slow: $(STAMP)
 	$(PYTEST) -m slow -o faulthandler_timeout=3600 $(PYTEST_ARGS)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.support.budget import Budget, read_budget
 from tests.support.spawn import start_server
 
 # before torch is imported anywhere: many small tests on few cores are fastest with one thread each
@@ -21,6 +22,15 @@ settings.register_profile("mmspeed", deadline=None)
 settings.load_profile("mmspeed")
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--budget", action="store_true", help="fail where a folder takes more than its share of the time")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--budget") and not hasattr(config, "workerinput"):  # workers report to the first process
+        config.pluginmanager.register(Budget(read_budget()))
 
 
 @pytest.fixture(autouse=True)
