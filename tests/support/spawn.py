@@ -18,6 +18,7 @@ from typing import Any
 PRELOAD = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
+    "torch._dynamo",  # the first sharded module or distributed tensor would import it: a second and more
     "mmspeed.models",
     "mmspeed.pipelines.training.trainer",
     "pytest",
