@@ -78,12 +78,11 @@ def groups(name: str, world: int) -> list[list[Combination]]:
 
 
 def parameters() -> list[Any]:
-    """(model, processes, number of a spawn): of the first two spawns of Wan and one of LTX on two processes by default."""
+    """(model, processes, number of a spawn): of each model the first spawn on two processes by default."""
     found = []
     for name, world in COVERS:
         for number in range(len(groups(name, world))):
-            fast = world == 2 and number < (2 if name == "wan" else 1)
-            marks = () if fast else (pytest.mark.slow,)
+            marks = () if world == 2 and number == 0 else (pytest.mark.slow,)
             found.append(pytest.param(name, world, number, marks=marks, id=f"{name} on {world}, {number}"))
     return found
 

@@ -91,6 +91,11 @@ SETTINGS: dict[int, dict[str, Setting]] = {
         "tp and hybrid": Setting("fsdp", 2, tp=2),
     },
 }
+# of several processes, those in every run: each engine, with parameters of both kinds, accumulated or not
+FEW = {
+    2: {"fsdp, accumulated", "fsdp, bfloat16 parameters", "ddp, accumulated", "ddp, bfloat16 parameters", "tp"},
+    4: {"hybrid, bfloat16 parameters, accumulated", "hybrid", "tp and fsdp"},
+}
 SORA = SoraCase(1, 1, "switch")
 
 Fingerprint = dict[str, str]
@@ -235,10 +240,16 @@ def groups_of(model: nn.Module) -> list[tuple[str, Any]]:
     return found
 
 
-def compare() -> dict[str, Any]:
+def names_of(world: int, fast: bool) -> list[str]:
+    """The settings in every run, or those with `slow`."""
+    return [name for name in SETTINGS[world] if (name in FEW.get(world, SETTINGS[world])) == fast]
+
+
+def compare(fast: bool) -> dict[str, Any]:
     """Each setting, summed and averaged."""
     found = {}
-    for name, setting in SETTINGS[dist.get_world_size()].items():
+    for name in names_of(dist.get_world_size(), fast):
+        setting = SETTINGS[dist.get_world_size()][name]
         bench, now, before, dividing = Bench(setting), Passes(), Passes(), Passes()
         steps = bench.summed(now), bench.averaged(before)
         bench.summed(dividing, divide_by_one)
@@ -263,14 +274,26 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4])
+@pytest.fixture(
+    scope="module",
+    params=[
+        (1, True),
+        (2, True),
+        (4, True),
+        pytest.param((2, False), marks=pytest.mark.slow),
+        pytest.param((4, False), marks=pytest.mark.slow),
+    ],
+    ids=["1", "2", "4", "2, the rest", "4, the rest"],
+)
 def compared(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return run_ranks(compare, request.param)
+    world, fast = request.param
+    ranks = run_ranks(compare, world, fast)
+    assert all(list(rank) == names_of(world, fast) for rank in ranks)
+    return ranks
 
 
 def test_sums_are_the_averages_of_before_bit_for_bit(compared: list[dict[str, Any]]) -> None:
     for rank in compared:
-        assert set(rank) == set(SETTINGS[len(compared)])
         for name, found in rank.items():
             now, before = found["steps"]
             assert now == before, (name, [key for key in now if now[key] != before[key]])

@@ -52,7 +52,18 @@ def test_processes_of_nproc_and_torchrun_know_it(command: Callable[..., str], tm
     train_characters(str(tmp_path), ("name=alone",))
     # sums of the same numbers in another order, in six steps of 1e-3: a few eps
     assert losses(found) == pytest.approx(losses(character_config(tmp_path, "name=alone")), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_processes_of_a_check_know_it(command: Callable[..., str], tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(character_tree(tmp_path)), encoding="utf-8")
     command("mmspeed", "check", str(path), "--parallel", "dp_shard=2")
+
+
+def test_a_misspelt_task_is_told_with_those_known(command: Callable[..., str], tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(character_tree(tmp_path)), encoding="utf-8")
     assert "known: video, characters" in refused(command, path)
 
 

@@ -26,6 +26,8 @@ for name in ("first", "second"):
     TrainPipeline(load_config("my-run.yaml", [f"name={name}"])).run()
 """
 
+ENDLESS = ("train.steps=100000", "checkpoint.every=100000", "validate.every=100000")
+
 
 def launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
@@ -57,10 +59,17 @@ def test_a_damaged_shard_that_one_rank_meets_ends_all_with_its_message(tmp_path:
     assert "damaged" in done.stderr and str(shard.name) in done.stderr
 
 
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a cache."""
+    folder = tmp_path_factory.mktemp("launch")
+    CacheBuilder(small_config(folder)).run()
+    return folder
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_a_signal_saves_and_is_no_failure(tmp_path: Path, number: signal.Signals) -> None:
-    config = small_config(tmp_path, "train.steps=100000", "checkpoint.every=100000", "validate.every=100000")
-    CacheBuilder(config).run()
+def test_a_signal_saves_and_is_no_failure(home: Path, tmp_path: Path, number: signal.Signals) -> None:
+    config = small_config(home, f"name={number.name}", *ENDLESS)
     (tmp_path / "my-run.yaml").write_text(dump_config(config), encoding="utf-8")
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     command = [sys.executable, "-m", "mmspeed", "train", "my-run.yaml", "--nproc", "2"]
@@ -74,9 +83,8 @@ def test_a_signal_saves_and_is_no_failure(tmp_path: Path, number: signal.Signals
     assert len(list((config.run_dir / "checkpoints").glob("step-*"))) == 1
 
 
-def test_ranks_of_a_killed_launcher_save_and_end(tmp_path: Path) -> None:
-    config = small_config(tmp_path, "train.steps=100000", "checkpoint.every=100000", "validate.every=100000")
-    CacheBuilder(config).run()
+def test_ranks_of_a_killed_launcher_save_and_end(home: Path, tmp_path: Path) -> None:
+    config = small_config(home, "name=killed", *ENDLESS)
     (tmp_path / "my-run.yaml").write_text(dump_config(config), encoding="utf-8")
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     command = [sys.executable, "-m", "mmspeed", "train", "my-run.yaml", "--nproc", "2"]

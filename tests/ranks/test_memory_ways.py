@@ -223,7 +223,8 @@ EVERY = pytest.mark.parametrize("every", [False, pytest.param(True, marks=SLOW)]
     "names",
     [
         ["fsdp bfloat16", "tp"],
-        ["ring", "sparse ulysses"],
+        ["sparse ulysses"],
+        pytest.param(["ring"], marks=SLOW),
         pytest.param(["fsdp", "ddp", "switch", "heads"], marks=SLOW),
         pytest.param(["ulysses", "point to point", "sparse ring"], marks=SLOW),
     ],

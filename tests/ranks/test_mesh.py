@@ -15,7 +15,7 @@ from mmspeed.axes import EXPERT, AxisName, AxisSizes
 from mmspeed.comm import Axis, all_reduce_sum
 from mmspeed.device import Device
 from mmspeed.loop.gradients import clip_gradients, squared_norm
-from mmspeed.mesh import layout_of, make_mesh
+from mmspeed.mesh import Mesh, layout_of, make_mesh
 from mmspeed.parallel import sum_shared_gradients
 from tests.support.expert_models import EP, SHAPES, gradient, placements, spread
 from tests.support.spawn import run_ranks
@@ -31,11 +31,22 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "stages": {"pp": 2, "ep": 2},
     "dense": {"ring": 2, "tp": 2},
 }
+# in every run: each layout once, and what the tests below name
+FEW = {
+    "experts over all, whole",
+    "experts over nodes, whole",
+    "sharded experts, sharded",
+    "sharded experts, whole",
+    "replicas, sharded",
+    "experts over tp, whole",
+    "tp inside experts, whole",
+    "stages, sharded",
+    "dense, whole",
+}
 
 
-def norms(name: str, sharded_experts: bool) -> dict[str, Any]:
+def norms(mesh: Mesh, sharded_experts: bool) -> dict[str, Any]:
     """Both norms of a layout, the gradients after clipping, and where parameters lie. Stages have parameters of their own."""
-    mesh = make_mesh(Device("cpu", 0), AxisSizes(**LAYOUTS[name]))
     stage = mesh.table.place(mesh.rank)[AxisName.PP]
     model = nn.Module()
     for key, at in placements(mesh, sharded_experts).items():
@@ -81,13 +92,20 @@ def engine_layout() -> tuple[Any, tuple[int, ...], bool]:
     return layout_of(weight), tuple(weight.to_local().shape), torch.equal(weight.full_tensor(), whole)
 
 
+def names_of(fast: bool) -> list[str]:
+    """The cases of every run, or those with `slow`."""
+    every = [f"{name}, {kind}" for name in LAYOUTS for kind in ("sharded", "whole")]
+    return [name for name in every if (name in FEW) == fast]
+
+
+def norms_of(fast: bool) -> dict[str, Any]:
+    meshes = {name: make_mesh(Device("cpu", 0), AxisSizes(**sizes)) for name, sizes in LAYOUTS.items()}
+    split = [(name, *name.split(", ")) for name in names_of(fast)]
+    return {name: norms(meshes[layout], kind == "sharded") for name, layout, kind in split}
+
+
 def all_of_it() -> dict[str, Any]:
-    found: dict[str, Any] = {
-        f"{name}, {'sharded' if sharded else 'whole'}": norms(name, sharded)
-        for name in LAYOUTS
-        for sharded in (True, False)
-    }
-    return {"norms": found, "sums": shared_sums(), "engine": engine_layout(), "rank": dist.get_rank()}
+    return {"norms": norms_of(True), "sums": shared_sums(), "engine": engine_layout(), "rank": dist.get_rank()}
 
 
 @pytest.fixture(scope="module")
@@ -96,12 +114,24 @@ def results() -> list[dict[str, Any]]:
 
 
 def test_norms_and_clipping_are_those_of_one_process(results: list[dict[str, Any]]) -> None:
-    for case in results[0]["norms"]:
+    assert all(list(result["norms"]) == names_of(True) for result in results)
+    hold_norms([result["norms"] for result in results])
+
+
+@pytest.mark.slow
+def test_norms_and_clipping_of_the_rest_are_those_of_one_process() -> None:
+    ranks = run_ranks(norms_of, WORLD, False)
+    assert all(list(rank) == names_of(False) for rank in ranks)
+    hold_norms(ranks)
+
+
+def hold_norms(ranks: list[dict[str, Any]]) -> None:
+    for case in ranks[0]:
         stages = range(2 if case.startswith("stages") else 1)
         whole = {(key, stage): gradient(key, stage) for key in SHAPES for stage in stages}
         truth = torch.cat([value.flatten() for value in whole.values()]).double().norm().item()
-        for result in results:
-            found = result["norms"][case]
+        for rank in ranks:
+            found = rank[case]
             # a few roundings of float32 (6e-8): sums of 252 squares in another order, and a square root
             assert found["norm"] == pytest.approx(truth, rel=1e-6), case
             assert found["by shares"] == pytest.approx(truth, rel=1e-6), case

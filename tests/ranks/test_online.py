@@ -11,7 +11,7 @@ from mmspeed.data import DatasetCache
 from mmspeed.preprocess import CacheBuilder
 from tests.ranks.test_sequence_train import WatchedTask
 from tests.support.caches import tar_bytes
-from tests.support.runs import losses, small_config
+from tests.support.runs import SAVED_ONCE, losses, small_config
 from tests.support.spawn import run_ranks
 
 
@@ -20,7 +20,7 @@ def train(folder: str, overrides: tuple[str, ...]) -> dict[str, int]:
     from mmspeed.pipelines import TrainPipeline
     from mmspeed.preprocess import OnlineBuilder
 
-    config = small_config(Path(folder), *overrides)
+    config = small_config(Path(folder), *SAVED_ONCE, *overrides)
     task = WatchedTask(config, OnlineBuilder(config))
     TrainPipeline(config, task=task).run()
     first = task.made.loader.first_epoch
@@ -71,6 +71,7 @@ def one_group(folder: str) -> tuple[int, int, list[str]]:
     return first.encoded_here, first.encoded, read
 
 
+@pytest.mark.slow
 def test_ranks_of_one_group_share_the_work(tmp_path: Path) -> None:
     (a, all_a, read_a), (b, all_b, read_b) = run_ranks(one_group, 2, str(tmp_path))
     assert all_a == all_b == a + b == 16 and min(a, b) >= 6

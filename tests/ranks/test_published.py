@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from mmspeed.pipelines.run.build import Assembly
 from mmspeed.protocols import blocks_of
 from tests.support.checkpoints import differing, farthest, whole_checkpoint
 from tests.support.published import MODELS, one_step, prepare, published_config, train_published
-from tests.support.runs import losses
+from tests.support.runs import SAVED_ONCE, losses
 from tests.support.spawn import run_ranks
 
 LAYOUTS = {
@@ -49,9 +50,14 @@ def steps(folder: str, overrides: tuple[str, ...]) -> dict[str, tuple[float, dic
     return found
 
 
+@cache
+def alone(folder: str) -> dict[str, tuple[float, dict[str, np.ndarray], int]]:
+    return steps(folder, ())
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_of_two_ranks_are_those_of_one_process(home: Path, layout: str) -> None:
-    truth = steps(str(home), ())
+    truth = alone(str(home))
     ranks = run_ranks(steps, 2, str(home), LAYOUTS[layout])
     for name in MODELS:
         loss, gradients, _ = truth[name]
@@ -66,31 +72,31 @@ def test_gradients_of_two_ranks_are_those_of_one_process(home: Path, layout: str
             assert max(far.values()) <= 1e-5 * largest, (name, sorted(far.items(), key=lambda item: -item[1])[:4])
 
 
-def train_all(folder: str, overrides: tuple[str, ...]) -> None:
-    for name in MODELS:
-        train_published(folder, name, (f"name={name}-sharded", *overrides))
+STOPPED = ("wan", "ltx")
 
 
-def stopped(folder: str, overrides: tuple[str, ...]) -> None:
-    """Wan and LTX, stopped after two steps."""
-    for name in ("wan", "ltx"):
-        for count in (2, 6):
-            train_published(folder, name, (f"name={name}-stopped", f"train.steps={count}", *overrides))
+def whole_and_stopped(folder: str, name: str) -> None:
+    """A sharded run; of some models also one that stops after two steps."""
+    sharded = (*SAVED_ONCE, "parallel.strategy=fsdp")
+    train_published(folder, name, (f"name={name}-sharded", *sharded))
+    for count in (2, 6) if name in STOPPED else ():
+        train_published(folder, name, (f"name={name}-stopped", f"train.steps={count}", *sharded))
 
 
-def test_sharded_runs_are_those_of_one_process_and_go_on(home: Path) -> None:
+@pytest.mark.parametrize(
+    "name", [name if name == "wan" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+)
+def test_sharded_runs_are_those_of_one_process_and_go_on(home: Path, name: str) -> None:
     """Weights after six steps differ by what Adam makes of sums in another order; a stopped run goes on to the bit."""
-    run_ranks(train_all, 2, str(home), ("parallel.strategy=fsdp",))
-    run_ranks(stopped, 2, str(home), ("parallel.strategy=fsdp",))
-    for name in MODELS:
-        train_published(str(home), name)
-        one = published_config(home, name)
-        two = published_config(home, name, f"name={name}-sharded")
-        assert losses(two) == pytest.approx(losses(one), rel=1e-5)
-        state, truth = whole_checkpoint(two.run_dir), whole_checkpoint(one.run_dir)
-        for prefix in ("model.", "ema."):
-            assert farthest(state, truth, prefix) < 2e-5, (name, prefix)
-        if name in ("wan", "ltx"):
-            parts = published_config(home, name, f"name={name}-stopped")
-            assert losses(parts) == losses(two)
-            assert differing(whole_checkpoint(parts.run_dir), state) == []
+    run_ranks(whole_and_stopped, 2, str(home), name)
+    train_published(str(home), name)
+    one = published_config(home, name)
+    two = published_config(home, name, f"name={name}-sharded")
+    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+    state, truth = whole_checkpoint(two.run_dir), whole_checkpoint(one.run_dir)
+    for prefix in ("model.", "ema."):
+        assert farthest(state, truth, prefix) < 2e-5, prefix
+    if name in STOPPED:
+        parts = published_config(home, name, f"name={name}-stopped")
+        assert losses(parts) == losses(two)
+        assert differing(whole_checkpoint(parts.run_dir), state) == []

@@ -71,8 +71,8 @@ def check(ranks: list[dict[str, Any]], exchanges: bool = True) -> None:
 @pytest.mark.parametrize(
     ("names", "compiled"),
     [
-        (["tp", "ulysses", "ring"], False),
-        (["ulysses"], True),
+        (["tp", "ring"], False),
+        (["ulysses"], True),  # and what is done without graphs
         pytest.param(["tp", "ring", "switch", "heads", "sparse ring", "sparse ulysses"], True, marks=SLOW),
     ],
     ids=str,
@@ -88,7 +88,10 @@ def test_engines_alone(names: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("names", "compiled"),
-    [(["hybrid"], False), pytest.param(["hybrid", "tp and ulysses", "tp and ring", "uneven"], True, marks=SLOW)],
+    [
+        pytest.param(["hybrid"], False, marks=SLOW),
+        pytest.param(["hybrid", "tp and ulysses", "tp and ring", "uneven"], True, marks=SLOW),
+    ],
     ids=str,
 )
 def test_four_ranks(names: list[str], compiled: bool) -> None:

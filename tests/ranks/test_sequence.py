@@ -29,7 +29,7 @@ Found = list[list[dict[str, Any]]]
     scope="module",
     params=[
         (2, 8),
-        (4, 11),
+        (4, 16),
         pytest.param((2, 1), marks=pytest.mark.slow),
         pytest.param((4, 1), marks=pytest.mark.slow),
     ],

@@ -23,7 +23,7 @@ from mmspeed.preprocess import CacheBuilder, OnlineBuilder
 from mmspeed.protocols import RunPlace
 from mmspeed.shapes import Strides
 from tests.ranks.test_batching import mixed_config
-from tests.support.runs import losses, small_config
+from tests.support.runs import SAVED_ONCE, losses, small_config
 from tests.support.spawn import run_ranks
 
 TOLERANCE = {"rel": 2e-4}  # float32 rounding in another order, grown over a few steps of Adam
@@ -46,32 +46,41 @@ def train(folder: str, mixed: bool, *runs: tuple[str, ...]) -> None:
 
     make: Callable[..., Config] = mixed_config if mixed else small_config
     for overrides in runs:
-        config = make(Path(folder), *overrides)
+        config = make(Path(folder), *SAVED_ONCE, *overrides)
         TrainPipeline(config).run()
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache, and runs of one rank: `one`, and `one-full` of a full model."""
+    """A cache, and the run `one` of one rank."""
     folder = tmp_path_factory.mktemp("sequence")
     CacheBuilder(small_config(folder)).run()
-    run_ranks(train, 1, str(folder), False, ("name=one",), ("name=one-full", "model.arrangement=full"))
+    run_ranks(train, 1, str(folder), False, ("name=one",))
     return folder
 
 
 def test_layouts_train_alike_and_read_each_others_checkpoints(home: Path) -> None:
     """One run never stopped on one rank, and one that goes 2 ranks (dsp), 4 (ring x ulysses), 2 (tp), 1."""
     run_ranks(train, 2, str(home), False, ("name=parts", "train.steps=2", *DSP))
-    run_ranks(train, 4, str(home), False, ("name=parts", "train.steps=3", *FOUR), ("name=four-full", *ALL))
+    run_ranks(train, 4, str(home), False, ("name=parts", "train.steps=3", *FOUR))
     run_ranks(train, 2, str(home), False, ("name=parts", "train.steps=5", *TENSOR))
     run_ranks(train, 1, str(home), False, ("name=parts", "train.steps=6"))
     one = small_config(home, "name=one")
-    assert losses(small_config(home, "name=parts")) == pytest.approx(losses(one), **TOLERANCE)
+    assert_alike(small_config(home, "name=parts"), one)
+
+
+@pytest.mark.slow
+def test_a_full_model_trains_over_a_ring_of_tensor_parallel_ranks(home: Path) -> None:
+    run_ranks(train, 1, str(home), False, ("name=one-full", "model.arrangement=full"))
+    run_ranks(train, 4, str(home), False, ("name=four-full", *ALL))
     full, four = small_config(home, "name=one-full"), small_config(home, "name=four-full")
-    assert losses(four) == pytest.approx(losses(full), **TOLERANCE)
-    # the averages, in the model, on held-out samples: each group computes its own
-    for found, expected in ((small_config(home, "name=parts"), one), (four, full)):
-        assert held_out(found)[6] == pytest.approx(held_out(expected)[6], **TOLERANCE)
+    assert_alike(four, full)
+
+
+def assert_alike(found: Config, expected: Config) -> None:
+    """Losses; and those of the averages, in the model, on held-out samples: each group computes its own."""
+    assert losses(found) == pytest.approx(losses(expected), **TOLERANCE)
+    assert held_out(found)[6] == pytest.approx(held_out(expected)[6], **TOLERANCE)
 
 
 def held_out(config: Config) -> dict[int, float]:
@@ -106,7 +115,7 @@ def made_online(folder: str, overrides: tuple[str, ...]) -> tuple[int, int]:
     """Train on a cache that is not there; entries that this rank made, and all."""
     from mmspeed.pipelines import TrainPipeline
 
-    config = small_config(Path(folder), *overrides)
+    config = small_config(Path(folder), *SAVED_ONCE, *overrides)
     task = WatchedTask(config, OnlineBuilder(config))
     TrainPipeline(config, task=task).run()
     first = task.made.loader.first_epoch

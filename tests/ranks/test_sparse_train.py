@@ -9,7 +9,7 @@ import pytest
 
 from mmspeed.log import read_metrics
 from mmspeed.preprocess import CacheBuilder
-from tests.support.runs import losses, small_config
+from tests.support.runs import SAVED_ONCE, losses, small_config
 from tests.support.spawn import run_ranks
 
 SPARSE = (
@@ -33,7 +33,7 @@ def train(folder: str, *runs: tuple[str, ...]) -> None:
     from mmspeed.pipelines import TrainPipeline
 
     for overrides in runs:
-        TrainPipeline(small_config(Path(folder), *SPARSE, *overrides)).run()
+        TrainPipeline(small_config(Path(folder), *SAVED_ONCE, *SPARSE, *overrides)).run()
 
 
 @pytest.fixture(scope="module")

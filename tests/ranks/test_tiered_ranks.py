@@ -42,6 +42,7 @@ LAYOUTS: dict[str, tuple[Any, int, int]] = {
     "ddp": ("ddp", 2, 8),
     "ddp, accumulated": ("ddp", 2, 1),
 }
+SLOW = ("fsdp", "ddp, accumulated")  # the others have both strategies, and steps of one micro-batch and of several
 # of 90 hidden units 45 a tensor-parallel rank, of these 23 and 22 a shard
 ODD = SoraDiTConfig(width=36, depth=2, heads=2, latent_channels=3, text_width=10, adaln_rank=3, mlp_ratio=2.5)
 
@@ -233,7 +234,6 @@ def checkpoints(folder: str) -> dict[str, Any]:
 def work(folder: str) -> dict[str, Any]:
     torch.manual_seed(0)
     return {
-        "tiers": {(tier, layout): of_tier(tier, layout) for tier in TIERS for layout in LAYOUTS},
         "released": {tier: released(tier) for tier in ("plain", "host", "states")},
         "broken": broken_in_backward(),
         "muon": muon(),
@@ -241,6 +241,20 @@ def work(folder: str) -> dict[str, Any]:
         "tensor": over_tensors(folder),
         "checkpoints": checkpoints(folder),
     }
+
+
+def work_on(layout: str) -> dict[str, Any]:
+    """All tiers in a layout."""
+    torch.manual_seed(0)
+    return {tier: of_tier(tier, layout) for tier in TIERS}
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in LAYOUTS]
+)
+def tiers(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """By rank, what each tier gave in a layout."""
+    return run_ranks(work_on, 2, request.param)
 
 
 @pytest.fixture(scope="module")
@@ -269,34 +283,32 @@ def gap(found: Arrays, truth: Arrays, kind: str) -> float:
     return max(float(np.linalg.norm(found[n] - truth[n]) / (np.linalg.norm(truth[n]) + 1e-12)) for n in names)
 
 
-def test_ranks_in_a_tier_are_one_process_in_that_tier(two: list[dict[str, Any]]) -> None:
+def test_ranks_in_a_tier_are_one_process_in_that_tier(tiers: list[dict[str, Any]]) -> None:
     for tier in TIERS:
         alone = state_of(tier)
         result = steps(alone, range(1))[0]
         truth = arrays(everything(alone))
         # of bfloat16 a product's sum over samples is rounded once a rank, to 8 bits, and sums cancel
         close = 2e-2 if tier in HALF else 1e-5
-        for rank in two:
-            for layout in LAYOUTS:
-                found = rank["tiers"][tier, layout]
-                assert found["losses"][0] == pytest.approx(result.loss, rel=close / 10), (tier, layout)
-                assert found["norms"][0] == pytest.approx(result.grad_norm, rel=close / 2), (tier, layout)
-                assert gap(found["first"], truth, ".exp_avg") < close, (tier, layout)
-                if tier in HALF:
-                    assert found["grads"] == {"torch.float32"}
+        for rank in tiers:
+            found = rank[tier]
+            assert found["losses"][0] == pytest.approx(result.loss, rel=close / 10), tier
+            assert found["norms"][0] == pytest.approx(result.grad_norm, rel=close / 2), tier
+            assert gap(found["first"], truth, ".exp_avg") < close, tier
+            if tier in HALF:
+                assert found["grads"] == {"torch.float32"}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_tiers_over_ranks_are_bitwise_one_another(two: list[dict[str, Any]], layout: str) -> None:
-    for rank in two:
+def test_tiers_over_ranks_are_bitwise_one_another(tiers: list[dict[str, Any]]) -> None:
+    for rank in tiers:
         for family in (("plain", "states"), HALF):
-            first = rank["tiers"][family[0], layout]
+            first = rank[family[0]]
             for tier in family[1:]:
-                other = rank["tiers"][tier, layout]
+                other = rank[tier]
                 assert other["losses"] == first["losses"] and other["norms"] == first["norms"]
                 assert same(other["all"], first["all"]) == [] and same(other["parameters"], first["parameters"]) == []
             assert len(set(first["losses"])) == 3
-    assert two[0]["tiers"]["split", layout]["losses"] == two[1]["tiers"]["split", layout]["losses"]
+    assert tiers[0]["split"]["losses"] == tiers[1]["split"]["losses"]
 
 
 def test_shards_are_updated_in_backward_bit_for_bit(two: list[dict[str, Any]]) -> None:

@@ -23,6 +23,7 @@ LAYOUTS = {
     "ddp-2": (2, ("parallel.strategy=ddp",)),
     "ddp-4": (4, ("parallel.strategy=ddp", "train.micro_batch_size=1")),
 }
+SLOW = ("fsdp-2", "ddp-4")  # the others have both strategies, both numbers of processes, and accumulation
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,9 @@ def test_its_own_count_of_operations_is_told(home: Path) -> None:
             assert any(row["mfu"] * seconds * 0.1e12 == pytest.approx(flops) for flops in lengths)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in LAYOUTS]
+)
 def test_ranks_equal_one_process(home: Path, layout: str) -> None:
     """Gradients are sums of the same numbers in another order: a few eps, of which Adam makes less than that share of its steps of 1e-3."""
     world, overrides = LAYOUTS[layout]
@@ -72,7 +75,7 @@ def stopped(folder: str, overrides: tuple[str, ...]) -> None:
         train_toy(folder, (f"train.steps={steps}", *overrides))
 
 
-@pytest.mark.parametrize("strategy", ["none", "fsdp", "ddp"])
+@pytest.mark.parametrize("strategy", ["none", "fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_a_run_that_was_stopped_goes_on_bitwise(home: Path, strategy: str) -> None:
     if strategy == "none":
         stopped(str(home), ("name=parts-none",))

@@ -9,7 +9,7 @@ import torch
 
 from mmspeed.pipelines import TextToVideo
 from mmspeed.preprocess import CacheBuilder
-from tests.support.runs import losses, small_config
+from tests.support.runs import SAVED_ONCE, losses, small_config
 from tests.support.spawn import run_ranks
 
 # Sums over samples are taken in another order on several ranks: float32 rounding, grown over a few steps of Adam.
@@ -19,21 +19,22 @@ TOLERANCE = {"rel": 2e-4}
 def train(folder: str, overrides: tuple[str, ...]) -> None:
     from mmspeed.pipelines import TrainPipeline
 
-    config = small_config(Path(folder), *overrides)
+    config = small_config(Path(folder), *SAVED_ONCE, *overrides)
     TrainPipeline(config).run()
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache, and the run `one` of one process."""
     folder = tmp_path_factory.mktemp("ranks")
     CacheBuilder(small_config(folder)).run()
+    run_ranks(train, 1, str(folder), ("name=one",))
     return folder
 
 
 def test_two_sharded_ranks_equal_one_process_and_exchange_checkpoints(home: Path) -> None:
     """Batches of 3 over 2 ranks, the last of an epoch of 1: fillers and short batches are in it."""
     one = small_config(home, "name=one")
-    run_ranks(train, 1, str(home), ("name=one",))
     for name, overrides in {"fsdp": (), "full-ddpm": ("model.arrangement=full", "objective.kind=ddpm")}.items():
         run_ranks(train, 2, str(home), (f"name={name}", "train.micro_batch_size=1", *overrides))
     assert losses(small_config(home, "name=fsdp")) == pytest.approx(losses(one), **TOLERANCE)
@@ -60,8 +61,7 @@ def test_one_two_and_four_ranks_end_with_the_same_parameters(home: Path) -> None
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(home: Path) -> None:
-    whole = small_config(home, "name=never-stopped")
-    run_ranks(train, 1, str(home), ("name=never-stopped",))
+    whole = small_config(home, "name=one")
     parts = small_config(home, "name=changing")
     for world, steps in ((2, 2), (1, 4), (2, 6)):
         run_ranks(train, world, str(home), ("name=changing", f"train.steps={steps}"))
@@ -75,5 +75,4 @@ def test_ddp_equals_one_process_and_resumes_bitwise(home: Path) -> None:
     for steps in (3, 6):
         run_ranks(train, 2, str(home), ("name=ddp-parts", "parallel.strategy=ddp", f"train.steps={steps}"))
     assert losses(small_config(home, "name=ddp-parts")) == whole
-    run_ranks(train, 1, str(home), ("name=ddp-one",))
-    assert whole == pytest.approx(losses(small_config(home, "name=ddp-one")), **TOLERANCE)
+    assert whole == pytest.approx(losses(small_config(home, "name=one")), **TOLERANCE)

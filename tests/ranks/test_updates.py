@@ -126,8 +126,15 @@ def test_an_update_of_every_second_step_is_told_at_its_steps(home: Path) -> None
     assert {value for name, value in steps.items() if not name.startswith("critic:")} == {3.0}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+@pytest.mark.parametrize(
+    ("strategy", "kind"),
+    [
+        ("fsdp", "slow"),
+        ("ddp", "joint"),
+        pytest.param("fsdp", "joint", marks=pytest.mark.slow),
+        pytest.param("ddp", "slow", marks=pytest.mark.slow),
+    ],
+)
 def test_two_ranks_equal_one_process_and_go_on_bitwise(home: Path, kind: str, strategy: str) -> None:
     layout = (f"parallel.strategy={strategy}",)
     run_ranks(train_whole_and_in_parts, 2, str(home), kind, f"{kind}-{strategy}", layout)
@@ -148,8 +155,15 @@ def near(found: CharacterConfig, truth: CharacterConfig) -> None:
     assert all(farthest(state, expected, f"{part}.") < WEIGHTS for part in parts)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("stop", [1, 4])
+@pytest.mark.parametrize(
+    ("stop", "kind"),
+    [
+        (1, "slow"),
+        (4, "joint"),
+        pytest.param(1, "joint", marks=pytest.mark.slow),
+        pytest.param(4, "slow", marks=pytest.mark.slow),
+    ],
+)
 def test_a_stopped_run_goes_on_bitwise(home: Path, kind: str, stop: int) -> None:
     name = f"name={kind}-{stop}"
     train_updates(str(home), kind, (name, f"train.steps={stop}"))
@@ -159,7 +173,7 @@ def test_a_stopped_run_goes_on_bitwise(home: Path, kind: str, stop: int) -> None
     assert differing(whole_checkpoint(parts.run_dir), whole_checkpoint(whole.run_dir)) == []
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param("joint", marks=pytest.mark.slow), "slow"])
 def test_released_gradients_change_no_bit(home: Path, kind: str) -> None:
     """Each role's weights are updated in backward; the norm is that of all roles of the first update."""
     plain = ("train.clip_norm=null",)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -18,10 +19,14 @@ from typing import Any
 PRELOAD = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
+    "torch._dynamo",  # the first sharded module or distributed tensor would import it: a second and more
     "mmspeed.models",
     "mmspeed.pipelines.training.trainer",
     "pytest",
 ]
+# modules of tests whose ranks make published models, and what they import for that: seconds again
+PUBLISHED = {"tests.support.published", "tests.support.tiny_models", "tests.support.video_transformers"}
+OF_PUBLISHED = ["diffusers.models.transformers.transformer_ltx", "diffusers.models.transformers.transformer_wan"]
 
 
 def _enter(
@@ -61,7 +66,7 @@ def start_server() -> None:
         stops_blocked,  # not before the tests have set what torch reads when it is imported
     )
 
-    mp.set_forkserver_preload(PRELOAD)
+    mp.set_forkserver_preload([*PRELOAD, *(OF_PUBLISHED if PUBLISHED & sys.modules.keys() else ())])
     with stops_blocked():
         forkserver.ensure_running()
 
