@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,6 +41,15 @@ def _gradients_stay_on() -> Iterator[None]:
     on = torch.is_grad_enabled()
     torch.set_grad_enabled(True)
     assert on, "the test left gradients off in this thread"
+
+
+@pytest.fixture(autouse=True)
+def _imports_are_not_searched_for_garbage(seen: list[int] = [0]) -> None:  # noqa: B006  # kept from test to test
+    """Freeze what was imported since the last test that did: a collection would pass over millions of objects each time."""
+    if len(sys.modules) > seen[0] + 50:
+        gc.collect()
+        gc.freeze()
+        seen[0] = len(sys.modules)
 
 
 @pytest.fixture(scope="session", autouse=True)
