@@ -133,7 +133,7 @@ def test_counted_work_is_that_of_the_forward_pass(home: Path) -> None:
         assert row["mfu"] * seconds * 0.1e12 == pytest.approx(counted)
 
 
-@pytest.mark.parametrize("stop", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("stop", [1, 4, *(pytest.param(stop, marks=pytest.mark.slow) for stop in (2, 3, 5))])
 def test_a_run_that_was_stopped_goes_on_bitwise(home: Path, stop: int) -> None:
     name = f"name=stopped-{stop}"
     train_characters(str(home), (name, f"train.steps={stop}"))

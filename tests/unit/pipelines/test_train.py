@@ -74,7 +74,7 @@ def test_seven_samples_in_batches_of_three_end_each_epoch_with_a_batch_of_one(fi
 @pytest.mark.parametrize(
     "overrides",
     [
-        (),
+        pytest.param((), marks=pytest.mark.slow),  # the last one has its kinds too
         (
             "model.arrangement=full",
             "objective.kind=ddpm",

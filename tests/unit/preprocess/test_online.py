@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from mmspeed.cli.app import run
 from mmspeed.config import Config, dump_config, make_config
 from mmspeed.data import BatchSampler, DatasetCache, FirstEpoch, SampleUse
 from mmspeed.data.sampling.order import TrainingStage
@@ -237,12 +238,12 @@ def test_no_source_to_make_it_from(tmp_path: Path) -> None:
         online(config)
 
 
-def test_switched_off(tmp_path: Path) -> None:
+def test_switched_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = small_config(tmp_path, "preprocess.online=false")
     path = tmp_path / "run.yaml"
     path.write_text(dump_config(config), encoding="utf-8")
-    done = subprocess.run([sys.executable, "-m", "mmspeed", "train", str(path)], capture_output=True, text=True)
-    assert done.returncode == 1 and "run mmspeed preprocess first" in done.stderr
+    assert run(["train", str(path)]) == 1
+    assert "run mmspeed preprocess first" in capsys.readouterr().err
 
 
 @pytest.mark.slow
