@@ -60,6 +60,17 @@ def _server(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(scope="session")
+def small_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the whole cache of `tests.support.runs.small_config`: copy it, and the config of the copy finds all there."""
+    from mmspeed.preprocess import CacheBuilder
+    from tests.support.runs import small_config
+
+    folder = tmp_path_factory.mktemp("small")
+    CacheBuilder(small_config(folder)).run()
+    return folder
+
+
+@pytest.fixture(scope="session")
 def root() -> Path:
     """The repository."""
     return ROOT

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import runpy
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -64,6 +66,32 @@ def start_server() -> None:
     mp.set_forkserver_preload(PRELOAD)
     with stops_blocked():
         forkserver.ensure_running()
+
+
+def _command(folder: str, arguments: tuple[str, ...], environment: dict[str, str], output: str) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    descriptor = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.argv = ["mmspeed", *arguments]
+    runpy.run_module("mmspeed", run_name="__main__")
+
+
+def run_command(folder: Path, *arguments: str, timeout: float = 300.0) -> tuple[int | None, str]:
+    """Exit code and output of `python -m mmspeed` in a folder; its process has imported most when it starts."""
+    start_server()
+    with tempfile.TemporaryDirectory() as other:
+        output = Path(other) / "output.txt"
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+        given = (str(folder), arguments, environment, str(output))
+        process = mp.get_context("forkserver").Process(target=_command, args=given)
+        process.start()
+        process.join(timeout)
+        process.kill()
+        process.join()
+        return process.exitcode, output.read_text(encoding="utf-8")
 
 
 def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float = 300.0) -> list[Any]:

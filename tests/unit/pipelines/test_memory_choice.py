@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +40,6 @@ from mmspeed.pipelines.tuning.memory_search import (
 )
 from mmspeed.pipelines.tuning.profile import profile
 from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep
-from mmspeed.preprocess import CacheBuilder
 from mmspeed.protocols import MicroBatchSize, RunPlace
 from mmspeed.shapes import Strides
 from tests.support.runs import losses, small_config, small_tree
@@ -328,10 +328,8 @@ def test_a_plan_offloads_where_copies_hide(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("memory")
-    CacheBuilder(small_config(folder)).run()
-    return folder
+def home(small_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(shutil.copytree(small_cache, tmp_path_factory.mktemp("memory") / "home"))
 
 
 def test_a_run_under_a_budget_learns_the_same_and_goes_on(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
