@@ -21,13 +21,14 @@ from mmspeed.errors import UserError
 from mmspeed.preprocess.sources import parquet_rows
 from mmspeed.preprocess.sources.captions import MAX_CAPTION_BYTES, MAX_CAPTIONS, clean_caption
 from mmspeed.preprocess.sources.rejections import Reason
-from tests.unit.preprocess.test_sources import accounted, captions, listed, media, reasons
+from tests.support.listing import listed
+from tests.unit.preprocess.test_sources import accounted, captions, media, reasons
 
 # -- how much memory a listing takes ----------------------------------------------------------------------------------
 
 _PEAK = """
 import resource, sys
-from tests.unit.preprocess.test_sources import listed
+from tests.support.listing import listed
 from mmspeed.errors import UserError
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:
