@@ -15,6 +15,7 @@ from tests.support.spawn import start_server
 
 # before torch is imported anywhere: many small tests on few cores are fastest with one thread each
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else processes start that each import torch
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # libraries read it when they are imported
 
@@ -43,13 +44,26 @@ def _gradients_stay_on() -> Iterator[None]:
     assert on, "the test left gradients off in this thread"
 
 
+IMPORTED = [0]  # modules at the last call of `_freeze`
+
+
+def _freeze() -> None:
+    """Leave what is there out of later collections, which would pass over millions of objects of imports each time."""
+    gc.collect()
+    gc.freeze()
+    IMPORTED[0] = len(sys.modules)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _earlier_modules_are_frozen() -> None:
+    _freeze()
+
+
 @pytest.fixture(autouse=True)
-def _imports_are_not_searched_for_garbage(seen: list[int] = [0]) -> None:  # noqa: B006  # kept from test to test
-    """Freeze what was imported since the last test that did: a collection would pass over millions of objects each time."""
-    if len(sys.modules) > seen[0] + 50:
-        gc.collect()
-        gc.freeze()
-        seen[0] = len(sys.modules)
+def _imports_are_frozen() -> None:
+    """Also those of a module's fixtures and first tests."""
+    if len(sys.modules) > IMPORTED[0] + 50:
+        _freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
