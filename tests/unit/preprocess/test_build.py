@@ -268,6 +268,7 @@ def test_the_first_frame_is_stored_apart_where_it_is_asked_for(tmp_path: Path) -
         assert not torch.equal(first_frame(stored), stored["mean"][:, :1])
 
 
+@pytest.mark.slow  # tests/unit/preprocess/test_checking.py has these lines too, by default
 def test_check_says_what_will_happen_before_any_work(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     before = "\n".join(check(config).lines())

@@ -46,6 +46,8 @@ def test_lines_and_page_say_what_is_there_and_what_is_missing(tmp_path: Path) ->
         "8 sources, 8 usable, 0 rejected" in before and "not created yet; 8 latents and 8 captions to encode" in before
     )
     assert "encoding missing entries: unknown until the first build" in before
+    assert "bucket 5x32x48: 7 training samples" in before and "held out for validation: 1" in before
+    assert "schedule: an epoch has 7 uses of 7 samples" in before
     assert not config.cache_dir.exists(), "check writes nothing into the cache"
     assert report.page == default_path(config) and f"page: {report.page}" in before
     page = page_of(config)
