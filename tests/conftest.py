@@ -51,6 +51,8 @@ def _freeze() -> None:
     """Leave what is there out of later collections, which would pass over millions of objects of imports each time."""
     gc.collect()
     gc.freeze()
+    # a full collection waits until a quarter of what it has passed over is new; of the few that are left that is soon
+    gc.set_threshold(*gc.get_threshold()[:2], 100)
     IMPORTED[0] = len(sys.modules)
 
 
