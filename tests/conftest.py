@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from tests.support.spawn import start_server
 
 # before torch is imported anywhere: many small tests on few cores are fastest with one thread each
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else processes start that each import torch
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # libraries read it when they are imported
 
@@ -51,11 +54,46 @@ def _gradients_stay_on() -> Iterator[None]:
     assert on, "the test left gradients off in this thread"
 
 
+IMPORTED = [0]  # modules at the last call of `_freeze`
+
+
+def _freeze() -> None:
+    """Leave what is there out of later collections, which would pass over millions of objects of imports each time."""
+    gc.collect()
+    gc.freeze()
+    # a full collection waits until a quarter of what it has passed over is new; of the few that are left that is soon
+    gc.set_threshold(*gc.get_threshold()[:2], 100)
+    IMPORTED[0] = len(sys.modules)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _earlier_modules_are_frozen() -> None:
+    _freeze()
+
+
+@pytest.fixture(autouse=True)
+def _imports_are_frozen() -> None:
+    """Also those of a module's fixtures and first tests."""
+    if len(sys.modules) > IMPORTED[0] + 50:
+        _freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _server(request: pytest.FixtureRequest) -> None:
     """The server of ranks starts first: whoever else starts one would not have it import what ranks need."""
     if any("ranks" in item.path.parts for item in request.session.items):
         start_server()
+
+
+@pytest.fixture(scope="session")
+def small_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the whole cache of `tests.support.runs.small_config`: copy it, and the config of the copy finds all there."""
+    from mmspeed.preprocess import CacheBuilder
+    from tests.support.runs import small_config
+
+    folder = tmp_path_factory.mktemp("small")
+    CacheBuilder(small_config(folder)).run()
+    return folder
 
 
 @pytest.fixture(scope="session")

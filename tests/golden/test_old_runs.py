@@ -7,11 +7,8 @@ records in the cache and the run folder are as the old code wrote them.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +19,7 @@ from tests.golden.exact import ROOT
 from tests.golden.exact_cases import NEW_KEYS, NEW_VALUES, nested, translated
 from tests.golden.exact_records import read_record
 from tests.golden.make_fixtures import FIXTURE, PROMPT, STEPS, STOPPED, TREE, bring_clips
+from tests.support.spawn import run_command
 
 # Three steps of AdamW on another processor; on the one that wrote the fixture they are equal to the bit.
 TOLERANCE = 2e-3
@@ -41,11 +39,9 @@ def home(tmp_path: Path) -> Path:
 
 def mmspeed(home: Path, *arguments: str) -> str:
     """What a command writes to standard output and error."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "mmspeed", *arguments]
-    ended = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout + ended.stderr
+    code, said = run_command(home, *arguments)
+    assert code == 0, said
+    return said
 
 
 def test_the_cache_is_read_and_nothing_in_it_is_stale(home: Path) -> None:

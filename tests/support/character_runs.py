@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any, cast
 
+from mmspeed.cli.app import run
 from mmspeed.config import make_run_config
 from mmspeed.device import Device
 from mmspeed.log import read_metrics
@@ -44,6 +46,12 @@ def character_config(folder: Path, *overrides: str) -> CharacterConfig:
 def train_characters(folder: str, overrides: tuple[str, ...] = ()) -> None:
     """Train, on however many ranks call this."""
     TrainPipeline(character_config(Path(folder), *overrides)).run()
+
+
+def command_characters(*arguments: str) -> None:
+    """Register the task by its names alone, and run a command line; ends the process."""
+    register_characters()
+    sys.exit(run(list(arguments)))
 
 
 def rows(config: CharacterConfig, kind: str = "train") -> list[dict[str, Any]]:

@@ -37,6 +37,7 @@ def small_tree(folder: Path, clips: int = 8) -> dict[str, Any]:
         "validate": {"every": 3, "samples": 2, "quantiles": 2},
         "checkpoint": {"every": 2},
         "sample": {"steps": 2},
+        "preprocess": {"decode_workers": 1},  # each is a process that starts
         "device": {"kind": "cpu", "peak_tflops": 0.1},
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import runpy
 import signal
 import sys
 import tempfile
@@ -69,6 +70,41 @@ def start_server() -> None:
     mp.set_forkserver_preload([*PRELOAD, *(OF_PUBLISHED if PUBLISHED & sys.modules.keys() else ())])
     with stops_blocked():
         forkserver.ensure_running()
+
+
+def _apart(folder: str, environment: dict[str, str], output: str, function: Callable[..., Any], args: Any) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    descriptor = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    function(*args)
+
+
+def _command(*arguments: str) -> None:
+    sys.argv = ["mmspeed", *arguments]
+    runpy.run_module("mmspeed", run_name="__main__")
+
+
+def run_apart(folder: Path, function: Callable[..., Any], *args: Any, timeout: float = 300.0) -> tuple[int | None, str]:
+    """Exit code and output of `function(*args)` in a folder, in a process that has imported most when it starts."""
+    start_server()
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    with tempfile.TemporaryDirectory() as other:
+        output = Path(other) / "output.txt"
+        given = (str(folder), environment, str(output), function, args)
+        process = mp.get_context("forkserver").Process(target=_apart, args=given)
+        process.start()
+        process.join(timeout)
+        process.kill()
+        process.join()
+        return process.exitcode, output.read_text(encoding="utf-8")
+
+
+def run_command(folder: Path, *arguments: str) -> tuple[int | None, str]:
+    """Exit code and output of `python -m mmspeed`, as `run_apart` has them."""
+    return run_apart(folder, _command, *arguments)
 
 
 def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float = 300.0) -> list[Any]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 from mmspeed.config import dump_config
 from tests.support.runs import small_config
+from tests.support.spawn import run_apart
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -19,8 +19,8 @@ def test_the_python_example_runs(tmp_path: Path) -> None:
     (tmp_path / "my-run.yaml").write_text(dump_config(small_config(tmp_path)), encoding="utf-8")
     script = tmp_path / "example.py"
     script.write_text(blocks[0].replace("train.steps=200", "train.steps=2"), encoding="utf-8")
-    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    code, said = run_apart(tmp_path, runpy.run_path, str(script), None, "__main__")
+    assert code == 0, said
     assert (tmp_path / "rabbit.mp4").stat().st_size > 500
-    assert "8 of 8 sources" in done.stdout
+    assert "8 of 8 sources" in said
     assert (tmp_path / "runs" / "small" / "report.html").exists()

@@ -202,6 +202,7 @@ def launched(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow  # the next one starts them too
 def test_processes_are_started() -> None:
     done = launched("--version")
     assert (done.returncode, done.stderr) == (0, "")

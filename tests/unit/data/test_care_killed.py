@@ -23,7 +23,7 @@ from mmspeed.data.maintenance.verify import verify
 from tests.support.caches import FOLDER, add_latent, tar_bytes
 from tests.support.care_caches import build_whole, contents
 
-KILLS = pytest.mark.parametrize("kills", [3, pytest.param(15, marks=pytest.mark.slow)])
+KILLS = pytest.mark.parametrize("kills", [2, pytest.param(15, marks=pytest.mark.slow)])
 
 
 def run_and_kill(command: Callable[[], object], after: float | None) -> bool:

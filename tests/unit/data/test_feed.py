@@ -145,11 +145,10 @@ def test_training_in_the_first_epoch_and_after_it_with_processes(tmp_path: Path)
 
 
 @pytest.fixture
-def _few_objects() -> Iterator[None]:
+def _few_objects() -> None:
     """Only objects made from here on are looked through."""
+    gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def live_batches() -> int:

@@ -46,6 +46,7 @@ TIERS: dict[str, dict[str, Any]] = {
     "split": {"master": "split"},
     "host": {"master": "host", "states": "host", "ema": "host"},
 }
+MOST_TIERS = [pytest.param(tier, marks=[pytest.mark.slow] if tier == "split" else []) for tier in TIERS]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
@@ -73,7 +74,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainingState, Pa
 # -- what is kept
 
 
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("tier", MOST_TIERS)
 def test_checkpoint_optimizer_and_average_cost_what_trains(tmp_path: Path, tier: str) -> None:
     state = state_of(**TIERS[tier])
     steps(state, range(2))
@@ -90,7 +91,7 @@ def test_checkpoint_optimizer_and_average_cost_what_trains(tmp_path: Path, tier:
     assert {name for name in held if name.startswith("ema.")} == {f"ema.{name}" for name in TRAINED + AVERAGED}
 
 
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("tier", MOST_TIERS)
 def test_a_run_on_a_frozen_base_resumes_bitwise_in_any_tier(tmp_path: Path, tier: str) -> None:
     state = state_of(**TIERS[tier])
     base = values_of(state.model, frozen_names(state.model))
@@ -292,7 +293,7 @@ def test_state_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- checkpoints of before
 
 
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("tier", MOST_TIERS)
 def test_a_checkpoint_that_holds_the_base_too_brings_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: str
 ) -> None:

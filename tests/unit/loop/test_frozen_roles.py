@@ -102,10 +102,10 @@ def test_a_role_cannot_begin_or_cease_to_learn_in_a_run(tmp_path: Path) -> None:
         train(tmp_path, DistillationTask, "name=frozen")
 
 
-def test_the_record_is_the_same_in_every_layout(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
+def test_the_record_is_the_same_in_every_layout(tmp_path: Path, strategy: str) -> None:
     config = train(tmp_path, PreferenceTask, "train.steps=2")
-    for strategy in ("fsdp", "ddp"):
-        overrides = (f"name={strategy}", f"parallel.strategy={strategy}", "train.steps=2")
-        run_ranks(train_task, 2, str(tmp_path), "known", overrides)
-        assert recorded(character_config(tmp_path, *overrides)) == recorded(config)
-        train(tmp_path, PreferenceTask, f"name={strategy}", "train.steps=3")  # on one process
+    overrides = (f"name={strategy}", f"parallel.strategy={strategy}", "train.steps=2")
+    run_ranks(train_task, 2, str(tmp_path), "known", overrides)
+    assert recorded(character_config(tmp_path, *overrides)) == recorded(config)
+    train(tmp_path, PreferenceTask, f"name={strategy}", "train.steps=3")  # on one process

@@ -89,10 +89,19 @@ def assert_close(got: Any, wanted: Any, within: float = 4e-6) -> None:
         assert value is None or close(got[1][name], value, within), name
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("chunk", [33, 256, 500, 999, 1000, 5000])
+CHUNKS = [33, 256, 500, 999, 1000, 5000]
+PARTS = [  # by default every two of them meet
+    pytest.param(
+        chunk, bias, dtype, threads, marks=[] if bias == ((dtype is None) == (threads == 1)) else pytest.mark.slow
+    )
+    for chunk in CHUNKS
+    for bias in (True, False)
+    for dtype in (None, torch.bfloat16)
+    for threads in (1, 2)
+]
+
+
+@pytest.mark.parametrize(("chunk", "bias", "dtype", "threads"), PARTS)
 def test_an_mlp_in_parts_is_the_mlp(chunk: int, bias: bool, dtype: torch.dtype | None, threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -161,9 +170,17 @@ def test_parts_of_any_size_are_the_mlp(tokens: int, size: int, width: int, units
         assert close(mine, wanted, 1e-12)
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize(("width", "units"), [(192, 512), (96, 336), (48, 176), (160, 80)])
-@pytest.mark.parametrize("tokens", [300, 1017])
+WIDTHS = [(192, 512), (96, 336), (48, 176), (160, 80)]
+SIXTEENS = [  # by default every two of width, number type and tokens meet
+    pytest.param(tokens, *WIDTHS[place], dtype, marks=[] if met == bool(place % 2) else pytest.mark.slow)
+    for place in range(len(WIDTHS))
+    for tokens in (300, 1017)
+    for dtype in (None, torch.bfloat16)
+    for met in [(tokens == 300) == (dtype is None)]
+]
+
+
+@pytest.mark.parametrize(("tokens", "width", "units", "dtype"), SIXTEENS)
 def test_widths_of_16(tokens: int, width: int, units: int, dtype: torch.dtype | None) -> None:
     """Of other widths, also libraries that treat all rows of these alike sum the last few columns in an order of their own."""
     found, bitwise = [], []

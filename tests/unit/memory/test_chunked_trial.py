@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,6 @@ import torch
 from mmspeed.memory import chunked_trial
 from mmspeed.memory.chunked_trial import MlpShape, MlpTrial, trial_line, try_mlp_in_parts
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.preprocess import CacheBuilder
 from tests.support.machine import Machine
 from tests.support.mlps import gelu
 from tests.support.runs import losses, small_config
@@ -79,10 +79,10 @@ def test_memory_that_does_not_hold_the_whole_is_said(monkeypatch: pytest.MonkeyP
 
 
 def test_a_run_tries_its_shapes_once_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    small_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On a machine whose finding is made up: the run says it, and trains as the run without parts, up to rounding."""
-    CacheBuilder(small_config(tmp_path)).run()
+    shutil.copytree(small_cache, tmp_path, dirs_exist_ok=True)
     tried: list[MlpShape] = []
 
     def told(shape: MlpShape, device: torch.device, act: object) -> MlpTrial:

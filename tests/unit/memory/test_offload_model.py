@@ -154,9 +154,20 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and len(one) > 20 and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("ways", WAYS, ids=lambda ways: ",".join(f"{name}:{way}" for name, way in ways.items()))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("arrangement", ["factorised", "full"])
+def meetings() -> list[Any]:
+    """Each way with both arrangements and both number types by default, and all their combinations in the slow tests."""
+    found = []
+    for place, ways in enumerate(WAYS):
+        called = ",".join(f"{name}:{way}" for name, way in ways.items())
+        for arrangement in ("factorised", "full"):
+            for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+                odd = (arrangement == "full") != (name == "bfloat16")
+                marks = [pytest.mark.slow] if odd != bool(place % 2) else []
+                found.append(pytest.param(arrangement, dtype, ways, marks=marks, id=f"{arrangement}-{name}-{called}"))
+    return found
+
+
+@pytest.mark.parametrize(("arrangement", "dtype", "ways"), meetings())
 def test_gradients_are_bitwise_those_of_plain(
     arrangement: str, dtype: torch.dtype, ways: dict[str, ActivationPolicy]
 ) -> None:

@@ -43,8 +43,19 @@ def plain(arrangement: str, dtype: torch.dtype) -> Step:
     return step_of({}, partial(make_model, arrangement), dtype=dtype)
 
 
-@pytest.mark.parametrize("ways", each_way(), ids=name_of)
-@pytest.mark.parametrize(("arrangement", "dtype"), KINDS)
+def meetings() -> list[Any]:
+    """Each way with both arrangements and both number types by default, and all their combinations in the slow tests."""
+    found = []
+    for place, ways in enumerate(each_way()):
+        for arrangement, dtype in KINDS:
+            odd = (arrangement == "full") != (dtype == torch.bfloat16)
+            marks = [pytest.mark.slow] if odd != bool(place % 2) else []
+            named = f"{arrangement}-{str(dtype).removeprefix('torch.')}-{name_of(ways)}"
+            found.append(pytest.param(arrangement, dtype, ways, marks=marks, id=named))
+    return found
+
+
+@pytest.mark.parametrize(("arrangement", "dtype", "ways"), meetings())
 def test_every_way_gives_the_gradients_of_the_plain_step(arrangement: str, dtype: torch.dtype, ways: Any) -> None:
     found, wanted = step_of(ways, partial(make_model, arrangement), dtype=dtype), plain(arrangement, dtype)
     assert_same(found, wanted)
@@ -54,7 +65,15 @@ def test_every_way_gives_the_gradients_of_the_plain_step(arrangement: str, dtype
     assert (found.moved > 0) == ("offload" in way)
 
 
-@pytest.mark.parametrize("ways", combinations(), ids=name_of)
+def some_combinations() -> list[Any]:
+    """Pairs of branches are slow: each is in a triple too."""
+    return [
+        pytest.param(ways, marks=[pytest.mark.slow] if [*ways] == ["attention", "mlp"] else [])
+        for ways in combinations()
+    ]
+
+
+@pytest.mark.parametrize("ways", some_combinations(), ids=name_of)
 def test_combinations_give_the_gradients_of_the_plain_step(ways: Any) -> None:
     found, wanted = step_of(ways), plain("factorised", torch.float32)
     assert_same(found, wanted)
@@ -62,11 +81,27 @@ def test_combinations_give_the_gradients_of_the_plain_step(ways: Any) -> None:
     assert found.backward == wanted.backward + again
 
 
-def test_bytes_after_the_forward_pass() -> None:
-    wanted = step_of({}, track=True).kept
+@cache
+def plain_kept() -> int:
+    return step_of({}, track=True).kept
+
+
+# of a branch, tests/unit/memory/test_kept_bytes.py counts every byte
+@pytest.mark.parametrize(
+    "span",
+    [
+        "block",
+        "norm",
+        *(pytest.param(span, marks=pytest.mark.slow) for span in AT_MOST if span not in ("block", "norm")),
+    ],
+)
+def test_bytes_after_the_forward_pass(span: str) -> None:
+    wanted = plain_kept()
     too_much = {}
     for ways in each_way():
         ((name, way),) = ways.items()
+        if name != span:
+            continue
         share = step_of(ways, track=True).kept / wanted
         if not 0 < share <= AT_MOST[name][way]:
             too_much[name_of(ways)] = share
@@ -94,18 +129,27 @@ SPARSE_WAYS: list[Any] = (
 )
 
 
-@pytest.mark.parametrize("ways", SPARSE_WAYS, ids=name_of)
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"tail": "zero"},
-        {"planner": "tiles", "tau": None, "tile": (2, 2, 2)},
-        {"backend": "masked"},
-        {"dense_steps": 1},
-    ],
-    ids=["clusters", "no tail", "tiles", "masked", "dense"],
-)
+SPARSE_SETTINGS: dict[str, dict[str, Any]] = {
+    "clusters": {},
+    "no tail": {"tail": "zero"},
+    "tiles": {"planner": "tiles", "tau": None, "tile": (2, 2, 2)},
+    "masked": {"backend": "masked"},
+    "dense": {"dense_steps": 1},
+}
+
+
+def sparse_meetings() -> list[Any]:
+    """All ways with clusters, and with each other setting some ways in turn; the others are slow."""
+    return [
+        pytest.param(
+            settings, ways, marks=[pytest.mark.slow] if row and (column - row) % 4 else [], id=f"{name}-{name_of(ways)}"
+        )
+        for row, (name, settings) in enumerate(SPARSE_SETTINGS.items())
+        for column, ways in enumerate(SPARSE_WAYS)
+    ]
+
+
+@pytest.mark.parametrize(("settings", "ways"), sparse_meetings())
 def test_sparse_attention(settings: dict[str, Any], ways: Any) -> None:
     """Plans are made once and their products are no part of what is kept; a kernel of its own gradients is run once, where it is kept."""
     made = []

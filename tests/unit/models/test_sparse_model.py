@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,6 @@ from mmspeed.memory import BlockPolicies
 from mmspeed.models import SoraDiT, SoraDiTConfig, build_model
 from mmspeed.parallel import parallelize
 from mmspeed.pipelines import TextToVideo, TrainPipeline, write_report
-from mmspeed.preprocess import CacheBuilder
 from tests.support.runs import losses, small_config
 
 RECOMPUTED = BlockPolicies.everywhere({"block": "recompute"})
@@ -199,10 +199,8 @@ RUN = (
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("home")
-    CacheBuilder(small_config(folder)).run()
-    return folder
+def home(small_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(shutil.copytree(small_cache, tmp_path_factory.mktemp("home") / "home"))
 
 
 def test_a_sparse_run_is_steered_logged_resumed_and_sampled(home: Path) -> None:

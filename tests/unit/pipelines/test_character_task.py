@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,11 +19,18 @@ from mmspeed.pipelines.tasks.listed import ListedSample
 from mmspeed.pipelines.tuning.memory_estimate import plan_memory
 from mmspeed.pipelines.tuning.memory_search import MEMORY_NAME
 from mmspeed.protocols import RunPlace
-from tests.support.character_runs import ALONE, character_config, losses, rows, step_packs, train_characters
+from tests.support.character_runs import (
+    ALONE,
+    character_config,
+    command_characters,
+    losses,
+    rows,
+    step_packs,
+    train_characters,
+)
 from tests.support.characters import VOCABULARY, CharacterConfig, CharacterModel, CharacterTask
 from tests.support.checkpoints import differing, farthest, whole_checkpoint
-
-ROOT = Path(__file__).resolve().parents[3]
+from tests.support.spawn import run_apart
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +137,7 @@ def test_counted_work_is_that_of_the_forward_pass(home: Path) -> None:
         assert row["mfu"] * seconds * 0.1e12 == pytest.approx(counted)
 
 
-@pytest.mark.parametrize("stop", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("stop", [1, 4, *(pytest.param(stop, marks=pytest.mark.slow) for stop in (2, 3, 5))])
 def test_a_run_that_was_stopped_goes_on_bitwise(home: Path, stop: int) -> None:
     name = f"name=stopped-{stop}"
     train_characters(str(home), (name, f"train.steps={stop}"))
@@ -195,12 +199,12 @@ def test_recomputation_changes_no_bit_and_costs_the_blocks(home: Path, policy: s
 
 
 def test_a_budget_lowers_the_measured_peak(home: Path) -> None:
-    large = ("pack=100", "width=32", "depth=6", "train.steps=2")
+    large = ("pack=100", "width=32", "depth=4", "train.steps=2")
     measured = {}
     train_characters(str(home), ("name=roomy", "memory.budget=1GB", *large))
     roomy = character_config(home, "name=roomy", *large)
     found = json.loads((roomy.run_dir / MEMORY_NAME).read_text())
-    assert found["blocks"] == [{}] * 6
+    assert found["blocks"] == [{}] * 4
     measured["roomy"] = found["measured"]["peak_bytes"]
     budget = (measured["roomy"] + found["least_bytes"]) // 2
     train_characters(str(home), ("name=tight", f"memory.budget={budget}", *large))
@@ -219,23 +223,11 @@ def test_a_budget_lowers_the_measured_peak(home: Path) -> None:
 def test_the_command_line_trains_it(home: Path) -> None:
     file = home / "run.yaml"
     file.write_text(dump_config(character_config(home, "name=commanded")), encoding="utf-8")
-    names = "'characters', 'tests.support.characters:CharacterTask', 'tests.support.characters:CharacterConfig'"
-    code = (
-        f"import sys; from mmspeed.pipelines.tasks import register; register({names}); "
-        "from mmspeed.cli.app import run; sys.exit(run(sys.argv[1:]))"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
-    done = subprocess.run(
-        [sys.executable, "-c", code, "train", str(file), "train.steps=2"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    code, said = run_apart(home, command_characters, "train", str(file), "train.steps=2")
+    assert code == 0, said
     config = character_config(home, "name=commanded")
     assert losses(config) == losses(character_config(home))[:2]
-    assert "20 samples to train on, 4 held out" in done.stderr
+    assert "20 samples to train on, 4 held out" in said
 
 
 def test_a_task_object_needs_no_registration(home: Path) -> None:

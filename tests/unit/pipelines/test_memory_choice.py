@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +40,6 @@ from mmspeed.pipelines.tuning.memory_search import (
 )
 from mmspeed.pipelines.tuning.profile import profile
 from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep
-from mmspeed.preprocess import CacheBuilder
 from mmspeed.protocols import MicroBatchSize, RunPlace
 from mmspeed.shapes import Strides
 from tests.support.runs import losses, small_config, small_tree
@@ -106,13 +106,23 @@ def test_figures_of_branches_add_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_shapes_tell_what_is_measured(tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "arrangement"),
+    [
+        ("float32", "full"),
+        pytest.param("float32", "factorised", marks=pytest.mark.slow),
+        pytest.param("bfloat16", "full", marks=pytest.mark.slow),
+    ],
+)
+def test_shapes_tell_what_is_measured(
+    tmp_path: Path, dtype: str, arrangement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bytes kept are the same to the byte; peaks but for what operations take for themselves."""
     alone = lambda options, *_: [one for one in options if len(one.ways) < 2]  # noqa: E731  # whatever the clock says
     monkeypatch.setattr("mmspeed.pipelines.tuning.memory_measure.front", alone)
-    kinds = "factorised" if dtype == "float32" else "full"
-    config = config_of(tmp_path, f"device.dtype={dtype}", "memory.offload_from=16KiB", f"model.arrangement={kinds}")
+    config = config_of(
+        tmp_path, f"device.dtype={dtype}", "memory.offload_from=16KiB", f"model.arrangement={arrangement}"
+    )
     step = MicroBatchSize(config.buckets[0], 1, False)
     real = measured_figures(config, task_of(config), CPU, step, with_swap=True)
     shapes = shape_figures(config, task_of(config), step, DeviceSpeeds())
@@ -328,10 +338,8 @@ def test_a_plan_offloads_where_copies_hide(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("memory")
-    CacheBuilder(small_config(folder)).run()
-    return folder
+def home(small_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(shutil.copytree(small_cache, tmp_path_factory.mktemp("memory") / "home"))
 
 
 def test_a_run_under_a_budget_learns_the_same_and_goes_on(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

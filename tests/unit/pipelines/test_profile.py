@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -38,7 +39,6 @@ from mmspeed.pipelines.tuning.profile import (
     profile,
 )
 from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep
-from mmspeed.preprocess import CacheBuilder
 from mmspeed.protocols import RunPlace
 from mmspeed.shapes import Bucket
 from tests.support.runs import small_config
@@ -255,11 +255,9 @@ def test_a_step_takes_weights_gradients_moments_average_and_activations(tmp_path
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(small_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a finished cache of the long bucket."""
-    folder = tmp_path_factory.mktemp("home")
-    CacheBuilder(small_config(folder)).run()
-    return folder
+    return Path(shutil.copytree(small_cache, tmp_path_factory.mktemp("profile") / "home"))
 
 
 @pytest.fixture(scope="module")

@@ -101,8 +101,16 @@ class Watch:
         self.calls += 1
 
 
-@pytest.mark.parametrize("policy", ["recompute", "selective", "offload", "offload_selective"])
-@pytest.mark.parametrize("name", MODELS)
+POLICIES = ["recompute", "selective", "offload", "offload_selective"]
+# each model and each policy by default, and the model whose blocks are of two kinds under all
+MEETINGS = [
+    pytest.param(name, policy, marks=[] if name == "hunyuan" or at == place else pytest.mark.slow)
+    for place, name in enumerate(MODELS)
+    for at, policy in enumerate(POLICIES)
+]
+
+
+@pytest.mark.parametrize(("name", "policy"), MEETINGS)
 def test_policies_of_whole_blocks_change_no_gradient(
     home: Path, name: str, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,7 +139,7 @@ def test_policies_of_whole_blocks_change_no_gradient(
         assert stored[0] == 0
 
 
-@pytest.mark.parametrize("name", ["wan", "ltx"])
+@pytest.mark.parametrize("name", [pytest.param("wan", marks=pytest.mark.slow), "ltx"])
 def test_compiled_blocks_are_recomputed(home: Path, name: str) -> None:
     _, truth, _ = one_step(str(home), name)
     watched: list[int] = []
@@ -246,7 +254,9 @@ def test_another_class_trains_by_a_call_of_ones_own(home: Path) -> None:
     assert len(losses(config)) == 2
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", ["hunyuan", "wan", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ltx", "cogvideox"))]
+)
 def test_memory_is_planned_from_shapes(home: Path, name: str) -> None:
     """Blocks that are called by name and that return several tensors are measured too; less is kept the less is asked for."""
     config = published_config(home, name)
@@ -261,7 +271,7 @@ def test_memory_is_planned_from_shapes(home: Path, name: str) -> None:
     assert plan.figures.least() <= plan.figures.plain_peak()  # of these tiny ones weights may be the most
 
 
-@pytest.mark.parametrize("name", ["wan", "ltx"])
+@pytest.mark.parametrize("name", ["wan", pytest.param("ltx", marks=pytest.mark.slow)])
 def test_a_budget_chooses_policies(home: Path, name: str) -> None:
     config = published_config(home, name, f"name={name}-plain", "train.steps=1")
     task = task_of(home, name, config)

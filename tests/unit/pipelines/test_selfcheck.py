@@ -337,7 +337,7 @@ def gone(pid: Path) -> bool:
     ("code", "told"),
     [
         ("os.kill(os.getpid(), 9)", "b failed: it was killed by SIGKILL; often the machine ran out of memory"),
-        ("sys.exit(3)", "b failed: it ended with exit code 3"),
+        pytest.param("sys.exit(3)", "b failed: it ended with exit code 3", marks=pytest.mark.slow),
         ("1 / 0", "b failed: it ended with exit code 1; ZeroDivisionError"),
         (
             "from mmspeed.errors import UserError; from mmspeed.pipelines.selfcheck.children import write_error\n"

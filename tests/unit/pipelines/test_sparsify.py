@@ -62,8 +62,16 @@ def test_a_threshold_of_0_is_the_plain_model(case: str) -> None:
     )
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("planner", ["clusters", "tiles", "window", "skip"])
+PLANNERS = ["clusters", "tiles", "window", "skip"]
+# all planners with the first model, and one with each other
+MEETINGS = [
+    pytest.param(case, planner, marks=pytest.mark.slow if row and row != column else [])
+    for row, case in enumerate(CASES)
+    for column, planner in enumerate(PLANNERS)
+]
+
+
+@pytest.mark.parametrize(("case", "planner"), MEETINGS)
 def test_kernels_agree_with_the_oracle(case: str, planner: str) -> None:
     settings: dict[str, Any] = {"planner": planner, "keep": 0.3, "tile": (2, 2, 2), "window": (1, 1, 1), "stride": 3}
     settings |= {"tail": "summary" if planner in ("clusters", "tiles") else "zero", "tail_clusters": 5}

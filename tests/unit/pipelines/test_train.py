@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,17 +22,14 @@ from mmspeed.errors import UserError
 from mmspeed.log import read_metrics
 from mmspeed.pipelines import TextToVideo, TrainPipeline, write_report
 from mmspeed.pipelines.run.run_folder import RunFolder
-from mmspeed.preprocess import CacheBuilder
 from tests.support.decoding import video_of
 from tests.support.runs import losses, small_config, small_tree
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(small_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a finished cache."""
-    folder = tmp_path_factory.mktemp("home")
-    CacheBuilder(small_config(folder)).run()
-    return folder
+    return Path(shutil.copytree(small_cache, tmp_path_factory.mktemp("home") / "home"))
 
 
 def tensors(config: Config, step: int) -> dict[str, torch.Tensor]:
@@ -74,7 +72,7 @@ def test_seven_samples_in_batches_of_three_end_each_epoch_with_a_batch_of_one(fi
 @pytest.mark.parametrize(
     "overrides",
     [
-        (),
+        pytest.param((), marks=pytest.mark.slow),  # the last one has its kinds too
         (
             "model.arrangement=full",
             "objective.kind=ddpm",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from mmspeed.device import Device
 from mmspeed.pipelines.tasks.synthetic import EncoderShapes
 from mmspeed.pipelines.tasks.video import VideoTask
-from mmspeed.preprocess import CacheBuilder
 from mmspeed.protocols import RunPlace
 from mmspeed.shapes import Bucket, Strides
 from tests.support.runs import small_config
@@ -21,10 +21,8 @@ CPU = Device("cpu", 0)
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    home = tmp_path_factory.mktemp("video-task")
-    CacheBuilder(small_config(home)).run()
-    return home
+def home(small_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(shutil.copytree(small_cache, tmp_path_factory.mktemp("video-task") / "home"))
 
 
 def test_shapes_are_known_before_batches_are_read(home: Path) -> None:

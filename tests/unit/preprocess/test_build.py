@@ -88,10 +88,8 @@ def test_every_file_of_a_zoo_of_media_is_accounted_for(tmp_path: Path) -> None:
     assert sorted(row["path"] for row in listed) == sorted(reasons)
 
 
-def test_other_tools_read_the_shards(tmp_path: Path) -> None:
-    config = small_config(tmp_path)
-    CacheBuilder(config).run()
-    shards = sorted(str(path) for path in (tmp_path / "cache" / "latents").rglob("*.tar"))
+def test_other_tools_read_the_shards(small_cache: Path) -> None:
+    shards = sorted(str(path) for path in (small_cache / "cache" / "latents").rglob("*.tar"))
     samples = list(webdataset.WebDataset(shards, shardshuffle=False))
     assert len(samples) == 8
     for sample in samples:
@@ -131,9 +129,9 @@ def test_a_second_run_encodes_nothing_and_each_change_only_what_depends_on_it(tm
     assert (faster.encoded, faster.texts) == (8, 0)
 
 
-def test_two_processes_make_the_same_entries_as_one(tmp_path: Path) -> None:
+def test_two_processes_make_the_same_entries_as_one(small_cache: Path, tmp_path: Path) -> None:
+    shutil.copytree(small_cache, tmp_path / "one")
     one = small_config(tmp_path / "one")
-    CacheBuilder(one).run()
     two = small_config(tmp_path / "two", f"data.sources.0.path={one.data.sources[0].path}")
     file = tmp_path / "two.yaml"
     file.write_text(dump_config(two))
@@ -174,9 +172,9 @@ def test_variants_of_a_clip_are_samples_or_latents_of_one(tmp_path: Path) -> Non
     assert {key for s in drawn for key in s.latent_keys} == {key for s in samples for key in s.latent_keys}
 
 
-def test_clips_that_fail_are_counted_and_the_others_of_their_source_kept(tmp_path: Path) -> None:
+def test_clips_that_fail_are_counted_and_the_others_of_their_source_kept(small_cache: Path, tmp_path: Path) -> None:
+    shutil.copytree(small_cache, tmp_path, dirs_exist_ok=True)  # for its codec
     config = small_config(tmp_path, clips=2)
-    CacheBuilder(config).run()  # for its codec
     report = BuildReport(tmp_path, sources=3)
     bad = Rejected(Reason.UNDECODABLE, "damaged there")
     frames_FHWC = np.zeros((5, 32, 48, 3), np.uint8)
@@ -230,7 +228,7 @@ def test_images_and_videos_together(tmp_path: Path) -> None:
     assert TrainPipeline(mixed).run().step == 4
 
 
-@pytest.mark.parametrize(("vae", "text"), [("wan", "t5"), ("kl", "clip")])
+@pytest.mark.parametrize(("vae", "text"), [pytest.param("wan", "t5", marks=pytest.mark.slow), ("kl", "clip")])
 def test_diffusers_and_transformers_folders_go_the_whole_way(tmp_path: Path, vae: str, text: str) -> None:
     vae_folder = save_tiny_vae(tmp_path / "vae", vae)
     text_folder = save_tiny_text_encoder(tmp_path / "text", text)
@@ -270,6 +268,7 @@ def test_the_first_frame_is_stored_apart_where_it_is_asked_for(tmp_path: Path) -
         assert not torch.equal(first_frame(stored), stored["mean"][:, :1])
 
 
+@pytest.mark.slow  # tests/unit/preprocess/test_checking.py has these lines too, by default
 def test_check_says_what_will_happen_before_any_work(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     before = "\n".join(check(config).lines())
@@ -305,9 +304,9 @@ def test_what_cannot_be_done_is_one_clear_error(tmp_path: Path, override: str, w
     assert len(str(caught.value).splitlines()) <= 2
 
 
-def test_a_shard_that_was_cut_short_is_noticed_and_made_anew(tmp_path: Path) -> None:
+def test_a_shard_that_was_cut_short_is_noticed_and_made_anew(small_cache: Path, tmp_path: Path) -> None:
+    shutil.copytree(small_cache, tmp_path, dirs_exist_ok=True)
     config = small_config(tmp_path)
-    CacheBuilder(config).run()
     before = checksums(tmp_path / "cache")
     (shard,) = (tmp_path / "cache" / "latents").rglob("*.tar")
     shard.write_bytes(shard.read_bytes()[:3000])

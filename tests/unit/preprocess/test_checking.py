@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -20,6 +21,12 @@ from mmspeed.preprocess.report.page import default_path
 from tests.support.media import ZOO_BUCKETS, ZOO_FPS, make_zoo
 from tests.support.runs import small_config
 from tests.unit.preprocess.test_page import Reader
+
+
+@pytest.fixture
+def home(small_cache: Path, tmp_path: Path) -> Path:
+    """A folder with a whole cache, to be changed."""
+    return Path(shutil.copytree(small_cache, tmp_path / "home"))
 
 
 def text_of(config: Config) -> str:
@@ -39,6 +46,8 @@ def test_lines_and_page_say_what_is_there_and_what_is_missing(tmp_path: Path) ->
         "8 sources, 8 usable, 0 rejected" in before and "not created yet; 8 latents and 8 captions to encode" in before
     )
     assert "encoding missing entries: unknown until the first build" in before
+    assert "bucket 5x32x48: 7 training samples" in before and "held out for validation: 1" in before
+    assert "schedule: an epoch has 7 uses of 7 samples" in before
     assert not config.cache_dir.exists(), "check writes nothing into the cache"
     assert report.page == default_path(config) and f"page: {report.page}" in before
     page = page_of(config)
@@ -64,23 +73,21 @@ def test_lines_and_page_say_what_is_there_and_what_is_missing(tmp_path: Path) ->
     assert "encoding missing entries: about" in faster and "as fast as the last build: 8 clips in" in faster
 
 
-def test_stale_entries_are_told_with_the_reason(tmp_path: Path) -> None:
-    CacheBuilder(small_config(tmp_path)).run()
-    other = text_of(small_config(tmp_path, "data.fps=12", "text.max_tokens=7"))
+def test_stale_entries_are_told_with_the_reason(home: Path) -> None:
+    other = text_of(small_config(home, "data.fps=12", "text.max_tokens=7"))
     assert "cache latents: 0 present, 8 missing, 8 not used" in other
     assert "cache texts: 0 present, 8 missing, 8 not used" in other
     assert "stale: 8, made with another fps, frames" in other and "stale: 8, made with another encoder" in other
-    codec = small_config(tmp_path, "vae.channels=8")
+    codec = small_config(home, "vae.channels=8")
     told = text_of(codec)
     assert "will be fitted again" in told and "stale: 8, made with another codec" in told
     assert "cache texts: 8 present, 0 missing" in told
     assert "8 stale: made with another codec" in page_of(codec).text
-    assert "stale: 8, made with another dtype" in text_of(small_config(tmp_path, "preprocess.latent_dtype=bfloat16"))
+    assert "stale: 8, made with another dtype" in text_of(small_config(home, "preprocess.latent_dtype=bfloat16"))
 
 
-def test_several_clips_a_source_are_counted_one_by_one(tmp_path: Path) -> None:
-    CacheBuilder(small_config(tmp_path)).run()
-    windows = small_config(tmp_path, "data.windows=all")
+def test_several_clips_a_source_are_counted_one_by_one(home: Path) -> None:
+    windows = small_config(home, "data.windows=all")
     report = check(windows)
     clips = sum(report.statistics.clips().values())
     assert clips > 8 and report.statistics.sums["selected"] == 8
@@ -88,9 +95,9 @@ def test_several_clips_a_source_are_counted_one_by_one(tmp_path: Path) -> None:
     assert found is not None and int(found[1]) + int(found[2]) == clips and int(found[2]) >= clips - 8
     assert f"clips: {clips} of 8 usable sources" in "\n".join(report.lines())
     assert sum(report.statistics.samples("train").values()) + sum(report.statistics.samples("val").values()) == clips
-    one = check(small_config(tmp_path, "data.windows=all", "data.variants=draw"))
+    one = check(small_config(home, "data.windows=all", "data.variants=draw"))
     assert sum(one.statistics.samples("train").values()) == 7 and one.statistics.clips() == report.statistics.clips()
-    middle = check(small_config(tmp_path))
+    middle = check(small_config(home))
     assert "of the video time is not used; data.windows: all would use" in "\n".join(middle.lines())
     promised, kept = middle.statistics.sums["milliseconds_possible"], report.statistics.sums["milliseconds_taken"]
     assert abs(promised - kept) < 0.05 * report.statistics.sums["milliseconds"], "what the hint promises is what comes"
@@ -98,9 +105,8 @@ def test_several_clips_a_source_are_counted_one_by_one(tmp_path: Path) -> None:
     assert f"cache latents: {clips} present, 0 missing" in text_of(windows)
 
 
-def test_a_cache_that_is_not_finished_damaged_or_of_another_schema_is_no_obstacle(tmp_path: Path) -> None:
-    config = small_config(tmp_path)
-    CacheBuilder(config).run()
+def test_a_cache_that_is_not_finished_damaged_or_of_another_schema_is_no_obstacle(home: Path) -> None:
+    config = small_config(home)
     root = config.cache_dir
     info = (root / "cache.json").read_bytes()
     (root / "cache.json").unlink()
@@ -170,15 +176,14 @@ def test_the_command_writes_the_page_where_it_is_told(
 
 
 def test_stale_reasons_take_the_nearest_and_say_when_not_all_were_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     missing = [{"content": "a", "codec": "new", "fps": 8}, {"content": "b", "codec": "new", "fps": 8}]
     unused = [{"content": "a", "codec": "old", "fps": 9}, {"content": "a", "codec": "old", "fps": 8}]
     assert stale_reasons(missing, unused, "content") == Counter({"codec": 1})
-    CacheBuilder(small_config(tmp_path)).run()
     monkeypatch.setattr(stale_entries, "EXAMINED", 3)
-    assert "stale: 3, made with another fps, frames (of 3 compared)" in text_of(small_config(tmp_path, "data.fps=12"))
-    assert len(DatasetCache(small_config(tmp_path).cache_dir).samples) == 8
+    assert "stale: 3, made with another fps, frames (of 3 compared)" in text_of(small_config(home, "data.fps=12"))
+    assert len(DatasetCache(small_config(home).cache_dir).samples) == 8
 
 
 def test_a_cache_that_is_a_file_is_told_before_and_by_the_build(tmp_path: Path) -> None:

@@ -21,9 +21,10 @@ from mmspeed.errors import UserError
 from mmspeed.preprocess.sources.containers import is_pickle
 from mmspeed.preprocess.sources.rejections import Reason, Rejection
 from mmspeed.preprocess.sources.tars import read_headers
+from tests.support.listing import listed
 from tests.support.media import write_tar
 from tests.unit.preprocess.test_hostile_texts import listed_apart
-from tests.unit.preprocess.test_sources import accounted, captions, listed, media, reasons
+from tests.unit.preprocess.test_sources import accounted, captions, media, reasons
 
 BARE_PICKLE = b"\x80\x04\x95\x1a\0\0\0\0\0\0\0\x8c\x05posix\x94\x8c\x06system\x94\x93\x94\x8c\x02id\x94\x85\x94R\x94."
 

@@ -21,13 +21,14 @@ from mmspeed.errors import UserError
 from mmspeed.preprocess.sources import parquet_rows
 from mmspeed.preprocess.sources.captions import MAX_CAPTION_BYTES, MAX_CAPTIONS, clean_caption
 from mmspeed.preprocess.sources.rejections import Reason
-from tests.unit.preprocess.test_sources import accounted, captions, listed, media, reasons
+from tests.support.listing import listed
+from tests.unit.preprocess.test_sources import accounted, captions, media, reasons
 
 # -- how much memory a listing takes ----------------------------------------------------------------------------------
 
 _PEAK = """
 import resource, sys
-from tests.unit.preprocess.test_sources import listed
+from tests.support.listing import listed
 from mmspeed.errors import UserError
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:
@@ -88,8 +89,8 @@ def write_table(path: Path, rows: int, caption: str, **options: Any) -> Path:
 
 
 def test_table_that_names_one_long_text_often(tmp_path: Path) -> None:
-    path = write_table(tmp_path / "m.parquet", 40, "z" * 40_000_000, compression="zstd")
-    assert path.stat().st_size < 100_000  # 1.6 GB of captions
+    path = write_table(tmp_path / "m.parquet", 40, "z" * 20_000_000, compression="zstd")
+    assert path.stat().st_size < 100_000  # 0.8 GB of captions
     said, grown = listed_apart(path)
     assert said == "40 0 40 0"
     assert grown < 200

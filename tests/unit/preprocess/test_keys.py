@@ -183,7 +183,13 @@ MUTATIONS: dict[str, tuple[Callable[[World], None], int, int, str]] = {
 }
 
 
-@pytest.mark.parametrize("what", MUTATIONS)
+# their parts of a key are seen below and by the tests of the encoders' fingerprints
+SEEN_ELSEWHERE = ("fps", "bucket's frames", "codec's number type", "text weights")
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=[pytest.mark.slow] if what in SEEN_ELSEWHERE else []) for what in MUTATIONS]
+)
 def test_what_depends_on_a_change_is_named_and_made_anew_and_nothing_else(world: World, what: str) -> None:
     mutate, latents, texts, words = MUTATIONS[what]
     mutate(world)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from mmspeed.cli.app import run
 from mmspeed.config import Config, dump_config, make_config
 from mmspeed.data import BatchSampler, DatasetCache, FirstEpoch, SampleUse
 from mmspeed.data.sampling.order import TrainingStage
@@ -42,10 +43,9 @@ def table(config: Config) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def offline(tmp_path_factory: pytest.TempPathFactory) -> Config:
+def offline(small_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
     """A run on a cache that `mmspeed preprocess` made."""
-    config = small_config(tmp_path_factory.mktemp("offline"))
-    CacheBuilder(config).run()
+    config = small_config(Path(shutil.copytree(small_cache, tmp_path_factory.mktemp("offline") / "home")))
     TrainPipeline(config).run()
     return config
 
@@ -237,12 +237,12 @@ def test_no_source_to_make_it_from(tmp_path: Path) -> None:
         online(config)
 
 
-def test_switched_off(tmp_path: Path) -> None:
+def test_switched_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = small_config(tmp_path, "preprocess.online=false")
     path = tmp_path / "run.yaml"
     path.write_text(dump_config(config), encoding="utf-8")
-    done = subprocess.run([sys.executable, "-m", "mmspeed", "train", str(path)], capture_output=True, text=True)
-    assert done.returncode == 1 and "run mmspeed preprocess first" in done.stderr
+    assert run(["train", str(path)]) == 1
+    assert "run mmspeed preprocess first" in capsys.readouterr().err
 
 
 @pytest.mark.slow

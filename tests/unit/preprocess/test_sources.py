@@ -21,15 +21,8 @@ from mmspeed.errors import UserError
 from mmspeed.preprocess.sources.captions import clean_caption
 from mmspeed.preprocess.sources.discover import SourceListing, content_id, list_sources
 from mmspeed.preprocess.sources.rejections import Reason, Rejected
+from tests.support.listing import BUCKETS, listed
 from tests.support.media import write_hostile_tar, write_tar
-
-BUCKETS = [{"frames": 9, "height": 32, "width": 48}]
-
-
-def listed(path: Path | str, limit: int | None = None, max_caption_chars: int = 4096, **options: Any) -> SourceListing:
-    source = {"path": str(path), **options}
-    data = {"sources": [source], "buckets": BUCKETS, "limit": limit, "max_caption_chars": max_caption_chars}
-    return list_sources(DataConfig(**data))
 
 
 def reasons(listing: SourceListing) -> dict[str, Reason]:

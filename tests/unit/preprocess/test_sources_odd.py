@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from mmspeed.errors import UserError
 from mmspeed.preprocess.sources.rejections import Reason, readable
+from tests.support.listing import listed
 from tests.support.media import write_tar
-from tests.unit.preprocess.test_sources import accounted, captions, listed, media, reasons
+from tests.unit.preprocess.test_sources import accounted, captions, media, reasons
 
 
 def pair(path: Path, caption: bytes = b"words") -> Path:
