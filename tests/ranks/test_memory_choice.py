@@ -53,9 +53,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "layout", [name if name == "fsdp" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_processes_agree_and_learn_the_same(home: Path, layout: str) -> None:
     given = ("model.depth=8", "train.steps=2", *LAYOUTS[layout])  # blocks enough to matter
     run_ranks(train, 2, str(home), (f"name={layout}-plain", *given))

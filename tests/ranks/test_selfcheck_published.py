@@ -194,6 +194,7 @@ def path(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_command_checks_a_task_of_a_package(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(path), "--parallel", "tp=2"]) == 0
     text = capsys.readouterr().out

@@ -139,7 +139,8 @@ def test_policies_of_whole_blocks_change_no_gradient(
         assert stored[0] == 0
 
 
-@pytest.mark.parametrize("name", [pytest.param("wan", marks=pytest.mark.slow), "ltx"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["wan", "ltx"])
 def test_compiled_blocks_are_recomputed(home: Path, name: str) -> None:
     _, truth, _ = one_step(str(home), name)
     watched: list[int] = []
