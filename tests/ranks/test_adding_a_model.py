@@ -22,6 +22,7 @@ from mmspeed.parallel.boundaries.record import Sequences
 from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes
 from mmspeed.protocols.plan import Block, Gather, Linear, ModelPlan, Region, Split, declare_plan, plan_of
 from tests.support.added_model import PAGE, Case, Meshes, compared, make_model, train_on_toy_cache
+from tests.support.covers import slow_but
 from tests.support.spawn import run_ranks
 
 TOLERANCE = 1e-5
@@ -90,7 +91,7 @@ def computed(cases: dict[str, Case]) -> dict[str, Any]:
 
 @cache
 def on_two(few: bool) -> dict[str, Any]:
-    """What cases gave: the plain ones, and those in every run or the others."""
+    """The results of cases: the plain ones, and those in every run or the others."""
     return run_ranks(computed, 2, {name: case for name, case in TWO.items() if name in PLAIN or (name in FEW) == few})[
         0
     ]
@@ -111,7 +112,7 @@ def hold(case: Case, found: dict[str, Any]) -> None:
     assert (found["graphs"] > 0) == bool(case.compile)
 
 
-@pytest.mark.parametrize("name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in TWO])
+@pytest.mark.parametrize("name", slow_but(TWO, FEW))
 def test_two_processes_and_one_agree(name: str) -> None:
     results, case = on_two(name in FEW), TWO[name]
     found = results[name]

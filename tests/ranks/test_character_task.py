@@ -17,6 +17,7 @@ from tests.support.character_runs import (
     train_characters,
 )
 from tests.support.checkpoints import differing, farthest, whole_checkpoint
+from tests.support.covers import slow_but
 from tests.support.spawn import run_ranks
 
 # Gradients are sums of the same numbers in another order: a few eps (1.2e-7) of them, in six steps.
@@ -40,9 +41,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=pytest.mark.slow) if name == "fsdp-2" else name for name in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, LAYOUTS.keys() - {"fsdp-2"}))
 def test_ranks_equal_one_process(home: Path, layout: str) -> None:
     world, overrides = LAYOUTS[layout]
     run_ranks(train_characters, world, str(home), (f"name={layout}", *overrides))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.graphs import CountingBackend
 from tests.support.sequence_steps import Case, Groups, compared
 from tests.support.spawn import run_ranks
 
@@ -57,24 +58,13 @@ COUNTS = {
 
 
 def counts(cases: list[Case]) -> list[dict[str, Any]]:
-    groups, truths, found, graphs, runs = Groups(), dict[Case, Any](), [], 0, 0
-
-    def backend(graph: Any, _: Any) -> Any:
-        nonlocal graphs
-        graphs += 1
-
-        def run(*args: Any) -> Any:
-            nonlocal runs
-            runs += 1
-            return graph.forward(*args)
-
-        return run
-
+    groups, truths, found = Groups(), dict[Case, Any](), []
+    backend = CountingBackend()
     torch._dynamo.register_backend(backend, name="counted")
     for case in cases:
         torch._dynamo.reset()
-        graphs = runs = 0
-        found.append({**compared(case, 2, groups, truths), "counts": (graphs, runs)})
+        backend.graphs = backend.runs = 0
+        found.append({**compared(case, 2, groups, truths), "counts": (backend.graphs, backend.runs)})
     return found
 
 

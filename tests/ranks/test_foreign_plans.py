@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from mmspeed.memory import BlockPolicies
+from tests.support.covers import slow_but
 from tests.support.foreign_steps import REGIONS, Case, Groups, compared
 from tests.support.spawn import run_ranks
 
@@ -113,9 +114,9 @@ FAST = {
     "ltx ring, an image",
 }
 FAST_OF_FOUR = {"tp x ulysses", "tp x ring, regions", "ulysses x ring, sparse"}
-TWO_PARAMETERS = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in TWO]
-SAME_PARAMETERS = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in SAME]
-FOUR_PARAMETERS = [name if name in FAST_OF_FOUR else pytest.param(name, marks=pytest.mark.slow) for name in FOUR]
+TWO_PARAMETERS = slow_but(TWO, FAST)
+SAME_PARAMETERS = slow_but(SAME, FAST)
+FOUR_PARAMETERS = slow_but(FOUR, FAST_OF_FOUR)
 
 
 def on_two(fast: bool) -> dict[str, Any]:

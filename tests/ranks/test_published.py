@@ -12,6 +12,7 @@ from mmspeed.parallel.data_parallel import FSDPModule
 from mmspeed.pipelines.run.build import Assembly
 from mmspeed.protocols import blocks_of
 from tests.support.checkpoints import differing, farthest, whole_checkpoint
+from tests.support.covers import slow_but
 from tests.support.published import MODELS, one_step, prepare, published_config, train_published
 from tests.support.runs import SAVED_ONCE, losses
 from tests.support.spawn import run_ranks
@@ -83,9 +84,7 @@ def whole_and_stopped(folder: str, name: str) -> None:
         train_published(folder, name, (f"name={name}-stopped", f"train.steps={count}", *sharded))
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "wan" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
-)
+@pytest.mark.parametrize("name", slow_but(MODELS, {"wan"}))
 def test_sharded_runs_are_those_of_one_process_and_go_on(home: Path, name: str) -> None:
     """Weights after six steps differ by what Adam makes of sums in another order; a stopped run goes on to the bit."""
     run_ranks(whole_and_stopped, 2, str(home), name)

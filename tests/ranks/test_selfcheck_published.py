@@ -27,6 +27,7 @@ from mmspeed.pipelines.selfcheck.verdict import SelfCheck, compare
 from mmspeed.pipelines.selfcheck.worker import WorkerReport, alone, examine
 from mmspeed.pipelines.tasks.published_check import PublishedModel, ShrunkPublished, shrunk_published
 from tests.support import published_tasks
+from tests.support.covers import slow_but
 from tests.support.published import load, prepare, published_config, task_of
 from tests.support.spawn import run_ranks
 from tests.support.video_transformers import make_model
@@ -125,7 +126,7 @@ def examined_on_two(folder: str, fast: bool) -> tuple[dict[str, WorkerReport], d
 
 @pytest.fixture(scope="module")
 def on_two(home: Path) -> tuple[dict[str, WorkerReport], dict[str, str]]:
-    """What the cases in every run gave."""
+    """The results of the cases in every run."""
     return examined_on_two(str(home), True)
 
 
@@ -139,9 +140,7 @@ def checks(home: Path) -> Callable[[str], SelfCheck]:
     return check
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in RIGHT]
-)
+@pytest.mark.parametrize("name", slow_but(RIGHT, RIGHT.keys() - SLOW))
 def test_a_right_layout_passes(checks: Callable[[str], SelfCheck], name: str) -> None:
     check = checks(name)
     assert check.passed, check.problems

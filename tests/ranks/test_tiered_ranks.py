@@ -25,6 +25,7 @@ from mmspeed.loop.optimizers.gradient_release import ReleasingOptimizer
 from mmspeed.mesh import make_mesh
 from mmspeed.models import SoraDiT, SoraDiTConfig
 from mmspeed.parallel import is_half, make_half, make_layout, parallelize
+from tests.support.covers import slow_but
 from tests.support.sequence_steps import Case, loss_of, make_batch
 from tests.support.spawn import run_ranks
 from tests.support.steps import train_step
@@ -249,9 +250,7 @@ def work_on(layout: str) -> dict[str, Any]:
     return {tier: of_tier(tier, layout) for tier in TIERS}
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in LAYOUTS]
-)
+@pytest.fixture(scope="module", params=slow_but(LAYOUTS, LAYOUTS.keys() - SLOW))
 def tiers(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """By rank, what each tier gave in a layout."""
     return run_ranks(work_on, 2, request.param)

@@ -8,6 +8,7 @@ import pytest
 
 from mmspeed.log import read_metrics
 from tests.support.checkpoints import differing, farthest, whole_checkpoint
+from tests.support.covers import slow_but
 from tests.support.runs import losses
 from tests.support.spawn import run_ranks
 from tests.support.toy import ToyDiT
@@ -55,9 +56,7 @@ def test_its_own_count_of_operations_is_told(home: Path) -> None:
             assert any(row["mfu"] * seconds * 0.1e12 == pytest.approx(flops) for flops in lengths)
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, LAYOUTS.keys() - SLOW))
 def test_ranks_equal_one_process(home: Path, layout: str) -> None:
     """Gradients are sums of the same numbers in another order: a few eps, of which Adam makes less than that share of its steps of 1e-3."""
     world, overrides = LAYOUTS[layout]

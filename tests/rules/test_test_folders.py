@@ -1,4 +1,4 @@
-"""Where tests and their helpers lie: unit tests in the folders of what they test, helpers in tests/support."""
+"""Tests and helpers lie in their folders: unit tests in those of what they test, helpers in tests/support."""
 
 from __future__ import annotations
 

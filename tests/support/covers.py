@@ -1,10 +1,13 @@
-"""Combinations of settings in which every two values of two settings meet: a pairwise cover, found greedily from a seed."""
+"""Covers of many cases: pairwise combinations of settings, found greedily from a seed, and cases that run by default."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import combinations, product
+from typing import Any
+
+import pytest
 
 Combination = dict[str, str]
 Pair = tuple[str, str, str, str]  # setting, value, setting, value
@@ -34,3 +37,8 @@ def pairwise(
 def pairs(combination: Combination) -> set[Pair]:
     """The pairs of values that meet in a combination."""
     return {(a, combination[a], b, combination[b]) for a, b in combinations(combination, 2)}
+
+
+def slow_but(names: Iterable[str], default: Container[str]) -> list[Any]:
+    """Parameters of a test: the names, of which those outside of `default` are marked slow."""
+    return [name if name in default else pytest.param(name, marks=pytest.mark.slow) for name in names]

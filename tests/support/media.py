@@ -231,6 +231,21 @@ def write_hostile_tar(path: Path, media: bytes) -> dict[str, tuple[Reason, ...]]
     return {"good.mp4": (), "late.mp4": ()} | dict.fromkeys(bad, (Reason.UNSAFE_NAME,))
 
 
+def zoo_tree(folder: Path) -> dict[str, Any]:
+    """The config of a run in a folder whose `zoo` is the source (`make_zoo`)."""
+    return {
+        "output": str(folder / "runs"),
+        "data": {
+            "sources": [{"path": str(folder / "zoo")}],
+            "cache": str(folder / "cache"),
+            "fps": ZOO_FPS,
+            "buckets": [{"frames": b.frames, "height": b.height, "width": b.width} for b in ZOO_BUCKETS],
+        },
+        "vae": {"kind": "linear", "channels": 4},
+        "preprocess": {"time_limit": 20},
+    }
+
+
 def make_zoo(folder: Path) -> dict[str, Expect]:
     """Fill `folder` with captioned media of every kind; returns what is to become of each file by its name.
 

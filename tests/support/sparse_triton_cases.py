@@ -111,7 +111,7 @@ def uneven_cuts() -> dict[str, Any]:
 
 
 def interpreted(cases: list[str]) -> dict[str, Any]:
-    """What test_sparse_triton.py asserts on, of these cases."""
+    """The results of these cases, on which test_sparse_triton.py asserts."""
     report: dict[str, Any] = {}
     for case in cases:
         for tail in ("zero", "summary"):

@@ -18,24 +18,9 @@ from mmspeed.memory import recompute
 from mmspeed.models import SoraDiT, SoraDiTConfig
 from mmspeed.parallel import parallelize
 from tests.support.attention import attend_by
+from tests.support.graphs import CountingBackend
 from tests.support.memory_ways import keeping_of, make_inputs
 from tests.support.memory_ways import make_model as make_sora
-
-
-class Seen:
-    """A backend that counts the graphs it is given, and runs them as they are."""
-
-    def __init__(self) -> None:
-        self.graphs = self.runs = 0
-
-    def __call__(self, graph: Any, inputs: Any) -> Any:
-        self.graphs += 1
-
-        def run(*args: Any) -> Any:
-            self.runs += 1
-            return graph.forward(*args)
-
-        return run
 
 
 class Block(nn.Module):
@@ -144,7 +129,7 @@ def test_a_first_block_whose_input_has_no_gradient(blocks: nn.ModuleList) -> Non
 
 
 def test_copies_compute_with_their_own_parameters(blocks: nn.ModuleList) -> None:
-    seen = Seen()
+    seen = CountingBackend()
     for block in blocks:
         compile_forward(block, seen)
     x = torch.randn(5, 6)
@@ -160,10 +145,10 @@ def test_more_graphs_than_torch_allows_by_itself(blocks: nn.ModuleList) -> None:
     """The limit is torch's for the whole process, and never lowered."""
     config: Any = torch._dynamo.config
     with config.patch(recompile_limit=8):
-        compile_forward(blocks[0], Seen())
+        compile_forward(blocks[0], CountingBackend())
         assert config.recompile_limit == MOST_GRAPHS
     with config.patch(recompile_limit=1000):
-        compile_forward(blocks[1], Seen())
+        compile_forward(blocks[1], CountingBackend())
         assert config.recompile_limit == 1000
 
 
@@ -189,7 +174,7 @@ def test_graphs_of_a_block_on_one_process(
     arrangement: str, sparse: bool, recomputed: bool, graphs: int, runs: int
 ) -> None:
     torch._dynamo.reset()
-    seen, name = Seen(), f"seen {arrangement} {sparse} {recomputed}"
+    seen, name = CountingBackend(), f"seen {arrangement} {sparse} {recomputed}"
     torch._dynamo.register_backend(seen, name=name)
     keeping = keeping_of({"block": "recompute"} if recomputed else {})
     model = parallelize(make_sora(arrangement, sparse), None, "none", keeping=keeping, compile=name)

@@ -26,6 +26,7 @@ from mmspeed import torch_internals as internals
 from mmspeed.device import Device
 from mmspeed.mesh import process_group
 from mmspeed.parallel import take_float32_gradients
+from tests.support.graphs import CountingBackend
 
 CPU = Device("cpu", 0)
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -370,12 +371,6 @@ def test_graphs_between_breaks() -> None:
     """Two graphs around a break in a called function, where torch by itself makes four; the setting is as before afterwards."""
     import torch._dynamo
 
-    graphs: list[Any] = []
-
-    def seen(graph: Any, _: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
     @internals.disable_dynamo
     def outside(x: Tensor) -> Tensor:
         return x + 1
@@ -387,10 +382,11 @@ def test_graphs_between_breaks() -> None:
         return called(x - 4) * 5
 
     torch._dynamo.reset()
-    compiled, config = torch.compile(calls, backend=seen), cast(Any, torch._dynamo.config)
+    backend, config = CountingBackend(), cast(Any, torch._dynamo.config)
+    compiled = torch.compile(calls, backend=backend)
     with internals.GraphsBetweenBreaks():
         assert torch.equal(compiled(torch.ones(3)), torch.full((3,), -75.0))
-    assert len(graphs) == 2 and not config.nested_graph_breaks
+    assert backend.graphs == 2 and not config.nested_graph_breaks
 
 
 # ---- distributed

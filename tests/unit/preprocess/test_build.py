@@ -35,7 +35,7 @@ from mmspeed.preprocess.encoding.latent_stage import LatentStage
 from mmspeed.preprocess.sources.discover import list_sources
 from mmspeed.preprocess.sources.rejections import Reason, Rejected
 from mmspeed.preprocess.sources.source import Source
-from tests.support.media import ZOO_BUCKETS, ZOO_FPS, make_zoo
+from tests.support.media import make_zoo, zoo_tree
 from tests.support.runs import small_config, small_tree
 from tests.support.tiny_models import save_tiny_text_encoder, save_tiny_vae
 
@@ -58,19 +58,7 @@ def checksums(root: Path) -> dict[tuple[str, str], str]:
 def test_every_file_of_a_zoo_of_media_is_accounted_for(tmp_path: Path) -> None:
     zoo = make_zoo(tmp_path / "zoo")
     assert len(zoo) >= 25
-    config = make_config(
-        {
-            "output": str(tmp_path / "runs"),
-            "data": {
-                "sources": [{"path": str(tmp_path / "zoo")}],
-                "cache": str(tmp_path / "cache"),
-                "fps": ZOO_FPS,
-                "buckets": [{"frames": b.frames, "height": b.height, "width": b.width} for b in ZOO_BUCKETS],
-            },
-            "vae": {"kind": "linear", "channels": 4},
-            "preprocess": {"time_limit": 20},
-        }
-    )
+    config = make_config(zoo_tree(tmp_path))
     report = CacheBuilder(config).run()
     reasons = {r.source: r.reason for r in report.rejections}
     for name, expect in zoo.items():

@@ -18,7 +18,7 @@ from mmspeed.preprocess import CacheBuilder, check
 from mmspeed.preprocess.records import stale_entries
 from mmspeed.preprocess.report.check import stale_reasons
 from mmspeed.preprocess.report.page import default_path
-from tests.support.media import ZOO_BUCKETS, ZOO_FPS, make_zoo
+from tests.support.media import make_zoo, zoo_tree
 from tests.support.runs import small_config
 from tests.unit.preprocess.test_page import Reader
 
@@ -124,17 +124,7 @@ def test_a_cache_that_is_not_finished_damaged_or_of_another_schema_is_no_obstacl
 
 def test_every_file_of_a_zoo_is_in_the_lines_and_on_the_page(tmp_path: Path) -> None:
     zoo = make_zoo(tmp_path / "zoo")
-    tree = {
-        "output": str(tmp_path / "runs"),
-        "data": {
-            "sources": [{"path": str(tmp_path / "zoo")}],
-            "cache": str(tmp_path / "cache"),
-            "fps": ZOO_FPS,
-            "buckets": [{"frames": b.frames, "height": b.height, "width": b.width} for b in ZOO_BUCKETS],
-        },
-        "vae": {"kind": "linear", "channels": 4},
-        "preprocess": {"time_limit": 20},
-    }
+    tree = zoo_tree(tmp_path)
     report = check(make_config(tree))
     numbers, page = report.statistics, page_of(make_config(tree))
     good = sum(expect.good for expect in zoo.values()) + 1  # damaged.mp4: nothing is decoded, so nobody knows yet

@@ -52,7 +52,7 @@ def interpreted_others(tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
 
 
 def assert_near(errors: list[float], case: str, tail: str) -> None:
-    """Of out, lse, dq, dk, dv, and of the means' gradients."""
+    """Hold the errors of out, lse, dq, dk, dv, and of the means' gradients, to the limit of their type."""
     assert len(errors) == (5 if tail == "zero" else 7)
     assert max(errors) < LIMITS[CASES[case][-1]], errors
 
