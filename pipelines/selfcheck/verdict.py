@@ -204,7 +204,7 @@ def _compared(
     noise = {gap.name: gap.relative for gap in gaps_of(alone.grads, best.grads)}
     problems = list(here.problems)
     if not math.isfinite(alone.loss):
-        problems.append(f"the loss of made-up samples is {alone.loss} on one process: this is not the layout")
+        problems.append(f"the loss of synthetic samples is {alone.loss} on one process: this is not the layout")
     problems += [f"no gradient of {name} at the layout" for name in sorted(alone.grads.keys() - here.grads.keys())]
     problems += [f"a gradient of {name} at the layout only" for name in sorted(here.grads.keys() - alone.grads.keys())]
     problems += [f"no {what} was sent, so the layout did not take part" for what in wanted if not here.sent.get(what)]

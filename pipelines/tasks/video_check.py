@@ -131,7 +131,7 @@ class ShrunkRun:
             model=f"{self.model.words}, patch {sizes_of(self.model.patch)}",
             settings=[f"objective {self.config.objective.kind}"],
             items=[
-                f"{count} made-up samples of {shown}"
+                f"{count} synthetic samples of {shown}"
                 for count, shown in zip(samples.samples, samples.shown, strict=True)
             ],
             remarks=self.remarks,
@@ -193,7 +193,7 @@ class ShrunkRun:
             if kind in ("mixed", "images" if latent[0] == 1 else "videos"):
                 bucket = self.bucket(latent)
                 keys = [f"{bucket.name}-{number}" for number in range(each or count)]
-                uses += [SampleUse(Sample(key, (), (), "train", bucket, "made up"), epoch, 0) for key in keys]
+                uses += [SampleUse(Sample(key, (), (), "train", bucket, "synthetic"), epoch, 0) for key in keys]
         return sorted(uses, key=lambda draw: draw.sample.bucket)
 
     def batch(self, part: Sequence[tuple[SampleUse[Sample], float]]) -> Batch:
@@ -209,7 +209,7 @@ class ShrunkRun:
             weights_B=torch.tensor([weight for _, weight in part], dtype=torch.float32),
             names=names,
             bucket=bucket,
-            sources=["made up"] * len(part),
+            sources=["synthetic"] * len(part),
             pooled_BD=torch.stack([rng.normal(pooled, seed, "pooled", name[0]) for name in names])
             if pooled[0]
             else None,
