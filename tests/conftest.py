@@ -54,28 +54,36 @@ def _gradients_stay_on() -> Iterator[None]:
     assert on, "the test left gradients off in this thread"
 
 
-IMPORTED = [0]  # modules at the last call of `_freeze`
+class FrozenImports:
+    """Leaves what is there out of later garbage collections, which would pass over millions of objects of imports each time."""
+
+    def __init__(self) -> None:
+        self.modules = 0  # imported at the last freeze
+
+    def freeze(self) -> None:
+        gc.collect()
+        gc.freeze()
+        # a full collection waits until a quarter of what it has passed over is new; of the few that are left that is soon
+        gc.set_threshold(*gc.get_threshold()[:2], 100)
+        self.modules = len(sys.modules)
 
 
-def _freeze() -> None:
-    """Leave what is there out of later collections, which would pass over millions of objects of imports each time."""
-    gc.collect()
-    gc.freeze()
-    # a full collection waits until a quarter of what it has passed over is new; of the few that are left that is soon
-    gc.set_threshold(*gc.get_threshold()[:2], 100)
-    IMPORTED[0] = len(sys.modules)
+@pytest.fixture(scope="session")
+def _frozen() -> Iterator[FrozenImports]:
+    yield FrozenImports()
+    gc.unfreeze()  # else extensions report as leaks, at the end, what no collection has seen
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _earlier_modules_are_frozen() -> None:
-    _freeze()
+def _earlier_modules_are_frozen(_frozen: FrozenImports) -> None:
+    _frozen.freeze()
 
 
 @pytest.fixture(autouse=True)
-def _imports_are_frozen() -> None:
+def _imports_are_frozen(_frozen: FrozenImports) -> None:
     """Also those of a module's fixtures and first tests."""
-    if len(sys.modules) > IMPORTED[0] + 50:
-        _freeze()
+    if len(sys.modules) > _frozen.modules + 50:
+        _frozen.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -134,10 +134,19 @@ def _take(folder: Path) -> list[tuple[str, int, float]]:
         by_file.popitem()  # the file at work when the run ended
     for file, of_file in by_file.items():
         tests = {row["test"]: (row["seconds"], frozenset(row["reached"])) for row in of_file if row["passed"]}
-        known.put(file, tests)
+        known.put(file, with_fixtures(tests))
         summary.append((file, len(tests), sum(seconds for seconds, _ in tests.values())))
     known.write()
     return summary
+
+
+def with_fixtures(tests: dict[str, tuple[float, frozenset[str]]]) -> dict[str, tuple[float, frozenset[str]]]:
+    """A file's rows, with those of tests that call nothing themselves: they look at what a fixture of an earlier test has called."""
+    everything = frozenset[str]().union(*(reached for _, reached in tests.values()))
+    longest = max((seconds for seconds, _ in tests.values()), default=0.0)
+    return {
+        test: (seconds, reached) if reached else (longest, everything) for test, (seconds, reached) in tests.items()
+    }
 
 
 def _run(files: Iterable[str], folder: Path, running: list[subprocess.Popen[bytes]]) -> None:
@@ -199,6 +208,7 @@ class _Recorder:
         import sitecustomize
 
         sitecustomize.seen.clear()  # type: ignore[attr-defined]
+        sitecustomize.begin()  # type: ignore[attr-defined]
         os.truncate(self.log, 0)
         self.seconds, self.passed = 0.0, True
         result = yield

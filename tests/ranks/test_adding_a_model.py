@@ -140,7 +140,7 @@ def test_four_processes_and_one_agree() -> None:
 
 @pytest.mark.parametrize(
     ("world", "overrides"),
-    [(2, ("parallel.tp=2",)), pytest.param(2, ("parallel.ulysses=2", "memory.mlp_chunk=5"), marks=pytest.mark.slow)],
+    [(2, ("parallel.ulysses=2", "memory.mlp_chunk=5")), pytest.param(2, ("parallel.tp=2",), marks=pytest.mark.slow)],
     ids=str,
 )
 def test_the_pipeline_trains_it(world: int, overrides: tuple[str, ...], tmp_path: Path) -> None:

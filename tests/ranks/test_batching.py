@@ -192,6 +192,7 @@ def test_resume_on_another_number_of_ranks_goes_on_with_exactly_the_rest(home: P
     assert set(uses(whole, 0)) <= common and all(found[name] == expected[name] for name in common)
 
 
+@pytest.mark.slow
 def test_with_fixed_slots_another_number_of_ranks_is_the_same_run(home: Path) -> None:
     """`batching.slots` fixes what meets in a step: 1 rank, 2 ranks, and 2 ranks resumed on 1 have the same losses."""
     fixed = ("batching.slots=4", "train.steps=8", "batching.mix=same")

@@ -41,7 +41,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("layout", slow_but(LAYOUTS, LAYOUTS.keys() - {"fsdp-2"}))
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, ("fsdp-2-accumulated", "ddp-2-accumulated")))
 def test_ranks_equal_one_process(home: Path, layout: str) -> None:
     world, overrides = LAYOUTS[layout]
     run_ranks(train_characters, world, str(home), (f"name={layout}", *overrides))
@@ -58,6 +58,7 @@ def test_ranks_equal_one_process(home: Path, layout: str) -> None:
         assert farthest(state, truth, prefix) < WEIGHTS
 
 
+@pytest.mark.slow
 def test_two_ranks_go_on_bitwise_after_any_step(home: Path) -> None:
     given = ("parallel.strategy=fsdp", "train.micro_batch_size=2")
     run_ranks(train_characters, 2, str(home), ("name=never-stopped", *given))
@@ -84,6 +85,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(home: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["dp_shard=2", pytest.param("strategy=ddp,dp_replicate=2", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_check_compares_a_layout_with_one_process(
     tmp_path: Path, layout: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -183,7 +183,11 @@ def truth() -> Result:
 
 @pytest.fixture(
     scope="module",
-    params=[(2, [*CASES]), (4, [*FEW]), pytest.param((4, [*CASES]), marks=pytest.mark.slow)],
+    params=[
+        (2, [*CASES]),
+        pytest.param((4, [*FEW]), marks=pytest.mark.slow),
+        pytest.param((4, [*CASES]), marks=pytest.mark.slow),
+    ],
     ids=["2", "4, some", "4"],
 )
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Result]:

@@ -279,7 +279,7 @@ def local(tensor: Tensor) -> Tensor:
     params=[
         (1, True),
         (2, True),
-        (4, True),
+        pytest.param((4, True), marks=pytest.mark.slow),
         pytest.param((2, False), marks=pytest.mark.slow),
         pytest.param((4, False), marks=pytest.mark.slow),
     ],

@@ -39,6 +39,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     return call
 
 
+@pytest.mark.slow
 def test_processes_of_nproc_and_torchrun_know_it(command: Callable[..., str], tmp_path: Path) -> None:
     """Two processes by `--nproc` train three steps, two of torchrun go on; losses are those of one process."""
     path = tmp_path / "run.yaml"

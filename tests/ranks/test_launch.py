@@ -35,6 +35,7 @@ def launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=150, env=environment)
 
 
+@pytest.mark.slow
 def test_a_script_may_run_several_pipelines_under_a_launcher(tmp_path: Path) -> None:
     config = small_config(tmp_path, "train.steps=2", "validate.samples=0")
     (tmp_path / "my-run.yaml").write_text(dump_config(config), encoding="utf-8")
@@ -45,6 +46,7 @@ def test_a_script_may_run_several_pipelines_under_a_launcher(tmp_path: Path) -> 
     assert first == second and len(first) == 2
 
 
+@pytest.mark.slow
 def test_a_damaged_shard_that_one_rank_meets_ends_all_with_its_message(tmp_path: Path) -> None:
     config = small_config(tmp_path, "train.steps=20", "validate.samples=0")
     CacheBuilder(config).run()
@@ -83,6 +85,7 @@ def test_a_signal_saves_and_is_no_failure(home: Path, tmp_path: Path, number: si
     assert len(list((config.run_dir / "checkpoints").glob("step-*"))) == 1
 
 
+@pytest.mark.slow
 def test_ranks_of_a_killed_launcher_save_and_end(home: Path, tmp_path: Path) -> None:
     config = small_config(home, "name=killed", *ENDLESS)
     (tmp_path / "my-run.yaml").write_text(dump_config(config), encoding="utf-8")

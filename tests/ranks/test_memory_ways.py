@@ -244,11 +244,8 @@ def test_no_exchange_is_made_again_on_two_ranks(names: list[str], every: bool) -
 @pytest.mark.parametrize(
     "names",
     [
-        ["hybrid"],
-        *(
-            pytest.param(names, marks=SLOW)
-            for names in (["dsp and ulysses"], ["tp and ulysses"], ["tp and ring", "uneven"])
-        ),
+        pytest.param(names, marks=SLOW)
+        for names in (["hybrid"], ["dsp and ulysses"], ["tp and ulysses"], ["tp and ring", "uneven"])
     ],
     ids=" ".join,
 )

@@ -71,7 +71,7 @@ def check(ranks: list[dict[str, Any]], exchanges: bool = True) -> None:
 @pytest.mark.parametrize(
     ("names", "compiled"),
     [
-        (["tp", "ring"], False),
+        pytest.param(["tp", "ring"], False, marks=SLOW),
         (["ulysses"], True),  # and what is done without graphs
         pytest.param(["tp", "ring", "switch", "heads", "sparse ring", "sparse ulysses"], True, marks=SLOW),
     ],

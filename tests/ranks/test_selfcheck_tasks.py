@@ -65,6 +65,7 @@ def test_a_right_layout_passes(path: Path, layout: str, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("layout", ["dp_shard=2", pytest.param("strategy=ddp,dp_replicate=2", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_gradient_that_is_one_percent_too_large_fails(
     path: Path, layout: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,6 +60,14 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_layouts_train_alike_and_read_each_others_checkpoints(home: Path) -> None:
+    """One run never stopped on one rank, and one that goes from two ranks of dsp to two of tp."""
+    run_ranks(train, 2, str(home), False, ("name=two", "train.steps=3", *DSP))
+    run_ranks(train, 2, str(home), False, ("name=two", *TENSOR))
+    assert_alike(small_config(home, "name=two"), small_config(home, "name=one"))
+
+
+@pytest.mark.slow
+def test_layouts_of_two_four_and_one_rank_train_alike(home: Path) -> None:
     """One run never stopped on one rank, and one that goes 2 ranks (dsp), 4 (ring x ulysses), 2 (tp), 1."""
     run_ranks(train, 2, str(home), False, ("name=parts", "train.steps=2", *DSP))
     run_ranks(train, 4, str(home), False, ("name=parts", "train.steps=3", *FOUR))
@@ -123,7 +131,9 @@ def made_online(folder: str, overrides: tuple[str, ...]) -> tuple[int, int]:
     return first.encoded_here, first.encoded
 
 
-@pytest.mark.parametrize("layout", [DSP, pytest.param(TENSOR, marks=pytest.mark.slow)], ids=["dsp", "tp"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param(layout, marks=pytest.mark.slow) for layout in (DSP, TENSOR)], ids=["dsp", "tp"]
+)
 def test_a_group_shares_the_encoding_of_the_first_epoch(home: Path, tmp_path: Path, layout: tuple[str, ...]) -> None:
     """Both ranks meet every video; each entry is made by one of them, and the losses are those of a cache made before."""
     (here, everything), (there, _) = run_ranks(made_online, 2, str(tmp_path), layout)

@@ -22,6 +22,7 @@ from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes, split_heads
 from mmspeed.parallel.sparse.attention import sparse_attention
 from mmspeed.parallel.sparse.plan import SplitPlan
 from mmspeed.replay import replayed
+from tests.support.covers import slow_but
 from tests.support.spawn import run_ranks
 
 BATCH, WIDTH, SHAPE = 2, 8, (4, 6, 5)
@@ -86,6 +87,11 @@ for u, r in RINGS:
         f"auto-{u}x{r}": Case(u, r, EMPTY[n], {"backend": "auto"}, mask="random", dtype="float32"),
         f"bfloat16-{u}x{r}": Case(u, r, UNEVEN[n], dtype="bfloat16"),
     }
+
+
+# the kinds that run on every layout each time; the others run on 2 x 2 alone, and on the rest with `slow`
+EVERYWHERE = ("clusters-zero", "empty", "high", "all", "split")
+FAST = [name for name in CASES if name.endswith("2x2") or name.rpartition("-")[0] in EVERYWHERE]
 
 
 @cache
@@ -298,23 +304,24 @@ def bytes_of(split: SplitPlan, axes: SequenceAxes, element: int) -> dict[str, in
     }
 
 
-def all_cases() -> dict[str, Any]:
+def cases_of(fast: bool) -> dict[str, Any]:
     results: dict[str, Any] = {}
-    for name, case in CASES.items():
+    for name in [name for name in CASES if (name in FAST) == fast]:
         try:
-            results[name] = run_case(case)
+            results[name] = run_case(CASES[name])
         except Exception as error:
             raise RuntimeError(f"case {name}") from error
     return results
 
 
-@pytest.fixture(scope="module")
-def results() -> list[dict[str, Any]]:
-    return run_ranks(all_cases, 4)
+@cache
+def results_of(fast: bool) -> list[dict[str, Any]]:
+    return run_ranks(cases_of, 4, fast)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_equals_the_oracle(results: list[dict[str, Any]], name: str) -> None:
+@pytest.mark.parametrize("name", slow_but(CASES, FAST))
+def test_equals_the_oracle(name: str) -> None:
+    results = results_of(name in FAST)
     # float32: sums of some 60 products in another order; bfloat16: 8 bits, of keys, and of gradients on their way
     limit = {"float32": 2e-6, "float64": 1e-10, "bfloat16": 5e-2}[CASES[name].dtype]
     for rank, result in enumerate(results):
@@ -324,9 +331,9 @@ def test_equals_the_oracle(results: list[dict[str, Any]], name: str) -> None:
         assert "dense" not in result[name]["counter"]
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.ring > 1])
-def test_only_kept_rows_travel(results: list[dict[str, Any]], name: str) -> None:
-    for result in results:
+@pytest.mark.parametrize("name", slow_but([name for name, case in CASES.items() if case.ring > 1], FAST))
+def test_only_kept_rows_travel(name: str) -> None:
+    for result in results_of(name in FAST):
         sent, expected = result[name]["forward"], result[name]["expected"]
         assert sent.get(("rows", "ring"), 0) == expected["rows"]
         assert sent["lists", "ring"] == expected["lists"]
@@ -335,9 +342,9 @@ def test_only_kept_rows_travel(results: list[dict[str, Any]], name: str) -> None
 
 
 @pytest.mark.parametrize("degree", ["1x2", "1x4", "2x2"])
-def test_fewer_rows_for_a_higher_threshold(results: list[dict[str, Any]], degree: str) -> None:
+def test_fewer_rows_for_a_higher_threshold(degree: str) -> None:
     everything, some, few = (
-        sum(result[f"{name}-{degree}"]["forward"]["rows", "ring"] for result in results)
+        sum(result[f"{name}-{degree}"]["forward"]["rows", "ring"] for result in results_of(True))
         for name in ("all", "clusters-zero", "high")
     )
     ring, element = int(degree[-1]), 8
@@ -347,8 +354,8 @@ def test_fewer_rows_for_a_higher_threshold(results: list[dict[str, Any]], degree
 
 
 @pytest.mark.parametrize("degree", ["1x2", "1x4", "2x2"])
-def test_nothing_is_sent_where_nothing_is_kept(results: list[dict[str, Any]], degree: str) -> None:
-    for result in results:
+def test_nothing_is_sent_where_nothing_is_kept(degree: str) -> None:
+    for result in results_of(True):
         case = result[f"split-{degree}"]
         assert case["forward"].get(("rows", "ring"), 0) == 0
         assert sum(count > 0 for count in case["sends"]) == 1

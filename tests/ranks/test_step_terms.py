@@ -11,6 +11,7 @@ from mmspeed.initialize import init_weights
 from tests.support.character_runs import character_config, losses, rows, step_packs
 from tests.support.characters import CharacterModel
 from tests.support.checkpoints import farthest, whole_checkpoint
+from tests.support.covers import slow_but
 from tests.support.preferences import PreferenceTask, preference, train_task
 from tests.support.spawn import run_ranks
 
@@ -55,7 +56,7 @@ def test_one_process_takes_the_loss_of_pairs_with_the_reference_that_came(home: 
     assert later["loss"].loss_I.mean() < terms["loss"].loss_I.mean()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, ["fsdp"]))
 def test_pairs_on_two_ranks_equal_one_process(home: Path, layout: str) -> None:
     """Two forward passes of the sharded model and two of the sharded reference, then one backward; micro-batches of two."""
     given = (f"name=pairs-{layout}", "train.micro_batch_size=2", LAYOUTS[layout])
@@ -63,7 +64,7 @@ def test_pairs_on_two_ranks_equal_one_process(home: Path, layout: str) -> None:
     check_equal(home, f"pairs-{layout}", "known")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, ["ddp"]))
 def test_a_divisor_that_is_known_afterwards_is_the_known_one(home: Path, layout: str) -> None:
     """On one process and on two, with clipping, which all these steps meet."""
     check_equal(home, "late", "known")

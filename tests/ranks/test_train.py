@@ -60,6 +60,7 @@ def test_one_two_and_four_ranks_end_with_the_same_parameters(home: Path) -> None
             assert torch.allclose(found[name], parameter, rtol=0, atol=5e-6), (world, name)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_ranks(home: Path) -> None:
     whole = small_config(home, "name=one")
     parts = small_config(home, "name=changing")

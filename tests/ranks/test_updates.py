@@ -129,7 +129,7 @@ def test_an_update_of_every_second_step_is_told_at_its_steps(home: Path) -> None
 @pytest.mark.parametrize(
     ("strategy", "kind"),
     [
-        ("fsdp", "slow"),
+        pytest.param("fsdp", "slow", marks=pytest.mark.slow),
         ("ddp", "joint"),
         pytest.param("fsdp", "joint", marks=pytest.mark.slow),
         pytest.param("ddp", "slow", marks=pytest.mark.slow),

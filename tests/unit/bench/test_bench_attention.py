@@ -23,6 +23,8 @@ from mmspeed.bench.attention_run import bench_run
 from mmspeed.bench.attention_suggest import LayerResult, MethodResult, fewest_dense, suggest
 from mmspeed.bench.attention_verdicts import AttentionRow, Speedup, error_at, verdicts
 from mmspeed.compute.sparse import clustered_attention
+from mmspeed.compute.sparse.planners.clusters import plan_clusters
+from mmspeed.compute.sparse.planners.selection import PlannerContext
 from mmspeed.config import Config, make_config
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.errors import UserError
@@ -354,3 +356,22 @@ def test_a_run_whose_samples_are_gone(trained: Config, tmp_path: Path) -> None:
         moved.rename(trained.cache_root)
     with pytest.raises(UserError, match="no checkpoint '7'"):
         bench_run(trained.run_dir, {}, checkpoint="7")
+
+
+def test_cold_plans_take_three_iterations_and_warm_ones_none() -> None:
+    q, k, _, positions = make_qkv(GRID)
+    chosen = method("clusters", "zero", 0.2, GRID)
+    cold = chosen.plan(q, k, positions)
+    other = make_qkv(GRID, seed=1)[0]
+    warm = chosen.plan(other, k, positions, cold)
+
+    def direct(q_BAND: torch.Tensor, iterations: int, start: torch.Tensor | None) -> torch.Tensor | None:
+        context = PlannerContext(positions_NX=positions)
+        return plan_clusters(
+            q_BAND, k, chosen.rule(), context, cluster_size=chosen.cluster_size, iterations=iterations, start_GCD=start
+        ).q_index_GN
+
+    assert torch.equal(cold.q_index_GN, direct(q, 3, None)) and not torch.equal(cold.q_index_GN, direct(q, 0, None))
+    start = cold.centroids_GCD
+    assert torch.equal(warm.q_index_GN, direct(other, 0, start))
+    assert not torch.equal(warm.q_index_GN, direct(other, 3, start))

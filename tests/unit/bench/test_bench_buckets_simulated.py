@@ -79,6 +79,7 @@ def test_clips_have_the_published_shape() -> None:
     assert (again.frames == clips.frames).all() and (other.frames != clips.frames).any()
 
 
+@pytest.mark.slow
 def test_clips_go_where_preprocess_would_put_them() -> None:
     """The fast way, by kinds of clips, against the rule itself, applied to each clip with all its frames."""
     clips, buckets = draw_clips(300, seed=1), make_buckets()

@@ -53,6 +53,11 @@ def test_ways_are_told_with_what_they_give_and_cost(found: PolicyResult) -> None
     assert "320 tokens" in text and "bitwise" in text and "PASSED: gradients" in text
 
 
+def test_the_first_case_keeps_all_and_names_are_told_apart() -> None:
+    assert CASES[0].name == "plain" and not CASES[0].ways and CASES[0].mlp_parts is None
+    assert len({case.name for case in CASES}) == len(CASES)
+
+
 @pytest.mark.slow
 def test_a_process_that_keeps_less_grows_less() -> None:
     large = replace(TINY, latent=(5, 32, 32), depth=8, rounds=0)

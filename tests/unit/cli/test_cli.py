@@ -53,6 +53,13 @@ def test_help_names_every_command(arguments: list[str], capsys: pytest.CaptureFi
         assert f"\n  {name} " in text
 
 
+@pytest.mark.parametrize("group", ["bench", "cache"])
+def test_a_group_of_commands_alone_shows_its_help(group: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([group]) == 2
+    text = capsys.readouterr().err
+    assert text.startswith(f"Usage: mmspeed {group}") and "\nCommands:\n" in text and "error" not in text
+
+
 @pytest.mark.parametrize(
     "name",
     ["init", "check", "preprocess", "train", "sample", "report", "demo", "doctor", "bench overfit", "cache stat"],

@@ -96,7 +96,7 @@ def try_damages(base: str, folder: str, seeds: range) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("count", [pytest.param(120, id="120"), pytest.param(2000, id="2000", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [pytest.param(60, id="60"), pytest.param(2000, id="2000", marks=pytest.mark.slow)])
 def test_every_damage_is_noticed_and_no_reader_crashes(tmp_path: Path, count: int) -> None:
     build_whole(tmp_path / "base")
     contents(tmp_path / "base")  # opened once, so that derived files are there too

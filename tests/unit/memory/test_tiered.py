@@ -323,3 +323,23 @@ def test_gradients_that_are_still_to_be_summed_are(alone: None) -> None:
     ours = tiered([{"params": [p]}], lambda g: SGD(g, lr=1.0), "parameters", "device")
     ours.step()
     assert same(p.to_local().detach(), torch.full((4,), -1.0))  # type: ignore[attr-defined]
+
+
+class Paced(SGD):
+    """Keeps a tensor of several numbers in its groups, and replaces it in each step."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["pace"] = group["pace"] + torch.tensor([1.0, 2.0])
+        return super().step(closure)
+
+
+def test_a_tensor_of_a_group_advances_once_a_step() -> None:
+    groups = [{**group, "pace": torch.zeros(2)} for group in two_groups((VECTORS, MATRICES), torch.float32)]
+    ours = tiered(groups, lambda given: Paced(given, lr=1e-2), "parameters", "host")
+    assert len(ours.buckets) > 1
+    for step in range(3):
+        for p, gradient in zip(of(groups), gradients_of(groups, step), strict=True):
+            p.grad = None if gradient is None else gradient.float()
+        ours.step()
+    assert [group["pace"].tolist() for group in ours.param_groups] == [[3.0, 6.0]] * 2

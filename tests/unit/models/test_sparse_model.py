@@ -148,7 +148,7 @@ def test_padding_of_a_video_is_no_key() -> None:
     torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_checkpointing_and_graphs_change_nothing(compiled: bool) -> None:
     plain = model_of()
     other = copy.deepcopy(plain)

@@ -83,6 +83,7 @@ def test_a_policy_of_a_region_that_is_not_there_is_an_error(home: Path, name: st
 
 
 @pytest.mark.parametrize("entry", [published_tasks.ENTRY, published_tasks.PREPARED], ids=["bare", "prepared"])
+@pytest.mark.slow
 def test_the_command_tells_policies_of_a_packages_task(
     home: Path, entry: TaskEntry, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

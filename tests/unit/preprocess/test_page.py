@@ -301,3 +301,11 @@ def test_where_a_page_cannot_be_written_is_said(tmp_path: Path) -> None:
         write_page(page, tmp_path / "file" / "page.html")
     assert write_page(page, default_path(page.config)) == tmp_path / "runs" / "small-data.html"
     Reader((tmp_path / "runs" / "small-data.html").read_text(encoding="utf-8"))
+
+
+def test_the_longest_bar_leaves_room_for_its_count() -> None:
+    chart = bars([("few", 1), ("most", 1_234_567)], "samples")
+    (width,) = [float(number) for number in re.findall(r'viewBox="0 0 (\d+)', chart)]
+    place = max(float(x) for x in re.findall(r'<text x="([\d.]+)" y="\d+">', chart))
+    assert place + 6 * len("1,234,567") < width  # digits are about 6 wide
+    assert place > width / 2

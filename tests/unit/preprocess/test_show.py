@@ -93,3 +93,12 @@ def test_another_codec_is_refused(cache: DatasetCache, tmp_path: Path) -> None:
 def test_evenly() -> None:
     assert evenly(5, 8) == [0, 1, 2, 3, 4] and evenly(49, 8)[0] == 0 and evenly(49, 8)[-1] == 48
     assert len(evenly(49, 8)) == 8
+
+
+def test_a_sheet_is_as_wide_as_its_frames() -> None:
+    clip = np.zeros((6, 48, 48, 3), np.uint8)
+    clip[-1] = 255  # the last frame
+    sheet = contact_sheet([("source", clip)], ["a meadow"])
+    row = np.asarray(sheet.convert("L"))[100]
+    assert sheet.width > 6 * 208 and (row[: 5 * 208] == 0).any() and (row[-200:-30] == 255).all()
+    assert contact_sheet([("source", clip[:1])], ["a meadow"]).width >= 640
