@@ -57,7 +57,7 @@ def test_help_names_every_command(arguments: list[str], capsys: pytest.CaptureFi
 def test_a_group_of_commands_alone_shows_its_help(group: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([group]) == 2
     text = capsys.readouterr().err
-    assert text.startswith(f"Usage: mmspeed {group}") and "\nCommands:\n" in text and "error" not in text
+    assert text.startswith(f"Usage: mmspeed {group}") and "\nCommands:\n" in text and "mmspeed: error" not in text
 
 
 @pytest.mark.parametrize(
