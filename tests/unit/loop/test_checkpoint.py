@@ -19,6 +19,7 @@ from mmspeed.errors import UserError
 from mmspeed.loop.averages import EMA
 from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState, load, load_weights, step_name
 from mmspeed.loop.optimizers.build import make_optimizer
+from tests.support.disk_log import DiskLog
 from tests.support.steps import train_step
 from tests.support.toy import ToyDiT, flow_loss, split
 
@@ -195,6 +196,23 @@ def test_an_unrecorded_checkpoint_is_found_and_leftovers_go(saved: Path) -> None
     manager = CheckpointManager(folder)
     assert manager.latest() == saved and steps_in(folder) == ["step-00000002"]
     assert CheckpointManager(folder / "new").latest() is None
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="names of open files are read from /proc")
+def test_files_and_names_are_synced_before_the_checkpoint_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = fresh()
+    train(state, range(1))
+    log = DiskLog(monkeypatch)
+    CheckpointManager(tmp_path).save(1, state, blocking=True)
+    (named,) = [place for place, event in enumerate(log.events) if event == ("name", tmp_path / step_name(1))]
+    before = log.events[:named]
+    folders = [path for what, path in before if what == "sync" and path.parent == tmp_path]
+    assert len(folders) == 1 and before[-1] == ("sync", folders[0])  # the names in it, last of all
+    assert sum(what == "sync" and path.parent == folders[0] for what, path in before) == len(FILES)
+    assert log.place("sync", tmp_path) > named
+    assert log.place("name", tmp_path / "latest.json") > named
 
 
 def test_a_full_disk_is_an_error_and_spares_what_is_there(saved: Path) -> None:
