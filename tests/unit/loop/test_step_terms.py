@@ -6,6 +6,7 @@ Legend: I items of a micro-batch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import pytest
@@ -242,3 +243,23 @@ def test_updates_are_taken_in_order_each_with_its_own_optimizer() -> None:
         for (name, one), other in zip(found.named_parameters(), truth.parameters(), strict=True):
             # a first step of AdamW is 1e-2 times the sign of the gradient, near enough
             torch.testing.assert_close(one, other, rtol=0, atol=1e-5, msg=name)
+
+
+def test_gradients_are_exchanged_with_the_last_micro_batch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchanges = []
+
+    def noted(model: nn.Module, strategy: object, last: bool) -> AbstractContextManager[None]:
+        exchanges.append(last)
+        return nullcontext()
+
+    monkeypatch.setattr("mmspeed.loop.runner.no_sync", noted)
+    batches = split(KEYS, 8, 0, 1, 3)
+    model = ToyDiT()
+    train_step(
+        {"model": model},
+        [learner(model, Update(two_terms), {})],
+        batches,
+        {"samples": 7.0, "tokens": 18.0},
+        clip_norm=None,
+    )
+    assert exchanges == [False] * (len(batches) - 1) + [True] and len(batches) > 2

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmspeed.compute.sparse.module import clustered_layers
+from mmspeed.compute.sparse.module import clustered_layers, warm_plans
 from mmspeed.config import make_config
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.errors import UserError
@@ -341,3 +341,19 @@ def test_weights_of_another_arrangement_are_told(home: Path, caplog: pytest.LogC
     start = f"train.start_from={home / 'runs' / 'wide'}"
     TrainPipeline(small_config(home, "name=read", start, "train.steps=1")).run()
     assert "was trained with model.arrangement full, here it is factorised" in caplog.text
+
+
+def test_warm_plans_begin_with_those_of_their_own_condition() -> None:
+    model = model_of()
+    layers = clustered_layers(model).values()
+    caption, empty = torch.zeros(1, 2, 3), torch.ones(1, 2, 3)
+    with warm_plans(model) as use:
+        for condition, centroids in (("caption", caption), ("empty", empty)):
+            use(condition)
+            for layer in layers:
+                assert layer.warm_start() == (None, None)
+                layer.carry_over(centroids, None)
+        for condition, centroids in (("caption", caption), ("empty", empty)):
+            use(condition)
+            assert layers and all(layer.warm_start()[0] is centroids for layer in layers)
+    assert all(layer.warm_start() == (None, None) for layer in layers)

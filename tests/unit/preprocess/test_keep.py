@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from mmspeed.data import DatasetCache
 from mmspeed.errors import UserError
 from mmspeed.pipelines.training.open_cache import check_cache
 from mmspeed.preprocess import CacheBuilder, check
-from mmspeed.preprocess.decoding.clips import Clip, kept_buckets, select_clips
+from mmspeed.preprocess.decoding.clips import Clip, kept_buckets, select_clips, split_of
 from mmspeed.preprocess.decoding.probe import Probe
 from mmspeed.preprocess.decoding.transform import rank_buckets
 from mmspeed.preprocess.records.bucket_use import BucketUse, use_of
@@ -242,3 +243,14 @@ def test_lines_and_page_tell_the_same_loss_of_each_bucket(tmp_path: Path) -> Non
     CacheBuilder(config).run()  # the page of a build has the same numbers
     built = Reader(default_path(config).read_text(encoding="utf-8")).keyed
     assert all(built[key] == page[key] for key in page if key.startswith(("pixels-", "frames-")))
+
+
+def test_the_split_of_a_source_is_drawn_by_its_content_and_not_by_its_name(tmp_path: Path) -> None:
+    data = small_config(tmp_path, "data.val_fraction=0.3").data
+    first, second = (Source(f"{name}.mp4", name, None, None, "video", (), "train") for name in "ab")
+    contents = [f"content {number}" for number in range(400)]
+    splits = [split_of(first, content, data, 0) for content in contents]
+    assert splits == [split_of(second, content, data, 0) for content in contents]
+    assert 80 < splits.count("val") < 160
+    marked = replace(first, split="val")
+    assert all(split_of(marked, content, data, 0) == "val" for content in contents[:9])
