@@ -355,9 +355,12 @@ def step_figures(
     each = [sum(map(numbers_of, blocks[places[0]].parameters())) for places in chosen]
     of_blocks = sum(numbers_of(parameter) for block in blocks for parameter in block.parameters())
     numbers = sum(map(numbers_of, model.parameters())) - of_blocks + sum(each[kind] for kind in kinds)
+    # shards of one parameter may be of unequal size, and processes whose figures differ would choose apart
+    largest = max(map(numbers_of, model.parameters()))
+    numbers, largest, carried, *each = map(int, comm.all_reduce_max([numbers, largest, carried, *each]))
     stay, keep_last = settings.pop("gradients_stay"), settings.pop("keep_last")
     return StepFigures(
-        static=static_bytes(numbers, largest=max(map(numbers_of, model.parameters())), **settings),
+        static=static_bytes(numbers, largest=largest, **settings),
         ends=ends,
         tail=tail,
         kinds=kinds,
