@@ -120,15 +120,18 @@ def test_a_statement_is_replaced_as_a_whole_with_its_indent() -> None:
 
 
 def test_map_is_the_same_after_writing_and_names_the_function_s_tests_first(tmp_path: Path) -> None:
-    entered, beside = frozenset({"a.py::f", "b.py::g"}), frozenset({"a.py::h"})
+    entered, beside = frozenset({"mmspeed/a.py::f", "b.py::g"}), frozenset({"mmspeed/a.py::h"})
     known = ReachedMap(
         {"t.py::slow": (3.0, entered), "t.py::quick": (1.0, entered), "t.py::other": (0.1, beside)}, {"t.py": "0"}
     )
     known.write(tmp_path / "map.gz")
     again = ReachedMap.read(tmp_path / "map.gz")
     assert (again.tests, again.files) == (known.tests, known.files)
-    fault = Fault("x", "", "a.py", "f", "pass", "pass", "return")
+    fault = Fault("x", "", "mmspeed/a.py", "f", "pass", "pass", "return")
     assert [test for test, _ in again.tests_of(fault)] == ["t.py::quick", "t.py::slow", "t.py::other"]
+    top = Fault("x", "", "mmspeed/comm/a.py", "", "pass", "pass", "return")
+    known.tests["tests/unit/comm/test_a.py::test_b"] = (0.1, frozenset())
+    assert [test for test, _ in known.tests_of(top)] == ["tests/unit/comm/test_a.py::test_b"]
 
 
 def test_rounds_hold_all_tests_in_order_and_grow() -> None:
