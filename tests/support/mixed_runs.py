@@ -106,7 +106,7 @@ def sampler_of(config: Config, world: int = 1) -> BatchSampler[Sample]:
 
 
 def sums_by_bucket(config: Config) -> dict[Bucket, Gradients]:
-    """The sum over the samples of each bucket, in epoch 0, of the gradients of their losses, by autograd alone, in the optimizer's order."""
+    """The sums over each bucket's samples, in epoch 0, of the gradients of their losses: by autograd alone, in the optimizer's order."""
     task, place = opened_task(config)
     data, models = task.data(place), task.build()
     groups = make_optimizer(models["model"], config.train).param_groups
