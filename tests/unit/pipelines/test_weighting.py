@@ -15,17 +15,20 @@ from mmspeed.data import Sample, SampleUse
 from mmspeed.errors import UserError
 from mmspeed.log import read_metrics
 from mmspeed.pipelines import TrainPipeline
-from tests.support.character_runs import character_config
+from tests.support.character_runs import ALONE, character_config
+from tests.support.characters import CharacterTask
 from tests.support.mixed_runs import (
     BY_TOKENS,
     IMAGE,
     IMAGES,
+    STILL,
     TOKENS,
     VIDEO,
     VIDEOS,
     mean_gradients,
     mixed_config,
     opened_task,
+    recorded_gradients,
     sampler_of,
     sums_by_bucket,
     toy_task,
@@ -177,6 +180,30 @@ def test_the_default_and_bad_values(home: Path) -> None:
             mixed_config(home, f"objective.weighting={value}")
     with pytest.raises(UserError, match=r"unknown key 'objective\.wieghting'.*did you mean 'weighting'"):
         mixed_config(home, "objective.wieghting=step")
+
+
+def character_gradient(folder: Path, name: str, *overrides: str) -> list[np.ndarray]:
+    """The mean gradient over the first epoch of a run of the character task, whose terms are divided by tokens."""
+    config = character_config(folder, f"name={name}", *STILL, *overrides)
+    task = CharacterTask(config)
+    steps = task.data(ALONE).sampler.steps_per_epoch
+    config = config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
+    with recorded_gradients() as found:
+        TrainPipeline(config).run()
+    assert len(found) == steps
+    return mean_gradients([[grad.numpy() for grad in grads] for grads in found])
+
+
+def test_a_task_that_divides_by_tokens_takes_the_weighting_of_tokens(tmp_path: Path) -> None:
+    sizes = {"one": "train.batch_size=1000", "some": "train.batch_size=6", "few": "train.batch_size=3"}
+    by_token = {
+        name: character_gradient(tmp_path, f"token-{name}", size, "objective.weighting=token")
+        for name, size in sizes.items()
+    }
+    assert furthest(by_token["some"], by_token["one"]) < 3 * EPS  # of 23 characters in each of 20 packs
+    assert furthest(by_token["few"], by_token["one"]) < 3 * EPS
+    by_step = character_gradient(tmp_path, "step", sizes["some"])
+    assert furthest(by_step, by_token["one"]) > 1e-3
 
 
 def test_a_task_of_its_own_has_the_key_too() -> None:
