@@ -289,7 +289,7 @@ class RunConfig(Section):
 
     @property
     def weighting(self) -> Weighting:
-        """What counts alike in the gradients of an epoch; steps, where a task has an `objective` of another kind."""
+        """The unit that counts alike in the gradients of an epoch: steps, where a task has an `objective` of another kind."""
         return self.objective.weighting if isinstance(self.objective, WeightingSection) else "step"
 
     @property

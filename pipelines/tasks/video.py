@@ -105,6 +105,7 @@ class VideoTask:
     ) -> None:
         config = with_recorded_weighting(config)
         self.config, self.maker, self._build, self._call = config, maker, build, call
+        self.weighting = config.weighting
         self.objective: Objective = make_objective(config.objective)
         self._inputs: EncoderShapes | None = None
         self._cache: DatasetCache | None = None
@@ -217,7 +218,7 @@ class VideoTask:
 
     def term(self, loss_B: Tensor, batch: Batch) -> Term:
         """The term of the losses of a batch's samples (B,), in which a sample counts as `objective.weighting` says."""
-        if self.config.weighting == "token":
+        if self.weighting == "token":
             return Term(loss_B, batch.weights_I * self.tokens(batch.shape), "tokens")
         return Term(loss_B, batch.weights_I)
 

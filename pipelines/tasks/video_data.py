@@ -19,7 +19,8 @@ class VideoData(SampledData[Sample]):
     """The order of a video run, its loader, and the first epoch that completes its cache."""
 
     def __init__(self, task: VideoTask, sampler: BatchSampler[Sample], loader: Loader) -> None:
-        super().__init__(sampler, loader, StepWeights(task.config.weighting, sampler, task.tokens))
+        self.tokens = {bucket: task.tokens(bucket) for pools in sampler.pools for bucket in pools}
+        super().__init__(sampler, loader, StepWeights(task.weighting, sampler, self.tokens.__getitem__))
         self.task = task
 
     def steps(self, start: int, stop: int) -> Generator[StepData, None, None]:
@@ -42,7 +43,7 @@ class VideoData(SampledData[Sample]):
 
     def measure(self, step: StepData) -> StepData:
         """The step with the number and the tokens of its samples as divisors."""
-        tokens = sum(count * self.task.tokens(bucket) for bucket, count in step.counts.items())
+        tokens = sum(count * self.tokens[bucket] for bucket, count in step.counts.items())
         return replace(step, divisors={**step.divisors, "tokens": float(tokens)}, tokens=tokens)
 
     def lost(self) -> set[str]:

@@ -25,7 +25,7 @@ def tokens(bucket: ShapeClass) -> float:
 
 
 def factors(sampler: BatchSampler, step: int, weighting: Weighting) -> dict[ShapeClass, Counter[float]]:
-    """What each sample of a step is multiplied by in its gradient, by bucket: its part of the step's mean, times the weight."""
+    """The factor of each sample's gradient in a step, by bucket: its part of the step's mean, times the weight."""
     drawn = Counter(draw.sample.bucket for draw in sampler.draws(step))
     samples, size = drawn.total(), sum(count * tokens(bucket) for bucket, count in drawn.items())
     weight = StepWeights(weighting, sampler, tokens).weight(step, samples, size)
