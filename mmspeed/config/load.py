@@ -297,6 +297,10 @@ def _suggest(loc: list[Any], full_loc: tuple[Any, ...], kind: type[RunConfig], o
         for task, other in _other_configs(kind):
             if any(loc[0] == (f.alias or name) for name, f in other.model_fields.items()):
                 return f", which is a section of the task {task}; this config is of the task {own_task}"
+    path = ".".join(part for part in loc if isinstance(part, str))
+    for task, other in _other_configs(kind):
+        if any(path == re.sub(r"\(\w+\)|\[\]", "", known) for known, _ in all_fields(other)):
+            return f", which is a key of the task {task}; this config is of the task {own_task}"
     section = _section_at(kind, [part for part in full_loc[:-1] if not isinstance(part, int)])
     key = str(loc[-1])
     if section is not None:
