@@ -11,6 +11,7 @@ from .load import (
     sections,
     today,
     video_config,
+    with_recorded_weighting,
 )
 from .schema import Bucket, Config, RunConfig
 
@@ -28,4 +29,5 @@ __all__ = [
     "sections",
     "today",
     "video_config",
+    "with_recorded_weighting",
 ]

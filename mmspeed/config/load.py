@@ -10,7 +10,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -21,6 +21,9 @@ from mmspeed.errors import UserError, nearest
 from .renamed import RESHARDED, note, refuse_old, translated
 from .schema import Config, RunConfig
 from .tasks import config_class, known_tasks
+from .training import Weighting, WeightingSection
+
+AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
 
 
 def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -35,9 +38,8 @@ def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfi
     tree = _read_tree(path)
     if path.name == "config.yaml" and (path.parent / "run.json").is_file():
         return make_run_config(today(tree, path.parent), overrides, base=path.resolve().parent, origin=str(path))
-    return log_changed_degrees(
-        make_run_config(tree, overrides, base=path.resolve().parent, origin=str(path)), str(path)
-    )
+    config = make_run_config(tree, overrides, base=path.resolve().parent, origin=str(path))
+    return with_recorded_weighting(log_changed_degrees(config, str(path)), str(path))
 
 
 def log_changed_degrees(config: RunConfig, origin: str) -> RunConfig:
@@ -64,6 +66,26 @@ def log_changed_degrees(config: RunConfig, origin: str) -> RunConfig:
         line += f"; now {degrees} runs in attention of the {blocks} blocks (set `dsp: 1` if this is intended)"
     logging.getLogger("mmspeed.config").info(line)
     return config
+
+
+def with_recorded_weighting(config: AnyConfig, origin: str | None = None) -> AnyConfig:
+    """The config with the weighting that its run's folder recorded, where it names none itself: the default came later than such runs.
+
+    A difference from the default is logged in a line, with `origin`, unless that is None.
+    """
+    path, objective = config.run_dir / "config.yaml", config.objective
+    if not isinstance(objective, WeightingSection) or "weighting" in objective.model_fields_set or not path.is_file():
+        return config
+    section = translated(_read_tree(path))[0].get("objective")
+    recorded = section.get("weighting") if isinstance(section, dict) else None
+    if recorded not in typing.get_args(Weighting) or recorded == objective.weighting:
+        return config
+    if origin is not None:
+        logging.getLogger("mmspeed.config").info(
+            f"{origin}: {config.run_dir} recorded objective.weighting: {recorded}, and continues so "
+            f"(a new run has {objective.weighting})"
+        )
+    return config.model_copy(update={"objective": objective.model_copy(update={"weighting": recorded})})
 
 
 def _recorded_dsp(path: Path) -> int:
@@ -122,7 +144,9 @@ def make_run_config(
     task = tree_copy.get("task", "video")
     kind = config_class(task, origin)
     for section, default in _DEFAULT_KINDS.items():
-        if section in kind.model_fields and isinstance(tree_copy.get(section), dict):
+        field = kind.model_fields.get(section)
+        options = _models_of(field.annotation) if field is not None else []
+        if any("kind" in option.model_fields for option in options) and isinstance(tree_copy.get(section), dict):
             tree_copy[section].setdefault("kind", default)
     try:
         config = kind.model_validate(tree_copy)
@@ -273,6 +297,10 @@ def _suggest(loc: list[Any], full_loc: tuple[Any, ...], kind: type[RunConfig], o
         for task, other in _other_configs(kind):
             if any(loc[0] == (f.alias or name) for name, f in other.model_fields.items()):
                 return f", which is a section of the task {task}; this config is of the task {own_task}"
+    path = ".".join(part for part in loc if isinstance(part, str))
+    for task, other in _other_configs(kind):
+        if any(path == re.sub(r"\(\w+\)|\[\]", "", known) for known, _ in all_fields(other)):
+            return f", which is a key of the task {task}; this config is of the task {own_task}"
     section = _section_at(kind, [part for part in full_loc[:-1] if not isinstance(part, int)])
     key = str(loc[-1])
     if section is not None:

@@ -56,6 +56,9 @@ def renamed_value(key: str, value: Any) -> Any:
 def translated(record: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """A recorded config (nested sections) in today's keys and values, and the old keys in it."""
     tree: dict[str, Any] = deepcopy(dict(record))
+    objective = tree.get("objective")
+    if isinstance(objective, Mapping) and "weighting" not in objective:  # each step counted alike before it had a name
+        tree["objective"] = {**objective, "weighting": "step"}
     old_keys = [key for key in RENAMED if _section(tree, key) is not None]
     parallel = tree.get("parallel")
     if isinstance(parallel, Mapping) and "dsp" not in parallel:

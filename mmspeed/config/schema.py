@@ -30,7 +30,7 @@ from .memory import MemoryConfig, refused
 from .parallel import ParallelConfig
 from .places import is_url, mirror_folder
 from .sparse import SparseConfig, planner_from_scratch
-from .training import BatchingConfig, StageConfig, TrainConfig
+from .training import BatchingConfig, StageConfig, TrainConfig, Weighting, WeightingSection
 
 __all__ = [
     "BatchingConfig",
@@ -82,10 +82,15 @@ class ModelConfig(Section):
     sparse: SparseConfig | None = Field(None, description="Sparse self-attention; null: all attention is dense.")
 
 
-class ObjectiveSection(Section):
-    """Base of the sections of objectives."""
+class ObjectiveSection(WeightingSection):
+    """Base of the sections of objectives of diffusion."""
 
     samplers: ClassVar[tuple[str, ...]]  # names of `sample.sampler` that fit; `auto` takes the first
+
+    weighting: Weighting = Field(
+        "sample",
+        description="What counts alike in the gradients of an epoch. `sample`: samples, whatever their buckets and whatever `batching` is; `token`: tokens of latents, so that a sample counts by its length; `step`: steps, so that a sample's share depends on `batching` (and, without `slots`, on the number of devices). Runs from before this key have `step`.",
+    )
 
 
 class FlowConfig(ObjectiveSection):
@@ -200,7 +205,7 @@ class RunConfig(Section):
     """The sections that every task shares."""
 
     # sections that a resumed run may not change, since its checkpoints would change their meaning
-    fixed_on_resume: ClassVar[tuple[str, ...]] = ("seed", "task")
+    fixed_on_resume: ClassVar[tuple[str, ...]] = ("seed", "task", "objective")
     # (section, key) pairs of those that may change nevertheless
     free_on_resume: ClassVar[tuple[tuple[str, str], ...]] = ()
     # reading order of the sections; unnamed ones come last
@@ -214,6 +219,7 @@ class RunConfig(Section):
         "runs", description="Folder that run folders are created in. Relative paths are taken from the config file."
     )
     seed: int = Field(0, ge=0, description="Seed that every random draw is derived from.")
+    objective: WeightingSection = Field(default_factory=WeightingSection, description="The training objective.")
     train: TrainConfig = Field(default_factory=TrainConfig, description="The loop.")
     batching: BatchingConfig = Field(
         default_factory=BatchingConfig,
@@ -280,6 +286,11 @@ class RunConfig(Section):
         if reason is not None:
             raise ValueError(f"memory: {reason}")
         return self
+
+    @property
+    def weighting(self) -> Weighting:
+        """The unit that counts alike in the gradients of an epoch: steps, where a task has an `objective` of another kind."""
+        return self.objective.weighting if isinstance(self.objective, WeightingSection) else "step"
 
     @property
     def run_dir(self) -> Path:

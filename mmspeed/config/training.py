@@ -10,6 +10,17 @@ from mmspeed.shapes import Bucket
 
 from .inputs import Section
 
+Weighting = Literal["step", "sample", "token"]  # what counts alike in the gradients of an epoch
+
+
+class WeightingSection(Section):
+    """The objective of a task whose loss is its own: the weights of its steps."""
+
+    weighting: Weighting = Field(
+        "step",
+        description="What counts alike in the gradients of an epoch, each step's being its own mean. `step`: steps; `sample`: samples; `token`: real tokens. Choose the one that the loss is divided by, and no key of `batching` changes the objective.",
+    )
+
 
 class TrainConfig(Section):
     """The training loop."""

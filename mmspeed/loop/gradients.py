@@ -40,14 +40,21 @@ def _norm_of(kinds: Sequence[Sequence[nn.Parameter]], mesh: Mesh | None) -> Tens
 
 
 def clip_gradients(
-    models: Sequence[nn.Module], clip_norm: float | None, mesh: Mesh | None = None, scale: float | None = None
+    models: Sequence[nn.Module],
+    clip_norm: float | None,
+    mesh: Mesh | None = None,
+    scale: float | None = None,
+    weight: float = 1.0,
 ) -> Tensor:
-    """The norm of all gradients (`total_norm`); those above `clip_norm` are scaled down.
+    """The norm of all gradients (`total_norm`) over `weight`; gradients whose norm so divided is above `clip_norm` are scaled down.
 
-    With `scale`, gradients are multiplied by it in the same pass, and the norm is that of the products.
+    `weight` is the factor of the step that the gradients have, and keep. With `scale`, gradients are multiplied by it in the same pass,
+    and the norm is that of the products.
     """
     kinds = by_mesh([p for model in models for p in model.parameters() if p.grad is not None])
     norm = _norm_of(kinds, mesh)
+    if weight != 1.0:
+        norm = norm / weight
     if scale is not None:
         norm = norm * scale
         factor = torch.full_like(norm, scale)

@@ -1,7 +1,7 @@
 """Runners drive the micro-batches of a step through forward and backward.
 
 `SequentialRunner` runs one after another; a pipeline's runner will keep several in flight. Engines sum gradients over ranks, so a
-loss is scaled by one over the step's divisor before its backward, and gradients are not divided afterwards.
+loss is scaled by the step's weight over its divisor before its backward, and gradients are not divided afterwards.
 
 Legend: I items of a micro-batch.
 """
@@ -59,10 +59,11 @@ def _sum(scalars: list[Tensor], device: torch.device) -> Tensor:
 class Runner(Protocol):
     """The driver of the micro-batches of an update."""
 
-    def run(self, forward: Forward, batches: MicroBatches, divisors: Divisors) -> RunRecord:
+    def run(self, forward: Forward, batches: MicroBatches, divisors: Divisors, weight: float = 1.0) -> RunRecord:
         """Run forward and backward of all micro-batches; gradients are summed over ranks with the last one.
 
-        `divisors`: the divisors of the terms' losses; None: known afterwards, and the weights are summed. When the next micro-batch is
+        `divisors`: the divisors of the terms' losses; None: known afterwards, and the weights are summed. `weight`: the step's, a factor of
+        its gradients, which the recorded terms do not have. When the next micro-batch is
         asked for, only the terms and sources of the last one are kept. Raises UserError for a term that trains and whose divisor is
         not positive. On a pipeline stage that does not know the loss the record has no terms.
         """
@@ -76,7 +77,7 @@ class SequentialRunner:
     models: Sequence[nn.Module]
     strategy: Strategy
 
-    def run(self, forward: Forward, batches: MicroBatches, divisors: Divisors) -> RunRecord:
+    def run(self, forward: Forward, batches: MicroBatches, divisors: Divisors, weight: float = 1.0) -> RunRecord:
         record = RunRecord()
         for batch in batches:  # no enumerate: it would keep a batch alive while the next one is fetched
             with ExitStack() as stack:
@@ -84,14 +85,14 @@ class SequentialRunner:
                 for model in self.models:
                     stack.enter_context(no_sync(model, self.strategy, last=last))
                 terms = forward(batch)
-                loss = self._note(record, batch, terms, divisors)
+                loss = self._note(record, batch, terms, divisors, weight)
                 loss.backward()
             # after backward, a graph still holds the non-tensor state of its functions, such as plans
             del batch, terms, loss
         return record
 
     @staticmethod
-    def _note(record: RunRecord, batch: Batch, terms: Terms, divisors: Divisors) -> Tensor:
+    def _note(record: RunRecord, batch: Batch, terms: Terms, divisors: Divisors, weight: float) -> Tensor:
         """Record the terms of a micro-batch; returns the scalar that is differentiated.
 
         Raises ValueError where none trains, or one has a divisor that the step's data does not name.
@@ -102,7 +103,9 @@ class SequentialRunner:
                 raise ValueError(f"the term '{name}' has the divisor '{term.divisor}', and the step's data has {known}")
         totals = {name: term.total() for name, term in terms.items()}
         parts = [
-            totals[name] * scale_of(term.divisor, divisors[term.divisor]) for name, term in terms.items() if term.trains
+            totals[name] * (weight * scale_of(term.divisor, divisors[term.divisor]))
+            for name, term in terms.items()
+            if term.trains
         ]
         if not parts:
             raise ValueError(f"no term of {', '.join(terms) or 'the loss'} trains")

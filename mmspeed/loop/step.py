@@ -33,7 +33,7 @@ class StepResult:
     """
 
     loss: float  # sum of the terms that train, each over its divisor
-    grad_norm: float  # global, before clipping
+    grad_norm: float  # global, of the step's own mean (without its weight), before clipping
     finite: bool  # of all updates
     bad: list[str] = field(default_factory=list)  # sources of the items whose loss was not finite
     terms: Mapping[str, float] = field(default_factory=dict)  # each over its divisor
@@ -75,8 +75,9 @@ def train_step(
     mesh: Mesh | None = None,
     group: dist.ProcessGroup | None = None,
     step: int = 0,
+    weight: float = 1.0,
 ) -> StepResult:
-    """Make the updates of step number `step` (from 0), in order, up to the first that is not finite.
+    """Make the updates of step number `step` (from 0), in order, up to the first that is not finite. `weight`: the step's in its epoch.
 
     With several, the micro-batches are kept, and the result names the terms of all. The loss and the gradient norm are those of the first
     update that every step makes, or of the non-finite one before it. Raises UserError as `apply_update`.
@@ -87,7 +88,7 @@ def train_step(
     results: dict[str, StepResult] = {}
     for learner in due:
         result = apply_update(
-            models, learner, reused, divisors, clip_norm=clip_norm, tensor=tensor, mesh=mesh, group=group
+            models, learner, reused, divisors, clip_norm=clip_norm, tensor=tensor, mesh=mesh, group=group, weight=weight
         )
         results[learner.update.name] = result
         for other in learners if several else ():  # a loss may reach models that another update trains
@@ -121,20 +122,24 @@ def apply_update(
     tensor: Axis | None = None,
     mesh: Mesh | None = None,
     group: dist.ProcessGroup | None = None,
+    weight: float = 1.0,
 ) -> StepResult:
-    """Run forward and backward of this rank's micro-batches, then one update by the gradients of all ranks.
+    """Run forward and backward of this rank's micro-batches, then one update by `weight` times the gradients of all ranks.
 
-    All ranks have equally many micro-batches. A loss or gradient that is not finite on any rank leaves parameters and optimizer
-    untouched on all; with an optimizer that updates in backward it raises UserError. A divisor that is known only afterwards (None) costs
-    a scaling of the gradients, which is merged with clipping. `tensor` is the tensor-parallel axis, where there is one, `mesh` that of the
-    models. `group` is for small CPU collectives. The device is synchronized with once, and once more for divisors that are known only
-    afterwards. Raises UserError for a divisor that is not positive.
+    Clipping looks at the gradients of the step's own mean, without `weight`, and so leaves steps their weights. All ranks have equally many
+    micro-batches. A loss or gradient that is not finite on any rank leaves parameters and optimizer untouched on all; with an optimizer
+    that updates in backward it raises UserError. A divisor that is known only afterwards (None) costs a scaling of the gradients, which is
+    merged with clipping. `tensor` is the tensor-parallel axis, where there is one, `mesh` that of the models. `group` is for small CPU
+    collectives. The device is synchronized with once, and once more for divisors that are known only afterwards. Raises UserError for a
+    divisor that is not positive, ValueError for such a weight.
     """
+    if not weight > 0 or not math.isfinite(weight):
+        raise ValueError(f"a step's weight is {weight:g}: it must be above 0")
     update, releasing = learner.update, learner.releasing
     for optimizer in releasing:
         optimizer.begin(len(batches))
     record = learner.runner.run(
-        lambda batch: update.loss(models, batch.to(learner.device, torch.float32)), batches, divisors
+        lambda batch: update.loss(models, batch.to(learner.device, torch.float32)), batches, divisors, weight
     )
     learning = [models[role] for role in update.roles]
     if tensor is not None:
@@ -145,11 +150,11 @@ def apply_update(
     scale = _late_scale(kinds, late, bool(releasing))
     sums = [record.total(name, learner.device) for name in kinds]
     if not releasing:
-        norm = clip_gradients(learning, clip_norm, mesh, scale)
+        norm = clip_gradients(learning, clip_norm, mesh, scale, weight)
         *local, grad_norm = torch.stack([*sums, norm]).tolist()  # the wait for the device
     else:
         local = torch.stack(sums).tolist()
-        grad_norm = math.hypot(*(optimizer.gradient_norm(group) for optimizer in releasing))
+        grad_norm = math.hypot(*(optimizer.gradient_norm(group) for optimizer in releasing)) / weight
     broken = not (all(map(math.isfinite, local)) and math.isfinite(grad_norm))
     *totals, broken_ranks = all_reduce_sum([*local, float(broken)], group)
     known = {name: value for name, value in divisors.items() if value is not None} | late

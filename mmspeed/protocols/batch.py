@@ -122,8 +122,8 @@ class Term:
     """A named part of a loss, item by item.
 
     Its value in a step is the sum over all items of all ranks of `loss_I * weight_I`, divided by the step's divisor of the name
-    `divisor`. The sum of the losses of all terms that train is differentiated. Terms whose divisor is known only afterwards share their
-    weights, and the divisor is the sum of these.
+    `divisor`. The sum of the losses of all terms that train is differentiated, times the step's weight. Terms whose divisor is known only
+    afterwards share their weights, and the divisor is the sum of these.
     """
 
     loss_I: Tensor  # float32

@@ -41,6 +41,7 @@ class StepData:
         items: the step's items over all ranks, lost ones included; the sequence may make each on access, since few steps are read.
         counts: items of each shape class over all ranks, lost ones left out.
         tokens: real tokens of these, where the data knows them; None: the task counts by shape.
+        weight: what its mean counts among the steps of its epoch, the same on every rank; above 0, and 1 where all steps count alike.
         imbalance: computes the greatest over the mean cost across ranks, 1 at best; called for the steps that are logged.
     """
 
@@ -49,6 +50,7 @@ class StepData:
     items: Sequence[Item]
     counts: Mapping[ShapeClass, int]
     tokens: int | None = None
+    weight: float = 1.0
     imbalance: Callable[[], float] = even
 
 

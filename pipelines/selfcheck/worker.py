@@ -179,7 +179,13 @@ def _step(check: CheckTask, kind: str, parts: Assembly, placement: Placement, wh
     hook = parts.optimizer.register_step_pre_hook(lambda *_: grads.update(whole_gradients(unwrap(parts.model))))
     before = ledger.copy()
     result = train_step(
-        parts.models, parts.learners, batches, data.divisors, clip_norm=clip, tensor=placement.layout.tensor
+        parts.models,
+        parts.learners,
+        batches,
+        data.divisors,
+        clip_norm=clip,
+        tensor=placement.layout.tensor,
+        weight=data.weight,
     )
     hook.remove()
     if clip is not None:  # undone, so that a wrong norm does not make every gradient look wrong

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -11,6 +13,7 @@ from torch import Tensor
 from mmspeed.config import RunConfig
 from mmspeed.data import Batching, BatchSampler, Loader
 from mmspeed.data.sampling.order import StepLocation
+from mmspeed.data.sampling.weighting import StepWeights
 from mmspeed.loop.checkpoint.state import whole_tensors
 from mmspeed.protocols import (
     BatchShape,
@@ -78,10 +81,10 @@ class TaskDefaults:
 
 
 class SampledData(Generic[S]):
-    """The data of a trainer, from a sampler's order and its loader."""
+    """The data of a trainer, from a sampler's order and its loader. `weights`: of its steps; None: all are 1."""
 
-    def __init__(self, sampler: BatchSampler[S], loader: Loader) -> None:
-        self.sampler, self.loader = sampler, loader
+    def __init__(self, sampler: BatchSampler[S], loader: Loader, weights: StepWeights | None = None) -> None:
+        self.sampler, self.loader, self.weights = sampler, loader, weights
 
     @property
     def waited_seconds(self) -> float:
@@ -93,7 +96,21 @@ class SampledData(Generic[S]):
 
     def steps(self, start: int, stop: int) -> Generator[StepData, None, None]:
         """The optimizer steps in [start, stop)."""
-        return self.loader.steps(start, stop)
+        return self._measured(start, stop)
+
+    def _measured(self, start: int, stop: int) -> Generator[StepData, None, None]:
+        """Yield the loader's steps, each with its divisors, tokens and weight."""
+        with closing(self.loader.steps(start, stop)) as steps:
+            for number, step in enumerate(steps, start):
+                measured = self.measure(step)
+                weight = 1.0
+                if self.weights is not None:
+                    weight = self.weights.weight(number, sum(step.counts.values()), float(measured.tokens or 0))
+                yield replace(measured, weight=weight)
+
+    def measure(self, step: StepData) -> StepData:
+        """The step with its divisors and tokens, as the loader knows them."""
+        return step
 
     def shapes(self, step: int) -> list[BatchShape]:
         return self.loader.shapes(step)

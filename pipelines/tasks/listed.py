@@ -6,7 +6,7 @@ Order of steps, resuming, sharing over ranks, batching by cost and prefetching a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -22,6 +22,7 @@ from mmspeed.config.training import BatchingConfig
 from mmspeed.data import Batching, BatchSampler, Loader, SampleUse
 from mmspeed.data.loading.loader import Batches
 from mmspeed.data.sampling.batch_sizes import SampleCosts, costs_of_samples, make_batching
+from mmspeed.data.sampling.weighting import StepWeights
 from mmspeed.errors import UserError
 from mmspeed.pipelines.tasks.base import TaskDefaults, largest_batch
 from mmspeed.pipelines.tasks.listed_samples import (
@@ -178,7 +179,16 @@ class ListedTask(TaskDefaults, ABC, Generic[C]):
             device=place.device,
             collate=StackedSamples(self.rules),
         )
-        return ListedData(sampler, loader, self.by_key, self.divisors)
+        weights = StepWeights(self.config.weighting, sampler, self._mean_tokens.__getitem__)
+        return ListedData(sampler, loader, self.by_key, self.divisors, weights)
+
+    @cached_property
+    def _mean_tokens(self) -> dict[ShapeClass, float]:
+        """The mean real tokens of each class's training samples."""
+        by_class: defaultdict[ShapeClass, list[ListedSample]] = defaultdict(list)
+        for sample in self.training:
+            by_class[sample.shape].append(sample)
+        return {shape: real_tokens(samples) / len(samples) for shape, samples in by_class.items()}
 
     def batch_of(self, samples: Sequence[ListedSample]) -> Batch:
         """The batch of samples of one class, each with weight 1."""

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mmspeed.data import BatchSampler, Loader, SampleUse
+from mmspeed.data.sampling.weighting import StepWeights
 from mmspeed.pipelines.tasks.base import SampledData, shares
 from mmspeed.protocols import (
     Batch,
@@ -118,16 +118,15 @@ class ListedData(SampledData[ListedSample]):
         loader: Loader,
         by_key: Mapping[str, ListedSample],
         divisors: DivisorsOf,
+        weights: StepWeights | None = None,
     ) -> None:
-        super().__init__(sampler, loader)
+        super().__init__(sampler, loader, weights)
         self.by_key, self.divisors = by_key, divisors
 
-    def steps(self, start: int, stop: int) -> Generator[StepData, None, None]:
-        """The optimizer steps in [start, stop)."""
-        with closing(super().steps(start, stop)) as steps:
-            for step in steps:
-                samples = [self.by_key[item.sample] for item in step.items]
-                yield replace(step, divisors=self.divisors(samples), tokens=real_tokens(samples))
+    def measure(self, step: StepData) -> StepData:
+        """The step with the task's divisors and its samples' real tokens."""
+        samples = [self.by_key[item.sample] for item in step.items]
+        return replace(step, divisors=self.divisors(samples), tokens=real_tokens(samples))
 
 
 class ListedValidation:

@@ -17,7 +17,7 @@ from pydantic_core import to_jsonable_python
 from torch import Tensor, nn
 
 from mmspeed.compute.sparse.module import clustered_layers
-from mmspeed.config import Config
+from mmspeed.config import Config, with_recorded_weighting
 from mmspeed.config.schema import ModelConfig
 from mmspeed.data import Batching, BatchSampler, DatasetCache, Loader, Sample
 from mmspeed.data.loading.collate import VideoCollate
@@ -103,7 +103,9 @@ class VideoTask:
         build: BuildModel = build_model,
         call: ModelCall | None = None,
     ) -> None:
+        config = with_recorded_weighting(config)
         self.config, self.maker, self._build, self._call = config, maker, build, call
+        self.weighting = config.weighting
         self.objective: Objective = make_objective(config.objective)
         self._inputs: EncoderShapes | None = None
         self._cache: DatasetCache | None = None
@@ -212,7 +214,13 @@ class VideoTask:
         conditions = conditions_of(batch, None if self._inputs is None else self._inputs.strides)
         prediction_BCThw = self.predictor.predict(models["model"], x_BCThw, t_B.to(device), conditions)
         loss_B = self.objective.sample_loss(prediction_BCThw, target_BCThw, t_B)
-        return {"loss": Term(loss_B, batch.weights_I)}
+        return {"loss": self.term(loss_B, batch)}
+
+    def term(self, loss_B: Tensor, batch: Batch) -> Term:
+        """The term of the losses of a batch's samples (B,), in which a sample counts as `objective.weighting` says."""
+        if self.weighting == "token":
+            return Term(loss_B, batch.weights_I * self.tokens(batch.shape), "tokens")
+        return Term(loss_B, batch.weights_I)
 
     def prepare(self, models: Models, place: RunPlace) -> None:
         """Try out the kernel of sparse attention and MLPs in parts. Raises UserError where the kernel does not support this device."""
@@ -318,8 +326,9 @@ class VideoTask:
         return sketched(self.inputs, self.predictor, model, self.latent(shape), items, self.config.text.max_tokens)
 
     def synthetic_divisors(self, batch: Batch, batches: int) -> Divisors:
-        """The number of samples."""
-        return {"samples": float(batch.size * batches)}
+        """The number of samples, and their tokens."""
+        samples = batch.size * batches
+        return {"samples": float(samples), "tokens": float(samples * self.tokens(batch.shape))}
 
     def largest_micro_batch(self, place: RunPlace) -> MicroBatchSize:
         """The micro-batch with the most tokens, and its bucket."""

@@ -176,7 +176,10 @@ class ShrunkRun:
         ]
         pending = iter(batches)
         return StepData(
-            divisors={"samples": float(count_present(draws))},
+            divisors={
+                "samples": float(count_present(draws)),
+                "tokens": float(sum(self._task.tokens(draw.sample.bucket) for draw in draws)),
+            },
             batches=Batches(len(batches), None, lambda: next(pending)),
             items=[Item(*draw.name, draw.sample.source, draw.sample.bucket.name) for draw in draws],
             counts=Counter(draw.sample.bucket for draw in draws),

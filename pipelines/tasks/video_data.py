@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mmspeed.data import BatchSampler, FirstEpoch, Loader, Sample
+from mmspeed.data.sampling.weighting import StepWeights
 from mmspeed.pipelines.tasks.base import SampledData
 from mmspeed.protocols import StepData
 
@@ -17,7 +19,8 @@ class VideoData(SampledData[Sample]):
     """The order of a video run, its loader, and the first epoch that completes its cache."""
 
     def __init__(self, task: VideoTask, sampler: BatchSampler[Sample], loader: Loader) -> None:
-        super().__init__(sampler, loader)
+        self.tokens = {bucket: task.tokens(bucket) for pools in sampler.pools for bucket in pools}
+        super().__init__(sampler, loader, StepWeights(task.weighting, sampler, self.tokens.__getitem__))
         self.task = task
 
     def steps(self, start: int, stop: int) -> Generator[StepData, None, None]:
@@ -36,7 +39,12 @@ class VideoData(SampledData[Sample]):
                 held_out=task.held_out,
                 group=task.group,
             )
-        return self.loader.steps(start, stop)
+        return super().steps(start, stop)
+
+    def measure(self, step: StepData) -> StepData:
+        """The step with the number and the tokens of its samples as divisors."""
+        tokens = sum(count * self.tokens[bucket] for bucket, count in step.counts.items())
+        return replace(step, divisors={**step.divisors, "tokens": float(tokens)}, tokens=tokens)
 
     def lost(self) -> set[str]:
         """Keys of the samples that were lost in this run's first epoch."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mmspeed import comm
-from mmspeed.config import RunConfig
+from mmspeed.config import RunConfig, with_recorded_weighting
 from mmspeed.data.loading.first_epoch import OnlineEncoder
 from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.errors import UserError
@@ -86,7 +86,7 @@ class TrainPipeline:
     """
 
     def __init__(self, config: RunConfig, maker: OnlineEncoder | None = None, task: Task | None = None) -> None:
-        self.config = config
+        self.config = config = with_recorded_weighting(config, "the config")
         self.task = task or make_task(config, maker)
         self.folder = RunFolder(config.run_dir)
 
@@ -278,6 +278,7 @@ class TrainPipeline:
                 tensor=run.placement.layout.tensor,
                 mesh=run.placement.mesh,
                 step=run.step,
+                weight=data.weight,
             )
         except UserError as error:
             raise UserError(f"step {run.step + 1}: {error}") from error
@@ -290,6 +291,7 @@ class TrainPipeline:
             "epoch": outcome.epoch,
             "loss": result.loss,
             "grad_norm": result.grad_norm,
+            "weight": outcome.data.weight,
             **run.task.describe(outcome.data),
             "imbalance": outcome.data.imbalance(),
             "skipped_steps": run.skipped,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmspeed.config import Config
+from mmspeed.config.training import Weighting
 from mmspeed.data import Batching
 from mmspeed.data.sampling.assignment import BucketBatch, assign_slots
 from mmspeed.data.sampling.batch_sizes import Measured, SampleCosts, make_batching, make_stages
@@ -19,6 +21,7 @@ from mmspeed.data.sampling.forecast import Forecast, forecast
 from mmspeed.data.sampling.mixture import SamplePool, over_largest
 from mmspeed.data.sampling.order import Order, TrainingStage
 from mmspeed.data.sampling.schedule import EpochSchedule
+from mmspeed.data.sampling.weighting import gradient_shares
 from mmspeed.errors import UserError
 from mmspeed.preprocess.records.caption_lengths import CaptionLengths
 from mmspeed.protocols import ShapeClass
@@ -39,6 +42,7 @@ class BucketPreview:
     tokens: int  # of a sample
     cost: float  # of a sample alone, in the outlook's unit
     share: float  # of an epoch's cost
+    gradient: tuple[float, ...]  # share of an epoch's gradients, by the config's weighting
     step: tuple[int, ...]  # samples of a full step
     at_a_time: tuple[int, ...]  # the most of them that one device computes together
 
@@ -52,6 +56,7 @@ class DatasetPreview:
     uses: int
     asked: float  # its share of the uses, by the config
     share: float  # the actual share, of whole uses of the existing samples
+    gradient: tuple[float, ...]  # share of an epoch's gradients, for each number of devices
     epochs: int  # within which each of its samples was used
 
 
@@ -114,6 +119,7 @@ class SchedulePreview:
 
     worlds: tuple[int, ...]
     unit: str  # of costs
+    weighting: Weighting
     lockstep: bool  # True: ranks synchronise in every micro-batch (sharded parameters); False: once a step (ddp)
     stages: tuple[StagePreview, ...]
 
@@ -174,6 +180,7 @@ def preview_schedule(
     starts = [0, *itertools.accumulate(stage.steps or 0 for stage in stages[:-1])]
     ends = [*starts[1:], config.train.steps]
     previews = []
+    gradients = _GradientShares(config.weighting, costs)
     for number, stage in enumerate(stages):
         stage_sizes = dict.fromkeys(config.data.dataset_names, 0)
         for (bucket, name), count in sizes.items():
@@ -183,22 +190,40 @@ def preview_schedule(
             _epoch(number, begin, end, world, *plan, costs, lockstep, captions)
             for world, plan in zip(worlds, plans, strict=True)
         ]
+        shares = [gradients.of(order, number, begin) for _, order in plans]
         previews.append(
             StagePreview(
                 number,
                 begin,
                 end,
-                _buckets(number, worlds, plans, costs),
+                _buckets(number, worlds, plans, costs, shares),
                 _datasets(
                     stage,
                     [pool for of in plans[0][1].pools[number].values() for pool in of],
                     stage_sizes,
                     {order.locate(begin).epoch for _, order in plans},
+                    shares,
                 ),
                 tuple(epochs),
             )
         )
-    return SchedulePreview(tuple(worlds), UNITS[config.batching.by], lockstep, tuple(previews))
+    return SchedulePreview(tuple(worlds), UNITS[config.batching.by], config.weighting, lockstep, tuple(previews))
+
+
+class _GradientShares:
+    """The shares of buckets in the gradients of a stage's first epoch, computed once for each order."""
+
+    def __init__(self, weighting: Weighting, costs: SampleCosts) -> None:
+        self.weighting, self.costs = weighting, costs
+        self._known: dict[tuple[int, int, int], dict[ShapeClass, float]] = {}
+
+    def of(self, order: Order, stage: int, begin: int) -> dict[ShapeClass, float]:
+        """The share of each bucket in the epoch that begins with step `begin`."""
+        epoch = order.locate(begin).epoch
+        if (id(order), stage, epoch) not in self._known:
+            plan, buckets = order.whole_epoch(stage, epoch)
+            self._known[id(order), stage, epoch] = gradient_shares(plan, buckets, self.weighting, self.costs.tokens)
+        return self._known[id(order), stage, epoch]
 
 
 def _epoch(
@@ -279,8 +304,13 @@ def draw_curve(
 
 
 def _buckets(
-    stage: int, worlds: Sequence[int], plans: Sequence[tuple[Batching, Order]], costs: SampleCosts
+    stage: int,
+    worlds: Sequence[int],
+    plans: Sequence[tuple[Batching, Order]],
+    costs: SampleCosts,
+    gradients: Sequence[Mapping[ShapeClass, float]],
 ) -> tuple[BucketPreview, ...]:
+    """The buckets of a stage; `gradients`: their shares of the gradients, for each number of devices."""
     pools = plans[0][1].pools[stage]
     cost = plans[0][0].cost
     uses = {bucket: sum(pool.uses for pool in of) for bucket, of in pools.items()}
@@ -298,6 +328,7 @@ def _buckets(
                 tokens=costs.tokens(bucket),
                 cost=cost(bucket).of(1),
                 share=uses[bucket] * cost(bucket).each / total_cost,
+                gradient=tuple(shares[bucket] for shares in gradients),
                 step=tuple(step for step, _ in steps),
                 at_a_time=tuple(most for _, most in steps),
             )
@@ -306,17 +337,31 @@ def _buckets(
 
 
 def _datasets(
-    stage: TrainingStage, pools: Sequence[SamplePool], sizes: Mapping[str, int], begins: Iterable[int]
+    stage: TrainingStage,
+    pools: Sequence[SamplePool],
+    sizes: Mapping[str, int],
+    begins: Iterable[int],
+    gradients: Sequence[Mapping[ShapeClass, float]],
 ) -> tuple[DatasetPreview, ...]:
-    """The data sets of a stage, which uses `sizes` samples of them; it begins with one of the epochs `begins`."""
+    """The data sets of a stage, which uses `sizes` samples of them; it begins with one of the epochs `begins`.
+
+    A data set has the part of a bucket's share of the gradients (`gradients`, for each number of devices) that it has of its uses.
+    """
     asked_shares = _asked(stage, sizes)
     total_uses = sum(pool.uses for pool in pools)
+    uses_of_buckets = Counter[ShapeClass]()
+    for pool in pools:
+        uses_of_buckets[pool.bucket] += pool.uses
     previews = []
     for name, size in sizes.items():
         dataset_pools = [pool for pool in pools if pool.dataset == name]
         uses = sum(pool.uses for pool in dataset_pools)
         epochs = max((_epochs_to_meet_all(pool, begin) for pool in dataset_pools for begin in begins), default=0)
-        previews.append(DatasetPreview(name, size, uses, asked_shares[name], uses / total_uses, epochs))
+        gradient = tuple(
+            sum(shares[pool.bucket] * pool.uses / uses_of_buckets[pool.bucket] for pool in dataset_pools)
+            for shares in gradients
+        )
+        previews.append(DatasetPreview(name, size, uses, asked_shares[name], uses / total_uses, gradient, epochs))
     return tuple(previews)
 
 

@@ -11,6 +11,7 @@ from mmspeed.log import format_figure
 from mmspeed.preprocess.report.schedule_preview import BucketPreview, EpochPreview, SchedulePreview, StagePreview
 
 UNEVEN = 1.05  # imbalance above which a hint is given
+UNEVEN_GRADIENT = 0.05  # share of the gradient beyond that of the samples above which a hint is given
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,12 @@ def stage_tables(outlook: SchedulePreview, stage: StagePreview) -> list[TextTabl
         ),
         TextTable(
             f"{key}-buckets",
-            f"its buckets (cost in {outlook.unit}; where numbers of devices differ: on {worlds})",
-            ("bucket", "samples", "uses", "tokens", "cost", "share of cost", "full step", "a device at a time"),
+            f"its buckets (cost in {outlook.unit}; gradient: of an epoch, by {outlook.weighting}; where numbers of devices differ:"
+            f" on {worlds})",
+            (
+                *("bucket", "samples", "uses", "tokens", "cost", "share of cost", "share of gradient"),
+                *("full step", "a device at a time"),
+            ),
             tuple(_bucket_cells(bucket) for bucket in stage.buckets),
         ),
     ]
@@ -86,10 +91,11 @@ def stage_tables(outlook: SchedulePreview, stage: StagePreview) -> list[TextTabl
             TextTable(
                 f"{key}-datasets",
                 "its data sets",
-                ("data set", "samples", "uses", "share asked", "share", "all used within"),
+                ("data set", "samples", "uses", "share asked", "share", "share of gradient", "all used within"),
                 tuple(
                     (
                         *(one.name, f"{one.samples:,}", f"{one.uses:,}", f"{one.asked:.2%}", f"{one.share:.2%}"),
+                        _each_share(one.gradient),
                         _count(one.epochs, "epoch") if one.epochs else "never",
                     )
                     for one in stage.datasets
@@ -165,6 +171,7 @@ def preview_hints(config: Config, outlook: SchedulePreview) -> list[str]:
             )
         sentences += _budget_hints(config, outlook, stage, where)
         sentences += _share_hints(stage, where)
+        sentences += _gradient_hints(outlook, stage, where)
     return sentences
 
 
@@ -180,6 +187,19 @@ def _share_hints(stage: StagePreview, where: str) -> list[str]:
                 " its buckets; raise data.repeats, or give it fewer buckets"
             )
     return sentences
+
+
+def _gradient_hints(outlook: SchedulePreview, stage: StagePreview, where: str) -> list[str]:
+    """A sentence about the bucket whose samples count most beyond their number, where steps count alike."""
+    uses = sum(bucket.uses for bucket in stage.buckets)
+    over = {bucket: max(bucket.gradient) - bucket.uses / uses for bucket in stage.buckets}
+    most = max(over, key=over.__getitem__)
+    if outlook.weighting != "step" or over[most] <= UNEVEN_GRADIENT:
+        return []
+    return [
+        f"{where}bucket {most.bucket} is {most.uses / uses:.1%} of the samples and {_each_share(most.gradient)} of the gradient, since each"
+        " step counts alike; with objective.weighting: sample (in a new run) it does not depend on batching"
+    ]
 
 
 def _budget_hints(config: Config, outlook: SchedulePreview, stage: StagePreview, where: str) -> list[str]:
@@ -243,6 +263,7 @@ def _bucket_cells(bucket: BucketPreview) -> tuple[str, ...]:
         f"{bucket.tokens:,}",
         _cost(bucket.cost),
         f"{bucket.share:.1%}",
+        _each_share(bucket.gradient),
         _each(bucket.step),
         _each(bucket.at_a_time),
     )
@@ -270,6 +291,12 @@ def _merged(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
 def _each(numbers: Sequence[int]) -> str:
     """The common number, or those of each number of devices."""
     return f"{numbers[0]:,}" if len(set(numbers)) == 1 else " / ".join(f"{number:,}" for number in numbers)
+
+
+def _each_share(shares: Sequence[float]) -> str:
+    """The common share in percent, or those of each number of devices."""
+    cells = [f"{share:.1%}" for share in shares]
+    return cells[0] if len(set(cells)) == 1 else " / ".join(cells)
 
 
 def _together(words: Iterable[str]) -> str:

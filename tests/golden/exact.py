@@ -28,7 +28,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from .exact_cases import (
     CLIPS,
     DATA,
     NEW_KEYS,
+    NEW_ONLY,
     NEW_VALUES,
     OWN_CACHE,
     PICTURES,
@@ -71,6 +72,7 @@ class Side:
     folder: Path
     keys: Mapping[str, str]
     values: Mapping[str, Mapping[Any, Any]]
+    own: Mapping[str, Any] = field(default_factory=dict)  # keys that only this code has
 
     def call(self, *arguments: str, folder: Path | None = None) -> str:
         """Standard output of `python ARGUMENTS` in `folder` (else the side's) with this checkout's mmspeed. Raises FailedError."""
@@ -93,7 +95,8 @@ class Side:
         }
         tree = {**BASE, **DATA[data], **own, **changes}
         path = self.folder / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(nested(translated(tree, self.keys, self.values))), encoding="utf-8")
+        today = {**translated(tree, self.keys, self.values), **self.own}
+        path.write_text(yaml.safe_dump(nested(today)), encoding="utf-8")
         return path
 
     def preprocess(self, data: str, cache: str) -> Path:
@@ -120,7 +123,9 @@ def make_side(name: str, checkout: Path, home: Path) -> Side:
         raise FailedError(f"{folder} is there already: name a new folder")
     folder.mkdir()
     new = name == "new"
-    side = Side(name, checkout.resolve(), folder, NEW_KEYS if new else {}, NEW_VALUES if new else {})
+    side = Side(
+        name, checkout.resolve(), folder, NEW_KEYS if new else {}, NEW_VALUES if new else {}, NEW_ONLY if new else {}
+    )
     found = side.call("-c", "import mmspeed; print(mmspeed.__file__)").strip()
     if not Path(found).resolve().is_relative_to(side.checkout):
         raise FailedError(f"Python finds {found}, which is not in the {name} checkout {side.checkout}")

@@ -25,6 +25,8 @@ NEW_VALUES: dict[str, dict[Any, Any]] = {
     "train.checkpointing": {True: "recompute", False: "save"},
     "parallel.scheme": {"ulysses": 1},  # with `switch` the degrees beside it would change too: no case has it
 }
+# Keys that the old code does not have, at the values by which the new code computes as the old one did.
+NEW_ONLY: dict[str, Any] = {"objective.weighting": "step"}
 # Parts of the names of tensors in checkpoints (whole words between dots) that the new code calls otherwise.
 RENAMED: dict[str, str] = {}
 

@@ -31,7 +31,9 @@ def curve(folder: Path, overrides: tuple[str, ...]) -> list[float]:
     """The losses of a run on the whole cache of `small_config` in a folder."""
     from mmspeed.pipelines import TrainPipeline
 
-    config = small_config(folder, "train.steps=12", "validate.samples=0", *overrides)
+    # by step, as curves from before were taken: tests/unit/pipelines/test_weighting.py has the other weightings
+    weighting = "objective.weighting=step"
+    config = small_config(folder, "train.steps=12", "validate.samples=0", *overrides, weighting)
     TrainPipeline(config).run()
     return losses(config)
 

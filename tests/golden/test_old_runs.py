@@ -64,6 +64,7 @@ def test_the_run_goes_on_where_it_stopped(home: Path) -> None:
     assert f"step {STOPPED} loss" in before and f"step {STOPPED + 1} loss" not in before
     said = mmspeed(home, "train", "config.yaml", f"train.steps={STEPS}")
     assert said.count(TRANSLATED) == 1
+    assert said.count("recorded objective.weighting: step, and continues so") == 1  # the user's config names none
     assert TRANSLATED not in mmspeed(home, "report", "runs/old")  # the record is in today's keys now
     found = read_record(home / "runs" / "old").numbers
     assert before.items() <= found.items()  # no step is trained again

@@ -62,10 +62,13 @@ class TwoStageRunner:
     model: nn.Module
     mesh: Mesh
 
-    def run(self, forward: Forward, batches: MicroBatches, divisors: Divisors) -> RunRecord:
+    def run(self, forward: Forward, batches: MicroBatches, divisors: Divisors, weight: float = 1.0) -> RunRecord:
         group = self.mesh.dense.get_group(AxisName.PP.value)
         peer = dist.get_process_group_ranks(group)[0 if self.mesh.knows_loss else 1]
-        record = self._last(forward, batches, divisors, peer) if self.mesh.knows_loss else self._first(batches, peer)
+        if self.mesh.knows_loss:
+            record = self._last(forward, batches, divisors, peer, weight)
+        else:
+            record = self._first(batches, peer)
         replicas = self.mesh.dense.get_group(AxisName.DP_REPLICATE.value)
         for parameter in self.model.parameters():
             if parameter.grad is not None:
@@ -83,14 +86,14 @@ class TwoStageRunner:
                 output_IE.backward(grad_IE)
         return RunRecord()
 
-    def _last(self, forward: Forward, batches: MicroBatches, divisors: Divisors, peer: int) -> RunRecord:
+    def _last(self, forward: Forward, batches: MicroBatches, divisors: Divisors, peer: int, weight: float) -> RunRecord:
         received = []
         for batch in batches:
             x_IE = torch.empty_like(batch["x"])
             dist.recv(x_IE, peer)
             tensors = {**batch.tensors, "x": x_IE.requires_grad_()}
             received.append(Batch(tensors, batch.items, batch.weights_I, batch.shape))
-        record = SequentialRunner([self.model], "none").run(forward, received, divisors)
+        record = SequentialRunner([self.model], "none").run(forward, received, divisors, weight)
         for batch in received:
             grad_IE = batch["x"].grad
             assert grad_IE is not None

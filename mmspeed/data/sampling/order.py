@@ -87,12 +87,16 @@ class TrainingStage:
 
 @dataclass(frozen=True)
 class SamplerState:
-    """A position in the order of training: at `step`, the past uses of each bucket (by name) in this epoch of this stage."""
+    """A position in the order of training: at `step`, the past uses of each bucket (by name) in this epoch of this stage.
+
+    `planned`: the steps of the epoch by the plan that it began with, whatever plan goes on with it; 0 at its beginning.
+    """
 
     step: int = 0
     stage: int = 0
     epoch: int = 0
     used: Mapping[str, int] = field(default_factory=dict)
+    planned: int = 0
 
 
 class StepLocation(NamedTuple):
@@ -105,7 +109,10 @@ class StepLocation(NamedTuple):
 
 @dataclass(frozen=True)
 class _EpochRun:
-    """Epochs of a stage that have the same uses: from `epoch` on, each of `length` steps, from step `begin` to `end`."""
+    """Epochs of a stage that have the same uses: from `epoch` on, each of `length` steps, from step `begin` to `end`.
+
+    `planned`: the steps of each by the plan that it began with, more than `length` for the rest of one.
+    """
 
     stage: int
     begin: int
@@ -113,6 +120,7 @@ class _EpochRun:
     epoch: int
     length: int
     used: Mapping[str, int]
+    planned: int
 
 
 MOST_USES = 10**9  # of an epoch: its order takes 8 bytes a use
@@ -172,9 +180,17 @@ class Order:
         used = {
             bucket.name: count + run.used.get(bucket.name, 0) for bucket, count in zip(buckets, behind, strict=True)
         }
-        return SamplerState(
-            step, location.stage, location.epoch, {name: count for name, count in used.items() if count}
-        )
+        past = {name: count for name, count in used.items() if count}
+        return SamplerState(step, location.stage, location.epoch, past, run.planned if past else 0)
+
+    def mean_of_epoch(self, step: int, size: Callable[[ShapeClass], float]) -> float:
+        """The mean over the steps of `step`'s epoch, as planned at its beginning, of the sizes of their samples.
+
+        `size`: of a sample of a bucket.
+        """
+        run = self._run(step)
+        uses = {bucket: sum(pool.uses for pool in pools) for bucket, pools in self.pools[run.stage].items()}
+        return sum(count * size(bucket) for bucket, count in uses.items()) / run.planned
 
     def uses(self, stage: int = 0) -> int:
         """Uses of samples in an epoch of a stage."""
@@ -211,11 +227,12 @@ class Order:
             if any(used.values()):
                 length = self._division(number, _frozen(used)).steps
                 close = step + length if end is None else min(end, step + length)
-                runs.append(_EpochRun(number, step, close, epoch, length, used))
+                planned = self.origin.planned or self._division(number, ()).steps  # states of before do not tell
+                runs.append(_EpochRun(number, step, close, epoch, length, used, planned))
                 step, epoch, used = close, epoch + 1, {}
             length = self._division(number, ()).steps
             if end is None or step < end:
-                runs.append(_EpochRun(number, step, end, epoch, length, {}))
+                runs.append(_EpochRun(number, step, end, epoch, length, {}, length))
             if end is not None and step < end:
                 epoch += -(-(end - step) // length)
                 step = end

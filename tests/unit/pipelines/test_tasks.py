@@ -100,7 +100,12 @@ def test_keys_of_another_task_are_told_with_their_task(tmp_path: Path) -> None:
     register_characters()
     with pytest.raises(
         UserError,
-        match="unknown key 'objective', which is a section of the task video; this config is of the task characters",
+        match="unknown key 'sample', which is a section of the task video; this config is of the task characters",
+    ):
+        make_run_config({**character_tree(tmp_path), "sample": {"steps": 3}}, origin="test")
+    with pytest.raises(
+        UserError,
+        match=r"unknown key 'objective\.kind', which is a key of the task video; this config is of the task characters",
     ):
         make_run_config({**character_tree(tmp_path), "objective": {"kind": "flow"}}, origin="test")
     with pytest.raises(

@@ -39,7 +39,8 @@ def test_shapes_are_known_before_batches_are_read(home: Path) -> None:
         assert [dict(shape.tensors) for shape in shapes] == [
             {name: tuple(tensor.shape) for name, tensor in batch.tensors.items()} for batch in batches
         ]
-        assert step.divisors == {"samples": sum(step.counts.values())}
+        samples = sum(step.counts.values())
+        assert step.divisors == {"samples": samples, "tokens": samples * task.tokens(batches[0].shape)}
         lengths |= {shape.tensors["text"][1] for shape in shapes}
     assert len(lengths) > 1  # captions of several lengths, so that the widths are no constant
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmspeed.cli.app import numbers_of, run
-from mmspeed.config import Bucket, Config, dump_config
+from mmspeed.config import Bucket, Config, dump_config, make_config
 from mmspeed.data.sampling.assignment import BucketBatch, assign_slots
 from mmspeed.data.sampling.batch_sizes import SampleCosts, make_batching, make_stages
 from mmspeed.data.sampling.order import Order
@@ -310,3 +310,67 @@ def test_a_share_that_comes_out_another_is_told(tmp_path: Path) -> None:
     assert any("data set b makes 9.09%" in hint and "not 0.10%" in hint for hint in preview_hints(config, few))
     alone = preview_schedule(config, groups_of(9, 9, 9, name="b"), COSTS, [1])
     assert not any("data set" in hint for hint in preview_hints(config, alone))
+
+
+# -- shares of the gradient ----------------------------------------------------------------------------------------------
+
+IMAGE, VIDEO = Bucket(1, 256, 256), Bucket(49, 256, 256)
+OF_TOKENS = SampleCosts(lambda shape: 256 if shape == IMAGE else 13 * 256, lambda shape: 1e9 * shape.numbers)
+
+
+def uneven_config(folder: Path, *overrides: str) -> Config:
+    """4,000 images and 400 videos, of 13 times the tokens, in two data sets."""
+    buckets = [{"frames": one.frames, "height": one.height, "width": one.width} for one in (IMAGE, VIDEO)]
+    sources = [{"path": str(folder), "name": name} for name in ("images", "videos")]
+    tree = {"data": {"sources": sources, "cache": str(folder / "cache"), "buckets": buckets}}
+    return make_config(tree, overrides, origin="test")
+
+
+@pytest.mark.parametrize(
+    ("weighting", "overrides", "expected"),
+    [
+        ("step", ("train.batch_size=64",), "10.0%"),
+        ("step", ("batching.by=tokens",), "56.5% / 56.2%"),
+        ("step", ("batching.by=tokens", "batching.mix=matched"), "56.5% / 11.5%"),
+        ("step", ("batching.by=tokens", "batching.mix=window", "batching.accumulate=4"), "18.0% / 10.4%"),
+        ("sample", ("train.batch_size=64",), "9.1%"),
+        ("sample", ("batching.by=tokens",), "9.1%"),
+        ("sample", ("batching.by=tokens", "batching.mix=matched"), "9.1%"),
+        ("sample", ("batching.by=tokens", "batching.mix=window", "batching.accumulate=4"), "9.1%"),
+        ("token", ("train.batch_size=64",), "56.5%"),
+        ("token", ("batching.by=tokens", "batching.mix=matched"), "56.5%"),
+    ],
+)
+def test_the_share_of_the_gradient_is_printed(
+    tmp_path: Path, weighting: str, overrides: tuple[str, ...], expected: str
+) -> None:
+    """On 1 and 8 devices, of the videos: by step it depends on the schedule and the devices, by sample and by token it does not."""
+    config = uneven_config(tmp_path, f"objective.weighting={weighting}", *overrides)
+    groups = {(IMAGE, "images"): 4000, (VIDEO, "videos"): 400}
+    outlook = preview_schedule(config, groups, OF_TOKENS, [1, 8])
+    tables = {table.key: table for table in stage_tables(outlook, outlook.stages[0])}
+    for key, name in (("stage0-buckets", str(VIDEO)), ("stage0-datasets", "videos")):
+        column = tables[key].head.index("share of gradient")
+        assert next(row[column] for row in tables[key].rows if row[0] == name) == expected
+    assert f"gradient: of an epoch, by {weighting};" in tables["stage0-buckets"].title
+    for each in outlook.stages[0].epochs:
+        place = outlook.worlds.index(each.world)
+        assert sum(bucket.gradient[place] for bucket in outlook.stages[0].buckets) == pytest.approx(1)
+        assert sum(one.gradient[place] for one in outlook.stages[0].datasets) == pytest.approx(1)
+    told = [line for line in preview_hints(config, outlook) if "of the gradient" in line]
+    if weighting == "step" and "batching.by=tokens" in overrides:
+        assert told and f"9.1% of the samples and {expected} of the gradient" in told[0]
+        assert "objective.weighting: sample" in told[0]
+    else:
+        assert not told
+
+
+def test_data_sets_share_the_gradient_of_their_buckets(tmp_path: Path) -> None:
+    """A data set has of a bucket's share what it has of its uses."""
+    config = uneven_config(tmp_path, "objective.weighting=step", "batching.by=tokens")
+    groups = {(IMAGE, "images"): 3000, (IMAGE, "videos"): 1000, (VIDEO, "videos"): 400}
+    (stage,) = preview_schedule(config, groups, OF_TOKENS, [1]).stages
+    of_images, of_videos = (bucket.gradient[0] for bucket in stage.buckets)
+    assert [one.gradient[0] for one in stage.datasets] == pytest.approx(
+        [of_images * 0.75, of_images * 0.25 + of_videos]
+    )

@@ -1,0 +1,111 @@
+"""The weight of a step: a factor of its gradients, and of nothing that is told of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from mmspeed.config.memory import MemoryConfig
+from mmspeed.config.schema import TrainConfig
+from mmspeed.device import Device
+from mmspeed.loop.gradients import clip_gradients
+from mmspeed.loop.optimizers.build import make_optimizer
+from mmspeed.loop.optimizers.gradient_release import ReleasingOptimizer
+from mmspeed.loop.step import StepResult, train_step
+from mmspeed.protocols import Divisors, Update
+from tests.support.toy import ToyDiT, split
+from tests.unit.loop.test_step_terms import KEYS, TOKENS, Grads, Taken, close, gradients, learner, one_term, two_terms
+
+
+def step(
+    loss: object, divisors: Divisors, weight: float, clip: float | None = None, micro: int = 4, every: int = 1
+) -> Taken:
+    """A step of the toy by a loss, of eight slots."""
+    model, taken = ToyDiT(), Taken(StepResult(0.0, 0.0, True))
+    update = Update(loss, every=every)  # type: ignore[arg-type]
+    learners = [learner(model, update, taken.grads)]
+    batches = split(KEYS, 8, 0, 1, micro)
+    taken.result = train_step({"model": model}, learners, batches, divisors, clip_norm=clip, weight=weight)
+    return taken
+
+
+def times(grads: Grads, factor: float) -> Grads:
+    return {name: grad * factor for name, grad in grads.items()}
+
+
+@pytest.mark.parametrize("micro", [8, 4, 1])
+@pytest.mark.parametrize("late", [False, True], ids=["known", "late"])
+def test_gradients_have_the_weight_and_the_numbers_of_the_step_do_not(late: bool, micro: int) -> None:
+    divisors: Divisors = {"tokens": None if late else TOKENS}
+    plain, weighed = step(one_term, divisors, 1.0, micro=micro), step(one_term, divisors, 2.5, micro=micro)
+    close(weighed.grads, times(plain.grads, 2.5))
+    assert weighed.result.loss == plain.result.loss and weighed.result.terms == plain.result.terms
+    assert weighed.result.grad_norm == pytest.approx(plain.result.grad_norm, rel=1e-6)
+
+
+@pytest.mark.parametrize("weight", [0.2, 3.0])
+@pytest.mark.parametrize("late", [False, True], ids=["known", "late"])
+def test_clipping_bounds_the_mean_and_keeps_the_weight(late: bool, weight: float) -> None:
+    divisors: Divisors = {"tokens": None if late else TOKENS}
+    plain = step(one_term, divisors, 1.0)
+    bound = plain.result.grad_norm / 2
+    clipped = step(one_term, divisors, weight, clip=bound)
+    close(clipped.grads, times(plain.grads, weight / 2))
+    free = step(one_term, divisors, weight, clip=plain.result.grad_norm * 1.01)  # with its weight it may be above
+    close(free.grads, times(plain.grads, weight))
+
+
+def test_a_weight_of_1_changes_no_bit() -> None:
+    divisors = {"samples": 7.0, "tokens": TOKENS}
+    model, grads = ToyDiT(), Grads()
+    batches = split(KEYS, 8, 0, 1, 4)
+    train_step({"model": model}, [learner(model, Update(two_terms), grads)], batches, divisors, clip_norm=0.1)
+    found = step(two_terms, divisors, 1.0, clip=0.1).grads
+    assert all(torch.equal(found[name], grads[name]) for name in grads) and grads
+
+
+def test_release_gives_the_weight_too() -> None:
+    """The first moment after a first step is a tenth of its gradient."""
+
+    def released(weight: float) -> tuple[StepResult, Grads]:
+        model = ToyDiT()
+        memory = MemoryConfig(release_gradients=True, bucket="1KiB")
+        optimizer = make_optimizer(model, TrainConfig(clip_norm=None), memory, Device("cpu", 0))
+        assert isinstance(optimizer, ReleasingOptimizer)
+        learners = [learner(model, Update(one_term), {}, optimizer)]
+        batches, divisors = split(KEYS, 8, 0, 1, 8), {"tokens": TOKENS}
+        result = train_step({"model": model}, learners, batches, divisors, clip_norm=None, weight=weight)
+        return result, {name: optimizer.state_of(p)["exp_avg"] for name, p in model.named_parameters()}
+
+    (plain, moments), (weighed, weighed_moments) = released(1.0), released(4.0)
+    close(weighed_moments, times(moments, 4.0))
+    assert weighed.grad_norm == pytest.approx(plain.grad_norm, rel=1e-5) and weighed.loss == plain.loss
+
+
+def test_all_updates_of_a_step_have_its_weight() -> None:
+    divisors: Divisors = {"tokens": TOKENS}
+    plain, weighed = (step(one_term, divisors, weight) for weight in (1.0, 0.5))
+    both: list[Grads] = [{}, {}]
+    model = ToyDiT()
+    learners = [
+        learner(model, Update(one_term, name=name), grads) for name, grads in zip(("a", "b"), both, strict=True)
+    ]
+    train_step({"model": model}, learners, split(KEYS, 8, 0, 1, 4), divisors, clip_norm=None, weight=0.5)
+    close(both[0], weighed.grads)
+    close(both[0], times(plain.grads, 0.5))
+    assert both[1].keys() == both[0].keys()
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_weight_that_is_none_is_an_error(weight: float) -> None:
+    with pytest.raises(ValueError, match=r"a step's weight is .*: it must be above 0"):
+        step(one_term, {"tokens": TOKENS}, weight)
+
+
+def test_clip_gradients_divides_the_norm_by_the_weight() -> None:
+    model = nn.Linear(3, 2, bias=False)
+    model.weight.grad = torch.full((2, 3), 2.0)
+    norm = clip_gradients([model], 1.0, weight=4.0)
+    assert norm.item() == pytest.approx(24**0.5 / 4)
+    assert gradients(model)["weight"].norm().item() == pytest.approx(4.0, rel=1e-4)
