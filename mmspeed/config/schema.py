@@ -105,13 +105,15 @@ class FlowConfig(ObjectiveSection):
         1.0,
         description="Timestep shift s > 0: t' = s t / (1 + (s - 1) t), in training and in sampling. Above 1, more timesteps are near noise, as large videos need. `auto`: by the number of tokens (`auto_shift`). `{13x96x160: 3.0, ...}`: a number for each bucket.",
     )
-    auto_shift: ShiftConfig = Field(default_factory=ShiftConfig, description="The formula of `shift: auto`.")
+    auto_shift: ShiftConfig | None = Field(
+        None, description="Formula of `shift: auto`; null: the square root of the number of tokens, 1 at 256."
+    )
 
     _shift = field_validator("shift", mode="before")(checked_shift)
 
     @model_validator(mode="after")
     def _auto(self) -> FlowConfig:
-        if self.shift != "auto" and self.auto_shift != ShiftConfig():
+        if self.shift != "auto" and self.auto_shift is not None:
             raise ValueError("auto_shift goes with shift: auto")
         return self
 
@@ -126,7 +128,7 @@ class FlowConfig(ObjectiveSection):
                 )
             return self.shift[str(bucket)]
         try:
-            return self.auto_shift.shift(tokens)
+            return (self.auto_shift or ShiftConfig()).shift(tokens)
         except ValueError as error:
             raise UserError(f"objective.shift: auto has no shift for {bucket}: {error}") from None
 

@@ -19,8 +19,8 @@ class ShiftConfig(Section):
 
     rule: Literal["sqrt", "exponential", "linear"] = Field(
         "sqrt",
-        description="Formula of the shift. `sqrt`: base_shift x sqrt(tokens / base_tokens) (Stable Diffusion 3). `exponential`: exp(m), and `linear`: m, "
-        "for m on a line over the tokens, as diffusers' schedulers shift dynamically.",
+        description="Formula of the shift. `sqrt`: base_shift x sqrt(tokens / base_tokens) (Stable Diffusion 3). `exponential`: "
+        "exp(m), and `linear`: m, for m on a line over the tokens, as diffusers' schedulers shift dynamically.",
     )
     base_tokens: int = Field(256, ge=1, description="Number of tokens at which `base_shift` holds.")
     base_shift: float | None = Field(
