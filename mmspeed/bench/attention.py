@@ -2,7 +2,7 @@
 
 Every case and dense attention are measured in turns, round by round, and ratios are taken within a round, so that a machine that slows
 down meanwhile does not matter; medians count. On a CPU the ratio of processors' time is given beside that of the clock, since other work
-on the machine disturbs it less.
+on the machine disturbs it less. Errors depend on the video, so they are means over several.
 
 Legend: B batch, A heads, N tokens, D head width, X position axes.
 """
@@ -13,8 +13,8 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -31,11 +31,11 @@ from mmspeed.config.sparse import SparseConfig
 from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
-from mmspeed.memory.planning.peak import peak_bytes
 
 from .attention_data import make_qkv, oracle_share
+from .attention_memory import gathered_bytes, one_thread, peak_extra_bytes
 from .attention_plans import PLANNERS, TAILS, Method, grid_of, mass_for, method
-from .attention_verdicts import AttentionResult, AttentionRow, Speedup
+from .attention_verdicts import AttentionResult, AttentionRow, Speedup, VideoErrors, with_mean_errors
 
 log = get_logger("bench")
 
@@ -51,7 +51,10 @@ Taken = tuple[float, float]  # seconds, processors' seconds of all threads
 
 @dataclass(frozen=True)
 class AttentionBenchSetting:
-    """The cases to measure. Beside `clusters`, other rules for the same clusters are measured at `RULES_AT` tokens."""
+    """The cases to measure. Beside `clusters`, other rules for the same clusters are measured at `RULES_AT` tokens.
+
+    seeds: the videos that errors are means over; times and memory are those of the first.
+    """
 
     tokens: tuple[int, ...] = TOKENS
     keeps: tuple[float, ...] = KEEPS
@@ -64,6 +67,7 @@ class AttentionBenchSetting:
     rounds: int = 3
     dtype: str = "float32"
     cluster_size: int | None = None
+    seeds: int = 3
 
     def check(self) -> None:
         """Raises UserError for settings that cannot be measured."""
@@ -74,6 +78,8 @@ class AttentionBenchSetting:
         for keep in self.keeps:
             if not 0 < keep <= 1:
                 raise UserError(f"--keep {keep:g} is not a share of the pairs: above 0, at most 1")
+        if self.seeds < 1:
+            raise UserError(f"--seeds {self.seeds}: errors are means over one video at least")
         if min(self.tokens) < 64:
             raise UserError(f"--tokens {min(self.tokens)} is too short: 64 at least")
         check_backend(self.backend, "--backend")
@@ -131,7 +137,13 @@ def bench_attention(fields: Mapping[str, Any]) -> AttentionResult:
     for tokens in setting.tokens:
         length = synthetic(setting, device, tokens)
         oracles[tokens] = [float(share) for share in oracle_share(length.q, length.k)]
-        rows += length.run(setting.methods(tokens), setting.rounds)
+        methods = setting.methods(tokens)
+        measured = length.run(methods, setting.rounds)
+        others = []
+        for seed in range(1, setting.seeds):
+            log.info(f"{tokens:,} tokens: errors of video {seed + 1} of {setting.seeds}")
+            others.append(synthetic(setting, device, tokens, seed).errors(methods))
+        rows += [with_mean_errors(row, errors) for row, *errors in zip(measured, *others, strict=True)]
         dense[tokens] = length.dense_seconds
         kernels = length.kernels(setting.methods(tokens)[0])
     return AttentionResult(
@@ -147,14 +159,15 @@ def bench_attention(fields: Mapping[str, Any]) -> AttentionResult:
         width=setting.width,
         dtype=setting.dtype,
         rounds=setting.rounds,
+        seeds=setting.seeds,
     )
 
 
-def synthetic(setting: AttentionBenchSetting, device: Device, tokens: int) -> LengthBench:
+def synthetic(setting: AttentionBenchSetting, device: Device, tokens: int, seed: int = 0) -> LengthBench:
     """Synthetic video of a length, and the same video under other noise."""
     dtype, grid = parse_dtype(setting.dtype), grid_of(tokens)
-    q, k, v, positions_NX = make_qkv(grid, setting.heads, setting.width)
-    other = make_qkv(grid, setting.heads, setting.width, look=1)[:2]
+    q, k, v, positions_NX = make_qkv(grid, setting.heads, setting.width, seed)
+    other = make_qkv(grid, setting.heads, setting.width, seed, look=1)[:2]
     q, k, v, other_q, other_k = (x.to(device.torch_device, dtype) for x in (q, k, v, *other))
     return LengthBench(q, k, v, positions_NX.to(device.torch_device), device, setting.backend, (other_q, other_k))
 
@@ -200,6 +213,11 @@ class LengthBench:
         self.dense_seconds = {name: statistics.median(t[0] for t in times) for name, times in dense.items()}
         return [case.row(dense, dense_peak) for case in cases]
 
+    def errors(self, methods: Sequence[Method]) -> list[VideoErrors]:
+        """The kept share and the errors of each method, without timing any."""
+        exact = self.dense(backward=True)
+        return [_MethodCase(self, chosen).errors(exact) for chosen in methods]
+
     def leaves(self) -> Inputs:
         return _leaves(self.q, self.k, self.v)
 
@@ -241,21 +259,9 @@ class _MethodCase:
 
     def look(self, exact: Sequence[Tensor]) -> None:
         """Measure errors, kept share and memory, which do not depend on time; this also warms up for the timings."""
-        length, q, k = self.length, self.length.q, self.length.k
+        length, q = self.length, self.length.q
+        self.video = self.errors(exact)
         plan = self.plan()
-        stats, results = self.sparse(backward=True)
-        self.errors = [relative_error(result, truth) for result, truth in zip(results, exact, strict=True)]
-        self.kept, self.pairs, self.backend = float(stats.kept_BA.mean()), int(stats.pairs), stats.backend
-        self.warm_error: float | None = None
-        if self.method.clustered:
-            # in sampling, a warm start comes from the same video with other noise
-            self.start = self.method.plan(length.other[0], length.other[1], length.positions)
-            warm = self.method.plan(q, k, length.positions, self.start)
-            with torch.no_grad():
-                out = clustered_attention(q, k, length.v, warm, tail=self.tail, backend=length.backend).out_BAND
-            self.warm_error = relative_error(out, exact[0])
-            del warm, out
-        del stats, results
         if length.device.kind == "cpu":
             gathered = gathered_bytes(plan, self.tail == "summary", q.shape[-1], q.element_size())
             del plan
@@ -265,6 +271,24 @@ class _MethodCase:
         else:
             del plan
             self.peak = peak_extra_bytes(length.device, lambda: self.sparse(backward=True))
+
+    def errors(self, exact: Sequence[Tensor]) -> VideoErrors:
+        """The kept share and the errors, against dense attention's results and gradients; makes the start of warm plans."""
+        length, q, k = self.length, self.length.q, self.length.k
+        stats, results = self.sparse(backward=True)
+        out_error, *gradients = (relative_error(result, truth) for result, truth in zip(results, exact, strict=True))
+        self.pairs, self.backend = int(stats.pairs), stats.backend
+        warm_error = None
+        if self.method.clustered:
+            # in sampling, a warm start comes from the same video with other noise
+            self.start = self.method.plan(length.other[0], length.other[1], length.positions)
+            warm = self.method.plan(q, k, length.positions, self.start)
+            with torch.no_grad():
+                out = clustered_attention(q, k, length.v, warm, tail=self.tail, backend=length.backend).out_BAND
+            warm_error = relative_error(out, exact[0])
+        return VideoErrors(
+            float(stats.kept_BA.mean()), out_error, (gradients[0], gradients[1], gradients[2]), warm_error
+        )
 
     @property
     def tail(self) -> Any:
@@ -306,12 +330,12 @@ class _MethodCase:
             planner=self.method.planner,
             tail=self.method.tail,
             cluster_size=self.method.cluster_size if self.method.clustered else math.prod(self.method.tile),
-            kept=self.kept,
+            kept=self.video.kept,
             pairs=self.pairs,
             backend=self.backend,
-            error=self.errors[0],
-            gradient_errors=(self.errors[1], self.errors[2], self.errors[3]),
-            warm_error=self.warm_error,
+            error=self.video.error,
+            gradient_errors=self.video.gradient_errors,
+            warm_error=self.video.warm_error,
             plan_seconds=median["cold"],
             warm_seconds=median["warm"],
             both_seconds=median["both"],
@@ -319,7 +343,8 @@ class _MethodCase:
             both=speeds["both"],
             peak_bytes=self.peak,
             dense_peak_bytes=dense_peak,
-            throughput=self.kept * dense_both / compute,
+            throughput=self.video.kept * dense_both / compute,
+            errors=(self.video.error,),
         )
 
 
@@ -365,27 +390,3 @@ def fastest_dense(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, device: Device)
         except RuntimeError:  # it does not support this width or dtype
             continue
     return best[1]
-
-
-def peak_extra_bytes(device: Device, work: Callable[[], Any]) -> int:
-    """The most memory in use at one time during `work` beyond what was in use before."""
-    device.synchronize()
-    before = 0 if device.kind == "cpu" else device.memory_bytes()
-    return peak_bytes(device, 0, work) - before
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Run torch on one thread inside, since its count of CPU allocations sees only one."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def gathered_bytes(plan: ClusterPlan, tail: bool, width: int, element_size: int) -> int:
-    """The most bytes that each further CPU thread holds: gathered keys and values of a cluster, and their gradients."""
-    rows = int(plan.lengths().max()) + (plan.tail.clusters if tail and plan.tail is not None else 0)
-    return 4 * rows * width * element_size

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from statistics import fmean
 
 from mmspeed.log import format_bytes
 
@@ -36,7 +37,10 @@ class Speedup:
 
 @dataclass(frozen=True)
 class AttentionRow:
-    """A method at a length. Errors are relative, in the L2 norm, against dense attention; times are of a whole call of all heads."""
+    """A method at a length. Errors are relative, in the L2 norm, against dense attention; times are of a whole call of all heads.
+
+    Errors and the kept share are means over videos; all else is of the first.
+    """
 
     tokens: int
     keep: float  # requested share
@@ -57,6 +61,32 @@ class AttentionRow:
     peak_bytes: int  # beyond the inputs, forward + backward
     dense_peak_bytes: int
     throughput: float  # kept pairs per second, without planning, relative to dense attention
+    errors: tuple[float, ...] = ()  # of the output, of each video
+
+
+@dataclass(frozen=True)
+class VideoErrors:
+    """The kept share and the errors of a method on one video: as in `AttentionRow`."""
+
+    kept: float
+    error: float
+    gradient_errors: tuple[float, float, float]
+    warm_error: float | None
+
+
+def with_mean_errors(row: AttentionRow, others: Sequence[VideoErrors]) -> AttentionRow:
+    """The row with means over its own video and others."""
+    videos = [VideoErrors(row.kept, row.error, row.gradient_errors, row.warm_error), *others]
+    dq, dk, dv = (fmean(video.gradient_errors[i] for video in videos) for i in range(3))
+    warm = [video.warm_error for video in videos if video.warm_error is not None]
+    return replace(
+        row,
+        kept=fmean(video.kept for video in videos),
+        error=fmean(video.error for video in videos),
+        gradient_errors=(dq, dk, dv),
+        warm_error=fmean(warm) if warm else None,
+        errors=tuple(video.error for video in videos),
+    )
 
 
 @dataclass(frozen=True)
@@ -87,6 +117,7 @@ class AttentionResult:
     width: int
     dtype: str
     rounds: int
+    seeds: int = 1  # videos that errors are means over
     verdicts: list[GoalVerdict] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -110,6 +141,7 @@ class AttentionResult:
             f"{self.heads} heads of width {self.width}, {self.dtype}, {self.device_name}{threads}; medians of {self.rounds} rounds",
             "faster: than dense attention in the same round, planning included"
             + ("; in brackets by processors' time" if self.device == "cpu" else ""),
+            f"errors and kept shares: means over {self.seeds} video{'s' * (self.seeds > 1)}",
             "kernels: "
             + ", ".join(name + (f" (not here: {why})" if why else "") for name, why in self.kernels.items()),
         ]
@@ -127,6 +159,7 @@ COLUMNS: tuple[tuple[str, Callable[[AttentionRow], str]], ...] = (
     ("tail", lambda row: row.tail),
     ("kept", lambda row: f"{row.kept:.3f}"),
     ("error", lambda row: f"{row.error:.3f}"),
+    ("of videos", lambda row: f"{min(row.errors):.3f} to {max(row.errors):.3f}" if len(row.errors) > 1 else ""),
     ("dq, dk, dv", lambda row: " ".join(f"{error:.2f}" for error in row.gradient_errors)),
     ("warm", lambda row: "" if row.warm_error is None else f"{row.warm_error:.3f}"),
     ("forward", lambda row: str(row.forward)),

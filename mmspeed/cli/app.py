@@ -252,7 +252,10 @@ def sample(
     negative_prompt: Annotated[str | None, typer.Option(help="Text to steer away from.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of the sampler.")] = None,
     guidance: Annotated[float | None, typer.Option(min=0, help="Classifier-free guidance scale; 1: none.")] = None,
-    sampler: Annotated[str | None, typer.Option(help="auto, euler, heun or ddim.")] = None,
+    guidance_rescale: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Rescale of the guided prediction; 0: none.")
+    ] = None,
+    sampler: Annotated[str | None, typer.Option(help="auto, euler, heun, ddim, unipc or dpm++.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the noise.")] = 0,
     frames: Annotated[int | None, typer.Option(min=1, help="Frames of the video.")] = None,
     height: Annotated[int | None, typer.Option(min=8, help="Height in pixels.")] = None,
@@ -275,6 +278,7 @@ def sample(
             negative_prompt=negative_prompt,
             steps=steps,
             guidance=guidance,
+            guidance_rescale=guidance_rescale,
             sampler=sampler,
             seed=seed,
             frames=frames,

@@ -284,6 +284,7 @@ def attention(
         int | None, typer.Option(min=1, help="Approximate number of queries in a cluster; default by the length.")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; medians count.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="Videos that errors are means over; not with --run.")] = 3,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; not with --run.")] = "float32",
     samples: Annotated[int, typer.Option(min=1, help="With --run: number of samples to run the model on.")] = 2,
     checkpoint: Annotated[str, typer.Option(help="With --run: latest, best or a step.")] = "latest",
@@ -312,7 +313,7 @@ def attention(
         )
         print(run_result.to_json() if as_json else "\n".join(run_result.lines()))
         return
-    result = bench_attention(settings | common | {"heads": heads, "width": width, "dtype": dtype})
+    result = bench_attention(settings | common | {"heads": heads, "width": width, "dtype": dtype, "seeds": seeds})
     write_whole((output or Path("runs/bench-attention")) / "attention.json", (result.to_json() + "\n").encode())
     print(result.to_json() if as_json else "\n".join(result.lines()))
     if strict and not result.passed():

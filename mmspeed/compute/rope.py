@@ -1,7 +1,8 @@
 """Rotary position embedding over several axes (RoFormer, Su et al. 2021; split over axes as in video transformers).
 
 The head width is split into one part per axis; within a part, pairs of channels turn by position x frequency. Positions
-are integers on purpose: mixed-precision wrappers cast floating-point inputs of a module, and angles must stay float32.
+are integers on purpose: mixed-precision wrappers cast floating-point inputs of a module, and angles must stay float32 (float64 for a
+model in float64).
 
 Legend: B batch, A heads, N tokens, D head width, H half of D (pairs), X axes.
 """
@@ -36,19 +37,26 @@ def axis_pairs(head_width: int, axes: int) -> tuple[int, ...]:
     return tuple(pairs // axes + (axis >= axes - pairs % axes) for axis in range(axes))
 
 
-def rope_cos_sin(pos_NX: Tensor, head_width: int, theta: float = 10_000.0) -> tuple[Tensor, Tensor]:
-    """`cos_NH` and `sin_NH` in float32 for integer positions; pair i of n of an axis turns theta^(-i/n) per step."""
+def rope_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The number type in which tensors of `dtype` turn: float64 for float64, else float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def rope_cos_sin(
+    pos_NX: Tensor, head_width: int, theta: float = 10_000.0, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """`cos_NH` and `sin_NH` in `dtype` for integer positions; pair i of n of an axis turns theta^(-i/n) per step."""
     parts = []
     for axis, pairs in enumerate(axis_pairs(head_width, pos_NX.shape[-1])):
-        steps = torch.arange(pairs, device=pos_NX.device, dtype=torch.float32) / pairs
-        parts.append(pos_NX[:, axis, None].float() * theta**-steps)
+        steps = torch.arange(pairs, device=pos_NX.device, dtype=dtype) / pairs
+        parts.append(pos_NX[:, axis, None].to(dtype) * theta**-steps)
     angle_NH = torch.cat(parts, dim=-1)
     return angle_NH.cos(), angle_NH.sin()
 
 
 def apply_rope(x_BAND: Tensor, cos_NH: Tensor, sin_NH: Tensor) -> Tensor:
-    """`x_BAND` with channel i turned against channel i + D/2; computed in float32, returned in its dtype."""
-    first_BANH, second_BANH = x_BAND.float().chunk(2, dim=-1)
+    """`x_BAND` with channel i turned against channel i + D/2; computed in `rope_dtype`, returned in its dtype."""
+    first_BANH, second_BANH = x_BAND.to(rope_dtype(x_BAND.dtype)).chunk(2, dim=-1)
     turned_BAND = torch.cat(
         (first_BANH * cos_NH - second_BANH * sin_NH, second_BANH * cos_NH + first_BANH * sin_NH), dim=-1
     )

@@ -65,6 +65,9 @@ def translated(record: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         tree["parallel"] = {**parallel, **degrees_today(parallel, attends_over_all(tree))}
         if tree["parallel"].get("dsp", 1) != 1 and "parallel.scheme" not in old_keys:
             old_keys.append("parallel.scheme")
+    objective = tree.get("objective")
+    if isinstance(objective, Mapping) and trains_no_noise(objective):
+        tree["objective"] = {**objective, "allow_zero_weight": True}
     for key in (key for key in old_keys if _section(tree, key) is not None):
         section, name = _parts(key)
         value = renamed_value(key, tree[section].pop(name))
@@ -87,6 +90,17 @@ def translated_setting(setting: Mapping[str, Any]) -> dict[str, Any]:
             f"parallel.{key}": size for key, size in degrees.items() if key != "ring_window"
         }
     return today
+
+
+def trains_no_noise(objective: Mapping[str, Any]) -> bool:
+    """True for a recorded objective with min-SNR weights that are 0 at pure noise, of a version that took them unasked."""
+    return (
+        objective.get("kind") == "ddpm"
+        and objective.get("min_snr_gamma") is not None
+        and objective.get("zero_terminal_snr", True) is True
+        and objective.get("prediction", "v") == "v"
+        and "allow_zero_weight" not in objective
+    )
 
 
 def attends_over_all(record: Mapping[str, Any]) -> bool:

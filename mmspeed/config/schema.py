@@ -29,6 +29,7 @@ from .inputs import (
 from .memory import MemoryConfig, refused
 from .parallel import ParallelConfig
 from .places import is_url, mirror_folder
+from .shift import ShiftConfig, checked_shift
 from .sparse import SparseConfig, planner_from_scratch
 from .training import BatchingConfig, StageConfig, TrainConfig, Weighting, WeightingSection
 
@@ -54,6 +55,7 @@ __all__ = [
     "RunConfig",
     "SampleConfig",
     "Section",
+    "ShiftConfig",
     "SourceConfig",
     "SparseConfig",
     "StageConfig",
@@ -96,7 +98,7 @@ class ObjectiveSection(WeightingSection):
 class FlowConfig(ObjectiveSection):
     """Rectified flow: straight lines from data to noise, velocity prediction."""
 
-    samplers: ClassVar[tuple[str, ...]] = ("euler", "heun")
+    samplers: ClassVar[tuple[str, ...]] = ("euler", "heun", "unipc", "dpm++")
 
     kind: Literal["flow"] = Field(description="Rectified flow.")
     timesteps: Literal["uniform", "logit_normal"] = Field(
@@ -104,17 +106,42 @@ class FlowConfig(ObjectiveSection):
     )
     logit_mean: float = Field(0.0, description="Mean of the logit-normal distribution.")
     logit_std: float = Field(1.0, gt=0, description="Standard deviation of the logit-normal distribution.")
-    shift: float = Field(
+    shift: float | Literal["auto"] | dict[str, float] = Field(
         1.0,
-        gt=0,
-        description="Timestep shift s: t' = s t / (1 + (s - 1) t). Above 1, more timesteps are near noise, as large videos need.",
+        description="Timestep shift s > 0: t' = s t / (1 + (s - 1) t), in training and in sampling. Above 1, more timesteps are near noise, as large videos need. `auto`: by the number of tokens (`auto_shift`). `{13x96x160: 3.0, ...}`: a number for each bucket.",
     )
+    auto_shift: ShiftConfig | None = Field(
+        None, description="Formula of `shift: auto`; null: the square root of the number of tokens, 1 at 256."
+    )
+
+    _shift = field_validator("shift", mode="before")(checked_shift)
+
+    @model_validator(mode="after")
+    def _auto(self) -> FlowConfig:
+        if self.shift != "auto" and self.auto_shift is not None:
+            raise ValueError("auto_shift goes with shift: auto")
+        return self
+
+    def shift_of(self, bucket: Bucket, tokens: int) -> float:
+        """The shift of samples of a bucket, of `tokens` tokens each. Raises UserError for a bucket without one."""
+        if isinstance(self.shift, float):
+            return self.shift
+        if isinstance(self.shift, dict):
+            if str(bucket) not in self.shift:
+                raise UserError(
+                    f"objective.shift has no number for {bucket}: add it, use one of {', '.join(self.shift)}, or shift: auto"
+                )
+            return self.shift[str(bucket)]
+        try:
+            return (self.auto_shift or ShiftConfig()).shift(tokens)
+        except ValueError as error:
+            raise UserError(f"objective.shift: auto has no shift for {bucket}: {error}") from None
 
 
 class DdpmConfig(ObjectiveSection):
     """Discrete diffusion with epsilon- or v-prediction."""
 
-    samplers: ClassVar[tuple[str, ...]] = ("ddim",)
+    samplers: ClassVar[tuple[str, ...]] = ("ddim", "unipc", "dpm++")
 
     kind: Literal["ddpm"] = Field(description="Denoising diffusion.")
     steps: int = Field(1000, ge=2, description="Number of training timesteps.")
@@ -130,7 +157,11 @@ class DdpmConfig(ObjectiveSection):
     min_snr_gamma: float | None = Field(
         None,
         gt=0,
-        description="Cap of the signal-to-noise weight of the loss (min-SNR, often 5); null: no weighting. With zero_terminal_snr the weight at pure noise is 0, so the start of sampling would not be trained.",
+        description="Cap of the signal-to-noise weight of the loss (min-SNR, often 5); null: no weighting.",
+    )
+    allow_zero_weight: bool = Field(
+        False,
+        description="Take `min_snr_gamma` with `zero_terminal_snr` and v-prediction although its weight at pure noise is 0, so that the first step of sampling is not trained.",
     )
 
     @model_validator(mode="after")
@@ -139,6 +170,18 @@ class DdpmConfig(ObjectiveSection):
             raise ValueError(
                 "zero_terminal_snr needs prediction: v (epsilon carries no information about the data at pure noise); set zero_terminal_snr: false"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _noise_is_trained(self) -> DdpmConfig:
+        untrained = self.min_snr_gamma is not None and self.zero_terminal_snr and self.prediction == "v"
+        if untrained and not self.allow_zero_weight:
+            raise ValueError(
+                "min_snr_gamma with zero_terminal_snr and prediction: v has the weight 0 at pure noise, where sampling begins; "
+                "leave min_snr_gamma out, set zero_terminal_snr: false, or force it by allow_zero_weight: true"
+            )
+        if self.allow_zero_weight and not untrained:
+            raise ValueError("allow_zero_weight goes with min_snr_gamma, zero_terminal_snr and prediction: v")
         return self
 
 
@@ -176,8 +219,15 @@ class SampleConfig(Section):
 
     steps: int = Field(30, ge=1, description="Steps of the sampler.")
     guidance: float = Field(4.0, ge=0, description="Classifier-free guidance scale; 1: none.")
-    sampler: Literal["auto", "euler", "heun", "ddim"] = Field(
-        "auto", description="`euler` or `heun` for flow, `ddim` for ddpm; `auto`: euler or ddim."
+    guidance_rescale: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Share by which a guided prediction gets the spread of the prediction with the caption, against overexposure (Lin et al. 2023, who use 0.7); 0: none.",
+    )
+    sampler: Literal["auto", "euler", "heun", "ddim", "unipc", "dpm++"] = Field(
+        "auto",
+        description="`euler` or `heun` for flow, `ddim` for ddpm; `unipc` and `dpm++` (of diffusers) for both; `auto`: euler or ddim.",
     )
     negative_prompt: str = Field("", description="Prompt that guidance steers away from.")
     frames: int | None = Field(None, ge=1, description="Frames of the video; null: those of the first video bucket.")
@@ -396,6 +446,14 @@ class Config(RunConfig):
             raise ValueError(
                 f"sample.sampler {self.sample.sampler} does not go with objective {self.objective.kind}: use {' or '.join(fitting)}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _shifts_fit(self) -> Config:
+        shifts = self.objective.shift if isinstance(self.objective, FlowConfig) else None
+        missing = next((b for b in self.buckets if isinstance(shifts, dict) and str(b) not in shifts), None)
+        if missing is not None:
+            raise ValueError(f"objective.shift has no number for {missing}, which is one of data.buckets")
         return self
 
     def absolute(self, base: Path) -> Config:

@@ -63,6 +63,10 @@ class TrainConfig(Section):
     caption_dropout: float = Field(
         0.1, ge=0, le=1, description="Share of the samples that get the empty caption, for classifier-free guidance."
     )
+    loss_frames: Literal["all", "distinct"] = Field(
+        "all",
+        description="Latent frames that count in a sample's loss. `distinct`: those in which the source shows something new; not those made only of repeated frames, as of a source of fewer frames per second than `data.fps`.",
+    )
     ema_decay: float | None = Field(
         0.999,
         ge=0,

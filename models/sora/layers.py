@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmspeed.compute.rope import apply_rope, rope_cos_sin
+from mmspeed.compute.rope import apply_rope, rope_cos_sin, rope_dtype
 from mmspeed.compute.structured import Attend
 from mmspeed.protocols.plan import Structure
 
@@ -191,7 +191,8 @@ class SelfAttention(nn.Module):
         # columns: (B, S, A, T, D), as no view makes one dim of B and S; rows: (B T, A, S, D)
         qkv = qkv.permute(4, 0, 2, 3, 1, 5) if temporal else qkv.permute(4, 0, 1, 3, 2, 5).flatten(1, 2)
         q_BAND, k_BAND, v_BAND = qkv.unbind(0)
-        cos_NH, sin_NH = rope_cos_sin(pos_NX[:, POSITION_AXES[self.along]], self.head_width)
+        places_NX, turning = pos_NX[:, POSITION_AXES[self.along]], rope_dtype(q_BAND.dtype)
+        cos_NH, sin_NH = rope_cos_sin(places_NX, self.head_width, dtype=turning)
         q_BAND = apply_rope(self.q_norm(q_BAND), cos_NH, sin_NH)
         k_BAND = apply_rope(self.k_norm(k_BAND), cos_NH, sin_NH)
         if mask_BTS is not None:

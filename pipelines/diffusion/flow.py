@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mmspeed.config.schema import FlowConfig
+from mmspeed.shapes import Bucket
 
 # Half the spacing of the float64 numbers that `rng.uniform` draws: keeps the inverse normal CDF finite at u = 0.
 SMALLEST_QUANTILE = 2.0**-54
@@ -48,16 +49,29 @@ def shift_time(t: Tensor, shift: float) -> Tensor:
     return shift * t / (shift * t + (1 - t))  # the same denominator, written so that 1 stays exactly 1
 
 
+def sized(cfg: FlowConfig, bucket: Bucket, tokens: int) -> FlowConfig:
+    """The config for samples of a bucket, of `tokens` tokens each: with a number as shift. Raises UserError where there is none."""
+    shift = cfg.shift_of(bucket, tokens)
+    return cfg if shift == cfg.shift else cfg.model_copy(update={"shift": shift})
+
+
+def number_of_shift(cfg: FlowConfig) -> float:
+    """The shift of a config whose shift is a number. Raises ValueError for one that depends on the sample's size."""
+    if not isinstance(cfg.shift, float):
+        raise ValueError(f"objective.shift is {cfg.shift}: take the objective of a size first (Objective.sized)")
+    return cfg.shift
+
+
 def time_from_quantile(u_B: Tensor, cfg: FlowConfig) -> Tensor:
     """The training time below which a share `u_B` in [0, 1) of all training times lies, float64 (B,).
 
-    The inverse CDF of the configured distribution, then the shift. Uniform numbers give training times; the middles of
-    equal parts of [0, 1] give fixed times for validation.
+    The inverse CDF of the configured distribution, then the shift (a number: see `sized`). Uniform numbers give training times; the
+    middles of equal parts of [0, 1] give fixed times for validation.
     """
     u_B = u_B.double().clamp(SMALLEST_QUANTILE, LARGEST_QUANTILE)
     if cfg.timesteps == "logit_normal":
         u_B = torch.sigmoid(cfg.logit_mean + cfg.logit_std * torch.special.ndtri(u_B))
-    return shift_time(u_B, cfg.shift)
+    return shift_time(u_B, number_of_shift(cfg))
 
 
 def euler_times(steps: int, shift: float) -> Tensor:

@@ -19,14 +19,22 @@ from torch import Tensor
 
 from mmspeed.config.schema import DdpmConfig, FlowConfig
 from mmspeed.errors import UserError, nearest
-from mmspeed.pipelines.diffusion import ddpm, flow, samplers
+from mmspeed.pipelines.diffusion import ddpm, flow, samplers, schedulers
 from mmspeed.pipelines.diffusion.samplers import OnStep, Predict
+from mmspeed.shapes import Bucket
 
 
 class Objective(Protocol):
     """The interface of an objective in training and sampling."""
 
     sampler_names: tuple[str, ...]  # the first is the one of `auto`
+
+    def sized(self, bucket: Bucket, tokens: int) -> Objective:
+        """The objective of samples of a bucket, of `tokens` tokens each; itself where nothing depends on size.
+
+        Raises UserError for a size that it has no times for.
+        """
+        ...
 
     def time_from_quantile(self, u_B: Tensor) -> Tensor:
         """Model times (B,), float64, of quantiles `u_B` in [0, 1) of the training distribution of times."""
@@ -40,8 +48,13 @@ class Objective(Protocol):
         """Weight of each sample's loss, float32 (B,), on the device of `t_B`."""
         ...
 
-    def sample_loss(self, predicted_BCThw: Tensor, target_BCThw: Tensor, t_B: Tensor) -> Tensor:
-        """The mean squared error of each sample times its weight, float32 (B,), on the device of the target."""
+    def sample_loss(
+        self, predicted_BCThw: Tensor, target_BCThw: Tensor, t_B: Tensor, mask_BT: Tensor | None = None
+    ) -> Tensor:
+        """The mean squared error of each sample times its weight, float32 (B,), on the device of the target.
+
+        `mask_BT`: the latent frames that count (True, or a weight); None: all.
+        """
         ...
 
     def sample(
@@ -63,6 +76,10 @@ class FlowObjective:
     def __init__(self, cfg: FlowConfig) -> None:
         self.cfg = cfg
 
+    def sized(self, bucket: Bucket, tokens: int) -> FlowObjective:
+        cfg = flow.sized(self.cfg, bucket, tokens)
+        return self if cfg is self.cfg else FlowObjective(cfg)
+
     def time_from_quantile(self, u_B: Tensor) -> Tensor:
         return flow.time_from_quantile(u_B, self.cfg)
 
@@ -73,8 +90,10 @@ class FlowObjective:
     def weight(self, t_B: Tensor) -> Tensor:
         return torch.ones_like(t_B, dtype=torch.float32)
 
-    def sample_loss(self, predicted_BCThw: Tensor, target_BCThw: Tensor, t_B: Tensor) -> Tensor:
-        return _weighted_mse(predicted_BCThw, target_BCThw, self.weight(t_B))
+    def sample_loss(
+        self, predicted_BCThw: Tensor, target_BCThw: Tensor, t_B: Tensor, mask_BT: Tensor | None = None
+    ) -> Tensor:
+        return mean_error(predicted_BCThw, target_BCThw, mask_BT) * self.weight(t_B).to(target_BCThw.device)
 
     @torch.no_grad()
     def sample(
@@ -83,7 +102,10 @@ class FlowObjective:
         name = _pick_sampler(sampler, self.sampler_names, "flow")
         if steps < 1:
             raise UserError(f"sample.steps is {steps}: use at least 1")
-        times = flow.euler_times(steps, self.cfg.shift).tolist()
+        if name in schedulers.SCHEDULERS:
+            scheduler = schedulers.flow_scheduler(name, flow.number_of_shift(self.cfg), steps)
+            return schedulers.multistep(predict, noise_BCThw, scheduler, schedulers.FLOW_STEPS, on_step)
+        times = flow.euler_times(steps, flow.number_of_shift(self.cfg)).tolist()
         loop = samplers.heun if name == "heun" else samplers.euler
         return loop(predict, noise_BCThw, times, on_step)
 
@@ -96,6 +118,9 @@ class DdpmObjective:
     def __init__(self, cfg: DdpmConfig) -> None:
         self.cfg = cfg
         self.alphas_cumprod = ddpm.alphas_cumprod(cfg)
+
+    def sized(self, bucket: Bucket, tokens: int) -> DdpmObjective:
+        return self
 
     def time_from_quantile(self, u_B: Tensor) -> Tensor:
         index_B = (u_B.double() * self.cfg.steps).floor().clamp(0, self.cfg.steps - 1)
@@ -123,16 +148,21 @@ class DdpmObjective:
             return torch.ones_like(t_B, dtype=torch.float32)
         return ddpm.min_snr_weight(ddpm.snr(self.abar(t_B)), self.cfg.min_snr_gamma, self.cfg.prediction).float()
 
-    def sample_loss(self, predicted_BCThw: Tensor, target_BCThw: Tensor, t_B: Tensor) -> Tensor:
-        return _weighted_mse(predicted_BCThw, target_BCThw, self.weight(t_B))
+    def sample_loss(
+        self, predicted_BCThw: Tensor, target_BCThw: Tensor, t_B: Tensor, mask_BT: Tensor | None = None
+    ) -> Tensor:
+        return mean_error(predicted_BCThw, target_BCThw, mask_BT) * self.weight(t_B).to(target_BCThw.device)
 
     @torch.no_grad()
     def sample(
         self, predict: Predict, noise_BCThw: Tensor, steps: int, sampler: str = "auto", on_step: OnStep | None = None
     ) -> Tensor:
-        _pick_sampler(sampler, self.sampler_names, "ddpm")
+        name = _pick_sampler(sampler, self.sampler_names, "ddpm")
         if not 1 <= steps <= self.cfg.steps:
             raise UserError(f"sample.steps is {steps}: use 1 to {self.cfg.steps}, the objective's timesteps")
+        if name in schedulers.SCHEDULERS:
+            scheduler = schedulers.ddpm_scheduler(name, self.cfg, steps)
+            return schedulers.multistep(predict, noise_BCThw, scheduler, self.cfg.steps - 1, on_step)
         index = torch.tensor(ddpm.trailing_timesteps(self.cfg.steps, steps))
         times = self.time_of(index).tolist()
         abars = [*self.alphas_cumprod[index].tolist(), 1.0]
@@ -150,9 +180,18 @@ def _working_pair(x0: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     return x0.to(dtype), noise.to(dtype)
 
 
-def _weighted_mse(predicted: Tensor, target: Tensor, weight_B: Tensor) -> Tensor:
-    error = predicted.float() - target.float()
-    return error.square().flatten(1).mean(dim=1) * weight_B.to(error.device)
+def mean_error(predicted_BCThw: Tensor, target_BCThw: Tensor, mask_BT: Tensor | None = None) -> Tensor:
+    """The mean squared error of each sample, float32 (B,), over the latent frames that count (`mask_BT`; None: all).
+
+    0 for a sample of which no frame counts.
+    """
+    squares_BCThw = (predicted_BCThw.float() - target_BCThw.float()).square()
+    if mask_BT is None:
+        return squares_BCThw.flatten(1).mean(dim=1)
+    weight_BT = mask_BT.to(squares_BCThw)
+    # left out by where, not by a product: what is not counted may be NaN
+    frames_BT = squares_BCThw.mean(dim=(1, 3, 4)).where(weight_BT > 0, 0.0)
+    return (frames_BT * weight_BT).sum(dim=1) / weight_BT.sum(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def _decompose(x: Tensor, predicted: Tensor, abar: float, prediction: ddpm.Prediction) -> tuple[Tensor, Tensor]:

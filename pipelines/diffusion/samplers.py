@@ -21,10 +21,10 @@ Decompose = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]  # (x_BCThw
 
 def euler(predict: Predict, noise_BCThw: Tensor, times: Sequence[float], on_step: OnStep | None = None) -> Tensor:
     """Integrate a velocity over the falling `times` with first-order steps; one call of `predict` a step."""
-    x = _working(noise_BCThw)
+    x = working(noise_BCThw)
     for i in range(len(times) - 1):
-        x = x + (times[i + 1] - times[i]) * _call(predict, x, times[i])
-        _tell(on_step, i + 1, len(times) - 1)
+        x = x + (times[i + 1] - times[i]) * call(predict, x, times[i])
+        tell(on_step, i + 1, len(times) - 1)
     return x
 
 
@@ -33,15 +33,15 @@ def heun(predict: Predict, noise_BCThw: Tensor, times: Sequence[float], on_step:
 
     The last step is a first-order one, so that the model is never called at its last time (as Karras et al. do).
     """
-    x = _working(noise_BCThw)
+    x = working(noise_BCThw)
     last = len(times) - 2
     for i in range(last + 1):
         dt = times[i + 1] - times[i]
-        slope = _call(predict, x, times[i])
+        slope = call(predict, x, times[i])
         if i < last:
-            slope = (slope + _call(predict, x + dt * slope, times[i + 1])) / 2
+            slope = (slope + call(predict, x + dt * slope, times[i + 1])) / 2
         x = x + dt * slope
-        _tell(on_step, i + 1, last + 1)
+        tell(on_step, i + 1, last + 1)
     return x
 
 
@@ -58,18 +58,19 @@ def ddim(
     `times` are the model times of the steps, `abars` the share of data in the variance at each step and, one more, at the
     end (1 for clean data). `decompose` returns the data and the noise that a prediction implies.
     """
-    x = _working(noise_BCThw)
+    x = working(noise_BCThw)
     for i, time in enumerate(times):
-        x0, noise = decompose(x, _call(predict, x, time), abars[i])
+        x0, noise = decompose(x, call(predict, x, time), abars[i])
         x = abars[i + 1] ** 0.5 * x0 + (1 - abars[i + 1]) ** 0.5 * noise
-        _tell(on_step, i + 1, len(times))
+        tell(on_step, i + 1, len(times))
     return x
 
 
-def guided(predict_cond: Predict, predict_uncond: Predict, scale: float) -> Predict:
+def guided(predict_cond: Predict, predict_uncond: Predict, scale: float, rescale: float = 0.0) -> Predict:
     """The prediction under classifier-free guidance (Ho & Salimans 2022): uncond + scale (cond - uncond).
 
-    Scales 1 and 0 are one of the two predictions alone, and call only that one.
+    Scales 1 and 0 are one of the two predictions alone, and call only that one. `rescale`: the share, from 0 to 1, by which the guided
+    prediction of each sample gets the standard deviation of `cond` (Lin et al. 2023, section 3.4).
     """
     if scale == 1:
         return predict_cond
@@ -78,20 +79,33 @@ def guided(predict_cond: Predict, predict_uncond: Predict, scale: float) -> Pred
 
     def predict(x_BCThw: Tensor, t_B: Tensor) -> Tensor:
         uncond = predict_uncond(x_BCThw, t_B).to(x_BCThw.dtype)
-        return uncond + scale * (predict_cond(x_BCThw, t_B).to(x_BCThw.dtype) - uncond)
+        cond = predict_cond(x_BCThw, t_B).to(x_BCThw.dtype)
+        both = uncond + scale * (cond - uncond)
+        return both if rescale == 0 else rescaled(both, cond, rescale)
 
     return predict
 
 
-def _working(noise: Tensor) -> Tensor:
+def rescaled(guided: Tensor, cond: Tensor, share: float) -> Tensor:
+    """`guided` (B, ...), moved by `share` towards the standard deviation that `cond` has over all dims but the first."""
+    dims = list(range(1, cond.ndim))
+    spread = guided.std(dim=dims, keepdim=True)
+    factor = torch.where(spread > 0, cond.std(dim=dims, keepdim=True) / spread, 1.0)  # a constant prediction stays
+    return share * (guided * factor) + (1 - share) * guided
+
+
+def working(noise: Tensor) -> Tensor:
+    """The noise as the sample begins: float32, or float64 when the noise is."""
     return noise.to(torch.promote_types(noise.dtype, torch.float32))
 
 
-def _call(predict: Predict, x: Tensor, time: float) -> Tensor:
+def call(predict: Predict, x: Tensor, time: float) -> Tensor:
+    """The prediction at one time for all samples, in the dtype of `x`."""
     t_B = torch.full((x.shape[0],), time, device=x.device, dtype=x.dtype)
     return predict(x, t_B).to(x.dtype)
 
 
-def _tell(on_step: OnStep | None, done: int, total: int) -> None:
+def tell(on_step: OnStep | None, done: int, total: int) -> None:
+    """Count a step that is done."""
     if on_step is not None:
         on_step(done, total)

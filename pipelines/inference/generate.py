@@ -30,6 +30,7 @@ class SampleSettings:
     guidance: float
     sampler: str
     seed: int
+    rescale: float = 0.0  # of guidance
 
 
 @torch.no_grad()
@@ -51,7 +52,8 @@ def generate_latents(
     """Latents (P, C, T, h, w) float32 of P texts, sampled one after the other: the memory of one video.
 
     The noise of each is drawn by its name (law 1), so a prompt's video does not depend on the other prompts.
-    `on_step(done, total)` counts the steps of all texts. ask: the call of the model; fps, strides: for a model that takes them.
+    `on_step(done, total)` counts the steps of all texts. objective: that of the videos' size (`sized`). ask: the call of the model;
+    fps, strides: for a model that takes them.
     """
     was_training = model.training
     model.eval()
@@ -73,6 +75,7 @@ def generate_latents(
                     _predictor(model, ask, both[0], lambda: use("text")),
                     _predictor(model, ask, both[1], lambda: use("negative")),
                     settings.guidance,
+                    settings.rescale,
                 )
                 latents.append(objective.sample(predict, noise_1CThw, settings.steps, settings.sampler, on_step=tell))
     finally:

@@ -95,14 +95,23 @@ def video_shape(
 
 
 def sampler_settings(
-    config: Config, steps: int | None, guidance: float | None, sampler: str | None, seed: int
+    config: Config,
+    steps: int | None,
+    guidance: float | None,
+    sampler: str | None,
+    seed: int,
+    guidance_rescale: float | None = None,
 ) -> SampleSettings:
-    """The requested settings, completed from `sample` in the config."""
+    """The requested settings, completed from `sample` in the config. Raises UserError for a rescale outside of 0 to 1."""
+    rescale = config.sample.guidance_rescale if guidance_rescale is None else guidance_rescale
+    if not 0 <= rescale <= 1:
+        raise UserError(f"sample.guidance_rescale is {rescale}: use 0 (none) to 1")
     return SampleSettings(
         steps=steps or config.sample.steps,
         guidance=config.sample.guidance if guidance is None else guidance,
         sampler=sampler or config.sample.sampler,
         seed=seed,
+        rescale=rescale,
     )
 
 
@@ -184,6 +193,7 @@ class TextToVideo:
         negative_prompt: str | None = None,
         steps: int | None = None,
         guidance: float | None = None,
+        guidance_rescale: float | None = None,
         sampler: str | None = None,
         seed: int = 0,
         frames: int | None = None,
@@ -193,24 +203,26 @@ class TextToVideo:
     ) -> list[Video]:
         """Sample a video for each prompt. Missing arguments are taken from the run's config.
 
-        The same seed, prompt and settings give the same video. Raises UserError for a size the codec cannot make and for a sampler
-        of the other objective.
+        The same seed, prompt and settings give the same video. Raises UserError for a size that the codec cannot make or the timestep
+        shift does not know, for a sampler of the other objective, and for a rescale outside of 0 to 1.
         """
         prompts = [clean_prompt(prompt) for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
         if not prompts:
             raise UserError("no prompt was given")
         config = self.config
         bucket = self.size(frames, height, width)
-        settings = sampler_settings(config, steps, guidance, sampler, seed)
+        settings = sampler_settings(config, steps, guidance, sampler, seed, guidance_rescale)
+        latent = self.codec.strides.latent(bucket)
+        objective = self.objective.sized(bucket, self.model.tokens(latent))
         negative = config.sample.negative_prompt if negative_prompt is None else negative_prompt
         *texts, negative_entry = encode_prompts([*prompts, negative], config.text, self.device)
         latents_PCThw = generate_latents(
             self.model,
-            self.objective,
+            objective,
             texts,
             negative_entry,
             number_duplicates(prompts),  # the same prompt twice gives two videos
-            (self.codec.channels, *self.codec.strides.latent(bucket)),
+            (self.codec.channels, *latent),
             settings,
             self.device,
             on_step,

@@ -22,6 +22,7 @@ from mmspeed.config.schema import ModelConfig
 from mmspeed.data import Batching, BatchSampler, DatasetCache, Loader, Sample
 from mmspeed.data.loading.collate import VideoCollate
 from mmspeed.data.loading.first_epoch import OnlineEncoder
+from mmspeed.data.loading.frame_masks import FRAME_MASKS, FrameMask
 from mmspeed.data.sampling.batch_sizes import (
     COUNTED_TEXT_TOKENS,
     MEASURED_NAME,
@@ -107,6 +108,7 @@ class VideoTask:
         self.config, self.maker, self._build, self._call = config, maker, build, call
         self.weighting = config.weighting
         self.objective: Objective = make_objective(config.objective)
+        self.frame_mask: FrameMask | None = FRAME_MASKS[config.train.loss_frames]
         self._inputs: EncoderShapes | None = None
         self._cache: DatasetCache | None = None
         self.whole = True
@@ -204,16 +206,21 @@ class VideoTask:
         return (Update(self.loss),)
 
     def loss(self, models: Models, batch: Batch) -> Terms:
-        """The loss of each sample (B,), float32, with the noise and the timestep drawn for it at reading."""
+        """The loss of each sample (B,), float32, with the noise and the timestep drawn for it at reading.
+
+        A batch with a tensor `loss_mask` (B, T) counts its latent frames by it.
+        """
         if self._mlp_trials is not None:
             self._mlp_trials.meet(batch)
         latents_BCThw = batch["latents"]
-        device = latents_BCThw.device
-        t_B = self.objective.time_from_quantile(batch["quantiles"]).float()  # computed on the CPU
-        x_BCThw, target_BCThw = self.objective.training_pair(latents_BCThw, batch["noise"], t_B)
+        device, (frames, height, width) = latents_BCThw.device, latents_BCThw.shape[2:]
+        objective = self.objective.sized(as_bucket(batch.shape), self.predictor.tokens((frames, height, width)))
+        t_B = objective.time_from_quantile(batch["quantiles"]).float()  # computed on the CPU
+        x_BCThw, target_BCThw = objective.training_pair(latents_BCThw, batch["noise"], t_B)
         conditions = conditions_of(batch, None if self._inputs is None else self._inputs.strides)
         prediction_BCThw = self.predictor.predict(models["model"], x_BCThw, t_B.to(device), conditions)
-        loss_B = self.objective.sample_loss(prediction_BCThw, target_BCThw, t_B)
+        mask = (batch["loss_mask"],) if "loss_mask" in batch else ()
+        loss_B = objective.sample_loss(prediction_BCThw, target_BCThw, t_B, *mask)
         return {"loss": self.term(loss_B, batch)}
 
     def term(self, loss_B: Tensor, batch: Batch) -> Term:
@@ -261,7 +268,9 @@ class VideoTask:
             prefetch=config.train.prefetch,
             workers=config.train.loader_workers,
             device=place.device,
-            collate=VideoCollate(cache, config.seed, config.train.caption_dropout, self.predictor.timed),
+            collate=VideoCollate(
+                cache, config.seed, config.train.caption_dropout, self.predictor.timed, self.frame_mask
+            ),
         )
         return VideoData(self, sampler, loader)
 
@@ -391,7 +400,9 @@ class VideoTask:
         """Held-out loss and sampled videos; None where neither is requested."""
         lost = data.lost if isinstance(data, VideoData) else set[str]
         held_out, predictor = self.held_out, self.predictor
-        validation = VideoValidation(self.config, self.cache, held_out, predictor, self.objective, lost, place)
+        validation = VideoValidation(
+            self.config, self.cache, held_out, predictor, self.objective, lost, place, self.frame_mask
+        )
         return validation or None
 
     def info(self) -> dict[str, Any]:

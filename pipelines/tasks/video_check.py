@@ -20,7 +20,7 @@ import torch
 
 from mmspeed import comm, rng
 from mmspeed.config import Config, RunConfig
-from mmspeed.config.schema import ModelConfig
+from mmspeed.config.schema import FlowConfig, ModelConfig
 from mmspeed.data import Batching, Sample, SampleUse
 from mmspeed.data.loading.collate import draw_noise, draw_quantiles, video_batch
 from mmspeed.data.loading.loader import Batches
@@ -265,7 +265,12 @@ class ShrunkRun:
             for rank, rank_counts in enumerate(counts_of_ranks)
             if uneven(rank_counts) > UNEVEN_TIMES
         ]
-        t_B = self._task.objective.time_from_quantile(u_B)
+        buckets = {self.bucket(latent): latent for latent in self.small_samples.latents}
+        objectives = [
+            self._task.objective.sized(bucket, self._task.predictor.tokens(latent))
+            for bucket, latent in buckets.items()
+        ]
+        t_B = torch.cat([objective.time_from_quantile(u_B) for objective in objectives])
         ends = comm.all_gather_objects([t_B.min().item(), t_B.max().item()])
         low, high = min(low for low, _ in ends), max(high for _, high in ends)
         times = f"times of many draws from {low:.3f} to {high:.3f}"
@@ -324,8 +329,15 @@ def small_config(config: Config, section: ModelConfig, samples: SmallSamples) ->
     parallel, threshold = config.parallel, config.parallel.shard_text
     if threshold is not None:
         threshold = min(threshold, samples.text_tokens) if threshold <= config.text.max_tokens else None
+    objective = config.objective
+    if isinstance(objective, FlowConfig) and isinstance(objective.shift, dict):  # small samples have other buckets
+        objective = objective.model_copy(update={"shift": max(objective.shift.values())})
     return config.model_copy(
-        update={"model": section, "parallel": parallel.model_copy(update={"shard_text": threshold})}
+        update={
+            "model": section,
+            "objective": objective,
+            "parallel": parallel.model_copy(update={"shard_text": threshold}),
+        }
     )
 
 

@@ -15,17 +15,18 @@ from mmspeed import comm, rng
 from mmspeed.config import Config
 from mmspeed.data import DatasetCache, Sample, SampleUse
 from mmspeed.data.loading.collate import assemble
+from mmspeed.data.loading.frame_masks import FrameMask
 from mmspeed.log import get_logger
 from mmspeed.models.codecs.vae import load_codec
-from mmspeed.pipelines.diffusion.objective import Objective
-from mmspeed.pipelines.diffusion.predictor import Predictor, ask_own, conditions_of
+from mmspeed.pipelines.diffusion.objective import Objective, mean_error
+from mmspeed.pipelines.diffusion.predictor import Predictor, conditions_of
 from mmspeed.pipelines.inference.generate import generate_latents
 from mmspeed.pipelines.inference.media import contact_sheet, save_image
 from mmspeed.pipelines.inference.text_to_video import decode_videos, sampler_settings, stored_prompts, video_shape
 from mmspeed.pipelines.run.run_folder import RunFolder, write_text
 from mmspeed.pipelines.tasks.base import shares
 from mmspeed.protocols import Divisors, Models, RunPlace, Term, Terms
-from mmspeed.shapes import Strides
+from mmspeed.shapes import Bucket, Strides
 
 log = get_logger("validate")
 
@@ -45,9 +46,11 @@ class VideoValidation:
         objective: Objective,
         lost: Callable[[], set[str]],
         place: RunPlace,
+        frame_mask: FrameMask | None = None,
     ) -> None:
         self.config, self.cache, self.samples = config, cache, samples
         self.predictor, self.objective, self.lost, self.place = predictor, objective, lost, place
+        self.frame_mask = frame_mask
         self.folder = RunFolder(place.folder)
         self.prompts = list(config.validate_.prompts)
         self.strides = Strides(*cache.info["encoders"]["vae"]["strides"])
@@ -56,7 +59,7 @@ class VideoValidation:
                 "no held-out samples (set data.val_fraction, or a split column): no held-out loss, no best checkpoint"
             )
         if self.prompts:
-            video_shape(config, self.strides, predictor)  # raises for an impossible size before the first step
+            self._objective_of(video_shape(config, self.strides, predictor))  # refuses a size before the first step
             wanted = [*self.prompts, config.sample.negative_prompt]
             if place.rank == 0:
                 stored_prompts(self.folder.prompts, wanted, config.text, place.device)
@@ -81,6 +84,7 @@ class VideoValidation:
             self.config.seed,
             self.place,
             self.predictor,
+            self.frame_mask,
         )
         return {f"quantile {q}": Term(losses[q], weights, trains=False) for q in range(quantiles)}
 
@@ -97,6 +101,9 @@ class VideoValidation:
             "samples": len(self._present()),
         }
 
+    def _objective_of(self, bucket: Bucket) -> Objective:
+        return self.objective.sized(bucket, self.predictor.tokens(self.strides.latent(bucket)))
+
     def _present(self) -> list[Sample]:
         lost = self.lost()
         return [sample for sample in self.samples if sample.key not in lost]
@@ -109,11 +116,12 @@ class VideoValidation:
         weights = self.folder.codec_weights if config.vae.kind == "linear" else None
         codec = load_codec(config.vae, place.device, weights)
         bucket = video_shape(config, codec.strides, self.predictor)
+        objective = self._objective_of(bucket)
         settings = sampler_settings(config, None, None, None, config.validate_.seed)
         prompts = shares(list(enumerate(self.prompts)), place)
         latents = generate_latents(
             models["model"],
-            self.objective,
+            objective,
             [self.texts[index] for (index, _), _ in prompts],
             self.texts[-1],
             [prompt for (_, prompt), _ in prompts],
@@ -152,32 +160,43 @@ def held_out_losses(
     quantiles: int,
     seed: int,
     place: RunPlace,
-    predictor: Predictor | None = None,
+    predictor: Predictor,
+    frame_mask: FrameMask | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The unweighted losses (Q, B) of this rank's samples at the middles of equal parts of the training distribution, and weights (B,).
 
     Noise is keyed by (sample, quantile), the caption is the first, nothing is dropped: the losses of two steps differ by the weights
-    alone. Both are float64 on the CPU. A sample counts on the rank that leads its group. predictor: None: the model is called as it is.
+    alone. Both are float64 on the CPU. A sample counts on the rank that leads its group.
+    frame_mask: of the latent frames that count; None: all.
     """
-    ask = ask_own if predictor is None else predictor.predict
-    timed, strides = predictor is not None and predictor.timed, Strides(*cache.info["encoders"]["vae"]["strides"])
+    strides = Strides(*cache.info["encoders"]["vae"]["strides"])
     was_training, device = model.training, place.device
     model.eval()
     rows: list[list[float]] = []
     weights: list[float] = []
     for sample, real in shares(samples, place):
-        batch = assemble(cache, [(SampleUse(sample, 0, 0), 1.0)], seed=seed, caption_dropout=0.0, fps=timed)
+        batch = assemble(
+            cache,
+            [(SampleUse(sample, 0, 0), 1.0)],
+            seed=seed,
+            caption_dropout=0.0,
+            fps=predictor.timed,
+            frame_mask=frame_mask,
+        )
         batch = batch.to(device.torch_device, torch.float32)
+        mask_BT = batch["loss_mask"] if "loss_mask" in batch else None
+        latent = strides.latent(sample.bucket)
+        objective_of_size = objective.sized(sample.bucket, predictor.tokens(latent))
         weights.append(float(real and place.leads))
         rows.append([])
         for q in range(quantiles):
             noise = rng.normal(batch["latents"].shape[1:], seed, "val_noise", sample.key, q)[None]
             noise = noise.to(batch["latents"])
             u_B = torch.tensor([(q + 0.5) / quantiles], dtype=torch.float64)
-            t_B = objective.time_from_quantile(u_B).float()
-            x_t, target = objective.training_pair(batch["latents"], noise, t_B)
-            prediction = ask(model, x_t, device.to_device(t_B), conditions_of(batch, strides))
-            rows[-1].append((prediction.float() - target.float()).square().mean().item())
+            t_B = objective_of_size.time_from_quantile(u_B).float()
+            x_t, target = objective_of_size.training_pair(batch["latents"], noise, t_B)
+            prediction = predictor.predict(model, x_t, device.to_device(t_B), conditions_of(batch, strides))
+            rows[-1].append(mean_error(prediction, target, mask_BT).item())
     model.train(was_training)
     losses_QB = torch.tensor(rows, dtype=torch.float64).T if rows else torch.zeros(quantiles, 0, dtype=torch.float64)
     return losses_QB, torch.tensor(weights, dtype=torch.float64)

@@ -3,6 +3,9 @@
 Every reader puts each sample's numbers into one preallocated float32 batch, so that a view of a mapped file wins nothing by
 being never read. One process, one thread, one random order for all formats of a round.
 
+The rate to plan with is that of `mmspeed, as training gets it`: batches of the loader, with the draws that training makes of each sample
+(posterior, noise, timestep, caption). The other rows compare formats.
+
 Legend: B samples of the batch, C channels, T h w latent, L caption tokens, D text width; posterior = mean and log-variance.
 """
 
@@ -11,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import io
+import itertools
 import mmap
 import os
 import platform
@@ -31,7 +35,9 @@ import pyarrow as pa
 import safetensors
 import torch
 
-from mmspeed.data import DatasetCache
+from mmspeed.config.training import TrainConfig
+from mmspeed.data import BatchSampler, DatasetCache, Loader
+from mmspeed.data.loading.collate import VideoCollate
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, format_bytes
 from mmspeed.rng import generator
@@ -53,6 +59,7 @@ from .formats import (
 
 SHAPES = ("16x13x60x106", "16x5x22x40")  # a clip of 49x480x848 and one of 17x176x320, 16 channels, strides 4x8x8
 BATCH = 4
+TRAINED = "mmspeed, as training gets it"
 FIRST, LATER, VIEW, RAW = "mmspeed, first touch", "mmspeed, later", "mmspeed, view only", "raw sequential read"
 TIMES, SHARE = 3.0, 0.9  # of the best other format, of the raw read: what `mmspeed, later` is held to
 
@@ -80,6 +87,7 @@ class Rates:
 
     samples_s: float
     mb_s: float  # of tensors, 10^6 bytes
+    processor_samples_s: float = 0.0  # by the time of all processors, which other work on the machine disturbs little
 
 
 @dataclass(frozen=True)
@@ -130,7 +138,14 @@ class ShapeResult:
             f"{100 * self.still_cached:.0f} % of a format's files at most were still in memory when a cold pass began"
         )
         opening = f"opening the mmspeed cache, once a process: {1000 * self.open_seconds:.1f} ms"
-        return [*rows, "", *(verdict.line() for verdict in self.verdicts), f"{opening}; {cached}"]
+        trained, reader = (self.rates["warm"][name] for name in (TRAINED, LATER))
+        training = (
+            f"training gets {trained.processor_samples_s:,.0f} samples/s of one processor's time, warm "
+            f"(the reader alone: {reader.processor_samples_s:,.0f}); by the clock {trained.samples_s:,.0f}, "
+            f"cold {self.rates['cold'][TRAINED].samples_s:,.0f}"
+        )
+        verdicts = (verdict.line() for verdict in self.verdicts)
+        return [*rows, "", training, *verdicts, f"{opening}; {cached}"]
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
@@ -158,6 +173,32 @@ def one_pass(
 ) -> Callable[[Sequence[int]], float]:
     """`read_all` with a reader that is opened when the pass begins, before its time counts."""
     return lambda order: read_all(open_reader(), order, buffer, touch)
+
+
+def one_epoch(
+    open_cache: Callable[[], DatasetCache], samples: int, batch: int = BATCH
+) -> Callable[[Sequence[int]], float]:
+    """A pass in the order of training: seconds until a consumer that does nothing else has had every batch of an epoch.
+
+    Each pass is of the next epoch, whose draws are others. The cache is opened before the time counts.
+    """
+    epochs, training = itertools.count(), TrainConfig()
+
+    def run(_: Sequence[int]) -> float:
+        cache = open_cache()
+        sampler = BatchSampler(cache.split("train"), batch, seed=0)
+        collate = VideoCollate(cache, 0, training.caption_dropout)
+        loader = Loader(cache, sampler, prefetch=training.prefetch, workers=training.loader_workers, collate=collate)
+        steps, epoch, met = -(-samples // batch), next(epochs), 0
+        started = time.perf_counter()
+        for step in loader.steps(epoch * steps, (epoch + 1) * steps):
+            met += sum(each.size for each in step.batches)
+        seconds = time.perf_counter() - started
+        if met != samples:
+            raise RuntimeError(f"an epoch of {samples} samples had {met}")
+        return seconds
+
+    return run
 
 
 def read_raw(paths: Sequence[Path], buffer: BatchBuffer) -> float:
@@ -254,8 +295,10 @@ class LoaderBench:
         ours, buffer = self.root / "ours", self.buffer
         # A map that stays open would keep its pages in memory, so cold passes open anew, and trust what was verified.
         later = partial(self.ours, verify=False) if cold else self._verified()
+        trained = partial(DatasetCache, ours, verify=False) if cold else self._trained()
         rows: dict[str, tuple[Path, Callable[[Sequence[int]], float]]] = {
             FIRST: (ours, one_pass(lambda: self.ours(verify=True), buffer)),
+            TRAINED: (ours, one_epoch(trained, self.count)),
             LATER: (ours, one_pass(later, buffer)),
             VIEW: (ours, one_pass(later, buffer, touch=False)),
         }
@@ -270,11 +313,18 @@ class LoaderBench:
         read_all(kept, range(self.count), self.buffer)
         return lambda: kept
 
+    def _trained(self) -> Callable[[], DatasetCache]:
+        """Gives one and the same cache again and again; an epoch of it has been read, and so verified."""
+        kept = DatasetCache(self.root / "ours", verify=True)
+        one_epoch(lambda: kept, self.count)([])
+        return lambda: kept
+
     def measure(self, rounds: int, cold: bool, line: ProgressLine) -> dict[str, Rates]:
         """Each row's median over the rounds; the order of the rows turns and alternates from round to round."""
         rows = self.passes(cold)
         names = list(rows)
         seconds: dict[str, list[float]] = {name: [] for name in rows}
+        used: dict[str, list[float]] = {name: [] for name in rows}
         for turn in range(rounds):
             order = torch.randperm(self.count, generator=generator(0, "bench order", turn)).tolist()
             turned = names[turn % len(names) :] + names[: turn % len(names)]
@@ -283,16 +333,21 @@ class LoaderBench:
                 if cold:
                     forget(files_of(folder))
                     self.still_cached = max(self.still_cached, cached_share(files_of(folder)))
+                before = time.process_time()
                 seconds[name].append(run(order))
+                used[name].append(max(time.process_time() - before, 1e-6))
                 line.advance()
         medians = {name: statistics.median(values) for name, values in seconds.items()}
         total = self.count * self.sample_bytes
-        return {name: Rates(self.count / value, total / value / 1e6) for name, value in medians.items()}
+        return {
+            name: Rates(self.count / value, total / value / 1e6, self.count / statistics.median(used[name]))
+            for name, value in medians.items()
+        }
 
     def run(self, rounds: int) -> ShapeResult:
         """Measure warm, then cold."""
         self.check_contents()
-        with ProgressLine(f"bench loader {self.shape}", 2 * rounds * (len(self.others) + 4), "passes") as line:
+        with ProgressLine(f"bench loader {self.shape}", 2 * rounds * (len(self.others) + 5), "passes") as line:
             rates = {"warm": self.measure(rounds, False, line), "cold": self.measure(rounds, True, line)}
         folders = {LATER: self.root / "ours"} | {format.name: format.folder for format in self.others}
         return ShapeResult(
@@ -319,7 +374,7 @@ class LoaderBench:
 
 def verdict(temperature: str, rates: dict[str, Rates]) -> ReaderVerdict:
     """`mmspeed, later` against the best other format and the raw read."""
-    others = {name: row.samples_s for name, row in rates.items() if name not in (FIRST, LATER, VIEW, RAW)}
+    others = {name: row.samples_s for name, row in rates.items() if name not in (FIRST, TRAINED, LATER, VIEW, RAW)}
     best, mine = max(others, key=others.__getitem__), rates[LATER].samples_s
     return ReaderVerdict(temperature, best, mine / others[best], mine / rates[RAW].samples_s)
 

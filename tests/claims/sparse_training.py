@@ -244,6 +244,7 @@ def _with_dense_attention(config: Config) -> float:
     from mmspeed.loop.checkpoint.manager import latest, load_weights
     from mmspeed.models import build_model
     from mmspeed.pipelines.diffusion.objective import make_objective
+    from mmspeed.pipelines.diffusion.predictor import OwnPredictor
     from mmspeed.pipelines.run.run_folder import RunFolder
     from mmspeed.pipelines.training.held_out_loss import held_out_losses
     from mmspeed.protocols import RunPlace
@@ -265,6 +266,7 @@ def _with_dense_attention(config: Config) -> float:
         config.validate_.quantiles,
         config.seed,
         RunPlace(pick("cpu")),
+        OwnPredictor(model),
     )
     return losses_QB.mean().item()
 

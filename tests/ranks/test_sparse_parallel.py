@@ -359,3 +359,29 @@ def test_nothing_is_sent_where_nothing_is_kept(degree: str) -> None:
         case = result[f"split-{degree}"]
         assert case["forward"].get(("rows", "ring"), 0) == 0
         assert sum(count > 0 for count in case["sends"]) == 1
+
+
+def shown_over_a_ring() -> dict[str, bool]:
+    """True where a key of the last rank that is not a number makes this rank's output NaN, as in dense attention; by planner and rule."""
+    shown = {}
+    for planner in ("clusters", "tiles"):
+        for rule in (
+            {"rule": "top", "keep": 0.2},
+            {"rule": "mass", "mass": 0.5},
+            {"rule": "threshold"},
+            {"max_keep": 0.1},
+        ):
+            tau = {"tau": None} if rule.get("rule", "threshold") != "threshold" else {"rule": "threshold"}
+            case = Case(1, 4, UNEVEN[4], {"planner": planner, "tail": "zero", **rule, **tau})
+            axes, (tensors, _), layer = axes_of(case), whole(case), layer_of(case)
+            tensors[1][0, 1, -2, 3] = torch.nan
+            q, k, v = (x.split(list(case.sizes), dim=2)[axes.rank] for x in tensors[:3])
+            out = sparse_attention(q, k, v, None, axes, case.sizes, case.sizes, positions(), layer)
+            others = torch.cat((out[0, :1], out[0, 2:], out[1]))
+            shown[f"{planner} {rule}"] = bool(out[0, 1].isnan().all()) and bool(others.isfinite().all())
+    return shown
+
+
+def test_a_key_that_is_not_a_number_is_not_hidden_by_a_ring() -> None:
+    for shown in run_ranks(shown_over_a_ring, 4):
+        assert len(shown) == 8 and all(shown.values()), shown

@@ -5,7 +5,7 @@ Legend: B batch, C channels, T h w latent, L caption tokens, D text width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -71,8 +71,16 @@ def prepare(folder: Path) -> None:
     write_cache(published_config(folder, "wan"))
 
 
-def write_cache(config: Config, samples: int = 12, captions: tuple[int, int] = (3, 5)) -> None:
-    """Videos and images with captions of two lengths in turn (in tokens) and pooled vectors; the first sample is held out."""
+def write_cache(
+    config: Config,
+    samples: int = 12,
+    captions: tuple[int, int] = (3, 5),
+    taken: Callable[[int, Bucket], Sequence[int]] = lambda _, bucket: range(bucket.frames),
+) -> None:
+    """Videos and images with captions of two lengths in turn (in tokens) and pooled vectors; the first sample is held out.
+
+    `taken`: the frames of its source that a sample by its number is recorded to be made of.
+    """
     root = config.local_cache_dir()
     buckets = sorted(config.buckets, key=lambda bucket: bucket.is_image)  # a video's, an image's
     latents, texts = [], []
@@ -85,7 +93,7 @@ def write_cache(config: Config, samples: int = 12, captions: tuple[int, int] = (
             latents.append((entry_key(parts), bucket))
             writer.add(
                 "latents", latents[-1][0], tensors, parts, bucket=bucket, tokens=sizes[1] * 6, content_id=f"c{number}",
-                frames=range(bucket.frames), fps=FPS + number if bucket.frames > 1 else None, source=f"{number}.mp4",
+                frames=taken(number, bucket), fps=FPS + number if bucket.frames > 1 else None, source=f"{number}.mp4",
             )  # fmt: skip
         for length, section in ((captions[0], "texts"), (captions[1], "texts"), (1, "null")):
             parts = {"kind": "text", "length": length, "section": section}

@@ -19,6 +19,8 @@ from mmspeed.protocols import Batch, BatchShape, Item, NumberRule, TextEntry
 from mmspeed.rng import normal, uniform
 from mmspeed.shapes import Bucket, Strides
 
+from .frame_masks import FrameMask, checked_mask
+
 # Quantiles of times stay on the CPU in float64; all other numbers take the number type of the computation.
 RULES: dict[str, NumberRule] = {
     "latents": "compute",
@@ -27,6 +29,7 @@ RULES: dict[str, NumberRule] = {
     "noise": "compute",
     "text_mask": "keep",
     "fps": "keep",
+    "loss_mask": "keep",
     "quantiles": "host",
 }
 
@@ -99,6 +102,7 @@ def video_batch(
     noise_BCThw: Tensor | None = None,
     u_B: Tensor | None = None,
     fps_B: Tensor | None = None,
+    loss_mask_BT: Tensor | None = None,
 ) -> Batch:
     """Make the batch of samples of one bucket.
 
@@ -110,8 +114,15 @@ def video_batch(
         noise_BCThw: the noise of training, drawn by name; None if not requested.
         u_B: float64 in [0, 1), the quantile of each sample's time.
         fps_B: frames per second of each clip, for models that take them.
+        loss_mask_BT: the latent frames that count in a sample's loss (True, or a weight); None: all.
     """
-    optional = {"text_pooled": pooled_BD, "noise": noise_BCThw, "quantiles": u_B, "fps": fps_B}
+    optional = {
+        "text_pooled": pooled_BD,
+        "noise": noise_BCThw,
+        "quantiles": u_B,
+        "fps": fps_B,
+        "loss_mask": loss_mask_BT,
+    }
     tensors = {"latents": latents_BCThw, "text": text_BLD, "text_mask": text_mask_BL}
     tensors |= {name: tensor for name, tensor in optional.items() if tensor is not None}
     quantiles: list[float | None] = [None] * len(names) if u_B is None else u_B.tolist()
@@ -129,19 +140,23 @@ def assemble(
     caption_dropout: float,
     noise: bool = False,
     fps: bool = False,
+    frame_mask: FrameMask | None = None,
 ) -> Batch:
     """Read the batch of (draw, weight) pairs of one bucket; an item does not depend on the others in its batch.
 
     With `noise` the batch holds the draws of training, so that they are made before the model waits for them; with `fps` the frames
-    per second of each clip, as stored in the cache (1 for an image).
+    per second of each clip, as stored in the cache (1 for an image); with `frame_mask` the latent frames that count in the loss.
 
     No draw may be of a lost sample; `rank_batches` replaces those. Raises UserError if an entry is missing or
-    damaged, or if latents of the bucket differ in shape.
+    damaged, if latents of the bucket differ in shape, or for a mask of other frames or of none.
     """
-    latents, texts, rates = [], [], []
+    latents, texts, rates, masks = [], [], [], []
     for draw, _ in draws:
         latent_key = choose_latent(draw.sample, seed, draw.name)
         latents.append(draw_latent(cache.latent(latent_key), seed, draw.name))
+        if frame_mask is not None:
+            mask_T = frame_mask(cache.entry(latent_key, "latents"), Strides(*cache.info["encoders"]["vae"]["strides"]))
+            masks.append(checked_mask(mask_T, latents[-1].shape[1], draw.sample.source))
         if fps:
             rates.append(cache.entry(latent_key, "latents").fps or 1.0)
         text_key = choose_text(draw.sample, seed, draw.name, caption_dropout)
@@ -168,16 +183,24 @@ def assemble(
         noise_BCThw=draw_noise(names, tuple(latents[0].shape), seed) if noise else None,
         u_B=draw_quantiles(names, seed) if noise else None,
         fps_B=torch.tensor(rates) if fps else None,
+        loss_mask_BT=torch.stack(masks) if masks else None,
     )
 
 
 class VideoCollate:
     """Read batches of (draw, weight) pairs. In another process the cache is opened again at the first read, so that errors are reported."""
 
-    def __init__(self, cache: DatasetCache, seed: int, caption_dropout: float, fps: bool = False) -> None:
+    def __init__(
+        self,
+        cache: DatasetCache,
+        seed: int,
+        caption_dropout: float,
+        fps: bool = False,
+        frame_mask: FrameMask | None = None,
+    ) -> None:
         self._cache: DatasetCache | None = cache
         self._opening = cache.__reduce__()
-        self._seed, self._caption_dropout, self._fps = seed, caption_dropout, fps
+        self._seed, self._caption_dropout, self._fps, self._frame_mask = seed, caption_dropout, fps, frame_mask
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_cache": None}
@@ -192,7 +215,15 @@ class VideoCollate:
 
     def __call__(self, draws: Sequence[tuple[SampleUse[Sample], float]]) -> Batch:
         """Read a batch. Raises UserError like `assemble`."""
-        return assemble(self.cache, draws, self._seed, self._caption_dropout, noise=True, fps=self._fps)
+        return assemble(
+            self.cache,
+            draws,
+            self._seed,
+            self._caption_dropout,
+            noise=True,
+            fps=self._fps,
+            frame_mask=self._frame_mask,
+        )
 
     def shape(self, draws: Sequence[tuple[SampleUse[Sample], float]]) -> BatchShape:
         """The shapes of a batch's tensors, from the index of the cache; captions are read for their pooled vectors."""
@@ -208,6 +239,8 @@ class VideoCollate:
         }
         if self._fps:
             tensors["fps"] = (count,)
+        if self._frame_mask is not None:
+            tensors["loss_mask"] = (count, latent[1])
         pooled = [self._text(draw).pooled_D for draw, _ in draws]
         if pooled[0] is not None and None not in pooled:
             tensors["text_pooled"] = (count, *pooled[0].shape)

@@ -35,6 +35,7 @@ class MassShares:
     size_GU: Tensor  # keys of a unit that count, float
     seen_G: Tensor  # keys that count, of all ranks, float
     true_GCU: Tensor  # `share_GCU` without infinities
+    lost_GC1: Tensor  # bool: clusters with a score that is NaN or +inf, on any rank
 
 
 def gather_each(x: Tensor, ring: Axis) -> Tensor:
@@ -62,11 +63,14 @@ def shares(score_GCU: Tensor, size_GU: Tensor, seen_G: Tensor, always_GU: Tensor
     if always_GU is not None:
         share_GCU = true_GCU.masked_fill(always_GU[:, None] & valid_G1U, torch.inf)
     best = _is_best(both[:, 1], first_GC, score_GCU.shape[2], ring.rank) & valid_G1U
-    return MassShares(share_GCU, best, size_GU, seen_G, true_GCU)
+    return MassShares(share_GCU, best, size_GU, seen_G, true_GCU, ~(lse_GC1 < torch.inf))
 
 
 def choose(masses: MassShares, keep: KeepRule, tau_G: Tensor, ring: Axis) -> Tensor:
-    """The units of this rank that each cluster keeps, bool (G, C, U). `tau_G`: for "threshold" and "fraction" (see `threshold_of`)."""
+    """The units of this rank that each cluster keeps, bool (G, C, U). `tau_G`: for "threshold" and "fraction" (see `threshold_of`).
+
+    A lost cluster keeps all, so that what is no number appears in the output as in that of dense attention.
+    """
     share_GCU = masses.share_GCU
     size_GCU = masses.size_GU.to(torch.float64)[:, None].expand_as(share_GCU)
     seen_GC = masses.seen_G.to(torch.float64)[:, None].expand(share_GCU.shape[:2])
@@ -81,6 +85,7 @@ def choose(masses: MassShares, keep: KeepRule, tau_G: Tensor, ring: Axis) -> Ten
         most_GC = (keep.at_most * seen_GC).floor().clamp(min=keep.at_least)
         free_GCU = share_GCU.masked_fill(share_GCU == torch.inf, -1.0)
         kept &= heaviest(free_GCU, size_GCU, most_GC, ring, fits=1.0) | (share_GCU == torch.inf)
+    kept |= masses.lost_GC1 & (masses.size_GU > 0)[:, None]
     if keep.at_least == 1:
         return kept | masses.best_GCU
     return kept | heaviest(share_GCU, size_GCU, torch.full_like(seen_GC, keep.at_least), ring)

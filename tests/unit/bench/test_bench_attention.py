@@ -100,8 +100,9 @@ def test_sizes_of_the_lengths_of_the_study() -> None:
 @pytest.mark.parametrize("tail", ["zero", "summary"])
 def test_rows_are_those_of_direct_calls(planner: str, tail: str) -> None:
     asked = {"tokens": (512,), "keeps": (0.2,), "planners": (planner,), "tails": (tail,), "rounds": 1, "device": "cpu"}
-    result = bench_attention(asked)
+    result = bench_attention(asked | {"seeds": 1})
     (row,) = result.rows
+    assert row.errors == (row.error,)
     *inputs, positions = make_qkv(GRID)
     q, k, v = (x.requires_grad_() for x in inputs)
     dout = rng.normal(v.shape, 0, "bench attention", "gradient")
@@ -120,6 +121,32 @@ def test_rows_are_those_of_direct_calls(planner: str, tail: str) -> None:
     assert (row.warm_error is not None) == (planner == "clusters") and row.both.cpu is not None
     assert result.oracle[512] == pytest.approx(oracle_share(q.detach(), k.detach()).tolist())
     assert "90 % of a query's mass lies on" in "\n".join(result.lines())
+
+
+def test_errors_are_means_over_videos() -> None:
+    asked = {"tokens": (512,), "keeps": (0.2,), "planners": ("clusters", "tiles"), "tails": ("summary",), "rounds": 1}
+    result = bench_attention(asked | {"device": "cpu", "seeds": 2})
+    for row in result.rows:
+        outputs, kept, gradients = [], [], []
+        for seed in range(2):
+            *inputs, positions = make_qkv(GRID, seed=seed)
+            q, k, v = (x.requires_grad_() for x in inputs)
+            dout = rng.normal(v.shape, 0, "bench attention", "gradient")
+            dense = F.scaled_dot_product_attention(q, k, v)
+            plan = method(row.planner, "summary", 0.2, GRID).plan(q.detach(), k.detach(), positions)
+            out, _, stats = clustered_attention(q, k, v, plan, tail="summary")
+            outputs.append(relative_error(out, dense))
+            kept.append(float(stats.kept_BA.mean()))
+            both = [torch.autograd.grad(x, q, dout)[0] for x in (out, dense)]
+            gradients.append(relative_error(*both))
+        assert row.errors == pytest.approx(outputs, rel=1e-4) and len(set(row.errors)) == 2
+        assert row.error == pytest.approx(sum(outputs) / 2, rel=1e-4)
+        assert row.kept == pytest.approx(sum(kept) / 2)
+        assert row.gradient_errors[0] == pytest.approx(sum(gradients) / 2, rel=1e-4)
+    text = "\n".join(result.lines())
+    row = result.rows[0]
+    assert "errors and kept shares: means over 2 videos" in text
+    assert f"{row.error:.3f}  {min(row.errors):.3f} to {max(row.errors):.3f}" in text
 
 
 def _passed(rows: list[AttentionRow], words: str, device: str = "cpu") -> bool:
@@ -194,10 +221,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         "--rounds",
         "1",
     ]
-    words += ["--tail", "zero", "--output", str(tmp_path), "--strict", "--device", "cpu"]
+    words += ["--tail", "zero", "--output", str(tmp_path), "--strict", "--device", "cpu", "--seeds", "2"]
     assert main([*words, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads((tmp_path / "attention.json").read_text())
+    assert printed["seeds"] == 2 and all(len(row["errors"]) == 2 for row in printed["rows"])
     rows = {row["planner"]: row for row in printed["rows"]}
     assert set(rows) == {"clusters-mass", "window", "skip"} and printed["kernels"]["masked"] == ""
     assert rows["clusters-mass"]["kept"] == pytest.approx(0.2, abs=0.03)
@@ -213,6 +241,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--keep", "much"], "numbers with commas"),
         (["--tokens", "8"], "too short"),
         (["--backend", "dense"], "--backend dense is not one of auto"),
+        (["--seeds", "0"], "--seeds"),
         (["--width", "7"], "--width 7 is not even"),
         (["--run", "nowhere", "--tokens", "512"], "leave them out beside --run"),
         (["--run", "nowhere"], "no such run"),

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from mmspeed.__main__ import main
 from mmspeed.data import DatasetCache
+from mmspeed.data.loading.collate import VideoCollate
 from mmspeed.errors import UserError
+from mmspeed.protocols import Batch
 from tests.claims.formats import Numbers, contents, files_of, make_samples, ours_reader, write_others, write_ours
 from tests.claims.loader import (
     FIRST,
     LATER,
     RAW,
+    TRAINED,
     VIEW,
     BatchBuffer,
     LoaderBench,
@@ -24,6 +29,7 @@ from tests.claims.loader import (
     bench_loader,
     cached_share,
     forget,
+    one_epoch,
     parse_shape,
     read_all,
     read_raw,
@@ -128,6 +134,27 @@ def test_verdict_takes_the_best_of_the_others_and_only_those() -> None:
     assert raw.passed and raw.line().startswith("PASS warm")
 
 
+def test_a_pass_of_training_reads_and_draws_each_sample_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_ours(tmp_path, make_samples(9, parse_shape(SHAPE)))
+    read: list[tuple[list[tuple[str, int, int]], set[str]]] = []
+    make = VideoCollate.__call__
+
+    def noted(self: VideoCollate, draws: list[Any]) -> Batch:
+        batch = make(self, draws)
+        read.append((batch.names, set(batch.tensors)))
+        return batch
+
+    monkeypatch.setattr(VideoCollate, "__call__", noted)
+    run = one_epoch(lambda: DatasetCache(tmp_path), 9)
+    assert run([]) > 0 and run([]) > 0
+    names = [name for batch, _ in read for name in batch]
+    assert len(names) == len(set(names)) == 18 and {epoch for _, epoch, _ in names} == {0, 1}
+    assert len({sample for sample, _, _ in names}) == 9
+    assert all({"latents", "noise", "quantiles", "text", "text_mask"} == tensors for _, tensors in read)
+    with pytest.raises(RuntimeError, match="an epoch of 8 samples had 9"):
+        one_epoch(lambda: DatasetCache(tmp_path), 8, batch=9)([])
+
+
 def test_bench_measures_every_row_warm_and_cold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = [
         "bench",
@@ -147,11 +174,15 @@ def test_bench_measures_every_row_warm_and_cold(tmp_path: Path, capsys: pytest.C
     (shape,) = result["shapes"]
     assert (shape["latent"], shape["samples"], result["rounds"]) == (SHAPE, 9, 2)
     for temperature in ("warm", "cold"):
-        assert set(shape["rates"][temperature]) == {FIRST, LATER, VIEW, *OTHERS, RAW}
+        assert set(shape["rates"][temperature]) == {FIRST, TRAINED, LATER, VIEW, *OTHERS, RAW}
         assert all(rate["samples_s"] > 0 and rate["mb_s"] > 0 for rate in shape["rates"][temperature].values())
         verdicts = {v["temperature"]: v["passed"] for v in shape["verdicts"]}
         assert ("PASS" if verdicts[temperature] else "FAIL") + f" {temperature}:" in table
-    for name in [FIRST, LATER, VIEW, *OTHERS, RAW]:
+    told = re.search(
+        r"\ntraining gets ([\d,]+) samples/s of one processor's time, warm .*; by the clock [\d,]+, cold", table
+    )
+    assert told and told[1] == f"{shape['rates']['warm'][TRAINED]['processor_samples_s']:,.0f}"
+    for name in [FIRST, TRAINED, LATER, VIEW, *OTHERS, RAW]:
         assert f"\n| {name} | " in table
     assert [path.name for path in tmp_path.iterdir()] == ["loader.json"]  # the formats' files are gone
     assert main([*command[:-1], "1", "--json"]) == 0

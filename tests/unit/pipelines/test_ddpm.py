@@ -13,8 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmspeed import rng
+from mmspeed.config import make_config
+from mmspeed.config.renamed import translated
 from mmspeed.config.schema import DdpmConfig
 from mmspeed.data.loading.collate import draw_noise, draw_quantiles
+from mmspeed.errors import UserError
 from mmspeed.pipelines.diffusion import ddpm
 from mmspeed.pipelines.diffusion.objective import DdpmObjective, make_objective
 
@@ -216,10 +219,34 @@ def test_objective_loss_carries_the_weight() -> None:
     target = torch.zeros(3, 2, 1, 2, 2)
     plain = make_objective(config(zero=True, min_snr_gamma=None))
     assert plain.sample_loss(target + 2, target, t_B).tolist() == [4, 4, 4]
-    capped = make_objective(config(zero=True, min_snr_gamma=5.0))
+    capped = make_objective(config(zero=True, min_snr_gamma=5.0, allow_zero_weight=True))
     assert isinstance(capped, DdpmObjective)
     snr_B = ddpm.snr(capped.abar(t_B))
     loss_B = capped.sample_loss((target + 2).bfloat16(), target, t_B)
     assert loss_B.dtype == torch.float32
     torch.testing.assert_close(loss_B, (4 * snr_B.clamp(max=5) / (snr_B + 1)).float())
     assert torch.isfinite(loss_B).all()
+
+
+def test_weights_that_do_not_train_the_start_of_sampling_are_refused_unless_forced() -> None:
+    tree = {"data": {"sources": [{"path": "clips"}], "buckets": [{"frames": 5, "height": 32, "width": 48}]}}
+    section = {"kind": "ddpm", "min_snr_gamma": 5}
+    with pytest.raises(
+        UserError, match=r"has the weight 0 at pure noise, where sampling begins.*allow_zero_weight: true"
+    ) as caught:
+        make_config({**tree, "objective": section})
+    assert "\n" not in str(caught.value)
+    forced = make_config({**tree, "objective": section | {"allow_zero_weight": True}}).objective
+    at_noise = torch.ones(1, dtype=torch.float64)
+    assert make_objective(forced).weight(at_noise).item() == 0
+    for change in ({"zero_terminal_snr": False}, {"prediction": "epsilon", "zero_terminal_snr": False}):
+        assert make_objective(make_config({**tree, "objective": section | change}).objective).weight(at_noise) > 0
+        with pytest.raises(
+            UserError, match="allow_zero_weight goes with min_snr_gamma, zero_terminal_snr and prediction: v"
+        ):
+            make_config({**tree, "objective": section | change | {"allow_zero_weight": True}})
+    with pytest.raises(UserError, match=r"'objective\.allow_zero_weight'"):
+        make_config({**tree, "objective": section | {"allow_zero_weight": "perhaps"}})
+    # a run of a version that took it unasked goes on
+    record, old_keys = translated({**tree, "objective": section})
+    assert make_config(record).objective == forced and not old_keys

@@ -168,7 +168,8 @@ def choose_keys(
             else:
                 torch.ge(x_gcM, tau_G[g].to(x_gcM.dtype).log()[:, None, None], out=part)
             # a NaN score makes its whole row NaN: all keys are kept, and the NaN appears in the output
-            part |= (x_gcM[..., 0].isnan() | x_gcM[..., -1].isnan())[..., None]
+            lost_gc = x_gcM[..., 0].isnan() | x_gcM[..., -1].isnan()
+            part |= lost_gc[..., None]
             seen = masks.seen(g)
             if seen is not None:
                 part &= seen
@@ -178,7 +179,7 @@ def choose_keys(
             seen = masks.seen(g)
             keep_gcM[:, -1:] = True if seen is None else seen
         flat_Z, length_gc = flat_lists(keep_gcM)
-        if part.shape[1] and _mend(keep, recompute, part, length_gc, weight_GC[g, chosen], masks, g):
+        if part.shape[1] and _mend(keep, recompute, part, length_gc, weight_GC[g, chosen], lost_gc, masks, g):
             flat_Z, length_gc = flat_lists(keep_gcM)
         lists.add(g, c, flat_Z, length_gc)
     return lists.finish(tau_G)
@@ -231,17 +232,21 @@ def _mend(
     out_gcM: Tensor,
     length_gc: Tensor,
     weight_gc: Tensor,
+    lost_gc: Tensor,
     masks: KeyMasks,
     groups: slice,
 ) -> bool:
-    """Correct rows that keep too few or too many keys; True where there were any. Most blocks have none, and need no scores again."""
+    """Correct rows that keep too few or too many keys, but for lost ones, which keep all; True where there were any.
+
+    Most blocks have none, and need no scores again.
+    """
     length_gc = length_gc[:, : out_gcM.shape[1]]
     seen_g1, seen, always = masks.count(groups)[..., 0], masks.seen(groups), masks.always(groups)
     least_g1 = seen_g1.clamp(max=keep.at_least)
     short_gc = (length_gc < least_g1) & (weight_gc > 0)
     free_g1 = 0 if always is None else always.sum(dim=-1)
     cap_g1 = (seen_g1 * keep.at_most).floor().long().clamp(min=keep.at_least)
-    long_gc = length_gc > cap_g1 + free_g1
+    long_gc = (length_gc > cap_g1 + free_g1) & ~lost_gc
     if not (short_gc | long_gc).any():
         return False
     rank_gcM = _ranked(score(), seen)

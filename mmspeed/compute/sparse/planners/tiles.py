@@ -166,6 +166,8 @@ def _choose_tiles(
     # log of (probability of one key x keys seen)
     x_GCR = (score_GCR + size_G1R.log()).masked_fill_(~here_G1R, -torch.inf).log_softmax(dim=-1)
     x_GCR += seen_G11.clamp(min=1).log() - size_G1R.clamp(min=1).log()
+    # a NaN score makes its whole row NaN: all tiles are kept, and the NaN appears in the output as in that of dense attention
+    lost_GC1 = x_GCR.isnan().any(dim=-1, keepdim=True)
     x_GCR = x_GCR.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     if context.observe is not None:
         _observe(context, x_GCR, weight_GC, tiled)
@@ -198,6 +200,7 @@ def _choose_tiles(
         taken &= (size * ~forced).cumsum(dim=-1) <= cap
     taken |= upto - size < keep.at_least
     taken |= forced
+    taken |= lost_GC1
     taken &= size > 0
     return torch.zeros_like(taken).scatter_(-1, order_GCR, taken), tau_G
 

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from mmspeed import rng
 from mmspeed.bench.attention_data import make_qkv
+from mmspeed.compute.rope import grid_positions
 from mmspeed.compute.sparse import clustered_attention
 from mmspeed.compute.sparse.planners.clusters import plan_clusters
-from mmspeed.compute.sparse.planners.selection import KeepRule, PlannerContext
+from mmspeed.compute.sparse.planners.selection import KeepRule, PlannerContext, Rule
+from mmspeed.compute.sparse.planners.tiles import plan_tiles
 from mmspeed.compute.sparse.planners.topk import largest, upper_quantile
 
 
@@ -153,12 +155,31 @@ def test_rules_that_make_no_sense_are_refused() -> None:
         KeepRule("top", 0.5, at_least=0)
 
 
-@pytest.mark.parametrize("rule", ["threshold", "top", "mass"])
-def test_a_key_that_is_not_a_number_is_not_hidden(rule: str) -> None:
-    """Dense attention would give NaN for the whole head, and a run would notice."""
+@pytest.mark.parametrize("grouping", ["clusters", "tiles"])
+@pytest.mark.parametrize("at_most", [1.0, 0.5])
+@pytest.mark.parametrize("rule", ["threshold", "fraction", "top", "mass"])
+def test_a_key_that_is_not_a_number_is_not_hidden(rule: Rule, at_most: float, grouping: str) -> None:
+    """Dense attention gives NaN for the whole head, and a run notices."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 64, 16) for _ in range(3))
     k[0, 0, 3, 2] = torch.nan
-    plan = plan_clusters(q, k, KeepRule(rule, 0.3), cluster_size=8)
+    keep, context = KeepRule(rule, 0.3, at_most=at_most), PlannerContext(positions_NX=grid_positions((4, 4, 4)))
+    plan = plan_clusters(q, k, keep, cluster_size=8) if grouping == "clusters" else None
+    plan = plan or plan_tiles(q, k, keep, context, tile=(2, 2, 2))
     out = clustered_attention(q, k, v, plan).out_BAND
-    assert out[0, 0].isnan().all() and out[0, 1].isfinite().all()
+    dense = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    assert dense[0, 0].isnan().all() and dense[0, 1].isfinite().all()
+    assert torch.equal(out.isnan(), dense.isnan())
+
+
+def test_a_masked_key_that_is_not_a_number_is_not_shown() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 64, 16) for _ in range(3))
+    seen_BM = torch.ones(1, 64, dtype=torch.bool)
+    seen_BM[0, 3] = False
+    context = PlannerContext(seen_BM, positions_NX=grid_positions((4, 4, 4)))
+    clean = plan_tiles(q, k, KeepRule("top", 0.3), context, tile=(2, 2, 2))
+    k[:, :, 3] = torch.nan
+    plan = plan_tiles(q, k, KeepRule("top", 0.3), context, tile=(2, 2, 2))
+    assert torch.equal(plan.kv_index_Z, clean.kv_index_Z)
+    assert clustered_attention(q, k, v, plan).out_BAND.isfinite().all()

@@ -1,0 +1,122 @@
+"""Timestep shift by size in training, validation, samples and checks: the times that a real model is given."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from mmspeed.config import Config
+from mmspeed.config.schema import FlowConfig
+from mmspeed.device import Device
+from mmspeed.errors import UserError
+from mmspeed.pipelines import TextToVideo, TrainPipeline
+from mmspeed.pipelines.diffusion.flow import euler_times, shift_time, time_from_quantile
+from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.pipelines.tasks.video_check import shrunk_video
+from mmspeed.protocols import RunPlace
+from mmspeed.shapes import Bucket
+from tests.support.published import BUCKETS, published_config, write_cache
+from tests.support.runs import small_config
+
+CLIP, IMAGE = BUCKETS  # latents of 3 x 4 x 6 and 1 x 4 x 6 in patches of 1 x 2 x 2: 18 and 6 tokens
+SHIFTS = {
+    "auto": {CLIP: (18 / 256) ** 0.5, IMAGE: (6 / 256) ** 0.5},
+    "{9x32x48: 3.0, 1x32x48: 0.5}": {CLIP: 3.0, IMAGE: 0.5},
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache of videos and images, without encoders."""
+    folder = tmp_path_factory.mktemp("shift")
+    write_cache(config_of(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def clips(small_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache of clips of 5 frames, with its codec."""
+    return Path(shutil.copytree(small_cache, tmp_path_factory.mktemp("clips") / "home"))
+
+
+def config_of(folder: Path, *overrides: str) -> Config:
+    return published_config(folder, "wan", "model.size=nano", *overrides)
+
+
+class Times(nn.Module):
+    """A model, and the times and latent frames of its calls."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, list[float]]] = []
+        model.register_forward_pre_hook(lambda _, args: self.seen.append((args[0].shape[2], args[1].tolist())))
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+def test_training_is_at_the_times_of_each_buckets_shift(home: Path, shift: str) -> None:
+    config, plain = config_of(home, f"objective.shift={shift}"), FlowConfig(kind="flow")
+    task, place = VideoTask(config), RunPlace(Device("cpu", 0))
+    task.open(place)
+    model, met = task.build()["model"].to_empty(device="cpu"), set()
+    times = Times(model)
+    for step in task.data(place).steps(0, 6):
+        for batch in step.batches:
+            with torch.no_grad():
+                task.loss({"model": model}, batch)
+            bucket = batch.shape
+            assert isinstance(bucket, Bucket)
+            expected = shift_time(time_from_quantile(batch["quantiles"], plain), SHIFTS[shift][bucket]).float()
+            assert times.seen[-1] == ((3 if bucket == CLIP else 1), expected.tolist())
+            met.add(bucket)
+    assert met == {CLIP, IMAGE}
+
+
+def test_a_run_validates_and_samples_at_the_shift_of_the_size(clips: Path) -> None:
+    config = small_config(
+        clips, "objective.shift=auto", "name=auto", "train.steps=2", "validate.prompts=[a rabbit]", "sample.guidance=1"
+    )
+    TrainPipeline(config).run()
+    pipe = TextToVideo.from_run(config.run_dir)
+    times = Times(pipe.model)
+    for bucket, tokens in ((Bucket(5, 32, 48), 12), (Bucket(1, 32, 48), 6), (Bucket(9, 64, 64), 48)):
+        pipe("a rabbit", frames=bucket.frames, height=bucket.height, width=bucket.width, steps=3)
+        wanted = euler_times(3, (tokens / 256) ** 0.5)[:-1].float()
+        assert [t for _, (t,) in times.seen[-3:]] == wanted.tolist()
+    fast = pipe("a rabbit", steps=3, sampler="unipc", guidance=4.0, guidance_rescale=0.7)[0]
+    assert fast.frames_FHWC.shape == (5, 32, 48, 3)
+    with pytest.raises(UserError, match=r"sample\.guidance_rescale is -1"):
+        pipe("a rabbit", guidance_rescale=-1)
+
+
+def test_a_size_without_a_number_is_refused_before_the_first_step(clips: Path) -> None:
+    table = "objective.shift={5x32x48: 3.0, 1x32x48: 0.5}"
+    config = small_config(clips, table, "name=table", "validate.prompts=[a rabbit]", "sample.frames=9")
+    with pytest.raises(
+        UserError, match=r"objective\.shift has no number for 9x32x48: add it, use one of 5x32x48, 1x32x48"
+    ):
+        TrainPipeline(config).run()
+    assert not list(config.run_dir.glob("checkpoints/*"))
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+def test_a_check_of_layouts_takes_small_samples_of_other_sizes(home: Path, shift: str) -> None:
+    small = shrunk_video(VideoTask(config_of(home, f"objective.shift={shift}")))
+    place = RunPlace(Device("cpu", 0))
+    task = small.task()
+    model = task.build()["model"].to_empty(device="cpu")
+    for batch in small.step("mixed", place).batches:
+        with torch.no_grad():
+            assert task.updates()[0].loss({"model": model}, batch)["loss"].loss_I.shape == (batch.size,)
+    assert small.problems(place)[0] == []
+
+
+def test_an_interrupted_run_keeps_its_shift(clips: Path) -> None:
+    config = small_config(clips, "objective.shift=auto", "name=kept", "train.steps=1")
+    TrainPipeline(config).run()
+    with pytest.raises(UserError, match="objective"):
+        TrainPipeline(small_config(clips, "objective.shift=2.0", "name=kept", "train.steps=2")).run()
+    assert TrainPipeline(small_config(clips, "objective.shift=auto", "name=kept", "train.steps=2")).run().finished
