@@ -82,8 +82,8 @@ def displacement(
 ) -> tuple[float, float]:
     """Pixels of the source by which the chroma of a crop lies right of and below the pattern, by Gauss-Newton correlation.
 
-    The frame is the crop at 1 / `reduction` of its size; `left` and `top` are of the crop in displayed pixels, `width` and `height` of the stored picture, which is shown after `turns`
-    quarter turns counter-clockwise.
+    The frame is the crop at 1 / `reduction` of its size; `left` and `top` are of the crop in displayed
+    pixels, `width` and `height` of the stored picture, which is shown after `turns` quarter turns counter-clockwise.
     """
     pixels = frame_HWC.astype(float)
     chroma = pixels[..., 2] - pixels[..., 1]  # luma is flat: blue minus green follows both planes

@@ -59,16 +59,16 @@ def test_rotated_chroma_lies_where_the_stream_sites_it(tmp_path: Path, rotation:
     assert np.abs(at).max() < 0.05
 
 
-@pytest.mark.parametrize("size", [(32, 28), (24, 20)])
+@pytest.mark.parametrize("size", [(80, 68), (75, 63)])
 def test_reduced_chroma_lies_where_the_stream_sites_it(tmp_path: Path, size: tuple[int, int]) -> None:
     """Crops that are reduced to a half: beside those of full chroma, in pixels of the source."""
     offsets, (wide, high) = list(product(range(4), range(4))), size
     found_at = []
     for pixel_format in ("yuv420p", "yuv444p"):
-        source = source_of(write_plate(tmp_path / f"{pixel_format}.mp4", pixel_format, "left", WIDTH, HEIGHT))
+        source = source_of(write_plate(tmp_path / f"{pixel_format}.mp4", pixel_format, "left", 2 * WIDTH, 2 * HEIGHT))
         cuts = [Cut((0,), (x, y, x + 2 * wide, y + 2 * high), wide, high) for x, y in offsets]
         frames: Any = dict(stream(source, probe(source, *LIMITS), cuts))
-        at = [displacement(frames[n][0], x, y, WIDTH, HEIGHT, reduction=2) for n, (x, y) in enumerate(offsets)]
+        at = [displacement(frames[n][0], x, y, 2 * WIDTH, 2 * HEIGHT, reduction=2) for n, (x, y) in enumerate(offsets)]
         found_at.append(np.array(at))
     assert np.abs(found_at[0] - found_at[1]).max() < 0.05
 
