@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from mmspeed.config import Config, make_config
 from mmspeed.data import DatasetCache
 from mmspeed.data.cache.contents import CONTENTS, ContentLine, append_content, read_contents
+from mmspeed.data.cache.versions import VERSIONS
 from mmspeed.data.maintenance.merge import merge
 from mmspeed.data.maintenance.verify import verify
 from mmspeed.errors import UserError
@@ -22,7 +24,6 @@ from mmspeed.preprocess import CacheBuilder, check
 from mmspeed.preprocess.sources.contents import ContentIds, whole_hash
 from mmspeed.preprocess.sources.source import SAMPLED_ABOVE, Source, content_id
 from tests.support.decoding import source_of
-from tests.support.media import write_video
 
 SIZE = SAMPLED_ABOVE + (4 << 20)
 BETWEEN = 3 << 20  # where no block is read
@@ -120,39 +121,51 @@ def config_of(folder: Path, media: Path, cache: str = "cache") -> Config:
     return make_config(tree, origin="test")
 
 
-def raw_video(path: Path, number: int) -> None:
-    """A still of 20 MiB in a video file, of which only the picture's middle depends on `number`: no sampled block reads it."""
-    write_video(path, "rawvideo", frames=1, fps=8, width=3072, height=2304, pix_fmt="rgb24")
+def bitmap(path: Path, number: int) -> None:
+    """A picture of 20 MiB, of which only the middle depends on `number`: no sampled block reads it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.full((2304, 3072, 3), 90, np.uint8)).save(path)
     data = bytearray(path.read_bytes())
     middle = len(data) // 2
-    gap = slice(middle - 100_000, middle + 100_000)
-    data[gap] = bytes([number]) * 200_000
+    data[middle - 100_000 : middle + 100_000] = bytes([number]) * 200_000
     path.write_bytes(bytes(data))
     path.with_suffix(".txt").write_text("a picture")
 
 
-def test_a_build_gives_files_with_equal_samples_their_own_latents(tmp_path: Path) -> None:
-    """In one build, and when the second comes later; `check` of an older cache counts them, and caches of both do not merge."""
+def bitmaps(folder: Path) -> Config:
+    """A config of two pictures whose samples are equal."""
     for number in (1, 2):
-        raw_video(tmp_path / "media" / f"{number}.mkv", 90 * number)
-    one, other = (source_of(tmp_path / "media" / f"{number}.mkv") for number in (1, 2))
+        bitmap(folder / "media" / f"{number}.bmp", 90 * number)
+    one, other = (source_of(folder / "media" / f"{number}.bmp") for number in (1, 2))
     assert one.bytes() > SAMPLED_ABOVE and content_id(one, False) == content_id(other, False)
-    config = config_of(tmp_path, tmp_path / "media")
+    return config_of(folder, folder / "media")
+
+
+def test_a_build_gives_files_with_equal_samples_their_own_latents(tmp_path: Path) -> None:
+    """`check` of a cache of before counts those that took another's, and an upgrade remakes them."""
+    config = bitmaps(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mmspeed.data.cache.versions.VERSIONS", {"alpha": 2, "chroma": 2, "content": 1, "untagged": 2})
+        patch.setattr("mmspeed.data.cache.versions.VERSIONS", dict(VERSIONS) | {"content": 1})
         report = CacheBuilder(config).run()
     assert (report.encoded, report.reused) == (1, 1)  # the second got the first's latents
     assert any("content is of version 1; 2 of 2 stored latents would differ" in line for line in check(config).lines())
     report = CacheBuilder(config, upgrade=["content"]).run()
     assert (report.encoded, report.reused) == (2, 0)
     assert len({sample.latent_keys for sample in DatasetCache(config.cache_dir).samples}) == 2
-    assert CacheBuilder(config).run().reused == 2
     assert not verify(config.cache_dir).foreign
+
+
+@pytest.mark.slow
+def test_files_of_later_builds_and_other_caches_are_compared(tmp_path: Path) -> None:
+    """Each alone has the same id: caches of both do not merge, and where the second comes later, it gets latents of its own."""
+    config = bitmaps(tmp_path)
+    CacheBuilder(config).run()
+    assert CacheBuilder(config).run().reused == 2
     caches = []
-    for number in (1, 2):  # each alone: they have the same id, and only the hashes tell them apart
+    for number in (1, 2):
         alone = tmp_path / f"alone{number}"
         alone.mkdir()
-        for ending in ("mkv", "txt"):
+        for ending in ("bmp", "txt"):
             shutil.copyfile(tmp_path / "media" / f"{number}.{ending}", alone / f"{number}.{ending}")
         tree = json.loads(config_of(tmp_path, alone, f"cache{number}").model_dump_json(by_alias=True))
         tree["vae"]["weights"] = str(config.codec_weights)
