@@ -15,7 +15,7 @@ HD_LINES = 720  # untagged video of so many lines is BT.709, as players take it
 
 @dataclass(frozen=True)
 class PixelRules:
-    """How subsampled chroma, untagged colours and alpha are read.
+    """The reading of subsampled chroma, untagged colours and alpha.
 
     `chroma` 1 takes every chroma sample to be in the middle of its pixels and cuts planes at whole samples; 2 reads it where the
     stream sites it. `untagged` is the matrix of frames that state none: `bt601`, `bt709` or `auto` (by the lines). `alpha` 1 drops

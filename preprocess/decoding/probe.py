@@ -331,8 +331,8 @@ def _shown_location(frame: av.video.VideoFrame) -> str:
             graph.vpull()
     finally:
         av.logging.set_level(level)
-    found = re.search(r" cl:([a-z]+) ", " ".join(text for _, _, text in printed))
-    return found[1] if found else ""
+    match = re.search(r" cl:([a-z]+) ", " ".join(text for _, _, text in printed))
+    return match[1] if match else ""
 
 
 def _average_fps(times: list[float], stated: Fraction | None) -> float:
