@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import av.container
 import av.video
@@ -21,7 +22,15 @@ import numpy as np
 
 from mmspeed.preprocess.decoding.images import picture_frames
 from mmspeed.preprocess.decoding.pixel_rules import NEWEST_RULES, PixelRules
-from mmspeed.preprocess.decoding.probe import DECODER_ERRORS, Probe, frame_stamp, open_video, refused, video_stream
+from mmspeed.preprocess.decoding.probe import (
+    DECODER_ERRORS,
+    Probe,
+    alpha_decoder,
+    frame_stamp,
+    open_video,
+    refused,
+    video_stream,
+)
 from mmspeed.preprocess.decoding.scaling import Box, Scaler, resize
 from mmspeed.preprocess.sources.rejections import Reason, Rejected
 from mmspeed.preprocess.sources.source import Source
@@ -150,6 +159,15 @@ def _sweep(source: Source, probe: Probe, fillings: list[_Filling], seek: bool) -
             yield filling.fail(problem or Rejected(Reason.TRUNCATED, end), run.from_start)
 
 
+def _frames(
+    container: av.container.InputContainer, stream: av.video.VideoStream, context: Any
+) -> Iterator[av.video.VideoFrame]:
+    """Yield the frames from here on, decoded by another codec context than the stream's."""
+    context.flush_buffers()
+    for packet in container.demux(stream):
+        yield from context.decode(packet)
+
+
 class _DecodeRun:
     """Decode in order, fill the `active` clips and move clips there from `waiting`, until none is left or the file ends."""
 
@@ -166,12 +184,13 @@ class _DecodeRun:
     def over(self, container: av.container.InputContainer) -> Iterator[_Filling]:
         """Yield the fillings as they end."""
         stream = video_stream(container)
+        with_alpha = alpha_decoder(stream)
         while self.waiting or self.active:
             if self._worth_seeking() and stream.time_base:
                 self._sought, self.from_start = self.waiting[0], False
                 start = self.waiting[0].marks[0]
                 container.seek(round(start / stream.time_base), stream=stream, backward=True)
-            for frame in container.decode(stream):
+            for frame in container.decode(stream) if with_alpha is None else _frames(container, stream, with_alpha):
                 stamp = frame_stamp(frame)
                 if stamp is None or frame.is_corrupt:
                     continue

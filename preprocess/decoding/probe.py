@@ -34,6 +34,7 @@ DECODE_THREADS = 1
 # Damaged files make PyAV seek before the start (OSError) and access streams that it has not announced (LookupError).
 DECODER_ERRORS = (av.error.FFmpegError, OSError, LookupError, ValueError, ArithmeticError)
 _UNTAGGED, _FULL_RANGE = 2, 2  # of `frame.colorspace` and `frame.color_range`
+_ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
 # Containers that state their duration; others only estimate it.
 _STATES_DURATION = ("mov", "matroska", "avi", "flv", "asf", "ogg")
 
@@ -179,6 +180,23 @@ def video_stream(container: av.container.InputContainer) -> av.video.VideoStream
     return streams[0]
 
 
+def alpha_decoder(stream: av.video.VideoStream) -> Any:
+    """The codec context that decodes a WebM stream with its alpha, which FFmpeg's own VP8 and VP9 decoders leave out; None for others.
+
+    Raises Rejected (undecodable) if this FFmpeg lacks libvpx.
+    """
+    stated = {name.lower(): value for name, value in stream.metadata.items()}
+    name = _ALPHA_DECODERS.get(stream.codec_context.name) if stated.get("alpha_mode") == "1" else None
+    if name is None:
+        return None
+    try:
+        context: Any = av.CodecContext.create(name, "r")
+    except ValueError:
+        raise Rejected(Reason.UNDECODABLE, f"no decoder {name} for its alpha") from None
+    context.thread_count = DECODE_THREADS
+    return context
+
+
 def shown_times(stamps: list[tuple[int | None, int | None]]) -> list[int]:
     """Sorted presentation stamps from packets' (presentation, decoding) stamps.
 
@@ -203,6 +221,7 @@ def _stamps(
     """
     stamps: list[tuple[int | None, int | None]] = []
     keys: set[int | None] = set()
+    with_alpha = alpha_decoder(stream)
     first: av.video.VideoFrame | None = None
     furthest, problem = 0.0, ""
     # The end of the longest stream is compared with the stated duration; without one, other streams are not needed.
@@ -217,7 +236,8 @@ def _stamps(
             keys |= {packet.pts} if packet.is_keyframe else set()
         if first is None:
             try:
-                frames = (frame for frame in packet.decode() if isinstance(frame, av.VideoFrame))
+                some = packet.decode() if with_alpha is None else with_alpha.decode(packet)
+                frames = (frame for frame in some if isinstance(frame, av.VideoFrame))
                 first = next((frame for frame in frames if not frame.is_corrupt), None)
             except av.error.FFmpegError as error:
                 problem = refused(error).detail
