@@ -125,7 +125,7 @@ class DataConfig(Section):
     )
     background: str = Field(
         "#ffffff",
-        description="Colour that transparent pixels of pictures and videos show: `#rrggbb`, or a name such as `white`.",
+        description="Colour that transparent pixels of pictures and videos show: a name such as `white`, or red, green and blue as six hexadecimal digits behind a number sign.",
     )
     val_fraction: float = Field(
         0.0,

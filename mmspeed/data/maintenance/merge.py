@@ -121,8 +121,8 @@ def _check_fit(parts: Sequence[_Contents]) -> Any:
                 "`mmspeed preprocess --upgrade` brings the older one up"
             )
         if settings is not None and theirs is not None:
-            settings, theirs = Config.recorded_settings(settings), Config.recorded_settings(theirs)
-            names = sorted(n for n in settings.keys() | theirs.keys() if settings.get(n) != theirs.get(n))
+            mine, their = Config.recorded_settings(settings), Config.recorded_settings(theirs)
+            names = sorted(n for n in mine.keys() | their.keys() if mine.get(n) != their.get(n))
             if set(names) - {"sources"}:
                 raise UserError(
                     f"{other.root} does not fit {first.root}: made with other data settings ({', '.join(names)})"
