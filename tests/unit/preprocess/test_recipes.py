@@ -14,6 +14,7 @@ from mmspeed.config import Config, load_config, make_config
 from mmspeed.data import DatasetCache
 from mmspeed.data.cache.tables import read_info, write_info
 from mmspeed.data.cache.versions import VERSIONS, cache_versions, info_versions, upgraded
+from mmspeed.data.maintenance.merge import merge
 from mmspeed.errors import UserError
 from mmspeed.preprocess import CacheBuilder, check
 from tests.golden.exact import ROOT
@@ -112,6 +113,10 @@ def test_an_upgrade_remakes_exactly_the_entries_that_differ(old: Config, tmp_pat
     assert remade(config, ["content"]) == set()
     assert cache_versions(config.cache_dir) == VERSIONS
     assert not any("recipe" in line for line in check(config).lines())
+    with pytest.raises(
+        UserError, match=r"versions.alpha 2 and 1; .*`mmspeed preprocess --upgrade` brings the older one up"
+    ):
+        merge(tmp_path / "merged", [config.cache_dir, old.cache_dir])
     samples = DatasetCache(config.cache_dir).samples
     assert len(samples) == 6 and remade(config, []) == set()
 
