@@ -5,7 +5,7 @@ A latent's key covers the fields of its clip, including the bucket, but not the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -91,18 +91,18 @@ def select_clips(
     data: DataConfig,
     full_hash: bool,
     seed: int,
-    content: str | None = None,
+    identify: Callable[[Source], str] | None = None,
     rules: PixelRules | None = None,
 ) -> tuple[Clip, ...]:
     """The clips that `data` selects from a probed source: for its best kept buckets, the windows and crops of each.
 
-    Ordered by bucket (the best first), window and crop; at least one. `seed` is for the draws of `data.buckets[].keep`. `content` is the
-    source's content id and `rules` are those of its pixels, by default those of new caches. Raises Rejected with the reason, and
-    OSError if the file cannot be read.
+    Ordered by bucket (the best first), window and crop; at least one. `seed` is for the draws of `data.buckets[].keep`. `identify` gives
+    the source's content id (by default its digest), and `rules` are those of its pixels (by default those of new caches). Raises
+    Rejected with the reason, and OSError if the file cannot be read.
     """
     keep = {b.bucket(): b.keep for b in data.buckets}
     ranked = rank_buckets(probe, tuple(keep), data.fps, data.allow_upscale)
-    content = content or content_id(source, full_hash)
+    content = content_id(source, full_hash) if identify is None else identify(source)
     rules = rules or PixelRules(untagged=data.untagged, background=data.background)
     buckets = kept_buckets(ranked, keep, content, seed)
     if not buckets:

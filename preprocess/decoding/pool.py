@@ -119,11 +119,11 @@ def source_events(
     probe: Probe | None = None
     try:
         probe = worker.open(source, int(data.max_file_mb * 1e6), data.max_pixels, limit)
-        content = recipe.contents.id_of(source)
-        selected = select_clips(source, probe, data, config.preprocess.full_hash, config.seed, content, recipe.rules)
+        identify = recipe.contents.id_of
+        selected = select_clips(source, probe, data, config.preprocess.full_hash, config.seed, identify, recipe.rules)
         clips, dropped = _without_repeats(selected, data.max_repeated)
         if wanted is not None:
-            recipe.contents.remember(source, content)
+            recipe.contents.remember(source, clips[0].content_id)
     except (Rejected, OSError) as error:
         rejected = error if isinstance(error, Rejected) else _unreadable(error)
         yield Failed(source, None, rejected, probe if isinstance(error, Rejected) else None)

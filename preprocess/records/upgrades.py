@@ -36,7 +36,8 @@ class UpgradeCounts:
         self.stored += 1
         for name, recipe in self._newer.items():
             if name == "content":
-                self.counts[name] += recipe.contents.id_of(clip.source) != clip.content_id
+                if recipe.contents.compares(clip.source):
+                    self.counts[name] += recipe.contents.id_of(clip.source) != clip.content_id
             else:
                 self.counts[name] += pixel_parts(recipe.rules, probe, clip.crop) != clip.pixel_parts
 

@@ -66,10 +66,14 @@ class ContentIds:
         if self._compares:
             self._load()
 
+    def compares(self, source: Source) -> bool:
+        """True for a source whose id is not of all its bytes. Raises Rejected like `Source.bytes`."""
+        return self._compares and source.bytes() > SAMPLED_ABOVE
+
     def id_of(self, source: Source) -> str:
         """The content id of a source. Raises Rejected like `content_id`, and OSError."""
         sampled = content_id(source, self.full)
-        if not self._compares or source.bytes() <= SAMPLED_ABOVE:
+        if not self.compares(source):
             return sampled
         known = self._ids.get(sampled)
         twins = [] if known else self._twins(source, sampled)
@@ -85,7 +89,7 @@ class ContentIds:
 
     def remember(self, source: Source, content: str) -> None:
         """Record the whole-file hash of a source that is about to be encoded as `content`, durably. Raises OSError."""
-        if not (self.records and self._compares) or source.bytes() <= SAMPLED_ABOVE:
+        if not (self.records and self.compares(source)):
             return
         if (whole := self._whole(source)) is not None:
             self._record(source, content_id(source, False), whole, content)
