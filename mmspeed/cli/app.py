@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -210,17 +211,31 @@ def preprocess(
             help="Use N workers of Ray Data, on the cluster that RAY_ADDRESS names or on this machine; auto: one per device.",
         ),
     ] = None,
+    upgrade: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PROPERTY",
+            help="Bring a property of an older cache (such as chroma; `check` names them) to its newest version: "
+            "exactly the entries that differ are made again. Repeat the option for more.",
+        ),
+    ] = None,
     print_config: PrintConfig = False,
 ) -> None:
     """Probe, filter, cut and encode the data set once, into the cache."""
     if shard is not None and launch.wanted(nproc):
         raise UserError("--shard and --nproc both divide the work: use one of them")
+    if upgrade and ray is not None:
+        raise UserError("--upgrade runs without --ray: upgrade first, or with --nproc")
     workers = ray_workers(ray, alone=shard is None and not nproc and "RANK" not in os.environ)
-    resolved = _resolve(context, "preprocess", config, overrides, nproc, print_config)
+    more = [word for name in upgrade or () for word in ("--upgrade", name)]
+    resolved = _resolve(context, "preprocess", config, overrides, nproc, print_config, more)
     from .preparations import needed_preparation
 
     preparation = needed_preparation(resolved, "preprocess")
-    _print_lines(preparation.build(shard) if ray is None else preparation.build_on_ray(workers))
+    if ray is not None:
+        _print_lines(preparation.build_on_ray(workers))
+    else:
+        _print_lines(preparation.build(shard, upgrade) if upgrade else preparation.build(shard))
 
 
 @app.command()
@@ -326,9 +341,18 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for
 
 
 def _resolve(
-    context: typer.Context, command: str, path: Path, overrides: list[str] | None, nproc: int | None, print_config: bool
+    context: typer.Context,
+    command: str,
+    path: Path,
+    overrides: list[str] | None,
+    nproc: int | None,
+    print_config: bool,
+    more: Sequence[str] = (),
 ) -> RunConfig:
-    """Load the config of a command that may run in several processes; exits when launched processes have done the work."""
+    """Load the config of a command that may run in several processes; exits when launched processes have done the work.
+
+    `more` are options that the launched processes get too.
+    """
     from mmspeed.config import dump_config, load_run_config
 
     config_log = logging.getLogger("mmspeed.config")
@@ -342,7 +366,7 @@ def _resolve(
         raise typer.Exit()
     if launch.wanted(nproc):
         debug = bool((context.obj or {}).get("debug"))
-        raise typer.Exit(launch.launch([command, str(path), *(overrides or [])], int(nproc or 1), debug))
+        raise typer.Exit(launch.launch([command, str(path), *(overrides or []), *more], int(nproc or 1), debug))
     launch.follow_launcher()
     return config
 

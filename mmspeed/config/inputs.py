@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from mmspeed.shapes import Bucket
 
@@ -113,6 +113,20 @@ class DataConfig(Section):
     limit: int | None = Field(
         None, ge=1, description="Use only this many sources, the first in the order they are listed; null: all."
     )
+    max_repeated: float = Field(
+        0.25,
+        ge=0,
+        le=1,
+        description="Share of a window's frames that may repeat the frame before: gaps of a variable frame rate, or a rate below `fps`. Windows above it are rejected.",
+    )
+    untagged: Literal["auto", "bt601", "bt709"] = Field(
+        "auto",
+        description="Colour matrix of videos that state none. `auto`: BT.709 from 720 lines on, BT.601 below, as players take them; tagged videos keep theirs.",
+    )
+    background: str = Field(
+        "#ffffff",
+        description="Colour that transparent pixels of pictures and videos show: a name such as `white`, or red, green and blue as six hexadecimal digits behind a number sign.",
+    )
     val_fraction: float = Field(
         0.0,
         ge=0,
@@ -138,6 +152,18 @@ class DataConfig(Section):
     max_caption_chars: int = Field(
         4096, ge=1, description="Longer captions are cut to this many characters, and counted."
     )
+
+    @field_validator("background")
+    @classmethod
+    def _colour(cls, value: str) -> str:
+        """The colour as `#rrggbb`."""
+        from PIL import ImageColor
+
+        try:
+            red, green, blue = ImageColor.getrgb(value)[:3]
+        except ValueError:
+            raise ValueError(f"{value!r} is no colour: write #rrggbb, or a name such as white") from None
+        return f"#{red:02x}{green:02x}{blue:02x}"
 
     @model_validator(mode="after")
     def _mixing(self) -> DataConfig:

@@ -512,6 +512,12 @@ class Config(RunConfig):
                 bucket["keep"] = [bucket["keep"], self.seed]  # so does this one
         return data
 
+    @staticmethod
+    def recorded_settings(recorded: dict[str, Any]) -> dict[str, Any]:
+        """The `sample_settings` that a cache records, with the defaults of keys that came after it."""
+        later = {name: DataConfig.model_fields[name].default for name in ("background", "max_repeated", "untagged")}
+        return later | recorded
+
     @property
     def codec_weights(self) -> Path | None:
         """The file of the linear codec's weights: the one the config names, else the cache's. None for other codecs."""

@@ -62,7 +62,7 @@ def check_cache(cache: DatasetCache, config: Config) -> None:
     Reads the encoders' files, so one process should check for all; an encoder that is not available is not compared.
     """
     encoders = cache.info["encoders"]
-    recorded, wanted = cache.info["made_for"], config.sample_settings()
+    recorded, wanted = config.recorded_settings(cache.info["made_for"]), config.sample_settings()
     other = [one for name in wanted for one in _others(f"data.{name}", recorded.get(name), wanted[name])]
     if other:
         more = f" and {len(other) - _NAMED} more" if len(other) > _NAMED else ""

@@ -38,14 +38,16 @@ class CacheBuilder:
     Args:
         config: the config of the cache.
         shard: the part of a job array for this process, such as `3/8`; None: its launcher's share, or all.
+        upgrade: properties of an older cache's recipe to bring to their newest version, such as `chroma`: exactly the entries that
+            this changes are made again. All parts of a job array name the same.
 
     Under a launcher `run()` returns in every process when the cache is complete, with the counts of all; with `shard` it returns
     when the part is done, and completes the cache if all other parts exist. Raises UserError if the config's sources,
     codec or text encoder cannot be read, if the disk is full, and if no source could be encoded.
     """
 
-    def __init__(self, config: Config, shard: str | None = None) -> None:
-        self.config, self.root = config, config.local_cache_dir()
+    def __init__(self, config: Config, shard: str | None = None, upgrade: Sequence[str] = ()) -> None:
+        self.config, self.root, self.upgrade = config, config.local_cache_dir(), upgrade
         self.share = WorkShare.of(shard)
 
     def run(self) -> BuildReport:
@@ -53,7 +55,7 @@ class CacheBuilder:
         self._started = time.monotonic()
         device = pick(self.config.device.kind)
         device.activate()
-        self.setup = BuildSetup(self.config, device, self.share.world)
+        self.setup = BuildSetup(self.config, device, self.share.world, self.upgrade)
         self.encoders, self.listing = self.setup.encoders, self.setup.listing
         with closing(self.setup):
             return self._run()
@@ -76,7 +78,7 @@ class CacheBuilder:
         shard_bytes = int(self.config.preprocess.shard_mb * 1e6)
         with CacheWriter(self.root, shard_bytes, mend=False) as writer:
             with BackgroundWriter(writer, remember=False) as store:
-                stage = LatentStage(self.config, self.encoders, store, report)
+                stage = LatentStage(self.config, self.encoders, store, report, recipe=self.setup.recipe)
                 self._encode_texts(store, report, stage.statistics)
                 rows = stage.run(self.listing.sources[self.share.rank :: self.share.world])
         facts = {

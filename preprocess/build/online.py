@@ -77,13 +77,17 @@ class OnlineBuilder:
         sources = self.setup.listing.sources[rank::world]
         rows: list[ClipRow] = []
         rejections: list[Rejection] = []
-        with DecodePool(config, sources) as pool, ProgressLine("probe", len(sources), "clip") as line:
-            for event in pool.run(lambda clip: False):
+        with (
+            DecodePool(config, sources, self.setup.recipe) as pool,
+            ProgressLine("probe", len(sources), "clip") as line,
+        ):
+            for event in pool.run(None):
                 if isinstance(event, Selected):
                     content_id = event.clips[0].content_id
                     split = split_of(event.source, content_id, config.data, config.seed)
                     planned = PlannedSource(event.source, split, content_id, event.clips)
                     rows += rows_of([planned], encoders.latent_key, encoders.text_key)
+                    rejections += event.dropped
                 elif isinstance(event, Failed):
                     rejections.append(event.rejected.of(event.source.name))
                 elif isinstance(event, Finished):
@@ -141,7 +145,8 @@ class OnlineBuilder:
         self._writer = self._stack.enter_context(CacheWriter(self.setup.root, shard_bytes, mend=False, defer=True))
         self._store = self._stack.enter_context(BackgroundWriter(self._writer))
         self._report = BuildReport.of(self.setup.root, self.setup.listing)
-        self._stage = LatentStage(config, self.setup.encoders, self._store, self._report)
+        recipe = self.setup.recipe
+        self._stage = LatentStage(config, self.setup.encoders, self._store, self._report, recipe=recipe)
         self._trusted = TrustedBatches(config.preprocess.text_batch, config.preprocess.exact_batches)
         names = [name for task in tasks for name in task.sources]
         self._samples: dict[str, list[Sample]] = {name: [] for name in names}
@@ -150,7 +155,7 @@ class OnlineBuilder:
                 self._samples[sample.source].append(sample)
         self._events: Iterator[Event] = iter(())
         if names:
-            pool = self._stack.enter_context(DecodePool(config, [self._sources[name] for name in names]))
+            pool = self._stack.enter_context(DecodePool(config, [self._sources[name] for name in names], recipe))
             self._events = pool.run(self._stage.wanted)
 
     def make(self, task: EncodeJob) -> EncodedEntries:

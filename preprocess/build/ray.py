@@ -26,6 +26,7 @@ from mmspeed.log import ProgressLine
 from mmspeed.preprocess.build.coordination import ProcessRecord, locked, plain_rows, row_schema, rows_of_plain
 from mmspeed.preprocess.build.offline import conclude, encode_captions, require_stored
 from mmspeed.preprocess.build.setup import BuildSetup
+from mmspeed.preprocess.decoding.recipe import Recipe
 from mmspeed.preprocess.encoding.async_writer import BackgroundWriter
 from mmspeed.preprocess.encoding.encode import Encoders, TrustedBatches
 from mmspeed.preprocess.encoding.latent_stage import LatentStage
@@ -56,6 +57,7 @@ def build_on_ray(config: Config, workers: int | None = None) -> BuildReport:
     setup.mend()
     setup.fit_when_missing()
     setup.check_buckets()
+    setup.recipe.contents.settle()
     report = BuildReport.of(setup.root, setup.listing)
     first = BuildReport(setup.root, rejections=list(setup.listing.rejections))
     captions, first.texts_reused = _missing_captions(setup)
@@ -187,7 +189,9 @@ class EncodeActor:
                 if self.what == "captions":
                     encode_captions(self.encoders, [row["caption"] for row in rows], store, report, statistics)
                 else:
-                    stage = LatentStage(self.config, self.encoders, store, report, self.trusted)
+                    stage = LatentStage(
+                        self.config, self.encoders, store, report, self.trusted, Recipe.of(self.config, builds=True)
+                    )
                     clip_rows, statistics = stage.run([_source_of(row) for row in rows]), stage.statistics
         finally:
             writer.close()  # seals the shards, so that the reported entries exist

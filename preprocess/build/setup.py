@@ -24,6 +24,7 @@ from mmspeed.log import ProgressLine, get_logger
 from mmspeed.models.codecs.linear import LinearCodec
 from mmspeed.preprocess.build.coordination import Agreement, locked
 from mmspeed.preprocess.decoding.pool import DecodePool, Failed, Frames
+from mmspeed.preprocess.decoding.recipe import Recipe
 from mmspeed.preprocess.decoding.transform import to_model_range
 from mmspeed.preprocess.encoding.encode import Encoders
 from mmspeed.preprocess.records.build_report import BuildReport
@@ -43,14 +44,16 @@ class BuildSetup:
         config: the config of the cache.
         device: the device to encode on.
         world: number of processes that divide the work of a build; they must agree on it.
+        upgrade: properties of the cache's recipe to bring to their newest version (`mmspeed.data.cache.versions`).
 
     Raises UserError if sources or the text encoder cannot be found.
     """
 
-    def __init__(self, config: Config, device: Device, world: int = 1) -> None:
+    def __init__(self, config: Config, device: Device, world: int = 1, upgrade: Sequence[str] = ()) -> None:
         self.config, self.root = config, config.local_cache_dir()
         self._lock: ReaderLock | None = None
         self.listing = list_sources(config.data)
+        self.recipe = Recipe.of(config, self.listing.sources, builds=True, upgrade=upgrade)
         self.encoders = Encoders(config, device)
         self.agreement = self._agreement(world)
 
@@ -130,6 +133,7 @@ class BuildSetup:
             "latent_dtype": config.preprocess.latent_dtype,
             "text_dtype": config.preprocess.text_dtype,
             "encoding_version": ENCODING_VERSION,
+            "versions": dict(self.recipe.versions),
             "config": dump_config(config),
         }
         write_info(self.root, info)
@@ -144,6 +148,7 @@ class BuildSetup:
         settings = {
             "version": ENCODING_VERSION,
             "made_for": config.sample_settings(),
+            "versions": dict(self.recipe.versions),
             "dtypes": [config.preprocess.latent_dtype, config.preprocess.text_dtype],
             "world": world,
         }
@@ -158,7 +163,10 @@ class BuildSetup:
 
         def videos() -> Iterator[torch.Tensor]:
             last_name = ""
-            with DecodePool(self.config, selected) as pool, ProgressLine("fit codec", len(selected), "clip") as line:
+            with (
+                DecodePool(self.config, selected, self.recipe) as pool,
+                ProgressLine("fit codec", len(selected), "clip") as line,
+            ):
                 for event in pool.run(lambda clip: clip.window == 0 and clip.crop_number == 0):
                     if isinstance(event, Failed):
                         refused.append(event.rejected.of(event.source.name))

@@ -5,13 +5,16 @@ A latent's key covers the fields of its clip, including the bucket, but not the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from mmspeed.config import Bucket
 from mmspeed.config.schema import DataConfig
 from mmspeed.preprocess.decoding.decode import Cut
+from mmspeed.preprocess.decoding.pixel_rules import NEWEST_RULES, PixelRules
 from mmspeed.preprocess.decoding.probe import Probe
+from mmspeed.preprocess.decoding.scaling import pixel_parts
 from mmspeed.preprocess.decoding.transform import crop_boxes, rank_buckets
 from mmspeed.preprocess.decoding.windows import choose_windows
 from mmspeed.preprocess.sources.rejections import Reason, Rejected
@@ -33,14 +36,37 @@ class Clip:
     decoder: str = ""  # library that decoded it, once it is decoded
     window: int = 0  # number among the windows of its source and bucket
     crop_number: int = 0  # number among the crops of its window
+    rules: PixelRules = NEWEST_RULES
+    pixel_parts: Mapping[str, Any] = field(default_factory=dict)  # of its key, see `scaling.pixel_parts`
 
     @property
     def cut(self) -> Cut:
         """The request to the decoder."""
-        return Cut(self.indices, self.crop, self.bucket.width, self.bucket.height)
+        return Cut(self.indices, self.crop, self.bucket.width, self.bucket.height, self.rules)
+
+    @property
+    def repeated(self) -> int:
+        """Frames that repeat the one before, in gaps of the source's times."""
+        return len(self.indices) - len(set(self.indices))
 
     def decoded_by(self, decoder: str) -> Clip:
         return replace(self, decoder=decoder)
+
+
+def clip_name(source: str, bucket: Bucket, window: int, crop: int) -> str:
+    """The name of one clip of a source among the rejections."""
+    return f"{source} [{bucket}, window {window}{f', crop {crop}' if crop else ''}]"
+
+
+def repeats_too_much(clip: Clip, max_repeated: float) -> Rejected | None:
+    """The rejection of a clip of which more than the share `max_repeated` are repeated frames; None for others."""
+    frames = len(clip.indices)
+    if clip.repeated <= max_repeated * frames:
+        return None
+    return Rejected(
+        Reason.REPEATED,
+        f"{clip.repeated} of {frames} frames repeat the one before; {frames - clip.repeated} are distinct",
+    )
 
 
 def split_of(source: Source, content_id: str, data: DataConfig, seed: int) -> str:
@@ -59,15 +85,25 @@ def kept_buckets(ranked: Sequence[Bucket], keep: Mapping[Bucket, float], content
     return [b for b in ranked if keep[b] >= 1 or uniform(seed, "bucket_keep", content_id, b.name) < keep[b]]
 
 
-def select_clips(source: Source, probe: Probe, data: DataConfig, full_hash: bool, seed: int) -> tuple[Clip, ...]:
+def select_clips(
+    source: Source,
+    probe: Probe,
+    data: DataConfig,
+    full_hash: bool,
+    seed: int,
+    identify: Callable[[Source], str] | None = None,
+    rules: PixelRules | None = None,
+) -> tuple[Clip, ...]:
     """The clips that `data` selects from a probed source: for its best kept buckets, the windows and crops of each.
 
-    Ordered by bucket (the best first), window and crop; at least one. `seed` is for the draws of `data.buckets[].keep`. Raises Rejected
-    with the reason, and OSError if the file cannot be read.
+    Ordered by bucket (the best first), window and crop; at least one. `seed` is for the draws of `data.buckets[].keep`. `identify` gives
+    the source's content id (by default its digest), and `rules` are those of its pixels (by default those of new caches). Raises
+    Rejected with the reason, and OSError if the file cannot be read.
     """
     keep = {b.bucket(): b.keep for b in data.buckets}
     ranked = rank_buckets(probe, tuple(keep), data.fps, data.allow_upscale)
-    content = content_id(source, full_hash)
+    content = content_id(source, full_hash) if identify is None else identify(source)
+    rules = rules or PixelRules(untagged=data.untagged, background=data.background)
     buckets = kept_buckets(ranked, keep, content, seed)
     if not buckets:
         raise Rejected(Reason.NOT_KEPT, f"drawn out of {', '.join(map(str, ranked))} by data.buckets[].keep")
@@ -86,6 +122,8 @@ def select_clips(source: Source, probe: Probe, data: DataConfig, full_hash: bool
                     seconds=bucket.frames / fps if fps else 0.0,
                     window=window,
                     crop_number=number,
+                    rules=rules,
+                    pixel_parts=pixel_parts(rules, probe, crop),
                 )
                 clips.append(clip)
     return tuple(clips)

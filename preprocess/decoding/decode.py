@@ -14,30 +14,42 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import av.container
 import av.video
 import numpy as np
 
 from mmspeed.preprocess.decoding.images import picture_frames
-from mmspeed.preprocess.decoding.probe import DECODER_ERRORS, Probe, frame_stamp, open_video, refused, video_stream
+from mmspeed.preprocess.decoding.pixel_rules import NEWEST_RULES, PixelRules
+from mmspeed.preprocess.decoding.probe import (
+    DECODER_ERRORS,
+    Probe,
+    alpha_decoder,
+    frame_stamp,
+    open_video,
+    refused,
+    video_stream,
+)
 from mmspeed.preprocess.decoding.scaling import Box, Scaler, resize
 from mmspeed.preprocess.sources.rejections import Reason, Rejected
 from mmspeed.preprocess.sources.source import Source
 
 _WORTH_SEEKING = 1.0  # seconds of video; below that, decoding costs no more than a seek
 
-Pixels = Callable[[Box, int, int], np.ndarray]  # (crop, width, height) -> (3, height, width) of the frame at hand
-
 
 @dataclass(frozen=True)
 class Cut:
-    """A request for a clip: frames by their index in presentation order, a crop in displayed pixels, and a size."""
+    """A request for a clip: frames by their index in presentation order, a crop in displayed pixels, a size, and rules of pixels."""
 
     indices: tuple[int, ...]
     crop: Box
     width: int
     height: int
+    rules: PixelRules = NEWEST_RULES
+
+
+Pixels = Callable[[Cut], np.ndarray]  # of the frame at hand: (3, height, width)
 
 
 @dataclass
@@ -76,7 +88,7 @@ class _Filling:
             if self.pixels_FCHW is None:
                 self.pixels_FCHW = np.empty((len(self.marks), 3, self.cut.height, self.cut.width), np.uint8)
             try:
-                self.pixels_FCHW[self.count] = pixels(self.cut.crop, self.cut.width, self.cut.height)
+                self.pixels_FCHW[self.count] = pixels(self.cut)
                 self.count += 1
             except Rejected as rejected:
                 self.fail(rejected, final)
@@ -89,6 +101,8 @@ def stream(source: Source, probe: Probe, cuts: Sequence[Cut]) -> Iterator[tuple[
     codecs. A cut's indices are ascending. Rejections are truncated or undecodable. Raises Rejected and OSError if
     the file is not the one that was probed.
     """
+    if not cuts:
+        return
     if probe.decoder == "pillow":
         yield from _stream_picture(source, cuts)
         return
@@ -106,12 +120,13 @@ def stream(source: Source, probe: Probe, cuts: Sequence[Cut]) -> Iterator[tuple[
 def _stream_picture(source: Source, cuts: Sequence[Cut]) -> Iterator[tuple[int, np.ndarray | Rejected]]:
     fillings = [_Filling(n, cut, [float(i) for i in cut.indices]) for n, cut in enumerate(cuts)]
     with source.open() as file:
-        for index, picture in picture_frames(file, sorted({index for cut in cuts for index in cut.indices})):
+        background = cuts[0].rules.background  # one for all cuts of a source
+        for index, picture in picture_frames(file, sorted({i for cut in cuts for i in cut.indices}), background):
 
-            def pixels(crop: Box, width: int, height: int, picture: np.ndarray | Rejected = picture) -> np.ndarray:
+            def pixels(cut: Cut, picture: np.ndarray | Rejected = picture) -> np.ndarray:
                 if isinstance(picture, Rejected):
                     raise picture
-                return resize(picture, crop, width, height).transpose(2, 0, 1)
+                return resize(picture, cut.crop, cut.width, cut.height).transpose(2, 0, 1)
 
             for filling in fillings:
                 if not filling.ended and filling.marks[filling.count] <= index:
@@ -144,6 +159,15 @@ def _sweep(source: Source, probe: Probe, fillings: list[_Filling], seek: bool) -
             yield filling.fail(problem or Rejected(Reason.TRUNCATED, end), run.from_start)
 
 
+def _frames(
+    container: av.container.InputContainer, stream: av.video.VideoStream, context: Any
+) -> Iterator[av.video.VideoFrame]:
+    """Yield the frames from here on, decoded by another codec context than the stream's."""
+    context.flush_buffers()
+    for packet in container.demux(stream):
+        yield from context.decode(packet)
+
+
 class _DecodeRun:
     """Decode in order, fill the `active` clips and move clips there from `waiting`, until none is left or the file ends."""
 
@@ -160,12 +184,13 @@ class _DecodeRun:
     def over(self, container: av.container.InputContainer) -> Iterator[_Filling]:
         """Yield the fillings as they end."""
         stream = video_stream(container)
+        with_alpha = alpha_decoder(stream)
         while self.waiting or self.active:
             if self._worth_seeking() and stream.time_base:
                 self._sought, self.from_start = self.waiting[0], False
                 start = self.waiting[0].marks[0]
                 container.seek(round(start / stream.time_base), stream=stream, backward=True)
-            for frame in container.decode(stream):
+            for frame in container.decode(stream) if with_alpha is None else _frames(container, stream, with_alpha):
                 stamp = frame_stamp(frame)
                 if stamp is None or frame.is_corrupt:
                     continue
@@ -194,10 +219,10 @@ class _DecodeRun:
     def _fill(self, frame: av.video.VideoFrame) -> Iterator[_Filling]:
         while self.waiting and self.waiting[0].marks[0] <= self.seen + self.tolerance:
             self.active.append(self.waiting.popleft())
-        scaled: dict[tuple[Box, int, int], np.ndarray] = {}
+        scaled: dict[tuple[Box, int, int, PixelRules], np.ndarray] = {}
 
-        def pixels(crop: Box, width: int, height: int) -> np.ndarray:
-            key = crop, width, height
+        def pixels(cut: Cut) -> np.ndarray:
+            key = cut.crop, cut.width, cut.height, cut.rules
             if key not in scaled:
                 scaled[key] = self._scaler.scale(frame, *key)
             return scaled[key]

@@ -31,6 +31,7 @@ import av.logging
 import numpy as np
 
 from mmspeed.preprocess.decoding.decode import Cut, stream
+from mmspeed.preprocess.decoding.pixel_rules import PixelRules
 from mmspeed.preprocess.decoding.probe import Probe, allow_large_pictures, probe
 from mmspeed.preprocess.sources.rejections import Reason, Rejected
 from mmspeed.preprocess.sources.source import Source
@@ -123,7 +124,8 @@ def cut_to_json(cut: Cut) -> dict[str, Any]:
 def cut_from_json(tree: dict[str, Any]) -> Cut:
     """The inverse of `cut_to_json`."""
     left, top, right, bottom = tree["crop"]
-    return Cut(tuple(tree["indices"]), (left, top, right, bottom), tree["width"], tree["height"])
+    rules = PixelRules(**tree["rules"])
+    return Cut(tuple(tree["indices"]), (left, top, right, bottom), tree["width"], tree["height"], rules)
 
 
 def _rejection(rejected: Rejected) -> dict[str, Any]:

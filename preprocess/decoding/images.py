@@ -1,7 +1,7 @@
 """Read still and animated pictures with Pillow: times, display orientation, and RGB.
 
-Legend: F frames, H W height and width in pixels. Pictures with an alpha channel are composed on white, the background
-that most of them were drawn for.
+Legend: F frames, H W height and width in pixels. Pictures with an alpha channel are composed on a background: white by
+default, which most of them were drawn for.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import BinaryIO
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError, features
 
+from mmspeed.preprocess.decoding.pixel_rules import WHITE
 from mmspeed.preprocess.sources.rejections import Reason, Rejected
 
 _FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF")
@@ -55,10 +56,12 @@ def shown_size(image: Image.Image) -> tuple[int, int]:
     return image.size[::-1] if turned else image.size
 
 
-def picture_frames(file: BinaryIO, indices: Sequence[int]) -> Iterator[tuple[int, np.ndarray | Rejected]]:
+def picture_frames(
+    file: BinaryIO, indices: Sequence[int], background: str = WHITE
+) -> Iterator[tuple[int, np.ndarray | Rejected]]:
     """Yield the frames `indices` (ascending) of a picture, upright, (H, W, 3) uint8; or their rejections.
 
-    Rejections are truncated or undecodable. Raises Rejected if the file is not a picture.
+    Transparent pixels show `background` (`#rrggbb`). Rejections are truncated or undecodable. Raises Rejected if the file is not a picture.
     """
     shape: tuple[int, ...] | None = None
     with open_picture(file) as image:
@@ -67,7 +70,7 @@ def picture_frames(file: BinaryIO, indices: Sequence[int]) -> Iterator[tuple[int
             try:
                 shape = shape or (*shown_size(image)[::-1], 3)
                 image.seek(index)
-                frame_HWC = np.asarray(_rgb(ImageOps.exif_transpose(image)))
+                frame_HWC = np.asarray(_rgb(ImageOps.exif_transpose(image), background))
                 if frame_HWC.shape != shape:
                     frame_HWC = Rejected(Reason.UNDECODABLE, "the picture's size changes between frames")
             except Exception as error:
@@ -75,14 +78,18 @@ def picture_frames(file: BinaryIO, indices: Sequence[int]) -> Iterator[tuple[int
             yield index, frame_HWC
 
 
-def _rgb(image: Image.Image) -> Image.Image:
+def on_background(image: Image.Image, background: str) -> Image.Image:
+    """Compose an RGBA picture on a plain `background` (`#rrggbb`): 8-bit RGB."""
+    return Image.alpha_composite(Image.new("RGBA", image.size, background), image).convert("RGB")
+
+
+def _rgb(image: Image.Image, background: str) -> Image.Image:
     """Convert a picture of any mode to 8-bit RGB."""
     if image.mode.startswith("I;16") or image.mode == "I":
         wide = np.asarray(image).astype(np.int64)
         return Image.fromarray((np.clip(wide, 0, 65535) // 257).astype(np.uint8)).convert("RGB")
     if image.has_transparency_data:
-        image = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+        return on_background(image.convert("RGBA"), background)
     return image.convert("RGB")
 
 

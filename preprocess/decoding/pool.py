@@ -11,10 +11,11 @@ from types import TracebackType
 import numpy as np
 
 from mmspeed.config import Config
-from mmspeed.preprocess.decoding.clips import Clip, select_clips
+from mmspeed.preprocess.decoding.clips import Clip, clip_name, repeats_too_much, select_clips
 from mmspeed.preprocess.decoding.probe import Probe
+from mmspeed.preprocess.decoding.recipe import Recipe
 from mmspeed.preprocess.decoding.worker import DecodeWorker, StoppedError
-from mmspeed.preprocess.sources.rejections import Reason, Rejected
+from mmspeed.preprocess.sources.rejections import Reason, Rejected, Rejection
 from mmspeed.preprocess.sources.source import Source
 
 _SOURCES_AHEAD = 2  # beyond one for each worker
@@ -28,6 +29,7 @@ class Selected:
     source: Source
     clips: tuple[Clip, ...]
     probe: Probe
+    dropped: tuple[Rejection, ...] = ()  # clips that repeat too many frames, beside others that do not
 
 
 @dataclass(frozen=True)
@@ -63,12 +65,14 @@ class DecodePool:
     """Probe and decode `sources` in order, ahead of the consumer.
 
     At most two more sources than workers are in progress, each with at most two decoded clips waiting, and
-    one more held by each worker. Use as a context manager; leaving it ends the child processes immediately.
+    one more held by each worker. Use as a context manager; leaving it ends the child processes immediately. `recipe` is by default
+    that of the config's cache, for reading alone.
     """
 
-    def __init__(self, config: Config, sources: Sequence[Source]) -> None:
+    def __init__(self, config: Config, sources: Sequence[Source], recipe: Recipe | None = None) -> None:
         self.config = config
         self.sources = sources
+        self.recipe = recipe or Recipe.of(config, sources)
         self.size = max(1, min(config.preprocess.decode_workers, len(sources)))
         self._runs: list[_PoolRun] = []
 
@@ -85,16 +89,16 @@ class DecodePool:
         """The number of decoded clips that wait for the consumer."""
         return sum(run.waiting_clips() for run in self._runs)
 
-    def run(self, wanted: Callable[[Clip], bool], ordered: bool = True) -> Iterator[Event]:
+    def run(self, wanted: Callable[[Clip], bool] | None, ordered: bool = True) -> Iterator[Event]:
         """Yield the events of every source, in order; with `ordered` False as they come, sources mixed.
 
         If sources have many clips each, the order costs speed: while one is consumed, the workers of the next soon wait.
 
         For each source: `Selected`, then for each `wanted` clip one `Frames` or `Failed`, as they are decoded, then
-        `Finished`; or, if the whole source is rejected, `Failed` without a clip and `Finished`. `wanted` is called in other
-        threads. Their exceptions are raised here.
+        `Finished`; or, if the whole source is rejected, `Failed` without a clip and `Finished`. `wanted` (None: no clips, the
+        sources are only planned) is called in other threads. Their exceptions are raised here.
         """
-        run = _PoolRun(self.config, self.sources, wanted, self.size)
+        run = _PoolRun(self.config, self.sources, wanted, self.size, self.recipe)
         self._runs.append(run)
         run.start()  # now, not when the first event is requested
         return self._events(run, ordered)
@@ -108,24 +112,40 @@ class DecodePool:
 
 
 def source_events(
-    worker: DecodeWorker, source: Source, config: Config, wanted: Callable[[Clip], bool]
+    worker: DecodeWorker, source: Source, config: Config, wanted: Callable[[Clip], bool] | None, recipe: Recipe
 ) -> Iterator[Event]:
-    """Yield the events of one source."""
+    """Yield the events of one source; see `DecodePool.run`."""
     data, limit = config.data, config.preprocess.time_limit
     probe: Probe | None = None
     try:
         probe = worker.open(source, int(data.max_file_mb * 1e6), data.max_pixels, limit)
-        clips = select_clips(source, probe, data, config.preprocess.full_hash, config.seed)
+        identify = recipe.contents.id_of
+        selected = select_clips(source, probe, data, config.preprocess.full_hash, config.seed, identify, recipe.rules)
+        clips, dropped = _without_repeats(selected, data.max_repeated)
+        if wanted is not None:
+            recipe.contents.remember(source, clips[0].content_id)
     except (Rejected, OSError) as error:
         rejected = error if isinstance(error, Rejected) else _unreadable(error)
         yield Failed(source, None, rejected, probe if isinstance(error, Rejected) else None)
     else:
-        yield Selected(source, clips, probe)
-        wanted_clips = [clip for clip in clips if wanted(clip)]
+        yield Selected(source, clips, probe, dropped)
+        wanted_clips = [] if wanted is None else [clip for clip in clips if wanted(clip)]
         for position, result in worker.read(source, [clip.cut for clip in wanted_clips], limit):
             clip = wanted_clips[position].decoded_by(probe.decoder)
             yield Failed(source, clip, result) if isinstance(result, Rejected) else Frames(source, clip, result)
     yield Finished(source)
+
+
+def _without_repeats(clips: Sequence[Clip], max_repeated: float) -> tuple[tuple[Clip, ...], tuple[Rejection, ...]]:
+    """The clips that do not repeat too many frames, and the rejections of the others. Raises Rejected if all do."""
+    refused = {number: why for number, clip in enumerate(clips) if (why := repeats_too_much(clip, max_repeated))}
+    if len(refused) == len(clips):
+        raise refused[0]
+    rejections = []
+    for number, why in refused.items():
+        clip = clips[number]
+        rejections.append(why.of(clip_name(clip.source.name, clip.bucket, clip.window, clip.crop_number)))
+    return tuple(clip for number, clip in enumerate(clips) if number not in refused), tuple(rejections)
 
 
 def _unreadable(error: OSError) -> Rejected:
@@ -135,8 +155,15 @@ def _unreadable(error: OSError) -> Rejected:
 class _PoolRun:
     """The threads of one pass over the sources, and the events that wait for the consumer."""
 
-    def __init__(self, config: Config, sources: Sequence[Source], wanted: Callable[[Clip], bool], size: int) -> None:
-        self._config, self._sources, self._wanted = config, sources, wanted
+    def __init__(
+        self,
+        config: Config,
+        sources: Sequence[Source],
+        wanted: Callable[[Clip], bool] | None,
+        size: int,
+        recipe: Recipe,
+    ) -> None:
+        self._config, self._sources, self._wanted, self._recipe = config, sources, wanted, recipe
         self._ahead = size + _SOURCES_AHEAD
         self._changed = threading.Condition()
         self._waiting: dict[int, deque[Event | BaseException]] = {}  # by number of the source, for those in progress
@@ -178,7 +205,8 @@ class _PoolRun:
         with worker:
             while (number := self._begin()) is not None:
                 try:
-                    for event in source_events(worker, self._sources[number], self._config, self._wanted):
+                    source = self._sources[number]
+                    for event in source_events(worker, source, self._config, self._wanted, self._recipe):
                         self._put(number, event)
                 except StoppedError:
                     return

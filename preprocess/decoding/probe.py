@@ -5,15 +5,19 @@ Legend: H W height and width in pixels.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, BinaryIO, Literal
 
 import av
 import av.container
 import av.error
+import av.filter
+import av.logging
 import av.video
 from PIL import Image
 
@@ -29,6 +33,8 @@ Decoder = Literal["pyav", "pillow"]
 DECODE_THREADS = 1
 # Damaged files make PyAV seek before the start (OSError) and access streams that it has not announced (LookupError).
 DECODER_ERRORS = (av.error.FFmpegError, OSError, LookupError, ValueError, ArithmeticError)
+_UNTAGGED, _FULL_RANGE = 2, 2  # of `frame.colorspace` and `frame.color_range`
+_ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
 # Containers that state their duration; others only estimate it.
 _STATES_DURATION = ("mov", "matroska", "avi", "flv", "asf", "ogg")
 
@@ -41,7 +47,8 @@ class Probe:
     decoder's. `pts_seconds` holds the times of all frames in presentation order, as stated in the file (an
     image has one, 0), and `key_seconds` those of the frames at which decoding can begin; it is empty if seeking is
     unreliable. `fps` is the average rate, 0 for an image. `rotation` is counter-clockwise, in degrees. `decoder` is the
-    library that reads the file.
+    library that reads the file. Of a video's first frame: `pixel_format` and `chroma_location` in FFmpeg's words (the latter
+    empty without subsampled chroma), and `untagged` if it states no colour matrix. `alpha`: it may have transparent pixels.
     """
 
     kind: Kind
@@ -58,6 +65,10 @@ class Probe:
     key_seconds: list[float]
     coded_width: int
     coded_height: int
+    pixel_format: str = ""
+    chroma_location: str = ""
+    untagged: bool = False
+    alpha: bool = False
 
     @property
     def step(self) -> float:
@@ -128,6 +139,7 @@ def _probe_picture(file: BinaryIO, max_pixels: int) -> Probe:
             key_seconds=[],
             coded_width=image.width,
             coded_height=image.height,
+            alpha=image.has_transparency_data,
         )
 
 
@@ -168,6 +180,23 @@ def video_stream(container: av.container.InputContainer) -> av.video.VideoStream
     return streams[0]
 
 
+def alpha_decoder(stream: av.video.VideoStream) -> Any:
+    """The codec context that decodes a WebM stream with its alpha, which FFmpeg's own VP8 and VP9 decoders leave out; None for others.
+
+    Raises Rejected (undecodable) if this FFmpeg lacks libvpx.
+    """
+    stated = {name.lower(): value for name, value in stream.metadata.items()}
+    name = _ALPHA_DECODERS.get(stream.codec_context.name) if stated.get("alpha_mode") == "1" else None
+    if name is None:
+        return None
+    try:
+        context: Any = av.CodecContext.create(name, "r")
+    except ValueError:
+        raise Rejected(Reason.UNDECODABLE, f"no decoder {name} for its alpha") from None
+    context.thread_count = DECODE_THREADS
+    return context
+
+
 def shown_times(stamps: list[tuple[int | None, int | None]]) -> list[int]:
     """Sorted presentation stamps from packets' (presentation, decoding) stamps.
 
@@ -192,6 +221,7 @@ def _stamps(
     """
     stamps: list[tuple[int | None, int | None]] = []
     keys: set[int | None] = set()
+    with_alpha = alpha_decoder(stream)
     first: av.video.VideoFrame | None = None
     furthest, problem = 0.0, ""
     # The end of the longest stream is compared with the stated duration; without one, other streams are not needed.
@@ -206,7 +236,8 @@ def _stamps(
             keys |= {packet.pts} if packet.is_keyframe else set()
         if first is None:
             try:
-                frames = (frame for frame in packet.decode() if isinstance(frame, av.VideoFrame))
+                some = packet.decode() if with_alpha is None else with_alpha.decode(packet)
+                frames = (frame for frame in some if isinstance(frame, av.VideoFrame))
                 first = next((frame for frame in frames if not frame.is_corrupt), None)
             except av.error.FFmpegError as error:
                 problem = refused(error).detail
@@ -269,7 +300,59 @@ def _describe(
         key_seconds=[float(stamp * base) for stamp in keys],
         coded_width=first.width,
         coded_height=first.height,
+        pixel_format=first.format.name,
+        chroma_location=_chroma_location(first),
+        untagged=int(first.colorspace) == _UNTAGGED,
+        alpha=has_alpha(first.format),
     )
+
+
+def has_alpha(format: av.VideoFormat) -> bool:
+    """True for a pixel format with an alpha channel."""
+    return any(part.is_alpha for part in format.components)
+
+
+@lru_cache(maxsize=64)
+def chroma_steps(pixel_format: str) -> tuple[int, int]:
+    """Columns and rows of pixels for each chroma sample of a pixel format: (2, 2) for 4:2:0."""
+    format = av.VideoFormat(pixel_format, 64, 64)
+    return 64 // (format.chroma_width() or 64), 64 // (format.chroma_height() or 64)
+
+
+def _chroma_location(frame: av.video.VideoFrame) -> str:
+    """FFmpeg's word for the site of a frame's chroma samples; empty if its chroma is not subsampled.
+
+    Where a stream does not say, its range decides, as in players: left for limited, as MPEG's, centred for full, as JPEG's.
+    """
+    if chroma_steps(frame.format.name) == (1, 1):
+        return ""
+    stated = _shown_location(frame)
+    if stated and stated != "unspecified":
+        return stated
+    return "center" if int(frame.color_range) == _FULL_RANGE or frame.format.name.startswith("yuvj") else "left"
+
+
+def _shown_location(frame: av.video.VideoFrame) -> str:
+    """The chroma location that a frame states, empty if FFmpeg does not tell: PyAV has no name for it, but `showinfo` prints it."""
+    graph = av.filter.Graph()
+    size = f"{frame.width}x{frame.height}"
+    nodes = [
+        graph.add("buffer", video_size=size, pix_fmt=frame.format.name, time_base="1/1000", pixel_aspect="1/1"),
+        graph.add("sidedata", "mode=delete"),  # it would be printed, byte by byte
+        graph.add("showinfo", "checksum=0"),
+        graph.add("buffersink"),
+    ]
+    graph.link_nodes(*nodes).configure()
+    level = av.logging.get_level()
+    try:
+        av.logging.set_level(av.logging.INFO)
+        with av.logging.Capture() as printed:
+            graph.vpush(frame)
+            graph.vpull()
+    finally:
+        av.logging.set_level(level)
+    match = re.search(r" cl:([a-z]+) ", " ".join(text for _, _, text in printed))
+    return match[1] if match else ""
 
 
 def _average_fps(times: list[float], stated: Fraction | None) -> float:

@@ -2,7 +2,8 @@
 
 libavfilter crops the frame and scales its planes (bicubic, the support grows with the reduction) to luma and chroma of the
 final size, and only those are converted to RGB. Scaling straight to RGB costs twice as much: swscale has no fast code for it.
-`accurate_rnd` and `bitexact` give the same bytes on every processor.
+A crop that cuts through a chroma sample is made after chroma has been brought to full size, from the next whole samples on:
+swscale takes the edges of both planes to be the same. `accurate_rnd` and `bitexact` give the same bytes on every processor.
 
 Legend: H W height and width in pixels, C channels (RGB).
 """
@@ -10,26 +11,25 @@ Legend: H W height and width in pixels, C channels (RGB).
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import Any
 
 import av.filter
 import av.video
 import numpy as np
 from PIL import Image
 
-from mmspeed.preprocess.decoding.probe import Probe
+from mmspeed.preprocess.decoding.images import on_background
+from mmspeed.preprocess.decoding.pixel_rules import WHITE, PixelRules
+from mmspeed.preprocess.decoding.probe import Probe, chroma_steps, has_alpha
 from mmspeed.preprocess.sources.rejections import Reason, Rejected
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom
 
-_YUV = (
-    "yuv",
-    "nv",
-    "p0",
-    "uyvy",
-    "yvyu",
-)  # pixel formats with these prefixes are scaled before they are converted to RGB
-_MATRICES = {1: "bt709", 4: "fcc", 7: "smpte240m", 9: "bt2020", 10: "bt2020"}  # others, and files that state none
+# Pixel formats with these prefixes are scaled before they are converted to RGB.
+_YUV = ("yuv", "nv", "p0", "uyvy", "yvyu")
+_MATRICES = {1: "bt709", 4: "fcc", 7: "smpte240m", 9: "bt2020", 10: "bt2020"}
 _OTHER_MATRIX = "bt601"
+_UNTAGGED = 2  # of `frame.colorspace`
 _FULL_RANGE = 2
 _FLAGS = "bicubic+accurate_rnd+bitexact"
 
@@ -60,14 +60,44 @@ def resize(picture_HWC: np.ndarray, box: Box, width: int, height: int) -> np.nda
     return np.asarray(cut.resize((width, height), Image.Resampling.BICUBIC))
 
 
+def pixel_parts(rules: PixelRules, probe: Probe, crop: Box) -> dict[str, Any]:
+    """The parts of a clip's key that say in what its pixels differ from those of version 1 of every property; empty if in nothing."""
+    parts: dict[str, Any] = {}
+    video = probe.decoder == "pyav"
+    if video and probe.pixel_format.startswith(_YUV):
+        if rules.chroma > 1 and not _same_chroma(probe, coded_box(crop, probe)):
+            parts["chroma"] = rules.chroma
+        matrix = rules.untagged_matrix(probe.coded_height)
+        if probe.untagged and matrix != _OTHER_MATRIX:
+            parts["untagged"] = matrix
+    if probe.alpha and ((video and rules.alpha > 1) or (not video and rules.background != WHITE)):
+        parts["background"] = rules.background
+    return parts
+
+
+def _same_chroma(probe: Probe, box: Box) -> bool:
+    """True if version 1 puts chroma where the stream sites it: centred, and cut at whole samples."""
+    columns, rows = chroma_steps(probe.pixel_format)
+    middle = probe.chroma_location == "center"
+    across = columns == 1 or middle or probe.chroma_location in ("top", "bottom")
+    down = rows == 1 or middle or probe.chroma_location == "left"
+    return across and down and _whole_samples(box, columns, rows) == box
+
+
+def _whole_samples(box: Box, columns: int, rows: int) -> Box:
+    """The smallest box of whole chroma samples, of `columns` x `rows` pixels each, around `box`."""
+    left, top, right, bottom = box
+    return left // columns * columns, top // rows * rows, -(-right // columns) * columns, -(-bottom // rows) * rows
+
+
 class Scaler:
-    """Scale the frames of one file; keeps a filter graph for each distinct crop, size and pixel format."""
+    """Scale the frames of one file; keeps a filter graph for each distinct crop, size, pixel format and set of rules."""
 
     def __init__(self, probe: Probe) -> None:
         self._probe = probe
         self._graphs: dict[tuple[object, ...], av.filter.Graph] = {}
 
-    def scale(self, frame: av.video.VideoFrame, crop: Box, width: int, height: int) -> np.ndarray:
+    def scale(self, frame: av.video.VideoFrame, crop: Box, width: int, height: int, rules: PixelRules) -> np.ndarray:
         """The `crop` (in displayed pixels) of a frame, upright: (3, `height`, `width`) uint8.
 
         Raises Rejected (undecodable) for a frame of another size than the file's first.
@@ -78,33 +108,77 @@ class Scaler:
         box = coded_box(crop, probe)
         if probe.rotation % 180:
             width, height = height, width
-        if frame.format.name.startswith(_YUV):
-            planes_CHW = self._filtered(frame, box, width, height)
+        if has_alpha(frame.format) and rules.alpha > 1:
+            planes_CHW = self._composed(frame, box, width, height, rules)
+        elif frame.format.name.startswith(_YUV):
+            planes_CHW = self._filtered(frame, box, width, height, rules)
         else:  # RGB, grey and palettes are rare, and swscale would convert them to chroma and back
             planes_CHW = resize(frame.to_ndarray(format="rgb24"), box, width, height).transpose(2, 0, 1)
         return np.rot90(planes_CHW, probe.rotation // 90, axes=(1, 2))
 
-    def _filtered(self, frame: av.video.VideoFrame, box: Box, width: int, height: int) -> np.ndarray:
-        key = box, width, height, frame.format.name, frame.colorspace, frame.color_range
-        graph = self._graphs.get(key)
-        if graph is None:
-            graph = self._graphs[key] = _graph(frame, box, width, height)
-        graph.vpush(frame)
-        scaled = graph.vpull()
+    def _filtered(self, frame: av.video.VideoFrame, box: Box, width: int, height: int, rules: PixelRules) -> np.ndarray:
+        scaled = self._pulled(frame, box, (width, height), rules, "gbrp")
         planes_CHW = np.empty((3, height, width), np.uint8)
         for channel, plane in enumerate((scaled.planes[2], scaled.planes[0], scaled.planes[1])):  # stored as G, B, R
             rows = np.frombuffer(memoryview(plane), np.uint8).reshape(-1, plane.line_size)
             planes_CHW[channel] = rows[:height, :width]
         return planes_CHW
 
+    def _composed(self, frame: av.video.VideoFrame, box: Box, width: int, height: int, rules: PixelRules) -> np.ndarray:
+        """Compose a frame with alpha like a picture: at its own size, before it is scaled."""
+        left, top, right, bottom = box
+        if frame.format.name.startswith(_YUV):
+            picture_HWC = self._pulled(frame, box, None, rules, "rgba").to_ndarray()
+        else:
+            picture_HWC = frame.to_ndarray(format="rgba")[top:bottom, left:right]
+        picture = on_background(Image.fromarray(np.ascontiguousarray(picture_HWC), "RGBA"), rules.background)
+        return resize(np.asarray(picture), (0, 0, right - left, bottom - top), width, height).transpose(2, 0, 1)
 
-def _graph(frame: av.video.VideoFrame, box: Box, width: int, height: int) -> av.filter.Graph:
-    """Build the graph that crops, scales the planes and converts to RGB. Matrix and range are explicit, so that no filter guesses."""
+    def _pulled(
+        self, frame: av.video.VideoFrame, box: Box, size: tuple[int, int] | None, rules: PixelRules, form: str
+    ) -> av.video.VideoFrame:
+        """A crop of a frame, of another `size` if one is given, in the pixel format `form`."""
+        if rules.chroma > 1:
+            frame = _with_whole_samples(frame)
+        key = box, size, rules, form, frame.format.name, frame.colorspace, frame.color_range
+        graph = self._graphs.get(key)
+        if graph is None:
+            graph = self._graphs[key] = _graph(frame, self._probe, box, size, rules, form)
+        graph.vpush(frame)
+        return graph.vpull()
+
+
+def _with_whole_samples(frame: av.video.VideoFrame) -> av.video.VideoFrame:
+    """The frame; a copy with empty pixels added at the right and the bottom if its sides are no multiples of the chroma steps."""
+    columns, rows = chroma_steps(frame.format.name)
+    if frame.width % columns == 0 and frame.height % rows == 0:
+        return frame
+    whole = av.VideoFrame(-(-frame.width // columns) * columns, -(-frame.height // rows) * rows, frame.format.name)
+    whole.pts, whole.time_base = frame.pts, frame.time_base
+    whole.colorspace, whole.color_range = frame.colorspace, frame.color_range
+    for plane, wider in zip(frame.planes, whole.planes, strict=True):
+        stored = np.frombuffer(memoryview(plane), np.uint8).reshape(-1, plane.line_size)
+        copied = np.zeros((wider.buffer_size // wider.line_size, wider.line_size), np.uint8)
+        high, wide = min(len(stored), len(copied)), min(plane.line_size, wider.line_size)
+        copied[:high, :wide] = stored[:high, :wide]
+        wider.update(copied.tobytes())
+    return whole
+
+
+def _graph(
+    frame: av.video.VideoFrame, probe: Probe, box: Box, size: tuple[int, int] | None, rules: PixelRules, form: str
+) -> av.filter.Graph:
+    """Build the graph that crops, scales the planes and converts to `form`. Matrix and range are explicit, so that no filter guesses."""
     left, top, right, bottom = box
     matrix = _MATRICES.get(int(frame.colorspace), _OTHER_MATRIX)
+    if int(frame.colorspace) == _UNTAGGED:
+        matrix = rules.untagged_matrix(probe.coded_height)
     full = int(frame.color_range) == _FULL_RANGE or frame.format.name.startswith("yuvj")
     stated = f"in_color_matrix={matrix}:in_range={'full' if full else 'limited'}"
     same = f"out_color_matrix={matrix}:out_range={'full' if full else 'limited'}"
+    columns, rows = chroma_steps(frame.format.name)
+    subsampled = columns * rows > 1
+    sited = f":in_chroma_loc={probe.chroma_location or 'center'}" if rules.chroma > 1 and subsampled else ""
     graph = av.filter.Graph()
     if hasattr(graph, "threads"):  # older PyAV lacks it; the bytes are the same
         graph.threads = 1
@@ -117,12 +191,28 @@ def _graph(frame: av.video.VideoFrame, box: Box, width: int, height: int) -> av.
             pixel_aspect="1/1",
             colorspace=str(int(frame.colorspace)),
             range=str(int(frame.color_range)),
-        ),
-        graph.add("crop", f"{right - left}:{bottom - top}:{left}:{top}:exact=1"),
-        graph.add("scale", f"{width}:{height}:flags={_FLAGS}:{stated}:{same}"),
-        graph.add("format", "yuv444p"),
-        graph.add("scale", f"flags={_FLAGS}:{stated}:out_range=full"),
-        graph.add("format", "gbrp"),
+        )
+    ]
+    outer = _whole_samples(box, columns, rows) if rules.chroma > 1 else box
+    nodes.append(graph.add("crop", f"{outer[2] - outer[0]}:{outer[3] - outer[1]}:{outer[0]}:{outer[1]}:exact=1"))
+    if outer != box:  # chroma to full size first
+        bits = max(part.bits for part in frame.format.components)
+        alpha = "a" if has_alpha(frame.format) else ""
+        nodes += [
+            graph.add("scale", f"flags={_FLAGS}:{stated}:{same}{sited}"),
+            graph.add("format", f"yuv{alpha}444p" + (f"{bits}le" if bits > 8 else "")),
+            graph.add("crop", f"{right - left}:{bottom - top}:{left - outer[0]}:{top - outer[1]}:exact=1"),
+        ]
+        sited = ""
+    if size is not None:
+        nodes += [
+            graph.add("scale", f"{size[0]}:{size[1]}:flags={_FLAGS}:{stated}:{same}{sited}"),
+            graph.add("format", "yuv444p"),
+        ]
+        sited = ""
+    nodes += [
+        graph.add("scale", f"flags={_FLAGS}:{stated}:out_range=full{sited}"),
+        graph.add("format", form),
         graph.add("buffersink"),
     ]
     graph.link_nodes(*nodes).configure()

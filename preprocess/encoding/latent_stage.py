@@ -11,8 +11,9 @@ import torch
 
 from mmspeed.config import Bucket, Config
 from mmspeed.log import ProgressLine
-from mmspeed.preprocess.decoding.clips import Clip, split_of
+from mmspeed.preprocess.decoding.clips import Clip, clip_name, split_of
 from mmspeed.preprocess.decoding.pool import DecodePool, Event, Failed, Finished, Frames, Selected
+from mmspeed.preprocess.decoding.recipe import Recipe
 from mmspeed.preprocess.encoding.async_writer import BackgroundWriter
 from mmspeed.preprocess.encoding.encode import Encoders, TrustedBatches, encode_latents, latent_entry
 from mmspeed.preprocess.records.build_report import BuildReport
@@ -37,8 +38,10 @@ class LatentStage:
         store: BackgroundWriter,
         report: BuildReport,
         trusted: TrustedBatches | None = None,
+        recipe: Recipe | None = None,
     ) -> None:
         self.config, self.encoders, self.store, self.report = config, encoders, store, report
+        self.recipe = recipe
         settings = config.preprocess
         self.trusted = trusted or TrustedBatches(settings.encode_batch, settings.exact_batches)
         self._counted = self.trusted.counts
@@ -55,7 +58,10 @@ class LatentStage:
         data = self.config.data
         # If sources have many clips, taking them in order would make all workers but one wait.
         single = data.windows == data.crops == data.buckets_per_clip == 1
-        with DecodePool(self.config, sources) as pool, ProgressLine("latents", len(sources), "clip") as line:
+        with (
+            DecodePool(self.config, sources, self.recipe) as pool,
+            ProgressLine("latents", len(sources), "clip") as line,
+        ):
             for event in self._timed(pool.run(self.wanted, ordered=single)):
                 if isinstance(event, Frames) and not begun:
                     self.report.start_seconds += time.monotonic() - started
@@ -110,6 +116,9 @@ class LatentStage:
         self.statistics.add_source(event.source, event.probe, event.clips)
         planned = PlannedSource(event.source, split, content_id, event.clips)
         self._rows.append(list(rows_of([planned], self.encoders.latent_key, self.encoders.text_key)))
+        for rejection in event.dropped:
+            self.report.clips_failed += 1
+            self._reject(rejection, whole=False)
 
     def _fail(self, event: Failed) -> None:
         if event.clip is None:
@@ -197,6 +206,4 @@ def _one_thread(enabled: bool) -> Iterator[None]:
 
 def part_name(row: ClipRow) -> str:
     """The name of one clip of a source among the rejections."""
-    bucket = Bucket.parse(row.bucket)
-    crop = f", crop {row.crop}" if row.crop else ""
-    return f"{row.source} [{bucket}, window {row.window}{crop}]"
+    return clip_name(row.source, Bucket.parse(row.bucket), row.window, row.crop)

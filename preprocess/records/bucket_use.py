@@ -24,6 +24,7 @@ class BucketUse:
     pixels: int = 0  # of the frames taken, before the crop
     pixels_kept: int = 0  # inside the crop
     pixels_scaled: int = 0  # of these, lost by scaling down to the bucket's size
+    frames_repeated: int = 0  # of the frames taken, repeats of the one before
 
     def add(self, other: BucketUse) -> None:
         """Add the counts of other clips."""
@@ -45,6 +46,11 @@ class BucketUse:
         """Share of the frames that are in no window."""
         return 1 - self.frames_taken / self.frames if self.frames else 0.0
 
+    @property
+    def repeated(self) -> float:
+        """Share of the frames in windows that repeat the one before."""
+        return self.frames_repeated / self.frames_taken if self.frames_taken else 0.0
+
 
 def use_of(probe: Probe, clips: Sequence[Clip]) -> BucketUse:
     """The counts of one source's clips in one bucket, at least one."""
@@ -52,6 +58,7 @@ def use_of(probe: Probe, clips: Sequence[Clip]) -> BucketUse:
     used_frames = bucket.frames * len({clip.window for clip in clips})
     available = len(probe.pts_seconds) if rate in (0, probe.fps) else windows_that_fit(probe.pts_seconds, 1, rate)
     use = BucketUse(len(clips), max(available, used_frames), used_frames)
+    use.frames_repeated = sum({clip.window: clip.repeated for clip in clips}.values())
     for left, top, right, bottom in (clip.crop for clip in clips):
         inside, bucket_pixels = (right - left) * (bottom - top), bucket.width * bucket.height
         use.pixels += bucket.frames * probe.width * probe.height

@@ -12,9 +12,14 @@ TRANSFORM = "crop-bicubic/2"  # scaling of a crop to the bucket's pixels; raise 
 
 
 def latent_parts(config: Config, codec_fingerprint: str, clip: Clip) -> dict[str, Any]:
-    """The parts of a latent's key: not the source's name or location, nor the number of its window or crop."""
+    """The parts of a latent's key: not the source's name or location, nor the number of its window or crop.
+
+    A property of the cache's recipe (`mmspeed.data.cache.versions`) is a part only where it makes other pixels than its version 1.
+    """
     extra = {"first_frame": True} if config.preprocess.first_frame and not clip.bucket.is_image else {}
-    return extra | {
+    return {
+        **extra,
+        **clip.pixel_parts,
         "version": ENCODING_VERSION,
         "transform": TRANSFORM,
         "content": clip.content_id,

@@ -13,17 +13,21 @@ from typing import Any
 
 from mmspeed.config import Config
 from mmspeed.config.places import is_url
+from mmspeed.data.cache.keys import entry_key
+from mmspeed.data.cache.versions import VERSIONS
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, format_seconds
 from mmspeed.models.codecs.vae import codec_geometry, codec_identity
 from mmspeed.models.text.encoders import text_identity
 from mmspeed.preprocess.decoding.clips import split_of
 from mmspeed.preprocess.decoding.pool import DecodePool, Failed, Selected
+from mmspeed.preprocess.decoding.recipe import Recipe
 from mmspeed.preprocess.records.keys import latent_parts, text_parts
 from mmspeed.preprocess.records.sample_table import PlannedSource, samples_of
 from mmspeed.preprocess.records.source_shapes import SourceShapes
 from mmspeed.preprocess.records.stale_entries import StoredEntries, WantedKeys, stale_reasons
 from mmspeed.preprocess.records.statistics import DataStatistics
+from mmspeed.preprocess.records.upgrades import UpgradeCounts
 from mmspeed.preprocess.report.costs import cost_lines, estimate, folder_bytes, free_bytes, hints, peaks
 from mmspeed.preprocess.report.page import default_path, encode_estimate, take_thumbnails, write_page
 from mmspeed.preprocess.report.page_html import CacheState, DataPage
@@ -31,6 +35,7 @@ from mmspeed.preprocess.report.suggest_text import suggest_lines
 from mmspeed.preprocess.sources.discover import list_sources
 from mmspeed.preprocess.sources.listing import SourceListing
 from mmspeed.preprocess.sources.rejections import Rejection
+from mmspeed.preprocess.sources.source import Source
 from mmspeed.shapes import Strides
 
 __all__ = ["CheckReport", "check", "stale_reasons"]
@@ -69,6 +74,7 @@ class _Needs:
     stored: StoredEntries
     latents: WantedKeys
     texts: WantedKeys
+    upgrades: UpgradeCounts
     missing_pixels: int = 0
 
 
@@ -92,9 +98,15 @@ def check(
     listing = list_sources(config.data)
     codec, text = _fingerprints(config)
     stored = StoredEntries(config.cache_dir)
-    needs = _Needs(stored, WantedKeys("latents", "content", stored), WantedKeys("texts", "caption", stored))
+    recipe = _recipe(config, listing.sources)
+    needs = _Needs(
+        stored,
+        WantedKeys("latents", "content", stored),
+        WantedKeys("texts", "caption", stored),
+        UpgradeCounts(config, recipe, listing.sources),
+    )
     started = time.monotonic()
-    _survey(config, listing, report.statistics, needs, codec, text, shapes)
+    _survey(config, listing, report.statistics, needs, codec, text, recipe, shapes)
     seconds = time.monotonic() - started
     numbers = report.statistics
     report.lines_ += _count_lines(numbers)
@@ -109,6 +121,7 @@ def check(
         report.problems += problems
     if costs is not None:
         report.lines_ += [*cache.notes, *(line for section in cache.sections for line in section.lines())]
+        report.lines_ += needs.upgrades.lines()
     encode = _encode_rows(config, listing, needs, seconds) if not is_url(config.data.cache) else []
     report.lines_ += [f"{what}: {how_much} ({how})" for what, how_much, how in encode]
     report.lines_ += [] if costs is None else cost_lines(config, costs)
@@ -134,6 +147,14 @@ def check(
     return report
 
 
+def _recipe(config: Config, listed: Sequence[Source]) -> Recipe:
+    """The recipe of the config's cache; of a cache that cannot be read, which is named elsewhere, that of new caches."""
+    try:
+        return Recipe.of(config, listed)
+    except UserError:
+        return Recipe.at(VERSIONS, config, config.cache_dir, listed)
+
+
 def _fingerprints(config: Config) -> tuple[str | None, str]:
     """Fingerprints of the codec and the text encoder; None for a linear codec that is not fitted yet."""
     weights = config.codec_weights
@@ -148,14 +169,19 @@ def _survey(
     needs: _Needs,
     codec: str | None,
     text: str,
+    recipe: Recipe,
     shapes: SourceShapes | None = None,
 ) -> None:
     """Probe every source; count it, its samples, the entries that it needs, and its shape (even if it fits no bucket)."""
     numbers.add_listing(listing)
     name = codec if codec is not None else _NO_CODEC
+    stored = needs.stored.keys["latents"]
     no_key: Callable[[Any], str] = lambda part: ""  # noqa: E731 (samples are only counted here)
-    with DecodePool(config, listing.sources) as pool, ProgressLine("probe", len(listing.sources), "source") as line:
-        for event in pool.run(lambda clip: False):
+    with (
+        DecodePool(config, listing.sources, recipe) as pool,
+        ProgressLine("probe", len(listing.sources), "source") as line,
+    ):
+        for event in pool.run(None):
             if shapes is not None and isinstance(event, Selected | Failed) and event.probe is not None:
                 shapes.add_probe(event.probe, config.data.fps)
             if isinstance(event, Failed):
@@ -165,11 +191,14 @@ def _survey(
                 line.advance()
                 source, clips = event.source, event.clips
                 numbers.add_source(source, event.probe, clips)
+                for rejection in event.dropped:
+                    numbers.add_rejection(rejection, whole=False)
                 split = split_of(source, clips[0].content_id, config.data, config.seed)
                 planned = PlannedSource(source, split, clips[0].content_id, clips)
                 for sample in samples_of([planned], no_key, no_key, config.data, _ONE_TO_ONE):
                     numbers.add_sample(sample.bucket, sample.split, sample.dataset)
                 for clip in clips:
+                    needs.upgrades.add(clip, event.probe, entry_key(latent_parts(config, name, clip)) in stored)
                     if needs.latents.add(latent_parts(config, name, clip)):
                         needs.missing_pixels += clip.bucket.frames * clip.bucket.height * clip.bucket.width
                 for caption in source.captions:
@@ -190,6 +219,7 @@ def _count_lines(numbers: DataStatistics) -> list[str]:
     for bucket, used in numbers.buckets().items():
         lost = f"{used.cropped:.0%} of pixels cropped, {used.scaled:.0%} scaled away"
         lost += "" if bucket.is_image else f", {used.trimmed:.0%} of frames trimmed"
+        lost += f", {used.repeated:.0%} of frames repeated" if used.frames_repeated else ""
         lines.append(f"  bucket {bucket}: {train.get(bucket, 0)} training samples, {lost}")
     if numbers.usable:
         lines.append(f"  held out for validation: {sum(numbers.samples('val').values())}")

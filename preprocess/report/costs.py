@@ -38,6 +38,7 @@ _KNOBS = {
     Reason.TOO_SHORT: "add a bucket of fewer frames to data.buckets, or raise data.fps",
     Reason.TOO_SMALL: "add a smaller bucket to data.buckets, or set data.allow_upscale: true",
     Reason.NO_BUCKET: "add a bucket to data.buckets: frames: 1 for images, more for videos",
+    Reason.REPEATED: "lower data.fps, or raise data.max_repeated",
     Reason.NOT_KEPT: "raise data.buckets[].keep, or add a bucket without it, for them to go to",
     Reason.TIME_LIMIT: "raise preprocess.time_limit to take them",
 }

@@ -20,10 +20,12 @@ from mmspeed.config import Config, make_config, today
 from mmspeed.data import DatasetCache, Entry, Sample
 from mmspeed.data.cache.codec_file import own_codec
 from mmspeed.data.cache.files import write_whole
+from mmspeed.data.cache.versions import info_versions
 from mmspeed.device import pick
 from mmspeed.errors import UserError
 from mmspeed.models.codecs.vae import load_codec
 from mmspeed.preprocess.decoding.pool import DecodePool, Failed, Frames, Selected
+from mmspeed.preprocess.decoding.recipe import Recipe
 from mmspeed.preprocess.sources.discover import list_sources
 from mmspeed.protocols import VideoCodec
 
@@ -41,20 +43,22 @@ def draw_entry(cache: DatasetCache, key: str, path: Path) -> str:
     keys = sample.latent_keys if sample is not None and sample.key == key else (key,)
     config = stored_config(cache)
     codec = _codec(cache, config)
+    recipe = Recipe.at(info_versions(cache.info), config, Path(cache.root))
     rows: list[tuple[str, np.ndarray | str]] = []
     descriptions = []
     for latent_key in keys[:MOST_LATENTS]:
         entry = cache.entry(latent_key, "latents")
         decoded_FHWC = decode_latent(cache, codec, entry)
         source = sample.source if sample is not None else entry.source  # an entry may have an older file name
-        source_pixels = source_frames(config, source, entry)
+        source_pixels = source_frames(config, source, entry, recipe)
         closeness = f", without its source: {source_pixels}" if isinstance(source_pixels, str) else ""
         if isinstance(source_pixels, np.ndarray):
             closeness = f", {_psnr(decoded_FHWC, source_pixels):.1f} dB from the source"
         suffix = "" if isinstance(source_pixels, str) else closeness
         rows.append((f"{latent_key}  decoded, {entry.bucket}{suffix}", decoded_FHWC))
         rows.append((f"{source or 'source unknown'}, its frames {_ranges(entry.frames)}", source_pixels))
-        descriptions.append(f"{len(decoded_FHWC)} frames of {latent_key}{closeness}")
+        repeats = f" ({entry.repeated} repeated)" if entry.repeated else ""
+        descriptions.append(f"{len(decoded_FHWC)} frames{repeats} of {latent_key}{closeness}")
     picture = io.BytesIO()
     contact_sheet(rows, captions_of(cache, sample)).save(picture, format="PNG")
     write_whole(path, picture.getvalue())
@@ -93,8 +97,8 @@ def decode_latent(cache: DatasetCache, codec: VideoCodec, entry: Entry) -> np.nd
     return pixels_FHWC.contiguous().cpu().numpy()
 
 
-def source_frames(config: Config, name: str | None, entry: Entry) -> np.ndarray | str:
-    """The pixels that an entry encodes, (F, H, W, 3) uint8, decoded like in preprocess; or the reason that there are none."""
+def source_frames(config: Config, name: str | None, entry: Entry, recipe: Recipe | None = None) -> np.ndarray | str:
+    """The pixels that an entry encodes, (F, H, W, 3) uint8, decoded by the cache's `recipe`; or the reason that there are none."""
     if name is None:
         return "the index does not record the source"
     try:
@@ -105,7 +109,7 @@ def source_frames(config: Config, name: str | None, entry: Entry) -> np.ndarray 
         return f"{name} is no longer among the config's sources"
     key_parts = json.loads(entry.meta)
     reason = "the config now selects other frames of it"
-    with DecodePool(config, [source]) as pool:
+    with DecodePool(config, [source], recipe) as pool:
         for event in pool.run(
             lambda clip: (
                 clip.content_id == entry.content_id

@@ -34,6 +34,7 @@ class Reason(str, Enum):
     TOO_SMALL = "too_small"
     NO_BUCKET = "no_bucket"
     NOT_KEPT = "not_kept"
+    REPEATED = "repeated"
     TIME_LIMIT = "time_limit"
     DECODER_CRASHED = "decoder_crashed"
     BAD_ROW = "bad_row"
@@ -65,6 +66,7 @@ _EXPLANATIONS = {
     Reason.TOO_SMALL: "The picture is smaller than every bucket, and data.allow_upscale is false.",
     Reason.NO_BUCKET: "No bucket is for this kind: an image without an F = 1 bucket, or a video with no other.",
     Reason.NOT_KEPT: "Every bucket that the source fits was drawn out by data.buckets[].keep.",
+    Reason.REPEATED: "Too many frames would repeat the one before (data.max_repeated): gaps, or a rate far below data.fps.",
     Reason.TIME_LIMIT: "Probing or decoding took longer than preprocess.time_limit.",
     Reason.DECODER_CRASHED: "The decoder process died on this file.",
     Reason.BAD_ROW: "The manifest row cannot be read, or lacks a required value.",

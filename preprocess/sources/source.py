@@ -12,7 +12,8 @@ from mmspeed.preprocess.sources.rejections import Reason, Rejected
 
 Kind = Literal["video", "image"]
 Split = Literal["train", "val"]
-_WHOLE_BYTES, _BLOCKS, _BLOCK_BYTES = 16 << 20, 16, 64 << 10
+SAMPLED_ABOVE = 16 << 20  # bytes; of larger files a content id reads some blocks
+_BLOCKS, _BLOCK_BYTES = 16, 64 << 10
 
 
 @dataclass(frozen=True, slots=True)  # slots: there may be ten million
@@ -65,7 +66,7 @@ def content_id(source: Source, full: bool) -> str:
     size = source.bytes()
     digest = hashlib.sha256(f"{size}\n".encode())
     with source.open() as file:
-        if size <= _WHOLE_BYTES or full:
+        if size <= SAMPLED_ABOVE or full:
             while block := file.read(1 << 20):
                 digest.update(block)
         else:

@@ -44,6 +44,11 @@ class Entry:
     source: str | None  # None after a repair: entries do not depend on file names
     meta: str  # JSON of the parts of the key
 
+    @property
+    def repeated(self) -> int:
+        """Frames that repeat the one before: gaps of a variable frame rate, or a rate below the entry's."""
+        return len(self.frames) - len(set(self.frames))
+
 
 @dataclasses.dataclass(frozen=True)
 class Sample:

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mmspeed.config import Config
 from mmspeed.data.cache.codec_file import codec_facts, own_codec
+from mmspeed.data.cache.contents import append_content, read_contents
 from mmspeed.data.cache.files import write_whole
 from mmspeed.data.cache.keys import number_duplicates
 from mmspeed.data.cache.shards import shard_sha256
@@ -29,6 +31,7 @@ from mmspeed.data.cache.tables import (
     write_rejects,
     write_samples,
 )
+from mmspeed.data.cache.versions import info_versions
 from mmspeed.data.cache.writer import repair
 from mmspeed.errors import UserError
 from mmspeed.log import progress
@@ -72,11 +75,13 @@ def merge(into: Path, sources: Sequence[Path], shard_bytes: int = 256_000_000) -
     target_cache = _open(into) if (into / "cache.json").exists() else None
     parts = ([target_cache] if target_cache else []) + caches
     settings = _check_fit(parts)
+    _check_contents(parts)
     into.mkdir(parents=True, exist_ok=True)
     report = MergeReport()
     with care_lock(into):
         repair(into)
         _bring_codec(into, parts)
+        _bring_contents(into, caches)
         known = {(e.section, e.key) for path in index_files(into) for e in rows_of(into, shard_of_index(path))}
         for one in caches:
             with care_lock(one.root) if os.access(one.root, os.W_OK) else nullcontext():
@@ -109,8 +114,15 @@ def _check_fit(parts: Sequence[_Contents]) -> Any:
         if first.null_key and other.null_key and first.null_key != other.null_key:
             raise UserError(f"{other.root} does not fit {first.root}: their empty captions are encoded differently")
         theirs = other.info.get("made_for")
+        ours, others = info_versions(first.info), info_versions(other.info)
+        if ours != others:
+            raise UserError(
+                f"{other.root} does not fit {first.root}: {_difference('versions', ours, others)}; "
+                "`mmspeed preprocess --upgrade` brings the older one up"
+            )
         if settings is not None and theirs is not None:
-            names = sorted(n for n in settings.keys() | theirs.keys() if settings.get(n) != theirs.get(n))
+            mine, their = Config.recorded_settings(settings), Config.recorded_settings(theirs)
+            names = sorted(n for n in mine.keys() | their.keys() if mine.get(n) != their.get(n))
             if set(names) - {"sources"}:
                 raise UserError(
                     f"{other.root} does not fit {first.root}: made with other data settings ({', '.join(names)})"
@@ -156,6 +168,28 @@ def _bring_codec(into: Path, parts: Sequence[_Contents]) -> None:
                 write_whole(into / name, (one.root / name).read_bytes(), replace=False)
                 return
     raise UserError(f"none of the caches has an intact codec {name}: put a copy there first")
+
+
+def _check_contents(parts: Sequence[_Contents]) -> None:
+    """Raise UserError if two caches have the same content id of files that differ."""
+    hashes: dict[str, tuple[str, Path]] = {}
+    for one in parts:
+        for line in read_contents(one.root):
+            whole, root = hashes.setdefault(line.content, (line.whole, one.root))
+            if whole != line.whole:
+                raise UserError(
+                    f"{one.root} does not fit {root}: {line.file[0]} and another file have the same samples, and differ; "
+                    "build one cache of both"
+                )
+
+
+def _bring_contents(into: Path, caches: Sequence[_Contents]) -> None:
+    """Add the whole-file hashes that the caches remember and `into` lacks."""
+    known = set(read_contents(into))
+    for line in (line for one in caches for line in read_contents(one.root)):
+        if line not in known:
+            known.add(line)
+            append_content(into, "merged", line)
 
 
 def _bring_entries(into: Path, root: Path, known: set[tuple[str, str]], shard_bytes: int, report: MergeReport) -> None:

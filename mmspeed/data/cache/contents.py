@@ -1,0 +1,51 @@
+"""The whole-file hashes that a cache remembers of large sources: lines of `contents/*.jsonl`, a file of each process."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from .keys import digest
+
+CONTENTS = "contents"
+
+FileState = tuple[str, int, int, int, int]  # path, offset in it, size in bytes, modification time in ns, inode
+
+
+@dataclass(frozen=True)
+class ContentLine:
+    """One file: its state, the digest of its samples, the hash of all its bytes, and the content id that it has in the cache."""
+
+    file: FileState
+    sampled: str
+    whole: str
+    content: str
+
+
+def read_contents(root: Path) -> Iterator[ContentLine]:
+    """Yield the lines of a cache, in the order of the files' names; a line cut off by a kill counts as absent. Raises OSError."""
+    for path in sorted((root / CONTENTS).glob("*.jsonl")):
+        for row in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                check, text = json.loads(row)
+                if digest(text.encode()) != check:
+                    continue
+                tree = json.loads(text)
+                location, offset, size, changed, inode = tree.pop("file")
+                yield ContentLine((location, offset, size, changed, inode), **tree)
+            except (ValueError, KeyError, TypeError, AttributeError):
+                continue
+
+
+def append_content(root: Path, name: str, line: ContentLine) -> None:
+    """Append a line to `contents/<name>.jsonl`, durably. Raises OSError."""
+    text = json.dumps(asdict(line))
+    path = root / CONTENTS / f"{name}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(f"{json.dumps([digest(text.encode()), text])}\n")
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,50 @@
+"""Counts of the entries of an older cache that an upgrade of each property of its recipe would make again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from mmspeed.config import Config
+from mmspeed.data.cache.versions import VERSIONS, upgraded
+from mmspeed.preprocess.decoding.clips import Clip
+from mmspeed.preprocess.decoding.probe import Probe
+from mmspeed.preprocess.decoding.recipe import Recipe
+from mmspeed.preprocess.decoding.scaling import pixel_parts
+from mmspeed.preprocess.sources.source import Source
+
+
+class UpgradeCounts:
+    """The stored latents that would differ, for each property that the cache has in an older version.
+
+    Files are read whole only where their samples are equal.
+    """
+
+    def __init__(self, config: Config, recipe: Recipe, listed: Sequence[Source]) -> None:
+        self._newer = {
+            name: Recipe.at(upgraded(recipe.versions, [name]), config, recipe.contents.root, listed, reads=True)
+            for name in sorted(VERSIONS)
+            if recipe.versions[name] < VERSIONS[name]
+        }
+        self.counts: Counter[str] = Counter()
+        self.stored = 0
+
+    def add(self, clip: Clip, probe: Probe, stored: bool) -> None:
+        """Add a clip; only those whose entry is `stored` can differ. Raises OSError if its file cannot be read."""
+        if not stored:
+            return
+        self.stored += 1
+        for name, recipe in self._newer.items():
+            if name == "content":
+                if recipe.contents.compares(clip.source):
+                    self.counts[name] += recipe.contents.id_of(clip.source) != clip.content_id
+            else:
+                self.counts[name] += pixel_parts(recipe.rules, probe, clip.crop) != clip.pixel_parts
+
+    def lines(self) -> list[str]:
+        """A line for each property of an older version."""
+        return [
+            f"cache recipe: {name} is of version {VERSIONS[name] - 1}; "
+            f"{self.counts[name]} of {self.stored} stored latents would differ (`mmspeed preprocess --upgrade {name}`)"
+            for name in self._newer
+        ]
