@@ -70,7 +70,7 @@ def video_content(grid: Grid, seed: int) -> Tensor:
     meaning_NF = (4.0 * fields).softmax(dim=1) @ meanings
     texture_NF = _texture(y_N, x_N, half, 2.5, seed, "background")
     for number in range(OBJECTS):  # later ones are in front
-        place = torch.rand(2, generator=rng.generator(seed, "bench attention", "place", number))
+        place = [rng.uniform(seed, "bench attention", "place", number, axis) for axis in range(2)]
         speed = 0.25 * draw("speed", number, count=2)
         radius = 0.08 + 0.10 * rng.uniform(seed, "bench attention", "radius", number)
         stretch = math.exp(0.3 * float(draw("stretch", number, count=1)))
@@ -90,7 +90,7 @@ def _bounced(place_N: Tensor) -> Tensor:
 def _texture(y_N: Tensor, x_N: Tensor, features: int, waves: float, seed: int, *names: object) -> Tensor:
     """Smooth random functions of a place, mean square 1; `waves` is about their number of periods over the whole picture."""
     turns = waves * rng.normal((2, features), seed, "bench attention", "waves", *names)
-    start = 2 * math.pi * torch.rand(features, generator=rng.generator(seed, "bench attention", "start", *names))
+    start = rng.symmetric((features,), math.pi, seed, "bench attention", "start", *names)
     return math.sqrt(2) * torch.cos(2 * math.pi * (y_N[:, None] * turns[0] + x_N[:, None] * turns[1]) + start)
 
 

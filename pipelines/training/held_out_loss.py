@@ -78,7 +78,7 @@ class VideoValidation:
             samples,
             self.objective,
             quantiles,
-            self.config.seed,
+            rng.Seed(self.config.seed, self.place.generator),
             self.place,
             self.predictor,
         )
@@ -109,7 +109,7 @@ class VideoValidation:
         weights = self.folder.codec_weights if config.vae.kind == "linear" else None
         codec = load_codec(config.vae, place.device, weights)
         bucket = video_shape(config, codec.strides, self.predictor)
-        settings = sampler_settings(config, None, None, None, config.validate_.seed)
+        settings = sampler_settings(config, None, None, None, rng.Seed(config.validate_.seed, place.generator))
         prompts = shares(list(enumerate(self.prompts)), place)
         latents = generate_latents(
             models["model"],

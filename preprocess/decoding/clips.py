@@ -8,15 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mmspeed.config import Bucket
+from mmspeed.config import Bucket, Config
 from mmspeed.config.schema import DataConfig
+from mmspeed.data.cache.tables import cache_generator
 from mmspeed.preprocess.decoding.decode import Cut
 from mmspeed.preprocess.decoding.probe import Probe
 from mmspeed.preprocess.decoding.transform import crop_boxes, rank_buckets
 from mmspeed.preprocess.decoding.windows import choose_windows
 from mmspeed.preprocess.sources.rejections import Reason, Rejected
 from mmspeed.preprocess.sources.source import Source, content_id
-from mmspeed.rng import uniform
+from mmspeed.rng import Seed, uniform
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,15 @@ class Clip:
 
     def decoded_by(self, decoder: str) -> Clip:
         return replace(self, decoder=decoder)
+
+
+def cache_seed(config: Config) -> Seed:
+    """The seed of the draws that fill a config's cache, with the generator that the cache began with.
+
+    So a content's split and buckets never change within a cache, and no held-out sample enters training. Raises UserError as
+    `cache_generator`.
+    """
+    return Seed(config.seed, cache_generator(config.cache_dir))
 
 
 def split_of(source: Source, content_id: str, data: DataConfig, seed: int) -> str:

@@ -11,11 +11,12 @@ from types import TracebackType
 import numpy as np
 
 from mmspeed.config import Config
-from mmspeed.preprocess.decoding.clips import Clip, select_clips
+from mmspeed.preprocess.decoding.clips import Clip, cache_seed, select_clips
 from mmspeed.preprocess.decoding.probe import Probe
 from mmspeed.preprocess.decoding.worker import DecodeWorker, StoppedError
 from mmspeed.preprocess.sources.rejections import Reason, Rejected
 from mmspeed.preprocess.sources.source import Source
+from mmspeed.rng import Seed
 
 _SOURCES_AHEAD = 2  # beyond one for each worker
 _CLIPS_AHEAD = 2  # of each source
@@ -68,6 +69,7 @@ class DecodePool:
 
     def __init__(self, config: Config, sources: Sequence[Source]) -> None:
         self.config = config
+        self.seed = cache_seed(config)
         self.sources = sources
         self.size = max(1, min(config.preprocess.decode_workers, len(sources)))
         self._runs: list[_PoolRun] = []
@@ -94,7 +96,7 @@ class DecodePool:
         `Finished`; or, if the whole source is rejected, `Failed` without a clip and `Finished`. `wanted` is called in other
         threads. Their exceptions are raised here.
         """
-        run = _PoolRun(self.config, self.sources, wanted, self.size)
+        run = _PoolRun(self.config, self.seed, self.sources, wanted, self.size)
         self._runs.append(run)
         run.start()  # now, not when the first event is requested
         return self._events(run, ordered)
@@ -108,14 +110,14 @@ class DecodePool:
 
 
 def source_events(
-    worker: DecodeWorker, source: Source, config: Config, wanted: Callable[[Clip], bool]
+    worker: DecodeWorker, source: Source, config: Config, seed: Seed, wanted: Callable[[Clip], bool]
 ) -> Iterator[Event]:
     """Yield the events of one source."""
     data, limit = config.data, config.preprocess.time_limit
     probe: Probe | None = None
     try:
         probe = worker.open(source, int(data.max_file_mb * 1e6), data.max_pixels, limit)
-        clips = select_clips(source, probe, data, config.preprocess.full_hash, config.seed)
+        clips = select_clips(source, probe, data, config.preprocess.full_hash, seed)
     except (Rejected, OSError) as error:
         rejected = error if isinstance(error, Rejected) else _unreadable(error)
         yield Failed(source, None, rejected, probe if isinstance(error, Rejected) else None)
@@ -135,8 +137,10 @@ def _unreadable(error: OSError) -> Rejected:
 class _PoolRun:
     """The threads of one pass over the sources, and the events that wait for the consumer."""
 
-    def __init__(self, config: Config, sources: Sequence[Source], wanted: Callable[[Clip], bool], size: int) -> None:
-        self._config, self._sources, self._wanted = config, sources, wanted
+    def __init__(
+        self, config: Config, seed: Seed, sources: Sequence[Source], wanted: Callable[[Clip], bool], size: int
+    ) -> None:
+        self._config, self._seed, self._sources, self._wanted = config, seed, sources, wanted
         self._ahead = size + _SOURCES_AHEAD
         self._changed = threading.Condition()
         self._waiting: dict[int, deque[Event | BaseException]] = {}  # by number of the source, for those in progress
@@ -178,7 +182,7 @@ class _PoolRun:
         with worker:
             while (number := self._begin()) is not None:
                 try:
-                    for event in source_events(worker, self._sources[number], self._config, self._wanted):
+                    for event in source_events(worker, self._sources[number], self._config, self._seed, self._wanted):
                         self._put(number, event)
                 except StoppedError:
                     return

@@ -19,7 +19,7 @@ from mmspeed.data.sampling.order import Order, TrainingStage
 from mmspeed.data.sampling.rank_batches import bucket_batches_of
 from mmspeed.data.sampling.schedule import BucketSupply, partition_epoch, shuffle
 from mmspeed.errors import UserError
-from mmspeed.rng import generator
+from mmspeed.rng import stream
 from mmspeed.shapes import Bucket
 from tests.unit.data.test_sampler import BUCKETS, batchings, counts, make_samples
 
@@ -207,7 +207,7 @@ def test_every_full_step_costs_all_slots_the_same() -> None:
     ]
     for mix, tolerance in (("same", 0.0), ("matched", 0.05)):
         division = partition_epoch(supplies, mix, tolerance)  # type: ignore[arg-type]
-        plan = shuffle(division, generator(0, "test"))
+        plan = shuffle(division, stream(0, "test"))
         assert plan.steps == division.steps
         costs = []
         for step in range(plan.steps):
@@ -246,7 +246,7 @@ def test_a_large_set_is_balanced_on_any_world(world: int) -> None:
 def test_a_bucket_of_nearly_free_samples_is_divided(mix: str) -> None:
     """Such a cost comes from a measurement whose times do not rise with the batch."""
     supplies = [BucketSupply(100, 7, Cost(0.5, 1e-9), 2), BucketSupply(90, 3, Cost(0.5, 0.1), 2)]
-    plan = shuffle(partition_epoch(supplies, mix, 0.0), generator(0, "test"))  # type: ignore[arg-type]
+    plan = shuffle(partition_epoch(supplies, mix, 0.0), stream(0, "test"))  # type: ignore[arg-type]
     assert plan.used(plan.steps, 2) == [100, 90]
 
 
