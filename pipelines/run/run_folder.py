@@ -125,7 +125,7 @@ class RunFolder:
             newest = latest(self.checkpoints)
             if newest is None:
                 return NEWEST  # nothing of it was drawn that lasts
-            place, (record, _) = newest, open_checkpoint(newest)
+            place, record = newest, open_checkpoint(newest)[0]["meta"]
         return recorded_version(record, place)
 
     def check_same(self, config: RunConfig) -> list[str]:

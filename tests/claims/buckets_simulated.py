@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
 from mmspeed.config.schema import ModelConfig
 from mmspeed.config.training import BatchingConfig, TrainConfig

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspeed.compute.sparse import ClusterPlan, TailClusters, clustered_attention
 from mmspeed import rng
+from mmspeed.compute.sparse import ClusterPlan, TailClusters, clustered_attention
 
 # of the oracle's largest number: sums of up to a few hundred products; half types round probabilities and results
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
