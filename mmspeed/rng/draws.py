@@ -46,9 +46,9 @@ class Seed(int):
         generator = philox.VERSION if generator is None else generator
         if generator not in VERSIONS:
             raise ValueError(f"generator {generator} is none of {VERSIONS}")
-        made = super().__new__(cls, seed)
-        made.generator = generator
-        return made
+        number = super().__new__(cls, seed)
+        number.generator = generator
+        return number
 
     def __repr__(self) -> str:
         return f"Seed({int(self)}, generator={self.generator})"

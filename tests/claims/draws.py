@@ -39,6 +39,7 @@ def nanoseconds(draw: Callable[[], object], numbers: int) -> float:
 
 
 def main() -> None:
+    """Print a row for each kind of draw."""
     torch.set_num_threads(1)
     sys.stdout.write(f"{'draw':<16}" + "".join(f"{f'version {version}':>14}" for version in VERSIONS) + "    ratio\n")
     for name, (numbers, draw) in CASES.items():

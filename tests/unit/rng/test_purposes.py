@@ -8,7 +8,7 @@ from pathlib import Path
 
 # functions of mmspeed.rng, with the place of the purpose among their arguments
 DRAWS = {"normal": 2, "normal_part": 4, "permutation": 2, "stream": 1, "symmetric": 3, "uniform": 1}
-WHERE = {"of the cache", "of the run", "newest"}
+WHERE = {"of the cache", "of the run", "newest", "newest; 1 for the video-like data, whose published figures are of it"}
 
 
 def drawn_in(path: Path) -> set[str]:
