@@ -78,13 +78,15 @@ class PhiloxStream:
         float32 number nearest to bound / 2**24.
         """
         count = math.prod(shape)
-        value = np.empty(2 * -(-count // 2), np.float32)
-        begin, scale = self._take(len(value) // 2), np.float32(bound / 2**24)
-        for at in range(0, len(value), 2 * _CHUNK):
-            part = value[at : at + 2 * _CHUNK]
+        drawn = torch.empty(
+            2 * -(-count // 2), dtype=torch.float32, device="cpu"
+        )  # torch's memory, which its profiler counts
+        values, begin, scale = drawn.numpy(), self._take(len(drawn) // 2), np.float32(bound / 2**24)
+        for at in range(0, len(values), 2 * _CHUNK):
+            part = values[at : at + 2 * _CHUNK]
             bits = _halves(self.words(begin + at // 2, len(part) // 2), "<u4") >> 8
             np.multiply(2 * bits.astype(np.int32) + (1 - 2**24), scale, out=part, casting="unsafe")
-        return torch.from_numpy(value[:count]).reshape(shape)
+        return drawn[:count].reshape(shape)
 
     def uniform(self) -> float:
         """A number in [0, 1): the upper 53 bits of a word, times 2**-53."""
@@ -114,12 +116,15 @@ class PhiloxStream:
     def _normal(self, word: int, begin: int, end: int) -> Tensor:
         """Values begin..end-1 of the draw whose first word is `word`."""
         first, last = begin // 2, -(-end // 2)
-        values, table = np.empty(2 * (last - first), np.float32), _values()
+        drawn = torch.empty(
+            2 * (last - first), dtype=torch.float32, device="cpu"
+        )  # torch's memory, which its profiler counts
+        values, table = drawn.numpy(), _values()
         for at in range(first, last, _CHUNK):
             size = min(_CHUNK, last - at)
             halves = table[_halves(self.words(word + at, size), "<u2")]
             np.add(halves[0::2], halves[1::2], out=values[2 * (at - first) : 2 * (at - first + size)])
-        return torch.from_numpy(values[begin - 2 * first : end - 2 * first])
+        return drawn[begin - 2 * first : end - 2 * first]
 
 
 def _halves(words: Array, kind: str) -> Array:
