@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mmspeed.protocols import InitializesWeights
-from mmspeed.rng import generator
+from mmspeed.rng import symmetric
 
 
 def initial_value(name: str, shape: torch.Size, seed: int, zero: bool) -> Tensor:
@@ -23,7 +23,7 @@ def initial_value(name: str, shape: torch.Size, seed: int, zero: bool) -> Tensor
     if zero:
         return torch.zeros(shape)
     bound = math.sqrt(6.0 / (shape[0] + shape[1]))
-    return torch.empty(shape).uniform_(-bound, bound, generator=generator(seed, "init", name))
+    return symmetric(shape, bound, seed, "init", name)
 
 
 def own_part(parameter: nn.Parameter, value: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ from mmspeed.pipelines.inference.generate import SampleSettings, generate_latent
 from mmspeed.pipelines.inference.media import Video, from_model_range
 from mmspeed.pipelines.run.run_folder import RunFolder, sync_file
 from mmspeed.protocols import CountsFlops, TextEntry, VideoCodec
+from mmspeed.rng import Seed
 from mmspeed.shapes import Strides
 
 
@@ -142,8 +143,11 @@ class TextToVideo:
     pipe("a rabbit in a meadow", seed=1)[0].save("rabbit.mp4")
     """
 
-    def __init__(self, config: Config, model: SoraDiT, codec: VideoCodec, device: Device) -> None:
+    def __init__(
+        self, config: Config, model: SoraDiT, codec: VideoCodec, device: Device, generator: int | None = None
+    ) -> None:
         self.config, self.model, self.codec, self.device = config, model, codec, device
+        self.generator = generator  # of the noise, a version of `mmspeed.rng`; None: the newest
         self.objective = make_objective(config.objective)
 
     @classmethod
@@ -180,7 +184,7 @@ class TextToVideo:
         if config.device.dtype != "float32":
             autocast(model, parse_dtype(config.device.dtype))
         codec = load_codec(config.vae, chosen, folder.codec_weights if config.vae.kind == "linear" else None)
-        return cls(config, model, codec, chosen)
+        return cls(config, model, codec, chosen, folder.generator())
 
     def size(self, frames: int | None = None, height: int | None = None, width: int | None = None) -> Bucket:
         """The size of the videos that a call with these arguments makes. Raises UserError when it cannot be made."""
@@ -211,7 +215,7 @@ class TextToVideo:
             raise UserError("no prompt was given")
         config = self.config
         bucket = self.size(frames, height, width)
-        settings = sampler_settings(config, steps, guidance, sampler, seed, guidance_rescale)
+        settings = sampler_settings(config, steps, guidance, sampler, Seed(seed, self.generator), guidance_rescale)
         latent = self.codec.strides.latent(bucket)
         objective = self.objective.sized(bucket, self.model.tokens(latent))
         negative = config.sample.negative_prompt if negative_prompt is None else negative_prompt

@@ -28,6 +28,7 @@ from mmspeed.mesh import Mesh, make_mesh
 from mmspeed.parallel import Strategy, TokenLayout, is_half, make_half, make_layout, parallelize, resolve_strategy
 from mmspeed.pipelines.run.updates import learning_roles, own_train
 from mmspeed.protocols import InitializesWeights, RunPlace, Task, Update, blocks_of, trainable
+from mmspeed.rng import Seed
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class Placement:
     reader: Reader  # the items that this process reads: its group of those that compute an item together
     first: bool  # True for the process that reports for its group
 
-    def at(self, device: Device, folder: Path) -> RunPlace:
+    def at(self, device: Device, folder: Path, generator: int | None = None) -> RunPlace:
         """The place of this process, for a task."""
         stage = self.mesh.in_stage
         return RunPlace(
@@ -112,6 +113,7 @@ class Placement:
             dealt=stage.count,
             number=stage.index,
             folder=folder,
+            generator=generator,
         )
 
 
@@ -131,12 +133,13 @@ def assemble(
     placement: Placement,
     device: Device,
     choice: Sequence[ActivationPolicies] | None = None,
+    generator: int | None = None,
 ) -> Assembly:
     """Put models on their devices, changed in place, and build the optimizers, averages and learners of all updates.
 
-    A model on the meta device gets the weights of the config's seed; another keeps its weights. Models that no update trains are frozen.
-    `choice`: the activation policies of each block under a memory budget. Raises UserError for a model that lacks part of
-    `TrainableModel`, as `learning_roles`, and for a budget with several roles that learn.
+    A model on the meta device gets the weights of the config's seed, drawn by a version of the `generator`; another keeps its weights.
+    Models that no update trains are frozen. `choice`: the activation policies of each block under a memory budget. Raises UserError
+    for a model that lacks part of `TrainableModel`, as `learning_roles`, and for a budget with several roles that learn.
     """
     updates = task.updates()
     settings = learning_roles(task.name, updates, bare)
@@ -160,7 +163,7 @@ def assemble(
         put = weight_setter(models[role], optimizers[role]) if role in optimizers else set_parameter
         model = bare[role]
         assert isinstance(model, InitializesWeights)  # `_placed` has seen to it
-        init_weights(model, config.seed, put)
+        init_weights(model, Seed(config.seed, generator), put)
     averages = {}
     if config.train.ema_decay is not None:
         averages = {role: make_ema(models[role], optimizers[role], config, device) for role in learning}

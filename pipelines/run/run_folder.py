@@ -29,6 +29,8 @@ from mmspeed.config import Config, RunConfig, dump_config, load_record, video_co
 from mmspeed.data.cache.files import write_whole
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
+from mmspeed.loop.checkpoint.load import latest, open_checkpoint
+from mmspeed.rng import NEWEST, recorded_version
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,22 @@ class RunFolder:
             return contents
         except (OSError, ValueError) as error:
             raise UserError(f"{path} cannot be read ({error}); start the training again to rewrite it") from None
+
+    def generator(self) -> int:
+        """The version of the generator (`mmspeed.rng`) that the run draws with: the recorded one, or the newest for a new run.
+
+        Runs from before there were two recorded none, and go on with the first. Where run.json is lost, the newest checkpoint says it.
+        Raises UserError for a version that this mmspeed does not have, and where neither can be read.
+        """
+        place = self.root / "run.json"
+        try:
+            record = self.info()
+        except UserError:
+            newest = latest(self.checkpoints)
+            if newest is None:
+                return NEWEST  # nothing of it was drawn that lasts
+            place, record = newest, open_checkpoint(newest)[0]["meta"]
+        return recorded_version(record, place)
 
     def check_same(self, config: RunConfig) -> list[str]:
         """Sections that differ from the run's own config.

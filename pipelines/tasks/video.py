@@ -80,6 +80,7 @@ from mmspeed.protocols import (
     Validation,
     Work,
 )
+from mmspeed.rng import Seed
 from mmspeed.shapes import Bucket, Strides, as_bucket
 
 log = get_logger("train")
@@ -257,8 +258,9 @@ class VideoTask:
         """The order of the run's steps, and this rank's share of them."""
         config, cache = self.config, self.cache
         batching = self.batching(place, tell=True)
+        seed = Seed(config.seed, place.generator)
         sampler = BatchSampler(
-            cache.split("train"), batching, seed=config.seed, stages=make_stages(config.data, config.curriculum)
+            cache.split("train"), batching, seed=seed, stages=make_stages(config.data, config.curriculum)
         )
         loader = Loader(
             cache,
@@ -268,9 +270,7 @@ class VideoTask:
             prefetch=config.train.prefetch,
             workers=config.train.loader_workers,
             device=place.device,
-            collate=VideoCollate(
-                cache, config.seed, config.train.caption_dropout, self.predictor.timed, self.frame_mask
-            ),
+            collate=VideoCollate(cache, seed, config.train.caption_dropout, self.predictor.timed, self.frame_mask),
         )
         return VideoData(self, sampler, loader)
 

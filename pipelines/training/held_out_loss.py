@@ -81,7 +81,7 @@ class VideoValidation:
             samples,
             self.objective,
             quantiles,
-            self.config.seed,
+            rng.Seed(self.config.seed, self.place.generator),
             self.place,
             self.predictor,
             self.frame_mask,
@@ -117,7 +117,7 @@ class VideoValidation:
         codec = load_codec(config.vae, place.device, weights)
         bucket = video_shape(config, codec.strides, self.predictor)
         objective = self._objective_of(bucket)
-        settings = sampler_settings(config, None, None, None, config.validate_.seed)
+        settings = sampler_settings(config, None, None, None, rng.Seed(config.validate_.seed, place.generator))
         prompts = shares(list(enumerate(self.prompts)), place)
         latents = generate_latents(
             models["model"],

@@ -101,12 +101,14 @@ class TrainPipeline:
         started, config = time.monotonic(), self.config
         # 1. devices, data, models, and activation policies
         placement = place(config, device)
-        where = placement.at(device, self.folder.root)
+        # rank 0 looks: another node's view of the folder may be older
+        generator = comm.broadcast_object(self.folder.generator() if dist.get_rank() == 0 else None)
+        where = placement.at(device, self.folder.root, generator)
         self.task.open(where)
         self._tell_notes(where)
         data = self.task.data(where)
         choice = policies_under_budget(config, self.task, where)
-        parts = assemble(config, self.task, self.task.build(), placement, device, choice)
+        parts = assemble(config, self.task, self.task.build(), placement, device, choice, generator)
         self.task.prepare(parts.models, where)
         # 2. the state of a run that was stopped
         manager = CheckpointManager(
@@ -177,6 +179,7 @@ class TrainPipeline:
         if where.rank == 0 and run.step < config.train.steps:
             parameters = sum(p.numel() for p in parts.model.parameters())
             info = {**run.task.info(), "parameters": parameters, "data": run.data.fingerprint}
+            info["versions"] = {"generator": where.generator}
             info |= bases
             self.folder.write_start(config, info, run.task.files())
             trim_metrics(self.folder.metrics, run.step)
@@ -325,6 +328,7 @@ class TrainPipeline:
             "order": run.data.state(run.step),
             "skipped": run.skipped,
             "world": run.place.world,
+            "versions": {"generator": run.place.generator},
         }
         parts = run.parts
         run.manager.save(

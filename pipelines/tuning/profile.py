@@ -309,8 +309,7 @@ def timed(
             if turn and out_of_time(began, limits.minutes):
                 break
             rounds += 1
-            drawn = rng.generator(steps.config.seed, "profile_order", turn)
-            for place in torch.randperm(len(order), generator=drawn).tolist():
+            for place in rng.permutation(len(order), steps.config.seed, "profile_order", turn).tolist():
                 bucket, batch = order[place].bucket, order[place].batch
                 if batch < (results[bucket].too_large or batch + 1):
                     seconds = steps.attempt(partial(_warm_seconds, steps, bucket, batch))

@@ -207,7 +207,7 @@ def conclude(setup: BuildSetup, parts: Sequence[ProcessRecord], report: BuildRep
     report.count_samples(samples)
     write_rejects(root, [(r.source, r.reason.value, r.detail) for r in report.rejections])
     setup.write_info()
-    write_samples(root, samples, null_key=encoders.text_key(""))
+    write_samples(root, samples, encoders.text_key(""), setup.seed.generator)
     compile_index(root)
     report.seconds = time.monotonic() - started
     report.require_some()

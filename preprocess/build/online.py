@@ -84,7 +84,7 @@ class OnlineBuilder:
             for event in pool.run(None):
                 if isinstance(event, Selected):
                     content_id = event.clips[0].content_id
-                    split = split_of(event.source, content_id, config.data, config.seed)
+                    split = split_of(event.source, content_id, config.data, self.setup.seed)
                     planned = PlannedSource(event.source, split, content_id, event.clips)
                     rows += rows_of([planned], encoders.latent_key, encoders.text_key)
                     rejections += event.dropped
@@ -131,7 +131,7 @@ class OnlineBuilder:
                 writer.add(**text_entry(encoders, caption, tensors, "null"))
         setup.write_info()
         samples = samples_of_rows(rows, self.config.data, encoders.strides)
-        write_samples(setup.root, samples, null_key=encoders.text_key(""))
+        write_samples(setup.root, samples, encoders.text_key(""), setup.seed.generator)
         compile_index(setup.root)
 
     # -- during the first epoch -----------------------------------------------------------------------------------
@@ -195,7 +195,8 @@ class OnlineBuilder:
         root, gone = self.setup.root, set(lost)
         samples, null_key = read_samples(root)
         write_rejects(root, [*self._rejections, *rejections])
-        write_samples(root, [replace(sample, lost=sample.key in gone) for sample in samples], null_key=null_key)
+        marked = [replace(sample, lost=sample.key in gone) for sample in samples]
+        write_samples(root, marked, null_key, self.setup.seed.generator)
         compile_index(root)
 
     def free(self) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, get_logger
 from mmspeed.models.codecs.linear import LinearCodec
 from mmspeed.preprocess.build.coordination import Agreement, locked
+from mmspeed.preprocess.decoding.clips import cache_seed
 from mmspeed.preprocess.decoding.pool import DecodePool, Failed, Frames
 from mmspeed.preprocess.decoding.recipe import Recipe
 from mmspeed.preprocess.decoding.transform import to_model_range
@@ -52,6 +53,7 @@ class BuildSetup:
     def __init__(self, config: Config, device: Device, world: int = 1, upgrade: Sequence[str] = ()) -> None:
         self.config, self.root = config, config.local_cache_dir()
         self._lock: ReaderLock | None = None
+        self.seed = cache_seed(config)
         self.listing = list_sources(config.data)
         self.recipe = Recipe.of(config, self.listing.sources, builds=True, upgrade=upgrade)
         self.encoders = Encoders(config, device)
@@ -133,7 +135,7 @@ class BuildSetup:
             "latent_dtype": config.preprocess.latent_dtype,
             "text_dtype": config.preprocess.text_dtype,
             "encoding_version": ENCODING_VERSION,
-            "versions": dict(self.recipe.versions),
+            "versions": {**self.recipe.versions, "generator": self.seed.generator},
             "config": dump_config(config),
         }
         write_info(self.root, info)
@@ -147,6 +149,7 @@ class BuildSetup:
             stamp.update(f"{changed}\n".encode())
         settings = {
             "version": ENCODING_VERSION,
+            "generator": self.seed.generator,
             "made_for": config.sample_settings(),
             "versions": dict(self.recipe.versions),
             "dtypes": [config.preprocess.latent_dtype, config.preprocess.text_dtype],
@@ -176,7 +179,7 @@ class BuildSetup:
                         yield to_model_range(event.frames_FHWC)
 
         try:
-            return LinearCodec.fit(videos(), channels), len(selected)
+            return LinearCodec.fit(videos(), channels, generator=self.seed.generator), len(selected)
         except (ValueError, UserError) as error:
             if len({rejection.source for rejection in refused}) < len(selected):
                 raise UserError(f"the linear codec could not be fitted: {error}") from None

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mmspeed.config import Bucket
+from mmspeed.config import Bucket, Config
 from mmspeed.config.schema import DataConfig
+from mmspeed.data.cache.tables import cache_generator
 from mmspeed.preprocess.decoding.decode import Cut
 from mmspeed.preprocess.decoding.pixel_rules import NEWEST_RULES, PixelRules
 from mmspeed.preprocess.decoding.probe import Probe
@@ -19,7 +20,7 @@ from mmspeed.preprocess.decoding.transform import crop_boxes, rank_buckets
 from mmspeed.preprocess.decoding.windows import choose_windows
 from mmspeed.preprocess.sources.rejections import Reason, Rejected
 from mmspeed.preprocess.sources.source import Source, content_id
-from mmspeed.rng import uniform
+from mmspeed.rng import Seed, uniform
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,15 @@ def repeats_too_much(clip: Clip, max_repeated: float) -> Rejected | None:
         Reason.REPEATED,
         f"{clip.repeated} of {frames} frames repeat the one before; {frames - clip.repeated} are distinct",
     )
+
+
+def cache_seed(config: Config) -> Seed:
+    """The seed of the draws that fill a config's cache, with the generator that the cache began with.
+
+    So a content's split and buckets never change within a cache, and no held-out sample enters training. Raises UserError as
+    `cache_generator`.
+    """
+    return Seed(config.seed, cache_generator(config.cache_dir))
 
 
 def split_of(source: Source, content_id: str, data: DataConfig, seed: int) -> str:

@@ -11,12 +11,13 @@ from types import TracebackType
 import numpy as np
 
 from mmspeed.config import Config
-from mmspeed.preprocess.decoding.clips import Clip, clip_name, repeats_too_much, select_clips
+from mmspeed.preprocess.decoding.clips import Clip, cache_seed, clip_name, repeats_too_much, select_clips
 from mmspeed.preprocess.decoding.probe import Probe
 from mmspeed.preprocess.decoding.recipe import Recipe
 from mmspeed.preprocess.decoding.worker import DecodeWorker, StoppedError
 from mmspeed.preprocess.sources.rejections import Reason, Rejected, Rejection
 from mmspeed.preprocess.sources.source import Source
+from mmspeed.rng import Seed
 
 _SOURCES_AHEAD = 2  # beyond one for each worker
 _CLIPS_AHEAD = 2  # of each source
@@ -71,6 +72,7 @@ class DecodePool:
 
     def __init__(self, config: Config, sources: Sequence[Source], recipe: Recipe | None = None) -> None:
         self.config = config
+        self.seed = cache_seed(config)
         self.sources = sources
         self.recipe = recipe or Recipe.of(config, sources)
         self.size = max(1, min(config.preprocess.decode_workers, len(sources)))
@@ -98,7 +100,7 @@ class DecodePool:
         `Finished`; or, if the whole source is rejected, `Failed` without a clip and `Finished`. `wanted` (None: no clips, the
         sources are only planned) is called in other threads. Their exceptions are raised here.
         """
-        run = _PoolRun(self.config, self.sources, wanted, self.size, self.recipe)
+        run = _PoolRun(self.config, self.seed, self.sources, wanted, self.size, self.recipe)
         self._runs.append(run)
         run.start()  # now, not when the first event is requested
         return self._events(run, ordered)
@@ -112,7 +114,12 @@ class DecodePool:
 
 
 def source_events(
-    worker: DecodeWorker, source: Source, config: Config, wanted: Callable[[Clip], bool] | None, recipe: Recipe
+    worker: DecodeWorker,
+    source: Source,
+    config: Config,
+    seed: Seed,
+    wanted: Callable[[Clip], bool] | None,
+    recipe: Recipe,
 ) -> Iterator[Event]:
     """Yield the events of one source; see `DecodePool.run`."""
     data, limit = config.data, config.preprocess.time_limit
@@ -120,7 +127,7 @@ def source_events(
     try:
         probe = worker.open(source, int(data.max_file_mb * 1e6), data.max_pixels, limit)
         identify = recipe.contents.id_of
-        selected = select_clips(source, probe, data, config.preprocess.full_hash, config.seed, identify, recipe.rules)
+        selected = select_clips(source, probe, data, config.preprocess.full_hash, seed, identify, recipe.rules)
         clips, dropped = _without_repeats(selected, data.max_repeated)
         if wanted is not None:
             recipe.contents.remember(source, clips[0].content_id)
@@ -158,12 +165,13 @@ class _PoolRun:
     def __init__(
         self,
         config: Config,
+        seed: Seed,
         sources: Sequence[Source],
         wanted: Callable[[Clip], bool] | None,
         size: int,
         recipe: Recipe,
     ) -> None:
-        self._config, self._sources, self._wanted, self._recipe = config, sources, wanted, recipe
+        self._config, self._seed, self._sources, self._wanted, self._recipe = config, seed, sources, wanted, recipe
         self._ahead = size + _SOURCES_AHEAD
         self._changed = threading.Condition()
         self._waiting: dict[int, deque[Event | BaseException]] = {}  # by number of the source, for those in progress
@@ -206,7 +214,7 @@ class _PoolRun:
             while (number := self._begin()) is not None:
                 try:
                     source = self._sources[number]
-                    for event in source_events(worker, source, self._config, self._wanted, self._recipe):
+                    for event in source_events(worker, source, self._config, self._seed, self._wanted, self._recipe):
                         self._put(number, event)
                 except StoppedError:
                     return

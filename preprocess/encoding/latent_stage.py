@@ -11,7 +11,7 @@ import torch
 
 from mmspeed.config import Bucket, Config
 from mmspeed.log import ProgressLine
-from mmspeed.preprocess.decoding.clips import Clip, clip_name, split_of
+from mmspeed.preprocess.decoding.clips import Clip, cache_seed, clip_name, split_of
 from mmspeed.preprocess.decoding.pool import DecodePool, Event, Failed, Finished, Frames, Selected
 from mmspeed.preprocess.decoding.recipe import Recipe
 from mmspeed.preprocess.encoding.async_writer import BackgroundWriter
@@ -42,6 +42,7 @@ class LatentStage:
     ) -> None:
         self.config, self.encoders, self.store, self.report = config, encoders, store, report
         self.recipe = recipe
+        self._seed = cache_seed(config)
         settings = config.preprocess
         self.trusted = trusted or TrustedBatches(settings.encode_batch, settings.exact_batches)
         self._counted = self.trusted.counts
@@ -112,7 +113,7 @@ class LatentStage:
 
     def _plan(self, event: Selected) -> None:
         content_id = event.clips[0].content_id
-        split = split_of(event.source, content_id, self.config.data, self.config.seed)
+        split = split_of(event.source, content_id, self.config.data, self._seed)
         self.statistics.add_source(event.source, event.probe, event.clips)
         planned = PlannedSource(event.source, split, content_id, event.clips)
         self._rows.append(list(rows_of([planned], self.encoders.latent_key, self.encoders.text_key)))

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
 from mmspeed.config.schema import ModelConfig
 from mmspeed.config.training import BatchingConfig, TrainConfig
@@ -35,7 +34,7 @@ from mmspeed.data.sampling.schedule import Array, EpochSchedule
 from mmspeed.errors import UserError
 from mmspeed.log import progress
 from mmspeed.protocols import ShapeClass
-from mmspeed.rng import generator
+from mmspeed.rng import permutation
 from mmspeed.shapes import Strides
 
 from .web_video import DataSet, hand_size, make_data_set
@@ -361,7 +360,7 @@ def same_shape_row(
 
 
 def _shuffled(count: int, seed: int) -> Array:
-    order: Array = torch.randperm(count, generator=generator(seed, "rival_order")).numpy()
+    order: Array = permutation(count, seed, "rival_order")
     return order
 
 

@@ -40,7 +40,7 @@ from mmspeed.data import BatchSampler, DatasetCache, Loader
 from mmspeed.data.loading.collate import VideoCollate
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, format_bytes
-from mmspeed.rng import generator
+from mmspeed.rng import permutation
 
 from .formats import (
     ROWS_A_FILE,
@@ -326,7 +326,7 @@ class LoaderBench:
         seconds: dict[str, list[float]] = {name: [] for name in rows}
         used: dict[str, list[float]] = {name: [] for name in rows}
         for turn in range(rounds):
-            order = torch.randperm(self.count, generator=generator(0, "bench order", turn)).tolist()
+            order = permutation(self.count, 0, "bench order", turn).tolist()
             turned = names[turn % len(names) :] + names[: turn % len(names)]
             for name in turned if turn % 2 == 0 else reversed(turned):
                 folder, run = rows[name]

@@ -28,7 +28,7 @@ import numpy.typing as npt
 import torch
 
 from mmspeed.errors import UserError
-from mmspeed.rng import generator
+from mmspeed.rng import key64
 from mmspeed.shapes import Bucket
 
 Array = npt.NDArray[Any]
@@ -128,7 +128,8 @@ def draw_clips(count: int, seed: int, part: int = 0) -> ClipShapes:
 
     def uniform(purpose: str) -> torch.Tensor:
         # neither 0 nor 1, whose quantiles are infinite
-        return torch.rand(count, generator=generator(seed, purpose, part), dtype=torch.float64).clamp(1e-12, 1 - 1e-12)
+        drawn = torch.Generator().manual_seed(key64(seed, purpose, part))
+        return torch.rand(count, generator=drawn, dtype=torch.float64).clamp(1e-12, 1 - 1e-12)
 
     def chosen(purpose: str, shares: dict[Any, float]) -> Array:
         ends = np.cumsum(list(shares.values()))

@@ -108,10 +108,14 @@ class Side:
         """What a run of configuration `name` computed."""
         case = CASES[name]
         config = self.write(name, case.data, case.changes)
+        folder = self.folder / "runs" / name
+        if self.name == "new":  # as a run of before, which draws with the first generator
+            folder.mkdir(parents=True)
+            (folder / "run.json").write_text("{}", encoding="utf-8")
         several = ["--nproc", str(case.processes)] if case.processes > 1 else []
         self.call("-m", "mmspeed", "train", str(config), *several)
         try:
-            return read_record(self.folder / "runs" / name)
+            return read_record(folder)
         except (OSError, KeyError, ValueError) as error:
             raise FailedError(f"the {self.name} code's run cannot be read: {error!r}") from error
 
@@ -191,7 +195,7 @@ def compare_runs(old: Side, new: Side, names: Sequence[str], jobs: int) -> Itera
     with ThreadPoolExecutor(jobs) as pool:
         wanted = {OWN_CACHE if name == CACHE else CASES[name].data for name in names}
         caches = {data: pool.submit(old.preprocess, data, f"cache-{data}") for data in sorted(wanted)}
-        own = pool.submit(new.preprocess, OWN_CACHE, "cache-own") if CACHE in names else None
+        own = pool.submit(_begun_before, new, caches[OWN_CACHE]) if CACHE in names else None
         for cache in caches.values():
             shutil.copytree(cache.result(), new.folder / cache.result().name)
         runs = {
@@ -202,6 +206,14 @@ def compare_runs(old: Side, new: Side, names: Sequence[str], jobs: int) -> Itera
                 yield _compare_caches(caches[OWN_CACHE].result(), own)
             else:
                 yield _compare_pair(name, runs[name, "old"], runs[name, "new"])
+
+
+def _begun_before(new: Side, old: Future[Path]) -> Path:
+    """The cache that the new code builds where the old code's description of one stands: it draws as that one did."""
+    folder = new.folder / "cache-own"
+    folder.mkdir()
+    shutil.copy(old.result() / "cache.json", folder)
+    return new.preprocess(OWN_CACHE, folder.name)
 
 
 def _compare_pair(name: str, old: Future[Record], new: Future[Record]) -> Outcome:

@@ -40,7 +40,7 @@ def random_plan(
     always_keep_M: bool, True at keys that every cluster keeps.
     uneven: how much the clusters' shares of the queries differ: 0 none, 1 from a fifth to three times the mean, 3 with empty ones.
     """
-    groups, dice = batch * heads, rng.generator(seed, "random_plan")
+    groups, dice = batch * heads, torch.Generator().manual_seed(rng.key64(seed, "random_plan"))
     share_GC = (torch.randn(groups, clusters, generator=dice) * 0.7 * uneven).exp()
     cluster_GN = torch.zeros(groups, queries, dtype=torch.long)
     if groups and queries:

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mmspeed.errors import UserError
+from mmspeed.rng import NEWEST, recorded_version
 from mmspeed.shapes import Bucket
 from mmspeed.version import __version__
 
@@ -24,6 +25,7 @@ SPLITS = ("train", "val")
 SAMPLES_FILE = Path("index/samples.parquet")
 _REJECTS = Path("rejects/rejects.parquet")
 NULL_KEY = b"mmspeed.null_key"  # metadata of the table of samples
+GENERATOR = b"mmspeed.generator"  # likewise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,11 +217,14 @@ def write_index(root: Path, shard: str, entries: Sequence[Entry], size: int, sha
     return write_whole(index_path(root, shard), parquet_bytes(rows, entry_schema(), facts), replace=replace)
 
 
-def write_samples(root: Path | str, samples: Iterable[Sample], null_key: str | None = None) -> None:
+def write_samples(
+    root: Path | str, samples: Iterable[Sample], null_key: str | None = None, generator: int | None = None
+) -> None:
     """Replace the table of samples; rows are sorted by key, so that it does not depend on the order of `samples`.
 
     `null_key` is the entry of the empty caption that belongs to these samples' texts; it must be given if the cache
-    holds empty captions of several encoders. Raises ValueError if two samples have the same key or a split is unknown.
+    holds empty captions of several encoders. `generator` is the version that drew their splits and buckets, for `cache_generator`.
+    Raises ValueError if two samples have the same key or a split is unknown.
     """
     ordered = sorted(samples, key=lambda sample: sample.key)
     for before, sample in zip([None, *ordered], ordered, strict=False):
@@ -228,7 +233,8 @@ def write_samples(root: Path | str, samples: Iterable[Sample], null_key: str | N
         if sample.split not in SPLITS:
             raise ValueError(f"sample {sample.key}: split is {sample.split!r}, not one of {SPLITS}")
     rows = [{**vars(sample), "bucket": sample.bucket.name, "captions": len(sample.text_keys)} for sample in ordered]
-    schema = sample_schema().with_metadata({NULL_KEY: null_key} if null_key else None)
+    facts = {NULL_KEY: null_key, GENERATOR: None if generator is None else str(generator)}
+    schema = sample_schema().with_metadata({name: value for name, value in facts.items() if value} or None)
     write_whole(Path(root) / SAMPLES_FILE, parquet_bytes(rows, schema))
 
 
@@ -245,6 +251,30 @@ def read_samples(root: Path) -> tuple[list[Sample], str | None]:
         row["latent_keys"], row["text_keys"] = tuple(row["latent_keys"]), tuple(row["text_keys"])
         samples.append(Sample(**row))
     return samples, null_key.decode() if null_key else None
+
+
+def cache_generator(root: Path | str) -> int:
+    """The version of the generator (`mmspeed.rng`) that draws splits and buckets in a cache; the newest one where there is none yet.
+
+    `cache.json` says it, or, where that was lost, the table of samples; one that says nothing is from before there were two. So a
+    content's split and buckets stay what they were. Raises UserError for a version that this mmspeed does not have.
+    """
+    path = Path(root) / SAMPLES_FILE
+    try:
+        info = read_info(root)
+    except UserError:  # deleting a damaged `cache.json` is what its error advises
+        if not path.exists():
+            return NEWEST
+        try:
+            facts = pq.read_schema(path).metadata or {}
+            info = {"versions": {"generator": int(facts[GENERATOR])}} if GENERATOR in facts else {}
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise UserError(
+                f"{path} cannot be read ({error!r}) and cache.json is missing: nothing says how the cache's splits were drawn; "
+                "restore one of them, or name another folder under data.cache"
+            ) from error
+        return recorded_version(info, path)
+    return recorded_version(info, Path(root) / "cache.json")
 
 
 def write_rejects(root: Path | str, rejections: Iterable[tuple[str, str, str]]) -> None:

@@ -35,6 +35,7 @@ from mmspeed.data.cache.versions import info_versions
 from mmspeed.data.cache.writer import repair
 from mmspeed.errors import UserError
 from mmspeed.log import progress
+from mmspeed.rng import recorded_version
 
 from .prune_pack import blocks_of, care_lock, forget_compiled, publish, rows_of
 
@@ -91,7 +92,8 @@ def merge(into: Path, sources: Sequence[Path], shard_bytes: int = 256_000_000) -
         write_rejects(into, rejects)
         info = {name: value for name, value in parts[0].info.items() if name not in _OWN}
         write_info(into, info | ({"made_for": settings} if settings is not None else {}))
-        write_samples(into, samples, null_key=next((one.null_key for one in parts if one.null_key), None))
+        null_key = next((one.null_key for one in parts if one.null_key), None)
+        write_samples(into, samples, null_key, recorded_version(info, parts[0].root))
         forget_compiled(into)
     return report
 
@@ -127,10 +129,23 @@ def _check_fit(parts: Sequence[_Contents]) -> Any:
                 raise UserError(
                     f"{other.root} does not fit {first.root}: made with other data settings ({', '.join(names)})"
                 )
+            _check_generators(first, other)
             _check_names(first.root, settings.get("sources", []), other.root, theirs.get("sources", []))
             more = [source for source in theirs.get("sources", []) if source not in settings.get("sources", [])]
             settings = {**settings, "sources": [*settings.get("sources", []), *more]} if more else settings
     return settings
+
+
+def _check_generators(first: _Contents, other: _Contents) -> None:
+    """Raise UserError if splits or buckets were drawn by different versions of the generator: additions could follow only one."""
+    ours, theirs = (recorded_version(one.info, one.root) for one in (first, other))
+    settings = first.info["made_for"]
+    drawn = [settings.get("val_fraction"), *(bucket.get("keep") for bucket in settings.get("buckets", []))]
+    if ours != theirs and any(isinstance(value, list) for value in drawn):  # a list: with the seed of the draw
+        raise UserError(
+            f"{other.root} does not fit {first.root}: splits or buckets were drawn with generators {theirs} and {ours} "
+            "(versions.generator in cache.json)"
+        )
 
 
 def _check_names(

@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from mmspeed.protocols import ShapeClass
-from mmspeed.rng import generator
+from mmspeed.rng import permutation
 
 Array = npt.NDArray[Any]
 
@@ -95,7 +94,7 @@ class SamplePool:
     def _turn(self, turn: int, seed: int) -> Array:
         """All indices in the order of one turn."""
         names = self.bucket.name, self.dataset, turn
-        return self.places[torch.randperm(len(self.places), generator=generator(seed, "turn", *names)).numpy()]
+        return self.places[permutation(len(self.places), seed, "turn", *names)]
 
 
 class BucketUses:
@@ -105,7 +104,7 @@ class BucketUses:
         self._pools, self._ends = pools, np.cumsum([pool.uses for pool in pools])
         self._in_turn = [pool.in_turn(epoch, seed) for pool in pools]
         names = epoch, pools[0].bucket.name
-        self._order = torch.randperm(int(self._ends[-1]), generator=generator(seed, "sample_order", *names)).numpy()
+        self._order = permutation(int(self._ends[-1]), seed, "sample_order", *names)
 
     def __getitem__(self, part: slice) -> list[tuple[int, int]]:
         """(index, repeat) of some of the uses: the sample, and the number of its earlier uses in the epoch."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from mmspeed.errors import UserError
 from mmspeed.protocols import OrderedSample, ShapeClass
-from mmspeed.rng import generator
+from mmspeed.rng import stream
 
 from .assignment import Cost
 from .mixture import SamplePool, rates, uses_of
@@ -260,7 +260,7 @@ class Order:
         return partition_epoch(supplies, batching.mix, batching.tolerance)
 
     def _make_plan(self, stage: int, epoch: int, used: tuple[tuple[str, int], ...]) -> EpochSchedule:
-        return shuffle(self._division(stage, used), generator(self.seed, "step_order", epoch))
+        return shuffle(self._division(stage, used), stream(self.seed, "step_order", epoch))
 
     def start_from(self, origin: SamplerState) -> None:
         """Begin the order at a position: past uses of its epoch are not repeated."""

@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
+
+from mmspeed.rng import Stream
 
 from .assignment import Cost
 
@@ -104,7 +105,7 @@ def partition_epoch(supplies: Sequence[BucketSupply], mix: Mix = "same", toleran
     )
 
 
-def shuffle(division: EpochPartition, generator: torch.Generator) -> EpochSchedule:
+def shuffle(division: EpochPartition, draws: Stream) -> EpochSchedule:
     """The steps of one epoch in a random order; within a class, the combination of slots is random too."""
     steps, buckets, counts, step_count = [], [], [], 0
     for parts, slots in zip(division.classes, division.slots, strict=True):
@@ -115,7 +116,7 @@ def shuffle(division: EpochPartition, generator: torch.Generator) -> EpochSchedu
             row, part_index, repeats = np.arange(number), np.zeros(number, np.int64), np.full(number, slots)
         else:
             drawn = np.repeat(np.arange(len(parts)), [part[1] for part in parts])
-            drawn = drawn[torch.randperm(len(drawn), generator=generator).numpy()]
+            drawn = drawn[draws.permutation(len(drawn))]
             met, repeats = np.unique(np.arange(len(drawn)) // slots * len(parts) + drawn, return_counts=True)
             row, part_index = np.divmod(met, len(parts))
         steps.append(step_count + row)
@@ -127,12 +128,12 @@ def shuffle(division: EpochPartition, generator: torch.Generator) -> EpochSchedu
         buckets.append(np.array(list(step)))
         counts.append(np.array(list(step.values())))
         step_count += 1
-    return _ordered(np.concatenate(steps), np.concatenate(buckets), np.concatenate(counts), step_count, generator)
+    return _ordered(np.concatenate(steps), np.concatenate(buckets), np.concatenate(counts), step_count, draws)
 
 
-def _ordered(step: Array, bucket: Array, count: Array, steps: int, generator: torch.Generator) -> EpochSchedule:
+def _ordered(step: Array, bucket: Array, count: Array, steps: int, draws: Stream) -> EpochSchedule:
     """Pieces in the order of their shuffled steps, with their starts in their buckets' orders."""
-    step = torch.randperm(steps, generator=generator).numpy()[step]
+    step = draws.permutation(steps)[step]
     order = np.lexsort((bucket, step))
     step, bucket, count = step[order], bucket[order], count[order]
     by_bucket = np.argsort(bucket, kind="stable")

@@ -151,8 +151,8 @@ def test_the_order_of_tokens_does_not_matter(backend: str, dtype: torch.dtype, t
     plan = random_plan(2, 2, 40, 50, tail_clusters=4)
     tensors = qkv(plan, dtype=dtype)
     q_order, k_order = (
-        torch.randperm(40, generator=rng.generator(1, "q")),
-        torch.randperm(50, generator=rng.generator(1, "k")),
+        torch.from_numpy(rng.permutation(40, 1, "q")),
+        torch.from_numpy(rng.permutation(50, 1, "k")),
     )
     other = shuffled(plan, q_order, k_order)
     moved = [

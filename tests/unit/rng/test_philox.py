@@ -1,0 +1,282 @@
+"""The second generator: its words and numbers by other means, its table, the statistics of what it draws."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import string
+from collections import Counter
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mmspeed import rng
+from mmspeed.rng import philox
+from mmspeed.rng.names import name_digest
+from tests.support.philox import device_normal, normal_of, philox_block, words_of
+
+NAME = (7, "noise", "s39990", 3, 0)
+PAIR = ("s39990", "s133687")  # the hashes of their names have the same low 32 bits
+KOLMOGOROV = 1.63  # the 1 % level of sqrt(n) times the greatest distance
+NORMAL = NormalDist()
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "block"),
+    [
+        ("0" * 64, "0" * 32, "16554d9eca36314c db20fe9d672d0fdc d7e772cee186176b 7e68b68aec7ba23b"),
+        ("f" * 64, "f" * 32, "87b092c3013fe90b 438c3c67be8d0224 9cc7d7c69cd777b6 a09caebf594f0ba0"),
+        (
+            "243f6a8885a308d313198a2e03707344a4093822299f31d0082efa98ec4e6c89",
+            "452821e638d01377be5466cf34e90c6c",
+            "a528f45403e61d95 38c72dbd566e9788 a5a1610e72fd18b5 57bd43b5e52b7fe6",
+        ),
+    ],
+)
+def test_blocks_are_those_of_random123(counter: str, key: str, block: str) -> None:
+    """The known answers of philox4x64-10 that its authors publish."""
+    c, k = (tuple(int(text[at : at + 16], 16) for at in range(0, len(text), 16)) for text in (counter, key))
+    assert [f"{word:016x}" for word in philox_block(c, k)] == block.split()
+
+
+@pytest.mark.parametrize(("begin", "count"), [(0, 9), (1, 5), (6, 2), (4 * 10**9 + 3, 6), (2**40, 1)])
+def test_a_word_is_found_from_its_number_alone(begin: int, count: int) -> None:
+    found = philox.PhiloxStream(*NAME).words(begin, count).tolist()  # type: ignore[arg-type]
+    assert found == words_of(begin, count, *NAME)
+
+
+def test_every_bit_of_the_hash_changes_the_words() -> None:
+    stream = philox.PhiloxStream(0, "bits")
+    seen = {tuple(stream.words(0, 2).tolist())}
+    for word, bit in itertools.product(range(4), range(64)):
+        other = philox.PhiloxStream(0, "bits")
+        other.key = stream.key ^ (np.arange(4) == word).astype(np.uint64) << np.uint64(bit)
+        seen.add(tuple(other.words(0, 2).tolist()))
+    assert len(seen) == 257
+
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def test_each_normal_number_is_found_alone_and_a_range_by_itself() -> None:
+    count = 2 * (1 << 15) + 11  # more than is drawn at a time
+    drawn = rng.normal((count,), *NAME)  # type: ignore[arg-type]
+    assert drawn.dtype == torch.float32
+    for value in (0, 1, 2, 7, 8, 32767, 32768, 65536, count - 1):
+        assert drawn[value].item() == normal_of(value, *NAME)
+    for begin, end in ((0, count), (1, 2), (3, 3), (5, 70), (32765, 32771), (65535, count), (count - 1, count)):
+        assert torch.equal(rng.normal_part(count, begin, end, *NAME), drawn[begin:end])  # type: ignore[arg-type]
+    assert torch.equal(rng.normal((5, 3), *NAME).flatten(), drawn[:15])  # type: ignore[arg-type]
+    assert rng.normal((0, 4), *NAME).shape == (0, 4)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no part of 8 numbers"):
+        rng.normal_part(8, 4, 9, 0, "noise")
+
+
+def test_a_rank_draws_its_part_without_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn, words = [], philox.PhiloxStream.words
+    monkeypatch.setattr(
+        philox.PhiloxStream, "words", lambda self, begin, count: drawn.append(count) or words(self, begin, count)
+    )
+    rng.normal_part(10**12, 10**12 - 1000, 10**12, 0, "noise")
+    assert sum(drawn) == 500
+
+
+def test_sixty_four_bit_integers_of_a_device_give_the_same_numbers() -> None:
+    assert torch.equal(device_normal(5003, "cpu", *NAME), rng.normal((5003,), *NAME))  # type: ignore[arg-type]
+
+
+def test_normal_numbers_are_not_rounded() -> None:
+    drawn = rng.normal((200_000,), 1, "exact").double() * 2**21
+    assert torch.equal(drawn, drawn.round()) and drawn.abs().max() < 2**24
+    assert 2 * int(philox.quantiles()[-1]) < 2**24
+
+
+def test_uniform_numbers_are_the_upper_bits_of_their_words() -> None:
+    (word,) = words_of(0, 1, 3, "timestep", "a")
+    assert rng.uniform(3, "timestep", "a") == (word >> 11) / 2**53
+    bound = 0.3
+    drawn, halves = rng.symmetric((3, 5), bound, 3, "init", "w"), words_of(0, 8, 3, "init", "w")
+    bits = torch.tensor([word >> shift & 0xFFFFFF for word in halves for shift in (8, 40)][:15])
+    expected = (2 * bits + 1 - 2**24).float() * torch.tensor(bound / 2**24, dtype=torch.float32)
+    assert torch.equal(drawn, expected.view(3, 5))
+    many = rng.symmetric((1 << 18,), bound, 4, "init", "w")
+    assert many.abs().max() < bound and many.abs().mean().item() == pytest.approx(bound / 2, rel=0.01)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 64, 65, 5000])
+def test_a_permutation_sorts_words(count: int) -> None:
+    words = words_of(0, count, 0, "order", count)
+    assert rng.permutation(count, 0, "order", count).tolist() == sorted(range(count), key=lambda n: (words[n], n))
+
+
+def test_words_that_are_alike_in_their_upper_bits_or_wholly_are_still_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = (np.arange(999, dtype=np.uint64) * np.uint64(7919) % np.uint64(601)) << np.uint64(3)
+    monkeypatch.setattr(philox.PhiloxStream, "words", lambda self, begin, count: words[begin : begin + count])
+    expected = sorted(range(999), key=lambda n: (words[n], n))
+    assert philox.PhiloxStream(0, "ties").permutation(999).tolist() == expected
+
+
+def test_a_stream_gives_new_numbers_at_each_draw() -> None:
+    stream, words = rng.stream(0, "step_order", 1), words_of(0, 40, 0, "step_order", 1)
+    first, second = stream.permutation(20).tolist(), stream.permutation(20).tolist()
+    assert first == sorted(range(20), key=words[:20].__getitem__)
+    assert second == sorted(range(20), key=words[20:].__getitem__)
+
+
+def test_permutations_are_equally_frequent() -> None:
+    counts = Counter(tuple(rng.permutation(4, 0, "order", number).tolist()) for number in range(12_000))
+    assert len(counts) == 24
+    assert sum((count - 500) ** 2 / 500 for count in counts.values()) < 49.7  # 0.1 % of 23 degrees of freedom
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_holds_the_means_of_equal_parts() -> None:
+    """Each entry against its definition in 30 digits, at some places; its shape and moments at all."""
+    mp = pytest.importorskip("mpmath")  # torch's sympy brings it
+    mp.mp.dps = 30
+    table = philox.quantiles().astype(np.int64)
+    assert table.shape == (65536,) and (np.diff(table) > 0).all() and (table == -table[::-1]).all()
+
+    def edge(part: int) -> Any:
+        x = mp.mpf(NORMAL.inv_cdf(0.5 + part / 65536))
+        return x - (mp.mpf(32768 - part) / 65536 - mp.erfc(x / mp.sqrt(2)) / 2) / mp.npdf(x)
+
+    scale = mp.mpf("1482911.498146974383816686")  # makes the means' variance 2**41, half of a number's
+    for part in (0, 1, 2, 100, 9999, 20_000, 32_000, 32_700, 32_765, 32_766):
+        mean = 65536 * (mp.npdf(edge(part)) - mp.npdf(edge(part + 1)))
+        assert int(mp.nint(scale * mean)) == table[32768 + part]
+    assert int(mp.nint(scale * 65536 * mp.npdf(edge(32_767)))) == table[-1]
+    squares = int((table**2).sum())  # of whole numbers: exact
+    variance = 2 * squares / 65536 / 2**42
+    fourth = (2 * sum(int(x) ** 4 for x in table) / 65536 + 6 * (squares / 65536) ** 2) / 2**84
+    assert abs(variance - 1) < 1e-9 and abs(fourth / variance**2 - 3) < 1e-4
+
+
+def exact_share_below(x: float) -> float:
+    """The share of all 2**32 pairs of indices whose number is at most x."""
+    table = philox.quantiles().astype(np.int64)
+    return float(np.searchsorted(table, math.floor(x * 2**21) - table, side="right").sum()) / 2**32
+
+
+def test_the_distribution_of_all_pairs_is_normal() -> None:
+    places = np.linspace(-6.3, 6.3, 401)
+    assert max(abs(exact_share_below(x) - NORMAL.cdf(x)) for x in places) < 1e-5
+    for place, error in ((3.0, 1e-3), (4.0, 0.01), (4.5, 0.03), (5.0, 0.1)):  # tails, of their own size
+        assert exact_share_below(-place - 2**-22) == pytest.approx(NORMAL.cdf(-place), rel=error)
+
+
+# -- statistics -------------------------------------------------------------------------------------------------------
+
+
+class Moments:
+    """Sums of what was drawn, for tests over more numbers than fit into memory."""
+
+    def __init__(self) -> None:
+        self.edges = torch.tensor([NORMAL.inv_cdf(k / 1000) for k in range(1, 1000)], dtype=torch.float32)
+        self.counts = torch.zeros(1000, dtype=torch.long)
+        self.tails = Counter[int]()
+        self.number, self.first, self.second, self.lagged = 0, 0.0, 0.0, 0.0
+
+    def add(self, drawn: torch.Tensor) -> None:
+        self.counts += torch.bincount(torch.bucketize(drawn, self.edges), minlength=1000)
+        wide = drawn.double()
+        self.number += len(drawn)
+        self.first += float(wide.sum())
+        self.second += float(wide.square().sum())
+        self.lagged += float((wide[1:] * wide[:-1]).sum())
+        for place in (3, 4, 5):
+            self.tails[place] += int((drawn.abs() > place).sum())
+
+    def check(self) -> None:
+        n = self.number
+        assert abs(self.first) < 4 * math.sqrt(n), "mean"
+        assert abs(self.second - n) < 4 * math.sqrt(2 * n), "variance"
+        assert abs(self.lagged) < 4 * math.sqrt(n), "correlation of neighbours"
+        chi_square = float(((self.counts - n / 1000).double().square() / (n / 1000)).sum())
+        assert abs(chi_square - 999) < 4 * math.sqrt(2 * 999), "chi-square of 1000 equal parts"
+        for place, found in self.tails.items():
+            expected = 2 * n * NORMAL.cdf(-place)
+            assert abs(found - expected) < 4 * math.sqrt(expected) + 1, f"beyond {place}"
+
+
+def distance(drawn: torch.Tensor) -> float:
+    """sqrt(n) times the greatest distance of the numbers' distribution from the normal one (Kolmogorov-Smirnov)."""
+    ordered = torch.special.ndtr(drawn.double().sort().values)
+    steps = torch.arange(len(drawn) + 1, dtype=torch.float64) / len(drawn)
+    return float(torch.maximum(ordered - steps[:-1], steps[1:] - ordered).max()) * math.sqrt(len(drawn))
+
+
+def correlations(names: int, values: int) -> float:
+    """The sum of squared correlations of each two names' numbers, in standard deviations from its mean."""
+    drawn = torch.stack([rng.normal((values,), 0, "noise", f"s{number}", 0, 0) for number in range(names)]).double()
+    drawn /= drawn.norm(dim=1, keepdim=True)
+    pairs = names * (names - 1) / 2
+    squared = ((drawn @ drawn.T).square().sum().item() - names) / 2 * values
+    return (squared - pairs) / math.sqrt(2 * pairs)
+
+
+def test_two_million_numbers_are_normal() -> None:
+    moments = Moments()
+    drawn = rng.normal((2_100_000,), 0, "statistics")
+    moments.add(drawn)
+    moments.check()
+    assert distance(drawn) < KOLMOGOROV
+    assert abs(correlations(300, 1000)) < 4
+
+
+@pytest.mark.slow
+def test_a_hundred_million_numbers_are_normal() -> None:
+    moments = Moments()
+    parts = [rng.normal((10**7,), 0, "statistics", part) for part in range(10)]
+    for drawn in parts:
+        moments.add(drawn)
+    moments.check()
+    assert distance(torch.cat(parts)) < KOLMOGOROV
+
+
+@pytest.mark.slow
+def test_ten_thousand_names_are_not_correlated() -> None:
+    assert abs(correlations(10_000, 10_000)) < 4
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def test_names_that_met_before_do_not() -> None:
+    met = [rng.normal((64,), rng.Seed(0, 1), "noise", name, 0, 0) for name in PAIR]
+    assert torch.equal(*met), "the first generator's numbers are what they were"
+    assert not torch.equal(*(rng.normal((64,), 0, "noise", name, 0, 0) for name in PAIR))
+
+
+def first_words(count: int) -> np.ndarray:
+    """The first word of many names. Were their streams random, two of ten million would meet once in 400,000 trials."""
+    return np.array([philox.PhiloxStream(0, "noise", f"s{number}", 0, 0).words(0, 1)[0] for number in range(count)])
+
+
+def test_no_two_of_many_names_meet() -> None:
+    assert len(np.unique(first_words(150_000))) == 150_000  # of 2**32 seeds, three pairs would
+
+
+@pytest.mark.slow
+def test_no_two_of_ten_million_names_meet() -> None:
+    assert len(np.unique(first_words(10**7))) == 10**7
+
+
+def test_different_names_have_different_texts() -> None:
+    names: list[tuple[object, ...]] = [
+        ("a", "b"), ("a\x1fstr:b",), ("a", "", "b"), ('a","b',), ("ab",), (1,), ("1",), (1.0,), (True,), (None,), ("None",), ("",), (),
+    ]  # fmt: skip
+    assert len({name_digest(*name) for name in names}) == len(names)
+    assert name_digest("\udcff", *string.printable) == name_digest("\udcff", *string.printable)
+    with pytest.raises(TypeError):
+        name_digest(torch.tensor(1))
+    assert json.dumps((0, "noise"), separators=(",", ":")) == '[0,"noise"]'  # the text of docs/randomness.md
