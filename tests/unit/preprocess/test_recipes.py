@@ -17,6 +17,7 @@ from mmspeed.data.cache.versions import VERSIONS, cache_versions, info_versions,
 from mmspeed.data.maintenance.merge import merge
 from mmspeed.errors import UserError
 from mmspeed.preprocess import CacheBuilder, check
+from mmspeed.rng import NEWEST
 from tests.golden.exact import ROOT
 from tests.golden.make_fixtures import FIXTURE, bring_clips
 from tests.support.media import write_image, write_video
@@ -93,7 +94,8 @@ def test_a_cache_of_before_goes_on_with_its_own_recipe_and_takes_additions(tmp_p
     assert "3 of 3 stored latents would differ (`mmspeed preprocess --upgrade chroma`)" in said
     report = CacheBuilder(config).run()
     assert (report.clips_encoded, report.clips_reused) == (1, 3)
-    assert cache_versions(config.cache_dir) == OLDEST == read_info(config.cache_dir)["versions"]
+    assert cache_versions(config.cache_dir) == OLDEST
+    assert read_info(config.cache_dir)["versions"] == {**OLDEST, "generator": 1}
     parts = [json.loads(entry.meta) for entry in DatasetCache(config.cache_dir).entries() if entry.section == "latents"]
     assert len(parts) == 4 and not any("chroma" in part for part in parts)
     report = CacheBuilder(config, upgrade=["chroma"]).run()
@@ -129,7 +131,7 @@ def test_a_new_cache_equals_an_upgraded_one(old: Config, tmp_path: Path) -> None
     tree["vae"]["weights"] = str(old.codec_weights)
     config = make_config(tree, origin="test")
     CacheBuilder(config).run()
-    assert read_info(config.cache_dir)["versions"] == VERSIONS
+    assert read_info(config.cache_dir)["versions"] == {**VERSIONS, "generator": NEWEST}
     shutil.copytree(Path(old.output).parent, tmp_path / "old")
     text = old.model_dump_json(by_alias=True).replace(str(Path(old.output).parent), str(tmp_path / "old"))
     upgraded_config = make_config(json.loads(text), origin="test")
