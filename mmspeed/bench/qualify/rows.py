@@ -133,9 +133,7 @@ def run_check(check: Check, device: Device, deadline: float, progress: Callable[
         outcome = check.run()
     except (Exception, SystemExit) as error:  # whatever a driver or a compiler raises is this row's failure alone
         outcome = Outcome("failed", error_text(error))
-        del error
-    gc.collect()
-    if outcome.state == "failed":
+    if outcome.state == "failed" or device.kind != "cpu":
         _forget(device)
     seconds = time.monotonic() - began
     return QualifyRow(check.part, check.name, outcome.state, outcome.text, seconds, outcome.figures)
@@ -148,7 +146,8 @@ def error_text(error: BaseException) -> str:
 
 
 def _forget(device: Device) -> None:
-    """Give back the memory of a check that failed; a device whose context is broken cannot even do that."""
+    """Give back the memory of a check; a device whose context is broken cannot even do that."""
+    gc.collect()
     try:
         device.empty_cache()
     except RuntimeError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -15,7 +16,7 @@ from mmspeed.version import __version__
 from .kernels import dense_checks
 from .noise import noise_checks
 from .rates import rate_checks
-from .rows import Check, QualifyResult, run_checks
+from .rows import Check, Outcome, QualifyResult, error_text, run_checks
 from .sparse_kernels import sparse_checks
 from .steps import step_checks
 from .swapping import swapping_checks
@@ -55,11 +56,17 @@ def qualify(
         if part not in PARTS:
             raise UserError(f"--only: {part!r} is not one of {', '.join(PARTS)}{nearest(part, list(PARTS))}")
     where = pick(device)
-    where.activate()
-    small = where.kind == "cpu"
-    makers = [maker for name, of_part in PARTS.items() if not parts or name in parts for maker in of_part]
-    checks = [check for maker in makers for check in maker(where, small)]
+    chosen = [(name, maker) for name, makers in PARTS.items() if not parts or name in parts for maker in makers]
+    checks = [check for name, maker in chosen for check in checks_of(name, maker, where)]
     deadline = began + 60 * minutes * (1 - MARGIN)
     rows, hung = run_checks(checks, where, deadline, progress)
     versions = {"mmspeed": __version__, "torch": torch.__version__, "Python": platform.python_version()}
     return QualifyResult(where.name, where.kind, versions, minutes, time.monotonic() - began, rows, hung)
+
+
+def checks_of(part: str, maker: CheckMaker, device: Device) -> list[Check]:
+    """The checks of a maker; one that fails with its error where it cannot make them on this device."""
+    try:
+        return list(maker(device, device.kind == "cpu"))
+    except (RuntimeError, ImportError) as error:
+        return [Check(part, "preparation", partial(Outcome, "failed", error_text(error)))]

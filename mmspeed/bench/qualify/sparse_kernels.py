@@ -31,6 +31,7 @@ SMALL_GRID: Grid = (2, 8, 8)
 GRID: Grid = (4, 16, 16)
 TILES: dict[Grid, Grid] = {SMALL_GRID: (1, 4, 4), GRID: (2, 8, 8)}  # 128 tokens, as the operators for blocks want
 WIDTHS = (64, 72, 128)
+COMPILED = {"triton": 30.0, "flex": 60.0}  # seconds: these are compiled for each shape
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,8 @@ def sparse_checks(device: Device, small: bool) -> Iterator[Check]:
     for dtype in number_types(device):
         for kernel in KERNELS:
             name = f"sparse {kernel} {short_name(dtype)}"
-            yield Check(PART, name, lambda kernel=kernel, dtype=dtype: check_sparse(cases, dtype, kernel), 2.0)
+            seconds = 2.0 if small else COMPILED.get(kernel, 5.0)
+            yield Check(PART, name, lambda kernel=kernel, dtype=dtype: check_sparse(cases, dtype, kernel), seconds)
 
 
 def check_sparse(cases: SparseCases, dtype: torch.dtype, kernel: str) -> Outcome:
