@@ -8,9 +8,10 @@ Legend: B batch, A heads, N queries, M keys, D head width.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,20 +37,16 @@ NO_OPERATOR = ("no available kernel", "no viable backend")  # torch's words wher
 def dense_checks(device: Device, small: bool) -> Iterator[Check]:
     """Checks of dense attention as models call it, of each of torch's operators for it, of block kernels and of the ring."""
     for dtype in number_types(device):
-        yield Check(PART, f"dense auto {short_name(dtype)}", _bound(check_dense, device, dtype, small))
+        yield Check(PART, f"dense auto {short_name(dtype)}", partial(check_dense, device, dtype, small))
         for name, operator in SDPBackend.__members__.items():
             if name not in ("ERROR", "MATH"):
                 what = f"dense {name.lower()} {short_name(dtype)}"
-                yield Check(PART, what, _bound(check_dense, device, dtype, small, operator))
-        yield Check(PART, f"dense with log-sum-exp {short_name(dtype)}", _bound(check_fused_lse, device, dtype, small))
+                yield Check(PART, what, partial(check_dense, device, dtype, small, operator))
+        yield Check(PART, f"dense with log-sum-exp {short_name(dtype)}", partial(check_fused_lse, device, dtype, small))
         for kernel in KERNELS:
-            yield Check(PART, f"block {kernel} {short_name(dtype)}", _bound(check_block, device, dtype, small, kernel))
+            yield Check(PART, f"block {kernel} {short_name(dtype)}", partial(check_block, device, dtype, small, kernel))
         for kernel in KERNELS:
-            yield Check(PART, f"ring {kernel} {short_name(dtype)}", _bound(check_ring, device, dtype, small, kernel))
-
-
-def _bound(check: Callable[..., Outcome], *arguments: Any) -> Callable[[], Outcome]:
-    return lambda: check(*arguments)
+            yield Check(PART, f"ring {kernel} {short_name(dtype)}", partial(check_ring, device, dtype, small, kernel))
 
 
 def check_dense(device: Device, dtype: torch.dtype, small: bool, operator: SDPBackend | None = None) -> Outcome:
@@ -59,8 +56,8 @@ def check_dense(device: Device, dtype: torch.dtype, small: bool, operator: SDPBa
         if case.causal:
             continue
         context: AbstractContextManager[Any] = nullcontext() if operator is None else sdpa_kernel(operator)
-        (*inputs, dout), mask = case.on(device, dtype)
-        leaves = [x.requires_grad_() for x in inputs]
+        (q, k, v, dout), mask = case.on(device, dtype)
+        leaves = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
         try:
             with context, warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch warns of each operator that it does not take
@@ -81,9 +78,9 @@ def check_fused_lse(device: Device, dtype: torch.dtype, small: bool) -> Outcome:
     for case in attention_cases(small):
         if case.causal:
             continue
-        (*inputs, _), mask = case.on(device, dtype)
+        (q, k, v, _), mask = case.on(device, dtype)
         with torch.no_grad():
-            out, lse = attention(*inputs, mask, return_lse=True)
+            out, lse = attention(q, k, v, mask, return_lse=True)
         errors.add(case.name, {"out": out, "lse": lse}, truth(case, dtype))
     return errors.outcome()
 
@@ -93,7 +90,7 @@ def check_block(device: Device, dtype: torch.dtype, small: bool, kernel: str) ->
     errors, refusals = Errors(dtype), list[str]()
     for case in attention_cases(small):
         (q, k, v, dout), mask = case.on(device, dtype)
-        reason = _refused(q, k, mask, case, kernel)
+        reason = _refused(q, k, mask, case.causal, kernel)
         if reason:
             refusals.append(reason)
             continue
@@ -112,7 +109,7 @@ def check_ring(device: Device, dtype: torch.dtype, small: bool, kernel: str) -> 
         if case.name not in ("plain", "masked", "causal", "shared key heads"):
             continue
         (q, k, v, dout), mask = case.on(device, dtype)
-        reason = _refused(q, k, mask, case, kernel)
+        reason = _refused(q, k, mask, case.causal, kernel)
         if reason:
             refusals.append(reason)
             continue
@@ -123,10 +120,10 @@ def check_ring(device: Device, dtype: torch.dtype, small: bool, kernel: str) -> 
     return errors.outcome(refusals)
 
 
-def _refused(q: Tensor, k: Tensor, mask: Tensor | None, case: AttentionCase, kernel: str) -> str:
+def _refused(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, kernel: str) -> str:
     """The reason why a block kernel does not serve a case; empty where it does."""
     try:
-        choose_kernel(q, k, mask, case.causal, kernel)
+        choose_kernel(q, k, mask, causal, kernel)
     except ValueError as error:
         return str(error).partition(" does not serve ")[2].partition(";")[0] or str(error)
     return ""

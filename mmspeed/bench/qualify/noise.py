@@ -32,9 +32,9 @@ def draw(shape: tuple[int, ...], name: str) -> Tensor:
 def check_draws(device: Device, shape: tuple[int, ...]) -> Outcome:
     """The draws of some names on the device, bit by bit beside the CPU's, in another order, and different for each name."""
     right = {name: draw(shape, name) for name in NAMES}
-    there = {name: device.to_device(draw(shape, name)) for name in reversed(NAMES)}
+    on_device = {name: device.to_device(draw(shape, name)) for name in reversed(NAMES)}
     device.synchronize()
-    wrong = [name for name in NAMES if not torch.equal(there[name].cpu(), right[name])]
+    wrong = [name for name in NAMES if not torch.equal(on_device[name].cpu(), right[name])]
     alike = sum(torch.equal(right[a], right[b]) for a in NAMES for b in NAMES if a < b)
     digest = hashlib.sha256(b"".join(right[name].numpy().tobytes() for name in NAMES)).hexdigest()[:16]
     count = sum(x.numel() for x in right.values())
@@ -48,8 +48,8 @@ def check_draws(device: Device, shape: tuple[int, ...]) -> Outcome:
 def check_rounding(device: Device, shape: tuple[int, ...]) -> Outcome:
     """Noise rounded on the device, bit by bit beside the same on the CPU."""
     noise = draw(shape, NAMES[0])
-    there = device.to_device(noise).to(torch.bfloat16).cpu()
-    wrong = int((there.view(torch.int16) != noise.to(torch.bfloat16).view(torch.int16)).sum())
+    on_device = device.to_device(noise).to(torch.bfloat16).cpu()
+    wrong = int((on_device.view(torch.int16) != noise.to(torch.bfloat16).view(torch.int16)).sum())
     if wrong:
         return Outcome("failed", f"{wrong:,} of {noise.numel():,} numbers are rounded otherwise than on the CPU")
     return Outcome("passed", f"{noise.numel():,} numbers rounded as on the CPU")

@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -76,13 +76,13 @@ def rate_checks(device: Device, small: bool) -> Iterator[Check]:
     types = number_types(device)
     for dtype in types:
         name = short_name(dtype)
-        yield Check(PART, f"square product {name}", lambda dtype=dtype: check_square(device, dtype, sizes), 2.0)
-        yield Check(PART, f"MLP product {name}", lambda dtype=dtype: check_mlp(device, dtype, sizes), 2.0)
+        yield Check(PART, f"square product {name}", partial(check_square, device, dtype, sizes), 2.0)
+        yield Check(PART, f"MLP product {name}", partial(check_mlp, device, dtype, sizes), 2.0)
     yield Check(PART, f"attention {short_name(types[0])}", lambda: check_attention(device, types[0], sizes), 5.0)
     for kernel in KERNELS:
         if kernel != "eager":
             what = f"attention by block {kernel} {short_name(types[0])}"
-            yield Check(PART, what, lambda kernel=kernel: check_kernel_rate(device, types[0], sizes, kernel), 5.0)
+            yield Check(PART, what, partial(check_kernel_rate, device, types[0], sizes, kernel), 5.0)
 
 
 def check_square(device: Device, dtype: torch.dtype, sizes: RateSizes) -> Outcome:

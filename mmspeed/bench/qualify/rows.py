@@ -81,8 +81,8 @@ class QualifyResult:
             of_part = [row for row in self.rows if row.part == part]
             lines += [f"  {WORDS[row.state]:<8}{row.name:<{width}}  {row.text}" for row in of_part]
         counts = {state: sum(row.state == state for row in self.rows) for state in WORDS}
-        told = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
-        lines.append(f"{told}; {self.seconds:.0f} s of {60 * self.minutes:.0f} s")
+        summary = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+        lines.append(f"{summary}; {self.seconds:.0f} s of {60 * self.minutes:.0f} s")
         if self.passed():
             return [*lines, "PASS"]
         return [*lines, "FAIL:", *(f"  {text}" for text in self.shortfalls() or ["nothing ran"])]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from mmspeed.compute.sparse.planners.selection import KeepRule, PlannerContext
 from mmspeed.compute.sparse.planners.tiles import plan_tiles
 from mmspeed.device import Device
 
-from .oracle import Errors, number_types, short_name
+from .oracle import NAMES, Errors, number_types, short_name
 from .rows import Check, Outcome
 
 PART = "kernels"
@@ -123,7 +124,7 @@ def sparse_checks(device: Device, small: bool) -> Iterator[Check]:
         for kernel in KERNELS:
             name = f"sparse {kernel} {short_name(dtype)}"
             seconds = 2.0 if small else COMPILED.get(kernel, 5.0)
-            yield Check(PART, name, lambda kernel=kernel, dtype=dtype: check_sparse(cases, dtype, kernel), seconds)
+            yield Check(PART, name, partial(check_sparse, cases, dtype, kernel), seconds)
 
 
 def check_sparse(cases: SparseCases, dtype: torch.dtype, kernel: str) -> Outcome:
@@ -131,22 +132,20 @@ def check_sparse(cases: SparseCases, dtype: torch.dtype, kernel: str) -> Outcome
     errors, refusals, forward_only = Errors(dtype), list[str](), 0
     for case in cases.cases:
         one = cases.planned(case, dtype)
-        *inputs, dout = one.inputs
-        leaves = [x.detach().requires_grad_() for x in inputs]
-        means = None if case.tail == "zero" or one.plan.tail is None else key_means(*inputs[1:], one.plan.tail)
-        reason = KERNELS[kernel].refuses(leaves[0], leaves[1], leaves[2], one.plan, means)
+        q, k, v, dout = one.inputs
+        leaves = q.detach().requires_grad_(), k.detach().requires_grad_(), v.detach().requires_grad_()
+        means = None if case.tail == "zero" or one.plan.tail is None else key_means(k, v, one.plan.tail)
+        reason = KERNELS[kernel].refuses(*leaves, one.plan, means)
         if not reason:
             out, lse, _ = clustered_attention(*leaves, one.plan, tail=case.tail, backend=kernel)
-            grads = torch.autograd.grad(out, leaves, dout)
-            errors.add(
-                case.name, dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), strict=True)), one.right
-            )
+            results = (out, lse, *torch.autograd.grad(out, leaves, dout))
+            errors.add(case.name, dict(zip(NAMES, results, strict=True)), one.right)
             continue
         with torch.no_grad():
-            if KERNELS[kernel].refuses(*inputs, one.plan, means):
+            if KERNELS[kernel].refuses(q, k, v, one.plan, means):
                 refusals.append(reason)
                 continue
-            out, lse, _ = clustered_attention(*inputs, one.plan, tail=case.tail, backend=kernel)
+            out, lse, _ = clustered_attention(q, k, v, one.plan, tail=case.tail, backend=kernel)
         forward_only += 1
         errors.add(case.name, {"out": out, "lse": lse}, one.right)
     return errors.outcome(refusals, f"; {forward_only} forward only" if forward_only else "")
@@ -161,7 +160,7 @@ def true_results(case: SparseCase, inputs: list[Tensor], plan: ClusterPlan) -> d
     out, lse = MASKED.attend(q, k, v, plan, means, q.shape[-1] ** -0.5)
     grads = torch.autograd.grad(out, (q, k, v), dout)
     results = (out.detach(), lse, *grads)
-    return dict(zip(("out", "lse", "dq", "dk", "dv"), results, strict=True))
+    return dict(zip(NAMES, results, strict=True))
 
 
 def on_host(value: Any) -> Any:

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ PART = "steps"
 CHANNELS, TEXT_WIDTH, TEXT_TOKENS = 16, 384, 128
 LATENTS = {"8k": (8, 64, 64), "32k": (32, 64, 64)}  # 8,192 and 32,768 tokens of 1 x 2 x 2
 SMALL_LATENTS = {"64": (4, 8, 8), "256": (4, 16, 16)}
+PHASES: tuple[Phase, ...] = ("dense", "sparse")
 ROUNDS = 2
 BUILD_RATE = 5e7  # parameters a second that are drawn, about
 SLOW_SHARE = 0.15  # of the peak: for the estimate of a step's time
@@ -123,11 +125,11 @@ def step_checks(device: Device, small: bool) -> Iterator[Check]:
     for size in ("nano",) if small else ("S/2", "XL/2"):
         for tokens, latent in (SMALL_LATENTS if small else LATENTS).items():
             seconds = bench.estimate(size, latent)
-            for phase in ("dense", "sparse"):
+            for phase in PHASES:
                 yield Check(
                     PART,
                     f"{size} {tokens} tokens {phase} {short_name(bench.dtype)}",
-                    lambda size=size, latent=latent, phase=phase: check_step(bench, size, latent, phase),
+                    partial(check_step, bench, size, latent, phase),
                     seconds,
                 )
 

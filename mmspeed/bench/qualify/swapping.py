@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from mmspeed.memory.offload.copies import HostPool, copies_for
 
 from .oracle import number_types
 from .rates import seconds_of
-from .rows import Check, Outcome
+from .rows import Check, Outcome, State
 
 PART = "swap and tiers"
 OVERLAP_GOAL = 0.5  # least share of the shorter of copies and computation that is hidden by the other
@@ -33,7 +34,7 @@ def swapping_checks(device: Device, small: bool) -> Iterator[Check]:
     nbytes = SMALL_COPIED if small else COPIED
     for out in (True, False):
         name = "copies to the host" if out else "copies from the host"
-        yield Check(PART, name, lambda out=out: check_copies(device, nbytes, out), 5.0)
+        yield Check(PART, name, partial(check_copies, device, nbytes, out), 5.0)
     setting = SMALL if small else replace(SETTING, dtype="bfloat16" if device.supports_bf16() else "float32")
     yield Check(PART, "offloaded blocks", lambda: check_offload(device, setting), 1.0 if small else 15.0)
     size = SMALL_TIERS if small else TIERS
@@ -64,7 +65,7 @@ def check_copies(device: Device, nbytes: int, out: bool) -> Outcome:
         return Outcome("passed", f"{text}; made at once: both are one memory", figures)
     hidden = overlap(device, copy, alone)
     figures["overlap"] = hidden
-    state = "passed" if hidden >= OVERLAP_GOAL else "short"
+    state: State = "passed" if hidden >= OVERLAP_GOAL else "short"
     return Outcome(state, f"{text}; {hidden:.0%} hidden behind products (goal {OVERLAP_GOAL:.0%})", figures)
 
 
