@@ -22,7 +22,6 @@ def qualify(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not the table.")] = False,
 ) -> None:
     """Check every kernel of this device against its oracle, and measure rates, swaps and steps; exit with 1 where it falls short."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch loads: its profiler complains of threads
     from mmspeed.bench.qualify.run import qualify as run_qualify
 
     parts = [] if only is None else [word.strip() for word in only.split(",")]

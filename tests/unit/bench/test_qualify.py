@@ -345,4 +345,6 @@ def test_the_bundle_is_whole_and_small(tmp_path: Path) -> None:
     names = {normal(wheel.name.split("-")[0]) for wheel in wheels}
     assert {normal(name) for name in PACKAGES} | {"mmspeed", "pydantic-core", "typing-extensions"} <= names
     assert not {"torch", "diffusers", "transformers", "pyarrow", "av"} & names
-    assert all(tag in wheel.name for wheel in wheels for tag in ["py3" if "any" in wheel.name else "cp312"])
+    tags = [wheel.stem.split("-")[-3:] for wheel in wheels]  # Python, ABI, platform
+    assert all(abi in ("none", "abi3", "cp312") for _, abi, _ in tags)
+    assert all(platform == "any" or "x86_64" in platform for *_, platform in tags)
