@@ -4,12 +4,14 @@
 #   VENV       folder of the virtual environment
 #   TORCH      what pip is asked for first; on a machine without CUDA name your index's CPU build
 #   JOBS       test processes, as many as there are cores; 0: one
+#   BUNDLE     folder of the wheels that `make bundle` collects
 #   DEMO_ARGS, BENCH_ARGS, PYTEST_ARGS   more arguments, such as DEMO_ARGS=--short
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 JOBS ?= 2
+BUNDLE ?= dist/bundle
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
@@ -21,7 +23,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # tests start many processes: each would compile the sources anew where nothing may be written beside them
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help demo test test-slow lint bench docs clean venv
+.PHONY: help demo test test-slow lint bench bundle docs clean venv
 
 help:
 	@echo "make demo       preprocess, train, sample and report on the clips in the package"
@@ -29,6 +31,7 @@ help:
 	@echo "make test-slow  tests that take minutes"
 	@echo "make lint       ruff, mypy, import-linter"
 	@echo "make bench      does a tiny model learn four clips? (under 15 minutes on two cores)"
+	@echo "make bundle     wheels of mmspeed qualify for a machine without an index, in BUNDLE"
 	@echo "make docs       write docs/config.md from the configuration's fields"
 	@echo "make venv       only the virtual environment"
 	@echo "make clean      remove what the other targets made, but for the virtual environment"
@@ -50,6 +53,9 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/mmspeed bench overfit $(BENCH_ARGS)
+
+bundle: $(STAMP)
+	@$(BIN)/python -m mmspeed.bench.qualify.bundle $(BUNDLE)
 
 docs: $(STAMP)
 	$(BIN)/python -m mmspeed.config.docs

@@ -117,9 +117,7 @@ class Device:
     def memory_bytes(self) -> int:
         """Bytes in use now: allocated tensors on an accelerator, resident memory of the process on CPU."""
         if self.kind == "cpu":
-            import psutil
-
-            return int(psutil.Process().memory_info().rss)
+            return _resident_bytes()
         return int(getattr(torch, self.kind).memory_allocated(self.index))
 
     def peak_memory_bytes(self) -> int:
@@ -137,17 +135,13 @@ class Device:
     def total_memory_bytes(self) -> int:
         """Bytes of memory the device has."""
         if self.kind == "cpu":
-            import psutil
-
-            return int(psutil.virtual_memory().total)
+            return _host_memory()[0]
         return int(getattr(torch, self.kind).get_device_properties(self.index).total_memory)
 
     def free_memory_bytes(self) -> int:
         """Bytes that could still be allocated; on CPU, of the machine or of the container that this process is in."""
         if self.kind == "cpu":
-            import psutil
-
-            return min(int(psutil.virtual_memory().available), _container_free())
+            return min(_host_memory()[1], _container_free())
         return int(getattr(torch, self.kind).mem_get_info(self.index)[0])
 
     def supports_bf16(self) -> bool:
@@ -219,6 +213,26 @@ def _cpu_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+def _resident_bytes() -> int:
+    """Bytes of this process in memory; from Linux itself where psutil is not installed, as on machines that are only qualified."""
+    try:
+        import psutil
+    except ModuleNotFoundError:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    return int(psutil.Process().memory_info().rss)
+
+
+def _host_memory() -> tuple[int, int]:
+    """Bytes of the host's memory, and of what could still be allocated; without psutil as Linux says."""
+    try:
+        import psutil
+    except ModuleNotFoundError:
+        known = dict(re.findall(r"^(\w+):\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE))
+        return int(known["MemTotal"]) * 1024, int(known["MemAvailable"]) * 1024
+    memory = psutil.virtual_memory()
+    return int(memory.total), int(memory.available)
 
 
 def _container_free() -> int:

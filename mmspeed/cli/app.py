@@ -16,7 +16,7 @@ from mmspeed import log
 from mmspeed.errors import UserError
 from mmspeed.version import __version__
 
-from . import bench_app, cache_app, launch
+from . import bench_app, cache_app, launch, qualify_command
 from .failures import report as report_failure
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ app = typer.Typer(
 )
 app.add_typer(cache_app.app, name="cache")
 app.add_typer(bench_app.app, name="bench")
+app.command()(qualify_command.qualify)
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
 Overrides = Annotated[

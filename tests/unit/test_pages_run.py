@@ -5,8 +5,12 @@ from __future__ import annotations
 import ast
 import importlib.util
 import math
+import os
 import re
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -24,7 +28,7 @@ from mmspeed.log import read_metrics
 from mmspeed.preprocess.sources.rejections import Reason
 from mmspeed.shapes import Bucket
 from tests.rules.sources import CODE, python_files, syntax
-from tests.support.pages import ROOT, CodeBlock, blocks, command_lines, words_of
+from tests.support.pages import ROOT, CodeBlock, blocks, check_command, command_lines, words_of
 from tests.support.runs import losses
 from tests.support.toy_runs import toy_config, write_toy_cache
 
@@ -176,3 +180,50 @@ def test_the_twenty_keys_are_twenty_with_their_defaults() -> None:
 def test_every_reason_for_a_rejection_is_explained() -> None:
     text = (DOCS / "preparing-data.md").read_text(encoding="utf-8")
     assert not [reason for reason in Reason if f"| `{reason}` | {reason.explanation} |" not in text]
+
+
+# -- docs/cluster.md --------------------------------------------------------------------------------------------------
+
+STOPS = 'while [ ! -e runs/my-run/stop ]; do sleep 0.05; done; rm runs/my-run/stop; echo "$@" > srun.txt'
+
+
+def run_job(folder: Path, srun: str, signal_after: str | None = None) -> tuple[int, str]:
+    """(exit code, requeued job) of the page's job file, with `srun` a script of this text and no scheduler."""
+    (job,) = (block.text for block in blocks(DOCS / "cluster.md") if block.text.startswith("#!/bin/bash"))
+    (folder / "runs" / "my-run").mkdir(parents=True, exist_ok=True)
+    scontrol = 'if [ "$1" = requeue ]; then echo "$2" > requeued.txt; else echo node-1; echo node-2; fi'
+    for name, text in {
+        "my-run.sbatch": job,
+        "srun": f"#!/bin/bash\n{srun}\n",
+        "scontrol": f"#!/bin/bash\n{scontrol}\n",
+    }.items():
+        (folder / name).write_text(text, encoding="utf-8")
+        (folder / name).chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "17", "SLURM_NNODES": "4", "SLURM_JOB_NODELIST": "node-[1-4]"}
+    environment = os.environ | slurm | {"PATH": f"{folder}:{os.environ['PATH']}"}
+    process = subprocess.Popen([folder / "my-run.sbatch"], cwd=folder, env=environment)
+    if signal_after is not None:
+        deadline = time.monotonic() + 20
+        while not (folder / signal_after).exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(signal.SIGUSR1)
+    code = process.wait(timeout=30)
+    requeued = folder / "requeued.txt"
+    return code, requeued.read_text().strip() if requeued.exists() else ""
+
+
+def test_the_job_file_stops_the_run_and_requeues_itself(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "my-run").mkdir(parents=True)
+    (tmp_path / "runs" / "my-run" / "stop").touch()  # of a turn before: it must not stop this one
+    assert run_job(tmp_path, f"touch begun; {STOPS}", "begun") == (0, "17")
+    words = (tmp_path / "srun.txt").read_text().split()
+    assert words[:3] == ["torchrun", "--nnodes", "4"] and "node-1:29500" in words
+    check_command(words)
+
+
+def test_the_job_file_requeues_no_run_that_ended(tmp_path: Path) -> None:
+    assert run_job(tmp_path, "exit 0") == (0, "")
+    assert run_job(tmp_path, "exit 3") == (3, "")
+    # the run fails while it saves
+    assert run_job(tmp_path, f"touch begun; {STOPS}; exit 1", "begun") == (1, "")
