@@ -29,7 +29,7 @@ help:
 	@echo "make test-slow  tests that take minutes"
 	@echo "make lint       ruff, mypy, import-linter"
 	@echo "make bench      does a tiny model learn four clips? (under 15 minutes on two cores)"
-	@echo "make docs       write docs/config.md from the configuration's fields"
+	@echo "make docs       write docs/config.md and the editors' schema from the configuration's fields"
 	@echo "make venv       only the virtual environment"
 	@echo "make clean      remove what the other targets made, but for the virtual environment"
 

@@ -121,7 +121,7 @@ def make_run_config(
     refuse_old(tree_copy, origin)
     task = tree_copy.get("task", "video")
     kind = config_class(task, origin)
-    for section, default in _DEFAULT_KINDS.items():
+    for section, default in DEFAULT_KINDS.items():
         if section in kind.model_fields and isinstance(tree_copy.get(section), dict):
             tree_copy[section].setdefault("kind", default)
     try:
@@ -264,7 +264,7 @@ _PLAIN = {  # in place of pydantic's words that mean nothing in YAML
     "model_type": "must be a section of keys",
     "dict_type": "must be a section of keys",
 }
-_DEFAULT_KINDS = {"vae": "linear", "text": "minilm", "objective": "flow"}
+DEFAULT_KINDS = {"vae": "linear", "text": "minilm", "objective": "flow"}
 
 
 def _suggest(loc: list[Any], full_loc: tuple[Any, ...], kind: type[RunConfig], own_task: str) -> str:
