@@ -1,6 +1,6 @@
 """Generate `docs/config.md` and the JSON schema for editors from the fields: `python -m mmspeed.config.docs`; `--check` compares.
 
-The template of `mmspeed init` uses the same functions to show a field's type and default.
+The files of `mmspeed init` use the same functions to show a field's type and default.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ HEADER = """\
 
 <!-- Made from mmspeed/config/schema.py by `python -m mmspeed.config.docs`; edit the fields there, not this file. -->
 
-A run is described by one YAML file. `mmspeed init my-run` writes one with every key in it, and
+A run is described by one YAML file. `mmspeed init my-run --full` writes one with every key in it, and
 `mmspeed train my-run.yaml --print-config` shows the whole resolved configuration. Any key can be overridden behind
 the file's name: `mmspeed train my-run.yaml train.lr=2e-4 data.buckets.0.frames=33`. Unknown keys are errors. Relative
-paths are taken from the folder of the file.
+paths are taken from the folder of the file. `mmspeed/assets/config.schema.json` is the JSON schema for editors, which
+`mmspeed.config.json_schema()` returns.
 
 `[]` marks a list, `(name)` the choice of `kind` that a key belongs to. Keys without a default must be given.
 """
