@@ -162,7 +162,7 @@ def check(
     ] = None,
     ranks: Annotated[
         str | None,
-        typer.Option(metavar="8,64,...", help="Numbers of devices to show the schedule for; by default 1, 8 and 64."),
+        typer.Option(metavar="8,64,...", help="Numbers of devices to show the schedule for; by default those of this machine."),
     ] = None,
     parallel: Annotated[
         str | None,

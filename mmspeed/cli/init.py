@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 from mmspeed.config.docs import REQUIRED, default_of, is_list, kind_of, section_options, show_type, show_value
 from mmspeed.config.json_schema import editor_line
 from mmspeed.config.load import sections
+from mmspeed.config.places import absent_hint
 from mmspeed.config.schema import RunConfig
 from mmspeed.config.tasks import config_class, preparation_class
 from mmspeed.data.cache.files import write_whole
@@ -118,7 +119,7 @@ def source_path(config: Path, videos: Path | None) -> str | None:
     if videos is None:
         return None
     if not videos.exists() and not ("*" in str(videos) and glob.glob(str(videos))):
-        raise UserError(f"--videos {videos}: no such folder or manifest")
+        raise UserError(f"--videos: {videos} {absent_hint(videos)}")
     target, base = videos.resolve(), config.resolve().parent
     return os.path.relpath(target, base) if target.is_relative_to(base) else str(target)
 

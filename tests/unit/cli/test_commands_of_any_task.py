@@ -69,7 +69,7 @@ def test_check_tells_what_a_config_will_train(home: Path, told) -> None:  # type
     assert "steps: 6, over 2 epochs" in text
     plan = plan_memory(config, with_swap=False)
     assert f"{format_bytes(plan.figures.plain_peak())} with all saved" in text
-    assert f"{config.run_dir} goes on at step 4; changed since it was saved: train" in text
+    assert f"{config.run_dir} goes on at step 4; changed since it was saved: train." in text
 
 
 def test_check_tells_micro_batches_by_devices(home: Path, told) -> None:  # type: ignore[no-untyped-def]
