@@ -162,7 +162,9 @@ def check(
     ] = None,
     ranks: Annotated[
         str | None,
-        typer.Option(metavar="8,64,...", help="Numbers of devices to show the schedule for; by default those of this machine."),
+        typer.Option(
+            metavar="8,64,...", help="Numbers of devices to show the schedule for; by default those of this machine."
+        ),
     ] = None,
     parallel: Annotated[
         str | None,

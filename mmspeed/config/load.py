@@ -276,7 +276,7 @@ DEFAULT_KINDS = {"vae": "linear", "text": "minilm", "objective": "flow"}
 
 
 def _suggest(loc: list[Any], full_loc: tuple[Any, ...], kind: type[RunConfig], own_task: str) -> str:
-    """A hint for an unknown key: the way to what it would do, the task that has it, else the nearest key in the same section, else in the whole tree."""
+    """A hint for an unknown key: the way to what it would do, the task that has it, or the nearest key, in its section first."""
     key = str(loc[-1])
     elsewhere = _ELSEWHERE.get(".".join(map(str, loc))) or _ELSEWHERE.get(key)
     if elsewhere is not None and own_task == "video":

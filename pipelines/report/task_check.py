@@ -22,7 +22,6 @@ from mmspeed.pipelines.tuning.memory_estimate import plan_memory
 from mmspeed.protocols import Models, RunPlace, StepData, Task, blocks_of, shape_words, trainable
 
 
-
 @dataclass
 class TaskReport:
     """The findings. `problems` make the command fail; all other lines are information."""
