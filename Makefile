@@ -32,7 +32,7 @@ help:
 	@echo "make lint       ruff, mypy, import-linter"
 	@echo "make bench      does a tiny model learn four clips? (under 15 minutes on two cores)"
 	@echo "make bundle     wheels of mmspeed qualify for a machine without an index, in BUNDLE"
-	@echo "make docs       write docs/config.md from the configuration's fields"
+	@echo "make docs       write docs/config.md and the editors' schema from the configuration's fields"
 	@echo "make venv       only the virtual environment"
 	@echo "make clean      remove what the other targets made, but for the virtual environment"
 

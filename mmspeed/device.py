@@ -292,6 +292,11 @@ def accelerators(kind: str = "auto") -> int:
         return 0
 
 
+def devices_here(kind: str = "auto", group: int = 1) -> int:
+    """The devices of this machine that a run in groups of `group` devices uses: whole groups, at least one; a CPU counts as one."""
+    return max(1, accelerators(kind) // group) * group
+
+
 def is_device_fault(error: BaseException) -> bool:
     """True for an error that comes from the device (memory full, a broken context) and not from the computation."""
     kinds = tuple(kind for name in ("OutOfMemoryError", "AcceleratorError") if (kind := getattr(torch, name, None)))

@@ -9,14 +9,17 @@ if TYPE_CHECKING:
     from mmspeed.preprocess.build.online import OnlineBuilder
     from mmspeed.preprocess.records.build_report import BuildReport
     from mmspeed.preprocess.report.check import check
+    from mmspeed.preprocess.report.starting import DataFit, fit_data
 
-__all__ = ["BuildReport", "CacheBuilder", "OnlineBuilder", "check"]
+__all__ = ["BuildReport", "CacheBuilder", "DataFit", "OnlineBuilder", "check", "fit_data"]
 
 _HOME = {
     "CacheBuilder": "build.offline",
     "BuildReport": "records.build_report",
     "OnlineBuilder": "build.online",
     "check": "report.check",
+    "DataFit": "report.starting",
+    "fit_data": "report.starting",
 }
 
 

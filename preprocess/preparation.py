@@ -38,6 +38,16 @@ class VideoPreparation:
             "objective": {"kind": "flow"},
         }
 
+    @classmethod
+    def fitted_values(cls, name: str, videos: str, folder: Path) -> tuple[Mapping[str, Any], Sequence[str]]:
+        """The initial values with frame rate, buckets, held-out share and prompts that suit the media. Raises UserError like `fit_data`."""
+        from mmspeed.preprocess.report.starting import fit_data
+
+        fit = fit_data(folder / videos)
+        values, fitted = dict(cls.starting_values(name, videos)), fit.values()
+        values["data"] = {**values["data"], **fitted["data"]}
+        return {**values, "validate": fitted["validate"]}, fit.lines()
+
     def check(
         self, page: Path | None = None, suggest_buckets: int | None = None, ranks: Sequence[int] | None = None
     ) -> CheckReport:

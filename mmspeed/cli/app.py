@@ -134,15 +134,19 @@ def options(
 def init(
     path: Annotated[Path, typer.Argument(help="Config file to write: my-run or my-run.yaml.")],
     videos: Annotated[
-        Path | None, typer.Option(help="Folder or manifest of your videos; without it, the demo clips.")
+        Path | None,
+        typer.Option(
+            help="Folder or manifest of your videos, which the config is fitted to; without it, the demo clips."
+        ),
     ] = None,
+    full: Annotated[bool, typer.Option("--full", help="Write every key, with its sentence and default.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
     task: Annotated[str, typer.Option(help="Task to train.")] = "video",
 ) -> None:
-    """Write a commented config, ready to edit."""
+    """Write a commented config, ready to edit; with --videos, fitted to your videos."""
     from .init import write_config
 
-    config_path = write_config(path, videos, force, task)
+    config_path = write_config(path, videos, force, task, full, tell=lambda line: print(line, flush=True))
     print(f"{config_path}: edit it, then run `mmspeed check {config_path}`")
 
 
@@ -160,7 +164,9 @@ def check(
     ] = None,
     ranks: Annotated[
         str | None,
-        typer.Option(metavar="8,64,...", help="Numbers of devices to show the schedule for; by default 1, 8 and 64."),
+        typer.Option(
+            metavar="8,64,...", help="Numbers of devices to show the schedule for; by default those of this machine."
+        ),
     ] = None,
     parallel: Annotated[
         str | None,

@@ -28,7 +28,7 @@ def stat_lines(facts: Mapping[str, Any]) -> list[str]:
             f"  {part}: {count['entries']} entries, {format_bytes(count['bytes'])},"
             f" {count['shards']} shards of {format_bytes(mean)} on average"
         )
-    lines += histogram_lines("tokens of a latent", facts["tokens"], str)
+    lines += histogram_lines("tokens of the latent", facts["tokens"], str)
     lines += histogram_lines("bytes of a latent", facts["latent_bytes"], format_bytes)
     lines.append(f"  rejected sources: {sum(facts['rejected'].values())}")
     lines += bars(list(facts["rejected"].items()), "sources")

@@ -1,15 +1,16 @@
-"""`mmspeed init`: generate a commented config file with every key of the schema.
+"""`mmspeed init`: generate a commented config file, with the keys that people change or with every key of the schema.
 
-Sentences are comments that begin with `# `; keys at their default are commented out with a bare `#`, and are set by removing that
-one character.
+Sentences are comments that begin with `# `. In the full file keys at their default are commented out with a bare `#`, and are set by
+removing that one character.
 """
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from mmspeed.config.docs import REQUIRED, default_of, is_list, kind_of, section_options, show_type, show_value
+from mmspeed.config.json_schema import editor_line
 from mmspeed.config.load import sections
+from mmspeed.config.places import absent_hint
 from mmspeed.config.schema import RunConfig
 from mmspeed.config.tasks import config_class, preparation_class
 from mmspeed.data.cache.files import write_whole
@@ -41,7 +44,17 @@ FIRST_KEYS = {
 }
 
 
-# The head of a file, for tasks with a preparation and for others.
+# The keys of each section that a short file shows beside those that the task sets.
+SHORT_KEYS = {
+    "model": ("size",),
+    "train": ("steps", "lr"),
+    "validate": ("every",),
+    "checkpoint": ("every",),
+    "device": ("dtype",),
+}
+LONGEST_LINE = 120
+
+# The head of a full file, for tasks with a preparation and for others.
 PREPARED = (
     "# Sizes are in pixels, times in seconds. Relative paths are taken from the folder of this file.",
     "#   mmspeed check FILE        show the data, the schedule and its cost",
@@ -55,11 +68,20 @@ PLAIN = (
 )
 
 
-def write_config(path: Path, videos: Path | None = None, force: bool = False, task: str = "video") -> Path:
-    """Write the template to `path` (`.yaml` is added if it has no such ending) and return the path written.
+def write_config(
+    path: Path,
+    videos: Path | None = None,
+    force: bool = False,
+    task: str = "video",
+    full: bool = False,
+    tell: Callable[[str], object] = lambda line: None,
+) -> Path:
+    """Write a config to `path` (`.yaml` is added if it has no such ending) and return the path written.
 
-    `videos` is the folder or manifest to train on; without it, the packaged clips are used. Raises UserError for a task that is
-    unknown or takes no `videos`, if `videos` does not exist, if `path` names a folder, and if the file exists and `force` is false.
+    `videos` is the folder, manifest or pattern of tars to train on, which is probed and which the config is fitted to; `tell` is called
+    with each line about it. Without `videos` the packaged clips are used. `full`: with every key. Raises UserError for a task that is
+    unknown or takes no `videos`, if `videos` does not exist or holds nothing to train on, if `path` names a folder, and if the file
+    exists and `force` is false.
     """
     if path.suffix not in (".yaml", ".yml"):
         if not path.name or path.name == "..":
@@ -67,9 +89,22 @@ def write_config(path: Path, videos: Path | None = None, force: bool = False, ta
         path = path.with_name(path.name + ".yaml")
     if path.is_dir():
         raise UserError(f"{path} is a folder; name a config file")
-    text = template(run_name(path), source_path(path, videos), task)
+    exists = UserError(f"{path} exists already; edit it, name another file, or overwrite it with --force")
+    if path.exists() and not force:
+        raise exists  # before the videos are read
+    name, source = run_name(path), source_path(path, videos)
+    values = None
+    if source is not None:
+        preparation = preparation_class(task)
+        if preparation is None:
+            raise unsupported_task(task, "init --videos")
+        tell(f"reading {videos}")
+        values, findings = preparation.fitted_values(name, source, path.resolve().parent)
+        for line in findings:
+            tell(line)
+    text = template(name, source, task, full, values)
     if not write_whole(path, text.encode(), replace=force):
-        raise UserError(f"{path} exists already; edit it, name another file, or overwrite it with --force")
+        raise exists
     return path
 
 
@@ -83,38 +118,108 @@ def source_path(config: Path, videos: Path | None) -> str | None:
     """The path of the media in the config file: relative if they are beside or below it; None for the demo's."""
     if videos is None:
         return None
-    if not videos.exists():
-        raise UserError(f"--videos {videos}: no such folder or manifest")
+    if not videos.exists() and not ("*" in str(videos) and glob.glob(str(videos))):
+        raise UserError(f"--videos: {videos} {absent_hint(videos)}")
     target, base = videos.resolve(), config.resolve().parent
     return os.path.relpath(target, base) if target.is_relative_to(base) else str(target)
 
 
-def template(name: str, source: str | None, task: str = "video") -> str:
+def template(
+    name: str,
+    source: str | None,
+    task: str = "video",
+    full: bool = True,
+    values: Mapping[str, Any] | None = None,
+) -> str:
     """The text of the commented config of a run called `name` that trains on the media at `source` (None: the demo's).
 
-    A task without a preparation has all keys at their defaults. Raises UserError for an unknown task, and for media if the task takes
-    none.
+    `values` are the task's initial values by section (None: those that do not depend on the data); a task without a preparation has
+    all keys at their defaults. Raises UserError for an unknown task, and for media if the task takes none.
     """
     kind = config_class(task, "--task")
     preparation = preparation_class(task)
     if preparation is None and source is not None:
         raise unsupported_task(task, "init --videos")
-    preset = {} if preparation is None else preparation.starting_values(name, source)
-    values: dict[str, Any] = {"name": name, "output": "runs", "seed": 0, **preset}
+    if values is None:
+        values = {} if preparation is None else preparation.starting_values(name, source)
+    shown: dict[str, Any] = {"name": name, **values}
     if task != default_of(RunConfig.model_fields["task"]):  # the default of a config without the key
-        values["task"] = task
+        shown["task"] = task
     fields = dict(sections(kind))
+    lines = [editor_line(kind)] if editor_line(kind) else []
+    if full:
+        shown = {"output": "runs", "seed": 0, **shown}
+        return "\n".join([*lines, *_full_lines(fields, shown, preparation is not None)]) + "\n"
+    for section, keys in SHORT_KEYS.items():
+        if section in fields and section_options(fields[section]):
+            model = section_options(fields[section])[0]
+            defaults = {key: default_of(model.model_fields[key]) for key in keys if key in model.model_fields}
+            shown[section] = {**defaults, **shown.get(section, {})}
+    own = [] if preparation is not None else [key for key in fields if key not in RunConfig.model_fields]
+    lines += [
+        f"# A run of mmspeed {__version__}: the keys that people change. `mmspeed init --full` writes every key.",
+        (PREPARED if preparation is not None else PLAIN)[0],
+    ]
+    gap = True  # before the next key
+    for key, field in fields.items():
+        if key in shown:
+            text = _short(key, field, shown[key], "")
+        elif key in own:
+            text = _render(key, field, None, "")
+        else:
+            continue
+        lines += ["", *text] if gap or len(text) > 1 else text
+        gap = len(text) > 1
+    return "\n".join(lines) + "\n"
+
+
+def _full_lines(fields: Mapping[str, FieldInfo], values: dict[str, Any], prepared: bool) -> list[str]:
+    """The lines of a file with every key."""
     for section, key in FIRST_KEYS.items():
         if section in fields and section not in values:
             model = section_options(fields[section])[0]
             values[section] = {key: default_of(model.model_fields[key])}
     lines = [
         f"# A run of mmspeed {__version__}. Lines behind a bare # show defaults; remove the # to change one.",
-        *(PREPARED if preparation is not None else PLAIN),
+        *(PREPARED if prepared else PLAIN),
     ]
     for key, field in fields.items():
         lines += ["", *_render(key, field, values.get(key), "")]
-    return "\n".join(lines) + "\n"
+    return lines
+
+
+def _short(key: str, field: FieldInfo, value: Any, indent: str) -> list[str]:
+    """A set key's lines, without those at their defaults; its sentence stands behind it if there is room."""
+    sentence, options = field.description or "", section_options(field)
+    if isinstance(value, Mapping) and options:
+        chosen = next((o for o in options if len(options) == 1 or kind_of(o) == value["kind"]), options[0])
+        parts = {name: chosen.model_fields[name] for name in value}
+        if len(value) > 1 or not all(_is_plain(item) for item in value.values()):
+            inner = [line for name, part in parts.items() for line in _short(name, part, value[name], indent + "  ")]
+            return [f"{indent}{key}:", *inner]
+        ((name, item),) = value.items()
+        return [_behind(f"{indent}{key}: {{{name}: {show_value(item)}}}", parts[name].description or "")]
+    if is_list(field) and value:
+        items = (_flow(item) if isinstance(item, Mapping) else show_value(item) for item in value)
+        return [_behind(f"{indent}{key}:", sentence), *(f"{indent}  - {item}" for item in items)]
+    return [_behind(f"{indent}{key}: {show_value(value)}", sentence)]
+
+
+def _is_plain(value: Any) -> bool:
+    return not isinstance(value, Mapping | list | tuple)
+
+
+def _flow(values: Mapping[str, Any]) -> str:
+    return "{" + ", ".join(f"{key}: {show_value(value)}" for key, value in values.items()) + "}"
+
+
+def _behind(line: str, sentence: str) -> str:
+    """The line with a sentence behind it: all of it, or its first part, or none if there is no room."""
+    first = sentence.split(". ")[0].rstrip(".")
+    for text in (sentence, f"{first}.", f"{first.split(', ')[0]}."):
+        if len(line) + 3 + len(text) <= LONGEST_LINE:
+            return f"{line}  # {text}"
+    return line
 
 
 def _render(key: str, field: FieldInfo, value: Any, indent: str) -> list[str]:

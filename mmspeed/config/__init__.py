@@ -1,5 +1,6 @@
 """Configuration: YAML to pydantic, unknown keys forbidden, dotted overrides."""
 
+from .json_schema import json_schema
 from .load import (
     all_fields,
     dump_config,
@@ -21,6 +22,7 @@ __all__ = [
     "RunConfig",
     "all_fields",
     "dump_config",
+    "json_schema",
     "load_config",
     "load_record",
     "load_run_config",

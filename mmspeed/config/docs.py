@@ -1,6 +1,6 @@
-"""Generate `docs/config.md` from the schema's fields: `python -m mmspeed.config.docs` writes it, `--check` compares.
+"""Generate `docs/config.md` and the JSON schema for editors from the fields: `python -m mmspeed.config.docs`; `--check` compares.
 
-The template of `mmspeed init` uses the same functions to show a field's type and default.
+The files of `mmspeed init` use the same functions to show a field's type and default.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from .json_schema import SHIPPED, schema_text
 from .load import _models_of, sections
 from .schema import Config
 
@@ -29,10 +30,11 @@ HEADER = """\
 
 <!-- Made from mmspeed/config/schema.py by `python -m mmspeed.config.docs`; edit the fields there, not this file. -->
 
-A run is described by one YAML file. `mmspeed init my-run` writes one with every key in it, and
+A run is described by one YAML file. `mmspeed init my-run --full` writes one with every key in it, and
 `mmspeed train my-run.yaml --print-config` shows the whole resolved configuration. Any key can be overridden behind
 the file's name: `mmspeed train my-run.yaml train.lr=2e-4 data.buckets.0.frames=33`. Unknown keys are errors. Relative
-paths are taken from the folder of the file.
+paths are taken from the folder of the file. `mmspeed/assets/config.schema.json` is the JSON schema for editors, which
+`mmspeed.config.json_schema()` returns.
 
 `[]` marks a list, `(name)` the choice of `kind` that a key belongs to. Keys without a default must be given.
 """
@@ -172,19 +174,23 @@ def _table(title: str, prefix: str, intro: str, fields: dict[str, FieldInfo]) ->
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write or compare the file; the exit code is 1 when `--check` finds it out of date."""
-    parser = argparse.ArgumentParser(prog="python -m mmspeed.config.docs", description="Write docs/config.md.")
-    parser.add_argument("--check", action="store_true", help="compare only; exit with 1 when the file is out of date")
-    parser.add_argument("--output", type=Path, default=TARGET, help="file to write or compare")
+    """Write or compare the files; the exit code is 1 when `--check` finds one out of date."""
+    parser = argparse.ArgumentParser(
+        prog="python -m mmspeed.config.docs", description="Write docs/config.md and the JSON schema for editors."
+    )
+    parser.add_argument("--check", action="store_true", help="compare only; exit with 1 when a file is out of date")
+    parser.add_argument("--output", type=Path, default=TARGET, help="page to write or compare")
+    parser.add_argument("--schema", type=Path, default=SHIPPED, help="JSON schema to write or compare")
     args = parser.parse_args(argv)
-    text = generate()
-    if not args.check:
-        args.output.write_text(text, encoding="utf-8")
-        return 0
-    if args.output.exists() and args.output.read_text(encoding="utf-8") == text:
-        return 0
-    print(f"{args.output} is out of date: run `make docs`", file=sys.stderr)
-    return 1
+    stale = []
+    for path, text in ((args.output, generate()), (args.schema, schema_text())):
+        if not args.check:
+            path.write_text(text, encoding="utf-8")
+        elif not path.exists() or path.read_text(encoding="utf-8") != text:
+            stale.append(str(path))
+    if stale:
+        print(f"{' and '.join(stale)} out of date: run `make docs`", file=sys.stderr)
+    return 1 if stale else 0
 
 
 if __name__ == "__main__":

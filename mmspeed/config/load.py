@@ -143,7 +143,7 @@ def make_run_config(
     refuse_old(tree_copy, origin)
     task = tree_copy.get("task", "video")
     kind = config_class(task, origin)
-    for section, default in _DEFAULT_KINDS.items():
+    for section, default in DEFAULT_KINDS.items():
         field = kind.model_fields.get(section)
         options = _models_of(field.annotation) if field is not None else []
         if any("kind" in option.model_fields for option in options) and isinstance(tree_copy.get(section), dict):
@@ -288,11 +288,23 @@ _PLAIN = {  # in place of pydantic's words that mean nothing in YAML
     "model_type": "must be a section of keys",
     "dict_type": "must be a section of keys",
 }
-_DEFAULT_KINDS = {"vae": "linear", "text": "minilm", "objective": "flow"}
+# Keys that people look for and that do not exist, with the way to what they want.
+_ELSEWHERE = {
+    "model.pretrained": (
+        "`train.start_from` begins with the weights of a run; models of diffusers and transformers train in your own loop "
+        "(docs/any-model.md)"
+    ),
+    "lora": "adapters train in your own loop, with peft (docs/adding-a-model.md)",
+}
+DEFAULT_KINDS = {"vae": "linear", "text": "minilm", "objective": "flow"}
 
 
 def _suggest(loc: list[Any], full_loc: tuple[Any, ...], kind: type[RunConfig], own_task: str) -> str:
-    """A hint for an unknown key: the task that has it, else the nearest key in the same section, else in the whole tree."""
+    """A hint for an unknown key: the way to what it would do, the task that has it, or the nearest key, in its section first."""
+    key = str(loc[-1])
+    elsewhere = _ELSEWHERE.get(".".join(map(str, loc))) or _ELSEWHERE.get(key)
+    if elsewhere is not None and own_task == "video":
+        return f": {elsewhere}"
     if len(loc) == 1:
         for task, other in _other_configs(kind):
             if any(loc[0] == (f.alias or name) for name, f in other.model_fields.items()):
@@ -302,7 +314,6 @@ def _suggest(loc: list[Any], full_loc: tuple[Any, ...], kind: type[RunConfig], o
         if any(path == re.sub(r"\(\w+\)|\[\]", "", known) for known, _ in all_fields(other)):
             return f", which is a key of the task {task}; this config is of the task {own_task}"
     section = _section_at(kind, [part for part in full_loc[:-1] if not isinstance(part, int)])
-    key = str(loc[-1])
     if section is not None:
         hint = nearest(key, [f.alias or name for name, f in section.model_fields.items()])
         if hint:

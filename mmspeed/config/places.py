@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from pathlib import Path
+
+_REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+]+:/")
 
 
 def is_url(place: str | Path) -> bool:
@@ -16,3 +19,17 @@ def mirror_folder(url: str, base: str | Path | None = None) -> Path:
     """The local folder for the fetched files of a remote cache: under `base`, else $MMSPEED_CACHE, else `~/.cache/mmspeed`."""
     parent = base or os.environ.get("MMSPEED_CACHE") or "~/.cache/mmspeed"
     return Path(parent).expanduser() / hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:32]
+
+
+def absent_hint(path: str | Path) -> str:
+    """Advice about media at a path where nothing is: remote addresses, and what looks like a hub id, are copied to a folder first."""
+    if _REMOTE.match(str(path)):
+        return "is a remote address, and media are read from disk: copy or mount it, and name the folder"
+    folder = Path(path)
+    if not folder.suffix and not folder.parent.exists() and folder.parent.parent.is_dir():
+        name = "/".join(folder.parts[-2:])
+        return (
+            "does not exist; correct the path, or, if it is the id of a data set on the hub, download it and name the folder: "
+            f"`hf download --repo-type dataset {name} --local-dir {folder.name}`"
+        )
+    return "does not exist; correct the path"

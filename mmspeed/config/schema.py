@@ -464,7 +464,10 @@ class Config(RunConfig):
             return joined(base, name) if is_path else name
 
         data, vae, text = self.data, self.vae, self.text
-        sources = tuple(source.model_copy(update={"path": joined(base, source.path)}) for source in data.sources)
+        places = [source.path if is_url(source.path) else joined(base, source.path) for source in data.sources]
+        sources = tuple(
+            source.model_copy(update={"path": place}) for source, place in zip(data.sources, places, strict=True)
+        )
         cache = data.cache if is_url(data.cache) else joined(base, data.cache)
         changes: dict[str, Any] = {"data": data.model_copy(update={"sources": sources, "cache": cache})}
         if isinstance(vae, DiffusersVaeConfig):

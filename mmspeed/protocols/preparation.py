@@ -38,6 +38,14 @@ class Preparation(Protocol):
         """
         ...
 
+    @classmethod
+    def fitted_values(cls, name: str, videos: str, folder: Path) -> tuple[Mapping[str, Any], Sequence[str]]:
+        """The sections of `starting_values` fitted to the data, with keys of shared sections if they depend on it; and findings in lines.
+
+        folder: the config file's, from which relative paths are taken. Raises UserError where the data cannot be trained on.
+        """
+        ...
+
     def check(
         self, page: Path | None = None, suggest_buckets: int | None = None, ranks: Sequence[int] | None = None
     ) -> CheckOutcome:

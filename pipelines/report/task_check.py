@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from mmspeed.config import RunConfig
-from mmspeed.device import Device
+from mmspeed.device import Device, devices_here
 from mmspeed.errors import UserError
 from mmspeed.log import format_seconds
 from mmspeed.loop.checkpoint.storage import steps_in
@@ -20,8 +20,6 @@ from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.pipelines.tasks import make_task
 from mmspeed.pipelines.tuning.memory_estimate import plan_memory
 from mmspeed.protocols import Models, RunPlace, StepData, Task, blocks_of, shape_words, trainable
-
-RANKS = (1, 8, 64)  # numbers of devices for which micro-batches are shown
 
 
 @dataclass
@@ -46,7 +44,7 @@ class TaskReport:
 def check_task(config: RunConfig, ranks: Sequence[int] | None = None, task: Task | None = None) -> TaskReport:
     """Open a task's data on the CPU, build its models without computing, and describe a run of the config.
 
-    Micro-batches are shown for each number of devices in `ranks` (None: 1, 8 and 64, where the layout allows them). `task`: None: the
+    Micro-batches are shown for each number of devices in `ranks` (None: those of this machine). `task`: None: the
     config's. Raises UserError where the task cannot open its data, for a model that lacks part of its protocol, and for a policy of a
     region that its blocks do not have.
     """
@@ -117,11 +115,11 @@ def _report_steps(report: TaskReport, config: RunConfig, task: Task, place: RunP
 
 def _report_ranks(report: TaskReport, config: RunConfig, task: Task, ranks: Sequence[int] | None) -> None:
     """Report the micro-batches of the first step on each number of devices, and requested numbers that the layout does not allow."""
-    for world in RANKS if ranks is None else ranks:
+    for world in [devices_here(config.device.kind, config.parallel.group)] if ranks is None else ranks:
         try:
             config.parallel.check_world(world)
         except UserError as error:
-            report.problems += [] if ranks is None else [str(error)]
+            report.problems.append(str(error))
             continue
         groups = world // config.parallel.group
         place = RunPlace(Device("cpu", 0), world=world, groups=groups, dealt=world, folder=config.run_dir)

@@ -129,7 +129,7 @@ class RunFolder:
         return recorded_version(record, place)
 
     def check_same(self, config: RunConfig) -> list[str]:
-        """Sections that differ from the run's own config.
+        """Keys that differ from the run's own config, such as `train.steps`.
 
         Raises UserError for a run of another task, and when one of `fixed_on_resume` differs.
         """
@@ -141,7 +141,7 @@ class RunFolder:
                 f"{self.root} is a run of the task {recorded.task}, and this config is of the task {config.task}: choose another `name`"
             )
         before, now = recorded.model_dump(by_alias=True), config.model_dump(by_alias=True)
-        changed = _differing(before, now)
+        changed = _differing_keys(before, now)
         for section, key in config.free_on_resume:
             for tree in (before, now):
                 tree.get(section, {}).pop(key, None)
@@ -176,6 +176,18 @@ class RunFolder:
 def _differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Keys whose values have changed."""
     return [name for name in now if before.get(name) != now[name]]
+
+
+def _differing_keys(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
+    """Dotted keys whose values have changed, inside sections too; a list counts as one value."""
+    keys = []
+    for name in _differing(before, now):
+        old, new = before.get(name), now[name]
+        if isinstance(old, dict) and isinstance(new, dict):
+            keys += _differing_keys(old, new, f"{prefix}{name}.") or [f"{prefix}{name}"]
+        else:
+            keys.append(f"{prefix}{name}")
+    return keys
 
 
 def sync_file(path: Path) -> None:

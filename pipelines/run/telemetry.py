@@ -104,9 +104,7 @@ def make_trackers(config: RunConfig, folder: Path) -> list[Any]:
     trackers = []
     for name in config.trackers:
         if not filter_trackers(name, str(folder)):
-            raise UserError(
-                f"trackers: {name} is not installed; `pip install mmspeed[{name}]`, or take it off the list"
-            )
+            raise UserError(f"trackers: {name} is not installed; `pip install {name}`, or take it off the list")
         kind = LOGGER_TYPE_TO_CLASS[name]
         arguments = (config.name, str(folder / "trackers")) if kind.requires_logging_directory else (config.name,)
         tracker = kind(*arguments)

@@ -78,7 +78,7 @@ def import_ray() -> Any:
         import ray
         import ray.data
     except ImportError as error:
-        raise UserError(f"--ray needs Ray Data ({error}): pip install 'mmspeed[ray]'") from None
+        raise UserError(f"--ray needs Ray Data ({error}): pip install 'ray[data]'") from None
     return ray
 
 

@@ -128,7 +128,7 @@ def source_events(
         probe = worker.open(source, int(data.max_file_mb * 1e6), data.max_pixels, limit)
         identify = recipe.contents.id_of
         selected = select_clips(source, probe, data, config.preprocess.full_hash, seed, identify, recipe.rules)
-        clips, dropped = _without_repeats(selected, data.max_repeated)
+        clips, dropped = without_repeats(selected, data.max_repeated)
         if wanted is not None:
             recipe.contents.remember(source, clips[0].content_id)
     except (Rejected, OSError) as error:
@@ -143,7 +143,7 @@ def source_events(
     yield Finished(source)
 
 
-def _without_repeats(clips: Sequence[Clip], max_repeated: float) -> tuple[tuple[Clip, ...], tuple[Rejection, ...]]:
+def without_repeats(clips: Sequence[Clip], max_repeated: float) -> tuple[tuple[Clip, ...], tuple[Rejection, ...]]:
     """The clips that do not repeat too many frames, and the rejections of the others. Raises Rejected if all do."""
     refused = {number: why for number, clip in enumerate(clips) if (why := repeats_too_much(clip, max_repeated))}
     if len(refused) == len(clips):

@@ -83,7 +83,7 @@ def check(
 ) -> CheckReport:
     """Probe every source, compare with the cache, estimate size and cost, and write the page (None: its default path).
 
-    The schedule is shown for each number of devices in `ranks` (None: 1, 8 and 64, if a step has work for them). With
+    The schedule is shown for each number of devices in `ranks` (None: those of this machine). With
     `suggest_buckets` the lines end with that many buckets that suit the sources. Decodes only the page's few thumbnails and
     loads no weights. Raises UserError if sources or encoders cannot be found, or the page cannot be written.
     """

@@ -245,7 +245,7 @@ def cost_lines(config: Config, costs: Costs) -> list[str]:
         )
     lines += costs.degrees
     lines += [
-        f"  bucket {row.bucket}: {row.tokens} tokens, {format_figure(row.flops / 1e9)} GFLOP forward and backward for a sample"
+        f"  bucket {row.bucket}: {row.tokens} tokens of the model, {format_figure(row.flops / 1e9)} GFLOP forward and backward for a sample"
         for row in costs.buckets
         if row.train or row.val
     ]

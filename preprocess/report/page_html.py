@@ -262,7 +262,7 @@ def _buckets(page: DataPage) -> str:
         "clips",
         "pixels lost",
         "frames lost",
-        "tokens",
+        "tokens of the model",
         "GFLOP a sample",
     )
     return (

@@ -22,12 +22,12 @@ from mmspeed.data.sampling.mixture import SamplePool, over_largest
 from mmspeed.data.sampling.order import Order, TrainingStage
 from mmspeed.data.sampling.schedule import EpochSchedule
 from mmspeed.data.sampling.weighting import gradient_shares
+from mmspeed.device import devices_here
 from mmspeed.errors import UserError
 from mmspeed.preprocess.records.caption_lengths import CaptionLengths
 from mmspeed.protocols import ShapeClass
 
 Array = npt.NDArray[Any]
-WORLDS = (1, 8, 64)  # numbers of devices shown by default
 POINTS = 200  # of a curve
 UNITS = {"samples": "TFLOP", "tokens": "tokens", "flops": "TFLOP", "time": "s"}  # of a cost, by batching.by
 
@@ -134,10 +134,8 @@ class SchedulePreview:
 
 
 def usual_worlds(config: Config) -> tuple[int, ...]:
-    """The default numbers of devices to show: those that a step of the config has work for."""
-    slots = config.train.samples_per_step if config.batching.by == "samples" else config.batching.slots
-    fitting = [world for world in WORLDS if world % config.parallel.group == 0] or [config.parallel.group]
-    return tuple(world for world in fitting if slots is None or world <= slots) or (config.parallel.group,)
+    """The default number of devices to show: those of this machine, or as many as the layout needs."""
+    return (devices_here(config.device.kind, config.parallel.group),)
 
 
 def preview_schedule(
@@ -153,7 +151,7 @@ def preview_schedule(
     Args:
         groups: the number of training samples of each (bucket, data set).
         costs: the costs of one sample, by the model's own count.
-        worlds: numbers of devices; None: the usual ones.
+        worlds: numbers of devices; None: those of this machine.
         measured: measurements, for `batching.by: time`.
         captions: distribution of lengths, for the share of padding.
 

@@ -11,6 +11,7 @@ import os
 import re
 from typing import Any, BinaryIO
 
+from mmspeed.config.places import absent_hint
 from mmspeed.config.schema import DataConfig, SourceConfig
 from mmspeed.errors import UserError
 from mmspeed.preprocess.sources.captions import MAX_CAPTION_BYTES, is_missing, strings
@@ -72,7 +73,7 @@ def _paths(config: SourceConfig) -> list[str]:
     pattern = "*".join(glob.escape(part) for part in config.path.split("*"))
     paths = sorted(glob.glob(pattern)) if "*" in config.path else []
     if not paths:
-        raise UserError(f"data.sources: {config.path} does not exist; correct the path")
+        raise UserError(f"data.sources: {config.path} {absent_hint(config.path)}")
     return paths
 
 

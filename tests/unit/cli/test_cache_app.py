@@ -43,7 +43,7 @@ def test_stat(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "unused: 1 entries that no sample refers to",
         "left by killed writers: 1 files",
         "small shards: latents/005x0016x0032",
-        "tokens of a latent:\n    16 ############################## 13 latents",
+        "tokens of the latent:\n    16 ############################## 13 latents",
     ):
         assert part in text, part
     assert main(["cache", "stat", str(root), "--json"]) == 0

@@ -61,6 +61,11 @@ class ToyPreparation:
     def starting_values(cls, name: str, videos: str | None) -> Mapping[str, Any]:
         return {"corpus": {"path": videos or f"{name}.txt"}}
 
+    @classmethod
+    def fitted_values(cls, name: str, videos: str, folder: Path) -> tuple[Mapping[str, Any], Sequence[str]]:
+        length = len((folder / videos).read_text(encoding="utf-8"))
+        return {"corpus": {"path": videos, "length": length}}, [f"toy: {length} characters"]
+
     def check(
         self, page: Path | None = None, suggest_buckets: int | None = None, ranks: Sequence[int] | None = None
     ) -> ToyReport:
@@ -152,12 +157,19 @@ def test_problems_of_a_check_are_its_exit_code(prepared: list[Any], file: Path) 
     assert run(["check", str(file)]) == 1
 
 
-def test_init_writes_the_tasks_own_sections(prepared: list[Any], tmp_path: Path) -> None:
-    (tmp_path / "b.txt").write_text("b")
-    assert run(["init", str(tmp_path / "new"), "--task", "toy", "--videos", str(tmp_path / "b.txt")]) == 0
+def test_init_writes_the_tasks_own_sections(
+    prepared: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "b.txt").write_text("abc")
+    words = ["init", str(tmp_path / "new"), "--task", "toy", "--videos", str(tmp_path / "b.txt")]
+    assert run(words) == 0
+    assert "\ntoy: 3 characters\n" in capsys.readouterr().out
+    short = (tmp_path / "new.yaml").read_text(encoding="utf-8")
+    assert run([*words, "--full", "--force"]) == 0
     text = (tmp_path / "new.yaml").read_text(encoding="utf-8")
     config = load_run_config(tmp_path / "new.yaml")
     assert isinstance(config, ToyConfig) and config.corpus.path == "b.txt" and config.name == "new"
+    assert config.corpus.length == 3 and config == make_run_config(yaml.safe_load(short), base=tmp_path)
     assert config.memory == RunConfig().memory and "# Characters of an item." in text and "vae" not in text
     assert [line.split(":")[0] for line in text.splitlines() if line[:1].isalpha()][:3] == ["task", "name", "corpus"]
     assert yaml.safe_load(template("a", None, "toy"))["corpus"] == {"path": "a.txt"}
@@ -181,7 +193,7 @@ def test_a_command_that_a_task_does_not_have_says_so_in_one_line(
 
 def test_init_of_such_a_task_writes_its_keys(toy: None, tmp_path: Path) -> None:
     text = write_config(tmp_path / "new.yaml", task="toy").read_text(encoding="utf-8")
-    assert "\ntask: toy\n" in text and "\n#corpus: null\n" in text and "mmspeed preprocess" not in text
+    assert "\ntask: toy  # " in text and "\n#corpus: null\n" in text and "mmspeed preprocess" not in text
     with pytest.raises(UserError, match="'corpus' is missing"):
         load_run_config(tmp_path / "new.yaml")
     assert load_run_config(tmp_path / "new.yaml", ["corpus.path=a.txt"]).train == RunConfig().train

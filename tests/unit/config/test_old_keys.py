@@ -117,7 +117,7 @@ def test_a_run_folder_is_translated_and_logged_once(tmp_path: Path, caplog: pyte
     # a resumed run differs in nothing, whatever its record calls it, and writes today's keys
     assert folder.check_same(config) == []
     changed = make_config(yaml.safe_load(dump_config(config)), ["memory.activation_policy.mlp=save"])
-    assert folder.check_same(changed) == ["memory"]
+    assert folder.check_same(changed) == ["memory.activation_policy.mlp"]
     folder.write_start(config, {}, {})
     caplog.clear()
     assert folder.config() == config and not caplog.records

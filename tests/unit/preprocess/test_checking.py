@@ -48,6 +48,7 @@ def test_lines_and_page_say_what_is_there_and_what_is_missing(tmp_path: Path) ->
     assert "encoding missing entries: unknown until the first build" in before
     assert "bucket 5x32x48: 7 training samples" in before and "held out for validation: 1" in before
     assert "schedule: an epoch has 7 uses of 7 samples" in before
+    assert "tokens of the model, " in before, "those of a latent are told by `cache stat`"
     assert not config.cache_dir.exists(), "check writes nothing into the cache"
     assert report.page == default_path(config) and f"page: {report.page}" in before
     page = page_of(config)

@@ -23,7 +23,7 @@ from mmspeed.preprocess.records.statistics import DataStatistics
 from mmspeed.preprocess.report.costs import estimate, hints
 from mmspeed.preprocess.report.page_html import DataPage, render
 from mmspeed.preprocess.report.page_schedule import schedule_section
-from mmspeed.preprocess.report.schedule_preview import POINTS, SchedulePreview, preview_schedule
+from mmspeed.preprocess.report.schedule_preview import POINTS, SchedulePreview, preview_schedule, usual_worlds
 from mmspeed.preprocess.report.schedule_text import preview_hints, preview_lines, stage_tables, training_table
 from mmspeed.shapes import Strides
 from tests.support.runs import small_config
@@ -219,6 +219,10 @@ def test_the_command_shows_the_numbers_of_devices_it_is_asked_for(
     assert "schedule: an epoch has 7 uses of 7 samples" in out and "by 4 devices (some compute nothing at all)" in out
     rows = [line.split() for line in out.splitlines() if line.startswith("    ")]
     assert ["1", "3", "2.3"] in [row[:3] for row in rows] and ["4", "3", "2.3"] in [row[:3] for row in rows]
+    assert run(["check", str(file)]) == 0
+    here = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("    ")]
+    assert ["1", "3", "2.3"] in [row[:3] for row in here] and ["8"] not in [row[:1] for row in here]
+    assert usual_worlds(small_config(tmp_path, "parallel.ulysses=2")) == (2,), "as many as the layout needs"
     assert run(["check", str(file), "--ranks", "4,none"]) == 1
     assert "--ranks is '4,none'" in capsys.readouterr().err
     assert numbers_of("64,8,8") == [8, 64]

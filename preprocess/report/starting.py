@@ -1,0 +1,237 @@
+"""`mmspeed init --videos`: probe the media, and fit frame rate, buckets and held-out share of a new config to them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mmspeed.config import Bucket, Config, make_config
+from mmspeed.errors import UserError
+from mmspeed.log import ProgressLine
+from mmspeed.preprocess.decoding.clips import Clip, select_clips, split_of
+from mmspeed.preprocess.decoding.pool import DecodePool, Failed, Selected, without_repeats
+from mmspeed.preprocess.decoding.probe import Probe
+from mmspeed.preprocess.decoding.windows import frames_available
+from mmspeed.preprocess.records.source_shapes import SourceShapes
+from mmspeed.preprocess.report.suggest import BucketGrid, BucketOutcome, grid_of, suggest
+from mmspeed.preprocess.sources.discover import list_sources
+from mmspeed.preprocess.sources.rejections import Reason, Rejected, Rejection
+from mmspeed.preprocess.sources.source import Source
+
+MOST_PROBED = 512  # sources; of more, so many are probed, evenly spaced over the listing
+MOST_BUCKETS = 6
+NEARLY_ALL = 0.98  # of what the most buckets keep; fewer buckets that keep this are better
+FRAMES = 13  # of the longest bucket; three latent frames after the first
+# Height and width of the first model's largest bucket, then of smaller ones for media that do not fill it.
+SIZES = ((96, 160), (80, 128), (64, 112), (48, 80), (32, 64), (32, 48), (16, 32), (16, 16))
+RATES = (8.0, 12.0, 16.0, 24.0, 30.0)  # frames per second; the lowest at which clips fill the longest bucket
+HELD_OUT = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)  # shares, of which the first that is enough is taken
+ENOUGH, ONE_IN = 16, 12  # samples held out are enough, or this part of a small set
+PROMPT_CHARS = 200  # longer captions are prompts only where there are no others
+_NO_SOURCE = (Reason.NOT_MEDIA, Reason.ORPHAN_CAPTION)  # rejected files that are no media
+_NAMES = 2  # rejected sources named for each reason
+
+
+@dataclass(frozen=True)
+class DataFit:
+    """The values that suit a data set, and the sources that preprocessing then encodes.
+
+    `usable`, `held_out` and `clips` (of each bucket) count the `probed` sources; `listed` are all with captions, and `rejections`
+    those of the listing and of the probed ones. Files that turn out damaged while they are decoded are not known yet.
+    """
+
+    fps: float
+    buckets: tuple[Bucket, ...]
+    clips: tuple[int, ...]
+    val_fraction: float
+    held_out: int
+    prompts: tuple[str, ...]
+    usable: int
+    probed: int
+    listed: int
+    rejections: tuple[Rejection, ...] = field(repr=False)
+
+    @property
+    def sources(self) -> int:
+        """The number of media, with captions or without."""
+        return self.listed + self._unlisted
+
+    @property
+    def _unlisted(self) -> int:
+        """Media that the listing rejected; each probed source is usable or rejected."""
+        return len(self.rejections) - (self.probed - self.usable)
+
+    def values(self) -> dict[str, dict[str, Any]]:
+        """The fitted keys, by section, as a config holds them."""
+        buckets = [{"frames": b.frames, "height": b.height, "width": b.width} for b in self.buckets]
+        data = {"fps": self.fps, "buckets": buckets, "val_fraction": self.val_fraction}
+        return {"data": data, "validate": {"prompts": list(self.prompts)}}
+
+    def headline(self) -> str:
+        """One line: `13 of 16 usable` and the reasons for the rest; if only a part is probed, an estimate for all."""
+        reasons = Counter(str(rejection.reason) for rejection in self.rejections)
+        why = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items(), key=lambda item: -item[1]))
+        why = f" ({why})" if why else ""
+        if self.probed == self.listed:
+            return f"{self.usable} of {self.sources} usable{why}"
+        usable = round(self.usable / self.probed * self.listed)
+        return f"about {usable:,} of {self.sources:,} usable, by {self.probed:,} that were probed{why}"
+
+    def lines(self) -> list[str]:
+        """The outcome for a person: the headline, the buckets, what is held out, and examples of what is rejected."""
+        lines = [f"sources: {self.headline()}"]
+        lines += [f"  bucket {b}: {count}" for b, count in zip(self.buckets, self.clips, strict=True)]
+        lines.append(f"  fps {self.fps:g}; held out for validation: {self.held_out}")
+        for reason in dict.fromkeys(rejection.reason for rejection in self.rejections):
+            names = [r.source for r in self.rejections if r.reason == reason]
+            more = ", ..." if len(names) > _NAMES else ""
+            lines.append(f"  {reason}: {', '.join(names[:_NAMES])}{more} ({reason.explanation})")
+        return lines
+
+
+def fit_data(path: str | Path, seed: int = 0, most: int = MOST_PROBED) -> DataFit:
+    """Probe the media at `path` (a folder, manifest, tar or pattern of tars) and fit a first config to them.
+
+    At most `most` sources are probed, none is decoded whole. `seed` is that of the config, which decides what is held out. Raises
+    UserError if there are no media, and if none is usable.
+    """
+    if most < 1:
+        raise UserError(f"most is {most}: probe 1 source or more")
+    config = _config(str(path), 8.0, [Bucket(FRAMES, *SIZES[0])])
+    listing = list_sources(config.data)
+    unlisted = [rejection for rejection in listing.rejections if rejection.reason not in _NO_SOURCE]
+    sources = _spread(listing.sources, most)
+    probes, failed = _probe(config, sources)
+    fps = fit_rate([probe for _, probe in probes])
+    grid = grid_of(config)
+    outcome = fit_buckets([probe for _, probe in probes], fps, grid) if probes else None
+    if outcome is None or not outcome.buckets:
+        raise _unusable(path, [*unlisted, *failed, *(_misfit(source, probe) for source, probe in probes)])
+    config = _config(str(path), fps, outcome.buckets)
+    selected: list[tuple[Source, Clip]] = []
+    for source, probe in probes:
+        try:
+            clips = select_clips(source, probe, config.data, config.preprocess.full_hash, seed)
+            clips, _ = without_repeats(clips, config.data.max_repeated)
+        except Rejected as error:
+            failed.append(error.of(source.name))
+        else:
+            selected.append((source, clips[0]))
+    if not selected:
+        raise _unusable(path, [*unlisted, *failed])
+    taken = Counter(clip.bucket for _, clip in selected)
+    # the first video bucket is the shape of samples, so the one with most clips comes first
+    buckets = tuple(sorted(taken, key=lambda bucket: (bucket.is_image, -taken[bucket], bucket)))
+    val_fraction, held_out = fit_held_out(config, selected, seed)
+    return DataFit(
+        fps=fps,
+        buckets=buckets,
+        clips=tuple(taken[bucket] for bucket in buckets),
+        val_fraction=val_fraction,
+        held_out=held_out,
+        prompts=choose_prompts([source for source, _ in selected]),
+        usable=len(selected),
+        probed=len(sources),
+        listed=len(listing.sources),
+        rejections=(*unlisted, *failed),
+    )
+
+
+def fit_rate(probes: Sequence[Probe]) -> float:
+    """Frames per second for the clips: the lowest of `RATES` at which half of the videos fill the longest bucket.
+
+    It is no higher than the rate that two thirds of the videos have, so that few frames are repeated. Without videos, the lowest.
+    """
+    videos = [probe for probe in probes if len(probe.pts_seconds) > 1]
+    if not videos:
+        return RATES[0]
+    usual = sorted(probe.fps for probe in videos)[len(videos) // 3]
+    rates = [rate for rate in RATES if rate <= usual * 1.01] or [round(min(usual, RATES[0]), 3)]
+    for rate in rates:
+        if sum(frames_available(probe.pts_seconds, rate) >= FRAMES for probe in videos) * 2 >= len(videos):
+            return rate
+    return rates[-1]
+
+
+def fit_buckets(probes: Sequence[Probe], fps: float, grid: BucketGrid) -> BucketOutcome:
+    """The fewest buckets, of at most `MOST_BUCKETS`, that take as many sources as the most do and keep nearly as much of them."""
+    shapes = SourceShapes(FRAMES)
+    for probe in probes:
+        shapes.add_probe(probe, fps)
+    smallest = min(probe.width * probe.height for probe in probes)
+    larger = sum(math.prod(size) * 2 > smallest for size in SIZES)  # than what the smallest picture covers in any shape
+    sizes = SIZES[: larger + 1]
+    images, videos = ([p for p in probes if (len(p.pts_seconds) == 1) == kind] for kind in (True, False))
+    present = [Bucket(FRAMES, *size) for size in sizes if videos] + [Bucket(1, *size) for size in sizes if images]
+    best = suggest(shapes.cells(), present, grid, MOST_BUCKETS, allow_upscale=False).suggested
+    for number in range(1, MOST_BUCKETS):
+        fewer = suggest(shapes.cells(), present, grid, number, allow_upscale=False).suggested
+        if fewer.rejected <= best.rejected and fewer.kept >= NEARLY_ALL * best.kept:
+            return fewer
+    return best
+
+
+def fit_held_out(config: Config, selected: Sequence[tuple[Source, Clip]], seed: int) -> tuple[float, int]:
+    """`data.val_fraction` and the number of these sources that it holds out; 0 if the manifest marks some, or if they are too few."""
+    marked = sum(source.split == "val" for source, _ in selected)
+    if marked:
+        return 0.0, marked
+    wanted = min(ENOUGH, max(1, len(selected) // ONE_IN))
+    for share in HELD_OUT:
+        data = config.data.model_copy(update={"val_fraction": share})
+        held_out = sum(split_of(source, clip.content_id, data, seed) == "val" for source, clip in selected)
+        if wanted <= held_out < len(selected):
+            return share, held_out
+    return 0.0, 0
+
+
+def choose_prompts(sources: Sequence[Source]) -> tuple[str, ...]:
+    """Two different captions, from the first and the middle source; of videos and not too long, where there are such."""
+    videos = [source for source in sources if source.kind == "video"] or sources
+    captions = list(dict.fromkeys(source.captions[0] for source in videos))
+    short = [caption for caption in captions if len(caption) <= PROMPT_CHARS]
+    chosen = short if len(short) >= 2 else sorted(captions, key=len)[:2]
+    return tuple(dict.fromkeys((chosen[0], chosen[len(chosen) // 2])))
+
+
+def _config(path: str, fps: float, buckets: Sequence[Bucket]) -> Config:
+    """A config of the built-in codec and the smallest model, for this data set."""
+    shapes = [{"frames": b.frames, "height": b.height, "width": b.width} for b in buckets]
+    return make_config({"data": {"sources": [{"path": path}], "fps": fps, "buckets": shapes}}, origin=path)
+
+
+def _spread(sources: Sequence[Source], most: int) -> list[Source]:
+    """`most` of the sources, evenly spaced; all if they are no more."""
+    count = min(most, len(sources))
+    return [sources[number * len(sources) // count] for number in range(count)]
+
+
+def _probe(config: Config, sources: Sequence[Source]) -> tuple[list[tuple[Source, Probe]], list[Rejection]]:
+    """The sources that can be read, with their probes, and the others as rejections."""
+    probes: list[tuple[Source, Probe]] = []
+    failed: list[Rejection] = []
+    with DecodePool(config, sources) as pool, ProgressLine("probe", len(sources), "source") as line:
+        for event in pool.run(lambda clip: False):
+            if isinstance(event, Selected | Failed):
+                line.advance()
+                if event.probe is not None:
+                    probes.append((event.source, event.probe))
+                elif isinstance(event, Failed):
+                    failed.append(Rejection(event.source.name, event.rejected.reason, event.rejected.detail))
+    return probes, failed
+
+
+def _misfit(source: Source, probe: Probe) -> Rejection:
+    """The rejection of a probed source that no bucket can take: it is shorter than a latent step, or smaller than a token's patch."""
+    short = len(probe.pts_seconds) > 1 and min(probe.width, probe.height) >= SIZES[-1][0]
+    return Rejection(source.name, Reason.TOO_SHORT if short else Reason.TOO_SMALL)
+
+
+def _unusable(path: str | Path, rejections: Sequence[Rejection]) -> UserError:
+    reasons = Counter(rejection.reason for rejection in rejections)
+    why = "; ".join(f"{count} {reason}: {reason.explanation}" for reason, count in reasons.most_common(3))
+    return UserError(f"{path}: none of the {len(rejections)} media is usable ({why})")
