@@ -45,6 +45,7 @@ class Case:
     split_topics: bool = False  # queries of a rank attend to keys of the same rank only
 
 
+SEED = rng.Seed(0, 1)  # by the first generator, which the bounds of these tests were set with
 PARTS = {2: (60, 60), 4: (30, 30, 30, 30)}
 UNEVEN = {2: (71, 49), 4: (13, 40, 37, 30)}
 EMPTY = {2: (0, 120), 4: (50, 0, 70, 0)}
@@ -120,7 +121,7 @@ def positions() -> Tensor:
 def whole(case: Case) -> tuple[list[Tensor], Tensor | None]:
     """q, k, v, dout of the whole sequence, and the key mask."""
     tensors = [
-        rng.normal((BATCH, case.heads, TOKENS, WIDTH), 0, "sparse", name).to(getattr(torch, case.dtype))
+        rng.normal((BATCH, case.heads, TOKENS, WIDTH), SEED, "sparse", name).to(getattr(torch, case.dtype))
         for name in ("q", "k", "v", "dout")
     ]
     tensors[0] = tensors[0] * case.sharp
@@ -130,7 +131,7 @@ def whole(case: Case) -> tuple[list[Tensor], Tensor | None]:
         tensors[0], tensors[1] = tensors[0] + topic, tensors[1] + topic
     if not case.mask:
         return tensors, None
-    mask = rng.normal((BATCH, TOKENS), 0, "sparse", "mask") > -0.5
+    mask = rng.normal((BATCH, TOKENS), SEED, "sparse", "mask") > -0.5
     mask[0] = False  # a sample that sees nothing at all
     if case.mask == "blocks":  # nothing but the last part is seen by one sample
         mask[1] = False

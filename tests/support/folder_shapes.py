@@ -84,7 +84,7 @@ def csv_manifest(folder: Path) -> Path:
 
 def tars(folder: Path) -> Path:
     """Two webdataset tars, as a pattern; a sample of one has no caption."""
-    rows = copy_clips(folder / "media", range(8, 12))
+    rows = copy_clips(folder / "media", range(8, 14))
     _captions(folder / "media", rows[:-1])
     for number in range(2):
         with tarfile.open(folder / f"{number:05d}.tar", "w") as tar:
@@ -114,6 +114,6 @@ USABLE = {
     "flat_folder": (4, 7),
     "jsonl_manifest": (4, 6),
     "csv_manifest": (4, 4),
-    "tars": (3, 4),
+    "tars": (5, 6),
     "mixed_folder": (8, 9),
 }

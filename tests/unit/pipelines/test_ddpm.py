@@ -249,4 +249,4 @@ def test_weights_that_do_not_train_the_start_of_sampling_are_refused_unless_forc
         make_config({**tree, "objective": section | {"allow_zero_weight": "perhaps"}})
     # a run of a version that took it unasked goes on
     record, old_keys = translated({**tree, "objective": section})
-    assert make_config(record).objective == forced and not old_keys
+    assert make_config(record).objective == forced.model_copy(update={"weighting": "step"}) and not old_keys
