@@ -116,7 +116,10 @@ def gradients(folder: str, group: int, strategy: str) -> dict[str, Any]:
     return {"told": told, "grads": grads}
 
 
-@pytest.mark.parametrize(("world", "strategy"), [pytest.param(2, "ddp", marks=pytest.mark.slow), (4, "fsdp")])
+@pytest.mark.parametrize(
+    ("world", "strategy"),
+    [pytest.param(2, "ddp", marks=pytest.mark.slow), pytest.param(4, "fsdp", marks=pytest.mark.slow)],
+)
 def test_groups_and_images_take_the_step_of_one_process(home: Path, world: int, strategy: str) -> None:
     """Both ranks of a group compute the same videos at half weight, and images of their own: loss and every gradient agree."""
     (alone,) = run_ranks(gradients, 1, str(home), 1, "none")

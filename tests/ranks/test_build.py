@@ -84,7 +84,7 @@ def launch(config: Config, folder: Path, count: int, seconds: float = 120.0) -> 
     return [json.loads(file.read_text()) for file in files]
 
 
-@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("count", [pytest.param(count, marks=pytest.mark.slow) for count in (2, 3)])
 def test_launched_processes_make_the_same_bytes_as_one(one: Config, tmp_path: Path, count: int) -> None:
     made = another(one, tmp_path)
     reports = launch(made, tmp_path, count)
@@ -112,6 +112,7 @@ def test_parts_of_an_array_run_in_any_order_and_the_last_finishes(one: Config, t
     assert_same(made, one)
 
 
+@pytest.mark.slow
 def test_a_part_whose_entries_are_gone_is_not_trusted(one: Config, tmp_path: Path) -> None:
     made = another(one, tmp_path)
     CacheBuilder(made, "1/2").run()
@@ -123,6 +124,7 @@ def test_a_part_whose_entries_are_gone_is_not_trusted(one: Config, tmp_path: Pat
     assert_same(made, one)
 
 
+@pytest.mark.slow
 def test_two_commands_started_by_mistake_on_one_cache(one: Config, tmp_path: Path) -> None:
     made = another(one, tmp_path)
     log = tmp_path / "log.txt"

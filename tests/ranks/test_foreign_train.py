@@ -78,11 +78,11 @@ def groups(name: str, world: int) -> list[list[Combination]]:
 
 
 def parameters() -> list[Any]:
-    """(model, processes, number of a spawn): of each model the first spawn on two processes by default."""
+    """(model, processes, number of a spawn): the first spawn of Wan on two processes by default."""
     found = []
     for name, world in COVERS:
         for number in range(len(groups(name, world))):
-            marks = () if world == 2 and number == 0 else (pytest.mark.slow,)
+            marks = () if (name, world, number) == ("wan", 2, 0) else (pytest.mark.slow,)
             found.append(pytest.param(name, world, number, marks=marks, id=f"{name} on {world}, {number}"))
     return found
 

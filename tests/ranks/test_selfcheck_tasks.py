@@ -55,6 +55,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         pytest.param("dp_shard=2,dp_replicate=2", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_a_right_layout_passes(path: Path, layout: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(path), "--parallel", layout]) == 0
     text = capsys.readouterr().out

@@ -77,5 +77,5 @@ def test_number_of_ray_workers() -> None:
 
 def test_without_ray_the_command_to_install_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(UserError, match=r"pip install 'mmspeed\[ray\]'"):
+    with pytest.raises(UserError, match=r"pip install 'ray\[data\]'"):
         import_ray()

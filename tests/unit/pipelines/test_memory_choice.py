@@ -319,6 +319,7 @@ def test_a_plan_of_several_devices_divides(tmp_path: Path) -> None:
     assert spread(whole, config_of(tmp_path), 1) is whole
 
 
+@pytest.mark.slow
 def test_a_plan_offloads_where_copies_hide(tmp_path: Path) -> None:
     config = config_of(tmp_path, "memory.offload_from=16KiB")
     step, task = MicroBatchSize(config.buckets[0], 1, False), task_of(config)

@@ -165,6 +165,7 @@ def staged_config(folder: Path) -> Config:
     return make_config(tree, [STAGES], origin="test")
 
 
+@pytest.mark.slow
 def test_stages_and_shares(tmp_path: Path) -> None:
     """Entries are encoded when a stage first uses them; those that no stage has used, at the end of the first epoch."""
     here, there = staged_config(tmp_path / "online"), staged_config(tmp_path / "off")
