@@ -31,7 +31,7 @@ _COLOURS = {"red": (220, 40, 40), "green": (40, 180, 40), "blue": (40, 40, 220)}
 _GREY, _GREY_STEP = 16, 6
 _QUALITY: dict[str, dict[str, str]] = {
     "libx264": {"crf": "12"},
-    "libx265": {"crf": "12", "x265-params": "log-level=none"},
+    "libx265": {"crf": "12", "x265-params": "log-level=none:pools=none:frame-threads=1"},
     "libvpx": {"crf": "8", "b": "1M", "deadline": "realtime", "cpu-used": "8"},
     "libvpx-vp9": {"crf": "16", "b": "0", "deadline": "realtime", "cpu-used": "8"},
     "libsvtav1": {"crf": "20", "preset": "12"},
