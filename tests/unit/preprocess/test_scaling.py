@@ -49,7 +49,9 @@ def tagged(path: Path, pix_fmt: str, matrix: int, colour_range: int, codec: str 
     with av.open(str(path), "w") as output:
         stream: Any = output.add_stream(codec, rate=24)
         stream.width, stream.height, stream.pix_fmt = 320, 192, pix_fmt
-        stream.options = {"crf": "4"} | ({"x265-params": "log-level=none:pools=none:frame-threads=1"} if codec == "libx265" else {})
+        stream.options = {"crf": "4"} | (
+            {"x265-params": "log-level=none:pools=none:frame-threads=1"} if codec == "libx265" else {}
+        )
         stream.codec_context.colorspace, stream.codec_context.color_range = matrix, colour_range
         frame = av.VideoFrame.from_ndarray(pixels, "rgb24")
         frame = frame.reformat(format=pix_fmt, dst_colorspace=matrix, dst_color_range=colour_range)
