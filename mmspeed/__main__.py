@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
 import sys
 from typing import NoReturn
 
@@ -20,12 +19,11 @@ def leave(code: int) -> NoReturn:
 
     Threads of a process group that meet a half gone interpreter abort a process that has done all of its work.
     """
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_initialized() and distributed.get_world_size() > 1:
+    from .cli import launch
+
+    if launch.one_of_several():
         atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        launch.end_now(code)
     sys.exit(code)
 
 

@@ -77,11 +77,8 @@ def run(argv: list[str]) -> int:
 
 def _leave(code: int) -> int:
     """End a failed process of several immediately: an orderly end would wait for the others, which wait for this one."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_initialized() and distributed.get_world_size() > 1:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)  # the launcher ends the others
+    if launch.one_of_several():
+        launch.end_now(code)  # the launcher ends the others
     return code
 
 

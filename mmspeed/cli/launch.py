@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from typing import Any
+from typing import Any, NoReturn
 
 from mmspeed.errors import UserError
 
@@ -27,6 +27,19 @@ GRACE_SECONDS = 300
 def inside_launcher() -> bool:
     """True if torchrun, accelerate or `--nproc` started this process."""
     return "RANK" in os.environ
+
+
+def one_of_several() -> bool:
+    """True in a process group of more than one process; nothing is imported to find out."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def end_now(code: int) -> NoReturn:
+    """End this process with its output written, without exit hooks and without taking the interpreter down."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def wanted(nproc: int | None) -> bool:

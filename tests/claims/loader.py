@@ -22,8 +22,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -35,6 +34,7 @@ import pyarrow as pa
 import safetensors
 import torch
 
+from mmspeed.bench.attention_memory import one_thread
 from mmspeed.config.training import TrainConfig
 from mmspeed.data import BatchSampler, DatasetCache, Loader
 from mmspeed.data.loading.collate import VideoCollate
@@ -241,17 +241,6 @@ def cached_share(paths: Sequence[Path]) -> float:
             del view
         found, total = found + int((pages & 1).sum()), total + len(pages)
     return found / max(total, 1)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """torch computes with one thread inside the block."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 class LoaderBench:

@@ -90,7 +90,7 @@ def test_the_gradient_of_an_epoch_is_the_same_by_any_schedule(
 
 
 def test_by_step_it_is_another_one_for_each_schedule(home: Path, sums: dict[str, list[np.ndarray]]) -> None:
-    """What `sample` is for: the same two schedules differ by much more than rounding, from each other and from the mean of samples."""
+    """The reason for `sample`: two schedules differ by much more than rounding, from each other and from the mean of samples."""
     found = {
         name: epoch_mean(home, f"step-{name}", "objective.weighting=step", *SCHEDULES[name])
         for name in ("same", "window")

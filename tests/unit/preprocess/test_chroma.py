@@ -167,7 +167,7 @@ def test_untagged_video_is_of_the_matrix_of_its_lines(tmp_path: Path, lines: int
 def test_transparent_pixels_show_the_background(
     tmp_path: Path, codec: str, pixel_format: str, name: str, background: str
 ) -> None:
-    """Of pictures and of videos alike, and half-transparent ones mix it in."""
+    """Pictures and videos alike; half-transparent pixels mix it in."""
     shown = np.zeros((64, 96, 4), np.uint8)
     shown[..., :3], shown[..., 3] = (200, 40, 90), 255
     shown[:, :32, 3], shown[:, 32:64, 3] = 0, 128

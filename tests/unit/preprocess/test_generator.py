@@ -39,7 +39,7 @@ def drawn(config: Config) -> dict[str, tuple[str, str]]:
 
 
 def expected(contents: dict[str, tuple[str, str]], generator: int) -> dict[str, tuple[str, str]]:
-    """What a generator draws for the same contents, but for the one that the manifest holds out."""
+    """The draws of a generator for the same contents, but for the one that the manifest holds out."""
     seed, result = Seed(0, generator), {}
     for content in contents:
         split = "val" if uniform(seed, "val_split", content) < HELD_OUT else "train"
