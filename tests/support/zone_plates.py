@@ -39,7 +39,7 @@ def write_plate(
     Luma is flat, and both chroma planes, as they are stored, hold the pattern.
     """
     deep = "10" in pixel_format
-    lossless = "lossless=1:bframes=0:log-level=none:" if deep else ""
+    lossless = "lossless=1:bframes=0:log-level=none:pools=none:frame-threads=1:" if deep else ""
     name = codec or ("libx265" if deep else "libx264")
     with av.open(str(path), "w") as output:
         stream: Any = output.add_stream(name, rate=8)
