@@ -7,16 +7,30 @@ import logging
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
+from rich.highlighter import NullHighlighter
 from rich.logging import RichHandler
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Column
+from rich.text import Text
 
 Item = TypeVar("Item")
+W = TypeVar("W", bound="Working")
 
 
 def rank() -> int:
@@ -29,81 +43,243 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name if name.startswith("mmspeed") else f"mmspeed.{name}")
 
 
+class WorkHandler(logging.Handler):
+    """A handler of the package's log that also shows the work under way: both on one console, lines above the bars."""
+
+    shown: ShownWork
+
+
+class _TerminalHandler(RichHandler, WorkHandler):
+    """Lines above the bars of a terminal."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        super().emit(record)
+        self.shown.spoke()
+
+
+class _LineHandler(logging.StreamHandler, WorkHandler):  # type: ignore[type-arg]
+    """Plain lines."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        super().emit(record)
+        self.shown.spoke()
+
+
 def setup(verbose: bool = False) -> None:
     """Send the package's log to standard error: rank 0 at INFO, the others at WARNING with their rank."""
     root = logging.getLogger("mmspeed")
     root.handlers.clear()
     root.propagate = False
     console = Console(stderr=True)
-    handler: logging.Handler
+    handler: WorkHandler
     if console.is_terminal:
-        handler = RichHandler(console=console, show_path=False, show_level=False, markup=False, highlighter=None)
+        handler = _TerminalHandler(
+            console=console, show_path=False, show_level=False, markup=False, highlighter=NullHighlighter()
+        )
         handler.setFormatter(logging.Formatter("%(message)s", datefmt="[%X]"))
     else:
-        handler = logging.StreamHandler(sys.stderr)
+        handler = _LineHandler(sys.stderr)
         prefix = "" if rank() == 0 else f"[rank {rank()}] "
         handler.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", datefmt="%H:%M:%S"))
+    handler.shown = ShownWork(console)
     root.addHandler(handler)
     level = logging.DEBUG if verbose else (logging.INFO if rank() == 0 else logging.WARNING)
     root.setLevel(level)
 
 
-class ProgressLine:
-    """A progress bar with rate and remaining time on a terminal; plain lines, at most one in `every` seconds, in a log.
+class Working:
+    """Work under way, as a context manager: on a terminal a spinner with its seconds, in a log a line for every silence.
+
+    The line of `label` comes at once; with `tell=False` only when the work lasts. Nothing is shown on ranks other than 0.
+    """
+
+    total: int | None = None
+    counts = False
+
+    def __init__(self, label: str, tell: bool = True) -> None:
+        self.label, self.tell = label, tell
+        self.done = 0
+        self.started = time.monotonic()
+        self._shown: ShownWork | None = None
+
+    def __enter__(self: W) -> W:
+        self.started = time.monotonic()
+        if rank() == 0:
+            if self.tell:
+                get_logger("work").info(self.label)
+            self._shown = _shown_work()
+            self._shown.begin(self)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        shown, self._shown = self._shown, None
+        if shown is not None:
+            shown.end(self)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since its beginning."""
+        return time.monotonic() - self.started
+
+    def figures(self) -> str:
+        """What is shown behind its label."""
+        return ""
+
+    def line(self) -> str:
+        """What a log says of it."""
+        return f"{self.label}: {format_seconds(self.seconds)}"
+
+
+class ProgressLine(Working):
+    """Work that is counted: a bar with rate and remaining time on a terminal; in a log plain lines, fewer with time.
 
     Use as a context manager; `advance` may be called from any thread.
     """
 
-    def __init__(self, label: str, total: int | None, unit: str = "it", every: float = 10.0, start: int = 0) -> None:
-        self.label, self.total, self.unit, self.every = label, total, unit, every
+    counts = True
+
+    def __init__(self, label: str, total: int | None, unit: str = "it", start: int = 0) -> None:
+        super().__init__(label, tell=False)
+        self.total, self.unit = total, unit
         self.done = self.first = start
         self.note = ""
-        self._shown = self._started = time.monotonic()
-        self._log = get_logger("progress")
-        self._bar: Progress | None = None
-        self._silent = rank() != 0
-
-    def __enter__(self) -> ProgressLine:
-        self._started = self._shown = time.monotonic()
-        console = Console(stderr=True)
-        if console.is_terminal and not self._silent:
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[note]}"),
-                console=console,
-            )
-            self._bar.start()
-            self._task = self._bar.add_task(self.label, total=self.total, completed=self.done, note="")
-        return self
 
     def advance(self, count: int = 1, note: str = "") -> None:
         """Count `count` more as done; `note` is shown behind the bar."""
         self.done += count
         self.note = note or self.note
-        if self._bar is not None:
-            self._bar.update(self._task, advance=count, note=self.note)
-        elif not self._silent and time.monotonic() - self._shown >= self.every:
-            self._shown = time.monotonic()
-            self._log.info(self._line())
+        if self._shown is not None:
+            self._shown.moved(self)
 
-    def _line(self) -> str:
-        seconds = time.monotonic() - self._started
+    def figures(self) -> str:
+        """Its count, rate, remaining time and note."""
+        seconds = self.seconds
         rate = (self.done - self.first) / seconds if seconds > 0 else 0.0
         of = f"/{self.total}" if self.total else ""
         left = ""
         if self.total and rate > 0 and self.done < self.total:
             left = f", {format_seconds((self.total - self.done) / rate)} left"
-        return f"{self.label}: {self.done}{of} {self.unit}, {rate:.2f} {self.unit}/s{left}{'  ' + self.note if self.note else ''}"
+        return f"{self.done}{of} {self.unit}, {rate:.2f} {self.unit}/s{left}{'  ' + self.note if self.note else ''}"
+
+    def line(self) -> str:
+        return f"{self.label}: {self.figures()}"
 
     def __exit__(self, *exc: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-        elif not self._silent:
-            self._log.info(self._line())
+        if self._shown is not None and not self._shown.console.is_terminal:
+            get_logger("progress").info(self.line())
+        super().__exit__(*exc)
+
+
+class ShownWork:
+    """The work under way in this process, the innermost last, as bars on a terminal or as lines of the log."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._open: list[Working] = []
+        self._bars: Progress | None = None
+        self._tasks: dict[int, TaskID] = {}
+        self._lock = threading.RLock()
+        self._ended = threading.Event()
+        self._spoke = time.monotonic()
+
+    def spoke(self) -> None:
+        """Note that a line was written now."""
+        self._spoke = time.monotonic()
+
+    def begin(self, work: Working) -> None:
+        """Show this work from now on."""
+        with self._lock:
+            self._open.append(work)
+            if self.console.is_terminal:
+                if self._bars is None:
+                    self._bars = _bars(self.console)
+                    self._bars.start()
+                self._tasks[id(work)] = self._bars.add_task(
+                    work.label, total=work.total, completed=work.done, work=work
+                )
+            elif len(self._open) == 1:
+                self._ended = threading.Event()
+                threading.Thread(target=self._speak, args=(self._ended,), name="mmspeed-log", daemon=True).start()
+
+    def moved(self, work: Working) -> None:
+        """Show the work's new count."""
+        if self._bars is not None and id(work) in self._tasks:
+            self._bars.update(self._tasks[id(work)], completed=work.done)
+
+    def end(self, work: Working) -> None:
+        """Show this work no longer; a bar that counted stays on the terminal as it ended."""
+        with self._lock:
+            self._open.remove(work)
+            task = self._tasks.pop(id(work), None)
+            if self._bars is not None and task is not None:
+                last = not self._open
+                if not work.counts:
+                    self._bars.remove_task(task)
+                elif not last:
+                    self._bars.stop_task(task)
+                    self._bars.remove_task(task)
+                if last:
+                    bars, self._bars = self._bars, None
+                    bars.stop()
+            if not self._open:
+                self._ended.set()
+
+    def _speak(self, ended: threading.Event) -> None:
+        """Write a line of the innermost work whenever the log was silent for too long."""
+        while not ended.wait(LOOK_SECONDS):
+            with self._lock:
+                if ended.is_set() or not self._open:
+                    return
+                work = self._open[-1]
+                if time.monotonic() - self._spoke >= silence_after(work.seconds):
+                    self.spoke()
+                    get_logger("progress").info(work.line())
+
+
+LOOK_SECONDS = 0.2  # between two looks for silence
+
+
+def silence_after(seconds: float) -> float:
+    """Seconds without a line that are allowed to work that has lasted for `seconds`: 1 at first, 10 after twenty minutes."""
+    return min(10.0, max(1.0, seconds / 120))
+
+
+def _bars(console: Console) -> Progress:
+    """The bars of a terminal. Output of the process, which would break them, is written above; not where it goes elsewhere."""
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        _Bar(bar_width=20),
+        TimeElapsedColumn(),
+        _Figures(),
+        console=console,
+        redirect_stdout=sys.stdout.isatty(),
+    )
+
+
+class _Bar(BarColumn):
+    """The bar of work that is counted."""
+
+    def render(self, task: Task) -> Any:
+        return super().render(task) if task.fields["work"].counts else Text("")
+
+
+class _Figures(ProgressColumn):
+    """The figures of the work behind its bar, as a log would write them."""
+
+    def __init__(self) -> None:
+        super().__init__(table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1))
+
+    def render(self, task: Task) -> Text:
+        return Text(task.fields["work"].figures(), no_wrap=True, overflow="ellipsis")
+
+
+def _shown_work() -> ShownWork:
+    """That of the log's handler; one of its own for a program that has set up its own log."""
+    for handler in logging.getLogger("mmspeed").handlers:
+        if isinstance(handler, WorkHandler):
+            return handler.shown
+    return ShownWork(Console(stderr=True))
 
 
 def progress(items: Iterable[Item], label: str, total: int | None = None, unit: str = "it") -> Iterator[Item]:
@@ -149,12 +325,20 @@ class MetricsLog:
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (held open for the run)
 
     def write(self, **fields: Any) -> None:
-        clean = {k: (None if isinstance(v, float) and not math.isfinite(v) else v) for k, v in fields.items()}
-        self._file.write(json.dumps(clean) + "\n")
+        self._file.write(json.dumps(_strict(fields)) + "\n")
         self._file.flush()
 
     def close(self) -> None:
         self._file.close()
+
+
+def _strict(value: Any) -> Any:
+    """A value of JSON with null for each number that is not finite."""
+    if isinstance(value, dict):
+        return {name: _strict(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mmspeed.errors import UserError
 from mmspeed.parallel import Strategy, no_sync
-from mmspeed.protocols import Batch, Divisors, MicroBatches, Term, Terms
+from mmspeed.protocols import Batch, Divisors, MicroBatches, ShapeClass, Term, Terms
 
 from .terms import TermKind
 
@@ -28,9 +28,10 @@ Forward = Callable[[Batch], Terms]
 
 @dataclass
 class RunRecord:
-    """The terms of the micro-batches that a runner has driven, detached, and the sources of their items."""
+    """The terms of the micro-batches that a runner has driven, detached, and the shapes and sources of their items."""
 
-    losses: list[dict[str, Tensor]] = field(default_factory=list)  # (I,) by term
+    terms: list[dict[str, Term]] = field(default_factory=list)  # by name
+    shapes: list[ShapeClass] = field(default_factory=list)
     totals: list[dict[str, Tensor]] = field(default_factory=list)  # weighted sums, by term
     weights: list[dict[str, Tensor]] = field(
         default_factory=list
@@ -81,7 +82,7 @@ class SequentialRunner:
         record = RunRecord()
         for batch in batches:  # no enumerate: it would keep a batch alive while the next one is fetched
             with ExitStack() as stack:
-                last = len(record.losses) == len(batches) - 1
+                last = len(record.terms) == len(batches) - 1
                 for model in self.models:
                     stack.enter_context(no_sync(model, self.strategy, last=last))
                 terms = forward(batch)
@@ -109,7 +110,8 @@ class SequentialRunner:
         ]
         if not parts:
             raise ValueError(f"no term of {', '.join(terms) or 'the loss'} trains")
-        record.losses.append({name: term.loss_I.detach() for name, term in terms.items()})
+        record.terms.append({name: term.detached() for name, term in terms.items()})
+        record.shapes.append(batch.shape)
         record.totals.append({name: total.detach() for name, total in totals.items()})
         late: dict[str, Term] = {}
         for term in terms.values():

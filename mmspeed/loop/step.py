@@ -27,7 +27,7 @@ from .terms import TermKind, terms_of_all
 
 @dataclass(frozen=True)
 class StepResult:
-    """The outcome of a step, the same on every rank.
+    """The outcome of a step, the same on every rank but for its record.
 
     A step ends at its first update that is not finite: updates before it remain, it and those after it changed nothing.
     """
@@ -39,6 +39,9 @@ class StepResult:
     terms: Mapping[str, float] = field(default_factory=dict)  # each over its divisor
     updated: frozenset[str] = frozenset()  # roles whose weights changed
     broken: str | None = None  # the update that is not finite
+    trained: tuple[str, ...] = ()  # the terms that train, of all ranks, of the update whose loss this is
+    # of this rank's micro-batches in that update; it alone differs between ranks
+    record: RunRecord | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,8 @@ def train_step(
         terms={f"{name}.{term}": value for name, each in results.items() for term, value in each.terms.items()},
         updated=frozenset().union(*(each.updated for each in results.values())),
         broken=result.broken,
+        trained=main.trained,
+        record=main.record,
     )
 
 
@@ -161,6 +166,7 @@ def apply_update(
     values = ((name, total, known[kind.divisor]) for (name, kind), total in zip(kinds.items(), totals, strict=True))
     terms = {name: total / divisor for name, total, divisor in values if divisor > 0}  # a mean of no items is left out
     loss = sum(value for name, value in terms.items() if kinds[name].trains)
+    trained = tuple(name for name, kind in kinds.items() if kind.trains)
     bad: list[str] = []
     if broken_ranks:
         bad = sorted({name for names in all_gather_objects(non_finite(record), group) for name in names})
@@ -171,8 +177,9 @@ def apply_update(
             each.step()
     learner.forget_gradients()
     if broken_ranks:
-        return StepResult(loss, grad_norm, False, bad, terms, broken=update.name)
-    return StepResult(loss, grad_norm, True, bad, terms, updated=frozenset(update.roles))
+        return StepResult(loss, grad_norm, False, bad, terms, broken=update.name, trained=trained, record=record)
+    updated = frozenset(update.roles)
+    return StepResult(loss, grad_norm, True, bad, terms, updated=updated, trained=trained, record=record)
 
 
 def _late_divisors(
@@ -228,8 +235,8 @@ def _partly_applied(loss: float, grad_norm: float, bad: Sequence[str]) -> UserEr
 def non_finite(record: RunRecord) -> list[str]:
     """Sources of the items with a loss that is not finite."""
     names: list[str] = []
-    for losses, sources in zip(record.losses, record.sources, strict=True):
-        for loss_I in losses.values():
-            finite: Sequence[bool] = torch.isfinite(loss_I).tolist()
+    for terms, sources in zip(record.terms, record.sources, strict=True):
+        for term in terms.values():
+            finite: Sequence[bool] = torch.isfinite(term.loss_I).tolist()
             names += [source for source, fine in zip(sources, finite, strict=True) if not fine]
     return list(dict.fromkeys(names))

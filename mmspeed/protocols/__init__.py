@@ -3,7 +3,7 @@
 from .batch import Batch, Item, MicroBatches, NumberRule, Term, Terms
 from .calls import Conditions, ModelCall
 from .codecs import Posterior, TextEncoder, TextEntry, VideoCodec
-from .data import BatchShape, Data, Divisors, Location, OrderedSample, StepData
+from .data import BatchShape, Data, DataSize, Divisors, Location, OrderedSample, SizedData, StepData
 from .model import (
     CountsDenseFlops,
     CountsFlops,
@@ -74,6 +74,7 @@ __all__ = [
     "CountsDenseFlops",
     "CountsFlops",
     "Data",
+    "DataSize",
     "DeclaredState",
     "DeclaresPlan",
     "DiffusionModel",
@@ -104,6 +105,7 @@ __all__ = [
     "Seen",
     "ShapeClass",
     "Site",
+    "SizedData",
     "Split",
     "StateRule",
     "StepData",

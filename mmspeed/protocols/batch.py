@@ -123,17 +123,23 @@ class Term:
 
     Its value in a step is the sum over all items of all ranks of `loss_I * weight_I`, divided by the step's divisor of the name
     `divisor`. The sum of the losses of all terms that train is differentiated, times the step's weight. Terms whose divisor is known only
-    afterwards share their weights, and the divisor is the sum of these.
+    afterwards share their weights, and the divisor is the sum of these. `time_I`: each item's time from 0 (data) to 1 (noise), where the
+    task has one; losses are reported by its quarters.
     """
 
     loss_I: Tensor  # float32
     weight_I: Tensor
     divisor: str = "samples"
     trains: bool = True  # False: logged alone
+    time_I: Tensor | None = None
 
     def total(self) -> Tensor:
         """The weighted sum over the items, a scalar on the device of the losses."""
         return (self.loss_I * self.weight_I.to(self.loss_I.device)).sum()
+
+    def detached(self) -> Term:
+        """The term without the graph of its losses."""
+        return replace(self, loss_I=self.loss_I.detach())
 
 
 Terms = Mapping[str, Term]

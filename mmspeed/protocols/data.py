@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from .batch import Item, TrackedBatches
 from .shapes import ShapeClass
@@ -134,4 +134,22 @@ class Data(Protocol):
 
     def close(self) -> None:
         """End the work that the data started, such as the encoding of an epoch; results so far are stored."""
+        ...
+
+
+@dataclass(frozen=True)
+class DataSize:
+    """The samples of the first stage of training, and the steps of a whole epoch of them."""
+
+    samples: int
+    steps_per_epoch: int
+
+
+@runtime_checkable
+class SizedData(Protocol):
+    """Data that know their size, which is told at the start of a run."""
+
+    @property
+    def size(self) -> DataSize:
+        """The number of samples, and of steps of an epoch."""
         ...

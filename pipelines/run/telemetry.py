@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +33,8 @@ class Telemetry:
         self._metrics = MetricsLog(folder / "metrics.jsonl") if enabled else None
         self._trackers = make_trackers(config, folder) if enabled else []
         self._waited = self._trained = 0.0
+        self._recent: deque[tuple[float, float]] = deque(maxlen=config.train.log_every)  # (data, all) of a step
+        self._since: list[tuple[float, float]] = []  # the last row
         self.resume_clock()
 
     def __enter__(self) -> Telemetry:
@@ -52,20 +55,29 @@ class Telemetry:
     def count_step(self, samples: int, tokens: int, forward_flops: float, waited_seconds: float) -> None:
         """Count a step: `samples`, `tokens`, `forward_flops` of all devices; `waited_seconds` for data since the start."""
         now = time.perf_counter()
+        seconds = waited_seconds - self._waited, now - self._mark
+        self._recent.append(seconds)
+        self._since.append(seconds)
         self._meter.add(
             samples=samples,
             tokens=tokens,
             forward_flops=forward_flops,
-            data_wait_s=waited_seconds - self._waited,
-            wall_s=now - self._mark,
+            data_wait_s=seconds[0],
+            wall_s=seconds[1],
         )
-        self._trained += now - self._mark
+        self._trained += seconds[1]
         self._waited, self._mark = waited_seconds, now
+
+    def recent_times(self) -> dict[str, float]:
+        """The mean seconds of the last `train.log_every` steps, by name."""
+        return _named_times(self._recent)
 
     def rates(self, saved_flops: float = 0.0) -> dict[str, Any]:
         """Throughput since the last row, and memory now. `saved_flops`: counted operations that sparse attention left out."""
         rates = self._meter.read(saved_flops)
+        times, self._since = _named_times(self._since), []
         return {
+            "step_seconds": times,
             "samples_per_s": rates.samples_per_s,
             "tokens_per_s": rates.tokens_per_s,
             "data_wait": rates.data_wait,
@@ -91,6 +103,13 @@ class Telemetry:
         }
         for tracker in self._trackers:
             tracker.log(numbers, step=row["step"])
+
+
+def _named_times(steps: Sequence[tuple[float, float]]) -> dict[str, float]:
+    """The mean seconds of steps: waiting for data, and computing, exchanges between devices included."""
+    count = max(1, len(steps))
+    waited, whole = (sum(column) / count for column in zip(*steps, strict=True)) if steps else (0.0, 0.0)
+    return {"data": waited, "compute": max(0.0, whole - waited)}
 
 
 def make_trackers(config: RunConfig, folder: Path) -> list[Any]:

@@ -18,6 +18,7 @@ from mmspeed.loop.checkpoint.state import whole_tensors
 from mmspeed.protocols import (
     BatchShape,
     Data,
+    DataSize,
     MicroBatchSize,
     Models,
     OrderedSample,
@@ -93,6 +94,10 @@ class SampledData(Generic[S]):
     @property
     def fingerprint(self) -> str:
         return self.sampler.fingerprint
+
+    @property
+    def size(self) -> DataSize:
+        return DataSize(self.sampler.samples_of(0), self.sampler.steps_per_epoch)
 
     def steps(self, start: int, stop: int) -> Generator[StepData, None, None]:
         """The optimizer steps in [start, stop)."""

@@ -6,7 +6,7 @@ Legend: B samples of a micro-batch, C channels, T h w latent, L caption tokens, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -222,7 +222,7 @@ class VideoTask:
         prediction_BCThw = self.predictor.predict(models["model"], x_BCThw, t_B.to(device), conditions)
         mask = (batch["loss_mask"],) if "loss_mask" in batch else ()
         loss_B = objective.sample_loss(prediction_BCThw, target_BCThw, t_B, *mask)
-        return {"loss": self.term(loss_B, batch)}
+        return {"loss": replace(self.term(loss_B, batch), time_I=t_B)}
 
     def term(self, loss_B: Tensor, batch: Batch) -> Term:
         """The term of the losses of a batch's samples (B,), in which a sample counts as `objective.weighting` says."""

@@ -20,18 +20,21 @@ from mmspeed.config import RunConfig, with_recorded_weighting
 from mmspeed.data.loading.first_epoch import OnlineEncoder
 from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.errors import UserError
-from mmspeed.log import ProgressLine, format_seconds, get_logger
+from mmspeed.log import ProgressLine, Working, format_seconds, get_logger
 from mmspeed.loop.callbacks import Averages, Callback, LearningRate, Signals, Sparsity, StepOutcome
 from mmspeed.loop.checkpoint.load import load_start
 from mmspeed.loop.checkpoint.manager import CheckpointManager
 from mmspeed.loop.frozen import frozen_names
+from mmspeed.loop.means import StepMeans
 from mmspeed.loop.signals import StopSignals
 from mmspeed.loop.step import StepResult, train_step
 from mmspeed.mesh import process_group
+from mmspeed.pipelines.report.run_page import write_report
 from mmspeed.pipelines.run.build import Assembly, Placement, assemble, place
 from mmspeed.pipelines.run.run_folder import RunFolder, trim_metrics
 from mmspeed.pipelines.run.telemetry import Telemetry, TelemetryCallback
 from mmspeed.pipelines.tasks import make_task
+from mmspeed.pipelines.training import opening
 from mmspeed.pipelines.training.oom_advice import OomAdvisor
 from mmspeed.pipelines.training.validation import Validator
 from mmspeed.pipelines.tuning.memory_search import policies_under_budget
@@ -104,23 +107,30 @@ class TrainPipeline:
         # rank 0 looks: another node's view of the folder may be older
         generator = comm.broadcast_object(self.folder.generator() if dist.get_rank() == 0 else None)
         where = placement.at(device, self.folder.root, generator)
-        self.task.open(where)
-        self._tell_notes(where)
-        data = self.task.data(where)
+        self._tell(where, opening.device_line(config, device, where.world, where.strategy))
+        with Working("opening the data", tell=False):
+            self.task.open(where)
+            self._tell_notes(where)
+            data = self.task.data(where)
+        self._tell(where, opening.data_line(data, config.train.steps))
         choice = policies_under_budget(config, self.task, where)
-        parts = assemble(config, self.task, self.task.build(), placement, device, choice, generator)
-        self.task.prepare(parts.models, where)
+        with Working("building the model", tell=False):
+            parts = assemble(config, self.task, self.task.build(), placement, device, choice, generator)
+            self._tell(where, opening.model_line(config, parts.models))
+            self.task.prepare(parts.models, where)
         # 2. the state of a run that was stopped
         manager = CheckpointManager(
             self.folder.checkpoints, keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best
         )
         run = Run(self.task, placement, where, data, parts, manager)
-        self._resume(run)
+        with Working("looking for a checkpoint", tell=False):
+            self._resume(run)
         if run.step >= config.train.steps:
             manager.wait()
             return TrainResult(self.folder.root, run.step, True, True, None, 0.0)
         # 3. the steps
-        peak = self._peak(device)
+        with Working("measuring the device's peak", tell=False):
+            peak = self._peak(device)
         with Telemetry(config, self.folder.root, device, where.world, where.rank == 0, peak) as telemetry:
             try:
                 stopped, loss = self._train(run, telemetry)
@@ -132,6 +142,11 @@ class TrainPipeline:
         return TrainResult(self.folder.root, run.step, not stopped, False, loss, time.monotonic() - started)
 
     # -- set-up ---------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _tell(where: RunPlace, line: str | None) -> None:
+        if where.rank == 0 and line is not None:
+            log.info(line)
 
     def _tell_notes(self, where: RunPlace) -> None:
         lines, warnings = self.task.notes() if where.rank == 0 else ([], [])
@@ -194,7 +209,9 @@ class TrainPipeline:
         roles = {role: {"frozen": fingerprint} for role, fingerprint in by_role.items() if fingerprint is not None}
         return ({"frozen": base} if base is not None else {}) | ({"roles": roles} if roles else {})
 
-    def _callbacks(self, run: Run, telemetry: Telemetry, memory: OomAdvisor, signals: Signals) -> list[Callback]:
+    def _callbacks(
+        self, run: Run, telemetry: Telemetry, memory: OomAdvisor, means: StepMeans, signals: Signals
+    ) -> list[Callback]:
         """The callbacks around each step, in this order on all ranks."""
         parts, config = run.parts, self.config
         sparsity = [one for role in parts.roles for one in Sparsity.of(parts.models[role], comm.all_reduce_sum)]
@@ -204,6 +221,7 @@ class TrainPipeline:
             *sparsity,
             *averages,
             memory,
+            means,
             TelemetryCallback(telemetry, run.task, run.data, sparsity),
             signals,
         ]
@@ -213,7 +231,8 @@ class TrainPipeline:
     def _train(self, run: Run, telemetry: Telemetry) -> tuple[bool, float | None]:
         """Train from `run.step` to the end. Returns (stopped early, last loss)."""
         config, train, parts = self.config, self.config.train, run.parts
-        validator = Validator(run.task, parts, run.data, run.place)
+        with Working("preparing validation", tell=False):
+            validator = Validator(run.task, parts, run.data, run.place)
         loss, stopped = None, False
         with ExitStack() as stack:
             batches = run.data.steps(run.step, train.steps)
@@ -223,7 +242,8 @@ class TrainPipeline:
             )
             signals = Signals(stack.enter_context(StopSignals(self.folder.root)))
             line = stack.enter_context(ProgressLine("train", train.steps, "step", start=run.step))
-            callbacks = self._callbacks(run, telemetry, memory, signals)
+            means = StepMeans(comm.all_reduce_sum, train.log_every, several=len(parts.learners) > 1)
+            callbacks = self._callbacks(run, telemetry, memory, means, signals)
             for data in stack.enter_context(closing(batches)):
                 # 1. one optimizer step
                 for callback in callbacks:
@@ -241,18 +261,17 @@ class TrainPipeline:
                 else:
                     self._non_finite(run, result, telemetry)
                 # 3. progress and metrics
-                line.advance(note="" if result is None else f"loss {result.loss:.4f}")
-                last = run.step == train.steps
-                if result is not None and (last or run.step % train.log_every == 0):
-                    fields = [callback.row() for callback in callbacks]
-                    telemetry.write(self._row(run, outcome, result, fields))
+                line.advance(note=_note(means, telemetry))
+                last, wish = run.step == train.steps, signals.request
+                if last or wish == "stop" or run.step % train.log_every == 0:  # the sums of a row end with the process
+                    self._write_row(run, outcome, means, callbacks, telemetry)
                 # 4. checkpoint, perhaps requested by a signal, then validation, whose errors so cost no step
-                wish = signals.request
                 due = last or wish != "none" or run.step % config.checkpoint.every == 0
                 if due:
-                    self._save(run, blocking=last or wish == "stop")
+                    with Working(f"step {run.step}: saving", tell=False):
+                        self._save(run, blocking=last or wish == "stop")
                 if last or run.step % config.validate_.every == 0:
-                    with memory.around_validation():
+                    with memory.around_validation(), Working(f"step {run.step}: validating", tell=False):
                         best = self._validate(run, validator, telemetry)
                     if best and not due:
                         self._save(run, blocking=False)
@@ -286,24 +305,26 @@ class TrainPipeline:
         except UserError as error:
             raise UserError(f"step {run.step + 1}: {error}") from error
 
-    def _row(self, run: Run, outcome: StepOutcome, result: StepResult, fields: list[dict[str, Any]]) -> dict[str, Any]:
-        """A row of metrics.jsonl: the step's numbers, the task's description of its data, and the callbacks' fields."""
+    def _write_row(
+        self, run: Run, outcome: StepOutcome, means: StepMeans, callbacks: list[Callback], telemetry: Telemetry
+    ) -> None:
+        """Write a row of metrics.jsonl, where there is a step to tell of: the means since the last one, the task's description of the
+        step's data, and the callbacks' fields. A collective call.
+        """
+        if outcome.result is None and not means.steps:
+            return
         row: dict[str, Any] = {
             "kind": "train",
             "step": outcome.step,
             "epoch": outcome.epoch,
-            "loss": result.loss,
-            "grad_norm": result.grad_norm,
             "weight": outcome.data.weight,
             **run.task.describe(outcome.data),
             "imbalance": outcome.data.imbalance(),
             "skipped_steps": run.skipped,
         }
-        if len(result.terms) > 1 or len(run.parts.learners) > 1:
-            row["terms"] = dict(result.terms)
-        for more in fields:
-            row |= more
-        return row
+        for callback in callbacks:
+            row |= callback.row()
+        telemetry.write(row)
 
     def _all_lost(self, run: Run, data: StepData, telemetry: Telemetry) -> None:
         sources = [item.source for item in data.items]
@@ -316,6 +337,8 @@ class TrainPipeline:
         row: Mapping[str, Any] = validator.validate(run.step)
         if row:
             telemetry.write(dict(row))
+            if run.place.rank == 0:
+                write_report(self.folder.root)
         loss = row.get("loss")
         if loss is None:
             return False
@@ -362,3 +385,11 @@ class TrainPipeline:
         log.warning(
             f"{message}; {'the step is skipped' if not result.updated else effect} ({run.skipped} of {self.config.train.skip_non_finite})"
         )
+
+
+def _note(means: StepMeans, telemetry: Telemetry) -> str:
+    """What is shown behind the bar: the mean loss and the mean seconds by name of the last steps."""
+    if means.recent is None:
+        return ""
+    times = " ".join(f"{name} {seconds:.2g} s" for name, seconds in telemetry.recent_times().items())
+    return f"loss {means.recent:.4f}  {times}"

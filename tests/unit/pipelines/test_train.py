@@ -128,7 +128,7 @@ def test_save_file_saves_and_keeps_only_the_newest(home: Path) -> None:
 
 def test_no_pickle_in_a_run(finished: Config) -> None:
     endings = {path.suffix for path in finished.run_dir.rglob("*") if path.is_file()}
-    assert endings - {""} == {".yaml", ".json", ".jsonl", ".safetensors", ".mp4", ".txt", ".png"}
+    assert endings - {""} == {".yaml", ".json", ".jsonl", ".safetensors", ".mp4", ".txt", ".png", ".html"}
 
 
 def test_a_run_is_trained_by_one_process_at_a_time(home: Path) -> None:
